@@ -1,0 +1,123 @@
+"""What a worker asks of its engine. The vLLM adapter (vllm_engine.py) and the mock engine
+(shared/testing/mock_engine.py) implement it; the worker shell knows nothing else of them."""
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from shared.ids import BlockHash, Epoch, HandoffId, PageId
+from shared.kv.layout import EngineDescription
+from shared.wire.requests import SamplingSpec, Stage, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPages:
+    """Sealed pages that a mempool lease pins for one request, first block first.
+
+    The engine copies those it lacks and checks each page's epoch after its copy; a page that fails the
+    check is a miss, and its tokens are computed. The holder of the lease releases it after the first output.
+    """
+
+    pages: list[PageId]
+    epochs: list[Epoch]
+    hashes: list[BlockHash]
+    valid_tokens: int  # prompt tokens that these pages cover; the last block may be partial
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One attempt of one stage."""
+
+    engine_request_id: str  # unique per attempt and instance
+    stage: Stage
+    prompt_token_ids: list[int]
+    sampling: SamplingSpec
+    chain_seed: BlockHash  # first link of the block-hash chain (fingerprint, tenant salt)
+    tenant_salt: str = ""
+    held: HeldPages | None = None
+    handoff_id: HandoffId | None = None  # prefill: lease the prompt's blocks under this id when sealed
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KvUse:
+    """Where the prompt's KV came from, known with the first output."""
+
+    tokens_engine: int = 0
+    tokens_pool: int = 0
+    tokens_computed: int = 0
+    blocks_moved: int = 0
+    blocks_reused: int = 0
+    bytes_moved: int = 0
+    fetch_ms: float = 0.0
+    failed_blocks: int = 0  # a changed epoch or a lost pool: recomputed
+
+
+@dataclass(slots=True)
+class EngineDelta:
+    """What one step produced for one choice of one request."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
+    stop_token_id: int | None = None
+    logprobs: list[list[TokenLogprob]] | None = None
+    prompt_logprobs: list[list[TokenLogprob] | None] | None = None  # with the first delta, if asked for
+    request_done: bool = False  # every choice has ended
+    kv_use: KvUse | None = None  # with the last delta
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Now, as far as the front knows."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    unfinished_prefill_tokens: int = 0
+    running_context_tokens: int = 0
+    kv_used_share: float = 0.0
+    step_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """A change of the engine's own prefix cache, in Quire's hashes."""
+
+    kind: Literal["stored", "removed", "cleared"]
+    hashes: list[BlockHash] = field(default_factory=list)
+
+
+class Engine(Protocol):
+    """Lifecycle: start() once; generate() and abort() concurrently; close() once, last."""
+
+    description: EngineDescription
+    max_running: int
+    max_batched_tokens: int
+    num_kv_blocks: int
+
+    async def start(self) -> None:
+        """Load the model; returns when the first request can run. Raises: SettingsError, ClusterError."""
+        ...
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        """Deltas of a request until one has request_done. Closing the iterator aborts the request.
+
+        Raises: InvalidRequest when the engine refuses the parameters; PeerGone when the engine died.
+        """
+        ...
+
+    async def abort(self, engine_request_id: str) -> None:
+        """End a request; unknown ids are ignored."""
+        ...
+
+    def load(self) -> EngineLoad:
+        """Cheap; called for every report."""
+        ...
+
+    def on_cache_event(self, callback: Callable[[CacheEvent], None]) -> None:
+        """The callback runs on the event loop, in order."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the engine's processes."""
+        ...

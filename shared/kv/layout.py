@@ -1,0 +1,49 @@
+"""Geometry of a block: what both ends of a transfer must agree on before a byte moves."""
+
+import hashlib
+
+import msgspec
+
+HOST_PAGE_BYTES = 4096  # memfd granularity
+CUDA_PAGE_BYTES = 2 << 20  # cuMemGetAllocationGranularity on H100 and H200 (facts.md)
+
+
+class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine's KV bytes mean. Two engines exchange raw pages only if `content_key` agrees."""
+
+    model: str  # the name that clients use
+    fingerprint: str  # hex digest over the model's config and weights: same bytes in, same KV out
+    dtype: str  # of the KV cache: "float32", "bfloat16", ...
+    layout: str  # "layers-blocks" (one tensor per layer), later "cross-layer", "token-major"
+    backend: str  # attention backend, e.g. "CPU_ATTN", "FLASH_ATTN"
+    isa: str = ""  # CPU caches are packed per instruction set; "" on CUDA
+    tp_size: int = 1
+    tp_rank: int = 0
+    pp_size: int = 1
+    pp_rank: int = 0
+    num_layers: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    block_tokens: int = 0
+    block_bytes: int = 0  # one block: all layers, K and V, of one rank
+    max_model_len: int = 0
+
+    @property
+    def content_key(self) -> str:
+        """Digest of everything that decides whether raw block bytes can be shared between engines."""
+        parts = (
+            self.fingerprint, self.dtype, self.layout, self.backend, self.isa, self.tp_size, self.tp_rank,
+            self.pp_size, self.pp_rank, self.num_layers, self.num_kv_heads, self.head_dim,
+            self.block_tokens, self.block_bytes,
+        )  # fmt: skip
+        return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
+
+
+def num_blocks(num_tokens: int, block_tokens: int) -> int:
+    """Blocks that hold num_tokens, the last one perhaps partial."""
+    return -(-num_tokens // block_tokens)
+
+
+def page_bytes_for(block_bytes: int, granularity_bytes: int = HOST_PAGE_BYTES) -> int:
+    """Smallest multiple of the medium's granularity that holds one block."""
+    return -(-block_bytes // granularity_bytes) * granularity_bytes

@@ -1,0 +1,126 @@
+"""Settings from defaults, one TOML file, QUIRE_* variables and flags, in rising order of precedence.
+
+Each service has one frozen struct; its field names are the flags (`--max-body-bytes`), the keys of the
+TOML section named after the service and, upper-cased, the variables (`QUIRE_GATEWAY_MAX_BODY_BYTES`).
+Unknown keys are refused with the nearest right one. This module and the config.py files are the only
+readers of the environment.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from shared.errors import SettingsError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+# Variables of the whole command rather than of one section.
+GLOBAL_VARIABLES = {
+    "QUIRE_CONFIG",
+    "QUIRE_REDIS_URL",
+    "QUIRE_HOME",
+    "QUIRE_URL",
+    "QUIRE_API_KEY",
+    "QUIRE_REQUIRE_DOCKER",
+}
+SECTIONS = ("cluster", "gateway", "scheduler", "coordinator", "mempool", "worker")
+
+
+def _nearest(key: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+
+
+def read_toml(path: Path) -> dict[str, dict[str, Any]]:
+    """The file's sections. Raises: SettingsError on a missing or malformed file or an unknown section."""
+    try:
+        data = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"cannot read settings file {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path}: {error}") from error
+    for section, body in data.items():
+        if section not in SECTIONS:
+            raise SettingsError(f"{path}: unknown section [{section}]{_nearest(section, SECTIONS)}")
+        if not isinstance(body, dict):
+            raise SettingsError(f"{path}: {section!r} must be a [section]")
+    return data
+
+
+def parse_flags(argv: Sequence[str], known: Sequence[str]) -> dict[str, str]:
+    """`--key value` and `--key=value` pairs. Raises: SettingsError on anything else."""
+    out: dict[str, str] = {}
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise SettingsError(f"unexpected argument {word!r}: settings are --key value")
+        key, sep, value = word[2:].partition("=")
+        key = key.replace("-", "_")
+        if key not in known:
+            raise SettingsError(
+                f"unknown flag {word.split('=')[0]!r}{_nearest(key, known)}".replace("_", "-")
+            )
+        if not sep:
+            if not rest:
+                raise SettingsError(f"flag {word!r} needs a value")
+            value = rest.pop(0)
+        out[key] = value
+    return out
+
+
+def load(
+    cls: type[T],
+    section: str,
+    argv: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] | None = None,
+    toml_path: Path | None = None,
+) -> T:
+    """The effective settings of one section.
+
+    Args:
+        cls: frozen msgspec struct; fields of str, int, float, bool, list[str] or Literal types.
+        argv: flags only.
+        toml_path: None: the file that QUIRE_CONFIG names, if any.
+    Raises: SettingsError naming the key and what would work.
+    """
+    env = os.environ if environ is None else environ
+    known = [f.name for f in msgspec.structs.fields(cls)]
+    values: dict[str, Any] = {}
+    if toml_path is None and env.get("QUIRE_CONFIG"):
+        toml_path = Path(env["QUIRE_CONFIG"])
+    if toml_path is not None:
+        for key, value in read_toml(toml_path).get(section, {}).items():
+            if key not in known:
+                raise SettingsError(f"{toml_path}: unknown key [{section}] {key}{_nearest(key, known)}")
+            values[key] = value
+    prefix = f"QUIRE_{section.upper()}_"
+    for name, value in env.items():
+        if name.startswith(prefix):
+            key = name.removeprefix(prefix).lower()
+            if key not in known:
+                near = _nearest(key, known)
+                raise SettingsError(f"unknown variable {name}{near}")
+            values[key] = _listed(cls, key, value)
+    for key, value in parse_flags(argv, known).items():
+        values[key] = _listed(cls, key, value)
+    try:
+        return msgspec.convert(values, cls, strict=False)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        key = text.rpartition("$.")[2].rstrip("`") if "$." in text else "?"
+        raise SettingsError(f"setting {section}.{key}: {text}") from error
+
+
+def _listed(cls: type[msgspec.Struct], key: str, value: str) -> Any:
+    """Comma-separated text for list fields; other text is converted by msgspec."""
+    kind = next(f.type for f in msgspec.structs.fields(cls) if f.name == key)
+    if getattr(kind, "__origin__", None) is list:
+        return [part for part in value.split(",") if part]
+    return value

@@ -1,0 +1,203 @@
+"""worker <-> mempool of the same host, over a unix stream socket (peer credentials are checked).
+
+Two kinds of connection. An *engine* attaches: it gets two fds with Attached, the pages (read-write) and the page
+table (read-only), then holds a quota of granted pages, writes them and sends Sealed. A *client* (the worker's
+front, a tool) only calls. Page lists travel as raw little-endian u32, epochs as u64, hashes as 32 bytes
+each, inside `bytes` fields. Calls carry `call_id` and are answered once, with the same id.
+
+One-way, engine -> mempool: Writing, Sealed, HandoffReady, GiveBack. One-way, mempool -> engine: Granted, Shrink.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from shared.ids import Epoch, HandoffId, InstanceId, LeaseId
+from shared.kv.layout import EngineDescription
+from shared.wire.codec import Channel
+
+
+class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
+    """First message of every connection. `description` is required of an engine: it fixes the page size."""
+
+    kind: Literal["engine", "client"]
+    instance: InstanceId
+    instance_epoch: Epoch = Epoch(0)
+    description: EngineDescription | None = None
+    quota_pages: int = 0  # how many granted pages an engine wants to hold
+
+
+class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
+    """For an engine: two fds come with it (pages read-write, table read-only)."""
+
+    boot_generation: Epoch
+    attachment: int
+    num_pages: int = 0
+    page_bytes: int = 0
+
+
+class AttachRefused(Struct, frozen=True, kw_only=True, tag="attach_refused"):
+    """`code`: layout.mismatch, peer.credentials, epoch.stale, pages.exhausted."""
+
+    code: str
+    reason: str
+
+
+class Granted(Struct, frozen=True, kw_only=True, tag="granted"):
+    """These pages are the engine's to write, under these epochs."""
+
+    pages: bytes  # u32 each
+    epochs: bytes  # u64 each
+
+
+class NeedPages(Struct, frozen=True, kw_only=True, tag="need_pages"):
+    """Refill my quota by up to this many. Answered by Granted messages as pages become free."""
+
+    count: int
+
+
+class GiveBack(Struct, frozen=True, kw_only=True, tag="give_back"):
+    """Granted pages that the engine never wrote (or no longer needs)."""
+
+    pages: bytes
+    epochs: bytes
+
+
+class Shrink(Struct, frozen=True, kw_only=True, tag="shrink"):
+    """Please GiveBack this many granted pages."""
+
+    count: int
+
+
+class Writing(Struct, frozen=True, kw_only=True, tag="writing"):
+    """The next step writes these pages."""
+
+    pages: bytes
+    epochs: bytes
+
+
+class Sealed(Struct, frozen=True, kw_only=True, tag="sealed"):
+    """Bytes are complete: index them. One entry per page; stale epochs are dropped."""
+
+    pages: bytes
+    epochs: bytes
+    hashes: bytes  # 32 B each
+    parents: bytes  # hash of the block before, 32 B each; the chain's seed for a first block
+    valid_tokens: bytes  # u32 each
+    checksums: bytes = b""  # u32 each, or empty: sampled
+
+
+class HandoffReady(Struct, frozen=True, kw_only=True, tag="handoff_ready"):
+    """Hold these blocks for the decode side until it acquires them or ttl_ms passes."""
+
+    handoff_id: HandoffId
+    hashes: bytes
+    ttl_ms: int
+
+
+class Acquire(Struct, frozen=True, kw_only=True, tag="acquire"):
+    """Pin the longest indexed prefix of `hashes`. With a handoff_id, wait up to wait_ms for its HandoffReady."""
+
+    call_id: int
+    hashes: bytes
+    handoff_id: HandoffId = HandoffId("")
+    wait_ms: int = 0
+    ttl_ms: int = 30_000
+    traceparent: str = ""
+
+
+class Acquired(Struct, frozen=True, kw_only=True, tag="acquired"):
+    """The first num_blocks of the hashes are pinned under the lease; 0 blocks: no lease, lease_id "" ."""
+
+    call_id: int
+    lease_id: LeaseId
+    fencing_token: Epoch
+    num_blocks: int
+    pages: bytes = b""
+    epochs: bytes = b""
+    checksums: bytes = b""  # u32 each where known at seal; 0: unknown
+
+
+class Release(Struct, frozen=True, kw_only=True, tag="release"):
+    """End a lease. No answer; releasing twice is harmless."""
+
+    lease_id: LeaseId
+
+
+class Match(Struct, frozen=True, kw_only=True, tag="match"):
+    """How many leading blocks are indexed? Pins nothing: a hint. Answered by Matched."""
+
+    call_id: int
+    hashes: bytes
+
+
+class Matched(Struct, frozen=True, kw_only=True, tag="matched"):
+    """Answer to Match."""
+
+    call_id: int
+    num_blocks: int
+
+
+class Delete(Struct, frozen=True, kw_only=True, tag="delete"):
+    """Drop blocks from the index; with no hashes, all that are not pinned. Answered by Deleted."""
+
+    call_id: int
+    hashes: bytes = b""
+
+
+class Deleted(Struct, frozen=True, kw_only=True, tag="deleted"):
+    """Answer to Delete."""
+
+    call_id: int
+    num_blocks: int
+
+
+class StatusCall(Struct, frozen=True, kw_only=True, tag="status"):
+    """Answered by PoolStatus."""
+
+    call_id: int
+
+
+class PoolStatus(Struct, frozen=True, kw_only=True, tag="pool_status"):
+    """Counts by state sum to num_pages at every moment (invariant 4)."""
+
+    call_id: int
+    boot_generation: Epoch
+    num_pages: int
+    page_bytes: int
+    pages_by_state: dict[str, int]
+    num_indexed: int
+    num_pinned: int
+    num_leases: int
+    num_handoffs: int
+    attachments: list[str]
+    counters: dict[str, int]
+
+
+class CallFailed(Struct, frozen=True, kw_only=True, tag="call_failed"):
+    """The call was understood and refused."""
+
+    call_id: int
+    code: str
+    reason: str
+
+
+ToMempool = (
+    Attach
+    | NeedPages
+    | GiveBack
+    | Writing
+    | Sealed
+    | HandoffReady
+    | Acquire
+    | Release
+    | Match
+    | Delete
+    | StatusCall
+)
+FromMempool = (
+    Attached | AttachRefused | Granted | Shrink | Acquired | Matched | Deleted | PoolStatus | CallFailed
+)
+
+TO_MEMPOOL: Channel[ToMempool] = Channel(b"quire.mempool/1", ToMempool)
+FROM_MEMPOOL: Channel[FromMempool] = Channel(b"quire.mempool-reply/1", FromMempool)

@@ -1,0 +1,83 @@
+"""gateway <-> scheduler: where a request runs. DEALER at the gateway, ROUTER at the scheduler."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from shared.ids import Epoch, HandoffId, InstanceId, RequestId
+from shared.wire.codec import Channel
+from shared.wire.reports import Role
+
+
+class PrefixHit(Struct, frozen=True, array_like=True):
+    """A hint from the prompt tree: this instance holds so many leading tokens."""
+
+    instance: InstanceId
+    tokens: int
+
+
+class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="place"):
+    """Answered by Placed or Rejected with the same request_id and attempt."""
+
+    request_id: RequestId
+    attempt: int
+    num_prompt_tokens: int
+    max_tokens: int = 0
+    model: str = ""
+    hits: list[PrefixHit] = []
+    session: str = ""  # the `user` field or a session header: the `session` policy sticks to it
+    tenant: str = ""
+    exclude: list[InstanceId] = []  # failed for this request already
+    must_colocate: bool = False
+    traceparent: str = ""
+
+
+class Ended(Struct, frozen=True, kw_only=True, tag="ended"):
+    """The request left an instance (finished, failed, aborted): the load view forgets it. No answer."""
+
+    request_id: RequestId
+    attempt: int
+
+
+GatewayToScheduler = Place | Ended
+
+
+class Target(Struct, frozen=True, kw_only=True):
+    """An instance as the scheduler knows it."""
+
+    instance: InstanceId
+    epoch: Epoch
+    role: Role
+    endpoint: str  # ZeroMQ address of its ROUTER
+
+
+class Placed(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="placed"):
+    """`prefill` is None when the request is colocated on `decode`."""
+
+    request_id: RequestId
+    attempt: int
+    kind: Literal["disaggregated", "colocated"]
+    decode: Target
+    prefill: Target | None = None
+    handoff_id: HandoffId = HandoffId("")
+    policy: str = ""
+    reason: str = ""  # one sentence for the receipt
+    prefill_hit_tokens: int = 0
+    decode_hit_tokens: int = 0
+    predicted_ttft_ms: float | None = None
+
+
+class Rejected(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="rejected"):
+    """No instance can take it now; try again after retry_after_ms."""
+
+    request_id: RequestId
+    attempt: int
+    code: str
+    reason: str
+    retry_after_ms: int = 500
+
+
+SchedulerToGateway = Placed | Rejected
+
+TO_SCHEDULER: Channel[GatewayToScheduler] = Channel(b"quire.place/1", GatewayToScheduler)
+FROM_SCHEDULER: Channel[SchedulerToGateway] = Channel(b"quire.placed/1", SchedulerToGateway)

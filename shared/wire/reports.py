@@ -1,0 +1,77 @@
+"""worker -> scheduler: who I am, how busy I am. DEALER at the worker, ROUTER at the scheduler.
+
+A worker says Hello, waits for Welcome, then sends a Report every report interval (its heartbeat). A scheduler
+that gets a Report from an instance it does not know (it restarted) answers with Resync; the worker says Hello
+again. A larger epoch for the same instance replaces a smaller one; a smaller one is refused.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from shared.ids import Epoch, InstanceId
+from shared.kv.layout import EngineDescription
+from shared.wire.codec import Channel
+
+Role = Literal["prefill", "decode", "colocated"]
+
+
+class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
+    """First message of an instance under an epoch that the coordinator granted."""
+
+    instance: InstanceId
+    epoch: Epoch
+    role: Role
+    endpoint: str
+    description: EngineDescription
+    max_running: int  # requests in one engine step at most
+    max_batched_tokens: int
+    num_kv_blocks: int
+
+
+class Report(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="report"):
+    """Load now. `seq` grows by one per report: a gap tells the scheduler that it missed some."""
+
+    instance: InstanceId
+    epoch: Epoch
+    seq: int
+    num_running: int = 0
+    num_waiting: int = 0
+    unfinished_prefill_tokens: int = 0
+    running_context_tokens: int = 0
+    kv_used_share: float = 0.0
+    step_ms: float = 0.0  # smoothed
+    draining: bool = False
+
+
+class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):
+    """Orderly end: place nothing more here."""
+
+    instance: InstanceId
+    epoch: Epoch
+
+
+WorkerToScheduler = Hello | Report | Goodbye
+
+
+class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
+    """Hello accepted."""
+
+    report_interval_ms: int
+
+
+class Resync(Struct, frozen=True, kw_only=True, tag="resync"):
+    """I do not know you: say Hello."""
+
+
+class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
+    """`code` epoch.stale: somebody with a larger epoch took your id; stop."""
+
+    code: str
+    reason: str
+
+
+SchedulerToWorker = Welcome | Resync | Refused
+
+REPORTS: Channel[WorkerToScheduler] = Channel(b"quire.report/1", WorkerToScheduler)
+REPORT_REPLIES: Channel[SchedulerToWorker] = Channel(b"quire.report-reply/1", SchedulerToWorker)

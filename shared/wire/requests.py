@@ -1,0 +1,159 @@
+"""gateway <-> worker: generate, abort, tokens. DEALER at the gateway, ROUTER at the worker.
+
+Generate carries one raw frame: the prompt's token ids as little-endian u32. A worker answers each
+attempt with any number of Tokens messages and exactly one of Prefilled, Finished or Failed. Replies name
+the attempt: a gateway drops what belongs to an attempt that it gave up.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from shared.ids import Epoch, HandoffId, InstanceId, RequestId
+from shared.wire.codec import Channel
+from shared.wire.handoff import HandoffState
+
+Stage = Literal["prefill", "decode", "colocated"]
+
+
+class StructuredSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A grammar for the output; the engine's structured-output backend enforces it."""
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    value: str = ""  # JSON text of the schema, the pattern, the JSON list of choices, or the EBNF
+
+
+class SamplingSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to sample. Stop strings are not here: the gateway detokenizes and watches for them."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    seed: int | None = None  # the gateway sets one for every request that samples
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: int | None = None  # alternatives per output token; 0: only the sampled token's
+    prompt_logprobs: int | None = None
+    structured: StructuredSpec | None = None
+
+
+class HandoffTarget(Struct, frozen=True, kw_only=True):
+    """Told to the prefill instance: who takes over, under which id its pages are to be leased."""
+
+    handoff_id: HandoffId
+    target: InstanceId
+
+
+class Generate(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):
+    """Raw frame 0: prompt token ids, u32 little-endian, at least one."""
+
+    request_id: RequestId
+    attempt: int
+    stage: Stage
+    instance_epoch: Epoch  # of the instance as the scheduler knew it; a worker refuses any other
+    sampling: SamplingSpec
+    handoff_to: HandoffTarget | None = None  # prefill only
+    handoff: HandoffState | None = None  # decode only
+    tenant_salt: str = ""
+    priority: int = 0
+    deadline_ms: int = 600_000  # a duration from receipt; then the worker aborts the request itself
+    traceparent: str = ""
+
+
+class Abort(Struct, frozen=True, kw_only=True, tag="abort"):
+    """The client left or the attempt was given up. No answer."""
+
+    request_id: RequestId
+    attempt: int
+
+
+GatewayToWorker = Generate | Abort
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """One candidate token at one position."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class TokenChunk(Struct, frozen=True, array_like=True):
+    """New tokens of one choice. finish_reason: "stop" | "length" | "abort" | "error" with the last ones."""
+
+    request_id: RequestId
+    attempt: int
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_token_id: int | None = None  # the EOS or stop token that ended the choice; it is in token_ids
+    logprobs: list[list[TokenLogprob]] | None = None  # per token: sampled first, then the alternatives
+
+
+class Tokens(Struct, frozen=True, kw_only=True, tag="tokens"):
+    """Everything that one engine step produced for one gateway."""
+
+    chunks: list[TokenChunk]
+
+
+class StageReceipt(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a stage's KV came from and what it took. Durations in ms."""
+
+    instance: InstanceId
+    stage: Stage
+    queue_ms: float = 0.0
+    fetch_ms: float = 0.0
+    compute_ms: float = 0.0
+    prompt_tokens: int = 0
+    tokens_engine: int = 0  # found in the engine's own prefix cache
+    tokens_pool: int = 0  # loaded from pages of the mempool
+    tokens_computed: int = 0
+    blocks_moved: int = 0
+    blocks_reused: int = 0
+    bytes_moved: int = 0
+    path: str = ""  # e.g. "memfd"
+    handoff_mode: str = ""
+
+
+class Prefilled(Struct, frozen=True, kw_only=True, tag="prefilled"):
+    """End of a prefill stage. `handoff` is None when the first token ended the request: then `first` is all."""
+
+    request_id: RequestId
+    attempt: int
+    first: TokenChunk
+    receipt: StageReceipt
+    handoff: HandoffState | None = None
+    prompt_logprobs: list[list[TokenLogprob] | None] | None = None
+
+
+class Finished(Struct, frozen=True, kw_only=True, tag="finished"):
+    """Every choice has ended; the last Tokens message came before this one."""
+
+    request_id: RequestId
+    attempt: int
+    receipt: StageReceipt
+    prompt_logprobs: list[list[TokenLogprob] | None] | None = None
+
+
+class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
+    """The attempt ended without a result. `code` is a stable code of shared/errors.py."""
+
+    request_id: RequestId
+    attempt: int
+    code: str
+    message: str
+    retryable: bool
+
+
+WorkerToGateway = Tokens | Prefilled | Finished | Failed
+
+TO_WORKER: Channel[GatewayToWorker] = Channel(b"quire.generate/1", GatewayToWorker)
+TO_GATEWAY: Channel[WorkerToGateway] = Channel(b"quire.tokens/1", WorkerToGateway)
