@@ -1,4 +1,4 @@
-"""What a decode instance needs to continue what prefill began (architecture.md section 4, "Handoff state")."""
+"""What a decode instance needs to continue what prefill began (ARCHITECTURE.md, "Handoff")."""
 
 from typing import Literal
 

@@ -1,11 +1,11 @@
 """worker <-> mempool of the same host, over a unix stream socket (peer credentials are checked).
 
 Two kinds of connection. An *engine* attaches: it gets two fds with Attached, the pages (read-write) and the page
-table (read-only), then holds a quota of granted pages, writes them and sends Sealed. A *client* (the worker's
+table (read-only), then holds a quota of granted pages, writes them and sends Sealed. A *client* (a worker's
 front, a tool) only calls. Page lists travel as raw little-endian u32, epochs as u64, hashes as 32 bytes
 each, inside `bytes` fields. Calls carry `call_id` and are answered once, with the same id.
 
-One-way, engine -> mempool: Writing, Sealed, HandoffReady, GiveBack. One-way, mempool -> engine: Granted, Shrink.
+One-way to the mempool: Writing, Sealed, HandoffReady, GiveBack. One-way to an engine: Granted, Shrink.
 """
 
 from typing import Literal
@@ -96,7 +96,7 @@ class HandoffReady(Struct, frozen=True, kw_only=True, tag="handoff_ready"):
 
 
 class Acquire(Struct, frozen=True, kw_only=True, tag="acquire"):
-    """Pin the longest indexed prefix of `hashes`. With a handoff_id, wait up to wait_ms for its HandoffReady."""
+    """Pin the longest indexed prefix of `hashes`. With a handoff_id, wait up to wait_ms for HandoffReady."""
 
     call_id: int
     hashes: bytes

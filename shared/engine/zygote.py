@@ -1,0 +1,175 @@
+"""Imports vLLM once and forks workers: `python -m shared.engine.zygote --socket PATH`.
+
+Protocol: unix stream socket, one JSON object per line. The supervisor connects and sends
+{"op":"spawn","name":N,"module":"services.prefill","argv":[...],"log":PATH,"env":{...}}; it answers with
+{"event":"ready"} when its imports are done, {"event":"spawned","name":N,"pid":P} and
+{"event":"exited","name":N,"pid":P,"status":S} (S < 0: signal). When the connection closes, it kills
+its children and exits. The zygote starts no thread, no OpenMP region and no CUDA context: it only forks.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from shared.engine.vllm_setup import check_version, die_with_parent, prepare_environment
+
+MAX_LINE_BYTES = 1 << 20
+
+PRELOAD = (
+    "vllm.engine.arg_utils",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.structured_output.backend_xgrammar",
+    "vllm.model_executor.models.llama",
+    "shared.engine.vllm_engine",
+    "shared.engine.connector",
+    "services.prefill.__main__",
+    "services.decode.__main__",
+)
+
+
+class Zygote:
+    """One connection, many children."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.children: dict[int, str] = {}
+        self._buffer = b""
+
+    def say(self, **event: Any) -> None:
+        """Send one event line."""
+        self.connection.sendall(json.dumps(event).encode() + b"\n")
+
+    def serve(self) -> None:
+        """Until the supervisor goes away."""
+        wake_r, wake_w = os.pipe()
+        os.set_blocking(wake_w, False)
+        signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        selector = selectors.DefaultSelector()
+        selector.register(self.connection, selectors.EVENT_READ, "supervisor")
+        selector.register(wake_r, selectors.EVENT_READ, "signal")
+        self.say(event="ready")
+        while True:
+            for key, _ in selector.select():
+                if key.data == "signal":
+                    os.read(wake_r, 4096)
+                    self._reap()
+                elif not self._read():
+                    return
+
+    def _read(self) -> bool:
+        chunk = self.connection.recv(65536)
+        if not chunk:
+            return False
+        self._buffer += chunk
+        while b"\n" in self._buffer:
+            line, self._buffer = self._buffer.split(b"\n", 1)
+            message = json.loads(line)
+            if message.get("op") == "spawn":
+                self._spawn(message)
+        if len(self._buffer) > MAX_LINE_BYTES:
+            raise ValueError("line too long")
+        return True
+
+    def _spawn(self, message: dict[str, Any]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            self._child(message)
+        self.children[pid] = message["name"]
+        self.say(event="spawned", name=message["name"], pid=pid)
+
+    def _child(self, message: dict[str, Any]) -> None:
+        """In the forked process: become the service. Never returns."""
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self.connection.close()
+            os.setsid()
+            die_with_parent()
+            log = os.open(message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+            os.environ.update(message.get("env", {}))  # noqa: TID251  this is the exec of a forked service
+            module = importlib.import_module(message["module"] + ".__main__")
+            status = module.main(message["argv"]) or 0
+        except SystemExit as stop:
+            status = stop.code if isinstance(stop.code, int) else 1
+        except BaseException:  # noqa: BLE001  the process ends here; its log must say why
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def _reap(self) -> None:
+        while self.children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            name = self.children.pop(pid, None)
+            if name is not None:
+                self.say(event="exited", name=name, pid=pid, status=os.waitstatus_to_exitcode(status))
+
+    def kill_children(self) -> None:
+        """SIGKILL and reap every child."""
+        for pid in list(self.children):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in list(self.children):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Listen, import, serve one supervisor."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--socket", required=True, help="unix socket to listen on")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of each engine")
+    args = parser.parse_args(argv)
+    check_version()
+    prepare_environment(args.device, args.threads)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(args.socket)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    old_mask = os.umask(0o177)
+    listener.bind(args.socket)
+    os.umask(old_mask)
+    listener.listen(1)
+    for module in PRELOAD:
+        importlib.import_module(module)
+    connection, _ = listener.accept()
+    listener.close()
+    os.unlink(args.socket)
+    zygote = Zygote(connection)
+    try:
+        zygote.serve()
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    finally:
+        zygote.kill_children()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
