@@ -1,0 +1,59 @@
+"""Logs on stderr, one JSON object a line: time, service, instance, event, level, then ids as keys."""
+
+import logging
+import sys
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import structlog
+from structlog.typing import EventDict
+
+_encoder = msgspec.json.Encoder(enc_hook=repr)
+
+
+class _StdlibHandler(logging.Handler):
+    """Warnings and errors of libraries, in the same form as our own lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fields: dict[str, Any] = {"message": record.getMessage()}
+        if record.exc_info:
+            fields["exception"] = logging.Formatter().formatException(record.exc_info)
+        log = get_logger(record.name)
+        (log.error if record.levelno >= logging.ERROR else log.warning)("library_message", **fields)
+
+
+def _render(_logger: Any, _name: str, event: EventDict) -> str:
+    return _encoder.encode(event).decode()
+
+
+def setup(service: str, instance: str, level: str = "info") -> None:
+    """Configure the process's logs. `level`: debug, info, warning or error."""
+    number = getattr(logging, level.upper(), None)
+    if not isinstance(number, int):
+        raise ValueError(f"log level {level!r}: use debug, info, warning or error")
+
+    def add_origin(_logger: Any, _name: str, event: EventDict) -> EventDict:
+        stamp = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
+        return {"time": stamp.replace("+00:00", "Z"), "service": service, "instance": instance, **event}
+
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.format_exc_info,
+            add_origin,
+            _render,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    root = logging.getLogger()
+    root.handlers = [h for h in root.handlers if not isinstance(h, _StdlibHandler)]
+    root.addHandler(_StdlibHandler(logging.WARNING))
+
+
+def get_logger(name: str) -> Any:
+    """A logger: `log.info("lease_granted", lease_id=...)`. Events are snake_case words, ids are keys."""
+    return structlog.get_logger(component=name)

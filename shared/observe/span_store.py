@@ -1,0 +1,96 @@
+"""The local span store: one JSONL file per process, read by `quire trace` where no collector runs.
+
+One line per span: {"trace_id", "span_id", "parent_id", "name", "service", "instance", "start_ns", "end_ns",
+"attributes", "events": [{"name", "time_ns", "attributes"}], "error"}. A process keeps at most two files of
+MAX_FILE_BYTES; a folder keeps at most MAX_FOLDER_FILES.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
+
+MAX_FILE_BYTES = 64 << 20
+MAX_FOLDER_FILES = 64
+_encoder = msgspec.json.Encoder(enc_hook=str)
+
+
+def span_record(span: ReadableSpan) -> dict[str, Any]:
+    """A finished span as the store's JSON object."""
+    context = span.get_span_context()
+    assert context is not None, "a finished span has a context"
+    resource = span.resource.attributes
+    return {
+        "trace_id": format_trace_id(context.trace_id),
+        "span_id": format_span_id(context.span_id),
+        "parent_id": format_span_id(span.parent.span_id) if span.parent else "",
+        "name": span.name,
+        "service": resource.get("service.name", ""),
+        "instance": resource.get("service.instance.id", ""),
+        "start_ns": span.start_time,
+        "end_ns": span.end_time,
+        "attributes": dict(span.attributes or {}),
+        "events": [
+            {"name": e.name, "time_ns": e.timestamp, "attributes": dict(e.attributes or {})}
+            for e in span.events
+        ],
+        "error": (span.status.description or "error") if span.status.status_code is StatusCode.ERROR else "",
+    }
+
+
+class JsonlSpanExporter(SpanExporter):
+    """Appends to `spans-<service>-<pid>.jsonl`; a full file becomes `.1.jsonl`, replacing the one before."""
+
+    def __init__(self, directory: Path, service: str, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        _prune(directory)
+        self._directory = directory
+        self._service = service
+        self._max_file_bytes = max_file_bytes
+        self._fd = -1
+        self._pid = 0
+
+    @property
+    def path(self) -> Path:
+        return self._directory / f"spans-{self._service}-{os.getpid()}.jsonl"
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        if self._pid != os.getpid():  # first use, or a forked child: it writes a file of its own
+            self._open()
+        data = b"".join(_encoder.encode(span_record(span)) + b"\n" for span in spans)
+        if os.fstat(self._fd).st_size + len(data) > self._max_file_bytes:
+            self.path.replace(self.path.with_suffix(".1.jsonl"))
+            self._open()
+        os.write(self._fd, data)
+        return SpanExportResult.SUCCESS
+
+    def _open(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._pid = os.getpid()
+
+    def shutdown(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd, self._pid = -1, 0
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return True  # every export is a completed write
+
+
+def _prune(directory: Path) -> None:
+    """Remove the oldest files of processes long gone, so that restarts do not fill the disk."""
+    stamped = []
+    for path in directory.glob("spans-*.jsonl"):
+        try:
+            stamped.append((path.stat().st_mtime_ns, path))
+        except FileNotFoundError:  # another process pruned it
+            continue
+    for _, path in sorted(stamped)[:-MAX_FOLDER_FILES]:
+        path.unlink(missing_ok=True)
