@@ -75,7 +75,19 @@ class Abort(Struct, frozen=True, kw_only=True, tag="abort"):
     attempt: int
 
 
-GatewayToWorker = Generate | Abort
+class Alive(Struct, frozen=True, kw_only=True, tag="alive"):
+    """Sent every ALIVE_INTERVAL_MS on every link to a worker. No answer.
+
+    A ROUTER is not told when a peer goes. A gateway that has said Alive once and then nothing for
+    ALIVE_TIMEOUT_MS is dead: the worker aborts what it runs for that connection. A gateway that never says it
+    is bounded by its requests' deadlines alone.
+    """
+
+
+ALIVE_INTERVAL_MS = 500
+ALIVE_TIMEOUT_MS = 3_000
+
+GatewayToWorker = Generate | Abort | Alive
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
