@@ -1,0 +1,71 @@
+"""API keys: kept as SHA-256 digests, compared in constant time. A key may name a tenant.
+
+The tenant salts the block hashes, so two tenants never share KV, and it has its own concurrency limit.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from pathlib import Path
+
+from shared.errors import SettingsError, Unauthorized
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class KeyRing:
+    """The known keys; without any, everybody is the tenant "" and no header is needed."""
+
+    def __init__(self, pairs: Iterable[tuple[str, str]] = ()) -> None:
+        self._tenants = [(_digest(key), tenant) for key, tenant in pairs]
+
+    def __bool__(self) -> bool:
+        return bool(self._tenants)
+
+    def tenant_of(self, authorization: bytes | None) -> str:
+        """Tenant of an Authorization header's value. Raises: Unauthorized."""
+        if not self._tenants:
+            return ""
+        if not authorization:
+            raise Unauthorized(
+                "You didn't provide an API key. Send it as an Authorization header: 'Bearer YOUR_KEY'."
+            )
+        scheme, _, key = authorization.partition(b" ")
+        if scheme.lower() != b"bearer":
+            raise Unauthorized("The Authorization header must be 'Bearer YOUR_KEY'.")
+        given = hashlib.sha256(key.strip()).digest()
+        found: str | None = None
+        for known, tenant in self._tenants:  # no early exit: the time says nothing about which key matched
+            if hmac.compare_digest(known, given):
+                found = tenant
+        if found is None:
+            raise Unauthorized("Incorrect API key provided.")
+        return found
+
+
+def parse_keys_file(text: str, source: str) -> list[tuple[str, str]]:
+    """Pairs of key and tenant. Raises: SettingsError with the line's number, never its content."""
+    pairs: list[tuple[str, str]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split("#", 1)[0].split()
+        if not words:
+            continue
+        if len(words) > 2:
+            raise SettingsError(f"{source}, line {number}: want `key` or `key tenant`")
+        pairs.append((words[0], words[1] if len(words) == 2 else ""))
+    return pairs
+
+
+def load_keys(api_keys: list[str], api_keys_file: str) -> KeyRing:
+    """Keys of the settings (`key` or `key:tenant`) and of the file. Raises: SettingsError."""
+    pairs: list[tuple[str, str]] = []
+    for entry in api_keys:
+        key, _, tenant = entry.partition(":")
+        if not key:
+            raise SettingsError("setting gateway.api_keys: an entry is empty; want key or key:tenant")
+        pairs.append((key, tenant))
+    if api_keys_file:
+        pairs += parse_keys_file(Path(api_keys_file).read_text(), api_keys_file)
+    return KeyRing(pairs)

@@ -1,0 +1,75 @@
+"""One prompt on its way through the cluster, and the interface of whoever takes its output."""
+
+from typing import Protocol
+
+from services.gateway.core.request_flow import Limits, RequestFlow
+from shared.ids import RequestId
+from shared.observe.trace import Span
+from shared.wire.placement import Placed, PrefixHit, Target
+from shared.wire.requests import SamplingSpec, StageReceipt, TokenChunk, TokenLogprob
+
+PromptLogprobs = list[list[TokenLogprob] | None]
+
+
+class Sink(Protocol):
+    """Takes one call's output. Exactly one of complete() and fail() ends it, unless the client left first."""
+
+    def chunk(self, chunk: TokenChunk) -> bool:
+        """New tokens. Returns True when no more output is needed (the worker is then stopped)."""
+        ...
+
+    def discard(self) -> None:
+        """Forget the output so far: the request starts again. Only while nothing was sent."""
+        ...
+
+    def complete(self, call: "Call") -> None:
+        """The answer is whole; call.receipts and call.placed are final."""
+        ...
+
+    def fail(self, call: "Call", code: str, message: str, retry_after_ms: int | None) -> None:
+        """The answer will never be whole."""
+        ...
+
+
+class Call:
+    """One prompt on its way through the cluster."""
+
+    __slots__ = (
+        "flow", "hits", "num_prompt_tokens", "placed", "prompt", "prompt_logprobs", "receipts", "request_id",
+        "sampling", "schedule_span", "session", "sink", "span", "targets", "tenant", "tenant_salt",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        sink: Sink,
+        *,
+        prompt: bytes,
+        sampling: SamplingSpec,
+        hits: list[PrefixHit],
+        session: str,
+        tenant: str,
+        span: Span,
+        limits: Limits,
+    ) -> None:
+        self.request_id = request_id
+        self.sink = sink
+        self.prompt = prompt  # packed token ids
+        self.num_prompt_tokens = len(prompt) // 4
+        self.sampling = sampling
+        self.hits = hits
+        self.session = session
+        self.tenant = tenant
+        self.tenant_salt = tenant
+        self.span = span
+        self.flow = RequestFlow(limits)
+        self.schedule_span: Span | None = None
+        self.placed: Placed | None = None
+        self.targets: list[Target] = []  # of the running attempt
+        self.receipts: list[StageReceipt] = []
+        self.prompt_logprobs: PromptLogprobs | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the first stage did not compute."""
+        return self.receipts[0].tokens_engine + self.receipts[0].tokens_pool if self.receipts else 0

@@ -1,0 +1,381 @@
+"""The cluster as the gateway sees it: runs each request's RequestFlow over ZeroMQ and feeds its sink.
+
+Everything here is callbacks on one event loop: a message from a worker goes through its link straight into the
+sink of the call that it names, and from there to the client's connection. Messages of attempts that were given
+up find no call, or a call with another attempt number, and are dropped.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from services.gateway import metrics
+from services.gateway.call import Call
+from services.gateway.core.request_flow import (
+    Action,
+    Cancel,
+    Complete,
+    Discard,
+    Fail,
+    Limits,
+    Phase,
+    RequestFlow,
+    SendAbort,
+    SendEnded,
+    SendGenerate,
+    SendPlace,
+)
+from services.gateway.worker_links import WorkerLink
+from shared.errors import ClusterError, Overloaded, PeerGone
+from shared.observe.log import get_logger
+from shared.observe.trace import start_span
+from shared.transport.zmq_channel import DealerLink
+from shared.wire.membership import InstanceView
+from shared.wire.placement import (
+    FROM_SCHEDULER,
+    TO_SCHEDULER,
+    Ended,
+    GatewayToScheduler,
+    Place,
+    Placed,
+    SchedulerToGateway,
+)
+from shared.wire.requests import (
+    Abort,
+    Failed,
+    Finished,
+    Generate,
+    Prefilled,
+    TokenChunk,
+    Tokens,
+    WorkerToGateway,
+)
+
+QUICK_TICK_MS = 50
+SLOW_TICK_MS = 1_000
+FORGET_LINK_AFTER_MS = 30_000
+
+_log = get_logger("gateway.cluster")
+
+
+class Cluster:
+    """Links to the scheduler and the workers. One per process."""
+
+    def __init__(self, scheduler: str, *, model: str, limits: Limits) -> None:
+        self.limits = limits
+        self.num_stale = 0
+        self._model = model
+        self._calls: dict[str, Call] = {}
+        self._links: dict[str, WorkerLink[Call]] = {}
+        self._unlisted_since_ms: dict[str, int] = {}
+        self._quick_timer: asyncio.TimerHandle | None = None
+        self._slow_task: asyncio.Task[None] | None = None
+        self._scheduler: DealerLink[GatewayToScheduler, SchedulerToGateway] = DealerLink(
+            scheduler, out=TO_SCHEDULER, into=FROM_SCHEDULER,
+            on_message=self._from_scheduler, on_down=self._scheduler_down,
+        )  # fmt: skip
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have no outcome yet."""
+        return len(self._calls)
+
+    @property
+    def scheduler_up(self) -> bool:
+        """The scheduler answers."""
+        return self._scheduler.up
+
+    @property
+    def workers_up(self) -> list[str]:
+        """Endpoints of the workers that answer."""
+        return [endpoint for endpoint, link in self._links.items() if link.up]
+
+    def start(self) -> None:
+        """Connect to the scheduler; it may come later."""
+        self._scheduler.open()
+        self._slow_task = asyncio.get_running_loop().create_task(self._tick_slowly(), name="cluster-tick")
+
+    async def stop(self) -> None:
+        """Fail what still runs and close every link."""
+        for call in list(self._calls.values()):
+            self._run(call, call.flow.on_broken("draining", "The server is shutting down."))
+        if self._slow_task is not None:
+            self._slow_task.cancel()
+            await asyncio.gather(self._slow_task, return_exceptions=True)
+        if self._quick_timer is not None:
+            self._quick_timer.cancel()
+        for link in list(self._links.values()):
+            link.close()
+        self._scheduler.close()
+
+    # ---- requests ----
+
+    def submit(self, call: Call) -> None:
+        """Start a call; its sink hears the rest. Cost: one message to the scheduler."""
+        self._calls[call.request_id] = call
+        self._run(call, call.flow.start(now_ms=_now_ms()))
+
+    def cancel(self, call: Call) -> None:
+        """The client left."""
+        self._run(call, call.flow.on_client_gone())
+
+    def give_up(self, call: Call, code: str, message: str) -> None:
+        """The gateway itself cannot go on with this call."""
+        self._run(call, call.flow.on_broken(code, message))
+
+    def on_members(self, members: Iterable[InstanceView]) -> None:
+        """Connect ahead of the first request; forget endpoints that nobody has listed for a while."""
+        now_ms = _now_ms()
+        listed = {view.endpoint for view in members if view.state != "dead"}
+        for endpoint in listed:
+            self._link(endpoint)
+            self._unlisted_since_ms.pop(endpoint, None)
+        for endpoint in self._links.keys() - listed:
+            self._unlisted_since_ms.setdefault(endpoint, now_ms)
+
+    def _link(self, endpoint: str) -> WorkerLink[Call]:
+        link = self._links.get(endpoint)
+        if link is None:
+            link = WorkerLink(endpoint, on_message=self._from_worker, on_down=self._worker_down)
+            self._links[endpoint] = link
+        return link
+
+    # ---- what comes in ----
+
+    def _from_worker(self, seq: int, message: WorkerToGateway, raw: list[bytes]) -> None:
+        del seq, raw
+        if type(message) is Tokens:
+            calls = self._calls
+            for chunk in message.chunks:
+                call = calls.get(chunk.request_id)
+                if call is None or not call.flow.accepts(chunk.attempt):
+                    self.num_stale += 1
+                else:
+                    self._deliver(call, chunk)
+            return
+        call = self._calls.get(message.request_id)  # type: ignore[union-attr]
+        if call is None or message.attempt != call.flow.attempt:  # type: ignore[union-attr]
+            self.num_stale += 1
+            return
+        if isinstance(message, Prefilled):
+            self._prefilled(call, message)
+        elif isinstance(message, Finished):
+            call.receipts.append(message.receipt)
+            if message.prompt_logprobs is not None:
+                call.prompt_logprobs = message.prompt_logprobs
+            self._run(call, call.flow.on_finished(message.attempt))
+        elif isinstance(message, Failed):
+            self._failed(call, message)
+
+    def _deliver(self, call: Call, chunk: TokenChunk) -> None:
+        if chunk.finish_reason in ("abort", "error"):  # the engine gave up without saying why
+            message = "The engine ended the request early."
+            self._run(call, call.flow.on_failed(
+                chunk.attempt, "peer.error", message, True, now_ms=_now_ms(), source=None,
+            ))  # fmt: skip
+            return
+        try:
+            enough = call.sink.chunk(chunk)
+        except Exception as error:  # noqa: BLE001 - one request's bad output must not stop the others'
+            _log.error("sink_failed", request=call.request_id, error=repr(error), exc_info=True)
+            self._run(call, call.flow.on_broken("cluster.error", "The output could not be processed."))
+            return
+        if enough:
+            self._run(call, call.flow.on_satisfied())
+
+    def _prefilled(self, call: Call, message: Prefilled) -> None:
+        if call.flow.phase is not Phase.PREFILLING:
+            self.num_stale += 1
+            return
+        call.receipts.append(message.receipt)
+        if message.prompt_logprobs is not None:
+            call.prompt_logprobs = message.prompt_logprobs
+        if message.handoff is None:
+            self._deliver(call, message.first)
+        self._run(call, call.flow.on_prefilled(message.attempt, message.handoff, now_ms=_now_ms()))
+
+    def _failed(self, call: Call, message: Failed) -> None:
+        index = 0 if call.flow.phase is Phase.PREFILLING else -1
+        source = call.targets[index].instance if call.targets else None
+        _log.warning("attempt_failed", request=call.request_id, attempt=message.attempt, code=message.code,
+                     instance=source, retryable=message.retryable, message=message.message)  # fmt: skip
+        self._run(call, call.flow.on_failed(
+            message.attempt, message.code, message.message, message.retryable, now_ms=_now_ms(), source=source,
+        ))  # fmt: skip
+
+    def _from_scheduler(self, seq: int, message: SchedulerToGateway, raw: list[bytes]) -> None:
+        del seq, raw
+        call = self._calls.get(message.request_id)
+        if call is None:
+            self.num_stale += 1
+        elif isinstance(message, Placed):
+            self._run(call, call.flow.on_placed(message, now_ms=_now_ms()))
+        else:
+            self._run(call, call.flow.on_rejected(message, now_ms=_now_ms()))
+
+    def _scheduler_down(self) -> None:
+        _log.warning("scheduler_link_down")
+        for call in list(self._calls.values()):
+            self._run(call, call.flow.on_scheduler_down(now_ms=_now_ms()))
+
+    def _worker_down(self, endpoint: str, calls: list[Call]) -> None:
+        for call in calls:
+            self._lost(call, endpoint)
+
+    def _lost(self, call: Call, endpoint: str) -> None:
+        for target in call.targets:
+            if target.endpoint == endpoint:
+                self._run(call, call.flow.on_instance_down(target.instance, now_ms=_now_ms()))
+                return
+
+    # ---- what goes out ----
+
+    def _run(self, call: Call, actions: list[Action]) -> None:
+        todo = deque(actions)
+        while todo:
+            todo.extend(self._do(call, todo.popleft()))
+        if call.flow.wants_quick_ticks and self._quick_timer is None:
+            self._quick_timer = asyncio.get_running_loop().call_later(QUICK_TICK_MS / 1000, self._tick_quickly)
+
+    def _do(self, call: Call, action: Action) -> list[Action]:
+        flow = call.flow
+        if isinstance(action, SendPlace):
+            return self._place(call, action)
+        if isinstance(action, SendGenerate):
+            return self._generate(call, action)
+        if isinstance(action, SendAbort):
+            _try(lambda: self._link(action.target.endpoint).send(Abort(
+                request_id=call.request_id, attempt=action.attempt,
+            )))  # fmt: skip
+        elif isinstance(action, SendEnded):
+            _try(lambda: self._scheduler.send(Ended(request_id=call.request_id, attempt=action.attempt)))
+            self._leave_targets(call)
+        elif isinstance(action, Discard):
+            metrics.RETRIES.inc()
+            _log.info("retry", request=call.request_id, attempt=flow.attempt, reason=flow.last_failure)
+            call.span.event("retry", {"reason": flow.last_failure})
+            call.receipts.clear()
+            call.prompt_logprobs = None
+            call.sink.discard()
+        else:
+            self._end(call, action)
+        return []
+
+    def _place(self, call: Call, action: SendPlace) -> list[Action]:
+        if call.schedule_span is None:
+            call.schedule_span = start_span(
+                "schedule", parent=call.span.traceparent, attributes={"quire.request_id": call.request_id}
+            )
+        message = Place(
+            request_id=call.request_id,
+            attempt=action.attempt,
+            num_prompt_tokens=call.num_prompt_tokens,
+            max_tokens=call.sampling.max_tokens,
+            model=self._model,
+            hits=call.hits,
+            session=call.session,
+            tenant=call.tenant,
+            exclude=action.exclude,
+            traceparent=call.schedule_span.traceparent,
+        )
+        try:
+            self._scheduler.send(message)
+        except (PeerGone, Overloaded):
+            return call.flow.on_scheduler_down(now_ms=_now_ms())
+        return []
+
+    def _generate(self, call: Call, action: SendGenerate) -> list[Action]:
+        placed = call.flow.placed
+        assert placed is not None
+        if action.stage != "decode":
+            self._placed(call, placed)
+        message = Generate(
+            request_id=call.request_id,
+            attempt=action.attempt,
+            stage=action.stage,
+            instance_epoch=action.target.epoch,
+            sampling=call.sampling,
+            handoff_to=action.handoff_to,
+            handoff=action.handoff,
+            tenant_salt=call.tenant_salt,
+            deadline_ms=action.deadline_ms,
+            traceparent=call.span.traceparent,
+        )
+        try:
+            self._link(action.target.endpoint).send(message, (call.prompt,))
+        except PeerGone:
+            return call.flow.on_instance_down(action.target.instance, now_ms=_now_ms())
+        except Overloaded as error:
+            return call.flow.on_failed(
+                action.attempt, error.code, error.message, True,
+                now_ms=_now_ms(), source=action.target.instance,
+            )  # fmt: skip
+        return []
+
+    def _placed(self, call: Call, placed: Placed) -> None:
+        """Register the call at the links it depends on."""
+        call.placed = placed
+        call.targets = [placed.decode] if placed.prefill is None else [placed.prefill, placed.decode]
+        for target in call.targets:
+            self._link(target.endpoint).calls.add(call)
+        if call.schedule_span is not None:
+            call.schedule_span.set("quire.kind", placed.kind)
+            call.schedule_span.set("quire.reason", placed.reason)
+            call.schedule_span.end()
+            call.schedule_span = None
+
+    def _leave_targets(self, call: Call) -> None:
+        for target in call.targets:
+            self._link(target.endpoint).calls.discard(call)
+        call.targets = []
+
+    def _end(self, call: Call, outcome: Complete | Cancel | Fail) -> None:
+        self._leave_targets(call)
+        self._calls.pop(call.request_id, None)
+        if call.schedule_span is not None:
+            call.schedule_span.end()
+            call.schedule_span = None
+        try:
+            if isinstance(outcome, Complete):
+                call.sink.complete(call)
+            elif isinstance(outcome, Fail):
+                call.sink.fail(call, outcome.code, outcome.message, outcome.retry_after_ms)
+        except Exception as error:  # noqa: BLE001 - the loop's other requests go on
+            _log.error("sink_failed", request=call.request_id, error=repr(error), exc_info=True)
+
+    # ---- time ----
+
+    def _tick_quickly(self) -> None:
+        self._quick_timer = None
+        self._tick(lambda flow: flow.wants_quick_ticks)
+
+    async def _tick_slowly(self) -> None:
+        while True:
+            await asyncio.sleep(SLOW_TICK_MS / 1000)
+            self._tick(lambda flow: True)
+            now_ms = _now_ms()
+            for endpoint, since_ms in list(self._unlisted_since_ms.items()):
+                link = self._links.get(endpoint)
+                if link is None or (not link.calls and now_ms - since_ms > FORGET_LINK_AFTER_MS):
+                    del self._unlisted_since_ms[endpoint]
+                    if link is not None:
+                        del self._links[endpoint]
+                        link.close()
+
+    def _tick(self, choose: Callable[[RequestFlow], bool]) -> None:
+        now_ms = _now_ms()
+        for call in [c for c in self._calls.values() if choose(c.flow)]:
+            self._run(call, call.flow.on_tick(now_ms=now_ms))
+
+
+def _now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000
+
+
+def _try(send: Callable[[], object]) -> None:
+    """Send what needs no answer: a peer that is gone has forgotten the attempt anyway."""
+    try:
+        send()
+    except ClusterError as error:
+        _log.debug("send_dropped", error=str(error))

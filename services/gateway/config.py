@@ -1,0 +1,85 @@
+"""Settings of the gateway, and the only place of this service that knows where they come from."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from shared import settings
+from shared.errors import SettingsError
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Effective settings of one gateway process; see README.md for what each is good for."""
+
+    instance: str = "gateway-0"
+    log_level: str = "info"
+    trace_endpoint: str = ""
+    trace_dir: str = ""
+    trace_sample_ratio: float = 1.0
+
+    listen: str = "127.0.0.1:8000"
+    processes: int = 1
+    scheduler: str = "tcp://127.0.0.1:8101"
+    redis_url: str = "redis://127.0.0.1:8104/0"  # "": no prompt tree
+    coordinator_url: str = "http://127.0.0.1:8103"
+    coordinator_key: str = ""
+    model_dir: str = ""
+    model_name: str = ""
+
+    api_keys: list[str] = []
+    api_keys_file: str = ""  # lines of `key` or `key tenant`; # begins a comment
+
+    max_body_bytes: int = 16 << 20
+    max_header_bytes: int = 16 << 10
+    header_timeout_ms: int = 10_000
+    body_idle_timeout_ms: int = 10_000
+    keep_alive_timeout_ms: int = 65_000
+    slow_reader_bytes: int = 256 << 10  # unsent bytes of one stream before its client is cut off
+
+    max_concurrent_requests: int = 1024  # per process
+    max_concurrent_per_tenant: int = 0  # 0: no limit of its own
+    tokenizer_threads: int = 1
+
+    tree_lookup_deadline_ms: int = 20
+    tree_max_blocks: int = 4096
+    membership_interval_ms: int = 1000
+    placement_deadline_ms: int = 15_000  # first placement, and each new one after a failure
+    shed_wait_ms: int = 1_000  # how long a request waits when every instance is full
+    place_reply_ms: int = 1_000
+    request_deadline_ms: int = 600_000
+    drain_deadline_ms: int = 30_000
+
+
+def split_listen(listen: str) -> tuple[str, int]:
+    """Host and port of `host:port`. Raises: SettingsError."""
+    host, sep, port = listen.rpartition(":")
+    if not sep or not host or not port.isdigit() or int(port) > 65535:
+        raise SettingsError(f"setting gateway.listen: {listen!r} is no host:port; try 127.0.0.1:8000")
+    return host.strip("[]"), int(port)
+
+
+def _check(found: GatewaySettings) -> None:
+    split_listen(found.listen)
+    for name in (
+        "processes", "max_body_bytes", "max_header_bytes", "max_concurrent_requests", "placement_deadline_ms",
+        "place_reply_ms", "request_deadline_ms", "header_timeout_ms", "body_idle_timeout_ms",
+        "tree_lookup_deadline_ms", "membership_interval_ms", "keep_alive_timeout_ms", "slow_reader_bytes",
+    ):  # fmt: skip
+        if getattr(found, name) < 1:
+            raise SettingsError(f"setting gateway.{name}: {getattr(found, name)} must be at least 1")
+    if not found.model_dir:
+        raise SettingsError("setting gateway.model_dir: name the folder that holds tokenizer.json")
+    if not Path(found.model_dir, "tokenizer.json").is_file():
+        raise SettingsError(f"setting gateway.model_dir: no tokenizer.json in {found.model_dir!r}")
+    if found.api_keys_file and not Path(found.api_keys_file).is_file():
+        raise SettingsError(f"setting gateway.api_keys_file: no file {found.api_keys_file!r}")
+
+
+def load(argv: Sequence[str]) -> GatewaySettings:
+    """Defaults, TOML, QUIRE_GATEWAY_* and flags. Raises: SettingsError naming the key and what works."""
+    found = settings.load(GatewaySettings, "gateway", argv)
+    _check(found)
+    if not found.model_name:
+        found = msgspec.structs.replace(found, model_name=Path(found.model_dir).resolve().name)
+    return found

@@ -1,0 +1,311 @@
+"""One request from placement to its single outcome. No I/O: events and time come in, actions go out.
+
+    PLACING --placed--> PREFILLING --prefilled--> DECODING --finished--> ENDED (Complete)
+       |  \\--placed, colocated----------------------^ |
+       |<-- BACKOFF <-- rejected, lost, failed and nothing sent yet
+       \\-- deadline, fatal failure, or failure after the first byte --> ENDED (Fail)
+    any state -- client gone, or the gateway stopped it --> ENDED (Cancel or Complete)
+
+Every attempt is one placement; replies that name another attempt are stale and change nothing. Once a byte has
+left for the client an attempt is never repeated, so no client sees two different answers in one stream.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from shared.ids import InstanceId
+from shared.wire.handoff import HandoffState
+from shared.wire.placement import Placed, Rejected, Target
+from shared.wire.requests import HandoffTarget, Stage
+
+BACKOFF_FIRST_MS = 50
+BACKOFF_MAX_MS = 1_000
+MAX_ATTEMPTS = 64  # beyond any placement deadline at BACKOFF_MAX_MS; a bound even if settings say otherwise
+
+
+class Phase(Enum):
+    """Where the request is."""
+
+    PLACING = "placing"
+    BACKOFF = "backoff"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"  # or colocated
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Durations in ms."""
+
+    placement_deadline_ms: int = 15_000
+    shed_wait_ms: int = 1_000
+    place_reply_ms: int = 1_000
+    request_deadline_ms: int = 600_000
+
+
+@dataclass(frozen=True, slots=True)
+class SendPlace:
+    """Ask the scheduler."""
+
+    attempt: int
+    exclude: list[InstanceId]
+
+
+@dataclass(frozen=True, slots=True)
+class SendGenerate:
+    """Start a stage on an instance."""
+
+    attempt: int
+    target: Target
+    stage: Stage
+    deadline_ms: int
+    handoff_to: HandoffTarget | None = None
+    handoff: HandoffState | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SendAbort:
+    """The instance must stop working on this attempt."""
+
+    attempt: int
+    target: Target
+
+
+@dataclass(frozen=True, slots=True)
+class SendEnded:
+    """The scheduler's load view forgets this attempt."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Output of the attempt was given up before the client saw any: forget it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """Terminal: the answer is whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Terminal: nobody waits for an answer any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Terminal. `code` is a stable code of shared/errors.py."""
+
+    code: str
+    message: str
+    retry_after_ms: int | None = None
+
+
+Action = SendPlace | SendGenerate | SendAbort | SendEnded | Discard | Complete | Cancel | Fail
+
+
+@dataclass(slots=True)
+class RequestFlow:
+    """The state machine. Methods return actions in the order in which they must happen."""
+
+    limits: Limits
+    phase: Phase = Phase.PLACING
+    attempt: int = 0
+    bytes_sent: bool = False  # set by mark_sent(): from then on no attempt is repeated
+    placed: Placed | None = None
+    exclude: list[InstanceId] = field(default_factory=list)
+    num_retries: int = 0
+    last_failure: str = ""
+    _deadline_ms: int = 0  # of the whole request
+    _place_by_ms: int = 0  # of this placement
+    _shed_by_ms: int = 0
+    _wake_ms: int = 0  # PLACING: the answer is overdue; BACKOFF: place again
+    _backoff_ms: int = BACKOFF_FIRST_MS
+
+    def start(self, *, now_ms: int) -> list[Action]:
+        """First placement."""
+        assert self.attempt == 0
+        self._deadline_ms = now_ms + self.limits.request_deadline_ms
+        self._place_by_ms = now_ms + self.limits.placement_deadline_ms
+        self._shed_by_ms = now_ms + self.limits.shed_wait_ms
+        return self._place(now_ms)
+
+    def accepts(self, attempt: int) -> bool:
+        """True for output of the stage that runs now."""
+        return attempt == self.attempt and self.phase is Phase.DECODING
+
+    def mark_sent(self) -> None:
+        """A byte of the answer has left for the client."""
+        self.bytes_sent = True
+
+    # ---- scheduler ----
+
+    def on_placed(self, placed: Placed, *, now_ms: int) -> list[Action]:
+        """The scheduler chose instances for the current attempt."""
+        if self.phase is not Phase.PLACING or placed.attempt != self.attempt:
+            return []
+        self.placed = placed
+        left_ms = max(1, self._deadline_ms - now_ms)
+        if placed.kind == "disaggregated" and placed.prefill is not None:
+            self.phase = Phase.PREFILLING
+            to = HandoffTarget(handoff_id=placed.handoff_id, target=placed.decode.instance)
+            return [SendGenerate(self.attempt, placed.prefill, "prefill", left_ms, handoff_to=to)]
+        self.phase = Phase.DECODING
+        return [SendGenerate(self.attempt, placed.decode, "colocated", left_ms)]
+
+    def on_rejected(self, rejected: Rejected, *, now_ms: int) -> list[Action]:
+        """No instance now: wait as long as the deadlines allow, then fail."""
+        if self.phase is not Phase.PLACING or rejected.attempt != self.attempt:
+            return []
+        self.last_failure = rejected.reason
+        self.exclude = []  # better an instance that failed once than none
+        wait_ms = max(1, rejected.retry_after_ms)
+        full = rejected.code == "overloaded" and self.num_retries == 0
+        until_ms = min(self._shed_by_ms, self._place_by_ms) if full else self._place_by_ms
+        if now_ms + wait_ms > until_ms or self.attempt >= MAX_ATTEMPTS:
+            return self._end(Fail("overloaded", rejected.reason, max(1_000, wait_ms)))
+        return self._back_off(now_ms, wait_ms)
+
+    def on_scheduler_down(self, *, now_ms: int) -> list[Action]:
+        """The link to the scheduler broke: an unanswered placement is lost; running stages are not."""
+        if self.phase is not Phase.PLACING:
+            return []
+        self.last_failure = "the scheduler is not reachable"
+        return self._place_later(now_ms)
+
+    # ---- workers ----
+
+    def on_prefilled(self, attempt: int, handoff: HandoffState | None, *, now_ms: int) -> list[Action]:
+        """The prefill stage ended; without a handoff its first chunk (delivered already) is the whole answer."""
+        if self.phase is not Phase.PREFILLING or attempt != self.attempt:
+            return []
+        assert self.placed is not None
+        if handoff is None:
+            return [SendEnded(attempt), *self._end(Complete())]
+        self.phase = Phase.DECODING
+        left_ms = max(1, self._deadline_ms - now_ms)
+        return [SendGenerate(attempt, self.placed.decode, "decode", left_ms, handoff=handoff)]
+
+    def on_finished(self, attempt: int) -> list[Action]:
+        """Every choice has ended at the worker."""
+        if not self.accepts(attempt):
+            return []
+        return [SendEnded(attempt), *self._end(Complete())]
+
+    def on_failed(
+        self, attempt: int, code: str, message: str, retryable: bool, *, now_ms: int, source: InstanceId | None
+    ) -> list[Action]:
+        """A worker gave the attempt up. `source` is left out next time, unless only its epoch was stale."""
+        if attempt != self.attempt or self.phase not in (Phase.PREFILLING, Phase.DECODING):
+            return []
+        actions = self._drop_attempt(gone=source)
+        if not retryable or self.bytes_sent:
+            return [*actions, *self._end(Fail(code, message))]
+        if source is not None and code != "epoch.stale":
+            self.exclude = [*self.exclude, source]
+        return [*actions, *self._retry(message, now_ms)]
+
+    def on_instance_down(self, instance: InstanceId, *, now_ms: int) -> list[Action]:
+        """The link to an instance broke. Matters only if this request still needs that instance."""
+        placed = self.placed
+        if placed is None or self.phase not in (Phase.PREFILLING, Phase.DECODING):
+            return []
+        needed = [placed.decode.instance]
+        if self.phase is Phase.PREFILLING and placed.prefill is not None:
+            needed.append(placed.prefill.instance)
+        if instance not in needed:
+            return []
+        actions = self._drop_attempt(gone=instance)
+        message = f"The instance {instance} that served this request is gone."
+        if self.bytes_sent:
+            return [*actions, *self._end(Fail("peer.gone", message))]
+        self.exclude = [*self.exclude, instance]
+        return [*actions, *self._retry(message, now_ms)]
+
+    # ---- client and time ----
+
+    def on_client_gone(self) -> list[Action]:
+        """The client closed its connection: stop all work for it."""
+        return self._stop(Cancel())
+
+    def on_satisfied(self) -> list[Action]:
+        """The gateway needs no more output (stop strings ended every choice): stop the worker."""
+        return self._stop(Complete())
+
+    def on_broken(self, code: str, message: str) -> list[Action]:
+        """The gateway cannot go on with this request (slow reader, bad output): stop all work, fail."""
+        return self._stop(Fail(code, message))
+
+    def on_tick(self, *, now_ms: int) -> list[Action]:
+        """Time passes; call at least every 100 ms while placing, every second otherwise."""
+        if self.phase is Phase.ENDED:
+            return []
+        if now_ms >= self._deadline_ms:
+            fail = Fail("peer.timeout", "The request's deadline passed.")
+            return self._stop(fail)
+        if self.phase is Phase.PLACING and now_ms >= self._wake_ms:
+            self.last_failure = "the scheduler does not answer"
+            return [SendEnded(self.attempt), *self._place_later(now_ms)]
+        if self.phase is Phase.BACKOFF and now_ms >= self._wake_ms:
+            return self._place(now_ms)
+        return []
+
+    @property
+    def wants_quick_ticks(self) -> bool:
+        """True while some wait shorter than a second is running."""
+        return self.phase in (Phase.PLACING, Phase.BACKOFF)
+
+    # ---- inside ----
+
+    def _place(self, now_ms: int) -> list[Action]:
+        self.attempt += 1
+        self.phase = Phase.PLACING
+        self.placed = None
+        self._wake_ms = now_ms + self.limits.place_reply_ms
+        return [SendPlace(self.attempt, self.exclude)]
+
+    def _place_later(self, now_ms: int) -> list[Action]:
+        """Placing failed without a verdict: again after a growing pause, until the placement deadline."""
+        wait_ms, self._backoff_ms = self._backoff_ms, min(BACKOFF_MAX_MS, 2 * self._backoff_ms)
+        if now_ms + wait_ms > self._place_by_ms or self.attempt >= MAX_ATTEMPTS:
+            return self._end(Fail("overloaded", f"No placement: {self.last_failure}.", 1_000))
+        return self._back_off(now_ms, wait_ms)
+
+    def _back_off(self, now_ms: int, wait_ms: int) -> list[Action]:
+        self.phase = Phase.BACKOFF
+        self._wake_ms = now_ms + wait_ms
+        return []
+
+    def _retry(self, message: str, now_ms: int) -> list[Action]:
+        """A running attempt was lost before the client saw a byte of it."""
+        self.last_failure = message
+        self.num_retries += 1
+        if self.num_retries == 1:  # the clock of a fresh placement; later losses do not lengthen it
+            self._place_by_ms = now_ms + self.limits.placement_deadline_ms
+            return [Discard(), *self._place(now_ms)]
+        return [Discard(), *self._place_later(now_ms)]
+
+    def _drop_attempt(self, *, gone: InstanceId | None) -> list[Action]:
+        """Abort the attempt on every involved instance but the one that is known to have ended it."""
+        placed = self.placed
+        if placed is None or self.phase not in (Phase.PREFILLING, Phase.DECODING):
+            return []
+        targets = [placed.decode] if self.phase is Phase.DECODING else []
+        if placed.prefill is not None:
+            targets.append(placed.prefill)
+        aborts: list[Action] = [SendAbort(self.attempt, t) for t in targets if t.instance != gone]
+        return [*aborts, SendEnded(self.attempt)]
+
+    def _stop(self, outcome: Complete | Cancel | Fail) -> list[Action]:
+        if self.phase is Phase.ENDED:
+            return []
+        actions = self._drop_attempt(gone=None)
+        if self.phase is Phase.PLACING:  # the scheduler may have counted it already
+            actions = [SendEnded(self.attempt)]
+        return [*actions, *self._end(outcome)]
+
+    def _end(self, outcome: Complete | Cancel | Fail) -> list[Action]:
+        assert self.phase is not Phase.ENDED, "a request ends once"
+        self.phase = Phase.ENDED
+        return [outcome]

@@ -1,0 +1,25 @@
+"""The gateway's metrics, each once."""
+
+from shared.observe.metrics import counter, gauge, histogram_ms
+
+REQUESTS = counter(
+    "quire_gateway_requests_total", "Requests answered, by route and HTTP status.", ("route", "status")
+)
+ERRORS = counter("quire_gateway_errors_total", "Errors answered or streamed, by stable code.", ("code",))
+IN_FLIGHT = gauge("quire_gateway_requests_in_flight", "Admitted requests without an outcome.")
+RETRIES = counter("quire_gateway_retries_total", "Attempts given up and placed again.")
+ABORTS = counter("quire_gateway_client_aborts_total", "Requests whose client left before the end.")
+SLOW_READERS = counter("quire_gateway_slow_readers_total", "Streams cut because the client did not read.")
+STALE = counter("quire_gateway_stale_messages_total", "Messages of attempts that were given up.")
+PROMPT_TOKENS = counter("quire_gateway_prompt_tokens_total", "Prompt tokens of completed requests.")
+CACHED_TOKENS = counter("quire_gateway_cached_tokens_total", "Prompt tokens that no stage had to compute.")
+OUTPUT_TOKENS = counter("quire_gateway_output_tokens_total", "Output tokens of completed requests.")
+TTFT = histogram_ms("quire_gateway_ttft_ms", "Request received to first token leaving.")
+TPOT = histogram_ms(
+    "quire_gateway_tpot_ms",
+    "Time per output token after the first.",
+    buckets=(1, 2, 5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 200, 500, 1_000),
+)
+TOKENIZE = histogram_ms("quire_gateway_tokenize_ms", "Template and tokenizing.")
+LOOKUP = histogram_ms("quire_gateway_tree_lookup_ms", "Prompt-tree look-ups.")
+LOOKUP_FAILURES = counter("quire_gateway_tree_lookup_failures_total", "Look-ups without an answer in time.")

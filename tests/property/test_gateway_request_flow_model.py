@@ -1,0 +1,152 @@
+"""Whatever happens in whatever order, a request has exactly one outcome and leaves no work behind."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.core.request_flow import (
+    MAX_ATTEMPTS,
+    Cancel,
+    Complete,
+    Discard,
+    Fail,
+    Limits,
+    Phase,
+    RequestFlow,
+    SendAbort,
+    SendEnded,
+    SendGenerate,
+    SendPlace,
+)
+from shared.ids import Epoch, HandoffId, InstanceId, RequestId
+from shared.kv.layout import EngineDescription
+from shared.wire.handoff import HandoffState
+from shared.wire.placement import Placed, Rejected, Target
+
+DESCRIPTION = EngineDescription(model="m", fingerprint="f", dtype="float32", layout="l", backend="b")
+NAMES = ["a", "b", "c"]
+EVENTS = [
+    "placed", "colocated", "rejected", "scheduler_down", "prefilled", "no_handoff", "tokens", "finished",
+    "failed", "fatal", "down", "gone", "satisfied", "broken", "tick",
+]  # fmt: skip
+
+
+def target(name: str) -> Target:
+    return Target(instance=InstanceId(name), epoch=Epoch(1), role="decode", endpoint=f"tcp://{name}")
+
+
+class World:
+    """Runs the machine and keeps the books that the claims are about."""
+
+    def __init__(self):
+        self.flow = RequestFlow(Limits(1_000, 200, 100, 5_000))
+        self.now_ms = 0
+        self.outcomes = []
+        self.working: set[tuple[int, str]] = set()  # (attempt, instance) told to generate, not told to stop
+        self.counted: set[int] = set()  # attempts in the scheduler's load view
+        self.dead: set[str] = set()
+        self.take(self.flow.start(now_ms=0))
+
+    def take(self, actions):
+        for action in actions:
+            assert not self.outcomes, "an action after the outcome"
+            if isinstance(action, Complete | Cancel | Fail):
+                self.outcomes.append(action)
+            elif isinstance(action, SendPlace):
+                self.counted.add(action.attempt)
+            elif isinstance(action, SendGenerate):
+                assert action.attempt == self.flow.attempt
+                self.working.add((action.attempt, action.target.instance))
+            elif isinstance(action, SendAbort):
+                self.working.discard((action.attempt, action.target.instance))
+            elif isinstance(action, SendEnded):
+                self.counted.discard(action.attempt)
+            elif isinstance(action, Discard):
+                assert not self.flow.bytes_sent, "output was discarded after the client saw some"
+
+    def event(self, name, a, b, stale, elapsed_ms):
+        flow = self.flow
+        self.now_ms += elapsed_ms
+        now_ms = self.now_ms
+        attempt = flow.attempt - 1 if stale else flow.attempt
+        was = flow.phase
+        if name in ("placed", "colocated"):
+            prefill = target(a) if name == "placed" else None
+            kind = "disaggregated" if prefill else "colocated"
+            if a == b and prefill:
+                return
+            message = Placed(
+                request_id=RequestId("r"), attempt=attempt, kind=kind, decode=target(b), prefill=prefill,
+                handoff_id=HandoffId("h"),
+            )  # fmt: skip
+            self.take(flow.on_placed(message, now_ms=now_ms))
+        elif name == "rejected":
+            self.counted.discard(attempt)
+            message = Rejected(
+                request_id=RequestId("r"), attempt=attempt, code="overloaded", reason="", retry_after_ms=50
+            )
+            self.take(flow.on_rejected(message, now_ms=now_ms))
+        elif name == "scheduler_down":
+            self.counted.clear()
+            self.take(flow.on_scheduler_down(now_ms=now_ms))
+        elif name in ("prefilled", "no_handoff"):
+            if was is Phase.PREFILLING and not stale and flow.placed:
+                self.working.discard((attempt, flow.placed.prefill.instance))
+            handoff = HandoffState(handoff_id=HandoffId("h"), source=InstanceId(a), description=DESCRIPTION)
+            self.take(
+                flow.on_prefilled(attempt, handoff if name == "prefilled" else None, now_ms=now_ms)
+            )
+        elif name == "tokens":
+            if flow.accepts(attempt):
+                flow.mark_sent()
+        elif name == "finished":
+            if flow.accepts(attempt):
+                self.working.clear()
+            self.take(flow.on_finished(attempt))
+        elif name in ("failed", "fatal"):
+            source = None
+            if not stale and flow.placed and was in (Phase.PREFILLING, Phase.DECODING):
+                chosen = flow.placed.prefill if was is Phase.PREFILLING else flow.placed.decode
+                source = chosen.instance
+                self.working.discard((attempt, source))
+            retryable = name == "failed"
+            self.take(flow.on_failed(attempt, "x", "x", retryable, now_ms=now_ms, source=source))
+        elif name == "down":
+            self.working = {pair for pair in self.working if pair[1] != a}
+            self.take(flow.on_instance_down(InstanceId(a), now_ms=now_ms))
+        elif name == "gone":
+            self.take(flow.on_client_gone())
+        elif name == "satisfied":
+            self.take(flow.on_satisfied())
+        elif name == "broken":
+            self.take(flow.on_broken("x", "x"))
+        else:
+            self.take(flow.on_tick(now_ms=now_ms))
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(EVENTS), st.sampled_from(NAMES), st.sampled_from(NAMES), st.booleans(),
+        st.integers(0, 120),
+    ),
+    max_size=40,
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(STEPS)
+def test_exactly_one_outcome_and_nothing_left_running(steps):
+    world = World()
+    for name, a, b, stale, elapsed_ms in steps:
+        sent_before = world.flow.bytes_sent
+        attempt_before = world.flow.attempt
+        world.event(name, a, b, stale, elapsed_ms)
+        assert len(world.outcomes) <= 1
+        assert (world.flow.phase is Phase.ENDED) == bool(world.outcomes)
+        if sent_before:
+            assert world.flow.attempt == attempt_before, "repeated after the client saw output"
+        assert world.flow.attempt <= MAX_ATTEMPTS
+    for _ in range(200):  # nothing but time: the deadlines end it
+        world.event("tick", "a", "b", False, 50)
+    assert len(world.outcomes) == 1
+    assert not world.working
+    assert not world.counted

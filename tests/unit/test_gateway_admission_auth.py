@@ -1,0 +1,72 @@
+"""Who may come in, and how many at a time."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.auth import KeyRing, load_keys, parse_keys_file
+from services.gateway.core.admission import Admission, Admitted, Shed
+from shared.errors import SettingsError, Unauthorized
+
+
+def test_bound_is_kept_and_places_come_back():
+    gate = Admission(2)
+    first, second = gate.enter("", 1, now_ms=0), gate.enter("", 1, now_ms=0)
+    refused = gate.enter("", 1, now_ms=0)
+    assert isinstance(first, Admitted)
+    assert isinstance(second, Admitted)
+    assert isinstance(refused, Shed)
+    assert refused.http_status == 503
+    assert refused.retry_after_ms >= 1_000
+    gate.leave(first, now_ms=10)
+    assert isinstance(gate.enter("", 1, now_ms=10), Admitted)
+
+
+def test_tenant_limit_is_429_and_leaves_the_others_alone():
+    gate = Admission(10, max_per_tenant=1)
+    assert isinstance(gate.enter("a", 1, now_ms=0), Admitted)
+    refused = gate.enter("a", 1, now_ms=0)
+    assert isinstance(refused, Shed)
+    assert refused.http_status == 429
+    assert isinstance(gate.enter("b", 1, now_ms=0), Admitted)
+
+
+def test_draining_refuses_everybody():
+    gate = Admission(10)
+    gate.draining = True
+    assert isinstance(gate.enter("", 1, now_ms=0), Shed)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.booleans()), max_size=50))
+def test_running_equals_what_was_admitted_and_not_given_back(steps):
+    gate, held = Admission(8, max_per_tenant=5), []
+    for now_ms, (tenant, cost, leave) in enumerate(steps):
+        if leave and held:
+            gate.leave(held.pop(), now_ms=now_ms)
+        else:
+            ticket = gate.enter(tenant, cost, now_ms=now_ms)
+            if isinstance(ticket, Admitted):
+                held.append(ticket)
+        assert gate.num_running == sum(t.cost for t in held) <= 8
+        for name in "abc":
+            assert sum(t.cost for t in held if t.tenant == name) <= 5
+
+
+def test_keys_name_tenants_and_unknown_keys_are_refused():
+    ring = load_keys(["k1", "k2:acme"], "")
+    assert ring.tenant_of(b"Bearer k1") == ""
+    assert ring.tenant_of(b"bearer k2") == "acme"
+    for wrong in (None, b"", b"Bearer k3", b"Basic k1", b"Bearer ", b"k1", b"Bearer k1 x", b"Bearer \xff"):
+        with pytest.raises(Unauthorized):
+            ring.tenant_of(wrong)
+
+
+def test_without_keys_everybody_may_enter():
+    assert KeyRing().tenant_of(None) == ""
+
+
+def test_keys_file_names_the_line_but_not_the_key():
+    assert parse_keys_file("a\n# x\nb t # y\n", "f") == [("a", ""), ("b", "t")]
+    with pytest.raises(SettingsError, match="line 2") as caught:
+        parse_keys_file("a\nsecret t u\n", "f")
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,190 @@
+"""What one request does when things happen to it."""
+
+from services.gateway.core.request_flow import (
+    Cancel,
+    Complete,
+    Discard,
+    Fail,
+    Limits,
+    Phase,
+    RequestFlow,
+    SendAbort,
+    SendEnded,
+    SendGenerate,
+    SendPlace,
+)
+from shared.ids import Epoch, HandoffId, InstanceId, RequestId
+from shared.kv.layout import EngineDescription
+from shared.wire.handoff import HandoffState
+from shared.wire.placement import Placed, Rejected, Target
+
+LIMITS = Limits(
+    placement_deadline_ms=1_000, shed_wait_ms=200, place_reply_ms=100, request_deadline_ms=10_000
+)
+P0 = Target(instance=InstanceId("p0"), epoch=Epoch(1), role="prefill", endpoint="tcp://p0")
+D0 = Target(instance=InstanceId("d0"), epoch=Epoch(1), role="decode", endpoint="tcp://d0")
+DESCRIPTION = EngineDescription(model="m", fingerprint="f", dtype="float32", layout="l", backend="b")
+HANDOFF = HandoffState(handoff_id=HandoffId("h"), source=P0.instance, description=DESCRIPTION)
+
+
+def placed(attempt: int, prefill: Target | None = P0, decode: Target = D0) -> Placed:
+    return Placed(
+        request_id=RequestId("r"), attempt=attempt, decode=decode, prefill=prefill,
+        kind="disaggregated" if prefill else "colocated", handoff_id=HandoffId("h"),
+    )  # fmt: skip
+
+
+def rejected(attempt: int, code: str = "unavailable", wait_ms: int = 50) -> Rejected:
+    return Rejected(
+        request_id=RequestId("r"), attempt=attempt, code=code, reason="none", retry_after_ms=wait_ms
+    )
+
+
+def started() -> RequestFlow:
+    flow = RequestFlow(LIMITS)
+    assert flow.start(now_ms=0) == [SendPlace(1, [])]
+    return flow
+
+
+def decoding() -> RequestFlow:
+    flow = started()
+    flow.on_placed(placed(1), now_ms=1)
+    flow.on_prefilled(1, HANDOFF, now_ms=2)
+    assert flow.phase is Phase.DECODING
+    return flow
+
+
+def test_disaggregated_goes_through_both_stages():
+    flow = started()
+    (prefill,) = flow.on_placed(placed(1), now_ms=1)
+    assert isinstance(prefill, SendGenerate)
+    assert (prefill.target, prefill.stage) == (P0, "prefill")
+    assert prefill.handoff_to is not None
+    assert prefill.handoff_to.target == D0.instance
+    assert not flow.accepts(1)  # the prefill's first token is not forwarded
+    (decode,) = flow.on_prefilled(1, HANDOFF, now_ms=2)
+    assert decode == SendGenerate(1, D0, "decode", 9_998, handoff=HANDOFF)
+    assert flow.accepts(1)
+    assert flow.on_finished(1) == [SendEnded(1), Complete()]
+    assert flow.on_finished(1) == []
+
+
+def test_colocated_has_one_stage():
+    flow = started()
+    assert flow.on_placed(placed(1, prefill=None), now_ms=1) == [SendGenerate(1, D0, "colocated", 9_999)]
+    assert flow.on_finished(1) == [SendEnded(1), Complete()]
+
+
+def test_no_handoff_ends_after_prefill():
+    flow = started()
+    flow.on_placed(placed(1), now_ms=1)
+    assert flow.on_prefilled(1, None, now_ms=2) == [SendEnded(1), Complete()]
+
+
+def test_worker_lost_before_the_first_byte_is_placed_again_without_it():
+    flow = decoding()
+    actions = flow.on_instance_down(D0.instance, now_ms=5)
+    assert actions == [SendAbort(1, P0), SendEnded(1), Discard(), SendPlace(2, [D0.instance])]
+
+
+def test_worker_lost_after_the_first_byte_fails():
+    flow = decoding()
+    flow.mark_sent()
+    *_, last = flow.on_instance_down(D0.instance, now_ms=5)
+    assert isinstance(last, Fail)
+    assert last.code == "peer.gone"
+
+
+def test_prefill_lost_while_decoding_changes_nothing():
+    flow = decoding()
+    assert flow.on_instance_down(P0.instance, now_ms=5) == []
+    assert flow.accepts(1)
+
+
+def test_decode_lost_while_prefilling_is_placed_again():
+    flow = started()
+    flow.on_placed(placed(1), now_ms=1)
+    actions = flow.on_instance_down(D0.instance, now_ms=2)
+    assert actions == [SendAbort(1, P0), SendEnded(1), Discard(), SendPlace(2, [D0.instance])]
+
+
+def test_output_of_an_old_attempt_is_refused():
+    flow = decoding()
+    flow.on_instance_down(D0.instance, now_ms=5)
+    flow.on_placed(placed(2, prefill=None), now_ms=6)
+    assert not flow.accepts(1)
+    assert flow.on_finished(1) == []
+    assert flow.on_failed(1, "x", "x", True, now_ms=7, source=None) == []
+    assert flow.accepts(2)
+
+
+def test_stale_epoch_does_not_exclude_the_instance():
+    flow = decoding()
+    actions = flow.on_failed(1, "epoch.stale", "old", True, now_ms=5, source=D0.instance)
+    assert actions[-1] == SendPlace(2, [])
+
+
+def test_fatal_failure_is_the_answer():
+    flow = decoding()
+    actions = flow.on_failed(1, "invalid_request", "bad grammar", False, now_ms=5, source=D0.instance)
+    assert actions == [SendAbort(1, P0), SendEnded(1), Fail("invalid_request", "bad grammar")]
+
+
+def test_rejection_waits_then_forgets_the_exclusion():
+    flow = decoding()
+    flow.on_instance_down(D0.instance, now_ms=5)
+    assert flow.on_rejected(rejected(2), now_ms=6) == []
+    assert flow.on_tick(now_ms=55) == []
+    assert flow.on_tick(now_ms=56) == [SendPlace(3, [])]
+
+
+def test_rejection_ends_at_the_placement_deadline():
+    flow = started()
+    (fail,) = flow.on_rejected(rejected(1, wait_ms=2_000), now_ms=6)
+    assert fail == Fail("overloaded", "none", 2_000)
+
+
+def test_overload_is_answered_sooner_than_absence():
+    flow = started()
+    assert isinstance(flow.on_rejected(rejected(1, "overloaded", 201), now_ms=0)[0], Fail)
+    flow = started()
+    assert flow.on_rejected(rejected(1, "unavailable", 201), now_ms=0) == []
+
+
+def test_silent_scheduler_is_asked_again_until_the_deadline():
+    flow, now_ms, places = started(), 0, 1
+    while flow.phase is not Phase.ENDED:
+        now_ms += 10
+        actions = flow.on_tick(now_ms=now_ms)
+        places += sum(isinstance(action, SendPlace) for action in actions)
+        assert now_ms < 3_000
+    assert isinstance(actions[-1], Fail)
+    assert 3 <= places <= 10
+
+
+def test_client_leaving_aborts_every_involved_instance():
+    flow = decoding()
+    assert flow.on_client_gone() == [SendAbort(1, D0), SendAbort(1, P0), SendEnded(1), Cancel()]
+    assert flow.on_client_gone() == []
+
+
+def test_stop_string_completes_and_aborts():
+    flow = started()
+    flow.on_placed(placed(1, prefill=None), now_ms=1)
+    assert flow.on_satisfied() == [SendAbort(1, D0), SendEnded(1), Complete()]
+
+
+def test_request_deadline_fails_with_a_timeout():
+    flow = decoding()
+    *_, last = flow.on_tick(now_ms=10_000)
+    assert isinstance(last, Fail)
+    assert last.code == "peer.timeout"
+
+
+def test_a_second_loss_backs_off_and_keeps_the_clock():
+    flow = decoding()
+    flow.on_instance_down(D0.instance, now_ms=5)
+    flow.on_placed(placed(2, prefill=None, decode=P0), now_ms=6)
+    assert flow.on_instance_down(P0.instance, now_ms=7)[-1] == Discard()
+    assert flow.phase is Phase.BACKOFF
+    assert flow.on_tick(now_ms=57) == [SendPlace(3, [D0.instance, P0.instance])]
