@@ -1,0 +1,189 @@
+"""One sample per message of every channel. Run as a module to write golden bytes for new samples:
+`python -m tests.tidy.wire_samples`; existing files are never rewritten, because old writers do not change."""
+
+from pathlib import Path
+from typing import Any
+
+from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, LeaseId, RequestId
+from shared.kv.layout import EngineDescription
+from shared.wire.codec import Channel
+from shared.wire.handoff import HandoffState
+from shared.wire.mempool import (
+    FROM_MEMPOOL,
+    TO_MEMPOOL,
+    Acquire,
+    Acquired,
+    Attach,
+    Attached,
+    Granted,
+    HandoffReady,
+    Sealed,
+)
+from shared.wire.placement import FROM_SCHEDULER, TO_SCHEDULER, Place, Placed, PrefixHit, Rejected, Target
+from shared.wire.reports import REPORTS, Hello, Report
+from shared.wire.requests import (
+    TO_GATEWAY,
+    TO_WORKER,
+    Abort,
+    Failed,
+    Finished,
+    Generate,
+    HandoffTarget,
+    Prefilled,
+    SamplingSpec,
+    StageReceipt,
+    StructuredSpec,
+    TokenChunk,
+    TokenLogprob,
+    Tokens,
+)
+
+R, P, D = RequestId("chatcmpl-1"), InstanceId("prefill-0"), InstanceId("decode-0")
+H = HandoffId("h-1")
+DESCRIPTION = EngineDescription(
+    model="demo",
+    fingerprint="ab" * 32,
+    dtype="float32",
+    layout="layers-blocks",
+    backend="CPU_ATTN",
+    isa="vec",
+    num_layers=4,
+    num_kv_heads=2,
+    head_dim=32,
+    block_tokens=32,
+    block_bytes=65536,
+    max_model_len=4096,
+)
+HASH = BlockHash(b"\x11" * 32)
+CHUNK = TokenChunk(R, 0, 0, [5, 6], "stop", 6, [[TokenLogprob(5, -0.5, 1)], [TokenLogprob(6, -0.25, 1)]])
+
+SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
+    "generate-prefill": (
+        TO_WORKER,
+        Generate(
+            request_id=R,
+            attempt=1,
+            stage="prefill",
+            instance_epoch=Epoch(7),
+            sampling=SamplingSpec(
+                max_tokens=9, seed=3, logit_bias={5: 1.5}, structured=StructuredSpec(kind="json_object")
+            ),
+            handoff_to=HandoffTarget(handoff_id=H, target=D),
+            tenant_salt="t",
+            traceparent="00-1-2-01",
+        ),
+        (b"\x01\x00\x00\x00\x02\x00\x00\x00",),
+    ),
+    "generate-decode": (
+        TO_WORKER,
+        Generate(
+            request_id=R,
+            attempt=1,
+            stage="decode",
+            instance_epoch=Epoch(8),
+            sampling=SamplingSpec(max_tokens=9),
+            handoff=HandoffState(
+                handoff_id=H, source=P, description=DESCRIPTION, valid_tokens=2, output_token_ids=[9]
+            ),
+        ),
+        (b"\x01\x00\x00\x00\x02\x00\x00\x00",),
+    ),
+    "abort": (TO_WORKER, Abort(request_id=R, attempt=1), ()),
+    "tokens": (TO_GATEWAY, Tokens(chunks=[CHUNK]), ()),
+    "prefilled": (
+        TO_GATEWAY,
+        Prefilled(request_id=R, attempt=1, first=CHUNK, receipt=StageReceipt(instance=P, stage="prefill")),
+        (),
+    ),
+    "finished": (
+        TO_GATEWAY,
+        Finished(request_id=R, attempt=1, receipt=StageReceipt(instance=D, stage="decode", tokens_pool=64)),
+        (),
+    ),
+    "failed": (
+        TO_GATEWAY,
+        Failed(request_id=R, attempt=1, code="peer.gone", message="m", retryable=True),
+        (),
+    ),
+    "place": (
+        TO_SCHEDULER,
+        Place(request_id=R, attempt=0, num_prompt_tokens=40, hits=[PrefixHit(P, 32)], exclude=[D]),
+        (),
+    ),
+    "placed": (
+        FROM_SCHEDULER,
+        Placed(
+            request_id=R,
+            attempt=0,
+            kind="disaggregated",
+            handoff_id=H,
+            policy="prompt_tree",
+            reason="r",
+            prefill=Target(instance=P, epoch=Epoch(7), role="prefill", endpoint="tcp://127.0.0.1:1"),
+            decode=Target(instance=D, epoch=Epoch(8), role="decode", endpoint="tcp://127.0.0.1:2"),
+        ),
+        (),
+    ),
+    "rejected": (FROM_SCHEDULER, Rejected(request_id=R, attempt=0, code="no_instance", reason="none"), ()),
+    "hello": (
+        REPORTS,
+        Hello(
+            instance=P,
+            epoch=Epoch(7),
+            role="prefill",
+            endpoint="tcp://127.0.0.1:1",
+            description=DESCRIPTION,
+            max_running=8,
+            max_batched_tokens=2048,
+            num_kv_blocks=100,
+        ),
+        (),
+    ),
+    "report": (REPORTS, Report(instance=P, epoch=Epoch(7), seq=3, num_running=2), ()),
+    "attach": (TO_MEMPOOL, Attach(kind="engine", instance=P, description=DESCRIPTION, quota_pages=8), ()),
+    "attached": (
+        FROM_MEMPOOL,
+        Attached(boot_generation=Epoch(5), attachment=1, num_pages=10, page_bytes=65536),
+        (),
+    ),
+    "granted": (FROM_MEMPOOL, Granted(pages=b"\x01\x00\x00\x00", epochs=b"\x05" + b"\x00" * 7), ()),
+    "sealed": (
+        TO_MEMPOOL,
+        Sealed(
+            pages=b"\x01\x00\x00\x00",
+            epochs=b"\x05" + b"\x00" * 7,
+            hashes=HASH,
+            parents=HASH,
+            valid_tokens=b"\x20\x00\x00\x00",
+        ),
+        (),
+    ),
+    "handoff-ready": (TO_MEMPOOL, HandoffReady(handoff_id=H, hashes=HASH, ttl_ms=30_000), ()),
+    "acquire": (TO_MEMPOOL, Acquire(call_id=1, hashes=HASH, handoff_id=H, wait_ms=2000), ()),
+    "acquired": (
+        FROM_MEMPOOL,
+        Acquired(
+            call_id=1,
+            lease_id=LeaseId("l"),
+            fencing_token=Epoch(2),
+            num_blocks=1,
+            pages=b"\x01\x00\x00\x00",
+            epochs=b"\x05" + b"\x00" * 7,
+        ),
+        (),
+    ),
+}
+
+
+def main() -> None:
+    """Write golden files for samples that have none."""
+    folder = Path(__file__).parent / "golden"
+    folder.mkdir(exist_ok=True)
+    for name, (channel, message, raw) in SAMPLES.items():
+        path = folder / f"{name}.hex"
+        if not path.exists():
+            path.write_text("\n".join(part.hex() for part in channel.pack(message, seq=1, raw=raw)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
