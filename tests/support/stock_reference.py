@@ -1,8 +1,10 @@
 """What stock vLLM says: `python -m tests.support.stock_reference MODEL_DIR CASES.json OUT.json`.
 
-No Quire code runs here: one colocated engine, float32, one thread, no KV connector. Each case is
-{"id", "prompt": [token ids], "params": SamplingParams keywords}; "structured": JSON schema text. The result maps
-id to [{"token_ids", "text", "finish_reason", "logprobs": [[token, logprob] of the sampled token]}] per choice.
+No Quire code runs here: one colocated engine, float32, one thread, no KV connector. A case is
+{"id", "prompt": [token ids], "params": SamplingParams keywords}, and optionally "structured" (a JSON schema), "after"
+(id of an earlier case: its prompt and answer go before this prompt: a second turn) and "stop_crossing" (id of an
+earlier case: stop at a string that begins in its first output token and ends in its second).
+The result maps id to {"prompt", "params", "choices": [{"token_ids", "text", "finish_reason", "logprobs"}]}.
 Cases run one after another, so that no batch mixes them, each against an empty prefix cache.
 """
 
@@ -23,6 +25,25 @@ os.environ.update(  # noqa: TID251  vLLM's settings
 )
 
 
+def crossing_stop(tokenizer: Any, token_ids: list[int]) -> str:
+    """Last character of the first token's text and first character of the second's."""
+    first = tokenizer.decode(token_ids[:1])
+    both = tokenizer.decode(token_ids[:2])
+    assert both.startswith(first) and len(both) > len(first) > 0, (first, both)
+    return both[len(first) - 1 : len(first) + 1]
+
+
+def resolve(case: dict[str, Any], done: dict[str, Any], tokenizer: Any) -> tuple[list[int], dict[str, Any]]:
+    """Prompt and parameters of a case, given the results of earlier ones."""
+    prompt, params = list(case["prompt"]), dict(case["params"])
+    if "after" in case:
+        earlier = done[case["after"]]
+        prompt = earlier["prompt"] + earlier["choices"][0]["token_ids"] + prompt
+    if "stop_crossing" in case:
+        params["stop"] = crossing_stop(tokenizer, done[case["stop_crossing"]]["choices"][0]["token_ids"])
+    return prompt, params
+
+
 def run_cases(model_dir: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
     """All cases through one stock engine."""
     from vllm import LLM, ModelRegistry, SamplingParams
@@ -40,30 +61,30 @@ def run_cases(model_dir: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
         kv_cache_memory_bytes=256 << 20,
         seed=0,
     )
-    out: dict[str, Any] = {}
+    done: dict[str, Any] = {}
     for case in cases:
-        params = dict(case["params"])
+        prompt, params = resolve(case, done, llm.get_tokenizer())
+        sampling = dict(params)
         if "structured" in case:
-            params["structured_outputs"] = StructuredOutputsParams(json=case["structured"])
-        if "logit_bias" in params:
-            params["logit_bias"] = {int(k): v for k, v in params["logit_bias"].items()}
+            sampling["structured_outputs"] = StructuredOutputsParams(json=case["structured"])
+        if "logit_bias" in sampling:
+            sampling["logit_bias"] = {int(k): v for k, v in sampling["logit_bias"].items()}
         llm.reset_prefix_cache()
-        result = llm.generate({"prompt_token_ids": case["prompt"]}, SamplingParams(**params), use_tqdm=False)[
-            0
-        ]
-        out[case["id"]] = [
+        result = llm.generate({"prompt_token_ids": prompt}, SamplingParams(**sampling), use_tqdm=False)[0]
+        choices = [
             {
                 "token_ids": list(choice.token_ids),
                 "text": choice.text,
                 "finish_reason": choice.finish_reason,
                 "logprobs": [
-                    [token, row[token].logprob]
+                    row[token].logprob
                     for token, row in zip(choice.token_ids, choice.logprobs or [], strict=False)
                 ],
             }
             for choice in sorted(result.outputs, key=lambda c: c.index)
         ]
-    return out
+        done[case["id"]] = {"prompt": prompt, "params": params, "choices": choices}
+    return done
 
 
 def main() -> None:
