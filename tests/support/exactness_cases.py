@@ -1,4 +1,4 @@
-"""Cases on which Quire must equal stock vLLM token for token. Prompts are real text of the standard library."""
+"""Cases on which Quire must equal stock vLLM token for token. Prompts are real documentation text."""
 
 import pydoc_data.topics
 import random

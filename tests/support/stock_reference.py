@@ -1,9 +1,9 @@
 """What stock vLLM says: `python -m tests.support.stock_reference MODEL_DIR CASES.json OUT.json`.
 
 No Quire code runs here: one colocated engine, float32, one thread, no KV connector. A case is
-{"id", "prompt": [token ids], "params": SamplingParams keywords}, and optionally "structured" (a JSON schema), "after"
-(id of an earlier case: its prompt and answer go before this prompt: a second turn) and "stop_crossing" (id of an
-earlier case: stop at a string that begins in its first output token and ends in its second).
+{"id", "prompt": [token ids], "params": SamplingParams keywords} and optionally "structured" (a JSON
+schema), "after" (id of an earlier case: its prompt and answer go before this prompt: a second turn) and
+"stop_crossing" (id of an earlier case: stop at a string that begins in its first output token and ends in its second).
 The result maps id to {"prompt", "params", "choices": [{"token_ids", "text", "finish_reason", "logprobs"}]}.
 Cases run one after another, so that no batch mixes them, each against an empty prefix cache.
 """
@@ -29,7 +29,8 @@ def crossing_stop(tokenizer: Any, token_ids: list[int]) -> str:
     """Last character of the first token's text and first character of the second's."""
     first = tokenizer.decode(token_ids[:1])
     both = tokenizer.decode(token_ids[:2])
-    assert both.startswith(first) and len(both) > len(first) > 0, (first, both)
+    assert both.startswith(first), (first, both)
+    assert len(both) > len(first) > 0, (first, both)
     return both[len(first) - 1 : len(first) + 1]
 
 
