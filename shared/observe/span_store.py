@@ -1,46 +1,48 @@
 """The local span store: one JSONL file per process, read by `quire trace` where no collector runs.
 
-One line per span: {"trace_id", "span_id", "parent_id", "name", "service", "instance", "start_ns", "end_ns",
-"attributes", "events": [{"name", "time_ns", "attributes"}], "error"}. A process keeps at most two files of
+One line per span (span_record.py). A process keeps at most two files of
 MAX_FILE_BYTES; a folder keeps at most MAX_FOLDER_FILES.
 """
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
+from shared.observe.span_record import SpanEvent, SpanRecord
+
 MAX_FILE_BYTES = 64 << 20
 MAX_FOLDER_FILES = 64
 _encoder = msgspec.json.Encoder(enc_hook=str)
 
 
-def span_record(span: ReadableSpan) -> dict[str, Any]:
-    """A finished span as the store's JSON object."""
+def span_record(span: ReadableSpan) -> SpanRecord:
+    """A finished SDK span as the store's record."""
     context = span.get_span_context()
-    assert context is not None, "a finished span has a context"
+    assert context is not None and span.start_time is not None and span.end_time is not None, (
+        "a finished span"
+    )
     resource = span.resource.attributes
-    return {
-        "trace_id": format_trace_id(context.trace_id),
-        "span_id": format_span_id(context.span_id),
-        "parent_id": format_span_id(span.parent.span_id) if span.parent else "",
-        "name": span.name,
-        "service": resource.get("service.name", ""),
-        "instance": resource.get("service.instance.id", ""),
-        "start_ns": span.start_time,
-        "end_ns": span.end_time,
-        "attributes": dict(span.attributes or {}),
-        "events": [
-            {"name": e.name, "time_ns": e.timestamp, "attributes": dict(e.attributes or {})}
+    return SpanRecord(
+        trace_id=format_trace_id(context.trace_id),
+        span_id=format_span_id(context.span_id),
+        parent_id=format_span_id(span.parent.span_id) if span.parent else "",
+        name=span.name,
+        service=str(resource.get("service.name", "")),
+        instance=str(resource.get("service.instance.id", "")),
+        start_ns=span.start_time,
+        end_ns=span.end_time,
+        attributes=dict(span.attributes or {}),
+        events=[
+            SpanEvent(name=e.name, time_ns=e.timestamp, attributes=dict(e.attributes or {}))
             for e in span.events
         ],
-        "error": (span.status.description or "error") if span.status.status_code is StatusCode.ERROR else "",
-    }
+        error=(span.status.description or "error") if span.status.status_code is StatusCode.ERROR else "",
+    )
 
 
 class JsonlSpanExporter(SpanExporter):
