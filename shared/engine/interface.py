@@ -51,6 +51,7 @@ class KvUse:
     bytes_moved: int = 0
     fetch_ms: float = 0.0
     failed_blocks: int = 0  # a changed epoch or a lost pool: recomputed
+    queue_ms: float = 0.0  # from generate() to the first step that ran it, where the engine says so
 
 
 @dataclass(slots=True)
@@ -94,6 +95,11 @@ class Engine(Protocol):
     max_running: int
     max_batched_tokens: int
     num_kv_blocks: int
+
+    @property
+    def alive(self) -> bool:
+        """False once the engine has died: nothing will ever come from it again."""
+        ...
 
     async def start(self) -> None:
         """Load the model; returns when the first request can run. Raises: SettingsError, ClusterError."""

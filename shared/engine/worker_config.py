@@ -1,0 +1,112 @@
+"""Settings of a worker (section "worker"), common to the prefill and decode services.
+
+The services' config.py files fill in their role's defaults with `for_role`; nothing else differs.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from shared.errors import SettingsError
+from shared.wire.reports import Role
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Effective settings of one worker. An empty string means the role's default, where one exists."""
+
+    instance: str = ""
+    log_level: str = "info"
+    trace_endpoint: str = ""
+    trace_dir: str = ""
+    trace_sample_ratio: float = 1.0
+    admin_listen: str = ""
+
+    role: Literal["", "prefill", "decode", "colocated"] = ""  # "": the service's own
+    listen: str = ""  # ZeroMQ address of the ROUTER
+    advertise: str = ""  # what others connect to; "": the address that is really listened on
+    scheduler_reports: str = "tcp://127.0.0.1:8102"
+    coordinator_url: str = "http://127.0.0.1:8103"
+    coordinator_key: str = ""
+    redis_url: str = "redis://127.0.0.1:8104/0"  # "": this worker writes no prompt tree
+    mempool_socket: str = ""  # "": no pool: every prompt is computed
+
+    model_dir: str = ""
+    model_name: str = ""  # "": the folder's name
+    engine: Literal["vllm", "mock"] = "vllm"  # the mock is for fault and load tests only
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: str = "auto"
+    threads: int = 1  # OpenMP threads of a CPU engine
+    block_tokens: int = 32
+    max_model_len: int = 0  # 0: the model's own
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    kv_cache_bytes: int = 0  # 0: the engine's own choice
+    gpu_memory_utilization: float = 0.0  # 0: the engine's own choice
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False  # a CPU engine is always eager
+
+    max_inflight: int = 1024  # attempts held at once; more are refused with a retryable code
+    max_deadline_ms: int = 3_600_000  # longer deadlines of requests are cut to this
+    report_interval_ms: int = 250
+    drain_deadline_ms: int = 30_000
+    acquire_timeout_ms: int = 250  # for the pool's answer; then the prompt is computed
+    handoff_wait_ms: int = 2_000  # decode: how long the pool waits for the prefill side's pages
+    handoff_ttl_ms: int = 30_000  # prefill: how long the pool holds pages that nobody fetches
+    lease_ttl_ms: int = 30_000
+    hello_timeout_ms: int = 2_000
+
+    mock_prefill_tokens_per_s: float = 50_000.0
+    mock_step_ms: float = 10.0  # one decode step, whatever the batch
+    mock_kv_blocks: int = 4096
+    mock_start_ms: float = 0.0
+    mock_eos_after_tokens: int = 0  # 0: never
+    mock_die_after_tokens: int = 0  # 0: never; the engine dies once it has made so many in all
+    mock_hang_after_tokens: int = 0  # 0: never; no output after so many in all
+    mock_drop_first_steps: int = 0  # steps that take their time and produce nothing
+
+
+_POSITIVE = (
+    "threads", "block_tokens", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size",
+    "max_inflight", "max_deadline_ms", "report_interval_ms", "acquire_timeout_ms", "handoff_wait_ms",
+    "handoff_ttl_ms", "lease_ttl_ms", "hello_timeout_ms", "mock_prefill_tokens_per_s", "mock_kv_blocks",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "max_model_len", "kv_cache_bytes", "gpu_memory_utilization", "drain_deadline_ms", "mock_step_ms",
+    "mock_start_ms", "mock_eos_after_tokens", "mock_die_after_tokens", "mock_hang_after_tokens",
+    "mock_drop_first_steps",
+)  # fmt: skip
+
+
+def for_role(found: WorkerSettings, *, role: Role, instance: str, port: int) -> WorkerSettings:
+    """Fill in a role's defaults and check the whole.
+
+    Args: port: of the ROUTER; the admin listener's default is the next one.
+    Raises: SettingsError naming the key and a working value.
+    """
+    for name in _POSITIVE:
+        if getattr(found, name) <= 0:
+            raise SettingsError(f"setting worker.{name}: {getattr(found, name)} must be greater than 0")
+    for name in _NOT_NEGATIVE:
+        if getattr(found, name) < 0:
+            raise SettingsError(f"setting worker.{name}: {getattr(found, name)} must not be negative")
+    if not found.model_dir or not Path(found.model_dir, "config.json").is_file():
+        raise SettingsError(f"setting worker.model_dir: {found.model_dir!r} holds no config.json")
+    listen = found.listen or f"tcp://127.0.0.1:{port}"
+    if not listen.startswith(("tcp://", "ipc://")):
+        raise SettingsError(
+            f"setting worker.listen: {listen!r} is no ZeroMQ address; try tcp://127.0.0.1:{port}"
+        )
+    if listen.startswith(("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:")) and not found.advertise:
+        raise SettingsError(
+            f"setting worker.advertise: with listen {listen!r}, name the address that others can reach, "
+            f"e.g. tcp://worker-host:{port}"
+        )
+    return msgspec.structs.replace(
+        found,
+        role=found.role or role,
+        instance=found.instance or instance,
+        listen=listen,
+        admin_listen=found.admin_listen or f"127.0.0.1:{port + 1}",
+        model_name=found.model_name or Path(found.model_dir).resolve().name,
+    )

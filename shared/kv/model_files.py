@@ -1,0 +1,51 @@
+"""What a model folder says about itself without loading it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shared.errors import SettingsError
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise SettingsError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise SettingsError(f"{path} is no JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise SettingsError(f"{path} is no JSON object")
+    return data
+
+
+def read_config(model_dir: str) -> dict[str, Any]:
+    """config.json; of a multi-modal model, its text part. Raises: SettingsError."""
+    data = _read(Path(model_dir, "config.json"))
+    text = data.get("text_config")
+    return {**data, **text} if isinstance(text, dict) else data
+
+
+def vocab_size(model_dir: str) -> int:
+    """Token ids are below this. Raises: SettingsError when config.json does not say it."""
+    size = read_config(model_dir).get("vocab_size")
+    if not isinstance(size, int) or size <= 0:
+        raise SettingsError(f"{model_dir}/config.json: vocab_size is {size!r}")
+    return size
+
+
+def eos_token_ids(model_dir: str) -> list[int]:
+    """The ids that end a generation, as generation_config.json and config.json name them."""
+    found: set[int] = set()
+    generation = Path(model_dir, "generation_config.json")
+    for data in (read_config(model_dir), _read(generation) if generation.is_file() else {}):
+        value = data.get("eos_token_id")
+        values = value if isinstance(value, list) else [value]
+        found.update(v for v in values if isinstance(v, int))
+    return sorted(found)
+
+
+def max_positions(model_dir: str) -> int:
+    """Longest context that config.json allows; 0 when it does not say."""
+    value = read_config(model_dir).get("max_position_embeddings")
+    return value if isinstance(value, int) else 0

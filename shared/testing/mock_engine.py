@@ -1,0 +1,308 @@
+"""An engine without a model, FOR FAULT AND LOAD TESTS ONLY: its tokens mean nothing.
+
+It keeps an engine's manners: steps that batch all running requests, a prompt rate, a step time, a prefix
+cache with events, pages, queueing at max_num_seqs, aborts. Its tokens are shared/testing/mock_tokens.py's
+pure function, so a test knows every token beforehand. It exists only where `--engine mock` was said.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from shared.engine.interface import CacheEvent, EngineDelta, EngineLoad, EngineRequest, KvUse
+from shared.engine.worker_config import WorkerSettings
+from shared.errors import ClusterError, InvalidRequest, InvariantBroken, PeerGone, SettingsError
+from shared.ids import BlockHash
+from shared.kv.block_hash import hash_blocks, pack_tokens
+from shared.kv.layout import EngineDescription
+from shared.kv.model_files import max_positions
+from shared.testing.mock_pages import MOCK_BLOCK_BYTES, MockPages
+from shared.testing.mock_tokens import MockVocabulary
+from shared.wire.requests import TokenLogprob
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(slots=True)
+class _Running:
+    """One request inside the engine."""
+
+    request: EngineRequest
+    hashes: list[BlockHash]
+    states: list[int]  # one per choice
+    submitted_at: float
+    out: "asyncio.Queue[list[EngineDelta] | ClusterError]" = field(default_factory=asyncio.Queue)
+    left_to_compute: int = 0
+    made: int = 0
+    ended: list[bool] = field(default_factory=list)
+    use: KvUse = field(default_factory=KvUse)
+
+
+class MockEngine:
+    """Implements shared.engine.interface.Engine.
+
+    Raises (constructor): SettingsError unless the settings name the mock explicitly.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        if settings.engine != "mock":
+            raise SettingsError("the mock engine is for tests: it must be asked for with --engine mock")
+        self.settings = settings
+        self.vocabulary = MockVocabulary.of_model(settings.model_dir)
+        self.max_running = settings.max_num_seqs
+        self.max_batched_tokens = settings.max_num_batched_tokens
+        self.num_kv_blocks = settings.mock_kv_blocks
+        self.description = EngineDescription(
+            model=settings.model_name,
+            fingerprint="mock" + hashlib.sha256(settings.model_name.encode()).hexdigest()[:28],
+            dtype="mock",
+            layout="layers-blocks",
+            backend="MOCK",
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            block_tokens=settings.block_tokens,
+            block_bytes=MOCK_BLOCK_BYTES,
+            max_model_len=settings.max_model_len or max_positions(settings.model_dir) or 4096,
+        )
+        self._pages = MockPages(settings, self.description) if settings.mempool_socket else None
+        self._cache: OrderedDict[BlockHash, None] = OrderedDict()
+        self._waiting: deque[_Running] = deque()
+        self._running: list[_Running] = []
+        self._by_id: dict[str, _Running] = {}
+        self._callback: Callable[[CacheEvent], None] | None = None
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._num_made = 0
+        self._steps_to_drop = settings.mock_drop_first_steps
+        self._dead = False
+
+    # -- the interface ----------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """See Engine.alive."""
+        return not self._dead
+
+    async def start(self) -> None:
+        """See Engine.start."""
+        await asyncio.sleep(self.settings.mock_start_ms / 1000)
+        if self._pages is not None:
+            self._pages.start()
+        self._task = asyncio.create_task(self._run())
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        """See Engine.generate."""
+        if self._dead:
+            raise PeerGone("the mock engine has died")
+        spec = request.sampling
+        if spec.logprobs is not None and spec.logprobs > MAX_LOGPROBS:
+            raise InvalidRequest(f"logprobs of {spec.logprobs} is more than {MAX_LOGPROBS}")
+        seed = None if spec.temperature == 0 else spec.seed
+        item = _Running(
+            request=request,
+            hashes=hash_blocks(
+                request.chain_seed, pack_tokens(request.prompt_token_ids), self.settings.block_tokens
+            ),
+            states=[self.vocabulary.state(request.prompt_token_ids, i, seed) for i in range(spec.n)],
+            submitted_at=time.monotonic(),
+            ended=[False] * spec.n,
+        )
+        self._by_id[request.engine_request_id] = item
+        self._waiting.append(item)
+        self._wake.set()
+        try:
+            while True:
+                deltas = await item.out.get()
+                if isinstance(deltas, ClusterError):
+                    raise deltas
+                for delta in deltas:
+                    yield delta
+                    if delta.request_done:
+                        return
+        finally:
+            self._forget(item)
+
+    async def abort(self, engine_request_id: str) -> None:
+        """See Engine.abort."""
+        item = self._by_id.get(engine_request_id)
+        if item is None:
+            return
+        self._forget(item)
+        item.out.put_nowait([EngineDelta(0, [], "abort", request_done=True, kv_use=item.use)])
+
+    def load(self) -> EngineLoad:
+        """See Engine.load."""
+        lengths = [len(r.request.prompt_token_ids) + r.made for r in self._running]
+        return EngineLoad(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            unfinished_prefill_tokens=sum(r.left_to_compute for r in self._running)
+            + sum(len(r.request.prompt_token_ids) for r in self._waiting),
+            running_context_tokens=sum(lengths),
+            kv_used_share=min(1.0, sum(lengths) / (self.num_kv_blocks * self.settings.block_tokens)),
+            step_ms=self.settings.mock_step_ms if self._running else 0.0,
+        )
+
+    def on_cache_event(self, callback: Callable[[CacheEvent], None]) -> None:
+        """See Engine.on_cache_event."""
+        self._callback = callback
+
+    async def close(self) -> None:
+        """See Engine.close."""
+        if self._task is not None:
+            self._task.cancel()
+        self._die("the mock engine is closed")
+        if self._pages is not None:
+            self._pages.close()
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        due = time.monotonic()
+        while not self._dead:
+            if not self._waiting and not self._running:
+                self._wake.clear()
+                await self._wake.wait()
+                due = time.monotonic()
+            self._admit()
+            computed = self._compute_prompts()
+            step_s = self.settings.mock_step_ms / 1000 + computed / self.settings.mock_prefill_tokens_per_s
+            due = max(due + step_s, time.monotonic())
+            await asyncio.sleep(due - time.monotonic())
+            if self._steps_to_drop:
+                self._steps_to_drop -= 1
+                continue
+            self._emit()
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self.max_running:
+            item = self._waiting.popleft()
+            try:
+                item.use = self._look_up(item)
+            except InvariantBroken as error:
+                item.out.put_nowait(error)
+                continue
+            item.left_to_compute = item.use.tokens_computed
+            self._running.append(item)
+
+    def _look_up(self, item: _Running) -> KvUse:
+        """Where the prompt's KV comes from: our cache, held pages, or computing: one token at least."""
+        prompt, block = item.request.prompt_token_ids, self.settings.block_tokens
+        have = 0
+        while have < len(item.hashes) and item.hashes[have] in self._cache:
+            self._cache.move_to_end(item.hashes[have])
+            have += 1
+        engine_tokens = min(have * block, len(prompt) - 1)
+        held, pool_tokens, moved, failed = item.request.held, 0, 0, 0
+        if held is not None and self._pages is not None and held.valid_tokens > engine_tokens:
+            good = self._pages.check(held)
+            failed = len(held.pages) - good
+            covered = min(held.valid_tokens, good * block, len(prompt) - 1)
+            pool_tokens = max(0, covered - engine_tokens)
+            moved = max(0, good - have) if pool_tokens else 0
+        return KvUse(
+            tokens_engine=engine_tokens,
+            tokens_pool=pool_tokens,
+            tokens_computed=len(prompt) - engine_tokens - pool_tokens,
+            blocks_moved=moved,
+            blocks_reused=have,
+            bytes_moved=moved * MOCK_BLOCK_BYTES,
+            failed_blocks=failed,
+            queue_ms=(time.monotonic() - item.submitted_at) * 1e3,
+        )
+
+    def _compute_prompts(self) -> int:
+        budget = self.max_batched_tokens
+        for item in self._running:
+            part = min(budget, item.left_to_compute)
+            item.left_to_compute -= part
+            budget -= part
+            if part and not item.left_to_compute:
+                self._store(item)
+        return self.max_batched_tokens - budget
+
+    def _store(self, item: _Running) -> None:
+        """The prompt's blocks are complete: cache them, tell, and put them into pages."""
+        new = [h for h in item.hashes if h not in self._cache]
+        self._cache.update(dict.fromkeys(item.hashes))
+        removed: list[BlockHash] = []
+        while len(self._cache) > self.num_kv_blocks:
+            removed.append(self._cache.popitem(last=False)[0])
+        if self._callback is not None:
+            if new:
+                self._callback(CacheEvent("stored", new))
+            if removed:
+                self._callback(CacheEvent("removed", removed))
+        if self._pages is not None:
+            self._pages.save(item.request, item.hashes)
+
+    def _emit(self) -> None:
+        limit = self.settings.mock_hang_after_tokens
+        for item in list(self._running):
+            if item.left_to_compute or (limit and self._num_made >= limit):
+                continue
+            deltas = self._deltas(item)
+            self._num_made += len(deltas)
+            if deltas[-1].request_done:
+                self._running.remove(item)
+            item.out.put_nowait(deltas)
+        if 0 < self.settings.mock_die_after_tokens <= self._num_made:
+            self._die("the mock engine died as told")
+
+    def _deltas(self, item: _Running) -> list[EngineDelta]:
+        spec, deltas = item.request.sampling, []
+        position, item.made = item.made, item.made + 1
+        for index, state in enumerate(item.states):
+            if item.ended[index]:
+                continue
+            token = self.vocabulary.token(state, position)
+            after = self.settings.mock_eos_after_tokens
+            if after and item.made > after and not spec.ignore_eos:
+                token = self.vocabulary.eos
+            is_eos = token == self.vocabulary.eos and not spec.ignore_eos
+            is_stop = item.made > spec.min_tokens and (is_eos or token in spec.stop_token_ids)
+            reason = "stop" if is_stop else "length" if item.made >= spec.max_tokens else None
+            item.ended[index] = reason is not None
+            deltas.append(
+                EngineDelta(
+                    index=index,
+                    token_ids=[token],
+                    finish_reason=reason,
+                    stop_token_id=token if is_stop else None,
+                    logprobs=None if spec.logprobs is None else [self._rows(token, spec.logprobs)],
+                )
+            )
+        if position == 0 and spec.prompt_logprobs is not None:
+            prompt = item.request.prompt_token_ids
+            deltas[0].prompt_logprobs = [None, *(self._rows(t, spec.prompt_logprobs) for t in prompt[1:])]
+        if all(item.ended):
+            deltas[-1].request_done = True
+            deltas[-1].kv_use = item.use
+        return deltas
+
+    def _rows(self, token: int, num_alternatives: int) -> list[TokenLogprob]:
+        others = [v for v in self.vocabulary.visible if v != token][:num_alternatives]
+        return [
+            TokenLogprob(token, -0.25, 1),
+            *(TokenLogprob(v, -1.0 - r, r + 2) for r, v in enumerate(others)),
+        ]
+
+    def _forget(self, item: _Running) -> None:
+        self._by_id.pop(item.request.engine_request_id, None)
+        if item in self._running:
+            self._running.remove(item)
+        if item in self._waiting:
+            self._waiting.remove(item)
+
+    def _die(self, reason: str) -> None:
+        if self._dead:
+            return
+        self._dead = True
+        for item in [*self._running, *self._waiting]:
+            item.out.put_nowait(PeerGone(reason))
+        self._running.clear()
+        self._waiting.clear()
