@@ -1,0 +1,204 @@
+"""Who keeps sealed pages from eviction: leases of readers, handoffs on their way, calls that wait. No I/O.
+
+    HandoffReady -> handoff (ttl) -- Acquire(handoff_id) --> lease (ttl) -- Release or expiry --> nothing
+    Acquire -> lease             \\-- expiry --> nothing
+
+A handoff passes to its acquirer once: the lease is pinned before the handoff's own pins go, so the pages are
+never without a pin in between.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.mempool.core.index import Entry, Index
+from shared.ids import Epoch, HandoffId, InstanceId, LeaseId
+from shared.wire.mempool import Acquire
+
+MAX_CLOSED_HANDOFFS = 8_192
+
+
+@dataclass(slots=True)
+class Lease:
+    """Pins held for one reader. `connection` is None once the reader's connection has closed."""
+
+    lease_id: LeaseId
+    fencing_token: Epoch
+    instance: InstanceId
+    connection: int | None
+    entries: list[Entry]
+    expires_at_ms: int
+
+
+@dataclass(slots=True)
+class Handoff:
+    """Pins held between prefill's HandoffReady and decode's Acquire."""
+
+    handoff_id: HandoffId
+    entries: list[Entry]
+    expires_at_ms: int
+
+
+@dataclass(slots=True)
+class Waiter:
+    """An Acquire that came before its HandoffReady."""
+
+    number: int
+    connection: int
+    instance: InstanceId
+    call: Acquire
+    expires_at_ms: int
+
+
+@dataclass(slots=True)
+class Expired:
+    """What a tick ended; expired waiters still want their answer."""
+
+    num_leases: int
+    num_handoffs: int
+    waiters: list[Waiter]
+
+
+class Leases:
+    """Owns every pin of the index: pins are taken and dropped here only."""
+
+    def __init__(self, index: Index, boot_generation: Epoch) -> None:
+        self._index = index
+        self._boot_generation = boot_generation
+        self._fence = int(boot_generation)
+        self._num_waiters_made = 0
+        self.leases: dict[LeaseId, Lease] = {}
+        self.handoffs: dict[HandoffId, Handoff] = {}
+        self.waiters: dict[int, Waiter] = {}
+        self._waiting_for: dict[HandoffId, list[int]] = {}
+        self._closed: OrderedDict[HandoffId, None] = OrderedDict()  # acquired or expired, the last ones
+        # (when, kind, key), one item per lease, handoff or waiter ever made; dead ones are skipped
+        self._deadlines: list[tuple[int, str, str | int]] = []
+
+    # -- leases -----------------------------------------------------------------------------------
+
+    def grant(self, connection: int, instance: InstanceId, entries: list[Entry], expires_at_ms: int) -> Lease:
+        """Pin entries under a new lease. The fencing token grows with every lease, across restarts too."""
+        self._fence += 1
+        lease_id = LeaseId(f"{self._boot_generation:x}-{self._fence - self._boot_generation:x}")
+        lease = Lease(lease_id, Epoch(self._fence), instance, connection, entries, expires_at_ms)
+        self._index.pin(entries)
+        self.leases[lease_id] = lease
+        self._note_deadline(expires_at_ms, "lease", lease_id)
+        return lease
+
+    def release(self, lease_id: LeaseId, instance: InstanceId) -> bool:
+        """False when there is no such lease of this instance: harmless."""
+        lease = self.leases.get(lease_id)
+        if lease is None or lease.instance != instance:
+            return False
+        del self.leases[lease_id]
+        self._index.unpin(lease.entries)
+        return True
+
+    def orphan(self, connection: int) -> None:
+        """The connection closed, its leases live on without it until their time ends."""
+        for lease in self.leases.values():
+            if lease.connection == connection:
+                lease.connection = None
+
+    def release_of(self, connection: int | None, instance: InstanceId) -> int:
+        """Release an instance's leases of one connection, or with None those without one. How many."""
+        gone = [x for x in self.leases.values() if x.connection == connection and x.instance == instance]
+        for lease in gone:
+            self.release(lease.lease_id, instance)
+        return len(gone)
+
+    # -- handoffs ---------------------------------------------------------------------------------
+
+    def hold(self, handoff_id: HandoffId, entries: list[Entry], expires_at_ms: int) -> None:
+        """Pin a handoff's pages. Said twice, the later word counts."""
+        self._index.pin(entries)
+        self._drop(handoff_id)
+        self.handoffs[handoff_id] = Handoff(handoff_id, entries, expires_at_ms)
+        self._note_deadline(expires_at_ms, "handoff", handoff_id)
+
+    def close_handoff(self, handoff_id: HandoffId) -> None:
+        """Acquired or expired: drop its pins and remember that nobody needs to wait for it."""
+        self._drop(handoff_id)
+        self._closed[handoff_id] = None
+        self._closed.move_to_end(handoff_id)
+        if len(self._closed) > MAX_CLOSED_HANDOFFS:
+            self._closed.popitem(last=False)
+
+    def is_closed(self, handoff_id: HandoffId) -> bool:
+        """Whether the handoff has passed already."""
+        return handoff_id in self._closed
+
+    # -- waiters ----------------------------------------------------------------------------------
+
+    def wait(self, connection: int, instance: InstanceId, call: Acquire, expires_at_ms: int) -> None:
+        """Keep a call until take_waiters() of its handoff, forget() of its connection, or expiry."""
+        self._num_waiters_made += 1
+        waiter = Waiter(self._num_waiters_made, connection, instance, call, expires_at_ms)
+        self.waiters[waiter.number] = waiter
+        self._waiting_for.setdefault(call.handoff_id, []).append(waiter.number)
+        self._note_deadline(expires_at_ms, "waiter", waiter.number)
+
+    def take_waiters(self, handoff_id: HandoffId) -> list[Waiter]:
+        """Calls that waited for this handoff, first come first."""
+        return [self.waiters.pop(number) for number in self._waiting_for.pop(handoff_id, ())]
+
+    def forget_waiters(self, connection: int) -> None:
+        """The connection closed: nobody wants these answers."""
+        for waiter in [w for w in self.waiters.values() if w.connection == connection]:
+            self._remove_waiter(waiter)
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def expire(self, now_ms: int) -> Expired:
+        """End what is due. Cost: O(log n) per ended item."""
+        out = Expired(0, 0, [])
+        while self._deadlines and self._deadlines[0][0] <= now_ms:
+            when, kind, key = heapq.heappop(self._deadlines)
+            if kind == "lease":
+                lease = self.leases.get(LeaseId(str(key)))
+                if lease is not None and lease.expires_at_ms == when:
+                    self.release(lease.lease_id, lease.instance)
+                    out.num_leases += 1
+            elif kind == "handoff":
+                handoff = self.handoffs.get(HandoffId(str(key)))
+                if handoff is not None and handoff.expires_at_ms == when:
+                    self.close_handoff(handoff.handoff_id)
+                    out.num_handoffs += 1
+            elif isinstance(key, int) and (waiter := self.waiters.get(key)) is not None:
+                self._remove_waiter(waiter)
+                out.waiters.append(waiter)
+        return out
+
+    def next_deadline_ms(self) -> int | None:
+        """When expire() may have something to do; perhaps too early, never too late."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def pins(self) -> Sequence[list[Entry]]:
+        """Every list of pinned entries: what the index's pin counts must add up to."""
+        return [x.entries for x in (*self.leases.values(), *self.handoffs.values())]
+
+    def _drop(self, handoff_id: HandoffId) -> None:
+        handoff = self.handoffs.pop(handoff_id, None)
+        if handoff is not None:
+            self._index.unpin(handoff.entries)
+
+    def _remove_waiter(self, waiter: Waiter) -> None:
+        del self.waiters[waiter.number]
+        numbers = self._waiting_for[waiter.call.handoff_id]
+        numbers.remove(waiter.number)
+        if not numbers:
+            del self._waiting_for[waiter.call.handoff_id]
+
+    def _note_deadline(self, when_ms: int, kind: str, key: str | int) -> None:
+        heapq.heappush(self._deadlines, (when_ms, kind, key))
+        live = len(self.leases) + len(self.handoffs) + len(self.waiters)
+        if len(self._deadlines) > 4 * live + 256:
+            self._deadlines = [
+                *((x.expires_at_ms, "lease", x.lease_id) for x in self.leases.values()),
+                *((x.expires_at_ms, "handoff", x.handoff_id) for x in self.handoffs.values()),
+                *((x.expires_at_ms, "waiter", x.number) for x in self.waiters.values()),
+            ]
+            heapq.heapify(self._deadlines)

@@ -1,0 +1,92 @@
+"""State and epoch of every page, and the free pages. No I/O: word writes go out as actions."""
+
+from array import array
+
+from services.mempool.core.page_state import PageEvent, next_state
+from shared.ids import Epoch, PageId
+from shared.kv.page import PageState, pack_word
+
+
+class PageTable:
+    """All pages of one pool.
+
+    Every epoch starts at the boot generation and grows by one each time the page becomes free, before anyone
+    can get it again. Word writes are in the order in which readers must see them.
+    """
+
+    def __init__(self, num_pages: int, boot_generation: Epoch) -> None:
+        self.num_pages = num_pages
+        self.states = bytearray(num_pages)
+        self.epochs = array("Q", [boot_generation]) * num_pages
+        self.counts = [0] * len(PageState)
+        self.counts[PageState.FREE] = num_pages
+        self._warm: list[PageId] = []  # free, and perhaps backed by memory: used first
+        self._cold = [PageId(page) for page in range(num_pages - 1, -1, -1)]  # never written, or punched
+        self._words: list[tuple[int, int]] = [
+            (p, pack_word(boot_generation, _FREE)) for p in range(num_pages)
+        ]
+
+    @property
+    def num_free(self) -> int:
+        """Pages that grant() can hand out at once."""
+        return len(self._warm) + len(self._cold)
+
+    @property
+    def has_warm(self) -> bool:
+        """Whether take_warm() would return any."""
+        return bool(self._warm)
+
+    def state(self, page: int) -> PageState:
+        """Of one page. The page number must be in range."""
+        return PageState(self.states[page])
+
+    def apply(self, page: PageId, event: PageEvent) -> None:
+        """Take one step of the state machine and note the new word.
+
+        Raises: InvariantBroken when the page's state has no such event. The caller holds the proof.
+        """
+        old = self.states[page]
+        new = next_state(old, event)
+        self.states[page] = new
+        self.counts[old] -= 1
+        self.counts[new] += 1
+        if new is _FREE:
+            self.epochs[page] += 1
+            self._warm.append(page)
+        self._words.append((page, self.epochs[page] << 8 | new))
+
+    def grant(self) -> tuple[PageId, Epoch] | None:
+        """A free page becomes granted; None when there is none."""
+        pages = self._warm or self._cold
+        if not pages:
+            return None
+        page = pages.pop()
+        self.apply(page, PageEvent.GRANT)
+        return page, Epoch(self.epochs[page])
+
+    def free(self, page: PageId, event: PageEvent) -> None:
+        """Retire a page by `event` and make it free, with a larger epoch.
+
+        Nothing waits in between yet: no process maps a page as an alias; copy readers re-read the word.
+        """
+        self.apply(page, event)
+        self.apply(page, PageEvent.DRAINED)
+
+    def take_warm(self) -> list[PageId]:
+        """Free pages that memory may back. They count as cold from now on: the caller punches them."""
+        taken, self._warm = self._warm, []
+        self._cold.extend(taken)
+        return taken
+
+    def take_words(self) -> list[tuple[int, int]]:
+        """Word writes since the last call, oldest first: (page, word)."""
+        assert sum(self.counts) == self.num_pages, self.counts
+        words, self._words = self._words, []
+        return words
+
+    def by_state(self) -> dict[str, int]:
+        """Number of pages in each state."""
+        return {state.name.lower(): self.counts[state] for state in PageState}
+
+
+_FREE = PageState.FREE

@@ -1,0 +1,114 @@
+"""Acquire and HandoffReady: who reads which sealed pages, and for how long they stay. No I/O."""
+
+from array import array
+from collections import Counter
+
+from services.mempool.core import parse
+from services.mempool.core.actions import PoolLimits, Send
+from services.mempool.core.index import Index
+from services.mempool.core.leases import Leases
+from shared.errors import Overloaded
+from shared.ids import Epoch, HandoffId, InstanceId, LeaseId
+from shared.kv.words import u32_bytes, u64_bytes
+from shared.wire import mempool as wire
+
+
+class Readers:
+    """Answers readers from the index; methods return messages to send.
+
+    A call that names a handoff waits for it at most wait_ms, unless all its blocks are there already.
+    """
+
+    def __init__(self, limits: PoolLimits, index: Index, leases: Leases, counters: Counter[str]) -> None:
+        self.epochs = array("Q")  # of every page: the page table's own, once there is one
+        self._limits = limits
+        self._index = index
+        self._leases = leases
+        self._counters = counters
+
+    def on_acquire(
+        self, connection: int, instance: InstanceId, call: wire.Acquire, now_ms: int
+    ) -> list[Send]:
+        """Answered now or, for a handoff on its way, later. Raises: PeerProtocolError."""
+        hashes = parse.hashes(call.hashes, self._limits.max_blocks_per_call)
+        self._counters["acquires"] += 1
+        handoff_id = call.handoff_id
+        has_come = handoff_id in self._leases.handoffs or self._leases.is_closed(handoff_id)
+        if has_come or not handoff_id or all(block_hash in self._index for block_hash in hashes):
+            answer = self._acquire(connection, instance, call, now_ms)
+            self._end_handoff(handoff_id)
+            return [answer]
+        if call.wait_ms <= 0:
+            return [self._acquire(connection, instance, call, now_ms)]
+        if len(self._leases.waiters) >= self._limits.max_waiting:
+            return [self._fail(connection, call, f"{self._limits.max_waiting} calls wait for handoffs")]
+        self._counters["acquires_waited"] += 1
+        until_ms = now_ms + min(call.wait_ms, self._limits.max_wait_ms)
+        self._leases.wait(connection, instance, call, until_ms)
+        return []
+
+    def on_handoff_ready(self, message: wire.HandoffReady, now_ms: int) -> list[Send]:
+        """Hold what is indexed of it, and answer who waited. Raises: PeerProtocolError."""
+        entries = self._index.prefix(parse.hashes(message.hashes, self._limits.max_blocks_per_call))
+        self._counters["handoffs"] += 1
+        if self._leases.is_closed(message.handoff_id):  # its acquirer was faster
+            return []
+        if len(self._leases.handoffs) < self._limits.max_handoffs:
+            self._leases.hold(message.handoff_id, entries, now_ms + self._ttl(message.ttl_ms))
+        else:
+            self._counters["handoffs_refused"] += 1
+        answers = []
+        for waiter in self._leases.take_waiters(message.handoff_id):
+            answers.append(self._acquire(waiter.connection, waiter.instance, waiter.call, now_ms))
+            self._end_handoff(message.handoff_id)
+        return answers
+
+    def expire(self, now_ms: int) -> list[Send]:
+        """End leases and handoffs that are due; a call that waited long enough gets what there is."""
+        expired = self._leases.expire(now_ms)
+        self._counters["leases_expired"] += expired.num_leases
+        self._counters["handoffs_expired"] += expired.num_handoffs
+        self._counters["waits_expired"] += len(expired.waiters)
+        answers = []
+        for waiter in expired.waiters:
+            answers.append(self._acquire(waiter.connection, waiter.instance, waiter.call, now_ms))
+            self._end_handoff(waiter.call.handoff_id)
+        return answers
+
+    def _acquire(self, connection: int, instance: InstanceId, call: wire.Acquire, now_ms: int) -> Send:
+        """The longest indexed prefix, pinned."""
+        hashes = parse.hashes(call.hashes, self._limits.max_blocks_per_call)
+        entries = self._index.prefix(hashes)
+        self._counters["blocks_hit"] += len(entries)
+        self._counters["blocks_missed"] += len(hashes) - len(entries)
+        if not entries:
+            nothing = wire.Acquired(
+                call_id=call.call_id, lease_id=LeaseId(""), fencing_token=Epoch(0), num_blocks=0
+            )
+            return Send(connection, nothing)
+        if len(self._leases.leases) >= self._limits.max_leases:
+            return self._fail(connection, call, f"{self._limits.max_leases} leases are held")
+        lease = self._leases.grant(connection, instance, entries, now_ms + self._ttl(call.ttl_ms))
+        pages = [entry.page for entry in entries]
+        acquired = wire.Acquired(
+            call_id=call.call_id,
+            lease_id=lease.lease_id,
+            fencing_token=lease.fencing_token,
+            num_blocks=len(entries),
+            pages=u32_bytes(pages),
+            epochs=u64_bytes(map(self.epochs.__getitem__, pages)),
+            checksums=u32_bytes(entry.checksum for entry in entries),
+        )
+        return Send(connection, acquired)
+
+    def _end_handoff(self, handoff_id: HandoffId) -> None:
+        """After its acquirer has pinned the pages: drop the handoff's own hold."""
+        if handoff_id:
+            self._leases.close_handoff(handoff_id)
+
+    def _ttl(self, ttl_ms: int) -> int:
+        return max(1, min(ttl_ms, self._limits.max_ttl_ms))
+
+    def _fail(self, connection: int, call: wire.Acquire, reason: str) -> Send:
+        self._counters["calls_refused"] += 1
+        return Send(connection, wire.CallFailed(call_id=call.call_id, code=Overloaded.code, reason=reason))
