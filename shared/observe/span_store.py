@@ -23,9 +23,9 @@ _encoder = msgspec.json.Encoder(enc_hook=str)
 def span_record(span: ReadableSpan) -> SpanRecord:
     """A finished SDK span as the store's record."""
     context = span.get_span_context()
-    assert context is not None and span.start_time is not None and span.end_time is not None, (
-        "a finished span"
-    )
+    assert context is not None
+    assert span.start_time is not None
+    assert span.end_time is not None
     resource = span.resource.attributes
     return SpanRecord(
         trace_id=format_trace_id(context.trace_id),

@@ -114,7 +114,8 @@ class BlockingUnixLink(Generic[Out, In]):
                 self._receive()
         except TimeoutError:
             raise PeerTimeout(f"{self.path} did not answer within {timeout_ms} ms") from None
-        self._sock.settimeout(None)
+        finally:
+            self._sock.settimeout(None)
         _, reply, reply_raw, fds = self._arrived.popleft()
         return reply, reply_raw, fds
 
