@@ -18,6 +18,7 @@ import msgspec
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -131,7 +132,7 @@ class VllmEngine:
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             block_size=settings.block_tokens,
-            enforce_eager=settings.enforce_eager,
+            enforce_eager=settings.enforce_eager or current_platform.is_cpu(),
             tensor_parallel_size=settings.tensor_parallel_size,
             enable_prefix_caching=True,
             prefix_caching_hash_algo="sha256_cbor",
