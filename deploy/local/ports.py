@@ -1,0 +1,64 @@
+"""Is a port free, and if not, who has it?"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterable
+
+LISTEN_STATE = "0A"  # of /proc/net/tcp
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a listener could bind to host:port now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def owner(port: int) -> str:
+    """'python3 (pid 123)' of the process that listens on the port; "" when it cannot be seen."""
+    inodes = _listening_inodes(port)
+    if not inodes:
+        return ""
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            for fd in os.listdir(f"/proc/{entry}/fd"):
+                if os.readlink(f"/proc/{entry}/fd/{fd}") in inodes:
+                    return f"{_command(entry)} (pid {entry})"
+    return ""
+
+
+def busy_ports(listens: Iterable[tuple[str, str, int]]) -> list[str]:
+    """One line for each of (service, host, port) that cannot be bound."""
+    lines: list[str] = []
+    for service, host, port in listens:
+        if not is_free(host, port):
+            who = owner(port)
+            by = f" by {who}" if who else ""
+            lines.append(f"port {port}, wanted by {service} on {host}, is in use{by}")
+    return lines
+
+
+def _listening_inodes(port: int) -> set[str]:
+    found: set[str] = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError), open(table) as lines:
+            next(lines, None)
+            for line in lines:
+                words = line.split()
+                if words[3] == LISTEN_STATE and int(words[1].rpartition(":")[2], 16) == port:
+                    found.add(f"socket:[{words[9]}]")
+    return found
+
+
+def _command(pid: str) -> str:
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        words = file.read().split(b"\0")
+    return b" ".join(words[:4]).decode("utf-8", "replace").strip() or "a process"

@@ -1,0 +1,44 @@
+"""Health probes: one HTTP GET or one TCP connection, with a deadline. No HTTP client library."""
+
+import asyncio
+import contextlib
+
+from deploy.local.supervision import Health
+
+MAX_HEAD_BYTES = 16 << 10
+
+
+async def probe_http(host: str, port: int, path: str, *, timeout_s: float) -> Health:
+    """OK on 200, NOT_READY on any other answer, SILENT on none."""
+    status = await _http_status(host, port, path, timeout_s=timeout_s)
+    if status is None:
+        return Health.SILENT
+    return Health.OK if status == 200 else Health.NOT_READY
+
+
+async def probe_tcp(host: str, port: int, *, timeout_s: float) -> Health:
+    """OK if somebody accepts."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError):
+        return Health.SILENT
+    writer.close()
+    return Health.OK
+
+
+async def _http_status(host: str, port: int, path: str, *, timeout_s: float) -> int | None:
+    writer = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(host, port, limit=MAX_HEAD_BYTES)
+            request = f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n"
+            writer.write(request.encode())
+            words = (await reader.readline()).split()
+            return int(words[1]) if len(words) > 1 and words[0].startswith(b"HTTP/") else None
+    except (OSError, TimeoutError, ValueError):
+        return None
+    finally:
+        if writer is not None:
+            with contextlib.suppress(OSError):
+                writer.close()

@@ -1,0 +1,123 @@
+"""`python -m deploy.local.run_supervisor --home DIR`: what `quire up` starts in the background.
+
+Exit codes: 0 stopped on request, 1 a service could not be started or a setting is wrong, 4 another one runs.
+"""
+
+import argparse
+import asyncio
+import fcntl
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from deploy.local import config, plan, services_table
+from deploy.local.ports import busy_ports
+from deploy.local.services_table import Plan, Service
+from deploy.local.supervisor import Supervisor
+from shared.errors import SettingsError
+
+ALREADY_RUNNING = 4
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """run/settings.json: what the supervisor is to run."""
+
+    settings: config.ClusterSettings
+    model: plan.Model
+
+
+def take_lock(paths: config.Paths) -> IO[bytes] | None:
+    """The run's lock, held for as long as the file is open, so not by a killed process; None: taken."""
+    lock = os.fdopen(os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return lock
+
+
+def prepare(start: Start) -> tuple[config.Paths, Plan, list[Service]]:
+    """Everything that can be refused before a process is started. Raises: SettingsError."""
+    paths = config.paths_of(start.settings.home)
+    config.make_folders(paths)
+    made = plan.make_plan(start.settings, paths, start.model)
+    services = services_table.build(made)
+    config.check_overrides(services_table.managed_keys(services))
+    lines = busy_ports((s.name, host, port) for s in services for host, port in s.listens)
+    if lines:
+        raise SettingsError(
+            "\n".join(lines) + "\nstop it (`quire down` if it is an older cluster), or choose other ports: "
+            "--port, --base-port (QUIRE_CLUSTER_PORT, QUIRE_CLUSTER_BASE_PORT)"
+        )
+    return paths, made, services
+
+
+def describe(start: Start, made: Plan) -> dict[str, Any]:
+    """The part of the status that does not change."""
+    host = services_table.reachable(made.host)
+    traces = start.settings.trace_endpoint or str(config.paths_of(start.settings.home).traces)
+    return {
+        "url": f"http://{host}:{made.ports.gateway}",
+        "model": made.model_name,
+        "model_dir": made.model_dir,
+        "device": made.device,
+        "engine": made.engine,
+        "topology": "colocated" if made.workers[0].role == "colocated" else "disaggregated",
+        "traces": traces,
+        "trace_endpoint": start.settings.trace_endpoint,
+        "authenticated": bool(start.settings.api_keys),
+        "mempool_admin": f"http://{services_table.LOOPBACK}:{made.ports.mempool_admin}",
+        "logs": str(config.paths_of(start.settings.home).logs),
+    }
+
+
+async def supervise(start: Start) -> int:
+    """Run until stopped. Raises: SettingsError."""
+    paths, made, services = prepare(start)
+    if made.redis_command:
+        plan.redis_folder(paths).mkdir(mode=0o700, exist_ok=True)
+    supervisor = Supervisor(
+        services, paths, info=describe(start, made), log_cap_bytes=start.settings.log_cap_bytes
+    )
+    return await supervisor.run()
+
+
+def read_start(paths: config.Paths) -> Start:
+    """Raises: SettingsError when the file is missing or not ours."""
+    try:
+        return msgspec.json.decode(paths.settings.read_bytes(), type=Start)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise SettingsError(f"cannot read {paths.settings}: {error}; run `quire up`") from error
+
+
+def write_start(paths: config.Paths, start: Start) -> None:
+    """For the supervisor to read; 0600, because API keys may be in it."""
+    fd = os.open(paths.settings, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(msgspec.json.encode(start))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One cluster, until stopped."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--home", required=True, type=Path)
+    paths = config.paths_of(parser.parse_args(argv).home)
+    lock = take_lock(paths)
+    if lock is None:
+        print("another supervisor holds the lock", file=sys.stderr)
+        return ALREADY_RUNNING
+    with lock:
+        try:
+            return asyncio.run(supervise(read_start(paths)))
+        except SettingsError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

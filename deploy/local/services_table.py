@@ -1,0 +1,343 @@
+"""The one table of services: the supervisor runs from it, and compose.yaml is tested to agree with it.
+
+ROWS says what does not depend on addresses: module, order, health, limits. build() turns it into the
+processes of one machine.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from deploy.local.supervision import Spec
+
+LOOPBACK = "127.0.0.1"
+GIB = 1 << 30
+MIB = 1 << 20
+
+Launcher = Literal["exec", "zygote"]
+ProbeKind = Literal["http", "tcp", "zygote"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kind of service. Memory and CPU are hints: limits in compose, shown by `quire doctor`."""
+
+    module: str  # "": no Python service of ours
+    section: str  # of the settings; "": none
+    depends_on: tuple[str, ...]
+    health_path: str  # "": a TCP connection is the probe
+    image: Literal["runtime", "engine", "redis"]
+    memory_bytes: int
+    cpus: float
+    restart: Literal["always"] = "always"
+    start_timeout_ms: int = 60_000
+    stop_grace_ms: int = 2_000
+
+
+ROWS: dict[str, Row] = {
+    "redis": Row("", "", (), "", "redis", 256 * MIB, 0.5),
+    "coordinator": Row(
+        "services.coordinator", "coordinator", ("redis",), "/ready", "runtime", 256 * MIB, 0.5
+    ),
+    "scheduler": Row(
+        "services.scheduler", "scheduler", ("coordinator",), "/ready", "runtime", 256 * MIB, 0.5
+    ),
+    "mempool": Row("services.mempool", "mempool", (), "/ready", "runtime", 1 * GIB, 1.0),
+    "prefill": Row(
+        "services.prefill",
+        "worker",
+        ("coordinator", "scheduler", "mempool"),
+        "/ready",
+        "engine",
+        3 * GIB,
+        1.0,
+        start_timeout_ms=240_000,
+    ),
+    "decode": Row(
+        "services.decode",
+        "worker",
+        ("coordinator", "scheduler", "mempool"),
+        "/ready",
+        "engine",
+        3 * GIB,
+        1.0,
+        start_timeout_ms=240_000,
+    ),
+    "gateway": Row(
+        "services.gateway",
+        "gateway",
+        ("redis", "coordinator", "scheduler"),
+        "/ready",
+        "runtime",
+        512 * MIB,
+        1.0,
+        start_timeout_ms=300_000,  # ready only once a worker is
+        stop_grace_ms=3_000,
+    ),
+}
+ZYGOTE = "engine-zygote"
+ZYGOTE_START_TIMEOUT_MS = 240_000
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Every port of a cluster, from two settings."""
+
+    gateway: int
+    base: int
+
+    @property
+    def scheduler(self) -> int:
+        """ZeroMQ, placements."""
+        return self.base + 1
+
+    @property
+    def reports(self) -> int:
+        """ZeroMQ, load reports of workers."""
+        return self.base + 2
+
+    @property
+    def coordinator(self) -> int:
+        """HTTP."""
+        return self.base + 3
+
+    @property
+    def redis(self) -> int:
+        """Redis protocol."""
+        return self.base + 4
+
+    @property
+    def mempool_admin(self) -> int:
+        """HTTP."""
+        return self.base + 5
+
+    @property
+    def scheduler_admin(self) -> int:
+        """HTTP."""
+        return self.base + 6
+
+    def worker(self, role: str, index: int) -> tuple[int, int]:
+        """(ZeroMQ, admin HTTP) of one worker."""
+        first = self.base + (20 if role == "prefill" else 40) + 2 * index
+        return first, first + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """How readiness is seen."""
+
+    kind: ProbeKind
+    host: str = LOOPBACK
+    port: int = 0
+    path: str = "/ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One process of this machine."""
+
+    name: str
+    row: str  # key of ROWS, or ZYGOTE
+    module: str
+    command: tuple[str, ...]  # whole command line; of a module: after `python -m MODULE`
+    depends_on: tuple[str, ...]
+    probe: Probe
+    listens: tuple[tuple[str, int], ...] = ()  # (host, port) that must be free before it starts
+    env: Mapping[str, str] = field(default_factory=dict)
+    launcher: Launcher = "exec"
+    start_timeout_ms: int = 60_000
+    stop_grace_ms: int = 2_000
+
+    @property
+    def spec(self) -> Spec:
+        """The part of it that decides."""
+        return Spec(
+            name=self.name,
+            depends_on=self.depends_on,
+            needs_live=(ZYGOTE,) if self.launcher == "zygote" else (),
+            start_timeout_ms=self.start_timeout_ms,
+            stop_grace_ms=self.stop_grace_ms,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One engine replica of this machine."""
+
+    role: Literal["prefill", "decode", "colocated"]
+    index: int
+    gpus: str = ""  # CUDA_VISIBLE_DEVICES; "": as inherited
+
+    @property
+    def name(self) -> str:
+        """Its instance id and the supervisor's name of it."""
+        return f"{self.role}-{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything build() needs; made by plan.py from the settings and the machine."""
+
+    host: str
+    ports: Ports
+    python: str
+    workers: tuple[Worker, ...]
+    launcher: Launcher
+    device: str
+    engine: str
+    model_dir: str
+    model_name: str
+    redis_command: tuple[str, ...]  # (): somebody else's server
+    sockets: str
+    threads: int  # of each engine on CPU
+    common_flags: tuple[str, ...]  # for every service of ours
+    row_flags: Mapping[str, tuple[str, ...]]  # more, by key of ROWS
+    secrets: Mapping[str, Mapping[str, str]]  # row -> environment: what must not be on a command line
+
+
+def build(plan: Plan) -> list[Service]:
+    """The processes, in the order of ROWS."""
+    services = [_redis(plan)] if plan.redis_command else []
+    if plan.launcher == "zygote":
+        services.append(_zygote(plan))
+    services += [_coordinator(plan), _scheduler(plan), _mempool(plan)]
+    services += [_worker(plan, worker) for worker in plan.workers]
+    services.append(_gateway(plan))
+    return services
+
+
+def _coordinator_url(plan: Plan) -> str:
+    return f"http://{LOOPBACK}:{plan.ports.coordinator}"
+
+
+def _service(
+    plan: Plan,
+    row: str,
+    name: str,
+    flags: tuple[str, ...],
+    *,
+    probe: Probe,
+    listens: tuple[int, ...],
+    launcher: Launcher = "exec",
+    env: Mapping[str, str] | None = None,
+) -> Service:
+    kind = ROWS[row]
+    return Service(
+        name=name,
+        row=row,
+        module=kind.module,
+        command=("--instance", name, *flags, *plan.row_flags.get(row, ()), *plan.common_flags),
+        depends_on=tuple(d for d in kind.depends_on if d != "redis" or plan.redis_command),
+        probe=probe,
+        listens=tuple((LOOPBACK, port) for port in listens),
+        env={**plan.secrets.get(row, {}), **(env or {})},
+        launcher=launcher,
+        start_timeout_ms=kind.start_timeout_ms,
+        stop_grace_ms=kind.stop_grace_ms,
+    )
+
+
+def _redis(plan: Plan) -> Service:
+    return Service(
+        name="redis",
+        row="redis",
+        module="",
+        command=plan.redis_command,
+        depends_on=(),
+        probe=Probe("tcp", port=plan.ports.redis),
+        listens=((LOOPBACK, plan.ports.redis),),
+    )
+
+
+def _zygote(plan: Plan) -> Service:
+    socket = ("--socket", f"{plan.sockets}/zygote.sock")
+    return Service(
+        name=ZYGOTE,
+        row=ZYGOTE,
+        module="shared.engine.zygote",
+        command=(*socket, "--device", plan.device, "--threads", str(plan.threads)),
+        depends_on=(),
+        probe=Probe("zygote"),
+        start_timeout_ms=ZYGOTE_START_TIMEOUT_MS,
+    )
+
+
+def _coordinator(plan: Plan) -> Service:
+    port = plan.ports.coordinator
+    flags = ("--listen", f"{LOOPBACK}:{port}")
+    return _service(
+        plan, "coordinator", "coordinator", flags, probe=Probe("http", port=port), listens=(port,)
+    )
+
+
+def _scheduler(plan: Plan) -> Service:
+    ports = plan.ports
+    flags = (
+        *("--listen", f"tcp://{LOOPBACK}:{ports.scheduler}"),
+        *("--report-listen", f"tcp://{LOOPBACK}:{ports.reports}"),
+        *("--admin-listen", f"{LOOPBACK}:{ports.scheduler_admin}"),
+        *("--coordinator-url", _coordinator_url(plan)),
+    )
+    listens = (ports.scheduler, ports.reports, ports.scheduler_admin)
+    probe = Probe("http", port=ports.scheduler_admin)
+    return _service(plan, "scheduler", "scheduler", flags, probe=probe, listens=listens)
+
+
+def _mempool(plan: Plan) -> Service:
+    port = plan.ports.mempool_admin
+    flags = ("--socket", f"{plan.sockets}/mempool.sock", "--admin-listen", f"{LOOPBACK}:{port}")
+    return _service(plan, "mempool", "mempool", flags, probe=Probe("http", port=port), listens=(port,))
+
+
+def _worker(plan: Plan, worker: Worker) -> Service:
+    listen, admin = plan.ports.worker(worker.role, worker.index)
+    flags = (
+        *("--listen", f"tcp://{LOOPBACK}:{listen}", "--admin-listen", f"{LOOPBACK}:{admin}"),
+        *("--scheduler-reports", f"tcp://{LOOPBACK}:{plan.ports.reports}"),
+        *("--coordinator-url", _coordinator_url(plan)),
+        *("--mempool-socket", f"{plan.sockets}/mempool.sock"),
+        *("--model-dir", plan.model_dir, "--model-name", plan.model_name),
+        *("--engine", plan.engine, "--device", plan.device),
+        *(("--role", "colocated") if worker.role == "colocated" else ()),
+    )
+    return _service(
+        plan,
+        "prefill" if worker.role == "prefill" else "decode",
+        worker.name,
+        flags,
+        probe=Probe("http", port=admin),
+        listens=(listen, admin),
+        launcher=plan.launcher,
+        env={"CUDA_VISIBLE_DEVICES": worker.gpus} if worker.gpus else None,
+    )
+
+
+def _gateway(plan: Plan) -> Service:
+    port = plan.ports.gateway
+    flags = (
+        *("--listen", f"{plan.host}:{port}"),
+        *("--scheduler", f"tcp://{LOOPBACK}:{plan.ports.scheduler}"),
+        *("--coordinator-url", _coordinator_url(plan)),
+        *("--model-dir", plan.model_dir, "--model-name", plan.model_name),
+    )
+    probe = Probe("http", host=reachable(plan.host), port=port)
+    service = _service(plan, "gateway", "gateway-0", flags, probe=probe, listens=())
+    return replace(service, name="gateway", listens=((plan.host, port),))
+
+
+def managed_keys(services: Sequence[Service]) -> dict[str, set[str]]:
+    """Settings that the cluster decides, by section: flags, and variables such as QUIRE_GATEWAY_REDIS_URL."""
+    out: dict[str, set[str]] = {}
+    for service in services:
+        section = ROWS[service.row].section if service.row in ROWS else ""
+        if section:
+            keys = out.setdefault(section, set())
+            keys.update(w[2:].replace("-", "_") for w in service.command if w.startswith("--"))
+            prefix = f"QUIRE_{section.upper()}_"
+            keys.update(n.removeprefix(prefix).lower() for n in service.env if n.startswith(prefix))
+    return out
+
+
+def reachable(host: str) -> str:
+    """An address at which a listener on `host` answers from this machine."""
+    return {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}.get(host, host)

@@ -1,0 +1,318 @@
+"""What the supervisor decides: start order, health gates, back-off, crash loops, stop order. No I/O.
+
+    WAITING -(dependencies ready)-> STARTING -(probe ok)-> READY
+    STARTING, READY -(exit, start deadline, silence)-> BACKOFF -(delay)-> WAITING
+    any with a process -(stop, restart)-> STOPPING -(exit)-> STOPPED | WAITING
+
+Time comes in as `now_ms`, actions go out; the shell in supervisor.py carries them out and reports back.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+SIGTERM = 15
+SIGKILL = 9
+USAGE_EXIT_CODE = 2  # a service that refuses its settings: starting it again cannot help
+
+
+class State(StrEnum):
+    """See the diagram above."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    READY = "ready"
+    BACKOFF = "backoff"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+
+
+class Health(StrEnum):
+    """What one probe saw."""
+
+    OK = "ok"
+    NOT_READY = "not_ready"  # it answers, and says that it is not ready
+    SILENT = "silent"  # no answer
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Bounds of the supervisor's patience."""
+
+    first_backoff_ms: int = 100
+    max_backoff_ms: int = 10_000
+    stable_ms: int = 10_000  # ready for this long forgives earlier failures
+    max_start_failures: int = 3  # of one service, before the whole cluster was ready once
+    crash_loop_failures: int = 5  # consecutive ones, after that
+    silent_ms: int = 30_000  # a ready service that answers no probe for this long is killed
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One service as the rules see it. `depends_on` gates its first start, `needs_live` every start."""
+
+    name: str
+    depends_on: tuple[str, ...] = ()
+    needs_live: tuple[str, ...] = ()
+    start_timeout_ms: int = 60_000
+    stop_grace_ms: int = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """Start the process of `name`; answer with on_spawned or on_exit."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Send a signal to the process of `name`."""
+
+    name: str
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """For the log and whoever watches. `event` is stable: starting, ready, exited, crash_loop, ..."""
+
+    event: str
+    name: str
+    text: str
+
+
+Action = Spawn | Signal | Notice
+
+
+@dataclass(slots=True)
+class Entry:
+    """One service's state. Times are the shell's monotonic milliseconds."""
+
+    spec: Spec
+    state: State = State.WAITING
+    pid: int = 0
+    health: Health = Health.SILENT
+    since_ms: int = 0  # of the state
+    deadline_ms: int | None = None  # start timeout, end of back-off, end of stop grace
+    answered_ms: int = 0  # last probe that was not silent
+    failures: int = 0  # consecutive
+    restarts: int = 0
+    was_ready: bool = False
+    restart_asked: bool = False
+    last_exit: str = ""
+    exits: deque[int] = field(default_factory=lambda: deque(maxlen=16))
+
+
+def start_order(specs: Sequence[Spec]) -> list[str]:
+    """Names, each after what it depends on; ties keep the table's order.
+
+    Raises: ValueError on an unknown dependency, a name given twice or a cycle.
+    """
+    by_name = {spec.name: spec for spec in specs}
+    if len(by_name) != len(specs):
+        raise ValueError("a service is named twice")
+    out: list[str] = []
+    left = list(specs)
+    while left:
+        free = [s for s in left if all(d in out for d in (*s.depends_on, *s.needs_live))]
+        if not free:
+            names = ", ".join(s.name for s in left)
+            raise ValueError(f"unknown dependency or cycle among: {names}")
+        out.append(free[0].name)
+        left.remove(free[0])
+    return out
+
+
+def describe_exit(returncode: int) -> str:
+    """'exit 1' or 'signal 9'."""
+    return f"signal {-returncode}" if returncode < 0 else f"exit {returncode}"
+
+
+class Supervision:
+    """The whole cluster's state. Every method returns the actions that follow."""
+
+    def __init__(self, specs: Sequence[Spec], rules: Rules | None = None) -> None:
+        """Raises: ValueError as start_order does."""
+        self.rules = rules or Rules()
+        self.order = start_order(specs)
+        by_name = {spec.name: spec for spec in specs}
+        self.entries = {name: Entry(by_name[name]) for name in self.order}
+        self.all_ready_once = False
+        self.gave_up: str = ""  # the service that could not be started
+        self.stopping = False
+
+    @property
+    def stopped(self) -> bool:
+        """A stop was asked for and no process is left."""
+        return self.stopping and all(e.state is State.STOPPED for e in self.entries.values())
+
+    def next_wake_ms(self) -> int | None:
+        """When tick() has something to do; None: only events matter."""
+        times = [e.deadline_ms for e in self.entries.values() if e.deadline_ms is not None]
+        times += [
+            e.answered_ms + self.rules.silent_ms for e in self.entries.values() if e.state is State.READY
+        ]
+        return min(times, default=None)
+
+    def start(self, *, now_ms: int) -> list[Action]:
+        """Spawn what depends on nothing."""
+        return self._spawn_waiting(now_ms)
+
+    def on_spawned(self, name: str, pid: int) -> list[Action]:
+        """The process exists."""
+        entry = self.entries[name]
+        entry.pid = pid
+        if entry.state is State.STOPPING:  # asked to stop while it was being spawned
+            return [Signal(name, SIGTERM)]
+        return []
+
+    def on_probe(self, name: str, health: Health, *, now_ms: int) -> list[Action]:
+        """A probe of the process that is running now."""
+        entry = self.entries[name]
+        if entry.state not in (State.STARTING, State.READY):
+            return []
+        entry.health = health
+        if health is not Health.SILENT:
+            entry.answered_ms = now_ms
+        if entry.state is not State.STARTING or health is not Health.OK:
+            return []
+        took_s = (now_ms - entry.since_ms) / 1000
+        self._enter(entry, State.READY, now_ms)
+        entry.answered_ms = now_ms
+        entry.was_ready = True
+        actions: list[Action] = [Notice("ready", name, f"ready after {took_s:.1f} s")]
+        if not self.all_ready_once and all(e.was_ready for e in self.entries.values()):
+            self.all_ready_once = True
+            actions.append(Notice("all_ready", "", "every service is ready"))
+        return actions + self._spawn_waiting(now_ms)
+
+    def on_exit(self, name: str, returncode: int, *, now_ms: int) -> list[Action]:
+        """The process is gone (or could not be made)."""
+        entry = self.entries[name]
+        entry.pid, entry.health = 0, Health.SILENT
+        entry.last_exit = describe_exit(returncode)
+        if entry.state is State.STOPPING:
+            if entry.restart_asked and not self.stopping:
+                entry.restart_asked = False
+                entry.restarts += 1
+                self._enter(entry, State.WAITING, now_ms)
+                return self._spawn_waiting(now_ms)
+            self._enter(entry, State.STOPPED, now_ms)
+            return self._stop_free(now_ms)
+        if entry.state is State.READY and now_ms - entry.since_ms >= self.rules.stable_ms:
+            entry.failures = 0
+        entry.failures += 1
+        entry.exits.append(now_ms)
+        final = returncode == USAGE_EXIT_CODE and not entry.was_ready
+        if not self.all_ready_once and (final or entry.failures >= self.rules.max_start_failures):
+            return self._give_up(entry, now_ms)
+        delay_ms = self.backoff_ms(entry.failures)
+        self._enter(entry, State.BACKOFF, now_ms, deadline_ms=now_ms + delay_ms)
+        actions: list[Action] = [
+            Notice("exited", name, f"{entry.last_exit}; starts again in {delay_ms / 1000:.1f} s")
+        ]
+        if entry.failures == self.rules.crash_loop_failures:
+            every_s = self.rules.max_backoff_ms // 1000
+            text = f"{entry.failures} failures in a row; still trying, at least every {every_s} s"
+            actions.append(Notice("crash_loop", name, text))
+        return actions
+
+    def backoff_ms(self, failures: int) -> int:
+        """Delay after the n-th consecutive failure: doubles, capped."""
+        return min(self.rules.first_backoff_ms << min(failures - 1, 20), self.rules.max_backoff_ms)
+
+    def tick(self, *, now_ms: int) -> list[Action]:
+        """Deadlines that have passed."""
+        actions: list[Action] = []
+        for name, entry in self.entries.items():
+            due = entry.deadline_ms is not None and now_ms >= entry.deadline_ms
+            if entry.state is State.BACKOFF and due:
+                self._enter(entry, State.WAITING, now_ms)
+                entry.restarts += 1
+            elif entry.state is State.STARTING and due:
+                entry.deadline_ms = None
+                text = f"not ready after {entry.spec.start_timeout_ms // 1000} s; killed"
+                actions += [Notice("start_timeout", name, text), Signal(name, SIGKILL)]
+            elif entry.state is State.STOPPING and due:
+                entry.deadline_ms = None
+                actions.append(Signal(name, SIGKILL))
+            elif entry.state is State.READY and now_ms - entry.answered_ms >= self.rules.silent_ms:
+                entry.answered_ms = now_ms
+                text = f"answered no probe for {self.rules.silent_ms // 1000} s; killed"
+                actions += [Notice("unresponsive", name, text), Signal(name, SIGKILL)]
+        return actions + self._spawn_waiting(now_ms)
+
+    def restart(self, name: str, *, now_ms: int) -> list[Action]:
+        """An operator's wish: end it gracefully and start it again at once."""
+        entry = self.entries[name]
+        entry.failures = 0
+        if entry.state in (State.STARTING, State.READY):
+            entry.restart_asked = True
+            return self._end(entry, now_ms)
+        if entry.state is State.BACKOFF:
+            entry.deadline_ms = now_ms
+            return self.tick(now_ms=now_ms)
+        return []
+
+    def stop(self, *, now_ms: int) -> list[Action]:
+        """End everything, dependents first. Idempotent."""
+        if self.stopping:
+            return []
+        self.stopping = True
+        for entry in self.entries.values():
+            entry.restart_asked = False
+            if entry.state in (State.WAITING, State.BACKOFF):
+                self._enter(entry, State.STOPPED, now_ms)
+        return [Notice("stopping", "", "stopping every service"), *self._stop_free(now_ms)]
+
+    def _give_up(self, entry: Entry, now_ms: int) -> list[Action]:
+        name = entry.spec.name
+        self._enter(entry, State.STOPPED, now_ms)
+        if self.gave_up:
+            return self._stop_free(now_ms)
+        self.gave_up = name
+        text = f"could not be started: {entry.last_exit}, {entry.failures} attempt(s)"
+        return [Notice("give_up", name, text), *self.stop(now_ms=now_ms)]
+
+    def _spawn_waiting(self, now_ms: int) -> list[Action]:
+        if self.stopping:
+            return []
+        actions: list[Action] = []
+        for name in self.order:
+            entry = self.entries[name]
+            if entry.state is not State.WAITING or not self._may_start(entry):
+                continue
+            deadline_ms = now_ms + entry.spec.start_timeout_ms
+            self._enter(entry, State.STARTING, now_ms, deadline_ms=deadline_ms)
+            actions += [Notice("starting", name, "starting"), Spawn(name)]
+        return actions
+
+    def _may_start(self, entry: Entry) -> bool:
+        gates: Iterable[str] = () if entry.was_ready else entry.spec.depends_on
+        return all(self.entries[d].was_ready for d in gates) and all(
+            self.entries[d].state is State.READY for d in entry.spec.needs_live
+        )
+
+    def _stop_free(self, now_ms: int) -> list[Action]:
+        """End each running service on which no living one depends."""
+        if not self.stopping:
+            return []
+        held: set[str] = set()
+        for entry in self.entries.values():
+            if entry.state is not State.STOPPED:
+                held.update(entry.spec.depends_on, entry.spec.needs_live)
+        actions: list[Action] = []
+        for name, entry in self.entries.items():
+            if entry.state in (State.STARTING, State.READY) and name not in held:
+                actions += self._end(entry, now_ms)
+        return actions
+
+    def _end(self, entry: Entry, now_ms: int) -> list[Action]:
+        self._enter(entry, State.STOPPING, now_ms, deadline_ms=now_ms + entry.spec.stop_grace_ms)
+        return [Signal(entry.spec.name, SIGTERM)] if entry.pid else []
+
+    @staticmethod
+    def _enter(entry: Entry, state: State, now_ms: int, *, deadline_ms: int | None = None) -> None:
+        entry.state, entry.since_ms, entry.deadline_ms = state, now_ms, deadline_ms

@@ -1,0 +1,275 @@
+"""The supervisor of one machine's cluster: carries out what supervision.py decides.
+
+run_supervisor.py starts it. Progress goes to watchers of the control socket and, a line each, to stderr.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deploy.local import probes
+from deploy.local.config import REPO, Paths, child_environment
+from deploy.local.control import ControlServer
+from deploy.local.launch import ExecProcess, Guard, Launched, cap_log, tail
+from deploy.local.services_table import ZYGOTE, Service
+from deploy.local.supervision import Health, Notice, Rules, Signal, Spawn, State, Supervision
+from deploy.local.zygote_client import ForkedProcess, ZygoteClient
+
+START_PROBE_S = 0.1
+HEALTH_PROBE_S = 2.0
+PROBE_TIMEOUT_S = 2.0
+LOG_CHECK_S = 5.0
+TAIL_LINES = 12
+WITH_LOG_TAIL = ("exited", "crash_loop", "give_up", "start_timeout", "unresponsive")
+
+
+class Supervisor:
+    """One run: run() returns 0 after a stop that was asked for, 1 when a service could not be started."""
+
+    def __init__(
+        self,
+        services: Sequence[Service],
+        paths: Paths,
+        *,
+        info: Mapping[str, Any] | None = None,
+        rules: Rules | None = None,
+        log_cap_bytes: int = 16 << 20,
+        python: str = sys.executable,
+        health_probe_s: float = HEALTH_PROBE_S,
+    ) -> None:
+        self._services = {service.name: service for service in services}
+        self._paths = paths
+        self._info = dict(info or {})
+        self._log_cap_bytes = log_cap_bytes
+        self._python = python
+        self._health_probe_s = health_probe_s
+        self._core = Supervision([service.spec for service in services], rules)
+        self._processes: dict[str, Launched] = {}
+        self._probing: dict[str, asyncio.Task[None]] = {}
+        self._began = time.monotonic()
+        self._wake: asyncio.TimerHandle | None = None
+        self._done = asyncio.Event()
+        self._control = ControlServer(paths.control, self._handle)
+        self._zygote = ZygoteClient(
+            paths.sockets / "zygote.sock", on_spawned=self._forked, on_exited=self._exited
+        )
+        self._guard: Guard | None = None
+
+    async def run(self) -> int:
+        """Start everything, keep it running, stop everything."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop)
+        self._guard = Guard()
+        await self._control.start()
+        capping = loop.create_task(self._cap_logs())
+        try:
+            self._apply(self._core.start(now_ms=self._now_ms()))
+            await self._done.wait()
+        finally:
+            capping.cancel()
+            self._zygote.close()
+            self._guard.close()
+            self._write_state()
+            await asyncio.sleep(0)  # let the last notices leave
+            await self._control.close()
+        return 1 if self._core.gave_up else 0
+
+    def status(self) -> dict[str, Any]:
+        """What `quire status` shows."""
+        core, now_ms = self._core, self._now_ms()
+        return {
+            **self._info,
+            "pid": os.getpid(),
+            "uptime_s": round(time.monotonic() - self._began, 1),
+            "ready": all(e.state is State.READY and e.health is Health.OK for e in core.entries.values()),
+            "was_ready": core.all_ready_once,
+            "stopping": core.stopping,
+            "gave_up": core.gave_up,
+            "services": [
+                {
+                    "name": name,
+                    "state": str(entry.state),
+                    "health": str(entry.health),
+                    "pid": entry.pid,
+                    "state_s": round((now_ms - entry.since_ms) / 1000, 1),
+                    "restarts": entry.restarts,
+                    "failures": entry.failures,
+                    "last_exit": entry.last_exit,
+                    "probe": _probe_text(self._services[name]),
+                    "log": str(self._log(name)),
+                }
+                for name, entry in core.entries.items()
+            ],
+        }
+
+    # -- carrying out ---------------------------------------------------------------------------------------
+
+    def _apply(self, actions: Sequence[Spawn | Signal | Notice]) -> None:
+        for action in actions:
+            match action:
+                case Spawn(name=name):
+                    self._spawn(self._services[name])
+                case Signal(name=name, signum=signum):
+                    if (process := self._processes.get(name)) is not None:
+                        process.send(signum)
+                case Notice():
+                    self._tell(action)
+        if self._core.stopped:
+            self._done.set()
+        self._set_wake()
+
+    def _spawn(self, service: Service) -> None:
+        log = self._log(service.name)
+        if service.launcher == "zygote":
+            self._zygote.spawn(
+                service.name,
+                module=service.module,
+                argv=service.command,
+                log=log,
+                env=service.env,
+            )
+            return
+        head = (self._python, "-m", service.module) if service.module else ()
+        name = service.name
+        try:
+            process = ExecProcess(
+                [*head, *service.command],
+                log=log,
+                env=child_environment(service.env),
+                cwd=REPO,
+                on_exit=lambda code: self._exited(name, code),
+            )
+        except OSError as error:
+            with log.open("a") as out:
+                out.write(f"cannot start {service.command[0]}: {error}\n")
+            asyncio.get_running_loop().call_soon(self._exited, name, 127)
+            return
+        if service.name == ZYGOTE:
+            self._zygote.connect()
+        self._spawned(name, process)
+
+    def _forked(self, name: str, process: ForkedProcess) -> None:
+        self._spawned(name, process)
+
+    def _spawned(self, name: str, process: Launched) -> None:
+        self._processes[name] = process
+        if self._guard is not None:
+            self._guard.add(process.pid)
+        self._probing[name] = asyncio.get_running_loop().create_task(self._probe(name, process))
+        self._apply(self._core.on_spawned(name, process.pid))
+
+    def _exited(self, name: str, returncode: int) -> None:
+        process = self._processes.pop(name, None)
+        if process is not None and self._guard is not None:
+            self._guard.remove(process.pid)
+        if (task := self._probing.pop(name, None)) is not None:
+            task.cancel()
+        if name == ZYGOTE:
+            self._zygote.close()
+        self._apply(self._core.on_exit(name, returncode, now_ms=self._now_ms()))
+
+    async def _probe(self, name: str, process: Launched) -> None:
+        """Until the process is gone: often while it starts, seldom afterwards."""
+        probe = self._services[name].probe
+        while self._processes.get(name) is process:
+            if probe.kind == "zygote":
+                health = Health.OK if self._zygote.ready else Health.NOT_READY
+            elif probe.kind == "tcp":
+                health = await probes.probe_tcp(probe.host, probe.port, timeout_s=PROBE_TIMEOUT_S)
+            else:
+                health = await probes.probe_http(
+                    probe.host, probe.port, probe.path, timeout_s=PROBE_TIMEOUT_S
+                )
+            self._apply(self._core.on_probe(name, health, now_ms=self._now_ms()))
+            starting = self._core.entries[name].state is State.STARTING
+            await asyncio.sleep(START_PROBE_S if starting else self._health_probe_s)
+
+    def _tell(self, notice: Notice) -> None:
+        event: dict[str, Any] = {"event": notice.event, "name": notice.name, "text": notice.text}
+        if notice.event in WITH_LOG_TAIL:
+            event["log"] = str(self._log(notice.name))
+            event["log_tail"] = tail(self._log(notice.name), lines=TAIL_LINES)
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S")
+        print(f"{stamp} {notice.event} {notice.name}: {notice.text}", file=sys.stderr, flush=True)
+        self._control.publish(event)
+        self._write_state()
+
+    def _write_state(self) -> None:
+        scratch = self._paths.state.with_suffix(".tmp")
+        with contextlib.suppress(OSError):  # a full disk must not end the cluster
+            scratch.write_text(json.dumps(self.status(), indent=1))
+            scratch.replace(self._paths.state)
+
+    # -- time and requests ----------------------------------------------------------------------------------
+
+    def _set_wake(self) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        wake_ms = self._core.next_wake_ms()
+        if wake_ms is not None and not self._done.is_set():
+            delay_s = max(0, wake_ms - self._now_ms()) / 1000
+            self._wake = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._apply(self._core.tick(now_ms=self._now_ms()))
+
+    def _stop(self) -> None:
+        self._apply(self._core.stop(now_ms=self._now_ms()))
+
+    def _handle(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One control request. Bad ones are answered, never raised."""
+        op, name = request.get("op"), request.get("name")
+        if op in ("status", "watch"):
+            return self.status()
+        if op == "stop":
+            asyncio.get_running_loop().call_soon(self._stop)
+            return {"ok": True, "pid": os.getpid()}
+        if op not in ("kill", "restart"):
+            return {"error": f"unknown op {op!r}"}
+        if name not in self._core.entries:
+            return {"error": f"no service {name!r}; there are: {', '.join(self._core.order)}"}
+        if op == "restart":
+            self._apply(self._core.restart(name, now_ms=self._now_ms()))
+            return {"ok": True}
+        return self._kill(name, request.get("signal", signal.SIGKILL))
+
+    def _kill(self, name: str, signum: object) -> dict[str, Any]:
+        process = self._processes.get(name)
+        if process is None:
+            return {"error": f"{name} is not running ({self._core.entries[name].state})"}
+        if not isinstance(signum, int) or signum not in set(signal.Signals):
+            return {"error": f"no signal {signum!r}"}
+        process.send(signum)
+        return {"ok": True, "pid": process.pid}
+
+    async def _cap_logs(self) -> None:
+        while True:
+            await asyncio.sleep(LOG_CHECK_S)
+            for log in self._paths.logs.glob("*.log"):
+                with contextlib.suppress(OSError):
+                    cap_log(log, self._log_cap_bytes)
+
+    def _log(self, name: str) -> Path:
+        return self._paths.logs / f"{name}.log"
+
+    @staticmethod
+    def _now_ms() -> int:
+        return time.monotonic_ns() // 1_000_000
+
+
+def _probe_text(service: Service) -> str:
+    probe = service.probe
+    return {
+        "http": f"http://{probe.host}:{probe.port}{probe.path}",
+        "tcp": f"tcp://{probe.host}:{probe.port}",
+        "zygote": "zygote",
+    }[probe.kind]

@@ -1,0 +1,144 @@
+"""The supervisor's side of the engine zygote: one connection, workers forked instead of executed.
+
+The protocol is described in shared/engine/zygote.py: one JSON object per line over a unix socket.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from deploy.local.launch import kill_group
+
+CONNECT_RETRY_S = 0.05
+MAX_LINE_BYTES = 1 << 20
+
+
+class ForkedProcess:
+    """A worker forked by the zygote, which reaps it and reports its exit."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:  # gone already; the zygote will say so
+            self._pidfd = -1
+
+    def send(self, signum: int) -> None:
+        """Signal it; SIGKILL goes to its whole process group."""
+        if self._pidfd < 0:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signum)
+            if signum == signal.SIGKILL:
+                kill_group(self.pid)
+
+    def close(self) -> None:
+        """The zygote reported its exit."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+class ZygoteClient:
+    """Spawns through the zygote behind `socket_path`.
+
+    Args:
+        on_spawned: (name, process), once per spawn that worked.
+        on_exited: (name, returncode), once per spawn, also when the zygote itself is lost.
+    """
+
+    def __init__(
+        self,
+        socket_path: Path,
+        *,
+        on_spawned: Callable[[str, ForkedProcess], None],
+        on_exited: Callable[[str, int], None],
+    ) -> None:
+        self.ready = False
+        self._socket_path = socket_path
+        self._on_spawned = on_spawned
+        self._on_exited = on_exited
+        self._children: dict[str, ForkedProcess | None] = {}  # None: asked for, not yet answered
+        self._writer: asyncio.StreamWriter | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def connect(self) -> None:
+        """Follow a zygote process that was just started."""
+        self.close()
+        with contextlib.suppress(FileNotFoundError):
+            self._socket_path.unlink()
+        self._task = asyncio.get_running_loop().create_task(self._follow())
+
+    def close(self) -> None:
+        """The zygote process is gone (or will be): its children are killed and reported."""
+        self.ready = False
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        for name, child in list(self._children.items()):
+            if child is not None:
+                child.send(signal.SIGKILL)
+            self._ended(name, -signal.SIGKILL)
+
+    def spawn(
+        self, name: str, *, module: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
+    ) -> None:
+        """Ask for a worker. Its exit is reported at once if there is no zygote to ask."""
+        self._children[name] = None
+        if self._writer is None or not self.ready:
+            self._ended(name, -signal.SIGKILL)
+            return
+        message = {
+            "op": "spawn",
+            "name": name,
+            "module": module,
+            "argv": list(argv),
+            "log": str(log),
+            "env": dict(env),
+        }
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
+    async def _follow(self) -> None:
+        """Connect as soon as the socket is there, then hear events until the connection ends."""
+        while True:
+            try:
+                reader, self._writer = await asyncio.open_unix_connection(
+                    str(self._socket_path), limit=MAX_LINE_BYTES
+                )
+                break
+            except OSError:  # still starting; the start deadline of the zygote's own service bounds this
+                await asyncio.sleep(CONNECT_RETRY_S)
+        try:
+            while line := await reader.readline():
+                self._hear(json.loads(line))
+        except OSError:
+            pass  # the same as end of file: the zygote's exit is seen by its own process
+        finally:
+            self.ready = False
+
+    def _hear(self, event: dict[str, object]) -> None:
+        kind, name = event.get("event"), str(event.get("name", ""))
+        if kind == "ready":
+            self.ready = True
+        elif kind == "spawned" and name in self._children:
+            process = ForkedProcess(int(str(event["pid"])))
+            self._children[name] = process
+            self._on_spawned(name, process)
+        elif kind == "exited" and name in self._children:
+            child = self._children[name]
+            if child is not None:
+                kill_group(child.pid)  # what it had started itself
+            self._ended(name, int(str(event["status"])))
+
+    def _ended(self, name: str, returncode: int) -> None:
+        child = self._children.pop(name, None)
+        if child is not None:
+            child.close()
+        self._on_exited(name, returncode)

@@ -1,0 +1,56 @@
+"""A pretended service: /ready over HTTP, with a few ways to misbehave. Standard library only."""
+
+import argparse
+import http.server
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        ready = time.monotonic() >= self.server.ready_at
+        self.send_response(200 if ready else 503)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--ready-after-s", type=float, default=0)
+    parser.add_argument("--journal", type=pathlib.Path, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--crash", action="store_true")
+    parser.add_argument("--grandchild", action="store_true")
+    parser.add_argument("--deaf", action="store_true", help="ignore SIGTERM")
+    args = parser.parse_args()
+    with args.journal.open("a") as journal:
+        journal.write(f"start {args.name} {os.getpid()}\n")
+    if args.crash:
+        sys.exit(f"{args.name}: the disk is on fire")
+    if args.grandchild:
+        child = subprocess.Popen(["sleep", "600"])
+        with args.journal.open("a") as journal:
+            journal.write(f"grandchild {args.name} {child.pid}\n")
+
+    def stop(*_):
+        with args.journal.open("a") as journal:
+            journal.write(f"stop {args.name} {os.getpid()}\n")
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if args.deaf else stop)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", args.port), Handler)
+    server.ready_at = time.monotonic() + args.ready_after_s
+    print(f"{args.name} listens", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
