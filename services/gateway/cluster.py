@@ -42,7 +42,9 @@ from shared.wire.placement import (
     SchedulerToGateway,
 )
 from shared.wire.requests import (
+    ALIVE_INTERVAL_MS,
     Abort,
+    Alive,
     Failed,
     Finished,
     Generate,
@@ -53,7 +55,6 @@ from shared.wire.requests import (
 )
 
 QUICK_TICK_MS = 50
-SLOW_TICK_MS = 1_000
 FORGET_LINK_AFTER_MS = 30_000
 
 _log = get_logger("gateway.cluster")
@@ -352,8 +353,11 @@ class Cluster:
 
     async def _tick_slowly(self) -> None:
         while True:
-            await asyncio.sleep(SLOW_TICK_MS / 1000)
+            await asyncio.sleep(ALIVE_INTERVAL_MS / 1000)
             self._tick(lambda flow: True)
+            for link in self._links.values():
+                if link.up:
+                    _try(lambda: link.send(Alive()))  # noqa: B023 - called before the next turn of the loop
             now_ms = _now_ms()
             for endpoint, since_ms in list(self._unlisted_since_ms.items()):
                 link = self._links.get(endpoint)

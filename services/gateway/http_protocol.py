@@ -3,7 +3,7 @@
 Limits: bytes of a request's head, time to receive a head, idle time inside a body, and unsent bytes of a
 reader that does not read. `Push` lets a callback of the event loop (a token that came from ZeroMQ) write straight
 to the connection: one wake-up per token instead of three. It relies on the attributes of uvicorn's
-RequestResponseCycle that `Push` names; tests/unit/test_gateway_push.py fails if an upgrade changes them.
+RequestResponseCycle that `Push` names; tests/integration/test_gateway_protocol.py fails if an upgrade changes them.
 """
 
 import asyncio
@@ -75,9 +75,10 @@ class Push:
         return not cycle.flow.write_paused or self._transport.get_write_buffer_size() <= Limits.unsent_bytes
 
     def end_stream(self, last: bytes) -> None:
-        """Last chunk and end of the response."""
+        """Last chunk, perhaps empty, and end of the response."""
         if not self._cycle.disconnected:
-            self._transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last))
+            chunk = b"%x\r\n%b\r\n" % (len(last), last) if last else b""
+            self._transport.write(chunk + b"0\r\n\r\n")
             self._complete()
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:

@@ -1,0 +1,171 @@
+"""What all answers have in common: one HTTP request, one or more calls, one end.
+
+An answer ends in exactly one way: complete, failed, or the client left. Whatever the way, end() gives the
+admission's places back, ends the root span and counts; the routes wait in wait_for_end().
+"""
+
+import time
+from typing import Any
+
+import msgspec
+
+from services.gateway import metrics
+from services.gateway.call import Call
+from services.gateway.core.admission import Admission, Admitted
+from services.gateway.cluster import Cluster
+from services.gateway.edge import STATUS
+from services.gateway.http_body import Receive, Scope
+from services.gateway.http_errors import error_body, header_block, status_of, type_of
+from services.gateway.http_protocol import Push
+from shared.observe.log import get_logger
+from shared.observe.trace import Span
+
+_log = get_logger("gateway.answer")
+
+
+class Answer:
+    """Base of StreamAnswer and WholeAnswer. `cost`: one for each prompt."""
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        admission: Admission,
+        ticket: Admitted,
+        scope: Scope,
+        push: Push,
+        request_id: str,
+        span: Span,
+        received_ns: int,
+        wants_receipt: bool,
+    ) -> None:
+        self.cluster = cluster
+        self.push = push
+        self.request_id = request_id
+        self.span = span
+        self.wants_receipt = wants_receipt
+        self.calls: list[Call] = []
+        self.ended = False
+        self.num_output_tokens = 0
+        self.first_ns = 0  # monotonic; 0: no token yet
+        self._admission = admission
+        self._ticket = ticket
+        self._scope = scope
+        self._received_ns = received_ns
+        self._num_done = 0
+
+    def run(self, calls: list[Call]) -> None:
+        """Start every call; their sinks belong to this answer."""
+        self.calls = calls
+        metrics.IN_FLIGHT.inc(len(calls))
+        for call in calls:
+            if not self.ended:  # the first may have failed at once
+                self.cluster.submit(call)
+
+    async def wait_for_end(self, receive: Receive) -> None:
+        """Until the response is complete or the client is gone, whichever comes first."""
+        while not self.ended:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                if not self.ended:
+                    self.client_gone()
+                return
+
+    def client_gone(self) -> None:
+        """Stop all work for a client that left."""
+        metrics.ABORTS.inc()
+        self.span.set("quire.client_gone", True)
+        self.stop_calls()
+        self.end(499)
+
+    def stop_calls(self) -> None:
+        """Cancel what still runs; finished calls ignore it."""
+        for call in self.calls:
+            self.cluster.cancel(call)
+
+    def note_first(self) -> None:
+        """The first token of the answer has come."""
+        self.first_ns = time.monotonic_ns()
+        self.span.event("decode.first_token")
+
+    def call_done(self) -> None:
+        """One call is complete; the last one completes the answer."""
+        self._num_done += 1
+        if self._num_done == len(self.calls) and not self.ended:
+            self.complete()
+
+    def complete(self) -> None:
+        """Write what is left to write and end. Runs once."""
+        raise NotImplementedError
+
+    def fail(self, code: str, message: str, retry_after_ms: int | None) -> None:
+        """Answer with an error. Runs once."""
+        raise NotImplementedError
+
+    def refuse(self, code: str, message: str, retry_after_ms: int | None) -> None:
+        """Error response of an answer of which no byte was sent."""
+        status = status_of(code)
+        metrics.ERRORS.labels(code).inc()
+        self.span.fail(f"{code}: {message}")
+        lines = header_block(status, retry_after_ms, self.request_id)
+        head = b"".join(b"%b: %b\r\n" % pair for pair in lines)
+        self.push.respond(status, head, error_body(message, type_of(status), None, code))
+        self.stop_calls()
+        self.end(status)
+
+    def end(self, status: int) -> None:
+        """Give back what the request held. Runs once."""
+        assert not self.ended, "an answer ends once"
+        self.ended = True
+        self._scope[STATUS] = status
+        now_ns = time.monotonic_ns()
+        self._admission.leave(self._ticket, now_ms=now_ns // 1_000_000)
+        metrics.IN_FLIGHT.dec(len(self.calls))
+        if self.first_ns:
+            metrics.TTFT.observe((self.first_ns - self._received_ns) / 1e6)
+            if self.num_output_tokens > 1 and status == 200:
+                gap_ms = (now_ns - self.first_ns) / 1e6 / (self.num_output_tokens - 1)
+                metrics.TPOT.observe(gap_ms)
+        if status == 200:
+            metrics.PROMPT_TOKENS.inc(sum(call.num_prompt_tokens for call in self.calls))
+            metrics.CACHED_TOKENS.inc(sum(call.cached_tokens for call in self.calls))
+            metrics.OUTPUT_TOKENS.inc(self.num_output_tokens)
+        self.span.set("http.status_code", status)
+        self.span.set("quire.output_tokens", self.num_output_tokens)
+        self.span.end()
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object over all prompts and choices."""
+        prompt = sum(call.num_prompt_tokens for call in self.calls)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.num_output_tokens,
+            "total_tokens": prompt + self.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(call.cached_tokens for call in self.calls)},
+        }
+
+    def receipt(self) -> list[dict[str, Any]] | dict[str, Any]:
+        """Where every prompt's KV came from and why it ran there; a list when there are several prompts."""
+        receipts = [receipt_of(call) for call in self.calls]
+        return receipts[0] if len(receipts) == 1 else receipts
+
+
+def receipt_of(call: Call) -> dict[str, Any]:
+    """One call's receipt."""
+    placed = call.placed
+    out: dict[str, Any] = {
+        "request_id": call.request_id,
+        "attempts": call.flow.attempt,
+        "trace_id": call.span.traceparent[3:35],
+        "stages": [msgspec.structs.asdict(receipt) for receipt in call.receipts],
+    }
+    if placed is not None:
+        out |= {
+            "placement": placed.kind,
+            "policy": placed.policy,
+            "reason": placed.reason,
+            "prefill_hit_tokens": placed.prefill_hit_tokens,
+            "decode_hit_tokens": placed.decode_hit_tokens,
+            "predicted_ttft_ms": placed.predicted_ttft_ms,
+        }
+    return out

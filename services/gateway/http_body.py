@@ -1,0 +1,61 @@
+"""Request heads and bodies: the few headers that matter, and a body that cannot be too large."""
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from shared.errors import BodyTooLarge, InvalidRequest
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its request was whole; nobody is there to be answered."""
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """Value of the first header of that (lower-case) name."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return value
+    return None
+
+
+async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """The whole body, not parsed.
+
+    Raises: BodyTooLarge by the announced length or while reading; InvalidRequest on another content
+        type; ClientGone.
+    """
+    for key, value in scope["headers"]:
+        if key == b"content-length":
+            if not value.isdigit():
+                raise InvalidRequest("The content-length header is no number.")
+            if int(value) > max_bytes:
+                raise BodyTooLarge(f"The request body has {int(value)} bytes; at most {max_bytes} are allowed.")
+        elif key == b"content-type":
+            if not value.lower().startswith(b"application/json"):
+                raise InvalidRequest("The content-type must be application/json.")
+        elif key == b"content-encoding" and value.lower() != b"identity":
+            raise InvalidRequest("Compressed request bodies are not supported.")
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientGone
+    body = message.get("body", b"")
+    if not message.get("more_body", False):
+        if len(body) > max_bytes:
+            raise BodyTooLarge(f"The request body exceeds {max_bytes} bytes.")
+        return body
+    parts, num_bytes = [body], len(body)
+    while message.get("more_body", False):
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
+            raise BodyTooLarge(f"The request body exceeds {max_bytes} bytes.")
+        parts.append(part)
+    return b"".join(parts)
