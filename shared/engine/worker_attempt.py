@@ -1,0 +1,287 @@
+"""One attempt of one stage, from an accepted Generate to its single terminal message.
+
+accepted -> pages leased (or not) -> engine -> Tokens ... -> Prefilled | Finished | Failed
+    any point -- Abort, gateway gone --> nothing is said; lease released, engine's request ended
+    any point -- deadline, refusal, engine dead --> Failed
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+
+from shared.engine.interface import Engine, EngineDelta, EngineRequest, KvUse
+from shared.engine.worker_config import WorkerSettings
+from shared.engine.worker_outbox import Outbox
+from shared.engine.worker_pages import PageLease, PromptPages
+from shared.engine.worker_trace import AttemptClock
+from shared.errors import ClusterError, InvariantBroken, PeerGone, PeerTimeout, ResourceError
+from shared.ids import HandoffId, InstanceId
+from shared.kv.block_hash import chain_seed
+from shared.observe import metrics
+from shared.observe.log import get_logger
+from shared.wire.handoff import HandoffState
+from shared.wire.requests import (
+    Failed,
+    Finished,
+    Generate,
+    Prefilled,
+    SamplingSpec,
+    TokenChunk,
+    TokenLogprob,
+)
+
+_log = get_logger("worker.attempt")
+
+PromptLogprobs = list[list[TokenLogprob] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptContext:
+    """What every attempt of one worker shares. on_engine_died runs once per attempt that notices."""
+
+    instance: InstanceId
+    settings: WorkerSettings
+    engine: Engine
+    pages: PromptPages
+    outbox: Outbox
+    on_engine_died: Callable[[str], None]
+    on_invariant_broken: Callable[[str], None]
+
+
+class _Metrics:
+    """Children of the hot path's metrics, made once."""
+
+    def __init__(self) -> None:
+        ended = metrics.counter("quire_worker_attempts_total", "Attempts by stage and end.", ("stage", "end"))
+        ttft = metrics.histogram_ms("quire_worker_first_output_ms", "Receipt to first output.", ("stage",))
+        self.ended = ended
+        self.first = {stage: ttft.labels(stage) for stage in ("prefill", "decode", "colocated")}
+        self.tokens = metrics.counter("quire_worker_output_tokens_total", "Tokens sent to gateways.")
+        names = ("source",)
+        self.prompt_tokens = metrics.counter(
+            "quire_worker_prompt_tokens_total", "By origin of their KV.", names
+        )
+        self.bytes_moved = metrics.counter("quire_worker_kv_bytes_moved_total", "Copied from pages.")
+        self.blocks = metrics.counter(
+            "quire_worker_kv_blocks_total", "Blocks of prompts by what happened.", ("what",)
+        )
+
+
+def first_token_sampling(spec: SamplingSpec) -> SamplingSpec:
+    """What the prefill stage samples: one token of one choice, as the first token of the whole would be."""
+    return msgspec.structs.replace(spec, max_tokens=1, n=1, min_tokens=min(spec.min_tokens, 1))
+
+
+def ends_with_first_token(spec: SamplingSpec, finish_reason: str | None) -> bool:
+    """No handoff: the first token is the whole answer. With n choices the others may go on."""
+    return spec.n == 1 and (spec.max_tokens == 1 or finish_reason not in (None, "length"))
+
+
+class Attempt:
+    """Runs as one task. cancel() ends it silently."""
+
+    def __init__(
+        self,
+        context: AttemptContext,
+        identity: bytes,
+        message: Generate,
+        prompt: bytes,
+        tokens: list[int],
+        number: int,
+    ) -> None:
+        self.identity = identity
+        self.message = message
+        self._context = context
+        self._prompt = prompt
+        self._tokens = tokens
+        self._engine_id = f"{message.request_id}-{message.attempt}-{number}"
+        self._clock = AttemptClock(message, context.instance, len(tokens))
+        self._lease: PageLease | None = None
+        self._use = KvUse()
+        self._seed = chain_seed(context.engine.description.fingerprint, message.tenant_salt)
+        self._prompt_logprobs: PromptLogprobs | None = None
+        self.is_waiting = True  # not in the engine yet
+
+    async def run(self) -> None:
+        """Until the terminal message is queued, or cancelled. Raises nothing."""
+        deadline_ms = min(self.message.deadline_ms, self._context.settings.max_deadline_ms)
+        end, error_text = "failed", ""
+        try:
+            async with asyncio.timeout(deadline_ms / 1000):
+                await (self._prefill() if self.message.stage == "prefill" else self._decode())
+            end = "finished"
+        except asyncio.CancelledError:
+            end = "aborted"  # nobody waits for a reply
+        except TimeoutError:
+            end, error_text = "deadline", f"the deadline of {deadline_ms} ms passed"
+            self._fail(PeerTimeout.code, error_text, retryable=False)
+        except ClusterError as error:
+            error_text = error.message
+            self._fail(error.code, error.message, retryable=error.retryable)
+            if isinstance(error, InvariantBroken):
+                self._context.on_invariant_broken(error.message)
+            elif isinstance(error, PeerGone):
+                self._context.on_engine_died(error.message)
+        except Exception as error:  # noqa: BLE001  one request that the engine chokes on must not end the others
+            error_text = f"{type(error).__name__}: {error}"
+            _log.error("attempt_crashed", request_id=self.message.request_id, exc_info=True)
+            self._fail(ClusterError.code, "the engine could not run this request", retryable=False)
+        finally:
+            self._release()
+            self._clock.end(self._use, error=error_text)
+            _METRICS.ended.labels(self.message.stage, end).inc()
+
+    def _fail(self, code: str, text: str, *, retryable: bool) -> None:
+        message = self.message
+        failed = Failed(
+            request_id=message.request_id,
+            attempt=message.attempt,
+            code=code,
+            message=text,
+            retryable=retryable,
+        )
+        self._context.outbox.terminal(self.identity, failed)
+
+    def _release(self) -> None:
+        if self._lease is not None:
+            self._context.pages.release(self._lease.lease_id)
+            self._lease = None
+
+    async def _lease_pages(self) -> None:
+        pages, message = self._context.pages, self.message
+        parent = self._clock.span.traceparent
+        if message.handoff is not None:
+            self._lease = await pages.for_handoff(self._seed, self._prompt, message.handoff, parent)
+        else:
+            self._lease = await pages.for_prompt(self._seed, self._prompt, parent)
+
+    async def _deltas(
+        self, sampling: SamplingSpec, handoff_id: HandoffId | None
+    ) -> AsyncGenerator[EngineDelta, None]:
+        """The engine's output, with the bookkeeping that both stages need."""
+        asked_pool = self._context.pages.usable
+        await self._lease_pages()
+        self._clock.mark_submitted(asked_pool=asked_pool)
+        request = EngineRequest(
+            engine_request_id=self._engine_id,
+            stage=self.message.stage,
+            prompt_token_ids=self._tokens,
+            sampling=sampling,
+            chain_seed=self._seed,
+            tenant_salt=self.message.tenant_salt,
+            held=self._lease.held if self._lease is not None else None,
+            handoff_id=handoff_id,
+            traceparent=self._clock.span.traceparent,
+        )
+        self.is_waiting = False
+        is_first = True
+        # The interface promises that closing the iterator aborts the request.
+        stream = cast(AsyncGenerator[EngineDelta, None], self._context.engine.generate(request))
+        async with aclosing(stream):
+            async for delta in stream:
+                if is_first:
+                    is_first = False
+                    self._clock.mark_first()
+                    _METRICS.first[self.message.stage].observe(self._clock.ttft_ms)
+                    self._release()
+                if delta.prompt_logprobs is not None:
+                    self._prompt_logprobs = delta.prompt_logprobs
+                if delta.kv_use is not None:
+                    self._use = delta.kv_use
+                if delta.finish_reason in ("abort", "error"):  # not by us: we close the iterator instead
+                    raise ResourceError(f"the engine ended the request: {delta.finish_reason}")
+                self._clock.num_output_tokens += len(delta.token_ids)
+                yield delta
+                if delta.request_done:
+                    _count_use(self._use)
+                    return
+        raise PeerGone("the engine's output ended before the request did")
+
+    def _chunk(self, delta: EngineDelta) -> TokenChunk:
+        return TokenChunk(
+            self.message.request_id,
+            self.message.attempt,
+            delta.index,
+            delta.token_ids,
+            delta.finish_reason,
+            delta.stop_token_id,
+            delta.logprobs,
+        )
+
+    async def _prefill(self) -> None:
+        message = self.message
+        assert message.handoff_to is not None  # checked before the attempt was made
+        handoff_id = message.handoff_to.handoff_id
+        sampling = first_token_sampling(message.sampling)
+        parts: list[EngineDelta] = []
+        async with aclosing(self._deltas(sampling, handoff_id)) as deltas:
+            parts = [delta async for delta in deltas]
+        first = _joined(parts)
+        handoff = None
+        if not ends_with_first_token(message.sampling, first.finish_reason):
+            handoff = HandoffState(
+                handoff_id=handoff_id,
+                source=self._context.instance,
+                description=self._context.engine.description,
+                # Without a pool there is nothing to wait for on the other side.
+                valid_tokens=len(self._tokens) if self._context.pages.usable else 0,
+                output_token_ids=first.token_ids,
+                num_sampler_draws=len(first.token_ids) if message.sampling.temperature > 0 else 0,
+            )
+        _METRICS.tokens.inc(0 if handoff is not None else len(first.token_ids))
+        prefilled = Prefilled(
+            request_id=message.request_id,
+            attempt=message.attempt,
+            first=self._chunk(first),
+            receipt=self._clock.receipt(self._use),
+            handoff=handoff,
+            prompt_logprobs=self._prompt_logprobs,
+        )
+        self._context.outbox.terminal(self.identity, prefilled)
+
+    async def _decode(self) -> None:
+        """Also the colocated stage: it differs only in where the pages come from."""
+        sampling = self.message.sampling
+        if self.message.handoff is not None and sampling.prompt_logprobs is not None:
+            # The prefill stage has answered them; asking again would compute the whole prompt.
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        async with aclosing(self._deltas(sampling, None)) as deltas:
+            async for delta in deltas:
+                self._context.outbox.chunk(self.identity, self._chunk(delta))
+                _METRICS.tokens.inc(len(delta.token_ids))
+        finished = Finished(
+            request_id=self.message.request_id,
+            attempt=self.message.attempt,
+            receipt=self._clock.receipt(self._use),
+            prompt_logprobs=self._prompt_logprobs,
+        )
+        self._context.outbox.terminal(self.identity, finished)
+
+
+def _joined(parts: list[EngineDelta]) -> EngineDelta:
+    """The first token and what ended it, should the engine have said so in two deltas."""
+    first = EngineDelta(index=0, token_ids=[])
+    for part in parts:
+        first.token_ids = first.token_ids + part.token_ids
+        first.finish_reason = part.finish_reason or first.finish_reason
+        first.stop_token_id = part.stop_token_id if part.stop_token_id is not None else first.stop_token_id
+        if part.logprobs is not None:
+            first.logprobs = (first.logprobs or []) + part.logprobs
+    return first
+
+
+def _count_use(use: KvUse) -> None:
+    _METRICS.prompt_tokens.labels("engine").inc(use.tokens_engine)
+    _METRICS.prompt_tokens.labels("pool").inc(use.tokens_pool)
+    _METRICS.prompt_tokens.labels("computed").inc(use.tokens_computed)
+    _METRICS.bytes_moved.inc(use.bytes_moved)
+    _METRICS.blocks.labels("moved").inc(use.blocks_moved)
+    _METRICS.blocks.labels("reused").inc(use.blocks_reused)
+    _METRICS.blocks.labels("failed").inc(use.failed_blocks)
+
+
+_METRICS = _Metrics()

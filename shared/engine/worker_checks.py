@@ -1,0 +1,67 @@
+"""Whether a worker takes a Generate. Pure: the shell acts on the answer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.errors import ClusterError, InvalidRequest, Overloaded, PeerGone, PromptTooLong, StaleEpoch
+from shared.ids import Epoch
+from shared.kv.block_hash import unpack_tokens
+from shared.wire.requests import Generate
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Becomes a Failed message."""
+
+    code: str
+    message: str
+    retryable: bool
+
+
+def refusal(kind: type[ClusterError], message: str) -> Refusal:
+    """A refusal with the code and the retryability of an error class."""
+    return Refusal(kind.code, message, kind.retryable)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """What a worker can take, fixed at start."""
+
+    vocab_size: int
+    max_model_len: int
+    max_inflight: int
+
+
+def check_state(
+    message: Generate, *, epoch: Epoch, draining: bool, num_inflight: int, limits: WorkerLimits
+) -> Refusal | None:
+    """May this worker take anything now? Epoch 0: not registered yet."""
+    if epoch == 0 or message.instance_epoch != epoch:
+        text = f"the request is for epoch {message.instance_epoch}, this instance runs epoch {epoch}"
+        return refusal(StaleEpoch, text)
+    if draining:
+        return refusal(PeerGone, "the instance is shutting down")
+    if num_inflight >= limits.max_inflight:
+        return refusal(Overloaded, f"{num_inflight} requests are held already")
+    return None
+
+
+def check_prompt(message: Generate, raw: Sequence[bytes], *, limits: WorkerLimits) -> list[int] | Refusal:
+    """The prompt's token ids, or why this request can never run."""
+    if len(raw) != 1 or not raw[0] or len(raw[0]) % 4:
+        sizes = [len(frame) for frame in raw]
+        return refusal(
+            InvalidRequest, f"the prompt must be one frame of whole u32 token ids, got {sizes} bytes"
+        )
+    num_tokens = len(raw[0]) // 4
+    if num_tokens >= limits.max_model_len:
+        text = f"a prompt of {num_tokens} tokens leaves no room in a context of {limits.max_model_len}"
+        return refusal(PromptTooLong, text)
+    tokens = unpack_tokens(raw[0])
+    if (largest := max(tokens)) >= limits.vocab_size:
+        return refusal(InvalidRequest, f"token id {largest} is not in a vocabulary of {limits.vocab_size}")
+    if message.sampling.max_tokens < 1 or message.sampling.n < 1:
+        return refusal(InvalidRequest, "max_tokens and n must be at least 1")
+    if message.stage == "prefill" and message.handoff_to is None:
+        return refusal(InvalidRequest, "a prefill stage must name who takes over")
+    return tokens

@@ -1,0 +1,193 @@
+"""The worker's ROUTER: gateways' messages in, attempts started and ended, replies out through the outbox."""
+
+import asyncio
+from collections.abc import Callable
+
+from shared.engine.worker_attempt import Attempt, AttemptContext
+from shared.engine.worker_checks import Refusal, WorkerLimits, check_prompt, check_state
+from shared.engine.worker_outbox import Outbox
+from shared.errors import PeerGone, PeerProtocolError
+from shared.ids import Epoch, RequestId
+from shared.observe import metrics
+from shared.observe.log import get_logger
+from shared.transport.zmq_channel import RouterServer
+from shared.wire.requests import (
+    ALIVE_TIMEOUT_MS,
+    TO_GATEWAY,
+    TO_WORKER,
+    Abort,
+    Alive,
+    Failed,
+    GatewayToWorker,
+    Generate,
+    WorkerToGateway,
+)
+
+_log = get_logger("worker.front")
+SWEEP_INTERVAL_MS = 500
+MAX_GATEWAYS = 4096  # connections whose Alive is remembered; the quietest is forgotten first
+
+Key = tuple[bytes, RequestId, int]  # connection, request, attempt
+
+
+class WorkerFront:
+    """Owns the listening socket and the attempts. Used only from the loop.
+
+    Args: on_change: the load changed (an attempt began or ended).
+    """
+
+    def __init__(self, listen: str, limits: WorkerLimits, on_change: Callable[[], None]) -> None:
+        self.epoch = Epoch(0)
+        self.draining = False
+        self.num_accepted = 0
+        self._limits = limits
+        self._on_change = on_change
+        self._context: AttemptContext | None = None
+        self._attempts: dict[Key, tuple[Attempt, asyncio.Task[None]]] = {}
+        self._last_alive: dict[bytes, float] = {}
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._router: RouterServer[GatewayToWorker, WorkerToGateway] = RouterServer(
+            listen,
+            into=TO_WORKER,
+            out=TO_GATEWAY,
+            on_message=self._on_message,
+            on_malformed=self._on_malformed,
+        )
+        self.outbox = Outbox(self._router.send, self._on_lost)
+        self._refused = metrics.counter("quire_worker_refused_total", "Generate messages refused.", ("code",))
+        self._lost = metrics.counter("quire_worker_gateways_lost_total", "Gateways given up.", ("reason",))
+        self._bad = metrics.counter("quire_worker_malformed_total", "Messages that were no messages.")
+
+    async def start(self, context: AttemptContext) -> str:
+        """Listen; the real address. Raises: SettingsError when it is taken."""
+        self._context = context
+        await self._router.start()
+        self._sweeper = asyncio.get_running_loop().call_later(SWEEP_INTERVAL_MS / 1000, self._sweep)
+        return self._router.address
+
+    @property
+    def num_inflight(self) -> int:
+        """Attempts that have not ended."""
+        return len(self._attempts)
+
+    @property
+    def num_waiting(self) -> int:
+        """Attempts that are not in the engine yet."""
+        return sum(attempt.is_waiting for attempt, _ in self._attempts.values())
+
+    @property
+    def num_gateways(self) -> int:
+        """Connections that said Alive and are not silent."""
+        return len(self._last_alive)
+
+    def fail_all(self, reason: str) -> None:
+        """Every attempt ends now with a retryable failure."""
+        for (identity, request_id, attempt), (_, task) in list(self._attempts.items()):
+            if not task.done():
+                task.cancel()
+                self._say_failed(
+                    identity, request_id, attempt, Refusal(PeerGone.code, reason, retryable=True)
+                )
+        self.outbox.flush()
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Wait until no attempt is left; False when time ran out."""
+        tasks = [task for _, task in self._attempts.values()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+        self.outbox.flush()
+        return not self._attempts
+
+    def close(self) -> None:
+        """Cancel what is left and stop listening."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for _, task in self._attempts.values():
+            task.cancel()
+        self._router.close()
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def _on_message(self, identity: bytes, _seq: int, message: GatewayToWorker, raw: list[bytes]) -> None:
+        match message:
+            case Alive():
+                self._on_alive(identity)
+            case Abort():
+                found = self._attempts.get((identity, message.request_id, message.attempt))
+                if found is not None:
+                    found[1].cancel()
+            case Generate():
+                self._on_generate(identity, message, raw)
+
+    def _on_generate(self, identity: bytes, message: Generate, raw: list[bytes]) -> None:
+        key = (identity, message.request_id, message.attempt)
+        if key in self._attempts:  # an answer to the repetition would be a second outcome of the first
+            _log.warning("attempt_repeated", request_id=message.request_id, attempt=message.attempt)
+            return
+        answer: Refusal | list[int] | None = check_state(
+            message,
+            epoch=self.epoch,
+            draining=self.draining,
+            num_inflight=len(self._attempts),
+            limits=self._limits,
+        )
+        if answer is None:
+            answer = check_prompt(message, raw, limits=self._limits)
+        if isinstance(answer, Refusal):
+            self._refused.labels(answer.code).inc()
+            self._say_failed(identity, message.request_id, message.attempt, answer)
+            return
+        assert self._context is not None
+        self.num_accepted += 1
+        attempt = Attempt(self._context, identity, message, raw[0], answer, self.num_accepted)
+        task = asyncio.get_running_loop().create_task(attempt.run())
+        self._attempts[key] = (attempt, task)
+        task.add_done_callback(lambda _: self._ended(key))
+        self._on_change()
+
+    def _ended(self, key: Key) -> None:
+        self._attempts.pop(key, None)
+        self._on_change()
+
+    def _say_failed(self, identity: bytes, request_id: RequestId, attempt: int, why: Refusal) -> None:
+        failed = Failed(
+            request_id=request_id,
+            attempt=attempt,
+            code=why.code,
+            message=why.message,
+            retryable=why.retryable,
+        )
+        self.outbox.terminal(identity, failed)
+
+    def _on_malformed(self, _identity: bytes, error: PeerProtocolError) -> None:
+        self._bad.inc()
+        _log.warning("malformed_message", error=error.message)
+
+    # -- gateways that go -------------------------------------------------------------------------
+
+    def _on_alive(self, identity: bytes) -> None:
+        self._last_alive.pop(identity, None)
+        self._last_alive[identity] = asyncio.get_running_loop().time()  # the newest is always last
+        if len(self._last_alive) > MAX_GATEWAYS:
+            del self._last_alive[next(iter(self._last_alive))]
+
+    def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._sweeper = loop.call_later(SWEEP_INTERVAL_MS / 1000, self._sweep)
+        oldest_s = loop.time() - ALIVE_TIMEOUT_MS / 1000
+        for identity in [i for i, at in self._last_alive.items() if at < oldest_s]:
+            del self._last_alive[identity]
+            self._abort_gateway(identity, "silent")
+
+    def _on_lost(self, identity: bytes, error: str) -> None:
+        _log.warning("gateway_unreachable", error=error)
+        self._abort_gateway(identity, "unreachable")
+
+    def _abort_gateway(self, identity: bytes, reason: str) -> None:
+        """Nobody will read the answers."""
+        tasks = [task for (who, _, _), (_, task) in self._attempts.items() if who == identity]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._lost.labels(reason).inc()
+            _log.warning("gateway_given_up", reason=reason, attempts=len(tasks))

@@ -1,0 +1,65 @@
+"""A worker's process: settings -> engine, clients, shell -> run. Both worker services end up here."""
+
+import sys
+
+import uvloop
+
+from shared.engine.factory import make_engine
+from shared.engine.interface import Engine
+from shared.engine.worker_config import WorkerSettings
+from shared.engine.worker_shell import WorkerShell
+from shared.engine.worker_wiring import connect
+from shared.errors import SettingsError
+from shared.kv.model_files import vocab_size
+from shared.observe import log, trace
+from shared.observe.log import get_logger
+
+EXIT_SETTINGS = 2
+
+
+async def _serve(settings: WorkerSettings, engine: Engine) -> int:
+    wires = connect(settings, engine)
+    shell = WorkerShell(settings, engine, wires.pages, vocab_size(settings.model_dir))
+    wires.attach(shell)
+    try:
+        return await shell.run()
+    finally:
+        await wires.close()
+
+
+def run(service: str, settings: WorkerSettings) -> int:
+    """Exit code: 0 drained, 1 the engine died, 2 wrong settings, 70 our bug."""
+    log.setup(service, settings.instance, settings.log_level)
+    logger = get_logger("worker")
+    if not __debug__:
+        logger.error(
+            "settings_invalid", error="python -O drops the assertions that guard invariants; leave it out"
+        )
+        return EXIT_SETTINGS
+    logger.info("settings", **_shown(settings))
+    try:
+        engine = make_engine(settings)  # before the loop and before any thread: it forks
+        trace.setup(
+            service,
+            settings.instance,
+            endpoint=settings.trace_endpoint,
+            directory=settings.trace_dir,
+            sample_ratio=settings.trace_sample_ratio,
+        )
+        return uvloop.run(_serve(settings, engine))
+    except SettingsError as error:
+        logger.error("settings_invalid", error=error.message)
+        sys.stderr.flush()
+        return EXIT_SETTINGS
+    finally:
+        trace.shutdown()
+
+
+def _shown(settings: WorkerSettings) -> dict[str, object]:
+    """Effective settings without secrets and without what is for the mock alone."""
+    hidden = () if settings.engine == "mock" else ("mock_",)
+    out: dict[str, object] = {}
+    for name in settings.__struct_fields__:
+        if not name.startswith(("coordinator_key", "instance", *hidden)):
+            out[name] = getattr(settings, name)
+    return out

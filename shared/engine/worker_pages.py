@@ -1,0 +1,155 @@
+"""The pages that a request may start from: asked of the host's mempool, and only ever a help.
+
+Whatever goes wrong here costs time, not correctness: without held pages the engine computes the prompt.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shared.engine.interface import HeldPages
+from shared.engine.worker_config import WorkerSettings
+from shared.errors import ClusterError
+from shared.ids import BlockHash, Epoch, HandoffId, LeaseId, PageId
+from shared.kv.block_hash import hash_blocks, hash_tail
+from shared.kv.layout import EngineDescription
+from shared.kv.words import u32_list, u64_list
+from shared.observe import metrics
+from shared.observe.log import get_logger
+from shared.wire.handoff import HandoffState
+from shared.wire.mempool import Acquired
+
+_log = get_logger("worker.pages")
+_REPLY_MARGIN_MS = 250  # beyond what the pool itself was asked to wait
+_TOKEN_BYTES = 4
+
+
+class PageClient(Protocol):
+    """What is asked of shared/mempool/client.py."""
+
+    @property
+    def connected(self) -> bool: ...
+
+    async def acquire(
+        self,
+        hashes: Sequence[BlockHash],
+        *,
+        handoff_id: HandoffId = ...,
+        wait_ms: int = ...,
+        ttl_ms: int = ...,
+        traceparent: str = ...,
+    ) -> Acquired: ...
+
+    def release(self, lease_id: LeaseId) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PageLease:
+    """Release it once, after the first output or at the end."""
+
+    lease_id: LeaseId
+    held: HeldPages
+
+
+class PromptPages:
+    """Finds and leases the pages of prompts. `client` None: there is no pool."""
+
+    def __init__(
+        self, client: PageClient | None, description: EngineDescription, settings: WorkerSettings
+    ) -> None:
+        self._client = client
+        self._description = description
+        self._settings = settings
+        self._leases: set[LeaseId] = set()
+        name = "quire_worker_page_lookups_total"
+        self._outcomes = metrics.counter(name, "Requests by what the mempool gave them.", ("outcome",))
+
+    @property
+    def usable(self) -> bool:
+        """There is a pool and it is connected."""
+        return self._client is not None and self._client.connected
+
+    @property
+    def num_leases(self) -> int:
+        """Leases taken and not released."""
+        return len(self._leases)
+
+    async def for_prompt(self, seed: BlockHash, prompt: bytes, traceparent: str) -> PageLease | None:
+        """Blocks that the pool knows, the last prompt token left out: one token must be computed."""
+        whole = (len(prompt) // _TOKEN_BYTES - 1) // self._description.block_tokens
+        size_bytes = whole * self._description.block_tokens * _TOKEN_BYTES
+        hashes = hash_blocks(seed, prompt[:size_bytes], self._description.block_tokens)
+        return await self._acquire(hashes, size_bytes // _TOKEN_BYTES, HandoffId(""), 0, traceparent)
+
+    async def for_handoff(
+        self, seed: BlockHash, prompt: bytes, handoff: HandoffState, traceparent: str
+    ) -> PageLease | None:
+        """The blocks that the prefill side leased for us, the partial last one included."""
+        if handoff.description.content_key != self._description.content_key:
+            self._outcomes.labels("description_differs").inc()
+            _log.warning("handoff_description_differs", handoff_id=handoff.handoff_id, source=handoff.source)
+            return None
+        block_tokens = self._description.block_tokens
+        valid = min(handoff.valid_tokens, len(prompt) // _TOKEN_BYTES)
+        hashes = hash_blocks(seed, prompt[: valid * _TOKEN_BYTES], block_tokens)
+        tail = prompt[len(hashes) * block_tokens * _TOKEN_BYTES : valid * _TOKEN_BYTES]
+        if tail:
+            hashes.append(hash_tail(hashes[-1] if hashes else seed, tail))
+        wait_ms = self._settings.handoff_wait_ms
+        return await self._acquire(hashes, valid, handoff.handoff_id, wait_ms, traceparent)
+
+    async def _acquire(
+        self,
+        hashes: list[BlockHash],
+        valid_tokens: int,
+        handoff_id: HandoffId,
+        wait_ms: int,
+        traceparent: str,
+    ) -> PageLease | None:
+        client = self._client
+        if client is None or not hashes:
+            return None
+        if not client.connected:
+            self._outcomes.labels("no_pool").inc()
+            return None
+        limit_ms = wait_ms + (_REPLY_MARGIN_MS if wait_ms else self._settings.acquire_timeout_ms)
+        try:
+            async with asyncio.timeout(limit_ms / 1000):
+                got = await client.acquire(
+                    hashes,
+                    handoff_id=handoff_id,
+                    wait_ms=wait_ms,
+                    ttl_ms=self._settings.lease_ttl_ms,
+                    traceparent=traceparent,
+                )
+            return self._lease(got, hashes, valid_tokens)
+        except (ClusterError, TimeoutError, ValueError) as error:
+            self._outcomes.labels("failed").inc()
+            _log.warning("acquire_failed", handoff_id=handoff_id, error=str(error) or type(error).__name__)
+            return None
+
+    def _lease(self, got: Acquired, hashes: list[BlockHash], valid_tokens: int) -> PageLease | None:
+        """Raises: ValueError when the lists do not fit together."""
+        pages = [PageId(page) for page in u32_list(got.pages)]
+        epochs = [Epoch(epoch) for epoch in u64_list(got.epochs)]
+        if got.num_blocks == 0 or not got.lease_id:
+            self._outcomes.labels("miss").inc()
+            return None
+        self._leases.add(got.lease_id)
+        if not len(pages) == len(epochs) == got.num_blocks <= len(hashes):
+            self.release(got.lease_id)
+            raise ValueError(f"{got.num_blocks} blocks, {len(pages)} pages, {len(epochs)} epochs")
+        self._outcomes.labels("hit" if got.num_blocks == len(hashes) else "part").inc()
+        valid = min(valid_tokens, got.num_blocks * self._description.block_tokens)
+        held = HeldPages(pages=pages, epochs=epochs, hashes=hashes[: got.num_blocks], valid_tokens=valid)
+        return PageLease(got.lease_id, held)
+
+    def release(self, lease_id: LeaseId) -> None:
+        """End a lease. Never fails: a pool that is gone has ended it already."""
+        self._leases.discard(lease_id)
+        if self._client is not None and self._client.connected:
+            try:
+                self._client.release(lease_id)
+            except ClusterError as error:
+                _log.info("release_failed", lease_id=lease_id, error=error.message)

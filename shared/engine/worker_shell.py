@@ -1,0 +1,282 @@
+"""The life of a worker process around its engine: start, membership, serving, drain, end.
+
+    STARTING -(engine ready, ROUTER bound)-> JOINING -(coordinator gave an epoch)-> SERVING
+    SERVING -(SIGTERM)-> DRAINING -(nothing in flight, or the deadline)-> closed, exit 0
+    any -(engine died)-> in-flight requests fail, exit 1      any -(our bug)-> exit 70
+
+Losing the coordinator, the scheduler, Redis or the mempool after SERVING changes nothing for requests.
+"""
+
+import asyncio
+import contextlib
+import signal
+from typing import Any, Protocol
+
+from shared.engine.interface import CacheEvent, Engine, EngineLoad
+from shared.engine.worker_attempt import AttemptContext
+from shared.engine.worker_checks import WorkerLimits
+from shared.engine.worker_config import WorkerSettings
+from shared.engine.worker_front import WorkerFront
+from shared.engine.worker_pages import PageClient, PromptPages
+from shared.engine.worker_reports import SchedulerReports
+from shared.errors import InvariantBroken
+from shared.ids import Epoch, InstanceId
+from shared.observe import metrics
+from shared.observe.admin import AdminServer
+from shared.observe.log import get_logger
+from shared.wire.reports import Hello, Role
+
+_log = get_logger("worker")
+EXIT_OK = 0
+EXIT_ENGINE_DIED = 1
+EXIT_BUG = 70
+WATCH_INTERVAL_S = 0.25
+LAST_WORDS_S = 0.1  # for replies to leave the socket before it closes
+DEREGISTER_TIMEOUT_S = 1.0
+
+
+class Membership(Protocol):
+    """What the shell asks of the membership client, ready made by the wiring."""
+
+    @property
+    def registered(self) -> bool: ...
+
+    @property
+    def problem(self) -> str: ...
+
+    def start(self, endpoint: str) -> None: ...
+
+    def register_again(self) -> None: ...
+
+    async def leave(self) -> None: ...
+
+
+class CachePublisher(Protocol):
+    """Writes this instance's cache events to the prompt tree."""
+
+    def publish(self, event: CacheEvent) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class WorkerShell:
+    """One per process; run() is its whole life.
+
+    `membership` and `publisher` may call back set_epoch; both are set by the wiring before run().
+    """
+
+    def __init__(
+        self, settings: WorkerSettings, engine: Engine, pages: PageClient | None, vocab_size: int
+    ) -> None:
+        assert settings.role, "for_role() sets it"
+        self.settings = settings
+        self.role: Role = settings.role
+        self.engine = engine
+        self.membership: Membership | None = None
+        self.publisher: CachePublisher | None = None
+        self.epoch = Epoch(0)
+        self.endpoint = settings.advertise or settings.listen
+        limits = WorkerLimits(vocab_size, engine.description.max_model_len, settings.max_inflight)
+        self.reports = SchedulerReports(
+            settings, hello=self._hello, load=self.load, on_stale=self._register_again
+        )
+        self.front = WorkerFront(settings.listen, limits, self.reports.report_soon)
+        self.pages = PromptPages(pages, engine.description, settings)
+        self.admin = AdminServer(settings.admin_listen, ready=self.ready, status=self.status)
+        self._phase = "starting"
+        self._stopped = asyncio.Event()
+        self._exit_code = EXIT_OK
+        self._gauges = {
+            name: metrics.gauge(f"quire_worker_{name}", text)
+            for name, text in (
+                ("running_requests", "In the engine's batch."),
+                ("waiting_requests", "Accepted and not running."),
+                ("kv_used_ratio", "Share of the engine's KV blocks in use."),
+                ("step_ms", "Engine step, smoothed."),
+                ("epoch", "Epoch that the coordinator granted."),
+            )
+        }
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """The exit code. Raises: SettingsError when an address is taken or the engine cannot start."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        await self.admin.start()
+        await self.engine.start()
+        context = AttemptContext(
+            instance=InstanceId(self.settings.instance),
+            settings=self.settings,
+            engine=self.engine,
+            pages=self.pages,
+            outbox=self.front.outbox,
+            on_engine_died=self._on_engine_died,
+            on_invariant_broken=self._on_invariant_broken,
+        )
+        address = await self.front.start(context)
+        self.endpoint = self.settings.advertise or address
+        if self.publisher is not None:
+            self.engine.on_cache_event(self.publisher.publish)
+        self.reports.start()
+        self._phase = "joining"
+        _log.info("worker_listens", endpoint=self.endpoint, role=self.role, admin=self.admin.address)
+        if self.membership is not None:
+            self.membership.start(self.endpoint)
+        watch = asyncio.create_task(self._watch_engine())
+        await self._stopped.wait()
+        watch.cancel()
+        await self._end()
+        _log.info("worker_ended", exit_code=self._exit_code)
+        return self._exit_code
+
+    def set_epoch(self, epoch: Epoch) -> None:
+        """The coordinator granted a (new) epoch: serve under it."""
+        self.epoch = self.front.epoch = epoch
+        self._gauges["epoch"].set(epoch)
+        if self._phase == "joining":
+            self._phase = "serving"
+        self.reports.set_epoch(epoch)
+        _log.info("registered", epoch=epoch)
+
+    async def _watch_engine(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            if not self.engine.alive:
+                self._on_engine_died("the engine's process ended")
+            self._update_gauges()
+
+    async def _end(self) -> None:
+        """Goodbye, finish or fail what is in flight, leave, close."""
+        self.front.draining = True
+        self.reports.goodbye()
+        if self._exit_code == EXIT_OK and not await self.front.drained(
+            self.settings.drain_deadline_ms / 1000
+        ):
+            _log.warning("drain_deadline_passed", num_inflight=self.front.num_inflight)
+        self.front.fail_all("the instance has shut down")
+        await asyncio.sleep(LAST_WORDS_S)
+        if self.membership is not None:
+            try:
+                async with asyncio.timeout(DEREGISTER_TIMEOUT_S):
+                    await self.membership.leave()
+            except TimeoutError:
+                _log.warning("deregister_timed_out")
+        self.front.close()
+        self.reports.close()
+        if self.publisher is not None:
+            await self.publisher.close()
+        await self.engine.close()
+        await self.admin.stop()
+
+    def _on_signal(self) -> None:
+        if self._phase == "draining":  # asked twice: now
+            self.front.fail_all("the instance was told twice to shut down")
+            return
+        self._phase = "draining"
+        _log.info("draining", num_inflight=self.front.num_inflight)
+        self._stopped.set()
+
+    def _on_engine_died(self, reason: str) -> None:
+        if self._exit_code != EXIT_OK:
+            return
+        _log.error("engine_died", reason=reason)
+        self._exit_code = EXIT_ENGINE_DIED
+        self._phase = "failed"
+        self.front.fail_all("the engine died")
+        self._stopped.set()
+
+    def _on_invariant_broken(self, reason: str) -> None:
+        _log.error("invariant_broken", code=InvariantBroken.code, reason=reason, status=self.status())
+        self._exit_code = EXIT_BUG
+        self._phase = "failed"
+        self.front.fail_all("the instance stops after an internal error")
+        self._stopped.set()
+
+    def _register_again(self) -> None:
+        if self.membership is not None:
+            self.membership.register_again()
+
+    # -- what others ask ------------------------------------------------------------------------------
+
+    def load(self) -> EngineLoad:
+        """The engine's load, with what waits in front of it."""
+        seen = self.engine.load()
+        waiting = self.front.num_waiting
+        if not waiting:
+            return seen
+        return EngineLoad(
+            num_running=seen.num_running,
+            num_waiting=seen.num_waiting + waiting,
+            unfinished_prefill_tokens=seen.unfinished_prefill_tokens,
+            running_context_tokens=seen.running_context_tokens,
+            kv_used_share=seen.kv_used_share,
+            step_ms=seen.step_ms,
+        )
+
+    def _hello(self, epoch: Epoch) -> Hello:
+        return Hello(
+            instance=InstanceId(self.settings.instance),
+            epoch=epoch,
+            role=self.role,
+            endpoint=self.endpoint,
+            description=self.engine.description,
+            max_running=self.engine.max_running,
+            max_batched_tokens=self.engine.max_batched_tokens,
+            num_kv_blocks=self.engine.num_kv_blocks,
+        )
+
+    def ready(self) -> tuple[bool, dict[str, Any]]:
+        """Ready: the engine runs and the coordinator has given an epoch."""
+        is_ready = self._phase == "serving" and self.engine.alive
+        return is_ready, {
+            "phase": self._phase,
+            "instance": self.settings.instance,
+            "role": self.role,
+            "epoch": self.epoch,
+            "registered": self.membership is not None and self.membership.registered,
+            "coordinator_problem": self.membership.problem if self.membership is not None else "",
+            "scheduler": "welcomed" if self.reports.welcomed else "up" if self.reports.up else "down",
+            "mempool": "connected" if self.pages.usable else "none",
+        }
+
+    def status(self) -> dict[str, Any]:
+        """Everything that a person may ask about this worker."""
+        load = self.load()
+        _, state = self.ready()
+        return {
+            **state,
+            "endpoint": self.endpoint,
+            "model": self.engine.description.model,
+            "fingerprint": self.engine.description.fingerprint,
+            "content_key": self.engine.description.content_key,
+            "num_inflight": self.front.num_inflight,
+            "num_accepted": self.front.num_accepted,
+            "num_gateways": self.front.num_gateways,
+            "num_leases": self.pages.num_leases,
+            "num_running": load.num_running,
+            "num_waiting": load.num_waiting,
+            "unfinished_prefill_tokens": load.unfinished_prefill_tokens,
+            "running_context_tokens": load.running_context_tokens,
+            "kv_used_share": load.kv_used_share,
+            "step_ms": load.step_ms,
+            "num_kv_blocks": self.engine.num_kv_blocks,
+            "messages_sent": self.front.outbox.num_messages,
+            "chunks_sent": self.front.outbox.num_chunks,
+        }
+
+    def _update_gauges(self) -> None:
+        load = self.load()
+        self._gauges["running_requests"].set(load.num_running)
+        self._gauges["waiting_requests"].set(load.num_waiting)
+        self._gauges["kv_used_ratio"].set(load.kv_used_share)
+        self._gauges["step_ms"].set(load.step_ms)
+
+
+async def cancelled(task: "asyncio.Task[None] | None") -> None:
+    """Cancel a task of our own and wait for its end."""
+    if task is not None:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

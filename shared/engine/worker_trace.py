@@ -1,0 +1,130 @@
+"""Times of one attempt: its spans and its receipt are computed from the same marks."""
+
+import time
+from dataclasses import dataclass
+
+from shared.engine.interface import KvUse
+from shared.ids import InstanceId
+from shared.observe.trace import Span, start_span
+from shared.wire.requests import Generate, StageReceipt
+
+
+@dataclass(slots=True)
+class _Phases:
+    """Ends of the phases, ns after receipt. A request asks the pool, waits in the engine, computes."""
+
+    fetched: int
+    scheduled: int
+    first: int
+    ended: int
+
+
+class AttemptClock:
+    """Marks are ns after receipt, on the monotonic clock; spans get wall times computed from them."""
+
+    def __init__(self, message: Generate, instance: InstanceId, num_prompt_tokens: int) -> None:
+        self._wall_ns = time.time_ns()
+        self._start_ns = time.perf_counter_ns()
+        self._message = message
+        self._instance = instance
+        self._num_prompt_tokens = num_prompt_tokens
+        self._asked_pool = False
+        self._fetched = self._submitted = self._first = 0
+        self.num_output_tokens = 0
+        self.span: Span = start_span(
+            message.stage,
+            parent=message.traceparent,
+            attributes={
+                "quire.request_id": message.request_id,
+                "quire.attempt": message.attempt,
+                "quire.instance": instance,
+                "quire.prompt_tokens": num_prompt_tokens,
+            },
+            start_ns=self._wall_ns,
+        )
+
+    def _now(self) -> int:
+        return time.perf_counter_ns() - self._start_ns
+
+    def mark_submitted(self, *, asked_pool: bool) -> None:
+        """The engine gets the request now."""
+        self._submitted = self._now()
+        self._asked_pool = asked_pool
+
+    def mark_first(self) -> None:
+        """The first output is here."""
+        self._first = self._now()
+        if self._message.stage != "prefill":
+            self.span.event("decode.first_token", {"quire.request_id": self._message.request_id})
+
+    @property
+    def ttft_ms(self) -> float:
+        """Receipt to first output, 0 when there was none."""
+        return self._first / 1e6
+
+    def _phases(self, use: KvUse) -> _Phases:
+        ended = self._now()
+        first = self._first or ended
+        # The engine copies pages before it schedules the request, so its queue time contains the copy.
+        fetched = min(first, self._submitted + int(use.fetch_ms * 1e6))
+        scheduled = min(first, self._submitted + int(max(use.queue_ms, use.fetch_ms) * 1e6))
+        return _Phases(fetched, max(fetched, scheduled), first, ended)
+
+    def receipt(self, use: KvUse) -> StageReceipt:
+        """What the attempt took and where its KV came from."""
+        phases, message = self._phases(use), self._message
+        computed_until = phases.first if message.stage == "prefill" else phases.ended
+        return StageReceipt(
+            instance=self._instance,
+            stage=message.stage,
+            queue_ms=_ms(phases.scheduled - phases.fetched),
+            fetch_ms=_ms(phases.fetched),
+            compute_ms=_ms(computed_until - phases.scheduled),
+            prompt_tokens=self._num_prompt_tokens,
+            tokens_engine=use.tokens_engine,
+            tokens_pool=use.tokens_pool,
+            tokens_computed=use.tokens_computed,
+            blocks_moved=use.blocks_moved,
+            blocks_reused=use.blocks_reused,
+            bytes_moved=use.bytes_moved,
+            path="memfd" if use.blocks_moved else "",
+            handoff_mode=message.handoff.mode if message.handoff is not None else "",
+        )
+
+    def end(self, use: KvUse, *, error: str = "") -> None:
+        """Record the phases as children of the stage's span, then the span itself."""
+        phases = self._phases(use)
+        if error:
+            self.span.fail(error)
+        if self.span.recording:
+            self.span.set("quire.output_tokens", self.num_output_tokens)
+            decoding = self._message.stage == "decode"
+            if self._asked_pool or self._message.handoff is not None:
+                moved = {
+                    "bytes": use.bytes_moved,
+                    "path": "memfd" if use.blocks_moved else "none",
+                    "blocks_moved": use.blocks_moved,
+                    "blocks_reused": use.blocks_reused,
+                    "blocks_failed": use.failed_blocks,
+                    "tokens_pool": use.tokens_pool,
+                    "tokens_computed": use.tokens_computed,
+                }
+                self._child("handoff.transfer" if decoding else "kv.fetch", 0, phases.fetched, moved)
+            self._child("decode.queue" if decoding else "prefill.queue", phases.fetched, phases.scheduled)
+            if not decoding and self._first:
+                tokens = {"tokens_computed": use.tokens_computed, "tokens_engine": use.tokens_engine}
+                self._child("prefill.compute", phases.scheduled, phases.first, tokens)
+        self.span.end(self._wall_ns + phases.ended)
+
+    def _child(self, name: str, start: int, end: int, attributes: dict[str, int | str] | None = None) -> None:
+        span = start_span(
+            name,
+            parent=self.span.traceparent,
+            attributes={"quire.request_id": self._message.request_id, **(attributes or {})},
+            start_ns=self._wall_ns + start,
+        )
+        span.end(self._wall_ns + end)
+
+
+def _ms(nanoseconds: int) -> float:
+    return round(max(0, nanoseconds) / 1e6, 3)

@@ -1,0 +1,120 @@
+"""A gateway of a few lines for tests of workers: sends what it is told, records what comes back."""
+
+import asyncio
+from collections.abc import Sequence
+
+from shared.ids import Epoch, HandoffId, InstanceId, RequestId
+from shared.kv.block_hash import pack_tokens
+from shared.transport.zmq_channel import DealerLink
+from shared.wire.handoff import HandoffState
+from shared.wire.requests import (
+    TO_GATEWAY,
+    TO_WORKER,
+    Abort,
+    Alive,
+    Failed,
+    Finished,
+    GatewayToWorker,
+    Generate,
+    HandoffTarget,
+    Prefilled,
+    SamplingSpec,
+    Stage,
+    Tokens,
+    WorkerToGateway,
+)
+
+Terminal = Prefilled | Finished | Failed
+
+
+class ScriptedGateway:
+    """One link to one worker. Use as an async context manager."""
+
+    def __init__(self, endpoint: str, epoch: int) -> None:
+        self.epoch = Epoch(epoch)
+        self.messages: list[WorkerToGateway] = []
+        self.tokens: dict[tuple[str, int], list[int]] = {}  # (request, choice) -> tokens so far
+        self.finish_reasons: dict[tuple[str, int], str] = {}
+        self.ends: dict[str, Terminal] = {}
+        self._changed = asyncio.Event()
+        self.link: DealerLink[GatewayToWorker, WorkerToGateway] = DealerLink(
+            endpoint, out=TO_WORKER, into=TO_GATEWAY, on_message=self._on_message
+        )
+
+    async def __aenter__(self) -> "ScriptedGateway":
+        await self.link.connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.link.close()
+
+    def generate(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        stage: Stage = "colocated",
+        max_tokens: int = 8,
+        deadline_ms: int = 20_000,
+        attempt: int = 1,
+        raw: Sequence[bytes] | None = None,
+        epoch: int | None = None,
+        handoff: HandoffState | None = None,
+        handoff_to: HandoffTarget | None = None,
+        sampling: SamplingSpec | None = None,
+        traceparent: str = "",
+    ) -> None:
+        """Send one Generate; greedy unless `sampling` says otherwise."""
+        if stage == "prefill" and handoff_to is None:
+            handoff_to = HandoffTarget(handoff_id=HandoffId("h-" + request_id), target=InstanceId("decode-0"))
+        message = Generate(
+            request_id=RequestId(request_id),
+            attempt=attempt,
+            stage=stage,
+            instance_epoch=self.epoch if epoch is None else Epoch(epoch),
+            sampling=sampling or SamplingSpec(max_tokens=max_tokens, temperature=0.0),
+            handoff=handoff,
+            handoff_to=handoff_to,
+            deadline_ms=deadline_ms,
+            traceparent=traceparent,
+        )
+        self.link.send(message, [pack_tokens(prompt)] if raw is None else raw)
+
+    def abort(self, request_id: str, attempt: int = 1) -> None:
+        """Give an attempt up."""
+        self.link.send(Abort(request_id=RequestId(request_id), attempt=attempt))
+
+    def alive(self) -> None:
+        """Say it once."""
+        self.link.send(Alive())
+
+    async def end_of(self, request_id: str, timeout_s: float = 10.0) -> Terminal:
+        """The request's terminal message."""
+        async with asyncio.timeout(timeout_s):
+            while request_id not in self.ends:
+                await self._next()
+        return self.ends[request_id]
+
+    async def has_tokens(self, request_id: str, count: int = 1, timeout_s: float = 10.0) -> None:
+        """Until choice 0 has at least `count` tokens."""
+        async with asyncio.timeout(timeout_s):
+            while len(self.tokens.get((request_id, 0), ())) < count:
+                await self._next()
+
+    async def _next(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _on_message(self, _seq: int, message: WorkerToGateway, _raw: list[bytes]) -> None:
+        self.messages.append(message)
+        if isinstance(message, Tokens):
+            for chunk in message.chunks:
+                assert chunk.request_id not in self.ends, "tokens after the terminal message"
+                key = (chunk.request_id, chunk.index)
+                self.tokens.setdefault(key, []).extend(chunk.token_ids)
+                if chunk.finish_reason is not None:
+                    self.finish_reasons[key] = chunk.finish_reason
+        else:
+            assert message.request_id not in self.ends, "a second terminal message"
+            self.ends[message.request_id] = message
+        self._changed.set()
