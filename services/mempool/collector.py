@@ -1,0 +1,52 @@
+"""Prometheus metrics, read from the pool when they are scraped: nothing is counted twice on the hot path."""
+
+from collections.abc import Iterator
+
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from services.mempool.shell import MempoolShell
+
+_PREFIX = "quire_mempool"
+# Counters exist from the start, so that a rate over them is right from the first event.
+COUNTERS = (
+    "acquires", "acquires_waited", "attaches_refused", "blocks_hit", "blocks_missed", "calls_refused",
+    "engines_lost", "handoffs", "handoffs_expired", "handoffs_refused", "leases_expired", "messages_stale",
+    "pages_acknowledged", "pages_evicted", "pages_granted", "pages_punched", "pages_recovered",
+    "pages_sealed", "releases_unknown", "seals_duplicate", "waits_expired",
+)  # fmt: skip
+
+
+class PoolCollector(Collector):
+    """Registers itself; one per process."""
+
+    def __init__(self, shell: MempoolShell) -> None:
+        self._shell = shell
+        REGISTRY.register(self)
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        status = self._shell.pool.status()
+        pages = GaugeMetricFamily(f"{_PREFIX}_pages", "Pages by state", labels=["state"])
+        for state, count in status.pages_by_state.items():
+            pages.add_metric([state], count)
+        yield pages
+        memory = self._shell.memory
+        gauges = {
+            "indexed_pages": ("Sealed pages that can be found by hash", status.num_indexed),
+            "pinned_pages": ("Indexed pages that a lease or handoff keeps", status.num_pinned),
+            "leases": ("Leases held by readers", status.num_leases),
+            "handoffs": ("Handoffs not yet acquired", status.num_handoffs),
+            "attachments": ("Connected engines and clients", len(status.attachments)),
+            "resident_bytes": ("Memory behind the pages", memory.resident_bytes() if memory else 0),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(f"{_PREFIX}_{name}", text, value=value)
+        for name in COUNTERS:
+            text = f"{name.replace('_', ' ')} since the start"
+            yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value=status.counters.get(name, 0))
+        server = self._shell.server
+        peers = CounterMetricFamily(f"{_PREFIX}_peers_ended", "Connections ended", labels=["reason"])
+        peers.add_metric(["refused"], server.num_refused)
+        peers.add_metric(["malformed"], server.num_malformed)
+        yield peers

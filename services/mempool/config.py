@@ -1,0 +1,63 @@
+"""Settings of the mempool, and the only place of this service that knows where they come from."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from services.mempool.core.actions import PoolLimits
+from shared import settings
+from shared.errors import SettingsError
+
+
+class MempoolSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Effective settings of one mempool process."""
+
+    instance: str = "mempool-0"
+    log_level: str = "info"
+    trace_endpoint: str = ""
+    trace_dir: str = ""
+    trace_sample_ratio: float = 1.0
+    admin_listen: str = "127.0.0.1:8105"
+
+    socket: str = ".quire/run/mempool.sock"
+    capacity_bytes: int = 1 << 30  # address space of all pages; memory is used only as pages are written
+    granted_share: float = 0.5  # of the pages: at most so many granted to engines and not yet sealed
+    allowed_uids: list[int] = []  # users that may connect; empty: only the mempool's own
+
+    max_leases: int = 65_536
+    max_handoffs: int = 65_536
+    max_waiting: int = 4_096
+    max_blocks_per_call: int = 65_536
+    max_ttl_ms: int = 120_000
+    max_wait_ms: int = 30_000
+    idle_punch_ms: int = 30_000  # quiet for so long: memory of free pages goes back; 0: never
+
+
+def load(argv: Sequence[str]) -> MempoolSettings:
+    """Defaults, TOML, QUIRE_MEMPOOL_* and flags. Raises: SettingsError naming the key and what works."""
+    found = settings.load(MempoolSettings, "mempool", argv)
+    if not found.socket:
+        raise SettingsError("setting mempool.socket: name a path, e.g. .quire/run/mempool.sock")
+    if not 0.0 < found.granted_share <= 1.0:
+        raise SettingsError(f"setting mempool.granted_share: {found.granted_share} is not in (0, 1]; try 0.5")
+    for name in (
+        "capacity_bytes", "max_leases", "max_handoffs", "max_waiting", "max_blocks_per_call", "max_ttl_ms",
+        "max_wait_ms",
+    ):  # fmt: skip
+        if getattr(found, name) < 1:
+            raise SettingsError(f"setting mempool.{name}: {getattr(found, name)} must be at least 1")
+    if found.idle_punch_ms < 0:
+        raise SettingsError("setting mempool.idle_punch_ms: must be 0 (never) or more, e.g. 30000")
+    return found
+
+
+def limits(found: MempoolSettings) -> PoolLimits:
+    """The part that the core bounds itself by."""
+    names = msgspec.structs.asdict(found).keys() & PoolLimits.__dataclass_fields__.keys()
+    return PoolLimits(**{name: getattr(found, name) for name in names})
+
+
+def socket_path(found: MempoolSettings) -> Path:
+    """Where the mempool listens."""
+    return Path(found.socket)

@@ -1,0 +1,92 @@
+"""The memory itself: two memfds, pages and page table. Whoever holds an fd keeps the memory alive.
+
+Neither can shrink or grow (a peer could otherwise kill its neighbours with SIGBUS). The table is sealed
+against every later writable mapping, so that this process's own stays the only one that can write.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from shared.ids import Epoch
+from shared.kv.page_table import HEADER_WORDS, TableHeader, table_bytes, write_header
+
+F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; the fcntl module does not name it yet
+_PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+class PoolMemory:
+    """Owns both memfds until close(). `table_fd` is read-only: it is the one to hand out.
+
+    Raises: OSError when the kernel refuses (memory limits, no /proc).
+    """
+
+    def __init__(self, num_pages: int, page_bytes: int, boot_generation: Epoch) -> None:
+        self.num_pages = num_pages
+        self.page_bytes = page_bytes
+        fixed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        self.page_fd = _memfd("quire-pages", num_pages * page_bytes)
+        fcntl.fcntl(self.page_fd, fcntl.F_ADD_SEALS, fixed | fcntl.F_SEAL_SEAL)
+        length = table_bytes(num_pages)
+        writable = _memfd("quire-page-table", length)
+        self._mapping = mmap.mmap(writable, length)
+        self._words = memoryview(self._mapping).cast("Q")
+        write_header(self._words, TableHeader(boot_generation, num_pages, page_bytes))
+        fcntl.fcntl(writable, fcntl.F_ADD_SEALS, fixed | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+        self.table_fd = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
+        os.close(writable)
+
+    def write_words(self, words: Iterable[tuple[int, int]]) -> None:
+        """Publish page words in order. Each is one aligned 64-bit store.
+
+        Readers on other cores see them in this order on x86; elsewhere too, because a reader learns of a page
+        only from a message that is sent, by a system call, after its word.
+        """
+        table = self._words
+        for page, word in words:
+            table[HEADER_WORDS + page] = word
+
+    def punch(self, pages: Sequence[int]) -> int:
+        """Give these pages' memory back; they read as zeros. Returns how many system calls it took.
+
+        Raises: OSError.
+        """
+        runs = _runs(sorted(pages))
+        for first, count in runs:
+            start, length = first * self.page_bytes, count * self.page_bytes
+            if _libc.fallocate(self.page_fd, _PUNCH_HOLE_KEEP_SIZE, start, length) != 0:
+                error = ctypes.get_errno()
+                raise OSError(error, f"cannot punch {length} bytes at {start}: {os.strerror(error)}")
+        return len(runs)
+
+    def resident_bytes(self) -> int:
+        """Memory that the pages really use now."""
+        return os.fstat(self.page_fd).st_blocks * 512
+
+    def close(self) -> None:
+        """Drop both memfds; peers that mapped them keep theirs."""
+        self._words.release()
+        self._mapping.close()
+        os.close(self.table_fd)
+        os.close(self.page_fd)
+
+
+def _memfd(name: str, length: int) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, length)
+    return fd
+
+
+def _runs(pages: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, count) of consecutive numbers in a sorted list."""
+    if not pages:
+        return []
+    starts = [pages[0], *(b for a, b in pairwise(pages) if b != a + 1)]
+    ends = [*(a for a, b in pairwise(pages) if b != a + 1), pages[-1]]
+    return [(start, end - start + 1) for start, end in zip(starts, ends, strict=True)]

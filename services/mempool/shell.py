@@ -1,0 +1,231 @@
+"""The mempool's event loop: frames, deaths and time in, the pool decides, its actions out."""
+
+import asyncio
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from services.mempool.core.actions import (
+    Action,
+    CreateMemory,
+    Disconnect,
+    PoolLimits,
+    PunchPages,
+    Send,
+    WriteWords,
+)
+from services.mempool.core.pool import Pool
+from services.mempool.memory import PoolMemory
+from services.mempool.processes import ProcessWatch
+from shared.errors import Overloaded, PeerGone, PeerProtocolError
+from shared.ids import Epoch, PageId
+from shared.observe.log import get_logger
+from shared.observe.trace import Span, start_span
+from shared.transport.clock import Clock
+from shared.transport.unix_channel import UnixConnection, UnixServer
+from shared.wire import mempool as wire
+
+log = get_logger("mempool")
+
+
+class MempoolShell:
+    """start() once, close() once. Everything runs on one loop; nothing here waits."""
+
+    def __init__(
+        self,
+        path: Path,
+        limits: PoolLimits,
+        boot_generation: Epoch,
+        clock: Clock,
+        allowed_uids: frozenset[int] | None = None,
+    ) -> None:
+        self.pool = Pool(limits, boot_generation)
+        self.memory: PoolMemory | None = None
+        self.clock = clock
+        self.server: UnixServer[wire.ToMempool, wire.FromMempool] = UnixServer(
+            path,
+            into=wire.TO_MEMPOOL,
+            out=wire.FROM_MEMPOOL,
+            on_message=self._on_message,
+            on_connect=self._on_connect,
+            on_disconnect=self._on_disconnect,
+            allowed_uids=allowed_uids,
+        )
+        self._processes = ProcessWatch(self._on_process_dead)
+        self._connections: dict[int, UnixConnection[wire.FromMempool]] = {}
+        self._next_connection = 1
+        self._spans: dict[tuple[int, int], Span] = {}  # (connection, call_id) of traced Acquire calls
+        self._actions: deque[Action] = deque()
+        self._performing = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises: SettingsError when the socket cannot be had."""
+        await self.server.start()
+        log.info("mempool_listening", socket=str(self.server.path), boot=self.pool.boot_generation)
+
+    def close(self) -> None:
+        """End every connection. Peers keep the memory that they mapped, and reconnect to the next mempool."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self.server.close()
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+
+    def status(self) -> dict[str, Any]:
+        """For /status."""
+        status = msgspec.to_builtins(self.pool.status())
+        status.pop("call_id")
+        status["resident_bytes"] = self.memory.resident_bytes() if self.memory else 0
+        status["peers_refused"] = self.server.num_refused
+        status["peers_malformed"] = self.server.num_malformed
+        return status
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def _on_connect(self, connection: UnixConnection[wire.FromMempool]) -> None:
+        connection.state = self._next_connection
+        self._next_connection += 1
+        self._connections[connection.state] = connection
+
+    def _on_message(
+        self,
+        connection: UnixConnection[wire.FromMempool],
+        _seq: int,
+        message: wire.ToMempool,
+        _raw: list[bytes],
+    ) -> None:
+        number = connection.state
+        actions: list[Action]
+        if number not in self._connections:  # ended by an action, its last bytes do not count
+            return
+        try:
+            if isinstance(message, wire.Attach):
+                actions = self._attach(connection, message)
+            else:
+                if isinstance(message, wire.Acquire) and message.traceparent:
+                    self._trace(number, message)
+                actions = self.pool.on_message(number, message, self.clock.now_ms())
+        except PeerProtocolError as error:
+            self.server.num_malformed += 1
+            log.warning("peer_protocol_error", connection=number, pid=connection.peer.pid, reason=str(error))
+            actions = [Disconnect(number, error.code)]
+        self._perform(actions)
+
+    def _attach(self, connection: UnixConnection[wire.FromMempool], message: wire.Attach) -> list[Action]:
+        process = 0
+        if message.kind == "engine":
+            process = self._processes.number_of(connection)
+            if process is None:
+                reason = "the kernel gives no pidfd of this peer, or it is dead"
+                refusal = wire.AttachRefused(code="peer.credentials", reason=reason)
+                return [Send(connection.state, refusal), Disconnect(connection.state, reason)]
+        log.info(
+            "peer_attaches", kind=message.kind, instance=message.instance, pid=connection.peer.pid,
+            connection=connection.state,
+        )  # fmt: skip
+        return self.pool.on_attach(connection.state, process, message, self.clock.now_ms())
+
+    def _on_disconnect(self, connection: UnixConnection[wire.FromMempool], error: Exception | None) -> None:
+        number = connection.state
+        self._connections.pop(number, None)
+        for key in [key for key in self._spans if key[0] == number]:
+            self._spans.pop(key).fail("the caller left")
+        log.info("peer_left", connection=number, pid=connection.peer.pid, error=str(error or ""))
+        self._perform(self.pool.on_closed(number, self.clock.now_ms()))
+
+    def _on_process_dead(self, process: int) -> None:
+        log.info("process_dead", process=process)
+        self._perform(self.pool.on_process_dead(process, self.clock.now_ms()))
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._perform(self.pool.tick(self.clock.now_ms()))
+
+    # -- actions ----------------------------------------------------------------------------------
+
+    def _perform(self, actions: list[Action]) -> None:
+        """In order, also when performing one causes an event with actions of its own."""
+        self._actions.extend(actions)
+        if self._performing:
+            return
+        self._performing = True
+        while self._actions:
+            self._perform_one(self._actions.popleft())
+        self._performing = False
+        self._set_timer()
+
+    def _perform_one(self, action: Action) -> None:
+        match action:
+            case WriteWords():
+                assert self.memory is not None
+                self.memory.write_words(action.words)
+            case Send():
+                self._send(action)
+            case CreateMemory():
+                generation = self.pool.boot_generation
+                self.memory = PoolMemory(action.num_pages, action.page_bytes, generation)
+                log.info("memory_created", num_pages=action.num_pages, page_bytes=action.page_bytes)
+            case PunchPages():
+                assert self.memory is not None
+                self._punch(self.memory, action.pages)
+            case Disconnect():
+                connection = self._connections.get(action.connection)
+                if connection is not None:
+                    log.warning("peer_disconnected", connection=action.connection, reason=action.reason)
+                    connection.close()
+
+    def _punch(self, memory: PoolMemory, pages: list[PageId]) -> None:
+        try:
+            memory.punch(pages)
+        except OSError as error:  # some sandboxes cannot: the memory stays, nothing else is lost
+            log.warning("punch_failed", num_pages=len(pages), error=str(error))
+            return
+        log.info("pages_punched", num_pages=len(pages))
+
+    def _send(self, action: Send) -> None:
+        connection = self._connections.get(action.connection)
+        if connection is None:
+            return
+        fds: tuple[int, ...] = ()
+        if action.with_memory:
+            assert self.memory is not None
+            fds = (self.memory.page_fd, self.memory.table_fd)
+        if self._spans and isinstance(action.message, wire.Acquired | wire.CallFailed):
+            self._end_span(action.connection, action.message)
+        try:
+            connection.send(action.message, fds=fds)
+        except (PeerGone, Overloaded) as error:
+            log.warning("peer_unreachable", connection=action.connection, code=error.code)
+            connection.close()
+
+    def _set_timer(self) -> None:
+        due_ms = self.pool.next_deadline_ms()
+        if due_ms is None:
+            return
+        loop = asyncio.get_running_loop()
+        at = loop.time() + max(1, due_ms - self.clock.now_ms()) / 1000
+        if self._timer is not None:
+            if self._timer.when() <= at + 0.001:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(at, self._on_timer)
+
+    def _trace(self, number: int, call: wire.Acquire) -> None:
+        attributes = {"blocks.asked": len(call.hashes) // 32, "handoff_id": call.handoff_id}
+        span = start_span("mempool.acquire", parent=call.traceparent, attributes=attributes)
+        if span.recording and len(self._spans) < self.pool.limits.max_waiting:
+            self._spans[number, call.call_id] = span
+
+    def _end_span(self, number: int, message: wire.Acquired | wire.CallFailed) -> None:
+        span = self._spans.pop((number, message.call_id), None)
+        if span is None:
+            return
+        if isinstance(message, wire.Acquired):
+            span.set("blocks.pinned", message.num_blocks)
+        else:
+            span.fail(message.reason)
+        span.end()

@@ -1,0 +1,244 @@
+"""Calls to this host's mempool from a worker's front or a tool, on asyncio. Only a help, never a failure.
+
+Whatever goes wrong (no pool, a pool that restarts, a late answer) means "nothing held": the engine computes.
+The client counts it and reconnects by itself.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from shared.errors import ClusterError, PeerGone
+from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, LeaseId
+from shared.observe.log import get_logger
+from shared.transport.unix_channel import UnixLink
+from shared.transport.unix_socket import close_fds
+from shared.wire import mempool as wire
+
+RETRY_MIN_MS, RETRY_MAX_MS = 20, 1_000
+CALL_TIMEOUT_MS = 1_000  # beyond what the pool itself was asked to wait
+MAX_PENDING = 8_192
+
+_log = get_logger("mempool.client")
+_ANSWERS = (wire.Acquired, wire.Matched, wire.Deleted, wire.PoolStatus, wire.CallFailed)
+_NO_HANDOFF = HandoffId("")
+_NO_EPOCH = Epoch(0)
+R = TypeVar("R", wire.Acquired, wire.Matched, wire.Deleted, wire.PoolStatus)
+
+
+class MempoolClient:
+    """start() once on a running loop, close() once. Calls may overlap.
+
+    `counters`: calls, failures by kind, connections and losses. A lease that arrives after its caller gave up
+    is released at once.
+    """
+
+    def __init__(
+        self,
+        socket: str | Path,
+        instance: InstanceId,
+        *,
+        instance_epoch: Epoch = _NO_EPOCH,
+        on_up: Callable[[], None] | None = None,
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self.boot_generation = _NO_EPOCH  # of the pool that it is, or last was, connected to
+        self._path = Path(socket)
+        self._attach = wire.Attach(kind="client", instance=instance, instance_epoch=instance_epoch)
+        self._on_up = on_up
+        self._link: UnixLink[wire.ToMempool, wire.FromMempool] = UnixLink(
+            self._path,
+            out=wire.TO_MEMPOOL,
+            into=wire.FROM_MEMPOOL,
+            on_message=self._on_message,
+            on_down=self._on_down,
+        )
+        self._up = asyncio.Event()
+        self._call_id = 0
+        self._pending: dict[int, asyncio.Future[wire.FromMempool]] = {}
+        self._down = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Attached to a pool now."""
+        return self._up.is_set()
+
+    def start(self) -> None:
+        """Begin to connect; calls before that is done hold nothing."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._stay_connected(), name="mempool-client")
+
+    async def wait_connected(self, timeout_ms: int) -> bool:
+        """For tools and tests: whether it is connected within the time."""
+        try:
+            async with asyncio.timeout(timeout_ms / 1000):
+                await self._up.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """End the connection; leases end with it, or at their TTL. Harmless when closed already."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+        self._link.close()
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    async def acquire(
+        self,
+        hashes: Sequence[BlockHash],
+        *,
+        handoff_id: HandoffId = _NO_HANDOFF,
+        wait_ms: int = 0,
+        ttl_ms: int = 30_000,
+        traceparent: str = "",
+        timeout_ms: int | None = None,
+    ) -> wire.Acquired:
+        """Pin the longest known prefix of `hashes`; release() its lease. num_blocks 0: nothing is held.
+
+        Args: timeout_ms: None: a second more than wait_ms.
+        """
+        call = wire.Acquire(
+            call_id=self._next_call(),
+            hashes=b"".join(hashes),
+            handoff_id=handoff_id,
+            wait_ms=wait_ms,
+            ttl_ms=ttl_ms,
+            traceparent=traceparent,
+        )
+        limit_ms = wait_ms + CALL_TIMEOUT_MS if timeout_ms is None else timeout_ms
+        reply = await self._call(call, wire.Acquired, limit_ms)
+        if reply is None:
+            return wire.Acquired(
+                call_id=call.call_id, lease_id=LeaseId(""), fencing_token=_NO_EPOCH, num_blocks=0
+            )
+        return reply
+
+    def release(self, lease_id: LeaseId) -> None:
+        """End a lease. Never fails: a pool that is gone has ended it already."""
+        self._send(wire.Release(lease_id=lease_id))
+
+    async def match(self, hashes: Sequence[BlockHash], *, timeout_ms: int = CALL_TIMEOUT_MS) -> int:
+        """How many leading blocks are known: a hint. 0 without a pool."""
+        call = wire.Match(call_id=self._next_call(), hashes=b"".join(hashes))
+        reply = await self._call(call, wire.Matched, timeout_ms)
+        return reply.num_blocks if reply else 0
+
+    async def delete(
+        self, hashes: Sequence[BlockHash] = (), *, timeout_ms: int = CALL_TIMEOUT_MS
+    ) -> int | None:
+        """Drop these blocks, or with none named all that are not pinned; how many. None: no answer."""
+        call = wire.Delete(call_id=self._next_call(), hashes=b"".join(hashes))
+        reply = await self._call(call, wire.Deleted, timeout_ms)
+        return reply.num_blocks if reply else None
+
+    async def status(self, *, timeout_ms: int = CALL_TIMEOUT_MS) -> wire.PoolStatus | None:
+        """The pool now. None: no answer."""
+        return await self._call(wire.StatusCall(call_id=self._next_call()), wire.PoolStatus, timeout_ms)
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def _next_call(self) -> int:
+        self._call_id += 1
+        return self._call_id
+
+    async def _call(
+        self,
+        message: wire.Acquire | wire.Match | wire.Delete | wire.StatusCall,
+        kind: type[R],
+        timeout_ms: int,
+    ) -> R | None:
+        """The answer, or None for whatever reason; the reason is counted."""
+        self.counters["calls"] += 1
+        if len(self._pending) >= MAX_PENDING or not self._send(message):
+            self.counters["calls_unsent"] += 1
+            return None
+        future: asyncio.Future[wire.FromMempool] = asyncio.get_running_loop().create_future()
+        self._pending[message.call_id] = future
+        try:
+            async with asyncio.timeout(timeout_ms / 1000):
+                reply = await future
+        except TimeoutError:
+            self._abandon(future)
+            self.counters["calls_timed_out"] += 1
+            return None
+        except asyncio.CancelledError:
+            self._abandon(future)
+            raise
+        except PeerGone:
+            self.counters["calls_lost"] += 1
+            return None
+        finally:
+            self._pending.pop(message.call_id, None)
+        if isinstance(reply, kind):
+            return reply
+        self.counters["calls_refused"] += 1
+        _log.warning("mempool_call_refused", answer=repr(reply))
+        return None
+
+    def _abandon(self, future: asyncio.Future[wire.FromMempool]) -> None:
+        """The caller gave up in the moment in which its answer came."""
+        if future.done() and not future.cancelled() and future.exception() is None:
+            reply = future.result()
+            if isinstance(reply, wire.Acquired) and reply.lease_id:
+                self.release(reply.lease_id)
+
+    def _send(self, message: wire.ToMempool) -> bool:
+        if not self._up.is_set():
+            return False
+        try:
+            self._link.send(message)
+        except ClusterError as error:
+            _log.info("mempool_send_failed", code=error.code)
+            return False
+        return True
+
+    def _on_message(self, _seq: int, message: wire.FromMempool, _raw: list[bytes], fds: list[int]) -> None:
+        close_fds(fds)
+        if isinstance(message, wire.Attached):
+            self._up.set()
+            self.boot_generation = message.boot_generation
+            self.counters["connections"] += 1
+            if self._on_up is not None:
+                self._on_up()
+        elif isinstance(message, _ANSWERS):
+            future = self._pending.get(message.call_id)
+            if future is not None and not future.done():
+                future.set_result(message)
+            elif isinstance(message, wire.Acquired) and message.lease_id:
+                self.release(message.lease_id)  # its caller gave up
+        elif isinstance(message, wire.AttachRefused):
+            _log.warning("mempool_refused", code=message.code, reason=message.reason)
+
+    def _on_down(self, error: Exception | None) -> None:
+        if self._up.is_set():
+            self.counters["losses"] += 1
+            _log.info("mempool_lost", error=str(error or ""))
+        self._up.clear()
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(PeerGone("the mempool's connection ended"))
+        self._down.set()
+
+    async def _stay_connected(self) -> None:
+        retry_ms = RETRY_MIN_MS
+        while True:
+            self._down.clear()
+            connections = self.counters["connections"]
+            try:
+                await self._link.connect()
+                self._link.send(self._attach)
+                await self._down.wait()
+                if self.counters["connections"] > connections:
+                    retry_ms = RETRY_MIN_MS
+            except ClusterError:
+                self.counters["connects_failed"] += 1
+            await asyncio.sleep(retry_ms * random.uniform(0.5, 1.0) / 1000)
+            retry_ms = min(2 * retry_ms, RETRY_MAX_MS)
