@@ -11,8 +11,8 @@ import msgspec
 
 from services.gateway import metrics
 from services.gateway.call import Call
-from services.gateway.core.admission import Admission, Admitted
 from services.gateway.cluster import Cluster
+from services.gateway.core.admission import Admission, Admitted
 from services.gateway.edge import STATUS
 from services.gateway.http_body import Receive, Scope
 from services.gateway.http_errors import error_body, header_block, status_of, type_of

@@ -1,8 +1,8 @@
 """The cluster as the gateway sees it: runs each request's RequestFlow over ZeroMQ and feeds its sink.
 
-Everything here is callbacks on one event loop: a message from a worker goes through its link straight into the
-sink of the call that it names, and from there to the client's connection. Messages of attempts that were given
-up find no call, or a call with another attempt number, and are dropped.
+Everything here is callbacks on one event loop: a message from a worker goes through its link straight into
+the sink of the call that it names, and from there to the client's connection. Messages of attempts that were
+given up find no call, or a call with another attempt number, and are dropped.
 """
 
 import asyncio
@@ -202,7 +202,8 @@ class Cluster:
         _log.warning("attempt_failed", request=call.request_id, attempt=message.attempt, code=message.code,
                      instance=source, retryable=message.retryable, message=message.message)  # fmt: skip
         self._run(call, call.flow.on_failed(
-            message.attempt, message.code, message.message, message.retryable, now_ms=_now_ms(), source=source,
+            message.attempt, message.code, message.message, message.retryable,
+            now_ms=_now_ms(), source=source,
         ))  # fmt: skip
 
     def _from_scheduler(self, seq: int, message: SchedulerToGateway, raw: list[bytes]) -> None:
@@ -237,7 +238,9 @@ class Cluster:
         while todo:
             todo.extend(self._do(call, todo.popleft()))
         if call.flow.wants_quick_ticks and self._quick_timer is None:
-            self._quick_timer = asyncio.get_running_loop().call_later(QUICK_TICK_MS / 1000, self._tick_quickly)
+            self._quick_timer = asyncio.get_running_loop().call_later(
+                QUICK_TICK_MS / 1000, self._tick_quickly
+            )
 
     def _do(self, call: Call, action: Action) -> list[Action]:
         flow = call.flow

@@ -1,5 +1,6 @@
 """Settings of the gateway, and the only place of this service that knows where they come from."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -83,3 +84,23 @@ def load(argv: Sequence[str]) -> GatewaySettings:
     if not found.model_name:
         found = msgspec.structs.replace(found, model_name=Path(found.model_dir).resolve().name)
     return found
+
+
+def with_listen(found: GatewaySettings, listen: str) -> GatewaySettings:
+    """The same settings with the address that was really taken (port 0 was asked for)."""
+    return msgspec.structs.replace(found, listen=listen)
+
+
+def with_processes(found: GatewaySettings, processes: int) -> GatewaySettings:
+    """The same settings with another number of processes."""
+    return msgspec.structs.replace(found, processes=processes)
+
+
+def use_shared_metrics(folder: str) -> None:
+    """Keep metrics in files that all processes of this gateway share; call before they are imported."""
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # noqa: TID251 - prometheus_client has no other way
+
+
+def shared_metrics_folder() -> str:
+    """Folder of use_shared_metrics(), "" when each process has its own."""
+    return os.environ.get("PROMETHEUS_MULTIPROC_DIR", "")  # noqa: TID251 - as above

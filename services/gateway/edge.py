@@ -37,7 +37,9 @@ def _requests_counter(route: str, status: int) -> Any:
 class Edge:
     """ASGI middleware. Handlers below raise ClusterErrors; what they answer themselves passes through."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, random_bytes: Callable[[int], bytes] = os.urandom) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing, random_bytes: Callable[[int], bytes] = os.urandom
+    ) -> None:
         self.app = app
         self._keys = keys
         self._random_bytes = random_bytes

@@ -34,7 +34,9 @@ async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> byte
             if not value.isdigit():
                 raise InvalidRequest("The content-length header is no number.")
             if int(value) > max_bytes:
-                raise BodyTooLarge(f"The request body has {int(value)} bytes; at most {max_bytes} are allowed.")
+                raise BodyTooLarge(
+                    f"The request body has {int(value)} bytes; at most {max_bytes} are allowed."
+                )
         elif key == b"content-type":
             if not value.lower().startswith(b"application/json"):
                 raise InvalidRequest("The content-type must be application/json.")

@@ -1,4 +1,4 @@
-"""Every error as OpenAI's body: {"error": {"message", "type", "param", "code"}}, all four keys always there."""
+"""Every error as OpenAI's body: {"error": {"message", "type", "param", "code"}}, always all four keys."""
 
 from collections.abc import Iterable
 from http import HTTPStatus
@@ -58,7 +58,7 @@ def header_block(
 ) -> list[tuple[bytes, bytes]]:
     """Headers of an error response.
 
-    openai-python obeys x-should-retry before it looks at the status, so it is sent where the status alone misleads.
+    openai-python obeys x-should-retry before it looks at the status.
     """
     headers = [(b"content-type", b"application/json")]
     if request_id:
@@ -74,7 +74,7 @@ def header_block(
 
 
 class HttpFailure(ClusterError):
-    """An answer that is no ClusterError of its own: 404, 405, 415, 429, and what a worker reported by code."""
+    """An answer that has no class in shared/errors.py: 404 and 405 of the router, 429, 431."""
 
     def __init__(
         self,

@@ -1,9 +1,10 @@
 """uvicorn's httptools protocol with the limits it lacks, and a way to write a response without a task switch.
 
 Limits: bytes of a request's head, time to receive a head, idle time inside a body, and unsent bytes of a
-reader that does not read. `Push` lets a callback of the event loop (a token that came from ZeroMQ) write straight
-to the connection: one wake-up per token instead of three. It relies on the attributes of uvicorn's
-RequestResponseCycle that `Push` names; tests/integration/test_gateway_protocol.py fails if an upgrade changes them.
+reader that does not read. `Push` lets a callback of the event loop (a token that came from ZeroMQ) write
+straight to the connection: one wake-up per token instead of three. It relies on the attributes of uvicorn's
+RequestResponseCycle that `Push` names; tests/integration/test_gateway_protocol.py fails if an upgrade
+changes them.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ _REASONS = {
 
 
 class Limits:
-    """Set once per process before the server starts; uvicorn constructs protocols without arguments of ours."""
+    """Set once per process before the server starts: uvicorn gives protocols no arguments of ours."""
 
     header_bytes = 16 << 10
     header_timeout_s = 10.0
@@ -166,7 +167,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self.scope[PUSH_KEY] = self.cycle  # the handler makes a Push of it
 
     def on_body(self, body: bytes) -> None:
-        """Parser callback. A refused body is drained, so that its sender reads the refusal, but not for ever."""
+        """Parser callback. A refused body is drained, so that its sender reads the refusal, within limits."""
         self._body_bytes += len(body)
         if self._body_bytes > 4 * Limits.body_bytes:
             self.transport.close()

@@ -37,15 +37,15 @@ def output_budget(num_prompt_tokens: int, max_tokens: int | None, max_model_len:
     if max_tokens > left:
         raise PromptTooLong(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "
-            f"{num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the prompt, {max_tokens} in the "
-            "completion). Please reduce one of them.",
+            f"{num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the prompt, {max_tokens} in "
+            "the completion). Please reduce one of them.",
             param="max_tokens",
         )
     return max_tokens
 
 
 async def find_hits(gateway: Gateway, packed: bytes, tenant: str, span: Span) -> list[PrefixHit]:
-    """Who holds how much of the prompt's KV, as far as the prompt tree knows. Never fails: no answer, no hits."""
+    """Who holds how much of the prompt's KV, as far as the prompt tree knows. No answer in time: no hits."""
     found, tree = gateway.description, gateway.tree
     if found is None or tree is None or found.block_tokens < 1:
         return []

@@ -36,7 +36,12 @@ class WorkerLink(Generic[C]):
         self._timer: asyncio.TimerHandle | None = None
         self._ever_up = False
         self._link: DealerLink[GatewayToWorker, WorkerToGateway] = DealerLink(
-            endpoint, out=TO_WORKER, into=TO_GATEWAY, on_message=on_message, on_up=self._up, on_down=self._down
+            endpoint,
+            out=TO_WORKER,
+            into=TO_GATEWAY,
+            on_message=on_message,
+            on_up=self._up,
+            on_down=self._down,
         )
         self._link.open()
 

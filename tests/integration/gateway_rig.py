@@ -1,4 +1,4 @@
-"""A whole gateway with scripted neighbours on real sockets: coordinator, scheduler and workers that do as told."""
+"""Scripted neighbours of a gateway on real sockets: coordinator, scheduler and workers that do as told."""
 
 import asyncio
 import contextlib
@@ -85,8 +85,8 @@ class FakeCoordinator:
             while True:
                 await reader.readuntil(b"\r\n\r\n")
                 body = msgspec.json.encode(InstanceList(version=1, instances=self.views))
-                head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-                writer.write(head.encode() + body)
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n")
+                writer.write(b"content-length: %d\r\n\r\n" % len(body) + body)
                 await writer.drain()
         writer.close()
 
@@ -110,9 +110,7 @@ class FakeWorker:
 
     @property
     def target(self) -> Target:
-        return Target(
-            instance=self.instance, epoch=Epoch(1), role=self.role, endpoint=self.server.address
-        )
+        return Target(instance=self.instance, epoch=Epoch(1), role=self.role, endpoint=self.server.address)
 
     @property
     def view(self) -> InstanceView:
@@ -145,23 +143,28 @@ class FakeWorker:
 
     def finished(self, identity, gen: Generate, prompt_tokens: int, **receipt) -> None:
         stage = StageReceipt(instance=self.instance, stage=gen.stage, prompt_tokens=prompt_tokens, **receipt)
-        self.server.send(
-            identity, Finished(request_id=gen.request_id, attempt=gen.attempt, receipt=stage)
-        )
+        self.server.send(identity, Finished(request_id=gen.request_id, attempt=gen.attempt, receipt=stage))
 
     def failed(self, identity, gen: Generate, code: str, retryable: bool) -> None:
         self.server.send(identity, Failed(
-            request_id=gen.request_id, attempt=gen.attempt, code=code, message="scripted", retryable=retryable,
+            request_id=gen.request_id, attempt=gen.attempt, code=code, message="scripted",
+            retryable=retryable,
         ))  # fmt: skip
 
-    def prefilled(self, identity, gen: Generate, first: int, *, prompt_tokens: int, end: str | None = None) -> None:
+    def prefilled(
+        self, identity, gen: Generate, first: int, *, prompt_tokens: int, end: str | None = None
+    ) -> None:
         handoff = None
         if end is None:
             handoff = HandoffState(
                 handoff_id=gen.handoff_to.handoff_id, source=self.instance, description=DESCRIPTION
             )
         stage = StageReceipt(
-            instance=self.instance, stage="prefill", prompt_tokens=prompt_tokens, tokens_engine=8, tokens_pool=8
+            instance=self.instance,
+            stage="prefill",
+            prompt_tokens=prompt_tokens,
+            tokens_engine=8,
+            tokens_pool=8,
         )
         self.server.send(identity, Prefilled(
             request_id=gen.request_id, attempt=gen.attempt, receipt=stage, handoff=handoff,
@@ -229,8 +232,8 @@ def colocate(*workers: FakeWorker):
         for worker in workers:
             if worker.instance not in place.exclude:
                 return Placed(
-                    request_id=place.request_id, attempt=place.attempt, kind="colocated", decode=worker.target,
-                    policy="least_load", reason="it was the first",
+                    request_id=place.request_id, attempt=place.attempt, kind="colocated",
+                    decode=worker.target, policy="least_load", reason="it was the first",
                 )  # fmt: skip
         return Rejected(
             request_id=place.request_id, attempt=place.attempt, code="unavailable", reason="no instance",
@@ -258,3 +261,10 @@ def free_listener() -> socket.socket:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     return listener
+
+
+async def until(condition: Callable[[], object], seconds: float = 2.0) -> None:
+    """Wait for something that another task or process will make true."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - the condition belongs to code that signals nothing
+            await asyncio.sleep(0.005)

@@ -18,6 +18,7 @@ from tests.integration.gateway_rig import (
     answer_tokens,
     colocate,
     disaggregate,
+    until,
 )
 
 LIMITS = Limits(placement_deadline_ms=1_500, shed_wait_ms=200, place_reply_ms=300, request_deadline_ms=3_000)
@@ -84,12 +85,6 @@ async def ended(sink, seconds=3.0):
     return sink.outcomes
 
 
-async def until(condition, seconds=1.0):
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def test_both_stages_run_and_the_scheduler_hears_the_end(world):
     cluster, scheduler, a, b = world
     scheduler.decide = disaggregate(a, b)
@@ -138,7 +133,7 @@ async def test_a_worker_that_dies_after_output_fails_the_call_within_two_seconds
 
 
 async def test_a_worker_that_cannot_be_reached_is_replaced(world):
-    cluster, scheduler, a, b = world
+    cluster, scheduler, _a, b = world
     gone = FakeWorker("gone")
     await gone.start()
     gone.server.close()

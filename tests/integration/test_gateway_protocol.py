@@ -10,6 +10,7 @@ import pytest
 import uvicorn
 
 from services.gateway.http_protocol import PUSH_KEY, GatewayProtocol, Limits, Push
+from tests.integration.gateway_rig import until
 
 
 class QuietServer(uvicorn.Server):
@@ -29,12 +30,14 @@ async def app(scope, receive, send):
     if scope["path"] == "/whole":
         loop.call_soon(push.respond, 200, headers, b"whole")
     elif scope["path"] == "/flood":
+
         def flood():
             if not push.write(b"x" * 65536):
                 scope["state"]["seen"].append("slow")
                 push.cut()
             elif not push.gone:
                 loop.call_later(0.001, flood)
+
         loop.call_soon(push.start_stream, headers, b"a")
         loop.call_soon(flood)
     else:
@@ -51,11 +54,12 @@ async def server():
     Limits.header_timeout_s, Limits.body_idle_timeout_s, Limits.body_bytes = 0.2, 0.2, 1 << 20
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(app, http=GatewayProtocol, ws="none", lifespan="off", log_config=None, access_log=False)
+    config = uvicorn.Config(
+        app, http=GatewayProtocol, ws="none", lifespan="off", log_config=None, access_log=False
+    )
     server = QuietServer(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started:
-        await asyncio.sleep(0.005)
+    await until(lambda: server.started)
     server.lifespan.state["seen"] = []
     server.port = listener.getsockname()[1]
     yield server
@@ -103,9 +107,7 @@ async def test_pipelined_requests_are_answered_in_order(server):
 async def test_a_reader_that_does_not_read_is_noticed(server):
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
     writer.write(b"GET /flood HTTP/1.1\r\nhost: x\r\n\r\n")
-    async with asyncio.timeout(10):
-        while "slow" not in server.lifespan.state["seen"]:
-            await asyncio.sleep(0.02)
+    await until(lambda: "slow" in server.lifespan.state["seen"], 10)
     writer.close()
     del reader
 

@@ -63,7 +63,7 @@ class World:
             elif isinstance(action, Discard):
                 assert not self.flow.bytes_sent, "output was discarded after the client saw some"
 
-    def event(self, name, a, b, stale, elapsed_ms):
+    def event(self, name, a, b, stale, elapsed_ms):  # noqa: C901 - one branch for each kind of event
         flow = self.flow
         self.now_ms += elapsed_ms
         now_ms = self.now_ms
@@ -92,9 +92,7 @@ class World:
             if was is Phase.PREFILLING and not stale and flow.placed:
                 self.working.discard((attempt, flow.placed.prefill.instance))
             handoff = HandoffState(handoff_id=HandoffId("h"), source=InstanceId(a), description=DESCRIPTION)
-            self.take(
-                flow.on_prefilled(attempt, handoff if name == "prefilled" else None, now_ms=now_ms)
-            )
+            self.take(flow.on_prefilled(attempt, handoff if name == "prefilled" else None, now_ms=now_ms))
         elif name == "tokens":
             if flow.accepts(attempt):
                 flow.mark_sent()

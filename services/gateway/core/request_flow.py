@@ -6,8 +6,8 @@
        \\-- deadline, fatal failure, or failure after the first byte --> ENDED (Fail)
     any state -- client gone, or the gateway stopped it --> ENDED (Cancel or Complete)
 
-Every attempt is one placement; replies that name another attempt are stale and change nothing. Once a byte has
-left for the client an attempt is never repeated, so no client sees two different answers in one stream.
+Every attempt is one placement; replies that name another attempt are stale and change nothing. Once a byte
+has left for the client an attempt is never repeated, so no client sees two answers in one stream.
 """
 
 from dataclasses import dataclass, field
@@ -177,7 +177,7 @@ class RequestFlow:
     # ---- workers ----
 
     def on_prefilled(self, attempt: int, handoff: HandoffState | None, *, now_ms: int) -> list[Action]:
-        """The prefill stage ended; without a handoff its first chunk (delivered already) is the whole answer."""
+        """The prefill stage ended; without a handoff its first chunk, delivered already, is the answer."""
         if self.phase is not Phase.PREFILLING or attempt != self.attempt:
             return []
         assert self.placed is not None
@@ -194,7 +194,14 @@ class RequestFlow:
         return [SendEnded(attempt), *self._end(Complete())]
 
     def on_failed(
-        self, attempt: int, code: str, message: str, retryable: bool, *, now_ms: int, source: InstanceId | None
+        self,
+        attempt: int,
+        code: str,
+        message: str,
+        retryable: bool,
+        *,
+        now_ms: int,
+        source: InstanceId | None,
     ) -> list[Action]:
         """A worker gave the attempt up. `source` is left out next time, unless only its epoch was stale."""
         if attempt != self.attempt or self.phase not in (Phase.PREFILLING, Phase.DECODING):

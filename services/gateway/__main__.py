@@ -1,0 +1,129 @@
+"""`python -m services.gateway --listen 127.0.0.1:8000 --model-dir ...`: settings, processes, run."""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from contextlib import suppress
+
+from services.gateway import config
+from services.gateway.config import GatewaySettings, split_listen
+from shared.errors import SettingsError
+
+RESTART_PAUSE_S = 0.5
+PR_SET_PDEATHSIG = 1
+
+
+def bind(settings: GatewaySettings) -> socket.socket:
+    """The listening address, taken. Raises: SettingsError naming the address."""
+    host, port = split_listen(settings.listen)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if settings.processes > 1:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise SettingsError(
+            f"setting gateway.listen: cannot listen on {settings.listen}: {error.strerror}; "
+            "choose another with --listen HOST:PORT"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def run_one(settings: GatewaySettings, listener: socket.socket, number: int) -> None:
+    """One process; returns after an orderly end."""
+    import uvloop  # imported here: after use_shared_metrics(), and in each child
+
+    from services.gateway.server import serve
+    from shared.observe import log, trace
+
+    instance = settings.instance if settings.processes == 1 else f"{settings.instance}.{number}"
+    log.setup("gateway", instance, settings.log_level)
+    trace.setup(
+        "gateway",
+        instance,
+        endpoint=settings.trace_endpoint,
+        directory=settings.trace_dir,
+        sample_ratio=settings.trace_sample_ratio,
+    )
+    try:
+        uvloop.run(serve(settings, listener))
+    finally:
+        trace.shutdown()
+
+
+def _child(settings: GatewaySettings, address: tuple[str, int], number: int) -> int:
+    """Fork a process with a listening socket of its own: the kernel spreads connections over them."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        parent = os.getppid()
+        if sys.platform == "linux":  # no orphans when the parent is killed
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() == parent:
+            host = f"[{address[0]}]" if ":" in address[0] else address[0]
+            own = config.with_listen(settings, f"{host}:{address[1]}")
+            run_one(own, bind(own), number)
+            code = 0
+    except SettingsError as error:
+        print(f"gateway: {error.message}", file=sys.stderr)  # noqa: T201 - the logger is not set up yet
+    finally:
+        os._exit(code)
+
+
+def run_many(settings: GatewaySettings, reserved: socket.socket) -> None:
+    """N processes on one address; one that dies is started again. `reserved` holds the port, unlistened."""
+    address = reserved.getsockname()[:2]
+    stopping: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda caught, _frame: stopping.append(caught))
+    children = {_child(settings, address, n): n for n in range(settings.processes)}
+    while children:
+        if stopping:
+            for pid in children:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            stopping.clear()
+            settings = config.with_processes(settings, 0)  # nobody is replaced any more
+        pid, _status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            time.sleep(0.05)
+            continue
+        number = children.pop(pid, None)
+        if number is not None and settings.processes:
+            time.sleep(RESTART_PAUSE_S)
+            children[_child(settings, address, number)] = number
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0 after an orderly end, 2 when a setting is wrong."""
+    try:
+        settings = config.load(argv)
+        listener = bind(settings)
+        if settings.processes == 1:
+            run_one(settings, listener, 0)
+        else:
+            with tempfile.TemporaryDirectory(prefix="quire-gateway-metrics-") as folder:
+                config.use_shared_metrics(folder)
+                run_many(settings, listener)
+    except SettingsError as error:
+        print(f"gateway: {error.message}", file=sys.stderr)  # noqa: T201 - for whoever started it by hand
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.flags.optimize:
+        sys.exit("gateway: run without -O, assertions guard invariants")
+    sys.exit(main(sys.argv[1:]))

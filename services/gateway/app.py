@@ -1,0 +1,63 @@
+"""The FastAPI application: routes, documentation, error bodies."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from services.gateway import routes_chat, routes_completions, routes_misc
+from services.gateway.deps import Gateway
+from services.gateway.edge import Edge, http_exception
+
+
+def create_app(gateway: Gateway) -> FastAPI:
+    """The application of one gateway. The two streaming routes are plain ASGI endpoints on FastAPI's router:
+    their bodies are parsed once, by them, and their answers are written past the response machinery."""
+    app = FastAPI(
+        title="Quire gateway",
+        description="OpenAI's HTTP API for a disaggregated cluster.",
+        version="0.1.0",
+        docs_url="/docs",
+        redoc_url=None,
+        openapi_url="/openapi.json",
+        exception_handlers={HTTPException: http_exception},
+    )
+    app.state.gateway = gateway
+    chat = routes_chat.ChatEndpoint(gateway)
+    completions = routes_completions.CompletionEndpoint(gateway)
+    app.router.routes.append(Route("/v1/chat/completions", chat, methods=["POST"]))
+    app.router.routes.append(Route("/v1/completions", completions, methods=["POST"]))
+    app.include_router(routes_misc.router)
+    app.add_middleware(Edge, keys=gateway.keys)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document, with the two plain routes added from their pydantic models."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+        for path, summary, model in (routes_chat.DOCUMENTED, routes_completions.DOCUMENTED):
+            body = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas |= body.pop("$defs", {})
+            schemas[model.__name__] = body
+            content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
+            schema["paths"][path] = {
+                "post": {
+                    "summary": summary,
+                    "requestBody": {"required": True, "content": content},
+                    "responses": {
+                        "200": {
+                            "description": "A JSON object, or server-sent events when `stream` is true.",
+                            "content": {"application/json": {}, "text/event-stream": {}},
+                        },
+                        "4XX": {"description": "OpenAI's error body."},
+                        "5XX": {"description": "OpenAI's error body."},
+                    },
+                }
+            }
+        app.openapi_schema = schema
+    return app.openapi_schema

@@ -1,0 +1,228 @@
+"""Server-sent events: one token, one event, one write.
+
+The constant parts of every event are encoded once per choice; a token costs the JSON text of its delta, two
+concatenations and a write, all inside the callback that ZeroMQ woke. Nothing is sent before the first token,
+so that until then an attempt can be repeated and an error still has an HTTP status of its own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from services.gateway import metrics
+from services.gateway.answer import Answer
+from services.gateway.call import Call
+from services.gateway.choices import Choice
+from services.gateway.http_errors import error_event, status_of
+from shared.wire.requests import TokenChunk
+
+DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS = (
+    b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-store\r\nx-accel-buffering: no\r\n"
+)
+_MARK = "\u0001"  # stands for the delta while the constant parts are encoded; never in real constants
+
+_encode = msgspec.json.Encoder().encode
+
+
+class EventShape:
+    """The constant parts of one answer's events.
+
+    Args: usage_key: True when stream_options.include_usage asks for `"usage":null` in every event.
+    """
+
+    def __init__(
+        self, kind: str, request_id: str, created: int, model: str, fingerprint: str, usage_key: bool
+    ) -> None:
+        self.is_chat = kind == "chat"
+        self._base: dict[str, Any] = {
+            "id": request_id,
+            "object": "chat.completion.chunk" if self.is_chat else "text_completion",
+            "created": created,
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._usage: dict[str, Any] = {"usage": None} if usage_key else {}
+
+    def halves(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the JSON text of a content delta without log probabilities."""
+        if self.is_chat:
+            choice = {"index": index, "delta": {"content": _MARK}, "logprobs": None, "finish_reason": None}
+        else:
+            choice = {"index": index, "text": _MARK, "logprobs": None, "finish_reason": None}
+        head, _, tail = self._event([choice]).partition(_encode(_MARK))
+        return head, tail
+
+    def event(
+        self, index: int, delta: dict[str, Any] | str, logprobs: Any, finish_reason: str | None
+    ) -> bytes:
+        """Any other event of a choice. `delta`: an object for chat, text for completions."""
+        choice = {
+            "index": index,
+            "delta" if self.is_chat else "text": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        return self._event([choice])
+
+    def closing(self, usage: dict[str, Any] | None, receipt: Any) -> bytes:
+        """The event without choices that carries usage or the receipt; b"" when neither is asked for."""
+        if usage is None and receipt is None:
+            return b""
+        body = {**self._base, "choices": []}
+        if usage is not None:
+            body["usage"] = usage
+        if receipt is not None:
+            body["quire_receipt"] = receipt
+        return b"data: " + _encode(body) + b"\n\n"
+
+    def _event(self, choices: list[dict[str, Any]]) -> bytes:
+        return b"data: " + _encode({**self._base, "choices": choices, **self._usage}) + b"\n\n"
+
+
+class StreamAnswer(Answer):
+    """Events of one HTTP request, for all its prompts and choices."""
+
+    def __init__(self, *, shape: EventShape, include_usage: bool, **common: Any) -> None:
+        super().__init__(**common)
+        self._shape = shape
+        self._include_usage = include_usage
+        self._headers = STREAM_HEADERS + b"x-request-id: %b\r\n" % self.request_id.encode()
+        self._started = False
+
+    def sink(self, choices: list[Choice], *, echo: str | None = None) -> "StreamSink":
+        """Sink of one prompt with these choices (their indices are those of the response)."""
+        return StreamSink(self, self._shape, choices, echo)
+
+    def emit(self, event: bytes) -> None:
+        """One event on the wire."""
+        if not self._started:
+            self._started = True
+            self.push.start_stream(self._headers, event)
+        elif not self.push.write(event):
+            metrics.SLOW_READERS.inc()
+            self.span.fail("slow reader")
+            self.push.cut()
+            self.stop_calls()
+            if not self.ended:
+                self.end(499)
+
+    def complete(self) -> None:
+        """Usage, receipt, [DONE]."""
+        usage = self.usage() if self._include_usage else None
+        last = self._shape.closing(usage, self.receipt() if self.wants_receipt else None) + DONE
+        if self._started:
+            self.push.end_stream(last)
+        else:  # no choice had anything to show
+            self.push.start_stream(self._headers, last)
+            self.push.end_stream(b"")
+        self.end(200)
+
+    def fail(self, code: str, message: str, retry_after_ms: int | None) -> None:
+        """An error response, or one error event and [DONE] when the stream has begun."""
+        if self.ended:
+            return
+        if not self._started:
+            self.refuse(code, message, retry_after_ms)
+            return
+        metrics.ERRORS.labels(code).inc()
+        self.span.fail(f"{code}: {message}")
+        self.push.write(error_event(code, message))
+        self.push.end_stream(DONE)
+        self.stop_calls()
+        self.end(status_of(code))
+
+
+class StreamSink:
+    """Turns one call's token chunks into events."""
+
+    def __init__(
+        self, answer: StreamAnswer, shape: EventShape, choices: list[Choice], echo: str | None
+    ) -> None:
+        self._answer = answer
+        self._shape = shape
+        self._choices = choices
+        self._halves = [shape.halves(choice.index) for choice in choices]
+        self._echo = echo
+        self._num_open = len(choices)
+        self._begun = False
+        self.mark_sent: Callable[[], None] | None = None  # the call's flow: no retry from then on
+
+    def chunk(self, chunk: TokenChunk) -> bool:
+        """Called for every token: keep it short."""
+        choice = self._choices[chunk.index]
+        answer = self._answer
+        if choice.finish_reason is not None or answer.ended:
+            return self._num_open == 0
+        if not answer.first_ns:
+            answer.note_first()
+        text = choice.feed(chunk)
+        answer.num_output_tokens += len(chunk.token_ids)
+        if choice.is_plain:
+            if text:
+                head, tail = self._halves[chunk.index]
+                event = head + _encode(text) + tail
+            else:
+                event = b""
+        else:
+            event = self._rich(choice, text)
+        if choice.finish_reason is not None:
+            self._num_open -= 1
+            event += self._finish(choice)
+        if event:
+            if not self._begun:
+                event = self._begin() + event
+            answer.emit(event)
+        return self._num_open == 0
+
+    def discard(self) -> None:
+        """The attempt was given up before anything was sent."""
+        for choice in self._choices:
+            self._answer.num_output_tokens -= choice.num_tokens
+            choice.reset()
+        self._num_open = len(self._choices)
+
+    def complete(self, call: Call) -> None:
+        """The worker ended, or every choice met a stop string."""
+        del call
+        if self._answer.ended:
+            return
+        if self._num_open:
+            self._answer.fail("peer.protocol", "The engine ended without a finish reason.", None)
+        else:
+            self._answer.call_done()
+
+    def fail(self, call: Call, code: str, message: str, retry_after_ms: int | None) -> None:
+        """No more output will come."""
+        del call
+        self._answer.fail(code, message, retry_after_ms)
+
+    def _begin(self) -> bytes:
+        """First bytes of this prompt: role events for chat, the echoed prompt for completions."""
+        self._begun = True
+        if self.mark_sent is not None:
+            self.mark_sent()
+        shape = self._shape
+        if shape.is_chat:
+            role = {"role": "assistant", "content": ""}
+            return b"".join(shape.event(choice.index, role, None, None) for choice in self._choices)
+        if self._echo is not None:
+            echo = self._echo
+            return b"".join(shape.event(choice.index, echo, None, None) for choice in self._choices)
+        return b""
+
+    def _rich(self, choice: Choice, text: str) -> bytes:
+        """Events with log probabilities or tool calls."""
+        shape = self._shape
+        logprobs = choice.take_logprobs()
+        if not shape.is_chat:
+            return shape.event(choice.index, text, logprobs, None) if text or logprobs else b""
+        events = [shape.event(choice.index, delta, logprobs, None) for delta in choice.take_deltas(text)]
+        if logprobs is not None and not events:
+            events = [shape.event(choice.index, {"content": ""}, logprobs, None)]
+        return b"".join(events)
+
+    def _finish(self, choice: Choice) -> bytes:
+        shape = self._shape
+        return shape.event(choice.index, {} if shape.is_chat else "", None, choice.finish_reason)
