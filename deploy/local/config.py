@@ -23,7 +23,7 @@ SECTION_CONFIGS = {
     "scheduler": "services.scheduler.config",
     "coordinator": "services.coordinator.config",
     "mempool": "services.mempool.config",
-    "worker": "services.prefill.config",
+    "worker": "shared.engine.worker_config",
 }
 # What to set instead of a service's own key that the cluster decides.
 CLUSTER_KEYS = {
@@ -263,6 +263,11 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
 def visible_gpus() -> str | None:
     """CUDA_VISIBLE_DEVICES as the user set it."""
     return environment().get("CUDA_VISIBLE_DEVICES")
+
+
+def use_config_file(path: Path) -> None:
+    """Make a TOML file the settings file of this command and of every process it starts."""
+    os.environ["QUIRE_CONFIG"] = str(path.expanduser().absolute())  # noqa: TID251  this is the config.py
 
 
 def gateway_url(url: str = "") -> str:

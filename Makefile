@@ -1,0 +1,66 @@
+# Everything a person or a pipeline runs. `make` alone explains; nothing here needs root.
+#
+#   make up MODEL=<folder or Hugging Face id> DEVICE=auto|cpu|cuda ARGS="--port 9000"
+#   QUIRE_GATEWAY_API_KEYS=secret make up          any setting of any service by its variable
+
+.DEFAULT_GOAL := help
+.PHONY: help up down test check install measure verify-results figures fmt
+SHELL := /bin/bash
+
+# `:=` so that variables of the same name in the environment mean nothing; `make up MODEL=x` still wins.
+MODEL :=
+DEVICE := auto
+PYTHON :=
+NAME :=
+ARGS :=
+
+BOOTSTRAP := deploy/local/bootstrap.sh
+VENV := .venv/bin
+PY := $(VENV)/python
+INSTALL_FLAGS := --device "$(DEVICE)" --python "$(PYTHON)"
+
+help: ## this text
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "  MODEL=folder or Hugging Face id   DEVICE=auto|cpu|cuda   PYTHON=/path/to/python3.11"
+	@echo "  ARGS=\"...\" goes to the command behind the target; QUIRE_* variables set everything else"
+
+up: ## install what is missing, start the cluster, wait until it serves
+	@$(BOOTSTRAP) engine $(INSTALL_FLAGS)
+	@$(VENV)/quire up $(if $(MODEL),--model "$(MODEL)") $(if $(filter-out auto,$(DEVICE)),--device "$(DEVICE)") $(ARGS)
+
+down: ## stop everything
+	@if [ -x $(VENV)/quire ]; then $(VENV)/quire down $(ARGS); else echo "nothing is installed, so nothing runs"; fi
+
+install: ## install everything, for tests too
+	@$(BOOTSTRAP) dev $(INSTALL_FLAGS)
+
+test: ## the whole test suite
+	@$(BOOTSTRAP) dev $(INSTALL_FLAGS)
+	@$(PY) -m pytest $(ARGS)
+
+check: ## format, lint, types, import rules, the quick tests, result files: under two minutes
+	@$(BOOTSTRAP) dev $(INSTALL_FLAGS)
+	$(VENV)/ruff format --check .
+	$(VENV)/ruff check .
+	$(VENV)/pyright
+	$(VENV)/lint-imports
+	$(PY) -m pytest -q tests/unit tests/property tests/conformance tests/tidy
+	$(PY) -m loadtest.verify_results
+
+measure: ## NAME=x: measure again and write loadtest/results/x.json
+	@$(BOOTSTRAP) dev $(INSTALL_FLAGS)
+	@$(PY) -m loadtest.measure $(NAME) $(ARGS)
+
+verify-results: ## recompute every quoted figure from its samples
+	@$(BOOTSTRAP) dev $(INSTALL_FLAGS)
+	@$(PY) -m loadtest.verify_results $(ARGS)
+
+figures: ## redraw the figures from the result files
+	@$(BOOTSTRAP) dev $(INSTALL_FLAGS)
+	@$(PY) -m loadtest.figures $(ARGS)
+
+fmt: ## format and fix what can be fixed
+	@$(BOOTSTRAP) dev $(INSTALL_FLAGS)
+	$(VENV)/ruff format .
+	$(VENV)/ruff check --fix .

@@ -1,0 +1,60 @@
+"""The `quire` command. One module per command; this one only wires them and turns errors into exit codes."""
+
+import sys
+
+import typer
+
+from deploy.local import (
+    cmd_chat,
+    cmd_doctor,
+    cmd_down,
+    cmd_kill,
+    cmd_logs,
+    cmd_status,
+    cmd_trace,
+    cmd_up,
+    cmd_version,
+)
+from deploy.local.terminal import EXIT_CODES, FAILED, NOT_RUNNING, USAGE, fail
+from shared.errors import ClusterError, PeerGone, SettingsError
+
+app = typer.Typer(
+    name="quire",
+    help="A disaggregated LLM serving cluster on this machine.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _name, _command in (
+    ("up", cmd_up.up),
+    ("down", cmd_down.down),
+    ("status", cmd_status.status),
+    ("logs", cmd_logs.logs),
+    ("chat", cmd_chat.chat),
+    ("trace", cmd_trace.trace),
+    ("doctor", cmd_doctor.doctor),
+    ("kill", cmd_kill.kill),
+    ("version", cmd_version.version),
+):
+    app.command(name=_name, epilog=EXIT_CODES)(_command)
+
+
+def main() -> None:
+    """Entry point; exits with the codes of EXIT_CODES."""
+    try:
+        app()
+    except SettingsError as error:
+        fail(error.message, USAGE)
+    except PeerGone as error:
+        fail(error.message, NOT_RUNNING)
+    except ClusterError as error:
+        fail(error.message, FAILED)
+    except BrokenPipeError:  # `quire logs | head`
+        sys.stderr.close()
+        sys.exit(FAILED)
+
+
+if __name__ == "__main__":
+    main()

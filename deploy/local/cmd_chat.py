@@ -1,0 +1,173 @@
+"""`quire chat "text"`: one streamed answer through the gateway, then its receipt."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.table import Table
+
+from deploy.local import config
+from deploy.local.terminal import bytes_text, err, fail, out, status_or_none
+from shared.errors import PeerGone
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 120.0
+RECEIPT_HEADER = {"x-quire-receipt": "1"}
+RECEIPT_COLUMNS = (
+    ("tokens_engine", "engine cache"),
+    ("tokens_pool", "mempool"),
+    ("tokens_computed", "computed"),
+)
+
+Message = dict[str, str]
+
+
+def chat(
+    text: Annotated[
+        str, typer.Argument(help="What to say. Without it: a conversation, ended by Ctrl-D.")
+    ] = "",
+    system: Annotated[str, typer.Option(help="System message.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.0,
+    url: Annotated[str, typer.Option(help="Gateway. Default: QUIRE_URL, else the local cluster.")] = "",
+    receipt: Annotated[bool, typer.Option(help="Show where the tokens' KV came from.")] = True,
+) -> None:
+    """Chat with the served model. QUIRE_API_KEY is sent if set."""
+    base = config.gateway_url(url) or _local_url()
+    options = {"max_tokens": max_tokens, "temperature": temperature}
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    key = config.api_key()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+    with httpx.Client(base_url=base, headers=headers, timeout=timeout, trust_env=False) as client:
+        try:
+            options["model"] = _model(client)
+            for line in [text] if text else _typed():
+                messages.append({"role": "user", "content": line})
+                reply = Reply()
+                reply.stream(client, {**options, "messages": messages})
+                messages.append({"role": "assistant", "content": reply.text})
+                if receipt:
+                    reply.show_receipt()
+        except httpx.ConnectError as error:
+            raise PeerGone(f"no gateway answers at {base}; `quire up` starts one") from error
+        except httpx.HTTPError as error:
+            fail(f"{base}: {type(error).__name__} {error}")
+        except KeyboardInterrupt:
+            out.print()
+
+
+class Reply:
+    """One answer as it streams."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._id = ""
+        self._usage: dict[str, Any] = {}
+        self._receipt: Any = None
+        self._begin = time.monotonic()
+        self._first: float | None = None
+
+    def stream(self, client: httpx.Client, body: dict[str, Any]) -> None:
+        """Print tokens as they come. Exits 1 on an error from the gateway."""
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        with client.stream("POST", "/v1/chat/completions", json=body, headers=RECEIPT_HEADER) as response:
+            if response.status_code != 200:
+                response.read()
+                fail(f"HTTP {response.status_code}: {_error_text(response.text)}")
+            for line in response.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    self._hear(json.loads(line[6:]))
+        sys.stdout.write("\n")
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        if "error" in event:
+            sys.stdout.write("\n")
+            fail(f"the stream broke off: {_error_text(json.dumps(event))}")
+        self._id = event.get("id", self._id)
+        self._usage = event.get("usage") or self._usage
+        self._receipt = event.get("quire_receipt", self._receipt)
+        for choice in event.get("choices", []):
+            piece = choice.get("delta", {}).get("content") or ""
+            if piece and self._first is None:
+                self._first = time.monotonic()
+            self.text += piece
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+
+    def show_receipt(self) -> None:
+        """On stderr, so that stdout is the answer alone."""
+        prompt, output = self._usage.get("prompt_tokens", 0), self._usage.get("completion_tokens", 0)
+        now = time.monotonic()
+        first = self._first or now
+        speed = f", {(output - 1) / (now - first):.0f} tokens/s" if output > 1 and now > first else ""
+        err.print(
+            f"\n{self._id}: {prompt} + {output} tokens, "
+            f"first after {(first - self._begin) * 1000:.0f} ms{speed}",
+            style="dim",
+            markup=False,
+        )
+        if isinstance(self._receipt, dict):
+            err.print(_receipt_table(self._receipt))
+            why = ", ".join(
+                str(self._receipt[k]) for k in ("placement", "policy", "reason") if self._receipt.get(k)
+            )
+            err.print(
+                f"placed: {why}; attempts: {self._receipt.get('attempts', 1)}", style="dim", markup=False
+            )
+        err.print(f"quire trace {self._id}", style="dim", markup=False)
+
+
+def _receipt_table(receipt: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", style="dim")
+    for column in ("stage", "instance", "queue ms", "fetch ms", "compute ms"):
+        table.add_column(column, justify="right" if column.endswith("ms") else "left")
+    for _, title in RECEIPT_COLUMNS:
+        table.add_column(title, justify="right")
+    table.add_column("moved", justify="right")
+    for stage in receipt.get("stages", []):
+        times = [f"{stage.get(key, 0):.1f}" for key in ("queue_ms", "fetch_ms", "compute_ms")]
+        tokens = [str(stage.get(key, 0)) for key, _ in RECEIPT_COLUMNS]
+        path = f" {stage['path']}" if stage.get("path") else ""
+        moved = f"{stage.get('blocks_moved', 0)} blocks, {bytes_text(stage.get('bytes_moved', 0))}{path}"
+        table.add_row(str(stage.get("stage")), str(stage.get("instance")), *times, *tokens, moved)
+    return table
+
+
+def _local_url() -> str:
+    status = status_or_none()
+    return str(status["url"]) if status else DEFAULT_URL
+
+
+def _model(client: httpx.Client) -> str:
+    response = client.get("/v1/models")
+    if response.status_code != 200:
+        fail(f"HTTP {response.status_code}: {_error_text(response.text)}")
+    models = response.json().get("data", [])
+    if not models:
+        fail("the gateway serves no model yet; look at `quire status`")
+    return str(models[0]["id"])
+
+
+def _typed() -> Iterator[str]:
+    """Lines of the user until end of file."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line
+
+
+def _error_text(body: str) -> str:
+    try:
+        error = json.loads(body)["error"]
+        return f"{error['message']} ({error.get('code') or error.get('type')})"
+    except (ValueError, KeyError, TypeError):
+        return body[:500]

@@ -1,0 +1,37 @@
+"""`quire doctor`: what this machine lacks, each with the fix."""
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from deploy.local import config
+from deploy.local.doctor_checks import CHECKS, Finding, Verdict
+from deploy.local.terminal import FAILED, OK, out
+
+MARKS = {Verdict.OK: "[green]ok  [/]", Verdict.WARN: "[yellow]warn[/]", Verdict.FAIL: "[red]FAIL[/]"}
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON array, for scripts.")] = False,
+) -> None:
+    """Check this machine for what `quire up` needs. Exit code 1: something necessary is missing."""
+    settings = config.load()
+    findings: list[Finding] = []
+    for check in CHECKS:
+        finding = check(settings)
+        findings.append(finding)
+        if not as_json:
+            out.print(f"{MARKS[finding.verdict]} {finding.what:<12} {finding.found}")
+            if finding.fix and finding.verdict is not Verdict.OK:
+                out.print(f"       fix: {finding.fix}", markup=False)
+    failed = [f for f in findings if f.verdict is Verdict.FAIL]
+    if as_json:
+        rows = [{"what": f.what, "verdict": f.verdict, "found": f.found, "fix": f.fix} for f in findings]
+        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
+    elif failed:
+        out.print(f"\n{len(failed)} thing(s) to fix before `quire up` can work")
+    else:
+        out.print("\nready for `quire up`")
+    sys.exit(FAILED if failed else OK)

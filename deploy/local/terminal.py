@@ -1,0 +1,86 @@
+"""What every command shares: the consoles, exit codes, and errors as one sentence."""
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+
+from deploy.local import config
+from deploy.local.control import ControlClient
+from shared.errors import PeerGone
+
+OK, FAILED, USAGE, NOT_RUNNING = 0, 1, 2, 3
+EXIT_CODES = "Exit codes: 0 ok, 1 failed, 2 wrong usage or setting, 3 no cluster is running."
+MAX_REPLY_BYTES = 8 << 20
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def fail(message: str, code: int = FAILED) -> NoReturn:
+    """Print `error: ...` and exit."""
+    err.print(f"error: {message}", style="red", markup=False)
+    sys.exit(code)
+
+
+def connect() -> ControlClient:
+    """To the supervisor of this home. Raises: PeerGone when none runs; SettingsError."""
+    return ControlClient(config.paths_of(config.default_home()).control)
+
+
+def status_or_none() -> dict[str, Any] | None:
+    """The running cluster's status."""
+    try:
+        with connect() as client:
+            return client.call(op="status")
+    except PeerGone:
+        return None
+
+
+def get_json(url: str, *, timeout_s: float = 2.0) -> dict[str, Any] | None:
+    """A JSON object by GET; None when it cannot be had."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as reply:
+            found = json.loads(reply.read(MAX_REPLY_BYTES))
+    except (OSError, urllib.error.URLError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def show_log_tail(event: dict[str, Any]) -> None:
+    """The last log lines that a notice carries, and where the rest is."""
+    for line in event.get("log_tail", []):
+        err.print(f"    {line}", style="dim", markup=False)
+    if event.get("log"):
+        err.print(f"  log: {event['log']}", markup=False)
+
+
+def bytes_text(count: float) -> str:
+    """12.3 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def duration_text(seconds: float) -> str:
+    """42 s, 3 min 20 s, 5 h 7 min."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def shorten(path: str) -> str:
+    """Relative to the working directory where that is shorter."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path
