@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# build_go_binary.sh MODULE VERSION PACKAGE OUT [LDFLAGS]
+# Build a static program of a Go module that `go install PACKAGE@VERSION` refuses, because its go.mod holds
+# replace or exclude directives. A throw-away main module requires it, repeats those directives, and starts from
+# the release's own go.sum, so that every checksum is upstream's.
+set -euo pipefail
+module=$1 version=$2 package=$3 out=$(realpath -m "$4") ldflags=${5:-}
+if [ -x "$out" ]; then exit 0; fi
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cd "$work"
+printf 'module build\n\ngo 1.24\n\nrequire %s %s\n' "$module" "$version" > go.mod
+source=$(go mod download -json "$module@$version" | sed -n 's/.*"Dir": "\(.*\)",/\1/p')
+cp "$source/go.sum" go.sum
+chmod u+w go.sum
+sed -n 's/^go /go /p' "$source/go.mod" | head -1 > go-version
+sed -i "s/^go .*/$(cat go-version)/" go.mod
+go mod edit -json "$source/go.mod" | python3 -c '
+import json, sys
+edits = json.load(sys.stdin)
+for exclude in edits.get("Exclude") or []:
+    print("exclude", exclude["Path"], exclude["Version"])
+for replace in edits.get("Replace") or []:
+    old, new = replace["Old"], replace["New"]
+    if new.get("Version"):  # a local path is of use to its authors only
+        print("replace", old["Path"], old.get("Version", ""), "=>", new["Path"], new["Version"])
+' >> go.mod
+CGO_ENABLED=0 nice go build -mod=mod -trimpath -ldflags "-s -w $ldflags" -o "$out.part" "$package"
+mkdir -p "$(dirname "$out")"
+mv "$out.part" "$out"
