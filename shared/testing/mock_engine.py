@@ -87,6 +87,11 @@ class MockEngine:
         """See Engine.alive."""
         return not self._dead
 
+    @property
+    def pages_connected(self) -> bool:
+        """Attached to the mempool now."""
+        return self._pages is not None and self._pages.connected
+
     async def start(self) -> None:
         """See Engine.start."""
         await asyncio.sleep(self.settings.mock_start_ms / 1000)

@@ -44,6 +44,11 @@ class MockPages:
             quota_pages=QUOTA_PAGES,
         )
 
+    @property
+    def connected(self) -> bool:
+        """Attached now."""
+        return self._attachment is not None and self._attachment.connected
+
     def check(self, held: HeldPages) -> int:
         """How many leading pages still hold what the lease promised; the rest must be computed.
 
