@@ -1,0 +1,199 @@
+"""An instance's own entries in the prompt tree, for workers. Nothing here ever makes an engine wait."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from shared.errors import ClusterError, PeerProtocolError
+from shared.ids import BlockHash, Epoch, InstanceId
+from shared.observe.log import get_logger
+from shared.observe.metrics import counter, gauge
+from shared.prompttree.held_blocks import HeldBlocks
+from shared.prompttree.scripts import BEAT, CLAIM, RELEASE, TAG_HEX, WRITE
+from shared.transport.redis_link import RedisLink, Script
+from shared.wire.reports import Role
+
+TTL_S = 120
+BEAT_MS = 5_000
+BATCH_WINDOW_MS = 10
+CALL_DEADLINE_MS = 1_000
+RETRY_MIN_MS = 200
+RETRY_MAX_MS = 5_000
+
+_log = get_logger("prompttree")
+_claims = counter("quire_prompttree_claims_total", "Publications begun; after the first, each is a resync.")
+_failures = counter("quire_prompttree_publish_failures_total", "Calls that Redis did not answer in time.")
+_held_blocks = gauge("quire_prompttree_held_blocks", "Blocks that this instance holds, published or not.")
+_ignored = gauge("quire_prompttree_ignored_blocks", "Blocks beyond the bound, never published.")
+
+Verdict = Literal["ok", "lost", "stale"]
+
+
+class PromptTreePublisher:
+    """open() on the loop that calls stored(), removed() and cleared(); these only note and return.
+
+    One call to Redis per batch, one at a time. Whatever makes Redis' state doubtful (an error, a reconnect, a
+    count that differs, an evicted set) ends in a new publication of all that is held. An instance with a
+    larger epoch ends this one for good: on_stale() runs once.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        *,
+        instance: InstanceId,
+        epoch: Epoch,
+        role: Role,
+        ttl_s: int = TTL_S,
+        beat_ms: int = BEAT_MS,
+        held: HeldBlocks | None = None,
+        on_stale: Callable[[], None] | None = None,
+    ) -> None:
+        if ttl_s * 1000 < 3 * beat_ms:
+            raise ValueError(f"ttl_s={ttl_s} must be at least three beats of {beat_ms} ms")
+        self.held = held or HeldBlocks()
+        self.stale = False
+        self._instance = instance
+        self._epoch = epoch
+        self._role: Role = role
+        self._ttl_s = ttl_s
+        self._beat_s = beat_ms / 1000
+        self._on_stale = on_stale
+        self._tag = ""
+        self._link = RedisLink(redis_url, on_up=self._reconnected)
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def in_sync(self) -> bool:
+        """Whether Redis has been told everything."""
+        return self._link.up and self.held.claimed and self.held.num_pending == 0
+
+    def open(self) -> None:
+        """Start connecting and publishing. Never waits."""
+        if self._task is None:
+            self._link.open()
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="prompttree-publish")
+
+    async def close(self) -> None:
+        """Withdraw the entries, if Redis answers, and stop."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        if self._link.up and self._tag and not self.stale:
+            try:
+                await self._call(RELEASE, self._instance, self._epoch, self._tag)
+            except ClusterError as error:
+                _log.info("prompt_tree_release_failed", error=str(error))  # the TTL ends them
+        await self._link.close()
+
+    def stored(self, hashes: Sequence[BlockHash]) -> None:
+        """The engine's cache now holds these, parents before children."""
+        self.held.stored(hashes)
+        self._wake.set()
+
+    def removed(self, hashes: Iterable[BlockHash]) -> None:
+        """The engine evicted these."""
+        self.held.removed(hashes)
+        self._wake.set()
+
+    def cleared(self) -> None:
+        """The engine's cache is empty: one call ends all entries."""
+        self.held.cleared()
+        self._wake.set()
+
+    def renew(self, epoch: Epoch) -> None:
+        """The coordinator granted a larger epoch: publish under it. Raises: ValueError on a smaller one."""
+        if epoch < self._epoch:
+            raise ValueError(f"epoch {epoch} is below {self._epoch}")
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self.stale = False
+            self.held.lost()
+            self._wake.set()
+
+    def _reconnected(self) -> None:
+        self.held.lost()  # it may be another server, an empty one, or have missed the last call
+        self._wake.set()
+
+    async def _run(self) -> None:
+        retry_ms = RETRY_MIN_MS
+        while True:
+            self._wake.clear()
+            if self._link.up and not self.stale:
+                try:
+                    await self._catch_up()
+                    retry_ms = RETRY_MIN_MS
+                except ClusterError as error:
+                    _failures.inc()
+                    _log.warning("prompt_tree_publish_failed", error=str(error), retry_ms=retry_ms)
+                    self.held.lost()
+                    await asyncio.sleep(retry_ms / 1000)
+                    retry_ms = min(RETRY_MAX_MS, 2 * retry_ms)
+                    continue
+            _held_blocks.set(len(self.held))
+            _ignored.set(self.held.num_ignored)
+            try:
+                async with asyncio.timeout(self._beat_s):
+                    await self._wake.wait()
+                await asyncio.sleep(BATCH_WINDOW_MS / 1000)
+            except TimeoutError:
+                await self._beat()
+
+    async def _catch_up(self) -> None:
+        if not self.held.claimed and not await self._claim():
+            return
+        while (batch := self.held.next_batch()) is not None:
+            verdict = await self._call(
+                WRITE, self._instance, self._epoch, self._tag, batch.stored, batch.removed
+            )
+            if verdict != b"ok":
+                self._end_publication(verdict)
+                return
+
+    async def _claim(self) -> bool:
+        self._tag = secrets.token_hex(TAG_HEX // 2)
+        verdict = await self._call(CLAIM, self._instance, self._epoch, self._role, self._tag, self._ttl_s)
+        if verdict != b"ok":
+            self._end_publication(verdict)
+            return False
+        self.held.on_claimed()
+        _claims.inc()
+        _log.info("prompt_tree_claimed", epoch=self._epoch, num_blocks=len(self.held))
+        return True
+
+    async def _beat(self) -> None:
+        if not self._link.up or self.stale or not self.held.claimed:
+            return
+        try:
+            reply = await self._call(BEAT, self._instance, self._epoch, self._tag, self._ttl_s)
+        except ClusterError as error:
+            _failures.inc()
+            _log.warning("prompt_tree_beat_failed", error=str(error))
+            self.held.lost()
+        else:
+            if isinstance(reply, bytes):
+                self._end_publication(reply)
+            elif self.held.claimed and not self.held.agrees(reply):
+                _log.warning("prompt_tree_differs", num_in_redis=reply, num_held=len(self.held))
+                self.held.lost()
+        if not self.held.claimed:
+            self._wake.set()
+
+    async def _call(self, script: Script, *args: bytes | str | int) -> bytes | int:
+        reply = await self._link.run(script, *args, timeout_ms=CALL_DEADLINE_MS)
+        if not isinstance(reply, bytes | int):
+            raise PeerProtocolError(f"a script of the prompt tree answered {reply!r}")
+        return reply
+
+    def _end_publication(self, verdict: bytes | int) -> None:
+        self.held.lost()
+        if verdict != b"stale":
+            self._wake.set()
+            return
+        self.stale = True
+        _log.warning("prompt_tree_epoch_stale", epoch=self._epoch)
+        if self._on_stale is not None:
+            self._on_stale()
