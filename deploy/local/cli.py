@@ -44,7 +44,7 @@ for _name, _command in (
 def main() -> None:
     """Entry point; exits with the codes of EXIT_CODES."""
     try:
-        app()
+        app(prog_name="quire")
     except SettingsError as error:
         fail(error.message, USAGE)
     except PeerGone as error:

@@ -27,11 +27,15 @@ def up(
     model: Annotated[str, typer.Option(help="Folder or Hugging Face id. Default: the demo model.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "",
     topology: Annotated[str, typer.Option(help="auto, disaggregated or colocated.")] = "",
-    prefill: Annotated[int, typer.Option(help="Number of prefill workers.")] = 0,
-    decode: Annotated[int, typer.Option(help="Number of decode (or colocated) workers.")] = 0,
+    prefill: Annotated[int, typer.Option(help="Number of prefill workers.", show_default=False)] = 0,
+    decode: Annotated[
+        int, typer.Option(help="Number of decode (or colocated) workers.", show_default=False)
+    ] = 0,
     host: Annotated[str, typer.Option(help="Address of the gateway.")] = "",
-    port: Annotated[int, typer.Option(help="Port of the gateway. Default: 8000.")] = 0,
-    base_port: Annotated[int, typer.Option(help="First port of the other services. Default: 8100.")] = 0,
+    port: Annotated[int, typer.Option(help="Port of the gateway. Default: 8000.", show_default=False)] = 0,
+    base_port: Annotated[
+        int, typer.Option(help="First of the other ports. Default: 8100.", show_default=False)
+    ] = 0,
     engine: Annotated[str, typer.Option(help="vllm, or mock for experiments without a model.")] = "",
     settings_file: Annotated[
         Path | None, typer.Option("--config", help="TOML file. Default: QUIRE_CONFIG.")
@@ -43,8 +47,9 @@ def up(
 ) -> None:
     """Start the cluster on this machine and wait until it serves.
 
-    Settings come from flags, QUIRE_CLUSTER_* variables (QUIRE_GATEWAY_* and so on for one service) and a TOML
-    file with one section per service, in falling order of precedence.
+    Flags win over QUIRE_CLUSTER_* variables, those win over the TOML file's [cluster] section.
+
+    One service's own settings: QUIRE_GATEWAY_*, QUIRE_WORKER_* and so on, or its section of the file.
     """
     flags: dict[str, Any] = {"model": model, "device": device, "topology": topology, "host": host}
     flags |= {"port": port, "base_port": base_port, "num_prefill": prefill, "num_decode": decode}

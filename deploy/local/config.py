@@ -169,7 +169,9 @@ def check_variable_names(env: Mapping[str, str]) -> None:
             if name.startswith(prefixes):
                 continue  # settings.load() of its section checks the rest
             known = [*settings.GLOBAL_VARIABLES, *(f"QUIRE_CLUSTER_{key.upper()}" for key in cluster_keys())]
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            close = [f"QUIRE_CLUSTER_{name.removeprefix('QUIRE_')}"]
+            if close[0] not in known:
+                close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
             near = f"; did you mean {close[0]}?" if close else f"; known prefixes: {', '.join(prefixes)}"
             raise SettingsError(f"unknown variable {name}{near}")
 

