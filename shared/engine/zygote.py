@@ -20,6 +20,8 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+import setproctitle  # comes with vLLM, which names its own processes with it
+
 from shared.engine.vllm_setup import check_version, die_with_parent, prepare_environment
 
 MAX_LINE_BYTES = 1 << 20
@@ -107,6 +109,7 @@ class Zygote:
             os.dup2(log, 2)
             os.close(log)
             os.environ.update(message.get("env", {}))  # noqa: TID251  this is the exec of a forked service
+            setproctitle.setproctitle(f"quire {message['name']}")
             module = importlib.import_module(message["module"] + ".__main__")
             status = module.main(message["argv"]) or 0
         except SystemExit as stop:

@@ -1,0 +1,179 @@
+"""Tokens of the disaggregated cluster equal stock vLLM's, token for token.
+
+One run of stock vLLM (tests/support/stock_reference.py) and one cluster of real processes on the same model, both float32
+on one thread. Every case goes to the gateway over HTTP with token ids in and token ids out.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from shared.testing.cluster import Cluster
+from tests.support.exactness_cases import SECOND_TURNS_AFTER, build_cases
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "deploy" / "models" / "quire-demo"
+BLOCK_TOKENS = 32
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def eos_token_id() -> int:
+    config = json.loads((MODEL / "generation_config.json").read_text())["eos_token_id"]
+    return config[0] if isinstance(config, list) else config
+
+
+CASES = {case["id"]: case for case in build_cases(MODEL, eos_token_id())}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Stock vLLM's answer to every case."""
+    folder = tmp_path_factory.mktemp("stock")
+    cases, out = folder / "cases.json", folder / "out.json"
+    cases.write_text(json.dumps(list(CASES.values())))
+    subprocess.run(
+        [sys.executable, "-m", "tests.support.stock_reference", str(MODEL), str(cases), str(out)],
+        cwd=ROOT,
+        check=True,
+        timeout=400,
+    )
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """1 prefill + 1 decode, float32, one thread, everything else with default settings."""
+    worker = ["--dtype", "float32", "--threads", "1", "--kv-cache-bytes", str(256 << 20)]
+    worker += ["--block-tokens", str(BLOCK_TOKENS), "--max-num-seqs", "16"]
+    with Cluster(
+        MODEL, log_dir=tmp_path_factory.mktemp("cluster"), engine="vllm", flags={"worker": worker}
+    ) as running:
+        yield running
+
+
+def completion_body(case: dict, resolved: dict) -> dict:
+    """The HTTP request that means the same as the reference's SamplingParams."""
+    params = dict(resolved["params"])
+    body = {
+        "model": "quire-demo",
+        "prompt": resolved["prompt"],
+        "return_token_ids": True,
+        "quire_receipt": True,
+        **params,
+    }
+    if "structured" in case:
+        schema = {"name": "answer", "schema": json.loads(case["structured"])}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return body
+
+
+def complete(client: httpx.Client, case: dict, resolved: dict) -> dict:
+    response = client.post("/v1/completions", json=completion_body(case, resolved))
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def assert_same(case_id: str, answer: dict, expected: dict) -> None:
+    choices = sorted(answer["choices"], key=lambda c: c["index"])
+    assert [c["token_ids"] for c in choices] == [c["token_ids"] for c in expected["choices"]], case_id
+    assert [c["text"] for c in choices] == [c["text"] for c in expected["choices"]], case_id
+    assert [c["finish_reason"] for c in choices] == [c["finish_reason"] for c in expected["choices"]], case_id
+    if "logprobs" in expected["params"]:
+        for got, want in zip(choices, expected["choices"], strict=True):
+            assert got["logprobs"]["token_logprobs"] == pytest.approx(want["logprobs"], abs=2e-4), case_id
+    num_tokens = sum(len(c["token_ids"]) for c in expected["choices"])
+    assert answer["usage"]["completion_tokens"] == num_tokens, case_id
+    assert answer["usage"]["prompt_tokens"] == len(expected["prompt"]), case_id
+
+
+FIRST_TURNS = [name for name, case in CASES.items() if "after" not in case]
+ENDED_BY_FIRST_TOKEN = {"eos-first", "max-tokens-1", "max-tokens-1-seeded"}
+
+
+def stage(answer: dict, name: str) -> dict | None:
+    return next((s for s in answer["quire_receipt"]["stages"] if s["stage"] == name), None)
+
+
+def test_every_case_equals_stock_vllm_token_for_token(reference, cluster):
+    """One after another, so that no batch mixes requests; second turns last."""
+    wrong = []
+    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+        for name in FIRST_TURNS:
+            answer = complete(client, CASES[name], reference[name])
+            try:
+                assert_same(name, answer, reference[name])
+                decode = stage(answer, "decode")
+                if name in ENDED_BY_FIRST_TOKEN:
+                    assert decode is None, f"{name}: handed off although the first token ended it"
+                else:
+                    assert decode is not None, f"{name}: was not disaggregated"
+                    assert decode["tokens_computed"] == 0, f"{name}: decode computed prompt tokens: {decode}"
+            except AssertionError as error:
+                wrong.append(str(error).splitlines()[0])
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("length", SECOND_TURNS_AFTER)
+def test_a_second_turn_equals_stock_and_moves_only_missing_blocks(reference, cluster, length):
+    """Prefill takes the answer's blocks from the pool, decode takes the new turn's blocks only."""
+    name = f"second-{length}"
+    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+        complete(client, CASES[f"greedy-{length}"], reference[f"greedy-{length}"])
+        answer = complete(client, CASES[name], reference[name])
+    assert_same(name, answer, reference[name])
+    prompt_tokens = len(reference[name]["prompt"])
+    first_prompt = len(reference[f"greedy-{length}"]["prompt"])
+    # KV exists for the first prompt and all but the last answer token
+    kept_blocks = (first_prompt + 24 - 1) // BLOCK_TOKENS
+    prompt_blocks = -(-prompt_tokens // BLOCK_TOKENS)
+    decode, prefill = stage(answer, "decode"), stage(answer, "prefill")
+    assert decode is not None
+    assert prefill is not None
+    assert decode["blocks_reused"] == kept_blocks, decode
+    assert decode["blocks_moved"] == prompt_blocks - kept_blocks, decode
+    assert decode["tokens_computed"] == 0, decode
+    held = first_prompt // BLOCK_TOKENS  # prefill's own cache holds the full blocks of the first prompt
+    assert prefill["tokens_engine"] == held * BLOCK_TOKENS, prefill
+    assert prefill["tokens_pool"] == (kept_blocks - held) * BLOCK_TOKENS, prefill
+    assert prefill["blocks_moved"] == kept_blocks - held, prefill
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == kept_blocks * BLOCK_TOKENS
+
+
+def test_streaming_says_the_same_as_not_streaming(reference, cluster):
+    names = ["greedy-100", "seeded-31", "stop-crossing", "n3-short", "eos-first", "max-tokens-1"]
+    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+        for name in names:
+            body = {**completion_body(CASES[name], reference[name]), "stream": True}
+            tokens: dict[int, list[int]] = {}
+            text: dict[int, str] = {}
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                lines = [line for line in response.iter_lines() if line.startswith("data: ")]
+            assert lines[-1] == "data: [DONE]"
+            for line in lines[:-1]:
+                for choice in json.loads(line[6:])["choices"]:
+                    tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or [])
+                    text[choice["index"]] = text.get(choice["index"], "") + (choice.get("text") or "")
+            for index, want in enumerate(reference[name]["choices"]):
+                assert tokens.get(index, []) == want["token_ids"], name
+                assert text.get(index, "") == want["text"], name
+
+
+def test_eight_clients_at_once_get_what_each_would_get_alone(reference, cluster):
+    """Batched steps in float32: the greedy answers stay the same."""
+    names = [f"greedy-{n}" for n in (5, 33, 64, 100, 161, 257, 400, 777)]
+
+    async def run() -> list[dict]:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+            posts = [
+                client.post("/v1/completions", json=completion_body(CASES[n], reference[n])) for n in names
+            ]
+            return [r.json() for r in await asyncio.gather(*posts)]
+
+    for name, answer in zip(names, asyncio.run(run()), strict=True):
+        assert_same(name, answer, reference[name])
