@@ -18,7 +18,7 @@ EXIT_SETTINGS = 2
 
 
 async def _serve(settings: WorkerSettings, engine: Engine) -> int:
-    wires = connect(settings, engine)
+    wires = connect(settings)
     shell = WorkerShell(settings, engine, wires.pages, vocab_size(settings.model_dir))
     wires.attach(shell)
     try:

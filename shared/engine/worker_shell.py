@@ -8,7 +8,6 @@ Losing the coordinator, the scheduler, Redis or the mempool after SERVING change
 """
 
 import asyncio
-import contextlib
 import signal
 from typing import Any, Protocol
 
@@ -54,16 +53,18 @@ class Membership(Protocol):
 class CachePublisher(Protocol):
     """Writes this instance's cache events to the prompt tree."""
 
+    @property
+    def in_sync(self) -> bool: ...
+
     def publish(self, event: CacheEvent) -> None: ...
+
+    def set_epoch(self, epoch: Epoch) -> None: ...
 
     async def close(self) -> None: ...
 
 
 class WorkerShell:
-    """One per process; run() is its whole life.
-
-    `membership` and `publisher` may call back set_epoch; both are set by the wiring before run().
-    """
+    """One per process; run() is its whole life. The wiring sets `membership` and `publisher` before run()."""
 
     def __init__(
         self, settings: WorkerSettings, engine: Engine, pages: PageClient | None, vocab_size: int
@@ -120,7 +121,8 @@ class WorkerShell:
         if self.publisher is not None:
             self.engine.on_cache_event(self.publisher.publish)
         self.reports.start()
-        self._phase = "joining"
+        if self._phase == "starting":
+            self._phase = "joining"
         _log.info("worker_listens", endpoint=self.endpoint, role=self.role, admin=self.admin.address)
         if self.membership is not None:
             self.membership.start(self.endpoint)
@@ -138,6 +140,8 @@ class WorkerShell:
         if self._phase == "joining":
             self._phase = "serving"
         self.reports.set_epoch(epoch)
+        if self.publisher is not None:
+            self.publisher.set_epoch(epoch)
         _log.info("registered", epoch=epoch)
 
     async def _watch_engine(self) -> None:
@@ -239,6 +243,11 @@ class WorkerShell:
             "coordinator_problem": self.membership.problem if self.membership is not None else "",
             "scheduler": "welcomed" if self.reports.welcomed else "up" if self.reports.up else "down",
             "mempool": "connected" if self.pages.usable else "none",
+            "prompt_tree": "none"
+            if self.publisher is None
+            else "in_sync"
+            if self.publisher.in_sync
+            else "behind",
         }
 
     def status(self) -> dict[str, Any]:
@@ -272,11 +281,3 @@ class WorkerShell:
         self._gauges["waiting_requests"].set(load.num_waiting)
         self._gauges["kv_used_ratio"].set(load.kv_used_share)
         self._gauges["step_ms"].set(load.step_ms)
-
-
-async def cancelled(task: "asyncio.Task[None] | None") -> None:
-    """Cancel a task of our own and wait for its end."""
-    if task is not None:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task

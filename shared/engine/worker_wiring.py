@@ -1,14 +1,64 @@
-"""What a worker is connected to: the mempool, the coordinator, the prompt tree. Each may be missing or come later."""
+"""What a worker is connected to: mempool, coordinator, prompt tree. Each may be missing or come later."""
 
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
-from typing import Any
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
-from shared.engine.interface import Engine
+from shared.engine.interface import CacheEvent
 from shared.engine.worker_config import WorkerSettings
+from shared.engine.worker_membership import MembershipKeeper
 from shared.engine.worker_shell import WorkerShell
-from shared.ids import InstanceId
+from shared.ids import Epoch, InstanceId
 from shared.mempool.client import MempoolClient
+from shared.prompttree.publisher import PromptTreePublisher
+from shared.wire.membership import Register
+from shared.wire.reports import Role
+
+
+def host_id() -> str:
+    """Equal for processes that can share memory: the kernel's boot id."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class TreeOfInstance:
+    """The engine's cache events as this instance's entries in the prompt tree.
+
+    Events before the first epoch are kept by the publisher and published under it.
+    """
+
+    def __init__(self, settings: WorkerSettings, role: Role, on_stale: Callable[[], None]) -> None:
+        self._publisher = PromptTreePublisher(
+            settings.redis_url,
+            instance=InstanceId(settings.instance),
+            epoch=Epoch(0),
+            role=role,
+            on_stale=on_stale,
+        )
+
+    def publish(self, event: CacheEvent) -> None:
+        """Only notes; never waits."""
+        match event.kind:
+            case "stored":
+                self._publisher.stored(event.hashes)
+            case "removed":
+                self._publisher.removed(event.hashes)
+            case "cleared":
+                self._publisher.cleared()
+
+    def set_epoch(self, epoch: Epoch) -> None:
+        """Publish under this epoch from now on."""
+        self._publisher.renew(epoch)
+        self._publisher.open()
+
+    @property
+    def in_sync(self) -> bool:
+        """Redis has been told everything."""
+        return self._publisher.in_sync
+
+    async def close(self) -> None:
+        """Withdraw the entries."""
+        await self._publisher.close()
 
 
 @dataclass(slots=True)
@@ -16,24 +66,37 @@ class Wires:
     """Made before the shell, attached to it, closed after it."""
 
     settings: WorkerSettings
-    engine: Engine
     pages: MempoolClient | None = None
-    closers: list[Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=list)
 
     def attach(self, shell: WorkerShell) -> None:
         """Give the shell its membership and its publisher."""
 
+        def register(endpoint: str) -> Register:
+            return Register(
+                instance=InstanceId(self.settings.instance),
+                role=shell.role,
+                endpoint=endpoint,
+                host=host_id(),
+                description=shell.engine.description,
+                pid=os.getpid(),
+            )
+
+        shell.membership = MembershipKeeper(
+            self.settings, register=register, load=shell.load, on_epoch=shell.set_epoch
+        )
+        if self.settings.redis_url:
+            shell.publisher = TreeOfInstance(self.settings, shell.role, shell.membership.register_again)
+
     async def close(self) -> None:
         """After the shell's end."""
-        for closer in self.closers:
-            await closer()
+        if self.pages is not None:
+            await self.pages.close()
 
 
-def connect(settings: WorkerSettings, engine: Engine) -> Wires:
-    """Begin to connect to everything that the settings name. On the running loop; does not wait."""
-    wires = Wires(settings, engine)
+def connect(settings: WorkerSettings) -> Wires:
+    """Begin to connect to the pool that the settings name. On the running loop; does not wait."""
+    wires = Wires(settings)
     if settings.mempool_socket:
         wires.pages = MempoolClient(settings.mempool_socket, InstanceId(settings.instance))
         wires.pages.start()
-        wires.closers.append(wires.pages.close)
     return wires
