@@ -148,12 +148,14 @@ def cap_log(path: Path, cap_bytes: int) -> bool:
     return True
 
 
-def tail(path: Path, *, lines: int, max_bytes: int = 64 << 10) -> list[str]:
-    """The last lines of a log file; empty when there is none."""
+def tail(path: Path, *, lines: int, start: int = 0, max_bytes: int = 64 << 10) -> list[str]:
+    """The last lines of a log file, none from before offset `start`; empty when there is none."""
     try:
         with path.open("rb") as log:
-            log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - max_bytes))
+            size_bytes = log.seek(0, os.SEEK_END)
+            if start > size_bytes:  # the file was cut since
+                start = 0
+            log.seek(max(start, size_bytes - max_bytes))
             text = log.read(max_bytes).decode("utf-8", "replace")
     except FileNotFoundError:
         return []

@@ -7,6 +7,7 @@ from rich.status import Status
 
 from deploy.local.terminal import out, show_log_tail
 
+BRIEF_LINES = 2
 TROUBLE = ("exited", "crash_loop", "start_timeout", "unresponsive", "give_up")
 
 
@@ -42,7 +43,7 @@ class Progress:
         elif kind in TROUBLE:
             out.print(f"  {self._clock()}  {name:<14} {event['text']}", style="yellow", markup=False)
             if kind != "give_up":
-                show_log_tail(event)
+                show_log_tail({"log_tail": event.get("log_tail", [])}, lines=BRIEF_LINES)
         if self._spinner is not None:
             self._spinner.update(self._text())
 

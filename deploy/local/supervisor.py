@@ -52,6 +52,7 @@ class Supervisor:
         self._health_probe_s = health_probe_s
         self._core = Supervision([service.spec for service in services], rules)
         self._processes: dict[str, Launched] = {}
+        self._log_starts: dict[str, int] = {}  # where the log of the present process begins
         self._probing: dict[str, asyncio.Task[None]] = {}
         self._began = time.monotonic()
         self._wake: asyncio.TimerHandle | None = None
@@ -128,6 +129,7 @@ class Supervisor:
 
     def _spawn(self, service: Service) -> None:
         log = self._log(service.name)
+        self._log_starts[service.name] = log.stat().st_size if log.exists() else 0
         if service.launcher == "zygote":
             self._zygote.spawn(
                 service.name,
@@ -196,7 +198,8 @@ class Supervisor:
         event: dict[str, Any] = {"event": notice.event, "name": notice.name, "text": notice.text}
         if notice.event in WITH_LOG_TAIL:
             event["log"] = str(self._log(notice.name))
-            event["log_tail"] = tail(self._log(notice.name), lines=TAIL_LINES)
+            start = self._log_starts.get(notice.name, 0)
+            event["log_tail"] = tail(self._log(notice.name), lines=TAIL_LINES, start=start)
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S")
         print(f"{stamp} {notice.event} {notice.name}: {notice.text}", file=sys.stderr, flush=True)
         self._control.publish(event)

@@ -51,9 +51,9 @@ def get_json(url: str, *, timeout_s: float = 2.0) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def show_log_tail(event: dict[str, Any]) -> None:
+def show_log_tail(event: dict[str, Any], *, lines: int = 12) -> None:
     """The last log lines that a notice carries, and where the rest is."""
-    for line in event.get("log_tail", []):
+    for line in event.get("log_tail", [])[-lines:]:
         err.print(f"    {line}", style="dim", markup=False)
     if event.get("log"):
         err.print(f"  log: {event['log']}", markup=False)

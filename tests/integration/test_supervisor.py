@@ -154,19 +154,29 @@ def test_sigkill_of_the_supervisor_leaves_no_orphans(run):
     eventually(lambda: not any(alive(pid) for pid in pids), "no orphans", limit_s=5)
 
 
-def test_the_guard_may_be_killed_and_orphans_still_do_not_stay(run):
-    run.add("a", "--grandchild").start().wait_ready()
-    guard = next(
+def guard_of(run):
+    return next(
         int(entry)
         for entry in os.listdir("/proc")
         if entry.isdigit()
         and f"PPid:\t{run.process.pid}\n" in _read(f"/proc/{entry}/status")
         and "guard.py" in _read(f"/proc/{entry}/cmdline")
     )
-    os.kill(guard, signal.SIGKILL)
+
+
+def test_the_guard_may_be_killed_and_orphans_still_do_not_stay(run):
+    run.add("a", "--grandchild").start().wait_ready()
+    os.kill(guard_of(run), signal.SIGKILL)
     old = run.service("a")["pid"]
     run.call(op="kill", name="a")
     run.wait_new("a", old)
+    run.process.kill()
+    eventually(lambda: not any(alive(pid) for pid in run.pids()), "no orphans", limit_s=5)
+
+
+def test_services_die_with_the_supervisor_even_without_the_guard(run):
+    run.add("a", "--deaf").start().wait_ready()
+    os.kill(guard_of(run), signal.SIGKILL)
     run.process.kill()
     eventually(lambda: not any(alive(pid) for pid in run.pids()), "no orphans", limit_s=5)
 

@@ -1,0 +1,99 @@
+"""Whatever fails in whatever order: one process per service, gates hold, and a stop always ends."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.local.supervision import Health, Rules, Signal, Spawn, Spec, State, Supervision
+
+SPECS = [
+    Spec("a"),
+    Spec("b", depends_on=("a",)),
+    Spec("z", depends_on=()),
+    Spec("c", depends_on=("b",), needs_live=("z",)),
+    Spec("d", depends_on=("a", "b"), stop_grace_ms=300),
+]
+NAMES = [spec.name for spec in SPECS]
+BY_NAME = {spec.name: spec for spec in SPECS}
+RULES = Rules(max_start_failures=1000, silent_ms=4000)
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["ok", "not_ready", "silent", "exit", "tick", "restart", "tick_long"]),
+        st.sampled_from(NAMES),
+        st.integers(1, 500),
+    ),
+    max_size=60,
+)
+
+
+class Machine:
+    """Processes as the actions make them; SIGTERM is obeyed or not, SIGKILL always."""
+
+    def __init__(self, deaf):
+        self.core = Supervision(SPECS, RULES)
+        self.now_ms, self.running, self.deaf, self.pid = 0, {}, deaf, 0
+        self.was_ready = set()
+
+    def follow(self, actions):
+        queue = list(actions)
+        while queue:
+            action = queue.pop(0)
+            if isinstance(action, Spawn):
+                assert action.name not in self.running
+                assert set(BY_NAME[action.name].depends_on) <= self.was_ready
+                assert all(self.core.entries[d].state is State.READY for d in BY_NAME[action.name].needs_live)
+                self.pid += 1
+                self.running[action.name] = self.pid
+                queue += self.core.on_spawned(action.name, self.pid)
+            elif isinstance(action, Signal):
+                assert action.name in self.running
+                if action.signum == 9 or action.name not in self.deaf:
+                    queue += self.exit(action.name)
+
+    def exit(self, name):
+        del self.running[name]
+        return self.core.on_exit(name, -9, now_ms=self.now_ms)
+
+    def probe(self, name, health):
+        if name in self.running:
+            if health is Health.OK and self.core.entries[name].state is State.STARTING:
+                self.was_ready.add(name)
+            self.follow(self.core.on_probe(name, health, now_ms=self.now_ms))
+
+    def do(self, step, name, by_ms):
+        if step in ("ok", "not_ready", "silent"):
+            self.probe(name, Health(step))
+        elif step == "exit" and name in self.running:
+            self.follow(self.exit(name))
+        elif step == "restart":
+            self.follow(self.core.restart(name, now_ms=self.now_ms))
+        elif step.startswith("tick"):
+            self.now_ms += by_ms * (100 if step == "tick_long" else 1)
+            self.follow(self.core.tick(now_ms=self.now_ms))
+
+
+@given(steps, st.sets(st.sampled_from(NAMES)))
+def test_gates_hold_and_a_stop_ends_with_no_process_left(history, deaf):
+    machine = Machine(deaf)
+    machine.follow(machine.core.start(now_ms=0))
+    for step in history:
+        machine.do(*step)
+        assert set(machine.running) == {n for n, e in machine.core.entries.items() if e.pid}
+    machine.follow(machine.core.stop(now_ms=machine.now_ms))
+    for _ in range(40):
+        machine.do("tick", "a", 500)
+    assert machine.core.stopped
+    assert not machine.running
+
+
+@given(steps, st.sets(st.sampled_from(NAMES)))
+def test_without_a_stop_everything_becomes_ready_again(history, deaf):
+    machine = Machine(deaf)
+    machine.follow(machine.core.start(now_ms=0))
+    for step in history:
+        machine.do(*step)
+    for _ in range(60):
+        for name in NAMES:
+            machine.probe(name, Health.OK)
+        machine.do("tick", "a", 1000)
+    assert all(entry.state is State.READY for entry in machine.core.entries.values())
