@@ -1,0 +1,101 @@
+"""Load on one server: closed loop, open loop, and many paced streams. Requests are prepared bytes."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from loadtest.http_client import Client, Reply
+from loadtest.systems import System
+
+CHAT = "/v1/chat/completions"
+WORDS = Path(__file__).with_name("prompts.txt").read_text().split()
+
+
+def message(rng: random.Random, num_bytes: int) -> str:
+    """Different words for every request, so that no cache knows the prompt."""
+    text = f"{rng.getrandbits(64):x}"
+    while len(text) < num_bytes:
+        text += " " + rng.choice(WORDS)
+    return text[:num_bytes]
+
+
+def chat(system: System, client: Client, text: str, *, max_tokens: int, stream: bool) -> bytes:
+    """A greedy chat request."""
+    body = {
+        "model": system.model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": stream,
+    }
+    return client.request_bytes(CHAT, body)
+
+
+async def closed_loop(client: Client, requests: Sequence[bytes], concurrency: int) -> tuple[float, int]:
+    """Send all, `concurrency` at a time: (seconds, failures)."""
+    queue = list(reversed(requests))
+    failed = 0
+
+    async def user() -> None:
+        nonlocal failed
+        while queue:
+            failed += not await _ok(client, queue.pop())
+
+    begin = time.perf_counter()
+    await asyncio.gather(*(user() for _ in range(concurrency)))
+    return time.perf_counter() - begin, failed
+
+
+async def _ok(client: Client, request: bytes) -> bool:
+    try:
+        return (await client.post(request)).ok
+    except (OSError, TimeoutError):
+        return False
+
+
+async def open_loop(
+    client: Client, requests: Sequence[bytes], rate_per_s: float, rng: random.Random
+) -> tuple[list[float], int]:
+    """Poisson arrivals that never wait for answers: (TTFT of each in ms, failures)."""
+    loop = asyncio.get_running_loop()
+    tasks = []
+    due = loop.time()
+    for request in requests:
+        due += rng.expovariate(rate_per_s)
+        if (wait := due - loop.time()) > 0:
+            await asyncio.sleep(wait)
+        tasks.append(asyncio.create_task(client.post(request)))
+    replies = await asyncio.gather(*tasks, return_exceptions=True)
+    good = [reply for reply in replies if isinstance(reply, Reply) and reply.ok]
+    return [round(reply.ttft_ms(), 3) for reply in good], len(replies) - len(good)
+
+
+async def paced_streams(
+    client: Client, requests: Sequence[bytes], seconds: float, cpu_us: Callable[[], int]
+) -> dict[str, float]:
+    """Chunks and CPU while all requests stream; the requests themselves lie outside the window."""
+    replies = [Reply(0.0) for _ in requests]
+    tasks = [
+        asyncio.create_task(client.post(request, reply=reply))
+        for request, reply in zip(requests, replies, strict=True)
+    ]
+    while not all(reply.num_events > 4 for reply in replies):
+        if any(task.done() for task in tasks):
+            raise RuntimeError("a stream ended before the window")
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.5)
+    first, begin, cpu = sum(reply.num_events for reply in replies), time.perf_counter(), cpu_us()
+    await asyncio.sleep(seconds)
+    count, wall_s = sum(reply.num_events for reply in replies) - first, time.perf_counter() - begin
+    used = cpu_us() - cpu
+    if any(task.done() for task in tasks):
+        raise RuntimeError("a stream ended inside the window: ask for more tokens")
+    done = await asyncio.gather(*tasks)
+    return {
+        "count": count,
+        "cpu_us": used,
+        "wall_s": round(wall_s, 4),
+        "failed": sum(not reply.ok for reply in done),
+    }

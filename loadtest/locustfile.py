@@ -1,0 +1,131 @@
+"""Streaming chat load on any OpenAI-compatible server, with right TTFT and TPOT.
+
+    locust -f loadtest/locustfile.py --headless -u 16 -r 4 -t 60s -H http://127.0.0.1:8000 \\
+        --csv out/load --html out/load.html --jsonl out/load.jsonl --max-tokens 64
+
+Headless it writes CSV files and one HTML report; --jsonl adds a line per request with unrounded times (locust
+rounds those above 100 ms to two digits). The POST row is the time to the response's headers only; the LLM
+rows `ttft`, `tpot` and `e2e` are the measurements. Without --headless the same runs from locust's web page.
+"""
+
+import itertools
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from locust import FastHttpUser, constant, events, task
+
+from loadtest.sse import StreamError, StreamTimes, read_stream
+
+USERS = itertools.count()
+TOPICS = Path(__file__).with_name("prompts.txt").read_text().splitlines()
+
+
+@events.init_command_line_parser.add_listener
+def add_arguments(parser: Any) -> None:
+    """Our own options, beside locust's."""
+    parser.add_argument("--model", default="", help="model name; default: the first that /v1/models lists")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=3, help="turns of a conversation before a new one")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of prompts")
+    parser.add_argument("--jsonl", default="", help="file for one JSON line per request")
+    parser.add_argument("--bearer", default="", env_var="QUIRE_API_KEY", is_secret=True, help="API key")
+
+
+@events.test_start.add_listener
+def open_log(environment: Any, **_: Any) -> None:
+    """One line-buffered file per run."""
+    path = environment.parsed_options.jsonl
+    environment.request_log = None
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        environment.request_log = Path(path).open("w", buffering=1)  # noqa: SIM115  closed at test_stop
+
+
+@events.test_stop.add_listener
+def close_log(environment: Any, **_: Any) -> None:
+    """The run is over."""
+    if environment.request_log is not None:
+        environment.request_log.close()
+
+
+class ChatUser(FastHttpUser):
+    """Talks: each turn sends the whole conversation so far, as chat front ends do."""
+
+    wait_time = constant(0)
+    network_timeout = 120.0
+    connection_timeout = 10.0
+
+    def on_start(self) -> None:
+        """Learn the model's name and start a conversation."""
+        options = self.environment.parsed_options
+        self.options = options
+        self.random = random.Random(f"{options.seed}-{next(USERS)}")
+        self.headers = {"authorization": f"Bearer {options.bearer}"} if options.bearer else {}
+        self.model = options.model or self._first_model()
+        self.messages: list[dict[str, str]] = []
+
+    def _first_model(self) -> str:
+        with self.client.get("/v1/models", headers=self.headers, catch_response=True) as response:
+            listed: Any = response.json()
+            models = (listed or {}).get("data") or []
+            if not models:
+                response.failure("no models")
+                raise RuntimeError("the server lists no model: name one with --model")
+            return models[0]["id"]
+
+    @task
+    def chat(self) -> None:
+        """One streamed turn."""
+        if len(self.messages) >= 2 * self.options.turns:
+            self.messages = []
+        self.messages.append({"role": "user", "content": self.random.choice(TOPICS)})
+        body = {
+            "model": self.model,
+            "messages": self.messages,
+            "max_tokens": self.options.max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        started, started_unix = time.perf_counter(), time.time()
+        times, error = StreamTimes(started), ""
+        with self.client.post(
+            "/v1/chat/completions", json=body, headers=self.headers, stream=True, catch_response=True
+        ) as response:
+            try:
+                if response.status_code != 200:
+                    raise StreamError(f"status {response.status_code}: {(response.text or '')[:200]}")
+                times = read_stream(lambda: response.stream.readline(b"\n"), started)
+                response.success()
+            except (StreamError, json.JSONDecodeError, OSError) as failure:
+                error = f"{type(failure).__name__}: {failure}"
+                response.failure(error)
+        self._report(times, started_unix, error)
+        self.messages = [] if error else [*self.messages, {"role": "assistant", "content": times.text}]
+
+    def _report(self, times: StreamTimes, started_unix: float, error: str) -> None:
+        took_ms = (time.perf_counter() - times.started) * 1000
+        for name, value in (("ttft", times.ttft_ms), ("tpot", times.tpot_ms), ("e2e", took_ms)):
+            if not error and value:
+                self.environment.events.request.fire(
+                    request_type="LLM",
+                    name=name,
+                    response_time=value,
+                    response_length=times.output_tokens,
+                    exception=None,
+                    context={},
+                )
+        if self.environment.request_log is not None:
+            line = {
+                "start_unix_s": started_unix,
+                "ttft_ms": times.ttft_ms,
+                "tpot_ms": times.tpot_ms,
+                "e2e_ms": took_ms,
+                "prompt_tokens": times.prompt_tokens,
+                "cached_tokens": times.cached_tokens,
+                "output_tokens": times.output_tokens,
+                "error": error,
+            }
+            self.environment.request_log.write(json.dumps(line) + "\n")

@@ -1,0 +1,20 @@
+"""Which script measures which result file. A measuring script has NAME-independent functions:
+
+metrics_from_samples(samples) -> {metric: number}   pure: verify_results.py calls it again
+main(argv) -> exit status                           measures and writes loadtest/results/NAME.json
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).resolve().parent / "results"
+
+MEASURES = {  # result name: module
+    "gateway-cpu": "loadtest.bench_gateway",
+    "cluster-footprint": "loadtest.bench_footprint",
+}
+
+
+def script_of(name: str) -> str:
+    """Path of the measuring script, relative to the repository. Raises: KeyError."""
+    return MEASURES[name].replace(".", "/") + ".py"

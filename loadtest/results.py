@@ -1,0 +1,147 @@
+"""Result files: one JSON file per measurement, written by the script that measured it.
+
+{name, claim, script, command, commit, dirty, date, machine{}, settings{}, metrics{}, samples[]}. Metrics are
+what the script's metrics_from_samples makes of the samples, nothing else. Metric keys end in a unit (UNIT).
+"""
+
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from loadtest.registry import RESULTS, ROOT, script_of
+
+UNIT = re.compile(
+    r"_(ns|us|ms|s|bytes|mib|gib|tokens|blocks|pages|chunks|requests|count|percent|watt|ratio|gb|tflop|tokens)"
+    r"(_per_(s|ms|us|request|chunk|token|step|span|page|block|call|core))?\Z"
+)
+
+Samples = Sequence[Mapping[str, Any]]
+Metrics = dict[str, float]
+
+
+def check_metrics(metrics: Mapping[str, float]) -> list[str]:
+    """What is wrong with names or values; [] when nothing is."""
+    wrong = [f"metric {key!r} does not end in a unit" for key in metrics if not UNIT.search(key)]
+    for key, value in metrics.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            wrong.append(f"metric {key!r} is {value!r}, not a finite number")
+    return wrong
+
+
+def write_result(
+    name: str,
+    *,
+    claim: str,
+    command: str,
+    settings: Mapping[str, Any],
+    metrics: Metrics,
+    samples: Samples,
+    folder: Path = RESULTS,
+) -> Path:
+    """Write `folder`/NAME.json; the file of before moves to history/. Raises: ValueError on bad metrics."""
+    if wrong := check_metrics(metrics):
+        raise ValueError("; ".join(wrong))
+    commit, dirty = commit_of(ROOT)
+    head = {
+        "name": name,
+        "claim": claim,
+        "script": script_of(name),
+        "command": command,
+        "commit": commit,
+        "dirty": dirty,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "settings": dict(settings),
+        "metrics": {key: metrics[key] for key in sorted(metrics)},
+    }
+    path = folder / f"{name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        _retire(path)
+    path.write_text(_dump(head, samples))
+    return path
+
+
+def _dump(head: Mapping[str, Any], samples: Samples) -> str:
+    """Readable head, one line per sample."""
+    text = json.dumps(head, indent=2)[:-2]
+    lines = ",\n".join("    " + json.dumps(sample, separators=(",", ":")) for sample in samples)
+    return f'{text},\n  "samples": [\n{lines}\n  ]\n}}\n'
+
+
+def _retire(path: Path) -> None:
+    old = json.loads(path.read_text())
+    stamp = re.sub(r"[^0-9T]", "", old["date"].partition("+")[0])
+    target = path.parent / "history" / f"{path.stem}-{stamp}-{(old['commit'] or 'nocommit')[:8]}.json"
+    target.parent.mkdir(exist_ok=True)
+    path.replace(target)
+
+
+def commit_of(root: Path) -> tuple[str, bool]:
+    """(HEAD, whether tracked files differ from it); ("", True) outside a git checkout."""
+    head = git(root, "rev-parse", "HEAD")
+    if head is None:
+        return "", True
+    return head, bool(git(root, "status", "--porcelain", "--untracked-files=no"))
+
+
+def git(root: Path, *args: str) -> str | None:
+    """Output of a git command, stripped; None when it fails or git is missing."""
+    if shutil.which("git") is None:
+        return None
+    done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def machine() -> dict[str, Any]:
+    """What a reader must know of the machine to read a figure: no names, no addresses."""
+    found: dict[str, Any] = {
+        "cpu": _cpu_model(),
+        "num_cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "system": platform.platform(terse=True),
+        "python": platform.python_version(),
+        "load_average_1min": round(os.getloadavg()[0], 2),
+    }
+    gpus = _nvidia("name")
+    if gpus:
+        found["gpu"] = gpus
+        found["driver"] = _nvidia("driver_version")[0]
+    return found
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("model name", "Model")):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _nvidia(field: str) -> list[str]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    done = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=20,
+    )
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of all do not exceed. Raises: ValueError on no values."""
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
