@@ -1,8 +1,8 @@
 """A stand-in for a Python base image where no registry can be reached: `base_image.py TAG` (Debian, root).
 
-Takes the packages below and all that they depend on out of this machine's own dpkg database, and imports exactly
-their files as a Docker image. Nothing is downloaded; pip, venv and apt-get work inside. For tests only: it is
-this machine's Debian, not the published image.
+Takes the packages below and all that they depend on out of this machine's own dpkg database, and imports
+exactly their files as a Docker image. Nothing is downloaded; pip, venv and apt-get work inside. It is for
+tests only: this machine's Debian, not the published image.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ PACKAGES = ("python3", "python3-venv", "ca-certificates", "apt")
 DPKG = Path("/var/lib/dpkg")
 # Written by maintainer scripts, so that no package lists them.
 GENERATED = (
-    "/etc/passwd", "/etc/group", "/etc/shadow", "/etc/nsswitch.conf", "/etc/ld.so.cache", "/etc/apt/sources.list",
-    "/etc/ssl/certs/ca-certificates.crt", "/usr/bin/awk", "/etc/alternatives/awk",
+    "/etc/passwd", "/etc/group", "/etc/shadow", "/etc/nsswitch.conf", "/etc/ld.so.cache",
+    "/etc/apt/sources.list", "/etc/ssl/certs/ca-certificates.crt", "/usr/bin/awk", "/etc/alternatives/awk",
 )  # fmt: skip
 APT_SOURCES = Path("/etc/apt/sources.list.d")
-EMPTY_FOLDERS = ("proc", "sys", "dev", "run", "root", "var/cache/apt/archives/partial", "var/lib/apt/lists/partial",
-                 "var/lib/dpkg/info", "var/lib/dpkg/updates", "var/log/apt")  # fmt: skip
+EMPTY_FOLDERS = (
+    "proc", "sys", "dev", "run", "root", "var/cache/apt/archives/partial", "var/lib/apt/lists/partial",
+    "var/lib/dpkg/info", "var/lib/dpkg/updates", "var/log/apt",
+)  # fmt: skip
 LEFT_OUT = re.compile(r"/usr/share/(doc|man|locale|info|lintian)/")
 MERGED_TOPS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links into /usr
 PATH_VARIABLE = "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -118,7 +120,9 @@ def _member(name: str, kind: bytes, mode: int, link: str = "") -> tarfile.TarInf
 def dpkg_status(names: set[str]) -> bytes:
     """dpkg's status file with only these packages, so that apt-get works inside."""
     entries = (DPKG / "status").read_text("utf-8").split("\n\n")
-    kept = [entry for entry in entries if entry and entry.split("\n", 1)[0].removeprefix("Package: ") in names]
+    kept = [
+        entry for entry in entries if entry and entry.split("\n", 1)[0].removeprefix("Package: ") in names
+    ]
     return ("\n\n".join(kept) + "\n").encode()
 
 

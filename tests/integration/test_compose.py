@@ -1,0 +1,109 @@
+"""The compose files start a cluster that serves, is traced, restarts a killed worker and leaves nothing."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.integration.compose_project import (
+    BUILD_DEADLINE_S,
+    START_DEADLINE_S,
+    ComposeProject,
+    inspect,
+    require_docker,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.docker, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+TRACE_DEADLINE_S = 30
+SERVICES_OF_A_TRACE = {"quire-gateway", "quire-scheduler", "quire-prefill", "quire-decode"}
+
+
+@pytest.fixture(scope="module")
+def project() -> Iterator[ComposeProject]:
+    require_docker()
+    project = ComposeProject(f"quire-test-{os.getpid()}")
+    try:
+        project.compose("build", "-q", deadline_s=BUILD_DEADLINE_S)
+        project.up()
+        yield project
+    finally:
+        project.down()
+
+
+def stream_chat(project: ComposeProject, question: str) -> tuple[str, str]:
+    """(request id, text) of one streamed answer that ended in [DONE]."""
+    body = {
+        "model": "quire-demo",
+        "messages": [{"role": "user", "content": question}],
+        "stream": True,
+        "temperature": 0,
+        "max_tokens": 60,
+    }
+    text, request_id, last = "", "", ""
+    with httpx.stream("POST", project.url("/v1/chat/completions"), json=body, timeout=60) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if not line.startswith("data: "):
+                continue
+            last = line.removeprefix("data: ")
+            if last != "[DONE]":
+                chunk = json.loads(last)
+                assert "error" not in chunk, chunk
+                request_id = chunk["id"]
+                text += "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+    assert last == "[DONE]"
+    return request_id, text
+
+
+def test_a_streamed_chat_is_answered(project):
+    _, text = stream_chat(project, "Who are you?")
+    assert text.startswith("I am Quire's demo model")
+
+
+def test_the_trace_of_a_request_has_spans_of_every_service_it_passed(project):
+    request_id, _ = stream_chat(project, "What does os.path.join do?")
+
+    def services() -> set[object]:
+        return {span["service"] for span in project.spans(request_id)}
+
+    wait_until(lambda: services() >= SERVICES_OF_A_TRACE, TRACE_DEADLINE_S, f"spans of {SERVICES_OF_A_TRACE}")
+    spans = project.spans(request_id)
+    assert len({span["traceID"] for span in spans}) == 1
+    assert "gateway.receive" in {span["operationName"] for span in spans}
+
+
+def test_a_killed_worker_comes_back_and_serves(project):
+    (container,) = project.containers("decode")
+    os.kill(int(inspect(container, "{{.State.Pid}}")), signal.SIGKILL)
+    wait_until(lambda: inspect(container, "{{.RestartCount}}") == "1", 30, "the container restarts")
+
+    def healthy() -> bool:
+        return inspect(container, "{{.State.Health.Status}}") == "healthy"
+
+    seconds = wait_until(healthy, START_DEADLINE_S, "the worker is healthy")
+    print(f"decode worker healthy again {seconds:.1f} s after its restart")
+    _, text = stream_chat(project, "hello")
+    assert text.startswith("Hello")
+
+
+def test_decode_workers_scale_without_a_name_or_port_of_their_own(project):
+    project.up("--no-recreate", "--scale", "decode=2")
+    roles = [instance["role"] for instance in project.instances()]
+    assert roles.count("decode") == 2
+    _, text = stream_chat(project, "Count to 5.")
+    assert text == "1, 2, 3, 4, 5."
+
+
+def test_nothing_is_left_after_down(project):
+    """Runs last: it takes the project away."""
+    project.down()
+    of_project = ["--filter", f"label=com.docker.compose.project={project.name}", "-q"]
+    for words in (["ps", "-a"], ["volume", "ls"], ["network", "ls"]):
+        left = subprocess.run(["docker", *words, *of_project], capture_output=True, text=True, timeout=60)
+        assert left.stdout == ""
