@@ -1,0 +1,172 @@
+"""Which instances there are: Hello, Report and Goodbye in; liveness and fencing out.
+
+    unknown -(Hello)-> live -(no report for dead_after_ms)-> dead -(Report)-> live
+    live, dead -(Goodbye, or dead for forget_after_ms)-> unknown; unknown -(Report)-> Resync, then Hello
+
+An instance's epoch only grows. A smaller one is refused for good, also after the instance was forgotten. The
+coordinator's list may name a larger epoch before its owner says Hello here: then the older process is not
+placed any more, but not refused either, because it may be the owner itself that registered again.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from services.scheduler.core.load import InstanceLoad, LoadView
+from shared.errors import Overloaded, StaleEpoch
+from shared.ids import Epoch, InstanceId
+from shared.kv.layout import EngineDescription
+from shared.wire.placement import Target
+from shared.wire.reports import Goodbye, Hello, Refused, Report, Resync, Role, Welcome
+
+MAX_REMEMBERED_EPOCHS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLimits:
+    """Times of liveness; what a Welcome asks for."""
+
+    dead_after_ms: int = 1_500
+    forget_after_ms: int = 60_000
+    report_interval_ms: int = 250
+    max_instances: int = 1_024
+
+
+@dataclass(slots=True)
+class Instance:
+    """One instance under one epoch."""
+
+    instance: InstanceId
+    epoch: Epoch
+    role: Role
+    endpoint: str
+    description: EngineDescription
+    content_key: str  # description.content_key, hashed once
+    load: InstanceLoad
+    seen_at_ms: int
+    last_seq: int = -1
+    chosen_at: int = 0  # sequence number of its last placement: breaks ties
+    draining: bool = False
+    dead: bool = False  # said once by tick()
+
+    @property
+    def target(self) -> Target:
+        """As the gateway needs it."""
+        return Target(instance=self.instance, epoch=self.epoch, role=self.role, endpoint=self.endpoint)
+
+    def view(self, *, now_ms: int) -> LoadView:
+        """Load now."""
+        return self.load.view(now_ms=now_ms)
+
+
+@dataclass(slots=True)
+class Instances:
+    """The table. Bounded: max_instances, MAX_REMEMBERED_EPOCHS."""
+
+    limits: InstanceLimits = field(default_factory=InstanceLimits)
+    num_report_gaps: int = 0
+    _known: dict[InstanceId, Instance] = field(default_factory=dict)
+    _epochs: dict[InstanceId, Epoch] = field(default_factory=dict)  # largest that said Hello
+    _fences: dict[InstanceId, Epoch] = field(default_factory=dict)  # largest that the coordinator named
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter(self._known.values())
+
+    def get(self, instance: InstanceId) -> Instance | None:
+        """The known instance of that name, dead or alive."""
+        return self._known.get(instance)
+
+    def hello(self, hello: Hello, *, now_ms: int) -> Welcome | Refused:
+        """A worker introduces itself. The same epoch again keeps the load; a larger one starts anew."""
+        newest = self._epochs.get(hello.instance, Epoch(-1))
+        if hello.epoch < newest:
+            return _stale(hello.instance, hello.epoch, newest)
+        known = self._known.get(hello.instance)
+        if known is None and len(self._known) >= self.limits.max_instances:
+            return Refused(code=Overloaded.code, reason=f"{len(self._known)} instances are the most")
+        if known is not None and known.epoch == hello.epoch:
+            load = known.load
+            load.max_running, load.max_batched_tokens = (
+                max(1, hello.max_running),
+                max(1, hello.max_batched_tokens),
+            )
+        else:
+            load = InstanceLoad(max(1, hello.max_running), max(1, hello.max_batched_tokens))
+        self._known[hello.instance] = Instance(
+            instance=hello.instance,
+            epoch=hello.epoch,
+            role=hello.role,
+            endpoint=hello.endpoint,
+            description=hello.description,
+            content_key=hello.description.content_key,
+            load=load,
+            seen_at_ms=now_ms,
+        )
+        _remember(self._epochs, hello.instance, hello.epoch)
+        return Welcome(report_interval_ms=self.limits.report_interval_ms)
+
+    def report(self, report: Report, *, now_ms: int) -> Resync | Refused | None:
+        """A worker's heartbeat. Resync when it must say Hello first."""
+        newest = self._epochs.get(report.instance, Epoch(-1))
+        if report.epoch < newest:
+            return _stale(report.instance, report.epoch, newest)
+        known = self._known.get(report.instance)
+        if known is None or known.epoch != report.epoch:
+            return Resync()
+        known.seen_at_ms = now_ms
+        known.dead = False
+        if report.seq <= known.last_seq:
+            return None  # an echo of the past: proof of life, but no news
+        if known.last_seq >= 0 and report.seq != known.last_seq + 1:
+            self.num_report_gaps += 1  # each report is whole, so a gap needs no repair
+        known.last_seq = report.seq
+        known.draining = report.draining
+        known.load.on_report(report, now_ms=now_ms)
+        return Resync() if self._is_fenced(known) else None
+
+    def goodbye(self, goodbye: Goodbye) -> bool:
+        """An orderly end. False when the epoch is not the known one: then nothing changes."""
+        known = self._known.get(goodbye.instance)
+        if known is None or known.epoch != goodbye.epoch:
+            return False
+        del self._known[goodbye.instance]
+        return True
+
+    def fence(self, instance: InstanceId, epoch: Epoch) -> None:
+        """The coordinator granted this epoch: processes with smaller ones are not placed any more."""
+        if epoch > self._fences.get(instance, Epoch(-1)):
+            _remember(self._fences, instance, epoch)
+
+    def tick(self, *, now_ms: int) -> list[Instance]:
+        """Instances found dead now, each once per death. Long dead ones are forgotten."""
+        died = []
+        for known in list(self._known.values()):
+            silent_ms = now_ms - known.seen_at_ms
+            if silent_ms >= self.limits.dead_after_ms and not known.dead:
+                known.dead = True
+                died.append(known)
+            if silent_ms >= self.limits.forget_after_ms:
+                del self._known[known.instance]
+        return died
+
+    def is_live(self, known: Instance, *, now_ms: int) -> bool:
+        """Reported in time, newest epoch, not draining."""
+        silent_ms = now_ms - known.seen_at_ms
+        return silent_ms < self.limits.dead_after_ms and not known.draining and not self._is_fenced(known)
+
+    def live(self, *, now_ms: int) -> list[Instance]:
+        """Instances on which something may be placed."""
+        return [known for known in self._known.values() if self.is_live(known, now_ms=now_ms)]
+
+    def _is_fenced(self, known: Instance) -> bool:
+        return known.epoch < self._fences.get(known.instance, Epoch(-1))
+
+
+def _stale(instance: InstanceId, epoch: Epoch, newest: Epoch) -> Refused:
+    return Refused(code=StaleEpoch.code, reason=f"{instance} has epoch {newest}; {epoch} is over")
+
+
+def _remember(epochs: dict[InstanceId, Epoch], instance: InstanceId, epoch: Epoch) -> None:
+    epochs.pop(instance, None)
+    epochs[instance] = epoch
+    if len(epochs) > MAX_REMEMBERED_EPOCHS:
+        del epochs[next(iter(epochs))]

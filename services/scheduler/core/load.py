@@ -1,0 +1,125 @@
+"""How busy one instance is: its last report, plus what was placed on it and cannot be in that report yet.
+
+A prefill or colocated stage reaches its worker some milliseconds after it is placed, so the first report made
+after that includes it. A decode stage arrives only when its prefill is done; until it ends it counts as one
+request, but once it is old enough to have arrived, never beyond what the report says. So placements whose end
+was never told (a gateway died) stop counting by themselves.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from services.scheduler.core.request import AttemptKey
+from shared.wire.reports import Report
+
+
+@dataclass(frozen=True, slots=True)
+class LoadView:
+    """Load now. Shares are of the instance's own limits and may exceed 1."""
+
+    num_requests: int
+    prefill_tokens: int  # prompt tokens that wait for or are in prefill
+    context_tokens: int  # KV tokens of running requests
+    kv_used_share: float
+    requests_share: float  # num_requests / requests in one engine step at most
+    prefill_share: float  # prefill_tokens / tokens in one engine step at most: steps until the queue is empty
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStage:
+    """One placed stage that no report covers for certain."""
+
+    placed_at_ms: int
+    prefill_tokens: int
+    context_tokens: int
+
+
+@dataclass(slots=True)
+class InstanceLoad:
+    """Load of one instance under one epoch.
+
+    Args: transit_ms: from a placement to its arrival at the worker; arrive_ms: the same for a decode stage,
+    its prefill included; forget_ms: a decode stage that never ended is dropped then.
+    """
+
+    max_running: int
+    max_batched_tokens: int
+    transit_ms: int = 20
+    arrive_ms: int = 10_000
+    forget_ms: int = 900_000
+    report: Report | None = None
+    _unreported: dict[AttemptKey, OpenStage] = field(default_factory=dict)  # prefill and colocated
+    _young: dict[AttemptKey, OpenStage] = field(default_factory=dict)  # decode, perhaps not arrived
+    _old: dict[AttemptKey, OpenStage] = field(default_factory=dict)  # decode, arrived by now
+    _young_context_tokens: int = 0
+    _old_context_tokens: int = 0
+
+    @property
+    def num_open(self) -> int:
+        """Placed stages that are still counted on top of, or against, the report."""
+        return len(self._unreported) + len(self._young) + len(self._old)
+
+    def add_direct(self, key: AttemptKey, *, prefill_tokens: int, context_tokens: int, now_ms: int) -> None:
+        """A prefill or colocated stage was placed here."""
+        self._unreported[key] = OpenStage(now_ms, prefill_tokens, context_tokens)
+
+    def add_handoff(self, key: AttemptKey, *, context_tokens: int, now_ms: int) -> None:
+        """A decode stage was placed here; its request is prefilled elsewhere first."""
+        self._young[key] = OpenStage(now_ms, 0, context_tokens)
+        self._young_context_tokens += context_tokens
+
+    def end(self, key: AttemptKey) -> None:
+        """The request left. Unknown keys are ignored."""
+        self._unreported.pop(key, None)
+        if (young := self._young.pop(key, None)) is not None:
+            self._young_context_tokens -= young.context_tokens
+        if (old := self._old.pop(key, None)) is not None:
+            self._old_context_tokens -= old.context_tokens
+
+    def on_report(self, report: Report, *, now_ms: int) -> None:
+        """The worker said how busy it is."""
+        self.report = report
+        while self._unreported:  # in the order of placement
+            key, stage = next(iter(self._unreported.items()))
+            if stage.placed_at_ms + self.transit_ms > now_ms:
+                break
+            del self._unreported[key]
+
+    def view(self, *, now_ms: int) -> LoadView:
+        """Best estimate. Cost: O(direct stages placed since the last report)."""
+        self._grow_old(now_ms)
+        report = self.report
+        seen = max(0, report.num_running) + max(0, report.num_waiting) if report else 0
+        seen_context = max(0, report.running_context_tokens) if report else 0
+        prefill = max(0, report.unfinished_prefill_tokens) if report else 0
+        context = max(seen_context, min(self._old_context_tokens, seen_context) + self._young_context_tokens)
+        num_requests = max(seen, min(len(self._old), seen) + len(self._young)) + len(self._unreported)
+        for stage in self._unreported.values():
+            prefill += stage.prefill_tokens
+            context += stage.context_tokens
+        return LoadView(
+            num_requests=num_requests,
+            prefill_tokens=prefill,
+            context_tokens=context,
+            kv_used_share=_share(report.kv_used_share) if report else 0.0,
+            requests_share=num_requests / self.max_running,
+            prefill_share=prefill / self.max_batched_tokens,
+        )
+
+    def _grow_old(self, now_ms: int) -> None:
+        while self._young:
+            key, stage = next(iter(self._young.items()))
+            if stage.placed_at_ms + self.arrive_ms > now_ms:
+                break
+            self.end(key)
+            self._old[key] = stage
+            self._old_context_tokens += stage.context_tokens
+        while self._old:
+            key, stage = next(iter(self._old.items()))
+            if stage.placed_at_ms + self.forget_ms > now_ms:
+                break
+            self.end(key)
+
+
+def _share(value: float) -> float:
+    return min(1.0, max(0.0, value)) if math.isfinite(value) else 1.0

@@ -1,0 +1,46 @@
+"""A placement request as the policies see it: what the wire allows, cut to what can be."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shared.ids import InstanceId, RequestId
+from shared.wire.placement import Place
+
+Stage = Literal["prefill", "decode", "colocated"]
+AttemptKey = tuple[RequestId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    """One attempt that wants instances. hit_tokens are hints, at most num_prompt_tokens each."""
+
+    key: AttemptKey
+    num_prompt_tokens: int
+    model: str = ""  # "": any
+    session: str = ""  # "": none
+    exclude: frozenset[InstanceId] = frozenset()
+    must_colocate: bool = False
+    hit_tokens: dict[InstanceId, int] = field(default_factory=dict)
+
+    def hits_of(self, instance: InstanceId) -> int:
+        """Leading prompt tokens that the instance holds, as far as known."""
+        return self.hit_tokens.get(instance, 0)
+
+
+def from_wire(place: Place) -> PlacementRequest:
+    """Negative counts become 0, hits beyond the prompt are cut: the numbers come from a socket."""
+    num_tokens = max(0, place.num_prompt_tokens)
+    return PlacementRequest(
+        key=(place.request_id, place.attempt),
+        num_prompt_tokens=num_tokens,
+        model=place.model,
+        session=f"{place.tenant}\0{place.session}" if place.session else "",
+        exclude=frozenset(place.exclude),
+        must_colocate=place.must_colocate,
+        hit_tokens=_clipped(((h.instance, h.tokens) for h in place.hits), num_tokens),
+    )
+
+
+def _clipped(hits: Iterable[tuple[InstanceId, int]], num_tokens: int) -> dict[InstanceId, int]:
+    return {instance: min(tokens, num_tokens) for instance, tokens in hits if tokens > 0}

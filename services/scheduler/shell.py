@@ -1,0 +1,208 @@
+"""The scheduler's sockets: messages in, core, answers out. Everything runs on one event loop."""
+
+import asyncio
+import time
+from typing import Any
+
+from services.scheduler import config
+from services.scheduler.config import SchedulerSettings
+from services.scheduler.core.instances import Instance, Instances
+from services.scheduler.core.placement import Placer
+from shared.errors import ClusterError
+from shared.observe.log import get_logger
+from shared.observe.metrics import counter, gauge, histogram_ms
+from shared.observe.trace import start_span
+from shared.transport.clock import Clock
+from shared.transport.membership_client import MembershipPoller
+from shared.transport.zmq_channel import RouterServer
+from shared.wire.membership import InstanceList
+from shared.wire.placement import (
+    FROM_SCHEDULER,
+    TO_SCHEDULER,
+    Ended,
+    GatewayToScheduler,
+    Place,
+    Placed,
+    SchedulerToGateway,
+)
+from shared.wire.reports import (
+    REPORT_REPLIES,
+    REPORTS,
+    Goodbye,
+    Hello,
+    Refused,
+    Report,
+    SchedulerToWorker,
+    WorkerToScheduler,
+)
+
+TICK_S = 0.1
+
+_log = get_logger("scheduler")
+_placed = counter("quire_scheduler_placed_total", "Placements.", ("kind", "policy"))
+_rejected = counter("quire_scheduler_rejected_total", "Requests without a placement.", ("code",))
+_live = gauge("quire_scheduler_live_instances", "Instances on which something may be placed.")
+_open = gauge("quire_scheduler_open_placements", "Attempts placed and not ended.")
+_gaps = gauge("quire_scheduler_report_gaps", "Reports that were missing between two others.")
+_malformed = gauge("quire_scheduler_malformed_messages", "Messages that were dropped as nonsense.")
+_unsent = counter("quire_scheduler_unsent_replies_total", "Answers whose asker was gone or did not read.")
+_decision = histogram_ms(
+    "quire_scheduler_decision_ms", "Deciding one placement.", buckets=(0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 20)
+)
+
+
+class Scheduler:
+    """start() once, stop() once. Handlers never wait and never raise."""
+
+    def __init__(self, settings: SchedulerSettings, clock: Clock, boot: str) -> None:
+        self.instances = Instances(config.instance_limits(settings))
+        self.placer = Placer(self.instances, settings.policy, boot, config.placement_limits(settings))
+        self._clock = clock
+        self._started_ms = clock.now_ms()
+        self._places: RouterServer[GatewayToScheduler, SchedulerToGateway] = RouterServer(
+            settings.listen, into=TO_SCHEDULER, out=FROM_SCHEDULER, on_message=self._on_place
+        )
+        self._reports: RouterServer[WorkerToScheduler, SchedulerToWorker] = RouterServer(
+            settings.report_listen, into=REPORTS, out=REPORT_REPLIES, on_message=self._on_worker
+        )
+        self._poller: MembershipPoller | None = None
+        if settings.coordinator_url:
+            self._poller = MembershipPoller(
+                settings.coordinator_url,
+                key=settings.coordinator_key,
+                interval_ms=settings.membership_interval_ms,
+                on_list=self._on_members,
+                on_event=lambda event, ids: _log.info(event, **ids),
+            )
+        self._ticking: asyncio.Task[None] | None = None
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """(placements, reports), after start()."""
+        return self._places.address, self._reports.address
+
+    async def start(self) -> None:
+        """Listen. Raises: SettingsError when an address is taken or wrong."""
+        await self._reports.start()  # first: whoever may ask for a placement finds instances soon after
+        await self._places.start()
+        if self._poller is not None:
+            self._poller.open()
+        self._ticking = asyncio.create_task(self._tick(), name="scheduler-tick")
+
+    async def stop(self) -> None:
+        """Close everything; gateways place again with the next scheduler."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+        if self._poller is not None:
+            await self._poller.close()
+        self._places.close()
+        self._reports.close()
+
+    def status(self) -> dict[str, Any]:
+        """What /status shows."""
+        now_ms = self._clock.now_ms()
+        return {
+            "policy": self.placer.policy,
+            "uptime_ms": now_ms - self._started_ms,
+            "num_placed": self.placer.num_placed,
+            "num_open": self.placer.num_open,
+            "instances": [self._instance_status(known, now_ms) for known in self.instances],
+        }
+
+    def readiness(self) -> tuple[bool, dict[str, Any]]:
+        """Ready as soon as it listens: instances come and go."""
+        now_ms = self._clock.now_ms()
+        return True, {"live_instances": len(self.instances.live(now_ms=now_ms))}
+
+    def _instance_status(self, known: Instance, now_ms: int) -> dict[str, Any]:
+        view = known.view(now_ms=now_ms)
+        return {
+            "instance": known.instance,
+            "role": known.role,
+            "epoch": known.epoch,
+            "endpoint": known.endpoint,
+            "live": self.instances.is_live(known, now_ms=now_ms),
+            "draining": known.draining,
+            "silent_ms": now_ms - known.seen_at_ms,
+            "num_requests": view.num_requests,
+            "prefill_tokens": view.prefill_tokens,
+            "context_tokens": view.context_tokens,
+            "kv_used_share": view.kv_used_share,
+        }
+
+    # ---- gateways ----
+
+    def _on_place(self, identity: bytes, seq: int, message: GatewayToScheduler, raw: list[bytes]) -> None:
+        del seq, raw
+        if isinstance(message, Ended):
+            self.placer.ended(message)
+            return
+        start_ns = time.time_ns()
+        answer = self.placer.place(message, now_ms=self._clock.now_ms())
+        _decision.observe((time.time_ns() - start_ns) / 1e6)
+        self._record(message, answer, start_ns)
+        try:
+            self._places.send(identity, answer)
+        except ClusterError as error:
+            _unsent.inc()
+            self.placer.ended(Ended(request_id=message.request_id, attempt=message.attempt))
+            _log.info("answer_unsent", request=message.request_id, error=error.message)
+
+    def _record(self, place: Place, answer: SchedulerToGateway, start_ns: int) -> None:
+        ids = {"quire.request_id": place.request_id, "attempt": place.attempt}
+        with start_span(
+            "schedule.decide", parent=place.traceparent, attributes=ids, start_ns=start_ns
+        ) as span:
+            span.set("reason", answer.reason)
+            if isinstance(answer, Placed):
+                _placed.labels(answer.kind, answer.policy).inc()
+                span.set("kind", answer.kind)
+                span.set("decode", answer.decode.instance)
+                if answer.prefill is not None:
+                    span.set("prefill", answer.prefill.instance)
+                return
+            _rejected.labels(answer.code).inc()
+            span.fail(answer.reason)
+        _log.info("rejected", request=place.request_id, code=answer.code, reason=answer.reason)
+
+    # ---- workers ----
+
+    def _on_worker(self, identity: bytes, seq: int, message: WorkerToScheduler, raw: list[bytes]) -> None:
+        del seq, raw
+        now_ms = self._clock.now_ms()
+        answer: SchedulerToWorker | None = None
+        if isinstance(message, Report):
+            answer = self.instances.report(message, now_ms=now_ms)
+        elif isinstance(message, Hello):
+            answer = self.instances.hello(message, now_ms=now_ms)
+            _log.info(
+                "hello", worker=message.instance, epoch=message.epoch, role=message.role,
+                endpoint=message.endpoint, accepted=not isinstance(answer, Refused),
+            )  # fmt: skip
+        elif isinstance(message, Goodbye) and self.instances.goodbye(message):
+            _log.info("goodbye", worker=message.instance, epoch=message.epoch)
+        if isinstance(answer, Refused):
+            _log.warning("worker_refused", worker=message.instance, code=answer.code, reason=answer.reason)
+        if answer is not None:
+            try:
+                self._reports.send(identity, answer)
+            except ClusterError as error:
+                _unsent.inc()
+                _log.info("answer_unsent", worker=message.instance, error=error.message)
+
+    def _on_members(self, members: InstanceList) -> None:
+        for member in members.instances:
+            self.instances.fence(member.instance, member.epoch)
+
+    async def _tick(self) -> None:
+        while True:
+            now_ms = self._clock.now_ms()
+            for known in self.instances.tick(now_ms=now_ms):
+                silent_ms = now_ms - known.seen_at_ms
+                _log.warning("instance_dead", worker=known.instance, epoch=known.epoch, silent_ms=silent_ms)
+            _live.set(len(self.instances.live(now_ms=now_ms)))
+            _open.set(self.placer.num_open)
+            _gaps.set(self.instances.num_report_gaps)
+            _malformed.set(self._places.num_malformed + self._reports.num_malformed)
+            await asyncio.sleep(TICK_S)
