@@ -101,7 +101,7 @@ class ControlClient:
             self._socket.connect(str(path))
         except OSError as error:
             self._socket.close()
-            raise PeerGone("no cluster is running here") from error
+            raise PeerGone("no cluster is running here; `quire up` starts one") from error
         self._lines = self._socket.makefile("rb")
 
     @property

@@ -1,6 +1,7 @@
 """From settings and this machine to a Plan: device, topology, GPUs, model folder, Redis, flags."""
 
 import importlib.metadata
+import json
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,11 @@ from deploy.local.services_table import LOOPBACK, ROWS, Plan, Ports, Worker
 from shared.errors import SettingsError
 
 NVIDIA_SMI_TIMEOUT_S = 20
+CPU_MAX_MODEL_LEN = 8192
+CPU_KV_SEQUENCES = 4
+CPU_VALUE_BYTES = 4  # fp32, the widest
+CPU_MIN_KV_BYTES = 256 << 20
+CPU_MAX_KV_BYTES = 4 << 30
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +118,32 @@ def _download(model_id: str) -> str:
         ) from error
 
 
+def cpu_sizes(found: ClusterSettings, folder: Path) -> tuple[int, int]:
+    """(max_model_len, kv_cache_bytes) of a CPU engine where the settings leave them open.
+
+    vLLM takes gigabytes by default; here an engine gets room for CPU_KV_SEQUENCES of the longest sequences,
+    and the longest is cut to CPU_MAX_MODEL_LEN. 0 where the model's config.json does not say.
+    """
+    try:
+        model = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"setting cluster.model: cannot read {folder / 'config.json'}: {error}"
+        ) from error
+    model = model.get("text_config", model)
+    try:
+        heads = model.get("num_key_value_heads") or model["num_attention_heads"]
+        head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+        token_bytes = 2 * model["num_hidden_layers"] * heads * head_dim * CPU_VALUE_BYTES
+        context = int(model["max_position_embeddings"])
+    except (KeyError, TypeError, ZeroDivisionError):
+        return found.max_model_len, found.kv_cache_bytes
+    max_model_len = found.max_model_len or (CPU_MAX_MODEL_LEN if context > CPU_MAX_MODEL_LEN else 0)
+    wanted = token_bytes * (max_model_len or context) * CPU_KV_SEQUENCES
+    kv_cache_bytes = found.kv_cache_bytes or min(max(wanted, CPU_MIN_KV_BYTES), CPU_MAX_KV_BYTES)
+    return max_model_len, kv_cache_bytes
+
+
 def redis_plan(found: ClusterSettings, ports: Ports, paths: Paths) -> tuple[tuple[str, ...], str]:
     """(command of an own server or (), URL). Raises: SettingsError when there is no server to be found."""
     if found.redis_url:
@@ -154,10 +186,13 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
     zygote = found.launcher == "zygote" or (
         found.launcher == "auto" and device == "cpu" and found.engine == "vllm"
     )
+    max_model_len, kv_cache_bytes = found.max_model_len, found.kv_cache_bytes
+    if device == "cpu" and found.engine == "vllm":
+        max_model_len, kv_cache_bytes = cpu_sizes(found, Path(model.folder))
     worker_flags = _optional(
         ("--dtype", found.dtype),
-        ("--max-model-len", found.max_model_len),
-        ("--kv-cache-bytes", found.kv_cache_bytes),
+        ("--max-model-len", max_model_len),
+        ("--kv-cache-bytes", kv_cache_bytes),
         ("--threads", found.threads),
     )
     return Plan(

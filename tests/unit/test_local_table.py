@@ -1,5 +1,7 @@
 """The table of services: what is started for which settings and machine, and how it is wired."""
 
+import json
+
 import msgspec
 import pytest
 
@@ -93,7 +95,7 @@ def test_every_flag_is_a_setting_of_its_service():
 
 
 def test_keys_are_in_the_environment_and_not_on_a_command_line():
-    found = settings(api_keys=["sk-secret"], redis_url="redis://:pw@there/0")
+    found = settings(api_keys=["sk-secret"], redis_url="redis://:pw@there/0", engine="mock")
     made = plan.make_plan(found, config.paths_of("/h"), plan.Model(folder="/m", name="m"))
     services = build(made)
     words = [word for s in services for word in s.command]
@@ -162,3 +164,29 @@ def test_a_given_redis_is_used_and_none_is_started():
     services = build(made)
     assert "redis" not in [s.name for s in services]
     start_order([s.spec for s in services])
+
+
+def model_folder(tmp_path, **more):
+    values = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 2048,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**values, **more}))
+    return tmp_path
+
+
+def test_a_small_model_on_cpu_gets_a_small_cache_and_its_own_context(tmp_path):
+    assert plan.cpu_sizes(settings(), model_folder(tmp_path)) == (0, plan.CPU_MIN_KV_BYTES)
+
+
+def test_a_long_context_on_cpu_is_cut_and_the_cache_bounded(tmp_path):
+    folder = model_folder(tmp_path, max_position_embeddings=131_072, num_hidden_layers=16, head_dim=128)
+    assert plan.cpu_sizes(settings(), folder) == (8192, 2 * 16 * 4 * 128 * 4 * 8192 * 4)
+    assert plan.cpu_sizes(settings(max_model_len=100_000), folder) == (100_000, plan.CPU_MAX_KV_BYTES)
+    assert plan.cpu_sizes(settings(kv_cache_bytes=7), folder) == (8192, 7)
+
+
+def test_an_unusual_model_keeps_the_engines_choice(tmp_path):
+    assert plan.cpu_sizes(settings(), model_folder(tmp_path, num_attention_heads=None)) == (0, 0)

@@ -1,0 +1,144 @@
+"""The `quire` command as a user types it: exit codes, messages, and one whole cluster with mock engines."""
+
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.local.config import DEMO_MODEL, paths_of
+from deploy.local.ports import is_free
+from deploy.local.services_table import Ports
+
+REPO = Path(__file__).resolve().parents[2]
+LIMIT_S = 90
+
+
+def free_base_port() -> int:
+    """The first of a run of ports that a small cluster can have."""
+    for _ in range(200):
+        base = random.randrange(20_000, 32_000, 100)
+        ports = Ports(gateway=base + 90, base=base)
+        wanted = [base + 1, base + 2, base + 3, base + 4, base + 5, base + 6, ports.gateway]
+        wanted += [*ports.worker("prefill", 0), *ports.worker("decode", 0)]
+        if all(is_free("127.0.0.1", port) for port in wanted):
+            return base
+    raise AssertionError("no free ports")
+
+
+class Shell:
+    """Runs `quire` with a home of its own."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith("QUIRE_")}  # noqa: TID251
+        self.env |= {"QUIRE_HOME": str(home), "COLUMNS": "200"}
+
+    def __call__(self, *words, env=None, code=0):
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "deploy.local.cli", *words],
+            cwd=self.home.parent,
+            env={**self.env, "PYTHONPATH": str(REPO), **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+
+@pytest.fixture
+def quire(tmp_path):
+    return Shell(tmp_path / "home")
+
+
+def test_without_a_cluster_commands_say_so_by_exit_code(quire):
+    for words in (["status"], ["kill", "redis"], ["chat", "hello", "--url", "http://127.0.0.1:9"]):
+        assert "quire up" in quire(*words, code=3).stderr
+    assert "nothing is running" in quire("down").stdout
+    assert "nothing was started yet" in quire("logs", code=1).stderr
+    assert "no spans" in quire("trace", "chatcmpl-0", code=1).stderr
+
+
+def test_wrong_usage_is_exit_code_two(quire):
+    assert "No such command" in quire("upp", code=2).stderr
+    assert "did you mean 'num_decode'" in quire("up", "--set", "num_decod=1", code=2).stderr
+    assert "QUIRE_REDIS_URL" in quire("up", env={"QUIRE_REDIS_ULR": "x"}, code=2).stderr
+    assert "cluster.port" in quire("up", env={"QUIRE_GATEWAY_LISTEN": "127.0.0.1:1"}, code=2).stderr
+    assert "no folder" in quire("up", "--model", "./none", code=2).stderr
+
+
+def test_every_command_explains_itself(quire):
+    words = quire("--help").stdout
+    for command in ("up", "down", "status", "logs", "chat", "trace", "doctor", "kill", "version"):
+        assert command in words
+        assert "Exit codes: 0 ok" in quire(command, "--help").stdout
+
+
+def test_a_taken_port_is_refused_with_its_owner(quire):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        base = str(free_base_port())
+        done = quire("up", "--engine", "mock", "--port", str(port), "--base-port", base, code=2)
+    assert f"port {port}, wanted by gateway" in done.stderr
+    assert f"(pid {os.getpid()})" in done.stderr
+    assert not paths_of(quire.home).control.exists()
+
+
+def test_doctor_names_what_is_wrong_and_exits_one(quire):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = quire("doctor", "--json", env={"QUIRE_CLUSTER_PORT": port}, code=1)
+    rows = {row["what"]: row for row in json.loads(done.stdout)}
+    assert rows["ports"]["verdict"] == "fail"
+    assert "QUIRE_CLUSTER_PORT" in rows["ports"]["fix"]
+    assert rows["python"]["verdict"] == "ok"
+    assert rows["redis"]["verdict"] == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_cluster_from_up_to_down(quire):
+    base = free_base_port()
+    up = ["up", "--engine", "mock", "--port", str(base + 90), "--base-port", str(base)]
+    up += ["--set", "api_keys=sk-one", "--model", str(DEMO_MODEL)]
+    url = f"http://127.0.0.1:{base + 90}"
+    try:
+        first = quire(*up)
+        assert f"Quire serves quire-demo at {url}/v1" in first.stdout
+        assert "curl -N" in first.stdout
+        assert "already running" in quire(*up).stdout
+        assert "other settings" in quire(*up, "--decode", "2", code=1).stderr
+        assert re.search(r"decode-0 +ready +ok", quire("status").stdout)
+
+        key = {"QUIRE_API_KEY": "sk-one"}
+        assert "invalid_api_key" in quire("chat", "hello", code=1).stderr
+        chat = quire("chat", "hello", "--max-tokens", "8", env=key)
+        assert chat.stdout.strip()
+        assert re.search(r"decode +decode-0", chat.stderr)
+        request_id = re.search(r"quire trace (chatcmpl-\w+)", chat.stderr).group(1)
+        timeline = quire("trace", request_id).stdout
+        assert "gateway.receive" in timeline
+        assert "decode-0" in timeline
+
+        status = json.loads(quire("status", "--json").stdout)
+        old = next(s["pid"] for s in status["services"] if s["name"] == "decode-0")
+        assert f"pid {old}" in quire("kill", "decode-0").stdout
+        assert "no service 'nobody'" in quire("kill", "nobody", code=1).stderr
+        assert "gateway" in quire("logs", "-n", "3").stdout
+    finally:
+        down = quire("down")
+    assert "stopped in" in down.stdout
+    assert float(re.search(r"stopped in ([\d.]+) s", down.stdout).group(1)) < 8
+    quire("status", code=3)
+    assert is_free("127.0.0.1", base + 90)
+    assert "gateway" in quire("logs", "gateway", "-n", "1").stdout or quire("logs", "gateway").stdout
