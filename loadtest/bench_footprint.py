@@ -4,8 +4,8 @@
 
 Each run starts a cluster of its own (own QUIRE_HOME, free ports): demo model, one prefill and one decode
 worker, gateway, scheduler, coordinator, mempool, Redis, supervisor. `ready_s` is the time until `quire up`
-returns, which it does when every service is ready. Memory is the proportional set size of all processes of the
-cluster, after requests have used both workers, summed from /proc/<pid>/smaps_rollup: shared pages count once.
+returns, which it does when every service is ready. Memory is the proportional set size of all processes
+of the cluster after requests have used both workers, from /proc/<pid>/smaps_rollup: shared pages count once.
 """
 
 import argparse
@@ -102,7 +102,8 @@ async def use(url: str, model: str) -> int:
             "max_tokens": OUTPUT_TOKENS,
             "stream": True,
         }
-        failed += not (await client.post(client.request_bytes(CHAT, body), timeout_s=CALL_TIMEOUT_S)).ok
+        reply = await client.post(client.request_bytes(CHAT, body), timeout_s=CALL_TIMEOUT_S)
+        failed += not reply.ok
     client.close()
     return failed
 

@@ -41,7 +41,8 @@ async def closed_loop(client: Client, requests: Sequence[bytes], concurrency: in
     async def user() -> None:
         nonlocal failed
         while queue:
-            failed += not await _ok(client, queue.pop())
+            is_ok = await _ok(client, queue.pop())  # not in one line with +=, which reads before it waits
+            failed += not is_ok
 
     begin = time.perf_counter()
     await asyncio.gather(*(user() for _ in range(concurrency)))
