@@ -50,6 +50,17 @@ def _new_socket(kind: int, high_water: int) -> zmq.Socket[bytes]:
     return socket
 
 
+def _send(socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
+    """Queue a message. Raises: zmq.Again when its queue is full."""
+    try:
+        socket.send_multipart(frames, zmq.NOBLOCK)
+    except zmq.Again:
+        # A send looks for news from ZeroMQ's own thread (the peer has read, or has just connected) only once
+        # a millisecond; asking for EVENTS always does.
+        socket.getsockopt(zmq.EVENTS)
+        socket.send_multipart(frames, zmq.NOBLOCK)
+
+
 def _receive(socket: zmq.Socket[bytes]) -> list[bytes]:
     """One whole message. Raises: zmq.Again when none is there. Frames past the codec's bound are dropped."""
     frames = [socket.recv(zmq.NOBLOCK)]
@@ -168,7 +179,7 @@ class DealerLink(Generic[Out, In]):
             raise PeerGone(f"{self.endpoint} is not connected")
         seq = self._seq
         try:
-            self._socket.send_multipart(self._out.pack(message, seq=seq, raw=raw), zmq.NOBLOCK)
+            _send(self._socket, self._out.pack(message, seq=seq, raw=raw))
         except zmq.Again:
             raise Overloaded(f"the queue to {self.endpoint} is full", retry_after_ms=100) from None
         self._seq = seq + 1
@@ -266,7 +277,7 @@ class RouterServer(Generic[In, Out]):
             raise PeerGone(f"{self.address} is closed")
         seq = self._seq
         try:
-            self._socket.send_multipart([identity, *self._out.pack(message, seq=seq, raw=raw)], zmq.NOBLOCK)
+            _send(self._socket, [identity, *self._out.pack(message, seq=seq, raw=raw)])
         except zmq.Again:
             raise Overloaded(f"a peer of {self.address} does not read", retry_after_ms=100) from None
         except zmq.ZMQError as error:

@@ -78,6 +78,37 @@ async def test_answers_come_in_order_with_sequence_numbers_and_raw_frames(opened
     assert got == [(n, Answer(n), [b"raw", bytes([n % 256])]) for n in range(1_000)]
 
 
+async def test_a_link_can_send_the_moment_it_is_up(opened):
+    server = await serve(opened)
+    for _ in range(30):
+        got = []
+        link = DealerLink(
+            server.address,
+            out=ASK,
+            into=ANSWER,
+            on_message=lambda *args, got=got: got.append(args),
+            on_up=lambda: link.send(Ask(1)),  # noqa: B023  the link of this turn
+        )
+        opened.append(link)
+        await link.connect()
+        await until(lambda got=got: got)
+
+
+async def test_a_full_queue_takes_messages_again_as_soon_as_the_peer_has_read(opened):
+    server = await serve(opened, on_message=lambda *_: None)
+    link = dial(opened, server.address, [], high_water=50)
+    await link.connect()
+    sent = refused = 0
+    while sent < 5_000:
+        try:
+            link.send(Ask(sent))
+            sent += 1
+        except Overloaded:
+            refused += 1
+            await asyncio.sleep(0)
+        assert refused < 100_000
+
+
 async def test_two_links_get_their_own_answers(opened):
     server = await serve(opened)
     got = [[], []]
