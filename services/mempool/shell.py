@@ -124,7 +124,7 @@ class MempoolShell:
                 refusal = wire.AttachRefused(code="peer.credentials", reason=reason)
                 return [Send(connection.state, refusal), Disconnect(connection.state, reason)]
         log.info(
-            "peer_attaches", kind=message.kind, instance=message.instance, pid=connection.peer.pid,
+            "peer_attaches", kind=message.kind, peer_instance=message.instance, pid=connection.peer.pid,
             connection=connection.state,
         )  # fmt: skip
         return self.pool.on_attach(connection.state, process, message, self.clock.now_ms())
