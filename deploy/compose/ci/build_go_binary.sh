@@ -6,6 +6,10 @@
 set -euo pipefail
 module=$1 version=$2 package=$3 out=$(realpath -m "$4") ldflags=${5:-}
 if [ -x "$out" ]; then exit 0; fi
+if ! command -v go > /dev/null; then
+  echo "build_go_binary: no go command: install Go 1.24 or newer to build $package $version" >&2
+  exit 1
+fi
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -14,8 +18,7 @@ printf 'module build\n\ngo 1.24\n\nrequire %s %s\n' "$module" "$version" > go.mo
 source=$(go mod download -json "$module@$version" | sed -n 's/.*"Dir": "\(.*\)",/\1/p')
 cp "$source/go.sum" go.sum
 chmod u+w go.sum
-sed -n 's/^go /go /p' "$source/go.mod" | head -1 > go-version
-sed -i "s/^go .*/$(cat go-version)/" go.mod
+sed -i "s/^go .*/$(grep -m 1 '^go ' "$source/go.mod")/" go.mod
 go mod edit -json "$source/go.mod" | python3 -c '
 import json, sys
 edits = json.load(sys.stdin)
@@ -26,6 +29,6 @@ for replace in edits.get("Replace") or []:
     if new.get("Version"):  # a local path is of use to its authors only
         print("replace", old["Path"], old.get("Version", ""), "=>", new["Path"], new["Version"])
 ' >> go.mod
-CGO_ENABLED=0 nice go build -mod=mod -trimpath -ldflags "-s -w $ldflags" -o "$out.part" "$package"
 mkdir -p "$(dirname "$out")"
+CGO_ENABLED=0 nice go build -mod=mod -trimpath -ldflags "-s -w $ldflags" -o "$out.part" "$package"
 mv "$out.part" "$out"
