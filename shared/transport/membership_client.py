@@ -7,6 +7,7 @@ on_event and tried again; a member keeps its epoch meanwhile, a reader its last 
 import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -128,7 +129,7 @@ class MembershipClient(_Background):
         self._register = register
         self._heartbeat = heartbeat
         self._on_epoch = on_epoch
-        self._path = f"/v1/instances/{register.instance}"
+        self._path = f"/v1/instances/{quote(register.instance, safe='')}"
 
     async def close(self, *, leave: bool = True) -> None:
         """Stop; `leave` also tells the coordinator, waiting at most REQUEST_TIMEOUT_S."""

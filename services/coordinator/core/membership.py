@@ -1,0 +1,220 @@
+"""Who is a member, under which epoch. No I/O: time comes in, journal entries go out.
+
+    LIVE -(no heartbeat for ttl_ms / 2)-> SUSPECT -(for ttl_ms)-> DEAD -(for forget_after_ms)-> gone
+    SUSPECT, DEAD -(heartbeat)-> LIVE; any -(register)-> LIVE under a larger epoch; any -(remove)-> gone
+
+Epochs only grow, across restarts too: a new one is above everything this instance is known to have had, and
+at least the wall clock's microseconds. So a lost journal is harmless unless the wall clock also went back.
+A member restored from the journal starts as SUSPECT with a full time to live: the coordinator's own restart
+must not look like the death of everybody else.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import msgspec
+from msgspec import Struct
+
+from shared.ids import Epoch, InstanceId
+from shared.wire.membership import (
+    Heartbeat,
+    HeartbeatReply,
+    InstanceList,
+    InstanceView,
+    Register,
+    Registered,
+)
+
+MAX_KNOWN_EPOCHS = 10_000
+
+
+class MemberState(StrEnum):
+    """What missed heartbeats make of a member."""
+
+    LIVE = "live"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+
+class JournalEntry(Struct, frozen=True, kw_only=True):
+    """What survives the coordinator: the newest epoch of an instance, and the member if there is one."""
+
+    instance: InstanceId
+    epoch: Epoch
+    member: Register | None = None
+
+
+class Unknown(Struct, frozen=True, kw_only=True):
+    """No such member: register."""
+
+    instance: InstanceId
+
+
+class Stale(Struct, frozen=True, kw_only=True):
+    """The epoch is not the member's: register again, or stop if somebody else has the id."""
+
+    instance: InstanceId
+    epoch: Epoch
+    current: Epoch
+
+
+class Full(Struct, frozen=True, kw_only=True):
+    """max_members are known."""
+
+    max_members: int
+
+
+@dataclass(slots=True)
+class Member:
+    """One registration."""
+
+    register: Register
+    epoch: Epoch
+    seen_at_ms: int
+    state: MemberState = MemberState.LIVE
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_used_share: float = 0.0
+
+
+@dataclass(slots=True)
+class Membership:
+    """The table. `journal` collects what the shell must store; it takes and empties it."""
+
+    heartbeat_interval_ms: int = 500
+    ttl_ms: int = 1_500
+    forget_after_ms: int = 60_000
+    max_members: int = 1_024
+    version: int = 0  # grows with every change that readers must see
+    journal: dict[InstanceId, JournalEntry] = field(default_factory=dict)
+    _members: dict[InstanceId, Member] = field(default_factory=dict)
+    _epochs: dict[InstanceId, Epoch] = field(default_factory=dict)
+
+    def restore(self, entries: Iterable[JournalEntry], *, now_ms: int) -> int:
+        """Take over what an earlier life wrote, unless something newer is known. Returns members added."""
+        num_added = 0
+        for entry in entries:
+            newer = entry.epoch > self._epochs.get(entry.instance, Epoch(-1))
+            if not newer:
+                continue
+            known = self._members.get(entry.instance)
+            self._remember(entry.instance, entry.epoch)
+            if known is not None:  # registered here under an epoch that others refuse: it must do so again
+                self._drop(entry.instance)
+                continue
+            if entry.member is not None and len(self._members) < self.max_members:
+                self._members[entry.instance] = Member(entry.member, entry.epoch, now_ms, MemberState.SUSPECT)
+                num_added += 1
+        if num_added:
+            self.version += 1
+        return num_added
+
+    def register(self, register: Register, *, now_ms: int, now_unix_us: int) -> Registered | Full:
+        """A process starts, or comes back, under an instance id."""
+        if register.instance not in self._members and len(self._members) >= self.max_members:
+            return Full(max_members=self.max_members)
+        last = self._epochs.get(register.instance, Epoch(0))
+        epoch = Epoch(max(last + 1, now_unix_us))
+        self._remember(register.instance, epoch)
+        self._members[register.instance] = Member(register, epoch, now_ms)
+        self._note(register.instance)
+        return Registered(epoch=epoch, heartbeat_interval_ms=self.heartbeat_interval_ms, ttl_ms=self.ttl_ms)
+
+    def heartbeat(
+        self, instance: InstanceId, heartbeat: Heartbeat, *, now_ms: int
+    ) -> HeartbeatReply | Unknown | Stale:
+        """The member lives, and says how busy it is."""
+        member = self._members.get(instance)
+        if member is None:
+            return Unknown(instance=instance)
+        if member.epoch != heartbeat.epoch:
+            return Stale(instance=instance, epoch=heartbeat.epoch, current=member.epoch)
+        member.seen_at_ms = now_ms
+        member.num_running = heartbeat.num_running
+        member.num_waiting = heartbeat.num_waiting
+        member.kv_used_share = heartbeat.kv_used_share
+        if member.state is not MemberState.LIVE:
+            member.state = MemberState.LIVE
+            self.version += 1
+        return HeartbeatReply(ttl_ms=self.ttl_ms)
+
+    def remove(self, instance: InstanceId, epoch: Epoch) -> Unknown | Stale | None:
+        """An orderly end; None when done."""
+        member = self._members.get(instance)
+        if member is None:
+            return Unknown(instance=instance)
+        if member.epoch != epoch:
+            return Stale(instance=instance, epoch=epoch, current=member.epoch)
+        self._drop(instance)
+        return None
+
+    def tick(self, *, now_ms: int) -> list[tuple[InstanceId, MemberState]]:
+        """State changes since the last tick. Call at least every heartbeat interval."""
+        changes = []
+        for instance, member in list(self._members.items()):
+            silent_ms = now_ms - member.seen_at_ms
+            state = self._state_after(silent_ms, member.state)
+            if state is not member.state:
+                member.state = state
+                changes.append((instance, state))
+            if silent_ms >= self.ttl_ms + self.forget_after_ms:
+                self._drop(instance)
+        if changes:
+            self.version += 1
+        return changes
+
+    def listing(self, *, now_ms: int) -> InstanceList:
+        """All members, in the order of their ids."""
+        views = [self._view(member, now_ms) for _, member in sorted(self._members.items())]
+        return InstanceList(version=self.version, instances=views)
+
+    def journal_all(self) -> None:
+        """The store may have lost everything: write all members again."""
+        for instance in self._members:
+            self._journal(instance)
+
+    def take_journal(self) -> list[JournalEntry]:
+        """Entries to store, each instance at most once."""
+        entries, self.journal = list(self.journal.values()), {}
+        return entries
+
+    def _state_after(self, silent_ms: int, now: MemberState) -> MemberState:
+        if silent_ms >= self.ttl_ms:
+            return MemberState.DEAD
+        return MemberState.SUSPECT if 2 * silent_ms >= self.ttl_ms else now
+
+    def _view(self, member: Member, now_ms: int) -> InstanceView:
+        # fields that a Register and an InstanceView share have the same names
+        return InstanceView(
+            **msgspec.structs.asdict(member.register),
+            epoch=member.epoch,
+            age_ms=now_ms - member.seen_at_ms,
+            state=member.state.value,
+            num_running=member.num_running,
+            num_waiting=member.num_waiting,
+            kv_used_share=member.kv_used_share,
+        )
+
+    def _drop(self, instance: InstanceId) -> None:
+        del self._members[instance]
+        self._note(instance)
+
+    def _note(self, instance: InstanceId) -> None:
+        self.version += 1
+        self._journal(instance)
+
+    def _journal(self, instance: InstanceId) -> None:
+        member = self._members.get(instance)
+        self.journal[instance] = JournalEntry(
+            instance=instance,
+            epoch=self._epochs[instance],
+            member=member.register if member is not None else None,
+        )
+
+    def _remember(self, instance: InstanceId, epoch: Epoch) -> None:
+        self._epochs.pop(instance, None)
+        self._epochs[instance] = epoch
+        if len(self._epochs) > MAX_KNOWN_EPOCHS:
+            oldest = next((known for known in self._epochs if known not in self._members), instance)
+            del self._epochs[oldest]

@@ -1,0 +1,117 @@
+"""The coordinator without its HTTP: core, journal, clock, metrics."""
+
+import asyncio
+import time
+from typing import Any
+
+from services.coordinator.config import CoordinatorSettings
+from services.coordinator.core.membership import Full, JournalEntry, Membership, Stale, Unknown
+from services.coordinator.journal import Journal
+from shared.ids import Epoch, InstanceId
+from shared.observe.log import get_logger
+from shared.observe.metrics import counter, gauge
+from shared.transport.clock import Clock
+from shared.wire.membership import Heartbeat, HeartbeatReply, InstanceList, Register, Registered
+
+_log = get_logger("coordinator")
+_registered = counter("quire_coordinator_registrations_total", "Epochs granted.")
+_heartbeats = counter("quire_coordinator_heartbeats_total", "Heartbeats, by outcome.", ("outcome",))
+_beat_ok, _beat_stale, _beat_unknown = (_heartbeats.labels(o) for o in ("ok", "stale", "unknown"))
+_members = gauge("quire_coordinator_members", "Members, by state.", ("state",))
+
+
+class Coordinator:
+    """start() once, stop() once. Its methods answer one REST call each, without waiting."""
+
+    def __init__(self, settings: CoordinatorSettings, clock: Clock) -> None:
+        self._clock = clock
+        self._settings = settings
+        self._membership = Membership(
+            heartbeat_interval_ms=settings.heartbeat_interval_ms,
+            ttl_ms=settings.ttl_ms,
+            forget_after_ms=settings.forget_after_ms,
+            max_members=settings.max_members,
+            version=_unix_us(),  # so that it also grows across restarts
+        )
+        self._journal = Journal(settings.redis_url, self._restore) if settings.redis_url else None
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Take over the journal if Redis answers soon, and go on without it if not."""
+        if self._journal is not None and not await self._journal.start(self._settings.journal_wait_ms):
+            _log.warning("journal_not_reached", wait_ms=self._settings.journal_wait_ms)
+        self._ticking = asyncio.create_task(self._tick(), name="coordinator-tick")
+
+    async def stop(self) -> None:
+        """Write what is pending and stop."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+        if self._journal is not None:
+            await self._journal.close()
+
+    def register(self, register: Register) -> Registered | Full:
+        """POST /v1/instances."""
+        reply = self._membership.register(register, now_ms=self._clock.now_ms(), now_unix_us=_unix_us())
+        if isinstance(reply, Registered):
+            _registered.inc()
+            _log.info(
+                "member_registered", member=register.instance, epoch=reply.epoch, role=register.role,
+                endpoint=register.endpoint,
+            )  # fmt: skip
+        self._flush()
+        return reply
+
+    def heartbeat(self, instance: InstanceId, heartbeat: Heartbeat) -> HeartbeatReply | Unknown | Stale:
+        """POST /v1/instances/{id}/heartbeat."""
+        reply = self._membership.heartbeat(instance, heartbeat, now_ms=self._clock.now_ms())
+        if isinstance(reply, HeartbeatReply):
+            _beat_ok.inc()
+        else:
+            (_beat_stale if isinstance(reply, Stale) else _beat_unknown).inc()
+            _log.info("heartbeat_refused", member=instance, epoch=heartbeat.epoch, reply=type(reply).__name__)
+        return reply
+
+    def remove(self, instance: InstanceId, epoch: Epoch) -> Unknown | Stale | None:
+        """DELETE /v1/instances/{id}."""
+        reply = self._membership.remove(instance, epoch)
+        if reply is None:
+            _log.info("member_left", member=instance, epoch=epoch)
+        self._flush()
+        return reply
+
+    def listing(self) -> InstanceList:
+        """GET /v1/instances."""
+        return self._membership.listing(now_ms=self._clock.now_ms())
+
+    def readiness(self) -> tuple[bool, dict[str, Any]]:
+        """Ready without Redis too: the journal is best effort."""
+        return True, {
+            "members": len(self.listing().instances),
+            "journal": self._journal.up if self._journal is not None else "none",
+        }
+
+    def _restore(self, entries: list[JournalEntry]) -> None:
+        num_added = self._membership.restore(entries, now_ms=self._clock.now_ms())
+        _log.info("journal_restored", num_entries=len(entries), num_members_added=num_added)
+        self._membership.journal_all()  # this Redis may be a new, empty one
+        self._flush()
+
+    def _flush(self) -> None:
+        entries = self._membership.take_journal()
+        if self._journal is not None:
+            self._journal.note(entries)
+
+    async def _tick(self) -> None:
+        while True:
+            for instance, state in self._membership.tick(now_ms=self._clock.now_ms()):
+                _log.warning("member_silent", member=instance, state=state.value)
+            self._flush()
+            states = [view.state for view in self.listing().instances]
+            for state in ("live", "suspect", "dead"):
+                _members.labels(state).set(states.count(state))
+            await asyncio.sleep(self._settings.heartbeat_interval_ms / 2000)
+
+
+def _unix_us() -> int:
+    return time.time_ns() // 1_000
