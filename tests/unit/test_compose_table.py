@@ -8,6 +8,11 @@ import pytest
 import yaml
 
 from deploy.local.services_table import ROWS, Plan, Ports, Service, Worker, build
+from services.coordinator.config import CoordinatorSettings
+from services.gateway.config import GatewaySettings
+from services.mempool.config import MempoolSettings
+from services.scheduler.config import SchedulerSettings
+from shared.engine.worker_config import WorkerSettings
 
 COMPOSE = Path(__file__).parents[2] / "deploy" / "compose"
 PORTS = Ports(gateway=8000, base=8100)
@@ -25,6 +30,10 @@ def load(name: str) -> dict[str, Any]:
 
 FILE = load("compose.yaml")
 SERVICES: dict[str, dict[str, Any]] = FILE["services"]
+STRUCTS = {
+    "coordinator": CoordinatorSettings, "scheduler": SchedulerSettings, "mempool": MempoolSettings,
+    "prefill": WorkerSettings, "decode": WorkerSettings, "gateway": GatewaySettings,
+}  # fmt: skip
 OURS = [name for name, row in ROWS.items() if row.module]
 
 
@@ -77,6 +86,11 @@ def test_a_service_runs_the_module_of_its_row(name):
 def test_a_service_gets_the_settings_that_the_table_decides(name):
     wanted = flags(table()[name].command).keys()
     assert settings_of(name) - COMPOSE_ONLY == wanted
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_setting_that_a_service_gets_exists(name):
+    assert settings_of(name) <= set(STRUCTS[name].__struct_fields__)
 
 
 @pytest.mark.parametrize("name", OURS)
