@@ -7,19 +7,21 @@ from typing import Annotated
 import typer
 
 from deploy.local import config
-from deploy.local.doctor_checks import CHECKS, Finding, Verdict
+from deploy.local.doctor_checks import CHECKS, Finding, Verdict, check_vllm_import
 from deploy.local.terminal import FAILED, OK, out
 
 MARKS = {Verdict.OK: "[green]ok  [/]", Verdict.WARN: "[yellow]warn[/]", Verdict.FAIL: "[red]FAIL[/]"}
 
 
 def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Do not import vLLM, which takes 10 s.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON array, for scripts.")] = False,
 ) -> None:
     """Check this machine for what `quire up` needs. Exit code 1: something necessary is missing."""
     settings = config.load()
     findings: list[Finding] = []
-    for check in CHECKS:
+    checks = [*CHECKS, *([] if quick else [check_vllm_import])]
+    for check in checks:
         finding = check(settings)
         findings.append(finding)
         if not as_json:
