@@ -6,6 +6,7 @@ with the test run, however that ends.
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,8 +20,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shared.engine.vllm_setup import die_with_parent
-
 READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.02
@@ -29,6 +28,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 class ProcessFailed(AssertionError):
     """A service did not do what the test needs; the message ends with its log."""
+
+
+def _die_with_parent() -> list[str]:
+    """Words before a command, so that it dies with us.
+
+    Not preexec_fn: it runs the fork handlers of every library in the child of a process with threads, and
+    such a child can wait for ever for a lock that one of those threads held (seen with tracing's).
+    """
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
 
 
 def free_ports(count: int) -> list[int]:
@@ -102,14 +111,13 @@ class ServiceProcess:
         env = {k: v for k, v in os.environ.items() if not k.startswith("QUIRE_")}  # noqa: TID251
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command,
+                [*_die_with_parent(), *self.command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,
                 env={**env, **self.env},
                 start_new_session=True,
-                preexec_fn=die_with_parent,
             )
         self.sessions.append(self.process.pid)
         return self
