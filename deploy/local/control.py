@@ -20,6 +20,7 @@ from shared.errors import PeerGone
 MAX_LINE_BYTES = 1 << 20
 MAX_WATCHERS = 16
 REPLY_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 1.0
 
 
 class ControlServer:
@@ -31,6 +32,7 @@ class ControlServer:
         self._server: asyncio.Server | None = None
         self._watchers: set[asyncio.StreamWriter] = set()
         self._open: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Raises: OSError when the socket cannot be made."""
@@ -56,13 +58,19 @@ class ControlServer:
         """Ends every connection: who asked for the stop sees the end of file."""
         if self._server is not None:
             self._server.close()
-        for writer in list(self._open):
+        for writer in self._open:
             writer.close()
+        if self._tasks:  # each sees the end of its connection
+            await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open.add(writer)
+        task = asyncio.current_task()
+        if task is not None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         try:
             while line := await reader.readline():
                 self._answer(line, writer)

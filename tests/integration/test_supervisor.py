@@ -69,11 +69,12 @@ class Run:
     def start(self):
         table = self.home / "table.json"
         table.write_text(json.dumps({"services": self.services, "rules": self.rules}))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.supervised_run", str(self.home), str(table)],
-            cwd=REPO,
-            stderr=subprocess.DEVNULL,
-        )
+        with (self.home / "stderr").open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.integration.supervised_run", str(self.home), str(table)],
+                cwd=REPO,
+                stderr=stderr,
+            )
         eventually(self.paths.control.exists, "control socket")
         return self
 
@@ -115,6 +116,7 @@ def run(tmp_path):
         made.process.kill()
         made.process.wait()
         eventually(lambda: not any(alive(p) for p in made.pids()), "everything gone after the test")
+        assert "Traceback" not in (made.home / "stderr").read_text()
 
 
 def test_services_start_in_order_behind_health_gates(run):
