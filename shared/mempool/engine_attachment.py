@@ -76,6 +76,7 @@ class EngineAttachment:
             instance_epoch=instance_epoch,
             description=description,
             quota_pages=quota_pages,
+            lets_go=True,  # an attachment ends when no view of its memory is left
         )
         self._quota = quota_pages
         self._lock = threading.Lock()
@@ -86,7 +87,7 @@ class EngineAttachment:
         self._asked = 0  # pages asked for and not granted yet
         self._taken: dict[PageId, Epoch] = {}
         self._lost: dict[PageId, Epoch] = {}  # taken under an earlier attachment, not let go of yet
-        self._owed: tuple[Epoch, list[Owned]] = (_NO_EPOCH, [])  # to acknowledge to the same boot generation
+        self._poison: tuple[Epoch, dict[int, int]] = (_NO_EPOCH, {})  # boot generation, PoolMapping.poison
         self._counters: Counter[str] = Counter()
         self._wake = threading.Event()
         self._closing = False
@@ -128,8 +129,8 @@ class EngineAttachment:
         writes to it are lost and the page never reads as sealed.
         """
         with self._lock:
-            if page in self._lost:
-                self._mapping.poisoned.add(page)
+            if page in self._lost and isinstance(self._mapping, PoolMapping):
+                return self._mapping.scratch_view(page)
             return self._mapping.view(page)
 
     def word(self, page: PageId) -> int:
@@ -215,13 +216,12 @@ class EngineAttachment:
         self._thread.join(timeout=ATTACH_TIMEOUT_MS / 1000)
         with self._lock:
             link, self._link = self._link, None
-            owned = [*self._stock, *self._taken.items()]
             earlier, self._mapping = self._mapping, Scratch(self.description.block_bytes)
             drained, self._pool = earlier.try_close(), None
         if link is not None:
-            if drained and owned:
+            if drained:
                 with contextlib.suppress(ClusterError):
-                    link.send(_pages_message(wire.GiveBack, owned))
+                    link.send(wire.Detach())
             link.close()
 
     # -- attaching, on the thread of its own --------------------------------------------------------
@@ -265,9 +265,8 @@ class EngineAttachment:
                 return False
             header = TableHeader(reply.boot_generation, reply.num_pages, reply.page_bytes)
             block_bytes = self.description.block_bytes
-            pool = PoolMapping(fds[0], fds[1], header, block_bytes, self._mapping.poisoned)
-            with self._lock:
-                earlier, self._mapping = self._mapping, pool
+            pool = PoolMapping(fds[0], fds[1], header, block_bytes)
+            earlier = self._install(pool)
             if not self._drain(earlier):
                 link.close()
                 return False
@@ -276,17 +275,28 @@ class EngineAttachment:
             raise
         with self._lock:
             # pages that were asked for a scratch view until just now stay invalid
-            pool.poisoned |= earlier.poisoned
-            boot, owed = self._owed
-            self._owed = (_NO_EPOCH, [])
             self._stock.clear()
             self._asked = self._quota
             self._link, self._pool = link, pool
             self._counters["attaches"] += 1
-        if owed and boot == reply.boot_generation:  # no view of them is left: nobody can write them any more
-            self._send_pages(wire.GiveBack, owed)
         link.start()
         return True
+
+    def _install(self, pool: PoolMapping) -> PoolMapping | Scratch:
+        """Views come from the new pool from now on; returns what they came from until now.
+
+        A reader that looked at a page's word before the loss, and got a scratch page after it, must not
+        find the same word again. It could only in the same boot: what was asked for stays invalid there.
+        """
+        with self._lock:
+            earlier, self._mapping = self._mapping, pool
+            boot, poison = self._poison
+            if boot == pool.header.boot_generation:
+                pool.poison.update(poison)
+                for page in earlier.asked if isinstance(earlier, Scratch) else ():
+                    pool.spoil(page)
+            self._poison = (pool.header.boot_generation, pool.poison)
+        return earlier
 
     def _refused(self, reply: wire.FromMempool) -> None:
         with self._lock:
@@ -312,13 +322,10 @@ class EngineAttachment:
             pool, self._pool = self._mapping, None
             link, self._link = self._link, None
             assert isinstance(pool, PoolMapping)
-            owned = [*self._stock, *self._taken.items()]
-            self._owed = (pool.header.boot_generation, owned)
             self._lost.update(self._taken)
             self._taken.clear()
             self._stock.clear()
             self._mapping = Scratch(self.description.block_bytes)
-            self._mapping.poisoned |= set(self._lost)
             self._counters["losses"] += 1
         if link is not None:
             link.close()

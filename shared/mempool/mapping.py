@@ -2,7 +2,7 @@
 
 Pages are asked for by number, and numbers mean something else in the next pool. So a mapping ends with proof
 that nobody still looks at it: Python refuses to unmap memory that has views. A number that cannot mean a page
-of this mapping gets the scratch page instead, and is remembered: it never reads as valid here.
+of this mapping gets the scratch page instead; until that page is used anew it does not read as valid.
 """
 
 import mmap
@@ -19,13 +19,13 @@ class Scratch:
     """One private page: what is written here is lost, what is read here is never valid."""
 
     def __init__(self, length_bytes: int) -> None:
-        self.poisoned: set[int] = set()
+        self.asked: set[int] = set()
         self._length_bytes = length_bytes
         self._memory = mmap.mmap(-1, max(1, length_bytes))
 
     def view(self, page: int) -> memoryview:
         """Writable."""
-        self.poisoned.add(page)
+        self.asked.add(page)
         return memoryview(self._memory)[: self._length_bytes]
 
     def try_close(self) -> bool:
@@ -40,18 +40,14 @@ class Scratch:
 class PoolMapping:
     """A pool's memory. Takes over both fds and closes them.
 
-    Args: poisoned: numbers that never read as valid here.
     Raises: ValueError or OSError when the memory is not what Attached says.
     """
 
-    def __init__(
-        self, page_fd: int, table_fd: int, header: TableHeader, block_bytes: int, poisoned: set[int]
-    ) -> None:
+    def __init__(self, page_fd: int, table_fd: int, header: TableHeader, block_bytes: int) -> None:
         self.header = header
         self._block_bytes = block_bytes
         self._scratch = Scratch(block_bytes)
-        self._scratch.poisoned |= poisoned
-        self.poisoned = self._scratch.poisoned
+        self.poison: dict[int, int] = {}  # page -> largest epoch under which it does not read as valid
         try:
             if block_bytes > header.page_bytes:
                 raise ValueError(f"a block of {block_bytes} bytes in pages of {header.page_bytes}")
@@ -66,10 +62,19 @@ class PoolMapping:
         # A forked child must not be able to write here once this process is proven dead.
         self._pages.madvise(mmap.MADV_DONTFORK)
 
+    def spoil(self, page: int) -> None:
+        """Whoever asked for this page now may have got a scratch page: nothing that it holds now is valid."""
+        self.poison[page] = self.word(page) >> 8
+
+    def scratch_view(self, page: int) -> memoryview:
+        """For a page that the caller may not touch."""
+        self.spoil(page)
+        return self._scratch.view(page)
+
     def view(self, page: int) -> memoryview:
         """The block's bytes in its page, writable. Cost: about 1 us."""
-        if page in self.poisoned or not 0 <= page < self.header.num_pages:
-            return self._scratch.view(page)
+        if not 0 <= page < self.header.num_pages:
+            return self.scratch_view(page)
         start = page * self.header.page_bytes
         return memoryview(self._pages)[start : start + self._block_bytes]
 
@@ -79,12 +84,12 @@ class PoolMapping:
 
     def is_sealed(self, page: int, epoch: Epoch) -> bool:
         """Whether the page's bytes are the ones that were sealed under this epoch."""
-        return self.word(page) == epoch << 8 | SEALED_BYTE and page not in self.poisoned
+        return self.word(page) == epoch << 8 | SEALED_BYTE and epoch > self.poison.get(page, 0)
 
     def is_live(self, page: int, epoch: Epoch) -> bool:
         """Whether the page still is, or still may become, what was promised under this epoch."""
         word = self.word(page)
-        return word >> 8 == epoch and word & 0xFF in _LIVE_BYTES and page not in self.poisoned
+        return word >> 8 == epoch and word & 0xFF in _LIVE_BYTES and epoch > self.poison.get(page, 0)
 
     def try_close(self) -> bool:
         """False while any view is left; then the memory is still there. Harmless when closed already."""

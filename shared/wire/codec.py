@@ -47,5 +47,5 @@ class Channel(Generic[T]):
             raise PeerProtocolError(f"seq of {len(seq)} bytes, body of {len(body)} bytes")
         try:
             return int.from_bytes(seq, "big"), self._decoder.decode(body), list(frames[3:])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through as it is
             raise PeerProtocolError(f"bad body on {self.schema.decode()}: {error}") from error

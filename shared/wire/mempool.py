@@ -1,11 +1,12 @@
 """worker <-> mempool of the same host, over a unix stream socket (peer credentials are checked).
 
-Two kinds of connection. An *engine* attaches: it gets two fds with Attached, the pages (read-write) and the page
-table (read-only), then holds a quota of granted pages, writes them and sends Sealed. A *client* (a worker's
-front, a tool) only calls. Page lists travel as raw little-endian u32, epochs as u64, hashes as 32 bytes
+Two kinds of connection. An *engine* attaches: it gets two fds with Attached, the pages (read-write) and the
+page table (read-only), then holds a quota of granted pages, writes them and sends Sealed. A *client* (a
+worker's front, a tool) only calls. Page lists travel as raw little-endian u32, epochs as u64, hashes as 32 bytes
 each, inside `bytes` fields. Calls carry `call_id` and are answered once, with the same id.
 
-One-way to the mempool: Writing, Sealed, HandoffReady, GiveBack. One-way to an engine: Granted, Shrink.
+One-way, engine -> mempool: NeedPages, Writing, Sealed, HandoffReady, GiveBack, Detach. One-way, mempool ->
+engine: Granted, Shrink.
 """
 
 from typing import Literal
@@ -25,6 +26,7 @@ class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
     instance_epoch: Epoch = Epoch(0)
     description: EngineDescription | None = None
     quota_pages: int = 0  # how many granted pages an engine wants to hold
+    lets_go: bool = False  # this process writes no page that it got by earlier attachments of this instance
 
 
 class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
@@ -61,6 +63,10 @@ class GiveBack(Struct, frozen=True, kw_only=True, tag="give_back"):
 
     pages: bytes
     epochs: bytes
+
+
+class Detach(Struct, frozen=True, kw_only=True, tag="detach"):
+    """An engine's last message: it writes none of its pages any more, also those that it was just granted."""
 
 
 class Shrink(Struct, frozen=True, kw_only=True, tag="shrink"):
@@ -186,6 +192,7 @@ ToMempool = (
     Attach
     | NeedPages
     | GiveBack
+    | Detach
     | Writing
     | Sealed
     | HandoffReady

@@ -15,7 +15,7 @@ from services.mempool.core.engines import Engines
 from shared.ids import BlockHash, Epoch
 from shared.kv.page import PageState, sealed_word, unpack_word
 from shared.kv.words import u32_list, u64_list
-from shared.wire.mempool import Delete
+from shared.wire.mempool import Delete, Detach
 from tests.unit.mempool_harness import BOOT, Harness, Owned, chain
 
 NUM_PAGES = 5
@@ -74,17 +74,20 @@ class MempoolModel(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         for slot in (0, 1):
-            self.attach(slot, 4)
+            self.attach(slot, 4, lets_go=False)
         self.open_client("tool")
 
-    @rule(slot=slots, quota=st.sampled_from([4, 3, 4, 0]))
-    def attach(self, slot, quota):
-        """A new process, or one that lost its connection and comes again."""
+    @rule(slot=slots, quota=st.sampled_from([4, 3, 4, 0]), lets_go=st.booleans())
+    def attach(self, slot, quota, lets_go):
+        """A new process, or one that lost its connection, as the pool will learn, and comes again."""
         process = self.processes.setdefault(slot, Process(self.number()))
-        if process.connection is None:
+        if process.connection is None or lets_go:
             process.connection = self.number()
+            if lets_go:
+                process.holds.clear()
+            instance = f"engine-{slot}"
             self.pool.engine(
-                process.connection, quota=quota, process=process.number, instance=f"engine-{slot}"
+                process.connection, quota=quota, process=process.number, instance=instance, lets_go=lets_go
             )
             self.collect()
 
@@ -139,12 +142,14 @@ class MempoolModel(RuleBasedStateMachine):
 
     @rule(slot=slots, chosen=picks)
     def give_back(self, slot, chosen):
-        """Of its own, or of what the same process lost with an earlier connection."""
         process = self.attached(slot)
         if process is not None:
             pages = self.words(chosen)
             for page, epoch in pages:
-                if process.holds.get(page) == epoch:
+                if (
+                    process.holds.get(page) == epoch
+                    and page in self.engines().attached[process.connection].held
+                ):
                     del process.holds[page]
             self.pool.give_back(process.connection, pages)
             self.collect()
@@ -163,6 +168,15 @@ class MempoolModel(RuleBasedStateMachine):
         if process is not None:
             connection, process.connection = process.connection, None
             self.pool.closed(connection)
+            self.collect()
+
+    @rule(slot=slots)
+    def detach(self, slot):
+        process = self.attached(slot)
+        if process is not None:
+            process.holds.clear()
+            connection, process.connection = process.connection, None
+            self.pool.say(connection, Detach())
             self.collect()
 
     @rule(slot=slots)

@@ -110,18 +110,35 @@ def test_death_ends_a_connection_that_a_forked_child_keeps_open():
     assert pool.counts() == {"free": 2}
 
 
-def test_same_process_can_acknowledge_pages_that_it_lost_with_its_connection():
+def test_only_the_same_process_and_instance_can_let_go_of_pages_that_it_lost():
     pool = Harness(num_pages=2)
-    pool.engine(1, quota=2, process=77)
-    pages = pool.take(1, 2)
-    pool.write(1, pages[:1])
+    pool.engine(1, quota=2, process=77, instance="a")
+    pool.write(1, pool.take(1, 2)[:1])
     pool.closed(1)
-    pool.engine(2, quota=0, process=78)
-    pool.give_back(2, pages)
-    assert pool.counts() == {"quarantined": 2}, "another process proves nothing"
-    pool.engine(3, quota=0, process=77)
-    pool.give_back(3, pages)
+    pool.engine(2, quota=0, process=78, instance="a", lets_go=True)
+    pool.engine(3, quota=0, process=77, instance="b", lets_go=True)
+    pool.engine(4, quota=0, process=77, instance="a")
+    assert pool.counts() == {"quarantined": 2}
+    pool.engine(5, quota=0, process=77, instance="a", lets_go=True)
     assert pool.counts() == {"free": 2}
+
+
+def test_letting_go_replaces_a_connection_whose_end_was_not_seen_yet():
+    pool = Harness(num_pages=2)
+    pool.engine(1, quota=2, process=77, instance="a")
+    pool.engine(2, quota=2, process=77, instance="a", lets_go=True)
+    assert pool.disconnected == {1: "replaced"}
+    assert len(pool.granted[2]) == 2
+    assert all(epoch == pool.pool.boot_generation + 1 for _, epoch in pool.granted[2])
+
+
+def test_detaching_returns_all_pages_at_once():
+    pool = Harness(num_pages=3)
+    pool.engine(1, quota=2)
+    pool.write(1, pool.take(1, 1))
+    pool.say(1, wire.Detach())
+    assert pool.counts() == {"free": 3}
+    assert 1 in pool.disconnected
 
 
 def test_stale_messages_are_counted_and_change_nothing():

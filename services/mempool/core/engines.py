@@ -32,7 +32,8 @@ class Engines:
         self._table = table
         self._max_granted = max(1, int(table.num_pages * granted_share))
         self.attached: dict[int, Engine] = {}
-        self.quarantine: dict[PageId, int] = {}  # page -> process that may still write it
+        # page -> process that may still write it, and the instance that it was
+        self.quarantine: dict[PageId, tuple[int, InstanceId]] = {}
 
     def attach(self, engine: Engine) -> None:
         """From now on pages may be granted to it."""
@@ -86,22 +87,21 @@ class Engines:
             return None
         for page in sorted(engine.held):
             self._table.apply(page, PageEvent.HOLDER_LOST)
-            self.quarantine[page] = engine.process
+            self.quarantine[page] = (engine.process, engine.instance)
         engine.held.clear()
         return engine
 
     def bury(self, process: int) -> int:
         """The process is proven dead and its engines are lost: its pages are free. How many."""
-        pages = [page for page, holder in self.quarantine.items() if holder == process]
+        return self._end_quarantine(lambda holder: holder[0] == process, PageEvent.HOLDER_DEAD)
+
+    def let_go(self, process: int, instance: InstanceId) -> int:
+        """The process says that it writes none of the pages that it lost as this instance. How many."""
+        return self._end_quarantine(lambda holder: holder == (process, instance), PageEvent.ACKNOWLEDGED)
+
+    def _end_quarantine(self, proven: Callable[[tuple[int, InstanceId]], bool], event: PageEvent) -> int:
+        pages = [page for page, holder in self.quarantine.items() if proven(holder)]
         for page in pages:
             del self.quarantine[page]
-            self._table.free(page, PageEvent.HOLDER_DEAD)
+            self._table.free(page, event)
         return len(pages)
-
-    def acknowledge(self, engine: Engine, page: int, epoch: int) -> bool:
-        """The process lost this page with an earlier connection and now says that it writes it no more."""
-        if self.quarantine.get(PageId(page)) != engine.process or self._table.epochs[page] != epoch:
-            return False
-        del self.quarantine[PageId(page)]
-        self._table.free(PageId(page), PageEvent.ACKNOWLEDGED)
-        return True

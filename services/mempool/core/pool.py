@@ -111,8 +111,13 @@ class Pool:
             return self._refuse(connection, "epoch.stale", f"a later {message.instance} is attached")
         for rival in rivals:
             if rival.instance_epoch < epoch:
-                self._lose_engine(rival.connection)
-                self._sends.append(Disconnect(rival.connection, "epoch.stale"))
+                self._replace(rival, "epoch.stale")
+        if message.lets_go:
+            # the end of its earlier connection may be read after this message
+            for earlier in memory.engines.of_instance(message.instance):
+                if earlier.process == process:
+                    self._replace(earlier, "replaced")
+            self._let_go(process, message.instance)
         quota = max(0, min(message.quota_pages, memory.table.num_pages))
         memory.engines.attach(Engine(connection, process, message.instance, epoch, quota, demand=quota))
         attached = wire.Attached(
@@ -126,6 +131,14 @@ class Pool:
             self._send(over, wire.Shrink(count=count))
         self._serve()
         return created
+
+    def _replace(self, engine: Engine, reason: str) -> None:
+        self._lose_engine(engine.connection)
+        self._sends.append(Disconnect(engine.connection, reason))
+
+    def _let_go(self, process: int, instance: InstanceId) -> None:
+        assert self.memory is not None
+        self.counters["pages_acknowledged"] += self.memory.engines.let_go(process, instance)
 
     def _create(self, description: EngineDescription, num_pages: int, page_bytes: int) -> Memory:
         table = PageTable(num_pages, self.boot_generation)
@@ -173,8 +186,7 @@ class Pool:
             return []
         self._active_at_ms = now_ms
         for engine in [e for e in self.memory.engines.attached.values() if e.process == process]:
-            self._lose_engine(engine.connection)
-            self._sends.append(Disconnect(engine.connection, "process.dead"))
+            self._replace(engine, "process.dead")
         self.counters["pages_recovered"] += self.memory.engines.bury(process)
         self._serve()
         return self._done()
@@ -224,11 +236,13 @@ class Pool:
                         memory.table.apply(page, PageEvent.WRITE)
             case wire.GiveBack():
                 for page, epoch in self._pages(message):
-                    if memory.engines.acknowledge(engine, page, epoch):
-                        self.counters["pages_acknowledged"] += 1
-                    elif self._own(engine, page, epoch):
+                    if self._own(engine, page, epoch):
                         engine.held.remove(page)
                         memory.table.free(page, PageEvent.GIVE_BACK)
+            case wire.Detach():
+                self._lose_engine(connection)
+                self._let_go(engine.process, engine.instance)
+                self._sends.append(Disconnect(connection, "detached"))
             case wire.Sealed():
                 self._on_sealed(memory, engine, message)
             case wire.HandoffReady():
