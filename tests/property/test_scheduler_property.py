@@ -1,0 +1,156 @@
+"""The scheduler against random histories: whom it places on, and that load is given back."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.core.instances import InstanceLimits, Instances
+from services.scheduler.core.placement import Placer, PlacementLimits
+from shared.wire.placement import Ended, Placed
+from shared.wire.reports import Goodbye, Welcome
+from tests.support.control_plane import description, hello, place, report
+
+NAMES = ["a", "b", "c", "d"]
+LIMITS = InstanceLimits()
+
+steps = st.one_of(
+    st.tuples(
+        st.just("hello"), st.sampled_from(NAMES), st.integers(1, 4),
+        st.sampled_from(["prefill", "decode", "colocated"]), st.sampled_from(["f1", "f2"]),
+    ),
+    st.tuples(st.just("report"), st.sampled_from(NAMES), st.integers(1, 4), st.booleans(), st.integers(0, 12)),
+    st.tuples(st.just("goodbye"), st.sampled_from(NAMES), st.integers(1, 4)),
+    st.tuples(st.just("fence"), st.sampled_from(NAMES), st.integers(1, 4)),
+    st.tuples(st.just("wait"), st.integers(0, 900)),
+    st.tuples(
+        st.just("place"), st.sets(st.sampled_from(NAMES)), st.booleans(), st.integers(0, 3000),
+        st.dictionaries(st.sampled_from(NAMES), st.integers(-5, 4000), max_size=4), st.sampled_from(["", "s"]),
+    ),
+    st.tuples(st.just("end"), st.integers(0, 60)),
+)  # fmt: skip
+policies = st.sampled_from(["prompt_tree", "least_load", "session"])
+
+
+class Model:
+    """What the messages say, kept in the plainest way."""
+
+    def __init__(self):
+        self.members = {}  # name -> (epoch, role, fingerprint, seen_ms, draining)
+        self.newest = {}
+        self.fences = {}
+
+    def live(self, now_ms):
+        return {
+            name: m
+            for name, m in self.members.items()
+            if now_ms - m[3] < LIMITS.dead_after_ms and not m[4] and m[0] >= self.fences.get(name, 0)
+        }
+
+
+def apply(step, model, placer, now_ms, seq):
+    instances = placer.instances
+    kind, *rest = step
+    if kind == "hello":
+        name, epoch, role, fingerprint = rest
+        told = hello(name, epoch, role, description=description(fingerprint=fingerprint))
+        answer = instances.hello(told, now_ms=now_ms)
+        assert isinstance(answer, Welcome) == (epoch >= model.newest.get(name, 0))
+        if epoch >= model.newest.get(name, 0):
+            model.newest[name] = epoch
+            model.members[name] = (epoch, role, fingerprint, now_ms, False)
+    elif kind == "report":
+        name, epoch, draining, busy = rest
+        instances.report(report(name, epoch, seq, draining=draining, num_running=busy), now_ms=now_ms)
+        member = model.members.get(name)
+        if member and member[0] == epoch:
+            model.members[name] = (*member[:3], now_ms, draining)
+    elif kind == "goodbye":
+        name, epoch = rest
+        instances.goodbye(Goodbye(instance=name, epoch=epoch))
+        if name in model.members and model.members[name][0] == epoch:
+            del model.members[name]
+    elif kind == "fence":
+        instances.fence(*rest)
+        model.fences[rest[0]] = max(rest[1], model.fences.get(rest[0], 0))
+
+
+def check_placed(placed, request, model, now_ms):
+    live = model.live(now_ms)
+    targets = [placed.decode, *([placed.prefill] if placed.prefill else [])]
+    for target in targets:
+        assert target.instance in live, "placed on a dead, draining, departed or fenced instance"
+        assert target.epoch == live[target.instance][0], "placed under a stale epoch"
+        if set(live) - set(request.exclude):
+            assert target.instance not in request.exclude, "an excluded one while another lives"
+    if placed.kind == "disaggregated":
+        assert not request.must_colocate
+        assert [live[t.instance][1] for t in targets] == ["decode", "prefill"]
+        assert len({live[t.instance][2] for t in targets}) == 1, "raw KV of unequal engines"
+
+
+@given(st.lists(steps, max_size=60), policies)
+def test_only_live_newest_compatible_and_not_excluded_instances_are_chosen(history, policy):
+    placer = Placer(Instances(LIMITS), policy, "boot", PlacementLimits(overload_factor=3.0))
+    model, now_ms, num_placed, handoffs = Model(), 0, 0, set()
+    for seq, step in enumerate(history):
+        if step[0] == "wait":
+            now_ms += step[1]
+            placer.instances.tick(now_ms=now_ms)
+        elif step[0] == "place":
+            _, exclude, colocate, tokens, hits, session = step
+            num_placed += 1
+            request = place(
+                f"r{num_placed}", tokens=tokens, hits=hits, session=session,
+                exclude=sorted(exclude), must_colocate=colocate,
+            )  # fmt: skip
+            answer = placer.place(request, now_ms=now_ms)
+            if isinstance(answer, Placed):
+                check_placed(answer, request, model, now_ms)
+                if answer.handoff_id:
+                    assert answer.handoff_id not in handoffs
+                    handoffs.add(answer.handoff_id)
+            else:
+                assert answer.code == "overloaded" or not model.live(now_ms)
+        elif step[0] == "end":
+            placer.ended(Ended(request_id=f"r{step[1]}", attempt=1))
+        else:
+            apply(step, model, placer, now_ms, seq)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 200)), max_size=40), policies)
+def test_load_returns_to_zero_after_every_attempt_has_ended(requests, policy):
+    placer = Placer(Instances(LIMITS), policy, "boot", PlacementLimits(overload_factor=1e9))
+    for name, role in (("a", "prefill"), ("b", "prefill"), ("c", "decode"), ("d", "colocated")):
+        placer.instances.hello(hello(name, role=role), now_ms=0)
+    now_ms = 0
+    for i, (tokens, step_ms) in enumerate(requests):
+        now_ms += step_ms
+        for seq, name in enumerate(NAMES):
+            placer.instances.report(report(name, seq=i * 4 + seq), now_ms=now_ms)
+        answer = placer.place(place(f"r{i}", tokens=tokens, must_colocate=i % 3 == 0), now_ms=now_ms)
+        assert isinstance(answer, Placed)
+        busy = sum(known.view(now_ms=now_ms).num_requests for known in placer.instances)
+        assert busy >= 1
+    for i in range(len(requests)):
+        placer.ended(Ended(request_id=f"r{i}", attempt=1))
+    for known in placer.instances:
+        view = known.view(now_ms=now_ms)
+        assert (known.load.num_open, view.num_requests, view.prefill_tokens, view.context_tokens) == (
+            0,
+            0,
+            0,
+            0,
+        )
+    assert placer.num_open == 0
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 6), st.integers(1, 60), policies)
+def test_a_burst_without_hits_is_spread_evenly(num_instances, num_requests, policy):
+    placer = Placer(Instances(LIMITS), policy, "boot", PlacementLimits(overload_factor=1e9))
+    for i in range(num_instances):
+        placer.instances.hello(hello(f"c{i}", role="colocated"), now_ms=0)
+    counts = {}
+    for i in range(num_requests):
+        name = placer.place(place(f"r{i}", tokens=64), now_ms=0).decode.instance
+        counts[name] = counts.get(name, 0) + 1
+    assert max(counts.values()) - min(counts.get(f"c{i}", 0) for i in range(num_instances)) <= 1

@@ -1,0 +1,157 @@
+"""Liveness, epochs and load of the scheduler's instances."""
+
+import pytest
+
+from services.scheduler.core.instances import InstanceLimits, Instances
+from services.scheduler.core.load import InstanceLoad
+from shared.wire.reports import Goodbye, Refused, Resync, Welcome
+from tests.support.control_plane import hello, report
+
+
+def names(instances, now_ms):
+    return {known.instance for known in instances.live(now_ms=now_ms)}
+
+
+def test_an_instance_lives_while_it_reports_and_dies_1500_ms_after():
+    instances = Instances()
+    assert isinstance(instances.hello(hello("p0"), now_ms=0), Welcome)
+    assert names(instances, 1_499) == {"p0"}
+    instances.report(report("p0"), now_ms=1_400)
+    assert names(instances, 2_899) == {"p0"}
+    assert names(instances, 2_900) == set()
+
+
+def test_a_death_is_told_once_and_a_late_report_revives():
+    instances = Instances()
+    instances.hello(hello("p0"), now_ms=0)
+    assert [k.instance for k in instances.tick(now_ms=1_500)] == ["p0"]
+    assert instances.tick(now_ms=1_600) == []
+    assert instances.report(report("p0"), now_ms=1_700) is None
+    assert names(instances, 1_700) == {"p0"}
+    assert len(instances.tick(now_ms=5_000)) == 1
+
+
+def test_an_unknown_reporter_is_asked_to_say_hello():
+    instances = Instances()
+    assert isinstance(instances.report(report("p0", epoch=5), now_ms=0), Resync)
+    instances.hello(hello("p0", epoch=5), now_ms=0)
+    assert isinstance(instances.report(report("p0", epoch=6), now_ms=0), Resync)
+    instances.tick(now_ms=100_000)
+    assert isinstance(instances.report(report("p0", epoch=5), now_ms=100_000), Resync)
+
+
+def test_a_smaller_epoch_is_refused_for_good():
+    instances = Instances()
+    instances.hello(hello("p0", epoch=5), now_ms=0)
+    for _ in range(2):
+        for answer in (
+            instances.hello(hello("p0", epoch=4), now_ms=0),
+            instances.report(report("p0", epoch=4), now_ms=0),
+        ):
+            assert isinstance(answer, Refused)
+            assert answer.code == "epoch.stale"
+        instances.tick(now_ms=100_000)  # forgotten, but not its epoch
+
+
+def test_a_larger_epoch_replaces_and_starts_with_no_load():
+    instances = Instances()
+    instances.hello(hello("p0", epoch=1), now_ms=0)
+    instances.get("p0").load.add_direct(("r", 1), prefill_tokens=9, context_tokens=9, now_ms=0)
+    instances.hello(hello("p0", epoch=1), now_ms=0)
+    assert instances.get("p0").load.num_open == 1  # a reconnect keeps the account
+    instances.hello(hello("p0", epoch=2), now_ms=0)
+    assert instances.get("p0").load.num_open == 0
+
+
+def test_goodbye_removes_only_its_own_epoch():
+    instances = Instances()
+    instances.hello(hello("p0", epoch=2), now_ms=0)
+    assert not instances.goodbye(Goodbye(instance="p0", epoch=1))
+    assert names(instances, 0) == {"p0"}
+    assert instances.goodbye(Goodbye(instance="p0", epoch=2))
+    assert names(instances, 0) == set()
+
+
+def test_an_epoch_of_the_coordinator_fences_the_older_process_without_refusing_it():
+    instances = Instances()
+    instances.hello(hello("p0", epoch=5), now_ms=0)
+    instances.fence("p0", 5)
+    assert names(instances, 0) == {"p0"}
+    instances.fence("p0", 6)
+    assert names(instances, 0) == set()
+    assert isinstance(instances.report(report("p0", epoch=5), now_ms=0), Resync)
+    instances.hello(hello("p0", epoch=6), now_ms=0)
+    assert names(instances, 0) == {"p0"}
+
+
+def test_an_old_report_proves_life_but_is_no_news_and_gaps_are_counted():
+    instances = Instances()
+    instances.hello(hello("p0"), now_ms=0)
+    instances.report(report("p0", seq=3, num_running=3), now_ms=10)
+    instances.report(report("p0", seq=2, num_running=9), now_ms=20)
+    assert instances.get("p0").view(now_ms=20).num_requests == 3
+    assert instances.get("p0").seen_at_ms == 20
+    instances.report(report("p0", seq=6), now_ms=30)
+    assert instances.num_report_gaps == 1
+
+
+def test_the_table_is_bounded():
+    instances = Instances(InstanceLimits(max_instances=2))
+    answers = [instances.hello(hello(f"p{i}"), now_ms=0) for i in range(3)]
+    assert [type(a) for a in answers] == [Welcome, Welcome, Refused]
+
+
+def load():
+    return InstanceLoad(max_running=8, max_batched_tokens=1000)
+
+
+def test_a_placement_counts_until_a_report_that_includes_it():
+    one = load()
+    one.add_direct(("r", 1), prefill_tokens=500, context_tokens=600, now_ms=100)
+    assert one.view(now_ms=100).prefill_tokens == 500
+    one.on_report(report("p0"), now_ms=110)  # sent before the request can have arrived
+    assert one.view(now_ms=110).num_requests == 1
+    one.on_report(report("p0", num_running=1, unfinished_prefill_tokens=400), now_ms=130)
+    view = one.view(now_ms=130)
+    assert (view.num_requests, view.prefill_tokens) == (1, 400)
+
+
+def test_a_decode_stage_counts_once_before_and_after_it_arrives():
+    one = load()
+    one.on_report(report("d0"), now_ms=0)
+    one.add_handoff(("r", 1), context_tokens=50, now_ms=0)
+    assert one.view(now_ms=5_000).num_requests == 1
+    one.on_report(report("d0", num_running=1, running_context_tokens=60), now_ms=6_000)
+    view = one.view(now_ms=6_000)
+    assert (view.num_requests, view.context_tokens) == (1, 60)
+
+
+def test_a_decode_stage_whose_end_was_never_told_stops_counting():
+    one = load()
+    one.add_handoff(("r", 1), context_tokens=50, now_ms=0)
+    one.on_report(report("d0", num_running=0), now_ms=11_000)
+    view = one.view(now_ms=11_000)
+    assert (view.num_requests, view.context_tokens) == (0, 0)
+    one.view(now_ms=2_000_000)
+    assert one.num_open == 0
+
+
+def test_load_is_zero_after_the_end():
+    one = load()
+    one.add_direct(("a", 1), prefill_tokens=5, context_tokens=5, now_ms=0)
+    one.add_handoff(("b", 1), context_tokens=7, now_ms=0)
+    one.add_handoff(("c", 1), context_tokens=7, now_ms=0)
+    one.view(now_ms=10_000)  # b and c are old now
+    for key in (("a", 1), ("b", 1), ("c", 1), ("unknown", 1)):
+        one.end(key)
+    view = one.view(now_ms=10_000)
+    assert (one.num_open, view.num_requests, view.prefill_tokens, view.context_tokens) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("share", [float("nan"), float("inf"), -3.0, 7.0])
+def test_a_nonsense_share_from_the_wire_stays_within_bounds(share):
+    one = load()
+    one.on_report(report("d0", kv_used_share=share, num_running=-4, unfinished_prefill_tokens=-1), now_ms=0)
+    view = one.view(now_ms=0)
+    assert 0.0 <= view.kv_used_share <= 1.0
+    assert (view.num_requests, view.prefill_tokens) == (0, 0)
