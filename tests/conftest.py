@@ -1,8 +1,12 @@
 """Settings shared by every test: hypothesis profiles whose failures can be repeated from the printed seed."""
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.local_cluster import LocalCluster
 
 settings.register_profile(
     "quire",
@@ -12,4 +16,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("deep", parent=settings.get_profile("quire"), max_examples=2000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quire"))  # noqa: TID251
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quire"))
+
+
+@pytest.fixture(scope="session")
+def live_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator["LocalCluster"]:
+    """`quire up` with the demo model in float32 on one thread, shared by every suite that needs real engines."""
+    home = tmp_path_factory.mktemp("live") / "home"
+    with LocalCluster(home, "--set", "dtype=float32") as running:
+        yield running

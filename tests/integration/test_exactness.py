@@ -1,7 +1,7 @@
 """Tokens of the disaggregated cluster equal stock vLLM's, token for token.
 
-One run of stock vLLM (tests/support/stock_reference.py) and one cluster of real processes on the same model, both float32
-on one thread. Every case goes to the gateway over HTTP with token ids in and token ids out.
+One run of stock vLLM (tests/support/stock_reference.py) and one cluster of real processes on the same model, both
+float32 on one thread. Every case goes to the gateway over HTTP with token ids in and token ids out.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.testing.cluster import Cluster
 from tests.support.exactness_cases import SECOND_TURNS_AFTER, build_cases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,14 +46,9 @@ def reference(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster(live_cluster):
     """1 prefill + 1 decode, float32, one thread, everything else with default settings."""
-    worker = ["--dtype", "float32", "--threads", "1", "--kv-cache-bytes", str(256 << 20)]
-    worker += ["--block-tokens", str(BLOCK_TOKENS), "--max-num-seqs", "16"]
-    with Cluster(
-        MODEL, log_dir=tmp_path_factory.mktemp("cluster"), engine="vllm", flags={"worker": worker}
-    ) as running:
-        yield running
+    return live_cluster
 
 
 def completion_body(case: dict, resolved: dict) -> dict:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ.update(  # noqa: TID251  vLLM's settings
+os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     TORCHDYNAMO_DISABLE="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",

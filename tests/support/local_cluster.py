@@ -1,0 +1,98 @@
+"""The cluster as a user starts it: `quire up` with its own home and ports, real vLLM, the real supervisor."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from deploy.local.ports import is_free
+from deploy.local.services_table import Ports
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_base_port() -> int:
+    """The first of a run of ports that a small cluster can have."""
+    for _ in range(200):
+        base = random.randrange(20_000, 32_000, 100)
+        ports = Ports(gateway=base + 90, base=base)
+        wanted = [*range(base + 1, base + 7), ports.gateway]
+        wanted += [*ports.worker("prefill", 0), *ports.worker("decode", 0)]
+        if all(is_free("127.0.0.1", port) for port in wanted):
+            return base
+    raise AssertionError("no free ports")
+
+
+class LocalCluster:
+    """`with LocalCluster(home) as cluster:` is `quire up` ... `quire down`."""
+
+    def __init__(self, home: Path, *flags: str, env: dict[str, str] | None = None) -> None:
+        self.home = home
+        self.base = free_base_port()
+        self.url = f"http://127.0.0.1:{self.base + 90}"
+        self.flags = ["--port", str(self.base + 90), "--base-port", str(self.base), *flags]
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("QUIRE_")}
+        self.env = {**clean, "QUIRE_HOME": str(home), "COLUMNS": "200", **(env or {})}
+
+    def quire(
+        self, *words: str, check: bool = True, timeout_s: float = 300
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the command; with check, a failure shows its output."""
+        done = subprocess.run(
+            [sys.executable, "-m", "deploy.local.cli", *words],
+            cwd=ROOT,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+        if check and done.returncode != 0:
+            raise AssertionError(f"quire {words}: {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return done
+
+    def __enter__(self) -> "LocalCluster":
+        try:
+            self.quire("up", *self.flags)
+        except BaseException:
+            self.quire("down", check=False)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.quire("down")
+
+    def status(self) -> dict[str, Any]:
+        """`quire status --json`, ready or not."""
+        return json.loads(self.quire("status", "--json", check=False).stdout)
+
+    def pool(self) -> dict[str, Any]:
+        """The mempool's own status."""
+        return httpx.get(f"http://127.0.0.1:{self.base + 5}/status", timeout=2).json()
+
+    def pid_of(self, name: str) -> int:
+        """Process id of a service, from the supervisor."""
+        return next(s["pid"] for s in self.status()["services"] if s["name"] == name)
+
+    def kill(self, name: str) -> int:
+        """SIGKILL; returns the pid that was killed."""
+        pid = self.pid_of(name)
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def wait_replaced(self, name: str, old_pid: int, timeout_s: float = 60) -> float:
+        """Seconds until another process serves in its place and everything is ready again."""
+        started = time.monotonic()
+        while time.monotonic() - started < timeout_s:
+            status = self.status()
+            pids = {s["name"]: s["pid"] for s in status.get("services", [])}
+            if status.get("ready") and pids.get(name) not in (None, 0, old_pid):
+                return time.monotonic() - started
+            time.sleep(0.2)
+        raise AssertionError(f"{name} was not replaced in {timeout_s} s: {self.status()}")
