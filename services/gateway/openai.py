@@ -1,0 +1,384 @@
+"""OpenAI's request bodies, with vLLM's extensions, and what they mean for the engine.
+
+Null means absent everywhere, as with OpenAI. What no engine of ours can do is refused, not ignored.
+"""
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from pydantic import Field, model_validator
+
+from services.gateway.core.tools import ToolFormat, ToolPlan, named_schema, required_schema
+from services.gateway.openai_errors import parse_body, validation_error
+from services.gateway.openai_fields import (
+    MAX_SCHEMA_CHARS,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    LogitBias,
+    Message,
+    Model,
+    NamedTool,
+    Prompt,
+    ResponseFormat,
+    Stop,
+    StreamOptions,
+    TokenIds,
+    Tools,
+    is_token_list,
+    template_messages,
+    template_tools,
+)
+from shared.errors import InvalidRequest
+from shared.wire.requests import SamplingSpec, StructuredSpec
+
+Value = TypeVar("Value")
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_INT64 = (1 << 63) - 1
+MIN_TOP_P = 1e-6  # OpenAI allows 0, engines do not; this keeps the most likely token only
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default of the legacy route
+GREEDY_BELOW = 1e-5  # vLLM's bound: no randomness, so no seed is needed
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What applies when the body is silent: generation_config.json, where it speaks (vLLM does the same)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class StructuredOutputs(Model):
+    """vLLM's extension: exactly one grammar for the output."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def spec(self) -> StructuredSpec | None:
+        """Raises: InvalidRequest unless exactly one is given."""
+        found: list[StructuredSpec] = []
+        if self.json_ is not None:
+            text = (
+                self.json_ if isinstance(self.json_, str) else _schema_text(self.json_, "structured_outputs")
+            )
+            found.append(StructuredSpec(kind="json_schema", value=text))
+        if self.json_object:
+            found.append(StructuredSpec(kind="json_object"))
+        if self.regex is not None:
+            found.append(StructuredSpec(kind="regex", value=self.regex))
+        if self.choice is not None:
+            found.append(StructuredSpec(kind="choice", value=json.dumps(self.choice)))
+        if self.grammar is not None:
+            found.append(StructuredSpec(kind="grammar", value=self.grammar))
+        if len(found) > 1:
+            raise InvalidRequest("Only one kind of structured output is allowed.", param="structured_outputs")
+        if found and len(found[0].value) > MAX_SCHEMA_CHARS:
+            raise _too_large("structured_outputs")
+        return found[0] if found else None
+
+
+class SamplingBody(Model):
+    """Fields that both completion routes have."""
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1 << 30)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: LogitBias | None = None
+    stop: Stop | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    quire_receipt: bool | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> "SamplingBody":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed when stream is true")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        """`n`, 1 by default."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def stops(self) -> list[str]:
+        """Stop strings, possibly none."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """Whether special tokens appear in the output's text."""
+        return self.skip_special_tokens is False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives at each output token; 0: the sampled token alone; None: no log probabilities."""
+        raise NotImplementedError
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        """Most tokens to generate; None: what the context has left."""
+        return self.max_tokens
+
+    def structured(self) -> StructuredSpec | None:
+        """The grammar that the output must follow. Raises: InvalidRequest."""
+        form = self.response_format
+        if self.structured_outputs is not None:
+            found = self.structured_outputs.spec()
+            if found is not None:
+                return found
+        if isinstance(form, JsonObjectFormat):
+            return StructuredSpec(kind="json_object")
+        if isinstance(form, JsonSchemaFormat):
+            return StructuredSpec(
+                kind="json_schema", value=_schema_text(form.json_schema.schema_, "response_format")
+            )
+        return None
+
+
+class ChatBody(SamplingBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=8192)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            if not any(tool.function.name == name for tool in self.tools or ()):
+                raise ValueError(f"tool_choice names {name[:64]!r}, which is not among the tools")
+        elif self.tool_choice == "required" and not self.tools:
+            raise ValueError("tool_choice 'required' needs tools")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message excludes add_generation_prompt")
+        for position, message in enumerate(self.messages):
+            if message.get("content") is None and not message.get("tool_calls"):
+                if message["role"] == "assistant" and "content" in message:
+                    continue  # an assistant that said nothing: OpenAI's SDK sends content null
+                raise ValueError(f"messages[{position}] needs content")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See SamplingBody."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        """max_completion_tokens, or its older name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """See openai_fields. Raises: InvalidRequest when a call's arguments are no JSON object."""
+        return template_messages(self.messages)
+
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """Tools for the template, also under tool_choice "none": the prompt and its cached prefix stay."""
+        return template_tools(self.tools)
+
+    def tool_plan(self, auto: ToolFormat) -> ToolPlan | None:
+        """How to read calls from the output; None: it has none. `auto`: the model's own format."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        most = 1 if self.parallel_tool_calls is False else None
+        if isinstance(self.tool_choice, NamedTool):
+            return ToolPlan(kind="named", name=self.tool_choice.function.name, max_calls=1)
+        if self.tool_choice == "required":
+            return ToolPlan(kind="required", max_calls=most)
+        return ToolPlan(kind=auto, max_calls=most) if auto != "none" else None
+
+    def structured(self) -> StructuredSpec | None:
+        """A forced call's grammar comes before any other. Raises: InvalidRequest."""
+        if not self.tools or self.tool_choice in (None, "none", "auto"):
+            return super().structured()
+        schemas = {tool.function.name: tool.function.parameters for tool in self.tools}
+        if isinstance(self.tool_choice, NamedTool):
+            schema = named_schema(schemas[self.tool_choice.function.name])
+        else:
+            schema = required_schema(schemas, max_calls=1 if self.parallel_tool_calls is False else None)
+        return StructuredSpec(kind="json_schema", value=_schema_text(schema, "tools"))
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=1)] | None = COMPLETION_MAX_TOKENS
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _nothing_unsupported(self) -> "CompletionBody":
+        if self.suffix:
+            raise ValueError("suffix is not supported")
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise ValueError("best_of must equal n")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See SamplingBody."""
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, as text or as token ids."""
+        return [self.prompt] if isinstance(self.prompt, str) or is_token_list(self.prompt) else self.prompt
+
+
+class TokenizeBody(Model):
+    """POST /tokenize: a prompt, or messages that the chat template renders first."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=8192)] | None = None
+    tools: Tools | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_input(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt or messages is needed, and not both")
+        return self
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """See openai_fields. Raises: InvalidRequest when a call's arguments are no JSON object."""
+        return template_messages(self.messages or [])
+
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """Tools for the template."""
+        return template_tools(self.tools)
+
+
+class DetokenizeBody(Model):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+def to_sampling(
+    body: SamplingBody,
+    *,
+    default_max_tokens: int,
+    random_seed: int,
+    defaults: SamplingDefaults | None = None,
+    vocab_size: int = 0,
+) -> SamplingSpec:
+    """What the engine is told.
+
+    Args:
+        default_max_tokens: when the body names none.
+        random_seed: of a request that samples and brings no seed, so that the prefill and the decode instance
+            draw the same token. -1 counts as no seed: vLLM reads it so.
+        vocab_size: 0 leaves token ids unchecked.
+    Raises: InvalidRequest naming the field.
+    """
+    known = defaults or SamplingDefaults()
+    temperature = _or(body.temperature, known.temperature)
+    seed = None if body.seed == -1 else body.seed
+    if seed is None and temperature >= GREEDY_BELOW:
+        seed = random_seed
+    max_tokens = _or(body.max_output_tokens, default_max_tokens)
+    if (body.min_tokens or 0) > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens must be at most max_tokens, which is {max_tokens}.", param="min_tokens"
+        )
+    bias = {int(key): float(value) for key, value in (body.logit_bias or {}).items()}
+    stop_ids = body.stop_token_ids or []
+    for ids, param in ((bias, "logit_bias"), (stop_ids, "stop_token_ids")):
+        if vocab_size and ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            raise InvalidRequest(
+                f"Invalid value for '{param}': token ids are 0 to {vocab_size - 1}.", param=param
+            )
+    num_logprobs = body.num_logprobs
+    return SamplingSpec(
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        n=body.num_choices,
+        temperature=temperature,
+        top_p=max(_or(body.top_p, known.top_p), MIN_TOP_P),
+        top_k=max(_or(body.top_k, known.top_k), 0),
+        min_p=_or(body.min_p, known.min_p),
+        seed=seed,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=_or(body.repetition_penalty, known.repetition_penalty),
+        logit_bias=bias,
+        stop_token_ids=stop_ids,
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=num_logprobs,
+        prompt_logprobs=num_logprobs if isinstance(body, CompletionBody) and body.echo else None,
+        structured=body.structured(),
+    )
+
+
+def _or(value: Value | None, default: Value) -> Value:
+    return default if value is None else value
+
+
+def _too_large(param: str) -> InvalidRequest:
+    return InvalidRequest(f"The grammar in '{param}' exceeds {MAX_SCHEMA_CHARS} characters.", param=param)
+
+
+def _schema_text(schema: dict[str, Any], param: str) -> str:
+    """JSON text of a schema. Raises: InvalidRequest when it holds NaN or is too large."""
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        raise InvalidRequest(f"The schema in '{param}' is no JSON.", param=param) from None
+    if len(text) > MAX_SCHEMA_CHARS:
+        raise _too_large(param)
+    return text
+
+
+__all__ = [
+    "ChatBody", "CompletionBody", "DetokenizeBody", "SamplingBody", "SamplingDefaults", "TokenizeBody",
+    "parse_body", "to_sampling", "validation_error",
+]  # fmt: skip
