@@ -11,6 +11,7 @@ import msgspec
 
 from services.gateway import metrics
 from services.gateway.call import Call
+from services.gateway.choices import Choice
 from services.gateway.cluster import Cluster
 from services.gateway.core.admission import Admission, Admitted
 from services.gateway.edge import STATUS
@@ -46,7 +47,7 @@ class Answer:
         self.wants_receipt = wants_receipt
         self.calls: list[Call] = []
         self.ended = False
-        self.num_output_tokens = 0
+        self.choices: list[Choice] = []
         self.first_ns = 0  # monotonic; 0: no token yet
         self._admission = admission
         self._ticket = ticket
@@ -119,28 +120,34 @@ class Answer:
         self.ended = True
         self._scope[STATUS] = status
         now_ns = time.monotonic_ns()
+        num_output = self.num_output_tokens
         self._admission.leave(self._ticket, now_ms=now_ns // 1_000_000)
         metrics.IN_FLIGHT.dec(len(self.calls))
         if self.first_ns:
             metrics.TTFT.observe((self.first_ns - self._received_ns) / 1e6)
-            if self.num_output_tokens > 1 and status == 200:
-                gap_ms = (now_ns - self.first_ns) / 1e6 / (self.num_output_tokens - 1)
+            if num_output > 1 and status == 200:
+                gap_ms = (now_ns - self.first_ns) / 1e6 / (num_output - 1)
                 metrics.TPOT.observe(gap_ms)
         if status == 200:
             metrics.PROMPT_TOKENS.inc(sum(call.num_prompt_tokens for call in self.calls))
             metrics.CACHED_TOKENS.inc(sum(call.cached_tokens for call in self.calls))
-            metrics.OUTPUT_TOKENS.inc(self.num_output_tokens)
+            metrics.OUTPUT_TOKENS.inc(num_output)
         self.span.set("http.status_code", status)
-        self.span.set("quire.output_tokens", self.num_output_tokens)
+        self.span.set("quire.output_tokens", num_output)
         self.span.end()
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Over all choices, the tokens that ended them included."""
+        return sum(choice.num_tokens for choice in self.choices)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object over all prompts and choices."""
-        prompt = sum(call.num_prompt_tokens for call in self.calls)
+        prompt, output = sum(call.num_prompt_tokens for call in self.calls), self.num_output_tokens
         return {
             "prompt_tokens": prompt,
-            "completion_tokens": self.num_output_tokens,
-            "total_tokens": prompt + self.num_output_tokens,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": sum(call.cached_tokens for call in self.calls)},
         }
 

@@ -3,20 +3,22 @@
 import time
 from typing import Any
 
-from shared.prompttree.client import PromptTreeClient
+import msgspec
 
 from services.gateway.auth import KeyRing, load_keys
 from services.gateway.cluster import Cluster
 from services.gateway.config import GatewaySettings
 from services.gateway.core.admission import Admission
 from services.gateway.core.request_flow import Limits
+from services.gateway.core.tools import format_of
 from services.gateway.membership import Membership
+from services.gateway.openai import SamplingDefaults
 from services.gateway.text import ModelText
-from shared.ids import InstanceId
+from shared.errors import SettingsError
 from shared.kv.layout import EngineDescription
-from shared.observe.log import get_logger
+from shared.prompttree.client import PromptTreeClient
 
-_log = get_logger("gateway")
+UNKNOWN_MODEL_LEN = 2_048
 
 
 class Gateway:
@@ -26,6 +28,8 @@ class Gateway:
         self.settings = settings
         self.keys: KeyRing = load_keys(settings.api_keys, settings.api_keys_file)
         self.text = ModelText(settings.model_dir)
+        self.tool_format = format_of(self.text.template_source or "", self.text.tokenizer.token_to_id)
+        self.sampling_defaults = _sampling_defaults(self.text.generation_config)
         self.started_s = int(time.time())
         self.admission = Admission(settings.max_concurrent_requests, settings.max_concurrent_per_tenant)
         limits = Limits(
@@ -43,11 +47,25 @@ class Gateway:
             on_change=self.cluster.on_members,
         )
         self.tree: PromptTreeClient | None = None
+        if settings.redis_url:
+            self.tree = PromptTreeClient(
+                settings.redis_url,
+                deadline_ms=settings.tree_lookup_deadline_ms,
+                max_blocks=settings.tree_max_blocks,
+            )
 
     @property
     def description(self) -> EngineDescription | None:
         """Of the model that the cluster serves; None until the coordinator has named an instance."""
         return self.membership.description
+
+    @property
+    def max_model_len(self) -> int:
+        """Context length in tokens: the instances', else the model's own."""
+        found = self.membership.description
+        if found is not None and found.max_model_len:
+            return found.max_model_len
+        return int(self.text.config.get("max_position_embeddings") or UNKNOWN_MODEL_LEN)
 
     @property
     def system_fingerprint(self) -> str:
@@ -58,12 +76,16 @@ class Gateway:
     async def start(self) -> None:
         """Connect. Nothing here needs the others to be there already."""
         self.cluster.start()
+        if self.tree is not None:
+            self.tree.open()
         await self.membership.start()
 
     async def stop(self) -> None:
         """Fail what still runs, close every connection."""
         await self.membership.stop()
         await self.cluster.stop()
+        if self.tree is not None:
+            await self.tree.close()
 
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         """Whether a request could be served now, and why not."""
@@ -82,6 +104,12 @@ class Gateway:
         )
         return ready, details
 
-    async def lookup(self, hashes: list[bytes]) -> dict[InstanceId, int]:
-        """Placeholder."""
-        return {}
+
+def _sampling_defaults(generation_config: dict[str, Any]) -> SamplingDefaults:
+    """What the model's generation_config.json says, where it says something."""
+    known = SamplingDefaults.__struct_fields__
+    found = {key: generation_config[key] for key in known if generation_config.get(key) is not None}
+    try:
+        return msgspec.convert(found, SamplingDefaults, strict=False)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"generation_config.json: {error}") from error

@@ -22,4 +22,3 @@ TPOT = histogram_ms(
 )
 TOKENIZE = histogram_ms("quire_gateway_tokenize_ms", "Template and tokenizing.")
 LOOKUP = histogram_ms("quire_gateway_tree_lookup_ms", "Prompt-tree look-ups.")
-LOOKUP_FAILURES = counter("quire_gateway_tree_lookup_failures_total", "Look-ups without an answer in time.")

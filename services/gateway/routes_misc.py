@@ -5,9 +5,13 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
+from pydantic import BaseModel
 
 from services.gateway.config import shared_metrics_folder
 from services.gateway.deps import Gateway
+from services.gateway.http_body import read_json_body
+from services.gateway.openai import ChatBody, DetokenizeBody, TokenizeBody, parse_body
+from services.gateway.request import check_model
 from shared.errors import ModelNotFound
 from shared.observe import metrics as observed
 
@@ -81,3 +85,45 @@ def _card(gateway: Gateway) -> dict[str, Any]:
         "parent": None,
         "max_model_len": gateway.max_model_len,
     }
+
+
+def _documented(model: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI's requestBody of a body that the handler parses itself."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)  # shared with the completion routes, which app.py documents
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+@router.post("/tokenize", summary="Token ids of a text or a chat.", openapi_extra=_documented(TokenizeBody))
+async def tokenize(request: Request, gateway: Here) -> Response:
+    """vLLM's form: {"count", "max_model_len", "tokens"}."""
+    raw = await read_json_body(request.scope, request.receive, gateway.settings.max_body_bytes)
+    body = parse_body(TokenizeBody, raw)
+    if body.model is not None:
+        check_model(gateway, body.model)
+    text = gateway.text
+    if body.prompt is not None:
+        ids = await text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    else:
+        chat = ChatBody.model_construct(model="", messages=body.messages or [], tools=body.tools)
+        rendered = text.render_chat(
+            chat.template_messages(),
+            tools=chat.template_tools(),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            extra=body.chat_template_kwargs,
+        )
+        ids = await text.encode(rendered, add_special_tokens=bool(body.add_special_tokens))
+    out: dict[str, Any] = {"count": len(ids), "max_model_len": gateway.max_model_len, "tokens": ids}
+    if body.return_token_strs:
+        out["token_strs"] = [text.tokenizer.id_to_token(each) for each in ids]
+    return _json(out)
+
+
+@router.post("/detokenize", summary="Text of token ids.", openapi_extra=_documented(DetokenizeBody))
+async def detokenize(request: Request, gateway: Here) -> Response:
+    """vLLM's form: {"prompt"}."""
+    raw = await read_json_body(request.scope, request.receive, gateway.settings.max_body_bytes)
+    body = parse_body(DetokenizeBody, raw)
+    if body.model is not None:
+        check_model(gateway, body.model)
+    return _json({"prompt": gateway.text.decode(body.tokens, skip_special_tokens=False)})

@@ -93,6 +93,7 @@ class StreamAnswer(Answer):
 
     def sink(self, choices: list[Choice], *, echo: str | None = None) -> "StreamSink":
         """Sink of one prompt with these choices (their indices are those of the response)."""
+        self.choices += choices
         return StreamSink(self, self._shape, choices, echo)
 
     def emit(self, event: bytes) -> None:
@@ -146,6 +147,7 @@ class StreamSink:
         self._halves = [shape.halves(choice.index) for choice in choices]
         self._echo = echo
         self._num_open = len(choices)
+        self._stopped_here = False  # a stop string ended a choice that the worker goes on with
         self._begun = False
         self.mark_sent: Callable[[], None] | None = None  # the call's flow: no retry from then on
 
@@ -154,11 +156,10 @@ class StreamSink:
         choice = self._choices[chunk.index]
         answer = self._answer
         if choice.finish_reason is not None or answer.ended:
-            return self._num_open == 0
+            return False
         if not answer.first_ns:
             answer.note_first()
         text = choice.feed(chunk)
-        answer.num_output_tokens += len(chunk.token_ids)
         if choice.is_plain:
             if text:
                 head, tail = self._halves[chunk.index]
@@ -169,19 +170,20 @@ class StreamSink:
             event = self._rich(choice, text)
         if choice.finish_reason is not None:
             self._num_open -= 1
+            self._stopped_here |= chunk.finish_reason is None
             event += self._finish(choice)
         if event:
             if not self._begun:
                 event = self._begin() + event
             answer.emit(event)
-        return self._num_open == 0
+        return self._stopped_here and self._num_open == 0
 
     def discard(self) -> None:
         """The attempt was given up before anything was sent."""
         for choice in self._choices:
-            self._answer.num_output_tokens -= choice.num_tokens
             choice.reset()
         self._num_open = len(self._choices)
+        self._stopped_here = False
 
     def complete(self, call: Call) -> None:
         """The worker ended, or every choice met a stop string."""
@@ -218,7 +220,7 @@ class StreamSink:
         logprobs = choice.take_logprobs()
         if not shape.is_chat:
             return shape.event(choice.index, text, logprobs, None) if text or logprobs else b""
-        events = [shape.event(choice.index, delta, logprobs, None) for delta in choice.take_deltas(text)]
+        events = [shape.event(choice.index, delta, logprobs, None) for delta in choice.deltas(text)]
         if logprobs is not None and not events:
             events = [shape.event(choice.index, {"content": ""}, logprobs, None)]
         return b"".join(events)

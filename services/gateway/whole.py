@@ -1,5 +1,6 @@
 """Answers in one piece: collect every choice, respond once."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ class WholeAnswer(Answer):
 
     def sink(self, choices: list[Choice], *, echo: str | None = None) -> "WholeSink":
         """Sink of one prompt with these choices (their indices are those of the response)."""
+        self.choices += choices
         sink = WholeSink(self, choices, echo)
         self._sinks.append(sink)
         return sink
@@ -57,7 +59,7 @@ class WholeAnswer(Answer):
         if self._is_chat:
             out["message"] = choice.message()
         else:
-            out["text"] = (echo or "") + choice.text
+            out["text"] = (echo or "") + choice.text()
         out["logprobs"] = choice.take_logprobs()
         out["finish_reason"] = choice.finish_reason
         return out
@@ -71,6 +73,8 @@ class WholeSink:
         self._answer = answer
         self._echo = echo
         self._num_open = len(choices)
+        self._stopped_here = False  # a stop string ended a choice that the worker goes on with
+        self.mark_sent: Callable[[], None] | None = None  # never called: nothing is sent before the end
 
     def chunk(self, chunk: TokenChunk) -> bool:
         """New tokens of one choice."""
@@ -78,18 +82,20 @@ class WholeSink:
         if choice.finish_reason is None and not self._answer.ended:
             if not self._answer.first_ns:
                 self._answer.note_first()
-            choice.feed(chunk)
-            self._answer.num_output_tokens += len(chunk.token_ids)
+            text = choice.feed(chunk)
+            if text:
+                choice.parts.append(text)
             if choice.finish_reason is not None:
                 self._num_open -= 1
-        return self._num_open == 0
+                self._stopped_here |= chunk.finish_reason is None
+        return self._stopped_here and self._num_open == 0
 
     def discard(self) -> None:
         """The attempt was given up."""
         for choice in self.choices:
-            self._answer.num_output_tokens -= choice.num_tokens
             choice.reset()
         self._num_open = len(self.choices)
+        self._stopped_here = False
 
     def complete(self, call: Call) -> None:
         """The worker ended, or every choice met a stop string."""
@@ -98,9 +104,9 @@ class WholeSink:
         if self._num_open:
             self._answer.fail("peer.protocol", "The engine ended without a finish reason.", None)
             return
-        if call.prompt_logprobs is not None:
+        if call.prompt_logprobs is not None and self._echo is not None:
             for choice in self.choices:
-                choice.set_prompt_logprobs(call.prompt_logprobs)
+                choice.put_prompt_logprobs(call.prompt_logprobs)
         self._answer.call_done()
 
     def fail(self, call: Call, code: str, message: str, retry_after_ms: int | None) -> None:

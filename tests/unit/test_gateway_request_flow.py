@@ -18,9 +18,7 @@ from shared.kv.layout import EngineDescription
 from shared.wire.handoff import HandoffState
 from shared.wire.placement import Placed, Rejected, Target
 
-LIMITS = Limits(
-    placement_deadline_ms=1_000, shed_wait_ms=200, place_reply_ms=100, request_deadline_ms=10_000
-)
+LIMITS = Limits(placement_deadline_ms=1_000, shed_wait_ms=200, place_reply_ms=100, request_deadline_ms=10_000)
 P0 = Target(instance=InstanceId("p0"), epoch=Epoch(1), role="prefill", endpoint="tcp://p0")
 D0 = Target(instance=InstanceId("d0"), epoch=Epoch(1), role="decode", endpoint="tcp://d0")
 DESCRIPTION = EngineDescription(model="m", fingerprint="f", dtype="float32", layout="l", backend="b")

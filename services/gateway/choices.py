@@ -1,0 +1,175 @@
+"""One choice of an answer: its token chunks become text, log probabilities, tool calls and a finish reason."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.core.stop import StopSearch
+from services.gateway.core.tools import (
+    NewId,
+    ToolParser,
+    ToolPlan,
+    call_json,
+    delta_json,
+    make_parser,
+    read_whole,
+)
+from services.gateway.detokenize import CompletionLogprobs, Detokenizer, chat_logprobs
+from services.gateway.text import ModelText
+from shared.wire.requests import TokenChunk, TokenLogprob
+
+Rows = Sequence[Sequence[TokenLogprob] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceSpec:
+    """What all choices of a request have in common."""
+
+    is_chat: bool
+    stops: Sequence[str] = ()
+    include_stop: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    num_top_logprobs: int | None = None  # None: no log probabilities at all
+    tool_plan: ToolPlan | None = None  # None: output is never read as tool calls
+
+
+class Choice:
+    """feed() every chunk; `finish_reason` is set with the last one that counts.
+
+    Args:
+        index: in the response, over all prompts.
+        prompt_tail: last ids of the prompt, which prime the detokenizer.
+        new_id: makes ids of tool calls.
+        echo_chars: characters of the prompt's text that the answer begins with.
+    """
+
+    __slots__ = (
+        "_decode", "_legacy_logprobs", "_new_id", "_offset", "_parser", "_prompt_tail", "_rows", "_spec",
+        "_stop", "_text", "finish_reason", "index", "is_plain", "num_tokens", "parts",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        index: int,
+        spec: ChoiceSpec,
+        text: ModelText,
+        prompt_tail: Sequence[int],
+        *,
+        new_id: NewId,
+        echo_chars: int = 0,
+    ) -> None:
+        self.index = index
+        self.is_plain = spec.num_top_logprobs is None and spec.tool_plan is None
+        self._spec = spec
+        self._text = text
+        self._prompt_tail = prompt_tail
+        self._new_id = new_id
+        self._offset = echo_chars
+        self.reset()
+
+    def reset(self) -> None:
+        """As if no chunk had come."""
+        spec, text = self._spec, self._text
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+        self._decode = Detokenizer(
+            text.tokenizer, self._prompt_tail, skip_special_tokens=spec.skip_special_tokens
+        ).feed
+        self._stop = StopSearch(spec.stops, include=spec.include_stop) if spec.stops else None
+        self._parser: ToolParser | None = None
+        if spec.tool_plan is not None:
+            self._parser = make_parser(spec.tool_plan, self._new_id)
+        self.parts: list[str] = []  # text, when the answer is collected
+        self._rows: list[Sequence[TokenLogprob] | None] = []
+        self._legacy_logprobs: CompletionLogprobs | None = None
+        if spec.num_top_logprobs is not None and not spec.is_chat:
+            self._legacy_logprobs = CompletionLogprobs(
+                spec.num_top_logprobs, text.texts, start_offset=self._offset
+            )
+
+    def feed(self, chunk: TokenChunk) -> str:
+        """New text that is safe to show. Cost: a few microseconds a token without stop strings."""
+        ids = chunk.token_ids
+        if self._stop is not None:
+            return self._feed_watching(chunk)
+        self.num_tokens += len(ids)
+        if chunk.logprobs is not None:
+            self._rows += chunk.logprobs
+        if chunk.finish_reason is None and len(ids) == 1:  # nearly every chunk
+            return self._decode(ids[0])
+        out = "".join([self._decode(each) for each in self._shown(chunk)])
+        self.finish_reason = chunk.finish_reason
+        return out
+
+    def _shown(self, chunk: TokenChunk) -> list[int]:
+        """The chunk's tokens but for the one that ended the choice."""
+        if chunk.stop_token_id is None or self._spec.include_stop:
+            return chunk.token_ids
+        return chunk.token_ids[:-1]
+
+    def _feed_watching(self, chunk: TokenChunk) -> str:
+        """The same with stop strings: token by token, so that usage ends where the text does."""
+        stop = self._stop
+        assert stop is not None
+        out = ""
+        shown = self._shown(chunk)
+        for position, token_id in enumerate(chunk.token_ids):
+            self.num_tokens += 1
+            if chunk.logprobs is not None:
+                self._rows.append(chunk.logprobs[position])
+            if position < len(shown):
+                armed = self.num_tokens > self._spec.min_tokens
+                out += stop.feed(self._decode(token_id), armed=armed)
+            if stop.found is not None:
+                self.finish_reason = "stop"
+                return out
+        if chunk.finish_reason is not None:
+            self.finish_reason = chunk.finish_reason
+            out += stop.flush()
+        return out
+
+    def deltas(self, text: str) -> list[dict[str, Any]]:
+        """Chat deltas for new text; at the end also what was held back, and the right finish reason."""
+        parser = self._parser
+        if parser is None:
+            return [{"content": text}] if text else []
+        found = parser.feed(text) if text else []
+        if self.finish_reason is not None:
+            found += parser.flush()
+            self.finish_reason = parser.finish_reason(self.finish_reason)
+        return [delta_json(delta) for delta in found]
+
+    # ---- what a whole answer shows ----
+
+    def text(self) -> str:
+        """All collected text."""
+        return "".join(self.parts)
+
+    def message(self) -> dict[str, Any]:
+        """The assistant's message of a whole chat answer; sets the right finish reason."""
+        text, plan = self.text(), self._spec.tool_plan
+        out: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if plan is not None:
+            content, calls, parser = read_whole(plan, text, self._new_id)
+            if calls:
+                out["content"] = content or None
+                out["tool_calls"] = [call_json(call) for call in calls]
+                assert self.finish_reason is not None, "the choice has ended"
+                self.finish_reason = parser.finish_reason(self.finish_reason)
+        return out
+
+    def put_prompt_logprobs(self, rows: Rows) -> None:
+        """With echo, the prompt's positions come first."""
+        self._rows = [*rows, *self._rows]
+
+    def take_logprobs(self) -> dict[str, Any] | None:
+        """OpenAI's logprobs object over the positions since the last call; None when there are none."""
+        rows, self._rows = self._rows, []
+        num_top = self._spec.num_top_logprobs
+        if num_top is None or not rows:
+            return None
+        if self._legacy_logprobs is not None:
+            return self._legacy_logprobs.entries(rows)
+        known = [row for row in rows if row is not None]
+        return {"content": chat_logprobs(known, num_top, self._text.texts), "refusal": None}

@@ -1,0 +1,173 @@
+"""What both completion routes do around their prompts: admission, root span, calls, and the answer that fits."""
+
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from services.gateway import metrics
+from services.gateway.answer import Answer
+from services.gateway.choices import Choice, ChoiceSpec
+from services.gateway.core.admission import Admitted
+from services.gateway.deps import Gateway
+from services.gateway.edge import REQUEST_ID, TENANT
+from services.gateway.http_body import Scope, header
+from services.gateway.http_errors import HttpFailure
+from services.gateway.http_protocol import PUSH_KEY, Push
+from services.gateway.openai import SamplingBody, to_sampling
+from services.gateway.streaming import EventShape, StreamAnswer
+from services.gateway.submit import find_hits, make_call, output_budget
+from services.gateway.whole import WholeAnswer
+from shared.errors import InvalidRequest, ModelNotFound
+from shared.observe.trace import Span, start_span
+
+SEED_BITS = 63
+MAX_TOTAL_CHOICES = 2_048  # prompts times n
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, the same packed, and the text that `echo` puts before the answer."""
+
+    ids: Sequence[int]
+    packed: bytes
+    echo: str | None = None
+
+
+class Incoming:
+    """An admitted request until its answer takes over. Leaving the `with` block by an error gives all back.
+
+    Raises: HttpFailure 503 or 429 when the gateway is full.
+    """
+
+    def __init__(
+        self, gateway: Gateway, scope: Scope, body: SamplingBody, received_ns: int, *, num_prompts: int = 1
+    ) -> None:
+        self.gateway = gateway
+        self.scope = scope
+        self.body = body
+        self.received_ns = received_ns
+        self.request_id: str = scope[REQUEST_ID]
+        self.tenant: str = scope[TENANT]
+        self.taken = False  # by an answer
+        verdict = gateway.admission.enter(self.tenant, num_prompts, now_ms=received_ns // 1_000_000)
+        if not isinstance(verdict, Admitted):
+            raise HttpFailure(
+                verdict.http_status, verdict.code, verdict.reason, retry_after_ms=verdict.retry_after_ms
+            )
+        self.ticket = verdict
+        parent = header(scope, b"traceparent")
+        self.span = start_span(
+            "gateway.receive",
+            parent=parent.decode("latin-1") if parent else "",
+            attributes={"quire.request_id": self.request_id, "http.route": scope["path"]},
+        )
+
+    def __enter__(self) -> "Incoming":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if not self.taken:
+            self.gateway.admission.leave(self.ticket, now_ms=time.monotonic_ns() // 1_000_000)
+            if error is not None:
+                self.span.fail(str(error))
+            self.span.end()
+
+
+def check_model(gateway: Gateway, model: str) -> None:
+    """Raises: ModelNotFound, as OpenAI words it."""
+    if model != gateway.settings.model_name:
+        raise ModelNotFound(f"The model `{model[:128]}` does not exist.", param="model")
+
+
+@contextmanager
+def tokenize_span(root: Span) -> Iterator[None]:
+    """Times template and tokenizer, as a span and a metric."""
+    began_ns = time.monotonic_ns()
+    with start_span("tokenize", parent=root.traceparent):
+        yield
+    metrics.TOKENIZE.observe((time.monotonic_ns() - began_ns) / 1e6)
+
+
+def new_call_id() -> str:
+    """Id of a tool call."""
+    return f"call_{os.urandom(12).hex()}"
+
+
+async def begin(incoming: Incoming, kind: str, spec: ChoiceSpec, prompts: list[Prompt]) -> Answer:
+    """Check the context, look the prompts up, and start the answer. Raises: RequestErrors."""
+    gateway, body = incoming.gateway, incoming.body
+    if len(prompts) * body.num_choices > MAX_TOTAL_CHOICES:
+        raise InvalidRequest(f"prompts times n must be at most {MAX_TOTAL_CHOICES}.", param="n")
+    samplings = [
+        to_sampling(
+            body,
+            default_max_tokens=output_budget(
+                len(prompt.ids), body.max_output_tokens, gateway.max_model_len, is_chat=spec.is_chat
+            ),
+            random_seed=random.getrandbits(SEED_BITS),
+            defaults=gateway.sampling_defaults,
+            vocab_size=gateway.text.vocab_size,
+        )
+        for prompt in prompts
+    ]
+    hits = [await find_hits(gateway, prompt.packed, incoming.tenant, incoming.span) for prompt in prompts]
+    answer = _make_answer(incoming, kind)
+    calls = []
+    num_choices = body.num_choices
+    for number, prompt in enumerate(prompts):
+        choices = [
+            Choice(
+                number * num_choices + each,
+                spec,
+                gateway.text,
+                prompt.ids,
+                new_id=new_call_id,
+                echo_chars=len(prompt.echo or ""),
+            )
+            for each in range(num_choices)
+        ]
+        sink = answer.sink(choices, echo=prompt.echo)
+        call = make_call(
+            gateway,
+            incoming.request_id if len(prompts) == 1 else f"{incoming.request_id}-{number}",
+            sink,
+            packed=prompt.packed,
+            sampling=samplings[number],
+            hits=hits[number],
+            session=body.user or "",
+            tenant=incoming.tenant,
+            span=incoming.span,
+        )
+        sink.mark_sent = call.flow.mark_sent
+        calls.append(call)
+    incoming.taken = True
+    answer.run(calls)
+    return answer
+
+
+def _make_answer(incoming: Incoming, kind: str) -> StreamAnswer | WholeAnswer:
+    gateway, body, scope = incoming.gateway, incoming.body, incoming.scope
+    common: dict[str, Any] = {
+        "cluster": gateway.cluster,
+        "admission": gateway.admission,
+        "ticket": incoming.ticket,
+        "scope": scope,
+        "push": Push(scope[PUSH_KEY]),
+        "request_id": incoming.request_id,
+        "span": incoming.span,
+        "received_ns": incoming.received_ns,
+        "wants_receipt": bool(body.quire_receipt) or header(scope, b"x-quire-receipt") == b"1",
+    }
+    created, model = int(time.time()), gateway.settings.model_name
+    fingerprint = gateway.system_fingerprint
+    if not body.stream:
+        return WholeAnswer(kind=kind, created=created, model=model, fingerprint=fingerprint, **common)
+    shape = EventShape(kind, incoming.request_id, created, model, fingerprint, body.include_usage)
+    return StreamAnswer(shape=shape, include_usage=body.include_usage, **common)

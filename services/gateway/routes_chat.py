@@ -1,0 +1,53 @@
+"""POST /v1/chat/completions: parse, render, tokenize, run. No policy lives here."""
+
+import time
+
+from services.gateway.choices import ChoiceSpec
+from services.gateway.deps import Gateway
+from services.gateway.http_body import Receive, Scope, Send, read_json_body
+from services.gateway.openai import ChatBody, parse_body
+from services.gateway.request import Incoming, Prompt, begin, check_model, tokenize_span
+from shared.kv.block_hash import pack_tokens
+
+DOCUMENTED = ("/v1/chat/completions", "Chat, whole or streamed.", ChatBody)
+
+
+class ChatEndpoint:
+    """ASGI endpoint."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request. Raises: ClusterErrors until the answer has begun."""
+        del send  # answers are written by callbacks, see http_protocol.Push
+        gateway = self._gateway
+        received_ns = time.monotonic_ns()
+        body = parse_body(ChatBody, await read_json_body(scope, receive, gateway.settings.max_body_bytes))
+        check_model(gateway, body.model)
+        with Incoming(gateway, scope, body, received_ns) as incoming:
+            ids = await chat_token_ids(gateway, body, incoming)
+            plan = body.tool_plan(gateway.tool_format)
+            spec = ChoiceSpec(
+                is_chat=True,
+                stops=body.stops,
+                include_stop=bool(body.include_stop_str_in_output),
+                min_tokens=body.min_tokens or 0,
+                skip_special_tokens=not body.keeps_special_tokens,
+                num_top_logprobs=body.num_logprobs,
+                tool_plan=plan,
+            )
+            answer = await begin(incoming, "chat", spec, [Prompt(ids, pack_tokens(ids))])
+        await answer.wait_for_end(receive)
+
+
+async def chat_token_ids(gateway: Gateway, body: ChatBody, incoming: Incoming) -> list[int]:
+    """The prompt of a chat: template, then tokenizer."""
+    with tokenize_span(incoming.span):
+        text = gateway.text.render_chat(
+            body.template_messages(),
+            tools=body.template_tools(),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            extra=body.chat_template_kwargs,
+        )
+        return await gateway.text.encode(text, add_special_tokens=bool(body.add_special_tokens))

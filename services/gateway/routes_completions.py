@@ -1,0 +1,60 @@
+"""POST /v1/completions: strings, lists of them, token ids, lists of them; echo."""
+
+import time
+
+from services.gateway.choices import ChoiceSpec
+from services.gateway.deps import Gateway
+from services.gateway.http_body import Receive, Scope, Send, read_json_body
+from services.gateway.openai import CompletionBody, parse_body
+from services.gateway.request import Incoming, Prompt, begin, check_model, tokenize_span
+from shared.kv.block_hash import pack_tokens
+
+DOCUMENTED = ("/v1/completions", "Completions of one or more prompts, whole or streamed.", CompletionBody)
+
+
+class CompletionEndpoint:
+    """ASGI endpoint."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request. Raises: ClusterErrors until the answer has begun."""
+        del send  # answers are written by callbacks, see http_protocol.Push
+        gateway = self._gateway
+        received_ns = time.monotonic_ns()
+        raw = await read_json_body(scope, receive, gateway.settings.max_body_bytes)
+        body = parse_body(CompletionBody, raw)
+        check_model(gateway, body.model)
+        with Incoming(gateway, scope, body, received_ns, num_prompts=len(body.prompts)) as incoming:
+            prompts = await completion_prompts(gateway, body, incoming)
+            spec = ChoiceSpec(
+                is_chat=False,
+                stops=body.stops,
+                include_stop=bool(body.include_stop_str_in_output),
+                min_tokens=body.min_tokens or 0,
+                skip_special_tokens=not body.keeps_special_tokens,
+                num_top_logprobs=body.num_logprobs,
+            )
+            answer = await begin(incoming, "text", spec, prompts)
+        await answer.wait_for_end(receive)
+
+
+async def completion_prompts(gateway: Gateway, body: CompletionBody, incoming: Incoming) -> list[Prompt]:
+    """Token ids of every prompt, and its text where it is echoed."""
+    prompts: list[Prompt] = []
+    with tokenize_span(incoming.span):
+        for given in body.prompts:
+            echo: str | None = None
+            if isinstance(given, str):
+                ids = await gateway.text.encode(
+                    given, add_special_tokens=body.add_special_tokens is not False
+                )
+                echo = given if body.echo else None
+            else:
+                ids = given
+                gateway.text.check_token_ids(ids, "prompt")
+                if body.echo:
+                    echo = gateway.text.decode(ids, skip_special_tokens=not body.keeps_special_tokens)
+            prompts.append(Prompt(ids, pack_tokens(ids), echo))
+    return prompts
