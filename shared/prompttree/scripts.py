@@ -23,7 +23,11 @@ _COMMON = """
 local call, sub = redis.call, string.sub
 local OWNERS = 'quire:pt:owners'
 local function held(instance, tag) return 'quire:pt:held:' .. instance .. ':' .. tag end
-local function unpacked(blob) return struct.unpack(string.rep('c16', #blob / 16), blob) end
+local function unpacked(blob)
+  local hashes = {struct.unpack(string.rep('c16', #blob / 16), blob)}
+  hashes[#hashes] = nil  -- the position after the last one
+  return unpack(hashes)
+end
 local function row_epoch(row) return tonumber(string.match(row, '^%x+ (%d+)') or 0) end
 """
 

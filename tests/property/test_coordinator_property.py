@@ -23,7 +23,7 @@ steps = st.one_of(
 @given(st.lists(steps, max_size=50))
 def test_epochs_only_grow_and_only_the_newest_may_beat(history):
     membership, now_ms = Membership(), 0
-    store, granted, unread = {}, {name: -1 for name in NAMES}, False
+    store, granted, unread = {}, dict.fromkeys(NAMES, -1), False
     version = membership.version
 
     for kind, *rest in history:

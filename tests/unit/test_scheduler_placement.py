@@ -3,7 +3,7 @@
 import pytest
 
 from services.scheduler.core.instances import Instances
-from services.scheduler.core.placement import Placer, PlacementLimits
+from services.scheduler.core.placement import PlacementLimits, Placer
 from shared.wire.placement import Ended, Placed, Rejected
 from tests.support.control_plane import description, hello, place, report
 

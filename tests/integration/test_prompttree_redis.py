@@ -1,0 +1,335 @@
+"""The prompt tree through a real server: hits, fencing, outages, resync, and what a look-up costs."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from shared.errors import PeerGone, PeerTimeout, SettingsError
+from shared.kv.block_hash import chain_seed, hash_blocks, pack_tokens
+from shared.prompttree import scripts
+from shared.prompttree.breaker import Breaker
+from shared.prompttree.client import PromptTreeClient
+from shared.prompttree.embedded import EmbeddedRedis, find_redis_server
+from shared.prompttree.publisher import PromptTreePublisher
+from shared.transport.redis_link import RedisLink, parse_redis_url
+from tests.support.control_plane import until
+
+BLOCK_TOKENS = 32
+
+
+@pytest.fixture
+def redis(tmp_path):
+    server = EmbeddedRedis(0, tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def opened():
+    """Closes what a test appends to it."""
+    things = []
+    yield things
+    for thing in reversed(things):
+        await thing.close()
+
+
+def chain(num_blocks, seed=b"x"):
+    return hash_blocks(chain_seed(seed.decode(), ""), pack_tokens(range(num_blocks)), 1)
+
+
+async def make_client(redis, opened, **more):
+    client = PromptTreeClient(redis.url, **more)
+    opened.append(client)
+    client.open()
+    assert await client.wait_up(5_000)
+    return client
+
+
+def make_publisher(redis, opened, name="p0", epoch=1, **more):
+    publisher = PromptTreePublisher(redis.url, instance=name, epoch=epoch, role="prefill", **more)
+    opened.append(publisher)
+    publisher.open()
+    return publisher
+
+
+async def published(publisher, *hashes):
+    publisher.stored(hashes)
+    await until(lambda: publisher.in_sync)
+
+
+async def test_each_instance_gets_the_depth_that_it_holds(redis, opened):
+    client = await make_client(redis, opened)
+    prompt = chain(100)
+    for depth in (0, 1, 2, 3, 50, 63, 64, 99, 100):
+        await published(make_publisher(redis, opened, f"p{depth}"), *prompt[:depth])
+    found = await client.lookup(prompt, BLOCK_TOKENS)
+    assert found == {f"p{d}": d * BLOCK_TOKENS for d in (1, 2, 3, 50, 63, 64, 99, 100)}
+    for asked in (1, 2, 7, 64, 65):
+        found = await client.lookup(prompt[:asked], BLOCK_TOKENS)
+        assert found == {f"p{d}": min(d, asked) * BLOCK_TOKENS for d in (1, 2, 3, 50, 63, 64, 99, 100)}
+
+
+async def test_a_prompt_that_nobody_holds_and_an_empty_one_have_no_hits(redis, opened):
+    client = await make_client(redis, opened)
+    await published(make_publisher(redis, opened), *chain(10))
+    assert await client.lookup(chain(10, b"other"), BLOCK_TOKENS) == {}
+    assert await client.lookup([], BLOCK_TOKENS) == {}
+
+
+async def test_blocks_beyond_the_bound_are_not_asked_for(redis, opened):
+    client = await make_client(redis, opened, max_blocks=8)
+    await published(make_publisher(redis, opened), *chain(20))
+    assert await client.lookup(chain(20), BLOCK_TOKENS) == {"p0": 8 * BLOCK_TOKENS}
+
+
+async def test_removed_blocks_shorten_the_hit_and_cleared_ends_it(redis, opened):
+    client = await make_client(redis, opened)
+    publisher = make_publisher(redis, opened)
+    prompt = chain(40)
+    await published(publisher, *prompt)
+    publisher.removed(prompt[30:])
+    await until(lambda: publisher.in_sync)
+    assert await client.lookup(prompt, BLOCK_TOKENS) == {"p0": 30 * BLOCK_TOKENS}
+    publisher.cleared()
+    await until(lambda: publisher.in_sync)
+    assert await client.lookup(prompt, BLOCK_TOKENS) == {}
+    await published(publisher, *prompt[:5])
+    assert await client.lookup(prompt, BLOCK_TOKENS) == {"p0": 5 * BLOCK_TOKENS}
+
+
+async def test_redis_holds_exactly_the_short_hashes_and_a_marker(redis, opened):
+    publisher = make_publisher(redis, opened)
+    prompt = chain(70)
+    await published(publisher, *prompt)
+    publisher.removed(prompt[60:])
+    await until(lambda: publisher.in_sync)
+    link = RedisLink(redis.url)
+    opened.append(link)
+    link.open()
+    await link.wait_up(1_000)
+    key = f"quire:pt:held:p0:{publisher._tag}"
+    members = set(await link.call("SMEMBERS", key, timeout_ms=1_000))
+    assert members == {b"marker", *(h[: scripts.SHORT_HASH_BYTES] for h in prompt[:60])}
+    assert 0 < await link.call("TTL", key, timeout_ms=1_000) <= 120
+
+
+async def test_a_new_epoch_ends_the_old_entries_and_silences_the_old_process(redis, opened):
+    client = await make_client(redis, opened)
+    stale = []
+    old = make_publisher(redis, opened, epoch=5, on_stale=lambda: stale.append(True))
+    await published(old, *chain(40))
+    new = make_publisher(redis, opened, epoch=6)
+    await published(new, *chain(3))
+    assert await client.lookup(chain(40), BLOCK_TOKENS) == {"p0": 3 * BLOCK_TOKENS}
+    old.stored(chain(9, b"late"))
+    await until(lambda: stale)
+    assert old.stale
+    assert await client.lookup(chain(9, b"late"), BLOCK_TOKENS) == {}
+    assert await client.lookup(chain(40), BLOCK_TOKENS) == {"p0": 3 * BLOCK_TOKENS}
+    link = RedisLink(redis.url)
+    opened.append(link)
+    link.open()
+    await link.wait_up(1_000)
+    assert len(await link.call("KEYS", "quire:pt:held:*", timeout_ms=1_000)) == 1  # the old set is gone
+
+
+async def test_a_renewed_epoch_publishes_everything_again(redis, opened):
+    client = await make_client(redis, opened)
+    publisher = make_publisher(redis, opened, epoch=5)
+    await published(publisher, *chain(40))
+    publisher.renew(8)
+    await until(lambda: publisher.held.num_claims == 2 and publisher.in_sync)
+    assert await client.lookup(chain(40), BLOCK_TOKENS) == {"p0": 40 * BLOCK_TOKENS}
+    with pytest.raises(ValueError, match="below"):
+        publisher.renew(7)
+
+
+async def test_an_orderly_end_withdraws_and_a_silent_one_expires(redis, opened):
+    client = await make_client(redis, opened)
+    leaving = make_publisher(redis, opened, "leaving")
+    dying = make_publisher(redis, opened, "dying", ttl_s=1, beat_ms=100)
+    await published(leaving, *chain(4))
+    await published(dying, *chain(4))
+    await asyncio.sleep(1.2)  # longer than its TTL: the beats keep it
+    assert set(await client.lookup(chain(4), BLOCK_TOKENS)) == {"leaving", "dying"}
+    await leaving.close()
+    assert set(await client.lookup(chain(4), BLOCK_TOKENS)) == {"dying"}
+    dying._task.cancel()
+    deadline = time.monotonic() + 3
+    while await client.lookup(chain(4), BLOCK_TOKENS):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def test_rows_of_dead_owners_are_dropped_by_the_living(redis, opened):
+    link = RedisLink(redis.url)
+    opened.append(link)
+    link.open()
+    await link.wait_up(1_000)
+    await link.call("HSET", "quire:pt:owners", "ghost", "00000000000000aa 7 prefill", timeout_ms=1_000)
+    await published(make_publisher(redis, opened, beat_ms=50, ttl_s=5), *chain(4))
+    deadline = time.monotonic() + 3
+    while await link.call("HEXISTS", "quire:pt:owners", "ghost", timeout_ms=1_000):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "command", [("FLUSHALL",), ("DEL", "quire:pt:owners"), ("SREM", "held", "x")], ids=["all", "row", "one"]
+)
+async def test_whatever_redis_lost_is_published_again(redis, opened, command):
+    client = await make_client(redis, opened)
+    publisher = make_publisher(redis, opened, beat_ms=50, ttl_s=5)
+    prompt = chain(300)
+    await published(publisher, *prompt)
+    link = RedisLink(redis.url)
+    opened.append(link)
+    link.open()
+    await link.wait_up(1_000)
+    if command[0] == "SREM":
+        key = (await link.call("KEYS", "quire:pt:held:*", timeout_ms=1_000))[0]
+        command = ("SREM", key, prompt[0][: scripts.SHORT_HASH_BYTES])
+    await link.call(*command, timeout_ms=1_000)
+    await until(lambda: publisher.held.num_claims == 2 and publisher.in_sync)
+    assert await client.lookup(prompt, BLOCK_TOKENS) == {"p0": 300 * BLOCK_TOKENS}
+
+
+async def test_a_killed_and_empty_redis_is_filled_again_and_no_lookup_fails(redis, opened):
+    client = await make_client(redis, opened)
+    publisher = make_publisher(redis, opened)
+    prompt = chain(1_000)
+    await published(publisher, *prompt)
+    redis.kill()
+    await until(lambda: not client.up)
+    publisher.stored(chain(1_100)[1_000:])  # while it is away
+    start = time.perf_counter()
+    for _ in range(1_000):
+        assert await client.lookup(prompt, BLOCK_TOKENS) == {}
+    assert time.perf_counter() - start < 0.2, "a dead Redis must cost nothing"
+    redis.start()
+    took_s = await until(lambda: publisher.held.num_claims == 2 and publisher.in_sync, 10)
+    assert took_s < 5
+    assert await client.wait_up(5_000)
+    assert await client.lookup(chain(1_100), BLOCK_TOKENS) == {"p0": 1_100 * BLOCK_TOKENS}
+
+
+async def test_a_hanging_redis_costs_the_deadline_three_times_then_nothing(redis, opened):
+    client = await make_client(redis, opened, breaker=Breaker(probe_interval_ms=50))
+    await published(make_publisher(redis, opened), *chain(4))
+    os.kill(redis.pid, signal.SIGSTOP)
+    try:
+        took_ms = []
+        for _ in range(20):
+            start = time.perf_counter()
+            assert await client.lookup(chain(4), BLOCK_TOKENS) == {}
+            took_ms.append((time.perf_counter() - start) * 1e3)
+    finally:
+        os.kill(redis.pid, signal.SIGCONT)
+    assert all(15 < t < 100 for t in took_ms[:3]), took_ms
+    assert max(took_ms[3:]) < 15, took_ms
+    assert client.num_failures == 3
+    deadline = time.monotonic() + 5
+    while not await client.lookup(chain(4), BLOCK_TOKENS):  # a probe closes the breaker
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def test_nonsense_in_redis_gives_no_hits_instead_of_an_error(redis, opened):
+    client = await make_client(redis, opened)
+    link = RedisLink(redis.url)
+    opened.append(link)
+    link.open()
+    await link.wait_up(1_000)
+    await link.call("HSET", "quire:pt:owners", b"\xff\xfe", "rubbish", timeout_ms=1_000)
+    assert await client.lookup(chain(4), BLOCK_TOKENS) == {}
+    await link.call("DEL", "quire:pt:owners", timeout_ms=1_000)
+    await link.call("SET", "quire:pt:owners", "a string", timeout_ms=1_000)
+    assert await client.lookup(chain(4), BLOCK_TOKENS) == {}
+    assert client.num_failures == 1
+
+
+async def test_scripts_survive_a_script_flush(redis, opened):
+    client = await make_client(redis, opened)
+    await published(make_publisher(redis, opened), *chain(4))
+    link = RedisLink(redis.url)
+    opened.append(link)
+    link.open()
+    await link.wait_up(1_000)
+    await link.call("SCRIPT", "FLUSH", timeout_ms=1_000)
+    assert await client.lookup(chain(4), BLOCK_TOKENS) == {"p0": 4 * BLOCK_TOKENS}
+
+
+async def test_a_late_reply_goes_to_nobody_else(redis, opened):
+    link = RedisLink(redis.url)
+    opened.append(link)
+    link.open()
+    await link.wait_up(1_000)
+    os.kill(redis.pid, signal.SIGSTOP)
+    with pytest.raises(PeerTimeout):
+        await link.call("ECHO", "late", timeout_ms=10)
+    os.kill(redis.pid, signal.SIGCONT)
+    assert await link.call("ECHO", "mine", timeout_ms=1_000) == b"mine"
+
+
+async def test_a_login_is_sent_and_a_wrong_one_is_no_connection(redis, opened):
+    link = RedisLink(redis.url)
+    opened.append(link)
+    link.open()
+    await link.wait_up(1_000)
+    await link.call("CONFIG", "SET", "requirepass", "secret", timeout_ms=1_000)
+    right = RedisLink(redis.url.replace("//", "//:secret@"))
+    wrong = RedisLink(redis.url.replace("//", "//:nope@"))
+    opened.extend([right, wrong])
+    for one in (right, wrong):
+        one.open()
+    assert await right.wait_up(2_000)
+    assert await right.call("PING", timeout_ms=1_000) == b"PONG"
+    assert not await wrong.wait_up(200)
+    with pytest.raises(PeerGone):
+        await wrong.call("PING", timeout_ms=1_000)
+
+
+def test_addresses_are_parsed_and_wrong_ones_refused():
+    found = parse_redis_url("redis://user:p%40ss@db.example:7000/3")
+    assert (found.host, found.port, found.db, found.user, found.password) == (
+        "db.example", 7000, 3, "user", "p@ss",
+    )  # fmt: skip
+    assert parse_redis_url("unix:///tmp/redis.sock?db=2").path == "/tmp/redis.sock"
+    assert parse_redis_url("rediss://h").tls
+    for wrong in ("", "http://x", "redis://", "redis://h:x", "redis://h/db", "redis://h:99999"):
+        with pytest.raises(SettingsError, match="redis://127"):
+            parse_redis_url(wrong)
+
+
+def test_a_server_binary_is_found():
+    found = find_redis_server()
+    assert found is not None
+    assert found.is_file()
+
+
+async def test_lookup_and_insert_of_256_blocks_stay_near_their_bars(redis, opened):
+    """The bars (150 us, 400 us; p50 on an idle machine) with room for a busy one."""
+    client = await make_client(redis, opened)
+    publisher = make_publisher(redis, opened)
+    prompt = chain(256)
+    await published(publisher, *prompt)
+
+    async def p50_us(call, num=200):
+        took = []
+        for i in range(num):
+            start = time.perf_counter()
+            await call(i)
+            took.append((time.perf_counter() - start) * 1e6)
+        return sorted(took)[num // 2]
+
+    lookup_us = await p50_us(lambda _: client.lookup(prompt, BLOCK_TOKENS))
+    link, tag = publisher._link, publisher._tag
+    blobs = [b"".join(h[:16] for h in chain(256, f"seed-{i}".encode())) for i in range(200)]
+    insert_us = await p50_us(lambda i: link.run(scripts.WRITE, "p0", 1, tag, blobs[i], b"", timeout_ms=1_000))
+    print(f"lookup p50 {lookup_us:.0f} us, insert p50 {insert_us:.0f} us")
+    assert lookup_us < 4 * 150
+    assert insert_us < 4 * 400
