@@ -1,0 +1,231 @@
+"""The gateway as a process: start, drain, several processes on one address, wrong settings; openai-python."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+
+import httpx
+import openai
+import pytest
+
+from tests.integration.gateway_rig import (
+    MODEL,
+    FakeCoordinator,
+    FakeScheduler,
+    FakeWorker,
+    answer_tokens,
+    colocate,
+    free_listener,
+    make_model_dir,
+)
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "the fox"}]}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def ids(model_dir, text):
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@contextlib.asynccontextmanager
+async def neighbours():
+    coordinator, scheduler, worker = FakeCoordinator(), FakeScheduler(), FakeWorker("w")
+    for each in (coordinator, scheduler, worker):
+        await each.start()
+    coordinator.views = [worker.view]
+    scheduler.decide = colocate(worker)
+    yield coordinator, scheduler, worker
+    for each in (coordinator, scheduler, worker):
+        await each.stop()
+
+
+@contextlib.asynccontextmanager
+async def process(model_dir, coordinator, scheduler, **flags):
+    """A ready gateway process and a client of it."""
+    listener = free_listener()
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
+    words = {
+        "listen": address, "model_dir": model_dir, "model_name": MODEL, "redis_url": "",
+        "coordinator_url": coordinator.url, "scheduler": scheduler.server.address,
+        "membership_interval_ms": 100, **flags,
+    }  # fmt: skip
+    argv = [word for key, value in words.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.gateway", *argv, stderr=asyncio.subprocess.PIPE
+    )
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=f"http://{address}", trust_env=False, limits=limits) as client:
+        try:
+            await ready(client, child)
+            yield child, client
+        finally:
+            if child.returncode is None:
+                child.kill()
+            await child.communicate()
+
+
+async def ready(client, child, seconds=20.0):
+    async with asyncio.timeout(seconds):
+        while True:
+            assert child.returncode is None, (await child.stderr.read()).decode()
+            with contextlib.suppress(httpx.HTTPError):
+                if (await client.get("/ready")).status_code == 200:
+                    return
+            await asyncio.sleep(0.05)
+
+
+async def test_sigterm_finishes_what_runs_refuses_the_rest_and_exits_0(model_dir):
+    async with neighbours() as (coordinator, scheduler, worker):
+        worker.script = answer_tokens(ids(model_dir, " the quick brown fox jumps"), gap_s=0.1)
+        async with process(model_dir, coordinator, scheduler) as (child, client):
+            task = asyncio.create_task(client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
+            async with asyncio.timeout(5):
+                while not worker.generated:
+                    await asyncio.sleep(0.01)
+            child.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.1)
+            assert (await client.get("/ready")).status_code == 503
+            refused = await client.post("/v1/chat/completions", json=CHAT)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "draining"
+            reply = await task
+            assert reply.text.endswith("data: [DONE]\n\n")
+            assert "error" not in reply.text
+            assert await asyncio.wait_for(child.wait(), 5) == 0
+
+
+async def test_the_drain_deadline_ends_streams_with_an_error_and_exits_0(model_dir):
+    async with neighbours() as (coordinator, scheduler, worker):
+        worker.script = answer_tokens(ids(model_dir, " the quick brown fox" * 50), gap_s=0.1)
+        flags = {"drain_deadline_ms": 300}
+        async with process(model_dir, coordinator, scheduler, **flags) as (child, client):
+            task = asyncio.create_task(client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
+            async with asyncio.timeout(5):
+                while not worker.generated:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            child.send_signal(signal.SIGTERM)
+            reply = await task
+            assert '"code":"draining"' in reply.text
+            assert reply.text.endswith("data: [DONE]\n\n")
+            assert await asyncio.wait_for(child.wait(), 5) == 0
+            await asyncio.wait_for(worker.abort_seen.wait(), 1)
+
+
+async def test_two_processes_share_the_address_and_a_killed_one_comes_back(model_dir):
+    async with neighbours() as (coordinator, scheduler, worker):
+        worker.script = answer_tokens(ids(model_dir, " the"))
+        async with process(model_dir, coordinator, scheduler, processes=2) as (child, client):
+            children = await _children(child.pid, 2)
+            for _ in range(8):
+                assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+            os.kill(children[0], signal.SIGKILL)
+            await _children(child.pid, 2, without=children[0])
+            await ready(client, child)
+            metrics = (await client.get("/metrics")).text
+            assert 'quire_gateway_requests_total{route="/v1/chat/completions",status="200"} 8.0' in metrics
+            child.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(child.wait(), 5) == 0
+
+
+async def _children(pid: int, count: int, without: int = 0) -> list[int]:
+    async with asyncio.timeout(10):
+        while True:
+            with open(f"/proc/{pid}/task/{pid}/children") as listed:
+                found = [int(word) for word in listed.read().split() if int(word) != without]
+            if len(found) == count:
+                return found
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--listne", "127.0.0.1:0"], "did you mean 'listen'"),
+        (["--listen", "8000"], "gateway.listen"),
+        (["--model-dir", "/nowhere"], "gateway.model_dir"),
+    ],
+)
+async def test_wrong_settings_exit_2_and_name_the_setting(argv, says):
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.gateway", *argv, stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await child.communicate()
+    assert child.returncode == 2
+    assert says in said.decode()
+
+
+async def test_openai_python_sync_async_and_streaming(model_dir):
+    async with neighbours() as (coordinator, scheduler, worker):
+        worker.script = answer_tokens(ids(model_dir, " the quick fox"))
+        async with process(model_dir, coordinator, scheduler, api_keys="k1") as (_child, client):
+            base = f"{client.base_url}/v1".replace("//v1", "/v1")
+            messages = CHAT["messages"]
+            async with openai.AsyncOpenAI(base_url=base, api_key="k1", max_retries=0) as api:
+                whole = await api.chat.completions.create(model=MODEL, messages=messages)
+                assert whole.choices[0].message.content == " the quick fox"
+                text = ""
+                stream = await api.chat.completions.create(
+                    model=MODEL, messages=messages, stream=True, stream_options={"include_usage": True}
+                )
+                async for chunk in stream:
+                    text += chunk.choices[0].delta.content or "" if chunk.choices else ""
+                assert text == " the quick fox"
+                assert chunk.usage.completion_tokens == whole.usage.completion_tokens
+                legacy = await api.completions.create(model=MODEL, prompt="the", max_tokens=50, echo=True)
+                assert legacy.choices[0].text == "the the quick fox"
+                assert [model.id async for model in api.models.list()] == [MODEL]
+                with pytest.raises(openai.NotFoundError) as caught:
+                    await api.chat.completions.create(model="other", messages=messages)
+                assert caught.value.code == "model_not_found"
+                with pytest.raises(openai.BadRequestError):
+                    await api.chat.completions.create(model=MODEL, messages=messages, n=1000)
+            async with openai.AsyncOpenAI(base_url=base, api_key="wrong", max_retries=0) as api:
+                with pytest.raises(openai.AuthenticationError):
+                    await api.models.list()
+
+            def sync():
+                with openai.OpenAI(base_url=base, api_key="k1", max_retries=0) as api:
+                    chunks = api.chat.completions.create(model=MODEL, messages=messages, stream=True)
+                    return "".join(c.choices[0].delta.content or "" for c in chunks)
+
+            assert await asyncio.to_thread(sync) == " the quick fox"
+
+
+async def test_tool_calls_whole_and_streamed(model_dir):
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    async with neighbours() as (coordinator, scheduler, worker):
+        worker.script = answer_tokens(ids(model_dir, call))
+        template = model_dir / "chat_template.jinja"
+        template.write_text("{% if tools %}<tool_call>{% endif %}{{ messages[-1].content }}")
+        try:
+            async with process(model_dir, coordinator, scheduler) as (_child, client):
+                base = f"{client.base_url}/v1".replace("//v1", "/v1")
+                async with openai.AsyncOpenAI(base_url=base, api_key="x", max_retries=0) as api:
+                    body = {"model": MODEL, "messages": CHAT["messages"], "tools": tools}
+                    whole = await api.chat.completions.create(**body)
+                    (choice,) = whole.choices
+                    assert choice.finish_reason == "tool_calls"
+                    assert choice.message.content is None
+                    assert choice.message.tool_calls[0].function.name == "add"
+                    name = arguments = ""
+                    async for chunk in await api.chat.completions.create(**body, stream=True):
+                        for part in chunk.choices[0].delta.tool_calls or ():
+                            name += part.function.name or ""
+                            arguments += part.function.arguments or ""
+                        reason = chunk.choices[0].finish_reason
+                    assert (name, reason) == ("add", "tool_calls")
+                    assert arguments == choice.message.tool_calls[0].function.arguments
+        finally:
+            template.unlink()
