@@ -18,11 +18,10 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 120.0
 RECEIPT_HEADER = {"x-quire-receipt": "1"}
-RECEIPT_COLUMNS = (
-    ("tokens_engine", "engine cache"),
-    ("tokens_pool", "mempool"),
-    ("tokens_computed", "computed"),
-)
+TIMES = ("queue_ms", "fetch_ms", "compute_ms")
+TOKENS = ("tokens_engine", "tokens_pool", "tokens_computed")
+
+MIN_RATE_S = 0.05  # a shorter answer came in one piece: no rate
 
 Message = dict[str, str]
 
@@ -105,7 +104,8 @@ class Reply:
         prompt, output = self._usage.get("prompt_tokens", 0), self._usage.get("completion_tokens", 0)
         now = time.monotonic()
         first = self._first or now
-        speed = f", {(output - 1) / (now - first):.0f} tokens/s" if output > 1 and now > first else ""
+        took_s = now - first
+        speed = f", {(output - 1) / took_s:.0f} tokens/s" if output > 1 and took_s > MIN_RATE_S else ""
         err.print(
             f"\n{self._id}: {prompt} + {output} tokens, "
             f"first after {(first - self._begin) * 1000:.0f} ms{speed}",
@@ -125,17 +125,16 @@ class Reply:
 
 def _receipt_table(receipt: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", style="dim")
-    for column in ("stage", "instance", "queue ms", "fetch ms", "compute ms"):
-        table.add_column(column, justify="right" if column.endswith("ms") else "left")
-    for _, title in RECEIPT_COLUMNS:
-        table.add_column(title, justify="right")
-    table.add_column("moved", justify="right")
+    for column in ("stage", "instance", "queue/fetch/compute ms", "tokens: cached/pool/computed", "moved"):
+        table.add_column(column, no_wrap=True)
     for stage in receipt.get("stages", []):
-        times = [f"{stage.get(key, 0):.1f}" for key in ("queue_ms", "fetch_ms", "compute_ms")]
-        tokens = [str(stage.get(key, 0)) for key, _ in RECEIPT_COLUMNS]
-        path = f" {stage['path']}" if stage.get("path") else ""
-        moved = f"{stage.get('blocks_moved', 0)} blocks, {bytes_text(stage.get('bytes_moved', 0))}{path}"
-        table.add_row(str(stage.get("stage")), str(stage.get("instance")), *times, *tokens, moved)
+        times = "/".join(f"{stage.get(key, 0):.1f}" for key in TIMES)
+        tokens = "/".join(str(stage.get(key, 0)) for key in TOKENS)
+        moved = "-"
+        if stage.get("blocks_moved"):
+            size = bytes_text(stage.get("bytes_moved", 0))
+            moved = f"{stage['blocks_moved']} blocks, {size}, {stage.get('path', '')}"
+        table.add_row(str(stage.get("stage")), str(stage.get("instance")), times, tokens, moved)
     return table
 
 

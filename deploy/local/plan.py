@@ -222,10 +222,8 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
 
 def _common_flags(found: ClusterSettings, paths: Paths) -> tuple[str, ...]:
     """For every service of ours. Defaults are not passed, so that QUIRE_GATEWAY_... may set them."""
-    if found.trace_endpoint:
-        traces = ("--trace-endpoint", found.trace_endpoint)
-    else:
-        traces = ("--trace-dir", str(paths.traces))
+    endpoint = found.trace_endpoint
+    traces = ("--trace-endpoint", endpoint) if endpoint else ("--trace-dir", str(paths.traces))
     ratio = ("--trace-sample-ratio", str(found.trace_sample_ratio)) if found.trace_sample_ratio < 1.0 else ()
     return (*traces, *ratio, *_optional(("--log-level", found.log_level)))
 

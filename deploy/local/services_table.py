@@ -52,6 +52,7 @@ ROWS: dict[str, Row] = {
         3 * GIB,
         1.0,
         start_timeout_ms=240_000,
+        stop_grace_ms=4_000,
     ),
     "decode": Row(
         "services.decode",
@@ -62,6 +63,7 @@ ROWS: dict[str, Row] = {
         3 * GIB,
         1.0,
         start_timeout_ms=240_000,
+        stop_grace_ms=4_000,
     ),
     "gateway": Row(
         "services.gateway",

@@ -199,8 +199,10 @@ class Supervision:
                 entry.restarts += 1
                 self._enter(entry, State.WAITING, now_ms)
                 return self._spawn_waiting(now_ms)
+            took_s = (now_ms - entry.since_ms) / 1000
             self._enter(entry, State.STOPPED, now_ms)
-            return self._stop_free(now_ms)
+            text = f"{entry.last_exit} after {took_s:.1f} s"
+            return [Notice("stopped", name, text), *self._stop_free(now_ms)]
         if entry.state is State.READY and now_ms - entry.since_ms >= self.rules.stable_ms:
             entry.failures = 0
         entry.failures += 1

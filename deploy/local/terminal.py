@@ -17,8 +17,18 @@ OK, FAILED, USAGE, NOT_RUNNING = 0, 1, 2, 3
 EXIT_CODES = "Exit codes: 0 ok, 1 failed, 2 wrong usage or setting, 3 no cluster is running."
 MAX_REPLY_BYTES = 8 << 20
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+WIDE_COLUMNS = 160  # of what is not a terminal
+
+
+def _console(*, stderr: bool) -> Console:
+    made = Console(stderr=stderr, highlight=False, soft_wrap=True)
+    if not made.is_terminal:
+        made.width = WIDE_COLUMNS
+    return made
+
+
+out = _console(stderr=False)
+err = _console(stderr=True)
 
 
 def fail(message: str, code: int = FAILED) -> NoReturn:
