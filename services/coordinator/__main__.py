@@ -22,6 +22,7 @@ from shared.transport.clock import MonotonicClock
 EXIT_SETTINGS = 2
 KEEP_ALIVE_S = 30
 MAX_CONNECTIONS = 2_048
+BACKLOG = 512
 
 
 class _Server(uvicorn.Server):
@@ -40,6 +41,7 @@ def bind(listen: str) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(BACKLOG)  # whoever connects while the journal is read waits instead of being refused
     except OSError as error:
         listener.close()
         raise SettingsError(

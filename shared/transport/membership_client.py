@@ -129,16 +129,18 @@ class MembershipClient(_Background):
         self._register = register
         self._heartbeat = heartbeat
         self._on_epoch = on_epoch
+        self._closed = False
         self._path = f"/v1/instances/{quote(register.instance, safe='')}"
 
     async def close(self, *, leave: bool = True) -> None:
-        """Stop; `leave` also tells the coordinator, waiting at most REQUEST_TIMEOUT_S."""
+        """Stop; `leave` also tells the coordinator, waiting at most REQUEST_TIMEOUT_S. Harmless when closed."""
         await self._stop()
-        if leave and self.epoch is not None:
+        if leave and self.epoch is not None and not self._closed:
             try:
                 await self._api.send("DELETE", f"{self._path}?epoch={self.epoch}")
             except PeerError as error:
                 self._say("leave_failed", error=error.message)  # the time to live ends the membership
+        self._closed = True
         await self._api.close()
 
     async def _run(self) -> None:

@@ -48,13 +48,21 @@ def register(name="prefill-0", role="prefill", **more):
     return Register(instance=name, role=role, **fields)
 
 
-async def until(condition, timeout_s=5.0):
+async def until(condition, timeout_s=20.0):
     """Wait for a plain condition; returns the seconds that it took."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < timeout_s, "never became true"
         await asyncio.sleep(0.005)
     return time.monotonic() - start
+
+
+async def until_async(condition, timeout_s=20.0):
+    """As until(), for a condition that must be awaited."""
+    start = time.monotonic()
+    while not await condition():
+        assert time.monotonic() - start < timeout_s, "never became true"
+        await asyncio.sleep(0.01)
 
 
 class ServiceProcess:

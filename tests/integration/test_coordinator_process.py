@@ -1,0 +1,216 @@
+"""The coordinator as a process with a real journal: kill -9, restart, growing epochs, clients that come back."""
+
+import asyncio
+
+import httpx
+import msgspec
+import pytest
+
+from shared.prompttree.embedded import EmbeddedRedis
+from shared.transport.membership_client import MembershipClient, MembershipPoller
+from shared.wire.membership import Heartbeat
+from tests.support.control_plane import ServiceProcess, get_json, register, until, until_async
+
+TIMES = ("--heartbeat-interval-ms", "50", "--ttl-ms", "300", "--forget-after-ms", "2000")
+
+
+class Coordinator:
+    """A process that can be killed and started again on the same address."""
+
+    def __init__(self, *flags):
+        self.flags = flags
+        self.listen = "127.0.0.1:0"
+        self.process = None
+
+    def start(self):
+        self.process = ServiceProcess("services.coordinator", "--listen", self.listen, *TIMES, *self.flags)
+        self.listen = self.process.wait_log("listening")["address"]
+        return self
+
+    @property
+    def url(self):
+        return f"http://{self.listen}"
+
+
+@pytest.fixture
+def redis(tmp_path):
+    server = EmbeddedRedis(0, tmp_path, appendonly=True)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def coordinator(redis):
+    started = Coordinator("--redis-url", redis.url).start()
+    yield started
+    started.process.kill()
+
+
+@pytest.fixture
+async def opened():
+    things = []
+    yield things
+    for thing in reversed(things):
+        await thing.close()
+
+
+def member(coordinator, opened, name="prefill-0", **more):
+    """A client with its epochs and events recorded."""
+    client = MembershipClient(
+        coordinator.url,
+        register(name),
+        heartbeat=lambda epoch: Heartbeat(epoch=epoch, num_running=3),
+        on_epoch=lambda epoch: epochs.append(epoch),
+        on_event=lambda event, ids: events.append(event),
+        **more,
+    )
+    client.epochs = epochs = []
+    client.events = events = []
+    opened.append(client)
+    client.open()
+    return client
+
+
+async def listing(coordinator):
+    found = await asyncio.to_thread(get_json, f"{coordinator.url}/v1/instances")
+    return {view["instance"]: view for view in found["instances"]}
+
+
+async def until_state(coordinator, name, state, timeout_s=20.0):
+    async def there():
+        return (await listing(coordinator)).get(name, {}).get("state", "gone") == state
+
+    await until_async(there, timeout_s)
+
+
+async def test_a_member_joins_beats_leaves_and_a_silent_one_dies(coordinator, opened):
+    one, two = (member(coordinator, opened, f"decode-{i}") for i in range(2))
+    await until_state(coordinator, "decode-0", "live")
+    await until_state(coordinator, "decode-1", "live")
+    await until(lambda: one.reachable)
+    await asyncio.sleep(0.2)
+    assert (await listing(coordinator))["decode-0"]["num_running"] == 3
+    await one.close()
+    assert "decode-0" not in await listing(coordinator)
+    await two.close(leave=False)
+    await until_state(coordinator, "decode-1", "suspect")
+    await until_state(coordinator, "decode-1", "dead")
+    await until_state(coordinator, "decode-1", "gone")
+
+
+async def test_after_kill_and_restart_with_the_journal_members_keep_their_epochs(coordinator, opened):
+    client = member(coordinator, opened)
+    await until_state(coordinator, "prefill-0", "live")
+    await asyncio.sleep(0.1)  # the journal is written behind the reply
+    coordinator.process.kill()
+    await until(lambda: "coordinator_lost" in client.events)
+    coordinator.start()
+    await until_state(coordinator, "prefill-0", "live")
+    assert client.epochs == [client.epoch]
+    assert (await listing(coordinator))["prefill-0"]["epoch"] == client.epoch
+
+
+async def test_epochs_grow_across_kill_and_restart(coordinator, opened):
+    epochs = []
+    for _ in range(2):
+        client = member(coordinator, opened)
+        await until(lambda c=client: c.epoch is not None)
+        epochs.append(client.epoch)
+        await client.close(leave=False)
+        coordinator.process.kill()
+        coordinator.start()
+    assert epochs == sorted(set(epochs))
+
+
+async def test_after_a_restart_without_redis_members_register_again_with_larger_epochs(
+    coordinator, opened, redis
+):
+    client = member(coordinator, opened)
+    await until_state(coordinator, "prefill-0", "live")
+    redis.kill()
+    await asyncio.sleep(0.1)
+    assert (await listing(coordinator))["prefill-0"]["state"] == "live"  # losing Redis is harmless
+    coordinator.process.kill()
+    coordinator.start()
+    await until_state(coordinator, "prefill-0", "live")
+    await until(lambda: len(client.epochs) == 2)
+    assert client.epochs == sorted(set(client.epochs))
+
+
+async def test_a_redis_that_comes_late_is_filled(coordinator, opened, redis):
+    redis.kill()
+    client = member(coordinator, opened)
+    await until_state(coordinator, "prefill-0", "live")
+    redis.start()
+
+    async def journal_is_up():
+        return (await asyncio.to_thread(get_json, f"{coordinator.url}/ready"))["journal"] is True
+
+    await until_async(journal_is_up)
+    coordinator.process.kill()
+    coordinator.start()
+    await until_state(coordinator, "prefill-0", "live")
+    assert client.epochs == [client.epoch]
+
+
+async def test_a_client_waits_for_a_coordinator_that_is_not_there_yet(opened, redis):
+    reserved = Coordinator("--redis-url", "").start()
+    reserved.process.kill()
+    client = member(reserved, opened)
+    await until(lambda: "register_failed" in client.events)
+    assert client.epoch is None
+    reserved.start()
+    try:
+        await until(lambda: client.epoch is not None)
+    finally:
+        reserved.process.kill()
+
+
+async def test_a_second_process_under_one_id_makes_the_first_register_again(coordinator, opened):
+    first = member(coordinator, opened)
+    await until(lambda: first.epoch is not None)
+    async with httpx.AsyncClient(trust_env=False) as http:
+        reply = await http.post(f"{coordinator.url}/v1/instances", content=msgspec.json.encode(register()))
+    assert reply.json()["epoch"] > first.epochs[0]
+    await until(lambda: len(first.epochs) == 2)
+    assert first.epochs[1] > reply.json()["epoch"]
+
+
+async def test_a_poller_hears_each_new_version_and_keeps_the_last_list(coordinator, opened):
+    lists = []
+    poller = MembershipPoller(coordinator.url, interval_ms=20, on_list=lists.append)
+    opened.append(poller)
+    poller.open()
+    await until(lambda: len(lists) == 1)
+    member(coordinator, opened)
+    await until(lambda: len(lists) > 1 and lists[-1].instances)
+    versions = [one.version for one in lists]
+    assert versions == sorted(set(versions))
+    coordinator.process.kill()
+    await until(lambda: not poller.reachable)
+    assert poller.last.instances[0].instance == "prefill-0"
+
+
+async def test_keys_are_asked_of_members(opened, redis):
+    guarded = Coordinator("--redis-url", "", "--api-keys", "secret").start()
+    try:
+        outsider = member(guarded, opened)
+        await until(lambda: "register_failed" in outsider.events)
+        insider = member(guarded, opened, "decode-0", key="secret")
+        await until(lambda: insider.epoch is not None)
+        assert outsider.epoch is None
+    finally:
+        guarded.process.kill()
+
+
+def test_sigterm_ends_it_with_status_0(coordinator):
+    assert coordinator.process.stop() == 0
+
+
+def test_a_wrong_setting_ends_it_with_status_2_and_the_nearest_right_one():
+    process = ServiceProcess("services.coordinator", "--ttl", "3")
+    status = process.process.wait(20)
+    process.kill()
+    assert status == 2
+    assert "did you mean 'ttl-ms'" in "".join(process.lines)

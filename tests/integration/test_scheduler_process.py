@@ -1,0 +1,197 @@
+"""The scheduler as a process: placements over ZeroMQ, death, fencing, kill -9 and re-learning."""
+
+import asyncio
+import time
+
+import pytest
+
+from shared.errors import PeerGone
+from shared.transport.zmq_channel import DealerLink
+from shared.wire.placement import FROM_SCHEDULER, TO_SCHEDULER, Ended, Placed, Rejected
+from shared.wire.reports import REPORT_REPLIES, REPORTS, Goodbye, Refused, Resync, Welcome
+from tests.support.control_plane import ServiceProcess, get_json, hello, place, report, until
+
+INTERVAL_S = 0.1
+
+
+class Scheduler:
+    """A process that can be killed and started again on the same addresses."""
+
+    def __init__(self, *flags):
+        self.flags = flags
+        self.process = None
+        self.place = self.report = "tcp://127.0.0.1:0"
+        self.admin = "127.0.0.1:0"
+
+    def start(self):
+        self.process = ServiceProcess(
+            "services.scheduler", "--listen", self.place, "--report-listen", self.report,
+            "--admin-listen", self.admin, "--report-interval-ms", "100", *self.flags,
+        )  # fmt: skip
+        found = self.process.wait_log("listening")
+        self.place, self.report, self.admin = found["place"], found["report"], found["admin"]
+
+
+@pytest.fixture
+def scheduler():
+    started = Scheduler()
+    started.start()
+    yield started
+    started.process.kill()
+
+
+class Gateway:
+    def __init__(self, address):
+        self.answers = {}
+        self.link = DealerLink(address, out=TO_SCHEDULER, into=FROM_SCHEDULER, on_message=self._on_message)
+
+    def _on_message(self, _seq, message, _raw):
+        self.answers[message.request_id, message.attempt] = message
+
+    async def place(self, request, **more):
+        message = place(request, **more)
+        self.answers.pop((request, 1), None)
+        self.link.send(message)
+        await until(lambda: (request, 1) in self.answers)
+        return self.answers[request, 1]
+
+
+class Worker:
+    """Says Hello when asked, reports on."""
+
+    def __init__(self, address, name, role, epoch=1):
+        self.told = hello(name, epoch, role)
+        self.replies = []
+        self.seq = 0
+        self.reporting = True
+        self.link = DealerLink(
+            address, out=REPORTS, into=REPORT_REPLIES, on_message=self._on_message, on_up=self._say_hello
+        )
+        self.link.open()
+        self.task = asyncio.create_task(self._report())
+
+    def _say_hello(self):
+        self.link.send(self.told)
+
+    def _on_message(self, _seq, message, _raw):
+        self.replies.append(message)
+        if isinstance(message, Resync):
+            self._say_hello()
+
+    async def _report(self):
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            if self.reporting and self.link.up:
+                try:
+                    self.link.send(report(self.told.instance, self.told.epoch, self.seq))
+                except PeerGone:
+                    continue
+                self.seq += 1
+
+    def close(self):
+        self.task.cancel()
+        self.link.close()
+
+
+@pytest.fixture
+async def cluster(scheduler):
+    """A gateway, a prefill and a decode worker, connected and welcome."""
+    gateway = Gateway(scheduler.place)
+    workers = [Worker(scheduler.report, "p0", "prefill"), Worker(scheduler.report, "d0", "decode")]
+    await gateway.link.connect()
+    await until(lambda: all(w.replies for w in workers))
+    assert all(isinstance(w.replies[0], Welcome) for w in workers)
+    yield gateway, workers
+    for worker in workers:
+        worker.close()
+    gateway.link.close()
+
+
+async def test_a_request_is_placed_on_the_pair_and_its_load_given_back(scheduler, cluster):
+    gateway, _ = cluster
+    placed = await gateway.place("r1", hits={"p0": 64})
+    assert isinstance(placed, Placed)
+    assert (placed.kind, placed.prefill.instance, placed.decode.instance) == ("disaggregated", "p0", "d0")
+    assert placed.prefill_hit_tokens == 64
+    status = await asyncio.to_thread(get_json, f"http://{scheduler.admin}/status")
+    assert {i["instance"]: i["live"] for i in status["instances"]} == {"p0": True, "d0": True}
+    assert status["num_open"] == 1
+    gateway.link.send(Ended(request_id="r1", attempt=1))
+    await gateway.place("r2")
+    status = await asyncio.to_thread(get_json, f"http://{scheduler.admin}/status")
+    assert status["num_open"] == 1
+
+
+async def test_a_silent_worker_gets_nothing_after_1500_ms_and_a_goodbye_works_at_once(scheduler, cluster):
+    gateway, (prefill, decode) = cluster
+    prefill.reporting = False
+    start = time.monotonic()
+    while (await gateway.place("r1")).kind == "disaggregated":
+        assert time.monotonic() - start < 3
+        await asyncio.sleep(0.02)
+    assert time.monotonic() - start > 1.0
+    assert (await gateway.place("r1")).decode.instance == "d0"
+    decode.reporting = False
+    decode.link.send(Goodbye(instance="d0", epoch=1))
+    await asyncio.sleep(0.1)
+    answer = await gateway.place("r2")
+    assert isinstance(answer, Rejected)
+    assert answer.code == "no_instance"
+
+
+async def test_a_stale_epoch_is_refused_on_the_wire(scheduler, cluster):
+    gateway, workers = cluster
+    newer = Worker(scheduler.report, "d0", "decode", epoch=7)
+    workers.append(newer)
+    await until(lambda: any(isinstance(r, Refused) for r in workers[1].replies))
+    assert (await gateway.place("r1")).decode.epoch == 7
+    refused = next(r for r in workers[1].replies if isinstance(r, Refused))
+    assert refused.code == "epoch.stale"
+
+
+async def test_a_killed_scheduler_relearns_its_instances_within_a_report_interval_of_the_reconnect(
+    scheduler, cluster
+):
+    gateway, workers = cluster
+    first = await gateway.place("r0")
+    scheduler.process.kill()
+    for worker in workers:
+        worker.link._on_up = None  # reconnect silently: only Resync can ask for the Hello
+    await until(lambda: not gateway.link.up and not any(w.link.up for w in workers))
+    scheduler.start()
+    await until(lambda: gateway.link.up and all(w.link.up for w in workers))
+    start = time.monotonic()
+    while isinstance(answer := await gateway.place("r1"), Rejected) or answer.kind != "disaggregated":
+        assert time.monotonic() - start < 4 * INTERVAL_S + 1.0
+        await asyncio.sleep(0.01)
+    assert answer.handoff_id != first.handoff_id
+    assert all(any(isinstance(r, Resync) for r in w.replies) for w in workers)
+
+
+async def test_rubbish_on_the_sockets_is_dropped(scheduler, cluster):
+    gateway, _ = cluster
+    for _ in range(3):
+        gateway.link._socket.send_multipart([b"quire.place/1", b"\0" * 8, b"\x81\xa1x\x01"])
+        gateway.link._socket.send_multipart([b"x"])
+    assert (await gateway.place("r1")).kind == "disaggregated"
+
+
+def test_sigterm_ends_it_with_status_0(scheduler):
+    assert scheduler.process.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (("--polcy", "x"), "did you mean 'policy'"),
+        (("--policy", "random"), "scheduler.policy"),
+        (("--listen", "tcp://nowhere.invalid:1"), "nowhere.invalid"),
+        (("--dead-after-ms", "100"), "dead_after_ms"),
+    ],
+)
+def test_a_wrong_setting_ends_it_with_status_2_and_its_name(flags, word):
+    process = ServiceProcess("services.scheduler", "--admin-listen", "127.0.0.1:0", *flags)
+    status = process.process.wait(10)
+    process.kill()
+    assert status == 2
+    assert word in "".join(process.lines)
