@@ -14,11 +14,9 @@ from services.gateway.core.tools import (
     make_parser,
     read_whole,
 )
-from services.gateway.detokenize import CompletionLogprobs, Detokenizer, chat_logprobs
+from services.gateway.logprobs import CompletionLogprobs, Rows, chat_logprobs
 from services.gateway.text import ModelText
 from shared.wire.requests import TokenChunk, TokenLogprob
-
-Rows = Sequence[Sequence[TokenLogprob] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +43,8 @@ class Choice:
     """
 
     __slots__ = (
-        "_decode", "_legacy_logprobs", "_new_id", "_offset", "_parser", "_prompt_tail", "_rows", "_spec",
-        "_stop", "_text", "finish_reason", "index", "is_plain", "num_tokens", "parts",
+        "_decode", "_decode_rest", "_legacy_logprobs", "_new_id", "_offset", "_parser", "_prompt_tail", "_rows",
+        "_spec", "_stop", "_text", "finish_reason", "index", "is_plain", "num_tokens", "parts",
     )  # fmt: skip
 
     def __init__(
@@ -73,9 +71,8 @@ class Choice:
         spec, text = self._spec, self._text
         self.num_tokens = 0
         self.finish_reason: str | None = None
-        self._decode = Detokenizer(
-            text.tokenizer, self._prompt_tail, skip_special_tokens=spec.skip_special_tokens
-        ).feed
+        detokenizer = text.detokenizer(self._prompt_tail, skip_special_tokens=spec.skip_special_tokens)
+        self._decode, self._decode_rest = detokenizer.feed, detokenizer.flush
         self._stop = StopSearch(spec.stops, include=spec.include_stop) if spec.stops else None
         self._parser: ToolParser | None = None
         if spec.tool_plan is not None:
@@ -100,7 +97,7 @@ class Choice:
             return self._decode(ids[0])
         out = "".join([self._decode(each) for each in self._shown(chunk)])
         self.finish_reason = chunk.finish_reason
-        return out
+        return out if chunk.finish_reason is None else out + self._decode_rest()
 
     def _shown(self, chunk: TokenChunk) -> list[int]:
         """The chunk's tokens but for the one that ended the choice."""
@@ -126,7 +123,7 @@ class Choice:
                 return out
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
-            out += stop.flush()
+            out += stop.feed(self._decode_rest(), armed=False) + stop.flush()
         return out
 
     def deltas(self, text: str) -> list[dict[str, Any]]:
@@ -160,8 +157,12 @@ class Choice:
         return out
 
     def put_prompt_logprobs(self, rows: Rows) -> None:
-        """With echo, the prompt's positions come first."""
+        """With echo, the prompt's positions come first, and offsets begin with them."""
         self._rows = [*rows, *self._rows]
+        num_top = self._spec.num_top_logprobs
+        if num_top is not None and self._legacy_logprobs is not None:
+            first = self._prompt_tail[0]
+            self._legacy_logprobs = CompletionLogprobs(num_top, self._text.texts, first_token=first)
 
     def take_logprobs(self) -> dict[str, Any] | None:
         """OpenAI's logprobs object over the positions since the last call; None when there are none."""

@@ -27,7 +27,7 @@ class Gateway:
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
         self.keys: KeyRing = load_keys(settings.api_keys, settings.api_keys_file)
-        self.text = ModelText(settings.model_dir)
+        self.text = ModelText(settings.model_dir, threads=settings.tokenizer_threads)
         self.tool_format = format_of(self.text.template_source or "", self.text.tokenizer.token_to_id)
         self.sampling_defaults = _sampling_defaults(self.text.generation_config)
         self.started_s = int(time.time())
@@ -86,6 +86,7 @@ class Gateway:
         await self.cluster.stop()
         if self.tree is not None:
             await self.tree.close()
+        self.text.close()
 
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         """Whether a request could be served now, and why not."""

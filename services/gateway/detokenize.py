@@ -1,28 +1,125 @@
-"""Token ids to text, as they come, and log probabilities in OpenAI's two forms."""
+"""Token ids to text, as they come.
 
+Tokenizers whose decoder is ByteLevel (GPT-2, Llama 3, Qwen, DeepSeek, the demo model) spell every token as bytes,
+so their text is a table and an incremental UTF-8 decoder: exact for any ids, 0.2 us a token. All others
+(sentencepiece's kind) go through tokenizers' DecodeStream, about 1.5 us a token.
+"""
+
+import codecs
+import json
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-
-from shared.wire.requests import TokenLogprob
 
 PRIMER_TOKENS = 16
 INVALID_PREFIX = "Invalid prefix encountered"
 
 
-class Detokenizer:
-    """One choice's incremental text, as vLLM's: a character whose bytes span tokens appears with its last
-    token, and bytes that never become a character never appear. A stop token is not fed.
+def _byte_alphabet() -> dict[int, int]:
+    """GPT-2's printable stand-ins: code point -> byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    out = {code: code for code in printable}
+    spare = 256
+    for byte in range(256):
+        if byte not in out:
+            out[spare] = byte
+            spare += 1
+    return out
+
+
+_BYTE_OF = _byte_alphabet()
+_STAND_INS = frozenset(map(chr, _BYTE_OF))
+
+
+def spelled_bytes(token: str) -> bytes:
+    """Bytes of a token as the ByteLevel decoder reads it: stand-ins for bytes, unless one character is none."""
+    if _STAND_INS.issuperset(token):
+        return token.translate(_BYTE_OF).encode("latin-1")
+    return token.encode()
+
+
+class Detokenizer(Protocol):
+    """One choice's incremental text: a character whose bytes span tokens appears with its last token."""
+
+    def feed(self, token_id: int) -> str:
+        """The text that this token completes, often all of its own."""
+        ...
+
+    def flush(self) -> str:
+        """The output has ended: an incomplete last character, as replacement characters."""
+        ...
+
+
+class ByteTable:
+    """Every token's bytes and text, for tokenizers with a ByteLevel decoder."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        size = max(vocabulary.values(), default=-1) + 1
+        self.texts: list[str | None] = [""] * size  # None: no whole characters
+        self.fragments: dict[int, bytes] = {}  # of those
+        self.longest_bytes = 1
+        for token, token_id in vocabulary.items():
+            spelled = spelled_bytes(token)
+            self.longest_bytes = max(self.longest_bytes, len(spelled))
+            try:
+                self.texts[token_id] = spelled.decode()
+            except UnicodeDecodeError:
+                self.texts[token_id] = None
+                self.fragments[token_id] = spelled
+        self.shown = self.texts.copy()  # without special tokens
+        for token_id, added in tokenizer.get_added_tokens_decoder().items():
+            if added.special:
+                self.shown[token_id] = ""
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Bytes of one token; none for an id without a token."""
+        text = self.texts[token_id] if 0 <= token_id < len(self.texts) else ""
+        return self.fragments[token_id] if text is None else text.encode()
+
+
+class ByteDetokenizer:
+    """See Detokenizer. Equals tokenizer.decode() of all ids, whatever they are."""
+
+    __slots__ = ("_decode", "_decoder", "_fragments", "_is_split", "_texts")
+
+    def __init__(self, table: ByteTable, *, skip_special_tokens: bool = True) -> None:
+        self._texts = table.shown if skip_special_tokens else table.texts
+        self._fragments = table.fragments
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_split = False  # the decoder holds the beginning of a character
+
+    def feed(self, token_id: int) -> str:
+        """See Detokenizer."""
+        try:
+            text = self._texts[token_id]
+        except IndexError:  # an id between the tokenizer's vocabulary and the model's padded one
+            return ""
+        if text is not None and not self._is_split:
+            return text
+        if text == "":  # a special token does not end a character
+            return ""
+        out = self._decoder.decode(self._fragments[token_id] if text is None else text.encode())
+        self._is_split = bool(self._decoder.getstate()[0])
+        return out
+
+    def flush(self) -> str:
+        """See Detokenizer."""
+        self._is_split = False
+        return self._decoder.decode(b"", final=True)
+
+
+class StreamDetokenizer:
+    """See Detokenizer. Equals tokenizer.decode() of all ids as long as byte tokens spell valid UTF-8.
 
     Args: prompt_token_ids: primes the decoder, because some tokenizers write a word's leading space only
         after another word. Its last few ids are enough.
-    Cost: a few microseconds a token (tokenizers' DecodeStream, in Rust).
     """
 
-    __slots__ = ("_skip_special", "_step", "_tokenizer")
+    __slots__ = ("_pending", "_skip_special", "_step", "_tokenizer")
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
@@ -31,79 +128,66 @@ class Detokenizer:
         self._skip_special = skip_special_tokens
         primer = list(prompt_token_ids[-PRIMER_TOKENS:])
         self._step = DecodeStream(ids=primer, skip_special_tokens=skip_special_tokens).step
+        self._pending: list[int] = []  # ids that no text has been given for
 
     def feed(self, token_id: int) -> str:
-        """The text that this token completes, often all of its own."""
+        """See Detokenizer."""
         try:
-            return self._step(self._tokenizer, token_id) or ""
+            text = self._step(self._tokenizer, token_id)
         except Exception as error:
             if not str(error).startswith(INVALID_PREFIX):
                 raise
-            # non-monotonic, invalid UTF-8 output breaks the stream's state; begin again, as vLLM does
+            # Bytes that are no UTF-8 changed text given already. Begin again after them, as vLLM does.
             self._step = DecodeStream(skip_special_tokens=self._skip_special).step
-            return self._step(self._tokenizer, token_id) or ""
+            self._pending.append(token_id)
+            return self.flush()
+        if text:
+            self._pending.clear()
+            return text
+        self._pending.append(token_id)
+        return ""
+
+    def flush(self) -> str:
+        """See Detokenizer."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return ""
+        return self._tokenizer.decode(pending, skip_special_tokens=self._skip_special)
 
 
 class TokenTexts:
-    """Text and bytes of single tokens, for log probabilities. Cached: the vocabulary is finite."""
+    """Text and bytes of single tokens, and detokenizers over many."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self.table = ByteTable(tokenizer) if is_byte_level(tokenizer) else None
         self.text = lru_cache(maxsize=65536)(self._text)
+        self.bytes_of = lru_cache(maxsize=65536)(self._bytes_of)
+
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> Detokenizer:
+        """A new detokenizer for one choice of this prompt."""
+        if self.table is not None:
+            return ByteDetokenizer(self.table, skip_special_tokens=skip_special_tokens)
+        return StreamDetokenizer(self._tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
     def _text(self, token_id: int) -> str:
+        if self.table is not None:
+            return self.table.bytes_of(token_id).decode(errors="replace")
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
-
-def chat_logprobs(
-    rows: Sequence[Sequence[TokenLogprob]], num_top: int, texts: TokenTexts
-) -> list[dict[str, Any]]:
-    """Entries of choices[].logprobs.content; each row is the sampled token, then the alternatives."""
-    out = []
-    for row in rows:
-        entry = _chat_entry(row[0], texts)
-        entry["top_logprobs"] = [_chat_entry(each, texts) for each in _best(row, num_top)]
-        out.append(entry)
-    return out
+    def _bytes_of(self, token_id: int) -> bytes:
+        if self.table is not None:
+            return self.table.bytes_of(token_id)
+        return self._text(token_id).encode()
 
 
-def _chat_entry(item: TokenLogprob, texts: TokenTexts) -> dict[str, Any]:
-    text = texts.text(item.token_id)
-    return {"token": text, "logprob": max(item.logprob, -9999.0), "bytes": list(text.encode())}
-
-
-def _best(row: Sequence[TokenLogprob], count: int) -> list[TokenLogprob]:
-    return sorted(row, key=lambda each: -each.logprob)[:count]
-
-
-class CompletionLogprobs:
-    """The legacy completions form: four parallel lists, offsets in characters of the whole text."""
-
-    def __init__(self, num_top: int, texts: TokenTexts, *, start_offset: int = 0) -> None:
-        self._num_top = num_top
-        self._texts = texts
-        self._offset = start_offset
-
-    def entries(self, rows: Sequence[Sequence[TokenLogprob] | None]) -> dict[str, Any]:
-        """Lists for these positions only; None is the first prompt token, which nothing predicts."""
-        out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for row in rows:
-            if row is None:
-                self._add(out, "", None, None)
-                continue
-            text = self._texts.text(row[0].token_id)
-            top = {
-                self._texts.text(each.token_id): max(each.logprob, -9999.0)
-                for each in [*_best(row, self._num_top), row[0]]
-            }
-            self._add(out, text, max(row[0].logprob, -9999.0), top)
-        return out
-
-    def _add(
-        self, out: dict[str, Any], text: str, logprob: float | None, top: dict[str, float] | None
-    ) -> None:
-        out["tokens"].append(text)
-        out["token_logprobs"].append(logprob)
-        out["top_logprobs"].append(top)
-        out["text_offset"].append(self._offset)
-        self._offset += len(text)
+def is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer's decoder is ByteLevel and nothing else."""
+    if tokenizer.decoder is None:
+        return False
+    state = json.loads(tokenizer.decoder.__getstate__())
+    if state["type"] == "Sequence":
+        return [each["type"] for each in state["decoders"]] == ["ByteLevel"]
+    return state["type"] == "ByteLevel"

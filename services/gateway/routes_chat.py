@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: parse, render, tokenize, run. No policy lives here."""
 
 import time
+from collections.abc import Sequence
 
 from services.gateway.choices import ChoiceSpec
 from services.gateway.deps import Gateway
@@ -41,13 +42,16 @@ class ChatEndpoint:
         await answer.wait_for_end(receive)
 
 
-async def chat_token_ids(gateway: Gateway, body: ChatBody, incoming: Incoming) -> list[int]:
+async def chat_token_ids(gateway: Gateway, body: ChatBody, incoming: Incoming) -> Sequence[int]:
     """The prompt of a chat: template, then tokenizer."""
     with tokenize_span(incoming.span):
         text = gateway.text.render_chat(
             body.template_messages(),
             tools=body.template_tools(),
             add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
             extra=body.chat_template_kwargs,
         )
-        return await gateway.text.encode(text, add_special_tokens=bool(body.add_special_tokens))
+        return await gateway.text.encode(
+            text, add_special_tokens=bool(body.add_special_tokens), max_tokens=gateway.max_model_len
+        )

@@ -48,7 +48,9 @@ async def completion_prompts(gateway: Gateway, body: CompletionBody, incoming: I
             echo: str | None = None
             if isinstance(given, str):
                 ids = await gateway.text.encode(
-                    given, add_special_tokens=body.add_special_tokens is not False
+                    given,
+                    add_special_tokens=body.add_special_tokens is not False,
+                    max_tokens=gateway.max_model_len,
                 )
                 echo = given if body.echo else None
             else:

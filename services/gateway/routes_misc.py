@@ -113,7 +113,7 @@ async def tokenize(request: Request, gateway: Here) -> Response:
             extra=body.chat_template_kwargs,
         )
         ids = await text.encode(rendered, add_special_tokens=bool(body.add_special_tokens))
-    out: dict[str, Any] = {"count": len(ids), "max_model_len": gateway.max_model_len, "tokens": ids}
+    out: dict[str, Any] = {"count": len(ids), "max_model_len": gateway.max_model_len, "tokens": ids.tolist()}
     if body.return_token_strs:
         out["token_strs"] = [text.tokenizer.id_to_token(each) for each in ids]
     return _json(out)

@@ -1,60 +1,60 @@
-"""Text of one model: chat template, tokenizer, end tokens. Loaded from the model's folder; no torch, no vLLM.
-
-Long inputs are tokenized on a few threads (the tokenizer releases the GIL) and cut at special tokens, whose
-borders no merge crosses; the ids of every piece are cached, so a chat's next turn tokenizes only what is new.
-"""
+"""Text of one model: chat template, tokenizer, end tokens. From the model's folder; no torch, no vLLM."""
 
 import asyncio
-import datetime
 import json
-import re
-from collections import OrderedDict
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from services.gateway.detokenize import TokenTexts
-from shared.errors import InvalidRequest, SettingsError
+from services.gateway.chat_template import ChatTemplate
+from services.gateway.detokenize import Detokenizer, TokenTexts
+from services.gateway.segment_cache import SegmentCache, borders_of
+from shared.errors import InvalidRequest, PromptTooLong, SettingsError
+from shared.kv import model_files
+from shared.observe.log import get_logger
 
-INLINE_CHARS = 2048  # below this a thread switch costs more than the work
-CACHE_CHARS = 16 << 20
-MAX_RENDERED_CHARS = 8 << 20
-THREADS = 2
+INLINE_CHARS = 2048  # new text up to this length takes under 0.6 ms; a thread's round trip up to 0.3 ms
+CACHE_BYTES = 32 << 20
+THREADS = 1
+NORMALIZER_SHRINKS = 4  # at most, in characters
+_SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+_log = get_logger("gateway.text")
 
 
 class ModelText:
-    """Everything between a chat and token ids. Safe to share between tasks of one loop.
+    """Everything between a chat and token ids. One event loop owns it.
 
-    Raises (constructor): SettingsError when the folder lacks tokenizer.json or config.json.
+    Args: threads: for long texts; cache_bytes: for the ids of pieces seen before, 0 for none.
+    Raises (constructor): SettingsError when the folder lacks tokenizer.json or config.json, or they are broken.
     """
 
-    def __init__(self, model_dir: str | Path) -> None:
+    def __init__(
+        self, model_dir: str | Path, *, threads: int = THREADS, cache_bytes: int = CACHE_BYTES
+    ) -> None:
         folder = Path(model_dir)
         self.folder = folder
-        try:
-            self.tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        except Exception as error:  # tokenizers raises bare Exception
-            raise SettingsError(
-                f"model_dir {folder}: {error}; it must hold tokenizer.json and config.json"
-            ) from error
-        self._tokenizer_config = _read_json(folder / "tokenizer_config.json")
+        self.config = model_files.read_config(str(folder))
         self.generation_config = _read_json(folder / "generation_config.json")
-        self.vocab_size: int = int(self.config.get("vocab_size") or self.tokenizer.get_vocab_size())
-        self.eos_token_ids = self._find_eos()
+        self.tokenizer = _load_tokenizer(folder / "tokenizer.json")
+        known = self.config.get("vocab_size")
+        self.vocab_size: int = known if isinstance(known, int) else self.tokenizer.get_vocab_size()
+        self.eos_token_ids = model_files.eos_token_ids(str(folder))
         self.texts = TokenTexts(self.tokenizer)
-        self.template_source = self._find_template()
-        self._template = _compile(self.template_source) if self.template_source else None
-        self._cuts = self._special_pattern()
-        self._cache: OrderedDict[str, list[int]] = OrderedDict()
-        self._cached_chars = 0
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
+        tokenizer_config = _read_json(folder / "tokenizer_config.json")
+        self.template_source = _find_template(folder, tokenizer_config)
+        self._template: ChatTemplate | None = None
+        if self.template_source is not None:
+            self._template = ChatTemplate(self.template_source, _special_tokens(tokenizer_config))
+        self.cache = SegmentCache(cache_bytes)
+        self._borders = borders_of(self.tokenizer) if cache_bytes else None
+        self._frames = _frames(self.tokenizer)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._check_borders()
 
     # -- chats ----------------------------------------------------------------------------------------
 
@@ -64,74 +64,67 @@ class ModelText:
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         extra: dict[str, Any] | None = None,
     ) -> str:
-        """The model's own template over the messages.
+        """The model's own template over the messages; see ChatTemplate.render().
 
         Raises: InvalidRequest when there is no template, or the template refuses the messages.
         """
         if self._template is None:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
-        variables: dict[str, Any] = {
-            "messages": list(messages),
-            "tools": list(tools) if tools else None,
-            "add_generation_prompt": add_generation_prompt,
-            **self._special_tokens(),
-            **(extra or {}),
-        }
-        out: list[str] = []
-        total = 0
-        try:
-            for piece in self._template.generate(**variables):
-                total += len(piece)
-                if total > MAX_RENDERED_CHARS:
-                    raise InvalidRequest("the rendered chat is too long", param="messages")
-                out.append(piece)
-        except jinja2.TemplateError as error:
-            raise InvalidRequest(f"chat template: {error}", param="messages") from error
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise InvalidRequest(
-                f"chat template cannot render these messages: {error}", param="messages"
-            ) from error
-        return "".join(out)
+            raise InvalidRequest("This model has no chat template; use /v1/completions.", param="messages")
+        return self._template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            extra=extra,
+        )
 
     # -- tokens ---------------------------------------------------------------------------------------
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids; long texts on a thread."""
-        if len(text) <= INLINE_CHARS:
-            return self.encode_now(text, add_special_tokens=add_special_tokens)
-        loop = asyncio.get_running_loop()
-        if self._cuts is None or add_special_tokens:
-            return await loop.run_in_executor(self._threads, self._plain, text, add_special_tokens)
-        pieces = self._cuts.split(text)
-        missing = [p for p in dict.fromkeys(pieces) if p and p not in self._cache]
-        if missing:
-            found = await loop.run_in_executor(self._threads, self._plain_many, missing)
-            for piece, ids in zip(missing, found, strict=True):
-                self._remember(piece, ids)
-            return self._join(pieces, dict(zip(missing, found, strict=True)))
-        return self._join(pieces, {})
+    async def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int = 0) -> "array[int]":
+        """Token ids (u32). Text that was not seen before is tokenized on a thread when it is long.
 
-    def encode_now(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        Args: max_tokens: refuse text that cannot have so few tokens without tokenizing it; 0: never.
+        Raises: PromptTooLong.
+        """
+        if max_tokens:
+            self._check_length(text, max_tokens)
+        found, missing = self._look_up(text)
+        if missing:
+            if sum(map(len, missing)) <= INLINE_CHARS:
+                fresh = self._tokenize(missing)
+            else:
+                loop = asyncio.get_running_loop()
+                fresh = await loop.run_in_executor(self._threads, self._tokenize, missing)
+            self._fill(found, missing, fresh)
+        return self._join(found, add_special_tokens)
+
+    def encode_now(self, text: str, *, add_special_tokens: bool) -> "array[int]":
         """The same without a thread."""
-        if self._cuts is None or add_special_tokens:
-            return self._plain(text, add_special_tokens)
-        pieces = self._cuts.split(text)
-        for piece in pieces:
-            if piece and piece not in self._cache:
-                self._remember(piece, self._plain(piece, False))
-        return self._join(pieces, {})
+        found, missing = self._look_up(text)
+        if missing:
+            self._fill(found, missing, self._tokenize(missing))
+        return self._join(found, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of these tokens. Raises: InvalidRequest on an id outside the vocabulary."""
         self.check_token_ids(token_ids, "tokens")
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> Detokenizer:
+        """A new detokenizer for one choice of this prompt."""
+        return self.texts.detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
+
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Raises: InvalidRequest on an id outside the vocabulary."""
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
-            raise InvalidRequest(f"token ids must be 0 to {self.vocab_size - 1}", param=param)
+            raise InvalidRequest(
+                f"Invalid value for '{param}': token ids are 0 to {self.vocab_size - 1}.", param=param
+            )
 
     def close(self) -> None:
         """Ends the threads."""
@@ -139,93 +132,124 @@ class ModelText:
 
     # -- inside ---------------------------------------------------------------------------------------
 
-    def _plain(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    def _look_up(self, text: str) -> "tuple[list[array[int] | str], list[str]]":
+        """Ids of the pieces that are known, texts of the others in their place, and those texts once each."""
+        borders = self._borders
+        if borders is None:
+            return [text], [text] if text else []
+        found: list[array[int] | str] = []
+        missing: dict[str, None] = {}
+        for place, piece in enumerate(borders.split(text)):
+            if place % 2:
+                found.append(borders.ids[piece])
+            elif piece:
+                ids = self.cache.get(piece)
+                if ids is None:
+                    missing[piece] = None
+                found.append(piece if ids is None else ids)
+        return found, list(missing)
 
-    def _plain_many(self, texts: list[str]) -> list[list[int]]:
-        return [self._plain(text, False) for text in texts]
-
-    def _join(self, pieces: list[str], fresh: dict[str, list[int]]) -> list[int]:
-        out: list[int] = []
-        for piece in pieces:
-            if not piece:
-                continue
-            ids = self._cache.get(piece)
-            if ids is None:
-                ids = fresh.get(piece) or self._plain(piece, False)  # evicted in between
-            else:
-                self._cache.move_to_end(piece)
-            out += ids
-        return out
-
-    def _remember(self, piece: str, ids: list[int]) -> None:
-        if len(piece) > CACHE_CHARS or piece in self._cache:
-            return
-        self._cache[piece] = ids
-        self._cached_chars += len(piece)
-        while self._cached_chars > CACHE_CHARS:
-            old, _ = self._cache.popitem(last=False)
-            self._cached_chars -= len(old)
-
-    def _special_pattern(self) -> re.Pattern[str] | None:
-        """Splits at special tokens, which stay as pieces. None: this tokenizer has no safe borders."""
-        data = json.loads(self.tokenizer.to_str())
-        plain = [
-            token["content"]
-            for token in data.get("added_tokens", [])
-            if not token.get("lstrip") and not token.get("rstrip") and not token.get("single_word")
+    def _tokenize(self, pieces: list[str]) -> "list[array[int]]":
+        # The batch call lets go of the interpreter lock, encode() does not.
+        return [
+            array("I", encoding.ids)
+            for encoding in self.tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
         ]
-        pre = json.dumps(data.get("pre_tokenizer") or {}) + json.dumps(data.get("normalizer") or {})
-        # with a prefix space or a metaspace a piece's first token depends on what stands before it
-        if not plain or '"add_prefix_space": true' in pre or "Metaspace" in pre or '"Prepend"' in pre:
-            return None
-        longest_first = sorted(plain, key=len, reverse=True)
-        return re.compile("(" + "|".join(re.escape(token) for token in longest_first) + ")")
 
-    def _find_eos(self) -> list[int]:
-        found = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
-        if found is None:
-            return []
-        return [int(each) for each in found] if isinstance(found, list) else [int(found)]
+    def _fill(self, found: "list[array[int] | str]", missing: list[str], fresh: "list[array[int]]") -> None:
+        known = dict(zip(missing, fresh, strict=True))
+        found[:] = [known[each] if isinstance(each, str) else each for each in found]
+        if self._borders is not None:
+            for piece, ids in known.items():
+                self.cache.put(piece, ids)
 
-    def _find_template(self) -> str | None:
-        path = self.folder / "chat_template.jinja"
-        if path.is_file():
-            return path.read_text()
-        found = self._tokenizer_config.get("chat_template")
-        if isinstance(found, list):
-            named = {each["name"]: each["template"] for each in found}
-            return named.get("default") or next(iter(named.values()), None)
-        return found
-
-    def _special_tokens(self) -> dict[str, str]:
-        out = {}
-        for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
-            value = self._tokenizer_config.get(key)
-            if isinstance(value, dict):
-                value = value.get("content")
-            if isinstance(value, str):
-                out[key] = value
+    def _join(self, found: "list[array[int] | str]", add_special_tokens: bool) -> "array[int]":
+        before, after = self._frames if add_special_tokens else ((), ())
+        out = array("I", before)
+        for ids in found:
+            assert not isinstance(ids, str) or not ids, "every piece has been filled in"
+            if not isinstance(ids, str):
+                out += ids
+        out.extend(after)
         return out
+
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        table = self.texts.table
+        if table is None:
+            return
+        longest = table.longest_bytes * (NORMALIZER_SHRINKS if self.tokenizer.normalizer else 1)
+        if len(text) > max_tokens * longest:
+            raise PromptTooLong(
+                f"This model's maximum context length is {max_tokens} tokens. However, your prompt has "
+                f"{len(text)} characters, which cannot be fewer than {len(text) // longest} tokens. Please "
+                "reduce its length.",
+                param="messages",
+            )
+
+    def _check_borders(self) -> None:
+        """A tokenizer that the rules of borders_of() misjudge loses its cache, not its correctness."""
+        if self._borders is None:
+            return
+        tokens = list(self._borders.ids)[:8]
+        sample = "".join(f"{token}user\n Grüße, {token}  x1\n\n{token}" for token in tokens) + " end "
+        plain = self.tokenizer.encode(sample, add_special_tokens=False).ids
+        if self.encode_now(sample, add_special_tokens=False).tolist() != plain:
+            _log.warning("tokenizer_not_cached", model=str(self.folder))
+            self._borders = None
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise SettingsError(f"cannot load {path}: {error}") from error
+    tokenizer.no_truncation()  # the files of some models still have what their training used
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _frames(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Ids that add_special_tokens puts before and after a text, whatever the text is."""
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    framed = tokenizer.encode("a", add_special_tokens=True).ids
+    for at in range(len(framed) - len(plain) + 1):
+        if framed[at : at + len(plain)] == plain:
+            return framed[:at], framed[at + len(plain) :]
+    raise SettingsError(
+        "the tokenizer's post-processor changes the text's own tokens, which Quire does not know"
+    )
+
+
+def _find_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text()
+    found = tokenizer_config.get("chat_template")
+    if isinstance(found, list):
+        named = {each["name"]: each["template"] for each in found}
+        return named.get("default") or next(iter(named.values()), None)
+    return found
+
+
+def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """Names that templates may print; a token is text or an object with the text as `content`."""
+    out = {}
+    for key in _SPECIAL_KEYS:
+        value = tokenizer_config.get(key)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            out[key] = value
+    return out
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
-
-
-def _compile(source: str) -> jinja2.Template:
-    """The sandbox and helpers that Hugging Face's templates expect."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)  # noqa: DTZ005
-    return environment.from_string(source)
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise SettingsError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise SettingsError(f"{path} is no JSON object")
+    return found

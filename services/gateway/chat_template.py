@@ -1,0 +1,144 @@
+"""A model's chat template in the sandbox that Hugging Face renders it in.
+
+Templates are code from the model's folder, messages come from strangers: the sandbox keeps both away from
+Python's insides, and the output's length is bounded.
+"""
+
+import datetime
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shared.errors import InvalidRequest, SettingsError
+
+MAX_RENDERED_CHARS = 32 << 20
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant wrote, for training; here it is only what it encloses."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The enclosed nodes."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own escapes HTML, which would change the prompt."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)  # noqa: DTZ005 - the machine's time, as Hugging Face
+
+
+class ChatTemplate:
+    """One compiled template.
+
+    Args: special_tokens: bos_token, eos_token and so on, which templates print.
+    Raises: SettingsError when the template does not compile.
+    """
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise SettingsError(f"the model's chat template does not compile: {error}") from error
+        self._special_tokens = special_tokens
+        self._knows_developer = "developer" in source
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        extra: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a chat.
+
+        Args:
+            continue_final_message: cut behind the last message's content, so that the model goes on with it.
+            extra: further variables of the template, which the caller chose.
+        Raises: InvalidRequest when the template refuses the messages or the output is too long.
+        Cost: about 30 us for a small chat.
+        """
+        if extra and not _RESERVED.isdisjoint(extra):
+            raise InvalidRequest(
+                "chat_template_kwargs must not name messages, tools or add_generation_prompt.",
+                param="chat_template_kwargs",
+            )
+        if not self._knows_developer:  # OpenAI's newer word for system
+            messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+        variables = {
+            **self._special_tokens,
+            **(extra or {}),
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            text = self._bounded(variables)
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(f"Chat template: {error.message}", param="messages") from error
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            raise InvalidRequest(
+                f"The chat template cannot render these messages: {error}", param="messages"
+            ) from error
+        return _cut(text, messages[-1].get("content")) if continue_final_message else text
+
+    def _bounded(self, variables: dict[str, Any]) -> str:
+        out: list[str] = []
+        num_chars = 0
+        for piece in self._template.generate(variables):
+            num_chars += len(piece)
+            if num_chars > MAX_RENDERED_CHARS:
+                raise InvalidRequest(
+                    f"The rendered chat exceeds {MAX_RENDERED_CHARS} characters.", param="messages"
+                )
+            out.append(piece)
+        return "".join(out)
+
+
+def _cut(text: str, final: str | None) -> str:
+    """The rendered chat up to the end of the last message's content, as transformers cuts it."""
+    trimmed = (final or "").strip()
+    at = text.rfind(trimmed)
+    if not trimmed or at < 0:
+        raise InvalidRequest(
+            "continue_final_message is set, but the last message's content is not in the rendered chat.",
+            param="continue_final_message",
+        )
+    assert final is not None, "it has content"
+    kept = final.lstrip()
+    end = at + len(kept) if text[at : at + len(kept)] == kept else at + len(trimmed)
+    return text[:end]

@@ -1,0 +1,101 @@
+"""Token ids of pieces of text, cached: the turns of a chat come back with every request.
+
+A text is cut at the tokenizer's own special tokens. The tokenizer cuts there too, before it normalizes or
+splits, so a piece's ids do not depend on what stands beside it: joining them gives what encoding the whole gives.
+"""
+
+import json
+import re
+import sys
+from array import array
+from collections import OrderedDict
+from typing import Any
+
+from tokenizers import Tokenizer
+
+ENTRY_BYTES = 300  # dictionary slot, list link, array head
+LARGEST_SHARE = 8  # a piece larger than this part of the cache is not kept
+
+# Pre-tokenizers that look at nothing outside the piece. Metaspace is one only if it does not ask whether the
+# piece is the text's first.
+_LOCAL_PRE_TOKENIZERS = frozenset(
+    {"ByteLevel", "Digits", "Punctuation", "Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit"}
+)
+
+
+class SegmentCache:
+    """Least recently used pieces go first. Not thread-safe: one event loop owns it."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.used_bytes = 0
+        self.hits = 0
+        self.misses = 0
+        self._ids: OrderedDict[str, array[int]] = OrderedDict()
+
+    def get(self, text: str) -> "array[int] | None":
+        """The piece's ids. Cost: one hash of the text."""
+        found = self._ids.get(text)
+        if found is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        self._ids.move_to_end(text)
+        return found
+
+    def put(self, text: str, ids: "array[int]") -> None:
+        """Keep a piece; the oldest go until all fit."""
+        size = _size(text, ids)
+        if size > self.max_bytes // LARGEST_SHARE or text in self._ids:
+            return
+        self._ids[text] = ids
+        self.used_bytes += size
+        while self.used_bytes > self.max_bytes:
+            old = self._ids.popitem(last=False)
+            self.used_bytes -= _size(*old)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+
+def _size(text: str, ids: "array[int]") -> int:
+    return sys.getsizeof(text) + len(ids) * ids.itemsize + ENTRY_BYTES
+
+
+class Borders:
+    """Where a tokenizer's texts may be cut. `special`: border token -> id."""
+
+    def __init__(self, special: dict[str, int]) -> None:
+        self.ids = {token: array("I", [token_id]) for token, token_id in special.items()}
+        longest_first = sorted(special, key=len, reverse=True)  # as the tokenizer: leftmost, then longest
+        self._pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+
+    def split(self, text: str) -> list[str]:
+        """Pieces of text at even places, border tokens at odd ones."""
+        return self._pattern.split(text)
+
+
+def borders_of(tokenizer: Tokenizer) -> Borders | None:
+    """The tokenizer's borders; None when its pieces depend on their neighbours or it has none."""
+    if not _is_local(_state(tokenizer.pre_tokenizer)):
+        return None
+    special: dict[str, int] = {}
+    for token_id, added in tokenizer.get_added_tokens_decoder().items():
+        if added.normalized or not added.content:
+            continue  # matched after normalizing, inside a piece
+        if added.lstrip or added.rstrip or added.single_word:
+            return None  # such a token reaches into the pieces beside it
+        special[added.content] = token_id
+    return Borders(special) if special else None
+
+
+def _state(part: Any) -> dict[str, Any] | None:
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _is_local(state: dict[str, Any] | None) -> bool:
+    if state is None or state["type"] in _LOCAL_PRE_TOKENIZERS:
+        return True
+    if state["type"] == "Sequence":
+        return all(map(_is_local, state["pretokenizers"]))
+    return state["type"] == "Metaspace" and state.get("prepend_scheme") in ("always", "never")
