@@ -19,4 +19,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    worker_main.leave(main(sys.argv[1:]))
