@@ -35,13 +35,16 @@ def trace(
 
 
 def _read(request_id: str, jaeger: str, folder: Path | None) -> list[SpanRecord]:
-    """Until there are spans and two looks saw the same number, so that a fresh trace is whole."""
+    """Until two looks saw the same spans, so that a fresh trace is whole. Without a cluster nothing is fresh."""
     store = folder or config.paths_of(config.default_home()).traces
+    may_grow = bool(jaeger) or status_or_none() is not None
     end = time.monotonic() + FLUSH_WAIT_S
     spans: list[SpanRecord] = []
     while time.monotonic() < end:
         seen = len(spans)
         spans = timeline.read_jaeger(jaeger, request_id) if jaeger else timeline.read_local(store, request_id)
+        if not may_grow:
+            break
         is_old = bool(spans) and time.time() - max(s.end_ns for s in spans) / 1e9 > FLUSH_WAIT_S
         if is_old or (seen and len(spans) == seen and _has_root(spans)):
             break

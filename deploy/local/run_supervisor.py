@@ -8,6 +8,7 @@ import asyncio
 import fcntl
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +22,7 @@ from deploy.local.supervisor import Supervisor
 from shared.errors import SettingsError
 
 ALREADY_RUNNING = 4
+PORT_WAIT_S = 1.0
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +50,10 @@ def prepare(start: Start) -> tuple[config.Paths, Plan, list[Service]]:
     made = plan.make_plan(start.settings, paths, start.model)
     services = services_table.build(made)
     config.check_overrides(services_table.managed_keys(services))
-    lines = busy_ports((s.name, host, port) for s in services for host, port in s.listens)
+    listens = [(s.name, host, port) for s in services for host, port in s.listens]
+    end = time.monotonic() + PORT_WAIT_S  # the last cluster may have been killed a moment ago
+    while (lines := busy_ports(listens)) and time.monotonic() < end:
+        time.sleep(0.1)
     if lines:
         raise SettingsError(
             "\n".join(lines) + "\nstop it (`quire down` if it is an older cluster), or choose other ports: "
