@@ -30,7 +30,7 @@ class ClusterError(Exception):
     retryable = False
     http_status = 500
 
-    def __init__(self, message: str, *, retry_after_ms: int | None = None, param: str | None = None):
+    def __init__(self, message: str, *, retry_after_ms: int | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.retry_after_ms = retry_after_ms

@@ -90,7 +90,7 @@ def load(
         toml_path: None: the file that QUIRE_CONFIG names, if any.
     Raises: SettingsError naming the key and what would work.
     """
-    env = os.environ if environ is None else environ
+    env = os.environ if environ is None else environ  # noqa: TID251  the one reader beside config.py
     known = [f.name for f in msgspec.structs.fields(cls)]
     values: dict[str, Any] = {}
     if toml_path is None and env.get("QUIRE_CONFIG"):

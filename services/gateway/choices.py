@@ -30,6 +30,7 @@ class ChoiceSpec:
     skip_special_tokens: bool = True
     num_top_logprobs: int | None = None  # None: no log probabilities at all
     tool_plan: ToolPlan | None = None  # None: output is never read as tool calls
+    return_token_ids: bool = False
 
 
 class Choice:
@@ -43,7 +44,7 @@ class Choice:
     """
 
     __slots__ = (
-        "_decode", "_decode_rest", "_legacy_logprobs", "_new_id", "_offset", "_parser", "_prompt_tail", "_rows",
+        "_decode", "_decode_rest", "_ids", "_legacy_logprobs", "_new_id", "_offset", "_parser", "_prompt_tail", "_rows",
         "_spec", "_stop", "_text", "finish_reason", "index", "is_plain", "num_tokens", "parts",
     )  # fmt: skip
 
@@ -58,7 +59,7 @@ class Choice:
         echo_chars: int = 0,
     ) -> None:
         self.index = index
-        self.is_plain = spec.num_top_logprobs is None and spec.tool_plan is None
+        self.is_plain = spec.num_top_logprobs is None and spec.tool_plan is None and not spec.return_token_ids
         self._spec = spec
         self._text = text
         self._prompt_tail = prompt_tail
@@ -78,6 +79,7 @@ class Choice:
         if spec.tool_plan is not None:
             self._parser = make_parser(spec.tool_plan, self._new_id)
         self.parts: list[str] = []  # text, when the answer is collected
+        self._ids: list[int] = []
         self._rows: list[Sequence[TokenLogprob] | None] = []
         self._legacy_logprobs: CompletionLogprobs | None = None
         if spec.num_top_logprobs is not None and not spec.is_chat:
@@ -91,6 +93,8 @@ class Choice:
         if self._stop is not None:
             return self._feed_watching(chunk)
         self.num_tokens += len(ids)
+        if self._spec.return_token_ids:
+            self._ids += ids
         if chunk.logprobs is not None:
             self._rows += chunk.logprobs
         if chunk.finish_reason is None and len(ids) == 1:  # nearly every chunk
@@ -113,6 +117,7 @@ class Choice:
         shown = self._shown(chunk)
         for position, token_id in enumerate(chunk.token_ids):
             self.num_tokens += 1
+            self._ids.append(token_id)
             if chunk.logprobs is not None:
                 self._rows.append(chunk.logprobs[position])
             if position < len(shown):
@@ -163,6 +168,11 @@ class Choice:
         if num_top is not None and self._legacy_logprobs is not None:
             first = self._prompt_tail[0]
             self._legacy_logprobs = CompletionLogprobs(num_top, self._text.texts, first_token=first)
+
+    def take_token_ids(self) -> list[int] | None:
+        """Token ids since the last call; None when they were not asked for."""
+        ids, self._ids = self._ids, []
+        return ids if self._spec.return_token_ids else None
 
     def take_logprobs(self) -> dict[str, Any] | None:
         """OpenAI's logprobs object over the positions since the last call; None when there are none."""

@@ -110,6 +110,7 @@ class SamplingBody(Model):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
+    return_token_ids: bool | None = None
     quire_receipt: bool | None = None
 
     @model_validator(mode="after")

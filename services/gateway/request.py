@@ -14,6 +14,7 @@ from services.gateway.answer import Answer
 from services.gateway.choices import Choice, ChoiceSpec
 from services.gateway.core.admission import Admitted
 from services.gateway.deps import Gateway
+from services.gateway.detokenize import PRIMER_TOKENS
 from services.gateway.edge import REQUEST_ID, TENANT
 from services.gateway.http_body import Scope, header
 from services.gateway.http_errors import HttpFailure
@@ -127,7 +128,7 @@ async def begin(incoming: Incoming, kind: str, spec: ChoiceSpec, prompts: list[P
                 number * num_choices + each,
                 spec,
                 gateway.text,
-                prompt.ids,
+                prompt.ids[-PRIMER_TOKENS:],
                 new_id=new_call_id,
                 echo_chars=len(prompt.echo or ""),
             )

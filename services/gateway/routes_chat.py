@@ -36,6 +36,7 @@ class ChatEndpoint:
                 min_tokens=body.min_tokens or 0,
                 skip_special_tokens=not body.keeps_special_tokens,
                 num_top_logprobs=body.num_logprobs,
+                return_token_ids=bool(body.return_token_ids),
                 tool_plan=plan,
             )
             answer = await begin(incoming, "chat", spec, [Prompt(ids, pack_tokens(ids))])

@@ -35,6 +35,7 @@ class CompletionEndpoint:
                 min_tokens=body.min_tokens or 0,
                 skip_special_tokens=not body.keeps_special_tokens,
                 num_top_logprobs=body.num_logprobs,
+                return_token_ids=bool(body.return_token_ids),
             )
             answer = await begin(incoming, "text", spec, prompts)
         await answer.wait_for_end(receive)

@@ -55,15 +55,22 @@ class EventShape:
         return head, tail
 
     def event(
-        self, index: int, delta: dict[str, Any] | str, logprobs: Any, finish_reason: str | None
+        self,
+        index: int,
+        delta: dict[str, Any] | str,
+        logprobs: Any,
+        finish_reason: str | None,
+        token_ids: list[int] | None = None,
     ) -> bytes:
         """Any other event of a choice. `delta`: an object for chat, text for completions."""
-        choice = {
+        choice: dict[str, Any] = {
             "index": index,
             "delta" if self.is_chat else "text": delta,
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
+        if token_ids is not None:
+            choice["token_ids"] = token_ids
         return self._event([choice])
 
     def closing(self, usage: dict[str, Any] | None, receipt: Any) -> bytes:
@@ -215,14 +222,18 @@ class StreamSink:
         return b""
 
     def _rich(self, choice: Choice, text: str) -> bytes:
-        """Events with log probabilities or tool calls."""
+        """Events with log probabilities, token ids or tool calls; the first carries what is no text."""
         shape = self._shape
-        logprobs = choice.take_logprobs()
+        logprobs, ids = choice.take_logprobs(), choice.take_token_ids()
         if not shape.is_chat:
-            return shape.event(choice.index, text, logprobs, None) if text or logprobs else b""
-        events = [shape.event(choice.index, delta, logprobs, None) for delta in choice.deltas(text)]
-        if logprobs is not None and not events:
-            events = [shape.event(choice.index, {"content": ""}, logprobs, None)]
+            return shape.event(choice.index, text, logprobs, None, ids) if text or logprobs or ids else b""
+        deltas: list[dict[str, Any]] = choice.deltas(text)
+        if (logprobs is not None or ids) and not deltas:
+            deltas = [{"content": ""}]
+        events = []
+        for delta in deltas:
+            events.append(shape.event(choice.index, delta, logprobs, None, ids))
+            logprobs, ids = None, None
         return b"".join(events)
 
     def _finish(self, choice: Choice) -> bytes:

@@ -62,6 +62,9 @@ class WholeAnswer(Answer):
             out["text"] = (echo or "") + choice.text()
         out["logprobs"] = choice.take_logprobs()
         out["finish_reason"] = choice.finish_reason
+        ids = choice.take_token_ids()
+        if ids is not None:
+            out["token_ids"] = ids
         return out
 
 

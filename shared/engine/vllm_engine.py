@@ -97,6 +97,9 @@ class VllmEngine:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # noqa: TID251  vLLM's setting, not ours
         self._load_view: _LoadView | None = None
         self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[self._make_load_view])
+        # vLLM's own request span, under ours: it goes to whatever tracer provider the process sets. Naming an
+        # endpoint instead would make vLLM set a provider of its own, with an exporter thread, before the fork.
+        self._llm.output_processor.tracing_enabled = bool(settings.trace_endpoint or settings.trace_dir)
         self.num_kv_blocks = int(config.cache_config.num_gpu_blocks or 0)
         self._events = CacheEventReceiver(events_address)
         self._event_callback: Callable[[CacheEvent], None] | None = None
@@ -120,10 +123,6 @@ class VllmEngine:
             optional["kv_cache_memory_bytes"] = settings.kv_cache_bytes
         if settings.gpu_memory_utilization:
             optional["gpu_memory_utilization"] = settings.gpu_memory_utilization
-        if settings.trace_endpoint or settings.trace_dir:
-            # vLLM's own request span is made whenever an endpoint is named; our tracer provider, set
-            # before any request, receives it
-            optional["otlp_traces_endpoint"] = settings.trace_endpoint or "http://127.0.0.1:4318/v1/traces"
         return AsyncEngineArgs(
             model=settings.model_dir,
             served_model_name=settings.model_name,
