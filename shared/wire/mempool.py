@@ -2,8 +2,8 @@
 
 Two kinds of connection. An *engine* attaches: it gets two fds with Attached, the pages (read-write) and the
 page table (read-only), then holds a quota of granted pages, writes them and sends Sealed. A *client* (a
-worker's front, a tool) only calls. Page lists travel as raw little-endian u32, epochs as u64, hashes as 32 bytes
-each, inside `bytes` fields. Calls carry `call_id` and are answered once, with the same id.
+worker's front, a tool) only calls. Page lists travel as raw little-endian u32, epochs as u64, hashes as
+32 bytes each, inside `bytes` fields. Calls carry `call_id` and are answered once, with the same id.
 
 One-way, engine -> mempool: NeedPages, Writing, Sealed, HandoffReady, GiveBack, Detach. One-way, mempool ->
 engine: Granted, Shrink.

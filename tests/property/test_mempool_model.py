@@ -171,6 +171,20 @@ class MempoolModel(RuleBasedStateMachine):
             self.collect()
 
     @rule(slot=slots)
+    def linger(self, slot):
+        """A process without a connection stays, while another one becomes the same instance."""
+        process = self.processes.get(slot)
+        if process is not None and process.connection is None:
+            self.processes[1_000 + process.number] = self.processes.pop(slot)
+
+    @rule()
+    def lingering_process_scribbles_and_dies(self):
+        slot = max(self.processes, default=0)
+        if slot >= 1_000:
+            self.scribble(slot)
+            self.die(slot, closed_first=False, really=True)
+
+    @rule(slot=slots)
     def detach(self, slot):
         process = self.attached(slot)
         if process is not None:
