@@ -1,0 +1,73 @@
+"""shared/testing/cluster.py starts every service for real, and what comes out of it is the mock's oracle."""
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from tokenizers import Tokenizer
+
+from shared.observe.span_record import REQUEST_ID, SpanRecord
+from shared.testing.cluster import Cluster
+from shared.testing.mock_tokens import MockVocabulary
+
+DEMO = Path(__file__).resolve().parents[2] / "deploy" / "models" / "quire-demo"
+PROMPT = "The list type has these methods. " * 12
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(DEMO, model, ignore=shutil.ignore_patterns("*.safetensors"))  # the mock needs no weights
+    logs = tmp_path / "logs"
+    with Cluster(model, log_dir=logs, flags={"worker": ["--mock-step-ms", "2"]}) as running:
+        yield running
+
+
+def oracle(prompt, max_tokens):
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    vocabulary = MockVocabulary.of_model(str(DEMO))
+    return ids, tokenizer.decode(vocabulary.tokens(ids, max_tokens))
+
+
+def complete(cluster, ids, max_tokens=12):
+    body = {"model": cluster.model_name, "prompt": ids, "max_tokens": max_tokens, "temperature": 0}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=30)
+    assert answer.status_code == 200, answer.text + cluster.logs()
+    return answer.json()
+
+
+@pytest.mark.slow
+def test_a_whole_cluster_answers_with_the_oracle_and_leaves_nothing_behind(cluster):
+    cases = [oracle(f"{i}. {PROMPT}", 12) for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda case: complete(cluster, case[0]), cases))
+    for (ids, text), answer in zip(cases, answers, strict=True):
+        assert answer["choices"][0]["text"] == text
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+    prefill, decode = cluster["prefill-0"], cluster["decode-0"]
+    assert prefill.status()["num_accepted"] == decode.status()["num_accepted"] == 8
+    assert decode.metric("quire_worker_kv_blocks_total") > 0
+    assert prefill.status()["num_leases"] == decode.status()["num_leases"] == 0
+
+    again = complete(cluster, cases[0][0])
+    assert again["choices"][0]["text"] == cases[0][1]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    cluster.stop()  # flushes the spans
+    lines = [line for path in cluster.trace_dir.glob("*.jsonl") for line in path.read_bytes().splitlines()]
+    spans = [msgspec.json.decode(line, type=SpanRecord) for line in lines]
+    mine = [span for span in spans if span.attributes.get(REQUEST_ID) == again["id"]]
+    assert len({span.trace_id for span in mine}) == 1
+    assert {"prefill.queue", "prefill.compute", "handoff.transfer", "decode.queue"} <= {s.name for s in mine}
+
+
+@pytest.mark.slow
+def test_killed_workers_come_back_and_serve(cluster):
+    ids, text = oracle(PROMPT, 12)
+    for name in ("decode-0", "prefill-0", "mempool", "coordinator", "scheduler", "redis"):
+        cluster[name].kill()
+        cluster.restart(name)
+        assert complete(cluster, ids)["choices"][0]["text"] == text, name
