@@ -52,7 +52,7 @@ find_python() {
   local candidate
   for candidate in ${wanted_python:+"$wanted_python"} python3.11 python3.12 python3 python \
     /usr/bin/python3.11 /usr/bin/python3.12 /usr/local/bin/python3.11 /usr/local/bin/python3.12 \
-    "$HOME"/.pyenv/versions/3.1[12].*/bin/python "$HOME"/.local/share/uv/python/cpython-3.1[12].*/bin/python; do
+    "${HOME:-/}"/.pyenv/versions/3.1[12].*/bin/python "${HOME:-/}"/.local/share/uv/python/cpython-3.1[12].*/bin/python; do
     if command -v "$candidate" >/dev/null 2>&1 && works "$candidate"; then
       "$candidate" -I -c 'import os, sys; print(os.path.realpath(sys.executable))'
       return

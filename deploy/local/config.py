@@ -67,6 +67,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     kv_cache_bytes: int = 0  # of each engine
     mempool_bytes: int = 0
+    gpu_memory_utilization: float = 0.0  # 0: the engine's own, divided where workers share a GPU
     threads: int = 0  # of each engine on CPU
     trace_endpoint: str = ""  # OTLP/HTTP base URL; "": the local span store
     trace_sample_ratio: float = 1.0
@@ -127,8 +128,9 @@ def check(found: ClusterSettings) -> ClusterSettings:
     for name in ("log_cap_bytes", "ready_timeout_s"):
         if getattr(found, name) < 1:
             raise SettingsError(f"setting cluster.{name}: must be at least 1")
-    if not 0.0 <= found.trace_sample_ratio <= 1.0:
-        raise SettingsError("setting cluster.trace_sample_ratio: must be 0 to 1; try 1")
+    for name, good in (("trace_sample_ratio", 1), ("gpu_memory_utilization", 0.9)):
+        if not 0.0 <= getattr(found, name) <= 1.0:
+            raise SettingsError(f"setting cluster.{name}: must be 0 to 1; try {good}")
     if found.launcher == "zygote" and (found.engine == "mock" or found.device == "cuda"):
         raise SettingsError("setting cluster.launcher: zygote is for vLLM on CPU; try auto")
     if not found.host:

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from deploy.local.services_table import LOOPBACK, ROWS, Plan, Ports, Worker
 from shared.errors import SettingsError
 
 NVIDIA_SMI_TIMEOUT_S = 20
+GPU_MEMORY_SHARE = 0.9  # of a GPU, for all engines on it
 CPU_MAX_MODEL_LEN = 8192
 CPU_KV_SEQUENCES = 4
 CPU_VALUE_BYTES = 4  # fp32, the widest
@@ -84,6 +86,14 @@ def choose_workers(found: ClusterSettings, device: str, gpus: Sequence[str]) -> 
     if device != "cuda":
         return tuple(workers)
     return tuple(Worker(w.role, w.index, gpus[place % len(gpus)]) for place, w in enumerate(workers))
+
+
+def gpu_share(found: ClusterSettings, workers: Sequence[Worker]) -> float:
+    """gpu_memory_utilization of each engine; 0 where the engine's own default is right."""
+    most = max(Counter(worker.gpus for worker in workers if worker.gpus).values(), default=1)
+    if found.gpu_memory_utilization or most == 1:
+        return found.gpu_memory_utilization
+    return round(GPU_MEMORY_SHARE / most, 2)
 
 
 def find_model(found: ClusterSettings) -> Model:
@@ -181,6 +191,7 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
     """Look at the machine and decide. Raises: SettingsError."""
     gpus = find_gpus() if found.device != "cpu" and found.engine == "vllm" else []
     device = choose_device(found, gpus, installed_vllm())
+    workers = choose_workers(found, device, gpus)
     ports = Ports(gateway=found.port, base=found.base_port)
     redis_command, redis_url = redis_plan(found, ports, paths)
     zygote = found.launcher == "zygote" or (
@@ -194,12 +205,13 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
         ("--max-model-len", max_model_len),
         ("--kv-cache-bytes", kv_cache_bytes),
         ("--threads", found.threads),
+        ("--gpu-memory-utilization", gpu_share(found, workers)),
     )
     return Plan(
         host=found.host,
         ports=ports,
         python=sys.executable,
-        workers=choose_workers(found, device, gpus),
+        workers=workers,
         launcher="zygote" if zygote else "exec",
         device=device,
         engine=found.engine,
@@ -228,7 +240,7 @@ def _common_flags(found: ClusterSettings, paths: Paths) -> tuple[str, ...]:
     return (*traces, *ratio, *_optional(("--log-level", found.log_level)))
 
 
-def _optional(*pairs: tuple[str, str | int]) -> tuple[str, ...]:
+def _optional(*pairs: tuple[str, str | float]) -> tuple[str, ...]:
     return tuple(word for flag, value in pairs if value for word in (flag, str(value)))
 
 

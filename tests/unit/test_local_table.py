@@ -130,6 +130,14 @@ def test_workers_see_their_own_gpu():
     assert ZYGOTE not in env
 
 
+def test_workers_that_share_a_gpu_share_its_memory():
+    pair = (Worker("prefill", 0, "0"), Worker("decode", 0, "0"))
+    assert plan.gpu_share(settings(), pair) == 0.45
+    assert plan.gpu_share(settings(gpu_memory_utilization=0.3), pair) == 0.3
+    assert plan.gpu_share(settings(), (Worker("prefill", 0, "0"), Worker("decode", 0, "1"))) == 0
+    assert plan.gpu_share(settings(), (Worker("prefill", 0), Worker("decode", 0))) == 0
+
+
 def test_a_colocated_worker_says_so():
     (worker,) = (s for s in build(a_plan(workers=(Worker("colocated", 0),))) if s.name == "colocated-0")
     assert (worker.module, flags(worker)["--role"]) == ("services.decode", "colocated")
