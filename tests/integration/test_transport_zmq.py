@@ -257,6 +257,25 @@ async def test_a_callback_may_close_its_own_end(opened):
     await until(lambda: not link.up)
 
 
+async def test_a_handler_that_raises_leaves_no_other_message_behind(opened):
+    got, told = [], []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+
+    def handle(_identity, _seq, ask, _raw):
+        got.append(ask.number)
+        if ask.number % 10 == 0:
+            raise ZeroDivisionError
+
+    server = await serve(opened, on_message=handle)
+    link = dial(opened, server.address, [])
+    await link.connect()
+    for n in range(100):
+        link.send(Ask(n))
+    await until(lambda: len(got) == 100)
+    assert got == list(range(100))
+    assert [type(error) for error in told] == [ZeroDivisionError] * 10
+
+
 async def test_a_flood_of_messages_lets_other_callbacks_run(opened):
     got = []
     server = await serve(opened, on_message=lambda *args: got.append(args))
