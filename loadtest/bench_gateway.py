@@ -67,7 +67,7 @@ def metrics_from_samples(samples: Samples) -> Metrics:
         if rates:
             out[f"{prefix}closed_loop_requests_per_s"] = quantile(rates, 0.5)
         for sample in mine:
-            if sample["series"] == "ttft":
+            if sample["series"] == "ttft" and sample["ttft_ms"]:
                 out[f"{prefix}added_ttft_p50_ms"] = quantile(sample["ttft_ms"], 0.5)
                 out[f"{prefix}added_ttft_p99_ms"] = quantile(sample["ttft_ms"], 0.99)
             elif sample["series"].startswith("tokenize"):

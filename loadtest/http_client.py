@@ -127,6 +127,13 @@ class Client:
         self._host, self._port = parts.hostname, parts.port
         self._authorization = f"authorization: Bearer {bearer}\r\n" if bearer else ""
         self._idle: list[_Connection] = []
+        self._complained = False
+
+    def complain(self, text: str) -> None:
+        """Say why a request failed: the first one only, the others are counted by who sent them."""
+        if not self._complained:
+            self._complained = True
+            print(f"  a request to port {self._port} failed: {text}", flush=True)
 
     def request_bytes(self, path: str, body: Mapping[str, Any]) -> bytes:
         """A POST, ready to send as often as wanted."""

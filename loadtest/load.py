@@ -51,9 +51,13 @@ async def closed_loop(client: Client, requests: Sequence[bytes], concurrency: in
 
 async def _ok(client: Client, request: bytes) -> bool:
     try:
-        return (await client.post(request)).ok
-    except (OSError, TimeoutError):
+        reply = await client.post(request)
+    except (OSError, TimeoutError) as error:
+        client.complain(repr(error))
         return False
+    if not reply.ok:
+        client.complain(f"status {reply.status}: {reply.body[-300:]!r}")
+    return reply.ok
 
 
 async def open_loop(
@@ -70,6 +74,11 @@ async def open_loop(
         tasks.append(asyncio.create_task(client.post(request)))
     replies = await asyncio.gather(*tasks, return_exceptions=True)
     good = [reply for reply in replies if isinstance(reply, Reply) and reply.ok]
+    for reply in replies:
+        if not isinstance(reply, Reply):
+            client.complain(repr(reply))
+        elif not reply.ok:
+            client.complain(f"status {reply.status}: {reply.body[-300:]!r}")
     return [round(reply.ttft_ms(), 3) for reply in good], len(replies) - len(good)
 
 
