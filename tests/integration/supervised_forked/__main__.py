@@ -12,7 +12,7 @@ def main(argv):
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     with open(journal, "a") as out:
         out.write(f"start w {os.getpid()}\n")
-    print("forked says", os.environ["SUPERVISED_FORKED"], flush=True)  # noqa: TID251  what the test is about
+    print("forked says", os.environ["SUPERVISED_FORKED"], flush=True)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.ready_at = 0
     server.serve_forever()
