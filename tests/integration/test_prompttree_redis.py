@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 import time
 
@@ -73,6 +74,26 @@ async def test_each_instance_gets_the_depth_that_it_holds(redis, opened):
         assert found == {f"p{d}": min(d, asked) * BLOCK_TOKENS for d in (1, 2, 3, 50, 63, 64, 99, 100)}
 
 
+async def test_depths_are_exact_in_whatever_order_owners_come(redis, opened):
+    client = await make_client(redis, opened)
+    link = RedisLink(redis.url)
+    opened.append(link)
+    link.open()
+    await link.wait_up(1_000)
+    prompt = chain(40)
+    blob = b"".join(h[: scripts.SHORT_HASH_BYTES] for h in prompt)
+    rng = random.Random(7)
+    for _ in range(30):
+        await link.call("FLUSHALL", timeout_ms=1_000)
+        depths = {f"i{n}": rng.choice([0, 1, 19, 20, 21, 39, 40, rng.randrange(41)]) for n in range(6)}
+        for name, depth in depths.items():
+            await link.run(scripts.CLAIM, name, 1, "prefill", "ab" * 8, 60, timeout_ms=1_000)
+            part = blob[: depth * scripts.SHORT_HASH_BYTES]
+            await link.run(scripts.WRITE, name, 1, "ab" * 8, part, b"", timeout_ms=1_000)
+        found = await client.lookup(prompt, 1)
+        assert found == {name: depth for name, depth in depths.items() if depth}
+
+
 async def test_a_prompt_that_nobody_holds_and_an_empty_one_have_no_hits(redis, opened):
     client = await make_client(redis, opened)
     await published(make_publisher(redis, opened), *chain(10))
@@ -135,6 +156,15 @@ async def test_a_new_epoch_ends_the_old_entries_and_silences_the_old_process(red
     link.open()
     await link.wait_up(1_000)
     assert len(await link.call("KEYS", "quire:pt:held:*", timeout_ms=1_000)) == 1  # the old set is gone
+
+
+async def test_a_process_with_an_older_epoch_cannot_claim(redis, opened):
+    client = await make_client(redis, opened)
+    await published(make_publisher(redis, opened, epoch=6), *chain(3))
+    late = make_publisher(redis, opened, epoch=5)
+    late.stored(chain(40))
+    await until(lambda: late.stale, 3)
+    assert await client.lookup(chain(40), BLOCK_TOKENS) == {"p0": 3 * BLOCK_TOKENS}
 
 
 async def test_a_renewed_epoch_publishes_everything_again(redis, opened):
