@@ -3,6 +3,7 @@
 The services' config.py files fill in their role's defaults with `for_role`; nothing else differs.
 """
 
+import ipaddress
 from pathlib import Path
 from typing import Literal
 
@@ -78,6 +79,15 @@ _NOT_NEGATIVE = (
 )  # fmt: skip
 
 
+def _is_wildcard(listen: str) -> bool:
+    """Every interface of the machine: no address that somebody else could connect to."""
+    host = listen.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return host == "*" or ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name, or an ipc path
+        return False
+
+
 def for_role(found: WorkerSettings, *, role: Role, instance: str, port: int) -> WorkerSettings:
     """Fill in a role's defaults and check the whole.
 
@@ -97,7 +107,7 @@ def for_role(found: WorkerSettings, *, role: Role, instance: str, port: int) -> 
         raise SettingsError(
             f"setting worker.listen: {listen!r} is no ZeroMQ address; try tcp://127.0.0.1:{port}"
         )
-    if listen.startswith(("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:")) and not found.advertise:
+    if _is_wildcard(listen) and not found.advertise:
         raise SettingsError(
             f"setting worker.advertise: with listen {listen!r}, name the address that others can reach, "
             f"e.g. tcp://worker-host:{port}"

@@ -1,6 +1,7 @@
 """Times of one attempt: its spans and its receipt are computed from the same marks."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shared.engine.interface import KvUse
@@ -116,7 +117,9 @@ class AttemptClock:
                 self._child("prefill.compute", phases.scheduled, phases.first, tokens)
         self.span.end(self._wall_ns + phases.ended)
 
-    def _child(self, name: str, start: int, end: int, attributes: dict[str, int | str] | None = None) -> None:
+    def _child(
+        self, name: str, start: int, end: int, attributes: Mapping[str, int | str] | None = None
+    ) -> None:
         span = start_span(
             name,
             parent=self.span.traceparent,

@@ -112,7 +112,8 @@ def test_settings_name_the_key_and_a_working_value(tmp_path):
         ({"block_tokens": 0}, "block_tokens"),
         ({"drain_deadline_ms": -1}, "drain_deadline_ms"),
         ({"listen": "127.0.0.1:1"}, "worker.listen.*tcp://"),
-        ({"listen": "tcp://0.0.0.0:1"}, "worker.advertise"),
+        ({"listen": "tcp://*:1"}, "worker.advertise"),
+        ({"listen": "tcp://[::]:1"}, "worker.advertise"),
     ]
     for change, text in wrong:
         with pytest.raises(SettingsError, match=text):
