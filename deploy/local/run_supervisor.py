@@ -64,7 +64,7 @@ def prepare(start: Start) -> tuple[config.Paths, Plan, list[Service]]:
 
 def describe(start: Start, made: Plan) -> dict[str, Any]:
     """The part of the status that does not change."""
-    host = services_table.reachable(made.host)
+    host = services_table.in_url(services_table.reachable(made.host))
     traces = start.settings.trace_endpoint or str(config.paths_of(start.settings.home).traces)
     return {
         "url": f"http://{host}:{made.ports.gateway}",

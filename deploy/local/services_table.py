@@ -4,6 +4,7 @@ ROWS says what does not depend on addresses: module, order, health, limits. buil
 processes of one machine.
 """
 
+import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -317,7 +318,7 @@ def _worker(plan: Plan, worker: Worker) -> Service:
 def _gateway(plan: Plan) -> Service:
     port = plan.ports.gateway
     flags = (
-        *("--listen", f"{plan.host}:{port}"),
+        *("--listen", f"{in_url(plan.host)}:{port}"),
         *("--scheduler", f"tcp://{LOOPBACK}:{plan.ports.scheduler}"),
         *("--coordinator-url", _coordinator_url(plan)),
         *("--model-dir", plan.model_dir, "--model-name", plan.model_name),
@@ -340,6 +341,17 @@ def managed_keys(services: Sequence[Service]) -> dict[str, set[str]]:
     return out
 
 
+def in_url(host: str) -> str:
+    """An IPv6 address in brackets, anything else as it is."""
+    return f"[{host}]" if ":" in host else host
+
+
 def reachable(host: str) -> str:
     """An address at which a listener on `host` answers from this machine."""
-    return {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}.get(host, host)
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a name
+        return host
+    if not address.is_unspecified:
+        return host
+    return LOOPBACK if address.version == 4 else "::1"

@@ -122,6 +122,16 @@ def test_topology_follows_the_machine_unless_it_is_asked_for(topology, device, g
     assert [w.gpus for w in workers] == ids
 
 
+@pytest.mark.parametrize(
+    ("host", "listen", "probed"),
+    [("127.0.0.1", "127.0.0.1:8000", "127.0.0.1"), ("::", "[::]:8000", "::1"), ("box", "box:8000", "box")],
+)
+def test_the_gateway_is_probed_where_it_can_be_reached(host, listen, probed):
+    gateway = build(a_plan(host=host))[-1]
+    assert flags(gateway)["--listen"] == listen
+    assert gateway.probe.host == probed
+
+
 def test_workers_see_their_own_gpu():
     workers = (Worker("prefill", 0, "1"), Worker("decode", 0, "0"))
     env = {s.name: s.env for s in build(a_plan(workers=workers, launcher="exec", device="cuda"))}
