@@ -17,7 +17,7 @@ from services.gateway.core.admission import Admission, Admitted
 from services.gateway.edge import STATUS
 from services.gateway.http_body import Receive, Scope
 from services.gateway.http_errors import error_body, header_block, status_of, type_of
-from services.gateway.http_protocol import Push
+from services.gateway.http_protocol import PUSH_KEY, Push
 from shared.observe.log import get_logger
 from shared.observe.trace import Span
 
@@ -135,6 +135,10 @@ class Answer:
         self.span.set("http.status_code", status)
         self.span.set("quire.output_tokens", num_output)
         self.span.end()
+        # Answer, calls and sinks name each other, as do scope and connection: cut here, so that reference
+        # counts free a request at once.
+        self.calls, self.choices = [], []
+        self._scope.pop(PUSH_KEY, None)
 
     @property
     def num_output_tokens(self) -> int:

@@ -1,20 +1,42 @@
 """The FastAPI application: routes, documentation, error bodies."""
 
+from collections.abc import Awaitable
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from services.gateway import routes_chat, routes_completions, routes_misc
 from services.gateway.deps import Gateway
 from services.gateway.edge import Edge, http_exception
+from services.gateway.http_body import Receive, Scope, Send
 
 
-def create_app(gateway: Gateway) -> FastAPI:
-    """The application of one gateway. The two streaming routes are plain ASGI endpoints on FastAPI's router:
-    their bodies are parsed once, by them, and their answers are written past the response machinery."""
+class Front:
+    """ASGI application: the two completion routes by a dictionary, everything else through FastAPI.
+
+    The way through FastAPI's middleware and router costs about 60 us of CPU, a tenth of a request's bar.
+    """
+
+    def __init__(self, app: FastAPI, hot: dict[str, ASGIApp]) -> None:
+        self.app = app
+        self._hot = hot
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """One request; a plain function, because a coroutine around a coroutine costs too."""
+        found = (
+            self._hot.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        )
+        return (found or self.app)(scope, receive, send)
+
+
+def create_app(gateway: Gateway) -> Front:
+    """The application of one gateway. The two streaming routes are plain ASGI endpoints: their bodies are
+    parsed once, by them, and their answers are written past the response machinery. FastAPI's router knows
+    them too, for 405 and the documentation."""
     app = FastAPI(
         title="Quire gateway",
         description="OpenAI's HTTP API for a disaggregated cluster.",
@@ -25,14 +47,16 @@ def create_app(gateway: Gateway) -> FastAPI:
         exception_handlers={HTTPException: http_exception},
     )
     app.state.gateway = gateway
-    chat = routes_chat.ChatEndpoint(gateway)
-    completions = routes_completions.CompletionEndpoint(gateway)
-    app.router.routes.append(Route("/v1/chat/completions", chat, methods=["POST"]))
-    app.router.routes.append(Route("/v1/completions", completions, methods=["POST"]))
+    plain: dict[str, ASGIApp] = {
+        "/v1/chat/completions": routes_chat.ChatEndpoint(gateway),
+        "/v1/completions": routes_completions.CompletionEndpoint(gateway),
+    }
+    for path, endpoint in plain.items():
+        app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     app.include_router(routes_misc.router)
     app.add_middleware(Edge, keys=gateway.keys)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    return app
+    return Front(app, {path: Edge(endpoint, gateway.keys) for path, endpoint in plain.items()})
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

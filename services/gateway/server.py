@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 from collections.abc import Generator
@@ -16,6 +17,7 @@ from shared.observe.log import get_logger
 
 DRAIN_POLL_S = 0.05
 BACKLOG = 2_048
+GC_THRESHOLDS = (10_000, 20, 50)  # requests leave no cycles behind, so collections find next to nothing
 
 _log = get_logger("gateway.server")
 
@@ -44,6 +46,7 @@ def make_server(gateway: Gateway) -> uvicorn.Server:
     apply_limits(settings)
     config = uvicorn.Config(
         create_app(gateway),
+        interface="asgi3",
         http=GatewayProtocol,
         ws="none",
         lifespan="off",
@@ -69,6 +72,9 @@ async def serve(settings: GatewaySettings, listener: socket.socket) -> None:
     server = make_server(gateway)
     await gateway.start()
     running = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    gc.collect()
+    gc.freeze()  # what was loaded so far lives as long as the process: no collection walks it again
+    gc.set_threshold(*GC_THRESHOLDS)
     host, port = listener.getsockname()[:2]
     _log.info("gateway_listening", address=f"{host}:{port}", model=settings.model_name)
     waiting = asyncio.create_task(stopping.wait())

@@ -48,6 +48,11 @@ class WholeAnswer(Answer):
         self.push.respond(200, headers, _encode(body))
         self.end(200)
 
+    def end(self, status: int) -> None:
+        """See Answer.end()."""
+        super().end(status)
+        self._sinks = []
+
     def fail(self, code: str, message: str, retry_after_ms: int | None) -> None:
         """The error response; the other calls are stopped."""
         if not self.ended:
