@@ -274,7 +274,10 @@ def _kv_use(output: RequestOutput, num_prompt_tokens: int) -> KvUse:
     loaded = int(said.get("tokens_loaded", 0))
     cached = int(output.num_cached_tokens or 0)
     pool_tokens = min(loaded, cached)
+    stats = output.metrics  # engine core's own clock, in seconds
+    queued_s = stats.scheduled_ts - stats.queued_ts if stats is not None and stats.queued_ts else 0.0
     return KvUse(
+        queue_ms=max(0.0, queued_s) * 1e3,
         tokens_engine=cached - pool_tokens,
         tokens_pool=pool_tokens,
         tokens_computed=max(0, num_prompt_tokens - cached),

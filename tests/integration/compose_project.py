@@ -25,7 +25,7 @@ WORKERS = ("prefill", "decode")
 def require_docker() -> None:
     """Skip with the reason why not; fail instead where QUIRE_REQUIRE_DOCKER=1 promises Docker."""
     reason = _why_not()
-    if reason and os.environ.get("QUIRE_REQUIRE_DOCKER") == "1":  # noqa: TID251 - a switch of the test run
+    if reason and os.environ.get("QUIRE_REQUIRE_DOCKER") == "1":
         pytest.fail(f"QUIRE_REQUIRE_DOCKER=1, but {reason}")
     if reason:
         pytest.skip(reason)
@@ -61,7 +61,7 @@ class ComposeProject:
         """Standard output of one compose command. Raises: AssertionError with the command's errors."""
         command = ["docker", "compose", "--project-name", self.name, *FILES, *words]
         environment = {
-            **{key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")},  # noqa: TID251
+            **{key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")},
             "QUIRE_PORT": str(self.gateway_port),
             "QUIRE_JAEGER_PORT": str(self.jaeger_port),
             "QUIRE_SITE_PACKAGES": sysconfig.get_path("purelib"),

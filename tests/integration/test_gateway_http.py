@@ -1,11 +1,13 @@
 """OpenAI's HTTP API as clients see it, over a real socket, with scripted workers."""
 
 import asyncio
+import gc
 import json
 
 import httpx
 import pytest
 
+from services.gateway.http_protocol import Limits
 from tests.integration.gateway_app import Rig, running
 from tests.integration.gateway_rig import MAX_MODEL_LEN, MODEL, disaggregate, make_model_dir, until
 
@@ -194,9 +196,7 @@ async def test_receipts_are_opt_in_and_say_why(rig):
     rig.say(" the fox")
     plain = (await rig.client.post("/v1/chat/completions", json=chat())).json()
     assert "quire_receipt" not in plain
-    reply = await rig.client.post(
-        "/v1/chat/completions", json=chat(), headers={"x-quire-receipt": "1"}
-    )
+    reply = await rig.client.post("/v1/chat/completions", json=chat(), headers={"x-quire-receipt": "1"})
     receipt = reply.json()["quire_receipt"]
     assert receipt["placement"] == "disaggregated"
     assert receipt["policy"] == "prompt_tree"
@@ -255,3 +255,42 @@ async def test_many_streams_at_once_do_not_mix(rig):
         found = await asyncio.gather(*(stream(rig, "/v1/completions", body) for body in bodies))
         rig.client = old
     assert [text_of(events[:-1]) for events in found] == texts * 16
+
+
+async def test_finished_requests_leave_no_garbage_cycles(rig):
+    rig.say(" the fox")
+    bodies = [chat(), chat(n=2), chat(logprobs=True)]
+    for body in bodies:  # caches fill
+        await rig.client.post("/v1/chat/completions", json=body)
+        await stream(rig, "/v1/chat/completions", body)
+    gc.collect()
+    gc.disable()
+    try:
+        for body in bodies:
+            await rig.client.post("/v1/chat/completions", json=body)
+            await stream(rig, "/v1/chat/completions", body)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        ours = [found for found in gc.garbage if type(found).__module__.startswith("services.gateway")]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert ours == []
+
+
+async def test_a_reader_that_never_reads_is_cut_off_and_its_work_aborted(rig, monkeypatch):
+    monkeypatch.setattr(Limits, "unsent_bytes", 64 << 10)
+    rig.say(" the quick brown fox" * 120)
+    host, port = rig.base_url.removeprefix("http://").split(":")
+    writers = []
+    for _ in range(3):
+        _, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        body = json.dumps(chat(stream=True, n=100, max_tokens=300)).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        writers.append(writer)
+    await until(lambda: len(rig.a.aborted) == 3, 15)
+    await until(lambda: rig.gateway.admission.num_running == 0)
+    for writer in writers:
+        writer.close()

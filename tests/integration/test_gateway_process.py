@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -229,3 +230,26 @@ async def test_tool_calls_whole_and_streamed(model_dir):
                     assert arguments == choice.message.tool_calls[0].function.arguments
         finally:
             template.unlink()
+
+
+async def test_one_trace_spans_the_request_and_ends_up_in_the_local_store(model_dir, tmp_path):
+    async with neighbours() as (coordinator, scheduler, worker):
+        worker.script = answer_tokens(ids(model_dir, " the fox"))
+        async with process(model_dir, coordinator, scheduler, trace_dir=tmp_path) as (child, client):
+            parent = f"00-{'ab' * 16}-{'cd' * 8}-01"
+            reply = await client.post("/v1/chat/completions", json=CHAT, headers={"traceparent": parent})
+            request_id = reply.headers["x-request-id"]
+            await client.post("/v1/chat/completions", json=CHAT, headers={"traceparent": "x" * 5000})
+            child.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(child.wait(), 10) == 0
+    records = [
+        json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()
+    ]
+    spans = {r["name"]: r for r in records if r["trace_id"] == "ab" * 16}
+    assert set(spans) == {"gateway.receive", "tokenize", "schedule"}
+    assert spans["gateway.receive"]["parent_id"] == "cd" * 8
+    assert {s["attributes"]["quire.request_id"] for s in spans.values()} == {request_id}
+    assert all(spans[n]["parent_id"] == spans["gateway.receive"]["span_id"] for n in ("tokenize", "schedule"))
+    assert [e["name"] for e in spans["gateway.receive"]["events"]] == ["decode.first_token"]
+    assert worker.generated[0].traceparent.split("-")[1] == "ab" * 16
+    assert len(worker.generated[1].traceparent) == 55
