@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from services.gateway import metrics
 from services.gateway.call import Call
@@ -27,7 +28,7 @@ from services.gateway.core.request_flow import (
     SendPlace,
 )
 from services.gateway.worker_links import WorkerLink
-from shared.errors import ClusterError, Overloaded, PeerGone
+from shared.errors import Overloaded, PeerGone
 from shared.observe.log import get_logger
 from shared.observe.trace import start_span
 from shared.transport.zmq_channel import DealerLink
@@ -65,7 +66,6 @@ class Cluster:
 
     def __init__(self, scheduler: str, *, model: str, limits: Limits) -> None:
         self.limits = limits
-        self.num_stale = 0
         self._model = model
         self._calls: dict[str, Call] = {}
         self._links: dict[str, WorkerLink[Call]] = {}
@@ -151,13 +151,13 @@ class Cluster:
             for chunk in message.chunks:
                 call = calls.get(chunk.request_id)
                 if call is None or not call.flow.accepts(chunk.attempt):
-                    self.num_stale += 1
+                    metrics.STALE.inc()
                 else:
                     self._deliver(call, chunk)
             return
         call = self._calls.get(message.request_id)  # type: ignore[union-attr]
         if call is None or message.attempt != call.flow.attempt:  # type: ignore[union-attr]
-            self.num_stale += 1
+            metrics.STALE.inc()
             return
         if isinstance(message, Prefilled):
             self._prefilled(call, message)
@@ -187,7 +187,7 @@ class Cluster:
 
     def _prefilled(self, call: Call, message: Prefilled) -> None:
         if call.flow.phase is not Phase.PREFILLING:
-            self.num_stale += 1
+            metrics.STALE.inc()
             return
         call.receipts.append(message.receipt)
         if message.prompt_logprobs is not None:
@@ -210,7 +210,7 @@ class Cluster:
         del seq, raw
         call = self._calls.get(message.request_id)
         if call is None:
-            self.num_stale += 1
+            metrics.STALE.inc()
         elif isinstance(message, Placed):
             self._run(call, call.flow.on_placed(message, now_ms=_now_ms()))
         else:
@@ -249,11 +249,11 @@ class Cluster:
         if isinstance(action, SendGenerate):
             return self._generate(call, action)
         if isinstance(action, SendAbort):
-            _try(lambda: self._link(action.target.endpoint).send(Abort(
-                request_id=call.request_id, attempt=action.attempt,
-            )))  # fmt: skip
+            abort = Abort(request_id=call.request_id, attempt=action.attempt)
+            self._send_worker(action.target.endpoint, abort)
         elif isinstance(action, SendEnded):
-            _try(lambda: self._scheduler.send(Ended(request_id=call.request_id, attempt=action.attempt)))
+            with suppress(PeerGone, Overloaded):  # a scheduler that is gone has forgotten the attempt
+                self._scheduler.send(Ended(request_id=call.request_id, attempt=action.attempt))
             self._leave_targets(call)
         elif isinstance(action, Discard):
             metrics.RETRIES.inc()
@@ -317,6 +317,11 @@ class Cluster:
             )  # fmt: skip
         return []
 
+    def _send_worker(self, endpoint: str, message: Abort | Alive) -> None:
+        """What needs no answer; a worker that is gone has stopped its work."""
+        with suppress(PeerGone, Overloaded):
+            self._link(endpoint).send(message)
+
     def _placed(self, call: Call, placed: Placed) -> None:
         """Register the call at the links it depends on."""
         call.placed = placed
@@ -358,9 +363,8 @@ class Cluster:
         while True:
             await asyncio.sleep(ALIVE_INTERVAL_MS / 1000)
             self._tick(lambda flow: True)
-            for link in self._links.values():
-                if link.up:
-                    _try(lambda: link.send(Alive()))  # noqa: B023 - called before the next turn of the loop
+            for endpoint in self.workers_up:
+                self._send_worker(endpoint, Alive())
             now_ms = _now_ms()
             for endpoint, since_ms in list(self._unlisted_since_ms.items()):
                 link = self._links.get(endpoint)
@@ -378,11 +382,3 @@ class Cluster:
 
 def _now_ms() -> int:
     return time.monotonic_ns() // 1_000_000
-
-
-def _try(send: Callable[[], object]) -> None:
-    """Send what needs no answer: a peer that is gone has forgotten the attempt anyway."""
-    try:
-        send()
-    except ClusterError as error:
-        _log.debug("send_dropped", error=str(error))

@@ -10,7 +10,7 @@ from services.gateway.cluster import Cluster
 from services.gateway.config import GatewaySettings
 from services.gateway.core.admission import Admission
 from services.gateway.core.request_flow import Limits
-from services.gateway.core.tools import format_of
+from services.gateway.core.tools import ToolFormat, format_of
 from services.gateway.membership import Membership
 from services.gateway.openai import SamplingDefaults
 from services.gateway.text import ModelText
@@ -28,7 +28,9 @@ class Gateway:
         self.settings = settings
         self.keys: KeyRing = load_keys(settings.api_keys, settings.api_keys_file)
         self.text = ModelText(settings.model_dir, threads=settings.tokenizer_threads)
-        self.tool_format = format_of(self.text.template_source or "", self.text.tokenizer.token_to_id)
+        self.tool_format: ToolFormat = format_of(
+            self.text.template_source or "", self.text.tokenizer.token_to_id
+        )
         self.sampling_defaults = _sampling_defaults(self.text.generation_config)
         self.started_s = int(time.time())
         self.admission = Admission(settings.max_concurrent_requests, settings.max_concurrent_per_tenant)

@@ -14,6 +14,7 @@ from services.gateway import metrics
 from services.gateway.auth import KeyRing
 from services.gateway.http_body import ClientGone, Message, Receive, Scope, Send
 from services.gateway.http_errors import HttpFailure, describe, header_block, plain_http
+from services.gateway.http_protocol import REFUSED_KEY
 from shared.errors import ClusterError, InvariantBroken
 from shared.observe.log import get_logger
 
@@ -63,7 +64,7 @@ class Edge:
             await send(message)
 
         try:
-            if scope.get("quire.refused"):
+            if scope.get(REFUSED_KEY):
                 raise HttpFailure(431, "header_too_large", "The request's headers are too large.")
             if path not in OPEN_PATHS:
                 scope[TENANT] = self._keys.tenant_of(_authorization(scope))

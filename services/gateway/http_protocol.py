@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from services.gateway.http_errors import error_body
 
 PUSH_KEY = "quire.push"
+REFUSED_KEY = "quire.refused"
 _CRLF = b"\r\n"
 _REASONS = {
     200: b"OK", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found",
@@ -162,9 +163,9 @@ class GatewayProtocol(HttpToolsProtocol):
         self._body_bytes = 0
         self._disarm()
         if len(self.url) + sum(len(n) + len(v) + 4 for n, v in self.headers) > Limits.header_bytes:
-            self.scope["quire.refused"] = True
+            self.scope[REFUSED_KEY] = True  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
-        self.scope[PUSH_KEY] = self.cycle  # the handler makes a Push of it
+        self.scope[PUSH_KEY] = self.cycle  # type: ignore[typeddict-unknown-key]  # the handler makes a Push of it
 
     def on_body(self, body: bytes) -> None:
         """Parser callback. A refused body is drained, so that its sender reads the refusal, within limits."""

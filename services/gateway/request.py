@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,9 +25,10 @@ from services.gateway.streaming import EventShape, StreamAnswer
 from services.gateway.submit import find_hits, make_call, output_budget
 from services.gateway.whole import WholeAnswer
 from shared.errors import InvalidRequest, ModelNotFound
-from shared.observe.trace import Span, start_span
+from shared.observe.trace import start_span
 
 SEED_BITS = 63
+_TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\Z")
 MAX_TOTAL_CHOICES = 2_048  # prompts times n
 
 
@@ -37,6 +39,12 @@ class Prompt:
     ids: Sequence[int]
     packed: bytes
     echo: str | None = None
+
+
+def incoming_traceparent(scope: Scope) -> str:
+    """The client's W3C traceparent, "" without a well-formed one: it goes into every message from here on."""
+    value = header(scope, b"traceparent")
+    return value.decode() if value is not None and _TRACEPARENT.match(value) else ""
 
 
 class Incoming:
@@ -61,10 +69,9 @@ class Incoming:
                 verdict.http_status, verdict.code, verdict.reason, retry_after_ms=verdict.retry_after_ms
             )
         self.ticket = verdict
-        parent = header(scope, b"traceparent")
         self.span = start_span(
             "gateway.receive",
-            parent=parent.decode("latin-1") if parent else "",
+            parent=incoming_traceparent(scope),
             attributes={"quire.request_id": self.request_id, "http.route": scope["path"]},
         )
 
@@ -88,10 +95,14 @@ def check_model(gateway: Gateway, model: str) -> None:
 
 
 @contextmanager
-def tokenize_span(root: Span) -> Iterator[None]:
+def tokenize_span(incoming: Incoming) -> Iterator[None]:
     """Times template and tokenizer, as a span and a metric."""
     began_ns = time.monotonic_ns()
-    with start_span("tokenize", parent=root.traceparent):
+    with start_span(
+        "tokenize",
+        parent=incoming.span.traceparent,
+        attributes={"quire.request_id": incoming.request_id},
+    ):
         yield
     metrics.TOKENIZE.observe((time.monotonic_ns() - began_ns) / 1e6)
 
@@ -118,7 +129,10 @@ async def begin(incoming: Incoming, kind: str, spec: ChoiceSpec, prompts: list[P
         )
         for prompt in prompts
     ]
-    hits = [await find_hits(gateway, prompt.packed, incoming.tenant, incoming.span) for prompt in prompts]
+    hits = [
+        await find_hits(gateway, prompt.packed, incoming.tenant, incoming.span, incoming.request_id)
+        for prompt in prompts
+    ]
     answer = _make_answer(incoming, kind)
     calls = []
     num_choices = body.num_choices

@@ -45,7 +45,7 @@ class ChatEndpoint:
 
 async def chat_token_ids(gateway: Gateway, body: ChatBody, incoming: Incoming) -> Sequence[int]:
     """The prompt of a chat: template, then tokenizer."""
-    with tokenize_span(incoming.span):
+    with tokenize_span(incoming):
         text = gateway.text.render_chat(
             body.template_messages(),
             tools=body.template_tools(),

@@ -44,7 +44,7 @@ class CompletionEndpoint:
 async def completion_prompts(gateway: Gateway, body: CompletionBody, incoming: Incoming) -> list[Prompt]:
     """Token ids of every prompt, and its text where it is echoed."""
     prompts: list[Prompt] = []
-    with tokenize_span(incoming.span):
+    with tokenize_span(incoming):
         for given in body.prompts:
             echo: str | None = None
             if isinstance(given, str):

@@ -42,7 +42,9 @@ def output_budget(
     return max_tokens
 
 
-async def find_hits(gateway: Gateway, packed: bytes, tenant: str, span: Span) -> list[PrefixHit]:
+async def find_hits(
+    gateway: Gateway, packed: bytes, tenant: str, span: Span, request_id: str
+) -> list[PrefixHit]:
     """Who holds how much of the prompt's KV, as far as the prompt tree knows. No answer in time: no hits."""
     found, tree = gateway.description, gateway.tree
     if found is None or tree is None or found.block_tokens < 1 or not tree.up:
@@ -51,7 +53,7 @@ async def find_hits(gateway: Gateway, packed: bytes, tenant: str, span: Span) ->
     if not hashes:
         return []
     began_ns = time.monotonic_ns()
-    child = start_span("tree.lookup", parent=span.traceparent)
+    child = start_span("tree.lookup", parent=span.traceparent, attributes={"quire.request_id": request_id})
     depths = await tree.lookup(hashes, found.block_tokens)  # has its own deadline and never raises
     metrics.LOOKUP.observe((time.monotonic_ns() - began_ns) / 1e6)
     if child.recording:
