@@ -30,9 +30,10 @@ class StopSearch:
         if self.found is not None:
             return ""
         pending = self._held + text
-        if armed:
+        if armed and text:
             for stop in self._stops:  # of several in one token's text the first in the list wins, as in vLLM
-                at = pending.find(stop)
+                # not before the first place that the new text can complete
+                at = pending.find(stop, max(0, len(self._held) - len(stop) + 1))
                 if at >= 0:
                     self.found, self._held = stop, ""
                     return pending[: at + len(stop)] if self._include else pending[:at]

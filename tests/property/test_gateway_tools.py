@@ -1,0 +1,146 @@
+"""Tool calls are read alike however the text is cut into deltas, and no text is lost or shown twice."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.core.tools import CallDelta, TextDelta, ToolPlan, make_parser, read_whole
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | st.text('a"\\{}[]<>/:,\n é', max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text('ab\\"{', max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+ARGUMENTS = st.dictionaries(st.text("abc", min_size=1, max_size=3), JSON, max_size=3)
+CALLS = st.lists(
+    st.tuples(st.sampled_from(["f", "get_weather", "tool.x-1"]), ARGUMENTS), min_size=1, max_size=3
+)
+PROSE = st.text("ab <>{}\n", max_size=8).filter(lambda text: "<tool_call>" not in text)
+CUTS = st.lists(st.integers(1, 7), min_size=1, max_size=20)
+MESSY = st.lists(
+    st.sampled_from(
+        ["<tool_call>", "</tool_call>", "<|python_tag|>", '{"name": "f"', ', "arguments": ', '"parameters":', '{"a": 1',
+         "}", "}", "{", "[", "]", ",", '"', "\\", " ", "\n", ";", "null", "x", '"name"', ":"]
+    ),
+    max_size=20,
+).map("".join)  # fmt: skip
+
+
+def pieces(text: str, cuts: list[int]):
+    sizes, at = itertools.cycle(cuts), 0
+    while at < len(text):
+        size = next(sizes)
+        yield text[at : at + size]
+        at += size
+
+
+def read(plan: ToolPlan, text: str, cuts: list[int]):
+    """Content and calls of a streamed output; checks the form of the deltas."""
+    ids = map("call_{}".format, itertools.count())
+    parser = make_parser(plan, lambda: next(ids))
+    deltas = [d for piece in pieces(text, cuts) for d in parser.feed(piece)] + parser.flush()
+    content, calls = "", []
+    for delta in deltas:
+        if isinstance(delta, TextDelta):
+            assert delta.text, "an empty delta says nothing"
+            content += delta.text
+        elif delta.id:
+            assert (delta.index, delta.arguments) == (len(calls), ""), "a call begins with its name"
+            assert delta.name
+            calls.append((delta.name, ""))
+        else:
+            assert not delta.name
+            assert delta.arguments
+            name, arguments = calls[delta.index]
+            assert delta.index == len(calls) - 1, "calls do not mix"
+            calls[delta.index] = (name, arguments + delta.arguments)
+    assert parser.num_calls == len(calls)
+    return content, calls
+
+
+def hermes(calls, keys, gap: str) -> str:
+    order = [("name", 0), ("arguments", 1)] if keys else [("arguments", 1), ("name", 0)]
+    return gap.join(
+        f"<tool_call>{gap}{json.dumps({key: call[at] for key, at in order}, ensure_ascii=False)}{gap}</tool_call>"
+        for call in calls
+    )
+
+
+@given(PROSE, CALLS, st.booleans(), st.sampled_from(["", "\n"]), CUTS)
+def test_hermes_calls_come_out_as_they_were_written(prose, calls, name_first, gap, cuts):
+    content, found = read(ToolPlan(kind="hermes"), prose + hermes(calls, name_first, gap), cuts)
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+    assert content == (prose if prose.strip() else "")
+
+
+@given(CALLS, st.sampled_from(["", "<|python_tag|>", " "]), st.sampled_from([";", "; ", "\n"]), CUTS)
+def test_llama_calls_come_out_as_they_were_written(calls, opening, between, cuts):
+    text = opening + between.join(
+        json.dumps({"type": "function", "name": name, "parameters": arguments}) for name, arguments in calls
+    )
+    content, found = read(ToolPlan(kind="llama"), text, cuts)
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+    assert content == ""
+
+
+@given(CALLS, CUTS, st.sampled_from([None, 1]))
+def test_required_calls_come_out_as_they_were_written(calls, cuts, max_calls):
+    text = json.dumps([{"name": name, "parameters": arguments} for name, arguments in calls])
+    content, found = read(ToolPlan(kind="required", max_calls=max_calls), text, cuts)
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls[:max_calls]
+    assert content == ""
+
+
+@given(ARGUMENTS, CUTS)
+def test_a_named_function_gets_all_output_as_arguments(arguments, cuts):
+    text = json.dumps(arguments)
+    assert read(ToolPlan(kind="named", name="f"), text, cuts) == ("", [("f", text)])
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama", "required", "named"])
+@given(text=MESSY, first=CUTS, second=CUTS)
+def test_the_cut_into_deltas_does_not_matter(kind, text, first, second):
+    plan = ToolPlan(kind=kind, name="f")
+    assert read(plan, text, first) == read(plan, text, second)
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama"])
+@given(text=MESSY, cuts=CUTS)
+def test_text_without_a_call_comes_out_unchanged(kind, text, cuts):
+    content, calls = read(ToolPlan(kind=kind), text, cuts)
+    if not calls:
+        assert content == (text.replace("<|python_tag|>", "") if kind == "llama" else text)
+
+
+@given(CALLS, st.integers(0, 400), st.integers(0, 3), st.sampled_from(["", "}", '"', "\\"]))
+def test_a_whole_output_has_only_calls_with_objects_as_arguments(calls, at, num_lost, instead):
+    """Also when the model lost a few characters on the way, or ended early."""
+    text = hermes(calls, True, "\n")
+    at %= len(text)
+    text = text[:at] + instead + (text[at + num_lost :] if num_lost else "")
+    content, calls, parser = read_whole(ToolPlan(kind="hermes"), text, lambda: "id")
+    assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
+    assert content == text or calls
+    assert parser.num_calls == len(calls)
+
+
+def test_calls_beyond_the_allowed_number_are_dropped():
+    text = hermes([("f", {"a": 1}), ("g", {})], True, "\n")
+    assert read(ToolPlan(kind="hermes", max_calls=1), text, [3]) == ("", [("f", '{"a": 1}')])
+
+
+def test_arguments_are_streamed_as_they_grow():
+    parser = make_parser(ToolPlan(kind="hermes"), lambda: "id")
+    assert parser.feed('<tool_call>{"name": "f", ') == []
+    assert parser.feed('"arguments": {"a"') == [CallDelta(0, "", "id", "f"), CallDelta(0, '{"a"')]
+    assert parser.feed(": 1") == [CallDelta(0, ": 1")]
+    assert parser.feed("}}") == [CallDelta(0, "}")]
+    assert parser.feed("</tool_call>") == []
+    assert parser.flush() == []
+    assert parser.finish_reason("stop") == "tool_calls"
+    assert parser.finish_reason("length") == "length"
