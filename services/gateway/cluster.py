@@ -192,8 +192,8 @@ class Cluster:
         call.receipts.append(message.receipt)
         if message.prompt_logprobs is not None:
             call.prompt_logprobs = message.prompt_logprobs
-        if message.handoff is None:
-            self._deliver(call, message.first)
+        if message.handoff is None or message.handoff.mode == "continue":
+            self._deliver(call, message.first)  # "resample": the decode instance draws it again
         self._run(call, call.flow.on_prefilled(message.attempt, message.handoff, now_ms=_now_ms()))
 
     def _failed(self, call: Call, message: Failed) -> None:

@@ -152,12 +152,19 @@ class FakeWorker:
         ))  # fmt: skip
 
     def prefilled(
-        self, identity, gen: Generate, first: int, *, prompt_tokens: int, end: str | None = None
+        self,
+        identity,
+        gen: Generate,
+        first: int,
+        *,
+        prompt_tokens: int,
+        end: str | None = None,
+        mode: str = "resample",
     ) -> None:
         handoff = None
         if end is None:
             handoff = HandoffState(
-                handoff_id=gen.handoff_to.handoff_id, source=self.instance, description=DESCRIPTION
+                handoff_id=gen.handoff_to.handoff_id, source=self.instance, description=DESCRIPTION, mode=mode
             )
         stage = StageReceipt(
             instance=self.instance,

@@ -230,3 +230,17 @@ async def test_the_deadline_ends_a_request_that_nobody_answers(world):
     submit(cluster, sink)
     assert await ended(sink, 5.0) == ["peer.timeout"]
     await until(lambda: len(a.aborted) == 1)
+
+
+async def test_a_handoff_that_continues_delivers_the_first_token_of_the_prefill(world):
+    cluster, scheduler, a, b = world
+    scheduler.decide = disaggregate(a, b)
+
+    async def first(worker, identity, gen, prompt):
+        worker.prefilled(identity, gen, 11, prompt_tokens=len(prompt), mode="continue")
+
+    a.script, b.script = first, answer_tokens([12, 13])
+    sink = ListSink()
+    submit(cluster, sink)
+    assert await ended(sink) == ["complete"]
+    assert sink.tokens == [11, 12, 13]
