@@ -18,17 +18,7 @@ from pathlib import Path
 from pydoc_data import topics
 
 # Names that people ask about first. They are read from live objects, because many are written in C.
-_WELL_KNOWN = """
-    builtins os os.path sys re json math cmath random statistics itertools functools operator collections
-    collections.abc contextlib dataclasses enum typing abc copy pprint heapq bisect array struct string
-    textwrap datetime calendar time zoneinfo decimal fractions pathlib shutil glob fnmatch tempfile io csv
-    pickle sqlite3 zlib gzip bz2 lzma zipfile tarfile hashlib hmac secrets base64 binascii html
-    urllib.parse urllib.request http.client http.server socket ssl select selectors asyncio threading
-    multiprocessing subprocess signal queue concurrent.futures logging argparse configparser unittest
-    doctest inspect ast dis traceback warnings weakref gc types importlib locale gettext platform getpass
-    uuid email xml.etree.ElementTree contextvars cProfile timeit
-"""
-WELL_KNOWN_MODULES = _WELL_KNOWN.split()
+WELL_KNOWN_MODULES = (Path(__file__).parent / "well_known_modules.txt").read_text("utf-8").split()
 _SKIPPED_PARTS = {
     "test",
     "tests",
