@@ -28,7 +28,8 @@ def describe_engine(config: Any, model_name: str, model_dir: str) -> EngineDescr
     head_dim = model.get_head_size()
     block_tokens = config.cache_config.block_size
     item_bytes = torch.empty((), dtype=dtype).element_size()
-    isa, backend = "", "FLASH_ATTN"
+    # which CUDA backend vLLM chooses follows from dtype and device, both of which the key holds
+    isa, backend = "", f"cuda:{config.attention_config.backend or 'auto'}"
     if config.device_config.device_type == "cpu":
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # only in CPU builds' reach
 

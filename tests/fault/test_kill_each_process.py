@@ -48,6 +48,7 @@ class Outcome:
     first_s: float = 0.0
     gap_s: float = 0.0
     error: str = ""
+    placement: str = ""
 
 
 def body(prompt: list[int], stream: bool) -> dict:
@@ -58,6 +59,7 @@ def body(prompt: list[int], stream: bool) -> dict:
         "max_tokens": ANSWER_TOKENS,
         "ignore_eos": True,
         "return_token_ids": True,
+        "quire_receipt": True,
         "stream": stream,
     }
 
@@ -84,6 +86,7 @@ async def one_stream(client: httpx.AsyncClient, number: int, prompt: list[int]) 
                 if "error" in event:
                     assert set(event["error"]) == {"message", "type", "param", "code"}, event
                     out.num_errors += 1
+                out.placement = event.get("quire_receipt", {}).get("placement", out.placement)
                 for choice in event.get("choices", []):
                     out.token_ids += choice.get("token_ids") or []
     except httpx.HTTPError as error:
@@ -157,8 +160,13 @@ def test_no_client_hangs_and_no_client_gets_a_wrong_token(cluster, texts, expect
 
     outcomes, recovery_s = asyncio.run(run())
     broken = [o for o in outcomes if o.num_errors]
-    print(f"{victim}: back in {recovery_s:.1f} s, {len(outcomes)} requests, {len(broken)} cut short")
+    apart = [o for o in outcomes if o.placement == "disaggregated"]
+    print(
+        f"{victim}: back in {recovery_s:.1f} s, {len(outcomes)} requests, {len(apart)} disaggregated, "
+        f"{len(broken)} cut short"
+    )
     assert len(outcomes) > NUM_CLIENTS
+    assert apart, "no request was disaggregated: this run proves nothing about handoffs"
     for seen in outcomes:
         assert seen.error == "", seen
         assert seen.status == 200, seen

@@ -1,6 +1,6 @@
-"""What stock vLLM says: `python -m tests.support.stock_reference MODEL_DIR CASES.json OUT.json`.
+"""What stock vLLM says: `python -m tests.support.stock_reference MODEL_DIR CASES.json OUT.json [DTYPE]`.
 
-No Quire code runs here: one colocated engine, float32, one thread, no KV connector. A case is
+No Quire code runs here: one colocated engine, float32 unless told otherwise, one thread, no KV connector. A case is
 {"id", "prompt": [token ids], "params": SamplingParams keywords} and optionally "structured" (a JSON
 schema), "after" (id of an earlier case: its prompt and answer go before this prompt: a second turn) and
 "stop_crossing" (id of an earlier case: stop at a string that begins in its first output token and ends in its second).
@@ -22,6 +22,8 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     VLLM_LOGGING_LEVEL="ERROR",
     VLLM_NO_USAGE_STATS="1",
+    VLLM_USE_V2_MODEL_RUNNER="0",
+    VLLM_USE_FLASHINFER_SAMPLER="0",
 )
 
 
@@ -45,22 +47,26 @@ def resolve(case: dict[str, Any], done: dict[str, Any], tokenizer: Any) -> tuple
     return prompt, params
 
 
-def run_cases(model_dir: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
+def run_cases(model_dir: str, cases: list[dict[str, Any]], dtype: str = "float32") -> dict[str, Any]:
     """All cases through one stock engine."""
     from vllm import LLM, ModelRegistry, SamplingParams
-    from vllm.model_executor.models.llama import LlamaForCausalLM
+    from vllm.platforms import current_platform
     from vllm.sampling_params import StructuredOutputsParams
 
-    ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)  # saves a 13 s inspection process
+    if current_platform.is_cpu():  # saves a 13 s inspection process
+        from vllm.model_executor.models.llama import LlamaForCausalLM
+
+        ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
     llm = LLM(
         model=model_dir,
-        dtype="float32",
+        dtype=dtype,
         enforce_eager=True,
         block_size=32,
         max_model_len=4096,
         max_num_seqs=16,
         kv_cache_memory_bytes=256 << 20,
         seed=0,
+        async_scheduling=False,
     )
     done: dict[str, Any] = {}
     for case in cases:
@@ -92,7 +98,8 @@ def main() -> None:
     """See the module's docstring."""
     model_dir, cases_path, out_path = sys.argv[1:4]
     cases = json.loads(Path(cases_path).read_text())
-    Path(out_path).write_text(json.dumps(run_cases(model_dir, cases)))
+    dtype = sys.argv[4] if len(sys.argv) > 4 else "float32"
+    Path(out_path).write_text(json.dumps(run_cases(model_dir, cases, dtype)))
 
 
 if __name__ == "__main__":
