@@ -1,0 +1,98 @@
+"""The exactness cases on a GPU: `python -m tests.gpu.compare_with_stock [DTYPE ...]` prints a table.
+
+For each dtype, stock vLLM and then `quire up` on the same GPU, colocated and with prefill and decode apart. In 16 bits
+a prompt position that is computed alone differs in its last bits from one computed within a prompt, in stock
+vLLM too, so near ties may fall the other way; in float32 every case must agree.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support.exactness_cases import build_cases
+from tests.support.local_cluster import ROOT, LocalCluster
+
+MODEL = ROOT / "deploy" / "models" / "quire-demo"
+
+
+def stock(folder: Path, cases: list[dict[str, Any]], dtype: str) -> dict[str, Any]:
+    """Stock vLLM's answers."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    words = [str(MODEL), str(folder / "cases.json"), str(folder / "out.json"), dtype]
+    subprocess.run(
+        [sys.executable, "-m", "tests.support.stock_reference", *words], cwd=ROOT, check=True, timeout=300
+    )
+    return json.loads((folder / "out.json").read_text())
+
+
+def ask(client: httpx.Client, case: dict[str, Any], resolved: dict[str, Any]) -> dict[str, Any]:
+    """The same case over HTTP."""
+    body = {
+        "model": "quire-demo",
+        "prompt": resolved["prompt"],
+        "return_token_ids": True,
+        "quire_receipt": True,
+        **resolved["params"],
+    }
+    if "structured" in case:
+        schema = {"name": "answer", "schema": json.loads(case["structured"])}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def compare(
+    folder: Path, topology: str, dtype: str, cases: list[dict[str, Any]], want: dict[str, Any]
+) -> dict[str, Any]:
+    """One row of the table."""
+    started = time.monotonic()
+    flags = ["--device", "cuda", "--topology", topology, "--set", f"dtype={dtype}"]
+    env = {"QUIRE_WORKER_ENFORCE_EAGER": "true", "HF_HUB_OFFLINE": "1"}
+    row: dict[str, Any] = {"topology": topology, "dtype": dtype, "different": [], "moved_blocks": 0}
+    cluster = LocalCluster(folder / f"home-{topology}-{dtype}", *flags, env=env)
+    try:
+        with cluster:
+            row["ready_s"] = round(time.monotonic() - started, 1)
+            with httpx.Client(base_url=cluster.url, timeout=120, trust_env=False) as client:
+                for case in cases:
+                    answer = ask(client, case, want[case["id"]])
+                    ids = [c["token_ids"] for c in sorted(answer["choices"], key=lambda c: c["index"])]
+                    if ids != [c["token_ids"] for c in want[case["id"]]["choices"]]:
+                        row["different"].append(case["id"])
+                    receipt = answer["quire_receipt"]
+                    row["moved_blocks"] += sum(s["blocks_moved"] for s in receipt["stages"])
+                    row[receipt["placement"]] = row.get(receipt["placement"], 0) + 1
+            row["pool"] = {k: v for k, v in cluster.pool()["pages_by_state"].items() if v}
+    except Exception:
+        for log in sorted(cluster.home.glob("run/logs/*.log")):
+            print(f"==== {log.name}\n{log.read_text()[-1500:]}")
+        raise
+    return row
+
+
+def main() -> None:
+    """See the module's docstring."""
+    dtypes = sys.argv[1:] or ["bfloat16"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        eos = json.loads((MODEL / "generation_config.json").read_text())["eos_token_id"][0]
+        cases = build_cases(MODEL, eos)
+        rows = []
+        for dtype in dtypes:
+            want = stock(folder, cases, dtype)
+            rows += [compare(folder, t, dtype, cases, want) for t in ("disaggregated", "colocated")]
+        for row in rows:
+            print(
+                json.dumps({**row, "num_cases": len(cases), "num_same": len(cases) - len(row["different"])})
+            )
+
+
+if __name__ == "__main__":
+    main()
