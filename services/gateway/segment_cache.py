@@ -2,6 +2,8 @@
 
 A text is cut at the tokenizer's own special tokens. The tokenizer cuts there too, before it normalizes or
 splits, so a piece's ids do not depend on what stands beside it: joining them gives what encoding the whole gives.
+Of well-known tokenizers long pieces are cut once more, at newlines between two words, where their patterns cut
+too; so texts that begin alike share the ids of what they have in common.
 """
 
 import json
@@ -21,6 +23,19 @@ LARGEST_SHARE = 8  # a piece larger than this part of the cache is not kept
 _LOCAL_PRE_TOKENIZERS = frozenset(
     {"ByteLevel", "Digits", "Punctuation", "Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit"}
 )
+
+
+CHUNK_CHARS = 1024
+# Between characters that no pattern takes for white space; a newline alone, because of several the last one may
+# belong to what follows.
+_LINE_END = re.compile(r"""(?<=[\w.,;:!?)}\]>"'])\n(?=[\w#*<({\["'])""")
+_PATTERNS = {
+    # Llama 3; Qwen 2 and 3. GPT-2's is built into ByteLevel.
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
 
 
 class SegmentCache:
@@ -63,16 +78,32 @@ def _size(text: str, ids: "array[int]") -> int:
 
 
 class Borders:
-    """Where a tokenizer's texts may be cut. `special`: border token -> id."""
+    """Where a tokenizer's texts may be cut.
 
-    def __init__(self, special: dict[str, int]) -> None:
+    Args: special: border token -> id; lines: whether newlines between words are borders, too.
+    """
+
+    def __init__(self, special: dict[str, int], *, lines: bool) -> None:
         self.ids = {token: array("I", [token_id]) for token, token_id in special.items()}
+        self.lines = lines
+        self.chunk_chars = CHUNK_CHARS
         longest_first = sorted(special, key=len, reverse=True)  # as the tokenizer: leftmost, then longest
-        self._pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+        self._pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if special else None
 
     def split(self, text: str) -> list[str]:
         """Pieces of text at even places, border tokens at odd ones."""
-        return self._pattern.split(text)
+        return [text] if self._pattern is None else self._pattern.split(text)
+
+    def cut(self, piece: str) -> list[str]:
+        """A piece in parts of at least chunk_chars, but for the last; texts that begin alike are cut alike."""
+        if not self.lines or len(piece) <= self.chunk_chars:
+            return [piece]
+        out, start = [], 0
+        while (found := _LINE_END.search(piece, start + self.chunk_chars)) is not None:
+            out.append(piece[start : found.end()])
+            start = found.end()
+        out.append(piece[start:])
+        return out
 
 
 def borders_of(tokenizer: Tokenizer) -> Borders | None:
@@ -80,13 +111,15 @@ def borders_of(tokenizer: Tokenizer) -> Borders | None:
     if not _is_local(_state(tokenizer.pre_tokenizer)):
         return None
     special: dict[str, int] = {}
+    lines = _cuts_at_lines(_state(tokenizer.pre_tokenizer)) and _keeps_lines(_state(tokenizer.normalizer))
     for token_id, added in tokenizer.get_added_tokens_decoder().items():
+        lines = lines and "\n" not in added.content
         if added.normalized or not added.content:
             continue  # matched after normalizing, inside a piece
         if added.lstrip or added.rstrip or added.single_word:
             return None  # such a token reaches into the pieces beside it
         special[added.content] = token_id
-    return Borders(special) if special else None
+    return Borders(special, lines=lines) if special or lines else None
 
 
 def _state(part: Any) -> dict[str, Any] | None:
@@ -99,3 +132,21 @@ def _is_local(state: dict[str, Any] | None) -> bool:
     if state["type"] == "Sequence":
         return all(map(_is_local, state["pretokenizers"]))
     return state["type"] == "Metaspace" and state.get("prepend_scheme") in ("always", "never")
+
+
+def _cuts_at_lines(state: dict[str, Any] | None) -> bool:
+    """Whether this pre-tokenizer, started anew behind a lone newline, goes on as it would have."""
+    parts = [] if state is None else state["pretokenizers"] if state["type"] == "Sequence" else [state]
+    splits = 0
+    for part in parts:
+        if part["type"] == "ByteLevel" and not part["add_prefix_space"]:
+            splits += bool(part["use_regex"])
+        elif part["type"] == "Split" and part["pattern"].get("Regex") in _PATTERNS and not part["invert"]:
+            splits += part["behavior"] == "Isolated"
+        elif part["type"] != "Digits":
+            return False
+    return splits > 0
+
+
+def _keeps_lines(state: dict[str, Any] | None) -> bool:
+    return state is None or state["type"] == "NFC"

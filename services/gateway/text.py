@@ -17,7 +17,8 @@ from shared.errors import InvalidRequest, PromptTooLong, SettingsError
 from shared.kv import model_files
 from shared.observe.log import get_logger
 
-INLINE_CHARS = 2048  # new text up to this length takes under 0.6 ms; a thread's round trip up to 0.3 ms
+# New text of this length takes 0.2 ms on one core of a laptop, a thread's round trip 0.03 to 0.25 ms.
+INLINE_CHARS = 1024
 CACHE_BYTES = 32 << 20
 THREADS = 1
 NORMALIZER_SHRINKS = 4  # at most, in characters
@@ -143,10 +144,11 @@ class ModelText:
             if place % 2:
                 found.append(borders.ids[piece])
             elif piece:
-                ids = self.cache.get(piece)
-                if ids is None:
-                    missing[piece] = None
-                found.append(piece if ids is None else ids)
+                for part in borders.cut(piece):
+                    ids = self.cache.get(part)
+                    if ids is None:
+                        missing[part] = None
+                    found.append(part if ids is None else ids)
         return found, list(missing)
 
     def _tokenize(self, pieces: list[str]) -> "list[array[int]]":

@@ -17,6 +17,28 @@ PIECES = [
     "1234", "'s", "e", "\u0301", "é", "東京", "🙂", "\u200d", "\t", "<tool_call", "</tool_call>>", "\u00a0", "\u0000",
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=30).map("".join)
+WORDS = [
+    "a",
+    "b1",
+    " ",
+    "\n",
+    "\n",
+    "\r\n",
+    ".",
+    "'s",
+    "(",
+    ")",
+    "é",
+    "\u0301",
+    "\x85",
+    "\x1c",
+    "\u2028",
+    "_",
+    "12",
+    "#",
+    "<|im_end|>",
+]
+LINES = st.lists(st.sampled_from(WORDS), max_size=30).map("".join)
 _folder = TemporaryDirectory()
 
 
@@ -33,11 +55,15 @@ MODELS = {
     "tiny-cache": load("tiny-cache", byte_level(), cache_bytes=4096),
     "metaspace-always": load("metaspace-always", byte_fallback(prepend_scheme="always")),
     "metaspace-first": load("metaspace-first", byte_fallback()),
+    "gpt2-lines": load("gpt2-lines", byte_level()),
+    "llama3-lines": load("llama3-lines", byte_level("llama3")),
 }
+for _name in ("gpt2-lines", "llama3-lines"):  # cut at every line, not once in a thousand characters
+    MODELS[_name]._borders.chunk_chars = 0
 
 
 @pytest.mark.parametrize("name", MODELS)
-@given(texts=st.lists(TEXTS, min_size=1, max_size=4))
+@given(texts=st.lists(TEXTS | LINES, min_size=1, max_size=4))
 def test_cached_encoding_is_plain_encoding(name, texts):
     model = MODELS[name]
     for text in texts:
@@ -54,6 +80,19 @@ def test_every_turn_of_a_chat_is_encoded_as_without_a_cache(turns):
         text = model.render_chat(messages[:end])
         plain = model.tokenizer.encode(text, add_special_tokens=False).ids
         assert asyncio.run(model.encode(text, add_special_tokens=False)).tolist() == plain
+
+
+@given(LINES, LINES)
+def test_texts_that_begin_alike_are_cut_alike(first, second):
+    borders = MODELS["gpt2-lines"]._borders
+    parts, longer = borders.cut(first), borders.cut(first + second)
+    assert "".join(longer) == first + second
+    assert longer[: len(parts) - 1] == parts[:-1]
+
+
+def test_lines_are_borders_only_where_the_pattern_is_known():
+    lined = [name for name, model in MODELS.items() if model._borders and model._borders.lines]
+    assert lined == ["gpt2", "llama3", "tiny-cache", "gpt2-lines", "llama3-lines"]
 
 
 def test_only_tokenizers_that_ask_for_the_first_piece_go_uncached():
