@@ -20,7 +20,7 @@ def _layer_number(name: str) -> int:
 class BlockCopier:
     """Reads and writes whole blocks of one rank's KV cache.
 
-    Args: kv_caches: layer name -> tensor with blocks as dimension 0, each block contiguous.
+    Args: kv_caches: layer name -> tensor with blocks as dimension 0, each block contiguous in some order.
     Raises: ValueError on tensors of unequal block count or with non-contiguous blocks.
     """
 
@@ -33,9 +33,10 @@ class BlockCopier:
             if tensor.data_ptr() in seen:  # layers that share one cache
                 continue
             seen.add(tensor.data_ptr())
-            if not tensor[0].is_contiguous():
+            stored = _in_storage_order(tensor)
+            if not stored[0].is_contiguous():
                 raise ValueError(f"{name}: blocks of shape {tuple(tensor.shape)} are not contiguous")
-            self.layers.append(tensor)
+            self.layers.append(stored)
         counts = {t.shape[0] for t in self.layers}
         if len(counts) != 1:
             raise ValueError(f"layers disagree on the number of blocks: {sorted(counts)}")
@@ -86,6 +87,12 @@ class BlockCopier:
     def _views(self, page: PageBuffer) -> list[torch.Tensor]:
         whole = torch.frombuffer(page, dtype=torch.uint8)
         return list(torch.split(whole[: self.block_bytes], self.layer_bytes))
+
+
+def _in_storage_order(tensor: torch.Tensor) -> torch.Tensor:
+    """The same cache with each block's dimensions as they lie in memory (backends present permuted views)."""
+    order = sorted(range(1, tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    return tensor.permute(0, *order)
 
 
 def _as_bytes(block: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,8 @@ def compare(
             row["pool"] = {k: v for k, v in cluster.pool()["pages_by_state"].items() if v}
     except Exception:
         for log in sorted(cluster.home.glob("run/logs/*.log")):
-            print(f"==== {log.name}\n{log.read_text()[-1500:]}")
+            lines = [x for x in log.read_text().splitlines() if "Error" in x or "raise" in x]
+            print(f"==== {log.name}", *lines[-12:], sep="\n")
         raise
     return row
 
