@@ -5,6 +5,7 @@ admission's places back, ends the root span and counts; the routes wait in wait_
 """
 
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from shared.observe.trace import Span
 _log = get_logger("gateway.answer")
 
 
-class Answer:
+class Answer(ABC):
     """Base of StreamAnswer and WholeAnswer. `cost`: one for each prompt."""
 
     def __init__(
@@ -95,13 +96,13 @@ class Answer:
         if self._num_done == len(self.calls) and not self.ended:
             self.complete()
 
+    @abstractmethod
     def complete(self) -> None:
         """Write what is left to write and end. Runs once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fail(self, code: str, message: str, retry_after_ms: int | None) -> None:
         """Answer with an error. Runs once."""
-        raise NotImplementedError
 
     def refuse(self, code: str, message: str, retry_after_ms: int | None) -> None:
         """Error response of an answer of which no byte was sent."""

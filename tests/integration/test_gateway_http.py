@@ -81,7 +81,7 @@ async def test_a_stream_is_role_then_a_token_an_event_then_finish_usage_done(rig
     assert events[-1] == "[DONE]"
     assert events[0]["choices"][0]["delta"]["role"] == "assistant"
     assert text_of(events[:-1]) == " jumps over"
-    contents = [e for e in events[1:-3]]
+    contents = events[1:-3]
     assert len(contents) == len(rig.ids(" jumps over"))
     assert all(e["usage"] is None for e in events[:-2])
     assert events[-3]["choices"][0]["finish_reason"] == "stop"

@@ -254,3 +254,27 @@ async def test_the_scheduler_going_away_does_not_touch_running_streams(rig):
     assert "[DONE]" in reply.text
     assert "error" not in reply.text
     assert (await rig.client.get("/ready")).status_code == 503
+
+
+async def test_nonsense_from_a_worker_is_one_error_and_no_crash(rig):
+    async def wrong_choice(worker, identity, gen, prompt):
+        worker.tokens(identity, gen, [5], index=7)
+
+    async def wrong_token(worker, identity, gen, prompt):
+        worker.tokens(identity, gen, [5, -1, 1 << 40], finish="stop")
+        worker.finished(identity, gen, 1)
+
+    async def no_reason(worker, identity, gen, prompt):
+        worker.tokens(identity, gen, [5])
+        worker.finished(identity, gen, 1)
+
+    rig.a.script = wrong_choice
+    check(await rig.client.post(CHAT, json=chat()), 500)
+    rig.a.script = no_reason
+    check(await rig.client.post(CHAT, json=chat()), 502)
+    rig.a.script = wrong_token
+    reply = await rig.client.post(CHAT, json=chat(stream=True))
+    assert reply.status_code == 500 or reply.text.endswith("[DONE]\n\n")
+    rig.say(" the fox")
+    assert (await rig.client.post(CHAT, json=chat())).status_code == 200
+    assert rig.gateway.admission.num_running == 0

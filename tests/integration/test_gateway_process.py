@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 import httpx
 import openai
@@ -20,6 +21,7 @@ from tests.integration.gateway_rig import (
     colocate,
     free_listener,
     make_model_dir,
+    until,
 )
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "the fox"}]}
@@ -90,9 +92,7 @@ async def test_sigterm_finishes_what_runs_refuses_the_rest_and_exits_0(model_dir
         worker.script = answer_tokens(ids(model_dir, " the quick brown fox jumps"), gap_s=0.1)
         async with process(model_dir, coordinator, scheduler) as (child, client):
             task = asyncio.create_task(client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
-            async with asyncio.timeout(5):
-                while not worker.generated:
-                    await asyncio.sleep(0.01)
+            await until(lambda: worker.generated, 5)
             child.send_signal(signal.SIGTERM)
             await asyncio.sleep(0.1)
             assert (await client.get("/ready")).status_code == 503
@@ -111,9 +111,7 @@ async def test_the_drain_deadline_ends_streams_with_an_error_and_exits_0(model_d
         flags = {"drain_deadline_ms": 300}
         async with process(model_dir, coordinator, scheduler, **flags) as (child, client):
             task = asyncio.create_task(client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
-            async with asyncio.timeout(5):
-                while not worker.generated:
-                    await asyncio.sleep(0.01)
+            await until(lambda: worker.generated, 5)
             await asyncio.sleep(0.2)
             child.send_signal(signal.SIGTERM)
             reply = await task
@@ -140,13 +138,12 @@ async def test_two_processes_share_the_address_and_a_killed_one_comes_back(model
 
 
 async def _children(pid: int, count: int, without: int = 0) -> list[int]:
-    async with asyncio.timeout(10):
-        while True:
-            with open(f"/proc/{pid}/task/{pid}/children") as listed:
-                found = [int(word) for word in listed.read().split() if int(word) != without]
-            if len(found) == count:
-                return found
-            await asyncio.sleep(0.05)
+    def found() -> list[int]:
+        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        return [int(word) for word in listed.split() if int(word) != without]
+
+    await until(lambda: len(found()) == count, 10)
+    return found()
 
 
 @pytest.mark.parametrize(
