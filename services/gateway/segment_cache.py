@@ -2,8 +2,8 @@
 
 A text is cut at the tokenizer's own special tokens. The tokenizer cuts there too, before it normalizes or
 splits, so a piece's ids do not depend on what stands beside it: joining them gives what encoding the whole gives.
-Of well-known tokenizers long pieces are cut once more, at newlines between two words, where their patterns cut
-too; so texts that begin alike share the ids of what they have in common.
+Of well-known tokenizers long pieces are cut once more, before newlines, where their patterns cut too; so texts
+that begin alike share the ids of what they have in common.
 """
 
 import json
@@ -26,9 +26,11 @@ _LOCAL_PRE_TOKENIZERS = frozenset(
 
 
 CHUNK_CHARS = 1024
-# Between characters that no pattern takes for white space; a newline alone, because of several the last one may
-# belong to what follows.
-_LINE_END = re.compile(r"""(?<=[\w.,;:!?)}\]>"'])\n(?=[\w#*<({\["'])""")
+# Before a newline that follows a letter or digit: no alternative of these patterns takes both, whatever follows.
+# The letters are those of large, long settled Unicode blocks, on which all libraries agree.
+_LINE_END = re.compile(
+    r"\n(?<=[A-Za-z0-9\u00df-\u00f6\u00f8-\u024f\u0410-\u044f\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3]\n)"
+)
 _PATTERNS = {
     # Llama 3; Qwen 2 and 3. GPT-2's is built into ByteLevel.
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -80,7 +82,7 @@ def _size(text: str, ids: "array[int]") -> int:
 class Borders:
     """Where a tokenizer's texts may be cut.
 
-    Args: special: border token -> id; lines: whether newlines between words are borders, too.
+    Args: special: border token -> id; lines: whether newlines behind words are borders, too.
     """
 
     def __init__(self, special: dict[str, int], *, lines: bool) -> None:
@@ -99,9 +101,9 @@ class Borders:
         if not self.lines or len(piece) <= self.chunk_chars:
             return [piece]
         out, start = [], 0
-        while (found := _LINE_END.search(piece, start + self.chunk_chars)) is not None:
-            out.append(piece[start : found.end()])
-            start = found.end()
+        while (found := _LINE_END.search(piece, start + max(1, self.chunk_chars))) is not None:
+            out.append(piece[start : found.start()])
+            start = found.start()
         out.append(piece[start:])
         return out
 
@@ -135,7 +137,7 @@ def _is_local(state: dict[str, Any] | None) -> bool:
 
 
 def _cuts_at_lines(state: dict[str, Any] | None) -> bool:
-    """Whether this pre-tokenizer, started anew behind a lone newline, goes on as it would have."""
+    """Whether this pre-tokenizer cuts between a word and a newline, and goes on from there as from a start."""
     parts = [] if state is None else state["pretokenizers"] if state["type"] == "Sequence" else [state]
     splits = 0
     for part in parts:
