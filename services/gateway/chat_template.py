@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shared.errors import InvalidRequest, SettingsError
 
 MAX_RENDERED_CHARS = 32 << 20
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
@@ -98,6 +99,8 @@ class ChatTemplate:
             )
         if not self._knows_developer:  # OpenAI's newer word for system
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+        if continue_final_message:
+            messages = _marked(messages)
         variables = {
             **self._special_tokens,
             **(extra or {}),
@@ -114,7 +117,7 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"The chat template cannot render these messages: {error}", param="messages"
             ) from error
-        return _cut(text, messages[-1].get("content")) if continue_final_message else text
+        return _cut(text) if continue_final_message else text
 
     def _bounded(self, variables: dict[str, Any]) -> str:
         out: list[str] = []
@@ -129,16 +132,22 @@ class ChatTemplate:
         return "".join(out)
 
 
-def _cut(text: str, final: str | None) -> str:
-    """The rendered chat up to the end of the last message's content, as transformers cuts it."""
-    trimmed = (final or "").strip()
-    at = text.rfind(trimmed)
-    if not trimmed or at < 0:
+def _marked(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with a mark behind the last one's content."""
+    final = messages[-1].get("content")
+    if not final or not final.strip():
         raise InvalidRequest(
-            "continue_final_message is set, but the last message's content is not in the rendered chat.",
+            "continue_final_message needs a last message with content.", param="continue_final_message"
+        )
+    return [*messages[:-1], messages[-1] | {"content": final + _MARK}]
+
+
+def _cut(text: str) -> str:
+    """The rendered chat before the mark; its space shows whether the template trims contents."""
+    at = text.rfind(_MARK.strip())
+    if at < 0:
+        raise InvalidRequest(
+            "continue_final_message is set, but the chat template does not show the last message.",
             param="continue_final_message",
         )
-    assert final is not None, "it has content"
-    kept = final.lstrip()
-    end = at + len(kept) if text[at : at + len(kept)] == kept else at + len(trimmed)
-    return text[:end]
+    return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()
