@@ -72,7 +72,11 @@ class Choice:
         spec, text = self._spec, self._text
         self.num_tokens = 0
         self.finish_reason: str | None = None
-        detokenizer = text.detokenizer(self._prompt_tail, skip_special_tokens=spec.skip_special_tokens)
+        detokenizer = text.detokenizer(
+            self._prompt_tail,
+            skip_special_tokens=spec.skip_special_tokens,
+            show_tool_tokens=spec.tool_plan is not None,
+        )
         self._decode, self._decode_rest = detokenizer.feed, detokenizer.flush
         self._stop = StopSearch(spec.stops, include=spec.include_stop) if spec.stops else None
         self._parser: ToolParser | None = None

@@ -14,7 +14,10 @@ from typing import Protocol
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from services.gateway.core.tool_parsers import HERMES_CLOSE, HERMES_OPEN, LLAMA_TAG
+
 PRIMER_TOKENS = 16
+TOOL_TOKENS = frozenset({HERMES_OPEN, HERMES_CLOSE, LLAMA_TAG})
 INVALID_PREFIX = "Invalid prefix encountered"
 
 
@@ -71,9 +74,12 @@ class ByteTable:
                 self.texts[token_id] = None
                 self.fragments[token_id] = spelled
         self.shown = self.texts.copy()  # without special tokens
+        self.shown_with_tools = self.shown.copy()  # but with those that open and close tool calls
         for token_id, added in tokenizer.get_added_tokens_decoder().items():
             if added.special:
                 self.shown[token_id] = ""
+                if added.content not in TOOL_TOKENS:
+                    self.shown_with_tools[token_id] = ""
 
     def bytes_of(self, token_id: int) -> bytes:
         """Bytes of one token; none for an id without a token."""
@@ -82,12 +88,20 @@ class ByteTable:
 
 
 class ByteDetokenizer:
-    """See Detokenizer. Equals tokenizer.decode() of all ids, whatever they are."""
+    """See Detokenizer. Equals tokenizer.decode() of all ids, whatever they are.
+
+    Args: show_tool_tokens: do not skip the special tokens that stand around tool calls; parsers need them.
+    """
 
     __slots__ = ("_decode", "_decoder", "_fragments", "_is_split", "_texts")
 
-    def __init__(self, table: ByteTable, *, skip_special_tokens: bool = True) -> None:
-        self._texts = table.shown if skip_special_tokens else table.texts
+    def __init__(
+        self, table: ByteTable, *, skip_special_tokens: bool = True, show_tool_tokens: bool = False
+    ) -> None:
+        if skip_special_tokens:
+            self._texts = table.shown_with_tools if show_tool_tokens else table.shown
+        else:
+            self._texts = table.texts
         self._fragments = table.fragments
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_split = False  # the decoder holds the beginning of a character
@@ -165,11 +179,17 @@ class TokenTexts:
         self.bytes_of = lru_cache(maxsize=65536)(self._bytes_of)
 
     def detokenizer(
-        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        show_tool_tokens: bool = False,
     ) -> Detokenizer:
         """A new detokenizer for one choice of this prompt."""
         if self.table is not None:
-            return ByteDetokenizer(self.table, skip_special_tokens=skip_special_tokens)
+            return ByteDetokenizer(
+                self.table, skip_special_tokens=skip_special_tokens, show_tool_tokens=show_tool_tokens
+            )
         return StreamDetokenizer(self._tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
     def _text(self, token_id: int) -> str:

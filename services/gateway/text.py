@@ -115,10 +115,16 @@ class ModelText:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def detokenizer(
-        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        show_tool_tokens: bool = False,
     ) -> Detokenizer:
-        """A new detokenizer for one choice of this prompt."""
-        return self.texts.detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        """A new detokenizer for one choice of this prompt; see ByteDetokenizer."""
+        return self.texts.detokenizer(
+            prompt_token_ids, skip_special_tokens=skip_special_tokens, show_tool_tokens=show_tool_tokens
+        )
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Raises: InvalidRequest on an id outside the vocabulary."""

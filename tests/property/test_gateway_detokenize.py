@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from services.gateway.detokenize import ByteDetokenizer, ByteTable, StreamDetokenizer, TokenTexts
 from tests.unit.gateway_text_fixtures import byte_fallback, byte_level
@@ -79,3 +80,12 @@ def test_single_tokens_show_what_the_tokenizer_shows(tokenizer):
         assert texts.text(token_id) == tokenizer.decode([token_id], skip_special_tokens=False)
         if "\ufffd" not in texts.text(token_id):
             assert texts.bytes_of(token_id).decode() == texts.text(token_id)
+
+
+def test_special_tokens_around_calls_are_shown_to_who_reads_calls():
+    tokenizer = Tokenizer.from_str(byte_level().to_str())
+    tokenizer.add_special_tokens(["<|python_tag|>"])
+    ids = tokenizer.encode("<|im_end|>a<|python_tag|>b").ids
+    texts = TokenTexts(tokenizer)
+    assert "".join(map(texts.detokenizer().feed, ids)) == "ab"
+    assert "".join(map(texts.detokenizer(show_tool_tokens=True).feed, ids)) == "a<|python_tag|>b"

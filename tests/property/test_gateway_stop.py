@@ -1,6 +1,6 @@
 """Stop strings over any cut of a text end it where vLLM's check_stop_strings() does, and never leak."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.gateway.core.stop import StopSearch, overlap
@@ -24,6 +24,7 @@ def reference(deltas, stops, include, num_unarmed):
 
 
 @given(DELTAS, STOPS, st.booleans(), st.integers(0, 3))
+@example(deltas=["a", "b"], stops=["a", "aa"], include=False, num_unarmed=1)
 def test_output_ends_where_vllm_ends_it(deltas, stops, include, num_unarmed):
     search = StopSearch(stops, include=include)
     out = "".join(search.feed(d, armed=number >= num_unarmed) for number, d in enumerate(deltas))

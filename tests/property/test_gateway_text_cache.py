@@ -10,10 +10,18 @@ from hypothesis import strategies as st
 
 from services.gateway.segment_cache import Borders, borders_of
 from services.gateway.text import ModelText
-from tests.unit.gateway_text_fixtures import SPECIAL, TOOL_TOKENS, byte_fallback, byte_level, make_model_dir
+from tests.unit.gateway_text_fixtures import (
+    LONGER_TOKEN,
+    SPECIAL,
+    TOOL_TOKENS,
+    byte_fallback,
+    byte_level,
+    make_model_dir,
+)
 
 PIECES = [
-    *SPECIAL, *TOOL_TOKENS, "<|im_", "<|im_start", "|>", "<|", "user\n", " ", "  ", "\n", "\n\n", "the", " fox", "x",
+    *SPECIAL, *TOOL_TOKENS, "<|im_", "<|im_start", LONGER_TOKEN, "|>", "<|", "user\n",
+    " ", "  ", "\n", "\n\n", "the", " fox", "x",
     "1234", "'s", "e", "\u0301", "é", "東京", "🙂", "\u200d", "\t", "<tool_call", "</tool_call>>", "\u00a0", "\u0000",
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=30).map("".join)
@@ -106,6 +114,6 @@ def test_borders_are_where_the_tokenizer_cuts(text):
     pieces = borders.split(text)
     assert "".join(pieces) == text
     tokenizer = byte_level()
-    wanted = {tokenizer.token_to_id(token) for token in [*SPECIAL, *TOOL_TOKENS]}
+    wanted = {tokenizer.token_to_id(token) for token in [*SPECIAL, *TOOL_TOKENS, LONGER_TOKEN]}
     found = [i for i in tokenizer.encode(text, add_special_tokens=False).ids if i in wanted]
     assert [borders.ids[piece][0] for piece in pieces[1::2]] == found

@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.gateway.core.tools import CallDelta, TextDelta, ToolPlan, make_parser, read_whole
@@ -111,6 +111,7 @@ def test_the_cut_into_deltas_does_not_matter(kind, text, first, second):
 
 @pytest.mark.parametrize("kind", ["hermes", "llama"])
 @given(text=MESSY, cuts=CUTS)
+@example(text=" <tool_call>{]", cuts=[3])
 def test_text_without_a_call_comes_out_unchanged(kind, text, cuts):
     content, calls = read(ToolPlan(kind=kind), text, cuts)
     if not calls:

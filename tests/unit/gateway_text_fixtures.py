@@ -8,6 +8,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOOL_TOKENS = ["<tool_call>", "</tool_call>"]
+LONGER_TOKEN = "<|im_end|>>"  # begins with another token
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -25,6 +26,7 @@ CHAT_TEMPLATE = (
 _TEXT = [
     "the quick brown fox jumps over the lazy dog, and then the dog sleeps. " * 4,
     "def add(a: int, b: int) -> int:\n    return a + b\n\n\nprint(add(1, 2))\n" * 4,
+    "f(x)\ng(y)\n\nEnd.\nNext.\n\nIt is 1.\nIt is 2.\n" * 8,
     "Größe über Straßen, naïve café, 東京タワー, пример текста, 🙂🙃👩‍👩‍👧\n" * 4,
 ]
 
@@ -56,7 +58,9 @@ def byte_level(split: str = "gpt2", *, add_prefix_space: bool = False) -> Tokeni
         show_progress=False,
     )
     tokenizer.train_from_iterator(_TEXT, trainer)
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in TOOL_TOKENS])
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False, special=False) for token in [*TOOL_TOKENS, LONGER_TOKEN]]
+    )
     return tokenizer
 
 
