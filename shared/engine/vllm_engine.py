@@ -137,6 +137,12 @@ class VllmEngine:
             prefix_caching_hash_algo="sha256_cbor",
             async_scheduling=False,
             seed=0,
+            structured_outputs_config={
+                "backend": settings.structured_backend,
+                "disable_any_whitespace": not (
+                    settings.structured_any_whitespace or settings.structured_backend == "auto"
+                ),
+            },
             disable_log_stats=False,
             generation_config="auto",
             kv_transfer_config={

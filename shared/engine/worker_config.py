@@ -46,6 +46,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.0  # 0: the engine's own choice
     tensor_parallel_size: int = 1
     enforce_eager: bool = False  # a CPU engine is always eager
+    structured_backend: Literal["guidance", "xgrammar", "auto"] = "guidance"
+    structured_any_whitespace: bool = False  # True lets a small model fill its answer with blanks; "auto" implies it
 
     max_inflight: int = 1024  # attempts held at once; more are refused with a retryable code
     max_deadline_ms: int = 3_600_000  # longer deadlines of requests are cut to this
@@ -53,7 +55,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_deadline_ms: int = 30_000
     acquire_timeout_ms: int = 250  # for the pool's answer; then the prompt is computed
     handoff_wait_ms: int = 2_000  # decode: how long the pool waits for the prefill side's pages
-    handoff_ttl_ms: int = 30_000  # prefill: how long the pool holds pages that nobody fetches
+    handoff_ttl_ms: int = 10_000  # prefill: how long the pool holds pages that nobody fetches
     lease_ttl_ms: int = 30_000
     hello_timeout_ms: int = 2_000
 

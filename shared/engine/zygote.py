@@ -33,7 +33,7 @@ PRELOAD = (
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.core.sched.scheduler",
-    "vllm.v1.structured_output.backend_xgrammar",
+    "vllm.v1.structured_output.backend_guidance",
     "vllm.model_executor.models.llama",
     "shared.engine.vllm_engine",
     "shared.engine.connector",

@@ -45,10 +45,21 @@ def build_cases(model_dir: Path, eos_token_id: int) -> list[dict[str, Any]]:
         cases.append(
             {"id": f"second-{n}", "after": f"greedy-{n}", "prompt": more[:40], "params": dict(greedy)}
         )
-    sampled = {"temperature": 0.9, "top_p": 0.95, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
-    for seed, n in enumerate((31, 100, 400)):
-        cases.append({"id": f"seeded-{n}", "prompt": texts[n], "params": {**sampled, "seed": seed + 1}})
-    cases += [
+    return cases + sampling_cases(texts, greedy) + ending_cases(texts, greedy, eos_token_id)
+
+
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
+
+
+def sampling_cases(texts: dict[int, list[int]], greedy: dict[str, Any]) -> list[dict[str, Any]]:
+    """Seeds, filters, log probabilities, penalties, grammars, several choices."""
+    sampled = SAMPLED
+    cases: list[dict[str, Any]] = [
+        {"id": f"seeded-{n}", "prompt": texts[n], "params": {**sampled, "seed": seed + 1}}
+        for seed, n in enumerate((31, 100, 400))
+    ]
+    return [
+        *cases,
         {
             "id": "top-k-min-p",
             "prompt": texts[96],
@@ -85,6 +96,15 @@ def build_cases(model_dir: Path, eos_token_id: int) -> list[dict[str, Any]]:
         },
         {"id": "n3-seeded", "prompt": texts[320], "params": {**sampled, "seed": 21, "n": 3}},
         {"id": "n3-short", "prompt": texts[17], "params": {**sampled, "seed": 22, "n": 3}},
+    ]
+
+
+def ending_cases(
+    texts: dict[int, list[int]], greedy: dict[str, Any], eos_token_id: int
+) -> list[dict[str, Any]]:
+    """Everything that may end an answer, on its first token too."""
+    sampled = SAMPLED
+    return [
         {"id": "stop-crossing", "stop_crossing": "greedy-64", "prompt": texts[64], "params": dict(greedy)},
         {
             "id": "stop-crossing-long",
@@ -112,4 +132,3 @@ def build_cases(model_dir: Path, eos_token_id: int) -> list[dict[str, Any]]:
             },
         },
     ]
-    return cases

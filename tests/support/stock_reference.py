@@ -67,6 +67,10 @@ def run_cases(model_dir: str, cases: list[dict[str, Any]], dtype: str = "float32
         kv_cache_memory_bytes=256 << 20,
         seed=0,
         async_scheduling=False,
+        structured_outputs_config={
+            "backend": "guidance",
+            "disable_any_whitespace": True,
+        },  # as Quire's default
     )
     done: dict[str, Any] = {}
     for case in cases:
