@@ -4,6 +4,7 @@ Null means absent everywhere, as with OpenAI. What no engine of ours can do is r
 """
 
 import json
+from abc import abstractmethod
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -140,9 +141,9 @@ class SamplingBody(Model):
         return self.skip_special_tokens is False
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """Alternatives at each output token; 0: the sampled token alone; None: no log probabilities."""
-        raise NotImplementedError
 
     @property
     def max_output_tokens(self) -> int | None:

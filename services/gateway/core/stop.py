@@ -59,9 +59,11 @@ class StopSearch:
 def overlap(text: str, mark: str) -> int:
     """Length of the longest end of `text` that is a beginning of `mark` and not all of it.
 
-    Cost: nothing when the last characters do not occur in `mark`, which is nearly always.
+    Cost: one C search of len(mark) characters, unless the mark's first one is among them.
     """
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
+    at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while at >= 0:
+        if mark.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(mark[0], at + 1)
     return 0

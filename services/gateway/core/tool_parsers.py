@@ -6,6 +6,7 @@ Text that begins as a call and turns out not to be one is given as the text that
 given there is no way back, and what the model writes goes out as arguments.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -29,7 +30,7 @@ class ToolPlan:
     max_calls: int | None = None
 
 
-class ToolParser:
+class ToolParser(ABC):
     """Reads one choice's output. feed() any number of times, then flush() once."""
 
     def __init__(self, plan: ToolPlan, new_id: NewId) -> None:
@@ -54,11 +55,13 @@ class ToolParser:
         """OpenAI's reason: an output that ends by itself after calls ends with "tool_calls"."""
         return "tool_calls" if reason == "stop" and self.num_calls and self.plan.kind != "named" else reason
 
+    @abstractmethod
     def _take(self, text: str) -> None:
-        raise NotImplementedError
+        """Read on; give what is found to _text, _announce and _append."""
 
+    @abstractmethod
     def _end(self) -> None:
-        raise NotImplementedError
+        """Give what was held back."""
 
     def _text(self, text: str) -> None:
         if not text:
@@ -127,13 +130,13 @@ class JsonCallParser(ToolParser):
             self._text(self._held)
         self._held = ""
 
+    @abstractmethod
     def _read_text(self, text: str) -> str:
         """Read on as text. Returns what is left to read in another state; holds back what it cannot tell."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read_after(self, text: str) -> str:
         """The same, after a call."""
-        raise NotImplementedError
 
     def _begin_call(self, opening: str) -> None:
         self._reader = CallReader(strict_keys=self.strict_keys)
