@@ -111,7 +111,7 @@ async def load(cluster: LocalCluster, texts: list[list[int]], stop: asyncio.Even
     return seen
 
 
-def settled_pool(cluster: LocalCluster, timeout_s: float = 10) -> dict:
+def settled_pool(cluster: LocalCluster, timeout_s: float = 15) -> dict:
     """The pool once nothing is pinned, leased or in doubt."""
     deadline = time.monotonic() + timeout_s
     while True:
