@@ -74,6 +74,9 @@ def metrics_from_samples(samples: Samples) -> Metrics:
                 out[f"{sample['series']}_us_per_request"] = sample["cpu_us"] / sample["count"]
         if mine:
             out[f"{prefix}failed_requests"] = float(sum(sample.get("failed", 0) for sample in mine))
+    if "cpu_us_per_request" in out and "tokenize_us_per_request" in out:
+        apart = out["cpu_us_per_request"] - out["tokenize_us_per_request"]
+        out["cpu_without_tokenizing_us_per_request"] = apart
     return out
 
 

@@ -67,6 +67,7 @@ def test_metrics_are_medians_of_runs_and_quantiles_of_requests():
         "added_ttft_p50_ms": 2.0,
         "added_ttft_p99_ms": 9.0,
         "tokenize_us_per_request": 25.0,
+        "cpu_without_tokenizing_us_per_request": 375.0,
         "litellm_cpu_us_per_chunk": 50.0,
         "failed_requests": 1.0,
         "litellm_failed_requests": 0.0,
@@ -130,7 +131,7 @@ def test_a_changed_figure_or_sample_is_found(repo, tmp_path):
     change(path, metrics=good["metrics"] | {"extra_ms": 1.0})
     assert "does not come from the samples" in verify_results.problems_of(path, root=root)[0]
     change(path, metrics={})
-    assert len(verify_results.problems_of(path, root=root)) == 8
+    assert len(verify_results.problems_of(path, root=root)) == 9
     change(path, metrics=good["metrics"], samples=SAMPLES[1:])
     assert verify_results.problems_of(path, root=root)
     change(path, samples=[{"nonsense": 1}])
