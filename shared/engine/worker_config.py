@@ -47,7 +47,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     enforce_eager: bool = False  # a CPU engine is always eager
     structured_backend: Literal["guidance", "xgrammar", "auto"] = "guidance"
-    structured_any_whitespace: bool = False  # True lets a small model fill its answer with blanks; "auto" implies it
+    structured_any_whitespace: bool = False  # True: a small model may fill its answer with blanks
 
     max_inflight: int = 1024  # attempts held at once; more are refused with a retryable code
     max_deadline_ms: int = 3_600_000  # longer deadlines of requests are cut to this
