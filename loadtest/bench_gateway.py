@@ -7,8 +7,11 @@
   serves each in two stages (prefill and decode worker); the peers forward it.
 - CPU per chunk: 64 streams, a token every 50 ms for each, one event and one write per token; only the time in
   which all 64 stream. Quire detokenizes; the peers pass bytes on.
-- Added TTFT: open loop (Poisson) at half of the closed loop's rate on this machine. The engines behind answer
-  at once, so the whole TTFT counts as added; `direct` is the same load without a proxy.
+- Added TTFT: open loop (Poisson) at half of the rate that a closed loop of the same streamed requests reaches on
+  this machine; peers get that rate too, or half of their own where that is less. The engines behind answer
+  at once, so the whole TTFT counts as added; `direct` is the same load without a proxy. `added_ttft_*` is with one
+  engine stage behind the gateway, as behind the peers (prompt tree and scheduler included);
+  `disaggregated_added_ttft_*` with two stages and the handoff between them.
 - Tokenizing apart: the tokenizers library alone on the same prompts.
 All processes, the client included, share this machine's cores. Tracing is off.
 """
@@ -43,6 +46,7 @@ CONCURRENCY = 16
 NUM_STREAMS = 64
 STEP_MS = 50.0
 WARM_REQUESTS = 200
+PEAK_REQUESTS = 2_000
 DEFAULT_RATE_PER_S = 200.0  # of the TTFT series of peers when Quire is not measured with them
 
 
@@ -52,8 +56,10 @@ DEFAULT_RATE_PER_S = 200.0  # of the TTFT series of peers when Quire is not meas
 def metrics_from_samples(samples: Samples) -> Metrics:
     """Medians over repetitions; quantiles over all requests of a series. Quire's own keys have no prefix."""
     out: Metrics = {}
-    for system in ("quire", "vllm_router", "litellm", "direct"):
+    for system in ("quire", "quire_one_stage", "vllm_router", "litellm", "direct"):
         prefix = "" if system == "quire" else f"{system}_"
+        # the two arrangements of Quire: see the module's docstring
+        waiting = {"quire": "disaggregated_", "quire_one_stage": ""}.get(system, prefix)
         mine = [sample for sample in samples if sample["system"] == system]
         for series, key in (
             ("closed_loop", "cpu_us_per_request"),
@@ -68,8 +74,8 @@ def metrics_from_samples(samples: Samples) -> Metrics:
             out[f"{prefix}closed_loop_requests_per_s"] = quantile(rates, 0.5)
         for sample in mine:
             if sample["series"] == "ttft" and sample["ttft_ms"]:
-                out[f"{prefix}added_ttft_p50_ms"] = quantile(sample["ttft_ms"], 0.5)
-                out[f"{prefix}added_ttft_p99_ms"] = quantile(sample["ttft_ms"], 0.99)
+                out[f"{waiting}added_ttft_p50_ms"] = quantile(sample["ttft_ms"], 0.5)
+                out[f"{waiting}added_ttft_p99_ms"] = quantile(sample["ttft_ms"], 0.99)
             elif sample["series"].startswith("tokenize"):
                 out[f"{sample['series']}_us_per_request"] = sample["cpu_us"] / sample["count"]
         if mine:
@@ -134,12 +140,24 @@ class Bench:
         )
         client.close()
 
-    async def ttft(self, system: System, *, rate_per_s: float, seconds: float) -> None:
+    async def streamed_rate(self, system: System, client: Client) -> float:
+        """Requests per second that a closed loop of streamed requests reaches."""
+        count = max(100, int(PEAK_REQUESTS * self.scale))
+        peak = self.requests(system, client, count, MESSAGE_BYTES, max_tokens=2, stream=True)
+        wall_s, failed = await closed_loop(client, peak, CONCURRENCY)
+        self.add(system, "closed_loop_streamed", count=count, wall_s=round(wall_s, 4), failed=failed)
+        return count / wall_s
+
+    async def ttft(
+        self, system: System, *, rate_per_s: float, seconds: float, find_peak: bool = False
+    ) -> None:
         """Added TTFT under open load."""
         client = Client(system.base_url, bearer=system.bearer)
-        count = max(100, int(rate_per_s * seconds * self.scale))
         warm = self.requests(system, client, WARM_REQUESTS, MESSAGE_BYTES, max_tokens=2, stream=True)
         await closed_loop(client, warm, CONCURRENCY)
+        if find_peak:
+            rate_per_s = min(rate_per_s, await self.streamed_rate(system, client) / 2)
+        count = max(100, int(rate_per_s * seconds * self.scale))
         requests = self.requests(system, client, count, MESSAGE_BYTES, max_tokens=2, stream=True)
         ttft_ms, failed = await open_loop(client, requests, rate_per_s, self.rng)
         rate = round(rate_per_s, 1)
@@ -183,7 +201,7 @@ async def measure_proxy(
         fast, count=int(500 * weight), runs=1, num_bytes=LONG_MESSAGE_BYTES, series="closed_loop_16kb"
     )
     rate = min(bench.closed_rate(fast) / 2, rate_per_s)
-    await bench.ttft(fast, rate_per_s=rate, seconds=15)
+    await bench.ttft(fast, rate_per_s=rate, seconds=15, find_peak=fast.name == "quire")
     await bench.streams(paced, seconds=15)
 
 
@@ -199,10 +217,19 @@ async def run(options: argparse.Namespace, work_dir: Path) -> Bench:
             bench.tokenizing(fast, model_dir)
             paced = systems.start_quire(fleet, model_dir, prefix="paced-", step_ms=STEP_MS)
             await measure_proxy(bench, fast, paced, weight=1.0, rate_per_s=float("inf"))
-            rate = bench.closed_rate(fast) / 2
             for name in ("gateway", "decode", "prefill", "scheduler", "coordinator", "redis"):
                 fleet.stop(f"fast-{name}")
                 fleet.stop(f"paced-{name}")
+            solo = systems.start_quire(fleet, model_dir, prefix="solo-", step_ms=0, one_stage=True)
+            await bench.requests_closed(
+                solo, count=3_000, runs=3, num_bytes=MESSAGE_BYTES, series="closed_loop"
+            )
+            await bench.ttft(solo, rate_per_s=bench.closed_rate(solo) / 2, seconds=15, find_peak=True)
+            rate = next(
+                s["rate_per_s"] for s in bench.samples if (s["system"], s["series"]) == (solo.name, "ttft")
+            )
+            for name in ("gateway", "decode", "scheduler", "coordinator", "redis"):
+                fleet.stop(f"solo-{name}")
         upstream = systems.start_upstream(fleet, name="upstream", step_ms=STEP_MS)
         if "direct" in only:
             await bench.ttft(upstream, rate_per_s=rate, seconds=15)

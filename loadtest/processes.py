@@ -35,7 +35,7 @@ class Fleet:
 
     def __init__(self, log_dir: Path) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
-        self._log_dir = log_dir
+        self.folder = log_dir
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(
@@ -51,7 +51,7 @@ class Fleet:
 
         Raises: StartFailed with the end of the log.
         """
-        log_path = self._log_dir / f"{name}.log"
+        log_path = self.folder / f"{name}.log"
         with log_path.open("wb") as log:
             self._running[name] = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid()), *command],

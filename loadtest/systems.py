@@ -40,14 +40,22 @@ def _module(name: str, **flags: str | float | Path) -> list[str]:
 
 
 def start_quire(
-    fleet: Fleet, model_dir: Path, *, prefix: str, step_ms: float, gateway_flags: list[str] | None = None
+    fleet: Fleet,
+    model_dir: Path,
+    *,
+    prefix: str,
+    step_ms: float,
+    gateway_flags: list[str] | None = None,
+    one_stage: bool = False,
 ) -> System:
     """Redis, coordinator, scheduler, one prefill and one decode worker with mock engines, and a gateway.
+
+    With one_stage, one colocated worker instead of the two.
 
     Prompts take the mock engine no time and every step takes step_ms: whatever else is seen is the cluster's
     own. Tracing is off. Raises: StartFailed.
     """
-    ports = {name: free_port() for name in ("redis", "http", "place", "report", "admin", "gateway")}
+    ports = {name: free_port() for name in ("redis", "http", "admin", "gateway")}
     redis_url = f"redis://127.0.0.1:{ports['redis']}/0"
     coordinator = f"http://127.0.0.1:{ports['http']}"
     fleet.start(
@@ -60,8 +68,8 @@ def start_quire(
         _module("services.coordinator", listen=f"127.0.0.1:{ports['http']}", redis_url=redis_url),
         ready_url=f"{coordinator}/ready",
     )
-    scheduler = f"tcp://127.0.0.1:{ports['place']}"
-    reports = f"tcp://127.0.0.1:{ports['report']}"
+    scheduler = f"ipc://{fleet.folder}/{prefix}place"  # as `quire up` does
+    reports = f"ipc://{fleet.folder}/{prefix}report"
     admin = f"127.0.0.1:{ports['admin']}"
     fleet.start(
         f"{prefix}scheduler",
@@ -74,15 +82,16 @@ def start_quire(
         ),
         ready_url=f"http://{admin}/ready",
     )
-    for role in ("prefill", "decode"):
+    for role in ("decode",) if one_stage else ("prefill", "decode"):
         admin = f"127.0.0.1:{free_port()}"
         fleet.start(
             f"{prefix}{role}",
             _module(
                 f"services.{role}",
+                role="colocated" if one_stage else role,
                 instance=f"{role}-0",
                 engine="mock",
-                listen=f"tcp://127.0.0.1:{free_port()}",
+                listen=f"ipc://{fleet.folder}/{prefix}{role}",
                 admin_listen=admin,
                 scheduler_reports=reports,
                 coordinator_url=coordinator,
@@ -107,7 +116,9 @@ def start_quire(
         model_dir=model_dir,
     )
     fleet.start(f"{prefix}gateway", [*command, *(gateway_flags or [])], ready_url=f"{url}/ready")
-    return System("quire", url, model_dir.resolve().name, f"{prefix}gateway")
+    return System(
+        "quire_one_stage" if one_stage else "quire", url, model_dir.resolve().name, f"{prefix}gateway"
+    )
 
 
 def start_upstream(fleet: Fleet, *, name: str, step_ms: float) -> System:

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import msgspec
+import uvloop
 
 from services.mempool import config
 from services.mempool.collector import PoolCollector
@@ -76,7 +77,7 @@ def main() -> int:
             directory=settings.trace_dir,
             sample_ratio=settings.trace_sample_ratio,
         )
-        status = asyncio.run(run(settings))
+        status = uvloop.run(run(settings))
     except SettingsError as error:
         print(f"mempool: {error.message}", file=sys.stderr)  # noqa: T201
         return EXIT_SETTINGS

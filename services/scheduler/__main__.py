@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import msgspec
+import uvloop
 
 from services.scheduler import config
 from services.scheduler.config import SchedulerSettings
@@ -67,7 +68,7 @@ def main() -> int:
             directory=settings.trace_dir,
             sample_ratio=settings.trace_sample_ratio,
         )
-        status = asyncio.run(run(settings))
+        status = uvloop.run(run(settings))
     except SettingsError as error:
         print(f"scheduler: {error.message}", file=sys.stderr)  # noqa: T201
         return EXIT_SETTINGS

@@ -69,7 +69,18 @@ def settings_of(service: str) -> set[str]:
     }
 
 
+# One machine's processes meet at sockets in a folder; in containers the same listeners have these ports.
+PORT_OF_SOCKET = {
+    "place.ipc": PORTS.scheduler,
+    "reports.ipc": PORTS.reports,
+    "prefill-0.ipc": PORTS.worker("prefill", 0)[0],
+    "decode-0.ipc": PORTS.worker("decode", 0)[0],
+}
+
+
 def port_of(address: str) -> int:
+    if address.startswith("ipc://"):
+        return PORT_OF_SOCKET[address.rpartition("/")[2]]
     return int(address.rpartition(":")[2].split("/")[0])
 
 
