@@ -39,6 +39,27 @@ def _module(name: str, **flags: str | float | Path) -> list[str]:
     return out
 
 
+def _start_worker(fleet: Fleet, name: str, service: str, **flags: str | float | Path) -> None:
+    """A worker whose mock engine takes no time for prompts and has room for everything."""
+    admin = f"127.0.0.1:{free_port()}"
+    fleet.start(
+        name,
+        _module(
+            f"services.{service}",
+            instance=f"{service}-0",
+            engine="mock",
+            admin_listen=admin,
+            max_num_seqs=256,
+            max_model_len=32_768,
+            max_num_batched_tokens=1_000_000,
+            mock_prefill_tokens_per_s=1e9,
+            mock_kv_blocks=100_000,
+            **flags,
+        ),
+        ready_url=f"http://{admin}/ready",
+    )
+
+
 def start_quire(
     fleet: Fleet,
     model_dir: Path,
@@ -83,28 +104,17 @@ def start_quire(
         ready_url=f"http://{admin}/ready",
     )
     for role in ("decode",) if one_stage else ("prefill", "decode"):
-        admin = f"127.0.0.1:{free_port()}"
-        fleet.start(
+        _start_worker(
+            fleet,
             f"{prefix}{role}",
-            _module(
-                f"services.{role}",
-                role="colocated" if one_stage else role,
-                instance=f"{role}-0",
-                engine="mock",
-                listen=f"ipc://{fleet.folder}/{prefix}{role}",
-                admin_listen=admin,
-                scheduler_reports=reports,
-                coordinator_url=coordinator,
-                redis_url=redis_url,
-                model_dir=model_dir,
-                max_num_seqs=256,
-                max_model_len=32_768,
-                max_num_batched_tokens=1_000_000,
-                mock_step_ms=step_ms,
-                mock_prefill_tokens_per_s=1e9,
-                mock_kv_blocks=100_000,
-            ),
-            ready_url=f"http://{admin}/ready",
+            role,
+            role="colocated" if one_stage else role,
+            listen=f"ipc://{fleet.folder}/{prefix}{role}",
+            scheduler_reports=reports,
+            coordinator_url=coordinator,
+            redis_url=redis_url,
+            model_dir=model_dir,
+            mock_step_ms=step_ms,
         )
     url = f"http://127.0.0.1:{ports['gateway']}"
     command = _module(

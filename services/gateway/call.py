@@ -35,8 +35,9 @@ class Call:
     """One prompt on its way through the cluster."""
 
     __slots__ = (
-        "flow", "hits", "num_prompt_tokens", "placed", "prompt", "prompt_logprobs", "receipts", "request_id",
-        "sampling", "schedule_span", "session", "sink", "span", "targets", "tenant", "tenant_salt",
+        "early_receipt", "flow", "hits", "num_prompt_tokens", "placed", "prompt", "prompt_logprobs",
+        "receipts", "request_id", "sampling", "schedule_span", "session", "sink", "span", "targets",
+        "tenant", "tenant_salt",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +68,7 @@ class Call:
         self.placed: Placed | None = None
         self.targets: list[Target] = []  # of the running attempt
         self.receipts: list[StageReceipt] = []
+        self.early_receipt: StageReceipt | None = None  # of the running stage, for an end before Finished
         self.prompt_logprobs: PromptLogprobs | None = None
 
     @property

@@ -182,7 +182,11 @@ class Cluster:
             _log.error("sink_failed", request=call.request_id, error=repr(error), exc_info=True)
             self._run(call, call.flow.on_broken("cluster.error", "The output could not be processed."))
             return
+        if chunk.receipt is not None:
+            call.early_receipt = chunk.receipt
         if enough:
+            if call.early_receipt is not None:
+                call.receipts.append(call.early_receipt)
             self._run(call, call.flow.on_satisfied())
 
     def _prefilled(self, call: Call, message: Prefilled) -> None:
@@ -260,6 +264,7 @@ class Cluster:
             _log.info("retry", request=call.request_id, attempt=flow.attempt, reason=flow.last_failure)
             call.span.event("retry", {"reason": flow.last_failure})
             call.receipts.clear()
+            call.early_receipt = None
             call.prompt_logprobs = None
             call.sink.discard()
         else:

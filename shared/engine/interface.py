@@ -65,7 +65,7 @@ class EngineDelta:
     logprobs: list[list[TokenLogprob]] | None = None
     prompt_logprobs: list[list[TokenLogprob] | None] | None = None  # with the first delta, if asked for
     request_done: bool = False  # every choice has ended
-    kv_use: KvUse | None = None  # with the last delta
+    kv_use: KvUse | None = None  # with the last delta; an estimate with the first, where there is one
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,8 +183,11 @@ class VllmEngine:
             stream = self._llm.generate(prompt, params, key, trace_headers=headers)
             async with contextlib.aclosing(stream):
                 async for output in stream:
-                    self._unfinished_prefill.pop(key, None)
-                    for delta in _deltas(output, len(request.prompt_token_ids)):
+                    is_first = self._unfinished_prefill.pop(key, None) is not None
+                    deltas = _deltas(output, len(request.prompt_token_ids))
+                    if is_first and deltas and deltas[0].kv_use is None:
+                        deltas[0].kv_use = _early_use(output, request)
+                    for delta in deltas:
                         self._context_tokens[key] += len(delta.token_ids)
                         yield delta
         except (EngineDeadError, EngineGenerateError) as error:
@@ -273,6 +276,17 @@ def _deltas(output: RequestOutput, num_prompt_tokens: int) -> list[EngineDelta]:
         deltas[-1].request_done = True
         deltas[-1].kv_use = _kv_use(output, num_prompt_tokens)
     return deltas
+
+
+def _early_use(output: RequestOutput, request: EngineRequest) -> KvUse:
+    """What the first output tells: how much was not computed; whether from pages, only by what was leased."""
+    cached = int(output.num_cached_tokens or 0)
+    from_pages = cached if request.held is not None and request.held.valid_tokens >= cached else 0
+    return KvUse(
+        tokens_engine=cached - from_pages,
+        tokens_pool=from_pages,
+        tokens_computed=max(0, len(request.prompt_token_ids) - cached),
+    )
 
 
 def _kv_use(output: RequestOutput, num_prompt_tokens: int) -> KvUse:

@@ -30,6 +30,7 @@ from shared.wire.requests import (
     Generate,
     Prefilled,
     SamplingSpec,
+    StageReceipt,
     TokenChunk,
     TokenLogprob,
 )
@@ -201,7 +202,7 @@ class Attempt:
                     return
         raise PeerGone("the engine's output ended before the request did")
 
-    def _chunk(self, delta: EngineDelta) -> TokenChunk:
+    def _chunk(self, delta: EngineDelta, receipt: StageReceipt | None = None) -> TokenChunk:
         return TokenChunk(
             self.message.request_id,
             self.message.attempt,
@@ -210,6 +211,7 @@ class Attempt:
             delta.finish_reason,
             delta.stop_token_id,
             delta.logprobs,
+            receipt,
         )
 
     async def _prefill(self) -> None:
@@ -250,8 +252,12 @@ class Attempt:
             # The prefill stage has answered them; asking again would compute the whole prompt.
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         async with aclosing(self._deltas(sampling, None)) as deltas:
+            is_first = True
             async for delta in deltas:
-                self._context.outbox.chunk(self.identity, self._chunk(delta))
+                # A stop string ends the request at the gateway, before Finished could tell.
+                receipt = self._clock.receipt(self._use) if is_first else None
+                is_first = False
+                self._context.outbox.chunk(self.identity, self._chunk(delta, receipt))
                 _METRICS.tokens.inc(len(delta.token_ids))
         finished = Finished(
             request_id=self.message.request_id,

@@ -98,24 +98,6 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
     rank: int
 
 
-class TokenChunk(Struct, frozen=True, array_like=True):
-    """New tokens of one choice. finish_reason: "stop" | "length" | "abort" | "error" with the last ones."""
-
-    request_id: RequestId
-    attempt: int
-    index: int
-    token_ids: list[int]
-    finish_reason: str | None = None
-    stop_token_id: int | None = None  # the EOS or stop token that ended the choice; it is in token_ids
-    logprobs: list[list[TokenLogprob]] | None = None  # per token: sampled first, then the alternatives
-
-
-class Tokens(Struct, frozen=True, kw_only=True, tag="tokens"):
-    """Everything that one engine step produced for one gateway."""
-
-    chunks: list[TokenChunk]
-
-
 class StageReceipt(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a stage's KV came from and what it took. Durations in ms."""
 
@@ -133,6 +115,25 @@ class StageReceipt(Struct, frozen=True, kw_only=True, omit_defaults=True):
     bytes_moved: int = 0
     path: str = ""  # e.g. "memfd"
     handoff_mode: str = ""
+
+
+class TokenChunk(Struct, frozen=True, array_like=True):
+    """New tokens of one choice. finish_reason: "stop" | "length" | "abort" | "error" with the last ones."""
+
+    request_id: RequestId
+    attempt: int
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_token_id: int | None = None  # the EOS or stop token that ended the choice; it is in token_ids
+    logprobs: list[list[TokenLogprob]] | None = None  # per token: sampled first, then the alternatives
+    receipt: StageReceipt | None = None  # with a decode stage's first chunk: as far as it is known by then
+
+
+class Tokens(Struct, frozen=True, kw_only=True, tag="tokens"):
+    """Everything that one engine step produced for one gateway."""
+
+    chunks: list[TokenChunk]
 
 
 class Prefilled(Struct, frozen=True, kw_only=True, tag="prefilled"):
