@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from loadtest import readme_table
+
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = subprocess.run(
     ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
@@ -33,3 +35,10 @@ def test_every_claim_names_a_file_that_proves_it():
     for row in rows:
         for quoted in re.findall(r"`((?:tests|loadtest)/[^`:\s]+)", row):
             assert (ROOT / quoted).exists(), f"docs/claims.md names {quoted}"
+
+
+def test_the_readmes_figures_are_those_of_the_result_files():
+    """`python -m loadtest.readme_table` writes them."""
+    text = (ROOT / "README.md").read_text()
+    between = text.partition(readme_table.BEGIN)[2].partition(readme_table.END)[0]
+    assert between == readme_table.render()

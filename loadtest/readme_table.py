@@ -1,0 +1,91 @@
+"""The README's table of figures, from the result files: `python -m loadtest.readme_table` rewrites it."""
+
+import json
+import sys
+from typing import Any
+
+from loadtest.registry import RESULTS, ROOT
+
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+README = ROOT / "README.md"
+
+# (file, metric, what it is, form, bar)
+ROWS: list[tuple[str, str, str, str, str]] = [
+    (
+        "gateway-cpu",
+        "cpu_us_per_request",
+        "gateway CPU per request, two stages, tokenizing included",
+        "{:.0f} us",
+        "600",
+    ),
+    (
+        "gateway-cpu",
+        "vllm_router_cpu_us_per_request",
+        "the same, vllm-router (Rust, no tokenizing)",
+        "{:.0f} us",
+        "",
+    ),
+    ("gateway-cpu", "litellm_cpu_us_per_request", "the same, LiteLLM", "{:.0f} us", ""),
+    (
+        "gateway-cpu",
+        "cpu_us_per_chunk",
+        "gateway CPU per streamed chunk, detokenizing included",
+        "{:.1f} us",
+        "40",
+    ),
+    ("gateway-cpu", "vllm_router_cpu_us_per_chunk", "the same, vllm-router", "{:.1f} us", ""),
+    ("gateway-cpu", "litellm_cpu_us_per_chunk", "the same, LiteLLM", "{:.0f} us", ""),
+    ("gateway-cpu", "added_ttft_p99_ms", "added TTFT at half load, p99, one stage", "{:.1f} ms", "5"),
+    (
+        "gateway-cpu",
+        "disaggregated_added_ttft_p99_ms",
+        "added TTFT at half load, p99, two stages",
+        "{:.1f} ms",
+        "",
+    ),
+    ("cluster-footprint", "ready_s", "`quire up` to ready, installed", "{:.0f} s", "40"),
+    (
+        "cluster-footprint",
+        "pss_bytes",
+        "memory (PSS) of 1 prefill + 1 decode + everything else",
+        "{:.2f} GiB",
+        "5",
+    ),
+]
+
+
+def load(name: str) -> dict[str, Any] | None:
+    """A result file, or None."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def render() -> str:
+    """Markdown between the marks."""
+    lines = ["| what | measured | bar | file |", "|---|---|---|---|"]
+    machines = set()
+    for name, metric, what, form, bar in ROWS:
+        found = load(name)
+        if found is None or metric not in found["metrics"]:
+            continue
+        machine = found["machine"]
+        machines.add(f"{machine.get('cpu', 'unknown CPU')}, {machine.get('num_cpus', '?')} cores")
+        value = found["metrics"][metric]
+        shown = form.format(value / (1 << 30) if "GiB" in form else value)
+        lines.append(f"| {what} | {shown} | {bar} | [{name}](loadtest/results/{name}.json) |")
+    if len(lines) == 2:
+        return "\n"
+    return "\n" + "\n".join(lines) + "\n\nMachine: " + "; ".join(sorted(machines)) + ".\n"
+
+
+def main() -> int:
+    """Rewrite the part of the README between the marks."""
+    text = README.read_text()
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    README.write_text(head + BEGIN + render() + END + tail)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
