@@ -11,4 +11,6 @@ compile dev-cpu.txt     --extra local --extra engine-cpu --extra dev --extra loa
 compile engine-cpu.txt  --extra local --extra engine-cpu -c dev-cpu.txt "$@"
 compile runtime.txt     -c dev-cpu.txt "$@"
 compile engine-cuda.txt --extra local --extra engine-cuda "$@"
+uv pip compile bench.in --universal --python-version 3.11 --no-emit-index-url --no-annotate --no-header --generate-hashes \
+  -q -o bench.txt "$@" # LiteLLM, measured beside the gateway in an environment of its own
 compile dev-cuda.txt    --extra local --extra engine-cuda --extra dev -c engine-cuda.txt "$@"

@@ -1,8 +1,9 @@
 """The exactness cases on a GPU: `python -m tests.gpu.compare_with_stock [DTYPE ...]` prints a table.
 
-For each dtype, stock vLLM and then `quire up` on the same GPU, colocated and with prefill and decode apart. In 16 bits
-a prompt position that is computed alone differs in its last bits from one computed within a prompt, in stock
-vLLM too, so near ties may fall the other way; in float32 every case must agree.
+For each dtype, stock vLLM and then `quire up` on the same machine, colocated and with prefill and decode apart. A
+prompt position that is computed alone differs in its last bits from one computed within a prompt, in stock vLLM
+too, so near ties may fall the other way: "different" is unlike stock vLLM with an empty prefix cache,
+"unlike_either" unlike stock vLLM with its prompt cached, too.
 """
 
 import json
@@ -55,7 +56,13 @@ def compare(
     started = time.monotonic()
     flags = ["--device", "cuda", "--topology", topology, "--set", f"dtype={dtype}"]
     env = {"QUIRE_WORKER_ENFORCE_EAGER": "true", "HF_HUB_OFFLINE": "1"}
-    row: dict[str, Any] = {"topology": topology, "dtype": dtype, "different": [], "moved_blocks": 0}
+    row: dict[str, Any] = {
+        "topology": topology,
+        "dtype": dtype,
+        "different": [],
+        "unlike_either": [],
+        "moved_blocks": 0,
+    }
     cluster = LocalCluster(folder / f"home-{topology}-{dtype}", *flags, env=env)
     try:
         with cluster:
@@ -64,8 +71,11 @@ def compare(
                 for case in cases:
                     answer = ask(client, case, want[case["id"]])
                     ids = [c["token_ids"] for c in sorted(answer["choices"], key=lambda c: c["index"])]
-                    if ids != [c["token_ids"] for c in want[case["id"]]["choices"]]:
+                    stock_says = want[case["id"]]
+                    if ids != [c["token_ids"] for c in stock_says["choices"]]:
                         row["different"].append(case["id"])
+                        if ids != [c["token_ids"] for c in stock_says["cached_choices"]]:
+                            row["unlike_either"].append(case["id"])
                     receipt = answer["quire_receipt"]
                     row["moved_blocks"] += sum(s["blocks_moved"] for s in receipt["stages"])
                     row[receipt["placement"]] = row.get(receipt["placement"], 0) + 1

@@ -64,8 +64,8 @@ def test_metrics_are_medians_of_runs_and_quantiles_of_requests():
     assert bench_gateway.metrics_from_samples(SAMPLES) == {
         "cpu_us_per_request": 400.0,
         "closed_loop_requests_per_s": 20.0,
-        "added_ttft_p50_ms": 2.0,
-        "added_ttft_p99_ms": 9.0,
+        "disaggregated_added_ttft_p50_ms": 2.0,
+        "disaggregated_added_ttft_p99_ms": 9.0,
         "tokenize_us_per_request": 25.0,
         "cpu_without_tokenizing_us_per_request": 375.0,
         "litellm_cpu_us_per_chunk": 50.0,
