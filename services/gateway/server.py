@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import signal
 import socket
 from collections.abc import Generator
@@ -14,10 +13,10 @@ from services.gateway.config import GatewaySettings
 from services.gateway.deps import Gateway
 from services.gateway.http_protocol import GatewayProtocol, Limits
 from shared.observe.log import get_logger
+from shared.transport.heap import settle_heap
 
 DRAIN_POLL_S = 0.05
 BACKLOG = 2_048
-GC_THRESHOLDS = (10_000, 20, 50)  # requests leave no cycles behind, so collections find next to nothing
 
 _log = get_logger("gateway.server")
 
@@ -72,9 +71,7 @@ async def serve(settings: GatewaySettings, listener: socket.socket) -> None:
     server = make_server(gateway)
     await gateway.start()
     running = asyncio.create_task(server.serve(sockets=[listener]), name="http")
-    gc.collect()
-    gc.freeze()  # what was loaded so far lives as long as the process: no collection walks it again
-    gc.set_threshold(*GC_THRESHOLDS)
+    settle_heap()
     host, port = listener.getsockname()[:2]
     _log.info("gateway_listening", address=f"{host}:{port}", model=settings.model_name)
     waiting = asyncio.create_task(stopping.wait())

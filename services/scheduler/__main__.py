@@ -16,6 +16,7 @@ from shared.errors import SettingsError
 from shared.observe import log, trace
 from shared.observe.admin import AdminServer
 from shared.transport.clock import MonotonicClock
+from shared.transport.heap import settle_heap
 
 EXIT_SETTINGS = 2
 EXIT_BUG = 70
@@ -44,6 +45,7 @@ async def run(settings: SchedulerSettings) -> int:
     try:
         await scheduler.start()
         await admin.start()
+        settle_heap()
         listen, report_listen = scheduler.addresses
         logger.info("listening", place=listen, report=report_listen, admin=admin.address)
         logger.info("settings", **{**msgspec.to_builtins(settings), "coordinator_key": "***"})

@@ -23,6 +23,7 @@ from shared.ids import Epoch, InstanceId
 from shared.observe import metrics
 from shared.observe.admin import AdminServer
 from shared.observe.log import get_logger
+from shared.transport.heap import settle_heap
 from shared.wire.reports import Hello, Role
 
 _log = get_logger("worker")
@@ -116,6 +117,7 @@ class WorkerShell:
             on_engine_died=self._on_engine_died,
             on_invariant_broken=self._on_invariant_broken,
         )
+        settle_heap()
         address = await self.front.start(context)
         self.endpoint = self.settings.advertise or address
         if self.publisher is not None:
