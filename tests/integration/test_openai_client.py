@@ -164,6 +164,15 @@ def test_structured_output_is_valid_by_its_schema(client):
     assert 0 <= value["n"] <= 9
 
 
+def test_several_greedy_choices_are_the_one_greedy_choice(client):
+    fields = {"model": MODEL, "messages": ask("Count to 20."), "temperature": 0}
+    one = client.chat.completions.create(**fields)
+    three = client.chat.completions.create(**fields, n=3)
+    assert [c.index for c in three.choices] == [0, 1, 2]
+    assert {c.message.content for c in three.choices} == {one.choices[0].message.content}
+    assert three.usage.completion_tokens == 3 * one.usage.completion_tokens
+
+
 def test_legacy_completions_echo_and_logprobs(client):
     answer = client.completions.create(
         model=MODEL, prompt="The with statement", max_tokens=4, temperature=0, echo=True, logprobs=2
