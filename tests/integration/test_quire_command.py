@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import socket
 import subprocess
@@ -15,22 +14,10 @@ from typer.testing import CliRunner
 from deploy.local.cli import app
 from deploy.local.config import DEMO_MODEL, paths_of
 from deploy.local.ports import is_free
-from deploy.local.services_table import Ports
+from tests.support.local_cluster import free_base_port
 
 REPO = Path(__file__).resolve().parents[2]
 LIMIT_S = 150
-
-
-def free_base_port() -> int:
-    """The first of a run of ports that a small cluster can have."""
-    for _ in range(200):
-        base = random.randrange(20_000, 32_000, 100)
-        ports = Ports(gateway=base + 90, base=base)
-        wanted = [base + 1, base + 2, base + 3, base + 4, base + 5, base + 6, ports.gateway]
-        wanted += [*ports.worker("prefill", 0), *ports.worker("decode", 0)]
-        if all(is_free("127.0.0.1", port) for port in wanted):
-            return base
-    raise AssertionError("no free ports")
 
 
 class Shell:
