@@ -18,6 +18,10 @@ class Sink(Protocol):
         """New tokens. Returns True when no more output is needed (the worker is then stopped)."""
         ...
 
+    def scored(self, call: "Call", rows: PromptLogprobs) -> None:
+        """The prompt's log probabilities, before the first chunk. Only when they were asked for."""
+        ...
+
     def discard(self) -> None:
         """Forget the output so far: the request starts again. Only while nothing was sent."""
         ...
@@ -35,9 +39,9 @@ class Call:
     """One prompt on its way through the cluster."""
 
     __slots__ = (
-        "early_receipt", "flow", "hits", "num_prompt_tokens", "placed", "prompt", "prompt_logprobs",
-        "receipts", "request_id", "sampling", "schedule_span", "session", "sink", "span", "targets",
-        "tenant", "tenant_salt",
+        "early_receipt", "flow", "hits", "num_prompt_tokens", "placed", "prompt", "receipts",
+        "request_id", "sampling", "schedule_span", "session", "sink", "span", "targets", "tenant",
+        "tenant_salt",
     )  # fmt: skip
 
     def __init__(
@@ -69,7 +73,11 @@ class Call:
         self.targets: list[Target] = []  # of the running attempt
         self.receipts: list[StageReceipt] = []
         self.early_receipt: StageReceipt | None = None  # of the running stage, for an end before Finished
-        self.prompt_logprobs: PromptLogprobs | None = None
+
+    @property
+    def first_token(self) -> int:
+        """Id of the prompt's first token."""
+        return int.from_bytes(self.prompt[:4], "little")
 
     @property
     def cached_tokens(self) -> int:

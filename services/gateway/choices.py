@@ -165,13 +165,12 @@ class Choice:
                 self.finish_reason = parser.finish_reason(self.finish_reason)
         return out
 
-    def put_prompt_logprobs(self, rows: Rows) -> None:
-        """With echo, the prompt's positions come first, and offsets begin with them."""
-        self._rows = [*rows, *self._rows]
+    def put_prompt_logprobs(self, rows: Rows, first_token: int) -> None:
+        """With echo, before any chunk: the prompt's positions come first, and offsets begin with them."""
+        self._rows = list(rows)
         num_top = self._spec.num_top_logprobs
         if num_top is not None and self._legacy_logprobs is not None:
-            first = self._prompt_tail[0]
-            self._legacy_logprobs = CompletionLogprobs(num_top, self._text.texts, first_token=first)
+            self._legacy_logprobs = CompletionLogprobs(num_top, self._text.texts, first_token=first_token)
 
     def take_token_ids(self) -> list[int] | None:
         """Token ids since the last call; None when they were not asked for."""

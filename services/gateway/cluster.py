@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from services.gateway import metrics
-from services.gateway.call import Call
+from services.gateway.call import Call, PromptLogprobs
 from services.gateway.core.request_flow import (
     Action,
     Cancel,
@@ -50,6 +50,7 @@ from shared.wire.requests import (
     Finished,
     Generate,
     Prefilled,
+    PromptScored,
     TokenChunk,
     Tokens,
     WorkerToGateway,
@@ -163,9 +164,9 @@ class Cluster:
             self._prefilled(call, message)
         elif isinstance(message, Finished):
             call.receipts.append(message.receipt)
-            if message.prompt_logprobs is not None:
-                call.prompt_logprobs = message.prompt_logprobs
             self._run(call, call.flow.on_finished(message.attempt))
+        elif isinstance(message, PromptScored):
+            self._scored(call, message.prompt_logprobs)
         elif isinstance(message, Failed):
             self._failed(call, message)
 
@@ -179,8 +180,7 @@ class Cluster:
         try:
             enough = call.sink.chunk(chunk)
         except Exception as error:  # noqa: BLE001 - one request's bad output must not stop the others'
-            _log.error("sink_failed", request=call.request_id, error=repr(error), exc_info=True)
-            self._run(call, call.flow.on_broken("cluster.error", "The output could not be processed."))
+            self._sink_failed(call, error)
             return
         if chunk.receipt is not None:
             call.early_receipt = chunk.receipt
@@ -189,13 +189,23 @@ class Cluster:
                 call.receipts.append(call.early_receipt)
             self._run(call, call.flow.on_satisfied())
 
+    def _scored(self, call: Call, rows: PromptLogprobs) -> None:
+        try:
+            call.sink.scored(call, rows)
+        except Exception as error:  # noqa: BLE001 - as in _deliver
+            self._sink_failed(call, error)
+
+    def _sink_failed(self, call: Call, error: Exception) -> None:
+        _log.error("sink_failed", request=call.request_id, error=repr(error), exc_info=error)
+        self._run(call, call.flow.on_broken("cluster.error", "The output could not be processed."))
+
     def _prefilled(self, call: Call, message: Prefilled) -> None:
         if call.flow.phase is not Phase.PREFILLING:
             metrics.STALE.inc()
             return
         call.receipts.append(message.receipt)
         if message.prompt_logprobs is not None:
-            call.prompt_logprobs = message.prompt_logprobs
+            self._scored(call, message.prompt_logprobs)
         if message.handoff is None or message.handoff.mode == "continue":
             self._deliver(call, message.first)  # "resample": the decode instance draws it again
         self._run(call, call.flow.on_prefilled(message.attempt, message.handoff, now_ms=_now_ms()))
@@ -265,7 +275,6 @@ class Cluster:
             call.span.event("retry", {"reason": flow.last_failure})
             call.receipts.clear()
             call.early_receipt = None
-            call.prompt_logprobs = None
             call.sink.discard()
         else:
             self._end(call, action)

@@ -245,7 +245,7 @@ class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=1)] | None = COMPLETION_MAX_TOKENS
+    max_tokens: Annotated[int, Field(ge=0)] | None = COMPLETION_MAX_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -258,6 +258,8 @@ class CompletionBody(SamplingBody):
             raise ValueError("suffix is not supported")
         if self.best_of is not None and self.best_of != self.num_choices:
             raise ValueError("best_of must equal n")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens 0 needs echo: nothing would be answered")
         return self
 
     @property

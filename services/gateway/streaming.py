@@ -12,7 +12,7 @@ import msgspec
 
 from services.gateway import metrics
 from services.gateway.answer import Answer
-from services.gateway.call import Call
+from services.gateway.call import Call, PromptLogprobs
 from services.gateway.choices import Choice
 from services.gateway.http_errors import error_event, status_of
 from shared.wire.requests import TokenChunk
@@ -153,6 +153,7 @@ class StreamSink:
         self._choices = choices
         self._halves = [shape.halves(choice.index) for choice in choices]
         self._echo = echo
+        self._echo_logprobs: list[dict[str, Any] | None] = [None] * len(choices)
         self._num_open = len(choices)
         self._stopped_here = False  # a stop string ended a choice that the worker goes on with
         self._begun = False
@@ -185,10 +186,18 @@ class StreamSink:
             answer.emit(event)
         return self._stopped_here and self._num_open == 0
 
+    def scored(self, call: Call, rows: PromptLogprobs) -> None:
+        """The event that echoes the prompt will carry them."""
+        if self._echo is not None:
+            for position, choice in enumerate(self._choices):
+                choice.put_prompt_logprobs(rows, call.first_token)
+                self._echo_logprobs[position] = choice.take_logprobs()
+
     def discard(self) -> None:
         """The attempt was given up before anything was sent."""
         for choice in self._choices:
             choice.reset()
+        self._echo_logprobs = [None] * len(self._choices)
         self._num_open = len(self._choices)
         self._stopped_here = False
 
@@ -217,8 +226,8 @@ class StreamSink:
             role = {"role": "assistant", "content": ""}
             return b"".join(shape.event(choice.index, role, None, None) for choice in self._choices)
         if self._echo is not None:
-            echo = self._echo
-            return b"".join(shape.event(choice.index, echo, None, None) for choice in self._choices)
+            rows, echo = zip(self._choices, self._echo_logprobs, strict=True), self._echo
+            return b"".join(shape.event(choice.index, echo, logprobs, None) for choice, logprobs in rows)
         return b""
 
     def _rich(self, choice: Choice, text: str) -> bytes:

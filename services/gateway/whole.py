@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.answer import Answer
-from services.gateway.call import Call
+from services.gateway.call import Call, PromptLogprobs
 from services.gateway.choices import Choice
 from shared.wire.requests import TokenChunk
 
@@ -98,6 +98,12 @@ class WholeSink:
                 self._stopped_here |= chunk.finish_reason is None
         return self._stopped_here and self._num_open == 0
 
+    def scored(self, call: Call, rows: PromptLogprobs) -> None:
+        """Every choice's log probabilities begin with the prompt's."""
+        if self._echo is not None:
+            for choice in self.choices:
+                choice.put_prompt_logprobs(rows, call.first_token)
+
     def discard(self) -> None:
         """The attempt was given up."""
         for choice in self.choices:
@@ -112,9 +118,6 @@ class WholeSink:
         if self._num_open:
             self._answer.fail("peer.protocol", "The engine ended without a finish reason.", None)
             return
-        if call.prompt_logprobs is not None and self._echo is not None:
-            for choice in self.choices:
-                choice.put_prompt_logprobs(call.prompt_logprobs)
         self._answer.call_done()
 
     def fail(self, call: Call, code: str, message: str, retry_after_ms: int | None) -> None:

@@ -6,7 +6,6 @@ worker forked from a process that has imported vLLM is ready in a second or two 
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import shutil
@@ -26,6 +25,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from shared.engine.cache_events import CacheEventReceiver
 from shared.engine.describe import describe_engine
+from shared.engine.engine_sampling import asked_deltas, engine_spec
 from shared.engine.interface import CacheEvent, EngineDelta, EngineLoad, EngineRequest, KvUse
 from shared.engine.preload import preload_architecture
 from shared.engine.sampling import sampling_params
@@ -37,7 +37,6 @@ from shared.wire.requests import TokenLogprob
 logger = logging.getLogger(__name__)
 
 EVENT_POLL_S = 0.1
-GREEDY_BELOW = 1e-5  # vLLM's own border
 
 
 class _LoadView(StatLoggerBase):
@@ -173,11 +172,7 @@ class VllmEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
         """See Engine.generate."""
-        spec = request.sampling
-        copies = 1
-        if spec.n > 1 and spec.temperature < GREEDY_BELOW:
-            # vLLM refuses several greedy choices; they are all the same one
-            copies, spec = spec.n, msgspec.structs.replace(spec, n=1)
+        spec, copies = engine_spec(request.sampling)
         params = sampling_params(spec, self._connector_params(request))
         prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
         if request.tenant_salt:
@@ -194,7 +189,7 @@ class VllmEngine:
                     deltas = _deltas(output, len(request.prompt_token_ids))
                     if is_first and deltas and deltas[0].kv_use is None:
                         deltas[0].kv_use = _early_use(output, request)
-                    for delta in _repeated(deltas, copies):
+                    for delta in asked_deltas(deltas, request.sampling, copies):
                         self._context_tokens[key] += len(delta.token_ids)
                         yield delta
         except (EngineDeadError, EngineGenerateError) as error:
@@ -283,17 +278,6 @@ def _deltas(output: RequestOutput, num_prompt_tokens: int) -> list[EngineDelta]:
         deltas[-1].request_done = True
         deltas[-1].kv_use = _kv_use(output, num_prompt_tokens)
     return deltas
-
-
-def _repeated(deltas: list[EngineDelta], copies: int) -> list[EngineDelta]:
-    """The one choice's deltas, as `copies` choices; the request is done with the last copy of the last."""
-    if copies == 1:
-        return deltas
-    return [
-        dataclasses.replace(delta, index=index, request_done=delta.request_done and index == copies - 1)
-        for delta in deltas
-        for index in range(copies)
-    ]
 
 
 def _early_use(output: RequestOutput, request: EngineRequest) -> KvUse:

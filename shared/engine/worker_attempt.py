@@ -29,6 +29,7 @@ from shared.wire.requests import (
     Finished,
     Generate,
     Prefilled,
+    PromptScored,
     SamplingSpec,
     StageReceipt,
     TokenChunk,
@@ -74,12 +75,14 @@ class _Metrics:
 
 def first_token_sampling(spec: SamplingSpec) -> SamplingSpec:
     """What the prefill stage samples: one token of one choice, as the first token of the whole would be."""
-    return msgspec.structs.replace(spec, max_tokens=1, n=1, min_tokens=min(spec.min_tokens, 1))
+    return msgspec.structs.replace(
+        spec, max_tokens=min(spec.max_tokens, 1), n=1, min_tokens=min(spec.min_tokens, 1)
+    )
 
 
 def ends_with_first_token(spec: SamplingSpec, finish_reason: str | None) -> bool:
     """No handoff: the first token is the whole answer. With n choices the others may go on."""
-    return spec.n == 1 and (spec.max_tokens == 1 or finish_reason not in (None, "length"))
+    return spec.n == 1 and (spec.max_tokens <= 1 or finish_reason not in (None, "length"))
 
 
 class Attempt:
@@ -165,7 +168,8 @@ class Attempt:
     ) -> AsyncGenerator[EngineDelta, None]:
         """The engine's output, with the bookkeeping that both stages need."""
         asked_pool = self._context.pages.usable
-        await self._lease_pages()
+        if sampling.prompt_logprobs is None:  # they come with computing the prompt: pages would skip that
+            await self._lease_pages()
         self._clock.mark_submitted(asked_pool=asked_pool)
         request = EngineRequest(
             engine_request_id=self._engine_id,
@@ -256,6 +260,8 @@ class Attempt:
             async for delta in deltas:
                 # A stop string ends the request at the gateway, before Finished could tell.
                 receipt = self._clock.receipt(self._use) if is_first else None
+                if is_first and self._prompt_logprobs is not None:
+                    self._context.outbox.scored(self.identity, self._scored(self._prompt_logprobs))
                 is_first = False
                 self._context.outbox.chunk(self.identity, self._chunk(delta, receipt))
                 _METRICS.tokens.inc(len(delta.token_ids))
@@ -263,9 +269,12 @@ class Attempt:
             request_id=self.message.request_id,
             attempt=self.message.attempt,
             receipt=self._clock.receipt(self._use),
-            prompt_logprobs=self._prompt_logprobs,
         )
         self._context.outbox.terminal(self.identity, finished)
+
+    def _scored(self, rows: PromptLogprobs) -> PromptScored:
+        message = self.message
+        return PromptScored(request_id=message.request_id, attempt=message.attempt, prompt_logprobs=rows)
 
 
 def _joined(parts: list[EngineDelta]) -> EngineDelta:

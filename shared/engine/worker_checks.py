@@ -60,8 +60,8 @@ def check_prompt(message: Generate, raw: Sequence[bytes], *, limits: WorkerLimit
     tokens = unpack_tokens(raw[0])
     if (largest := max(tokens)) >= limits.vocab_size:
         return refusal(InvalidRequest, f"token id {largest} is not in a vocabulary of {limits.vocab_size}")
-    if message.sampling.max_tokens < 1 or message.sampling.n < 1:
-        return refusal(InvalidRequest, "max_tokens and n must be at least 1")
+    if message.sampling.max_tokens < 0 or message.sampling.n < 1:
+        return refusal(InvalidRequest, "max_tokens must not be negative, n at least 1")
     if message.stage == "prefill" and message.handoff_to is None:
         return refusal(InvalidRequest, "a prefill stage must name who takes over")
     return tokens

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shared.errors import Overloaded, PeerGone
-from shared.wire.requests import Failed, Finished, Prefilled, TokenChunk, Tokens, WorkerToGateway
+from shared.wire.requests import (
+    Failed,
+    Finished,
+    Prefilled,
+    PromptScored,
+    TokenChunk,
+    Tokens,
+    WorkerToGateway,
+)
 
 Terminal = Prefilled | Finished | Failed
 
@@ -25,6 +33,7 @@ class Sender(Protocol):
 class _Pending:
     chunks: list[TokenChunk] = field(default_factory=list)
     terminals: list[Terminal] = field(default_factory=list)
+    scored: list[PromptScored] = field(default_factory=list)
 
 
 class Outbox:
@@ -45,6 +54,10 @@ class Outbox:
         """Queue new tokens of one choice."""
         self._of(identity).chunks.append(chunk)
 
+    def scored(self, identity: bytes, message: PromptScored) -> None:
+        """Queue a prompt's log probabilities: they go out before the chunks of the same pass."""
+        self._of(identity).scored.append(message)
+
     def terminal(self, identity: bytes, message: Terminal) -> None:
         """Queue the end of an attempt."""
         self._of(identity).terminals.append(message)
@@ -64,6 +77,9 @@ class Outbox:
         pending, self._pending = self._pending, {}
         for identity, item in pending.items():
             try:
+                for scored in item.scored:
+                    self._send(identity, scored)
+                    self.num_messages += 1
                 if item.chunks:
                     self._send(identity, Tokens(chunks=item.chunks))
                     self.num_messages += 1

@@ -261,6 +261,9 @@ class MockEngine:
     def _deltas(self, item: _Running) -> list[EngineDelta]:
         spec, deltas = item.request.sampling, []
         position, item.made = item.made, item.made + 1
+        if spec.max_tokens == 0:
+            item.ended = [True] * spec.n
+            deltas = [EngineDelta(index, [], "length") for index in range(spec.n)]
         for index, state in enumerate(item.states):
             if item.ended[index]:
                 continue

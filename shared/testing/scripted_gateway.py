@@ -18,8 +18,10 @@ from shared.wire.requests import (
     Generate,
     HandoffTarget,
     Prefilled,
+    PromptScored,
     SamplingSpec,
     Stage,
+    TokenLogprob,
     Tokens,
     WorkerToGateway,
 )
@@ -35,6 +37,7 @@ class ScriptedGateway:
         self.messages: list[WorkerToGateway] = []
         self.tokens: dict[tuple[str, int], list[int]] = {}  # (request, choice) -> tokens so far
         self.finish_reasons: dict[tuple[str, int], str] = {}
+        self.scored: dict[str, list[list[TokenLogprob] | None]] = {}  # the prompt's log probabilities
         self.ends: dict[str, Terminal] = {}
         self._changed = asyncio.Event()
         self.link: DealerLink[GatewayToWorker, WorkerToGateway] = DealerLink(
@@ -114,6 +117,10 @@ class ScriptedGateway:
                 self.tokens.setdefault(key, []).extend(chunk.token_ids)
                 if chunk.finish_reason is not None:
                     self.finish_reasons[key] = chunk.finish_reason
+        elif isinstance(message, PromptScored):
+            assert (message.request_id, 0) not in self.tokens, "they come before the first token"
+            assert message.request_id not in self.scored, "they come once"
+            self.scored[message.request_id] = message.prompt_logprobs
         else:
             assert message.request_id not in self.ends, "a second terminal message"
             self.ends[message.request_id] = message

@@ -26,7 +26,7 @@ class StructuredSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class SamplingSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to sample. Stop strings are not here: the gateway detokenizes and watches for them."""
 
-    max_tokens: int
+    max_tokens: int  # 0: the prompt only, for its log probabilities; every choice ends at once with "length"
     min_tokens: int = 0
     n: int = 1
     temperature: float = 1.0
@@ -130,6 +130,17 @@ class TokenChunk(Struct, frozen=True, array_like=True):
     receipt: StageReceipt | None = None  # with a decode stage's first chunk: as far as it is known by then
 
 
+class PromptScored(Struct, frozen=True, kw_only=True, tag="prompt_scored"):
+    """The prompt's log probabilities, from a stage that streams: at most once, before the attempt's first chunk.
+
+    One row a prompt token: the token itself, then the alternatives; None where nothing predicts it.
+    """
+
+    request_id: RequestId
+    attempt: int
+    prompt_logprobs: list[list[TokenLogprob] | None]
+
+
 class Tokens(Struct, frozen=True, kw_only=True, tag="tokens"):
     """Everything that one engine step produced for one gateway."""
 
@@ -153,7 +164,7 @@ class Finished(Struct, frozen=True, kw_only=True, tag="finished"):
     request_id: RequestId
     attempt: int
     receipt: StageReceipt
-    prompt_logprobs: list[list[TokenLogprob] | None] | None = None
+    prompt_logprobs: list[list[TokenLogprob] | None] | None = None  # always None: see PromptScored
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
@@ -166,7 +177,7 @@ class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
     retryable: bool
 
 
-WorkerToGateway = Tokens | Prefilled | Finished | Failed
+WorkerToGateway = Tokens | PromptScored | Prefilled | Finished | Failed
 
 TO_WORKER: Channel[GatewayToWorker] = Channel(b"quire.generate/1", GatewayToWorker)
 TO_GATEWAY: Channel[WorkerToGateway] = Channel(b"quire.tokens/1", WorkerToGateway)

@@ -24,6 +24,7 @@ from shared.wire.requests import (
     Finished,
     Generate,
     Prefilled,
+    PromptScored,
     StageReceipt,
     TokenChunk,
     TokenLogprob,
@@ -155,11 +156,12 @@ class FakeWorker:
         self,
         identity,
         gen: Generate,
-        first: int,
+        first: int | None,
         *,
         prompt_tokens: int,
         end: str | None = None,
         mode: str = "resample",
+        rows: list[list[TokenLogprob] | None] | None = None,
     ) -> None:
         handoff = None
         if end is None:
@@ -175,7 +177,8 @@ class FakeWorker:
         )
         self.server.send(identity, Prefilled(
             request_id=gen.request_id, attempt=gen.attempt, receipt=stage, handoff=handoff,
-            first=TokenChunk(gen.request_id, gen.attempt, 0, [first], end),
+            first=TokenChunk(gen.request_id, gen.attempt, 0, [] if first is None else [first], end),
+            prompt_logprobs=rows,
         ))  # fmt: skip
 
     async def stop(self) -> None:
@@ -188,9 +191,21 @@ def answer_tokens(ids: list[int], *, gap_s: float = 0.0, finish: str = "stop", l
     """A script: every choice gets these tokens one at a time, max_tokens obeyed; prefill hands off."""
 
     async def script(worker: FakeWorker, identity, gen: Generate, prompt: list[int]) -> None:
+        rows: list[list[TokenLogprob] | None] | None = None
+        if gen.sampling.prompt_logprobs is not None:
+            rows = [None, *([TokenLogprob(token, -0.25, 1)] for token in prompt[1:])]
         if gen.stage == "prefill":
-            worker.prefilled(identity, gen, ids[0], prompt_tokens=len(prompt))
+            if gen.sampling.max_tokens:
+                worker.prefilled(identity, gen, ids[0], prompt_tokens=len(prompt), rows=rows)
+            else:
+                worker.prefilled(identity, gen, None, prompt_tokens=len(prompt), rows=rows, end="length")
             return
+        if rows is not None and gen.stage == "colocated":
+            scored = PromptScored(request_id=gen.request_id, attempt=gen.attempt, prompt_logprobs=rows)
+            worker.server.send(identity, scored)
+        if not gen.sampling.max_tokens:
+            for index in range(gen.sampling.n):
+                worker.tokens(identity, gen, [], index=index, finish="length")
         num = min(len(ids), gen.sampling.max_tokens)
         reason = finish if num == len(ids) else "length"
         for position in range(num):

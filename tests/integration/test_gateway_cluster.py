@@ -39,6 +39,9 @@ class ListSink:
             self.call.flow.mark_sent()
         return len(self.tokens) >= self.enough_after
 
+    def scored(self, call, rows):
+        raise AssertionError("nobody asked for the prompt's log probabilities")
+
     def discard(self):
         self.tokens.clear()
         self.discards += 1

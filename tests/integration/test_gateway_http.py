@@ -170,6 +170,63 @@ async def test_echo_puts_the_prompt_first(rig):
     assert text_of((await stream(rig, "/v1/completions", body))[:-1]) == "the fox jumps"
 
 
+@pytest.mark.parametrize("kind", ["colocated", "disaggregated"])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_echoed_log_probabilities_begin_with_the_prompt_streamed_as_whole(rig, kind, n):
+    if kind == "disaggregated":
+        rig.scheduler.decide = disaggregate(rig.a, rig.b)
+    rig.say(" jumps")
+    prompt = "the quick brown fox jumps over the lazy dog, and again: the lazy dog"
+    body = {"model": MODEL, "prompt": prompt, "echo": True, "max_tokens": 50, "logprobs": 1, "n": n}
+    whole = (await rig.client.post("/v1/completions", json=body)).json()
+    events = await stream(rig, "/v1/completions", body)
+    ids = rig.ids(prompt)
+    assert len(ids) > 16, "longer than the detokenizer's primer"
+    for choice in whole["choices"]:
+        found = choice["logprobs"]
+        assert choice["text"] == "".join(found["tokens"]) == prompt + " jumps"
+        assert found["token_logprobs"] == [None] + [-0.25] * (len(ids) - 1) + [-0.5] * len(rig.ids(" jumps"))
+        assert found["top_logprobs"][0] is None
+        assert found["text_offset"] == [
+            len("".join(found["tokens"][:i])) for i in range(len(found["tokens"]))
+        ]
+        streamed = [c for e in events[:-1] for c in e["choices"] if c["index"] == choice["index"]]
+        assert streamed[0]["text"] == prompt
+        assert len(streamed[0]["logprobs"]["tokens"]) == len(ids)
+        for key, values in found.items():
+            assert [v for c in streamed if c["logprobs"] for v in c["logprobs"][key]] == values
+
+
+@pytest.mark.parametrize("kind", ["colocated", "disaggregated"])
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_echo_without_tokens_answers_with_the_prompt_alone(rig, kind, logprobs):
+    if kind == "disaggregated":
+        rig.scheduler.decide = disaggregate(rig.a, rig.b)
+    rig.say(" jumps")
+    body = {
+        "model": MODEL,
+        "prompt": ["the fox", "the dog"],
+        "echo": True,
+        "max_tokens": 0,
+        "logprobs": logprobs,
+    }
+    whole = (await rig.client.post("/v1/completions", json=body)).json()
+    events = await stream(rig, "/v1/completions", body | {"stream_options": {"include_usage": True}})
+    assert [choice["text"] for choice in whole["choices"]] == ["the fox", "the dog"]
+    assert [choice["finish_reason"] for choice in whole["choices"]] == ["length"] * 2
+    assert whole["usage"]["completion_tokens"] == 0
+    assert whole["usage"]["total_tokens"] == whole["usage"]["prompt_tokens"] > 0
+    assert [text_of(events[:-1], index) for index in (0, 1)] == ["the fox", "the dog"]
+    assert events[-2]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        if logprobs is None:
+            assert choice["logprobs"] is None
+        else:
+            assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+        streamed = [c["logprobs"] for e in events[:-1] for c in e["choices"] if c["index"] == choice["index"]]
+        assert streamed == [choice["logprobs"], None]
+
+
 async def test_logprobs_come_with_their_tokens(rig):
     rig.say(" the fox")
     body = chat(logprobs=True, top_logprobs=2)

@@ -328,8 +328,36 @@ async def test_prompt_logprobs_come_once(model_dir):
         assert prefilled.prompt_logprobs is not None
         assert [row and row[0].token_id for row in prefilled.prompt_logprobs] == [None, 6, 7]
         gateway.generate("d", [5, 6, 7], stage="decode", sampling=spec, handoff=prefilled.handoff)
-        finished = await gateway.end_of("d")
-        assert isinstance(finished, Finished)
-        assert finished.prompt_logprobs is None
+        assert isinstance(await gateway.end_of("d"), Finished)
+        gateway.generate("c", [5, 6, 7], stage="colocated", sampling=spec)
+        assert isinstance(await gateway.end_of("c"), Finished)
+        assert gateway.scored == {"c": prefilled.prompt_logprobs}
         chunks = [c for m in gateway.messages if isinstance(m, Tokens) for c in m.chunks]
         assert all(c.logprobs and len(c.logprobs[0]) == 3 for c in chunks)
+
+
+async def test_no_pages_are_leased_when_the_prompt_must_be_computed_for_its_log_probabilities(model_dir):
+    pages = FakePages()
+    async with running(model_dir, pages) as (_, gateway):
+        spec = SamplingSpec(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+        for number, sampling in enumerate((spec, SamplingSpec(max_tokens=1, temperature=0.0))):
+            gateway.generate(f"c{number}", list(range(3, 13)), stage="colocated", sampling=sampling)
+            assert isinstance(await gateway.end_of(f"c{number}"), Finished)
+            assert len(pages.calls) == number
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_the_prompt_alone_has_log_probabilities_and_no_output(model_dir, n):
+    spec = SamplingSpec(max_tokens=0, temperature=0.0, prompt_logprobs=1, logprobs=1, n=n)
+    async with running(model_dir) as (_, gateway):
+        gateway.generate("c", [5, 6, 7], stage="colocated", sampling=spec)
+        assert isinstance(await gateway.end_of("c"), Finished)
+        assert [row and row[0].token_id for row in gateway.scored["c"]] == [None, 6, 7]
+        assert gateway.tokens == {("c", index): [] for index in range(n)}
+        assert gateway.finish_reasons == {("c", index): "length" for index in range(n)}
+        gateway.generate("p", [5, 6, 7], stage="prefill", sampling=spec)
+        prefilled = await gateway.end_of("p")
+        assert isinstance(prefilled, Prefilled)
+        assert prefilled.first.token_ids == []
+        assert prefilled.prompt_logprobs == gateway.scored["c"]
+        assert (prefilled.handoff is None) is (n == 1)

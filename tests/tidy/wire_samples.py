@@ -30,6 +30,7 @@ from shared.wire.requests import (
     Generate,
     HandoffTarget,
     Prefilled,
+    PromptScored,
     SamplingSpec,
     StageReceipt,
     StructuredSpec,
@@ -93,6 +94,11 @@ SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
     "prefilled": (
         TO_GATEWAY,
         Prefilled(request_id=R, attempt=1, first=CHUNK, receipt=StageReceipt(instance=P, stage="prefill")),
+        (),
+    ),
+    "prompt-scored": (
+        TO_GATEWAY,
+        PromptScored(request_id=R, attempt=1, prompt_logprobs=[None, [TokenLogprob(7, -0.5, 1)]]),
         (),
     ),
     "finished": (

@@ -152,6 +152,12 @@ def test_output_length_has_a_default_per_route():
     assert sampling(completion(max_tokens=None)).max_tokens == 77
 
 
+def test_the_prompt_alone_may_be_asked_for_only_with_echo():
+    assert sampling(completion(max_tokens=0, echo=True)).max_tokens == 0
+    with pytest.raises(InvalidRequest, match="needs echo"):
+        completion(max_tokens=0)
+
+
 def test_requests_that_sample_have_a_seed_and_greedy_ones_none():
     assert sampling(chat(temperature=1)).seed == 5
     assert sampling(chat(temperature=1, seed=-1)).seed == 5, "vLLM reads -1 as no seed"

@@ -68,7 +68,7 @@ def test_length_and_vocabulary_are_checked_at_their_edges():
 
 def test_senseless_sampling_and_a_prefill_without_a_successor_are_refused():
     raw = [pack_tokens([1])]
-    for sampling in (SamplingSpec(max_tokens=0), SamplingSpec(max_tokens=1, n=0)):
+    for sampling in (SamplingSpec(max_tokens=-1), SamplingSpec(max_tokens=1, n=0)):
         assert isinstance(check_prompt(message(sampling=sampling), raw, limits=LIMITS), Refusal)
     assert isinstance(check_prompt(message(stage="prefill"), raw, limits=LIMITS), Refusal)
     to = HandoffTarget(handoff_id=HandoffId("h"), target=InstanceId("d"))
@@ -80,6 +80,7 @@ def test_prefill_samples_one_token_of_one_choice_and_keeps_everything_else():
     first = first_token_sampling(spec)
     assert (first.max_tokens, first.n, first.min_tokens) == (1, 1, 1)
     assert (first.temperature, first.seed, first.logprobs) == (0.5, 4, 2)
+    assert first_token_sampling(SamplingSpec(max_tokens=0)).max_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,7 @@ def test_prefill_samples_one_token_of_one_choice_and_keeps_everything_else():
         (1, 5, None, False),
         (1, 5, "stop", True),
         (1, 1, "length", True),
+        (1, 0, "length", True),
         (3, 5, "stop", False),
         (3, 1, "length", False),
     ],
