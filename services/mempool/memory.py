@@ -24,14 +24,18 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 class PoolMemory:
     """Owns both memfds until close(). `table_fd` is read-only: it is the one to hand out.
 
+    Every page has page_bytes for each of num_ranks ranks: the pages of rank r start at
+    r * num_pages * page_bytes.
+
     Raises: OSError when the kernel refuses (memory limits, no /proc).
     """
 
-    def __init__(self, num_pages: int, page_bytes: int, boot_generation: Epoch) -> None:
+    def __init__(self, num_pages: int, page_bytes: int, boot_generation: Epoch, num_ranks: int = 1) -> None:
         self.num_pages = num_pages
         self.page_bytes = page_bytes
+        self.num_ranks = num_ranks
         fixed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-        self.page_fd = _memfd("quire-pages", num_pages * page_bytes)
+        self.page_fd = _memfd("quire-pages", num_ranks * num_pages * page_bytes)
         fcntl.fcntl(self.page_fd, fcntl.F_ADD_SEALS, fixed | fcntl.F_SEAL_SEAL)
         length = table_bytes(num_pages)
         writable = _memfd("quire-page-table", length)
@@ -57,7 +61,11 @@ class PoolMemory:
 
         Raises: OSError.
         """
-        runs = _runs(sorted(pages))
+        runs = [
+            (rank * self.num_pages + first, count)
+            for rank in range(self.num_ranks)
+            for first, count in _runs(sorted(pages))
+        ]
         for first, count in runs:
             start, length = first * self.page_bytes, count * self.page_bytes
             if _libc.fallocate(self.page_fd, _PUNCH_HOLE_KEEP_SIZE, start, length) != 0:

@@ -117,7 +117,7 @@ class MempoolShell:
 
     def _attach(self, connection: UnixConnection[wire.FromMempool], message: wire.Attach) -> list[Action]:
         process = 0
-        if message.kind == "engine":
+        if message.kind != "client":
             process = self._processes.number_of(connection)
             if process is None:
                 reason = "the kernel gives no pidfd of this peer, or it is dead"
@@ -167,8 +167,11 @@ class MempoolShell:
                 self._send(action)
             case CreateMemory():
                 generation = self.pool.boot_generation
-                self.memory = PoolMemory(action.num_pages, action.page_bytes, generation)
-                log.info("memory_created", num_pages=action.num_pages, page_bytes=action.page_bytes)
+                self.memory = PoolMemory(action.num_pages, action.page_bytes, generation, action.num_ranks)
+                log.info(
+                    "memory_created", num_pages=action.num_pages, page_bytes=action.page_bytes,
+                    num_ranks=action.num_ranks,
+                )  # fmt: skip
             case PunchPages():
                 assert self.memory is not None
                 self._punch(self.memory, action.pages)

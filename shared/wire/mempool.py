@@ -1,11 +1,16 @@
 """worker <-> mempool of the same host, over a unix stream socket (peer credentials are checked).
 
-Two kinds of connection. An *engine* attaches: it gets two fds with Attached, the pages (read-write) and the
-page table (read-only), then holds a quota of granted pages, writes them and sends Sealed. A *client* (a
-worker's front, a tool) only calls. Page lists travel as raw little-endian u32, epochs as u64, hashes as
+Three kinds of connection. An *engine* attaches: it gets two fds with Attached, the pages (read-write) and the
+page table (read-only), then holds a quota of granted pages, writes them and sends Sealed. A *rank* is a process
+that computes for an engine: it gets the same fds and says nothing more; its end is the engine's too. A *client*
+(a worker's front, a tool) only calls.
+
+An engine either copies (it seals pages that it filled from a cache of its own) or *works in the pages*
+(`works_in_pages`: its KV cache is the pool's memory). Of the latter, a page stays pinned from its grant until
+Unpin, sealed or not. Page lists travel as raw little-endian u32, epochs as u64, hashes as
 32 bytes each, inside `bytes` fields. Calls carry `call_id` and are answered once, with the same id.
 
-One-way, engine -> mempool: NeedPages, Writing, Sealed, HandoffReady, GiveBack, Detach. One-way, mempool ->
+One-way, engine -> mempool: NeedPages, Writing, Sealed, Unpin, HandoffReady, GiveBack, Detach. One-way, mempool ->
 engine: Granted, Shrink.
 """
 
@@ -21,12 +26,16 @@ from shared.wire.codec import Channel
 class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
     """First message of every connection. `description` is required of an engine: it fixes the page size."""
 
-    kind: Literal["engine", "client"]
+    kind: Literal["engine", "client", "rank"]
     instance: InstanceId
     instance_epoch: Epoch = Epoch(0)
     description: EngineDescription | None = None
     quota_pages: int = 0  # how many granted pages an engine wants to hold
     lets_go: bool = False  # this process writes no page that it got by earlier attachments of this instance
+    works_in_pages: bool = False  # of an engine: see the module's docstring
+    capacity_bytes: int = (
+        0  # of a rank: what pages may take on its device, all ranks together; 0: the pool's own limit
+    )
 
 
 class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
@@ -93,6 +102,13 @@ class Sealed(Struct, frozen=True, kw_only=True, tag="sealed"):
     checksums: bytes = b""  # u32 each, or empty: sampled
 
 
+class Unpin(Struct, frozen=True, kw_only=True, tag="unpin"):
+    """An engine that works in the pages uses these sealed ones no more."""
+
+    pages: bytes
+    epochs: bytes
+
+
 class HandoffReady(Struct, frozen=True, kw_only=True, tag="handoff_ready"):
     """Hold these blocks for the decode side until it acquires them or ttl_ms passes."""
 
@@ -110,6 +126,7 @@ class Acquire(Struct, frozen=True, kw_only=True, tag="acquire"):
     wait_ms: int = 0
     ttl_ms: int = 30_000
     traceparent: str = ""
+    until_release: bool = False  # no expiry: an engine of this instance works in the pages and releases them
 
 
 class Acquired(Struct, frozen=True, kw_only=True, tag="acquired"):
@@ -195,6 +212,7 @@ ToMempool = (
     | Detach
     | Writing
     | Sealed
+    | Unpin
     | HandoffReady
     | Acquire
     | Release

@@ -360,7 +360,7 @@ class MempoolModel(RuleBasedStateMachine):
         }
         assert set(held) == writable
         quarantined = {p for p in self.pool.words if self.pool.state(p) is PageState.QUARANTINED}
-        assert set(engines.quarantine) == quarantined
+        assert {p for lost in engines.lost for p in lost.engine.held} == quarantined
 
     def teardown(self):
         """Everything returns after all die."""

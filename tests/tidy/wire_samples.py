@@ -6,6 +6,7 @@ from typing import Any
 
 from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, LeaseId, RequestId
 from shared.kv.layout import EngineDescription
+from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire.codec import Channel
 from shared.wire.handoff import HandoffState
 from shared.wire.mempool import (
@@ -18,6 +19,7 @@ from shared.wire.mempool import (
     Granted,
     HandoffReady,
     Sealed,
+    Unpin,
 )
 from shared.wire.placement import FROM_SCHEDULER, TO_SCHEDULER, Place, Placed, PrefixHit, Rejected, Target
 from shared.wire.reports import REPORTS, Hello, Report
@@ -164,6 +166,7 @@ SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
         ),
         (),
     ),
+    "unpin": (TO_MEMPOOL, Unpin(pages=u32_bytes([7, 9]), epochs=u64_bytes([100, 101])), ()),
     "handoff-ready": (TO_MEMPOOL, HandoffReady(handoff_id=H, hashes=HASH, ttl_ms=30_000), ()),
     "acquire": (TO_MEMPOOL, Acquire(call_id=1, hashes=HASH, handoff_id=H, wait_ms=2000), ()),
     "acquired": (

@@ -12,6 +12,9 @@ class PoolLimits:
 
     capacity_bytes: int
     granted_share: float = 0.5  # of all pages: how many may be granted to engines and not yet sealed
+    kept_share: float = (
+        0.95  # of all pages: how many engines that work in the pages may have, sealed ones too
+    )
     max_leases: int = 65_536
     max_handoffs: int = 65_536
     max_waiting: int = 4_096  # Acquire calls that wait for a handoff
@@ -27,6 +30,7 @@ class CreateMemory:
 
     num_pages: int
     page_bytes: int
+    num_ranks: int = 1  # each with page_bytes for every page
 
 
 @dataclass(frozen=True, slots=True)

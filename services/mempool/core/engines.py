@@ -1,12 +1,17 @@
 """Engines and the pages granted to them: quotas, demand, quarantine. No I/O.
 
 An engine's pages are *held* from grant to seal. They count against its quota, which is cut when the engines
-together ask for more than the pool's granted share, so that sealed pages always have room.
+together ask for more than the pool's granted share, so that sealed pages always have room. Of an engine that
+works in the pages themselves, sealed pages stay *pinned*, and count, until it says that it uses them no more.
+
+Several processes may compute for one engine (tensor-parallel ranks). Only the death of all of them proves that
+nobody writes or reads its pages any more.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from services.mempool.core.index import Entry
 from services.mempool.core.page_state import PageEvent
 from services.mempool.core.page_table import PageTable
 from shared.ids import Epoch, InstanceId, PageId
@@ -23,29 +28,61 @@ class Engine:
     quota: int
     demand: int  # pages asked for and not granted yet
     held: set[PageId] = field(default_factory=set)
+    works_in_pages: bool = False
+    # sealed pages in use -> index entry; None: the hash was known, the page serves this engine only
+    pinned: dict[PageId, Entry | None] = field(default_factory=dict)
+    ranks: set[int] = field(default_factory=set)  # processes that compute for it, its own among them
+
+    @property
+    def num_pages(self) -> int:
+        """What counts against its quota."""
+        return len(self.held) + len(self.pinned)
+
+
+@dataclass(slots=True)
+class LostEngine:
+    """A connection ended whose processes may still run."""
+
+    engine: Engine
+    alive: set[int]  # processes not proven dead
 
 
 class Engines:
-    """All attached engines of one pool, and the pages of lost ones."""
+    """All attached engines of one pool, and the pages of lost ones.
 
-    def __init__(self, table: PageTable, granted_share: float) -> None:
+    Args: unpin: called with every entry whose pin by an engine ends.
+    """
+
+    def __init__(
+        self, table: PageTable, granted_share: float, kept_share: float, unpin: Callable[[Entry], None]
+    ) -> None:
         self._table = table
+        self._unpin = unpin
         self._max_granted = max(1, int(table.num_pages * granted_share))
+        self._max_kept = max(1, int(table.num_pages * kept_share))
         self.attached: dict[int, Engine] = {}
-        # page -> process that may still write it, and the instance that it was
-        self.quarantine: dict[PageId, tuple[int, InstanceId]] = {}
+        self.lost: list[LostEngine] = []
+        self.ranks: dict[int, tuple[int, InstanceId]] = {}  # connection of a rank -> (process, instance)
 
     def attach(self, engine: Engine) -> None:
         """From now on pages may be granted to it."""
+        engine.ranks = {engine.process, *(p for p, i in self.ranks.values() if i == engine.instance)}
         self.attached[engine.connection] = engine
+
+    def attach_rank(self, connection: int, process: int, instance: InstanceId) -> None:
+        """A process that computes for the engine of this instance, attached already or soon."""
+        self.ranks[connection] = (process, instance)
+        for engine in self.of_instance(instance):
+            engine.ranks.add(process)
 
     def of_instance(self, instance: InstanceId) -> list[Engine]:
         """Attached engines of one instance."""
         return [engine for engine in self.attached.values() if engine.instance == instance]
 
     def cap(self, engine: Engine) -> int:
-        """Pages that it may hold: its quota, or its even part of the granted share."""
-        return min(engine.quota, max(1, self._max_granted // len(self.attached)))
+        """Pages that it may have: its quota, or its even part of the share that such engines may have."""
+        most = self._max_kept if engine.works_in_pages else self._max_granted
+        return min(engine.quota, max(1, most // len(self.attached)))
 
     def ask(self, engine: Engine, count: int) -> None:
         """NeedPages: more demand, never beyond the quota."""
@@ -63,45 +100,73 @@ class Engines:
         """
         granted: dict[int, list[tuple[PageId, Epoch]]] = {}
         asking = [e for e in self.attached.values() if e.demand > 0]
-        while asking := [e for e in asking if e.demand > 0 and len(e.held) < self.cap(e)]:
+        while asking := [e for e in asking if e.demand > 0 and e.num_pages < self.cap(e)]:
             got = self._table.grant()
             if got is None:
                 if not make_room():
                     break
                 continue
-            engine = min(asking, key=lambda e: len(e.held))
+            engine = min(asking, key=lambda e: e.num_pages)
             engine.held.add(got[0])
             engine.demand -= 1
             granted.setdefault(engine.connection, []).append(got)
         return granted
 
     def excess(self) -> dict[int, int]:
-        """connection -> pages held beyond its cap."""
-        over = {c: len(e.held) - self.cap(e) for c, e in self.attached.items()}
+        """connection -> pages beyond its cap."""
+        over = {c: e.num_pages - self.cap(e) for c, e in self.attached.items()}
         return {connection: count for connection, count in over.items() if count > 0}
 
+    def seal(self, engine: Engine, page: PageId, entry: Entry | None) -> None:
+        """The engine sealed a page that it goes on using. The caller has pinned the entry."""
+        engine.held.remove(page)
+        engine.pinned[page] = entry
+
+    def unpin(self, engine: Engine, page: PageId) -> None:
+        """The engine uses this sealed page no more. Unindexed, it is free."""
+        self._end_pin(page, engine.pinned.pop(page))
+
     def lose(self, connection: int) -> Engine | None:
-        """The connection ended, the process perhaps not: held pages wait for proof of its death."""
+        """The connection ended, the processes perhaps not: its pages wait for proof of their death."""
+        self.ranks.pop(connection, None)
         engine = self.attached.pop(connection, None)
         if engine is None:
             return None
         for page in sorted(engine.held):
             self._table.apply(page, PageEvent.HOLDER_LOST)
-            self.quarantine[page] = (engine.process, engine.instance)
-        engine.held.clear()
+        self.lost.append(LostEngine(engine, set(engine.ranks)))
         return engine
 
+    def lives_on(self, instance: InstanceId) -> bool:
+        """Whether an engine of this instance is attached, or lost and perhaps still running."""
+        return bool(self.of_instance(instance)) or any(x.engine.instance == instance for x in self.lost)
+
     def bury(self, process: int) -> int:
-        """The process is proven dead and its engines are lost: its pages are free. How many."""
-        return self._end_quarantine(lambda holder: holder[0] == process, PageEvent.HOLDER_DEAD)
+        """The process is proven dead. Pages that nobody alive can touch any more are free: how many."""
+        for engine in self.attached.values():
+            engine.ranks.discard(process)
+        for lost in self.lost:
+            lost.alive.discard(process)
+        return self._recover([x for x in self.lost if not x.alive], PageEvent.HOLDER_DEAD)
 
     def let_go(self, process: int, instance: InstanceId) -> int:
-        """The process says that it writes none of the pages that it lost as this instance. How many."""
-        return self._end_quarantine(lambda holder: holder == (process, instance), PageEvent.ACKNOWLEDGED)
+        """The process says that it touches none of the pages that it lost as this instance. How many."""
+        mine = [x for x in self.lost if x.alive == {process} and x.engine.instance == instance]
+        return self._recover(mine, PageEvent.ACKNOWLEDGED)
 
-    def _end_quarantine(self, proven: Callable[[tuple[int, InstanceId]], bool], event: PageEvent) -> int:
-        pages = [page for page, holder in self.quarantine.items() if proven(holder)]
-        for page in pages:
-            del self.quarantine[page]
-            self._table.free(page, event)
-        return len(pages)
+    def _recover(self, gone: list[LostEngine], event: PageEvent) -> int:
+        count = 0
+        for lost in gone:
+            self.lost.remove(lost)
+            for page in sorted(lost.engine.held):
+                self._table.free(page, event)
+            for page, entry in lost.engine.pinned.items():
+                self._end_pin(page, entry)
+            count += lost.engine.num_pages
+        return count
+
+    def _end_pin(self, page: PageId, entry: Entry | None) -> None:
+        if entry is None:
+            self._table.free(page, PageEvent.RETIRE)
+        else:
+            self._unpin(entry)

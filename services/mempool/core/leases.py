@@ -28,7 +28,7 @@ class Lease:
     instance: InstanceId
     connection: int | None
     entries: list[Entry]
-    expires_at_ms: int
+    expires_at_ms: int | None  # None: an engine works in the pages, only its release or its death ends it
 
 
 @dataclass(slots=True)
@@ -78,14 +78,17 @@ class Leases:
 
     # -- leases -----------------------------------------------------------------------------------
 
-    def grant(self, connection: int, instance: InstanceId, entries: list[Entry], expires_at_ms: int) -> Lease:
+    def grant(
+        self, connection: int, instance: InstanceId, entries: list[Entry], expires_at_ms: int | None
+    ) -> Lease:
         """Pin entries under a new lease. The fencing token grows with every lease, across restarts too."""
         self._fence += 1
         lease_id = LeaseId(f"{self._boot_generation:x}-{self._fence - self._boot_generation:x}")
         lease = Lease(lease_id, Epoch(self._fence), instance, connection, entries, expires_at_ms)
         self._index.pin(entries)
         self.leases[lease_id] = lease
-        self._note_deadline(expires_at_ms, "lease", lease_id)
+        if expires_at_ms is not None:
+            self._note_deadline(expires_at_ms, "lease", lease_id)
         return lease
 
     def release(self, lease_id: LeaseId, instance: InstanceId) -> bool:
@@ -103,9 +106,25 @@ class Leases:
             if lease.connection == connection:
                 lease.connection = None
 
-    def release_of(self, connection: int | None, instance: InstanceId) -> int:
-        """Release an instance's leases of one connection, or with None those without one. How many."""
-        gone = [x for x in self.leases.values() if x.connection == connection and x.instance == instance]
+    def release_of(self, connection: int | None, instance: InstanceId, *, engine_lives: bool) -> int:
+        """Release an instance's leases of one connection, or with None those without one. How many.
+
+        While an engine of the instance may still run, what it works in stays (`expires_at_ms` None).
+        """
+        gone = [
+            x
+            for x in self.leases.values()
+            if x.connection == connection
+            and x.instance == instance
+            and not (engine_lives and x.expires_at_ms is None)
+        ]
+        for lease in gone:
+            self.release(lease.lease_id, instance)
+        return len(gone)
+
+    def release_kept(self, instance: InstanceId) -> int:
+        """No engine of the instance can be running any more: release what one worked in. How many."""
+        gone = [x for x in self.leases.values() if x.instance == instance and x.expires_at_ms is None]
         for lease in gone:
             self.release(lease.lease_id, instance)
         return len(gone)
@@ -197,7 +216,11 @@ class Leases:
         live = len(self.leases) + len(self.handoffs) + len(self.waiters)
         if len(self._deadlines) > 4 * live + 256:
             self._deadlines = [
-                *((x.expires_at_ms, "lease", x.lease_id) for x in self.leases.values()),
+                *(
+                    (x.expires_at_ms, "lease", x.lease_id)
+                    for x in self.leases.values()
+                    if x.expires_at_ms is not None
+                ),
                 *((x.expires_at_ms, "handoff", x.handoff_id) for x in self.handoffs.values()),
                 *((x.expires_at_ms, "waiter", x.number) for x in self.waiters.values()),
             ]

@@ -5,14 +5,16 @@ Who may lose a pin. A reader here copies: it reads a page's word, copies, and re
 wrong bytes: it sees a changed epoch and computes the block itself. So the only question when a client's
 connection closes is whether its pins are still worth something. They are while an engine of the same instance
 is attached, since that engine may be copying for the request that the client leased for: then they stay until
-their TTL. With no such engine nobody reads, and they go at once. Once readers map pages as aliases, pins will
-end with proof of an unmap or of death only; the state machine has the rows for it.
+their TTL. With no such engine nobody reads, and they go at once.
+
+An engine that works in the pages reads without looking back. Its pins, and leases that are made
+`until_release` for it, end with its own word or with proof that all of its processes are dead (rule 5).
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
-from services.mempool.core import parse
+from services.mempool.core import parse, space
 from services.mempool.core.actions import (
     Action,
     CreateMemory,
@@ -22,15 +24,14 @@ from services.mempool.core.actions import (
     Send,
     WriteWords,
 )
-from services.mempool.core.engines import Engine, Engines
+from services.mempool.core.engines import Engine
 from services.mempool.core.index import Entry, Index
 from services.mempool.core.leases import Leases
 from services.mempool.core.page_state import PageEvent
-from services.mempool.core.page_table import PageTable
 from services.mempool.core.readers import Readers
+from services.mempool.core.space import Memory
 from shared.errors import PeerProtocolError
 from shared.ids import BlockHash, Epoch, InstanceId, PageId
-from shared.kv.layout import EngineDescription, page_bytes_for
 from shared.kv.page import PageState
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire import mempool as wire
@@ -42,17 +43,6 @@ class Client:
 
     connection: int
     instance: InstanceId
-
-
-@dataclass(slots=True)
-class Memory:
-    """What exists once the first engine has told its block size."""
-
-    content_key: str
-    block_tokens: int
-    page_bytes: int
-    table: PageTable
-    engines: Engines
 
 
 class Pool:
@@ -83,28 +73,24 @@ class Pool:
             self.clients[connection] = Client(connection, message.instance)
             self._send(connection, wire.Attached(boot_generation=self.boot_generation, attachment=connection))
             return self._done()
-        created = self._attach_engine(connection, process, message)
         self._active_at_ms = now_ms
+        if message.kind == "rank":
+            created = self._attach_rank(connection, process, message)
+        else:
+            created = self._attach_engine(connection, process, message)
         return created + self._done()
 
+    def _attach_rank(self, connection: int, process: int, message: wire.Attach) -> list[Action]:
+        created, memory = self._memory_for(connection, message)
+        if memory is not None:
+            memory.engines.attach_rank(connection, process, message.instance)
+            self._welcome(connection, memory)
+        return created
+
     def _attach_engine(self, connection: int, process: int, message: wire.Attach) -> list[Action]:
-        description = message.description
-        if description is None or description.block_bytes <= 0 or description.block_tokens <= 0:
-            raise PeerProtocolError("an engine describes itself, with block_bytes and block_tokens")
-        created: list[Action] = []
-        if self.memory is None:
-            page_bytes = page_bytes_for(description.block_bytes)
-            num_pages = self.limits.capacity_bytes // page_bytes
-            if num_pages == 0:
-                reason = f"capacity_bytes {self.limits.capacity_bytes} is less than a page of {page_bytes}"
-                return self._refuse(connection, "pages.exhausted", reason)
-            self.memory = self._create(description, num_pages, page_bytes)
-            self.readers.epochs = self.memory.table.epochs
-            created.append(CreateMemory(num_pages, page_bytes))
-        memory = self.memory
-        if description.content_key != memory.content_key:
-            reason = f"this pool holds blocks of {memory.content_key}, not of {description.content_key}"
-            return self._refuse(connection, "layout.mismatch", reason)
+        created, memory = self._memory_for(connection, message)
+        if memory is None:
+            return created
         epoch = message.instance_epoch
         rivals = [e for e in memory.engines.of_instance(message.instance) if epoch and e.instance_epoch]
         if any(rival.instance_epoch > epoch for rival in rivals):
@@ -119,7 +105,39 @@ class Pool:
                     self._replace(earlier, "replaced")
             self._let_go(process, message.instance)
         quota = max(0, min(message.quota_pages, memory.table.num_pages))
-        memory.engines.attach(Engine(connection, process, message.instance, epoch, quota, demand=quota))
+        engine = Engine(connection, process, message.instance, epoch, quota, demand=quota)
+        engine.works_in_pages = message.works_in_pages
+        memory.engines.attach(engine)
+        self._welcome(connection, memory)
+        for over, count in memory.engines.excess().items():
+            self._send(over, wire.Shrink(count=count))
+        self._serve()
+        return created
+
+    def _memory_for(self, connection: int, message: wire.Attach) -> tuple[list[Action], Memory | None]:
+        """The pool's memory, made now if this is the first that describes itself; None: it was refused."""
+        description = space.described(message)
+        created: list[Action] = []
+        if self.memory is None:
+            planned = space.plan(description, message.capacity_bytes, self.limits)
+            if planned.num_pages == 0:
+                return self._refuse(connection, "pages.exhausted", planned.shortage), None
+            self.memory = space.make(
+                description,
+                planned,
+                self.limits,
+                self.boot_generation,
+                lambda entry: self.index.unpin([entry]),
+            )
+            self.readers.epochs = self.memory.table.epochs
+            created.append(CreateMemory(planned.num_pages, planned.page_bytes, planned.num_ranks))
+        memory = self.memory
+        if description.content_key != memory.content_key:
+            reason = f"this pool holds blocks of {memory.content_key}, not of {description.content_key}"
+            return self._refuse(connection, "layout.mismatch", reason), None
+        return created, memory
+
+    def _welcome(self, connection: int, memory: Memory) -> None:
         attached = wire.Attached(
             boot_generation=self.boot_generation,
             attachment=connection,
@@ -127,10 +145,6 @@ class Pool:
             page_bytes=memory.page_bytes,
         )
         self._send(connection, attached, with_memory=True)
-        for over, count in memory.engines.excess().items():
-            self._send(over, wire.Shrink(count=count))
-        self._serve()
-        return created
 
     def _replace(self, engine: Engine, reason: str) -> None:
         self._lose_engine(engine.connection)
@@ -139,11 +153,12 @@ class Pool:
     def _let_go(self, process: int, instance: InstanceId) -> None:
         assert self.memory is not None
         self.counters["pages_acknowledged"] += self.memory.engines.let_go(process, instance)
+        self._end_kept(instance)
 
-    def _create(self, description: EngineDescription, num_pages: int, page_bytes: int) -> Memory:
-        table = PageTable(num_pages, self.boot_generation)
-        engines = Engines(table, self.limits.granted_share)
-        return Memory(description.content_key, description.block_tokens, page_bytes, table, engines)
+    def _end_kept(self, instance: InstanceId) -> None:
+        """After an engine's end was proven: nobody works in the pages that were leased for it."""
+        if self.memory is not None and not self.memory.engines.lives_on(instance):
+            self.leases.release_kept(instance)
 
     def _refuse(self, connection: int, code: str, reason: str) -> list[Action]:
         self.counters["attaches_refused"] += 1
@@ -157,10 +172,10 @@ class Pool:
         client = self.clients.pop(connection, None)
         if client is not None:
             self.leases.forget_waiters(connection)
-            if self._engines_of(client.instance):
-                self.leases.orphan(connection)
-            else:
-                self.leases.release_of(connection, client.instance)
+            if not self._engines_of(client.instance):
+                lives_on = self._lives_on(client.instance)
+                self.leases.release_of(connection, client.instance, engine_lives=lives_on)
+            self.leases.orphan(connection)
         elif self.memory is not None:
             self._lose_engine(connection)
         self._serve()
@@ -173,9 +188,9 @@ class Pool:
             return
         self.counters["engines_lost"] += 1
         self.leases.forget_waiters(connection)
-        self.leases.release_of(connection, engine.instance)
+        self.leases.release_of(connection, engine.instance, engine_lives=True)
         if not self._engines_of(engine.instance):
-            self.leases.release_of(None, engine.instance)
+            self.leases.release_of(None, engine.instance, engine_lives=True)
 
     def on_process_dead(self, process: int, now_ms: int) -> list[Action]:
         """Proof of death (its pidfd became readable): everything that it could still write is free again.
@@ -187,7 +202,10 @@ class Pool:
         self._active_at_ms = now_ms
         for engine in [e for e in self.memory.engines.attached.values() if e.process == process]:
             self._replace(engine, "process.dead")
+        instances = {lost.engine.instance for lost in self.memory.engines.lost}
         self.counters["pages_recovered"] += self.memory.engines.bury(process)
+        for instance in sorted(instances):
+            self._end_kept(instance)
         self._serve()
         return self._done()
 
@@ -230,15 +248,8 @@ class Pool:
         match message:
             case wire.NeedPages():
                 memory.engines.ask(engine, max(0, message.count))
-            case wire.Writing():
-                for page, epoch in self._pages(message):
-                    if self._own(engine, page, epoch, PageState.GRANTED):
-                        memory.table.apply(page, PageEvent.WRITE)
-            case wire.GiveBack():
-                for page, epoch in self._pages(message):
-                    if self._own(engine, page, epoch):
-                        engine.held.remove(page)
-                        memory.table.free(page, PageEvent.GIVE_BACK)
+            case wire.Writing() | wire.GiveBack() | wire.Unpin():
+                self._on_pages(memory, engine, message)
             case wire.Detach():
                 self._lose_engine(connection)
                 self._let_go(engine.process, engine.instance)
@@ -248,6 +259,22 @@ class Pool:
             case wire.HandoffReady():
                 self._sends += self.readers.on_handoff_ready(message, now_ms)
 
+    def _on_pages(
+        self, memory: Memory, engine: Engine, message: wire.Writing | wire.GiveBack | wire.Unpin
+    ) -> None:
+        for page, epoch in self._pages(message):
+            if isinstance(message, wire.Writing):
+                if self._own(engine, page, epoch, PageState.GRANTED):
+                    memory.table.apply(page, PageEvent.WRITE)
+            elif isinstance(message, wire.GiveBack):
+                if self._own(engine, page, epoch):
+                    engine.held.remove(page)
+                    memory.table.free(page, PageEvent.GIVE_BACK)
+            elif page in engine.pinned and memory.table.epochs[page] == epoch:
+                memory.engines.unpin(engine, page)
+            else:
+                self.counters["messages_stale"] += 1
+
     def _on_sealed(self, memory: Memory, engine: Engine, message: wire.Sealed) -> None:
         for block in parse.sealed(message, memory.block_tokens, self.limits.max_blocks_per_call):
             if not self._own(engine, block.page, block.epoch):
@@ -255,14 +282,20 @@ class Pool:
             page = block.page
             if memory.table.states[page] == PageState.GRANTED:  # sealed without Writing: it wrote nonetheless
                 memory.table.apply(page, PageEvent.WRITE)
-            engine.held.remove(page)
             entry = Entry(block.block_hash, block.parent, page, block.valid_tokens, block.checksum)
-            if self.index.insert(entry):
+            is_new = self.index.insert(entry)
+            self.counters["pages_sealed" if is_new else "seals_duplicate"] += 1
+            if engine.works_in_pages:
                 memory.table.apply(page, PageEvent.SEAL)
-                self.counters["pages_sealed"] += 1
+                if is_new:
+                    self.index.pin([entry])
+                memory.engines.seal(engine, page, entry if is_new else None)
+                continue
+            engine.held.remove(page)
+            if is_new:
+                memory.table.apply(page, PageEvent.SEAL)
             else:
                 memory.table.free(page, PageEvent.DISCARD)
-                self.counters["seals_duplicate"] += 1
 
     def _on_delete(self, connection: int, call: wire.Delete) -> None:
         hashes = self._hashes(call.hashes)
@@ -307,7 +340,7 @@ class Pool:
             num_leases=len(self.leases.leases),
             num_handoffs=len(self.leases.handoffs),
             attachments=sorted(
-                [f"engine {e.instance}: {len(e.held)} of {e.quota} pages" for e in engines]
+                [f"engine {e.instance}: {e.num_pages} of {e.quota} pages" for e in engines]
                 + [f"client {c.instance}" for c in self.clients.values()]
             ),
             counters=dict(self.counters),
@@ -351,16 +384,24 @@ class Pool:
         client = self.clients.get(connection)
         if client is not None:
             return client.instance
-        engine = self.memory.engines.attached.get(connection) if self.memory else None
-        return engine.instance if engine else None
+        if self.memory is None:
+            return None
+        engine = self.memory.engines.attached.get(connection)
+        if engine is not None:
+            return engine.instance
+        rank = self.memory.engines.ranks.get(connection)
+        return rank[1] if rank is not None else None
 
     def _engines_of(self, instance: InstanceId) -> list[Engine]:
         return self.memory.engines.of_instance(instance) if self.memory else []
 
+    def _lives_on(self, instance: InstanceId) -> bool:
+        return self.memory is not None and self.memory.engines.lives_on(instance)
+
     def _hashes(self, raw: bytes) -> list[BlockHash]:
         return parse.hashes(raw, self.limits.max_blocks_per_call)
 
-    def _pages(self, message: wire.Writing | wire.GiveBack) -> list[tuple[PageId, int]]:
+    def _pages(self, message: wire.Writing | wire.GiveBack | wire.Unpin) -> list[tuple[PageId, int]]:
         return parse.pages(message.pages, message.epochs, self.limits.max_blocks_per_call)
 
     def _send(self, connection: int, message: wire.FromMempool, *, with_memory: bool = False) -> None:

@@ -88,7 +88,8 @@ class Readers:
             return Send(connection, nothing)
         if len(self._leases.leases) >= self._limits.max_leases:
             return self._fail(connection, call, f"{self._limits.max_leases} leases are held")
-        lease = self._leases.grant(connection, instance, entries, now_ms + self._ttl(call.ttl_ms))
+        until_ms = None if call.until_release else now_ms + self._ttl(call.ttl_ms)
+        lease = self._leases.grant(connection, instance, entries, until_ms)
         pages = [entry.page for entry in entries]
         acquired = wire.Acquired(
             call_id=call.call_id,

@@ -1,0 +1,150 @@
+"""What the pool decides about engines that work in its pages: pins end with a word or with proof of death."""
+
+import msgspec
+
+from services.mempool.core.page_table import PageTable
+from shared.kv.page import PageState
+from shared.kv.words import u32_bytes
+from shared.wire import mempool as wire
+from tests.unit.mempool_harness import DESCRIPTION, Harness, InstanceId, Owned, chain, page_lists
+
+
+def worker(pool: Harness, connection: int, **fields: object) -> None:
+    """An engine that works in the pages."""
+    pool.engine(connection, works_in_pages=True, **fields)
+
+
+def unpin(pool: Harness, connection: int, pages: list[Owned]) -> None:
+    pool.say(connection, wire.Unpin(**page_lists(pages)))
+
+
+def keep(pool: Harness, connection: int, hashes: list[bytes]) -> wire.Acquired:
+    """A lease that an engine works in."""
+    pool.calls += 1
+    call = wire.Acquire(call_id=pool.calls, hashes=b"".join(hashes), ttl_ms=1, until_release=True)
+    pool.say(connection, call)
+    answer = pool.answer(connection)
+    assert answer is not None
+    return answer
+
+
+def test_a_sealed_page_in_use_is_not_evicted_until_its_engine_unpins_it():
+    pool = Harness(num_pages=2)
+    worker(pool, 1, quota=1)
+    pages = pool.save(1, chain("a"))
+    worker(pool, 2, quota=2)
+    assert len(pool.granted[2]) == 1, "the other page is in use"
+    unpin(pool, 1, pages)
+    assert pool.counts() == {"granted": 1, "sealed": 1}, "its quota is even with the other's"
+    pool.need(1, 1)
+    assert pool.granted[1][0][0] == pages[0][0]
+
+
+def test_pages_in_use_count_against_the_quota():
+    pool = Harness(num_pages=8)
+    worker(pool, 1, quota=2)
+    pages = pool.save(1, chain("a", "b"))
+    pool.need(1, 2)
+    assert pool.granted[1] == []
+    unpin(pool, 1, pages[:1])
+    assert len(pool.granted[1]) == 1
+
+
+def test_a_second_seal_of_a_hash_keeps_the_page_for_its_engine_alone():
+    pool = Harness(num_pages=4)
+    worker(pool, 1)
+    worker(pool, 2, quota=1)
+    first, second = pool.save(1, chain("a")), pool.save(2, chain("a"))
+    assert pool.state(second[0][0]) is PageState.SEALED
+    assert pool.acquire(1, chain("a")).pages == u32_bytes([first[0][0]])
+    unpin(pool, 2, second)
+    assert pool.state(second[0][0]) is PageState.FREE
+    assert pool.words[second[0][0]] >> 8 == second[0][1] + 1
+
+
+def test_unpins_that_are_stale_or_of_others_change_nothing():
+    pool = Harness(num_pages=4)
+    worker(pool, 1)
+    worker(pool, 2)
+    pages = pool.save(1, chain("a"))
+    unpin(pool, 2, pages)
+    unpin(pool, 1, [(pages[0][0], pages[0][1] - 1)])
+    assert pool.pool.index.num_pinned == 1
+    assert pool.pool.counters["messages_stale"] == 2
+
+
+def test_pins_of_a_lost_engine_stay_until_all_of_its_processes_are_dead():
+    pool = Harness(num_pages=4)
+    rank = wire.Attach(kind="rank", instance=InstanceId("i1"), description=DESCRIPTION)
+    pool.run(pool.pool.on_attach(7, 70, rank, 0))
+    worker(pool, 1, process=10)
+    pool.client(3, "i1")
+    pool.save(1, chain("a"))
+    lease = keep(pool, 3, chain("a"))
+    assert lease.num_blocks == 1
+    pool.closed(1)
+    pool.closed(3)
+    pool.dead(10)
+    assert pool.pool.index.num_pinned == 1, "the rank may still read"
+    assert len(pool.pool.leases.leases) == 1
+    pool.dead(70)
+    assert pool.pool.index.num_pinned == 0
+    assert not pool.pool.leases.leases
+    assert pool.counts() == {"free": 3, "sealed": 1}, "what was sealed outlives its engine"
+
+
+def test_a_lease_that_an_engine_works_in_has_no_expiry_and_ends_with_its_release():
+    pool = Harness(num_pages=4)
+    worker(pool, 1)
+    pool.client(3, "i1")
+    pages = pool.save(1, chain("a"))
+    lease = keep(pool, 3, chain("a"))
+    unpin(pool, 1, pages)
+    pool.advance(1_000_000)
+    assert pool.pool.index.num_pinned == 1
+    pool.release(1, lease.lease_id)  # by the engine, over its own connection
+    assert pool.pool.index.num_pinned == 0
+
+
+def test_the_front_of_a_living_engine_may_leave_without_ending_what_the_engine_works_in():
+    pool = Harness(num_pages=4)
+    worker(pool, 1)
+    pool.client(3, "i1")
+    pool.save(1, chain("a"))
+    lease = keep(pool, 3, chain("a"))
+    pool.closed(3)
+    assert list(pool.pool.leases.leases) == [lease.lease_id]
+
+
+def test_an_engine_over_its_share_is_asked_to_shrink_when_another_attaches():
+    pool = Harness(num_pages=8, kept_share=1.0)
+    worker(pool, 1, quota=8)
+    worker(pool, 2, quota=8)
+    assert [m.count for m in pool.sent[1] if isinstance(m, wire.Shrink)] == [4]
+    assert pool.granted[2] == []
+    pool.give_back(1, pool.take(1, 4))
+    assert len(pool.granted[2]) == 4
+
+
+def test_ranks_get_room_for_every_page():
+    pool = Harness(num_pages=8)
+    two = wire.Attach(
+        kind="rank", instance=InstanceId("i"), description=msgspec.structs.replace(DESCRIPTION, tp_size=2)
+    )
+    pool.run(pool.pool.on_attach(7, 70, two, 0))
+    assert pool.created is not None
+    assert (pool.created.num_pages, pool.created.num_ranks) == (4, 2)
+    assert isinstance(pool.sent[7][0], wire.Attached)
+
+
+def test_the_table_keeps_its_sum_through_pins():
+    pool = Harness(num_pages=4)
+    worker(pool, 1, quota=4, process=5)
+    pages = pool.save(1, chain("a", "b"))
+    unpin(pool, 1, pages[:1])
+    pool.closed(1)
+    pool.dead(5)
+    assert pool.pool.memory is not None
+    table: PageTable = pool.pool.memory.table
+    assert sum(table.counts) == 4
+    assert pool.counts() == {"free": 2, "sealed": 2}
