@@ -263,7 +263,7 @@ class Cluster:
         if isinstance(action, SendGenerate):
             return self._generate(call, action)
         if isinstance(action, SendAbort):
-            abort = Abort(request_id=call.request_id, attempt=action.attempt)
+            abort = Abort(request_id=call.request_id, attempt=action.attempt, handoff_id=action.handoff_id)
             self._send_worker(action.target.endpoint, abort)
         elif isinstance(action, SendEnded):
             with suppress(PeerGone, Overloaded):  # a scheduler that is gone has forgotten the attempt

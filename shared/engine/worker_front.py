@@ -116,6 +116,8 @@ class WorkerFront:
                 found = self._attempts.get((identity, message.request_id, message.attempt))
                 if found is not None:
                     found[1].cancel()
+                if message.handoff_id is not None and self._context is not None:
+                    self._context.pages.drop_handoff(message.handoff_id)
             case Generate():
                 self._on_generate(identity, message, raw)
 

@@ -43,6 +43,8 @@ class PageClient(Protocol):
 
     def release(self, lease_id: LeaseId) -> None: ...
 
+    def drop_handoff(self, handoff_id: HandoffId) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class PageLease:
@@ -153,3 +155,11 @@ class PromptPages:
                 self._client.release(lease_id)
             except ClusterError as error:
                 _log.info("release_failed", lease_id=lease_id, error=error.message)
+
+    def drop_handoff(self, handoff_id: HandoffId) -> None:
+        """Nobody will claim this handoff, come or still to come. Never fails: its time ends it otherwise."""
+        if self._client is not None and self._client.connected:
+            try:
+                self._client.drop_handoff(handoff_id)
+            except ClusterError as error:
+                _log.info("drop_handoff_failed", handoff_id=handoff_id, error=error.message)

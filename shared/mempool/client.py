@@ -125,6 +125,11 @@ class MempoolClient:
         """End a lease. Never fails: a pool that is gone has ended it already."""
         self._send(wire.Release(lease_id=lease_id))
 
+    def drop_handoff(self, handoff_id: HandoffId) -> None:
+        """End a handoff that nobody will acquire, come or still to come. Never fails: its time ends it otherwise."""
+        # acquiring nothing of it ends it like any other acquire; the answer holds no lease and finds no caller
+        self._send(wire.Acquire(call_id=self._next_call(), hashes=b"", handoff_id=handoff_id))
+
     async def match(self, hashes: Sequence[BlockHash], *, timeout_ms: int = CALL_TIMEOUT_MS) -> int:
         """How many leading blocks are known: a hint. 0 without a pool."""
         call = wire.Match(call_id=self._next_call(), hashes=b"".join(hashes))

@@ -83,9 +83,10 @@ class ScriptedGateway:
         )
         self.link.send(message, [pack_tokens(prompt)] if raw is None else raw)
 
-    def abort(self, request_id: str, attempt: int = 1) -> None:
+    def abort(self, request_id: str, attempt: int = 1, *, handoff_id: str | None = None) -> None:
         """Give an attempt up."""
-        self.link.send(Abort(request_id=RequestId(request_id), attempt=attempt))
+        handoff = None if handoff_id is None else HandoffId(handoff_id)
+        self.link.send(Abort(request_id=RequestId(request_id), attempt=attempt, handoff_id=handoff))
 
     def alive(self) -> None:
         """Say it once."""

@@ -68,11 +68,15 @@ class Generate(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="gener
     traceparent: str = ""
 
 
-class Abort(Struct, frozen=True, kw_only=True, tag="abort"):
-    """The client left or the attempt was given up. No answer."""
+class Abort(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):
+    """The client left or the attempt was given up. No answer.
+
+    `handoff_id`: to the prefill instance, also when its stage has ended: nobody will claim these pages.
+    """
 
     request_id: RequestId
     attempt: int
+    handoff_id: HandoffId | None = None
 
 
 class Alive(Struct, frozen=True, kw_only=True, tag="alive"):

@@ -186,6 +186,46 @@ def test_legacy_completions_echo_and_logprobs(client):
     assert choice.logprobs.token_logprobs[0] is None
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_echo_without_tokens_scores_a_text_as_generating_it_did(client, n):
+    start = "The with statement"
+    made = client.completions.create(
+        model=MODEL, prompt=start, max_tokens=48, temperature=0, logprobs=1, echo=True
+    )
+    expected = made.choices[0].logprobs
+    text = made.choices[0].text
+    fields = {"model": MODEL, "prompt": text, "max_tokens": 0, "echo": True, "logprobs": 1, "n": n}
+    scored = [client.completions.create(**fields) for _ in range(2)]  # the second finds every cache full
+    for answer in scored:
+        assert len(answer.choices) == n
+        assert answer.usage.completion_tokens == 0
+        assert answer.usage.total_tokens == answer.usage.prompt_tokens
+        for choice in answer.choices:
+            assert choice.text == text
+            assert choice.finish_reason == "length"
+            assert choice.logprobs.tokens == expected.tokens
+            assert choice.logprobs.text_offset == expected.text_offset
+            assert choice.logprobs.token_logprobs[0] is None
+            assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected.token_logprobs[1:], abs=1e-3)
+    parts = list(client.completions.create(**fields, stream=True))
+    for index in range(n):
+        mine = [choice for part in parts for choice in part.choices if choice.index == index]
+        assert "".join(choice.text for choice in mine) == text
+        assert [choice.finish_reason for choice in mine if choice.finish_reason] == ["length"]
+        first = mine[0].logprobs
+        assert first.tokens == expected.tokens
+        assert first.token_logprobs == scored[-1].choices[index].logprobs.token_logprobs
+
+
+def test_a_streamed_echo_has_the_log_probabilities_of_the_whole_one(client):
+    fields = {"model": MODEL, "prompt": "The with statement", "max_tokens": 6, "temperature": 0, "echo": True}
+    whole = client.completions.create(**fields, logprobs=2).choices[0]
+    parts = [c for part in client.completions.create(**fields, logprobs=2, stream=True) for c in part.choices]
+    assert "".join(choice.text for choice in parts) == whole.text
+    assert [t for c in parts if c.logprobs for t in c.logprobs.tokens] == whole.logprobs.tokens
+    assert [t for c in parts if c.logprobs for t in c.logprobs.text_offset] == whole.logprobs.text_offset
+
+
 def test_chat_logprobs_have_their_alternatives(client):
     answer = client.chat.completions.create(
         model=MODEL, messages=ask("hello"), temperature=0, max_tokens=3, logprobs=True, top_logprobs=3

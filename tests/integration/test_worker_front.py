@@ -93,6 +93,7 @@ class FakePages:
         self.error = error
         self.calls = []
         self.released = []
+        self.dropped = []
 
     async def acquire(self, hashes, *, handoff_id="", wait_ms=0, ttl_ms=0, traceparent=""):
         self.calls.append((list(hashes), handoff_id, wait_ms))
@@ -110,6 +111,9 @@ class FakePages:
 
     def release(self, lease_id):
         self.released.append(lease_id)
+
+    def drop_handoff(self, handoff_id):
+        self.dropped.append(handoff_id)
 
 
 async def test_a_colocated_request_streams_the_oracles_tokens_and_finishes(model_dir):
@@ -317,6 +321,29 @@ async def test_trouble_with_the_pool_costs_time_but_not_the_answer(model_dir, tr
         assert end.receipt.tokens_pool == 0
         assert rig.pages.num_leases == 0
         assert pages.calls == [] if trouble in ("description", "down") else len(pages.calls) == 1
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+async def test_an_abort_that_names_a_handoff_lets_its_pages_go(model_dir, has_ended):
+    pages = FakePages()
+    async with running(model_dir, pages, mock_prefill_tokens_per_s=1e6 if has_ended else 1e3) as (
+        rig,
+        gateway,
+    ):
+        gateway.generate("p", list(range(3, 103)), stage="prefill")
+        if has_ended:
+            await gateway.end_of("p")
+        else:
+            await until(lambda: rig.front.num_inflight == 1)
+        gateway.abort("p")
+        gateway.abort("p", handoff_id="h-p")
+        await until(lambda: rig.front.num_inflight == 0 and pages.dropped)
+        assert pages.dropped == ["h-p"], "once, and not for an abort that names none"
+        pages.connected = False
+        gateway.abort("p", handoff_id="h-q")
+        gateway.generate("d", [5], max_tokens=1)
+        await gateway.end_of("d")
+        assert pages.dropped == ["h-p"]
 
 
 async def test_prompt_logprobs_come_once(model_dir):

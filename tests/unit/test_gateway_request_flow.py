@@ -22,13 +22,14 @@ LIMITS = Limits(placement_deadline_ms=1_000, shed_wait_ms=200, place_reply_ms=10
 P0 = Target(instance=InstanceId("p0"), epoch=Epoch(1), role="prefill", endpoint="tcp://p0")
 D0 = Target(instance=InstanceId("d0"), epoch=Epoch(1), role="decode", endpoint="tcp://d0")
 DESCRIPTION = EngineDescription(model="m", fingerprint="f", dtype="float32", layout="l", backend="b")
-HANDOFF = HandoffState(handoff_id=HandoffId("h"), source=P0.instance, description=DESCRIPTION)
+H = HandoffId("h")
+HANDOFF = HandoffState(handoff_id=H, source=P0.instance, description=DESCRIPTION)
 
 
 def placed(attempt: int, prefill: Target | None = P0, decode: Target = D0) -> Placed:
     return Placed(
         request_id=RequestId("r"), attempt=attempt, decode=decode, prefill=prefill,
-        kind="disaggregated" if prefill else "colocated", handoff_id=HandoffId("h"),
+        kind="disaggregated" if prefill else "colocated", handoff_id=H,
     )  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def test_no_handoff_ends_after_prefill():
 def test_worker_lost_before_the_first_byte_is_placed_again_without_it():
     flow = decoding()
     actions = flow.on_instance_down(D0.instance, now_ms=5)
-    assert actions == [SendAbort(1, P0), SendEnded(1), Discard(), SendPlace(2, [D0.instance])]
+    assert actions == [SendAbort(1, P0, H), SendEnded(1), Discard(), SendPlace(2, [D0.instance])]
 
 
 def test_worker_lost_after_the_first_byte_fails():
@@ -103,7 +104,7 @@ def test_decode_lost_while_prefilling_is_placed_again():
     flow = started()
     flow.on_placed(placed(1), now_ms=1)
     actions = flow.on_instance_down(D0.instance, now_ms=2)
-    assert actions == [SendAbort(1, P0), SendEnded(1), Discard(), SendPlace(2, [D0.instance])]
+    assert actions == [SendAbort(1, P0, H), SendEnded(1), Discard(), SendPlace(2, [D0.instance])]
 
 
 def test_output_of_an_old_attempt_is_refused():
@@ -125,7 +126,7 @@ def test_stale_epoch_does_not_exclude_the_instance():
 def test_fatal_failure_is_the_answer():
     flow = decoding()
     actions = flow.on_failed(1, "invalid_request", "bad grammar", False, now_ms=5, source=D0.instance)
-    assert actions == [SendAbort(1, P0), SendEnded(1), Fail("invalid_request", "bad grammar")]
+    assert actions == [SendAbort(1, P0, H), SendEnded(1), Fail("invalid_request", "bad grammar")]
 
 
 def test_rejection_waits_then_forgets_the_exclusion():
@@ -162,8 +163,14 @@ def test_silent_scheduler_is_asked_again_until_the_deadline():
 
 def test_client_leaving_aborts_every_involved_instance():
     flow = decoding()
-    assert flow.on_client_gone() == [SendAbort(1, D0), SendAbort(1, P0), SendEnded(1), Cancel()]
+    assert flow.on_client_gone() == [SendAbort(1, D0), SendAbort(1, P0, H), SendEnded(1), Cancel()]
     assert flow.on_client_gone() == []
+
+
+def test_client_leaving_during_prefill_lets_the_handoff_go_that_may_come():
+    flow = started()
+    flow.on_placed(placed(1), now_ms=1)
+    assert flow.on_client_gone() == [SendAbort(1, P0, H), SendEnded(1), Cancel()]
 
 
 def test_stop_string_completes_and_aborts():

@@ -75,6 +75,21 @@ def test_a_look_without_waiting_leaves_the_handoff_to_its_acquirer(pool):
     assert pool.pool.status().num_handoffs == 1
 
 
+@pytest.mark.parametrize("has_come", [True, False])
+def test_acquiring_nothing_of_a_handoff_ends_it_come_or_still_to_come(pool, has_come):
+    """What a worker does when the client has left between prefill and decode."""
+    if has_come:
+        pool.ready(1, "h", PROMPT)
+        assert pinned(pool) == 3
+    nothing = pool.acquire(2, [], handoff="h")
+    assert nothing is not None
+    assert (nothing.num_blocks, nothing.lease_id) == (0, "")
+    if not has_come:
+        pool.ready(1, "h", PROMPT)
+    assert pinned(pool) == 0
+    assert pool.pool.status().num_handoffs == 0
+
+
 def test_handoff_nobody_acquires_ends_with_its_ttl(pool):
     pool.ready(1, "h", PROMPT, ttl_ms=300)
     pool.advance(299)

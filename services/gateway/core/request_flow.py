@@ -13,7 +13,7 @@ has left for the client an attempt is never repeated, so no client sees two answ
 from dataclasses import dataclass, field
 from enum import Enum
 
-from shared.ids import InstanceId
+from shared.ids import HandoffId, InstanceId
 from shared.wire.handoff import HandoffState
 from shared.wire.placement import Placed, Rejected, Target
 from shared.wire.requests import HandoffTarget, Stage
@@ -69,6 +69,7 @@ class SendAbort:
 
     attempt: int
     target: Target
+    handoff_id: HandoffId | None = None  # of the prefill instance: its pages wait for nobody
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,10 +299,11 @@ class RequestFlow:
         placed = self.placed
         if placed is None or self.phase not in (Phase.PREFILLING, Phase.DECODING):
             return []
-        targets = [placed.decode] if self.phase is Phase.DECODING else []
-        if placed.prefill is not None:
-            targets.append(placed.prefill)
-        aborts: list[Action] = [SendAbort(self.attempt, t) for t in targets if t.instance != gone]
+        aborts: list[Action] = []
+        if self.phase is Phase.DECODING and placed.decode.instance != gone:
+            aborts.append(SendAbort(self.attempt, placed.decode))
+        if placed.prefill is not None and placed.prefill.instance != gone:
+            aborts.append(SendAbort(self.attempt, placed.prefill, placed.handoff_id))
         return [*aborts, SendEnded(self.attempt)]
 
     def _stop(self, outcome: Complete | Cancel | Fail) -> list[Action]:
