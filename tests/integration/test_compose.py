@@ -1,5 +1,6 @@
 """The compose files start a cluster that serves, is traced, restarts a killed worker and leaves nothing."""
 
+import asyncio
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from tests.integration.compose_project import (
 pytestmark = [pytest.mark.docker, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 TRACE_DEADLINE_S = 30
+RIGHT_COUNT = ", ".join(map(str, range(1, 21))) + "."
 SERVICES_OF_A_TRACE = {"quire-gateway", "quire-scheduler", "quire-prefill", "quire-decode"}
 
 
@@ -96,12 +98,50 @@ def test_a_killed_worker_comes_back_and_serves(project):
     assert text.startswith("Hello")
 
 
-def test_decode_workers_scale_without_a_name_or_port_of_their_own(project):
+def test_two_decode_workers_need_no_name_or_port_of_their_own_and_one_goes_on_alone(project):
+    """`up --scale decode=2`: both are members, both serve, and the death of one takes nothing from the other."""
     project.up("--no-recreate", "--scale", "decode=2")
-    roles = [instance["role"] for instance in project.instances()]
-    assert roles.count("decode") == 2
-    _, text = stream_chat(project, "Count to 5.")
-    assert text == "1, 2, 3, 4, 5."
+    containers = project.containers("decode")
+    assert len(containers) == 2
+    names = {f"decode-{container[:12]}": container for container in containers}
+    assert {
+        i["instance"] for i in project.instances() if i["role"] == "decode" and i["state"] == "live"
+    } == set(names)
+    answers = asyncio.run(counts(project, 8))
+    assert {text for _, text in answers} == {RIGHT_COUNT}
+    assert {decoder for decoder, _ in answers} == set(names), "both serve"
+
+    killed = answers[0][0]
+    subprocess.run(["docker", "kill", names[killed]], check=True, capture_output=True, timeout=60)
+    answers = asyncio.run(counts(project, 8))  # at once: before anybody else has noticed
+    assert {text for _, text in answers} == {RIGHT_COUNT}
+    assert {decoder for decoder, _ in answers} == set(names) - {killed}
+
+    def live() -> set[object]:
+        return {i["instance"] for i in project.instances() if i["role"] == "decode" and i["state"] == "live"}
+
+    wait_until(lambda: live() == set(names) - {killed}, 30, "the dead worker is a member no more")
+
+
+async def counts(project: ComposeProject, number: int) -> list[tuple[str, str]]:
+    """(decode instance, text) of as many requests at once, each a prompt of its own."""
+    async with httpx.AsyncClient(base_url=project.url(""), timeout=60, trust_env=False) as client:
+
+        async def one(seed: int) -> tuple[str, str]:
+            body = {
+                "model": "quire-demo",
+                "messages": [{"role": "user", "content": "Count to 20."}],
+                "temperature": 0,
+                "max_tokens": 80,
+                "user": f"scale-{seed}",
+                "quire_receipt": True,
+            }
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            found = answer.json()
+            return found["quire_receipt"]["stages"][-1]["instance"], found["choices"][0]["message"]["content"]
+
+        return await asyncio.gather(*(one(seed) for seed in range(number)))
 
 
 def test_nothing_is_left_after_down(project):
