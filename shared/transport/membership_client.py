@@ -198,6 +198,7 @@ class MembershipPoller(_Background):
     ) -> None:
         super().__init__(on_event)
         self.last: InstanceList | None = None
+        self.asked = asyncio.Event()  # set after the first answer, or its failure: at most REQUEST_TIMEOUT_S
         self._api = _Api(coordinator_url, key)
         self._interval_s = interval_ms / 1000
         self._on_list = on_list
@@ -219,4 +220,6 @@ class MembershipPoller(_Background):
                 self.last = found
                 if is_new:
                     self._on_list(found)
+            finally:
+                self.asked.set()
             await asyncio.sleep(self._interval_s)

@@ -182,7 +182,8 @@ async def test_a_poller_hears_each_new_version_and_keeps_the_last_list(coordinat
     poller = MembershipPoller(coordinator.url, interval_ms=20, on_list=lists.append)
     opened.append(poller)
     poller.open()
-    await until(lambda: len(lists) == 1)
+    await asyncio.wait_for(poller.asked.wait(), 2)
+    assert len(lists) == 1, "who waits for the first answer has its list"
     member(coordinator, opened)
     await until(lambda: len(lists) > 1 and lists[-1].instances)
     versions = [one.version for one in lists]
@@ -190,6 +191,15 @@ async def test_a_poller_hears_each_new_version_and_keeps_the_last_list(coordinat
     coordinator.process.kill()
     await until(lambda: not poller.reachable)
     assert poller.last.instances[0].instance == "prefill-0"
+
+
+async def test_who_waits_for_a_pollers_first_answer_is_not_held_up_by_an_absent_coordinator(opened):
+    poller = MembershipPoller("http://127.0.0.1:9", on_list=lambda found: None)
+    opened.append(poller)
+    poller.open()
+    await asyncio.wait_for(poller.asked.wait(), 2)
+    assert not poller.reachable
+    assert poller.last is None
 
 
 async def test_keys_are_asked_of_members(opened, redis):
