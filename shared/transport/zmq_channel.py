@@ -1,134 +1,47 @@
-"""ZeroMQ ends of the control plane, driven by the running asyncio loop: DealerLink and RouterServer.
+"""ZeroMQ ends of the control plane on the running asyncio loop: DealerLink and RouterServer.
 
-The receive path is one reader on the socket's descriptor that drains it without waiting; no task is made per
-message. Sends never wait either: a full or lost link is an exception that the caller turns into its
-answer. A peer that dies closes its TCP connection (noticed at once); one that freezes misses heartbeats
-(noticed within 2 s).
+They speak ZeroMQ's protocol themselves (zmtp.py, zmtp_peer.py): a message is one write by its sender's loop and
+one read by its receiver's, without libzmq's threads between. libzmq's own sockets may stand at the other end. Sends
+never wait: a full or lost link is an exception that the caller turns into its answer. A peer that dies closes its
+connection (noticed at once); one that freezes misses heartbeats (noticed within 2 s).
 """
 
 import asyncio
+import os
+import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Generic, TypeVar
 
-import zmq
-import zmq.backend
-from zmq.utils.monitor import parse_monitor_message
-
 from shared.errors import Overloaded, PeerGone, PeerProtocolError, PeerTimeout, SettingsError
-from shared.wire.codec import MAX_BODY_BYTES, MAX_RAW_FRAMES, Channel
+from shared.transport.zmtp_peer import ZmtpPeer
+from shared.wire.codec import Channel
 
 HIGH_WATER_MESSAGES = 10_000
-HEARTBEAT_INTERVAL_MS = 500
-HEARTBEAT_TIMEOUT_MS = 1_500
-HANDSHAKE_TIMEOUT_MS = 2_000
+CONNECT_TIMEOUT_MS = 2_000
 RECONNECT_MIN_MS = 50
 RECONNECT_MAX_MS = 500
-DRAIN_BATCH_MESSAGES = 256  # then other callbacks of the loop get their turn
-_MAX_FRAMES = 3 + MAX_RAW_FRAMES
-_Compiled = zmq.backend.Socket
-_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-_EVENTS, _RCVMORE, _POLLIN = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN)
+MAX_PEERS = 4_096  # connections of one server
+BACKLOG = 1_024
 
 Out = TypeVar("Out")
 In = TypeVar("In")
 
 
-def shared_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """The process's one ZeroMQ context; a forked child gets its own."""
-    return zmq.Context.instance()
-
-
-def _new_socket(kind: int, high_water: int) -> zmq.Socket[bytes]:
-    socket = shared_context().socket(kind)
-    for option, value in (
-        (zmq.LINGER, 0),
-        (zmq.SNDHWM, high_water),
-        (zmq.RCVHWM, high_water),
-        (zmq.MAXMSGSIZE, MAX_BODY_BYTES),
-        (zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS),
-        (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
-        (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
-        (zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS),
-    ):
-        socket.setsockopt(option, value)
-    return socket
-
-
-def _send(socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
-    """Queue a message. Raises: zmq.Again when its queue is full."""
-    try:
-        _send_now(socket, frames)
-    except zmq.Again:
-        # A send looks for news from ZeroMQ's own thread (the peer has read, or has just connected) only once
-        # a millisecond; asking for EVENTS always does.
-        socket.getsockopt(zmq.EVENTS)
-        _send_now(socket, frames)
-
-
-def _send_now(socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
-    # pyzmq's compiled methods with plain integers: send_multipart() spends 2 us on enum flags and checks.
-    last = len(frames) - 1
-    for index, frame in enumerate(frames):
-        _Compiled.send(socket, frame, _NOBLOCK if index == last else _NOBLOCK_MORE)
-
-
-def _receive(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """One whole message. Raises: zmq.Again when none is there. Frames past the codec's bound are dropped."""
-    frames = [_Compiled.recv(socket, _NOBLOCK)]
-    while _Compiled.get(socket, _RCVMORE):
-        frame = _Compiled.recv(socket, _NOBLOCK)
-        if len(frames) <= _MAX_FRAMES + 1:  # one more than can be right, so that the codec refuses it
-            frames.append(frame)
-    return frames
-
-
-class _Drain:
-    """Calls `handle(frames)` for every message that a socket receives, a bounded batch at a time."""
-
-    def __init__(self, socket: zmq.Socket[bytes], handle: Callable[[list[bytes]], None]) -> None:
-        self._socket = socket
-        self._handle = handle
-        self._loop = asyncio.get_running_loop()
-        self._fd = int(socket.getsockopt(zmq.FD))
-        self._scheduled = False  # a run or a look is due in this loop's next turn, or is going on
-        self._stopped = False
-        self._loop.add_reader(self._fd, self.run)
-        self.check()
-
-    def check(self) -> None:
-        """After a send: look again. ZeroMQ's descriptor is edge triggered, the send may have eaten it.
-
-        Once per turn of the loop, however many messages were sent in it: a look is a system call.
-        """
-        if not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon(self._look)
-
-    def _look(self) -> None:
-        self._scheduled = False
-        if not self._stopped and int(_Compiled.get(self._socket, _EVENTS)) & _POLLIN:
-            self.run()
-
-    def run(self) -> None:
-        self._scheduled = True  # what handlers send needs no look of its own: this goes on until Again
-        try:
-            for _ in range(DRAIN_BATCH_MESSAGES):
-                if self._stopped:  # a handler may close its own socket
-                    return
-                try:
-                    frames = _receive(self._socket)
-                except zmq.Again:
-                    self._scheduled = False
-                    return
-                self._handle(frames)
-        except BaseException:
-            self._loop.call_soon(self.run)  # a handler's bug must not leave the other messages behind
-            raise
-        self._loop.call_soon(self.run)
-
-    def stop(self) -> None:
-        self._stopped = True
-        self._loop.remove_reader(self._fd)
+def parse_endpoint(endpoint: str) -> str | tuple[str, int]:
+    """Path of ipc://PATH, or host and port of tcp://HOST:PORT. Raises: ValueError."""
+    scheme, sep, rest = endpoint.partition("://")
+    if scheme == "ipc" and sep and rest:
+        if len(os.fsencode(rest)) > 107:
+            raise ValueError(f"the path has {len(os.fsencode(rest))} bytes, at most 107 fit")
+        return "\0" + rest[1:] if rest.startswith("@") else rest
+    host, colon, port = rest.rpartition(":")
+    if scheme != "tcp" or not colon or not host:
+        raise ValueError("want tcp://HOST:PORT or ipc://PATH")
+    number = 0 if port == "*" else int(port)
+    if not 0 <= number < 65_536:
+        raise ValueError(f"port {number}")
+    return ("" if host == "*" else host.strip("[]")), number  # "": every interface, as ZeroMQ's *
 
 
 class DealerLink(Generic[Out, In]):
@@ -160,28 +73,20 @@ class DealerLink(Generic[Out, In]):
         self._on_up = on_up
         self._high_water = high_water
         self._seq = 0
-        self._socket: zmq.Socket[bytes] | None = None
-        self._monitor: zmq.Socket[bytes] | None = None
-        self._drains: list[_Drain] = []
+        self._peer: ZmtpPeer | None = None
+        self._task: asyncio.Task[None] | None = None
         self._was_up = asyncio.Event()
+        self._lost = asyncio.Event()
 
     def open(self) -> None:
         """Start connecting without waiting. Raises: SettingsError on an endpoint that cannot be."""
-        if self._socket is not None:
+        if self._task is not None:
             return
-        socket = _new_socket(zmq.DEALER, self._high_water)
-        # Nothing is queued for a peer that is not there: a message belongs to the process it was sent to.
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MIN_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._socket, self._monitor = socket, monitor
-        self._drains = [_Drain(monitor, self._handle_event), _Drain(socket, self._handle_frames)]
         try:
-            socket.connect(self.endpoint)
-        except zmq.ZMQError as error:
-            self.close()
+            where = parse_endpoint(self.endpoint)
+        except ValueError as error:
             raise SettingsError(f"cannot connect to {self.endpoint!r}: {error}") from error
+        self._task = asyncio.get_running_loop().create_task(self._keep(where), name="zmq-link")
 
     async def connect(self, timeout_ms: int = 5_000) -> None:
         """Open, and wait for the peer. After a PeerTimeout the link stays open and goes on trying."""
@@ -192,23 +97,49 @@ class DealerLink(Generic[Out, In]):
         except TimeoutError:
             raise PeerTimeout(f"no answer from {self.endpoint} within {timeout_ms} ms") from None
 
+    async def _keep(self, where: str | tuple[str, int]) -> None:
+        """Connect, wait for the end of the connection, and again."""
+        wait_ms = RECONNECT_MIN_MS
+        while True:
+            self._lost.clear()
+            with suppress(OSError, TimeoutError):
+                async with asyncio.timeout(CONNECT_TIMEOUT_MS / 1000):
+                    await self._dial(where)
+                await self._lost.wait()
+            wait_ms = RECONNECT_MIN_MS if self._was_up.is_set() else min(RECONNECT_MAX_MS, 2 * wait_ms)
+            self._was_up.clear()
+            await asyncio.sleep(wait_ms / 1000)
+
+    async def _dial(self, where: str | tuple[str, int]) -> None:
+        loop = asyncio.get_running_loop()
+        if isinstance(where, str):
+            await loop.create_unix_connection(self._make_peer, where)
+        else:
+            await loop.create_connection(self._make_peer, *where)
+
+    def _make_peer(self) -> ZmtpPeer:
+        return ZmtpPeer(
+            b"DEALER",
+            high_water=self._high_water,
+            on_up=self._handle_up,
+            on_frames=self._handle_frames,
+            on_lost=self._handle_lost,
+        )
+
     def send(self, message: Out, raw: Sequence[bytes] = ()) -> int:
         """Queue one message and return its sequence number. Never waits.
 
         Raises: PeerGone when the link is down; Overloaded when its queue is full.
         """
-        if self._socket is None or not self.up:
+        if self._peer is None:
             raise PeerGone(f"{self.endpoint} is not connected")
         seq = self._seq
-        try:
-            _send(self._socket, self._out.pack(message, seq=seq, raw=raw))
-        except zmq.Again:
-            raise Overloaded(f"the queue to {self.endpoint} is full", retry_after_ms=100) from None
+        if not self._peer.send(self._out.pack(message, seq=seq, raw=raw)):
+            raise Overloaded(f"the queue to {self.endpoint} is full", retry_after_ms=100)
         self._seq = seq + 1
-        self._drains[1].check()
         return seq
 
-    def _handle_frames(self, frames: list[bytes]) -> None:
+    def _handle_frames(self, peer: ZmtpPeer, frames: list[bytes]) -> None:
         try:
             seq, message, raw = self._into.unpack(frames)
         except PeerProtocolError:
@@ -216,37 +147,28 @@ class DealerLink(Generic[Out, In]):
             return
         self._on_message(seq, message, raw)
 
-    def _handle_event(self, frames: list[bytes]) -> None:
-        event = parse_monitor_message(frames)["event"]
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._set_down()  # a lost disconnect event must not hide that this is another connection
-            self.up = True
-            self._was_up.set()
-            if self._on_up is not None:
-                self._on_up()
-        elif event == zmq.EVENT_DISCONNECTED:
-            self._set_down()
+    def _handle_up(self, peer: ZmtpPeer) -> None:
+        self._peer = peer
+        self.up = True
+        self._was_up.set()
+        if self._on_up is not None:
+            self._on_up()
 
-    def _set_down(self) -> None:
-        if self.up:
+    def _handle_lost(self, peer: ZmtpPeer) -> None:
+        self._lost.set()
+        if peer is self._peer:
+            self._peer = None
             self.up = False
-            self._was_up.clear()
             if self._on_down is not None:
                 self._on_down()
 
     def close(self) -> None:
         """Drop the connection and what is queued. Harmless when closed already."""
-        for drain in self._drains:
-            drain.stop()
-        self._drains = []
-        if self._socket is not None:
-            socket, self._socket = self._socket, None
-            socket.disable_monitor()
-            socket.close(0)
-        if self._monitor is not None:
-            self._monitor.close(0)
-            self._monitor = None
-        self._set_down()
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+        if self._peer is not None:
+            self._peer.close()
 
 
 class RouterServer(Generic[In, Out]):
@@ -274,58 +196,92 @@ class RouterServer(Generic[In, Out]):
         self._on_malformed = on_malformed
         self._high_water = high_water
         self._seq = 0
-        self._socket: zmq.Socket[bytes] | None = None
-        self._drain: _Drain | None = None
+        self._server: asyncio.AbstractServer | None = None
+        self._file: tuple[str, int] | None = None  # path and inode of a unix socket
+        self._num_met = 0
+        self._peers: dict[bytes, ZmtpPeer] = {}
+        self._strangers: set[ZmtpPeer] = set()  # before their handshake
 
     async def start(self) -> None:
         """Bind. Raises: SettingsError when the address is taken or wrong."""
-        socket = _new_socket(zmq.ROUTER, self._high_water)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
-            socket.bind(self.address)
-        except zmq.ZMQError as error:
-            socket.close(0)
+            where = parse_endpoint(self.address)
+            await self._listen(where)
+        except (OSError, ValueError) as error:
             raise SettingsError(f"cannot listen on {self.address!r}: {error}") from error
-        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._socket = socket
-        self._drain = _Drain(socket, self._handle_frames)
+
+    async def _listen(self, where: str | tuple[str, int]) -> None:
+        loop = asyncio.get_running_loop()
+        if isinstance(where, str):
+            server = await loop.create_unix_server(self._make_peer, where, backlog=BACKLOG)
+            if not where.startswith("\0"):
+                self._file = (where, os.stat(where).st_ino)
+        else:
+            family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
+            server = await loop.create_server(self._make_peer, *where, family=family, backlog=BACKLOG)
+            host, port = server.sockets[0].getsockname()[:2]
+            self.address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        self._server = server
+
+    def _make_peer(self) -> ZmtpPeer:
+        peer = ZmtpPeer(
+            b"ROUTER",
+            high_water=self._high_water,
+            on_up=self._handle_up,
+            on_frames=self._handle_frames,
+            on_lost=self._handle_lost,
+        )
+        self._strangers.add(peer)
+        return peer
 
     def send(self, identity: bytes, message: Out, raw: Sequence[bytes] = ()) -> int:
         """Queue one message for a connection and return its sequence number. Never waits.
 
         Raises: PeerGone when the connection ended; Overloaded when its queue is full.
         """
-        if self._socket is None or self._drain is None:
-            raise PeerGone(f"{self.address} is closed")
+        peer = self._peers.get(identity)
+        if peer is None:
+            raise PeerGone(
+                f"{self.address} is closed" if self._server is None else f"a peer of {self.address} has gone"
+            )
         seq = self._seq
-        try:
-            _send(self._socket, [identity, *self._out.pack(message, seq=seq, raw=raw)])
-        except zmq.Again:
-            raise Overloaded(f"a peer of {self.address} does not read", retry_after_ms=100) from None
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH:
-                raise PeerGone(f"a peer of {self.address} has gone") from None
-            raise
+        if not peer.send(self._out.pack(message, seq=seq, raw=raw)):
+            raise Overloaded(f"a peer of {self.address} does not read", retry_after_ms=100)
         self._seq = seq + 1
-        self._drain.check()
         return seq
 
-    def _handle_frames(self, frames: list[bytes]) -> None:
-        identity = frames[0]
+    def _handle_up(self, peer: ZmtpPeer) -> None:
+        self._strangers.discard(peer)
+        if len(self._peers) >= MAX_PEERS:
+            peer.close()
+            return
+        self._num_met += 1
+        peer.identity = b"\0" + self._num_met.to_bytes(8, "big")
+        self._peers[peer.identity] = peer
+
+    def _handle_frames(self, peer: ZmtpPeer, frames: list[bytes]) -> None:
         try:
-            seq, message, raw = self._into.unpack(frames[1:])
+            seq, message, raw = self._into.unpack(frames)
         except PeerProtocolError as error:
             self.num_malformed += 1
             if self._on_malformed is not None:
-                self._on_malformed(identity, error)
+                self._on_malformed(peer.identity, error)
             return
-        self._on_message(identity, seq, message, raw)
+        self._on_message(peer.identity, seq, message, raw)
+
+    def _handle_lost(self, peer: ZmtpPeer) -> None:
+        self._strangers.discard(peer)
+        self._peers.pop(peer.identity, None)
 
     def close(self) -> None:
         """Stop listening and drop what is queued. Harmless when closed already."""
-        if self._drain is not None:
-            self._drain.stop()
-            self._drain = None
-        if self._socket is not None:
-            self._socket.close(0)
-            self._socket = None
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        for peer in [*self._peers.values(), *self._strangers]:
+            peer.close()
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                if os.stat(file[0]).st_ino == file[1]:
+                    os.unlink(file[0])

@@ -1,0 +1,221 @@
+"""One ZeroMQ connection on the event loop: handshake, heartbeats, messages in order, a bounded queue out.
+
+libzmq does this on a thread of its own, so that every message wakes two threads more, on either side. Here
+bytes go from the loop's callback to the socket and back: at 1,000 requests/s that was a fourth of the cluster's CPU
+and half of the stations that wait for a core.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+from shared.errors import PeerProtocolError
+from shared.transport import zmtp
+from shared.wire.codec import MAX_BODY_BYTES, MAX_RAW_FRAMES
+
+HEARTBEAT_INTERVAL_MS = 500
+HEARTBEAT_TIMEOUT_MS = 1_500
+HANDSHAKE_TIMEOUT_MS = 2_000
+BATCH_MESSAGES = 256  # handled in one go, then other callbacks of the loop get their turn
+WRITE_BUFFER_BYTES = 256 << 10  # in the transport; beyond, messages wait here and are counted
+MAX_QUEUED_BYTES = 256 << 20
+_MAX_FRAMES = 3 + MAX_RAW_FRAMES + 1  # one more than can be right, so that the codec refuses it
+_PARTNERS = {b"DEALER": (b"ROUTER", b"DEALER"), b"ROUTER": (b"DEALER", b"ROUTER", b"REQ")}
+
+
+class ZmtpPeer(asyncio.Protocol):
+    """Callbacks run on the loop: on_up(peer) after the handshake, on_frames(peer, frames), on_lost(peer) once,
+    also when the handshake failed. An exception of on_frames goes to the loop; the next messages follow.
+    """
+
+    def __init__(
+        self,
+        socket_type: bytes,
+        *,
+        high_water: int,
+        on_up: Callable[["ZmtpPeer"], None],
+        on_frames: Callable[["ZmtpPeer", list[bytes]], None],
+        on_lost: Callable[["ZmtpPeer"], None],
+    ) -> None:
+        self.up = False
+        self.identity = b""  # given by a router
+        self._socket_type = socket_type
+        self._high_water = high_water
+        self._on_up = on_up
+        self._on_frames = on_frames
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._greeting: bytes | None = b""  # None: it was right
+        self._reader = zmtp.Reader(max_frame_bytes=MAX_BODY_BYTES, max_frames=_MAX_FRAMES)
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard_s = 0.0
+        self._beat_s = 0.0
+        self._resuming = False  # a full batch was handled, reading pauses until the rest is
+        self._closed = False
+        self._out: list[bytes] = []
+        self._num_out = 0  # messages in it
+        self._out_bytes = 0
+        self._flushing = False
+        self._paused = False  # the transport's buffer is full
+
+    # -- out ----------------------------------------------------------------------------------------
+
+    def send(self, frames: list[bytes]) -> bool:
+        """Queue a message; what was sent in one turn of the loop leaves in one write. False: the queue is full."""
+        if self._num_out >= self._high_water or self._out_bytes > MAX_QUEUED_BYTES:
+            return False
+        pieces = zmtp.encode(frames)
+        self._out += pieces
+        self._num_out += 1
+        if self._paused:
+            self._out_bytes += sum(map(len, pieces))
+        elif not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+        return True
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self._out and not self._paused and self._transport is not None and not self._closed:
+            data = b"".join(self._out)
+            self._out = []
+            self._num_out = self._out_bytes = 0
+            self._transport.write(data)
+
+    def pause_writing(self) -> None:
+        """The peer does not read as fast as this side writes."""
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        self._paused = False
+        self._flush()
+
+    # -- in -----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Greet."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self._transport.write(zmtp.GREETING)
+        self._timer = self._loop.call_later(HANDSHAKE_TIMEOUT_MS / 1000, self.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Messages, or a part of one."""
+        self._heard_s = self._loop.time()
+        if self._greeting is not None:
+            data = self._greet(self._greeting + data)
+            if not data:
+                return
+        self._reader.feed(data)
+        if not self._resuming:
+            self._drain(BATCH_MESSAGES)
+
+    def _greet(self, data: bytes) -> bytes:
+        """What follows a greeting that is whole and right."""
+        try:
+            zmtp.check_greeting(data[: zmtp.GREETING_BYTES])
+        except PeerProtocolError:
+            self.close()
+            return b""
+        if len(data) < zmtp.GREETING_BYTES:
+            self._greeting = data
+            return b""
+        assert self._transport is not None
+        self._greeting = None
+        self._transport.write(zmtp.ready(self._socket_type))
+        return data[zmtp.GREETING_BYTES :]
+
+    def _drain(self, most: int) -> None:
+        """Handle what has come; after `most` messages the rest in the loop's next turn."""
+        self._resuming = False
+        read, handle = self._reader.next, self._on_frames
+        for _ in range(most):
+            if self._closed:  # a handler may close its own connection
+                return
+            try:
+                found = read()
+                if type(found) is not list:
+                    if found is None:
+                        return
+                    self._command(cast(bytes, found))
+                    continue
+            except PeerProtocolError:
+                self.close()
+                return
+            if not self.up:  # a message before READY
+                self.close()
+                return
+            try:
+                handle(self, found)
+            except Exception as error:  # noqa: BLE001 - raised again where it does not break the connection
+                self._loop.call_soon(_raise, error)
+        self._resuming = True
+        assert self._transport is not None
+        self._transport.pause_reading()
+        self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._resuming and not self._closed and self._transport is not None:
+            self._drain(BATCH_MESSAGES)
+            if not self._resuming and not self._closed:
+                self._transport.resume_reading()
+
+    def _command(self, command: bytes) -> None:
+        if not self.up:
+            if zmtp.socket_type_of(command) not in _PARTNERS[self._socket_type]:
+                raise PeerProtocolError("a socket of the wrong kind")
+            self.up = True
+            self._disarm()
+            self._beat_s = self._loop.time()
+            self._timer = self._loop.call_later(HEARTBEAT_INTERVAL_MS / 1000, self._beat)
+            self._on_up(self)
+        elif (pong := zmtp.pong_for(command)) is not None:
+            self._send_command(pong)
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        now_s = self._loop.time()
+        if now_s - self._beat_s > 2 * HEARTBEAT_INTERVAL_MS / 1000:
+            self._heard_s = now_s  # this loop stood still: what the peer sent meanwhile is not read yet
+        self._beat_s = now_s
+        if now_s - self._heard_s >= HEARTBEAT_TIMEOUT_MS / 1000:
+            self.close()
+            return
+        self._timer = self._loop.call_later(HEARTBEAT_INTERVAL_MS / 1000, self._beat)
+        self._send_command(zmtp.ping(HEARTBEAT_TIMEOUT_MS))
+
+    def _send_command(self, command: bytes) -> None:
+        """Messages are only ever written whole, so a command may stand before those that wait."""
+        assert self._transport is not None
+        if not self._paused and not self._closed:
+            self._transport.write(command)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The last whole messages still count."""
+        if not self._closed:
+            while self._resuming and not self._closed:
+                self._drain(BATCH_MESSAGES)
+            self.close()
+
+    def close(self) -> None:
+        """Drop the connection and what is queued. Harmless when closed already."""
+        if self._closed:
+            return
+        self._closed = True
+        self._disarm()
+        if self._transport is not None:
+            self._transport.abort()
+        self._on_lost(self)
+        self.up = False
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _raise(error: Exception) -> None:
+    raise error
