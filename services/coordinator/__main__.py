@@ -1,8 +1,6 @@
 """`python -m services.coordinator --listen 127.0.0.1:8103`: settings, clock, listener, core -> run."""
 
-import asyncio
 import contextlib
-import signal
 import socket
 import sys
 from collections.abc import Generator
@@ -15,11 +13,10 @@ from services.coordinator.app import create_app
 from services.coordinator.config import CoordinatorSettings
 from services.coordinator.shell import Coordinator
 from shared.errors import SettingsError
-from shared.observe import log, trace
+from shared.observe import log, service
 from shared.observe.admin import parse_listen
 from shared.transport.clock import MonotonicClock
 
-EXIT_SETTINGS = 2
 KEEP_ALIVE_S = 30
 MAX_CONNECTIONS = 2_048
 BACKLOG = 512
@@ -52,8 +49,9 @@ def bind(listen: str) -> socket.socket:
     return listener
 
 
-async def run(settings: CoordinatorSettings, listener: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT."""
+async def run(settings: CoordinatorSettings) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status."""
+    listener = bind(settings.listen)
     logger = log.get_logger("coordinator")
     coordinator = Coordinator(settings, MonotonicClock())
     server = _Server(
@@ -71,11 +69,10 @@ async def run(settings: CoordinatorSettings, listener: socket.socket) -> None:
         )
     )
 
-    def stop() -> None:
+    def stop(_: object) -> None:
         server.should_exit = True
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
+    service.end_on_signal().add_done_callback(stop)
     host, port = listener.getsockname()[:2]
     await coordinator.start()
     logger.info("listening", address=f"{host}:{port}")
@@ -85,34 +82,11 @@ async def run(settings: CoordinatorSettings, listener: socket.socket) -> None:
     )
     try:
         await server.serve(sockets=[listener])
+        return 0
     finally:
         await coordinator.stop()
         logger.info("stopped")
 
 
-def main() -> int:
-    """Exit status 0 after a signal, 2 on wrong settings."""
-    if not __debug__:
-        print("quire does not run with -O: it relies on its assertions", file=sys.stderr)  # noqa: T201
-        return EXIT_SETTINGS
-    try:
-        settings = config.load(sys.argv[1:])
-        listener = bind(settings.listen)
-        log.setup("coordinator", settings.instance, settings.log_level)
-        trace.setup(
-            "coordinator",
-            settings.instance,
-            endpoint=settings.trace_endpoint,
-            directory=settings.trace_dir,
-            sample_ratio=settings.trace_sample_ratio,
-        )
-        asyncio.run(run(settings, listener))
-    except SettingsError as error:
-        print(f"coordinator: {error.message}", file=sys.stderr)  # noqa: T201
-        return EXIT_SETTINGS
-    trace.shutdown()
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(service.main("coordinator", config.load, run))

@@ -1,0 +1,101 @@
+"""The frame of a service's process: settings, log, traces, loop, signals, exit status.
+
+Statuses: 0 after SIGTERM or SIGINT, 2 on wrong settings (said on stderr, since no logger may be there yet), 70 on
+a bug of ours.
+"""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+import uvloop
+
+from shared.errors import SettingsError
+from shared.observe import log, trace
+
+EXIT_SETTINGS = 2
+EXIT_BUG = 70
+
+
+class ServiceSettings(Protocol):
+    """What every service's settings have."""
+
+    @property
+    def instance(self) -> str: ...
+
+    @property
+    def log_level(self) -> str: ...
+
+    @property
+    def trace_endpoint(self) -> str: ...
+
+    @property
+    def trace_dir(self) -> str: ...
+
+    @property
+    def trace_sample_ratio(self) -> float: ...
+
+
+Settings = TypeVar("Settings", bound=ServiceSettings)
+
+
+def main(
+    service: str,
+    load: Callable[[Sequence[str]], Settings],
+    run: Callable[[Settings], Coroutine[Any, Any, int]],
+) -> int:
+    """Load settings from the command line, set up log and traces, run until the end; the exit status."""
+    if not __debug__:
+        print("quire does not run with -O: it relies on its assertions", file=sys.stderr)  # noqa: T201
+        return EXIT_SETTINGS
+    try:
+        settings = load(sys.argv[1:])
+        log.setup(service, settings.instance, settings.log_level)
+        trace.setup(
+            service,
+            settings.instance,
+            endpoint=settings.trace_endpoint,
+            directory=settings.trace_dir,
+            sample_ratio=settings.trace_sample_ratio,
+        )
+        return uvloop.run(run(settings))
+    except SettingsError as error:
+        print(f"{service}: {error.message}", file=sys.stderr)  # noqa: T201
+        return EXIT_SETTINGS
+    finally:
+        trace.shutdown()
+
+
+def end_on_signal() -> asyncio.Future[int]:
+    """Done with status 0 at the first SIGTERM or SIGINT. Call it on the loop."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _end, ended, 0)
+    return ended
+
+
+def end_on_bug(
+    service: str, ended: asyncio.Future[int], state: Callable[[], dict[str, Any]] | None = None
+) -> None:
+    """From now on a callback of the loop that raises ends the service with status 70: its state may be half changed.
+
+    Args: state: what to log then.
+    """
+    logger = log.get_logger(service)
+
+    def on_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        logger.error("loop_error", message=context["message"], exc_info=context.get("exception"))
+        if "handle" in context:  # a callback raised; the rest is lost tasks and sockets
+            if state is not None:
+                logger.error("invariant_broken", **state())
+            _end(ended, EXIT_BUG)
+
+    asyncio.get_running_loop().set_exception_handler(on_loop_error)
+
+
+def _end(ended: asyncio.Future[int], status: int) -> None:
+    if not ended.done():
+        ended.set_result(status)
