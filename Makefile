@@ -45,7 +45,7 @@ check: ## format, lint, types, import rules, the quick tests, result files: unde
 	$(VENV)/ruff check .
 	$(VENV)/pyright
 	$(VENV)/lint-imports
-	$(PY) -m pytest -q tests/unit tests/property tests/conformance tests/tidy
+	$(PY) -m pytest -q tests/unit tests/property tests/conformance tests/tidy shared/kernels
 	$(PY) -m loadtest.verify_results
 
 measure: ## NAME=x: measure again and write loadtest/results/x.json

@@ -1,0 +1,148 @@
+"""What each way of copying costs on this machine, by direction and size, and the choice that follows. Pure.
+
+A line is `fixed_us + sum(each_us(size))` over the runs of a set: two figures that a measurement at start gives
+for a few sizes (calibrate.py). Between measured sizes the cost of a run is interpolated, beyond them it grows as
+the bytes do. Staging costs the longer of the CPU's and the copy engine's part, plus filling the first slot.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from shared.errors import SettingsError
+from shared.kernels.copy_pages.copies import U64, Direction
+from shared.kernels.copy_pages.plan import Choice, Method
+
+FORMAT = 1
+Way: TypeAlias = tuple[Direction, Method, int]  # direction, method, lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Cost of one way: `fixed_us` a set and `each_us[i]` a run of `sizes[i]` bytes (ascending)."""
+
+    fixed_us: float
+    sizes: tuple[int, ...]
+    each_us: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sizes or len(self.sizes) != len(self.each_us) or min(self.each_us) <= 0:
+            raise SettingsError(f"a cost line needs a positive cost for each size: {self}")
+        if list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
+            raise SettingsError(f"sizes of a cost line ascend: {self.sizes}")
+
+    def cost_us(self, sizes: U64) -> float:
+        """Expected time of a set of runs of these sizes, us."""
+        if sizes.size == 0:
+            return 0.0
+        largest = self.sizes[-1]
+        each = np.interp(sizes.astype(np.float64), self.sizes, self.each_us)
+        beyond = np.maximum(sizes.astype(np.float64) / largest, 1.0)
+        return self.fixed_us + float((each * beyond).sum())
+
+    def gb_per_s(self, size: int) -> float:
+        """Rate of many runs of one size, GB/s (1e9)."""
+        one = self.cost_us(np.array([size], np.uint64)) - self.fixed_us
+        return size / one / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Lines of one machine; `key` names the machine and driver they were measured on."""
+
+    key: str
+    lines: Mapping[Way, Line]
+    cpu_move: Line | None = None  # the CPU's part of a staged copy: pieces between host pages and a slot
+    has_batch: bool = True
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    def choose(self, direction: Direction, runs: U64, pieces: U64 | None, staged_runs: U64 | None) -> Choice:
+        """The cheapest method whose cost is known; a batch, or a loop without one, where none is."""
+        fallback = Choice(Method.BATCH if self.has_batch else Method.LOOP)
+        if runs.size <= 1 and pieces is None:
+            return fallback
+        found = [
+            Choice(method, lanes, line.cost_us(runs))
+            for (way, method, lanes), line in self.lines.items()
+            if way is direction and (self.has_batch or method is not Method.BATCH)
+        ]
+        batch = self.lines.get((direction, fallback.method, 1))
+        if pieces is not None and staged_runs is not None and self.cpu_move is not None and batch is not None:
+            moving = self.cpu_move.cost_us(pieces)
+            first = moving * min(1.0, float(FIRST_SLOT_BYTES) / max(1.0, float(pieces.sum())))
+            found.append(Choice(Method.STAGED, 1, max(moving, batch.cost_us(staged_runs)) + first))
+        return min(found, key=lambda choice: (choice.expected_us, choice.lanes), default=fallback)
+
+    def to_json(self) -> str:
+        """For a cache file; `from_json` reads it."""
+        rows = [
+            {"direction": way[0], "method": way[1], "lanes": way[2], **_line_fields(line)}
+            for way, line in self.lines.items()
+        ]
+        move = _line_fields(self.cpu_move) if self.cpu_move else None
+        whole = {
+            "format": FORMAT,
+            "key": self.key,
+            "has_batch": self.has_batch,
+            "cpu_move": move,
+            "lines": rows,
+            "notes": dict(self.notes),
+        }
+        return json.dumps(whole, indent=1)
+
+    def render(self, sizes: Iterable[int] = ()) -> str:
+        """What was measured and what follows, as text: GB/s by direction and size, the choice marked with *."""
+        rows = []
+        for direction in sorted({way[0] for way in self.lines}):
+            ways = [way for way in self.lines if way[0] is direction]
+            rows.append(f"{direction:17}" + "".join(f"{_label(way):>10}" for way in ways) + "   (GB/s)")
+            for size in sizes or self.lines[ways[0]].sizes:
+                count = max(2, (16 << 20) // size)
+                chosen = self.choose(direction, np.full(count, size, np.uint64), None, None)
+                cells = [
+                    f"{self.lines[way].gb_per_s(size):9.1f}{'*' if way[1:] == (chosen.method, chosen.lanes) else ' '}"
+                    for way in ways
+                ]
+                rows.append(f"{_size(size):>17}" + "".join(cells))
+        if self.cpu_move is not None:
+            cells = [f"{_size(size)} {self.cpu_move.gb_per_s(size):.1f}" for size in self.cpu_move.sizes]
+            rows.append("CPU gather, GB/s: " + ", ".join(cells))
+        return "\n".join([f"copy costs of {self.key}", *rows])
+
+
+FIRST_SLOT_BYTES = 4 << 20
+
+
+def from_json(text: str, *, key: str) -> CostTable | None:
+    """A table from a cache file; None when it is of another machine, driver or format, or damaged."""
+    try:
+        whole: dict[str, Any] = json.loads(text)
+        if whole["format"] != FORMAT or whole["key"] != key:
+            return None
+        lines = {
+            (Direction(row["direction"]), Method(row["method"]), int(row["lanes"])): _line(row)
+            for row in whole["lines"]
+        }
+        move = _line(whole["cpu_move"]) if whole["cpu_move"] else None
+        return CostTable(key, lines, move, bool(whole["has_batch"]), dict(whole["notes"]))
+    except (KeyError, TypeError, ValueError, SettingsError):
+        return None
+
+
+def _line(row: dict[str, Any]) -> Line:
+    return Line(float(row["fixed_us"]), tuple(map(int, row["sizes"])), tuple(map(float, row["each_us"])))
+
+
+def _line_fields(line: Line) -> dict[str, Any]:
+    return {"fixed_us": line.fixed_us, "sizes": line.sizes, "each_us": line.each_us}
+
+
+def _label(way: Way) -> str:
+    return way[1] if way[1] is not Method.BATCH or way[2] == 1 else f"batch x{way[2]}"
+
+
+def _size(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"

@@ -1,0 +1,362 @@
+"""One suite for every provider: by CPU with and without threads, and CUDA's over a recording driver."""
+
+import ctypes
+import threading
+
+import numpy as np
+import pytest
+
+from shared.kernels.copy_pages import calibrate
+from shared.kernels.copy_pages.copies import (
+    Copies,
+    CopyFailed,
+    CopyQueueFull,
+    CopyTimeout,
+    CopyUnavailable,
+    Direction,
+    InvalidCopies,
+    Order,
+)
+from shared.kernels.copy_pages.cpu_copier import CpuCopier
+from shared.kernels.copy_pages.cuda_copier import CudaCopier
+from shared.kernels.copy_pages.driver import CudaDriver
+from shared.kernels.copy_pages.host_memory import view
+from shared.kernels.copy_pages.plan import Always, Choice, Limits, Method
+from shared.kernels.copy_pages.recording_driver import RecordingDriver
+from shared.kernels.copy_pages.reference import copy_pages_reference
+
+STREAM = 77
+LIMITS = Limits(max_descriptors=7, max_run_bytes=8192, slot_bytes=4096)
+CUDA_CHOICES = [
+    Choice(Method.LOOP),
+    Choice(Method.BATCH),
+    Choice(Method.BATCH, 3),
+    Choice(Method.STAGED),
+]
+NAMES = ["cpu", "cpu-2-threads", *(f"{choice.method}-{choice.lanes}" for choice in CUDA_CHOICES)]
+
+
+class Memory:
+    """Two halves to copy between: sources random, targets zero."""
+
+    def __init__(self, num_bytes: int, seed: int = 1) -> None:
+        self.buffer = ctypes.create_string_buffer(2 * num_bytes)
+        self.base = ctypes.addressof(self.buffer)
+        self.half = num_bytes
+        self.bytes = view(self.base, 2 * num_bytes)
+        self.bytes[:num_bytes] = np.random.default_rng(seed).integers(1, 255, num_bytes, np.uint8)
+
+    def absolute(self, copies: Copies) -> Copies:
+        base = np.uint64(self.base)
+        return Copies(copies.sources + base, copies.targets + base, copies.sizes)
+
+    def expected(self, copies: Copies) -> bytes:
+        memory = bytearray(self.bytes.tobytes())
+        copy_pages_reference(memory, copies)
+        return bytes(memory)
+
+
+def scattered(half: int, size: int, count: int, seed: int = 3) -> Copies:
+    return calibrate.scattered(calibrate.Arena(0, half, half), size, count, seed)
+
+
+@pytest.fixture(params=NAMES)
+def copier(request):
+    made = (
+        CpuCopier(threads=2 if request.param != "cpu" else 0, limits=LIMITS)
+        if request.param.startswith("cpu")
+        else CudaCopier(
+            RecordingDriver(), chooser=Always(CUDA_CHOICES[NAMES.index(request.param) - 2]), limits=LIMITS
+        )
+    )
+    yield made
+    made.close()
+
+
+def direction_for(copier, wanted: Direction) -> Direction:
+    return Direction.HOST_TO_HOST if isinstance(copier, CpuCopier) else wanted
+
+
+@pytest.mark.parametrize("wanted", [Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST, Direction.PEER])
+@pytest.mark.parametrize(("size", "count"), [(64, 1), (64, 200), (1000, 37), (4096, 60), (20000, 5), (64, 0)])
+def test_bytes_arrive_and_no_other_byte_changes(copier, wanted, size, count):
+    memory = Memory(256 << 10)
+    copies = scattered(memory.half, size, count)
+    want = memory.expected(copies)
+    ticket = copier.submit(
+        memory.absolute(copies),
+        direction_for(copier, wanted),
+        stream=STREAM,
+        order=Order.ANY,
+        staging=True,
+    )
+    ticket.wait(5)
+    assert ticket.done()
+    assert memory.bytes.tobytes() == want
+
+
+def test_ragged_and_neighbouring_copies_arrive(copier):
+    memory = Memory(64 << 10)
+    sizes = [1, 7, 4096, 0, 333, 4096, 4096, 9000]
+    targets = memory.half + np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    copies = Copies.of(targets - memory.half, targets, sizes)
+    want = memory.expected(copies)
+    ticket = copier.submit(memory.absolute(copies), direction_for(copier, Direction.PEER), stream=STREAM)
+    ticket.wait(5)
+    assert memory.bytes.tobytes() == want
+    assert ticket.plan.runs.num_bytes == sum(sizes)
+
+
+def test_sets_of_one_stream_run_one_after_another(copier):
+    memory = Memory(32 << 10)
+    last = None
+    for step in range(20):
+        source, target = (0, memory.half) if step % 2 == 0 else (memory.half, 0)
+        memory_copies = Copies.of([source], [target], [memory.half])
+        last = copier.submit(
+            memory.absolute(memory_copies), direction_for(copier, Direction.PEER), stream=STREAM
+        )
+    assert last is not None
+    last.wait(5)
+    assert np.array_equal(memory.bytes[: memory.half], memory.bytes[memory.half :])
+
+
+def test_after_during_call_the_source_may_be_overwritten(copier):
+    memory = Memory(64 << 10)
+    copies = scattered(memory.half, 1024, 30)
+    want = memory.expected(copies)[memory.half :]
+    ticket = copier.submit(
+        memory.absolute(copies),
+        direction_for(copier, Direction.DEVICE_TO_HOST),
+        stream=STREAM,
+        order=Order.DURING_CALL,
+        staging=True,
+    )
+    memory.bytes[: memory.half] = 0
+    ticket.wait(5)
+    assert memory.bytes[memory.half :].tobytes() == want
+
+
+def test_dependent_copies_are_refused_before_anything_starts(copier):
+    memory = Memory(4096)
+    copies = memory.absolute(Copies.of([0, 64], [memory.half, memory.half + 32], 64))
+    with pytest.raises(InvalidCopies):
+        copier.submit(copies, direction_for(copier, Direction.PEER), stream=STREAM)
+    assert not memory.bytes[memory.half :].any()
+
+
+# CUDA's provider: what it asks of the driver
+
+
+def cuda(
+    choice: Choice, *, eager: bool = True, has_batch: bool = True, **more
+) -> tuple[CudaCopier, RecordingDriver]:
+    driver = RecordingDriver(has_batch=has_batch, eager=eager)
+    return CudaCopier(driver, chooser=Always(choice), limits=LIMITS, **more), driver
+
+
+def submit(copier: CudaCopier, memory: Memory, count: int = 30, **more):
+    copies = scattered(memory.half, 1024, count)
+    more = {"direction": Direction.DEVICE_TO_HOST, "stream": STREAM, **more}
+    return memory.absolute(copies), copier.submit(memory.absolute(copies), **more)
+
+
+def test_a_batch_is_capped_calls_and_one_event():
+    copier, driver = cuda(Choice(Method.BATCH))
+    submit(copier, Memory(64 << 10))
+    assert driver.names() == ["create_event", *["copy_batch"] * 5, "record"]
+    batches = [args for name, args in driver.calls if name == "copy_batch"]
+    assert [np.size(np.asarray(args[0])) for args in batches] == [7, 7, 7, 7, 2]
+    assert {args[3:] for args in batches} == {(Order.STREAM, STREAM)}
+
+
+def test_lanes_fork_from_the_callers_stream_and_join_it_again():
+    memory = Memory(64 << 10)
+    copier, driver = cuda(Choice(Method.BATCH, 3), eager=False)
+    copies = scattered(memory.half, 1024, 30)
+    want = memory.expected(copies)
+    driver.copy(memory.base + 5, memory.base, 0, STREAM)
+    gate = driver.create_event()
+    driver.wait_event(STREAM, gate)  # passes at once: nothing was recorded
+    ticket = copier.submit(memory.absolute(copies), Direction.PEER, stream=STREAM)
+    streams = {args[4] for name, args in driver.calls if name == "copy_batch"}
+    assert len(streams) == 3
+    assert STREAM in streams
+    assert not ticket.done()
+    driver.run()
+    assert ticket.done()
+    assert memory.bytes.tobytes() == want
+
+
+def test_a_lane_does_not_start_before_the_callers_stream_gets_there():
+    memory = Memory(64 << 10)
+    copier, driver = cuda(Choice(Method.BATCH, 2), eager=False)
+    closed = [True]
+    driver._put(STREAM, lambda: not closed[0])
+    _, ticket = submit(copier, memory)
+    driver.run()
+    assert not memory.bytes[memory.half :].any()
+    assert not ticket.done()
+    closed[0] = False
+    driver.run()
+    assert ticket.done()
+    assert memory.bytes[memory.half :].any()
+
+
+def test_without_a_batch_call_the_loop_takes_over_and_during_call_still_holds():
+    memory = Memory(64 << 10)
+    copier = CudaCopier(RecordingDriver(has_batch=False), limits=LIMITS)
+    _, ticket = submit(copier, memory, order=Order.DURING_CALL)
+    assert ticket.plan.choice.method is Method.LOOP
+    memory.bytes[: memory.half] = 0
+    ticket.wait(1)
+
+
+def test_events_are_used_again_and_freed_in_the_end():
+    copier, driver = cuda(Choice(Method.BATCH, 3))
+    memory = Memory(64 << 10)
+    for _ in range(10):
+        submit(copier, memory)
+    assert driver.names().count("create_event") == 1 + 1 + 2  # ticket, fork, two joins
+    assert copier.num_pending == 1
+    copier.close()
+    assert driver.events == {}
+    assert driver.memory == {}
+    assert set(driver.streams) <= {STREAM}
+
+
+def test_more_sets_than_may_be_in_flight_are_refused_and_taken_later():
+    copier, driver = cuda(Choice(Method.BATCH), eager=False, max_pending=2)
+    memory = Memory(64 << 10)
+    tickets = [submit(copier, memory)[1] for _ in range(2)]
+    with pytest.raises(CopyQueueFull):
+        submit(copier, memory)
+    driver.run()
+    submit(copier, memory)
+    assert all(ticket.done() for ticket in tickets)
+
+
+def test_a_wait_ends_at_its_deadline_and_the_set_goes_on():
+    copier, driver = cuda(Choice(Method.BATCH), eager=False)
+    _, ticket = submit(copier, Memory(64 << 10))
+    with pytest.raises(CopyTimeout):
+        ticket.wait(0.01)
+    with pytest.raises(CopyTimeout):
+        copier.close(0.01)
+    driver.run()
+    ticket.wait(0.01)
+
+
+@pytest.mark.parametrize("choice", CUDA_CHOICES)
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_when_submit_fails_nothing_of_the_set_still_runs(choice, nth):
+    copier, driver = cuda(choice)
+    memory = Memory(64 << 10)
+    name = "copy" if choice.method is Method.LOOP else "copy_batch"
+    driver.fail_at[name] = nth
+    with pytest.raises(CopyFailed) as failed:
+        submit(copier, memory, order=Order.ANY, staging=True)
+    assert not failed.value.running
+    assert copier.num_pending == 0
+    assert [called for called, _ in driver.calls][-1] == "passed"
+    submit(copier, memory, order=Order.ANY, staging=True)[1].wait(1)
+    copier.close()
+    assert driver.events == {}
+
+
+def test_when_nothing_is_known_after_a_failure_the_error_says_so():
+    copier, driver = cuda(Choice(Method.BATCH))
+    driver.fail_at = {"copy_batch": 2, "record": 1}
+    with pytest.raises(CopyFailed) as failed:
+        submit(copier, Memory(64 << 10))
+    assert failed.value.running
+
+
+@pytest.mark.parametrize("stream", [0, 1])
+def test_the_legacy_default_stream_is_refused(stream):
+    copier, _ = cuda(Choice(Method.BATCH))
+    with pytest.raises(InvalidCopies, match="stream of your own"):
+        submit(copier, Memory(64 << 10), stream=stream)
+
+
+def test_staged_copies_to_the_host_that_nobody_asks_for_leave_others_a_way():
+    copier, driver = cuda(Choice(Method.STAGED), num_slots=2)
+    first, second = Memory(64 << 10), Memory(64 << 10, seed=2)
+    copies, waiting = submit(copier, first, order=Order.ANY, staging=True)
+    assert waiting.plan.choice.method is Method.STAGED
+    _, other = submit(copier, second, direction=Direction.HOST_TO_DEVICE, order=Order.ANY, staging=True)
+    assert other.done()
+    while not waiting.done():
+        pass
+    for source, target, size in copies.rows():
+        assert ctypes.string_at(source, size) == ctypes.string_at(target, size)
+    copier.close()
+    assert driver.memory == {}
+
+
+def test_boundaries_given_later_hold():
+    copier, _ = cuda(Choice(Method.BATCH))
+    memory = Memory(16 << 10)
+    copies = memory.absolute(Copies.of([0, 1024], [memory.half, memory.half + 1024], 1024))
+    assert len(copier.submit(copies, Direction.PEER, stream=STREAM).plan.runs) == 1
+    copier.add_boundaries([memory.base + 1024])
+    assert len(copier.submit(copies, Direction.PEER, stream=STREAM).plan.runs) == 2
+
+
+def test_two_threads_may_share_a_copier():
+    copier = CpuCopier(threads=2, limits=LIMITS)
+    memories = [Memory(256 << 10, seed) for seed in range(4)]
+    wants = []
+
+    def work(memory: Memory, number: int) -> None:
+        for round_ in range(10):
+            copier.submit(memory.absolute(scattered(memory.half, 1024, 100, round_)), stream=number).wait(5)
+
+    for memory in memories:
+        want = bytearray(memory.bytes.tobytes())
+        for round_ in range(10):
+            copy_pages_reference(want, scattered(memory.half, 1024, 100, round_))
+        wants.append(bytes(want))
+    threads = [threading.Thread(target=work, args=(memory, n)) for n, memory in enumerate(memories)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    copier.close()
+    assert [memory.bytes.tobytes() for memory in memories] == wants
+
+
+# Measuring at start
+
+
+EFFORT = calibrate.Effort(sizes=(4096, 65536), lanes=(1, 2), repeats=1, arena_bytes=1 << 20)
+
+
+def test_costs_are_measured_once_and_read_from_the_file_after_that(tmp_path):
+    driver = RecordingDriver()
+    first = calibrate.load_or_measure(driver, tmp_path, effort=EFFORT)
+    assert driver.memory == {}
+    assert driver.events == {}
+    num_calls = len(driver.calls)
+    assert calibrate.load_or_measure(driver, tmp_path, effort=EFFORT) == first
+    assert len(driver.calls) == num_calls
+    methods = {way[1:] for way in first.lines}
+    assert methods == {(Method.LOOP, 1), (Method.BATCH, 1), (Method.BATCH, 2)}
+    calibrate.cache_path(tmp_path, driver.key).write_text("not a table")
+    calibrate.load_or_measure(driver, tmp_path, effort=EFFORT)
+    assert len(driver.calls) > num_calls
+
+
+def test_a_peer_that_comes_later_is_measured_too(tmp_path):
+    driver = RecordingDriver()
+    calibrate.load_or_measure(driver, tmp_path, effort=EFFORT)
+    memory = Memory(1 << 20)
+    peer = calibrate.Arena(memory.base, memory.base + memory.half, memory.half)
+    table = calibrate.load_or_measure(driver, tmp_path, peer=peer, effort=EFFORT)
+    assert (Direction.PEER, Method.BATCH, 2) in table.lines
+
+
+def test_a_host_without_that_gpu_is_told_so():
+    with pytest.raises(CopyUnavailable) as error:
+        CudaDriver(999)
+    assert error.value.code == "copy.unavailable"
