@@ -19,6 +19,7 @@ from shared.errors import InvalidRequest, SettingsError
 
 MAX_RENDERED_CHARS = 32 << 20
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
@@ -31,6 +32,16 @@ class _Generation(Extension):
         """The enclosed nodes."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Hugging Face's, with a short way to the fields of messages."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """`message.role`: no attribute of a dictionary, so jinja2 would raise, catch and then do the same."""
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
 
 
 def _raise_exception(message: str) -> None:
@@ -62,9 +73,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
@@ -72,6 +81,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise SettingsError(f"the model's chat template does not compile: {error}") from error
+        # A chain of maps, which jinja2 copies for every rendering: 9 us; a dictionary takes 1.
+        self._template.globals = dict(self._template.globals)
         self._special_tokens = special_tokens
         self._knows_developer = "developer" in source
 

@@ -27,21 +27,13 @@ from services.gateway.core.request_flow import (
     SendGenerate,
     SendPlace,
 )
+from services.gateway.scheduler_link import SchedulerLink
 from services.gateway.worker_links import WorkerLink
 from shared.errors import Overloaded, PeerGone
 from shared.observe.log import get_logger
 from shared.observe.trace import start_span
-from shared.transport.zmq_channel import DealerLink
 from shared.wire.membership import InstanceView
-from shared.wire.placement import (
-    FROM_SCHEDULER,
-    TO_SCHEDULER,
-    Ended,
-    GatewayToScheduler,
-    Place,
-    Placed,
-    SchedulerToGateway,
-)
+from shared.wire.placement import Place, Placed, SchedulerToGateway
 from shared.wire.requests import (
     ALIVE_INTERVAL_MS,
     Abort,
@@ -73,10 +65,9 @@ class Cluster:
         self._unlisted_since_ms: dict[str, int] = {}
         self._quick_timer: asyncio.TimerHandle | None = None
         self._slow_task: asyncio.Task[None] | None = None
-        self._scheduler: DealerLink[GatewayToScheduler, SchedulerToGateway] = DealerLink(
-            scheduler, out=TO_SCHEDULER, into=FROM_SCHEDULER,
-            on_message=self._from_scheduler, on_down=self._scheduler_down,
-        )  # fmt: skip
+        self._scheduler = SchedulerLink(
+            scheduler, on_message=self._from_scheduler, on_down=self._scheduler_down
+        )
 
     @property
     def num_calls(self) -> int:
@@ -266,8 +257,7 @@ class Cluster:
             abort = Abort(request_id=call.request_id, attempt=action.attempt, handoff_id=action.handoff_id)
             self._send_worker(action.target.endpoint, abort)
         elif isinstance(action, SendEnded):
-            with suppress(PeerGone, Overloaded):  # a scheduler that is gone has forgotten the attempt
-                self._scheduler.send(Ended(request_id=call.request_id, attempt=action.attempt))
+            self._scheduler.ended(call.request_id, action.attempt)
             self._leave_targets(call)
         elif isinstance(action, Discard):
             metrics.RETRIES.inc()
@@ -298,7 +288,7 @@ class Cluster:
             traceparent=call.schedule_span.traceparent,
         )
         try:
-            self._scheduler.send(message)
+            self._scheduler.place(message)
         except (PeerGone, Overloaded):
             return call.flow.on_scheduler_down(now_ms=_now_ms())
         return []

@@ -38,11 +38,12 @@ class Limits:
 class Push:
     """Writes one response from plain callbacks. Every method is a no-op once the client is gone."""
 
-    __slots__ = ("_cycle", "_transport")
+    __slots__ = ("_cycle", "_head", "_transport")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self._transport = cycle.transport
+        self._head = b""  # of a stream whose first chunk has not come
 
     @property
     def gone(self) -> bool:
@@ -54,8 +55,8 @@ class Push:
         """The head of the response has been written."""
         return self._cycle.response_started
 
-    def start_stream(self, headers: bytes, first: bytes) -> None:
-        """Head of a chunked 200 response with its first chunk. `headers`: whole lines, CRLF included."""
+    def start_stream(self, headers: bytes) -> None:
+        """Head of a chunked 200 response; it leaves with the first chunk. `headers`: whole lines, CRLF included."""
         cycle = self._cycle
         if cycle.disconnected:
             return
@@ -63,24 +64,27 @@ class Push:
         cycle.chunked_encoding = True
         cycle.waiting_for_100_continue = False
         close = b"" if cycle.keep_alive else b"connection: close\r\n"
-        self._transport.write(
-            b"HTTP/1.1 200 OK\r\n%b%btransfer-encoding: chunked\r\n%b\r\n%x\r\n%b\r\n"
-            % (_default_headers(cycle), headers, close, len(first), first)
-        )
+        self._head = b"HTTP/1.1 200 OK\r\n%b%btransfer-encoding: chunked\r\n%b\r\n" % (
+            _default_headers(cycle), headers, close,
+        )  # fmt: skip
 
     def write(self, data: bytes) -> bool:
         """One chunk. Returns False when the reader is too slow: the caller then gives the stream up."""
         cycle = self._cycle
         if cycle.disconnected:
             return True
+        if self._head:
+            self._transport.write(b"%b%x\r\n%b\r\n" % (self._head, len(data), data))
+            self._head = b""
+            return True
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return not cycle.flow.write_paused or self._transport.get_write_buffer_size() <= Limits.unsent_bytes
 
     def end_stream(self, last: bytes) -> None:
-        """Last chunk, perhaps empty, and end of the response."""
+        """Last chunk, not empty, and end of the response."""
         if not self._cycle.disconnected:
-            chunk = b"%x\r\n%b\r\n" % (len(last), last) if last else b""
-            self._transport.write(chunk + b"0\r\n\r\n")
+            self._transport.write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (self._head, len(last), last))
+            self._head = b""
             self._complete()
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:

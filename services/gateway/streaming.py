@@ -5,6 +5,7 @@ concatenations and a write, all inside the callback that ZeroMQ woke. Nothing is
 so that until then an attempt can be repeated and an error still has an HTTP status of its own.
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -97,17 +98,31 @@ class StreamAnswer(Answer):
         self._include_usage = include_usage
         self._headers = STREAM_HEADERS + b"x-request-id: %b\r\n" % self.request_id.encode()
         self._started = False
+        self._held = b""  # the last event of a prompt, until the turn of the loop ends
 
     def sink(self, choices: list[Choice], *, echo: str | None = None) -> "StreamSink":
         """Sink of one prompt with these choices (their indices are those of the response)."""
         self.choices += choices
         return StreamSink(self, self._shape, choices, echo)
 
+    def emit_last(self, event: bytes) -> None:
+        """The last event of a prompt. The worker's Finished comes with it, as a rule: both go out in one write."""
+        if not self._held:
+            asyncio.get_running_loop().call_soon(self._let_go)
+        self._held += event
+
+    def _let_go(self) -> None:
+        if self._held and not self.ended:
+            self.emit(b"")
+
     def emit(self, event: bytes) -> None:
-        """One event on the wire."""
+        """One event on the wire, after those that were held."""
+        if self._held:
+            event, self._held = self._held + event, b""
         if not self._started:
             self._started = True
-            self.push.start_stream(self._headers, event)
+            self.push.start_stream(self._headers)
+            self.push.write(event)
         elif not self.push.write(event):
             metrics.SLOW_READERS.inc()
             self.span.fail("slow reader")
@@ -119,25 +134,25 @@ class StreamAnswer(Answer):
     def complete(self) -> None:
         """Usage, receipt, [DONE]."""
         usage = self.usage() if self._include_usage else None
-        last = self._shape.closing(usage, self.receipt() if self.wants_receipt else None) + DONE
-        if self._started:
-            self.push.end_stream(last)
-        else:  # no choice had anything to show
-            self.push.start_stream(self._headers, last)
-            self.push.end_stream(b"")
+        closing = self._shape.closing(usage, self.receipt() if self.wants_receipt else None)
+        if not self._started:  # at most one event to show
+            self.push.start_stream(self._headers)
+        self.push.end_stream(self._held + closing + DONE)
         self.end(200)
 
     def fail(self, code: str, message: str, retry_after_ms: int | None) -> None:
         """An error response, or one error event and [DONE] when the stream has begun."""
         if self.ended:
             return
+        self._let_go()
+        if self.ended:  # the reader was too slow
+            return
         if not self._started:
             self.refuse(code, message, retry_after_ms)
             return
         metrics.ERRORS.labels(code).inc()
         self.span.fail(f"{code}: {message}")
-        self.push.write(error_event(code, message))
-        self.push.end_stream(DONE)
+        self.push.end_stream(error_event(code, message) + DONE)
         self.stop_calls()
         self.end(status_of(code))
 
@@ -183,7 +198,10 @@ class StreamSink:
         if event:
             if not self._begun:
                 event = self._begin() + event
-            answer.emit(event)
+            if self._num_open:
+                answer.emit(event)
+            else:
+                answer.emit_last(event)
         return self._stopped_here and self._num_open == 0
 
     def scored(self, call: Call, rows: PromptLogprobs) -> None:

@@ -163,12 +163,12 @@ class DealerLink(Generic[Out, In]):
                 self._on_down()
 
     def close(self) -> None:
-        """Drop the connection and what is queued. Harmless when closed already."""
+        """Drop the connection and what the peer has not read. Harmless when closed already."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
         if self._peer is not None:
-            self._peer.close()
+            self._peer.finish()
 
 
 class RouterServer(Generic[In, Out]):
@@ -274,12 +274,12 @@ class RouterServer(Generic[In, Out]):
         self._peers.pop(peer.identity, None)
 
     def close(self) -> None:
-        """Stop listening and drop what is queued. Harmless when closed already."""
+        """Stop listening and drop what peers have not read. Harmless when closed already."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
         for peer in [*self._peers.values(), *self._strangers]:
-            peer.close()
+            peer.finish()
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):

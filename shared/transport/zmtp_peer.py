@@ -200,6 +200,11 @@ class ZmtpPeer(asyncio.Protocol):
                 self._drain(BATCH_MESSAGES)
             self.close()
 
+    def finish(self) -> None:
+        """Write what was sent in this turn of the loop, then close."""
+        self._flush()
+        self.close()
+
     def close(self) -> None:
         """Drop the connection and what is queued. Harmless when closed already."""
         if self._closed:

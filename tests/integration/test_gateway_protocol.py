@@ -38,10 +38,11 @@ async def app(scope, receive, send):
             elif not push.gone:
                 loop.call_later(0.001, flood)
 
-        loop.call_soon(push.start_stream, headers, b"a")
+        loop.call_soon(push.start_stream, headers)
         loop.call_soon(flood)
     else:
-        loop.call_soon(push.start_stream, headers, b"one ")
+        loop.call_soon(push.start_stream, headers)
+        loop.call_soon(push.write, b"one ")
         loop.call_later(0.01, push.write, b"two ")
         loop.call_later(0.02, push.end_stream, b"three")
     ended = await receive()

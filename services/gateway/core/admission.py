@@ -6,13 +6,14 @@ estimate of when a place will be free, so that overload costs microseconds and n
 
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 RETRY_AFTER_MIN_MS = 1_000
 RETRY_AFTER_MAX_MS = 30_000
 _SMOOTHING = 0.1  # weight of the newest duration
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(Struct, frozen=True):
     """Holds `cost` places until leave() is called with it, once."""
 
     tenant: str

@@ -13,6 +13,8 @@ has left for the client an attempt is never repeated, so no client sees two answ
 from dataclasses import dataclass, field
 from enum import Enum
 
+from msgspec import Struct
+
 from shared.ids import HandoffId, InstanceId
 from shared.wire.handoff import HandoffState
 from shared.wire.placement import Placed, Rejected, Target
@@ -43,16 +45,14 @@ class Limits:
     request_deadline_ms: int = 600_000
 
 
-@dataclass(frozen=True, slots=True)
-class SendPlace:
+class SendPlace(Struct, frozen=True):
     """Ask the scheduler."""
 
     attempt: int
     exclude: list[InstanceId]
 
 
-@dataclass(frozen=True, slots=True)
-class SendGenerate:
+class SendGenerate(Struct, frozen=True):
     """Start a stage on an instance."""
 
     attempt: int
@@ -63,8 +63,7 @@ class SendGenerate:
     handoff: HandoffState | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SendAbort:
+class SendAbort(Struct, frozen=True):
     """The instance must stop working on this attempt."""
 
     attempt: int
@@ -72,30 +71,25 @@ class SendAbort:
     handoff_id: HandoffId | None = None  # of the prefill instance: its pages wait for nobody
 
 
-@dataclass(frozen=True, slots=True)
-class SendEnded:
+class SendEnded(Struct, frozen=True):
     """The scheduler's load view forgets this attempt."""
 
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Discard:
+class Discard(Struct, frozen=True):
     """Output of the attempt was given up before the client saw any: forget it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Complete:
+class Complete(Struct, frozen=True):
     """Terminal: the answer is whole."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Struct, frozen=True):
     """Terminal: nobody waits for an answer any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(Struct, frozen=True):
     """Terminal. `code` is a stable code of shared/errors.py."""
 
     code: str

@@ -1,0 +1,78 @@
+"""The gateway's line to the scheduler: placements at once, ends of attempts along with the next placement."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from shared.errors import Overloaded, PeerGone
+from shared.ids import RequestId
+from shared.transport.zmq_channel import DealerLink
+from shared.wire.placement import (
+    FROM_SCHEDULER,
+    TO_SCHEDULER,
+    Ended,
+    GatewayToScheduler,
+    Place,
+    SchedulerToGateway,
+)
+
+ENDED_WAIT_MS = 5  # longest wait of an end for a placement that it can travel with
+
+
+class SchedulerLink:
+    """An end needs no answer, so under load it does not wake the scheduler by itself.
+
+    Args: on_message: a placement's answer; on_down: placements without an answer are lost.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        on_message: Callable[[int, SchedulerToGateway, list[bytes]], None],
+        on_down: Callable[[], None],
+    ) -> None:
+        self._link: DealerLink[GatewayToScheduler, SchedulerToGateway] = DealerLink(
+            endpoint, out=TO_SCHEDULER, into=FROM_SCHEDULER, on_message=on_message, on_down=on_down
+        )
+        self._ended: list[Ended] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def up(self) -> bool:
+        """The scheduler answers."""
+        return self._link.up
+
+    def open(self) -> None:
+        """Start connecting. Raises: SettingsError on an endpoint that cannot be."""
+        self._link.open()
+
+    def place(self, message: Place) -> None:
+        """Ask for a placement, after the ends that wait. Raises: PeerGone, Overloaded."""
+        if self._ended:
+            self._send_ended()
+        self._link.send(message)
+
+    def ended(self, request_id: RequestId, attempt: int) -> None:
+        """The attempt has left its instances."""
+        self._ended.append(Ended(request_id=request_id, attempt=attempt))
+        if self._timer is None:  # it may find nothing left to do: cheaper than a timer for each end
+            self._timer = asyncio.get_running_loop().call_later(ENDED_WAIT_MS / 1000, self._waited)
+
+    def close(self) -> None:
+        """Send what waits, drop the connection. Harmless when closed already."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._send_ended()
+        self._link.close()
+
+    def _waited(self) -> None:
+        self._timer = None
+        self._send_ended()
+
+    def _send_ended(self) -> None:
+        ended, self._ended = self._ended, []
+        with suppress(PeerGone, Overloaded):  # a scheduler that is gone has forgotten the attempts
+            for each in ended:
+                self._link.send(each)
