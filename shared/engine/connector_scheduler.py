@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 
 from shared.engine import pool
 from shared.engine.cache_events import CacheEventSender
+from shared.engine.choice_totals import ChoiceTotals
 from shared.engine.connector_meta import Handoff, LoadBlocks, SaveBlock, StepPlan
 from shared.engine.request_kv import RequestKv
 from shared.ids import BlockHash, Epoch, PageId
@@ -35,6 +36,7 @@ class SchedulerSide:
         self.events = events
         self.requests: dict[str, RequestKv] = {}
         self.plan = StepPlan()
+        self.totals = ChoiceTotals()
         self.loading: dict[bytes, str] = {}  # hash -> request that loads it now
         self.loads_of: dict[str, list[bytes]] = {}
         self.known: OrderedDict[bytes, tuple[PageId, Epoch]] = OrderedDict()
@@ -119,12 +121,12 @@ class SchedulerSide:
                     del self.loading[key]
 
     def finished(self, request: Request) -> dict[str, Any]:
-        """What the front's receipt says about the request's KV."""
+        """What the front's receipt says about the KV of the request, of all its choices that have ended."""
         request_id = request.request_id
         kv = self.requests.pop(request_id, None)
         if kv is None:
-            return {}
-        return {
+            return self.totals.add(request_id, {})
+        said = {
             "tokens_loaded": kv.tokens_loaded,
             "blocks_loaded": kv.blocks_loaded,
             "blocks_local": kv.blocks_local,
@@ -132,6 +134,7 @@ class SchedulerSide:
             "fetch_ms": pool.fetch_ms.pop(request_id, 0.0),
             "failed_blocks": pool.failed_blocks.pop(request_id, 0),
         }
+        return self.totals.add(request_id, said)
 
     # -- steps ------------------------------------------------------------------------------------
 

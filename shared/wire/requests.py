@@ -103,7 +103,11 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 
 
 class StageReceipt(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a stage's KV came from and what it took. Durations in ms."""
+    """Where a stage's KV came from and what it took. Durations in ms.
+
+    Tokens are the prompt's, each counted once, as the first choice found them. Blocks and bytes are of all choices:
+    the others find what the first brought (reused) and move what none shares, such as a partial last block.
+    """
 
     instance: InstanceId
     stage: Stage

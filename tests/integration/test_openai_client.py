@@ -173,6 +173,26 @@ def test_several_greedy_choices_are_the_one_greedy_choice(client):
     assert three.usage.completion_tokens == 3 * one.usage.completion_tokens
 
 
+def test_the_receipt_of_several_choices_counts_what_all_of_them_did(client):
+    def decode_stage(prompt, n):
+        answer = client.completions.create(
+            model=MODEL, prompt=prompt, n=n, temperature=0.9, seed=4, max_tokens=6,
+            extra_body={"quire_receipt": True, "ignore_eos": True},
+        )  # fmt: skip
+        assert answer.usage.prompt_tokens_details.cached_tokens <= answer.usage.prompt_tokens
+        return answer.model_extra["quire_receipt"]["stages"][-1]
+
+    one = decode_stage(list(range(300, 475)), 1)
+    three = decode_stage(list(range(500, 675)), 3)
+    for stage in (one, three):  # the prompt's tokens count once
+        assert stage["tokens_engine"] + stage["tokens_pool"] + stage["tokens_computed"] == 175, stage
+    assert (three["tokens_pool"], three["tokens_computed"]) == (one["tokens_pool"], one["tokens_computed"])
+    assert three["blocks_moved"] >= one["blocks_moved"], (
+        "the first choice moved as much, the others what it lacked"
+    )
+    assert three["bytes_moved"] * one["blocks_moved"] == one["bytes_moved"] * three["blocks_moved"]
+
+
 def test_legacy_completions_echo_and_logprobs(client):
     answer = client.completions.create(
         model=MODEL, prompt="The with statement", max_tokens=4, temperature=0, echo=True, logprobs=2

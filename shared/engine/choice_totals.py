@@ -1,0 +1,45 @@
+"""What several choices of one request did with KV, as one account. No vLLM import.
+
+vLLM runs each choice as a request of its own, which ends with figures of its own, and a front that is slow may
+see only those of the last. So the engine core's side adds up: the choice that ends last tells what all did.
+"""
+
+import re
+from collections import OrderedDict
+from typing import Any
+
+Said = dict[str, Any]
+
+MAX_FAMILIES = (
+    4_096  # requests with several choices that are remembered: all that run, and the last that ended
+)
+_CHILD = re.compile(
+    r"\d+_(.+)"
+)  # vLLM's id of one choice: its number and the request's own id, which is unique
+_LARGEST = frozenset({"tokens_loaded", "fetch_ms"})  # the prompt is one, and loads run side by side
+
+
+class ChoiceTotals:
+    """One per engine core."""
+
+    def __init__(self) -> None:
+        self._so_far: OrderedDict[str, Said] = OrderedDict()
+
+    def add(self, request_id: str, said: Said) -> Said:
+        """A choice ended, or an only choice: what all of the request's that have ended did. Figures are numbers."""
+        child = _CHILD.match(request_id)
+        if child is None:
+            return said
+        family = child.group(1)
+        total = self._so_far[family] = _joined(self._so_far.pop(family, {}), said)
+        if len(self._so_far) > MAX_FAMILIES:
+            self._so_far.popitem(last=False)
+        return total
+
+
+def _joined(one: Said, other: Said) -> Said:
+    out = dict(one)
+    for name, value in other.items():
+        before = out.get(name, 0)
+        out[name] = max(before, value) if name in _LARGEST else before + value
+    return out
