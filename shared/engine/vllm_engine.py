@@ -186,9 +186,9 @@ class VllmEngine:
             async with contextlib.aclosing(stream):
                 async for output in stream:
                     is_first = self._unfinished_prefill.pop(key, None) is not None
-                    if is_first:
+                    if is_first:  # of several choices: the others also find what the first one brought
                         found = output.num_cached_tokens
-                    output.num_cached_tokens = found  # by the first choice: the others also find what it brought
+                    output.num_cached_tokens = found
                     deltas = _deltas(output, len(request.prompt_token_ids))
                     if is_first and deltas and deltas[0].kv_use is None:
                         deltas[0].kv_use = _early_use(output, request)
