@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -69,8 +69,7 @@ class _Connection(asyncio.Protocol):
         self._now = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
 
     def begin(self, request: bytes, reply: Reply) -> "asyncio.Future[Reply]":
         assert self._transport is not None

@@ -1,6 +1,11 @@
-"""Load on one server: closed loop, open loop, and many paced streams. Requests are prepared bytes."""
+"""Load on one server: closed loop, open loop, and many paced streams. Requests are prepared bytes.
+
+The open loop runs without Python's cyclic garbage collector: a full collection of this process took 13 ms, which the
+requests of that moment would have shown as their own.
+"""
 
 import asyncio
+import gc
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -66,13 +71,18 @@ async def open_loop(
     """Poisson arrivals that never wait for answers: (TTFT of each in ms, failures)."""
     loop = asyncio.get_running_loop()
     tasks = []
-    due = loop.time()
-    for request in requests:
-        due += rng.expovariate(rate_per_s)
-        if (wait := due - loop.time()) > 0:
-            await asyncio.sleep(wait)
-        tasks.append(asyncio.create_task(client.post(request)))
-    replies = await asyncio.gather(*tasks, return_exceptions=True)
+    gc.collect()
+    gc.disable()
+    try:
+        due = loop.time()
+        for request in requests:
+            due += rng.expovariate(rate_per_s)
+            if (wait := due - loop.time()) > 0:
+                await asyncio.sleep(wait)
+            tasks.append(asyncio.create_task(client.post(request)))
+        replies = await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        gc.enable()
     good = [reply for reply in replies if isinstance(reply, Reply) and reply.ok]
     for reply in replies:
         if not isinstance(reply, Reply):

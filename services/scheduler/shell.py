@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import lru_cache
 from typing import Any
 
 from services.scheduler import config
@@ -49,6 +50,11 @@ _unsent = counter("quire_scheduler_unsent_replies_total", "Answers whose asker w
 _decision = histogram_ms(
     "quire_scheduler_decision_ms", "Deciding one placement.", buckets=(0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 20)
 )
+
+
+@lru_cache(maxsize=16)
+def _placed_counter(kind: str, policy: str) -> Any:
+    return _placed.labels(kind, policy)
 
 
 class Scheduler:
@@ -156,7 +162,7 @@ class Scheduler:
         ) as span:
             span.set("reason", answer.reason)
             if isinstance(answer, Placed):
-                _placed.labels(answer.kind, answer.policy).inc()
+                _placed_counter(answer.kind, answer.policy).inc()
                 span.set("kind", answer.kind)
                 span.set("decode", answer.decode.instance)
                 if answer.prefill is not None:

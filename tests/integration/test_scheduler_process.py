@@ -172,7 +172,7 @@ async def test_rubbish_on_the_sockets_is_dropped(scheduler, cluster):
     gateway, _ = cluster
     for _ in range(3):
         gateway.link._peer.send([b"quire.place/1", b"\0" * 8, b"\x81\xa1x\x01"])
-        gateway.link._socket.send_multipart([b"x"])
+        gateway.link._peer.send([b"x"])
     assert (await gateway.place("r1")).kind == "disaggregated"
 
 

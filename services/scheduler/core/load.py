@@ -9,12 +9,13 @@ was never told (a gateway died) stop counting by themselves.
 import math
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from services.scheduler.core.request import AttemptKey
 from shared.wire.reports import Report
 
 
-@dataclass(frozen=True, slots=True)
-class LoadView:
+class LoadView(Struct, frozen=True):
     """Load now. Shares are of the instance's own limits and may exceed 1."""
 
     num_requests: int
@@ -25,8 +26,7 @@ class LoadView:
     prefill_share: float  # prefill_tokens / tokens in one engine step at most: steps until the queue is empty
 
 
-@dataclass(frozen=True, slots=True)
-class OpenStage:
+class OpenStage(Struct, frozen=True):
     """One placed stage that no report covers for certain."""
 
     placed_at_ms: int

@@ -5,8 +5,9 @@ Costs are in engine steps and shares of an instance's limits, so that unequal in
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from services.scheduler.core.instances import Instance
 from services.scheduler.core.load import LoadView
@@ -18,8 +19,7 @@ GUARD_SHARE = 0.25  # of an instance's running requests: how much fuller the hol
 GUARD_STEPS = 1.0  # of prefill queue that a prefix hit may cost beyond the steps it saves
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """An instance that could take this stage of this request now."""
 
     known: Instance
@@ -32,8 +32,7 @@ class Candidate:
         return self.known.instance
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """The chosen instance and one clause that says why."""
 
     candidate: Candidate
@@ -67,9 +66,9 @@ def _order(stage: Stage, candidate: Candidate) -> tuple[float, int, str]:
 
 
 def _least_load(stage: Stage, candidates: Sequence[Candidate]) -> Choice:
-    best = min(candidates, key=lambda c: _order(stage, c))
     if len(candidates) == 1:
-        return Choice(best, f"{best.name} is the only one for {stage}")
+        return Choice(candidates[0], f"{candidates[0].name} is the only one for {stage}")
+    best = min(candidates, key=lambda c: _order(stage, c))
     return Choice(best, f"{best.name} has the least load for {stage} ({cost(stage, best.view):.2f})")
 
 
@@ -88,19 +87,24 @@ def _session(stage: Stage, request: PlacementRequest, candidates: Sequence[Candi
 
 def _prompt_tree(stage: Stage, candidates: Sequence[Candidate]) -> Choice:
     """Longest prefix first; a holder that is too much busier than the least loaded is passed over."""
-    idlest = min(candidates, key=lambda c: _order(stage, c))
-    by_hits = sorted(candidates, key=lambda c: (-c.hit_tokens, *_order(stage, c)))
-    if by_hits[0].hit_tokens == 0:
+    if not any(candidate.hit_tokens for candidate in candidates):
         found = _least_load(stage, candidates)
         return Choice(found.candidate, f"no cached prefix; {found.reason}")
+    if len(candidates) == 1:
+        return Choice(candidates[0], _held(candidates[0]))
+    idlest = min(candidates, key=lambda c: _order(stage, c))
+    by_hits = sorted(candidates, key=lambda c: (-c.hit_tokens, *_order(stage, c)))
     for candidate in by_hits:
         if candidate is idlest or _worth_it(stage, candidate, idlest):
             break
     else:
         candidate = idlest
     passed_over = "" if candidate is by_hits[0] else f"{by_hits[0].name} holds more but is too busy; "
-    held = f"{candidate.name} holds {candidate.hit_tokens} prompt tokens"
-    return Choice(candidate, passed_over + held)
+    return Choice(candidate, passed_over + _held(candidate))
+
+
+def _held(candidate: Candidate) -> str:
+    return f"{candidate.name} holds {candidate.hit_tokens} prompt tokens"
 
 
 def _worth_it(stage: Stage, holder: Candidate, idlest: Candidate) -> bool:

@@ -1,8 +1,9 @@
 """A placement request as the policies see it: what the wire allows, cut to what can be."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Literal
+
+from msgspec import Struct
 
 from shared.ids import InstanceId, RequestId
 from shared.wire.placement import Place
@@ -11,8 +12,7 @@ Stage = Literal["prefill", "decode", "colocated"]
 AttemptKey = tuple[RequestId, int]
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
+class PlacementRequest(Struct, frozen=True):
     """One attempt that wants instances. hit_tokens are hints, at most num_prompt_tokens each."""
 
     key: AttemptKey
@@ -21,7 +21,7 @@ class PlacementRequest:
     session: str = ""  # "": none
     exclude: frozenset[InstanceId] = frozenset()
     must_colocate: bool = False
-    hit_tokens: dict[InstanceId, int] = field(default_factory=dict)
+    hit_tokens: dict[InstanceId, int] = {}
 
     def hits_of(self, instance: InstanceId) -> int:
         """Leading prompt tokens that the instance holds, as far as known."""
