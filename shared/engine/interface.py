@@ -22,6 +22,7 @@ class HeldPages:
     epochs: list[Epoch]
     hashes: list[BlockHash]
     valid_tokens: int  # prompt tokens that these pages cover; the last block may be partial
+    lease_id: str = ""  # for an engine that keeps_leases
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,14 @@ class Engine(Protocol):
     max_running: int
     max_batched_tokens: int
     num_kv_blocks: int
+    keeps_leases: bool  # works in the pages: leases are made until_release and end with holds_lease() False
+
+    async def holds_lease(self, lease_id: str) -> bool:
+        """Whether the engine has a lease and will release it itself. Ask after the request's iterator ended.
+
+        Raises: PeerGone when the engine died: its leases end with its processes.
+        """
+        ...
 
     @property
     def alive(self) -> bool:

@@ -54,7 +54,7 @@ def sampling_params(spec: SamplingSpec, extra_args: dict[str, Any]) -> SamplingP
             structured_outputs=structured_params(spec.structured) if spec.structured else None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={"kv_transfer_params": extra_args} if extra_args else None,
+            extra_args=extra_args or None,
         )
     except (ValueError, TypeError) as error:
         raise InvalidRequest(str(error)) from error

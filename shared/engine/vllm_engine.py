@@ -23,10 +23,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from shared.engine import page_scheduler
 from shared.engine.cache_events import CacheEventReceiver
 from shared.engine.describe import describe_engine
 from shared.engine.engine_sampling import asked_deltas, engine_spec
 from shared.engine.interface import CacheEvent, EngineDelta, EngineLoad, EngineRequest, KvUse
+from shared.engine.page_scheduler import EXTRA_ARGS_KEY
 from shared.engine.preload import preload_architecture
 from shared.engine.sampling import sampling_params
 from shared.engine.worker_config import WorkerSettings
@@ -85,15 +87,21 @@ class VllmEngine:
         self.description = describe_engine(config, settings.model_name, settings.model_dir)
         self.max_running = config.scheduler_config.max_num_seqs
         self.max_batched_tokens = config.scheduler_config.max_num_batched_tokens
-        assert config.kv_transfer_config is not None
-        config.kv_transfer_config.kv_connector_extra_config.update(
-            description=msgspec.json.encode(self.description).decode(),
-            mempool_socket=settings.mempool_socket,
-            instance=settings.instance,
-            quota_pages=self._quota_pages(settings),
-            events_address=events_address,
-            handoff_ttl_ms=settings.handoff_ttl_ms,
-        )
+        extra: dict[str, Any] = {
+            "description": msgspec.json.encode(self.description).decode(),
+            "mempool_socket": settings.mempool_socket,
+            "instance": settings.instance,
+            "quota_pages": self._quota_pages(settings),
+            "events_address": events_address,
+            "handoff_ttl_ms": settings.handoff_ttl_ms,
+        }
+        self.keeps_leases = works_in_pages(settings)
+        if self.keeps_leases:
+            config.additional_config["quire"] = extra
+            page_scheduler.install()
+        else:
+            assert config.kv_transfer_config is not None
+            config.kv_transfer_config.kv_connector_extra_config.update(extra)
         # the CPU platform asks for spawn, which would import everything again (15 CPU-seconds)
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # noqa: TID251  vLLM's setting, not ours
         self._load_view: _LoadView | None = None
@@ -136,7 +144,6 @@ class VllmEngine:
             tensor_parallel_size=settings.tensor_parallel_size,
             enable_prefix_caching=True,
             prefix_caching_hash_algo="sha256_cbor",
-            async_scheduling=False,
             seed=0,
             structured_outputs_config={
                 "backend": settings.structured_backend,
@@ -146,13 +153,7 @@ class VllmEngine:
             },
             disable_log_stats=False,
             generation_config="auto",
-            kv_transfer_config={
-                "kv_connector": "QuireConnector",
-                "kv_connector_module_path": "shared.engine.connector",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {},
-            },
+            **(_in_pages() if works_in_pages(settings) else _by_copies()),
             **optional,
         )
 
@@ -173,7 +174,7 @@ class VllmEngine:
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
         """See Engine.generate."""
         spec, copies = engine_spec(request.sampling)
-        params = sampling_params(spec, self._connector_params(request))
+        params = sampling_params(spec, self._extra_args(request))
         prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
         if request.tenant_salt:
             prompt["cache_salt"] = request.tenant_salt
@@ -203,19 +204,27 @@ class VllmEngine:
             self._unfinished_prefill.pop(key, None)
             self._context_tokens.pop(key, None)
 
-    @staticmethod
-    def _connector_params(request: EngineRequest) -> dict[str, Any]:
+    def _extra_args(self, request: EngineRequest) -> dict[str, Any]:
+        """Where Quire's scheduler, or the connector, looks for what the request brought."""
         out: dict[str, Any] = {"seed": request.chain_seed, "handoff_id": request.handoff_id or ""}
         if request.held is not None:
             out["pages"] = u32_bytes(request.held.pages)
             out["epochs"] = u64_bytes(request.held.epochs)
             out["hashes"] = b"".join(request.held.hashes)
             out["valid_tokens"] = request.held.valid_tokens
-        return out
+            out["lease_id"] = request.held.lease_id
+        return {EXTRA_ARGS_KEY if self.keeps_leases else "kv_transfer_params": out}
 
     async def abort(self, engine_request_id: str) -> None:
         """See Engine.abort."""
         await self._llm.abort(engine_request_id)
+
+    async def holds_lease(self, lease_id: str) -> bool:
+        """See Engine.holds_lease. Answered by the engine core behind every request sent to it before."""
+        try:
+            return bool(await self._llm.engine_core.call_utility_async("quire_holds_lease", lease_id))
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise PeerGone(f"the engine died: {error!r}") from error
 
     def load(self) -> EngineLoad:
         """See Engine.load."""
@@ -254,6 +263,38 @@ def _prompt_logprobs(rows: Any) -> list[list[TokenLogprob] | None] | None:
     if rows is None:
         return None
     return [None if row is None else (_logprobs([row]) or [])[0] for row in rows]
+
+
+def works_in_pages(settings: WorkerSettings) -> bool:
+    """Whether the engine's cache is the mempool's memory, or one of its own with copies to and from pages."""
+    return bool(settings.mempool_socket) and settings.kv_cache != "copy"
+
+
+def _in_pages() -> dict[str, Any]:
+    if current_platform.is_cpu():
+        return {
+            "worker_cls": "shared.engine.page_worker_cpu.PageCPUWorker",
+            "scheduler_cls": "shared.engine.page_scheduler.PageScheduler",
+            "async_scheduling": False,
+        }
+    return {
+        "worker_cls": "shared.engine.page_worker_gpu.PageGPUWorker",
+        "scheduler_cls": "shared.engine.page_scheduler.AsyncPageScheduler",
+        "async_scheduling": True,
+    }
+
+
+def _by_copies() -> dict[str, Any]:
+    return {
+        "async_scheduling": False,
+        "kv_transfer_config": {
+            "kv_connector": "QuireConnector",
+            "kv_connector_module_path": "shared.engine.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {},
+        },
+    }
 
 
 def _deltas(output: RequestOutput, num_prompt_tokens: int) -> list[EngineDelta]:

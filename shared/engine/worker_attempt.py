@@ -108,6 +108,7 @@ class Attempt:
         self._use = KvUse()
         self._seed = chain_seed(context.engine.description.fingerprint, message.tenant_salt)
         self._prompt_logprobs: PromptLogprobs | None = None
+        self._engine_done = False  # the engine said that the request is over
         self.is_waiting = True  # not in the engine yet
 
     async def run(self) -> None:
@@ -152,7 +153,10 @@ class Attempt:
 
     def _release(self) -> None:
         if self._lease is not None:
-            self._context.pages.release(self._lease.lease_id)
+            if self._context.engine.keeps_leases:
+                self._context.pages.settle(self._lease.lease_id, self._context.engine, self._engine_done)
+            else:
+                self._context.pages.release(self._lease.lease_id)
             self._lease = None
 
     async def _lease_pages(self) -> None:
@@ -192,7 +196,8 @@ class Attempt:
                     is_first = False
                     self._clock.mark_first()
                     _METRICS.first[self.message.stage].observe(self._clock.ttft_ms)
-                    self._release()
+                    if not self._context.engine.keeps_leases:
+                        self._release()
                 if delta.prompt_logprobs is not None:
                     self._prompt_logprobs = delta.prompt_logprobs
                 if delta.kv_use is not None:
@@ -202,6 +207,7 @@ class Attempt:
                 self._clock.num_output_tokens += len(delta.token_ids)
                 yield delta
                 if delta.request_done:
+                    self._engine_done = True
                     _count_use(self._use)
                     return
         raise PeerGone("the engine's output ended before the request did")

@@ -38,6 +38,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: str = "auto"
     threads: int = 1  # OpenMP threads of a CPU engine
+    kv_cache: Literal["auto", "pages", "copy"] = "auto"  # pages: the cache is the mempool's memory itself
     block_tokens: int = 32
     max_model_len: int = 0  # 0: the model's own
     max_num_seqs: int = 64

@@ -23,6 +23,7 @@ from shared.wire.mempool import Acquired
 _log = get_logger("worker.pages")
 _REPLY_MARGIN_MS = 250  # beyond what the pool itself was asked to wait
 _TOKEN_BYTES = 4
+_NO_EPOCH = Epoch(0)
 
 
 class PageClient(Protocol):
@@ -30,6 +31,9 @@ class PageClient(Protocol):
 
     @property
     def connected(self) -> bool: ...
+
+    @property
+    def boot_generation(self) -> Epoch: ...
 
     async def acquire(
         self,
@@ -39,6 +43,7 @@ class PageClient(Protocol):
         wait_ms: int = ...,
         ttl_ms: int = ...,
         traceparent: str = ...,
+        until_release: bool = ...,
     ) -> Acquired: ...
 
     def release(self, lease_id: LeaseId) -> None: ...
@@ -46,20 +51,37 @@ class PageClient(Protocol):
     def drop_handoff(self, handoff_id: HandoffId) -> None: ...
 
 
+class LeaseHolder(Protocol):
+    """An engine that works in the pages."""
+
+    async def holds_lease(self, lease_id: str) -> bool: ...
+
+
 @dataclass(frozen=True, slots=True)
 class PageLease:
-    """Release it once, after the first output or at the end."""
+    """Release it once, after the first output or at the end; settle() it with an engine that keeps leases."""
 
     lease_id: LeaseId
     held: HeldPages
 
 
 class PromptPages:
-    """Finds and leases the pages of prompts. `client` None: there is no pool."""
+    """Finds and leases the pages of prompts. `client` None: there is no pool.
+
+    Args: kept: the engine works in the pages, so its leases have no expiry.
+    """
 
     def __init__(
-        self, client: PageClient | None, description: EngineDescription, settings: WorkerSettings
+        self,
+        client: PageClient | None,
+        description: EngineDescription,
+        settings: WorkerSettings,
+        *,
+        kept: bool = False,
     ) -> None:
+        self._kept = kept
+        self._first_boot = _NO_EPOCH
+        self._settling: set[asyncio.Task[None]] = set()
         self._client = client
         self._description = description
         self._settings = settings
@@ -71,6 +93,14 @@ class PromptPages:
     def usable(self) -> bool:
         """There is a pool and it is connected."""
         return self._client is not None and self._client.connected
+
+    @property
+    def memory_replaced(self) -> bool:
+        """Whether the pool that is connected now is another than the first that was."""
+        now = self._client.boot_generation if self._client is not None else _NO_EPOCH
+        if self._first_boot == _NO_EPOCH:
+            self._first_boot = now
+        return now != self._first_boot
 
     @property
     def num_leases(self) -> int:
@@ -124,6 +154,7 @@ class PromptPages:
                     wait_ms=wait_ms,
                     ttl_ms=self._settings.lease_ttl_ms,
                     traceparent=traceparent,
+                    until_release=self._kept,
                 )
             return self._lease(got, hashes, valid_tokens)
         except (ClusterError, TimeoutError, ValueError) as error:
@@ -144,7 +175,13 @@ class PromptPages:
             raise ValueError(f"{got.num_blocks} blocks, {len(pages)} pages, {len(epochs)} epochs")
         self._outcomes.labels("hit" if got.num_blocks == len(hashes) else "part").inc()
         valid = min(valid_tokens, got.num_blocks * self._description.block_tokens)
-        held = HeldPages(pages=pages, epochs=epochs, hashes=hashes[: got.num_blocks], valid_tokens=valid)
+        held = HeldPages(
+            pages=pages,
+            epochs=epochs,
+            hashes=hashes[: got.num_blocks],
+            valid_tokens=valid,
+            lease_id=got.lease_id,
+        )
         return PageLease(got.lease_id, held)
 
     def release(self, lease_id: LeaseId) -> None:
@@ -163,3 +200,26 @@ class PromptPages:
                 self._client.drop_handoff(handoff_id)
             except ClusterError as error:
                 _log.info("drop_handoff_failed", handoff_id=handoff_id, error=error.message)
+
+    def settle(self, lease_id: LeaseId, engine: LeaseHolder, engine_done: bool) -> None:
+        """The request is over for the worker. An engine that had it releases the lease when its steps are over.
+
+        Args: engine_done: the engine itself ended the request, so it had it.
+        """
+        if engine_done:
+            self._leases.discard(lease_id)
+            return
+        task = asyncio.get_running_loop().create_task(self._settle(lease_id, engine), name="settle-lease")
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    async def _settle(self, lease_id: LeaseId, engine: LeaseHolder) -> None:
+        try:
+            is_held = await engine.holds_lease(lease_id)
+        except ClusterError as error:  # the engine died, and the pool sees that for itself
+            _log.info("lease_left_to_the_pool", lease_id=lease_id, error=error.message)
+            is_held = True
+        if is_held:
+            self._leases.discard(lease_id)
+        else:
+            self.release(lease_id)

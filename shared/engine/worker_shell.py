@@ -83,7 +83,7 @@ class WorkerShell:
             settings, hello=self._hello, load=self.load, on_stale=self._register_again
         )
         self.front = WorkerFront(settings.listen, limits, self.reports.report_soon)
-        self.pages = PromptPages(pages, engine.description, settings)
+        self.pages = PromptPages(pages, engine.description, settings, kept=engine.keeps_leases)
         self.admin = AdminServer(settings.admin_listen, ready=self.ready, status=self.status)
         self._phase = "starting"
         self._stopped = asyncio.Event()
@@ -151,6 +151,8 @@ class WorkerShell:
             await asyncio.sleep(WATCH_INTERVAL_S)
             if not self.engine.alive:
                 self._on_engine_died("the engine's process ended")
+            elif self.engine.keeps_leases and self.pages.memory_replaced:
+                self._on_engine_died("the mempool has new memory: the engine's cache is no longer part of it")
             self._update_gauges()
 
     async def _end(self) -> None:

@@ -45,7 +45,7 @@ class MempoolClient:
         on_up: Callable[[], None] | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        self.boot_generation = _NO_EPOCH  # of the pool that it is, or last was, connected to
+        self._boot = _NO_EPOCH  # of the pool that it is, or last was, connected to
         self._path = Path(socket)
         self._attach = wire.Attach(kind="client", instance=instance, instance_epoch=instance_epoch)
         self._on_up = on_up
@@ -61,6 +61,11 @@ class MempoolClient:
         self._pending: dict[int, asyncio.Future[wire.FromMempool]] = {}
         self._down = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def boot_generation(self) -> Epoch:
+        """Of the pool that it is, or last was, connected to."""
+        return self._boot
 
     @property
     def connected(self) -> bool:
@@ -99,11 +104,14 @@ class MempoolClient:
         wait_ms: int = 0,
         ttl_ms: int = 30_000,
         traceparent: str = "",
+        until_release: bool = False,
         timeout_ms: int | None = None,
     ) -> wire.Acquired:
         """Pin the longest known prefix of `hashes`; release() its lease. num_blocks 0: nothing is held.
 
-        Args: timeout_ms: None: a second more than wait_ms.
+        Args:
+            until_release: no expiry: an engine of this instance works in the pages, and releases them.
+            timeout_ms: None: a second more than wait_ms.
         """
         call = wire.Acquire(
             call_id=self._next_call(),
@@ -112,6 +120,7 @@ class MempoolClient:
             wait_ms=wait_ms,
             ttl_ms=ttl_ms,
             traceparent=traceparent,
+            until_release=until_release,
         )
         limit_ms = wait_ms + CALL_TIMEOUT_MS if timeout_ms is None else timeout_ms
         reply = await self._call(call, wire.Acquired, limit_ms)
@@ -209,7 +218,7 @@ class MempoolClient:
         close_fds(fds)
         if isinstance(message, wire.Attached):
             self._up.set()
-            self.boot_generation = message.boot_generation
+            self._boot = message.boot_generation
             self.counters["connections"] += 1
             if self._on_up is not None:
                 self._on_up()

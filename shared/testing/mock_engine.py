@@ -55,6 +55,7 @@ class MockEngine:
         self.max_running = settings.max_num_seqs
         self.max_batched_tokens = settings.max_num_batched_tokens
         self.num_kv_blocks = settings.mock_kv_blocks
+        self.keeps_leases = False
         self.description = EngineDescription(
             model=settings.model_name,
             fingerprint="mock" + hashlib.sha256(settings.model_name.encode()).hexdigest()[:28],
@@ -130,6 +131,10 @@ class MockEngine:
                         return
         finally:
             self._forget(item)
+
+    async def holds_lease(self, lease_id: str) -> bool:
+        """See Engine.holds_lease: it copies, so it never does."""
+        return False
 
     async def abort(self, engine_request_id: str) -> None:
         """See Engine.abort."""

@@ -87,6 +87,8 @@ async def until(condition, timeout_s=2.0):
 class FakePages:
     """A mempool client that answers from a script."""
 
+    boot_generation = Epoch(1)
+
     def __init__(self, num_blocks=None, error=None):
         self.connected = True
         self.num_blocks = num_blocks
@@ -95,7 +97,7 @@ class FakePages:
         self.released = []
         self.dropped = []
 
-    async def acquire(self, hashes, *, handoff_id="", wait_ms=0, ttl_ms=0, traceparent=""):
+    async def acquire(self, hashes, *, handoff_id="", wait_ms=0, ttl_ms=0, traceparent="", until_release=False):
         self.calls.append((list(hashes), handoff_id, wait_ms))
         if self.error is not None:
             raise self.error

@@ -32,12 +32,14 @@ def test_a_sealed_page_in_use_is_not_evicted_until_its_engine_unpins_it():
     pool = Harness(num_pages=2)
     worker(pool, 1, quota=1)
     pages = pool.save(1, chain("a"))
-    worker(pool, 2, quota=2)
-    assert len(pool.granted[2]) == 1, "the other page is in use"
+    worker(pool, 2, quota=1)
+    pool.client(3)
+    assert pool.counts() == {"granted": 1, "sealed": 1}
+    worker(pool, 4, quota=1)
+    assert pool.granted[4] == [], "the first page is in use, the second granted"
     unpin(pool, 1, pages)
-    assert pool.counts() == {"granted": 1, "sealed": 1}, "its quota is even with the other's"
-    pool.need(1, 1)
-    assert pool.granted[1][0][0] == pages[0][0]
+    assert pool.counts() == {"granted": 2}
+    assert pool.acquire(3, chain("a")).num_blocks == 0
 
 
 def test_pages_in_use_count_against_the_quota():
@@ -50,6 +52,16 @@ def test_pages_in_use_count_against_the_quota():
     assert len(pool.granted[1]) == 1
 
 
+def test_a_share_is_filled_up_without_asking():
+    pool = Harness(num_pages=8)
+    worker(pool, 1, quota=3)
+    pages = pool.save(1, chain("a", "b"))
+    unpin(pool, 1, pages)
+    assert len(pool.granted[1]) == 3
+    pool.give_back(1, pool.take(1, 2))
+    assert len(pool.granted[1]) == 3
+
+
 def test_a_second_seal_of_a_hash_keeps_the_page_for_its_engine_alone():
     pool = Harness(num_pages=4)
     worker(pool, 1)
@@ -58,8 +70,8 @@ def test_a_second_seal_of_a_hash_keeps_the_page_for_its_engine_alone():
     assert pool.state(second[0][0]) is PageState.SEALED
     assert pool.acquire(1, chain("a")).pages == u32_bytes([first[0][0]])
     unpin(pool, 2, second)
-    assert pool.state(second[0][0]) is PageState.FREE
-    assert pool.words[second[0][0]] >> 8 == second[0][1] + 1
+    assert pool.state(second[0][0]) is not PageState.SEALED
+    assert pool.words[second[0][0]] >> 8 == second[0][1] + 1, "nobody can take it for what it was"
 
 
 def test_unpins_that_are_stale_or_of_others_change_nothing():

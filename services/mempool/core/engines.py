@@ -38,6 +38,9 @@ class Engine:
         """What counts against its quota."""
         return len(self.held) + len(self.pinned)
 
+    def __str__(self) -> str:
+        return f"engine {self.instance}: {self.num_pages} of {self.quota} pages"
+
 
 @dataclass(slots=True)
 class LostEngine:
@@ -78,6 +81,11 @@ class Engines:
     def of_instance(self, instance: InstanceId) -> list[Engine]:
         """Attached engines of one instance."""
         return [engine for engine in self.attached.values() if engine.instance == instance]
+
+    def instance_of(self, connection: int) -> InstanceId | None:
+        """Of an attached engine or rank."""
+        engine, rank = self.attached.get(connection), self.ranks.get(connection)
+        return engine.instance if engine is not None else rank[1] if rank is not None else None
 
     def cap(self, engine: Engine) -> int:
         """Pages that it may have: its quota, or its even part of the share that such engines may have."""
@@ -125,6 +133,14 @@ class Engines:
     def unpin(self, engine: Engine, page: PageId) -> None:
         """The engine uses this sealed page no more. Unindexed, it is free."""
         self._end_pin(page, engine.pinned.pop(page))
+        engine.demand += 1
+
+    def give_back(self, engine: Engine, page: PageId) -> None:
+        """The engine has not written this page, or writes it no more."""
+        engine.held.remove(page)
+        self._table.free(page, PageEvent.GIVE_BACK)
+        if engine.works_in_pages:  # its share is filled up without asking
+            engine.demand += 1
 
     def lose(self, connection: int) -> Engine | None:
         """The connection ended, the processes perhaps not: its pages wait for proof of their death."""

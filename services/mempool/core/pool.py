@@ -1,11 +1,9 @@
 """One host's pool of pages: decides; does nothing. Events and `now_ms` in, actions out.
 
-Who may lose a pin. A reader here copies: it reads a page's word, copies, and reads the word again
-(architecture.md section 4, rule 4, "copy = seqlock"). Taking its pin away early can therefore not give it
-wrong bytes: it sees a changed epoch and computes the block itself. So the only question when a client's
-connection closes is whether its pins are still worth something. They are while an engine of the same instance
-is attached, since that engine may be copying for the request that the client leased for: then they stay until
-their TTL. With no such engine nobody reads, and they go at once.
+Who may lose a pin. A reader that copies reads a page's word, copies, and reads the word again
+(architecture.md section 4, rule 4): taking its pin away early cannot give it wrong bytes. So its pins are kept
+only while they are worth something: until their TTL while an engine of the same instance is attached, which may
+be copying for the request that the client leased for; with no such engine nobody reads, and they go at once.
 
 An engine that works in the pages reads without looking back. Its pins, and leases that are made
 `until_release` for it, end with its own word or with proof that all of its processes are dead (rule 5).
@@ -153,11 +151,7 @@ class Pool:
     def _let_go(self, process: int, instance: InstanceId) -> None:
         assert self.memory is not None
         self.counters["pages_acknowledged"] += self.memory.engines.let_go(process, instance)
-        self._end_kept(instance)
-
-    def _end_kept(self, instance: InstanceId) -> None:
-        """After an engine's end was proven: nobody works in the pages that were leased for it."""
-        if self.memory is not None and not self.memory.engines.lives_on(instance):
+        if not self.memory.engines.lives_on(instance):
             self.leases.release_kept(instance)
 
     def _refuse(self, connection: int, code: str, reason: str) -> list[Action]:
@@ -172,9 +166,9 @@ class Pool:
         client = self.clients.pop(connection, None)
         if client is not None:
             self.leases.forget_waiters(connection)
-            if not self._engines_of(client.instance):
-                lives_on = self._lives_on(client.instance)
-                self.leases.release_of(connection, client.instance, engine_lives=lives_on)
+            if not self._attached(client.instance):
+                lives = self.memory is not None and self.memory.engines.lives_on(client.instance)
+                self.leases.release_of(connection, client.instance, engine_lives=lives)
             self.leases.orphan(connection)
         elif self.memory is not None:
             self._lose_engine(connection)
@@ -189,7 +183,7 @@ class Pool:
         self.counters["engines_lost"] += 1
         self.leases.forget_waiters(connection)
         self.leases.release_of(connection, engine.instance, engine_lives=True)
-        if not self._engines_of(engine.instance):
+        if not self._attached(engine.instance):
             self.leases.release_of(None, engine.instance, engine_lives=True)
 
     def on_process_dead(self, process: int, now_ms: int) -> list[Action]:
@@ -205,7 +199,8 @@ class Pool:
         instances = {lost.engine.instance for lost in self.memory.engines.lost}
         self.counters["pages_recovered"] += self.memory.engines.bury(process)
         for instance in sorted(instances):
-            self._end_kept(instance)
+            if not self.memory.engines.lives_on(instance):
+                self.leases.release_kept(instance)  # nobody works in the pages that were leased for it
         self._serve()
         return self._done()
 
@@ -268,8 +263,7 @@ class Pool:
                     memory.table.apply(page, PageEvent.WRITE)
             elif isinstance(message, wire.GiveBack):
                 if self._own(engine, page, epoch):
-                    engine.held.remove(page)
-                    memory.table.free(page, PageEvent.GIVE_BACK)
+                    memory.engines.give_back(engine, page)
             elif page in engine.pinned and memory.table.epochs[page] == epoch:
                 memory.engines.unpin(engine, page)
             else:
@@ -328,7 +322,8 @@ class Pool:
     def status(self, call_id: int = 0) -> wire.PoolStatus:
         """The pool now."""
         memory = self.memory
-        engines = memory.engines.attached.values() if memory else ()
+        engines = list(memory.engines.attached.values()) if memory else []
+        clients = [f"client {client.instance}" for client in self.clients.values()]
         return wire.PoolStatus(
             call_id=call_id,
             boot_generation=self.boot_generation,
@@ -339,10 +334,7 @@ class Pool:
             num_pinned=self.index.num_pinned,
             num_leases=len(self.leases.leases),
             num_handoffs=len(self.leases.handoffs),
-            attachments=sorted(
-                [f"engine {e.instance}: {e.num_pages} of {e.quota} pages" for e in engines]
-                + [f"client {c.instance}" for c in self.clients.values()]
-            ),
+            attachments=sorted([str(engine) for engine in engines] + clients),
             counters=dict(self.counters),
         )
 
@@ -384,19 +376,10 @@ class Pool:
         client = self.clients.get(connection)
         if client is not None:
             return client.instance
-        if self.memory is None:
-            return None
-        engine = self.memory.engines.attached.get(connection)
-        if engine is not None:
-            return engine.instance
-        rank = self.memory.engines.ranks.get(connection)
-        return rank[1] if rank is not None else None
+        return self.memory.engines.instance_of(connection) if self.memory is not None else None
 
-    def _engines_of(self, instance: InstanceId) -> list[Engine]:
-        return self.memory.engines.of_instance(instance) if self.memory else []
-
-    def _lives_on(self, instance: InstanceId) -> bool:
-        return self.memory is not None and self.memory.engines.lives_on(instance)
+    def _attached(self, instance: InstanceId) -> bool:
+        return self.memory is not None and bool(self.memory.engines.of_instance(instance))
 
     def _hashes(self, raw: bytes) -> list[BlockHash]:
         return parse.hashes(raw, self.limits.max_blocks_per_call)

@@ -1,0 +1,306 @@
+"""vLLM's block pool over pages that the mempool grants: block id = page id + 1, block 0 is vLLM's null block.
+
+Stock vLLM owns all of its blocks from the start. Here a block is
+
+- unknown: its page belongs to somebody else, or to nobody;
+- in stock: granted to this engine and in no block table;
+- writing: granted, in a block table (or in the cache until its seal is sent);
+- sealed: this engine's, pinned in the pool until unpinned; in a block table or in the engine's cache;
+- leased: sealed by whichever engine, pinned by leases of requests that are here.
+
+Prefix hits, reference counts and LRU order are vLLM's own. A full block is sealed once the step that wrote it is
+over. Aliasing a prefix, also one that another engine of this host computed, is the same block id in another
+block table: no bytes move.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+    get_block_hash,
+    make_block_hash_with_group_id,
+)
+
+from shared.ids import BlockHash, Epoch, PageId
+from shared.mempool.page_quota import Owned, PageQuota, SealedPage
+
+UNKNOWN, STOCK, WRITING, SEALED, LEASED = range(5)
+_GROUP = 0  # one KV cache group: the adapter refuses others
+
+
+@dataclass(slots=True)
+class StepSeals:
+    """Blocks that one step completes, in the order in which they were scheduled."""
+
+    blocks: dict[int, SealedPage] = field(default_factory=dict)
+
+
+class PageBlockPool(BlockPool):
+    """See the module. Everything runs on the engine core's thread.
+
+    `on_cache_event`: ("stored" | "removed" | "cleared", hashes), for the prompt tree.
+    """
+
+    def __init__(
+        self,
+        quota: PageQuota,
+        on_cache_event: Callable[[str, list[BlockHash]], None],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.quota = quota
+        self.on_cache_event = on_cache_event
+        for block in self.blocks:  # out of the queue that vLLM filled
+            block.prev_free_block = block.next_free_block = None
+        self.free_block_queue = FreeKVCacheBlockQueue([])  # only cached blocks that no request uses
+        self.stock: deque[KVCacheBlock] = deque()
+        self.kinds = bytearray(self.num_gpu_blocks)
+        self.epochs = array("Q", [0]) * self.num_gpu_blocks
+        self.seals = StepSeals()  # of the step that is being scheduled
+        self.sealing: deque[tuple[int, StepSeals]] = deque()  # (step, seals) of steps under way
+        # partial last blocks of prompts that go to another engine: (step, page); nobody writes them after it
+        self.tails: dict[int, tuple[int, SealedPage]] = {}
+        self.lease_counts: dict[int, int] = {}  # block id -> leases of requests that are here
+        self.num_owned = 0
+        self.num_expected = 0  # pages that were unpinned and whose replacement has not come
+        self._written: list[Owned] = []
+
+    # -- pages come and go ----------------------------------------------------------------------------
+
+    def absorb(self) -> None:
+        """Take what the mempool granted meanwhile; give back what it asks for. Once per step."""
+        granted = self.quota.take_granted()
+        for page, epoch in granted:
+            block = self.blocks[page + 1]
+            assert self.kinds[block.block_id] == UNKNOWN, block
+            self.kinds[block.block_id] = STOCK
+            self.epochs[block.block_id] = epoch
+            self.stock.append(block)
+        self.num_owned += len(granted)
+        self.num_expected = max(0, self.num_expected - len(granted))
+        count = self.quota.take_shrink()
+        if count:
+            spare = [self.stock.pop() for _ in range(min(count, len(self.stock)))]
+            owned = [self.own(block) for block in spare]
+            self._forget(spare)
+            self.quota.give_back(owned)
+            self._evict(count - len(spare))
+
+    def refill(self, wanted: int) -> None:
+        """Let go of the least recently used cached blocks until `wanted` are in stock or on their way."""
+        short = wanted - len(self.stock) - self.num_expected
+        if short > 0:
+            self._evict(short)
+
+    def _evict(self, count: int) -> None:
+        """Drop cached blocks that no request uses; the mempool gets their pages back."""
+        let_go: list[KVCacheBlock] = []
+        for _ in range(min(count, self.free_block_queue.num_free_blocks)):
+            block = self.free_block_queue.popleft()
+            self._maybe_evict_cached_block(block)
+            if (
+                self.kinds[block.block_id] == WRITING
+            ):  # its seal was not sent: the page is still ours to write
+                self._cancel_seal(block)
+                self._to_stock(block)
+            else:
+                let_go.append(block)
+        self._let_go(let_go)
+
+    def _forget(self, blocks: list[KVCacheBlock]) -> None:
+        for block in blocks:
+            self.kinds[block.block_id] = UNKNOWN
+        self.num_owned -= len(blocks)
+
+    def own(self, block: KVCacheBlock) -> Owned:
+        """The block's page, under the epoch in which this engine knows it."""
+        return PageId(block.block_id - 1), Epoch(self.epochs[block.block_id])
+
+    def _to_stock(self, block: KVCacheBlock) -> None:
+        self.kinds[block.block_id] = STOCK
+        self.stock.appendleft(block)
+
+    # -- leases -----------------------------------------------------------------------------------------
+
+    def lease(self, pages: list[int], epochs: list[int], hashes: list[BlockHash]) -> list[KVCacheBlock]:
+        """A request came with pages that a lease pins: they are prefix hits from now on, until unlease().
+
+        Returns: as many leading ones as are usable.
+        """
+        blocks: list[KVCacheBlock] = []
+        for page, epoch, block_hash in zip(pages, epochs, hashes, strict=True):
+            if not 0 <= page < self.num_gpu_blocks - 1:
+                break
+            block = self.blocks[page + 1]
+            kind = self.kinds[block.block_id]
+            if kind in (STOCK, WRITING) or (kind != UNKNOWN and self.epochs[block.block_id] != epoch):
+                break  # the lease is older than what the page is now
+            if kind == UNKNOWN:
+                self.kinds[block.block_id] = LEASED
+                self.epochs[block.block_id] = epoch
+                block.ref_cnt = 1
+            else:
+                self.touch([block])
+            if block.block_hash is None:
+                self._insert_block_hash(make_block_hash_with_group_id(block_hash, _GROUP), block, None)
+            self.lease_counts[block.block_id] = self.lease_counts.get(block.block_id, 0) + 1
+            blocks.append(block)
+        return blocks
+
+    def may_unlease(self, blocks: list[KVCacheBlock]) -> bool:
+        """False while a request that came without a lease of its own uses a block that only this one pins."""
+        counts = self.lease_counts
+        return all(
+            self.kinds[b.block_id] != LEASED or counts[b.block_id] > 1 or b.ref_cnt == 1 for b in blocks
+        )
+
+    def unlease(self, blocks: list[KVCacheBlock]) -> None:
+        """The request is over, with the steps that it was in, and may_unlease(). Then release the lease."""
+        for block in blocks:
+            self.lease_counts[block.block_id] -= 1
+            if not self.lease_counts[block.block_id]:
+                del self.lease_counts[block.block_id]
+        self.free_blocks(reversed(blocks))
+
+    # -- what vLLM calls --------------------------------------------------------------------------------
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that are free or cached and unused, as vLLM counts; allocation also needs them in stock."""
+        return len(self.stock) + self.free_block_queue.num_free_blocks
+
+    def get_usage(self) -> float:
+        """Share of this engine's own pages that requests use."""
+        return 1.0 - self.get_num_free_blocks() / self.num_owned if self.num_owned else 0.0
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """From the stock only. The caller has made sure that it suffices (PageKVCacheManager)."""
+        if num_blocks > len(self.stock):
+            raise ValueError(f"{num_blocks} blocks wanted, {len(self.stock)} in stock")
+        blocks = [self.stock.popleft() for _ in range(num_blocks)]
+        for block in blocks:
+            assert block.ref_cnt == 0
+            block.ref_cnt = 1
+            self.kinds[block.block_id] = WRITING
+            self._written.append(self.own(block))
+            if self.metrics_collector:
+                self.metrics_collector.on_block_allocated(block)
+        return blocks
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """Sealed and cached ones stay for later hits; what holds no full block goes back to the stock."""
+        cached: list[KVCacheBlock] = []
+        unpinned: list[KVCacheBlock] = []
+        for block in ordered_blocks:
+            block.ref_cnt -= 1
+            if block.ref_cnt or block.is_null:
+                continue
+            kind = self.kinds[block.block_id]
+            if block.block_id in self.tails:
+                continue  # until it is sealed and handed off
+            if kind == LEASED:
+                self._maybe_evict_cached_block(block)
+                self.kinds[block.block_id] = UNKNOWN
+            elif block.block_hash is not None:
+                cached.append(block)
+            elif kind == SEALED:
+                unpinned.append(block)
+            else:
+                self._cancel_seal(block)
+                self._to_stock(block)
+        self.free_block_queue.append_n(cached)
+        self._let_go(unpinned)
+
+    def reset_prefix_cache(self) -> bool:
+        """Unpin the whole cache; False, and nothing done, while requests use blocks."""
+        if any(block.ref_cnt for block in self.blocks[1:]):
+            return False
+        self._evict(self.free_block_queue.num_free_blocks)
+        self.on_cache_event("cleared", [])
+        return True
+
+    def cache_full_blocks(
+        self,
+        request: Any,
+        blocks: list[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: list[bool] | None = None,
+    ) -> None:
+        """vLLM's, and a note that the step being scheduled completes these blocks."""
+        super().cache_full_blocks(
+            request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
+        )
+        hashes = request.block_hashes
+        for index in range(num_cached_blocks, num_full_blocks):
+            block = blocks[index]
+            if self.kinds[block.block_id] != WRITING:
+                continue
+            page, epoch = self.own(block)
+            parent = hashes[index - 1] if index else request.quire_seed
+            self.seals.blocks[block.block_id] = SealedPage(page, epoch, hashes[index], parent, block_size)
+
+    def _emit_block_removed_events(self, removed_hashes: list[BlockHashWithGroupId]) -> None:
+        self.on_cache_event("removed", [BlockHash(get_block_hash(h)) for h in removed_hashes])
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    def step_scheduled(self, step: int) -> None:
+        """The step is about to run: say what it writes, keep what it seals until it is over."""
+        written, self._written = self._written, []
+        self.quota.writing(written)
+        if self.seals.blocks:
+            self.sealing.append((step, self.seals))
+            self.seals = StepSeals()
+
+    def steps_done(self, step: int) -> None:
+        """This step and those before it are over on every rank: seal what they completed.
+
+        The output of a step reaches the scheduler after all of its layers ran on the last rank. Each layer's
+        output needs every tensor-parallel rank's share, which a rank computes after it has written its keys
+        and values: so all ranks have written theirs.
+        """
+        tails = [(block_id, page) for block_id, (at, page) in self.tails.items() if at <= step]
+        for block_id, _ in tails:
+            self.kinds[block_id] = SEALED
+        while self.sealing and self.sealing[0][0] <= step:
+            _, seals = self.sealing.popleft()
+            for block_id in seals.blocks:
+                self.kinds[block_id] = SEALED
+            self.quota.seal(list(seals.blocks.values()))
+            self.on_cache_event("stored", [sealed.block_hash for sealed in seals.blocks.values()])
+        self.quota.seal([page for _, page in tails])
+
+    def keep_tail(self, step: int, block: KVCacheBlock, page: SealedPage) -> None:
+        """The step completes a prompt whose request ends with it: its last block is sealed as it is."""
+        self.tails[block.block_id] = (step, page)
+
+    def drop_tails(self, step: int) -> None:
+        """Tails of steps that are over have been handed off: their pages are the mempool's."""
+        done = [block_id for block_id, (at, _) in self.tails.items() if at <= step]
+        for block_id in done:
+            del self.tails[block_id]
+        idle = [self.blocks[block_id] for block_id in done if not self.blocks[block_id].ref_cnt]
+        self._let_go(idle)
+
+    def _let_go(self, blocks: list[KVCacheBlock]) -> None:
+        """Sealed blocks that nobody here uses: the mempool fills this engine's share up again."""
+        if blocks:
+            owned = [self.own(block) for block in blocks]
+            self._forget(blocks)
+            self.quota.unpin(owned)
+            self.num_expected += len(blocks)
+
+    def _cancel_seal(self, block: KVCacheBlock) -> None:
+        self.seals.blocks.pop(block.block_id, None)
+        for _, seals in self.sealing:
+            seals.blocks.pop(block.block_id, None)

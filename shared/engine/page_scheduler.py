@@ -1,0 +1,288 @@
+"""vLLM's schedulers over the mempool's pages: a block pool of granted pages instead of vLLM's own.
+
+`scheduler_cls` names PageScheduler, or AsyncPageScheduler with asynchronous scheduling. Settings come through
+`additional_config["quire"]`: `description` (JSON of EngineDescription), `mempool_socket`, `instance`,
+`events_address`, `handoff_ttl_ms`. The worker has attached its ranks before a scheduler is made, so the pool's
+memory exists.
+"""
+
+import functools
+import logging
+from collections import OrderedDict, deque
+from typing import Any, NamedTuple
+
+import msgspec
+import vllm.v1.core.kv_cache_coordinator as coordinator_module
+import vllm.v1.core.sched.scheduler as scheduler_module
+import vllm.v1.engine.core as engine_core_module
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import Request
+
+from shared.engine.cache_events import CacheEventSender
+from shared.engine.page_manager import LeasedTail, PageKVCacheManager
+from shared.engine.page_pool import LEASED, PageBlockPool
+from shared.engine.vllm_setup import die_with_parent
+from shared.errors import SettingsError
+from shared.ids import BlockHash, HandoffId, InstanceId, LeaseId
+from shared.kv.block_hash import chain_seed, hash_blocks, hash_tail, pack_tokens, split_hashes
+from shared.kv.layout import EngineDescription, num_blocks
+from shared.kv.words import u32_list, u64_list
+from shared.mempool.page_quota import PageQuota, SealedPage
+
+logger = logging.getLogger(__name__)
+
+EXTRA_ARGS_KEY = "quire"  # in SamplingParams.extra_args
+STOCK_STEPS = 2  # the stock is kept at what so many of the largest steps can take
+MAX_SEEN_LEASES = 65_536
+
+
+def _given(request: Request) -> dict[str, Any]:
+    """What the request's front sent along."""
+    params = request.sampling_params
+    return (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}) if params is not None else {}
+
+
+def seed_of(request: Request) -> BlockHash:
+    """First link of the request's hash chain, as its front gave it."""
+    return BlockHash(_given(request).get("seed") or chain_seed("", ""))
+
+
+def quire_block_hasher(block_tokens: int, _hash_function: Any) -> Any:
+    """In place of vLLM's: block hashes are Quire's own chain, equal in every process of the cluster."""
+
+    def hash_new_blocks(request: Request) -> list[BlockHash]:
+        done = len(request.block_hashes)
+        full = request.num_tokens // block_tokens
+        if full <= done:
+            return []
+        link = BlockHash(request.block_hashes[-1]) if done else seed_of(request)
+        tokens = request.all_token_ids[done * block_tokens : full * block_tokens]
+        return hash_blocks(link, pack_tokens(tokens), block_tokens)
+
+    return hash_new_blocks
+
+
+class LeaseUse(NamedTuple):
+    """What a request found in leased pages: whole blocks are aliased, the last, partial one is copied."""
+
+    num_tokens: int
+    num_aliased: int
+    num_copied: int
+
+
+NO_USE = LeaseUse(0, 0, 0)
+
+
+class PageSchedulerMixin:
+    """Leases, seals, hand-offs and receipts around vLLM's scheduling."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        groups = kv_cache_config.kv_cache_groups
+        if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
+            raise SettingsError(
+                "only models with one group of full-attention layers work in the pool's pages"
+            )
+        die_with_parent()
+        extra: dict[str, Any] = vllm_config.additional_config["quire"]
+        description = msgspec.json.decode(extra["description"], type=EngineDescription)
+        quota = PageQuota(
+            extra["mempool_socket"],
+            InstanceId(extra["instance"]),
+            description,
+            quota_pages=kv_cache_config.num_blocks - 1,
+        )
+        header = quota.attach()
+        assert header.num_pages + 1 == kv_cache_config.num_blocks, (header, kv_cache_config.num_blocks)
+        events = CacheEventSender(extra["events_address"]) if extra.get("events_address") else None
+        self._events = events
+        make_pool = functools.partial(PageBlockPool, quota, self._on_cache_event)
+        stock_pool, coordinator_module.BlockPool = coordinator_module.BlockPool, make_pool
+        stock_manager, scheduler_module.KVCacheManager = scheduler_module.KVCacheManager, PageKVCacheManager
+        try:
+            super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
+        finally:
+            coordinator_module.BlockPool = stock_pool
+            scheduler_module.KVCacheManager = stock_manager
+        # A freed block may be granted to somebody else: it waits until no step that knows it is under way.
+        self.defer_block_free = True
+        self.quota = quota
+        self.pages: PageBlockPool = self.kv_cache_manager.block_pool
+        self.kv_cache_manager.tails = {}
+        self._handoff_ttl_ms = int(extra["handoff_ttl_ms"])
+        config = self.scheduler_config
+        largest_step = config.max_num_batched_tokens // description.block_tokens + config.max_num_seqs
+        self._low_stock = min(STOCK_STEPS * largest_step, max(1, header.num_pages // 4))
+        self._leases: dict[str, tuple[LeaseId, list[KVCacheBlock]]] = {}
+        self._seen_leases: OrderedDict[str, None] = OrderedDict()
+        self._ended_leases: deque[tuple[int, LeaseId, list[KVCacheBlock]]] = deque()
+        self._handoffs: dict[str, HandoffId] = {}  # prompts that are not computed yet
+        self._ready: deque[tuple[int, HandoffId, list[BlockHash]]] = deque()
+        self._use: dict[str, LeaseUse] = {}
+        self._block_bytes = description.block_bytes
+
+    def _on_cache_event(self, kind: str, hashes: list[BlockHash]) -> None:
+        if self._events is not None:
+            self._events.send(kind, hashes)
+
+    # -- requests -----------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Take over the lease that the front made for it."""
+        params = _given(request)
+        request.quire_seed = seed_of(request)
+        lease_id = params.get("lease_id")
+        if (
+            lease_id and lease_id not in self._seen_leases
+        ):  # of n choices the first takes it, the others share
+            self._take_lease(request, params)
+        if params.get("handoff_id"):
+            self._handoffs[request.request_id] = HandoffId(params["handoff_id"])
+        super().add_request(request)
+
+    def _take_lease(self, request: Request, params: dict[str, Any]) -> None:
+        """Rule 10: what counts are the hashes of the tokens that are here."""
+        expected: list[BlockHash] = list(request.block_hashes)
+        num_prompt_tokens = request.num_prompt_tokens
+        if num_prompt_tokens % self.block_size:
+            expected.append(self._tail_hash(request))
+        agreed: list[BlockHash] = []
+        for given, own in zip(split_hashes(params["hashes"]), expected, strict=False):
+            if given != own:
+                break
+            agreed.append(given)
+        count = len(agreed)
+        pages, epochs = u32_list(params["pages"])[:count], u64_list(params["epochs"])[:count]
+        blocks = self.pages.lease(pages, epochs, agreed[: len(pages)])
+        lease_id = LeaseId(params["lease_id"])
+        self._leases[request.request_id] = (lease_id, blocks)
+        self._seen_leases[lease_id] = None
+        if len(self._seen_leases) > MAX_SEEN_LEASES:
+            self._seen_leases.popitem(last=False)
+        if len(blocks) == num_blocks(num_prompt_tokens, self.block_size):
+            self.kv_cache_manager.tails[request.request_id] = LeasedTail(blocks[-1], num_prompt_tokens)
+
+    def _tail_hash(self, request: Request) -> BlockHash:
+        full = request.num_prompt_tokens // self.block_size
+        parent = BlockHash(request.block_hashes[full - 1]) if full else request.quire_seed
+        rest = request.all_token_ids[full * self.block_size : request.num_prompt_tokens]
+        return hash_tail(parent, pack_tokens(rest))
+
+    def holds_lease(self, lease_id: str) -> bool:
+        """Whether this engine will release it."""
+        live = any(held == lease_id for held, _ in self._leases.values())
+        return live or any(held == lease_id for _, held, _ in self._ended_leases)
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        params, ec_params = super()._free_request(request, delay_free_blocks)
+        request_id = request.request_id
+        self._handoffs.pop(request_id, None)
+        self.kv_cache_manager.tails.pop(request_id, None)
+        lease = self._leases.pop(request_id, None)
+        if lease is not None:
+            # as vLLM fences the blocks themselves: not before a step under way that reads them is over
+            in_flight = request.last_sched_seq > self.processed_step_seq
+            self._ended_leases.append((self.sched_step_seq if in_flight else 0, *lease))
+            self._end_leases()
+        use = self._use.pop(request_id, NO_USE)
+        said = {
+            "tokens_loaded": use.num_tokens,
+            "blocks_local": use.num_aliased,
+            "blocks_loaded": use.num_copied,
+            "bytes_loaded": use.num_copied * self._block_bytes,
+        }
+        return {**(params or {}), **said}, ec_params
+
+    def _end_leases(self) -> None:
+        for _ in range(len(self._ended_leases)):
+            fence, lease_id, blocks = self._ended_leases.popleft()
+            if fence > self.processed_step_seq or not self.pages.may_unlease(blocks):
+                self._ended_leases.append((fence, lease_id, blocks))
+                continue
+            self.pages.unlease(blocks)
+            self.quota.release(lease_id)
+
+    # -- steps --------------------------------------------------------------------------------------
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """vLLM's, with the stock of pages looked after."""
+        self.pages.absorb()
+        manager: PageKVCacheManager = self.kv_cache_manager
+        output = super().schedule(*args, **kwargs)
+        unmet, manager.unmet_blocks = manager.unmet_blocks, 0
+        self.pages.refill(max(self._low_stock, unmet))
+        self.pages.step_scheduled(self.sched_step_seq)
+        for new in output.scheduled_new_reqs:
+            self._note_use(new.req_id, new.block_ids[0], new.num_computed_tokens)
+        if self._handoffs:
+            self._find_ready(output)
+        return output
+
+    def _note_use(self, request_id: str, block_ids: list[int], num_computed: int) -> None:
+        """For the receipt: what the request's first step found in leased pages."""
+        lease = self._leases.get(request_id)
+        if lease is None or not lease[1] or request_id in self._use:
+            return
+        kinds = self.pages.kinds
+        whole, rest = divmod(num_computed, self.block_size)
+        aliased = sum(kinds[block_id] == LEASED for block_id in block_ids[:whole])
+        self._use[request_id] = LeaseUse(aliased * self.block_size + rest, aliased, num_copied=int(rest > 0))
+
+    def _find_ready(self, output: SchedulerOutput) -> None:
+        step = self.sched_step_seq
+        for request_id in [r for r in self._handoffs if r in output.num_scheduled_tokens]:
+            request = self.requests[request_id]
+            if request.num_computed_tokens < request.num_prompt_tokens:
+                continue
+            full = request.num_prompt_tokens // self.block_size
+            hashes = [BlockHash(h) for h in request.block_hashes[:full]]
+            valid = request.num_prompt_tokens % self.block_size
+            if valid and request.max_tokens == 1:  # the request ends with this step: nobody writes on
+                block = self.kv_cache_manager.get_blocks(request_id).blocks[0][full]
+                page, epoch = self.pages.own(block)
+                tail = self._tail_hash(request)
+                parent = hashes[-1] if hashes else request.quire_seed
+                self.pages.keep_tail(step, block, SealedPage(page, epoch, tail, parent, valid))
+                hashes.append(tail)
+            self._ready.append((step, self._handoffs.pop(request_id), hashes))
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+        """vLLM's, then what the finished step makes final: seals, hand-offs, ended leases."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        done = self.processed_step_seq
+        self.pages.steps_done(done)
+        while self._ready and self._ready[0][0] <= done:
+            _, handoff_id, hashes = self._ready.popleft()
+            self.quota.handoff_ready(handoff_id, hashes, self._handoff_ttl_ms)
+        self.pages.drop_tails(done)
+        self._end_leases()
+        return outputs
+
+    def shutdown(self) -> None:
+        """End the attachment too."""
+        super().shutdown()
+        self.quota.close()
+
+
+class PageScheduler(PageSchedulerMixin, Scheduler):
+    """One step at a time."""
+
+
+class AsyncPageScheduler(PageSchedulerMixin, AsyncScheduler):
+    """The next step is scheduled while one runs."""
+
+
+def _holds_lease(core: EngineCore, lease_id: str) -> bool:
+    return core.scheduler.holds_lease(lease_id)
+
+
+def install() -> None:
+    """Before an engine core is made in this process, or in one that is forked from it: Quire's block hashes,
+    and the question `quire_holds_lease` that a worker's front may ask.
+    """
+    engine_core_module.get_request_block_hasher = quire_block_hasher
+    EngineCore.quire_holds_lease = _holds_lease

@@ -1,0 +1,43 @@
+"""The pool's pages as one tensor: a private null page, then every page of this rank in order, mapped once.
+
+Each block keeps its place for the life of the process, so nothing is mapped or unmapped while requests run.
+"""
+
+import ctypes
+import mmap
+import os
+from typing import NamedTuple
+
+import torch
+
+from shared.mempool.rank_memory import RankMemory
+
+_MAP_FIXED = 0x10
+_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
+)  # fmt: skip
+
+
+class PageWindow(NamedTuple):
+    """`tensor`: int8 [(num_pages + 1) * page_bytes], valid while `owner` lives."""
+
+    tensor: torch.Tensor
+    owner: object
+
+
+def open_window(memory: RankMemory, device: torch.device) -> PageWindow:
+    """Map the null page and all pages. Raises: OSError when the kernel refuses."""
+    header = memory.header
+    size = (header.num_pages + 1) * header.page_bytes
+    owner = mmap.mmap(-1, size)  # private and untouched: only the first page of it stays
+    base = ctypes.addressof(ctypes.c_char.from_buffer(owner))
+    at = _libc.mmap(
+        base + header.page_bytes, size - header.page_bytes, mmap.PROT_READ | mmap.PROT_WRITE,
+        mmap.MAP_SHARED | _MAP_FIXED, memory.fd, memory.offset_bytes,
+    )  # fmt: skip
+    if at == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return PageWindow(torch.frombuffer(owner, dtype=torch.int8), owner)

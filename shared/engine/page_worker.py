@@ -1,0 +1,101 @@
+"""vLLM workers whose KV cache is the mempool's memory: block i + 1 lies in page i, all layers of it.
+
+The cache is one window: a private page for vLLM's null block, then every page of this rank, mapped once. Layers are
+strided views of it (vLLM's packed form), so a block's bytes are one contiguous run of a page. `worker_cls`
+names PageCPUWorker or PageGPUWorker; settings as in page_scheduler.py.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+
+from shared.engine.page_window import PageWindow, open_window
+from shared.ids import InstanceId
+from shared.kv.layout import EngineDescription
+from shared.mempool.rank_memory import RankMemory
+
+
+class _Worker(Protocol):
+    vllm_config: Any
+    device: torch.device
+    rank: int
+    model_runner: Any
+
+
+class PageWorkerMixin:
+    """Between vLLM's worker and its model runner: where the cache's memory comes from."""
+
+    _window: PageWindow | None = None
+    _memory: RankMemory | None = None
+
+    def determine_available_memory(self: Any) -> int:
+        """Attach to the pool, which may use what vLLM found free; says the bytes of the pool's blocks.
+
+        Raises: ResourceError when the pool refuses this engine.
+        """
+        found_bytes = super().determine_available_memory()
+        extra: dict[str, Any] = self.vllm_config.additional_config["quire"]
+        description = msgspec.json.decode(extra["description"], type=EngineDescription)
+        self._memory = RankMemory(
+            extra["mempool_socket"],
+            InstanceId(extra["instance"]),
+            description,
+            self.rank,
+            capacity_bytes=found_bytes * description.tp_size if self.device.type == "cuda" else 0,
+        )
+        return (self._memory.header.num_pages + 1) * description.block_bytes
+
+    def initialize_from_config(self: Any, kv_cache_config: KVCacheConfig) -> None:
+        """Lay the cache over the pool's pages instead of allocating it."""
+        assert self._memory is not None
+        header = self._memory.header
+        if kv_cache_config.num_blocks != header.num_pages + 1:
+            raise ValueError(f"{kv_cache_config.num_blocks} blocks for {header.num_pages} pages")
+        self._window = open_window(self._memory, self.device)
+        packed = packed_config(kv_cache_config, header.page_bytes)
+        with _cache_from(self.model_runner, self._window.tensor):
+            super().initialize_from_config(packed)
+
+
+def packed_config(config: KVCacheConfig, page_bytes: int) -> KVCacheConfig:
+    """The same cache with each block's layers one after another, blocks page_bytes apart."""
+    packed = deepcopy(config)
+    tensors: list[KVCacheTensor] = []
+    offset = 0
+    for tensor in packed.kv_cache_tensors:
+        layer_bytes = tensor.size // packed.num_blocks
+        tensors.append(
+            KVCacheTensor(
+                size=packed.num_blocks * page_bytes,
+                shared_by=tensor.shared_by,
+                offset=offset,
+                block_stride=page_bytes,
+            )
+        )
+        offset += layer_bytes
+    assert offset <= page_bytes, f"{offset} bytes of layers in pages of {page_bytes}"
+    packed.kv_cache_tensors = tensors
+    return packed
+
+
+@contextlib.contextmanager
+def _cache_from(runner: Any, window: torch.Tensor) -> Iterator[None]:
+    """While open, the runner finds its cache tensor allocated already. Both of vLLM's runners."""
+    import vllm.v1.worker.gpu.attn_utils as v2_module
+
+    def allocate(config: KVCacheConfig, *_args: Any) -> dict[str, torch.Tensor]:
+        return {name: window for tensor in config.kv_cache_tensors for name in tensor.shared_by}
+
+    stock = v2_module._allocate_kv_cache
+    v2_module._allocate_kv_cache = allocate
+    runner._allocate_kv_cache_tensors = allocate
+    try:
+        yield
+    finally:
+        v2_module._allocate_kv_cache = stock
+        del runner._allocate_kv_cache_tensors

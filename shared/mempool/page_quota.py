@@ -1,0 +1,192 @@
+"""The pages that the mempool grants to an engine whose KV cache is the pool's memory. No torch, no event loop.
+
+The engine core's thread takes pages from the stock and says what it sealed and uses no more; a reader thread
+adds what the pool grants. Nothing here waits for the pool, except attach(). Every page that the engine has,
+sealed or not, counts against its share; the pool fills a share up by itself whenever a page leaves it.
+"""
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from shared.errors import ClusterError, ResourceError
+from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, LeaseId, PageId
+from shared.kv.layout import EngineDescription
+from shared.kv.page_table import TableHeader
+from shared.kv.words import u32_bytes, u32_list, u64_bytes, u64_list
+from shared.transport.unix_blocking import BlockingUnixLink
+from shared.transport.unix_socket import close_fds
+from shared.wire import mempool as wire
+
+ATTACH_TIMEOUT_MS = 10_000
+SEND_TIMEOUT_MS = 1_000  # the socket holds hundreds of messages: a pool that reads none of them is lost
+
+logger = logging.getLogger(__name__)
+Owned = tuple[PageId, Epoch]
+_NO_EPOCH = Epoch(0)
+
+
+class SealedPage(NamedTuple):
+    """A page whose bytes are complete. `parent`: hash of the block before, or the chain's seed."""
+
+    page: PageId
+    epoch: Epoch
+    block_hash: BlockHash
+    parent: BlockHash
+    valid_tokens: int
+
+
+class PageQuota:
+    """One attachment. After a loss (`lost`) pages that were granted may still be written: nobody else gets
+    them before this process is dead.
+
+    Args: quota_pages: the most that this engine can use.
+    """
+
+    def __init__(
+        self,
+        socket: str | Path,
+        instance: InstanceId,
+        description: EngineDescription,
+        quota_pages: int,
+        *,
+        instance_epoch: Epoch = _NO_EPOCH,
+    ) -> None:
+        self.header: TableHeader | None = None
+        self.lost = False
+        self.counters: Counter[str] = Counter()
+        self._path = Path(socket)
+        self._attach = wire.Attach(
+            kind="engine",
+            instance=instance,
+            instance_epoch=instance_epoch,
+            description=description,
+            quota_pages=quota_pages,
+            works_in_pages=True,
+        )
+        self._granted: deque[Owned] = deque()  # appended by the reader thread, popped by the engine's
+        self._arrived = threading.Condition()
+        self._shrink = 0
+        self._link: BlockingUnixLink[wire.ToMempool, wire.FromMempool] = BlockingUnixLink(
+            self._path,
+            out=wire.TO_MEMPOOL,
+            into=wire.FROM_MEMPOOL,
+            on_message=self._on_message,
+            on_down=self._on_down,
+            send_timeout_ms=SEND_TIMEOUT_MS,
+        )
+
+    def attach(self, timeout_ms: int = ATTACH_TIMEOUT_MS) -> TableHeader:
+        """Connect, and wait for the pool's answer.
+
+        Raises: ResourceError when it refuses; ClusterError when it cannot be reached.
+        """
+        self._link.connect()
+        reply, _, fds = self._link.call(self._attach, timeout_ms=timeout_ms)
+        close_fds(fds)
+        if not isinstance(reply, wire.Attached):
+            self._link.close()
+            raise ResourceError(f"mempool {self._path} refused this engine: {reply}")
+        self.header = TableHeader(reply.boot_generation, reply.num_pages, reply.page_bytes)
+        self._link.start()
+        return self.header
+
+    # -- the engine's thread ------------------------------------------------------------------------
+
+    def take_granted(self) -> list[Owned]:
+        """Everything that was granted since the last call. Cost: nothing when there is nothing."""
+        out: list[Owned] = []
+        while self._granted:
+            out.append(self._granted.popleft())
+        return out
+
+    def take_shrink(self) -> int:
+        """How many pages the pool asked back since the last call."""
+        if not self._shrink:
+            return 0
+        with self._arrived:
+            count, self._shrink = self._shrink, 0
+        return count
+
+    def wait_granted(self, timeout_s: float) -> bool:
+        """Whether any page was granted, or is, within the time."""
+        with self._arrived:
+            return self._arrived.wait_for(lambda: bool(self._granted) or self.lost, timeout_s)
+
+    def writing(self, pages: Sequence[Owned]) -> None:
+        """The step that follows writes these."""
+        self._send_pages(wire.Writing, pages)
+
+    def seal(self, entries: Sequence[SealedPage]) -> None:
+        """The step that wrote them is over on every rank; they stay pinned by this engine."""
+        if not entries:
+            return
+        self.counters["pages_sealed"] += len(entries)
+        self._send(
+            wire.Sealed(
+                pages=u32_bytes(e.page for e in entries),
+                epochs=u64_bytes(e.epoch for e in entries),
+                hashes=b"".join(e.block_hash for e in entries),
+                parents=b"".join(e.parent for e in entries),
+                valid_tokens=u32_bytes(e.valid_tokens for e in entries),
+            )
+        )
+
+    def unpin(self, pages: Sequence[Owned]) -> None:
+        """Sealed pages that no step, begun or to come, uses any more."""
+        self.counters["pages_unpinned"] += len(pages)
+        self._send_pages(wire.Unpin, pages)
+
+    def give_back(self, pages: Sequence[Owned]) -> None:
+        """Pages that were granted and that no step writes, or will."""
+        self.counters["pages_given_back"] += len(pages)
+        self._send_pages(wire.GiveBack, pages)
+
+    def handoff_ready(self, handoff_id: HandoffId, hashes: Iterable[BlockHash], ttl_ms: int) -> None:
+        """After the seals of these blocks: hold them for the decode side."""
+        self._send(wire.HandoffReady(handoff_id=handoff_id, hashes=b"".join(hashes), ttl_ms=ttl_ms))
+
+    def release(self, lease_id: LeaseId) -> None:
+        """No step, begun or to come, reads what this lease pins."""
+        self._send(wire.Release(lease_id=lease_id))
+
+    def close(self) -> None:
+        """Ends the connection. The pages come back when all processes of this engine are dead."""
+        self._link.close()
+
+    # -- parts --------------------------------------------------------------------------------------
+
+    def _on_message(self, _seq: int, message: wire.FromMempool, _raw: list[bytes], fds: list[int]) -> None:
+        close_fds(fds)
+        if isinstance(message, wire.Granted):
+            pages = map(PageId, u32_list(message.pages))
+            with self._arrived:
+                self._granted.extend(zip(pages, map(Epoch, u64_list(message.epochs)), strict=False))
+                self._arrived.notify_all()
+        elif isinstance(message, wire.Shrink):
+            with self._arrived:
+                self._shrink += message.count
+
+    def _on_down(self, error: Exception | None) -> None:
+        logger.warning("mempool %s: connection lost (%s)", self._path, error)
+        with self._arrived:
+            self.lost = True
+            self._arrived.notify_all()
+
+    def _send_pages(
+        self, kind: type[wire.Writing] | type[wire.Unpin] | type[wire.GiveBack], pages: Sequence[Owned]
+    ) -> None:
+        if pages:
+            self._send(kind(pages=u32_bytes(p for p, _ in pages), epochs=u64_bytes(e for _, e in pages)))
+
+    def _send(self, message: wire.ToMempool) -> None:
+        if self.lost:
+            return
+        try:
+            self._link.send(message)
+        except ClusterError as error:
+            logger.warning("mempool %s: %s not sent: %s", self._path, type(message).__name__, error)
+            self.lost = True
