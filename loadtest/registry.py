@@ -12,6 +12,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 MEASURES = {  # result name: module
     "gateway-cpu": "loadtest.bench_gateway",
     "cluster-footprint": "loadtest.bench_footprint",
+    "h200-swap": "loadtest.bench_swap",
 }
 
 

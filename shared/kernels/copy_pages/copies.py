@@ -137,23 +137,35 @@ def _column(values: ArrayLike) -> U64:
     return np.ascontiguousarray(array, np.uint64)
 
 
+def ordered(copies: Copies) -> Copies:
+    """Without empty copies, sorted by target."""
+    used = copies if len(copies) == 0 or copies.sizes.all() else copies.take(copies.sizes > 0)
+    if np.any(used.targets[1:] < used.targets[:-1]):
+        return used.take(np.argsort(used.targets))
+    return used
+
+
 def check(copies: Copies) -> None:
     """Refuse a set whose result depends on the order inside it.
 
-    Raises: InvalidCopies naming an address. Cost: two sorts, about 0.1 us a copy.
+    Args:
+        copies: as `ordered` leaves them.
+    Raises: InvalidCopies naming an address.
+    Cost: a pass over the columns; a search for each source where sources and targets lie among each other.
     """
     if len(copies) == 0:
         return
-    used = copies.take(copies.sizes > 0)
-    order = np.argsort(used.targets, kind="stable")
-    starts, ends = used.targets[order], (used.targets + used.sizes)[order]
+    starts, ends = copies.targets, copies.targets + copies.sizes
     twice = np.flatnonzero(ends[:-1] > starts[1:])
     if twice.size:
         raise InvalidCopies(f"bytes at target {int(starts[twice[0] + 1]):#x} would be written twice")
+    behind = copies.sources + copies.sizes
+    if copies.sources.min() >= ends[-1] or behind.max() <= starts[0]:
+        return
     # The first target that ends behind a source's start is the only one that can be the first to overlap it.
-    nearest = np.searchsorted(ends, used.sources, side="right")
+    nearest = np.searchsorted(ends, copies.sources, side="right")
     inside = nearest < ends.size
     nearest[~inside] = 0
-    both = inside & (starts[nearest] < used.sources + used.sizes)
+    both = inside & (starts[nearest] < behind)
     if both.any():
-        raise InvalidCopies(f"bytes at source {int(used.sources[both.argmax()]):#x} are also a target")
+        raise InvalidCopies(f"bytes at source {int(copies.sources[both.argmax()]):#x} are also a target")

@@ -17,6 +17,8 @@ from shared.kernels.copy_pages.copies import U64, Direction
 from shared.kernels.copy_pages.plan import Choice, Method
 
 FORMAT = 1
+FIRST_SLOT_BYTES = 4 << 20  # of a staged copy, moved before the copy engine can start
+LANE_SHARE = 0.02  # what one more lane must gain at least: measurements differ by that much
 Way: TypeAlias = tuple[Direction, Method, int]  # direction, method, lanes
 
 
@@ -74,7 +76,9 @@ class CostTable:
             moving = self.cpu_move.cost_us(pieces)
             first = moving * min(1.0, float(FIRST_SLOT_BYTES) / max(1.0, float(pieces.sum())))
             found.append(Choice(Method.STAGED, 1, max(moving, batch.cost_us(staged_runs)) + first))
-        return min(found, key=lambda choice: (choice.expected_us, choice.lanes), default=fallback)
+        return min(
+            found, key=lambda choice: choice.expected_us * (1 + LANE_SHARE * choice.lanes), default=fallback
+        )
 
     def to_json(self) -> str:
         """For a cache file; `from_json` reads it."""
@@ -111,9 +115,6 @@ class CostTable:
             cells = [f"{_size(size)} {self.cpu_move.gb_per_s(size):.1f}" for size in self.cpu_move.sizes]
             rows.append("CPU gather, GB/s: " + ", ".join(cells))
         return "\n".join([f"copy costs of {self.key}", *rows])
-
-
-FIRST_SLOT_BYTES = 4 << 20
 
 
 def from_json(text: str, *, key: str) -> CostTable | None:

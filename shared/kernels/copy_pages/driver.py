@@ -154,6 +154,16 @@ class CudaDriver:
         """See CopyDriver."""
         self._call("cuCtxSetCurrent", self._context)
 
+    def enable_peer(self, other: "CudaDriver") -> None:
+        """Let this GPU reach the other's cuMemAlloc memory; pages of shared/vmm carry their access themselves.
+
+        Raises: CopyFailed where the GPUs cannot reach each other.
+        """
+        self.make_current()
+        (status,) = self._cuda.cuCtxEnablePeerAccess(other._context, 0)
+        if status != self._cuda.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
+            self._checked("cuCtxEnablePeerAccess", int(status))
+
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """See CopyDriver."""
         self._checked("cuMemcpyAsync", self._copy(target, source, num_bytes, stream))
