@@ -1,12 +1,14 @@
 """The frame of a service's process: signals, bugs and wrong settings each end it with their own status."""
 
 import asyncio
+import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import pytest
+import structlog
 
 from shared.errors import SettingsError
 from shared.observe import service
@@ -18,6 +20,15 @@ class Settings(msgspec.Struct, frozen=True):
     trace_endpoint: str = ""
     trace_dir: str = ""
     trace_sample_ratio: float = 1.0
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    before = list(root.handlers)
+    yield
+    root.handlers = before
+    structlog.reset_defaults()
 
 
 def raising() -> None:
