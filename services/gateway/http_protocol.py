@@ -114,8 +114,18 @@ class Push:
         cycle.on_response()
 
 
+class _DefaultHeaders:
+    """uvicorn makes a new list of them every second."""
+
+    pairs: list[tuple[bytes, bytes]] | None = None
+    lines = b""
+
+
 def _default_headers(cycle: RequestResponseCycle) -> bytes:
-    return b"".join(b"%b: %b\r\n" % pair for pair in cycle.default_headers)
+    if cycle.default_headers is not _DefaultHeaders.pairs:
+        _DefaultHeaders.pairs = cycle.default_headers
+        _DefaultHeaders.lines = b"".join([b"%b: %b\r\n" % pair for pair in cycle.default_headers])
+    return _DefaultHeaders.lines
 
 
 class GatewayProtocol(HttpToolsProtocol):
@@ -125,7 +135,8 @@ class GatewayProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._in_head = False  # a request's first byte has come, its headers are not complete
         self._in_body = False
-        self._head_bytes = 0
+        self._head_bytes = 0  # in earlier pieces
+        self._piece_bytes = 0
         self._body_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -141,6 +152,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, then see what the request still lacks."""
+        self._piece_bytes = len(data)
         super().data_received(data)
         if self.transport.is_closing():
             self._disarm()
@@ -166,7 +178,9 @@ class GatewayProtocol(HttpToolsProtocol):
         self._in_body = True
         self._body_bytes = 0
         self._disarm()
-        if len(self.url) + sum(len(n) + len(v) + 4 for n, v in self.headers) > Limits.header_bytes:
+        if self._head_bytes + self._piece_bytes > Limits.header_bytes and (
+            len(self.url) + sum(len(n) + len(v) + 4 for n, v in self.headers) > Limits.header_bytes
+        ):
             self.scope[REFUSED_KEY] = True  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self.scope[PUSH_KEY] = self.cycle  # type: ignore[typeddict-unknown-key]  # the handler makes a Push of it

@@ -4,8 +4,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -94,17 +93,25 @@ def check_model(gateway: Gateway, model: str) -> None:
         raise ModelNotFound(f"The model `{model[:128]}` does not exist.", param="model")
 
 
-@contextmanager
-def tokenize_span(incoming: Incoming) -> Iterator[None]:
+class TokenizeSpan:
     """Times template and tokenizer, as a span and a metric."""
-    began_ns = time.monotonic_ns()
-    with start_span(
-        "tokenize",
-        parent=incoming.span.traceparent,
-        attributes={"quire.request_id": incoming.request_id},
-    ):
-        yield
-    metrics.TOKENIZE.observe((time.monotonic_ns() - began_ns) / 1e6)
+
+    __slots__ = ("_began_ns", "_span")
+
+    def __init__(self, incoming: Incoming) -> None:
+        self._began_ns = time.monotonic_ns()
+        attributes = {"quire.request_id": incoming.request_id}
+        self._span = start_span("tokenize", parent=incoming.span.traceparent, attributes=attributes)
+
+    def __enter__(self) -> None:
+        """It runs since it was made."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._span.__exit__(kind, error, trace)
+        if error is None:
+            metrics.TOKENIZE.observe((time.monotonic_ns() - self._began_ns) / 1e6)
 
 
 def new_call_id() -> str:

@@ -7,7 +7,7 @@ from services.gateway.choices import ChoiceSpec
 from services.gateway.deps import Gateway
 from services.gateway.http_body import Receive, Scope, Send, read_json_body
 from services.gateway.openai import ChatBody, parse_body
-from services.gateway.request import Incoming, Prompt, begin, check_model, tokenize_span
+from services.gateway.request import Incoming, Prompt, TokenizeSpan, begin, check_model
 from shared.kv.block_hash import pack_tokens
 
 DOCUMENTED = ("/v1/chat/completions", "Chat, whole or streamed.", ChatBody)
@@ -45,7 +45,7 @@ class ChatEndpoint:
 
 async def chat_token_ids(gateway: Gateway, body: ChatBody, incoming: Incoming) -> Sequence[int]:
     """The prompt of a chat: template, then tokenizer."""
-    with tokenize_span(incoming):
+    with TokenizeSpan(incoming):
         text = gateway.text.render_chat(
             body.template_messages(),
             tools=body.template_tools(),

@@ -6,7 +6,7 @@ from services.gateway.choices import ChoiceSpec
 from services.gateway.deps import Gateway
 from services.gateway.http_body import Receive, Scope, Send, read_json_body
 from services.gateway.openai import CompletionBody, parse_body
-from services.gateway.request import Incoming, Prompt, begin, check_model, tokenize_span
+from services.gateway.request import Incoming, Prompt, TokenizeSpan, begin, check_model
 from shared.kv.block_hash import pack_tokens
 
 DOCUMENTED = ("/v1/completions", "Completions of one or more prompts, whole or streamed.", CompletionBody)
@@ -44,7 +44,7 @@ class CompletionEndpoint:
 async def completion_prompts(gateway: Gateway, body: CompletionBody, incoming: Incoming) -> list[Prompt]:
     """Token ids of every prompt, and its text where it is echoed."""
     prompts: list[Prompt] = []
-    with tokenize_span(incoming):
+    with TokenizeSpan(incoming):
         for given in body.prompts:
             echo: str | None = None
             if isinstance(given, str):

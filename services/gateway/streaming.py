@@ -7,6 +7,7 @@ so that until then an attempt can be repeated and an error still has an HTTP sta
 
 import asyncio
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -27,6 +28,36 @@ _MARK = "\u0001"  # stands for the delta while the constant parts are encoded; n
 _encode = msgspec.json.Encoder().encode
 
 
+@lru_cache(maxsize=4_096)
+def _plain_choice(is_chat: bool, index: int) -> tuple[bytes, bytes]:
+    """What stands before and after the JSON text of the delta in a choice without log probabilities."""
+    head, _, tail = _encode(_choice(is_chat, index, {"content": _MARK} if is_chat else _MARK)).partition(
+        _encode(_MARK)
+    )
+    return head, tail
+
+
+@lru_cache(maxsize=4_096)
+def _last_choice(is_chat: bool, index: int, finish_reason: str) -> bytes:
+    return _encode(_choice(is_chat, index, {} if is_chat else "", None, finish_reason))
+
+
+@lru_cache(maxsize=4_096)
+def _role_choice(index: int) -> bytes:
+    return _encode(_choice(True, index, {"role": "assistant", "content": ""}))
+
+
+def _choice(
+    is_chat: bool,
+    index: int,
+    delta: dict[str, Any] | str,
+    logprobs: Any = None,
+    finish_reason: str | None = None,
+) -> dict[str, Any]:
+    key = "delta" if is_chat else "text"
+    return {"index": index, key: delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
 class EventShape:
     """The constant parts of one answer's events.
 
@@ -37,56 +68,48 @@ class EventShape:
         self, kind: str, request_id: str, created: int, model: str, fingerprint: str, usage_key: bool
     ) -> None:
         self.is_chat = kind == "chat"
-        self._base: dict[str, Any] = {
+        base: dict[str, Any] = {
             "id": request_id,
             "object": "chat.completion.chunk" if self.is_chat else "text_completion",
             "created": created,
             "model": model,
             "system_fingerprint": fingerprint,
         }
-        self._usage: dict[str, Any] = {"usage": None} if usage_key else {}
+        self._head = b"data: " + _encode(base)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if usage_key else b"]}\n\n"
 
     def halves(self, index: int) -> tuple[bytes, bytes]:
         """What stands before and after the JSON text of a content delta without log probabilities."""
-        if self.is_chat:
-            choice = {"index": index, "delta": {"content": _MARK}, "logprobs": None, "finish_reason": None}
-        else:
-            choice = {"index": index, "text": _MARK, "logprobs": None, "finish_reason": None}
-        head, _, tail = self._event([choice]).partition(_encode(_MARK))
-        return head, tail
+        before, after = _plain_choice(self.is_chat, index)
+        return self._head + before, after + self._tail
+
+    def role(self, index: int) -> bytes:
+        """The first event of a chat's choice."""
+        return self._head + _role_choice(index) + self._tail
+
+    def last(self, index: int, finish_reason: str) -> bytes:
+        """The event that ends a choice."""
+        return self._head + _last_choice(self.is_chat, index, finish_reason) + self._tail
 
     def event(
-        self,
-        index: int,
-        delta: dict[str, Any] | str,
-        logprobs: Any,
-        finish_reason: str | None,
-        token_ids: list[int] | None = None,
+        self, index: int, delta: dict[str, Any] | str, logprobs: Any, token_ids: list[int] | None = None
     ) -> bytes:
         """Any other event of a choice. `delta`: an object for chat, text for completions."""
-        choice: dict[str, Any] = {
-            "index": index,
-            "delta" if self.is_chat else "text": delta,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
+        choice = _choice(self.is_chat, index, delta, logprobs)
         if token_ids is not None:
             choice["token_ids"] = token_ids
-        return self._event([choice])
+        return self._head + _encode(choice) + self._tail
 
     def closing(self, usage: dict[str, Any] | None, receipt: Any) -> bytes:
         """The event without choices that carries usage or the receipt; b"" when neither is asked for."""
         if usage is None and receipt is None:
             return b""
-        body = {**self._base, "choices": []}
+        body = {}
         if usage is not None:
             body["usage"] = usage
         if receipt is not None:
             body["quire_receipt"] = receipt
-        return b"data: " + _encode(body) + b"\n\n"
-
-    def _event(self, choices: list[dict[str, Any]]) -> bytes:
-        return b"data: " + _encode({**self._base, "choices": choices, **self._usage}) + b"\n\n"
+        return self._head + b"]," + _encode(body)[1:] + b"\n\n"
 
 
 class StreamAnswer(Answer):
@@ -241,11 +264,10 @@ class StreamSink:
             self.mark_sent()
         shape = self._shape
         if shape.is_chat:
-            role = {"role": "assistant", "content": ""}
-            return b"".join(shape.event(choice.index, role, None, None) for choice in self._choices)
+            return b"".join([shape.role(choice.index) for choice in self._choices])
         if self._echo is not None:
             rows, echo = zip(self._choices, self._echo_logprobs, strict=True), self._echo
-            return b"".join(shape.event(choice.index, echo, logprobs, None) for choice, logprobs in rows)
+            return b"".join(shape.event(choice.index, echo, logprobs) for choice, logprobs in rows)
         return b""
 
     def _rich(self, choice: Choice, text: str) -> bytes:
@@ -253,16 +275,16 @@ class StreamSink:
         shape = self._shape
         logprobs, ids = choice.take_logprobs(), choice.take_token_ids()
         if not shape.is_chat:
-            return shape.event(choice.index, text, logprobs, None, ids) if text or logprobs or ids else b""
+            return shape.event(choice.index, text, logprobs, ids) if text or logprobs or ids else b""
         deltas: list[dict[str, Any]] = choice.deltas(text)
         if (logprobs is not None or ids) and not deltas:
             deltas = [{"content": ""}]
         events = []
         for delta in deltas:
-            events.append(shape.event(choice.index, delta, logprobs, None, ids))
+            events.append(shape.event(choice.index, delta, logprobs, ids))
             logprobs, ids = None, None
         return b"".join(events)
 
     def _finish(self, choice: Choice) -> bytes:
-        shape = self._shape
-        return shape.event(choice.index, {} if shape.is_chat else "", None, choice.finish_reason)
+        assert choice.finish_reason is not None, "the choice has ended"
+        return self._shape.last(choice.index, choice.finish_reason)
