@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import cast
+from functools import lru_cache
+from typing import Any, cast
 
 import msgspec
 
@@ -37,6 +38,7 @@ from shared.wire.requests import (
 )
 
 _log = get_logger("worker.attempt")
+_seed = lru_cache(maxsize=1024)(chain_seed)
 
 PromptLogprobs = list[list[TokenLogprob] | None]
 
@@ -60,17 +62,16 @@ class _Metrics:
     def __init__(self) -> None:
         ended = metrics.counter("quire_worker_attempts_total", "Attempts by stage and end.", ("stage", "end"))
         ttft = metrics.histogram_ms("quire_worker_first_output_ms", "Receipt to first output.", ("stage",))
-        self.ended = ended
+        self.ended: Callable[[str, str], Any] = lru_cache(maxsize=64)(ended.labels)
         self.first = {stage: ttft.labels(stage) for stage in ("prefill", "decode", "colocated")}
         self.tokens = metrics.counter("quire_worker_output_tokens_total", "Tokens sent to gateways.")
-        names = ("source",)
-        self.prompt_tokens = metrics.counter(
-            "quire_worker_prompt_tokens_total", "By origin of their KV.", names
-        )
+        by_source = metrics.counter("quire_worker_prompt_tokens_total", "By origin of their KV.", ("source",))
+        self.engine, self.pool, self.computed = map(by_source.labels, ("engine", "pool", "computed"))
         self.bytes_moved = metrics.counter("quire_worker_kv_bytes_moved_total", "Copied from pages.")
-        self.blocks = metrics.counter(
+        blocks = metrics.counter(
             "quire_worker_kv_blocks_total", "Blocks of prompts by what happened.", ("what",)
         )
+        self.moved, self.reused, self.failed = map(blocks.labels, ("moved", "reused", "failed"))
 
 
 def first_token_sampling(spec: SamplingSpec) -> SamplingSpec:
@@ -106,7 +107,7 @@ class Attempt:
         self._clock = AttemptClock(message, context.instance, len(tokens))
         self._lease: PageLease | None = None
         self._use = KvUse()
-        self._seed = chain_seed(context.engine.description.fingerprint, message.tenant_salt)
+        self._seed = _seed(context.engine.description.fingerprint, message.tenant_salt)
         self._prompt_logprobs: PromptLogprobs | None = None
         self._engine_done = False  # the engine said that the request is over
         self.is_waiting = True  # not in the engine yet
@@ -138,7 +139,7 @@ class Attempt:
         finally:
             self._release()
             self._clock.end(self._use, error=error_text)
-            _METRICS.ended.labels(self.message.stage, end).inc()
+            _METRICS.ended(self.message.stage, end).inc()
 
     def _fail(self, code: str, text: str, *, retryable: bool) -> None:
         message = self.message
@@ -296,13 +297,14 @@ def _joined(parts: list[EngineDelta]) -> EngineDelta:
 
 
 def _count_use(use: KvUse) -> None:
-    _METRICS.prompt_tokens.labels("engine").inc(use.tokens_engine)
-    _METRICS.prompt_tokens.labels("pool").inc(use.tokens_pool)
-    _METRICS.prompt_tokens.labels("computed").inc(use.tokens_computed)
-    _METRICS.bytes_moved.inc(use.bytes_moved)
-    _METRICS.blocks.labels("moved").inc(use.blocks_moved)
-    _METRICS.blocks.labels("reused").inc(use.blocks_reused)
-    _METRICS.blocks.labels("failed").inc(use.failed_blocks)
+    _METRICS.engine.inc(use.tokens_engine)
+    _METRICS.computed.inc(use.tokens_computed)
+    if use.tokens_pool or use.bytes_moved or use.blocks_moved or use.blocks_reused or use.failed_blocks:
+        _METRICS.pool.inc(use.tokens_pool)
+        _METRICS.bytes_moved.inc(use.bytes_moved)
+        _METRICS.moved.inc(use.blocks_moved)
+        _METRICS.reused.inc(use.blocks_reused)
+        _METRICS.failed.inc(use.failed_blocks)
 
 
 _METRICS = _Metrics()
