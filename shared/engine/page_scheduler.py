@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
 from shared.engine.cache_events import CacheEventSender
+from shared.engine.choice_totals import ChoiceTotals
 from shared.engine.page_manager import LeasedTail, PageKVCacheManager
 from shared.engine.page_pool import LEASED, PageBlockPool
 from shared.engine.vllm_setup import die_with_parent
@@ -123,6 +124,7 @@ class PageSchedulerMixin:
         self._handoffs: dict[str, HandoffId] = {}  # prompts that are not computed yet
         self._ready: deque[tuple[int, HandoffId, list[BlockHash]]] = deque()
         self._use: dict[str, LeaseUse] = {}
+        self._totals = ChoiceTotals()
         self._block_bytes = description.block_bytes
 
     def _on_cache_event(self, kind: str, hashes: list[BlockHash]) -> None:
@@ -195,7 +197,7 @@ class PageSchedulerMixin:
             "blocks_loaded": use.num_copied,
             "bytes_loaded": use.num_copied * self._block_bytes,
         }
-        return {**(params or {}), **said}, ec_params
+        return {**(params or {}), **self._totals.add(request_id, said)}, ec_params
 
     def _end_leases(self) -> None:
         for _ in range(len(self._ended_leases)):

@@ -195,6 +195,7 @@ class PoolStatus(Struct, frozen=True, kw_only=True, tag="pool_status"):
     num_handoffs: int
     attachments: list[str]
     counters: dict[str, int]
+    num_kept: int = 0  # indexed pages that attached engines work in: pinned by them
 
 
 class CallFailed(Struct, frozen=True, kw_only=True, tag="call_failed"):

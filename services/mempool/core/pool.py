@@ -336,6 +336,7 @@ class Pool:
             num_handoffs=len(self.leases.handoffs),
             attachments=sorted([str(engine) for engine in engines] + clients),
             counters=dict(self.counters),
+            num_kept=sum(entry is not None for engine in engines for entry in engine.pinned.values()),
         )
 
     # -- parts ------------------------------------------------------------------------------------
