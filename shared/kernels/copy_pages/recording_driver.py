@@ -1,7 +1,7 @@
 """A driver without a GPU: records every call, and moves the bytes when a test lets the stream go on.
 
-Streams hold their work until it is run, so that what depends on order can be seen: `run()` runs everything that
-its events allow, `held` streams stand still until released. Device memory is ordinary memory.
+Streams keep their work until it is run, so that what depends on order can be seen: `run()` runs everything that
+its events allow; a stream under `hold` stands still until released. Device memory is ordinary memory.
 """
 
 import ctypes
@@ -19,10 +19,12 @@ class RecordingDriver:
 
     key = "recording driver"
 
-    def __init__(self, *, has_batch: bool = True, eager: bool = True) -> None:
-        """`eager`: copies happen in the call. Otherwise they wait for `run()`."""
+    def __init__(self, *, has_batch: bool = True, eager: bool = True, polls: int = 0) -> None:
+        """`eager`: copies happen in the call. Otherwise they wait for `run()`, or for every `polls`-th poll."""
         self.has_batch = has_batch
         self.eager = eager
+        self.polls = polls
+        self._num_polls = 0
         self.calls: list[tuple[str, tuple[object, ...]]] = []
         self.fail_at: dict[str, int] = {}  # name of a call: fail the n-th next one (1: the next)
         self.memory: dict[int, ctypes.Array[ctypes.c_char]] = {}
@@ -53,6 +55,17 @@ class RecordingDriver:
                 while work and work[0]():
                     work.popleft()
                     moving = True
+
+    def hold(self, stream: int) -> Callable[[], None]:
+        """The stream goes no further than its work of now until the function returned here is called."""
+        held = [True]
+        self._put(stream, lambda: not held[0])
+
+        def release() -> None:
+            held[0] = False
+            self.run()
+
+        return release
 
     def _put(self, stream: int, step: Callable[[], bool]) -> None:
         self.streams.setdefault(stream, deque()).append(step)
@@ -132,6 +145,9 @@ class RecordingDriver:
     def passed(self, event: int) -> bool:
         """Whether the last record has passed."""
         self._note("passed", event)
+        self._num_polls += 1
+        if self.polls and self._num_polls % self.polls == 0:
+            self.run()
         begun, passed = self.events[event]
         return passed >= begun
 

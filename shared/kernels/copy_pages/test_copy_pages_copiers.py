@@ -1,7 +1,6 @@
 """One suite for every provider: by CPU with and without threads, and CUDA's over a recording driver."""
 
 import ctypes
-import threading
 
 import numpy as np
 import pytest
@@ -12,14 +11,12 @@ from shared.kernels.copy_pages.copies import (
     CopyFailed,
     CopyQueueFull,
     CopyTimeout,
-    CopyUnavailable,
     Direction,
     InvalidCopies,
     Order,
 )
 from shared.kernels.copy_pages.cpu_copier import CpuCopier
 from shared.kernels.copy_pages.cuda_copier import CudaCopier
-from shared.kernels.copy_pages.driver import CudaDriver
 from shared.kernels.copy_pages.host_memory import view
 from shared.kernels.copy_pages.plan import Always, Choice, Limits, Method
 from shared.kernels.copy_pages.recording_driver import RecordingDriver
@@ -33,7 +30,8 @@ CUDA_CHOICES = [
     Choice(Method.BATCH, 3),
     Choice(Method.STAGED),
 ]
-NAMES = ["cpu", "cpu-2-threads", *(f"{choice.method}-{choice.lanes}" for choice in CUDA_CHOICES)]
+CUDA_NAMES = [f"{choice.method}-{choice.lanes}" for choice in CUDA_CHOICES]
+NAMES = ["cpu", "cpu-2-threads", *CUDA_NAMES, *(f"{name}-late" for name in CUDA_NAMES)]
 
 
 class Memory:
@@ -62,13 +60,13 @@ def scattered(half: int, size: int, count: int, seed: int = 3) -> Copies:
 
 @pytest.fixture(params=NAMES)
 def copier(request):
-    made = (
-        CpuCopier(threads=2 if request.param != "cpu" else 0, limits=LIMITS)
-        if request.param.startswith("cpu")
-        else CudaCopier(
-            RecordingDriver(), chooser=Always(CUDA_CHOICES[NAMES.index(request.param) - 2]), limits=LIMITS
-        )
-    )
+    name = request.param.removesuffix("-late")
+    if name.startswith("cpu"):
+        made = CpuCopier(threads=2 if name != "cpu" else 0, limits=LIMITS)
+    else:
+        late = request.param.endswith("-late")
+        driver = RecordingDriver(eager=not late, polls=5 if late else 0)
+        made = CudaCopier(driver, chooser=Always(CUDA_CHOICES[CUDA_NAMES.index(name)]), limits=LIMITS)
     yield made
     made.close()
 
@@ -108,17 +106,17 @@ def test_ragged_and_neighbouring_copies_arrive(copier):
 
 
 def test_sets_of_one_stream_run_one_after_another(copier):
-    memory = Memory(32 << 10)
+    """Each set copies what the one before it wrote."""
+    region, steps = 256 << 10, 12
+    memory = Memory(region * (steps + 1) // 2 + region)
+    memory.bytes[region:] = 0
     last = None
-    for step in range(20):
-        source, target = (0, memory.half) if step % 2 == 0 else (memory.half, 0)
-        memory_copies = Copies.of([source], [target], [memory.half])
-        last = copier.submit(
-            memory.absolute(memory_copies), direction_for(copier, Direction.PEER), stream=STREAM
-        )
+    for step in range(steps):
+        one = Copies.of([step * region], [(step + 1) * region], region)
+        last = copier.submit(memory.absolute(one), direction_for(copier, Direction.PEER), stream=STREAM)
     assert last is not None
     last.wait(5)
-    assert np.array_equal(memory.bytes[: memory.half], memory.bytes[memory.half :])
+    assert np.array_equal(memory.bytes[:region], memory.bytes[steps * region : (steps + 1) * region])
 
 
 def test_after_during_call_the_source_may_be_overwritten(copier):
@@ -191,25 +189,49 @@ def test_lanes_fork_from_the_callers_stream_and_join_it_again():
 def test_a_lane_does_not_start_before_the_callers_stream_gets_there():
     memory = Memory(64 << 10)
     copier, driver = cuda(Choice(Method.BATCH, 2), eager=False)
-    closed = [True]
-    driver._put(STREAM, lambda: not closed[0])
+    release = driver.hold(STREAM)
     _, ticket = submit(copier, memory)
     driver.run()
     assert not memory.bytes[memory.half :].any()
     assert not ticket.done()
-    closed[0] = False
-    driver.run()
+    release()
     assert ticket.done()
     assert memory.bytes[memory.half :].any()
 
 
+def test_the_callers_stream_waits_for_every_lane():
+    memory = Memory(64 << 10)
+    copier, driver = cuda(Choice(Method.BATCH, 3))
+    submit(copier, memory)
+    for lane in [stream for stream in driver.streams if stream != STREAM]:
+        release = driver.hold(lane)
+        _, ticket = submit(copier, memory)
+        assert not ticket.done()
+        release()
+        assert ticket.done()
+
+
+def test_failures_lose_no_staging_slot():
+    copier, driver = cuda(Choice(Method.STAGED), num_slots=2)
+    memory = Memory(64 << 10)
+    for nth in (1, 2, 2, 1, 2, 2):
+        driver.fail_at["copy_batch"] = nth
+        with pytest.raises(CopyFailed):
+            submit(copier, memory, staging=True)
+    _, ticket = submit(copier, memory, staging=True)
+    assert ticket.plan.choice.method is Method.STAGED
+    ticket.wait(1)
+
+
 def test_without_a_batch_call_the_loop_takes_over_and_during_call_still_holds():
     memory = Memory(64 << 10)
-    copier = CudaCopier(RecordingDriver(has_batch=False), limits=LIMITS)
+    copier = CudaCopier(RecordingDriver(has_batch=False, eager=False, polls=5), limits=LIMITS)
+    want = memory.expected(scattered(memory.half, 1024, 30))[memory.half :]
     _, ticket = submit(copier, memory, order=Order.DURING_CALL)
     assert ticket.plan.choice.method is Method.LOOP
     memory.bytes[: memory.half] = 0
     ticket.wait(1)
+    assert memory.bytes[memory.half :].tobytes() == want
 
 
 def test_events_are_used_again_and_freed_in_the_end():
@@ -301,62 +323,3 @@ def test_boundaries_given_later_hold():
     assert len(copier.submit(copies, Direction.PEER, stream=STREAM).plan.runs) == 1
     copier.add_boundaries([memory.base + 1024])
     assert len(copier.submit(copies, Direction.PEER, stream=STREAM).plan.runs) == 2
-
-
-def test_two_threads_may_share_a_copier():
-    copier = CpuCopier(threads=2, limits=LIMITS)
-    memories = [Memory(256 << 10, seed) for seed in range(4)]
-    wants = []
-
-    def work(memory: Memory, number: int) -> None:
-        for round_ in range(10):
-            copier.submit(memory.absolute(scattered(memory.half, 1024, 100, round_)), stream=number).wait(5)
-
-    for memory in memories:
-        want = bytearray(memory.bytes.tobytes())
-        for round_ in range(10):
-            copy_pages_reference(want, scattered(memory.half, 1024, 100, round_))
-        wants.append(bytes(want))
-    threads = [threading.Thread(target=work, args=(memory, n)) for n, memory in enumerate(memories)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    copier.close()
-    assert [memory.bytes.tobytes() for memory in memories] == wants
-
-
-# Measuring at start
-
-
-EFFORT = calibrate.Effort(sizes=(4096, 65536), lanes=(1, 2), repeats=1, arena_bytes=1 << 20)
-
-
-def test_costs_are_measured_once_and_read_from_the_file_after_that(tmp_path):
-    driver = RecordingDriver()
-    first = calibrate.load_or_measure(driver, tmp_path, effort=EFFORT)
-    assert driver.memory == {}
-    assert driver.events == {}
-    num_calls = len(driver.calls)
-    assert calibrate.load_or_measure(driver, tmp_path, effort=EFFORT) == first
-    assert len(driver.calls) == num_calls
-    methods = {way[1:] for way in first.lines}
-    assert methods == {(Method.LOOP, 1), (Method.BATCH, 1), (Method.BATCH, 2)}
-    calibrate.cache_path(tmp_path, driver.key).write_text("not a table")
-    calibrate.load_or_measure(driver, tmp_path, effort=EFFORT)
-    assert len(driver.calls) > num_calls
-
-
-def test_a_peer_that_comes_later_is_measured_too(tmp_path):
-    driver = RecordingDriver()
-    calibrate.load_or_measure(driver, tmp_path, effort=EFFORT)
-    memory = Memory(1 << 20)
-    peer = calibrate.Arena(memory.base, memory.base + memory.half, memory.half)
-    table = calibrate.load_or_measure(driver, tmp_path, peer=peer, effort=EFFORT)
-    assert (Direction.PEER, Method.BATCH, 2) in table.lines
-
-
-def test_a_host_without_that_gpu_is_told_so():
-    with pytest.raises(CopyUnavailable) as error:
-        CudaDriver(999)
-    assert error.value.code == "copy.unavailable"
