@@ -31,7 +31,7 @@ from loadtest.swap_rig import (
     pages_of,
     run_cases,
 )
-from shared.kernels.copy_pages.calibrate import measure
+from shared.kernels.copy_pages.calibrate import CAPS, measure
 from shared.kernels.copy_pages.copies import Copies, CopyUnavailable, Direction, Order
 from shared.kernels.copy_pages.driver import CudaDriver
 from shared.kernels.copy_pages.plan import Always, Choice, Method
@@ -155,6 +155,7 @@ class Bench:
             cases = {
                 "loop": rig.ours(copies, direction, LOOP),
                 "batch": rig.ours(copies, direction, BATCH),
+                **{f"batch by {cap}": rig.ours(copies, direction, BATCH, cap=cap) for cap in CAPS},
                 "batch, any order": rig.ours(copies, direction, BATCH, order=Order.ANY),
                 **{name: rig.ours(copies, direction, way) for name, way in LANES.items()},
                 "neighbours, apart": rig.ours(near, direction, BATCH, merging=False),

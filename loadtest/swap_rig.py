@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from shared.kernels.copy_pages.calibrate import CAPS
 from shared.kernels.copy_pages.copies import Copies, CopyTimeout, Direction, Order
 from shared.kernels.copy_pages.costs import CostTable
 from shared.kernels.copy_pages.cuda_copier import CudaCopier
 from shared.kernels.copy_pages.driver import CopyDriver
 from shared.kernels.copy_pages.host_memory import view
-from shared.kernels.copy_pages.plan import Chooser
+from shared.kernels.copy_pages.plan import Chooser, Limits
 
 MIB = 1 << 20
 TIMEOUT_S = 20.0
@@ -129,13 +130,15 @@ class Rig:
         self.scratch = driver.allocate_host(8 * MIB)
         self.stream = driver.create_stream()
         self.event = driver.create_event()
-        self.copier = CudaCopier(driver, chooser=costs)
+        self.copier = CudaCopier(driver, chooser=costs, limits=costs.limits())
+        self.by_cap = {cap: CudaCopier(driver, limits=Limits(max_descriptors=cap)) for cap in CAPS}
         fill(self.host, num_bytes)
         self.plain(Copies.of([self.host], [self.device], num_bytes))()
 
     def close(self) -> None:
         """Free everything."""
-        self.copier.close()
+        for copier in (self.copier, *self.by_cap.values()):
+            copier.close()
         self.driver.destroy_event(self.event)
         self.driver.destroy_stream(self.stream)
         self.driver.free_device(self.device)
@@ -173,12 +176,14 @@ class Rig:
         order: Order = Order.STREAM,
         merging: bool = True,
         staging: bool = False,
+        cap: int = 0,
     ) -> Case:
-        """Through the copier, planning and checking included."""
+        """Through the copier, planning and checking included; `cap`: with so many descriptors a call."""
+        copier = self.by_cap[cap] if cap else self.copier
 
         def case() -> Times:
             begin_s = time.perf_counter()
-            ticket = self.copier.submit(
+            ticket = copier.submit(
                 copies,
                 direction,
                 stream=self.stream,

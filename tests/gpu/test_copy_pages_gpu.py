@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from shared.kernels.copy_pages.calibrate import load_or_measure
+from shared.kernels.copy_pages.calibrate import load_or_measure, open_copier
 from shared.kernels.copy_pages.copies import Copies, CopyFailed, CopyUnavailable, Direction, Order
 from shared.kernels.copy_pages.cuda_copier import CudaCopier
 from shared.kernels.copy_pages.driver import CudaDriver
@@ -170,7 +170,7 @@ def test_measured_costs_choose_a_way_and_the_bytes_arrive(gpu, tmp_path):
     begin_s = time.monotonic()
     table = load_or_measure(gpu.driver, tmp_path)
     print(f"\nmeasured in {time.monotonic() - begin_s:.2f} s\n{table.render()}")
-    measured = CudaCopier(gpu.driver, chooser=table)
+    measured = open_copier(gpu.driver, tmp_path)
     before, gpu.copier = gpu.copier, measured
     try:
         for direction in DIRECTIONS[:3]:

@@ -1,5 +1,6 @@
 """Batched copies of KV pages: host, device and peer memory by plain addresses. See README.md beside this file."""
 
+from shared.kernels.copy_pages.calibrate import open_copier
 from shared.kernels.copy_pages.copier import Copier, Ticket
 from shared.kernels.copy_pages.copies import (
     Copies,
@@ -34,5 +35,6 @@ __all__ = [
     "Order",
     "Plan",
     "Ticket",
+    "open_copier",
     "plan_copies",
 ]

@@ -1,6 +1,6 @@
 """Measures at start what each way of copying costs here, and keeps the answer in a file.
 
-Under a second on an H200. Patterns are scattered at both ends, so that nothing merges; peers are measured when the
+Patterns are scattered at both ends, so that nothing merges; peers are measured when the
 caller gives two ranges that this process may copy between (imported pages of another GPU).
 """
 
@@ -17,10 +17,12 @@ from shared.kernels.copy_pages.costs import CostTable, Line, Way, from_json
 from shared.kernels.copy_pages.cuda_copier import CudaCopier
 from shared.kernels.copy_pages.driver import CopyDriver
 from shared.kernels.copy_pages.host_memory import move
-from shared.kernels.copy_pages.plan import Always, Choice, Method
+from shared.kernels.copy_pages.plan import Always, Choice, Limits, Method
 
 SIZES = (4 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20, 8 << 20)
 LANES = (1, 2, 4)
+CAPS = (256, 1024, 4096)
+CAP_PIECE_BYTES = 32 << 10
 ARENA_BYTES = 128 << 20
 MAX_SET_BYTES = 64 << 20
 MAX_SET_COPIES = 2048
@@ -31,10 +33,11 @@ FLOOR_US = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much a measurement does; the default takes under a second on an H200."""
+    """How much a measurement does: about 110 sets of at most 64 MiB, four times each, by default."""
 
     sizes: Sequence[int] = SIZES
     lanes: Sequence[int] = LANES
+    caps: Sequence[int] = CAPS
     repeats: int = REPEATS
     arena_bytes: int = ARENA_BYTES  # of pinned and of device memory, each, while it runs
 
@@ -89,6 +92,22 @@ def _line(
     return Line(fixed, tuple(used), tuple(each)) if used else None
 
 
+def _best_cap(driver: CopyDriver, arena: Arena, stream: int, effort: Effort) -> int:
+    """Descriptors a batch call: many cost fewer calls, few let the copy engine begin while the rest is submitted."""
+    count = min(MAX_SET_COPIES * 2, arena.num_bytes // CAP_PIECE_BYTES)
+    copies = scattered(arena, CAP_PIECE_BYTES, count)
+    times: dict[int, float] = {}
+    for cap in effort.caps:
+        copier = CudaCopier(driver, limits=Limits(max_descriptors=cap))
+        one = Choice(Method.BATCH)
+        tries = [
+            timed_us(copier, copies, Direction.DEVICE_TO_HOST, stream, one) for _ in range(effort.repeats + 1)
+        ]
+        times[cap] = min(tries[1:])
+        copier.close()
+    return min(times, key=lambda cap: times[cap])
+
+
 def _cpu_move(host: int, num_bytes: int, sizes: Sequence[int], repeats: int) -> Line:
     """The CPU's part of staging: scattered pieces into a dense slot."""
     half = num_bytes // 2
@@ -113,7 +132,6 @@ def measure(driver: CopyDriver, *, peer: Arena | None = None, effort: Effort | N
     driver.make_current()
     host, device = driver.allocate_host(arena_bytes), driver.allocate_device(arena_bytes)
     stream = driver.create_stream()
-    copier = CudaCopier(driver)
     half = arena_bytes // 2
     arenas = {
         Direction.HOST_TO_DEVICE: Arena(host, device, arena_bytes),
@@ -125,6 +143,12 @@ def measure(driver: CopyDriver, *, peer: Arena | None = None, effort: Effort | N
     if driver.has_batch:
         ways += [(Method.BATCH, count) for count in effort.lanes]
     lines: dict[Way, Line] = {}
+    cap = (
+        _best_cap(driver, arenas[Direction.DEVICE_TO_HOST], stream, effort)
+        if driver.has_batch
+        else effort.caps[-1]
+    )
+    copier = CudaCopier(driver, limits=Limits(max_descriptors=cap))
     try:
         for direction, arena in arenas.items():
             for method, count in ways:
@@ -137,7 +161,7 @@ def measure(driver: CopyDriver, *, peer: Arena | None = None, effort: Effort | N
         driver.destroy_stream(stream)
         driver.free_device(device)
         driver.free_host(host)
-    return CostTable(driver.key, lines, cpu, driver.has_batch)
+    return CostTable(driver.key, lines, cpu, driver.has_batch, cap)
 
 
 def cache_path(folder: Path, key: str) -> Path:
@@ -164,3 +188,11 @@ def load_or_measure(
         new.write_text(table.to_json())
         new.replace(path)
     return table
+
+
+def open_copier(
+    driver: CopyDriver, folder: Path | None, *, peer: Arena | None = None, effort: Effort | None = None
+) -> CudaCopier:
+    """A copier with the costs and limits of this machine; see load_or_measure."""
+    table = load_or_measure(driver, folder, peer=peer, effort=effort)
+    return CudaCopier(driver, chooser=table, limits=table.limits())

@@ -7,16 +7,16 @@ the bytes do. Staging costs the longer of the CPU's and the copy engine's part, 
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from shared.errors import SettingsError
 from shared.kernels.copy_pages.copies import U64, Direction
-from shared.kernels.copy_pages.plan import Choice, Method
+from shared.kernels.copy_pages.plan import Choice, Limits, Method
 
-FORMAT = 1
+FORMAT = 2
 FIRST_SLOT_BYTES = 4 << 20  # of a staged copy, moved before the copy engine can start
 LANE_SHARE = 0.02  # what one more lane must gain at least: measurements differ by that much
 Way: TypeAlias = tuple[Direction, Method, int]  # direction, method, lanes
@@ -59,7 +59,13 @@ class CostTable:
     lines: Mapping[Way, Line]
     cpu_move: Line | None = None  # the CPU's part of a staged copy: pieces between host pages and a slot
     has_batch: bool = True
-    notes: Mapping[str, str] = field(default_factory=dict)
+    max_descriptors: int = (
+        Limits().max_descriptors
+    )  # of one batch call: fewer let the copy engine start earlier
+
+    def limits(self) -> Limits:
+        """The default bounds with the measured number of descriptors a call."""
+        return Limits(max_descriptors=self.max_descriptors)
 
     def choose(self, direction: Direction, runs: U64, pieces: U64 | None, staged_runs: U64 | None) -> Choice:
         """The cheapest method whose cost is known; a batch, or a loop without one, where none is."""
@@ -93,7 +99,7 @@ class CostTable:
             "has_batch": self.has_batch,
             "cpu_move": move,
             "lines": rows,
-            "notes": dict(self.notes),
+            "max_descriptors": self.max_descriptors,
         }
         return json.dumps(whole, indent=1)
 
@@ -114,7 +120,9 @@ class CostTable:
         if self.cpu_move is not None:
             cells = [f"{_size(size)} {self.cpu_move.gb_per_s(size):.1f}" for size in self.cpu_move.sizes]
             rows.append("CPU gather, GB/s: " + ", ".join(cells))
-        return "\n".join([f"copy costs of {self.key}", *rows])
+        return "\n".join(
+            [f"copy costs of {self.key}, {self.max_descriptors} descriptors a batch call", *rows]
+        )
 
 
 def from_json(text: str, *, key: str) -> CostTable | None:
@@ -128,7 +136,7 @@ def from_json(text: str, *, key: str) -> CostTable | None:
             for row in whole["lines"]
         }
         move = _line(whole["cpu_move"]) if whole["cpu_move"] else None
-        return CostTable(key, lines, move, bool(whole["has_batch"]), dict(whole["notes"]))
+        return CostTable(key, lines, move, bool(whole["has_batch"]), int(whole["max_descriptors"]))
     except (KeyError, TypeError, ValueError, SettingsError):
         return None
 

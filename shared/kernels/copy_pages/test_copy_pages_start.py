@@ -57,7 +57,7 @@ def test_two_threads_may_share_a_copier():
 # Measuring at start
 
 
-EFFORT = calibrate.Effort(sizes=(4096, 65536), lanes=(1, 2), repeats=1, arena_bytes=1 << 20)
+EFFORT = calibrate.Effort(sizes=(4096, 65536), lanes=(1, 2), caps=(8, 64), repeats=1, arena_bytes=1 << 20)
 
 
 def test_costs_are_measured_once_and_read_from_the_file_after_that(tmp_path):
@@ -68,6 +68,10 @@ def test_costs_are_measured_once_and_read_from_the_file_after_that(tmp_path):
     num_calls = len(driver.calls)
     assert calibrate.load_or_measure(driver, tmp_path, effort=EFFORT) == first
     assert len(driver.calls) == num_calls
+    assert first.max_descriptors in (8, 64)
+    copier = calibrate.open_copier(driver, tmp_path, effort=EFFORT)
+    assert copier.limits.max_descriptors == first.max_descriptors
+    assert copier.chooser == first
     methods = {way[1:] for way in first.lines}
     assert methods == {(Method.LOOP, 1), (Method.BATCH, 1), (Method.BATCH, 2)}
     calibrate.cache_path(tmp_path, driver.key).write_text("not a table")
