@@ -293,6 +293,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--no-vllm", action="store_true", help="leave vLLM's own call out")
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
+    parser.add_argument(
+        "--commit", default="", help="commit of these files, on a machine without the repository"
+    )
     options = parser.parse_args(argv)
     began_s = time.monotonic()
     try:
@@ -329,6 +332,7 @@ def main(argv: Sequence[str]) -> int:
             metrics=metrics,
             samples=bench.samples,
             folder=options.out,
+            commit=options.commit,
         )
         print(f"wrote {path}")
     return 0 if all(well) else 1

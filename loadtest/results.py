@@ -45,17 +45,23 @@ def write_result(
     metrics: Metrics,
     samples: Samples,
     folder: Path = RESULTS,
+    commit: str = "",
 ) -> Path:
-    """Write `folder`/NAME.json; the file of before moves to history/. Raises: ValueError on bad metrics."""
+    """Write `folder`/NAME.json; the file of before moves to history/. Raises: ValueError on bad metrics.
+
+    `commit` names the checkout where there is only a copy of its files: a GPU machine without the repository.
+    """
     if wrong := check_metrics(metrics):
         raise ValueError("; ".join(wrong))
-    commit, dirty = commit_of(ROOT)
-    head = {
+    head, dirty = commit_of(ROOT)
+    if not head and commit:
+        head, dirty = commit, False
+    result = {
         "name": name,
         "claim": claim,
         "script": script_of(name),
         "command": command,
-        "commit": commit,
+        "commit": head,
         "dirty": dirty,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
@@ -66,7 +72,7 @@ def write_result(
     folder.mkdir(parents=True, exist_ok=True)
     if path.exists():
         _retire(path)
-    path.write_text(_dump(head, samples))
+    path.write_text(_dump(result, samples))
     return path
 
 

@@ -1,8 +1,11 @@
 """bench_swap: metrics are the worst of both directions, and its sets of copies are what PR 38460 describes."""
 
+import json
+
 import numpy as np
 import pytest
 
+from loadtest import results
 from loadtest.bench_swap import metrics_from_samples
 from loadtest.results import check_metrics
 from loadtest.swap_rig import SHAPES, blocks_of, pages_of, run_cases
@@ -65,3 +68,19 @@ def test_cases_run_in_turns_after_one_warm_up():
     times = run_cases({name: lambda name=name: (seen.append(name), 2.0)[1:] * 2 for name in "ab"}, 2)
     assert "".join(seen) == "ab" * 3
     assert times["a"] == {"wall_us": [2.0, 2.0], "submit_us": [2.0, 2.0]}
+
+
+def test_a_copy_of_the_files_without_the_repository_names_its_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "commit_of", lambda root: ("", True))
+    path = results.write_result(
+        "h200-swap",
+        claim="c",
+        command="x",
+        settings={},
+        metrics={},
+        samples=[],
+        folder=tmp_path,
+        commit="abc",
+    )
+    written = json.loads(path.read_text())
+    assert (written["commit"], written["dirty"]) == ("abc", False)

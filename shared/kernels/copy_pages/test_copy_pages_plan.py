@@ -256,6 +256,8 @@ def test_costs_between_measured_sizes_lie_between_and_grow_with_the_bytes_beyond
     between = cost.cost_us(np.array([512 << 10], np.uint64))
     assert 1.0 < between < 20.0
     assert cost.cost_us(np.array([4 << 20], np.uint64)) == pytest.approx(80.0)
+    mixed = np.array([4096, 1 << 20, 4096, 100], np.uint64)
+    assert cost.cost_us(mixed) == pytest.approx(sum(cost.cost_us(mixed[i : i + 1]) for i in range(4)))
 
 
 def test_a_cost_table_survives_its_file_and_no_other_machines_file_is_taken():
