@@ -22,7 +22,11 @@ class MempoolSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     socket: str = ".quire/run/mempool.sock"
     capacity_bytes: int = 1 << 30  # address space of all pages; memory is used only as pages are written
-    granted_share: float = 0.5  # of the pages: at most so many granted to engines and not yet sealed
+    device_capacity_bytes: int = 0  # of pages on GPUs, all ranks of an engine together; 0: what it found free
+    granted_share: float = 0.5  # of the pages: at most so many granted to copying engines and not yet sealed
+    kept_share: float = (
+        0.95  # of the pages: at most so many for engines that work in the pages, cached ones too
+    )
     allowed_uids: list[int] = []  # users that may connect; empty: only the mempool's own
 
     max_leases: int = 65_536
@@ -41,6 +45,10 @@ def load(argv: Sequence[str]) -> MempoolSettings:
         raise SettingsError("setting mempool.socket: name a path, e.g. .quire/run/mempool.sock")
     if not 0.0 < found.granted_share <= 1.0:
         raise SettingsError(f"setting mempool.granted_share: {found.granted_share} is not in (0, 1]; try 0.5")
+    if not 0.0 < found.kept_share <= 1.0:
+        raise SettingsError(f"setting mempool.kept_share: {found.kept_share} is not in (0, 1]; try 0.95")
+    if found.device_capacity_bytes < 0:
+        raise SettingsError("setting mempool.device_capacity_bytes: must be 0 (what is free) or more")
     for name in (
         "capacity_bytes", "max_leases", "max_handoffs", "max_waiting", "max_blocks_per_call", "max_ttl_ms",
         "max_wait_ms",

@@ -8,6 +8,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -25,24 +26,56 @@ class PoolMemory:
     """Owns both memfds until close(). `table_fd` is read-only: it is the one to hand out.
 
     Every page has page_bytes for each of num_ranks ranks: the pages of rank r start at
-    r * num_pages * page_bytes.
+    r * num_pages * page_bytes. With table_only the pages lie elsewhere, on GPUs.
 
     Raises: OSError when the kernel refuses (memory limits, no /proc).
     """
 
-    def __init__(self, num_pages: int, page_bytes: int, boot_generation: Epoch, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_bytes: int,
+        boot_generation: Epoch,
+        num_ranks: int = 1,
+        *,
+        table_only: bool = False,
+    ) -> None:
         self.num_pages = num_pages
         self.page_bytes = page_bytes
         self.num_ranks = num_ranks
         fixed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-        self.page_fd = _memfd("quire-pages", num_ranks * num_pages * page_bytes)
+        self.page_fd = _memfd("quire-pages", 0 if table_only else num_ranks * num_pages * page_bytes)
         fcntl.fcntl(self.page_fd, fcntl.F_ADD_SEALS, fixed | fcntl.F_SEAL_SEAL)
-        length = table_bytes(num_pages)
+        self._make_table(TableHeader(boot_generation, num_pages, page_bytes), ())
+
+    @classmethod
+    def adopt(
+        cls, page_fd: int, old: TableHeader, words: Sequence[int], boot_generation: Epoch, num_ranks: int = 1
+    ) -> "PoolMemory":
+        """Go on with the pages of an earlier mempool (services/mempool/takeover.py). Takes over `page_fd`.
+
+        Its table is sealed against new writers for good, so the words go on in a table of this process's own:
+        an earlier mempool that was only asleep writes into one that nobody reads any more. Processes that map
+        the old table must have reported, or be dead, before a page that is sealed there is used anew.
+
+        Args: words: of the old table, without its header.  Raises: OSError.
+        """
+        assert len(words) == old.num_pages, (len(words), old)
+        self = cls.__new__(cls)
+        self.num_pages, self.page_bytes, self.num_ranks = old.num_pages, old.page_bytes, num_ranks
+        self.page_fd = page_fd
+        self._make_table(old._replace(boot_generation=boot_generation), words)
+        return self
+
+    def _make_table(self, header: TableHeader, words: Sequence[int]) -> None:
+        length = table_bytes(header.num_pages)
         writable = _memfd("quire-page-table", length)
         self._mapping = mmap.mmap(writable, length)
         self._words = memoryview(self._mapping).cast("Q")
-        write_header(self._words, TableHeader(boot_generation, num_pages, page_bytes))
-        fcntl.fcntl(writable, fcntl.F_ADD_SEALS, fixed | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+        self._words[HEADER_WORDS : HEADER_WORDS + len(words)] = array("Q", words)
+        write_header(self._words, header)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(writable, fcntl.F_ADD_SEALS, seals)
         self.table_fd = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
         os.close(writable)
 

@@ -10,21 +10,25 @@ import msgspec
 from services.mempool.core.actions import (
     Action,
     CreateMemory,
+    CreateSlabs,
     Disconnect,
     PoolLimits,
     PunchPages,
     Send,
+    SendSlabs,
     WriteWords,
 )
 from services.mempool.core.pool import Pool
 from services.mempool.memory import PoolMemory
 from services.mempool.processes import ProcessWatch
-from shared.errors import Overloaded, PeerGone, PeerProtocolError
+from services.mempool.slabs import DeviceSlabs
+from shared.errors import Overloaded, PeerGone, PeerProtocolError, ResourceError
 from shared.ids import Epoch, PageId
 from shared.observe.log import get_logger
 from shared.observe.trace import Span, start_span
 from shared.transport.clock import Clock
 from shared.transport.unix_channel import UnixConnection, UnixServer
+from shared.transport.unix_socket import close_fds
 from shared.wire import mempool as wire
 
 log = get_logger("mempool")
@@ -43,6 +47,7 @@ class MempoolShell:
     ) -> None:
         self.pool = Pool(limits, boot_generation)
         self.memory: PoolMemory | None = None
+        self.slabs: dict[int, DeviceSlabs] = {}  # by rank, where pages are on GPUs
         self.clock = clock
         self.server: UnixServer[wire.ToMempool, wire.FromMempool] = UnixServer(
             path,
@@ -71,6 +76,9 @@ class MempoolShell:
         if self._timer is not None:
             self._timer.cancel()
         self.server.close()
+        for slabs in self.slabs.values():
+            slabs.close()
+        self.slabs = {}
         if self.memory is not None:
             self.memory.close()
             self.memory = None
@@ -167,11 +175,18 @@ class MempoolShell:
                 self._send(action)
             case CreateMemory():
                 generation = self.pool.boot_generation
-                self.memory = PoolMemory(action.num_pages, action.page_bytes, generation, action.num_ranks)
+                self.memory = PoolMemory(
+                    action.num_pages, action.page_bytes, generation, action.num_ranks,
+                    table_only=action.pages_per_slab > 0,
+                )  # fmt: skip
                 log.info(
                     "memory_created", num_pages=action.num_pages, page_bytes=action.page_bytes,
                     num_ranks=action.num_ranks,
                 )  # fmt: skip
+            case CreateSlabs():
+                self._create_slabs(action)
+            case SendSlabs():
+                self._send_slabs(action)
             case PunchPages():
                 assert self.memory is not None
                 self._punch(self.memory, action.pages)
@@ -180,6 +195,30 @@ class MempoolShell:
                 if connection is not None:
                     log.warning("peer_disconnected", connection=action.connection, reason=action.reason)
                     connection.close()
+
+    def _create_slabs(self, action: CreateSlabs) -> None:
+        if action.rank not in self.slabs:
+            try:
+                self.slabs[action.rank] = DeviceSlabs(action.device, action.num_slabs, action.slab_bytes)
+            except ResourceError as error:
+                log.error("slabs_failed", rank=action.rank, device=action.device, error=error.message)
+                self._connections[action.connection].close()
+                return
+            log.info("slabs_created", rank=action.rank, device=action.device, num_slabs=action.num_slabs)
+
+    def _send_slabs(self, action: SendSlabs) -> None:
+        connection = self._connections.get(action.connection)
+        if connection is None:
+            return
+        fds = [self.slabs[action.rank].export(action.first + i) for i in range(action.count)]
+        try:
+            reply = wire.Slabs(call_id=action.call_id, first=action.first, count=action.count)
+            connection.send(reply, fds=fds)
+        except (PeerGone, Overloaded) as error:
+            log.warning("peer_unreachable", connection=action.connection, code=error.code)
+            connection.close()
+        finally:
+            close_fds(fds)
 
     def _punch(self, memory: PoolMemory, pages: list[PageId]) -> None:
         try:
@@ -196,7 +235,7 @@ class MempoolShell:
         fds: tuple[int, ...] = ()
         if action.with_memory:
             assert self.memory is not None
-            fds = (self.memory.page_fd, self.memory.table_fd)
+            fds = (self.memory.page_fd, self.memory.table_fd) if not self.slabs else (self.memory.table_fd,)
         if self._spans and isinstance(action.message, wire.Acquired | wire.CallFailed):
             self._end_span(action.connection, action.message)
         try:

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from shared.engine.interface import Engine
-from shared.engine.worker_config import WorkerSettings
+from shared.engine.worker_config import WorkerSettings, works_in_pages
 
 
 def choose_device(settings: WorkerSettings, vllm_distribution: str) -> str:
@@ -27,7 +27,7 @@ def make_engine(settings: WorkerSettings) -> Engine:
     from shared.engine.vllm_setup import check_version, prepare_environment
 
     device = choose_device(settings, check_version())
-    prepare_environment(device, settings.threads)
+    prepare_environment(device, settings.threads, in_pages=works_in_pages(settings))
     from shared.engine.vllm_engine import VllmEngine
 
     eager = settings.enforce_eager or device == "cpu"

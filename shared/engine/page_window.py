@@ -28,8 +28,23 @@ class PageWindow(NamedTuple):
     owner: object
 
 
+def device_name(device: torch.device) -> str:
+    """As in wire.Attach: independent of what each process calls the device."""
+    if device.type == "cpu":
+        return "cpu"
+    uuid = torch.cuda.get_device_properties(device).uuid
+    return f"cuda:{bytes(uuid.bytes).hex()}"
+
+
 def open_window(memory: RankMemory, device: torch.device) -> PageWindow:
-    """Map the null page and all pages. Raises: OSError when the kernel refuses."""
+    """Map the null page and all pages.
+
+    Raises: OSError when the kernel refuses; ResourceError when the GPU's driver does.
+    """
+    if memory.pages_per_slab:
+        from shared.engine.page_window_cuda import open_cuda_window  # needs CUDA's bindings
+
+        return PageWindow(*open_cuda_window(memory, device))
     header = memory.header
     size = (header.num_pages + 1) * header.page_bytes
     owner = mmap.mmap(-1, size)  # private and untouched: only the first page of it stays

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
-from shared.engine.page_window import PageWindow, open_window
+from shared.engine.page_window import PageWindow, device_name, open_window
 from shared.ids import InstanceId
 from shared.kv.layout import EngineDescription
 from shared.mempool.rank_memory import RankMemory
@@ -46,6 +46,7 @@ class PageWorkerMixin:
             InstanceId(extra["instance"]),
             description,
             self.rank,
+            device=device_name(self.device),
             capacity_bytes=found_bytes * description.tp_size if self.device.type == "cuda" else 0,
         )
         return (self._memory.header.num_pages + 1) * description.block_bytes

@@ -31,7 +31,7 @@ from shared.engine.interface import CacheEvent, EngineDelta, EngineLoad, EngineR
 from shared.engine.page_scheduler import EXTRA_ARGS_KEY
 from shared.engine.preload import preload_architecture
 from shared.engine.sampling import sampling_params
-from shared.engine.worker_config import WorkerSettings
+from shared.engine.worker_config import WorkerSettings, works_in_pages
 from shared.errors import InvalidRequest, PeerGone
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire.requests import TokenLogprob
@@ -136,6 +136,7 @@ class VllmEngine:
             model=settings.model_dir,
             served_model_name=settings.model_name,
             dtype=settings.dtype,
+            load_format=settings.load_format,
             max_model_len=settings.max_model_len or None,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -263,11 +264,6 @@ def _prompt_logprobs(rows: Any) -> list[list[TokenLogprob] | None] | None:
     if rows is None:
         return None
     return [None if row is None else (_logprobs([row]) or [])[0] for row in rows]
-
-
-def works_in_pages(settings: WorkerSettings) -> bool:
-    """Whether the engine's cache is the mempool's memory, or one of its own with copies to and from pages."""
-    return bool(settings.mempool_socket) and settings.kv_cache != "copy"
 
 
 def _in_pages() -> dict[str, Any]:

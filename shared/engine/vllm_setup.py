@@ -34,11 +34,12 @@ def check_version() -> str:
     return found[0]
 
 
-def prepare_environment(device: str, threads: int) -> None:
+def prepare_environment(device: str, threads: int, *, in_pages: bool) -> None:
     """Environment variables that vLLM reads at import and at engine start. Call before importing it.
 
     On CPU: no torch.compile (27-37 s per start for the sampler alone), no thread binding, the model runner
-    inside the engine core's process. On CUDA: the V1 model runner, whose cache layout the connector knows.
+    inside the engine core's process. On CUDA: the V1 model runner for an engine that copies, because the connector
+    knows its cache's layout; an engine that works in the pages takes vLLM's own choice (V2 for dense models).
     """
     env = os.environ  # noqa: TID251  these are vLLM's settings, not ours
     env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -52,7 +53,8 @@ def prepare_environment(device: str, threads: int) -> None:
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env["OMP_NUM_THREADS"] = str(threads)
     else:
-        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        if not in_pages:
+            env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 

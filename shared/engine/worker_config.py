@@ -37,6 +37,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     engine: Literal["vllm", "mock"] = "vllm"  # the mock is for fault and load tests only
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: str = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, for measurements
     threads: int = 1  # OpenMP threads of a CPU engine
     kv_cache: Literal["auto", "pages", "copy"] = "auto"  # pages: the cache is the mempool's memory itself
     block_tokens: int = 32
@@ -80,6 +81,11 @@ _NOT_NEGATIVE = (
     "mock_start_ms", "mock_eos_after_tokens", "mock_die_after_tokens", "mock_hang_after_tokens",
     "mock_drop_first_steps",
 )  # fmt: skip
+
+
+def works_in_pages(settings: WorkerSettings) -> bool:
+    """Whether the engine's cache is the mempool's memory, or one of its own with copies to and from pages."""
+    return bool(settings.mempool_socket) and settings.kv_cache != "copy"
 
 
 def _is_wildcard(listen: str) -> bool:

@@ -47,3 +47,17 @@ def num_blocks(num_tokens: int, block_tokens: int) -> int:
 def page_bytes_for(block_bytes: int, granularity_bytes: int = HOST_PAGE_BYTES) -> int:
     """Smallest multiple of the medium's granularity that holds one block."""
     return -(-block_bytes // granularity_bytes) * granularity_bytes
+
+
+def slab_geometry(block_bytes: int, granularity_bytes: int = CUDA_PAGE_BYTES) -> tuple[int, int]:
+    """(page_bytes, pages_per_slab) for a medium that allocates in multiples of `granularity_bytes`, a power of two.
+
+    A slab is one allocation and the unit that can be given back or lent. Where a page of its own would waste
+    more than 1/64 of it, several pages share a slab: as few as that waste allows.
+    """
+    for pages_per_slab in (1, 2, 4, 8, 16, 32, 64, 128):
+        align = granularity_bytes // pages_per_slab
+        page_bytes = -(-block_bytes // align) * align
+        if (page_bytes - block_bytes) * 64 <= page_bytes:
+            break
+    return page_bytes, pages_per_slab

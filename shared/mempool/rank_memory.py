@@ -5,6 +5,7 @@ engine's pages.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from shared.errors import ResourceError
@@ -16,13 +17,17 @@ from shared.transport.unix_socket import close_fds
 from shared.wire import mempool as wire
 
 ATTACH_TIMEOUT_MS = 30_000  # the first one makes the pool create its memory
+SLABS_PER_CALL = 128
 _NO_EPOCH = Epoch(0)
 
 
 class RankMemory:
-    """Attached from construction to close(). `fd` holds `header.num_pages` pages, the first at `offset_bytes`.
+    """Attached from construction to close(). In host memory, `fd` holds `header.num_pages` pages, the first at
+    `offset_bytes`; on a GPU, `pages_per_slab` is positive and slab_fds() gets descriptors of the slabs.
 
-    Args: capacity_bytes: what all ranks' pages together may take; only the first attachment decides it.
+    Args:
+        device: as in wire.Attach.
+        capacity_bytes: what all ranks' pages together may take; only the first attachment decides it.
     Raises: ResourceError when the pool refuses; ClusterError when it cannot be reached.
     """
 
@@ -33,6 +38,7 @@ class RankMemory:
         description: EngineDescription,
         rank: int,
         *,
+        device: str = "cpu",
         capacity_bytes: int = 0,
         instance_epoch: Epoch = _NO_EPOCH,
     ) -> None:
@@ -45,22 +51,42 @@ class RankMemory:
             instance_epoch=instance_epoch,
             description=description,
             capacity_bytes=capacity_bytes,
+            device=device,
+            rank=rank,
         )
         self._link.connect()
         reply, _, fds = self._link.call(attach, timeout_ms=ATTACH_TIMEOUT_MS)
-        if not isinstance(reply, wire.Attached) or len(fds) != 2:
+        wanted = 1 if isinstance(reply, wire.Attached) and reply.pages_per_slab else 2
+        if not isinstance(reply, wire.Attached) or len(fds) != wanted:
             close_fds(fds)
             self._link.close()
             raise ResourceError(f"mempool {socket} refused rank {rank}: {reply}")
         self.header = TableHeader(reply.boot_generation, reply.num_pages, reply.page_bytes)
-        self.fd, table_fd = fds
-        os.close(table_fd)
+        self.pages_per_slab = reply.pages_per_slab
+        os.close(fds[-1])  # the table's
+        self.fd = fds[0] if wanted == 2 else -1
         self.offset_bytes = rank * reply.num_pages * reply.page_bytes
 
+    def slab_fds(self) -> Iterator[list[int]]:
+        """Descriptors of all slabs, in order, a batch at a time, the caller's to close.
+
+        Raises: ResourceError when the pool refuses; ClusterError when it is gone.
+        """
+        num_slabs = self.header.num_pages // self.pages_per_slab
+        for first in range(0, num_slabs, SLABS_PER_CALL):
+            count = min(SLABS_PER_CALL, num_slabs - first)
+            call = wire.SlabsCall(call_id=first, first=first, count=count)
+            reply, _, fds = self._link.call(call, timeout_ms=ATTACH_TIMEOUT_MS)
+            if not isinstance(reply, wire.Slabs) or len(fds) != count:
+                close_fds(fds)
+                raise ResourceError(f"the mempool sent no slabs: {reply}")
+            yield fds
+
     def close(self) -> None:
-        """Ends the connection and closes the descriptor; mappings of it stay."""
+        """Ends the connection and closes the descriptor; mappings stay."""
         self._link.close()
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)
 
 
 def _ignore(_seq: int, _message: wire.FromMempool, _raw: list[bytes], fds: list[int]) -> None:

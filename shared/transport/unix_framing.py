@@ -13,16 +13,22 @@ from shared.errors import PeerProtocolError
 from shared.wire.codec import MAX_RAW_FRAMES
 
 MAX_MESSAGE_BYTES = 32 << 20
-MAX_FDS = 16
+MAX_FDS = 250  # the kernel passes 253 at once
 _HEAD = struct.Struct("<IHH")
 _MAX_FRAMES = 3 + MAX_RAW_FRAMES
 
 
-def pack_message(frames: Sequence[bytes], *, num_fds: int = 0) -> bytes:
+def pack_message(
+    frames: Sequence[bytes],
+    *,
+    num_fds: int = 0,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_fds: int = MAX_FDS,
+) -> bytes:
     """One message ready to write. Raises: PeerProtocolError when it exceeds the bounds of the channel."""
     lengths = [len(frame) for frame in frames]
     total = 4 + 4 * len(frames) + sum(lengths)
-    if total > MAX_MESSAGE_BYTES or len(frames) > _MAX_FRAMES or num_fds > MAX_FDS:
+    if total > max_message_bytes or len(frames) > _MAX_FRAMES or num_fds > max_fds:
         raise PeerProtocolError(
             f"message of {total} bytes, {len(frames)} frames and {num_fds} fds is too large"
         )
@@ -31,10 +37,13 @@ def pack_message(frames: Sequence[bytes], *, num_fds: int = 0) -> bytes:
 
 
 class Deframer:
-    """Collects bytes of a stream and hands out whole messages."""
+    """Collects bytes of a stream and hands out whole messages. It never holds more than one message's bound
+    and what one read brought."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_message_bytes: int = MAX_MESSAGE_BYTES, max_fds: int = MAX_FDS) -> None:
         self._buffer = bytearray()
+        self._max_message_bytes = max_message_bytes
+        self._max_fds = max_fds
 
     def feed(self, data: bytes) -> Iterator[tuple[list[bytes], int]]:
         """(frames, num_fds) of every message that `data` completed.
@@ -44,7 +53,8 @@ class Deframer:
         self._buffer += data
         while len(self._buffer) >= _HEAD.size:
             total, num_frames, num_fds = _HEAD.unpack_from(self._buffer)
-            if total > MAX_MESSAGE_BYTES or not 1 <= num_frames <= _MAX_FRAMES or num_fds > MAX_FDS:
+            too_large = total > self._max_message_bytes or num_fds > self._max_fds
+            if too_large or not 1 <= num_frames <= _MAX_FRAMES:
                 raise PeerProtocolError(f"message of {total} bytes, {num_frames} frames, {num_fds} fds")
             if total < 4 + 4 * num_frames:
                 raise PeerProtocolError(f"{num_frames} frames do not fit in {total} bytes")

@@ -33,18 +33,24 @@ class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
     quota_pages: int = 0  # how many granted pages an engine wants to hold
     lets_go: bool = False  # this process writes no page that it got by earlier attachments of this instance
     works_in_pages: bool = False  # of an engine: see the module's docstring
-    capacity_bytes: int = (
-        0  # of a rank: what pages may take on its device, all ranks together; 0: the pool's own limit
-    )
+    # of a rank:
+    capacity_bytes: int = 0  # what pages may take on all ranks together; 0: the pool's own limit
+    device: str = "cpu"  # where its pages lie; "cuda:" and the GPU's UUID in hex without dashes
+    rank: int = 0
 
 
 class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
-    """For an engine: two fds come with it (pages read-write, table read-only)."""
+    """For an engine or a rank: two fds come with it (pages read-write, table read-only).
+
+    Pages on a GPU lie in slabs of `pages_per_slab` instead, each an allocation with an fd of its own: then only
+    the table's fd comes, and SlabsCall gets the others.
+    """
 
     boot_generation: Epoch
     attachment: int
     num_pages: int = 0
     page_bytes: int = 0
+    pages_per_slab: int = 0  # 0: all pages lie in one memfd
 
 
 class AttachRefused(Struct, frozen=True, kw_only=True, tag="attach_refused"):
@@ -198,6 +204,22 @@ class PoolStatus(Struct, frozen=True, kw_only=True, tag="pool_status"):
     num_kept: int = 0  # indexed pages that attached engines work in: pinned by them
 
 
+class SlabsCall(Struct, frozen=True, kw_only=True, tag="slabs_call"):
+    """From a rank: descriptors of `count` slabs of its device, please. Answered by Slabs."""
+
+    call_id: int
+    first: int
+    count: int
+
+
+class Slabs(Struct, frozen=True, kw_only=True, tag="slabs"):
+    """`count` fds come with it: slabs first, first + 1, ..."""
+
+    call_id: int
+    first: int
+    count: int
+
+
 class CallFailed(Struct, frozen=True, kw_only=True, tag="call_failed"):
     """The call was understood and refused."""
 
@@ -220,9 +242,19 @@ ToMempool = (
     | Match
     | Delete
     | StatusCall
+    | SlabsCall
 )
 FromMempool = (
-    Attached | AttachRefused | Granted | Shrink | Acquired | Matched | Deleted | PoolStatus | CallFailed
+    Attached
+    | AttachRefused
+    | Granted
+    | Shrink
+    | Acquired
+    | Matched
+    | Deleted
+    | PoolStatus
+    | Slabs
+    | CallFailed
 )
 
 TO_MEMPOOL: Channel[ToMempool] = Channel(b"quire.mempool/1", ToMempool)

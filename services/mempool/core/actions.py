@@ -10,7 +10,8 @@ from shared.wire.mempool import FromMempool
 class PoolLimits:
     """Bounds of everything that a peer could make grow."""
 
-    capacity_bytes: int
+    capacity_bytes: int  # in host memory
+    device_capacity_bytes: int = 0  # on GPUs, all ranks of an engine together; 0: what the engine found free
     granted_share: float = 0.5  # of all pages: how many may be granted to engines and not yet sealed
     kept_share: float = (
         0.95  # of all pages: how many engines that work in the pages may have, sealed ones too
@@ -31,6 +32,29 @@ class CreateMemory:
     num_pages: int
     page_bytes: int
     num_ranks: int = 1  # each with page_bytes for every page
+    pages_per_slab: int = 0  # on GPUs: pages of one allocation; 0: the pages of all ranks lie in one memfd
+
+
+@dataclass(frozen=True, slots=True)
+class CreateSlabs:
+    """Make one rank's pages on its GPU, unless they exist; where that fails, end the connection."""
+
+    connection: int
+    rank: int
+    device: str
+    num_slabs: int
+    slab_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendSlabs:
+    """Answer to SlabsCall."""
+
+    connection: int
+    call_id: int
+    rank: int
+    first: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,4 +88,4 @@ class Disconnect:
     reason: str
 
 
-Action = CreateMemory | WriteWords | PunchPages | Send | Disconnect
+Action = CreateMemory | CreateSlabs | WriteWords | PunchPages | Send | SendSlabs | Disconnect

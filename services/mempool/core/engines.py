@@ -42,6 +42,15 @@ class Engine:
         return f"engine {self.instance}: {self.num_pages} of {self.quota} pages"
 
 
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A process that computes for an engine."""
+
+    process: int
+    instance: InstanceId
+    number: int
+
+
 @dataclass(slots=True)
 class LostEngine:
     """A connection ended whose processes may still run."""
@@ -65,16 +74,19 @@ class Engines:
         self._max_kept = max(1, int(table.num_pages * kept_share))
         self.attached: dict[int, Engine] = {}
         self.lost: list[LostEngine] = []
-        self.ranks: dict[int, tuple[int, InstanceId]] = {}  # connection of a rank -> (process, instance)
+        self.ranks: dict[int, Rank] = {}  # by connection
 
     def attach(self, engine: Engine) -> None:
         """From now on pages may be granted to it."""
-        engine.ranks = {engine.process, *(p for p, i in self.ranks.values() if i == engine.instance)}
+        engine.ranks = {
+            engine.process,
+            *(r.process for r in self.ranks.values() if r.instance == engine.instance),
+        }
         self.attached[engine.connection] = engine
 
-    def attach_rank(self, connection: int, process: int, instance: InstanceId) -> None:
+    def attach_rank(self, connection: int, process: int, instance: InstanceId, number: int) -> None:
         """A process that computes for the engine of this instance, attached already or soon."""
-        self.ranks[connection] = (process, instance)
+        self.ranks[connection] = Rank(process, instance, number)
         for engine in self.of_instance(instance):
             engine.ranks.add(process)
 
@@ -85,7 +97,7 @@ class Engines:
     def instance_of(self, connection: int) -> InstanceId | None:
         """Of an attached engine or rank."""
         engine, rank = self.attached.get(connection), self.ranks.get(connection)
-        return engine.instance if engine is not None else rank[1] if rank is not None else None
+        return engine.instance if engine is not None else rank.instance if rank is not None else None
 
     def cap(self, engine: Engine) -> int:
         """Pages that it may have: its quota, or its even part of the share that such engines may have."""

@@ -81,7 +81,8 @@ class Pool:
     def _attach_rank(self, connection: int, process: int, message: wire.Attach) -> list[Action]:
         created, memory = self._memory_for(connection, message)
         if memory is not None:
-            memory.engines.attach_rank(connection, process, message.instance)
+            memory.engines.attach_rank(connection, process, message.instance, message.rank)
+            created += space.slabs_of(memory, connection, message)
             self._welcome(connection, memory)
         return created
 
@@ -117,7 +118,7 @@ class Pool:
         description = space.described(message)
         created: list[Action] = []
         if self.memory is None:
-            planned = space.plan(description, message.capacity_bytes, self.limits)
+            planned = space.plan(description, message, self.limits)
             if planned.num_pages == 0:
                 return self._refuse(connection, "pages.exhausted", planned.shortage), None
             self.memory = space.make(
@@ -128,7 +129,9 @@ class Pool:
                 lambda entry: self.index.unpin([entry]),
             )
             self.readers.epochs = self.memory.table.epochs
-            created.append(CreateMemory(planned.num_pages, planned.page_bytes, planned.num_ranks))
+            created.append(
+                CreateMemory(planned.num_pages, planned.page_bytes, planned.num_ranks, planned.pages_per_slab)
+            )
         memory = self.memory
         if description.content_key != memory.content_key:
             reason = f"this pool holds blocks of {memory.content_key}, not of {description.content_key}"
@@ -141,6 +144,7 @@ class Pool:
             attachment=connection,
             num_pages=memory.table.num_pages,
             page_bytes=memory.page_bytes,
+            pages_per_slab=memory.pages_per_slab,
         )
         self._send(connection, attached, with_memory=True)
 
@@ -228,6 +232,8 @@ class Pool:
                 self._on_delete(connection, message)
             case wire.StatusCall():
                 self._send(connection, self.status(message.call_id))
+            case wire.SlabsCall():
+                self._sends += space.send_slabs(self.memory, connection, message)
             case wire.Attach():
                 raise PeerProtocolError("attached already")
             case _:
@@ -304,8 +310,9 @@ class Pool:
         self._sends += self.readers.expire(now_ms)
         punched: list[Action] = []
         quiet_ms = now_ms - self._active_at_ms
-        if self.memory is not None and 0 < self.limits.idle_punch_ms <= quiet_ms:
-            pages = self.memory.table.take_warm()
+        memory = self.memory
+        if memory is not None and not memory.pages_per_slab and 0 < self.limits.idle_punch_ms <= quiet_ms:
+            pages = memory.table.take_warm()
             if pages:
                 self.counters["pages_punched"] += len(pages)
                 punched.append(PunchPages(pages))
@@ -315,28 +322,23 @@ class Pool:
     def next_deadline_ms(self) -> int | None:
         """When tick() has something to do, or earlier; None: not before the next event."""
         due = [self.leases.next_deadline_ms()]
-        if self.memory is not None and self.memory.table.has_warm and self.limits.idle_punch_ms:
+        memory = self.memory
+        if memory is not None and memory.table.has_warm and self.limits.idle_punch_ms:
             due.append(self._active_at_ms + self.limits.idle_punch_ms)
         return min((when for when in due if when is not None), default=None)
 
     def status(self, call_id: int = 0) -> wire.PoolStatus:
         """The pool now."""
-        memory = self.memory
-        engines = list(memory.engines.attached.values()) if memory else []
         clients = [f"client {client.instance}" for client in self.clients.values()]
         return wire.PoolStatus(
             call_id=call_id,
             boot_generation=self.boot_generation,
-            num_pages=memory.table.num_pages if memory else 0,
-            page_bytes=memory.page_bytes if memory else 0,
-            pages_by_state=memory.table.by_state() if memory else {},
             num_indexed=len(self.index),
             num_pinned=self.index.num_pinned,
             num_leases=len(self.leases.leases),
             num_handoffs=len(self.leases.handoffs),
-            attachments=sorted([str(engine) for engine in engines] + clients),
             counters=dict(self.counters),
-            num_kept=sum(entry is not None for engine in engines for entry in engine.pinned.values()),
+            **space.status(self.memory, clients),
         )
 
     # -- parts ------------------------------------------------------------------------------------

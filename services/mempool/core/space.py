@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypedDict
 
-from services.mempool.core.actions import PoolLimits
+from services.mempool.core.actions import Action, CreateSlabs, PoolLimits, SendSlabs
 from services.mempool.core.engines import Engines
 from services.mempool.core.index import Entry
 from services.mempool.core.page_table import PageTable
 from shared.errors import PeerProtocolError
 from shared.ids import Epoch
-from shared.kv.layout import EngineDescription, page_bytes_for
-from shared.wire.mempool import Attach
+from shared.kv.layout import EngineDescription, page_bytes_for, slab_geometry
+from shared.wire.mempool import Attach, SlabsCall
+
+MAX_SLABS_PER_CALL = 128
 
 
 @dataclass(slots=True)
@@ -22,6 +25,7 @@ class Memory:
     page_bytes: int
     table: PageTable
     engines: Engines
+    pages_per_slab: int = 0  # 0: in host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class Plan:
     num_pages: int
     page_bytes: int
     num_ranks: int
+    pages_per_slab: int = 0
     shortage: str = ""
 
 
@@ -42,14 +47,24 @@ def described(message: Attach) -> EngineDescription:
     return description
 
 
-def plan(description: EngineDescription, wanted_bytes: int, limits: PoolLimits) -> Plan:
-    """Pages for blocks of this engine: as many as it wants (0: any number), within the pool's capacity."""
-    page_bytes = page_bytes_for(description.block_bytes)
+def plan(description: EngineDescription, message: Attach, limits: PoolLimits) -> Plan:
+    """Pages for blocks of this engine: as many as it wants (0: any number), within the pool's capacity.
+
+    On a GPU the first rank's word counts: it knows what the model left free there.
+    """
     num_ranks = max(1, description.tp_size)
-    capacity_bytes = min(wanted_bytes, limits.capacity_bytes) if wanted_bytes > 0 else limits.capacity_bytes
+    wanted_bytes = message.capacity_bytes
+    if message.device == "cpu":
+        page_bytes, pages_per_slab = page_bytes_for(description.block_bytes), 0
+        capacity_bytes = min(wanted_bytes or limits.capacity_bytes, limits.capacity_bytes)
+    else:
+        page_bytes, pages_per_slab = slab_geometry(description.block_bytes)
+        capacity_bytes = min(wanted_bytes, limits.device_capacity_bytes or wanted_bytes)
     num_pages = capacity_bytes // (page_bytes * num_ranks)
+    if pages_per_slab:
+        num_pages -= num_pages % pages_per_slab
     shortage = f"capacity_bytes {capacity_bytes} is less than a page of {page_bytes} on {num_ranks} ranks"
-    return Plan(num_pages, page_bytes, num_ranks, "" if num_pages else shortage)
+    return Plan(num_pages, page_bytes, num_ranks, pages_per_slab, "" if num_pages else shortage)
 
 
 def make(
@@ -62,4 +77,57 @@ def make(
     """Tables for the planned pages, all of them free."""
     table = PageTable(planned.num_pages, boot_generation)
     engines = Engines(table, limits.granted_share, limits.kept_share, unpin)
-    return Memory(description.content_key, description.block_tokens, planned.page_bytes, table, engines)
+    return Memory(
+        description.content_key,
+        description.block_tokens,
+        planned.page_bytes,
+        table,
+        engines,
+        planned.pages_per_slab,
+    )
+
+
+def slabs_of(memory: Memory, connection: int, message: Attach) -> list[Action]:
+    """What a rank that attaches needs on its GPU. Raises: PeerProtocolError for a GPU pool and a rank without GPU."""
+    if not memory.pages_per_slab:
+        return []
+    if not message.device.startswith("cuda:"):
+        raise PeerProtocolError(f"this pool's pages are on GPUs, the rank's device is {message.device!r}")
+    slab_bytes = memory.pages_per_slab * memory.page_bytes
+    num_slabs = memory.table.num_pages // memory.pages_per_slab
+    return [CreateSlabs(connection, message.rank, message.device, num_slabs, slab_bytes)]
+
+
+def send_slabs(memory: Memory | None, connection: int, call: SlabsCall) -> list[Action]:
+    """Raises: PeerProtocolError when it is no rank's connection, or asks for what is not there."""
+    rank = memory.engines.ranks.get(connection) if memory is not None else None
+    if memory is None or rank is None or not memory.pages_per_slab:
+        raise PeerProtocolError("only ranks of a GPU pool ask for slabs")
+    num_slabs = memory.table.num_pages // memory.pages_per_slab
+    if not (
+        call.first >= 0 and 0 < call.count <= MAX_SLABS_PER_CALL and call.first + call.count <= num_slabs
+    ):
+        raise PeerProtocolError(f"slabs {call.first} and {call.count} more of {num_slabs}")
+    return [SendSlabs(connection, call.call_id, rank.number, call.first, call.count)]
+
+
+class MemoryStatus(TypedDict):
+    """The part of PoolStatus that tells of pages."""
+
+    num_pages: int
+    page_bytes: int
+    pages_by_state: dict[str, int]
+    attachments: list[str]
+    num_kept: int
+
+
+def status(memory: Memory | None, clients: list[str]) -> MemoryStatus:
+    """Empty before there is memory."""
+    engines = list(memory.engines.attached.values()) if memory else []
+    return MemoryStatus(
+        num_pages=memory.table.num_pages if memory else 0,
+        page_bytes=memory.page_bytes if memory else 0,
+        pages_by_state=memory.table.by_state() if memory else {},
+        attachments=sorted([str(engine) for engine in engines] + clients),
+        num_kept=sum(entry is not None for engine in engines for entry in engine.pinned.values()),
+    )

@@ -1,0 +1,81 @@
+"""Pages on a GPU: allocations of physical memory that this process owns and never maps.
+
+Each slab is one `cuMemCreate` handle, exportable as a file descriptor. It lives as long as this process, a
+descriptor or somebody's mapping of it does. Nothing here needs torch.
+"""
+
+from typing import Any
+
+from shared.errors import ResourceError
+
+GRANULARITY_BYTES = 2 << 20
+
+
+class DeviceSlabs:
+    """Owns `num_slabs` slabs on one GPU until close().
+
+    Args: device: "cuda:" and the GPU's UUID in hex without dashes.
+    Raises: ResourceError when there is no such GPU or not enough memory on it.
+    Cost: about 10 us a slab, and one CUDA context (about 0.5 GiB of GPU memory) for the first.
+    """
+
+    def __init__(self, device: str, num_slabs: int, slab_bytes: int) -> None:
+        self.slab_bytes = slab_bytes
+        self._driver = _driver()
+        self._index = self._find(device)
+        driver = self._driver
+        self._context = self._call(driver.cuDevicePrimaryCtxRetain, self._index)
+        self._call(driver.cuCtxSetCurrent, self._context)
+        kinds = driver.CUmemAllocationHandleType
+        prop = driver.CUmemAllocationProp()
+        prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        prop.location.id = int(self._index)
+        prop.requestedHandleTypes = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        self._fd_kind = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        self._handles: list[Any] = []
+        try:
+            for _ in range(num_slabs):
+                self._handles.append(self._call(driver.cuMemCreate, slab_bytes, prop, 0))
+        except ResourceError:
+            self.close()
+            raise
+
+    def export(self, slab: int) -> int:
+        """A file descriptor of one slab, the caller's to close. Cost: about 0.1 ms."""
+        return int(
+            self._call(self._driver.cuMemExportToShareableHandle, self._handles[slab], self._fd_kind, 0)
+        )
+
+    def close(self) -> None:
+        """Release every slab that nobody else holds."""
+        for handle in self._handles:
+            self._call(self._driver.cuMemRelease, handle)
+        self._handles = []
+
+    def _find(self, device: str) -> Any:
+        for number in range(int(self._call(self._driver.cuDeviceGetCount))):
+            found = self._call(self._driver.cuDeviceGet, number)
+            uuid = self._call(self._driver.cuDeviceGetUuid, found)
+            if device == f"cuda:{bytes(uuid.bytes).hex()}":
+                return found
+        raise ResourceError(f"no GPU {device} is visible to the mempool")
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        status, *results = function(*arguments)
+        if int(status) != 0:
+            raise ResourceError(f"{function.__name__}: {status.name}")
+        return results[0] if len(results) == 1 else results
+
+
+def _driver() -> Any:
+    """Raises: ResourceError without CUDA's driver or its bindings."""
+    try:
+        from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
+
+        (status,) = driver.cuInit(0)
+    except (ImportError, RuntimeError) as error:
+        raise ResourceError(f"this mempool cannot own GPU pages: {error}") from error
+    if int(status) != 0:
+        raise ResourceError(f"this mempool cannot own GPU pages: cuInit: {status.name}")
+    return driver
