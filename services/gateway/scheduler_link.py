@@ -50,7 +50,7 @@ class SchedulerLink:
     def place(self, message: Place) -> None:
         """Ask for a placement, after the ends that wait. Raises: PeerGone, Overloaded."""
         if self._ended:
-            self._send_ended()
+            self._send_ended(more=True)
         self._link.send(message)
 
     def ended(self, request_id: RequestId, attempt: int) -> None:
@@ -71,8 +71,8 @@ class SchedulerLink:
         self._timer = None
         self._send_ended()
 
-    def _send_ended(self) -> None:
+    def _send_ended(self, *, more: bool = False) -> None:
         ended, self._ended = self._ended, []
         with suppress(PeerGone, Overloaded):  # a scheduler that is gone has forgotten the attempts
             for each in ended:
-                self._link.send(each)
+                self._link.send(each, more=more)

@@ -26,7 +26,7 @@ Terminal = Prefilled | Finished | Failed
 class Sender(Protocol):
     """RouterServer.send."""
 
-    def __call__(self, identity: bytes, message: WorkerToGateway) -> int: ...
+    def __call__(self, identity: bytes, message: WorkerToGateway, *, more: bool = False) -> int: ...
 
 
 @dataclass(slots=True)
@@ -76,16 +76,16 @@ class Outbox:
         self._scheduled = False
         pending, self._pending = self._pending, {}
         for identity, item in pending.items():
+            messages: list[WorkerToGateway] = [*item.scored]
+            if item.chunks:
+                messages.append(Tokens(chunks=item.chunks))
+                self.num_chunks += len(item.chunks)
+            messages += item.terminals
+            self.num_messages += len(messages)
+            last = messages.pop()
             try:
-                for scored in item.scored:
-                    self._send(identity, scored)
-                    self.num_messages += 1
-                if item.chunks:
-                    self._send(identity, Tokens(chunks=item.chunks))
-                    self.num_messages += 1
-                    self.num_chunks += len(item.chunks)
-                for message in item.terminals:
-                    self._send(identity, message)
-                    self.num_messages += 1
+                for message in messages:
+                    self._send(identity, message, more=True)
+                self._send(identity, last)
             except (PeerGone, Overloaded) as error:
                 self._on_lost(identity, error.message)

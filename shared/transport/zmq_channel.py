@@ -126,15 +126,15 @@ class DealerLink(Generic[Out, In]):
             on_lost=self._handle_lost,
         )
 
-    def send(self, message: Out, raw: Sequence[bytes] = ()) -> int:
-        """Queue one message and return its sequence number. Never waits.
+    def send(self, message: Out, raw: Sequence[bytes] = (), *, more: bool = False) -> int:
+        """Queue one message and return its sequence number. Never waits. `more`: another follows at once.
 
         Raises: PeerGone when the link is down; Overloaded when its queue is full.
         """
         if self._peer is None:
             raise PeerGone(f"{self.endpoint} is not connected")
         seq = self._seq
-        if not self._peer.send(self._out.pack(message, seq=seq, raw=raw)):
+        if not self._peer.send(self._out.pack(message, seq=seq, raw=raw), more=more):
             raise Overloaded(f"the queue to {self.endpoint} is full", retry_after_ms=100)
         self._seq = seq + 1
         return seq
@@ -234,8 +234,10 @@ class RouterServer(Generic[In, Out]):
         self._strangers.add(peer)
         return peer
 
-    def send(self, identity: bytes, message: Out, raw: Sequence[bytes] = ()) -> int:
+    def send(self, identity: bytes, message: Out, raw: Sequence[bytes] = (), *, more: bool = False) -> int:
         """Queue one message for a connection and return its sequence number. Never waits.
+
+        `more`: another one for this connection follows at once, and both may leave in one write.
 
         Raises: PeerGone when the connection ended; Overloaded when its queue is full.
         """
@@ -245,7 +247,7 @@ class RouterServer(Generic[In, Out]):
                 f"{self.address} is closed" if self._server is None else f"a peer of {self.address} has gone"
             )
         seq = self._seq
-        if not peer.send(self._out.pack(message, seq=seq, raw=raw)):
+        if not peer.send(self._out.pack(message, seq=seq, raw=raw), more=more):
             raise Overloaded(f"a peer of {self.address} does not read", retry_after_ms=100)
         self._seq = seq + 1
         return seq

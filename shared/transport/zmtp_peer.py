@@ -56,13 +56,18 @@ class ZmtpPeer(asyncio.Protocol):
         self._out: list[bytes] = []
         self._num_out = 0  # messages in it
         self._out_bytes = 0
-        self._flushing = False
+        self._turning = False  # the end of this turn is awaited
+        self._wrote = False  # in this turn
         self._paused = False  # the transport's buffer is full
 
     # -- out ----------------------------------------------------------------------------------------
 
-    def send(self, frames: list[bytes]) -> bool:
-        """Queue a message; what was sent in one turn of the loop leaves in one write. False: the queue is full."""
+    def send(self, frames: list[bytes], *, more: bool = False) -> bool:
+        """Queue a message. False: the queue is full.
+
+        The first of a turn of the loop is written at once, others of that turn in one write at its end. With
+        `more`, another one follows in this turn that it may leave with.
+        """
         if self._num_out >= self._high_water or self._out_bytes > MAX_QUEUED_BYTES:
             return False
         pieces = zmtp.encode(frames)
@@ -70,13 +75,20 @@ class ZmtpPeer(asyncio.Protocol):
         self._num_out += 1
         if self._paused:
             self._out_bytes += sum(map(len, pieces))
-        elif not self._flushing:
-            self._flushing = True
-            self._loop.call_soon(self._flush)
+            return True
+        if not self._wrote and not more:
+            self._write()
+            self._wrote = True
+        if not self._turning:
+            self._turning = True
+            self._loop.call_soon(self._end_turn)
         return True
 
-    def _flush(self) -> None:
-        self._flushing = False
+    def _end_turn(self) -> None:
+        self._turning = self._wrote = False
+        self._write()
+
+    def _write(self) -> None:
         if self._out and not self._paused and self._transport is not None and not self._closed:
             data = b"".join(self._out)
             self._out = []
@@ -90,7 +102,7 @@ class ZmtpPeer(asyncio.Protocol):
     def resume_writing(self) -> None:
         """It has caught up."""
         self._paused = False
-        self._flush()
+        self._write()
 
     # -- in -----------------------------------------------------------------------------------------
 
@@ -202,7 +214,7 @@ class ZmtpPeer(asyncio.Protocol):
 
     def finish(self) -> None:
         """Write what was sent in this turn of the loop, then close."""
-        self._flush()
+        self._write()
         self.close()
 
     def close(self) -> None:
