@@ -28,7 +28,7 @@ GLOBAL_VARIABLES = {
     "QUIRE_API_KEY",
     "QUIRE_REQUIRE_DOCKER",
 }
-SECTIONS = ("cluster", "gateway", "scheduler", "coordinator", "mempool", "worker")
+SECTIONS = ("cluster", "gateway", "scheduler", "coordinator", "mempool", "keeper", "worker")
 
 
 def _nearest(key: str, known: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ SECTION_CONFIGS = {
     "scheduler": "services.scheduler.config",
     "coordinator": "services.coordinator.config",
     "mempool": "services.mempool.config",
+    "keeper": "services.mempool.keeper.config",
     "worker": "shared.engine.worker_config",
 }
 # What to set instead of a service's own key that the cluster decides.
@@ -34,6 +35,7 @@ CLUSTER_KEYS = {
     "scheduler": "cluster.base_port",
     "coordinator_url": "cluster.base_port",
     "mempool_socket": "cluster.home",
+    "keeper_socket": "cluster.home",
     "socket": "cluster.home",
     "trace_dir": "cluster.home or cluster.trace_endpoint",
     "model_dir": "cluster.model",

@@ -223,6 +223,7 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
         common_flags=_common_flags(found, paths),
         row_flags={
             "scheduler": _optional(("--policy", found.policy)),
+            "keeper": _optional(("--log-level", found.log_level)),
             "mempool": _optional(("--capacity-bytes", found.mempool_bytes)),
             "gateway": _optional(("--processes", found.gateway_processes)),
             "prefill": worker_flags,

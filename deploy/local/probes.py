@@ -1,4 +1,4 @@
-"""Health probes: one HTTP GET or one TCP connection, with a deadline. No HTTP client library."""
+"""Health probes: one HTTP GET or one connection, TCP or unix, with a deadline. No HTTP client library."""
 
 import asyncio
 import contextlib
@@ -21,6 +21,17 @@ async def probe_tcp(host: str, port: int, *, timeout_s: float) -> Health:
     try:
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError):
+        return Health.SILENT
+    writer.close()
+    return Health.OK
+
+
+async def probe_unix(path: str, *, timeout_s: float) -> Health:
+    """OK if somebody accepts at the unix socket."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_unix_connection(path)
     except (OSError, TimeoutError):
         return Health.SILENT
     writer.close()

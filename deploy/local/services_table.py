@@ -16,7 +16,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 Launcher = Literal["exec", "zygote"]
-ProbeKind = Literal["http", "tcp", "zygote"]
+ProbeKind = Literal["http", "tcp", "unix", "zygote"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Row:
     module: str  # "": no Python service of ours
     section: str  # of the settings; "": none
     depends_on: tuple[str, ...]
-    health_path: str  # "": a TCP connection is the probe
+    health_path: str  # "": a connection is the probe
     image: Literal["runtime", "engine", "redis"]
     memory_bytes: int
     cpus: float
@@ -43,7 +43,8 @@ ROWS: dict[str, Row] = {
     "scheduler": Row(
         "services.scheduler", "scheduler", ("coordinator",), "/ready", "runtime", 256 * MIB, 0.5
     ),
-    "mempool": Row("services.mempool", "mempool", (), "/ready", "runtime", 1 * GIB, 1.0),
+    "keeper": Row("services.mempool.keeper", "keeper", (), "", "runtime", 64 * MIB, 0.1),
+    "mempool": Row("services.mempool", "mempool", ("keeper",), "/ready", "runtime", 1 * GIB, 1.0),
     "prefill": Row(
         "services.prefill",
         "worker",
@@ -132,7 +133,7 @@ class Probe:
     kind: ProbeKind
     host: str = LOOPBACK
     port: int = 0
-    path: str = "/ready"
+    path: str = "/ready"  # of unix: the socket's
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,7 @@ def build(plan: Plan) -> list[Service]:
     services = [_redis(plan)] if plan.redis_command else []
     if plan.launcher == "zygote":
         services.append(_zygote(plan))
-    services += [_coordinator(plan), _scheduler(plan), _mempool(plan)]
+    services += [_coordinator(plan), _scheduler(plan), _keeper(plan), _mempool(plan)]
     services += [_worker(plan, worker) for worker in plan.workers]
     services.append(_gateway(plan))
     return services
@@ -289,9 +290,31 @@ def _scheduler(plan: Plan) -> Service:
     return _service(plan, "scheduler", "scheduler", flags, probe=probe, listens=(ports.scheduler_admin,))
 
 
+def _keeper_socket(plan: Plan) -> str:
+    return f"{plan.sockets}/keeper.sock"
+
+
+def _keeper(plan: Plan) -> Service:
+    """It has no instance and no traces: it must stay small."""
+    kind = ROWS["keeper"]
+    return Service(
+        name="keeper",
+        row="keeper",
+        module=kind.module,
+        command=("--socket", _keeper_socket(plan), *plan.row_flags.get("keeper", ())),
+        depends_on=kind.depends_on,
+        probe=Probe("unix", path=_keeper_socket(plan)),
+        start_timeout_ms=kind.start_timeout_ms,
+        stop_grace_ms=kind.stop_grace_ms,
+    )
+
+
 def _mempool(plan: Plan) -> Service:
     port = plan.ports.mempool_admin
-    flags = ("--socket", f"{plan.sockets}/mempool.sock", "--admin-listen", f"{LOOPBACK}:{port}")
+    flags = (
+        *("--socket", f"{plan.sockets}/mempool.sock", "--admin-listen", f"{LOOPBACK}:{port}"),
+        *("--keeper-socket", _keeper_socket(plan)),
+    )
     return _service(plan, "mempool", "mempool", flags, probe=Probe("http", port=port), listens=(port,))
 
 

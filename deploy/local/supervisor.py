@@ -186,6 +186,8 @@ class Supervisor:
                 health = Health.OK if self._zygote.ready else Health.NOT_READY
             elif probe.kind == "tcp":
                 health = await probes.probe_tcp(probe.host, probe.port, timeout_s=PROBE_TIMEOUT_S)
+            elif probe.kind == "unix":
+                health = await probes.probe_unix(probe.path, timeout_s=PROBE_TIMEOUT_S)
             else:
                 health = await probes.probe_http(
                     probe.host, probe.port, probe.path, timeout_s=PROBE_TIMEOUT_S
@@ -274,5 +276,6 @@ def _probe_text(service: Service) -> str:
     return {
         "http": f"http://{probe.host}:{probe.port}{probe.path}",
         "tcp": f"tcp://{probe.host}:{probe.port}",
+        "unix": f"unix:{probe.path}",
         "zygote": "zygote",
     }[probe.kind]

@@ -21,6 +21,7 @@ class MempoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     admin_listen: str = "127.0.0.1:8105"
 
     socket: str = ".quire/run/mempool.sock"
+    keeper_socket: str = ""  # of the keeper, which holds the memory for the next mempool; "": none
     capacity_bytes: int = 1 << 30  # address space of all pages; memory is used only as pages are written
     device_capacity_bytes: int = 0  # of pages on GPUs, all ranks of an engine together; 0: what it found free
     granted_share: float = 0.5  # of the pages: at most so many granted to copying engines and not yet sealed

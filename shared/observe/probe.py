@@ -1,4 +1,5 @@
 """`python -S -E shared/observe/probe.py http://127.0.0.1:8105/ready`: exit 0 when the answer is 200, else 1.
+`unix:PATH` instead of a URL: exit 0 when a unix socket accepts.
 
 The health check of a container, run every few seconds: it imports nothing but sockets, so that it costs
 15 ms of CPU instead of an HTTP client's 60, and it needs no curl in the image.
@@ -31,12 +32,26 @@ def status_of(url: str, timeout_s: float = TIMEOUT_S) -> int:
     return int(line[1]) if len(line) > 1 and line[0].startswith(b"HTTP/") and line[1].isdigit() else 0
 
 
+def accepts(path: str, timeout_s: float = TIMEOUT_S) -> bool:
+    """Whether somebody listens on the unix socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(path)
+        except OSError:
+            return False
+    return True
+
+
 def main(argv: list[str]) -> int:
     """Exit code of the health check."""
     if len(argv) != 1:
-        print("usage: probe.py http://HOST:PORT/PATH", file=sys.stderr)  # noqa: T201 - a command line's answer
+        print("usage: probe.py http://HOST:PORT/PATH | unix:PATH", file=sys.stderr)  # noqa: T201 - a command line's answer
         return 2
-    found = status_of(argv[0])
+    if argv[0].startswith("unix:"):
+        found = 200 if accepts(argv[0].removeprefix("unix:")) else 0
+    else:
+        found = status_of(argv[0])
     print(f"{argv[0]}: {found or 'no answer'}")  # noqa: T201 - shown by `docker inspect`
     return 0 if found == 200 else 1
 

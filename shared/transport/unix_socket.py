@@ -47,11 +47,16 @@ def open_peer_pidfd(sock: socket.socket, pid: int) -> int:
         return -1
 
 
-def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Some bytes, and the descriptors that came with them, now the caller's. b"" at the end of the stream."""
+def receive(
+    sock: socket.socket, *, max_fds: int = MAX_FDS, read_bytes: int = READ_BYTES
+) -> tuple[bytes, list[int]]:
+    """Some bytes, and the descriptors that came with them, now the caller's. b"" at the end of the stream.
+
+    Descriptors beyond max_fds, or beyond what this process may open, are closed by the kernel.
+    """
     fds = array.array("i")
-    space = socket.CMSG_SPACE(MAX_FDS * fds.itemsize)
-    data, ancillary, _, _ = sock.recvmsg(READ_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+    space = socket.CMSG_SPACE(max_fds * fds.itemsize)
+    data, ancillary, _, _ = sock.recvmsg(read_bytes, space, socket.MSG_CMSG_CLOEXEC)
     for level, kind, body in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(body[: len(body) - len(body) % fds.itemsize])

@@ -9,6 +9,22 @@ from shared.kv.layout import EngineDescription
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire.codec import Channel
 from shared.wire.handoff import HandoffState
+from shared.wire.keeper import (
+    FROM_KEEPER,
+    TO_KEEPER,
+    Done,
+    End,
+    Fetch,
+    Forget,
+    Held,
+    Keep,
+    KeeperHello,
+    ListSpaces,
+    Refused,
+    Spaces,
+    SpaceSummary,
+    Welcome,
+)
 from shared.wire.mempool import (
     FROM_MEMPOOL,
     TO_MEMPOOL,
@@ -179,6 +195,31 @@ SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
             pages=b"\x01\x00\x00\x00",
             epochs=b"\x05" + b"\x00" * 7,
         ),
+        (),
+    ),
+    "keeper-hello": (TO_KEEPER, KeeperHello(boot_generation=Epoch(5)), ()),
+    "keeper-keep": (
+        TO_KEEPER,
+        Keep(space="s@cuda:0", kind="cuda-page", first_page=4, count=253, meta=b"m"),
+        (),
+    ),
+    "keeper-fetch": (TO_KEEPER, Fetch(space="s", kind="table", after=3), ()),
+    "keeper-forget": (TO_KEEPER, Forget(space="s", kind="process", first_page=77, count=1), ()),
+    "keeper-list-spaces": (TO_KEEPER, ListSpaces(), ()),
+    "keeper-welcome": (FROM_KEEPER, Welcome(previous_generation=Epoch(4), num_fds=2, max_fds=100), ()),
+    "keeper-held": (FROM_KEEPER, Held(first_page=4, count=253, meta=b"m"), ()),
+    "keeper-end": (FROM_KEEPER, End(), ()),
+    "keeper-done": (FROM_KEEPER, Done(num_closed=2), ()),
+    "keeper-spaces": (
+        FROM_KEEPER,
+        Spaces(
+            spaces=[SpaceSummary(space="s", num_fds={"pages": 1, "table": 1})], highest_generation=Epoch(5)
+        ),
+        (),
+    ),
+    "keeper-refused": (
+        FROM_KEEPER,
+        Refused(code="epoch.stale", reason="r", highest_generation=Epoch(9)),
         (),
     ),
 }

@@ -11,6 +11,7 @@ from deploy.local.services_table import ROWS, Plan, Ports, Service, Worker, buil
 from services.coordinator.config import CoordinatorSettings
 from services.gateway.config import GatewaySettings
 from services.mempool.config import MempoolSettings
+from services.mempool.keeper.config import KeeperSettings
 from services.scheduler.config import SchedulerSettings
 from shared.engine.worker_config import WorkerSettings
 
@@ -32,6 +33,7 @@ FILE = load("compose.yaml")
 SERVICES: dict[str, dict[str, Any]] = FILE["services"]
 STRUCTS = {
     "coordinator": CoordinatorSettings, "scheduler": SchedulerSettings, "mempool": MempoolSettings,
+    "keeper": KeeperSettings,
     "prefill": WorkerSettings, "decode": WorkerSettings, "gateway": GatewaySettings,
 }  # fmt: skip
 OURS = [name for name, row in ROWS.items() if row.module]
@@ -63,7 +65,7 @@ def flags(found: list[str] | tuple[str, ...]) -> dict[str, str]:
 
 def settings_of(service: str) -> set[str]:
     prefix = f"QUIRE_{ROWS[service].section.upper()}_"
-    variables = SERVICES[service]["environment"]
+    variables = SERVICES[service].get("environment", {})
     return flags(words(service)).keys() | {
         name.removeprefix(prefix).lower() for name in variables if name.startswith(prefix)
     }
@@ -124,8 +126,9 @@ def test_links_lead_to_the_ports_of_the_table(name):
 @pytest.mark.parametrize("name", OURS)
 def test_the_health_check_asks_the_path_and_port_of_the_table(name):
     probe = table()[name].probe
-    assert (
-        SERVICES[name]["healthcheck"]["test"][-1] == f"http://127.0.0.1:{probe.port}{ROWS[name].health_path}"
+    url = f"http://127.0.0.1:{probe.port}{ROWS[name].health_path}"
+    assert SERVICES[name]["healthcheck"]["test"][-1] == (
+        f"unix:{probe.path}" if probe.kind == "unix" else url
     )
 
 

@@ -52,6 +52,7 @@ def test_the_start_order_has_dependencies_first_and_every_row_once():
         order.index("redis") < order.index("coordinator") < order.index("scheduler") < order.index("gateway")
     )
     assert order.index(ZYGOTE) < order.index("prefill-0")
+    assert order.index("keeper") < order.index("mempool")
 
 
 def test_no_two_services_listen_on_the_same_port():
@@ -78,6 +79,7 @@ def test_what_one_service_is_told_is_where_the_other_listens():
     assert worker["--scheduler-reports"] == scheduler["--report-listen"]
     assert gateway["--scheduler"] == scheduler["--listen"]
     assert worker["--mempool-socket"] == by_name["mempool"]["--socket"]
+    assert by_name["mempool"]["--keeper-socket"] == by_name["keeper"]["--socket"]
     coordinator = "http://" + by_name["coordinator"]["--listen"]
     assert {worker["--coordinator-url"], scheduler["--coordinator-url"], gateway["--coordinator-url"]} == {
         coordinator
