@@ -72,6 +72,7 @@ class PageBlockPool(BlockPool):
         self.num_owned = 0
         self.num_expected = 0  # pages that were unpinned and whose replacement has not come
         self._written: list[Owned] = []
+        self._begun = bytearray(self.num_gpu_blocks)  # 1: the mempool knows that the page is being written
 
     # -- pages come and go ----------------------------------------------------------------------------
 
@@ -83,6 +84,7 @@ class PageBlockPool(BlockPool):
             assert self.kinds[block.block_id] == UNKNOWN, block
             self.kinds[block.block_id] = STOCK
             self.epochs[block.block_id] = epoch
+            self._begun[block.block_id] = 0
             self.stock.append(block)
         self.num_owned += len(granted)
         self.num_expected = max(0, self.num_expected - len(granted))
@@ -189,7 +191,9 @@ class PageBlockPool(BlockPool):
             assert block.ref_cnt == 0
             block.ref_cnt = 1
             self.kinds[block.block_id] = WRITING
-            self._written.append(self.own(block))
+            if not self._begun[block.block_id]:
+                self._begun[block.block_id] = 1
+                self._written.append(self.own(block))
             if self.metrics_collector:
                 self.metrics_collector.on_block_allocated(block)
         return blocks

@@ -19,6 +19,10 @@ from shared.ids import InstanceId
 from shared.kv.layout import EngineDescription
 from shared.mempool.rank_memory import RankMemory
 
+CONTEXT_BYTES = (
+    640 << 20
+)  # of the mempool's own CUDA context, which this engine's share of the GPU has to hold
+
 
 class _Worker(Protocol):
     vllm_config: Any
@@ -47,7 +51,9 @@ class PageWorkerMixin:
             description,
             self.rank,
             device=device_name(self.device),
-            capacity_bytes=found_bytes * description.tp_size if self.device.type == "cuda" else 0,
+            capacity_bytes=(found_bytes - CONTEXT_BYTES) * description.tp_size
+            if self.device.type == "cuda"
+            else 0,
         )
         return (self._memory.header.num_pages + 1) * description.block_bytes
 
