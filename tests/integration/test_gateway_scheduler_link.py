@@ -1,0 +1,77 @@
+"""Ends of attempts reach the scheduler before the placement after them, and soon when there is none."""
+
+import asyncio
+import time
+
+import pytest
+
+from services.gateway.scheduler_link import SchedulerLink
+from shared.errors import PeerGone
+from shared.transport.zmq_channel import RouterServer
+from shared.wire.placement import FROM_SCHEDULER, TO_SCHEDULER, Ended, Place
+from tests.integration.test_transport_zmq import until
+
+
+@pytest.fixture
+async def scheduler(tmp_path):
+    got = []
+    server = RouterServer(
+        f"ipc://{tmp_path}/place",
+        into=TO_SCHEDULER,
+        out=FROM_SCHEDULER,
+        on_message=lambda _identity, _seq, message, _raw: got.append(message),
+    )
+    await server.start()
+    yield server, got
+    server.close()
+
+
+async def linked(server):
+    link = SchedulerLink(server.address, on_message=lambda *_: None, on_down=lambda: None)
+    link.open()
+    await until(lambda: link.up)
+    return link
+
+
+def place(name):
+    return Place(request_id=name, attempt=1, num_prompt_tokens=1)
+
+
+async def test_ends_travel_before_the_next_placement(scheduler):
+    server, got = scheduler
+    link = await linked(server)
+    link.ended("a", 1)
+    link.ended("b", 2)
+    link.place(place("c"))
+    await until(lambda: len(got) == 3)
+    assert got == [
+        Ended(request_id="a", attempt=1),
+        Ended(request_id="b", attempt=2),
+        place("c"),
+    ]
+    link.close()
+
+
+async def test_an_end_without_a_placement_waits_some_milliseconds_only(scheduler):
+    server, got = scheduler
+    link = await linked(server)
+    for number in range(3):
+        begin = time.monotonic()
+        link.ended("a", number)
+        await until(lambda number=number: len(got) == number + 1)
+        assert time.monotonic() - begin < 0.5
+    link.close()
+
+
+async def test_closing_sends_what_waits_and_a_link_that_is_down_drops_it(scheduler):
+    server, got = scheduler
+    link = await linked(server)
+    link.ended("a", 1)
+    link.close()
+    await until(lambda: got)
+    with pytest.raises(PeerGone):
+        link.place(place("b"))
+    link.ended("c", 1)
+    link.close()
+    await asyncio.sleep(0.02)
+    assert len(got) == 1
