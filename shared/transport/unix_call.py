@@ -13,6 +13,8 @@ from shared.transport import unix_socket
 from shared.transport.unix_framing import MAX_FDS, MAX_MESSAGE_BYTES, Deframer, pack_message
 from shared.wire.codec import Channel
 
+BACKLOG_PAUSE_S = 0.01
+
 Out = TypeVar("Out")
 In = TypeVar("In")
 
@@ -43,8 +45,12 @@ class UnixCaller(Generic[Out, In]):
         self._seq = 0
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.settimeout(timeout_ms / 1000)
+        deadline = time.monotonic() + timeout_ms / 1000
         try:
-            self._sock.connect(os.fspath(path))
+            while not self._connect():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"its queue was full for {timeout_ms} ms")
+                time.sleep(BACKLOG_PAUSE_S)
         except OSError as error:
             self.close()
             raise PeerGone(f"cannot connect to {path}: {error}") from None
@@ -85,6 +91,14 @@ class UnixCaller(Generic[Out, In]):
     def close(self) -> None:
         """Harmless when closed already."""
         self._sock.close()
+
+    def _connect(self) -> bool:
+        """False: the listener's queue is full now; unlike TCP, the kernel does not wait for room then."""
+        try:
+            self._sock.connect(os.fspath(self.path))
+        except BlockingIOError:
+            return False
+        return True
 
     def _send(self, data: memoryview, fds: tuple[int, ...], deadline: float) -> None:
         while data:

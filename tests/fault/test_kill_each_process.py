@@ -25,7 +25,7 @@ BEFORE_S, AFTER_S = 1.5, 5.0
 LONGEST_GAP_S = 4.0
 # an unanswered request may wait for the restart of its worker
 LONGEST_WAIT_S = 20.0
-VICTIMS = ["prefill-0", "decode-0", "scheduler", "coordinator", "mempool", "redis"]
+VICTIMS = ["prefill-0", "decode-0", "scheduler", "coordinator", "keeper", "mempool", "redis"]
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -182,7 +182,7 @@ def test_no_client_hangs_and_no_client_gets_a_wrong_token(cluster, texts, expect
             assert seen.token_ids == right, seen
         assert seen.gap_s < LONGEST_GAP_S, seen
         assert seen.first_s < LONGEST_WAIT_S, seen
-    if victim in ("scheduler", "coordinator", "redis", "mempool"):
+    if victim in ("scheduler", "coordinator", "redis", "keeper", "mempool"):
         assert not broken, f"losing the {victim} cut {len(broken)} streams"
     assert_all_pages_accounted_for(cluster)
 

@@ -23,7 +23,7 @@ def main():
             module=row.get("module", ""),
             command=tuple(row["command"]),
             depends_on=tuple(row.get("depends_on", ())),
-            probe=Probe(row.get("probe", "http"), port=row.get("port", 0)),
+            probe=Probe(row.get("probe", "http"), port=row.get("port", 0), path=row.get("path", "/ready")),
             launcher=row.get("launcher", "exec"),
             env=row.get("env", {}),
             stop_grace_ms=row.get("stop_grace_ms", 1000),

@@ -16,6 +16,8 @@ from deploy.local.config import paths_of
 from deploy.local.control import ControlClient
 from deploy.local.ports import busy_ports
 from shared.errors import PeerGone
+from shared.ids import Epoch
+from shared.mempool.keeper_client import KeeperClient
 
 REPO = Path(__file__).resolve().parents[2]
 DUMMY = Path(__file__).with_name("supervised_dummy.py")
@@ -136,6 +138,26 @@ def test_a_killed_service_comes_back_and_the_others_stay(run):
     assert again["restarts"] == 1
     assert again["last_exit"] == "signal 9"
     assert run.service("b")["pid"] == other
+
+
+def test_a_killed_keeper_comes_back_and_gets_the_mempools_descriptors_again(run):
+    socket_path = str(run.paths.sockets / "keeper.sock")
+    run.services.append(
+        {
+            "name": "keeper", "module": "services.mempool.keeper", "command": ["--socket", socket_path],
+            "probe": "unix", "path": socket_path,
+        }
+    )  # fmt: skip
+    run.start().wait_ready()
+    assert run.service("keeper")["probe"] == f"unix:{socket_path}"
+    client = KeeperClient(socket_path, Epoch(5), lambda keeper: keeper.keep("s", "pages", 0, [0], count=7))
+    client.connect()
+    with contextlib.closing(client):
+        old = run.service("keeper")["pid"]
+        run.call(op="kill", name="keeper")
+        run.wait_new("keeper", old)
+        assert client.restore()
+        assert [(one.space, one.num_fds) for one in client.list_spaces()] == [("s", {"pages": 1})]
 
 
 def test_what_a_dead_service_had_started_is_gone_before_it_starts_again(run):

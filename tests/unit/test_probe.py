@@ -50,5 +50,16 @@ def test_an_address_that_it_cannot_ask_is_an_error(url):
         probe.main([url])
 
 
+def test_a_unix_socket_is_healthy_while_somebody_listens(tmp_path):
+    path = str(tmp_path / "s")
+    assert probe.main([f"unix:{path}"]) == 1
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(path)
+        assert probe.main([f"unix:{path}"]) == 1
+        listener.listen(1)
+        assert probe.main([f"unix:{path}"]) == 0
+    assert probe.main([f"unix:{path}"]) == 1
+
+
 def test_without_an_address_it_explains_itself():
     assert probe.main([]) == 2

@@ -50,7 +50,7 @@ class KeeperServer:
         self._floor = Floor()
         self._connections: dict[int, _Connection] = {}  # by descriptor, oldest first
         self._next_number = 1
-        self._listener = unix_socket.listen_privately(path, backlog=16)
+        self._listener = unix_socket.listen_privately(path, backlog=128)
         self._poll = select.poll()
         self._poll.register(self._listener, select.POLLIN)
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
