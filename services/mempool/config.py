@@ -47,7 +47,7 @@ def load(argv: Sequence[str]) -> MempoolSettings:
     if not 0.0 < found.granted_share <= 1.0:
         raise SettingsError(f"setting mempool.granted_share: {found.granted_share} is not in (0, 1]; try 0.5")
     if not 0.0 < found.kept_share <= 1.0:
-        raise SettingsError(f"setting mempool.kept_share: {found.kept_share} is not in (0, 1]; try 0.95")
+        raise SettingsError(f"setting mempool.kept_share: {found.kept_share} is not in (0, 1]; try 0.99")
     if found.device_capacity_bytes < 0:
         raise SettingsError("setting mempool.device_capacity_bytes: must be 0 (what is free) or more")
     for name in (

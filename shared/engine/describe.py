@@ -36,7 +36,7 @@ def describe_engine(config: Any, model_name: str, model_dir: str) -> EngineDescr
         isa, backend = _get_attn_isa(dtype, block_tokens, head_dim, "auto"), "CPU_ATTN"
     return EngineDescription(
         model=model_name,
-        fingerprint=model_fingerprint(model_dir),
+        fingerprint=model_fingerprint(model_dir, random_weights=config.load_config.load_format == "dummy"),
         dtype=str(dtype).removeprefix("torch."),
         layout="layers-blocks",
         backend=backend,

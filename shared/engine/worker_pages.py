@@ -108,8 +108,9 @@ class PromptPages:
         return len(self._leases)
 
     async def for_prompt(self, seed: BlockHash, prompt: bytes, traceparent: str) -> PageLease | None:
-        """Blocks that the pool knows, the last prompt token left out: one token must be computed."""
-        whole = (len(prompt) // _TOKEN_BYTES - 1) // self._description.block_tokens
+        """Blocks that the pool knows. One token must be computed: an engine that copies leaves its block out."""
+        spare_tokens = 0 if self._kept else 1
+        whole = (len(prompt) // _TOKEN_BYTES - spare_tokens) // self._description.block_tokens
         size_bytes = whole * self._description.block_tokens * _TOKEN_BYTES
         hashes = hash_blocks(seed, prompt[:size_bytes], self._description.block_tokens)
         return await self._acquire(hashes, size_bytes // _TOKEN_BYTES, HandoffId(""), 0, traceparent)

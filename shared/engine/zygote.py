@@ -151,7 +151,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of each engine")
     args = parser.parse_args(argv)
     check_version()
-    prepare_environment(args.device, args.threads, in_pages=True)  # each engine decides for itself after the fork
+    prepare_environment(
+        args.device, args.threads, in_pages=True
+    )  # each engine decides for itself after the fork
     with contextlib.suppress(FileNotFoundError):
         os.unlink(args.socket)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

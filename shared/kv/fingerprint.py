@@ -16,8 +16,8 @@ NUM_PIECES = 8  # per large file, the first and the last MiB included
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
-def model_fingerprint(model_dir: str) -> str:
-    """Hex digest of 32 characters.
+def model_fingerprint(model_dir: str, *, random_weights: bool = False) -> str:
+    """Hex digest of 32 characters. With random weights, whatever lies in the folder, of config.json alone.
 
     Raises: SettingsError when the folder has no config.json or no weights, or cannot be read.
     Cost: one pass over at most 64 MiB, or NUM_PIECES MiB a file.
@@ -26,9 +26,11 @@ def model_fingerprint(model_dir: str) -> str:
     if not (folder / "config.json").is_file():
         raise SettingsError(f"{model_dir!r} holds no config.json")
     weights = sorted(p for p in folder.iterdir() if p.suffix in WEIGHT_SUFFIXES and p.is_file())
-    if not weights:
+    if random_weights:
+        weights = []
+    elif not weights:
         raise SettingsError(f"{model_dir!r} holds no weights ({', '.join(WEIGHT_SUFFIXES)})")
-    digest = hashlib.sha256(b"quire-model-1")
+    digest = hashlib.sha256(b"quire-model-random" if random_weights else b"quire-model-1")
     try:
         whole = sum(p.stat().st_size for p in weights) <= WHOLE_BYTES
         for path in [folder / "config.json", *weights]:
