@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from shared.ids import Epoch
-from shared.kv.page_table import HEADER_WORDS, TableHeader, table_bytes, write_header
+from shared.kv.page_table import ENTRY, HEADER_WORDS, TableHeader, file_bytes, table_bytes, write_header
 
 F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; the fcntl module does not name it yet
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
@@ -50,7 +50,13 @@ class PoolMemory:
 
     @classmethod
     def adopt(
-        cls, page_fd: int, old: TableHeader, words: Sequence[int], boot_generation: Epoch, num_ranks: int = 1
+        cls,
+        page_fd: int,
+        old: TableHeader,
+        words: Sequence[int],
+        boot_generation: Epoch,
+        num_ranks: int = 1,
+        entries: bytes = b"",
     ) -> "PoolMemory":
         """Go on with the pages of an earlier mempool (services/mempool/takeover.py). Takes over `page_fd`.
 
@@ -58,20 +64,26 @@ class PoolMemory:
         an earlier mempool that was only asleep writes into one that nobody reads any more. Processes that map
         the old table must have reported, or be dead, before a page that is sealed there is used anew.
 
-        Args: words: of the old table, without its header.  Raises: OSError.
+        Args:
+            page_fd: -1 when the pages are on GPUs.
+            words: of the old table, without its header.
+            entries: what lay behind them.
+        Raises: OSError.
         """
         assert len(words) == old.num_pages, (len(words), old)
         self = cls.__new__(cls)
         self.num_pages, self.page_bytes, self.num_ranks = old.num_pages, old.page_bytes, num_ranks
         self.page_fd = page_fd
         self._make_table(old._replace(boot_generation=boot_generation), words)
+        self._mapping[self._entries_at : self._entries_at + len(entries)] = entries
         return self
 
     def _make_table(self, header: TableHeader, words: Sequence[int]) -> None:
-        length = table_bytes(header.num_pages)
+        length = file_bytes(header.num_pages)
         writable = _memfd("quire-page-table", length)
         self._mapping = mmap.mmap(writable, length)
-        self._words = memoryview(self._mapping).cast("Q")
+        self._entries_at = table_bytes(header.num_pages)
+        self._words = memoryview(self._mapping)[: self._entries_at].cast("Q")
         self._words[HEADER_WORDS : HEADER_WORDS + len(words)] = array("Q", words)
         write_header(self._words, header)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
@@ -88,6 +100,12 @@ class PoolMemory:
         table = self._words
         for page, word in words:
             table[HEADER_WORDS + page] = word
+
+    def write_entries(self, entries: Iterable[tuple[int, bytes]]) -> None:
+        """Note what the index knows of pages (packed ENTRY), before the word that says they are sealed."""
+        for page, packed in entries:
+            start = self._entries_at + page * ENTRY.size
+            self._mapping[start : start + ENTRY.size] = packed
 
     def punch(self, pages: Sequence[int]) -> int:
         """Give these pages' memory back; they read as zeros. Returns how many system calls it took.
@@ -108,14 +126,15 @@ class PoolMemory:
 
     def resident_bytes(self) -> int:
         """Memory that the pages really use now."""
-        return os.fstat(self.page_fd).st_blocks * 512
+        return os.fstat(self.page_fd).st_blocks * 512 if self.page_fd >= 0 else 0
 
     def close(self) -> None:
         """Drop both memfds; peers that mapped them keep theirs."""
         self._words.release()
         self._mapping.close()
         os.close(self.table_fd)
-        os.close(self.page_fd)
+        if self.page_fd >= 0:
+            os.close(self.page_fd)
 
 
 def _memfd(name: str, length: int) -> int:

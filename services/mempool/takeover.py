@@ -26,7 +26,7 @@ from shared.errors import ClusterError, PeerError, ResourceError
 from shared.ids import Epoch
 from shared.kv.layout import EngineDescription
 from shared.kv.page import unpack_word
-from shared.kv.page_table import HEADER_WORDS, TableHeader, read_header, table_bytes
+from shared.kv.page_table import HEADER_WORDS, TableHeader, file_bytes, read_header, table_bytes
 from shared.mempool.keeper_client import KeeperClient, KeeperStale, KeptRun
 from shared.observe.log import get_logger
 from shared.transport.unix_socket import close_fds
@@ -56,6 +56,7 @@ class SpaceMeta(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int = 1
     pages_per_slab: int = 0  # 0: host memory. Else slab s of rank r is kept as number r * slabs_per_rank + s
     devices: list[str] = []  # of each rank; empty for host memory
+    memory_id: Epoch = Epoch(0)  # generation of the mempool that made the memory
 
 
 class ProcessMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,13 +88,15 @@ class Adopted:
     meta: SpaceMeta
     header: TableHeader  # of the dead mempool's table
     words: list[int]  # of its pages, in order
+    entries: bytes  # what its index knew of them (shared/kv/page_table.py, ENTRY)
     page_fd: int  # -1 for GPU memory
     slab_fds: list[int]
 
     def memory(self, boot_generation: Epoch) -> PoolMemory:
-        """Host memory under a table of this process's own. Takes over page_fd. Raises: OSError."""
-        assert self.page_fd >= 0, "GPU memory has no page memfd"
-        return PoolMemory.adopt(self.page_fd, self.header, self.words, boot_generation, self.meta.num_ranks)
+        """The pages under a table of this process's own. Takes over page_fd. Raises: OSError."""
+        return PoolMemory.adopt(
+            self.page_fd, self.header, self.words, boot_generation, self.meta.num_ranks, self.entries
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,25 +161,23 @@ def adopt(client: KeeperClient, space: str) -> Adopted | None:
     return found
 
 
-def read_table(table_fd: int) -> tuple[TableHeader, list[int]]:
-    """Header and words. Raises: ValueError when it is none, or somebody could still write or cut it; OSError."""
+def read_table(table_fd: int) -> tuple[TableHeader, list[int], bytes]:
+    """Header, words, entries. Raises: ValueError when it is none, or somebody could still write or cut it; OSError."""
     seals = fcntl.fcntl(table_fd, fcntl.F_GET_SEALS)
     wanted = _FIXED | F_SEAL_FUTURE_WRITE
     if seals & wanted != wanted:
         raise ValueError(f"the table's seals are {seals:#x}: it could change")
     length = os.fstat(table_fd).st_size
-    if length < table_bytes(0) or length % 8:
+    if length < table_bytes(0):
         raise ValueError(f"a page table of {length} bytes")
-    with (
-        mmap.mmap(table_fd, length, prot=mmap.PROT_READ) as mapping,
-        memoryview(mapping) as raw,
-        raw.cast("Q") as words,
-    ):
-        header = read_header(words)
-        found = words[HEADER_WORDS : HEADER_WORDS + header.num_pages].tolist()
-    if length != table_bytes(header.num_pages):
+    with mmap.mmap(table_fd, length, prot=mmap.PROT_READ) as mapping:
+        with memoryview(mapping) as raw, raw[: length - length % 8] as whole, whole.cast("Q") as words:
+            header = read_header(words)
+            found = words[HEADER_WORDS : HEADER_WORDS + header.num_pages].tolist()
+        entries = mapping[table_bytes(header.num_pages) :]
+    if length != file_bytes(header.num_pages):
         raise ValueError(f"a page table of {length} bytes for {header.num_pages} pages")
-    return header, found
+    return header, found, entries
 
 
 def check_words(header: TableHeader, words: Sequence[int]) -> None:
@@ -284,7 +285,7 @@ def _checked(
     if len(tables) != 1:
         raise ValueError(f"{len(tables)} page tables")
     meta = msgspec.msgpack.decode(tables[0].meta, type=SpaceMeta)
-    header, words = read_table(tables[0].fds[0])
+    header, words, entries = read_table(tables[0].fds[0])
     _check_shape(meta, header)
     check_words(header, words)
     page_fds = [fd for run in pages for fd in run.fds]
@@ -297,7 +298,7 @@ def _checked(
         if slabs:
             raise ValueError("slabs beside host pages")
     slab_fds = [fd for run in slabs for fd in run.fds]
-    return Adopted(space, meta, header, words, page_fds[0] if page_fds else -1, slab_fds)
+    return Adopted(space, meta, header, words, entries, page_fds[0] if page_fds else -1, slab_fds)
 
 
 def _is_dead(pidfd: int, wait_ms: int) -> bool:

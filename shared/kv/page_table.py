@@ -3,8 +3,12 @@
     0 magic | 8 version | 16 boot generation | 24 num_pages | 32 page_bytes | ... | 64 first word
 
 All fields are native 64-bit unsigned words, because the table never leaves its host.
+
+Behind the words lies what the mempool's index knows of each page, for its successor: one ENTRY per page, valid if
+its epoch is the page's and the page is sealed. Readers do not map it.
 """
 
+import struct
 from typing import NamedTuple
 
 from shared.ids import Epoch
@@ -14,6 +18,9 @@ MAGIC = int.from_bytes(b"quirepgt", "little")
 VERSION = 1
 HEADER_BYTES = 64
 HEADER_WORDS = HEADER_BYTES // WORD_BYTES
+
+
+ENTRY = struct.Struct("=QII32s32s")  # epoch, valid tokens, checksum, hash, hash of the block before
 
 
 class TableHeader(NamedTuple):
@@ -44,3 +51,8 @@ def read_header(words: memoryview) -> TableHeader:
     if len(words) < HEADER_WORDS + header.num_pages:
         raise ValueError(f"a page table of {len(words)} words is too short for {header.num_pages} pages")
     return header
+
+
+def file_bytes(num_pages: int) -> int:
+    """Length of the memory that holds a table and its entries."""
+    return table_bytes(num_pages) + num_pages * ENTRY.size

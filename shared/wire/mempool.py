@@ -23,6 +23,27 @@ from shared.kv.layout import EngineDescription
 from shared.wire.codec import Channel
 
 
+class HeldLease(Struct, frozen=True, kw_only=True):
+    """A lease that an engine works in, as it knows it."""
+
+    lease_id: LeaseId
+    pages: bytes  # u32 each
+    epochs: bytes  # u64 each
+
+
+class Holding(Struct, frozen=True, kw_only=True):
+    """What an engine that works in the pages has when it attaches to the successor of its mempool."""
+
+    pages: bytes = b""  # granted, written or not; u32 each
+    epochs: bytes = b""
+    sealed_pages: bytes = b""
+    sealed_epochs: bytes = b""
+    sealed_hashes: bytes = b""
+    sealed_parents: bytes = b""
+    sealed_valid_tokens: bytes = b""
+    leases: list[HeldLease] = []
+
+
 class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
     """First message of every connection. `description` is required of an engine: it fixes the page size."""
 
@@ -37,6 +58,9 @@ class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
     capacity_bytes: int = 0  # what pages may take on all ranks together; 0: the pool's own limit
     device: str = "cpu"  # where its pages lie; "cuda:" and the GPU's UUID in hex without dashes
     rank: int = 0
+    # of an engine or a rank that has the memory already: refused ("memory.replaced") by a pool with other memory
+    memory_id: Epoch = Epoch(0)
+    holding: Holding | None = None
 
 
 class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
@@ -51,10 +75,11 @@ class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
     num_pages: int = 0
     page_bytes: int = 0
     pages_per_slab: int = 0  # 0: all pages lie in one memfd
+    memory_id: Epoch = Epoch(0)  # of the pool's pages, equal after a restart that kept them; 0: none yet
 
 
 class AttachRefused(Struct, frozen=True, kw_only=True, tag="attach_refused"):
-    """`code`: layout.mismatch, peer.credentials, epoch.stale, pages.exhausted."""
+    """`code`: layout.mismatch, memory.replaced, peer.credentials, epoch.stale, pages.exhausted."""
 
     code: str
     reason: str

@@ -65,6 +65,13 @@ class WriteWords:
 
 
 @dataclass(frozen=True, slots=True)
+class WriteEntries:
+    """Note what the index knows of these pages, before the words that say they are sealed: (page, packed ENTRY)."""
+
+    entries: list[tuple[int, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
 class PunchPages:
     """Give the memory of these free pages back to the operating system."""
 
@@ -88,4 +95,4 @@ class Disconnect:
     reason: str
 
 
-Action = CreateMemory | CreateSlabs | WriteWords | PunchPages | Send | SendSlabs | Disconnect
+Action = CreateMemory | CreateSlabs | WriteWords | WriteEntries | PunchPages | Send | SendSlabs | Disconnect

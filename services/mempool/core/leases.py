@@ -91,6 +91,11 @@ class Leases:
             self._note_deadline(expires_at_ms, "lease", lease_id)
         return lease
 
+    def restore(self, lease_id: LeaseId, instance: InstanceId, entries: list[Entry]) -> None:
+        """A lease of an earlier mempool that an engine still works in."""
+        self._index.pin(entries)
+        self.leases[lease_id] = Lease(lease_id, Epoch(0), instance, None, entries, None)
+
     def release(self, lease_id: LeaseId, instance: InstanceId) -> bool:
         """False when there is no such lease of this instance: harmless."""
         lease = self.leases.get(lease_id)

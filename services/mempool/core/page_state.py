@@ -26,6 +26,7 @@ class PageEvent(StrEnum):
     HOLDER_LOST = "holder_lost"
     ACKNOWLEDGED = "acknowledged"
     HOLDER_DEAD = "holder_dead"
+    CLAIMED = "claimed"
 
 
 class Transition(NamedTuple):
@@ -65,6 +66,9 @@ TABLE: tuple[Transition, ...] = (
     Transition(_S.LEASED, _E.HOLDER_LOST, _S.ORPHANED, "the borrower's lease ended unanswered"),
     Transition(_S.QUARANTINED, _E.ACKNOWLEDGED, _S.RETIRING, "the same process says that it writes no more"),
     Transition(_S.QUARANTINED, _E.HOLDER_DEAD, _S.RETIRING, "its pidfd says that the process is dead"),
+    Transition(
+        _S.QUARANTINED, _E.CLAIMED, _S.WRITING, "the same process reports it to a new mempool, same epoch"
+    ),
     Transition(_S.ORPHANED, _E.ACKNOWLEDGED, _S.RETIRING, "the same process says that it unmapped the page"),
     Transition(_S.ORPHANED, _E.HOLDER_DEAD, _S.RETIRING, "its pidfd says that the process is dead"),
 )

@@ -1,10 +1,11 @@
 """State and epoch of every page, and the free pages. No I/O: word writes go out as actions."""
 
 from array import array
+from collections.abc import Sequence
 
 from services.mempool.core.page_state import PageEvent, next_state
 from shared.ids import Epoch, PageId
-from shared.kv.page import PageState, pack_word
+from shared.kv.page import PageState, pack_word, unpack_word
 
 
 class PageTable:
@@ -25,6 +26,24 @@ class PageTable:
         self._words: list[tuple[int, int]] = [
             (p, pack_word(boot_generation, _FREE)) for p in range(num_pages)
         ]
+
+    @classmethod
+    def adopt(cls, words: Sequence[int]) -> "PageTable":
+        """Go on from an earlier mempool's words. What was granted, written or on its way out is quarantined."""
+        table = cls(len(words), Epoch(0))
+        table._words, table._warm, table._cold = [], [], []
+        table.counts = [0] * len(PageState)
+        for page, word in enumerate(words):
+            epoch, state = unpack_word(word)
+            kept = state if state in (PageState.FREE, PageState.SEALED) else PageState.QUARANTINED
+            table.epochs[page] = epoch
+            table.states[page] = kept
+            table.counts[kept] += 1
+            if kept is PageState.FREE:
+                table._warm.append(PageId(page))
+            if kept is not state:
+                table._words.append((page, epoch << 8 | kept))
+        return table
 
     @property
     def num_free(self) -> int:

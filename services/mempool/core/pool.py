@@ -9,160 +9,27 @@ An engine that works in the pages reads without looking back. Its pins, and leas
 `until_release` for it, end with its own word or with proof that all of its processes are dead (rule 5).
 """
 
-from collections import Counter
-from dataclasses import dataclass
-
 from services.mempool.core import parse, space
 from services.mempool.core.actions import (
     Action,
-    CreateMemory,
     Disconnect,
-    PoolLimits,
     PunchPages,
-    Send,
-    WriteWords,
 )
+from services.mempool.core.attachments import Attachments
 from services.mempool.core.engines import Engine
-from services.mempool.core.index import Entry, Index
-from services.mempool.core.leases import Leases
+from services.mempool.core.index import Entry
 from services.mempool.core.page_state import PageEvent
-from services.mempool.core.readers import Readers
 from services.mempool.core.space import Memory
 from shared.errors import PeerProtocolError
-from shared.ids import BlockHash, Epoch, InstanceId, PageId
+from shared.ids import BlockHash, PageId
 from shared.kv.page import PageState
-from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire import mempool as wire
 
 
-@dataclass(slots=True)
-class Client:
-    """A connection that only calls."""
-
-    connection: int
-    instance: InstanceId
-
-
-class Pool:
+class Pool(Attachments):
     """Methods return the actions to perform, in order. After a PeerProtocolError, end the connection."""
 
-    def __init__(self, limits: PoolLimits, boot_generation: Epoch) -> None:
-        self.limits = limits
-        self.boot_generation = boot_generation
-        self.index = Index()
-        self.leases = Leases(self.index, boot_generation)
-        self.memory: Memory | None = None
-        self.clients: dict[int, Client] = {}
-        self.counters: Counter[str] = Counter()
-        self.readers = Readers(limits, self.index, self.leases, self.counters)
-        self._active_at_ms = 0
-        self._sends: list[Action] = []
-
     # -- connections ------------------------------------------------------------------------------
-
-    def on_attach(self, connection: int, process: int, message: wire.Attach, now_ms: int) -> list[Action]:
-        """First message of a connection. `process` is equal for connections of one living process only.
-
-        Raises: PeerProtocolError on a second Attach or an impossible description.
-        """
-        if self._instance_of(connection) is not None:
-            raise PeerProtocolError("attached already")
-        if message.kind == "client":
-            self.clients[connection] = Client(connection, message.instance)
-            self._send(connection, wire.Attached(boot_generation=self.boot_generation, attachment=connection))
-            return self._done()
-        self._active_at_ms = now_ms
-        if message.kind == "rank":
-            created = self._attach_rank(connection, process, message)
-        else:
-            created = self._attach_engine(connection, process, message)
-        return created + self._done()
-
-    def _attach_rank(self, connection: int, process: int, message: wire.Attach) -> list[Action]:
-        created, memory = self._memory_for(connection, message)
-        if memory is not None:
-            memory.engines.attach_rank(connection, process, message.instance, message.rank)
-            created += space.slabs_of(memory, connection, message)
-            self._welcome(connection, memory)
-        return created
-
-    def _attach_engine(self, connection: int, process: int, message: wire.Attach) -> list[Action]:
-        created, memory = self._memory_for(connection, message)
-        if memory is None:
-            return created
-        epoch = message.instance_epoch
-        rivals = [e for e in memory.engines.of_instance(message.instance) if epoch and e.instance_epoch]
-        if any(rival.instance_epoch > epoch for rival in rivals):
-            return self._refuse(connection, "epoch.stale", f"a later {message.instance} is attached")
-        for rival in rivals:
-            if rival.instance_epoch < epoch:
-                self._replace(rival, "epoch.stale")
-        if message.lets_go:
-            # the end of its earlier connection may be read after this message
-            for earlier in memory.engines.of_instance(message.instance):
-                if earlier.process == process:
-                    self._replace(earlier, "replaced")
-            self._let_go(process, message.instance)
-        quota = max(0, min(message.quota_pages, memory.table.num_pages))
-        engine = Engine(connection, process, message.instance, epoch, quota, demand=quota)
-        engine.works_in_pages = message.works_in_pages
-        memory.engines.attach(engine)
-        self._welcome(connection, memory)
-        for over, count in memory.engines.excess().items():
-            self._send(over, wire.Shrink(count=count))
-        self._serve()
-        return created
-
-    def _memory_for(self, connection: int, message: wire.Attach) -> tuple[list[Action], Memory | None]:
-        """The pool's memory, made now if this is the first that describes itself; None: it was refused."""
-        description = space.described(message)
-        created: list[Action] = []
-        if self.memory is None:
-            planned = space.plan(description, message, self.limits)
-            if planned.num_pages == 0:
-                return self._refuse(connection, "pages.exhausted", planned.shortage), None
-            self.memory = space.make(
-                description,
-                planned,
-                self.limits,
-                self.boot_generation,
-                lambda entry: self.index.unpin([entry]),
-            )
-            self.readers.epochs = self.memory.table.epochs
-            created.append(
-                CreateMemory(planned.num_pages, planned.page_bytes, planned.num_ranks, planned.pages_per_slab)
-            )
-        memory = self.memory
-        if description.content_key != memory.content_key:
-            reason = f"this pool holds blocks of {memory.content_key}, not of {description.content_key}"
-            return self._refuse(connection, "layout.mismatch", reason), None
-        return created, memory
-
-    def _welcome(self, connection: int, memory: Memory) -> None:
-        attached = wire.Attached(
-            boot_generation=self.boot_generation,
-            attachment=connection,
-            num_pages=memory.table.num_pages,
-            page_bytes=memory.page_bytes,
-            pages_per_slab=memory.pages_per_slab,
-        )
-        self._send(connection, attached, with_memory=True)
-
-    def _replace(self, engine: Engine, reason: str) -> None:
-        self._lose_engine(engine.connection)
-        self._sends.append(Disconnect(engine.connection, reason))
-
-    def _let_go(self, process: int, instance: InstanceId) -> None:
-        assert self.memory is not None
-        self.counters["pages_acknowledged"] += self.memory.engines.let_go(process, instance)
-        if not self.memory.engines.lives_on(instance):
-            self.leases.release_kept(instance)
-
-    def _refuse(self, connection: int, code: str, reason: str) -> list[Action]:
-        self.counters["attaches_refused"] += 1
-        self._send(connection, wire.AttachRefused(code=code, reason=reason))
-        self._sends.append(Disconnect(connection, code))
-        return []
 
     def on_closed(self, connection: int, now_ms: int) -> list[Action]:
         """A connection ended, by either side. Unknown ones (refused, or ended by us) are ignored."""
@@ -179,17 +46,6 @@ class Pool:
         self._serve()
         return self._done()
 
-    def _lose_engine(self, connection: int) -> None:
-        assert self.memory is not None
-        engine = self.memory.engines.lose(connection)
-        if engine is None:
-            return
-        self.counters["engines_lost"] += 1
-        self.leases.forget_waiters(connection)
-        self.leases.release_of(connection, engine.instance, engine_lives=True)
-        if not self._attached(engine.instance):
-            self.leases.release_of(None, engine.instance, engine_lives=True)
-
     def on_process_dead(self, process: int, now_ms: int) -> list[Action]:
         """Proof of death (its pidfd became readable): everything that it could still write is free again.
 
@@ -200,6 +56,7 @@ class Pool:
         self._active_at_ms = now_ms
         for engine in [e for e in self.memory.engines.attached.values() if e.process == process]:
             self._replace(engine, "process.dead")
+        self._report(process)
         instances = {lost.engine.instance for lost in self.memory.engines.lost}
         self.counters["pages_recovered"] += self.memory.engines.bury(process)
         for instance in sorted(instances):
@@ -285,6 +142,8 @@ class Pool:
             entry = Entry(block.block_hash, block.parent, page, block.valid_tokens, block.checksum)
             is_new = self.index.insert(entry)
             self.counters["pages_sealed" if is_new else "seals_duplicate"] += 1
+            if is_new:
+                self._noted.append(entry)
             if engine.works_in_pages:
                 memory.table.apply(page, PageEvent.SEAL)
                 if is_new:
@@ -343,29 +202,6 @@ class Pool:
 
     # -- parts ------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        """Grant what engines ask for, evicting what nobody pins."""
-        memory = self.memory
-        if memory is None:
-            return
-
-        def make_room() -> bool:
-            entry = self.index.evict()
-            if entry is not None:
-                self.counters["pages_evicted"] += 1
-                self._free_entries([entry])
-            return entry is not None
-
-        for connection, granted in memory.engines.serve(make_room).items():
-            self.counters["pages_granted"] += len(granted)
-            pages, epochs = zip(*granted, strict=True)
-            self._send(connection, wire.Granted(pages=u32_bytes(pages), epochs=u64_bytes(epochs)))
-
-    def _free_entries(self, entries: list[Entry]) -> None:
-        for entry in entries:
-            assert self.memory is not None
-            self.memory.table.free(entry.page, PageEvent.RETIRE)
-
     def _own(self, engine: Engine, page: PageId, epoch: int, state: PageState | None = None) -> bool:
         """Whether the engine may speak of this page now; a stale word is counted and dropped."""
         assert self.memory is not None
@@ -375,25 +211,8 @@ class Pool:
         self.counters["messages_stale"] += 1
         return False
 
-    def _instance_of(self, connection: int) -> InstanceId | None:
-        client = self.clients.get(connection)
-        if client is not None:
-            return client.instance
-        return self.memory.engines.instance_of(connection) if self.memory is not None else None
-
-    def _attached(self, instance: InstanceId) -> bool:
-        return self.memory is not None and bool(self.memory.engines.of_instance(instance))
-
     def _hashes(self, raw: bytes) -> list[BlockHash]:
         return parse.hashes(raw, self.limits.max_blocks_per_call)
 
     def _pages(self, message: wire.Writing | wire.GiveBack | wire.Unpin) -> list[tuple[PageId, int]]:
         return parse.pages(message.pages, message.epochs, self.limits.max_blocks_per_call)
-
-    def _send(self, connection: int, message: wire.FromMempool, *, with_memory: bool = False) -> None:
-        self._sends.append(Send(connection, message, with_memory))
-
-    def _done(self) -> list[Action]:
-        sends, self._sends = self._sends, []
-        words = self.memory.table.take_words() if self.memory else []
-        return [WriteWords(words), *sends] if words else sends

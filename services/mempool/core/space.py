@@ -1,6 +1,6 @@
 """The memory that a pool plans once an engine has told its block size. No I/O."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -75,7 +75,27 @@ def make(
     unpin: Callable[[Entry], None],
 ) -> Memory:
     """Tables for the planned pages, all of them free."""
-    table = PageTable(planned.num_pages, boot_generation)
+    return _memory(description, planned, limits, PageTable(planned.num_pages, boot_generation), unpin)
+
+
+def adopt(
+    description: EngineDescription,
+    planned: Plan,
+    limits: PoolLimits,
+    words: Sequence[int],
+    unpin: Callable[[Entry], None],
+) -> Memory:
+    """Tables as an earlier mempool left them."""
+    return _memory(description, planned, limits, PageTable.adopt(words), unpin)
+
+
+def _memory(
+    description: EngineDescription,
+    planned: Plan,
+    limits: PoolLimits,
+    table: PageTable,
+    unpin: Callable[[Entry], None],
+) -> Memory:
     engines = Engines(table, limits.granted_share, limits.kept_share, unpin)
     return Memory(
         description.content_key,

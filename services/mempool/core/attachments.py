@@ -1,0 +1,281 @@
+"""Who is connected to a pool and what memory they get: the part of the pool that begins connections. No I/O."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.mempool.core import space
+from services.mempool.core.actions import (
+    Action,
+    CreateMemory,
+    Disconnect,
+    PoolLimits,
+    Send,
+    WriteEntries,
+    WriteWords,
+)
+from services.mempool.core.engines import Engine
+from services.mempool.core.index import Entry, Index
+from services.mempool.core.inheritance import Inheritance, NotInherited, packed_entries
+from services.mempool.core.leases import Leases
+from services.mempool.core.page_state import PageEvent
+from services.mempool.core.readers import Readers
+from services.mempool.core.space import Memory
+from shared.errors import PeerProtocolError
+from shared.ids import Epoch, InstanceId
+from shared.kv.layout import EngineDescription
+from shared.kv.words import u32_bytes, u64_bytes
+from shared.wire import mempool as wire
+
+
+@dataclass(slots=True)
+class Client:
+    """A connection that only calls."""
+
+    connection: int
+    instance: InstanceId
+
+
+class Attachments:
+    """State of a pool, and its connections. Pool adds what they say."""
+
+    def __init__(self, limits: PoolLimits, boot_generation: Epoch) -> None:
+        self.limits = limits
+        self.boot_generation = boot_generation
+        self.index = Index()
+        self.leases = Leases(self.index, boot_generation)
+        self.memory: Memory | None = None
+        self.clients: dict[int, Client] = {}
+        self.counters: Counter[str] = Counter()
+        self.readers = Readers(limits, self.index, self.leases, self.counters)
+        self.memory_id = Epoch(0)  # the generation in which the memory was made
+        self.inheritance: Inheritance | None = None
+        self.engine_processes: set[int] = set()  # of those that are awaited, the ones that hold pages
+        self._active_at_ms = 0
+        self._sends: list[Action] = []
+        self._noted: list[Entry] = []  # sealed since the last actions
+
+    def adopt(
+        self,
+        description: EngineDescription,
+        planned: space.Plan,
+        words: Sequence[int],
+        entries: bytes,
+        *,
+        memory_id: Epoch,
+        processes: Sequence[int],
+        engines: Sequence[int],
+    ) -> list[Action]:
+        """Go on with an earlier mempool's pages, before anybody attaches. The shell has the memory already.
+
+        Args:
+            processes: numbers of those that may still touch pages.
+            engines: of these, the ones that report what they hold; the others only attach.
+        """
+        assert self.memory is None
+        self.memory = space.adopt(description, planned, self.limits, words, self._unpin_one)
+        self.memory_id = memory_id
+        self.engine_processes = set(engines)
+        self.readers.epochs = self.memory.table.epochs
+        self.inheritance = Inheritance(self.memory.table, self.index, self.leases, entries, processes)
+        self.counters["pages_inherited"] += self.inheritance.num_sealed
+        self._report(-1)
+        return self._done()
+
+    def _report(self, process: int) -> None:
+        if self.inheritance is not None and self.inheritance.reported(process):
+            self.inheritance = None
+
+    def _unpin_one(self, entry: Entry) -> None:
+        self.index.unpin([entry])
+
+    def on_attach(self, connection: int, process: int, message: wire.Attach, now_ms: int) -> list[Action]:
+        """First message of a connection. `process` is equal for connections of one living process only.
+
+        Raises: PeerProtocolError on a second Attach or an impossible description.
+        """
+        if self._instance_of(connection) is not None:
+            raise PeerProtocolError("attached already")
+        if message.kind == "client":
+            self.clients[connection] = Client(connection, message.instance)
+            attached = wire.Attached(
+                boot_generation=self.boot_generation, attachment=connection, memory_id=self.memory_id
+            )
+            self._send(connection, attached)
+            return self._done()
+        self._active_at_ms = now_ms
+        if message.kind == "rank":
+            created = self._attach_rank(connection, process, message)
+        else:
+            created = self._attach_engine(connection, process, message)
+        return created + self._done()
+
+    def _attach_rank(self, connection: int, process: int, message: wire.Attach) -> list[Action]:
+        created, memory = self._memory_for(connection, message)
+        if memory is not None:
+            memory.engines.attach_rank(connection, process, message.instance, message.rank)
+            created += space.slabs_of(memory, connection, message)
+            self._welcome(connection, memory)
+            if not self._is_engine(process):
+                self._report(process)
+        return created
+
+    def _is_engine(self, process: int) -> bool:
+        """Whether the process is an engine too, which reports for itself."""
+        return self.memory is not None and process in self.engine_processes
+
+    def _attach_engine(self, connection: int, process: int, message: wire.Attach) -> list[Action]:
+        created, memory = self._memory_for(connection, message)
+        if memory is None:
+            return created
+        epoch = message.instance_epoch
+        rivals = [e for e in memory.engines.of_instance(message.instance) if epoch and e.instance_epoch]
+        if any(rival.instance_epoch > epoch for rival in rivals):
+            return self._refuse(connection, "epoch.stale", f"a later {message.instance} is attached")
+        for rival in rivals:
+            if rival.instance_epoch < epoch:
+                self._replace(rival, "epoch.stale")
+        if message.lets_go:
+            # the end of its earlier connection may be read after this message
+            for earlier in memory.engines.of_instance(message.instance):
+                if earlier.process == process:
+                    self._replace(earlier, "replaced")
+            self._let_go(process, message.instance)
+        quota = max(0, min(message.quota_pages, memory.table.num_pages))
+        engine = Engine(connection, process, message.instance, epoch, quota, demand=quota)
+        engine.works_in_pages = message.works_in_pages
+        try:
+            self._claim(engine, message, memory)
+        except NotInherited as error:
+            return self._refuse(connection, error.code, error.message)
+        memory.engines.attach(engine)
+        self._welcome(connection, memory)
+        self._report(process)
+        for over, count in memory.engines.excess().items():
+            self._send(over, wire.Shrink(count=count))
+        self._serve()
+        return created
+
+    def _claim(self, engine: Engine, message: wire.Attach, memory: Memory) -> None:
+        if message.holding is None:
+            return
+        if self.inheritance is None:
+            raise NotInherited("this pool has not lost you: what you hold is another's by now")
+        self.inheritance.claim(engine, message.holding, memory.block_tokens, self.limits.max_blocks_per_call)
+        engine.demand = max(0, engine.quota - engine.num_pages)
+
+    def _memory_for(self, connection: int, message: wire.Attach) -> tuple[list[Action], Memory | None]:
+        """The pool's memory, made now if this is the first that describes itself; None: it was refused."""
+        description = space.described(message)
+        created: list[Action] = []
+        if message.memory_id not in (0, self.memory_id):
+            return self._refuse(connection, "memory.replaced", "the pool's memory is another by now"), None
+        if self.memory is None:
+            planned = space.plan(description, message, self.limits)
+            if planned.num_pages == 0:
+                return self._refuse(connection, "pages.exhausted", planned.shortage), None
+            self.memory = space.make(
+                description,
+                planned,
+                self.limits,
+                self.boot_generation,
+                self._unpin_one,
+            )
+            self.memory_id = self.boot_generation
+            self.readers.epochs = self.memory.table.epochs
+            created.append(
+                CreateMemory(planned.num_pages, planned.page_bytes, planned.num_ranks, planned.pages_per_slab)
+            )
+        memory = self.memory
+        if description.content_key != memory.content_key:
+            reason = f"this pool holds blocks of {memory.content_key}, not of {description.content_key}"
+            return self._refuse(connection, "layout.mismatch", reason), None
+        return created, memory
+
+    def _welcome(self, connection: int, memory: Memory) -> None:
+        attached = wire.Attached(
+            boot_generation=self.boot_generation,
+            attachment=connection,
+            num_pages=memory.table.num_pages,
+            page_bytes=memory.page_bytes,
+            pages_per_slab=memory.pages_per_slab,
+            memory_id=self.memory_id,
+        )
+        self._send(connection, attached, with_memory=True)
+
+    def _replace(self, engine: Engine, reason: str) -> None:
+        self._lose_engine(engine.connection)
+        self._sends.append(Disconnect(engine.connection, reason))
+
+    def _let_go(self, process: int, instance: InstanceId) -> None:
+        assert self.memory is not None
+        self.counters["pages_acknowledged"] += self.memory.engines.let_go(process, instance)
+        if not self.memory.engines.lives_on(instance):
+            self.leases.release_kept(instance)
+
+    def _refuse(self, connection: int, code: str, reason: str) -> list[Action]:
+        self.counters["attaches_refused"] += 1
+        self._send(connection, wire.AttachRefused(code=code, reason=reason))
+        self._sends.append(Disconnect(connection, code))
+        return []
+
+    def _lose_engine(self, connection: int) -> None:
+        assert self.memory is not None
+        engine = self.memory.engines.lose(connection)
+        if engine is None:
+            return
+        self.counters["engines_lost"] += 1
+        self.leases.forget_waiters(connection)
+        self.leases.release_of(connection, engine.instance, engine_lives=True)
+        if not self._attached(engine.instance):
+            self.leases.release_of(None, engine.instance, engine_lives=True)
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Grant what engines ask for, evicting what nobody pins."""
+        memory = self.memory
+        if memory is None:
+            return
+
+        def make_room() -> bool:
+            entry = self.index.evict()
+            if entry is not None:
+                self.counters["pages_evicted"] += 1
+                self._free_entries([entry])
+            return entry is not None
+
+        for connection, granted in memory.engines.serve(make_room).items():
+            self.counters["pages_granted"] += len(granted)
+            pages, epochs = zip(*granted, strict=True)
+            self._send(connection, wire.Granted(pages=u32_bytes(pages), epochs=u64_bytes(epochs)))
+
+    def _free_entries(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            assert self.memory is not None
+            self.memory.table.free(entry.page, PageEvent.RETIRE)
+
+    def _instance_of(self, connection: int) -> InstanceId | None:
+        client = self.clients.get(connection)
+        if client is not None:
+            return client.instance
+        return self.memory.engines.instance_of(connection) if self.memory is not None else None
+
+    def _attached(self, instance: InstanceId) -> bool:
+        return self.memory is not None and bool(self.memory.engines.of_instance(instance))
+
+    def _send(self, connection: int, message: wire.FromMempool, *, with_memory: bool = False) -> None:
+        self._sends.append(Send(connection, message, with_memory))
+
+    def _done(self) -> list[Action]:
+        sends, self._sends = self._sends, []
+        if self.memory is None:
+            return sends
+        words = self.memory.table.take_words()
+        out: list[Action] = []
+        if self._noted:
+            noted, self._noted = self._noted, []
+            out.append(WriteEntries(packed_entries(noted, self.memory.table)))
+        if words:
+            out.append(WriteWords(words))
+        return out + sends

@@ -1,0 +1,137 @@
+"""What an earlier mempool left to this one: pages that nobody uses anew before its processes have reported. No I/O.
+
+Of the earlier mempool's knowledge there is left what lies beside the table: state and epoch of every page, and
+hash, parent and length of sealed ones. Whose pages they were is known to the engines, which report it when they
+attach again (wire.Holding). Until every process that could touch a page has reported, or is dead, sealed
+pages stay where they are and pages in doubt stay in quarantine (architecture.md section 4, rule 7).
+"""
+
+from collections.abc import Iterable, Sequence
+
+from services.mempool.core import parse
+from services.mempool.core.engines import Engine
+from services.mempool.core.index import Entry, Index
+from services.mempool.core.leases import Leases
+from services.mempool.core.page_state import PageEvent
+from services.mempool.core.page_table import PageTable
+from shared.errors import ResourceError
+from shared.ids import BlockHash, Epoch, PageId
+from shared.kv.page import PageState
+from shared.kv.page_table import ENTRY
+from shared.wire.mempool import Holding, Sealed
+
+
+class NotInherited(ResourceError):
+    """An engine reports what the table does not confirm: it must begin anew."""
+
+    code = "holding.unknown"
+
+
+def pack_entry(entry: Entry, epoch: Epoch) -> bytes:
+    """As it is noted beside the table."""
+    return ENTRY.pack(epoch, entry.valid_tokens, entry.checksum, entry.block_hash, entry.parent)
+
+
+class Inheritance:
+    """From the adoption of a table until settled.
+
+    Args: processes: numbers of those that may still touch pages.
+    """
+
+    def __init__(
+        self, table: PageTable, index: Index, leases: Leases, entries: bytes, processes: Iterable[int]
+    ) -> None:
+        self.awaiting = set(processes)
+        self._table = table
+        self._index = index
+        self._leases = leases
+        self._in_doubt: set[PageId] = set()  # quarantined
+        self._nameless: set[PageId] = set()  # sealed, but not as a block that is indexed
+        self._by_page: dict[PageId, Entry] = {}
+        for page in map(PageId, range(table.num_pages)):
+            state = table.states[page]
+            if state == PageState.QUARANTINED:
+                self._in_doubt.add(page)
+            elif state == PageState.SEALED and not self._restore(page, entries):
+                self._nameless.add(page)
+        self._pinned = list(self._by_page.values())
+        index.pin(self._pinned)
+
+    def _restore(self, page: PageId, entries: bytes) -> bool:
+        packed = entries[page * ENTRY.size : (page + 1) * ENTRY.size]
+        if len(packed) < ENTRY.size:
+            return False
+        epoch, valid_tokens, checksum, block_hash, parent = ENTRY.unpack(packed)
+        if epoch != self._table.epochs[page]:
+            return False
+        entry = Entry(BlockHash(block_hash), BlockHash(parent), page, valid_tokens, checksum)
+        if not self._index.insert(entry):
+            return False
+        self._by_page[page] = entry
+        return True
+
+    @property
+    def num_sealed(self) -> int:
+        """Pages that were found with their names."""
+        return len(self._pinned)
+
+    def claim(self, engine: Engine, holding: Holding, block_tokens: int, max_blocks: int) -> None:
+        """Give an engine what it reports. Raises: NotInherited; PeerProtocolError on broken lists."""
+        for page, epoch in parse.pages(holding.pages, holding.epochs, max_blocks):
+            self._check(page, epoch, page in self._in_doubt)
+            self._in_doubt.discard(page)
+            self._table.apply(page, PageEvent.CLAIMED)
+            engine.held.add(page)
+        sealed = Sealed(
+            pages=holding.sealed_pages,
+            epochs=holding.sealed_epochs,
+            hashes=holding.sealed_hashes,
+            parents=holding.sealed_parents,
+            valid_tokens=holding.sealed_valid_tokens,
+        )
+        for block in parse.sealed(sealed, block_tokens, max_blocks):
+            known = self._by_page.get(block.page)
+            is_sealed = known is not None or block.page in self._nameless
+            self._check(block.page, block.epoch, is_sealed or block.page in self._in_doubt)
+            if not is_sealed:  # the earlier mempool had not read of its seal
+                self._in_doubt.discard(block.page)
+                self._table.apply(block.page, PageEvent.CLAIMED)
+                self._table.apply(block.page, PageEvent.SEAL)
+            if known is None:
+                self._nameless.discard(block.page)
+                entry = Entry(block.block_hash, block.parent, block.page, block.valid_tokens)
+                if self._index.insert(entry):
+                    known = self._by_page[block.page] = entry
+            elif known.block_hash != block.block_hash:
+                raise NotInherited(f"page {block.page} holds another block")
+            if known is not None:
+                self._index.pin([known])
+            engine.pinned[block.page] = known
+        for lease in holding.leases:
+            entries: list[Entry] = []
+            for page, epoch in parse.pages(lease.pages, lease.epochs, max_blocks):
+                self._check(page, epoch, page in self._by_page)
+                entries.append(self._by_page[page])
+            self._leases.restore(lease.lease_id, engine.instance, entries)
+
+    def _check(self, page: PageId, epoch: int, is_expected: bool) -> None:
+        if not 0 <= page < self._table.num_pages or self._table.epochs[page] != epoch or not is_expected:
+            raise NotInherited(f"page {page} is not as it was under epoch {epoch}")
+
+    def reported(self, process: int) -> bool:
+        """A process has attached, or is dead. True when this settles the inheritance: drop it."""
+        self.awaiting.discard(process)
+        if self.awaiting:
+            return False
+        for page in sorted(self._in_doubt):
+            self._table.free(page, PageEvent.ACKNOWLEDGED)
+        for page in sorted(self._nameless):
+            self._table.free(page, PageEvent.RETIRE)
+        self._index.unpin(self._pinned)
+        self._in_doubt, self._nameless, self._pinned = set(), set(), []
+        return True
+
+
+def packed_entries(entries: Sequence[Entry], table: PageTable) -> list[tuple[int, bytes]]:
+    """(page, packed ENTRY) of sealed pages, under their present epochs."""
+    return [(entry.page, pack_entry(entry, Epoch(table.epochs[entry.page]))) for entry in entries]

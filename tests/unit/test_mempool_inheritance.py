@@ -1,0 +1,182 @@
+"""What a new mempool decides about the pages of the one that died."""
+
+import pytest
+
+from services.mempool.core.actions import CreateMemory, WriteEntries, WriteWords
+from services.mempool.core.space import Plan
+from shared.ids import Epoch
+from shared.kv.page import PageState
+from shared.kv.page_table import ENTRY
+from shared.kv.words import u32_bytes
+from shared.wire import mempool as wire
+from tests.unit.mempool_harness import (
+    BLOCK_TOKENS,
+    BOOT,
+    DESCRIPTION,
+    PAGE_BYTES,
+    SEED,
+    Harness,
+    InstanceId,
+    LeaseId,
+    Owned,
+    chain,
+    page_lists,
+)
+
+NEXT_BOOT = Epoch(BOOT + 1_000_000)
+NUM_PAGES = 6
+
+
+class Recorded(Harness):
+    """A harness that keeps what lies beside the words, as the memory does."""
+
+    def __init__(self, **fields: object) -> None:
+        self.entries = bytearray(NUM_PAGES * ENTRY.size)
+        super().__init__(num_pages=NUM_PAGES, **fields)
+
+    def run(self, actions):
+        for action in actions:
+            if isinstance(action, WriteEntries):
+                for page, packed in action.entries:
+                    self.entries[page * ENTRY.size : (page + 1) * ENTRY.size] = packed
+        super().run(actions)
+
+
+def worker(pool: Harness, connection: int, process: int, **fields: object) -> None:
+    pool.engine(connection, process=process, works_in_pages=True, **fields)
+
+
+def holding(held: list[Owned], sealed: list[Owned], hashes, leases=()) -> wire.Holding:
+    lists = page_lists(sealed)
+    return wire.Holding(
+        **page_lists(held),
+        sealed_pages=lists["pages"],
+        sealed_epochs=lists["epochs"],
+        sealed_hashes=b"".join(hashes),
+        sealed_parents=b"".join([SEED, *hashes][: len(hashes)]),
+        sealed_valid_tokens=u32_bytes([BLOCK_TOKENS] * len(sealed)),
+        leases=list(leases),
+    )
+
+
+@pytest.fixture
+def before() -> Recorded:
+    """An engine (process 10) with a, b sealed and one page in hand; c is sealed and nobody's."""
+    pool = Recorded()
+    worker(pool, 1, 10, quota=4)
+    hashes = chain("a", "b")
+    pool.sealed = pool.save(1, hashes)
+    other = pool.save(1, chain("c"))
+    pool.say(1, wire.Unpin(**page_lists(other)))
+    pool.held = pool.take(1, 1)
+    pool.write(1, pool.held)
+    return pool
+
+
+def successor(before: Recorded, processes=(10,)) -> Recorded:
+    after = Recorded(boot=NEXT_BOOT)
+    after.entries[:] = before.entries
+    words = [before.words[p] for p in range(NUM_PAGES)]
+    after.words = dict(before.words)
+    plan = Plan(NUM_PAGES, PAGE_BYTES, 1)
+    after.run(
+        after.pool.adopt(
+            DESCRIPTION,
+            plan,
+            words,
+            bytes(before.entries),
+            memory_id=BOOT,
+            processes=processes,
+            engines=processes,
+        )
+    )
+    return after
+
+
+def test_sealed_pages_are_found_by_hash_before_anybody_has_reported(before):
+    after = successor(before)
+    after.client(5)
+    assert after.acquire(5, chain("a", "b")).num_blocks == 2
+    assert after.acquire(5, chain("c")).num_blocks == 1
+    assert not any(isinstance(a, CreateMemory) for a in [after.created])
+
+
+def test_nothing_is_used_anew_but_what_was_free_until_the_engine_has_reported(before):
+    after = successor(before)
+    worker(after, 7, 99, instance=InstanceId("other"), quota=6, memory_id=BOOT)
+    granted = {page for page, _ in after.granted[7]}
+    was_free = {p for p in range(NUM_PAGES) if before.state(p) is PageState.FREE}
+    assert granted <= was_free
+    after.dead(10)
+    assert len(after.granted[7]) > len(was_free), "with its death proven the rest is free"
+
+
+def test_an_engine_gets_back_what_it_reports_and_the_rest_is_free(before):
+    after = successor(before)
+    worker(
+        after, 1, 10, quota=4, memory_id=BOOT, holding=holding(before.held, before.sealed, chain("a", "b")),
+    )  # fmt: skip
+    assert isinstance(after.sent[1][0], wire.Attached)
+    assert after.sent[1][0].memory_id == BOOT
+    assert after.pool.inheritance is None
+    counts = after.counts()
+    assert counts["sealed"] == 3
+    assert counts["writing"] == 1
+    assert after.pool.index.num_pinned == 2, "what nobody uses may be evicted again"
+    after.seal(1, before.held, chain("a", "b", "d"), first=2)
+    after.client(5)
+    assert after.acquire(5, chain("a", "b", "d")).num_blocks == 3
+
+
+def test_a_seal_that_was_lost_with_the_mempool_is_made_up_for(before):
+    after = successor(before)
+    hashes = chain("a", "b", "d")
+    report = holding([], [*before.sealed, *before.held], hashes)
+    worker(after, 1, 10, quota=4, memory_id=BOOT, holding=report)
+    after.client(5)
+    assert after.acquire(5, hashes).num_blocks == 3
+
+
+def test_leases_that_an_engine_works_in_go_on(before):
+    after = successor(before)
+    lease = wire.HeldLease(lease_id=LeaseId("old-1"), **page_lists(before.sealed))
+    worker(after, 1, 10, quota=4, memory_id=BOOT, holding=holding([], [], [], [lease]))
+    assert after.pool.index.num_pinned == 2
+    after.release(1, LeaseId("old-1"))
+    assert after.pool.index.num_pinned == 0
+
+
+@pytest.mark.parametrize("case", ["epoch", "free", "range", "hash"])
+def test_a_report_that_the_table_does_not_confirm_is_refused(before, case):
+    after = successor(before)
+    (page, epoch) = before.held[0]
+    free = next(p for p in range(NUM_PAGES) if before.state(p) is PageState.FREE)
+    held = {"epoch": [(page, epoch + 1)], "free": [(free, epoch)], "range": [(NUM_PAGES, epoch)], "hash": []}[
+        case
+    ]
+    sealed, hashes = (before.sealed[:1], chain("z")) if case == "hash" else ([], [])
+    worker(after, 1, 10, quota=4, memory_id=BOOT, holding=holding(held, sealed, hashes))
+    assert isinstance(after.sent[1][0], wire.AttachRefused)
+    assert after.pool.inheritance is not None
+
+
+def test_an_engine_of_other_memory_is_refused(before):
+    after = successor(before)
+    worker(after, 1, 10, quota=4, memory_id=Epoch(7))
+    assert after.sent[1][0].code == "memory.replaced"
+    fresh = Recorded(boot=NEXT_BOOT)
+    worker(fresh, 1, 10, quota=4, memory_id=BOOT)
+    assert fresh.sent[1][0].code == "memory.replaced"
+    assert fresh.created is None
+
+
+def test_entries_are_written_before_the_words_that_make_them_count():
+    pool = Recorded()
+    worker(pool, 1, 10, quota=1)
+    (page,) = pool.take(1, 1)
+    pool.write(1, [page])
+    message = wire.Sealed(
+        **page_lists([page]), hashes=chain("a")[0], parents=SEED, valid_tokens=u32_bytes([BLOCK_TOKENS])
+    )
+    kinds = [type(action) for action in pool.pool.on_message(1, message, 0)]
+    assert kinds.index(WriteEntries) < kinds.index(WriteWords)
