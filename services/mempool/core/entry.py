@@ -1,0 +1,39 @@
+"""One sealed page in an index, and the stretch of consecutive blocks that it belongs to. No I/O."""
+
+from dataclasses import dataclass, field
+
+from shared.ids import BlockHash, PageId
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One sealed page. `pins` counts what keeps it: leases, handoffs, engines, copies."""
+
+    block_hash: BlockHash
+    parent: BlockHash
+    page: PageId
+    valid_tokens: int  # fewer than a block's in a partial tail
+    checksum: int = 0  # 0: not sampled
+    pins: int = 0
+    run: "Run | None" = field(default=None, repr=False)  # None: not indexed
+    position: int = 0  # in its run, counted from run.start
+
+    @property
+    def last_used(self) -> int:
+        """Tick of the index, not time; of a block with successors perhaps too small, never too large."""
+        return self.run.last_used if self.run is not None else 0
+
+
+class Run:
+    """Consecutive blocks; entries[i].position == start + i. `below`: runs that continue it at its end."""
+
+    __slots__ = ("above", "below", "entries", "last_used", "leaving", "queued", "start")
+
+    def __init__(self, entries: list[Entry], start: int, above: "Run | None", last_used: int) -> None:
+        self.entries = entries
+        self.start = start
+        self.above = above
+        self.below: set[Run] = set()
+        self.last_used = last_used
+        self.leaving = False  # its pages are being copied away
+        self.queued = False  # has its one item in the index's heap
