@@ -1,5 +1,6 @@
 """`python -m services.mempool --socket .quire/run/mempool.sock`: settings, clock, socket, core -> run."""
 
+import resource
 import sys
 import time
 
@@ -8,6 +9,7 @@ import msgspec
 from services.mempool import config
 from services.mempool.collector import PoolCollector
 from services.mempool.config import MempoolSettings
+from services.mempool.kept import Kept
 from services.mempool.shell import MempoolShell
 from shared.ids import Epoch
 from shared.observe import log, service
@@ -18,16 +20,25 @@ from shared.transport.clock import MonotonicClock
 async def run(settings: MempoolSettings) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
     ended = service.end_on_signal()
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most_files, most_files)
+    )  # one descriptor a slab, while adopting
+    kept = Kept(settings.keeper_socket, Epoch(time.time_ns() // 1_000))
+    found = kept.take_over()
     shell = MempoolShell(
         config.socket_path(settings),
         config.limits(settings),
-        Epoch(time.time_ns() // 1_000),
+        found.boot_generation,
         MonotonicClock(),
         frozenset(settings.allowed_uids) or None,
+        kept,
     )
     service.end_on_bug("mempool", ended, shell.status)
     PoolCollector(shell)
     admin = AdminServer(settings.admin_listen, ready=lambda: (True, {}), status=shell.status)
+    shell.adopt(found)
+    kept.watch()
     await shell.start()
     try:
         await admin.start()

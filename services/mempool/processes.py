@@ -20,14 +20,14 @@ class Watched:
 
 
 class ProcessWatch:
-    """Watches peers on the running loop; on_dead(number) runs once per process.
+    """Watches peers on the running loop; on_dead(number, pid) runs once per process.
 
     A process is known by pid and start time, so that a second connection of it is recognized. A peer whose
     pid is not visible here (another pid namespace) counts as a new process with each connection: then its
     earlier pages wait for its death.
     """
 
-    def __init__(self, on_dead: Callable[[int], None]) -> None:
+    def __init__(self, on_dead: Callable[[int, int], None]) -> None:
         self._on_dead = on_dead
         self._next_number = 1
         self._watched: dict[tuple[int, str], Watched] = {}
@@ -48,11 +48,23 @@ class ProcessWatch:
         asyncio.get_running_loop().add_reader(watched.pidfd, self._died, watched)
         return watched.number
 
+    def adopt(self, pid: int, pidfd: int) -> int:
+        """Watch a process that an earlier mempool knew; its number. Takes over `pidfd`."""
+        watched = Watched(self._next_number, (pid, start_time(pid)), pidfd)
+        self._next_number += 1
+        self._watched[watched.key] = watched
+        asyncio.get_running_loop().add_reader(pidfd, self._died, watched)
+        return watched.number
+
+    def pidfd_of(self, number: int) -> tuple[int, int] | None:
+        """(pid, pidfd) of a living process; the pidfd stays this object's."""
+        return next(((w.key[0], w.pidfd) for w in self._watched.values() if w.number == number), None)
+
     def _died(self, watched: Watched) -> None:
         asyncio.get_running_loop().remove_reader(watched.pidfd)
         os.close(watched.pidfd)
         del self._watched[watched.key]
-        self._on_dead(watched.number)
+        self._on_dead(watched.number, watched.key[0])
 
 
 def _is_readable(pidfd: int) -> bool:

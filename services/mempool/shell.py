@@ -1,6 +1,9 @@
 """The mempool's event loop: frames, deaths and time in, the pool decides, its actions out."""
 
 import asyncio
+import contextlib
+import os
+import signal
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -16,12 +19,16 @@ from services.mempool.core.actions import (
     PunchPages,
     Send,
     SendSlabs,
+    WriteEntries,
     WriteWords,
 )
 from services.mempool.core.pool import Pool
+from services.mempool.core.space import Plan
+from services.mempool.kept import Kept
 from services.mempool.memory import PoolMemory
 from services.mempool.processes import ProcessWatch
-from services.mempool.slabs import DeviceSlabs
+from services.mempool.slabs import DeviceSlabs, KeptSlabs
+from services.mempool.takeover import SpaceMeta, Takeover
 from shared.errors import Overloaded, PeerGone, PeerProtocolError, ResourceError
 from shared.ids import Epoch, PageId
 from shared.observe.log import get_logger
@@ -30,6 +37,8 @@ from shared.transport.clock import Clock
 from shared.transport.unix_channel import UnixConnection, UnixServer
 from shared.transport.unix_socket import close_fds
 from shared.wire import mempool as wire
+
+REPORT_DEADLINE_S = 10.0  # for processes that hold pages of an earlier mempool
 
 log = get_logger("mempool")
 
@@ -44,10 +53,12 @@ class MempoolShell:
         boot_generation: Epoch,
         clock: Clock,
         allowed_uids: frozenset[int] | None = None,
+        kept: Kept | None = None,
     ) -> None:
+        self.kept = kept or Kept("", boot_generation)
         self.pool = Pool(limits, boot_generation)
         self.memory: PoolMemory | None = None
-        self.slabs: dict[int, DeviceSlabs] = {}  # by rank, where pages are on GPUs
+        self.slabs: dict[int, DeviceSlabs | KeptSlabs] = {}  # by rank, where pages are on GPUs
         self.clock = clock
         self.server: UnixServer[wire.ToMempool, wire.FromMempool] = UnixServer(
             path,
@@ -71,6 +82,48 @@ class MempoolShell:
         await self.server.start()
         log.info("mempool_listening", socket=str(self.server.path), boot=self.pool.boot_generation)
 
+    def adopt(self, found: Takeover) -> None:
+        """Go on where an earlier mempool stopped. Once, before start(); on the running loop."""
+        processes: list[int] = []
+        engines: list[int] = []
+        for one in found.processes:
+            if one.dead:
+                os.close(one.pidfd)
+                continue
+            number = self._processes.adopt(one.number, one.pidfd)
+            self.kept.process(one.number, one.pidfd, one.meta.kind, one.meta.instance)
+            processes.append(number)
+            if one.meta.kind == "engine":
+                engines.append(number)
+        if not found.adopted:
+            return
+        first = found.adopted[0]
+        meta = first.meta
+        self.memory = first.memory(self.pool.boot_generation)
+        per_rank = len(first.slab_fds) // meta.num_ranks
+        for rank in range(meta.num_ranks if per_rank else 0):
+            self.slabs[rank] = KeptSlabs(first.slab_fds[rank * per_rank : (rank + 1) * per_rank])
+        self.kept.space(self.memory, meta)
+        for rank, slabs in self.slabs.items():
+            self.kept.slabs(rank, meta.devices[rank], slabs, per_rank)
+        planned = Plan(meta.num_pages, meta.page_bytes, meta.num_ranks, meta.pages_per_slab)
+        actions = self.pool.adopt(
+            meta.description, planned, first.words, first.entries,
+            memory_id=meta.memory_id, processes=processes, engines=engines,
+        )  # fmt: skip
+        log.info("memory_adopted", num_pages=meta.num_pages, num_awaited=len(processes))
+        self._perform(actions)
+        asyncio.get_running_loop().call_later(REPORT_DEADLINE_S, self._end_silent)
+
+    def _end_silent(self) -> None:
+        """Rule 5: a holder past its deadline is killed; its pages return when its death is proven."""
+        for number in sorted(self.pool.inheritance.awaiting) if self.pool.inheritance else ():
+            found = self._processes.pidfd_of(number)
+            if found is not None:
+                log.warning("silent_process_killed", process=number, pid=found[0])
+                with contextlib.suppress(OSError):
+                    signal.pidfd_send_signal(found[1], signal.SIGKILL)
+
     def close(self) -> None:
         """End every connection. Peers keep the memory that they mapped, and reconnect to the next mempool."""
         if self._timer is not None:
@@ -79,6 +132,7 @@ class MempoolShell:
         for slabs in self.slabs.values():
             slabs.close()
         self.slabs = {}
+        self.kept.close()
         if self.memory is not None:
             self.memory.close()
             self.memory = None
@@ -131,11 +185,17 @@ class MempoolShell:
                 reason = "the kernel gives no pidfd of this peer, or it is dead"
                 refusal = wire.AttachRefused(code="peer.credentials", reason=reason)
                 return [Send(connection.state, refusal), Disconnect(connection.state, reason)]
+            self._keep_process(process, message)
         log.info(
             "peer_attaches", kind=message.kind, peer_instance=message.instance, pid=connection.peer.pid,
             connection=connection.state,
         )  # fmt: skip
         return self.pool.on_attach(connection.state, process, message, self.clock.now_ms())
+
+    def _keep_process(self, process: int, message: wire.Attach) -> None:
+        found = self._processes.pidfd_of(process)
+        if found is not None and message.kind != "client":
+            self.kept.process(*found, message.kind, message.instance)
 
     def _on_disconnect(self, connection: UnixConnection[wire.FromMempool], error: Exception | None) -> None:
         number = connection.state
@@ -145,8 +205,9 @@ class MempoolShell:
         log.info("peer_left", connection=number, pid=connection.peer.pid, error=str(error or ""))
         self._perform(self.pool.on_closed(number, self.clock.now_ms()))
 
-    def _on_process_dead(self, process: int) -> None:
-        log.info("process_dead", process=process)
+    def _on_process_dead(self, process: int, pid: int) -> None:
+        log.info("process_dead", process=process, pid=pid)
+        self.kept.dead(pid)
         self._perform(self.pool.on_process_dead(process, self.clock.now_ms()))
 
     def _on_timer(self) -> None:
@@ -171,6 +232,9 @@ class MempoolShell:
             case WriteWords():
                 assert self.memory is not None
                 self.memory.write_words(action.words)
+            case WriteEntries():
+                assert self.memory is not None
+                self.memory.write_entries(action.entries)
             case Send():
                 self._send(action)
             case CreateMemory():
@@ -178,6 +242,14 @@ class MempoolShell:
                 self.memory = PoolMemory(
                     action.num_pages, action.page_bytes, generation, action.num_ranks,
                     table_only=action.pages_per_slab > 0,
+                )  # fmt: skip
+                self.kept.space(
+                    self.memory,
+                    SpaceMeta(
+                        description=action.description, num_pages=action.num_pages,
+                        page_bytes=action.page_bytes, num_ranks=action.num_ranks,
+                        pages_per_slab=action.pages_per_slab, memory_id=generation,
+                    ),
                 )  # fmt: skip
                 log.info(
                     "memory_created", num_pages=action.num_pages, page_bytes=action.page_bytes,
@@ -204,6 +276,7 @@ class MempoolShell:
                 log.error("slabs_failed", rank=action.rank, device=action.device, error=error.message)
                 self._connections[action.connection].close()
                 return
+            self.kept.slabs(action.rank, action.device, self.slabs[action.rank], action.num_slabs)
             log.info("slabs_created", rank=action.rank, device=action.device, num_slabs=action.num_slabs)
 
     def _send_slabs(self, action: SendSlabs) -> None:

@@ -4,6 +4,7 @@ Each slab is one `cuMemCreate` handle, exportable as a file descriptor. It lives
 descriptor or somebody's mapping of it does. Nothing here needs torch.
 """
 
+import os
 from typing import Any
 
 from shared.errors import ResourceError
@@ -66,6 +67,23 @@ class DeviceSlabs:
         if int(status) != 0:
             raise ResourceError(f"{function.__name__}: {status.name}")
         return results[0] if len(results) == 1 else results
+
+
+class KeptSlabs:
+    """Slabs that an earlier mempool made, by their descriptors alone: no CUDA context is needed to hand them on."""
+
+    def __init__(self, fds: list[int]) -> None:
+        self._fds = fds
+
+    def export(self, slab: int) -> int:
+        """As DeviceSlabs.export()."""
+        return os.dup(self._fds[slab])
+
+    def close(self) -> None:
+        """Let go of all of them."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
 
 
 def _driver() -> Any:

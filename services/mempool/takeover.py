@@ -47,6 +47,9 @@ class TakeoverFailed(ResourceError):
     code = "mempool.takeover"
 
 
+ProcessKind = Literal["mempool", "engine", "rank"]
+
+
 class SpaceMeta(msgspec.Struct, frozen=True, kw_only=True):
     """What a new mempool must know of a space; kept beside its table."""
 
@@ -62,7 +65,7 @@ class SpaceMeta(msgspec.Struct, frozen=True, kw_only=True):
 class ProcessMeta(msgspec.Struct, frozen=True, kw_only=True):
     """Whose pidfd it is."""
 
-    kind: Literal["mempool", "engine", "rank"]
+    kind: ProcessKind
     instance: str = ""
 
 

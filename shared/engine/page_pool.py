@@ -29,7 +29,9 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from shared.ids import BlockHash, Epoch, PageId
+from shared.kv.words import u32_bytes, u64_bytes
 from shared.mempool.page_quota import Owned, PageQuota, SealedPage
+from shared.wire.mempool import HeldLease, Holding
 
 UNKNOWN, STOCK, WRITING, SEALED, LEASED = range(5)
 _GROUP = 0  # one KV cache group: the adapter refuses others
@@ -69,6 +71,7 @@ class PageBlockPool(BlockPool):
         # partial last blocks of prompts that go to another engine: (step, page); nobody writes them after it
         self.tails: dict[int, tuple[int, SealedPage]] = {}
         self.lease_counts: dict[int, int] = {}  # block id -> leases of requests that are here
+        self.sealed_pages: dict[int, SealedPage] = {}  # this engine's sealed blocks, to report them
         self.num_owned = 0
         self.num_expected = 0  # pages that were unpinned and whose replacement has not come
         self._written: list[Owned] = []
@@ -120,6 +123,7 @@ class PageBlockPool(BlockPool):
     def _forget(self, blocks: list[KVCacheBlock]) -> None:
         for block in blocks:
             self.kinds[block.block_id] = UNKNOWN
+            self.sealed_pages.pop(block.block_id, None)
         self.num_owned -= len(blocks)
 
     def own(self, block: KVCacheBlock) -> Owned:
@@ -129,6 +133,23 @@ class PageBlockPool(BlockPool):
     def _to_stock(self, block: KVCacheBlock) -> None:
         self.kinds[block.block_id] = STOCK
         self.stock.appendleft(block)
+
+    def holding(self, leases: list[HeldLease]) -> Holding:
+        """Everything that this engine has, for the successor of its mempool. After absorb()."""
+        kinds = self.kinds
+        held = [self.own(b) for b in self.blocks if kinds[b.block_id] in (STOCK, WRITING)]
+        sealed = list(self.sealed_pages.values())
+        self.num_expected = 0
+        return Holding(
+            pages=u32_bytes(page for page, _ in held),
+            epochs=u64_bytes(epoch for _, epoch in held),
+            sealed_pages=u32_bytes(s.page for s in sealed),
+            sealed_epochs=u64_bytes(s.epoch for s in sealed),
+            sealed_hashes=b"".join(s.block_hash for s in sealed),
+            sealed_parents=b"".join(s.parent for s in sealed),
+            sealed_valid_tokens=u32_bytes(s.valid_tokens for s in sealed),
+            leases=leases,
+        )
 
     # -- leases -----------------------------------------------------------------------------------------
 
@@ -274,12 +295,14 @@ class PageBlockPool(BlockPool):
         and values: so all ranks have written theirs.
         """
         tails = [(block_id, page) for block_id, (at, page) in self.tails.items() if at <= step]
-        for block_id, _ in tails:
+        for block_id, page in tails:
             self.kinds[block_id] = SEALED
+            self.sealed_pages[block_id] = page
         while self.sealing and self.sealing[0][0] <= step:
             _, seals = self.sealing.popleft()
             for block_id in seals.blocks:
                 self.kinds[block_id] = SEALED
+            self.sealed_pages.update(seals.blocks)
             self.quota.seal(list(seals.blocks.values()))
             self.on_cache_event("stored", [sealed.block_hash for sealed in seals.blocks.values()])
         self.quota.seal([page for _, page in tails])

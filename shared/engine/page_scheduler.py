@@ -8,6 +8,9 @@ memory exists.
 
 import functools
 import logging
+import os
+import threading
+import time
 from collections import OrderedDict, deque
 from typing import Any, NamedTuple
 
@@ -28,17 +31,20 @@ from shared.engine.choice_totals import ChoiceTotals
 from shared.engine.page_manager import LeasedTail, PageKVCacheManager
 from shared.engine.page_pool import LEASED, PageBlockPool
 from shared.engine.vllm_setup import die_with_parent
-from shared.errors import SettingsError
+from shared.errors import ResourceError, SettingsError
 from shared.ids import BlockHash, HandoffId, InstanceId, LeaseId
 from shared.kv.block_hash import chain_seed, hash_blocks, hash_tail, pack_tokens, split_hashes
 from shared.kv.layout import EngineDescription, num_blocks
-from shared.kv.words import u32_list, u64_list
+from shared.kv.words import u32_bytes, u32_list, u64_bytes, u64_list
 from shared.mempool.page_quota import PageQuota, SealedPage
+from shared.wire.mempool import HeldLease
 
 logger = logging.getLogger(__name__)
 
 EXTRA_ARGS_KEY = "quire"  # in SamplingParams.extra_args
 STOCK_STEPS = 2  # the stock is kept at what so many of the largest steps can take
+REATTACH_INTERVAL_S = 0.05
+EXIT_MEMORY_LOST = 3  # of the engine core: the worker's front sees it die and starts anew
 MAX_SEEN_LEASES = 65_536
 
 
@@ -124,8 +130,40 @@ class PageSchedulerMixin:
         self._handoffs: dict[str, HandoffId] = {}  # prompts that are not computed yet
         self._ready: deque[tuple[int, HandoffId, list[BlockHash]]] = deque()
         self._use: dict[str, LeaseUse] = {}
+        self._turn = (
+            threading.RLock()
+        )  # held wherever pages change hands: a report to a new mempool waits for it
+        threading.Thread(target=self._stay_attached, name="quire-reattach", daemon=True).start()
         self._totals = ChoiceTotals()
         self._block_bytes = description.block_bytes
+
+    # -- a mempool that was lost ----------------------------------------------------------------------
+
+    def _stay_attached(self) -> None:
+        """Report to the mempool's successor, whether this engine is busy or idle. Meanwhile the stock serves."""
+        while True:
+            time.sleep(REATTACH_INTERVAL_S)
+            if not self.quota.lost:
+                continue
+            with self._turn:
+                self.pages.absorb()
+                leases = [self._held_lease(lease_id, blocks) for lease_id, blocks in self._all_leases()]
+                try:
+                    if self.quota.reattach(self.pages.holding(leases)):
+                        logger.warning("attached to the mempool's successor with all pages")
+                except ResourceError as error:
+                    logger.critical("the engine must begin anew: %s", error.message)
+                    os._exit(EXIT_MEMORY_LOST)
+
+    def _all_leases(self) -> list[tuple[LeaseId, list[KVCacheBlock]]]:
+        ended = [(lease_id, blocks) for _, lease_id, blocks in self._ended_leases]
+        return [*self._leases.values(), *ended]
+
+    def _held_lease(self, lease_id: LeaseId, blocks: list[KVCacheBlock]) -> HeldLease:
+        owned = [self.pages.own(block) for block in blocks]
+        return HeldLease(
+            lease_id=lease_id, pages=u32_bytes(p for p, _ in owned), epochs=u64_bytes(e for _, e in owned)
+        )
 
     def _on_cache_event(self, kind: str, hashes: list[BlockHash]) -> None:
         if self._events is not None:
@@ -135,6 +173,15 @@ class PageSchedulerMixin:
 
     def add_request(self, request: Request) -> None:
         """Take over the lease that the front made for it."""
+        with self._turn:
+            self._add_request(request)
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
+        """vLLM's."""
+        with self._turn:
+            return super().finish_requests(*args, **kwargs)
+
+    def _add_request(self, request: Request) -> None:
         params = _given(request)
         request.quire_seed = seed_of(request)
         lease_id = params.get("lease_id")
@@ -212,6 +259,10 @@ class PageSchedulerMixin:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """vLLM's, with the stock of pages looked after."""
+        with self._turn:
+            return self._schedule(*args, **kwargs)
+
+    def _schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.pages.absorb()
         manager: PageKVCacheManager = self.kv_cache_manager
         output = super().schedule(*args, **kwargs)
@@ -254,6 +305,10 @@ class PageSchedulerMixin:
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         """vLLM's, then what the finished step makes final: seals, hand-offs, ended leases."""
+        with self._turn:
+            return self._update_from_output(scheduler_output, model_runner_output)
+
+    def _update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         done = self.processed_step_seq
         self.pages.steps_done(done)

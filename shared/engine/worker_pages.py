@@ -32,8 +32,7 @@ class PageClient(Protocol):
     @property
     def connected(self) -> bool: ...
 
-    @property
-    def boot_generation(self) -> Epoch: ...
+    memory_id: Epoch
 
     async def acquire(
         self,
@@ -80,7 +79,7 @@ class PromptPages:
         kept: bool = False,
     ) -> None:
         self._kept = kept
-        self._first_boot = _NO_EPOCH
+        self._first_memory = _NO_EPOCH
         self._settling: set[asyncio.Task[None]] = set()
         self._client = client
         self._description = description
@@ -96,11 +95,13 @@ class PromptPages:
 
     @property
     def memory_replaced(self) -> bool:
-        """Whether the pool that is connected now is another than the first that was."""
-        now = self._client.boot_generation if self._client is not None else _NO_EPOCH
-        if self._first_boot == _NO_EPOCH:
-            self._first_boot = now
-        return now != self._first_boot
+        """Whether the pool that is connected now has other pages than the first that was."""
+        if self._client is None or not self._client.connected:
+            return False
+        now = self._client.memory_id
+        if self._first_memory == _NO_EPOCH:
+            self._first_memory = now
+        return now != self._first_memory
 
     @property
     def num_leases(self) -> int:

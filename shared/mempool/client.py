@@ -45,6 +45,7 @@ class MempoolClient:
         on_up: Callable[[], None] | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()
+        self.memory_id = _NO_EPOCH  # of the pool's pages: equal after a restart that kept them; 0: none yet
         self._boot = _NO_EPOCH  # of the pool that it is, or last was, connected to
         self._path = Path(socket)
         self._attach = wire.Attach(kind="client", instance=instance, instance_epoch=instance_epoch)
@@ -219,6 +220,7 @@ class MempoolClient:
         if isinstance(message, wire.Attached):
             self._up.set()
             self._boot = message.boot_generation
+            self.memory_id = message.memory_id
             self.counters["connections"] += 1
             if self._on_up is not None:
                 self._on_up()

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from shared.errors import ClusterError, ResourceError
 from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, LeaseId, PageId
 from shared.kv.layout import EngineDescription
@@ -40,8 +42,8 @@ class SealedPage(NamedTuple):
 
 
 class PageQuota:
-    """One attachment. After a loss (`lost`) pages that were granted may still be written: nobody else gets
-    them before this process is dead.
+    """Attached from attach() on. After a loss (`lost`) pages that were granted may still be written: nobody else
+    gets them before this process has reported them to the mempool's successor (reattach), or is dead.
 
     Args: quota_pages: the most that this engine can use.
     """
@@ -67,10 +69,17 @@ class PageQuota:
             quota_pages=quota_pages,
             works_in_pages=True,
         )
+        self._memory_id = _NO_EPOCH
         self._granted: deque[Owned] = deque()  # appended by the reader thread, popped by the engine's
         self._arrived = threading.Condition()
         self._shrink = 0
-        self._link: BlockingUnixLink[wire.ToMempool, wire.FromMempool] = BlockingUnixLink(
+        self._unsent_releases: list[
+            LeaseId
+        ] = []  # the successor may have made them before this engine was back
+        self._link = self._new_link()
+
+    def _new_link(self) -> BlockingUnixLink[wire.ToMempool, wire.FromMempool]:
+        return BlockingUnixLink(
             self._path,
             out=wire.TO_MEMPOOL,
             into=wire.FROM_MEMPOOL,
@@ -91,8 +100,42 @@ class PageQuota:
             self._link.close()
             raise ResourceError(f"mempool {self._path} refused this engine: {reply}")
         self.header = TableHeader(reply.boot_generation, reply.num_pages, reply.page_bytes)
+        self._memory_id = reply.memory_id
         self._link.start()
         return self.header
+
+    def reattach(self, holding: wire.Holding) -> bool:
+        """Once, after a loss: report to the mempool's successor what this engine has. False: nobody is there yet.
+
+        Call with everything that was granted taken (take_granted), and nothing else going on.
+        Raises: ResourceError when this engine's memory, or what it holds, is not the successor's: begin anew.
+        """
+        link = self._new_link()
+        attach = msgspec.structs.replace(self._attach, memory_id=self._memory_id, holding=holding)
+        try:
+            link.connect()
+            reply, _, fds = link.call(attach, timeout_ms=ATTACH_TIMEOUT_MS)
+            close_fds(fds)
+        except ClusterError as error:
+            logger.info("mempool %s: not back yet: %s", self._path, error)
+            link.close()
+            return False
+        if not isinstance(reply, wire.Attached):
+            link.close()
+            raise ResourceError(f"mempool {self._path} does not know this engine: {reply}")
+        self._link.close()
+        self.header = TableHeader(reply.boot_generation, reply.num_pages, reply.page_bytes)
+        with self._arrived:
+            self._link, self.lost, self._shrink = link, False, 0
+        self.counters["reattached"] += 1
+        link.start()
+        while self._unsent_releases and not self.lost:
+            self.release(self._unsent_releases.pop())
+        return True
+
+    def made(self, lease_id: str) -> bool:
+        """Whether the mempool that this engine is, or last was, attached to made the lease."""
+        return self.header is not None and lease_id.startswith(f"{self.header.boot_generation:x}-")
 
     # -- the engine's thread ------------------------------------------------------------------------
 
@@ -151,6 +194,8 @@ class PageQuota:
 
     def release(self, lease_id: LeaseId) -> None:
         """No step, begun or to come, reads what this lease pins."""
+        if self.lost:
+            self._unsent_releases.append(lease_id)
         self._send(wire.Release(lease_id=lease_id))
 
     def close(self) -> None:

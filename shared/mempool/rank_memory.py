@@ -5,10 +5,14 @@ engine's pages.
 """
 
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from shared.errors import ResourceError
+import msgspec
+
+from shared.errors import ClusterError, ResourceError
 from shared.ids import Epoch, InstanceId
 from shared.kv.layout import EngineDescription
 from shared.kv.page_table import TableHeader
@@ -18,6 +22,7 @@ from shared.wire import mempool as wire
 
 ATTACH_TIMEOUT_MS = 30_000  # the first one makes the pool create its memory
 SLABS_PER_CALL = 128
+RETRY_S = 0.05
 _NO_EPOCH = Epoch(0)
 
 
@@ -42,10 +47,11 @@ class RankMemory:
         capacity_bytes: int = 0,
         instance_epoch: Epoch = _NO_EPOCH,
     ) -> None:
-        self._link: BlockingUnixLink[wire.ToMempool, wire.FromMempool] = BlockingUnixLink(
-            Path(socket), out=wire.TO_MEMPOOL, into=wire.FROM_MEMPOOL, on_message=_ignore
-        )
-        attach = wire.Attach(
+        self._path = Path(socket)
+        self._down = threading.Event()
+        self._closing = False
+        self._link = self._new_link()
+        self._attach = attach = wire.Attach(
             kind="rank",
             instance=instance,
             instance_epoch=instance_epoch,
@@ -63,9 +69,46 @@ class RankMemory:
             raise ResourceError(f"mempool {socket} refused rank {rank}: {reply}")
         self.header = TableHeader(reply.boot_generation, reply.num_pages, reply.page_bytes)
         self.pages_per_slab = reply.pages_per_slab
+        self._memory_id = reply.memory_id
         os.close(fds[-1])  # the table's
         self.fd = fds[0] if wanted == 2 else -1
         self.offset_bytes = rank * reply.num_pages * reply.page_bytes
+
+    def _new_link(self) -> BlockingUnixLink[wire.ToMempool, wire.FromMempool]:
+        return BlockingUnixLink(
+            self._path,
+            out=wire.TO_MEMPOOL,
+            into=wire.FROM_MEMPOOL,
+            on_message=_ignore,
+            on_down=lambda _: self._down.set(),
+        )
+
+    def stay_attached(self) -> None:
+        """From now on attach to the mempool's successors too, on a thread of its own. After slab_fds()."""
+        self._link.start()
+        threading.Thread(target=self._reattach_forever, name="quire-rank", daemon=True).start()
+
+    def _reattach_forever(self) -> None:
+        again = msgspec.structs.replace(self._attach, memory_id=self._memory_id)
+        while True:
+            self._down.wait()
+            self._down.clear()
+            while not self._closing:
+                link = self._new_link()
+                try:
+                    link.connect()
+                    reply, _, fds = link.call(again, timeout_ms=ATTACH_TIMEOUT_MS)
+                except ClusterError:
+                    link.close()
+                    time.sleep(RETRY_S)
+                    continue
+                close_fds(fds)
+                if not isinstance(reply, wire.Attached):  # the engine learns of it too, and ends
+                    link.close()
+                    return
+                self._link = link
+                link.start()
+                break
 
     def slab_fds(self) -> Iterator[list[int]]:
         """Descriptors of all slabs, in order, a batch at a time, the caller's to close.
@@ -84,6 +127,7 @@ class RankMemory:
 
     def close(self) -> None:
         """Ends the connection and closes the descriptor; mappings stay."""
+        self._closing = True
         self._link.close()
         if self.fd >= 0:
             os.close(self.fd)

@@ -128,7 +128,7 @@ def test_an_adopted_memory_goes_on_under_its_own_table(creator, client):
     found = take_over(client, Epoch(NEW))
     memory = found.adopted[0].memory(found.boot_generation)
     memory.write_words([(0, pack_word(Epoch(NEW), PageState.GRANTED))])
-    header, words = takeover.read_table(memory.table_fd)
+    header, words, _ = takeover.read_table(memory.table_fd)
     assert header == (NEW, NUM_PAGES, PAGE_BYTES)
     assert words == [pack_word(Epoch(NEW), PageState.GRANTED), *found.adopted[0].words[1:]]
     takeover.keep_myself(client, "mempool-0")

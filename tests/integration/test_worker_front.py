@@ -87,7 +87,7 @@ async def until(condition, timeout_s=2.0):
 class FakePages:
     """A mempool client that answers from a script."""
 
-    boot_generation = Epoch(1)
+    memory_id = Epoch(1)
 
     def __init__(self, num_blocks=None, error=None):
         self.connected = True

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from shared.ids import PageId
+from shared.kv.layout import EngineDescription
 from shared.wire.mempool import FromMempool
 
 
@@ -29,6 +30,7 @@ class PoolLimits:
 class CreateMemory:
     """Make the page and table memory; before any other action that needs it."""
 
+    description: EngineDescription
     num_pages: int
     page_bytes: int
     num_ranks: int = 1  # each with page_bytes for every page

@@ -184,7 +184,13 @@ class Attachments:
             self.memory_id = self.boot_generation
             self.readers.epochs = self.memory.table.epochs
             created.append(
-                CreateMemory(planned.num_pages, planned.page_bytes, planned.num_ranks, planned.pages_per_slab)
+                CreateMemory(
+                    description,
+                    planned.num_pages,
+                    planned.page_bytes,
+                    planned.num_ranks,
+                    planned.pages_per_slab,
+                )
             )
         memory = self.memory
         if description.content_key != memory.content_key:

@@ -1,0 +1,145 @@
+"""The mempool's dealings with the keeper: what is handed over, what is found after a crash.
+
+Calls are blocking and short (about 0.1 ms): they happen when memory is made, when a process attaches or dies, and
+at start. Without a keeper every call does nothing.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+
+import msgspec
+
+from services.mempool import takeover
+from services.mempool.memory import PoolMemory
+from services.mempool.slabs import DeviceSlabs, KeptSlabs
+from shared.errors import ClusterError
+from shared.ids import Epoch
+from shared.mempool.keeper_client import KeeperClient, KeeperStale
+from shared.observe.log import get_logger
+
+SPACE = "pages"
+SLABS_PER_CALL = 128
+RESTORE_INTERVAL_S = 0.5
+
+log = get_logger("mempool.kept")
+
+
+class Kept:
+    """One per mempool. A keeper that is lost gets everything again as soon as it is back.
+
+    Raises (every method): KeeperStale when a newer mempool has the keeper: this one must end.
+    """
+
+    def __init__(self, socket: str, generation: Epoch) -> None:
+        self.client = KeeperClient(socket, generation, self._hand_over_all)
+        self._space: tuple[PoolMemory, takeover.SpaceMeta] | None = None
+        self._slabs: dict[int, DeviceSlabs | KeptSlabs] = {}
+        self._processes: dict[int, tuple[int, takeover.ProcessMeta]] = {}  # pid -> own pidfd, meta
+        self._timer: asyncio.TimerHandle | None = None
+
+    def take_over(self) -> takeover.Takeover:
+        """At start: what an earlier mempool left. Raises: takeover.TakeoverFailed."""
+        found = takeover.take_over(self.client, self.client.generation)
+        self._try(lambda: takeover.keep_myself(self.client, "mempool"))
+        return found
+
+    def watch(self) -> None:
+        """From now on notice when the keeper goes. Call on the running loop."""
+        if not self.client.enabled:
+            return
+        if self.client.connected:
+            asyncio.get_running_loop().add_reader(self.client.fileno(), self._gone)
+        else:
+            self._restore_later()
+
+    def space(self, memory: PoolMemory, meta: takeover.SpaceMeta) -> None:
+        """Memory was made, or adopted: before the first page of it is granted."""
+        self._space = (memory, meta)
+        self._try(lambda: takeover.keep_space(self.client, SPACE, memory, meta))
+
+    def slabs(self, rank: int, device: str, slabs: DeviceSlabs | KeptSlabs, num_slabs: int) -> None:
+        """One rank's pages on a GPU."""
+        self._slabs[rank] = slabs
+        if self._space is not None:
+            memory, meta = self._space
+            devices = [*meta.devices, *[""] * meta.num_ranks][: meta.num_ranks]
+            devices[rank] = device
+            self.space(memory, msgspec.structs.replace(meta, devices=devices))
+        self._try(lambda: self._keep_slabs(rank, slabs, num_slabs))
+
+    def _keep_slabs(self, rank: int, slabs: DeviceSlabs | KeptSlabs, num_slabs: int) -> None:
+        for first in range(0, num_slabs, SLABS_PER_CALL):
+            fds = [slabs.export(i) for i in range(first, min(first + SLABS_PER_CALL, num_slabs))]
+            try:
+                takeover.keep_slabs(self.client, SPACE, rank * num_slabs + first, fds)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+    def process(self, pid: int, pidfd: int, kind: takeover.ProcessKind, instance: str) -> None:
+        """A process is about to get memory: the next mempool must be able to see its death."""
+        meta = takeover.ProcessMeta(kind=kind, instance=instance)
+        own = self._processes[pid][0] if pid in self._processes else os.dup(pidfd)
+        self._processes[pid] = (own, meta)
+        self._try(lambda: takeover.keep_process(self.client, pid, own, meta))
+
+    def dead(self, pid: int) -> None:
+        """A process is proven dead."""
+        found = self._processes.pop(pid, None)
+        if found is not None:
+            os.close(found[0])
+            self._try(lambda: takeover.forget_process(self.client, pid))
+
+    def close(self) -> None:
+        """End the connection; what is kept stays kept."""
+        if self._timer is not None:
+            self._timer.cancel()
+        with contextlib.suppress(RuntimeError, ValueError, OSError):
+            asyncio.get_running_loop().remove_reader(self.client.fileno())
+        self.client.close()
+
+    # -- a keeper that comes back ---------------------------------------------------------------------
+
+    def _hand_over_all(self, _client: KeeperClient) -> None:
+        takeover.keep_myself(self.client, "mempool")
+        if self._space is not None:
+            takeover.keep_space(self.client, SPACE, *self._space)
+            num_slabs = self._space[1].num_pages // max(1, self._space[1].pages_per_slab)
+            for rank, slabs in self._slabs.items():
+                self._keep_slabs(rank, slabs, num_slabs)
+        for pid, (pidfd, meta) in self._processes.items():
+            takeover.keep_process(self.client, pid, pidfd, meta)
+
+    def _try(self, keep: Callable[[], None]) -> None:
+        if not self.client.enabled:
+            return
+        try:
+            keep()
+        except KeeperStale:
+            raise
+        except ClusterError as error:
+            log.warning("not_kept", code=error.code, reason=error.message)
+
+    def _gone(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.client.fileno())
+        log.warning("keeper_lost")
+        self._restore_later()
+
+    def _restore_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(RESTORE_INTERVAL_S, self._restore)
+
+    def _restore(self) -> None:
+        try:
+            is_back = self.client.restore()
+        except KeeperStale:
+            raise
+        except ClusterError as error:
+            log.info("keeper_not_back", code=error.code)
+            is_back = False
+        if is_back:
+            log.info("keeper_restored")
+            asyncio.get_running_loop().add_reader(self.client.fileno(), self._gone)
+        else:
+            self._restore_later()
