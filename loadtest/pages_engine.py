@@ -17,6 +17,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+from loadtest import core_steps
+
 Stream = Callable[[str, list[int], int], AsyncIterator[int]]  # id, prompt, max_tokens -> tokens per output
 
 
@@ -49,6 +51,7 @@ async def rounds(stream: Stream, options: argparse.Namespace) -> list[dict[str, 
         done = await asyncio.gather(*jobs)
         wall_s = max(d.pop("end_s") for d in done) - begin
         steady = decode_gaps(done)
+        spans.append((begin, time.perf_counter()))
         return {
             "kind": kind,
             "round": number,
@@ -65,13 +68,18 @@ async def rounds(stream: Stream, options: argparse.Namespace) -> list[dict[str, 
         ]
 
     out: list[dict[str, Any]] = []
+    spans: list[tuple[float, float]] = []
     await burst("warm", 0, prompts())
+    spans.clear()
     for number in range(options.rounds):
         fresh = prompts()
         for kind in ("cold", "cached"):
             out.append(await burst(kind, number, fresh))
             print({k: v for k, v in out[-1].items() if not isinstance(v, list)}, flush=True)
             await asyncio.sleep(0.5)
+    await burst("flush", 0, prompts())  # the recorder writes in batches
+    for sample, (begin, end) in zip(out, spans, strict=False):
+        sample["steps_ms"] = core_steps.decode_steps(options.steps, begin, end, options.requests)
     return out
 
 
@@ -196,6 +204,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--mempool-socket", default="")
     options = parser.parse_args(argv)
+    options.steps = Path(options.out).with_suffix(".steps")
+    core_steps.record(options.steps)
     options.vocabulary = json.loads(Path(options.model_dir, "config.json").read_text())["vocab_size"]
     if options.engine == "stock":
         from shared.engine.vllm_setup import prepare_environment

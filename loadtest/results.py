@@ -23,6 +23,8 @@ UNIT = re.compile(
     r"(_per_(s|ms|us|request|chunk|token|step|span|page|block|call|core))?\Z"
 )
 
+_AWAY = re.compile(r" --(out|commit) \S+")  # how a measurement on another machine comes home is no part of it
+
 Samples = Sequence[Mapping[str, Any]]
 Metrics = dict[str, float]
 
@@ -60,7 +62,7 @@ def write_result(
         "name": name,
         "claim": claim,
         "script": script_of(name),
-        "command": command,
+        "command": _AWAY.sub("", command),
         "commit": head,
         "dirty": dirty,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

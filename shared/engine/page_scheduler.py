@@ -141,7 +141,7 @@ class PageSchedulerMixin:
 
     def _stay_attached(self) -> None:
         """Report to the mempool's successor, whether this engine is busy or idle. Meanwhile the stock serves."""
-        while True:
+        while not self.quota.closed:
             time.sleep(REATTACH_INTERVAL_S)
             if not self.quota.lost:
                 continue

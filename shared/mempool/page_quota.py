@@ -59,6 +59,7 @@ class PageQuota:
     ) -> None:
         self.header: TableHeader | None = None
         self.lost = False
+        self.closed = False
         self.counters: Counter[str] = Counter()
         self._path = Path(socket)
         self._attach = wire.Attach(
@@ -200,6 +201,7 @@ class PageQuota:
 
     def close(self) -> None:
         """Ends the connection. The pages come back when all processes of this engine are dead."""
+        self.closed = True
         self._link.close()
 
     # -- parts --------------------------------------------------------------------------------------
@@ -216,6 +218,8 @@ class PageQuota:
                 self._shrink += message.count
 
     def _on_down(self, error: Exception | None) -> None:
+        if self.closed:
+            return
         logger.warning("mempool %s: connection lost (%s)", self._path, error)
         with self._arrived:
             self.lost = True
@@ -228,7 +232,7 @@ class PageQuota:
             self._send(kind(pages=u32_bytes(p for p, _ in pages), epochs=u64_bytes(e for _, e in pages)))
 
     def _send(self, message: wire.ToMempool) -> None:
-        if self.lost:
+        if self.lost or self.closed:
             return
         try:
             self._link.send(message)
