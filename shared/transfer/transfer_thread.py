@@ -1,0 +1,140 @@
+"""One thread per transport: starts transfers, polls them, holds their deadlines.
+
+NIXL must be driven by one thread and blocks in it while it copies; copy engines and memcpy threads want polling.
+So all paths hand their transfers to this thread. Idle it sleeps on a condition and costs nothing.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+SPIN_S = 0.0002  # polls without sleep after a start: one small block takes 12 us by memcpy
+MIN_NAP_S = 0.00002
+MAX_NAP_S = 0.0005
+SLOW_NAP_S = 0.01  # when all that is left has failed already and only has to settle
+IDLE_S = 0.05
+JOIN_S = 5.0
+
+
+class Job(Protocol):
+    """Something that the thread drives. Every method runs on the thread, and none of them raises."""
+
+    def step(self, now_s: float) -> bool:
+        """Go on; True when the job needs no more steps."""
+        ...
+
+    def is_failed(self) -> bool:
+        """Whether its future has ended and only its pages have to settle."""
+        ...
+
+
+class TransferThread:
+    """Owns its thread until close()."""
+
+    def __init__(self, name: str, *, progress: Callable[[], None] | None = None) -> None:
+        """`progress`: NIXL's own; called in every round, and IDLE_S apart when there is nothing to do, because
+        UCX connects and disconnects only with both sides' help."""
+        self._progress = progress
+        self._idle_s = IDLE_S if progress is not None else None
+        self._changed = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._jobs: list[Job] = []
+        self._attend_until_s = 0.0
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Run it on the thread, soon. Actions do not raise; those of a closed thread are dropped."""
+        with self._changed:
+            self._inbox.append(action)
+            self._changed.notify()
+
+    def call(self, function: Callable[[], T]) -> "Future[T]":
+        """Run it on the thread; the future has what it returns or raises."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001  handed on to whoever waits for the future
+                future.set_exception(error)
+
+        if self.on_thread:
+            run()
+        else:
+            self.post(run)
+        return future
+
+    @property
+    def on_thread(self) -> bool:
+        """Whether the caller is the thread itself."""
+        return threading.current_thread() is self._thread
+
+    def add(self, job: Job) -> None:
+        """On the thread only: drive this job from now on."""
+        self._jobs.append(job)
+
+    def attend(self, seconds: float) -> None:
+        """Keep calling `progress` for so long: a peer is writing here and needs this side's help (UCX over TCP)."""
+        with self._changed:
+            self._attend_until_s = max(self._attend_until_s, time.monotonic() + seconds)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Run what was posted, then end. Jobs that have not settled are forgotten."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if not self.on_thread:
+            self._thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        busy_since_s = nap_s = 0.0
+        while True:
+            with self._changed:
+                if not self._has_work():
+                    self._changed.wait_for(self._has_work, self._idle_s)
+                actions = list(self._inbox)
+                self._inbox.clear()
+                if self._closing and not actions:
+                    return
+            for action in actions:
+                action()
+            if actions:
+                busy_since_s, nap_s = time.monotonic(), MIN_NAP_S
+            if self._progress is not None:
+                self._progress()
+            finished = self._step_jobs()
+            if finished:
+                busy_since_s, nap_s = time.monotonic(), MIN_NAP_S
+            if self._jobs or self._attending():
+                nap_s = self._nap(busy_since_s, nap_s)
+
+    def _has_work(self) -> bool:
+        return bool(self._inbox or self._jobs or self._closing or self._attending())
+
+    def _attending(self) -> bool:
+        return time.monotonic() < self._attend_until_s
+
+    def _step_jobs(self) -> bool:
+        before = len(self._jobs)
+        now_s = time.monotonic()
+        self._jobs = [job for job in self._jobs if not job.step(now_s)]
+        return len(self._jobs) < before
+
+    def _nap(self, busy_since_s: float, nap_s: float) -> float:
+        """Sleep a little, unless something began just now; the next nap is longer."""
+        if time.monotonic() - busy_since_s < SPIN_S:
+            time.sleep(0)
+            return nap_s
+        slow = bool(self._jobs) and all(job.is_failed() for job in self._jobs) and not self._attending()
+        with self._changed:
+            if not self._inbox and not self._closing:
+                self._changed.wait(SLOW_NAP_S if slow else nap_s)
+        return min(MAX_NAP_S, nap_s * 1.5)
