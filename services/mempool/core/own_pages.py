@@ -1,0 +1,93 @@
+"""Pages of one space that the mempool itself writes, or gives to a caller of its API. No I/O.
+
+Over the page table and the index of the space, so that such a page goes through the same states as an engine's:
+free -> granted (take) -> writing -> sealed (seal), or back (give_up); sealed -> free (retire) once out of the index.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from services.mempool.core.entry import Entry
+from services.mempool.core.page_state import PageEvent
+from services.mempool.core.page_table import PageTable
+from services.mempool.core.radix import Index
+from shared.ids import Epoch, PageId, SpaceId
+from shared.kv.page import PageState
+
+
+class OwnPages:
+    """`noted`: sealed since the caller last emptied it; it must be written down before the words of these pages."""
+
+    def __init__(self, space: SpaceId, table: PageTable, index: Index) -> None:
+        self.space = space
+        self.table = table
+        self.index = index
+        self.noted: list[Entry] = []
+
+    @property
+    def num_pages(self) -> int:
+        """Of the space."""
+        return self.table.num_pages
+
+    @property
+    def num_free(self) -> int:
+        """What take() could return now."""
+        return self.table.num_free
+
+    def take(self, count: int) -> tuple[list[PageId], list[Epoch]]:
+        """Up to `count` free pages, granted, and their epochs."""
+        pages: list[PageId] = []
+        epochs: list[Epoch] = []
+        for _ in range(min(count, self.table.num_free)):
+            granted = self.table.grant()
+            assert granted is not None
+            pages.append(granted[0])
+            epochs.append(granted[1])
+        return pages, epochs
+
+    def is_current(self, page: PageId, epoch: int) -> bool:
+        """Whether the page is still the one that an address of this epoch means."""
+        return page < self.table.num_pages and self.table.epochs[page] == epoch
+
+    def is_granted(self, page: PageId) -> bool:
+        """Whether somebody holds the page and it is not sealed."""
+        return self.table.states[page] in (PageState.GRANTED, PageState.WRITING)
+
+    def begin(self, pages: Iterable[PageId]) -> None:
+        """A copy writes these granted pages from now on."""
+        for page in pages:
+            if self.table.states[page] == PageState.GRANTED:
+                self.table.apply(page, PageEvent.WRITE)
+
+    def seal(self, entries: Iterable[Entry]) -> None:
+        """The bytes of these pages are complete; the index has just taken the entries."""
+        for entry in entries:
+            self.begin([entry.page])
+            self.table.apply(entry.page, PageEvent.SEAL)
+            self.noted.append(entry)
+
+    def give_up(self, pages: Iterable[PageId]) -> None:
+        """Granted or written pages, never sealed, that nobody can write any more: free."""
+        for page in pages:
+            self.table.free(page, PageEvent.GIVE_BACK)
+
+    def retire(self, entries: Sequence[Entry]) -> None:
+        """Entries that have left the index: their pages are free."""
+        for entry in entries:
+            self.table.free(entry.page, PageEvent.RETIRE)
+
+    def lose(self, pages: Iterable[PageId]) -> None:
+        """Their holder is gone and may still write them: quarantine."""
+        for page in pages:
+            self.table.apply(page, PageEvent.HOLDER_LOST)
+
+    def recover(self, pages: Iterable[PageId]) -> None:
+        """The holder of lost pages is proven dead: free."""
+        for page in pages:
+            self.table.free(page, PageEvent.HOLDER_DEAD)
+
+    def evict(self) -> Entry | None:
+        """Free the page of the coldest leaf; its entry. None when everything is pinned."""
+        entry = self.index.evict()
+        if entry is not None:
+            self.retire([entry])
+        return entry

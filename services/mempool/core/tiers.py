@@ -1,0 +1,373 @@
+"""HBM and DRAM: which blocks move between the two, when, and what is dropped. No I/O: copies go out as actions.
+
+    fast (HBM) --- swap_out, or fewer than begin_free_ratio pages free --> slow (DRAM) --- full: LRU leaves --> dropped
+               <-- swap_in ---------------------------------------------
+
+A block on its way out stays in the fast index, pinned, until its copy is complete: it can be hit meanwhile, and
+then it stays in both. A block that was swapped in keeps its page in DRAM too, aged, as long as there is room:
+swapping it out again costs no copy. The two page sets never share a page, so a page has one state at every moment.
+Source: MemServe Table 1 (swap_out, swap_in) and 4.2; one CopyPages is one batched copy (PR 38460).
+"""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from services.mempool.core.entry import Entry
+from services.mempool.core.own_pages import OwnPages
+from shared.errors import InvariantBroken, Overloaded
+from shared.ids import Epoch, PageId, SpaceId
+
+
+@dataclass(frozen=True, slots=True)
+class TierLimits:
+    """When pages move by themselves, and how much may be on its way."""
+
+    begin_free_ratio: float = 0.05  # of the fast pages: with fewer free ones, blocks begin to leave
+    end_free_ratio: float = 0.10  # with as many free, or about to be, they stop
+    max_pages_per_copy: int = 64
+    max_pages_in_flight: int = 256
+    max_tickets: int = 256
+    retry_ms: int = 1_000  # after a failed copy nothing leaves by itself for so long
+    pause_ms: int = 50  # nor after nothing could leave
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.begin_free_ratio <= self.end_free_ratio < 1:
+            raise InvariantBroken(f"free ratios {self.begin_free_ratio} and {self.end_free_ratio}")
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPages:
+    """Copy page by page; answer with Tiers.on_copied(copy_id, ...), always. Sources are pinned until then.
+
+    Whoever copies reads a source's word before and after (rule 4) and reports a change as stale.
+    """
+
+    copy_id: int
+    source: SpaceId
+    source_pages: list[PageId]
+    source_epochs: list[Epoch]
+    target: SpaceId
+    target_pages: list[PageId]
+    target_epochs: list[Epoch]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyResult:
+    """How a copy ended (shared/transfer: Moved, TransferError)."""
+
+    stale: Collection[int] = ()  # positions whose source had changed: the target holds garbage
+    failed: bool = False  # nothing arrived
+    quarantined: Collection[PageId] = ()  # targets that may still be written: on_settled() names them later
+
+
+@dataclass(frozen=True, slots=True)
+class SwapDone:
+    """A ticket's end.
+
+    `entries`: of swap_out, what is in the slow space now and has left the fast one, in no order; of swap_in, for
+    every block that was asked its entry in the fast space, *pinned* (the receiver unpins it), or None.
+    """
+
+    ticket: int
+    entries: list[Entry | None]
+
+
+TierAction = CopyPages | SwapDone
+
+
+@dataclass(slots=True)
+class _Ticket:
+    number: int  # 0: the watermark's
+    way: Literal["out", "in"]
+    left: int = 0  # out: blocks still to pick
+    waiting: list[tuple[int, Entry]] = field(default_factory=list)  # in: (position, slow entry), last first
+    num_in_flight: int = 0
+    done: list[Entry | None] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Copy:
+    ticket: _Ticket
+    entries: list[Entry]  # of the source
+    positions: list[int]  # in: of the ticket's `done`
+    action: CopyPages
+
+
+class Tiers:
+    """Methods return the actions to perform, in order.
+
+    Args: fast, slow: pages of the same kind of block. `counters`: blocks out, in, freed without a copy, dropped.
+    """
+
+    def __init__(self, fast: OwnPages, slow: OwnPages, limits: TierLimits) -> None:
+        self.fast = fast
+        self.slow = slow
+        self.limits = limits
+        self.counters: Counter[str] = Counter()
+        self.quarantined: dict[SpaceId, set[PageId]] = {fast.space: set(), slow.space: set()}
+        self._copies: dict[int, _Copy] = {}
+        self._tickets: list[_Ticket] = []
+        self._auto = _Ticket(0, "out")
+        self._next_number = 1
+        self._num_in_flight = 0
+        self._num_leaving = 0  # fast pages that come free when their copies end
+        self._is_low = False
+        self._retry_at_ms = 0
+        self._actions: list[TierAction] = []
+
+    # -- calls --------------------------------------------------------------------------------------
+
+    def swap_out(self, num_blocks: int, now_ms: int) -> tuple[int, list[TierAction]]:
+        """Move the coldest unpinned blocks to DRAM: the ticket whose SwapDone ends it, perhaps among the actions.
+
+        Fewer move when fewer are unpinned, or when DRAM has no room that may be taken.
+        Raises: Overloaded when max_tickets are open.
+        """
+        ticket = self._new_ticket("out")
+        ticket.left = max(0, num_blocks)
+        return ticket.number, self.tick(now_ms)
+
+    def swap_in(self, entries: Sequence[Entry], now_ms: int) -> tuple[int, list[TierAction]]:
+        """Bring blocks of the slow space to HBM. Raises: Overloaded when max_tickets are open."""
+        ticket = self._new_ticket("in")
+        ticket.done = [None] * len(entries)
+        self.slow.index.pin(entries)
+        ticket.waiting = list(enumerate(entries))[::-1]
+        return ticket.number, self.tick(now_ms)
+
+    def make_room(self) -> bool:
+        """Free one fast page at once, for whoever cannot wait for a copy. False when every leaf is pinned."""
+        entry = self.fast.evict()
+        if entry is not None:
+            kept = entry.block_hash in self.slow.index
+            self.counters["blocks_freed" if kept else "blocks_evicted"] += 1
+        return entry is not None
+
+    def tick(self, now_ms: int) -> list[TierAction]:
+        """Begin what can begin. Call it after pages were granted, sealed or unpinned, and at next_deadline_ms()."""
+        for ticket in sorted(
+            self._tickets, key=lambda ticket: ticket.way, reverse=True
+        ):  # out makes room for in
+            if ticket.way == "in":
+                self._bring_in(ticket)
+            else:
+                self._send_out(ticket)
+            if not (ticket.left or ticket.waiting or ticket.num_in_flight):
+                self._tickets.remove(ticket)
+                self._actions.append(SwapDone(ticket.number, ticket.done))
+        self._keep_free(now_ms)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def next_deadline_ms(self, now_ms: int) -> int | None:
+        """When tick() may have something to do that no event announces."""
+        return self._retry_at_ms if self._is_low and self._retry_at_ms > now_ms else None
+
+    # -- answers ------------------------------------------------------------------------------------
+
+    def on_copied(self, copy_id: int, result: CopyResult, now_ms: int) -> list[TierAction]:
+        """A copy ended. Raises: InvariantBroken for one that is not under way."""
+        copy = self._copies.pop(copy_id, None)
+        if copy is None:
+            raise InvariantBroken(f"copy {copy_id} is not under way")
+        self._num_in_flight -= len(copy.entries)
+        copy.ticket.num_in_flight -= len(copy.entries)
+        source, target = (self.fast, self.slow) if copy.ticket.way == "out" else (self.slow, self.fast)
+        action = copy.action
+        stale = set(range(len(copy.entries)) if result.failed else result.stale)
+        for i, entry in enumerate(copy.entries):
+            if not source.is_current(entry.page, action.source_epochs[i]):
+                stale.add(i)
+        quarantined = {page for page in action.target_pages if page in set(result.quarantined)}
+        self.quarantined[target.space] |= quarantined
+        arrived: list[Entry | None] = [None] * len(copy.entries)
+        for i in reversed(range(len(copy.entries))):  # parents first: they make one run
+            page = action.target_pages[i]
+            if page in quarantined:
+                continue
+            entry = copy.entries[i]
+            if i in stale or entry.block_hash in target.index:
+                target.give_up([page])
+                arrived[i] = None if i in stale else target.index.get(entry.block_hash)
+            else:
+                new = Entry(entry.block_hash, entry.parent, page, entry.valid_tokens, entry.checksum)
+                target.index.insert(new)
+                target.seal([new])
+                arrived[i] = new
+        if None in arrived:
+            self.counters["copies_failed"] += 1
+            self._retry_at_ms = now_ms + self.limits.retry_ms
+        if copy.ticket.way == "out":
+            self._end_out(copy, arrived)
+        else:
+            self._end_in(copy, arrived)
+        return self.tick(now_ms)
+
+    def on_settled(self, space: SpaceId, pages: Collection[PageId], now_ms: int) -> list[TierAction]:
+        """Nothing can write these quarantined targets any more."""
+        settled = self.quarantined[space] & set(pages)
+        self.quarantined[space] -= settled
+        (self.fast if space == self.fast.space else self.slow).give_up(sorted(settled))
+        return self.tick(now_ms)
+
+    def _end_out(self, copy: _Copy, arrived: list[Entry | None]) -> None:
+        self._num_leaving -= len(copy.entries)
+        there = [entry for entry, new in zip(copy.entries, arrived, strict=True) if new is not None]
+        gone = self.fast.index.left(there)
+        self.fast.index.stayed([e for e, new in zip(copy.entries, arrived, strict=True) if new is None])
+        self.fast.retire(gone)
+        self.counters["blocks_out"] += len(gone)
+        names = {entry.block_hash for entry in gone}
+        copy.ticket.done += [new for new in arrived if new is not None and new.block_hash in names]
+
+    def _end_in(self, copy: _Copy, arrived: list[Entry | None]) -> None:
+        self.slow.index.unpin(copy.entries)
+        there = [new for new in arrived if new is not None]
+        self.fast.index.pin(there)
+        for position, new in zip(copy.positions, arrived, strict=True):
+            copy.ticket.done[position] = new
+        self.counters["blocks_in"] += len(there)
+        self.slow.index.age(
+            [entry for entry, new in zip(copy.entries, arrived, strict=True) if new is not None]
+        )
+
+    # -- out ----------------------------------------------------------------------------------------
+
+    def _keep_free(self, now_ms: int) -> None:
+        """The watermark, with hysteresis."""
+        free = self.fast.num_free + self._num_leaving
+        total = self.fast.num_pages
+        self._is_low = (
+            free < (self.limits.end_free_ratio if self._is_low else self.limits.begin_free_ratio) * total
+        )
+        if self._is_low and now_ms >= self._retry_at_ms:
+            self._send_some(int(self.limits.end_free_ratio * total) - free)
+            if self.fast.num_free + self._num_leaving == free:  # everything is pinned, or on its way back
+                self._retry_at_ms = now_ms + self.limits.pause_ms
+
+    def _send_some(self, count: int) -> None:
+        self._auto.left = count
+        self._send_out(self._auto)
+        self._auto.left = 0
+        self._auto.done = []
+
+    def _send_out(self, ticket: _Ticket) -> None:
+        while ticket.left > 0:
+            room = self.limits.max_pages_in_flight - self._num_in_flight
+            count = min(ticket.left, room, self.limits.max_pages_per_copy)
+            if count <= 0:
+                return
+            picked = self.fast.index.take_coldest(count)
+            if not picked:
+                ticket.left = 0
+                return
+            ticket.left -= len(picked)
+            known = [entry for entry in picked if entry.block_hash in self.slow.index]
+            unknown = [entry for entry in picked if entry.block_hash not in self.slow.index]
+            self._free_copied(ticket, known)
+            if unknown and not self._start_out(ticket, unknown):
+                ticket.left = 0
+                return
+
+    def _free_copied(self, ticket: _Ticket, known: list[Entry]) -> None:
+        """They have a page in DRAM already: no byte has to move."""
+        gone = self.fast.index.left(known)
+        self.fast.retire(gone)
+        self.counters["blocks_freed"] += len(gone)
+        for entry in gone:
+            ticket.done += self.slow.index.prefix([entry.block_hash])  # marks it as used
+
+    def _start_out(self, ticket: _Ticket, picked: list[Entry]) -> bool:
+        """False when DRAM could not take all of them."""
+        while self.slow.num_free < len(picked) and self._drop():
+            pass
+        pages, epochs = self.slow.take(len(picked))
+        going, staying = picked[: len(pages)], picked[len(pages) :]
+        self.fast.index.stayed(staying)
+        if going:
+            self._num_leaving += len(going)
+            self._start(ticket, going, [], self.fast, self.slow, pages, epochs)
+        return not staying
+
+    def _drop(self) -> bool:
+        entry = self.slow.evict()
+        if entry is not None:
+            kept = entry.block_hash in self.fast.index
+            self.counters["copies_dropped" if kept else "blocks_dropped"] += 1
+        return entry is not None
+
+    # -- in -----------------------------------------------------------------------------------------
+
+    def _bring_in(self, ticket: _Ticket) -> None:
+        while ticket.waiting:
+            here = self.fast.index.get(ticket.waiting[-1][1].block_hash)
+            if here is not None:
+                position, entry = ticket.waiting.pop()
+                self.slow.index.unpin([entry])
+                self.fast.index.pin([here])
+                self.fast.index.prefix([here.block_hash])
+                ticket.done[position] = here
+                continue
+            room = self.limits.max_pages_in_flight - self._num_in_flight
+            count = min(len(ticket.waiting), room, self.limits.max_pages_per_copy)
+            if count <= 0:
+                return
+            pages, epochs = self.fast.take(count)
+            if not pages:
+                if self._make_way(len(ticket.waiting)):
+                    continue
+                if not self._num_leaving:
+                    self.slow.index.unpin([entry for _, entry in ticket.waiting])
+                    ticket.waiting = []
+                return
+            chosen = [ticket.waiting.pop() for _ in pages]
+            entries = [entry for _, entry in chosen]
+            self._start(
+                ticket, entries, [position for position, _ in chosen], self.slow, self.fast, pages, epochs
+            )
+
+    def _make_way(self, count: int) -> bool:
+        """No fast page is free: send others out. Whether one is free now; otherwise some may be leaving."""
+        if not self._num_leaving:
+            self._send_some(count)
+        return self.fast.num_free > 0
+
+    # -- parts --------------------------------------------------------------------------------------
+
+    def _start(
+        self,
+        ticket: _Ticket,
+        entries: list[Entry],
+        positions: list[int],
+        source: OwnPages,
+        target: OwnPages,
+        pages: list[PageId],
+        epochs: list[Epoch],
+    ) -> None:
+        target.begin(pages)
+        action = CopyPages(
+            self._number(),
+            source.space,
+            [entry.page for entry in entries],
+            [Epoch(source.table.epochs[entry.page]) for entry in entries],
+            target.space,
+            pages,
+            epochs,
+        )
+        self._copies[action.copy_id] = _Copy(ticket, entries, positions, action)
+        ticket.num_in_flight += len(entries)
+        self._num_in_flight += len(entries)
+        self._actions.append(action)
+
+    def _new_ticket(self, way: Literal["out", "in"]) -> _Ticket:
+        if len(self._tickets) >= self.limits.max_tickets:
+            raise Overloaded(f"{self.limits.max_tickets} swaps are under way")
+        ticket = _Ticket(self._number(), way)
+        self._tickets.append(ticket)
+        return ticket
+
+    def _number(self) -> int:
+        self._next_number += 1
+        return self._next_number - 1
