@@ -161,7 +161,7 @@ async def with_pages(options: argparse.Namespace, engine: Any, client: Any) -> d
     status = await client.status()
     facts = {
         "block_tokens": engine.description.block_tokens,
-        "num_blocks": engine.num_kv_blocks,
+        "num_blocks": status.counters["pages_granted"] if status else 0,  # what the pool lets one engine have
         "page_bytes": status.page_bytes if status else 0,
         "used_bytes": used_bytes(),
     }

@@ -25,9 +25,8 @@ class MempoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     capacity_bytes: int = 1 << 30  # address space of all pages; memory is used only as pages are written
     device_capacity_bytes: int = 0  # of pages on GPUs, all ranks of an engine together; 0: what it found free
     granted_share: float = 0.5  # of the pages: at most so many granted to copying engines and not yet sealed
-    kept_share: float = (
-        0.95  # of the pages: at most so many for engines that work in the pages, cached ones too
-    )
+    # of the pages: at most so many for engines that work in the pages, cached ones too
+    kept_share: float = 0.99
     allowed_uids: list[int] = []  # users that may connect; empty: only the mempool's own
 
     max_leases: int = 65_536

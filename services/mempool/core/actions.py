@@ -14,9 +14,8 @@ class PoolLimits:
     capacity_bytes: int  # in host memory
     device_capacity_bytes: int = 0  # on GPUs, all ranks of an engine together; 0: what the engine found free
     granted_share: float = 0.5  # of all pages: how many may be granted to engines and not yet sealed
-    kept_share: float = (
-        0.95  # of all pages: how many engines that work in the pages may have, sealed ones too
-    )
+    # of the pages: at most so many for engines that work in the pages, cached ones too
+    kept_share: float = 0.99
     max_leases: int = 65_536
     max_handoffs: int = 65_536
     max_waiting: int = 4_096  # Acquire calls that wait for a handoff

@@ -112,6 +112,8 @@ class Attachments:
 
     def _attach_rank(self, connection: int, process: int, message: wire.Attach) -> list[Action]:
         created, memory = self._memory_for(connection, message)
+        if memory is not None and (reason := space.other_device(memory, message)):
+            return self._refuse(connection, "device.mismatch", reason)
         if memory is not None:
             memory.engines.attach_rank(connection, process, message.instance, message.rank)
             created += space.slabs_of(memory, connection, message)

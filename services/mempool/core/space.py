@@ -1,7 +1,7 @@
 """The memory that a pool plans once an engine has told its block size. No I/O."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 from services.mempool.core.actions import Action, CreateSlabs, PoolLimits, SendSlabs
@@ -26,6 +26,7 @@ class Memory:
     table: PageTable
     engines: Engines
     pages_per_slab: int = 0  # 0: in host memory
+    devices: dict[int, str] = field(default_factory=dict)  # of each rank that has attached, on GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +108,21 @@ def _memory(
     )
 
 
+def other_device(memory: Memory, message: Attach) -> str:
+    """Why this rank cannot work in the pool's pages; "" when it can: another GPU's would be read over the link."""
+    if (message.device == "cpu") != (memory.pages_per_slab == 0):
+        return f"this pool's pages are {'on GPUs' if memory.pages_per_slab else 'in host memory'}"
+    there = memory.devices.get(message.rank, message.device)
+    return "" if there == message.device else f"this pool's pages of rank {message.rank} are on {there}"
+
+
 def slabs_of(memory: Memory, connection: int, message: Attach) -> list[Action]:
-    """What a rank that attaches needs on its GPU. Raises: PeerProtocolError for a GPU pool and a rank without GPU."""
+    """What a rank that attaches needs on its GPU."""
     if not memory.pages_per_slab:
         return []
-    if not message.device.startswith("cuda:"):
-        raise PeerProtocolError(f"this pool's pages are on GPUs, the rank's device is {message.device!r}")
     slab_bytes = memory.pages_per_slab * memory.page_bytes
     num_slabs = memory.table.num_pages // memory.pages_per_slab
+    memory.devices[message.rank] = message.device
     return [CreateSlabs(connection, message.rank, message.device, num_slabs, slab_bytes)]
 
 
