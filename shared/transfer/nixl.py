@@ -8,6 +8,7 @@ The source decides what it serves (`may_serve`: the mempool's leases). One-sided
 has our metadata can read or write all registered pages until remove_peer, so links are made inside one cluster only.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -149,14 +150,20 @@ class NixlTransport(BaseTransport):
         quarantine: Quarantine | None = None,
         mode: Mode = "auto",
         may_send: MaySend = lambda region, pages: True,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
-        """Raises: PathUnavailable without NIXL."""
+        """`prepare` runs first on the thread: UCX wants a CUDA context there for GPU memory.
+
+        Raises: PathUnavailable without NIXL.
+        """
         self._agent: NixlAgent | None = None
         super().__init__(instance, quarantine=quarantine, progress=self._progress)
         self._mode: Mode = mode
         self._may_send = may_send
         self._handles: list[Any] = []
         try:
+            if prepare is not None:
+                self._thread.call(prepare).result()
             self._agent = self._thread.call(lambda: NixlAgent(instance)).result()
         except PathUnavailable:
             self._thread.close()
