@@ -8,9 +8,9 @@ sealed or not, counts against its share; the pool fills a share up by itself whe
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -24,10 +24,12 @@ from shared.transport.unix_socket import close_fds
 from shared.wire import mempool as wire
 
 ATTACH_TIMEOUT_MS = 10_000
+PAGES_PER_MESSAGE = 8_192
 SEND_TIMEOUT_MS = 1_000  # the socket holds hundreds of messages: a pool that reads none of them is lost
 
 logger = logging.getLogger(__name__)
 Owned = tuple[PageId, Epoch]
+T = TypeVar("T")
 _NO_EPOCH = Epoch(0)
 
 
@@ -166,18 +168,17 @@ class PageQuota:
 
     def seal(self, entries: Sequence[SealedPage]) -> None:
         """The step that wrote them is over on every rank; they stay pinned by this engine."""
-        if not entries:
-            return
         self.counters["pages_sealed"] += len(entries)
-        self._send(
-            wire.Sealed(
-                pages=u32_bytes(e.page for e in entries),
-                epochs=u64_bytes(e.epoch for e in entries),
-                hashes=b"".join(e.block_hash for e in entries),
-                parents=b"".join(e.parent for e in entries),
-                valid_tokens=u32_bytes(e.valid_tokens for e in entries),
+        for part in _parts(entries):
+            self._send(
+                wire.Sealed(
+                    pages=u32_bytes(e.page for e in part),
+                    epochs=u64_bytes(e.epoch for e in part),
+                    hashes=b"".join(e.block_hash for e in part),
+                    parents=b"".join(e.parent for e in part),
+                    valid_tokens=u32_bytes(e.valid_tokens for e in part),
+                )
             )
-        )
 
     def unpin(self, pages: Sequence[Owned]) -> None:
         """Sealed pages that no step, begun or to come, uses any more."""
@@ -228,8 +229,8 @@ class PageQuota:
     def _send_pages(
         self, kind: type[wire.Writing] | type[wire.Unpin] | type[wire.GiveBack], pages: Sequence[Owned]
     ) -> None:
-        if pages:
-            self._send(kind(pages=u32_bytes(p for p, _ in pages), epochs=u64_bytes(e for _, e in pages)))
+        for part in _parts(pages):
+            self._send(kind(pages=u32_bytes(p for p, _ in part), epochs=u64_bytes(e for _, e in part)))
 
     def _send(self, message: wire.ToMempool) -> None:
         if self.lost or self.closed:
@@ -239,3 +240,9 @@ class PageQuota:
         except ClusterError as error:
             logger.warning("mempool %s: %s not sent: %s", self._path, type(message).__name__, error)
             self.lost = True
+
+
+def _parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """No message names more pages than a pool takes at once."""
+    for first in range(0, len(items), PAGES_PER_MESSAGE):
+        yield items[first : first + PAGES_PER_MESSAGE]

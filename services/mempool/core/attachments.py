@@ -163,7 +163,7 @@ class Attachments:
             return
         if self.inheritance is None:
             raise NotInherited("this pool has not lost you: what you hold is another's by now")
-        self.inheritance.claim(engine, message.holding, memory.block_tokens, self.limits.max_blocks_per_call)
+        self.inheritance.claim(engine, message.holding, memory.block_tokens, memory.table.num_pages)
         engine.demand = max(0, engine.quota - engine.num_pages)
 
     def _memory_for(self, connection: int, message: wire.Attach) -> tuple[list[Action], Memory | None]:
