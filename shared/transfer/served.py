@@ -108,6 +108,11 @@ class AskedAttempt:
         except PeerError as error:
             raise PeerLost(f"the control channel is gone: {error}") from error
 
+    @property
+    def number(self) -> int:
+        """Which of the link's questions this is."""
+        return self._ask.transfer
+
     def poll(self) -> bool:
         """See link.Attempt."""
         if self.answer is None:
