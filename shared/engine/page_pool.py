@@ -287,6 +287,15 @@ class PageBlockPool(BlockPool):
             self.sealing.append((step, self.seals))
             self.seals = StepSeals()
 
+    def step_over(self, step: int) -> None:
+        """A step's output was taken in. With asynchronous scheduling that is also when a block turns out to be full:
+        all of its tokens were input of steps that are over.
+        """
+        if self.seals.blocks:
+            self.sealing.appendleft((step, self.seals))
+            self.seals = StepSeals()
+        self.steps_done(step)
+
     def steps_done(self, step: int) -> None:
         """This step and those before it are over on every rank: seal what they completed.
 

@@ -311,7 +311,7 @@ class PageSchedulerMixin:
     def _update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         done = self.processed_step_seq
-        self.pages.steps_done(done)
+        self.pages.step_over(done)
         while self._ready and self._ready[0][0] <= done:
             _, handoff_id, hashes = self._ready.popleft()
             self.quota.handoff_ready(handoff_id, hashes, self._handoff_ttl_ms)
