@@ -7,10 +7,14 @@
     │  ├─ BodyTooLarge     413
     │  ├─ Unauthorized     401  invalid_api_key
     │  ├─ ModelNotFound    404  model_not_found
+    │  ├─ NotHeld          409  a page address that the caller holds no page or pin of
     │  └─ Overloaded       503  shed, with Retry-After
     ├─ PeerError           another process
     │  ├─ PeerTimeout      504
     │  ├─ PeerGone         503
+    │  ├─ InstanceUnknown  503  no mempool that is reached from here serves it
+    │  ├─ NoReceiver       503  nobody of the target instance would take what is delivered
+    │  ├─ CopyFailed       503  pages did not arrive
     │  └─ PeerProtocolError 502
     ├─ ResourceError
     │  ├─ OutOfPages       503
@@ -75,6 +79,13 @@ class ModelNotFound(RequestError):
     http_status = 404
 
 
+class NotHeld(RequestError):
+    """A page address that its caller neither allocated nor pinned."""
+
+    code = "address.not_held"
+    http_status = 409
+
+
 class Overloaded(RequestError):
     """Shed: no instance can take the request now."""
 
@@ -102,6 +113,24 @@ class PeerGone(PeerError):
     """The connection to the process ended."""
 
     code = "peer.gone"
+
+
+class InstanceUnknown(PeerError):
+    """No mempool that is reached from here serves the named instance."""
+
+    code = "instance.unknown"
+
+
+class NoReceiver(PeerError):
+    """Nobody of the target instance is connected that would take the pages or the private data."""
+
+    code = "receiver.none"
+
+
+class CopyFailed(PeerError):
+    """Pages did not arrive; nothing was inserted."""
+
+    code = "copy.failed"
 
 
 class PeerProtocolError(PeerError):

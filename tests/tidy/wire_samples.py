@@ -56,6 +56,7 @@ from shared.wire.requests import (
     TokenLogprob,
     Tokens,
 )
+from tests.tidy.wire_samples_mempool_api import MEMPOOL_API_SAMPLES
 
 R, P, D = RequestId("chatcmpl-1"), InstanceId("prefill-0"), InstanceId("decode-0")
 H = HandoffId("h-1")
@@ -223,6 +224,8 @@ SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
         (),
     ),
 }
+
+SAMPLES |= MEMPOOL_API_SAMPLES
 
 
 def main() -> None:

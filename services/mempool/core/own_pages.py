@@ -48,9 +48,9 @@ class OwnPages:
         """Whether the page is still the one that an address of this epoch means."""
         return page < self.table.num_pages and self.table.epochs[page] == epoch
 
-    def is_granted(self, page: PageId) -> bool:
-        """Whether somebody holds the page and it is not sealed."""
-        return self.table.states[page] in (PageState.GRANTED, PageState.WRITING)
+    def epochs_of(self, pages: Iterable[PageId]) -> list[Epoch]:
+        """Now."""
+        return [Epoch(self.table.epochs[page]) for page in pages]
 
     def begin(self, pages: Iterable[PageId]) -> None:
         """A copy writes these granted pages from now on."""

@@ -1,0 +1,183 @@
+"""What the nine calls act on: homes of instances, what each connection holds, actions and bounds. No I/O."""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Protocol
+
+from services.mempool.core.entry import Entry
+from services.mempool.core.locations import Locations
+from services.mempool.core.radix import Index
+from services.mempool.core.tiers import TierAction, Tiers
+from shared.errors import InvalidRequest, NotHeld, StaleEpoch
+from shared.ids import Epoch, InstanceId, PageId, SpaceId
+from shared.wire import mempool_api as wire
+from shared.wire.mempool_api import Medium, PageAddress
+
+
+@dataclass(frozen=True, slots=True)
+class ApiLimits:
+    """Bounds of everything that a caller could make grow."""
+
+    max_blocks_per_call: int = 65_536
+    max_calls_open: int = 1_024  # of one connection
+    max_moves: int = 1_024
+    max_held_ratio: float = 0.5  # of a space's pages: how many one connection may hold that are not sealed
+    max_timeout_ms: int = 60_000
+
+
+class Allocator(Protocol):
+    """Pages of one space (OwnPages; an array in tests). All lists are of pages in range."""
+
+    space: SpaceId
+    index: Index
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def num_free(self) -> int: ...
+
+    def take(self, count: int) -> tuple[list[PageId], list[Epoch]]: ...
+
+    def is_current(self, page: PageId, epoch: int) -> bool: ...
+
+    def epochs_of(self, pages: Iterable[PageId]) -> list[Epoch]: ...
+
+    def begin(self, pages: Iterable[PageId]) -> None: ...
+
+    def seal(self, entries: Iterable[Entry]) -> None: ...
+
+    def give_up(self, pages: Iterable[PageId]) -> None: ...
+
+    def retire(self, entries: Sequence[Entry]) -> None: ...
+
+    def lose(self, pages: Iterable[PageId]) -> None: ...
+
+    def recover(self, pages: Iterable[PageId]) -> None: ...
+
+    def evict(self) -> Entry | None: ...
+
+
+@dataclass(slots=True)
+class Home:
+    """Where the pages of one instance are. `places` asks hbm first, then dram. `tiers` moves between the two."""
+
+    instance: InstanceId
+    places: Locations
+    hbm: Allocator | None = None
+    dram: Allocator | None = None
+    tiers: Tiers | None = None
+    block_tokens: int = 16
+
+    @property
+    def key(self) -> int:
+        """Stands for the instance in addresses."""
+        return wire.instance_key(self.instance)
+
+    def spaces(self) -> Iterator[tuple[Medium, Allocator]]:
+        """Its media, the fastest first."""
+        if self.hbm is not None:
+            yield Medium.HBM, self.hbm
+        if self.dram is not None:
+            yield Medium.DRAM, self.dram
+
+    def space(self, number: SpaceId) -> tuple[Medium, Allocator]:
+        """Raises: InvalidRequest for a space that is not of this instance."""
+        for medium, allocator in self.spaces():
+            if allocator.space == number:
+                return medium, allocator
+        raise InvalidRequest(f"space {number} is not of {self.instance}")
+
+    def pack(
+        self, medium: Medium, allocator: Allocator, pages: Sequence[PageId], epochs: Sequence[Epoch]
+    ) -> bytes:
+        """Addresses of pages of one of its spaces."""
+        return wire.pack_addresses(self.key, medium, allocator.space, pages, epochs)
+
+
+Page = tuple[SpaceId, PageId]
+
+
+@dataclass(slots=True)
+class Holder:
+    """One connection and what it holds. `process`: it maps the pages, and may write its own until proven dead."""
+
+    connection: int
+    instance: InstanceId
+    process: int | None = None
+    receives: bool = False
+    is_mempool: bool = False
+    owned: dict[SpaceId, dict[PageId, Epoch]] = field(default_factory=dict)
+    pins: dict[Page, list[Entry]] = field(default_factory=dict)  # one item a pin
+    remote: dict[InstanceId, set[bytes]] = field(default_factory=dict)  # single addresses at other mempools
+    num_open: int = 0
+
+    def owns(self, address: PageAddress) -> bool:
+        """Whether it allocated this page and the address is current."""
+        return self.owned.get(address.space, {}).get(address.page) == address.epoch
+
+    def add(self, space: SpaceId, pages: Sequence[PageId], epochs: Sequence[Epoch]) -> None:
+        """Pages that are its own from now on."""
+        self.owned.setdefault(space, {}).update(zip(pages, epochs, strict=True))
+
+    def pinned(self, address: PageAddress) -> Entry | None:
+        """The entry that it has pinned at this address."""
+        entries = self.pins.get((address.space, address.page))
+        return entries[-1] if entries else None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """To one connection."""
+
+    connection: int
+    message: wire.FromMempoolApi
+
+
+@dataclass(frozen=True, slots=True)
+class CallPeer:
+    """To the mempool that serves `instance`; its answer goes to Api.on_peer_reply."""
+
+    instance: InstanceId
+    message: wire.ToMempoolApi
+
+
+@dataclass(frozen=True, slots=True)
+class MovePages:
+    """Copy page by page into the targets, which are of this mempool; answer with Api.on_moved(move_id, ...), always.
+
+    `source`: an instance of this mempool or of a peer. Sources are pinned where they are. The mover checks their
+    epochs after the last byte and ends by timeout_ms.
+    """
+
+    move_id: int
+    source: InstanceId
+    sources: bytes
+    target: InstanceId
+    targets: bytes
+    timeout_ms: int
+
+
+ApiAction = Reply | CallPeer | MovePages | TierAction
+
+
+def stretches(addresses: Sequence[PageAddress]) -> Iterator[tuple[SpaceId, list[PageAddress]]]:
+    """Consecutive addresses of one space."""
+    for space, group in groupby(addresses, key=lambda address: address.space):
+        yield space, list(group)
+
+
+def held(holders: Collection[Holder], home: Home, addresses: Sequence[PageAddress]) -> None:
+    """Check that every address is current, and held by one of these connections.
+
+    Raises: StaleEpoch, NotHeld, InvalidRequest; nothing has changed.
+    """
+    if len(set(addresses)) != len(addresses):
+        raise InvalidRequest("an address is named twice")
+    for address in addresses:
+        _, allocator = home.space(address.space)
+        if not allocator.is_current(address.page, address.epoch):
+            raise StaleEpoch(f"page {address.page} of space {address.space} was reused since")
+        if not any(holder.owns(address) or holder.pinned(address) for holder in holders):
+            raise NotHeld(f"page {address.page} of space {address.space} is not held by the caller")

@@ -1,0 +1,311 @@
+"""MemServe's memory pool as a library (Table 1), on asyncio: nine calls to this host's mempool, remote ids included.
+
+    api = MemPoolApi(socket, InstanceId("prefill-0"), seed=chain_seed(...), block_tokens=16)
+    await api.connect()
+    pages = await api.alloc_mem(8, "hbm", InstanceId("prefill-0"))
+    placed = await api.insert(tokens, pages)
+
+What alloc_mem returns is the caller's until insert() names it, free_mem() gives it back, or the connection ends.
+Calls may overlap; each ends by its timeout. Unlike MempoolClient, which only helps, every failure is an error.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from shared.errors import (
+    ClusterError,
+    CopyFailed,
+    InstanceUnknown,
+    InvalidRequest,
+    NoReceiver,
+    NotHeld,
+    OutOfPages,
+    Overloaded,
+    PeerError,
+    PeerGone,
+    PeerTimeout,
+    StaleEpoch,
+)
+from shared.ids import BlockHash, InstanceId
+from shared.kv.block_hash import pack_tokens
+from shared.mempool.api_hashes import HashMemory
+from shared.transport.unix_channel import UnixLink
+from shared.transport.unix_socket import close_fds
+from shared.wire import mempool_api as wire
+from shared.wire.mempool_api import InsertFlags, MatchFlags, PageAddress, TransferFlags
+
+CALL_TIMEOUT_MS = 5_000
+SWAP_TIMEOUT_MS = 30_000
+TRANSFER_TIMEOUT_MS = 10_000
+ANSWER_MARGIN_MS = 1_000  # the mempool ends a transfer by its timeout; its answer may take so much longer
+MAX_OPEN = 1_024
+
+_ERRORS: dict[str, type[ClusterError]] = {
+    error.code: error
+    for error in (
+        InvalidRequest, NotHeld, OutOfPages, StaleEpoch, Overloaded, InstanceUnknown, NoReceiver, CopyFailed,
+        PeerGone, PeerTimeout,
+    )
+}  # fmt: skip
+R = TypeVar("R", wire.Addresses, wire.Counted)
+
+
+class MemPoolApi:
+    """connect() once on a running loop, close() once. After a loss every call raises PeerGone.
+
+    Args:
+        seed: first link of the hash chain (model fingerprint and tenant salt).
+        block_tokens: tokens in a page.
+        on_delivered: gets what is transferred to `instance`; it must not raise or wait. Pages that were not
+            inserted are this connection's from then on.
+    """
+
+    def __init__(
+        self,
+        socket: str | Path,
+        instance: InstanceId,
+        *,
+        seed: BlockHash,
+        block_tokens: int,
+        on_delivered: Callable[[wire.Delivered], None] | None = None,
+    ) -> None:
+        self.instance = instance
+        self.seed = seed
+        self.block_tokens = block_tokens
+        self._memory = HashMemory(block_tokens)
+        self._on_delivered = on_delivered
+        self._link: UnixLink[wire.ToMempoolApi, wire.FromMempoolApi] = UnixLink(
+            Path(socket),
+            out=wire.TO_MEMPOOL_API,
+            into=wire.FROM_MEMPOOL_API,
+            on_message=self._on_message,
+            on_down=self._on_down,
+        )
+        self._pending: dict[int, asyncio.Future[wire.ApiReply]] = {}
+        self._abandoned: OrderedDict[int, None] = OrderedDict()
+        self._call_id = 0
+
+    async def connect(self) -> None:
+        """Raises: PeerGone when no mempool serves the socket."""
+        await self._link.connect()
+        self._link.send(wire.ApiHello(instance=self.instance, receives=self._on_delivered is not None))
+
+    def close(self) -> None:
+        """The mempool frees what this connection holds. Harmless when closed already."""
+        self._link.close()
+
+    # -- memory -------------------------------------------------------------------------------------
+
+    async def alloc_mem(
+        self, size: int, mem_type: wire.MemType = "hbm", instance: InstanceId | None = None
+    ) -> list[PageAddress]:
+        """`size` pages (one block each) of an instance, by default this one: all of them, or OutOfPages."""
+        call = wire.AllocMem(
+            call_id=self._next(), num_blocks=size, mem_type=mem_type, instance=instance or self.instance
+        )
+        return wire.unpack_addresses((await self._call(call, wire.Addresses)).addresses)
+
+    async def free_mem(self, addresses: Sequence[PageAddress]) -> int:
+        """Give back pages and pins; how many of them were still held. A page that a copy reads goes after it."""
+        call = wire.FreeMem(call_id=self._next(), addresses=_raw(addresses))
+        return (await self._call(call, wire.Counted)).count
+
+    # -- index --------------------------------------------------------------------------------------
+
+    async def insert(
+        self,
+        tokens: Sequence[int],
+        addresses: Sequence[PageAddress],
+        flags: InsertFlags = InsertFlags.NONE,
+        *,
+        first_block: int = 0,
+    ) -> list[PageAddress]:
+        """Active KV becomes historical: name the pages that hold the prompt's blocks, from `first_block` on.
+
+        Args: addresses: one a block, allocated by this connection and written; with one more than there are
+            full blocks, the last is the partial tail.
+        Returns: where each block is: the page given, or one that was there before (then the given one is free).
+        Raises: NotHeld, StaleEpoch, InvalidRequest; nothing has changed.
+        """
+        hashes, parent, last_tokens = self._path(tokens, first_block, len(addresses))
+        call = wire.InsertBlocks(
+            call_id=self._next(),
+            parent=parent,
+            hashes=b"".join(hashes),
+            addresses=_raw(addresses),
+            last_tokens=last_tokens,
+            flags=flags,
+        )
+        return wire.unpack_addresses((await self._call(call, wire.Addresses)).addresses)
+
+    async def match(
+        self, tokens: Sequence[int], flags: MatchFlags = MatchFlags.NONE, instance: InstanceId | None = None
+    ) -> list[PageAddress]:
+        """Pages of the longest cached prefix, in HBM where there is a choice. A hint, unless pinned by the flag."""
+        hashes = self._memory.with_tail(self.seed, pack_tokens(tokens))
+        call = wire.MatchBlocks(
+            call_id=self._next(), hashes=b"".join(hashes), instance=instance or self.instance, flags=flags
+        )
+        return wire.unpack_addresses((await self._call(call, wire.Addresses)).addresses)
+
+    async def delete(self, tokens: Sequence[int], instance: InstanceId | None = None) -> int:
+        """Forget the prompt's blocks that nobody has pinned; how many pages are free now."""
+        hashes = self._memory.with_tail(self.seed, pack_tokens(tokens))
+        call = wire.DeleteBlocks(
+            call_id=self._next(), hashes=b"".join(hashes), instance=instance or self.instance
+        )
+        return (await self._call(call, wire.Counted)).count
+
+    async def swap_out(self, num_blocks: int, instance: InstanceId | None = None) -> list[PageAddress]:
+        """Move the coldest blocks from HBM to DRAM; where they are now. Fewer, when fewer could go."""
+        call = wire.SwapOut(call_id=self._next(), num_blocks=num_blocks, instance=instance or self.instance)
+        reply = await self._call(call, wire.Addresses, SWAP_TIMEOUT_MS)
+        return wire.unpack_addresses(reply.addresses)
+
+    async def swap_in(self, addresses: Sequence[PageAddress]) -> list[PageAddress]:
+        """Bring blocks in DRAM, pinned by match(), to HBM: an address for each, its own if it could not come.
+
+        The pins pass to the pages in HBM.
+        """
+        call = wire.SwapIn(call_id=self._next(), addresses=_raw(addresses))
+        reply = await self._call(call, wire.Addresses, SWAP_TIMEOUT_MS)
+        return wire.unpack_addresses(reply.addresses)
+
+    # -- transfers ----------------------------------------------------------------------------------
+
+    async def transfer(
+        self,
+        instance: InstanceId,
+        sources: Sequence[PageAddress],
+        targets: Sequence[PageAddress] = (),
+        flags: TransferFlags = TransferFlags.NONE,
+        private: bytes = b"",
+        *,
+        timeout_ms: int = TRANSFER_TIMEOUT_MS,
+    ) -> list[PageAddress]:
+        """Copy pages to an instance; their addresses there, after the last byte.
+
+        Args:
+            sources: of this host, held by this connection.
+            targets: pages allocated at the instance; without them it allocates, as `flags` say, and they belong
+                to its receiver, who gets them with `private`.
+        Raises: StaleEpoch, CopyFailed, NoReceiver, OutOfPages and others; then nothing arrived.
+        """
+        call = wire.Transfer(
+            call_id=self._next(),
+            target=instance,
+            sources=_raw(sources),
+            targets=_raw(targets),
+            flags=flags,
+            private=private,
+            timeout_ms=timeout_ms,
+        )
+        reply = await self._call(call, wire.Addresses, timeout_ms + ANSWER_MARGIN_MS)
+        return wire.unpack_addresses(reply.addresses)
+
+    async def transfer_with_insert(
+        self,
+        instance: InstanceId,
+        tokens: Sequence[int],
+        sources: Sequence[PageAddress],
+        targets: Sequence[PageAddress] = (),
+        flags: TransferFlags = TransferFlags.NONE,
+        private: bytes = b"",
+        *,
+        first_block: int = 0,
+        timeout_ms: int = TRANSFER_TIMEOUT_MS,
+    ) -> list[PageAddress]:
+        """As transfer(), and the instance indexes the blocks after the last byte; only what it lacks moves.
+
+        Given targets of blocks that it has already stay with who allocated them.
+        """
+        hashes, parent, last_tokens = self._path(tokens, first_block, len(sources))
+        call = wire.Transfer(
+            call_id=self._next(),
+            target=instance,
+            sources=_raw(sources),
+            targets=_raw(targets),
+            flags=flags,
+            private=private,
+            insert=True,
+            parent=parent,
+            hashes=b"".join(hashes),
+            last_tokens=last_tokens,
+            timeout_ms=timeout_ms,
+        )
+        reply = await self._call(call, wire.Addresses, timeout_ms + ANSWER_MARGIN_MS)
+        return wire.unpack_addresses(reply.addresses)
+
+    # -- parts --------------------------------------------------------------------------------------
+
+    def _path(self, tokens: Sequence[int], first: int, count: int) -> tuple[list[BlockHash], BlockHash, int]:
+        """Hashes of blocks first to first + count, the hash before them, and the tokens of a partial last one."""
+        raw = pack_tokens(tokens)
+        end, num_full = first + count, len(tokens) // self.block_tokens
+        num_rest = len(tokens) % self.block_tokens
+        if count <= 0 or first < 0 or end > num_full + (num_rest > 0):
+            raise InvalidRequest(f"blocks {first} to {end} of {len(tokens)} tokens")
+        hashes = self._memory.with_tail(self.seed, raw)[:end]
+        parent = hashes[first - 1] if first else self.seed
+        return hashes[first:], parent, num_rest if end > num_full else 0
+
+    def _next(self) -> int:
+        self._call_id += 1
+        return self._call_id
+
+    async def _call(self, call: wire.ApiCall, kind: type[R], timeout_ms: int = CALL_TIMEOUT_MS) -> R:
+        if len(self._pending) >= MAX_OPEN:
+            raise Overloaded(f"{MAX_OPEN} calls are open")
+        future: asyncio.Future[wire.ApiReply] = asyncio.get_running_loop().create_future()
+        self._pending[call.call_id] = future
+        try:
+            self._link.send(call)
+            async with asyncio.timeout(timeout_ms / 1000):
+                reply = await future
+        except TimeoutError:
+            self._abandon(call)
+            raise PeerTimeout(f"{type(call).__name__}: no answer within {timeout_ms} ms") from None
+        except asyncio.CancelledError:
+            self._abandon(call)
+            raise
+        finally:
+            self._pending.pop(call.call_id, None)
+        if isinstance(reply, wire.ApiFailed):
+            raise _ERRORS.get(reply.code, PeerError)(reply.reason)
+        if not isinstance(reply, kind):
+            raise PeerError(f"{type(call).__name__} was answered by {type(reply).__name__}")
+        return reply
+
+    def _abandon(self, call: wire.ApiCall) -> None:
+        """Nobody waits for the answer any more: what it would give to the caller goes back when it comes."""
+        pins = isinstance(call, wire.InsertBlocks | wire.MatchBlocks) and bool(call.flags)
+        if pins or isinstance(call, wire.AllocMem | wire.SwapIn):
+            self._abandoned[call.call_id] = None
+            if len(self._abandoned) > MAX_OPEN:
+                self._abandoned.popitem(last=False)
+
+    def _on_message(self, _seq: int, message: wire.FromMempoolApi, _raw: list[bytes], fds: list[int]) -> None:
+        close_fds(fds)
+        if isinstance(message, wire.Delivered):
+            if self._on_delivered is not None:
+                self._on_delivered(message)
+            return
+        future = self._pending.get(message.call_id)
+        if future is not None and not future.done():
+            future.set_result(message)
+        elif message.call_id in self._abandoned:
+            del self._abandoned[message.call_id]
+            if isinstance(message, wire.Addresses) and message.addresses:
+                self._link.send(wire.FreeMem(call_id=self._next(), addresses=message.addresses))
+
+    def _on_down(self, error: Exception | None) -> None:
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(PeerGone(f"the mempool's connection ended: {error or 'closed'}"))
+
+
+def _raw(addresses: Sequence[PageAddress]) -> bytes:
+    return b"".join([address.to_bytes() for address in addresses])
