@@ -34,6 +34,7 @@ def ucx_environment(settings: TransferSettings) -> dict[str, str]:
         "UCX_TCP_KEEPIDLE": "1s",
         "UCX_TCP_KEEPINTVL": "1s",
         "UCX_TCP_KEEPCNT": "3",
+        "UCX_WARN_UNUSED_ENV_VARS": "n",
         "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
         "UCX_NET_DEVICES": settings.ucx_net_devices or "lo",
         "NIXL_LOG_LEVEL": "WARN",

@@ -1,0 +1,111 @@
+"""Two network namespaces joined by a veth pair: pages over UCX/TCP with loss, delay, partition and death. Root only."""
+
+import importlib.util
+import signal
+import threading
+import time
+
+import pytest
+
+from loadtest.two_hosts import Ends, TwoHosts, why_not
+
+PAGE_BYTES = 256 << 10
+NUM_PAGES = 32
+SOURCE, TARGET = [1, 5, 6, 9, 30], [20, 3, 4, 0, 31]
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    if importlib.util.find_spec("nixl_cu13") is None:
+        pytest.skip("nixl-cu13 is not installed")
+    if reason := why_not():
+        pytest.skip(reason)
+    with TwoHosts() as both:
+        yield both
+
+
+@pytest.fixture
+def ends(hosts):
+    hosts.heal()
+    pair = Ends(hosts, page_bytes=PAGE_BYTES, num_pages=NUM_PAGES)
+    assert pair.order("pull", source=SOURCE, target=TARGET)["right"]
+    yield pair
+    pair.close()
+    hosts.heal()
+
+
+def until_settled(ends, seconds):
+    deadline = time.monotonic() + seconds
+    while (state := ends.order("state"))["quarantined"]:
+        assert time.monotonic() < deadline, f"still {state}"
+        time.sleep(0.05)
+    return state
+
+
+def test_delay_and_loss_cost_time_and_no_byte(hosts, ends):
+    if not hosts.shape("delay", "2ms", "1ms", "loss", "1%"):
+        pytest.skip("this kernel has no netem")
+    for _ in range(3):
+        answer = ends.order("pull", source=SOURCE, target=TARGET)
+        assert answer["right"], answer
+
+
+def test_a_flapping_network_costs_time_and_no_byte(hosts, ends):
+    """Bursts of loss, a quarter of the time; TCP repeats, the transfer ends well or says that it did not."""
+    stop = threading.Event()
+
+    def flap():
+        while not stop.is_set():
+            hosts.partition()
+            time.sleep(0.03)
+            hosts.heal()
+            stop.wait(0.1)
+
+    flapping = threading.Thread(target=flap)
+    flapping.start()
+    try:
+        answers = [ends.order("pull", source=SOURCE, target=TARGET, timeout_ms=8000) for _ in range(10)]
+    finally:
+        stop.set()
+        flapping.join()
+    assert all(answer.get("right") for answer in answers), answers
+
+
+def test_a_short_partition_quarantines_the_pages_until_it_heals(hosts, ends):
+    hosts.partition()
+    answer = ends.order("pull", source=SOURCE, target=TARGET, timeout_ms=500)
+    assert answer["error"] == "transfer.timeout"
+    assert answer["quarantined"] == sorted(TARGET)
+    assert 0.4 < answer["seconds"] < 1.5
+    assert ends.order("state")["quarantined"] == sorted(TARGET)
+    hosts.heal()
+    assert until_settled(ends, 10)["settled"] == sorted(TARGET)
+    assert ends.order("pull", source=SOURCE, target=TARGET)["right"]
+
+
+def test_a_long_partition_is_noticed_by_the_source_and_the_pages_come_back(hosts, ends):
+    hosts.partition()
+    begun = time.monotonic()
+    answer = ends.order("pull", source=SOURCE, target=TARGET, timeout_ms=1000)
+    assert answer["error"] == "transfer.timeout"
+    assert until_settled(ends, 10)["settled"] == sorted(TARGET)
+    assert time.monotonic() - begun > 1  # not before the source's connection had broken
+
+
+def test_a_killed_source_is_noticed_and_its_pages_come_back(hosts, ends):
+    ends.kill_server(signal.SIGKILL)
+    begun = time.monotonic()
+    answer = ends.order("pull", source=SOURCE, target=TARGET, timeout_ms=5000)
+    assert answer["error"] == "transfer.peer_lost"
+    until_settled(ends, 2)
+    assert time.monotonic() - begun < 2
+
+
+def test_a_frozen_source_costs_the_deadline_and_goes_on_later(hosts, ends):
+    ends.kill_server(signal.SIGSTOP)
+    answer = ends.order("pull", source=SOURCE, target=TARGET, timeout_ms=300)
+    assert answer["error"] == "transfer.timeout"
+    assert answer["quarantined"] == sorted(TARGET)
+    ends.kill_server(signal.SIGCONT)
+    until_settled(ends, 5)
+    assert ends.order("pull", source=SOURCE, target=TARGET)["right"]
