@@ -14,7 +14,8 @@ PATH = Path(__file__).resolve().parents[2] / "docs" / "page-geometry.md"
 
 _HEAD = """# Page geometry
 
-Written by `python -m shared.vmm.geometry_table` from [geometry.py](../shared/vmm/geometry.py); a test holds it up to date.
+Written by `python -m shared.vmm.geometry_table` from [geometry.py](../shared/vmm/geometry.py); a test holds it
+up to date.
 
 - The **page** is the unit of physical memory: what is mapped, lent and given back. On a GPU it is one allocation, a
   multiple of 2 MiB and at least 4 MiB, because the driver's calls cost by the allocation. Host pages are multiples of
@@ -36,11 +37,11 @@ Written by `python -m shared.vmm.geometry_table` from [geometry.py](../shared/vm
 _CONTIGUOUS = """
 ## Contiguous layouts (attention without a block table), GPU pages
 
-A page is aliased as a whole here, so it is the block, and prefix hits come in its tokens. *Token-major* keeps all layers
-of a token together (vAttention 8.2): what does not divide is padding between tokens, up to 1/8; beyond that a page has
-more tokens. *Layer-major* has 2N tensors (vAttention 5.1.2), and a block is 2N pages, one in each: no padding, but
-growth and prefix hits in steps of so many tokens that it is for attention libraries without strides only. Pages of
-64 KiB need a modified driver (vAttention 6.2) and are not offered.
+A page is aliased as a whole here, so it is the block, and prefix hits come in its tokens. *Token-major* keeps all
+layers of a token together (vAttention 8.2): what does not divide is padding between tokens, up to 1/8; beyond that a
+page has more tokens. *Layer-major* has 2N tensors (vAttention 5.1.2), and a block is 2N pages, one in each: no
+padding, but growth and prefix hits in steps of so many tokens that it is for attention libraries without strides only.
+Pages of 64 KiB need a modified driver (vAttention 6.2) and are not offered.
 
 | model | TP | token-major: tokens a page | MiB | waste, % | layer-major: tokens a page | MiB | pages a block |
 |---|---|---|---|---|---|---|---|
