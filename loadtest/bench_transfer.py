@@ -49,6 +49,7 @@ from shared.transfer.epochs import sealed_check
 from shared.transfer.imported import ImportedTransport
 from shared.transfer.interface import Link, MappedPages, Peer, RegionKind
 from shared.transfer.nixl import NixlTransport
+from shared.transfer.page_stream import PageStream
 from shared.transfer.pieces import Pieces
 
 NAME = "h200x2-transfer"
@@ -174,13 +175,18 @@ class Puller:
         self, window: CudaWindow, description: bytes, own: OwnPages, lanes: int, page_bytes: int
     ) -> Link:
         """A link that copies in so many lanes."""
+        self.gpu.copy.make_current()
         copier = CudaCopier(self.gpu.copy, chooser=Always(Choice(Method.BATCH, lanes)))
         copier.add_boundaries(window.boundaries())
         copier.add_boundaries(own.window.boundaries())
         stream = self.gpu.copy.create_stream()
         if self.imported is not None:
             self.imported.close()
-        transport = self.imported = ImportedTransport("puller", lambda source, target: (copier, stream))
+        transport = self.imported = ImportedTransport(
+            "puller",
+            lambda source, target: (copier, stream),
+            page_stream=PageStream(self.gpu.copy, lanes=lanes),
+        )
         num_pages = own.num_handles * own.handle_bytes // page_bytes
         transport.register(
             region("mine", RegionKind.CUDA_PAGES, own.address, page_bytes, num_pages, self.gpu)
@@ -242,7 +248,7 @@ class Puller:
         window, description, sent, attach_s = self.import_pool(num_pages, page_bytes)
         fds_open = count_fds() - before
         own = self.gpu.pages(NUM, page_bytes)
-        link = self.link(window, description, own, 1, page_bytes)
+        link = self.link(window, description, own, LANES[-1], page_bytes)
         source, target = scattered(NUM, num_pages, 5), list(range(NUM))
         begun = time.perf_counter()
         self.pull_pages(link, source, target)

@@ -170,12 +170,17 @@ class Ends:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,
+                    env={name: value for name, value in os.environ.items() if not name.startswith("UCX_")},  # noqa: TID251
                 )
             )
         ours.close()
         theirs.close()
-        for process in self._processes:
-            self._line(process)
+        try:
+            for process in self._processes:
+                self._line(process)
+        except RuntimeError:
+            self.close()
+            raise
 
     def order(self, name: str, **arguments: Any) -> dict[str, Any]:
         """Have the puller do something. Raises: RuntimeError with what it said."""

@@ -5,6 +5,7 @@ maps a peer's allocations, MappedPages says which pages are there by now. The ot
 """
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,20 +14,69 @@ import numpy as np
 from shared.errors import ClusterError
 from shared.transfer.describe import decode
 from shared.transfer.errors import PathUnavailable, TransferError, TransferFailed, TransferRefused
-from shared.transfer.interface import Link, Moved, PageCheck, PathName, Peer
+from shared.transfer.interface import MAX_PIECES, Link, Moved, PageCheck, PathName, Peer
 from shared.transfer.link import BaseLink
-from shared.transfer.mapped import CopierFor, MappedLink
+from shared.transfer.mapped import CopierFor, MappedLink, TicketAttempt
+from shared.transfer.page_stream import PageStream
 from shared.transfer.pieces import Pieces
 from shared.transfer.provider import BaseTransport
 from shared.transfer.quarantine import Quarantine
+from shared.transfer.transfer_job import Attempt
 
 
 class ImportedLink(MappedLink):
     """A peer whose pages are imported, all or some of them."""
 
-    def __init__(self, *, staged: Link | None, **common: Any) -> None:
+    any_thread = True
+
+    def __init__(self, *, staged: Link | None, page_stream: PageStream | None, **common: Any) -> None:
         super().__init__(PathName.IMPORTED, **common)
         self._staged = staged
+        self._page_stream = page_stream
+
+    def pull(
+        self,
+        source: str,
+        source_pages: Sequence[int],
+        target: str,
+        target_pages: Sequence[int],
+        *,
+        timeout_ms: int,
+        check: PageCheck | None = None,
+    ) -> "Future[Moved]":
+        """See interface.Link. All pages mapped, between GPUs: straight to the page stream."""
+        here, stream = self._mapped.get(source), self._page_stream
+        mine = self._mine(target)
+        if here is None or stream is None or here.device < 0 or mine.device < 0 or here.present is not None:
+            return super().pull(
+                source, source_pages, target, target_pages, timeout_ms=timeout_ms, check=check
+            )
+        theirs = self._theirs(source)
+        size = self._same_page_bytes(theirs, mine)
+        there, to = np.asarray(source_pages, np.int64), np.asarray(target_pages, np.int64)
+        pages = frozenset(target_pages)
+        if not 0 < to.size == there.size <= MAX_PIECES or len(pages) < to.size:
+            raise TransferRefused(
+                f"{there.size} source pages for {len(pages)} different target pages of {to.size}"
+            )
+        for pages_here, region in ((there, theirs), (to, mine)):
+            if int(pages_here.min()) < 0 or int(pages_here.max()) >= region.num_pages:
+                raise TransferRefused(f"a page outside {region.name!r}, which has {region.num_pages}")
+        self._quarantine.claim(target, pages)
+
+        def begin(deadline_s: float) -> Attempt:
+            try:
+                return TicketAttempt(
+                    stream.submit(
+                        (there * size + here.address).view(np.uint64),
+                        (to * size + mine.address).view(np.uint64),
+                        size,
+                    )
+                )
+            except ClusterError as error:
+                raise TransferFailed(error.message) from error
+
+        return self._start(begin, target, pages, to.size * size, timeout_ms, check)
 
     def pull_pieces(
         self, source: str, target: str, pieces: Pieces, *, timeout_ms: int, check: PageCheck | None = None
@@ -126,10 +176,12 @@ class ImportedTransport(BaseTransport):
         *,
         quarantine: Quarantine | None = None,
         staged: Link | None = None,
+        page_stream: PageStream | None = None,
     ) -> None:
         """`copier_for`: (source device, target device) to the copier and stream of the GPU that copies, which for
-        a pull is the target's."""
+        a pull is the target's. `page_stream` of that GPU makes pulls of whole pages cheaper to start."""
         super().__init__(instance, quarantine=quarantine)
+        self._page_stream = page_stream
         self._copier_for = copier_for
         self._staged = staged
 
@@ -139,6 +191,7 @@ class ImportedTransport(BaseTransport):
             raise PathUnavailable(f"no region of {end.instance} is imported here")
         return ImportedLink(
             staged=self._staged,
+            page_stream=self._page_stream,
             mapped=peer.mapped,
             copier_for=self._copier_for,
             thread=self._thread,

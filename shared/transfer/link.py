@@ -1,15 +1,9 @@
-"""What all paths have in common: validation, bounds, deadlines, epoch checks, quarantine. A path adds `_begin`.
-
-running -(poll True)-> done                      future: Moved
-running -(deadline, peer lost, path failed)-> failed  future: the error; cancel() asked
-failed  -(nothing can write any more)-> settled  on_settled
-"""
+"""What all paths have in common: validation, bounds, deadlines, epoch checks, quarantine. A path adds `_begin`."""
 
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol
 
 from shared.errors import PeerProtocolError
 from shared.transfer.describe import EndDescription, RegionDescription
@@ -19,7 +13,6 @@ from shared.transfer.errors import (
     TransferFailed,
     TransferQueueFull,
     TransferRefused,
-    TransferTimeout,
 )
 from shared.transfer.interface import (
     MAX_IN_FLIGHT,
@@ -34,101 +27,18 @@ from shared.transfer.interface import (
 )
 from shared.transfer.pieces import Pieces
 from shared.transfer.quarantine import Quarantine
+from shared.transfer.transfer_job import Attempt, DrivenFuture, Transfer
 from shared.transfer.transfer_thread import TransferThread
 
 
-class Attempt(Protocol):
-    """One started copy, on the transport's thread."""
-
-    def poll(self) -> bool:
-        """True when every byte is in place. Raises: TransferError when it failed."""
-        ...
-
-    def cancel(self, *, peer_is_dead: bool) -> bool:
-        """Ask it to stop; True once nothing of it can write its target any more. Asked again until it is True."""
-        ...
-
-
-class Transfer:
-    """One pull or push: a Job of the transport's thread."""
-
-    def __init__(
-        self,
-        link: "BaseLink",
-        attempt: Attempt,
-        *,
-        target: str,
-        pages: frozenset[int],
-        num_bytes: int,
-        deadline_s: float,
-        begun_s: float,
-        check: PageCheck | None,
-        future: "Future[Moved]",
-    ) -> None:
-        self._link = link
-        self._attempt = attempt
-        self._target = target
-        self._pages = pages
-        self._num_bytes = num_bytes
-        self._deadline_s = deadline_s
-        self._begun_s = begun_s
-        self._check = check
-        self._future = future
-        self._failed = False
-
-    def is_failed(self) -> bool:
-        """See transfer_thread.Job."""
-        return self._failed
-
-    def step(self, now_s: float) -> bool:
-        """See transfer_thread.Job."""
-        if self._failed:
-            return self._try_settle()
-        try:
-            if self._attempt.poll():
-                self._finish()
-                return True
-        except TransferError as error:
-            return self._fail(error)
-        except Exception as error:  # noqa: BLE001  one transfer's surprise must not end the thread of all
-            return self._fail(TransferFailed(f"{self._link.path}: {error!r}"))
-        if now_s >= self._deadline_s:
-            waited_ms = round((now_s - self._begun_s) * 1000)
-            return self._fail(
-                TransferTimeout(f"{self._link.peer} by {self._link.path}: nothing after {waited_ms} ms")
-            )
-        if self._link.lost_reason is not None:
-            return self._fail(PeerLost(f"{self._link.peer}: {self._link.lost_reason}"))
-        return False
-
-    def _finish(self) -> None:
-        stale = tuple(self._check()) if self._check is not None else ()
-        self._link.transfer_over(self, self._target, self._pages)
-        elapsed_us = round((time.monotonic() - self._begun_s) * 1e6)
-        self._future.set_result(Moved(self._link.path, self._num_bytes, elapsed_us, stale))
-
-    def _fail(self, error: TransferError) -> bool:
-        self._failed = True
-        if self._attempt.cancel(peer_is_dead=self._link.is_dead):
-            self._link.transfer_over(self, self._target, self._pages)
-            self._future.set_exception(error)
-            return True
-        error.quarantined = tuple(sorted(self._pages))
-        self._link.transfer_held(self._target, self._pages)
-        self._future.set_exception(error)
-        return False
-
-    def _try_settle(self) -> bool:
-        if not self._attempt.cancel(peer_is_dead=self._link.is_dead):
-            return False
-        self._link.transfer_settled(self, self._target, self._pages)
-        return True
-
-
 class BaseLink:
-    """See interface.Link. Subclasses implement `_begin` (on the thread) and may extend `_disconnect`."""
+    """See interface.Link. Subclasses implement `_begin` (on the thread) and may extend `_disconnect`.
+
+    `any_thread`: `_begin` and the attempt's poll() may run on the caller's thread, so a pull starts in the call.
+    """
 
     path: PathName
+    any_thread = False
 
     def __init__(
         self,
@@ -310,8 +220,8 @@ class BaseLink:
     def _leave(self) -> None:
         with self._lock:
             self._num_in_flight -= 1
-        if self._is_cut and self._thread.on_thread:
-            self.unmap_if_unused()
+        if self._is_cut:
+            self._thread.post(self.unmap_if_unused)
 
     def _start(
         self,
@@ -326,7 +236,7 @@ class BaseLink:
         if refusal is not None:
             self._quarantine.release(target, pages)
             raise refusal
-        future: Future[Moved] = Future()
+        future: Future[Moved] = DrivenFuture() if self.any_thread else Future()
         future.set_running_or_notify_cancel()
         begun_s = time.monotonic()
         deadline_s = begun_s + timeout_ms / 1000
@@ -338,8 +248,14 @@ class BaseLink:
                 wrapped = (
                     error if isinstance(error, TransferError) else TransferFailed(f"{self.path}: {error!r}")
                 )
-                self._quarantine.release(target, pages)
-                self._leave()
+                if getattr(
+                    error.__cause__, "running", False
+                ):  # CopyFailed: part of it runs, and nobody can say when
+                    wrapped.quarantined = tuple(sorted(pages))  # it ends; such pages never come back
+                    self._quarantine.quarantine(target, pages)
+                else:
+                    self._quarantine.release(target, pages)
+                    self._leave()
                 future.set_exception(wrapped)
                 return
             transfer = Transfer(
@@ -353,10 +269,16 @@ class BaseLink:
                 check=check,
                 future=future,
             )
-            if not transfer.step(time.monotonic()):
+            if isinstance(future, DrivenFuture):
+                future.drive = transfer.step
+                self._thread.post(lambda: self._thread.add(transfer), calm=True)
+            elif not transfer.step(time.monotonic()):
                 self._thread.add(transfer)
 
-        self._thread.post(run)
+        if self.any_thread:
+            run()
+        else:
+            self._thread.post(run)
         return future
 
     def _enter(self) -> Exception | None:

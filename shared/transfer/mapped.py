@@ -5,18 +5,27 @@ doing: it ends whether the peer lives or not, so only a copy engine that stands 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from shared.errors import ClusterError
-from shared.kernels.copy_pages.copier import Copier, Ticket
+from shared.kernels.copy_pages.copier import Copier
 from shared.kernels.copy_pages.copies import Copies, Direction
 from shared.transfer.describe import RegionDescription
 from shared.transfer.errors import TransferFailed
 from shared.transfer.interface import MappedPages, PathName, Region
-from shared.transfer.link import Attempt, BaseLink
+from shared.transfer.link import BaseLink
 from shared.transfer.pieces import Pieces
+from shared.transfer.transfer_job import Attempt
+
+
+class Ticket(Protocol):
+    """Something in flight that can be asked; copier.Ticket, page_stream.PageTicket."""
+
+    def done(self) -> bool:
+        """Whether every byte is in place. Raises: ClusterError."""
+        ...
 
 
 class TicketAttempt:

@@ -20,13 +20,14 @@ from shared.kernels.copy_pages.driver import CopyDriver
 from shared.transfer.describe import EndDescription, RegionDescription, decode
 from shared.transfer.errors import PathUnavailable, TransferFailed
 from shared.transfer.interface import PathName, Peer, Region, RegionKind
-from shared.transfer.link import Attempt, BaseLink
+from shared.transfer.link import BaseLink
 from shared.transfer.nccl_library import ID_BYTES, NcclLibrary
 from shared.transfer.pieces import Pieces
 from shared.transfer.provider import BaseTransport
 from shared.transfer.quarantine import Quarantine
 from shared.transfer.served import Answer, Ask, AskedAttempt, Cancel
 from shared.transfer.served_link import MaySend, Sending, ServedLink
+from shared.transfer.transfer_job import Attempt
 
 
 class NcclEnd(msgspec.Struct, frozen=True):

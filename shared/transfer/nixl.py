@@ -26,12 +26,13 @@ from shared.transfer.describe import (
 )
 from shared.transfer.errors import PathUnavailable, PeerLost, TransferError, TransferFailed
 from shared.transfer.interface import Channel, PathName, Peer, Region, RegionKind
-from shared.transfer.link import Attempt, BaseLink
+from shared.transfer.link import BaseLink
 from shared.transfer.nixl_agent import NixlAgent, NixlTransfer
 from shared.transfer.pieces import Pieces
 from shared.transfer.provider import BaseTransport
 from shared.transfer.quarantine import Quarantine
 from shared.transfer.served_link import MaySend, Sending, ServedLink
+from shared.transfer.transfer_job import Attempt
 
 ATTEND_CONNECT_S = 2.0
 Mode = Literal["auto", "read", "write"]

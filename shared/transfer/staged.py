@@ -17,12 +17,13 @@ from shared.kernels.copy_pages.copies import Copies
 from shared.transfer.describe import RegionDescription
 from shared.transfer.errors import PathUnavailable, TransferError, TransferFailed
 from shared.transfer.interface import Channel, MappedPages, PathName, Peer, Region, RegionKind
-from shared.transfer.link import Attempt, BaseLink
+from shared.transfer.link import BaseLink
 from shared.transfer.mapped import CopierFor, TicketAttempt, direction_of
 from shared.transfer.pieces import Pieces
 from shared.transfer.served import AskedAttempt
 from shared.transfer.served_link import MaySend, Sending, ServedLink
 from shared.transfer.shm import ShmTransport
+from shared.transfer.transfer_job import Attempt
 
 MAX_ROUND = 64  # slots of one question: 128 MiB of 2 MiB pages
 

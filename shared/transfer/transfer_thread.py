@@ -16,6 +16,7 @@ T = TypeVar("T")
 SPIN_S = 0.0002  # polls without sleep after a start: one small block takes 12 us by memcpy
 MIN_NAP_S = 0.00002
 MAX_NAP_S = 0.0005
+PROGRESS_NAP_S = 0.00005
 SLOW_NAP_S = 0.01  # when all that is left has failed already and only has to settle
 IDLE_S = 0.05
 JOIN_S = 5.0
@@ -46,13 +47,18 @@ class TransferThread:
         self._jobs: list[Job] = []
         self._attend_until_s = 0.0
         self._closing = False
+        self._spin_wanted = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def post(self, action: Callable[[], None]) -> None:
-        """Run it on the thread, soon. Actions do not raise; those of a closed thread are dropped."""
+    def post(self, action: Callable[[], None], *, calm: bool = False) -> None:
+        """Run it on the thread, soon. Actions do not raise; those of a closed thread are dropped.
+
+        `calm`: somebody else polls meanwhile, so the thread need not spin.
+        """
         with self._changed:
             self._inbox.append(action)
+            self._spin_wanted = self._spin_wanted or not calm
             self._changed.notify()
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
@@ -95,26 +101,27 @@ class TransferThread:
             self._thread.join(JOIN_S)
 
     def _run(self) -> None:
-        busy_since_s = nap_s = 0.0
+        busy_since_s = 0.0
         while True:
             with self._changed:
                 if not self._has_work():
                     self._changed.wait_for(self._has_work, self._idle_s)
                 actions = list(self._inbox)
                 self._inbox.clear()
+                spin, self._spin_wanted = self._spin_wanted, False
                 if self._closing and not actions:
                     return
             for action in actions:
                 action()
-            if actions:
-                busy_since_s, nap_s = time.monotonic(), MIN_NAP_S
+            if spin:
+                busy_since_s = time.monotonic()
             if self._progress is not None:
                 self._progress()
             finished = self._step_jobs()
             if finished:
-                busy_since_s, nap_s = time.monotonic(), MIN_NAP_S
+                busy_since_s = time.monotonic()
             if self._jobs or self._attending():
-                nap_s = self._nap(busy_since_s, nap_s)
+                self._nap(time.monotonic() - busy_since_s)
 
     def _has_work(self) -> bool:
         return bool(self._inbox or self._jobs or self._closing or self._attending())
@@ -128,13 +135,14 @@ class TransferThread:
         self._jobs = [job for job in self._jobs if not job.step(now_s)]
         return len(self._jobs) < before
 
-    def _nap(self, busy_since_s: float, nap_s: float) -> float:
-        """Sleep a little, unless something began just now; the next nap is longer."""
-        if time.monotonic() - busy_since_s < SPIN_S:
+    def _nap(self, busy_s: float) -> None:
+        """Sleep a little, unless something began just now: a twentieth of the time waited, so that waking up late
+        costs at most that much. UCX over TCP receives only while it is polled, hence the shorter bound there."""
+        if busy_s < SPIN_S:
             time.sleep(0)
-            return nap_s
+            return
         slow = bool(self._jobs) and all(job.is_failed() for job in self._jobs) and not self._attending()
+        longest_s = MAX_NAP_S if self._progress is None else PROGRESS_NAP_S
         with self._changed:
             if not self._inbox and not self._closing:
-                self._changed.wait(SLOW_NAP_S if slow else nap_s)
-        return min(MAX_NAP_S, nap_s * 1.5)
+                self._changed.wait(SLOW_NAP_S if slow else min(longest_s, max(MIN_NAP_S, busy_s / 20)))
