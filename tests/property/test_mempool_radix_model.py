@@ -39,31 +39,29 @@ class Known:
 
 def check_tree(index: Index) -> None:
     """Everything that the tree's methods rely on."""
-    assert sum(len(run.entries) for run in index._runs) == len(index)
+    assert sum(len(branch.entries) for branch in index._branches) == len(index)
     assert index.num_pinned == sum(entry.pins > 0 for entry in index.entries())
-    queued = {id(item[2]): 0 for item in index._heap}
-    for run in index._runs:
-        assert run.entries
-        for i, entry in enumerate(run.entries):
-            assert entry.run is run
-            assert entry.position == run.start + i
+    for branch in index._branches:
+        assert branch.entries
+        for i, entry in enumerate(branch.entries):
+            assert entry.branch is branch
+            assert entry.position == branch.start + i
             assert index.get(entry.block_hash) is entry
-            assert i == 0 or entry.parent == run.entries[i - 1].block_hash
-        first = run.entries[0]
-        if run.above is None:
-            assert run in index._roots[first.parent]
+            assert i == 0 or entry.parent == branch.entries[i - 1].block_hash
+        first = branch.entries[0]
+        if branch.above is None:
+            assert branch in index._roots[first.parent]
         else:
-            assert run in run.above.below
-            assert run.above.entries[-1].block_hash == first.parent
-        for below in run.below:
-            assert below.above is run
-            assert below in index._runs
-        if index._may_go(run):
-            assert run.queued
-            assert id(run) in queued
-            assert min(item[0] for item in index._heap if item[2] is run) <= run.last_used
-    assert all(runs and runs <= index._runs for runs in index._roots.values())
-    assert len(index._heap) <= 2 * len(index._runs) + 65
+            assert branch in branch.above.below
+            assert branch.above.entries[-1].block_hash == first.parent
+        for below in branch.below:
+            assert below.above is branch
+            assert below in index._branches
+        if branch.may_lose():
+            assert branch.queued
+            assert index._leaves.oldest_item(branch) <= branch.last_used
+    assert all(branches and branches <= index._branches for branches in index._roots.values())
+    assert len(index._leaves) <= 2 * len(index._branches) + 65
 
 
 class RadixModel(RuleBasedStateMachine):
@@ -161,7 +159,7 @@ class RadixModel(RuleBasedStateMachine):
             if entry is None:
                 assert not leaves
                 return
-            assert entry.run is None
+            assert entry.branch is None
             if not self.moving:
                 assert entry.block_hash in leaves
                 if self.times_are_exact:

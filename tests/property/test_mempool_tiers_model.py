@@ -222,7 +222,7 @@ class TiersModel(RuleBasedStateMachine):
                 pass
             free = space.num_pages - len(self.tiers.quarantined[space.space])
             assert space.num_free == free
-            assert space.index.num_runs == 0
+            assert space.index.num_branches == 0
 
 
 TiersModel.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -296,3 +296,19 @@ def test_only_mempools_ask_to_pull():
     pair = Pair(True)
     order = wire.Transfer(call_id=1, target=D, sources=raw(pair.pages))
     assert pair.there.call(pair.receiver, wire.PullPages, source=P, order=order).code == "invalid_request"
+
+
+def test_a_target_that_is_given_up_while_it_is_written_is_not_named(pair):
+    targets = pair.there.alloc(pair.receiver, 4, D)
+    free = pair.there.free_pages()
+    pair.there.hold = True
+    call_id = pair.here.start(
+        pair.caller, wire.Transfer, target=D, sources=raw(pair.pages), targets=raw(targets), **INSERT
+    )
+    assert pair.there.call(pair.receiver, wire.FreeMem, addresses=raw(targets[:1])).count == 1
+    assert pair.there.free_pages() == free, "a copy writes it"
+    pair.there.end_copies()
+    assert pair.here.answer(pair.caller, call_id).code == "epoch.stale"
+    assert pair.there.match(pair.receiver, PROMPT, D) == []
+    assert pair.there.free_pages() == free + 1
+    pair.settled()

@@ -1,4 +1,4 @@
-"""The radix index finds the longest prefix, keeps what is pinned, forgets leaves first, and works on runs."""
+"""The radix index finds the longest prefix, keeps what is pinned, forgets leaves first, and works on branches."""
 
 import hashlib
 
@@ -107,7 +107,7 @@ def test_the_heap_stays_bounded():
         index.prefix(hashes)
         index.pin(entries := index.prefix(hashes[:1]))
         index.unpin(entries)
-    assert len(index._heap) <= 2 * index.num_runs + 64
+    assert len(index._leaves) <= 2 * index.num_branches + 64
     assert [index.evict().block_hash for _ in range(8)] == hashes[::-1]
 
 
@@ -119,11 +119,11 @@ def test_prompts_share_one_run_until_they_part():
     index = Index()
     common = [f"s{i}" for i in range(8)]
     index.insert_path(block("seed"), *numbered(*common, "a1", "a2"), 16)
-    assert index.num_runs == 1
+    assert index.num_branches == 1
     entries = index.insert_path(block("seed"), *numbered(*common, "b1", first_page=20), 16, last_tokens=5)
     assert [entry.page for entry in entries] == [0, 1, 2, 3, 4, 5, 6, 7, 28]
     assert entries[-1].valid_tokens == 5
-    assert index.num_runs == 3
+    assert index.num_branches == 3
     assert len(index) == 11
 
 
@@ -142,9 +142,9 @@ def test_runs_that_no_longer_part_become_one_again():
     hashes = chain_of(index, *(f"n{i}" for i in range(64)))
     for length in range(1, 64):
         index.prefix(hashes[:length])
-    assert index.num_runs == 2
+    assert index.num_branches == 2
     index.prefix(hashes)
-    assert index.num_runs == 1
+    assert index.num_branches == 1
 
 
 def test_a_list_that_leaves_the_tree_ends_there():
@@ -162,7 +162,7 @@ def test_a_chain_that_bites_its_tail_is_still_evicted():
     index.insert(Entry(block("a"), block("b"), PageId(0), 16))
     index.insert(Entry(block("b"), block("a"), PageId(1), 16))
     assert {index.evict().page, index.evict().page} == {0, 1}
-    assert (index.evict(), len(index), index.num_runs) == (None, 0, 0)
+    assert (index.evict(), len(index), index.num_branches) == (None, 0, 0)
 
 
 def test_blocks_on_their_way_out_stay_if_they_are_used_meanwhile():

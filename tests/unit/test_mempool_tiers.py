@@ -222,7 +222,7 @@ def test_a_long_swap_goes_in_pieces_within_the_bound():
     assert [len(copy.source_pages) for copy in rig.copies] == [4, 4]
     rig.end()
     assert len(rig.done[0].entries) == 30
-    assert rig.slow.index.num_runs <= 8
+    assert rig.slow.index.num_branches <= 8
 
 
 def test_room_at_once_loses_only_what_has_no_copy():

@@ -191,16 +191,19 @@ class Api:
 
     def _free(self, holder: Holder, call: wire.FreeMem) -> None:
         count = 0
+        own: dict[SpaceId, list[PageId]] = {}
         for address in self.addresses(call.addresses):
             if holder.owns(address):
-                self.disown(holder, address.space, [address.page])
-                self.give_up(address.space, [address.page])
+                del holder.owned[address.space][address.page]
+                own.setdefault(address.space, []).append(address.page)
                 count += 1
             elif holder.pinned(address) is not None:
                 self.unpin(holder, address.space, address.page)
                 count += 1
             else:
                 count += self._free_remote(holder, address)
+        for space, pages in own.items():
+            self.give_up(space, pages)
         self.answer(holder, wire.Counted(call_id=call.call_id, count=count))
 
     def _free_remote(self, holder: Holder, address: PageAddress) -> bool:
@@ -227,9 +230,7 @@ class Api:
             self.disown(holder, number, [address.page for address in group])
         if call.flags & InsertFlags.PIN:
             self.pin(holder, entries)
-        num_known = sum(
-            entry.page != a.page or s != a.space for (s, entry), a in zip(entries, addresses, strict=True)
-        )
+        num_known = sum(entry.page != a.page for (_, entry), a in zip(entries, addresses, strict=True))
         raw = self.pack_entries(home, entries)
         self.answer(holder, wire.Addresses(call_id=call.call_id, addresses=raw, num_known=num_known))
 

@@ -15,25 +15,31 @@ class Entry:
     valid_tokens: int  # fewer than a block's in a partial tail
     checksum: int = 0  # 0: not sampled
     pins: int = 0
-    run: "Run | None" = field(default=None, repr=False)  # None: not indexed
-    position: int = 0  # in its run, counted from run.start
+    branch: "Branch | None" = field(default=None, repr=False)  # None: not indexed
+    position: int = 0  # in its branch, counted from branch.start
 
     @property
     def last_used(self) -> int:
         """Tick of the index, not time; of a block with successors perhaps too small, never too large."""
-        return self.run.last_used if self.run is not None else 0
+        return self.branch.last_used if self.branch is not None else 0
 
 
-class Run:
-    """Consecutive blocks; entries[i].position == start + i. `below`: runs that continue it at its end."""
+class Branch:
+    """Consecutive blocks; entries[i].position == start + i. `below`: branches that continue it at its end."""
 
     __slots__ = ("above", "below", "entries", "last_used", "leaving", "queued", "start")
 
-    def __init__(self, entries: list[Entry], start: int, above: "Run | None", last_used: int) -> None:
+    def __init__(self, entries: list[Entry], start: int, above: "Branch | None", last_used: int) -> None:
         self.entries = entries
         self.start = start
         self.above = above
-        self.below: set[Run] = set()
+        self.below: set[Branch] = set()
         self.last_used = last_used
         self.leaving = False  # its pages are being copied away
         self.queued = False  # has its one item in the index's heap
+
+    def may_lose(self) -> bool:
+        """Whether its last block can go: unpinned, and nothing that stays continues it."""
+        if not self.entries or self.leaving or self.entries[-1].pins:
+            return False
+        return all(below.leaving for below in self.below)

@@ -5,7 +5,7 @@ peer, a remote pool's hints) has a tree of its own, because a pin protects a pag
 may be in use in HBM while its copy in DRAM may go.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from services.mempool.core.entry import Entry
@@ -58,15 +58,13 @@ class Locations:
         return out
 
     def _longest_at(self, hashes: Sequence[BlockHash], at: int) -> Stretch | None:
-        end = len(hashes)
+        better: list[Set[BlockHash]] = []
         for space, index in self.indexes.items():
             known = index.hashes
             if hashes[at] in known:
-                return Stretch(space, index.prefix(hashes[at:end]))
-            for i in range(at + 1, end):
-                if hashes[i] in known:  # from there on this better space counts
-                    end = i
-                    break
+                end = min((_first_known(hashes, at + 1, known) for known in better), default=len(hashes))
+                return Stretch(space, index.prefix(hashes[at:end] if end - at < len(hashes) else hashes))
+            better.append(known)
         return None
 
     def of(self, block_hash: BlockHash) -> list[Located]:
@@ -84,3 +82,8 @@ class Locations:
         return [
             Located(space, entry) for space, index in self.indexes.items() for entry in index.delete(named)
         ]
+
+
+def _first_known(hashes: Sequence[BlockHash], begin: int, known: Set[BlockHash]) -> int:
+    """Position of the first hash from `begin` on that is known; len(hashes) without one."""
+    return next((i for i in range(begin, len(hashes)) if hashes[i] in known), len(hashes))

@@ -61,7 +61,8 @@ class OwnPages:
     def seal(self, entries: Iterable[Entry]) -> None:
         """The bytes of these pages are complete; the index has just taken the entries."""
         for entry in entries:
-            self.begin([entry.page])
+            if self.table.states[entry.page] == PageState.GRANTED:
+                self.table.apply(entry.page, PageEvent.WRITE)
             self.table.apply(entry.page, PageEvent.SEAL)
             self.noted.append(entry)
 

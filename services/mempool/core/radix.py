@@ -1,8 +1,8 @@
 """Sealed pages of one space by block hash: a radix tree with compressed paths. No I/O.
 
-                    seed                    A *run* is a stretch of blocks that follow each other and part nowhere;
-                     |                      runs divide where prompts part, where a prefix hit ends, and where a
-           [s0 s1 s2 ... s31]               block leaves the middle. LRU, eviction and swap-out work on runs, so
+                    seed                    A *branch* is a stretch of blocks that follow each other and part nowhere;
+                     |                      branches divide where prompts part, where a prefix hit ends, and where a
+           [s0 s1 s2 ... s31]               block leaves the middle. LRU, eviction and swap-out work on branches, so
              |            |                 that a prompt of 4,096 tokens costs a few steps, not one per block.
     [a32 ... a255]   [b32 ... b90]
 
@@ -14,16 +14,16 @@ them: the same block may have a page in several. A block may come before its par
 Using a block is using all blocks before it: a parent is never older than its children.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-from services.mempool.core.entry import Entry, Run
+from services.mempool.core.entry import Branch, Entry
+from services.mempool.core.leaf_queue import LeafQueue
 from shared.errors import InvalidRequest, InvariantBroken
 from shared.ids import BlockHash, PageId
 
-LOOKUP_CHUNK = 512  # hashes looked up at once: a long list whose first block is unknown stays cheap
+FIRST_LOOKUP = 16  # hashes looked up at once, then more: a long list whose first block is unknown stays cheap
 
 
 class Index:
@@ -31,12 +31,10 @@ class Index:
 
     def __init__(self) -> None:
         self._entries: dict[BlockHash, Entry] = {}
-        self._runs: set[Run] = set()
-        # runs whose predecessor is not indexed, by its hash
-        self._roots: dict[BlockHash, set[Run]] = {}
-        # (last_used, number, run): of every queued run one item at least that is as old as the run, or older
-        self._heap: list[tuple[int, int, Run]] = []
-        self._num_pushed = 0
+        self._branches: set[Branch] = set()
+        # branches whose predecessor is not indexed, by its hash
+        self._roots: dict[BlockHash, set[Branch]] = {}
+        self._leaves = LeafQueue(self._branches)
         self._tick = 0
         self.num_pinned = 0
 
@@ -47,9 +45,9 @@ class Index:
         return block_hash in self._entries
 
     @property
-    def num_runs(self) -> int:
+    def num_branches(self) -> int:
         """Nodes of the tree."""
-        return len(self._runs)
+        return len(self._branches)
 
     def entries(self) -> Iterable[Entry]:
         """All of them, in no particular order."""
@@ -85,18 +83,16 @@ class Index:
         block_tokens: int,
         *,
         last_tokens: int = 0,
-        checksums: Sequence[int] = (),
     ) -> list[Entry]:
         """Index consecutive blocks at once.
 
         Args:
             parent: the hash before the first one.
             last_tokens: valid tokens of the last block; 0: a full block.
-            checksums: one a block, or none.
         Returns: an entry for every hash. One whose page is not the page given here was indexed before, and the
             page given here was not taken.
         Raises: InvalidRequest when a hash is named twice.
-        Cost: one step per new block and per run.
+        Cost: one step per new block and per branch.
         """
         if len(set(hashes)) != len(hashes):
             raise InvalidRequest("a block is named twice in one path")
@@ -104,11 +100,9 @@ class Index:
         known = len(out)
         if known == len(hashes):
             return out
-        sums = checksums or [0] * len(hashes)
         fresh, before = list(hashes[known:]), [parent, *hashes[:-1]][known:]
         new = [
-            Entry(h, p, page, block_tokens, checksum)
-            for h, p, page, checksum in zip(fresh, before, pages[known:], sums[known:], strict=True)
+            Entry(h, p, page, block_tokens) for h, p, page in zip(fresh, before, pages[known:], strict=True)
         ]
         if last_tokens:
             new[-1].valid_tokens = last_tokens
@@ -124,57 +118,62 @@ class Index:
 
     def _hang(self, above: Entry | None, parent: BlockHash, new: list[Entry]) -> None:
         """Put consecutive new entries where they belong. `above`: the entry of `parent`, if there is one."""
-        run = above.run if above is not None else None
-        if run is None:
-            run = self._new_run(new, 0, None)
-            self._roots.setdefault(parent, set()).add(run)
+        branch = above.branch if above is not None else None
+        if branch is None:
+            branch = self._new_branch(new, 0, None)
+            self._roots.setdefault(parent, set()).add(branch)
         else:
             assert above is not None
-            at = above.position - run.start + 1
-            if at < len(run.entries):
-                self._split(run, at)
-            if run.below or run.leaving:
-                over = run
-                run = self._new_run(new, 0, over)
-                over.below.add(run)
+            at = above.position - branch.start + 1
+            if at < len(branch.entries):
+                self._split(branch, at)
+            if branch.below or branch.leaving:
+                over = branch
+                branch = self._new_branch(new, 0, over)
+                over.below.add(branch)
             else:
-                self._append(run, new)
-        run.last_used = self._tick
+                self._append(branch, new)
+        branch.last_used = self._tick
         orphans = self._roots.get(new[-1].block_hash)
-        if orphans is not None and self._root_of(run) not in orphans:  # a chain of hashes that bites its tail
+        if (
+            orphans is not None and self._root_of(branch) not in orphans
+        ):  # a chain of hashes that bites its tail
             del self._roots[new[-1].block_hash]
-            run.below = orphans
+            branch.below = orphans
             for orphan in orphans:
-                orphan.above = run
-        self._offer(run)
+                orphan.above = branch
+        self._leaves.offer(branch)
 
-    def _new_run(self, entries: list[Entry], start: int, above: Run | None) -> Run:
-        run = Run(entries, start, above, self._tick)
+    def _new_branch(self, entries: list[Entry], start: int, above: Branch | None) -> Branch:
+        branch = Branch(entries, start, above, self._tick)
         for position, entry in enumerate(entries, start):
-            entry.run = run
+            entry.branch = branch
             entry.position = position
-        self._runs.add(run)
-        return run
+        self._branches.add(branch)
+        return branch
 
-    def _append(self, run: Run, new: list[Entry]) -> None:
-        for position, entry in enumerate(new, run.start + len(run.entries)):
-            entry.run = run
+    def _append(self, branch: Branch, new: list[Entry]) -> None:
+        for position, entry in enumerate(new, branch.start + len(branch.entries)):
+            entry.branch = branch
             entry.position = position
-        run.entries += new
+        branch.entries += new
 
     # -- looking up -------------------------------------------------------------------------------
 
     def prefix(self, hashes: Sequence[BlockHash]) -> list[Entry]:
         """Entries of the longest indexed path that begins with hashes[0], marked as just used.
 
-        Cost: one look-up per block, one step per run.
+        Cost: one look-up per block, one step per branch.
         """
         found: list[Any] = []
-        for begin in range(0, len(hashes), LOOKUP_CHUNK):
-            found += map(self._entries.get, hashes[begin : begin + LOOKUP_CHUNK])
+        chunk = FIRST_LOOKUP
+        while len(found) < len(hashes):
+            begin = len(found)
+            found += map(self._entries.get, hashes[begin : begin + chunk])
             if None in found:
-                del found[found.index(None) :]
+                del found[found.index(None, begin) :]
                 break
+            chunk *= 8
         self._use(found)
         return found
 
@@ -183,35 +182,35 @@ class Index:
         self._tick += 1
         done, over = 0, None
         while done < len(path):
-            run = path[done].run
-            assert run is not None
-            offset = path[done].position - run.start
-            if over is not None and (run.above is not over or offset):
+            branch = path[done].branch
+            assert branch is not None
+            offset = path[done].position - branch.start
+            if over is not None and (branch.above is not over or offset):
                 del path[done:]
                 break
-            here = run.entries[offset : offset + len(path) - done]
+            here = branch.entries[offset : offset + len(path) - done]
             if path[done : done + len(here)] != here:
                 same = next(i for i, entry in enumerate(here) if path[done + i] is not entry)
                 del here[same:]
                 del path[done + same :]
-            if offset + len(here) < len(run.entries):
-                self._split(run, offset + len(here))
-            run.last_used = self._tick
-            run.leaving = False
+            if offset + len(here) < len(branch.entries):
+                self._split(branch, offset + len(here))
+            branch.last_used = self._tick
+            branch.leaving = False
             done += len(here)
-            over = self._joined(over, run)
+            over = self._joined(over, branch)
 
-    def _joined(self, over: Run | None, run: Run) -> Run:
-        """Make one run of two that no longer part, both just used. The run that is left."""
+    def _joined(self, over: Branch | None, branch: Branch) -> Branch:
+        """Make one branch of two that no longer part, both just used. The branch that is left."""
         if over is None or len(over.below) > 1:
-            return run
-        self._append(over, run.entries)
-        over.below = run.below
+            return branch
+        self._append(over, branch.entries)
+        over.below = branch.below
         for below in over.below:
             below.above = over
-        run.entries = []
-        self._runs.discard(run)
-        self._offer(over)
+        branch.entries = []
+        self._branches.discard(branch)
+        self._leaves.offer(over)
         return over
 
     # -- pins -------------------------------------------------------------------------------------
@@ -231,21 +230,21 @@ class Index:
             entry.pins -= 1
             if not entry.pins:
                 self.num_pinned -= 1
-                run = entry.run
-                if run is not None and not run.queued and run.entries[-1] is entry:
-                    self._offer(run)
+                branch = entry.branch
+                if branch is not None and not branch.queued and branch.entries[-1] is entry:
+                    self._leaves.offer(branch)
 
     # -- leaving ----------------------------------------------------------------------------------
 
     def evict(self) -> Entry | None:
         """Remove and return the least recently used leaf without a pin; None when every leaf is pinned.
 
-        Cost: O(1) within a run, O(log n) for the next one.
+        Cost: O(1) within a branch, O(log n) for the next one.
         """
-        run = self._coldest()
-        if run is None:
+        branch = self._leaves.coldest()
+        if branch is None:
             return None
-        entry = run.entries[-1]
+        entry = branch.entries[-1]
         self._remove(entry)
         return entry
 
@@ -255,30 +254,30 @@ class Index:
         They stay indexed meanwhile. One that is used before left() stays for good.
         """
         out: list[Entry] = []
-        while len(out) < count and (run := self._coldest()) is not None:
-            at = len(run.entries)
+        while len(out) < count and (branch := self._leaves.coldest()) is not None:
+            at = len(branch.entries)
             lowest = max(0, at - (count - len(out)))
-            while at > lowest and not run.entries[at - 1].pins:
+            while at > lowest and not branch.entries[at - 1].pins:
                 at -= 1
-            tail = self._split(run, at) if at else run
+            tail = self._split(branch, at) if at else branch
             tail.leaving = True
             out += reversed(tail.entries)
             self.pin(tail.entries)
             if tail.above is not None:
                 tail.above.last_used = max(tail.above.last_used, tail.last_used)
-                self._offer(tail.above)
+                self._leaves.offer(tail.above)
         return out
 
     def left(self, entries: Iterable[Entry]) -> list[Entry]:
         """Entries of take_coldest() are copied: unpin them; remove and return those that nobody used since."""
         removed: list[Entry] = []
         for entry in entries:
-            run = entry.run
+            branch = entry.branch
             self.unpin([entry])
-            if run is None or not run.leaving:
+            if branch is None or not branch.leaving:
                 continue
             if entry.pins:
-                run.leaving = False  # somebody works with it: it stays, and what is before it
+                branch.leaving = False  # somebody works with it: it stays, and what is before it
             else:
                 self._remove(entry)
                 removed.append(entry)
@@ -287,19 +286,21 @@ class Index:
     def stayed(self, entries: Iterable[Entry]) -> None:
         """Entries of take_coldest() could not be copied: unpin them, they stay."""
         for entry in entries:
-            if entry.run is not None:
-                entry.run.leaving = False
+            if entry.branch is not None:
+                entry.branch.leaving = False
             self.unpin([entry])
 
     def age(self, entries: Iterable[Entry]) -> None:
         """Make these the first to go, once they are leaves and unpinned: there are copies elsewhere."""
-        for run, count in reversed(Counter(entry.run for entry in entries).items()):
-            # a run that goes on behind these blocks has to lose the others first
-            if run is not None and count == len(run.entries) and not any(x.last_used for x in run.below):
-                run.last_used = 0
-                if run.queued:
-                    self._push(run)  # its item in the heap is too young; that one is dropped when it comes up
-                self._offer(run)
+        for branch, count in reversed(Counter(entry.branch for entry in entries).items()):
+            # a branch that goes on behind these blocks has to lose the others first
+            if (
+                branch is not None
+                and count == len(branch.entries)
+                and not any(x.last_used for x in branch.below)
+            ):
+                branch.last_used = 0
+                self._leaves.reoffer(branch)
 
     def delete(self, hashes: Sequence[BlockHash]) -> list[Entry]:
         """Remove and return the named blocks that have no pin; their successors stay until they age."""
@@ -317,84 +318,51 @@ class Index:
 
     def _remove(self, entry: Entry) -> None:
         assert not entry.pins
-        run = entry.run
-        assert run is not None
-        at = entry.position - run.start + 1
-        if at < len(run.entries):
-            self._split(run, at)
+        branch = entry.branch
+        assert branch is not None
+        at = entry.position - branch.start + 1
+        if at < len(branch.entries):
+            self._split(branch, at)
         del self._entries[entry.block_hash]
-        entry.run = None
-        run.entries.pop()
-        if run.below:  # successors wait for this block to come again
-            for below in run.below:
+        entry.branch = None
+        branch.entries.pop()
+        if branch.below:  # successors wait for this block to come again
+            for below in branch.below:
                 below.above = None
-            self._roots.setdefault(entry.block_hash, set()).update(run.below)
-            run.below = set()
-        if run.entries:
-            self._offer(run)
+            self._roots.setdefault(entry.block_hash, set()).update(branch.below)
+            branch.below = set()
+        if branch.entries:
+            self._leaves.offer(branch)
             return
-        self._runs.discard(run)
-        over = run.above
+        self._branches.discard(branch)
+        over = branch.above
         if over is not None:
-            over.below.discard(run)
-            over.last_used = max(over.last_used, run.last_used)
-            self._offer(over)
+            over.below.discard(branch)
+            over.last_used = max(over.last_used, branch.last_used)
+            self._leaves.offer(over)
             return
         siblings = self._roots[entry.parent]
-        siblings.discard(run)
+        siblings.discard(branch)
         if not siblings:
             del self._roots[entry.parent]
 
     # -- the tree ---------------------------------------------------------------------------------
 
-    def _split(self, run: Run, at: int) -> Run:
-        """Divide a run before entries[at]; the new run below it."""
-        tail = Run(run.entries[at:], run.start + at, run, run.last_used)
+    def _split(self, branch: Branch, at: int) -> Branch:
+        """Divide a branch before entries[at]; the new branch below it."""
+        tail = Branch(branch.entries[at:], branch.start + at, branch, branch.last_used)
         for entry in tail.entries:
-            entry.run = tail
-        del run.entries[at:]
-        tail.below, run.below = run.below, {tail}
+            entry.branch = tail
+        del branch.entries[at:]
+        tail.below, branch.below = branch.below, {tail}
         for below in tail.below:
             below.above = tail
-        tail.leaving = run.leaving
-        self._runs.add(tail)
-        self._offer(tail)
+        tail.leaving = branch.leaving
+        self._branches.add(tail)
+        self._leaves.offer(tail)
         return tail
 
-    def _root_of(self, run: Run) -> Run:
-        while run.above is not None:
-            run = run.above
-        return run
-
-    def _may_go(self, run: Run) -> bool:
-        if not run.entries or run.leaving or run.entries[-1].pins:
-            return False
-        return all(below.leaving for below in run.below)
-
-    def _offer(self, run: Run) -> None:
-        """The run's last block may have become one that can go."""
-        if not run.queued and self._may_go(run):
-            run.queued = True
-            self._push(run)
-
-    def _push(self, run: Run) -> None:
-        self._num_pushed += 1
-        heapq.heappush(self._heap, (run.last_used, self._num_pushed, run))
-        if len(self._heap) > 2 * len(self._runs) + 64:
-            self._heap = [(run.last_used, number, run) for number, run in enumerate(self._runs) if run.queued]
-            heapq.heapify(self._heap)
-
-    def _coldest(self) -> Run | None:
-        """The run whose last block goes first; it stays in the heap."""
-        while self._heap:
-            last_used, _, run = self._heap[0]
-            if self._may_go(run):
-                if last_used == run.last_used:
-                    return run
-                heapq.heappop(self._heap)
-                if last_used < run.last_used:
-                    self._push(run)
-                continue
-            heapq.heappop(self._heap)
-            run.queued = False
-        return None
+    def _root_of(self, branch: Branch) -> Branch:
+        while branch.above is not None:
+            branch = branch.above
+        return branch

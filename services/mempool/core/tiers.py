@@ -183,7 +183,7 @@ class Tiers:
         quarantined = {page for page in action.target_pages if page in set(result.quarantined)}
         self.quarantined[target.space] |= quarantined
         arrived: list[Entry | None] = [None] * len(copy.entries)
-        for i in reversed(range(len(copy.entries))):  # parents first: they make one run
+        for i in reversed(range(len(copy.entries))):  # parents first: they make one branch
             page = action.target_pages[i]
             if page in quarantined:
                 continue
