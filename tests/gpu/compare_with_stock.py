@@ -81,7 +81,9 @@ def compare(
                     row[receipt["placement"]] = row.get(receipt["placement"], 0) + 1
             if topology == "disaggregated" and not row.get(topology):
                 for name in ("prefill-0", "decode-0", "mempool"):
-                    print(f"==== {name}", (cluster.home / f"run/logs/{name}.log").read_text()[-3000:], sep="\n")
+                    print(
+                        f"==== {name}", (cluster.home / f"run/logs/{name}.log").read_text()[-3000:], sep="\n"
+                    )
             row["pool"] = {k: v for k, v in cluster.pool()["pages_by_state"].items() if v}
     except Exception:
         for log in sorted(cluster.home.glob("run/logs/*.log")):

@@ -97,7 +97,9 @@ class FakePages:
         self.released = []
         self.dropped = []
 
-    async def acquire(self, hashes, *, handoff_id="", wait_ms=0, ttl_ms=0, traceparent="", until_release=False):
+    async def acquire(
+        self, hashes, *, handoff_id="", wait_ms=0, ttl_ms=0, traceparent="", until_release=False
+    ):
         self.calls.append((list(hashes), handoff_id, wait_ms))
         if self.error is not None:
             raise self.error
