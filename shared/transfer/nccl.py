@@ -115,7 +115,7 @@ class NcclLink(ServedLink):
         buffers = _buffers(target.address, pieces.target_offsets.tolist(), pieces.sizes.tolist())
         return NcclPull(self, self.ask(source.name, target.name, pieces, deadline_s), buffers)
 
-    def _send_pieces(self, mine: Region, theirs: RegionDescription, pieces: Pieces) -> Sending:
+    def _send_pieces(self, number: int, mine: Region, theirs: RegionDescription, pieces: Pieces) -> Sending:
         sends = Sends(self, _buffers(mine.address, pieces.source_offsets.tolist(), pieces.sizes.tolist()))
         self._unsent.append(sends)
         return sends

@@ -132,7 +132,7 @@ class NixlLink(ServedLink):
             peer=self._end.agent,
         )
 
-    def _send_pieces(self, mine: Region, theirs: RegionDescription, pieces: Pieces) -> Sending:
+    def _send_pieces(self, number: int, mine: Region, theirs: RegionDescription, pieces: Pieces) -> Sending:
         return self._one_sided(True, mine, theirs.name, pieces)
 
     def _disconnect(self) -> None:

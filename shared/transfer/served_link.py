@@ -78,8 +78,11 @@ class ServedLink(BaseLink):
         self._serving: dict[int, ServedPull] = {}
         self._next = 0
 
-    def _send_pieces(self, mine: Region, theirs: RegionDescription, pieces: Pieces) -> Sending:
-        """Start to send: bytes of `mine` into the peer's region. On the thread. Raises: TransferError."""
+    def _send_pieces(self, number: int, mine: Region, theirs: RegionDescription, pieces: Pieces) -> Sending:
+        """Start to send bytes of `mine` into the peer's region, for its question of that number. On the thread.
+
+        Raises: TransferError.
+        """
         raise TransferFailed(f"path {self.path} serves no pulls")
 
     def ask(self, source: str, target: str, pieces: Pieces, deadline_s: float) -> AskedAttempt:
@@ -129,7 +132,7 @@ class ServedLink(BaseLink):
         pieces.check(mine.num_bytes, theirs.num_bytes)
         if not self._may_send(mine.name, pieces.source_pages(mine.page_bytes)):
             raise TransferRefused("some of these pages are not leased to this peer")
-        return self._send_pieces(mine, theirs, pieces)
+        return self._send_pieces(ask.transfer, mine, theirs, pieces)
 
     def answer(self, answer: Answer) -> None:
         """To the puller; a puller that is gone needs none."""

@@ -167,7 +167,7 @@ class StagedLink(ServedLink):
             target.device,
         )
 
-    def _send_pieces(self, mine: Region, theirs: RegionDescription, pieces: Pieces) -> Sending:
+    def _send_pieces(self, number: int, mine: Region, theirs: RegionDescription, pieces: Pieces) -> Sending:
         """The owner's side: my pages into the puller's slots."""
         if theirs.name not in self._their_staging:
             raise TransferFailed(f"{theirs.name!r} of {self.peer} is no staging region that is mapped here")

@@ -15,16 +15,22 @@ from shared.transfer.pieces import Pieces
 from tests.support.transfer_ends import NUM_PAGES, PAGE_BYTES, Ends, pattern
 
 HAS_NIXL = importlib.util.find_spec("nixl_cu13") is not None
+needs_ucxx = pytest.mark.skipif(
+    importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed (optional)"
+)
+UCXX = pytest.param("ucxx", marks=needs_ucxx)
 needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="nixl-cu13 is not installed")
 COPYING = [
     "shm-1",
     "shm-2",
     "staged",
     *(pytest.param(kind, marks=needs_nixl) for kind in ("nixl-read", "nixl-write", "nixl-write-tcp")),
+    UCXX,
 ]
 ASKING = [
     "staged",
     *(pytest.param(kind, marks=needs_nixl) for kind in ("nixl-write", "nixl-write-tcp")),
+    UCXX,
 ]
 PAGES = [5, 4, 9, 10, 11, 40, 0]
 TARGETS = [3, 60, 20, 21, 22, 7, 8]

@@ -28,6 +28,7 @@ from shared.transfer.interface import Peer, Region, RegionKind
 from shared.transfer.nixl import NixlTransport
 from shared.transfer.shm import ShmTransport
 from shared.transfer.staged import StagedTransport
+from shared.transfer.ucxx_provider import UcxxTransport
 
 PAGE_BYTES = 256 << 10
 NUM_PAGES = 64
@@ -158,6 +159,8 @@ def make_transport(kind: str, instance: str, **extra: Any) -> Any:
         transport = StagedTransport(instance, staging.region, **extra)
         transport.staging_memory = staging  # keeps the mapping alive
         return transport
+    if kind == "ucxx":
+        return UcxxTransport(instance, **extra)
     mode = kind.partition("-")[2].partition("-")[0] or "auto"
     return NixlTransport(instance, mode=mode, **extra)
 
@@ -262,7 +265,7 @@ def serve(kind: str, fd: int, tls: str, shared_fd: int) -> None:
     theirs = HostRegion("theirs", fd=shared_fd)
     fill(theirs, 1)
     transport = make_transport(
-        kind, "server", **({"may_send": may_send} if kind[:4] in ("stag", "nixl") else {})
+        kind, "server", **({"may_send": may_send} if kind[:4] in ("stag", "nixl", "ucxx") else {})
     )
     transport.register(theirs.region)
     staging = getattr(transport, "staging_memory", None)
