@@ -8,14 +8,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from shared.vmm.slot_commands import Map
 from shared.vmm.slots import HOLE, SlotTable
 
-SLOTS, SLOT_PAGES, PAGE_TOKENS, PAGES = 4, 5, 4, 14
+SLOTS, SLOT_PAGES, PAGE_TOKENS, PAGES = 2, 4, 2, 8
 FOREIGN = (100, 101, 102)
 
 
 class SlotMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.table = SlotTable(SLOTS, SLOT_PAGES, PAGE_TOKENS, ahead_tokens=2, eager_pages=2)
+        self.table = SlotTable(SLOTS, SLOT_PAGES, PAGE_TOKENS, ahead_tokens=1, eager_pages=1)
         self.table.grant(range(PAGES))
         self.queue = []  # (batch, commands), not executed
         self.window = {}  # place: (page, writable), as executed
@@ -180,5 +180,5 @@ class SlotMachine(RuleBasedStateMachine):
 
 TestSlots = SlotMachine.TestCase
 TestSlots.settings = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=200, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
