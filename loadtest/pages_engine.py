@@ -92,48 +92,25 @@ def decode_gaps(done: list[dict[str, Any]], most: int = 4_000) -> list[float]:
 
 async def with_stock(options: argparse.Namespace) -> dict[str, Any]:
     """vLLM as it comes: its own runner, asynchronous scheduling, prefix caching."""
-    from vllm import SamplingParams
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.inputs import TokensPrompt
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.async_llm import AsyncLLM
+    from shared.engine import measured
 
-    args = AsyncEngineArgs(
-        model=options.model_dir,
-        load_format="dummy",
+    stock = measured.StockEngine(
+        options.model_dir,
         max_model_len=options.max_model_len,
         max_num_seqs=options.requests,
         max_num_batched_tokens=options.batched_tokens,
         gpu_memory_utilization=options.utilization,
-        enable_prefix_caching=True,
-        seed=0,
-        **({"kv_cache_memory_bytes": options.kv_cache_bytes} if options.kv_cache_bytes else {}),
+        kv_cache_bytes=options.kv_cache_bytes,
     )
-    llm = AsyncLLM.from_engine_args(args)
-    config = llm.vllm_config
-
-    async def stream(name: str, prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
-        params = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )  # fmt: skip
-        async for output in llm.generate(TokensPrompt(prompt_token_ids=prompt), params, name):
-            yield len(output.outputs[0].token_ids)
-
-    facts = {
-        "block_tokens": config.cache_config.block_size,
-        "num_blocks": config.cache_config.num_gpu_blocks,
-        "async_scheduling": bool(config.scheduler_config.async_scheduling),
-        "v2_runner": bool(config.use_v2_model_runner),
-        "used_bytes": used_bytes(),
-    }
-    out = {**facts, "samples": await rounds(stream, options)}
-    llm.shutdown()
+    facts = {**stock.facts(), "used_bytes": measured.used_bytes()}
+    out = {**facts, "samples": await rounds(stock.stream, options)}
+    stock.close()
     return out
 
 
 async def with_pages(options: argparse.Namespace, engine: Any, client: Any) -> dict[str, Any]:
     """As a worker does: lease what the mempool knows of the prompt, then generate."""
+    from shared.engine import measured
     from shared.engine.interface import EngineRequest
     from shared.engine.worker_pages import PromptPages
     from shared.kv.block_hash import chain_seed, pack_tokens
@@ -163,7 +140,7 @@ async def with_pages(options: argparse.Namespace, engine: Any, client: Any) -> d
         "block_tokens": engine.description.block_tokens,
         "num_blocks": status.counters["pages_granted"] if status else 0,  # what the pool lets one engine have
         "page_bytes": status.page_bytes if status else 0,
-        "used_bytes": used_bytes(),
+        "used_bytes": measured.used_bytes(),
     }
     samples = await rounds(stream, options)
     status = await client.status()
@@ -173,14 +150,14 @@ async def with_pages(options: argparse.Namespace, engine: Any, client: Any) -> d
     return {**facts, "samples": samples, "counters": counters}
 
 
-def used_bytes() -> int:
-    """Of the first GPU, by everybody; 0 without one."""
-    import torch
+def device_first(options: argparse.Namespace) -> None:
+    """vLLM reads its environment when it is imported; then its steps are recorded."""
+    from shared.engine.vllm_setup import prepare_environment
 
-    if not torch.cuda.is_available():
-        return 0
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+    prepare_environment(options.device, 1, in_pages=True)
+    from shared.engine import measured
+
+    measured.record_steps(options.steps)
 
 
 def main(argv: list[str]) -> int:
@@ -205,12 +182,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--mempool-socket", default="")
     options = parser.parse_args(argv)
     options.steps = Path(options.out).with_suffix(".steps")
-    core_steps.record(options.steps)
+    device_first(options)
     options.vocabulary = json.loads(Path(options.model_dir, "config.json").read_text())["vocab_size"]
     if options.engine == "stock":
-        from shared.engine.vllm_setup import prepare_environment
-
-        prepare_environment(options.device, 1, in_pages=True)
         result = asyncio.run(with_stock(options))
     else:
         from shared.engine.factory import make_engine
