@@ -233,6 +233,10 @@ class CudaWindow:
         """See PageWindow."""
         return self._driver.entry_points()
 
+    def prepare_thread(self) -> None:
+        """See PageWindow."""
+        self._driver.make_current()
+
     def span(self, offset_bytes: int = 0, size_bytes: int | None = None) -> DeviceSpan:
         """See PageWindow."""
         size = self.size_bytes - offset_bytes if size_bytes is None else size_bytes

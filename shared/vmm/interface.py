@@ -130,6 +130,10 @@ class PageWindow(Protocol):
         """Addresses of the C functions behind each op code; empty when there are none to call directly."""
         ...
 
+    def prepare_thread(self) -> None:
+        """Call once in each thread that executes ops, before the first (a GPU's context is per thread)."""
+        ...
+
     def span(self, offset_bytes: int = 0, size_bytes: int | None = None) -> object:
         """The memory as torch takes it without a copy: a memoryview on the host, an object with
         __cuda_array_interface__ on a GPU. Valid until close(). torch looks at the first byte's mapping: map it first.

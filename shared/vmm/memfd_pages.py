@@ -245,6 +245,9 @@ class MemfdWindow:
         """See PageWindow."""
         return {OP_MMAP: ctypes.cast(_libc.mmap, ctypes.c_void_p).value or 0}
 
+    def prepare_thread(self) -> None:
+        """See PageWindow. Nothing to do."""
+
     def as_memoryview(self, offset_bytes: int = 0, size_bytes: int | None = None) -> memoryview:
         """The window's memory, writable, valid until close(); touching a hole kills the process."""
         size = self.size_bytes - offset_bytes if size_bytes is None else size_bytes

@@ -1,0 +1,107 @@
+"""Both background mappers over host memory, and the Python thread over a fake GPU."""
+
+import threading
+
+import pytest
+
+from shared.vmm import mapper as mappers
+from shared.vmm.cuda_pages import CudaPages
+from shared.vmm.errors import VmmError
+from shared.vmm.interface import OP_MMAP, Op
+from shared.vmm.mapper import NativeMapper, ThreadMapper, open_mapper
+from shared.vmm.memfd_pages import MemfdPages
+from tests.support.fake_vmm_driver import GRANULARITY_BYTES, FakeVmmDriver
+
+PAGE = 4096
+BAD = Op(OP_MMAP, 4096, 12345, 3, 0x11, -1, 0)
+
+
+@pytest.fixture
+def window():
+    pages = MemfdPages(64, PAGE)
+    made = pages.window(64)
+    yield made
+    made.close()
+    pages.close()
+
+
+@pytest.fixture(params=[NativeMapper, ThreadMapper])
+def mapper(request, window):
+    made = request.param(window)
+    yield made
+    made.close()
+
+
+def test_ops_are_executed_in_order(mapper, window):
+    for _ in range(50):
+        mapper.submit(window.plan_map(0, [5, 9, 1]))
+        mapper.submit(window.plan_unmap(0, 3))
+    mapper.submit(window.plan_map(0, [7, 8]))
+    ticket = mapper.submit(window.plan_map(10, [8, 7]))
+    mapper.wait(ticket)
+    assert mapper.done == mapper.submitted == ticket
+    view = window.as_memoryview()
+    view[0] = 7
+    view[PAGE] = 8
+    assert (view[10 * PAGE], view[11 * PAGE]) == (8, 7)
+
+
+def test_run_comes_after_everything_before_it(mapper, window):
+    mapper.submit(window.plan_map(0, range(63, -1, -1)))
+    mapper.run(window.plan_unmap(0, 64))
+    mapper.run(window.plan_map(0, range(64)))
+    window.as_memoryview()[:] = bytes(64 * PAGE)
+    assert mapper.done == mapper.submitted
+
+
+def test_a_full_ring_makes_the_submitter_wait(mapper, window, monkeypatch):
+    ops = [*window.plan_map(0, [1]), *window.plan_unmap(0)] * 100
+    ops = (ops * (mappers.RING_ROWS // len(ops) + 2))[: mappers.RING_ROWS + 100]
+    mapper.wait(mapper.submit(ops))
+    assert mapper.done == len(ops)
+
+
+def test_a_refused_call_is_told_to_the_next_that_asks(mapper):
+    ticket = mapper.submit([BAD])
+    with pytest.raises(VmmError, match="background"):
+        mapper.wait(ticket)
+    with pytest.raises(VmmError, match="background"):
+        mapper.submit([BAD])
+
+
+def test_closing_executes_what_was_submitted_and_refuses_more(mapper, window):
+    mapper.submit(window.plan_map(0, range(63, -1, -1)))
+    mapper.close()
+    mapper.close()
+    window.as_memoryview()[:] = bytes(64 * PAGE)
+    with pytest.raises(VmmError, match="closed"):
+        mapper.submit([])
+
+
+def test_many_batches_from_a_busy_thread_all_arrive(mapper, window):
+    stop = threading.Event()
+
+    def burn():
+        while not stop.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=burn)
+    thread.start()
+    for _ in range(300):
+        mapper.submit([*window.plan_map(3, [3, 1]), *window.plan_unmap(3, 2)])
+    mapper.wait(mapper.submitted)
+    stop.set()
+    thread.join()
+    assert mapper.done == mapper.submitted
+
+
+def test_a_window_without_native_calls_gets_a_thread():
+    driver = FakeVmmDriver()
+    window = CudaPages(driver, 4, GRANULARITY_BYTES).window(4)
+    mapper = open_mapper(window)
+    assert isinstance(mapper, ThreadMapper)
+    mapper.wait(mapper.submit(window.plan_map(0, [2, 1])))
+    assert len(driver.mapped) == 2
+    mapper.close()
+    window.close()
+    driver.close()
