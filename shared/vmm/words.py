@@ -3,8 +3,8 @@
 One writer publishes: everything that it wrote before store() is seen by whoever reads the stored value with load().
 No compiler is needed. On x86-64 plain aligned stores and loads are ordered so (Intel SDM 3A 9.2: stores are not
 reordered with older loads and stores, loads not with older loads), and CPython's memory views execute each as one
-instruction; a reader may use the words as a seqlock: load, copy, load again. Elsewhere libatomic does both, in a call of
-1 us (it comes with GCC's runtime); a seqlock's second load would need a fence there, which is not offered.
+instruction; a reader may use the words as a seqlock: load, copy, load again. Elsewhere libatomic does both, in a call
+of 1 us (it comes with GCC's runtime); a seqlock's second load would need a fence there, which is not offered.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ class Words:
     """
 
     def __init__(
-        self, memory: mmap.mmap, num_words: int, offset_bytes: int = 0, *, plain: bool = False
+        self, memory: mmap.mmap, num_words: int, offset_bytes: int = 0, *, native: bool = False
     ) -> None:
         if offset_bytes % WORD_BYTES or num_words <= 0 or offset_bytes + num_words * WORD_BYTES > len(memory):
             raise BadMapping(f"{num_words} words at {offset_bytes} of {len(memory)} B")
