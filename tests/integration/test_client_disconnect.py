@@ -46,7 +46,10 @@ class Watch:
     async def held(self) -> dict[str, int]:
         """What the mempool keeps for requests."""
         pool = (await self._http.get(self._pool_url)).json()
-        return {name: pool[name] for name in ("num_leases", "num_handoffs", "num_pinned")}
+        pinned = (
+            pool["num_pinned"] - pool["num_kept"]
+        )  # what living engines keep in their caches is no request's
+        return {"num_leases": pool["num_leases"], "num_handoffs": pool["num_handoffs"], "num_pinned": pinned}
 
     async def gauge(self, url: str, name: str) -> float:
         for line in (await self._http.get(url)).text.splitlines():
