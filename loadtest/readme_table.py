@@ -51,6 +51,36 @@ ROWS: list[tuple[str, str, str, str, str]] = [
         "{:.2f} GiB",
         "5",
     ),
+    (
+        "h200-vmm",
+        "throughput_ratio",
+        "vLLM on the mempool's pages, output tokens/s of stock's",
+        "{:.3f}",
+        "0.98",
+    ),
+    ("h200-vmm", "step_p99_ratio", "the same, p99 of a decode step", "{:.3f}", "1.02"),
+    ("h200-vmm", "ttft_ratio", "the same, median time to first token", "{:.3f}", "1.02"),
+    ("h200-vmm", "capacity_ratio", "the same, KV capacity per byte of GPU memory", "{:.3f}", "0.97"),
+    ("h200x2-transfer", "page_pull_2mib_gb_per_s", "64 pages of 2 MiB from GPU to GPU", "{:.0f} GB/s", "300"),
+    ("h200x2-transfer", "page_pull_8mib_gb_per_s", "64 pages of 8 MiB from GPU to GPU", "{:.0f} GB/s", "300"),
+    ("h200x2-transfer", "nixl_gb_per_s", "the same, NIXL on its own slabs, 2 MiB", "{:.0f} GB/s", ""),
+    ("h200x2-transfer", "nccl_grouped_gb_per_s", "the same, NCCL grouped, 2 MiB", "{:.0f} GB/s", ""),
+    (
+        "h200-swap",
+        "page_share_of_copy_ratio",
+        "swap of pages to the host, share of one plain copy",
+        "{:.3f}",
+        "0.97",
+    ),
+    ("h200-swap", "batch_32k_gb_per_s", "swap in pieces of 32 KiB, one batch", "{:.0f} GB/s", "30"),
+    ("h200-swap", "vllm_32k_gb_per_s", "the same, vLLM's own batch", "{:.0f} GB/s", ""),
+    (
+        "two-host-transfer",
+        "nixl_share_ratio",
+        "pull between two hosts over TCP, share of raw NIXL",
+        "{:.2f}",
+        "0.8",
+    ),
 ]
 
 
