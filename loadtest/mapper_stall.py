@@ -70,7 +70,7 @@ def measure(
     }
 
 
-def table(window: PageWindow) -> list[str]:
+def table(window: PageWindow, rounds: int = 15) -> list[str]:
     """Lines of a short table."""
     lines = ["way                held up us/map   worst gap us (without)"]
     for name, kind in (
@@ -78,7 +78,7 @@ def table(window: PageWindow) -> list[str]:
         ("Python thread", ThreadMapper),
         ("native thread", NativeMapper),
     ):
-        got = measure(window, kind)
+        got = measure(window, kind, rounds)
         lines.append(
             f"{name:<18} {got['held_up_us']:14.2f} {got['worst_gap_us']:14.0f} ({got['idle_gap_us']:.0f})"
         )

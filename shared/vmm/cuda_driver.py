@@ -92,12 +92,15 @@ class VmmDriver(Protocol):
 class CudaVmmDriver:
     """One GPU.
 
-    Args: device: its number among those visible, or "cuda:" and its UUID in hex (shared.wire.mempool.Attach).
+    Args:
+        device: its number among those visible, or "cuda:" and its UUID in hex (shared.wire.mempool.Attach).
+        context: False leaves the device without one: enough to make, export and import pages (bench_vmm.py tries
+            it), not to touch them.
     Raises: VmmUnavailable without the bindings, the driver library or the device.
     Cost: the first context of a process on a GPU takes about 0.3 s and 0.5 GiB of its memory.
     """
 
-    def __init__(self, device: int | str = 0) -> None:
+    def __init__(self, device: int | str = 0, *, context: bool = True) -> None:
         try:
             self._cuda: Any = importlib.import_module("cuda.bindings.driver")
             (status,) = self._cuda.cuInit(0)
@@ -105,10 +108,11 @@ class CudaVmmDriver:
             raise VmmUnavailable(f"no CUDA driver: {(str(error).splitlines() or [''])[0]}") from error
         if int(status) != 0:
             raise VmmUnavailable(f"cuInit: {status.name}")
-        self._closed = False
+        self._context: Any = None
         try:
             self._device = self._find(device)
-            self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+            if context:
+                self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
         except VmmError as error:
             raise VmmUnavailable(error.message) from error
         self.make_current()
@@ -125,8 +129,9 @@ class CudaVmmDriver:
         return self._granularity
 
     def make_current(self) -> None:
-        """See VmmDriver."""
-        self._call("cuCtxSetCurrent", self._context)
+        """See VmmDriver. Nothing without a context."""
+        if self._context is not None:
+            self._call("cuCtxSetCurrent", self._context)
 
     def memory_info(self) -> tuple[int, int]:
         """See VmmDriver."""
@@ -185,8 +190,8 @@ class CudaVmmDriver:
 
     def close(self) -> None:
         """See VmmDriver."""
-        if not self._closed:
-            self._closed = True
+        if self._context is not None:
+            self._context = None
             self._call("cuDevicePrimaryCtxRelease", self._device)
 
     def _find(self, device: int | str) -> Any:
