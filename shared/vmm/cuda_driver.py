@@ -4,7 +4,6 @@ Importing this needs no driver. The device's primary context is retained, so tha
 same one; a process without torch has it too.
 """
 
-import ctypes
 import importlib
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -224,8 +223,9 @@ class CudaVmmDriver:
         return access
 
     def _address_of(self, name: str, version: int) -> int:
-        flags = self._cuda.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
-        address, _ = self._call("cuGetProcAddress", name.encode(), version, flags)
+        address, _ = self._call("cuGetProcAddress", name.encode(), version, 0)
+        if not int(address):
+            raise VmmUnavailable(f"the driver has no {name}")
         return int(address)
 
     def _call(self, name: str, *arguments: Any) -> Any:
@@ -235,13 +235,3 @@ class CudaVmmDriver:
             kind = OutOfPages if status.name == "CUDA_ERROR_OUT_OF_MEMORY" else VmmError
             raise kind(f"{name}: {status.name}")
         return results[0] if len(results) == 1 else results
-
-
-def native_signatures() -> dict[int, Any]:
-    """ctypes types of the entry points: CUresult f(...)."""
-    u64, size, flags = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint64
-    return {
-        OP_CUDA_MAP: ctypes.CFUNCTYPE(ctypes.c_int, u64, size, size, u64, flags),
-        OP_CUDA_ACCESS: ctypes.CFUNCTYPE(ctypes.c_int, u64, size, u64, size),
-        OP_CUDA_UNMAP: ctypes.CFUNCTYPE(ctypes.c_int, u64, size),
-    }

@@ -11,8 +11,10 @@ import os
 import select
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -131,7 +133,9 @@ class NativeMapper:
         if end - self.done > RING_ROWS:
             self.wait(end - RING_ROWS)
         rows = (np.arange(self._head, end)) & (RING_ROWS - 1)
-        self._ring[rows, :7] = ops
+        self._ring[rows, : len(Op._fields)] = np.array(array("q", chain.from_iterable(ops))).reshape(
+            len(ops), -1
+        )
         self._head = end
         self._native.publish(self._word(self._native.HEAD), end)
         os.eventfd_write(self._wake_fd, 1)

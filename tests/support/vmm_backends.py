@@ -14,8 +14,6 @@ NAMES = ("memfd", "fake-cuda", "cuda")
 class HostBytes:
     """Reads and writes memory that the CPU sees."""
 
-    holes_fault = True
-
     def read(self, address, count):
         return ctypes.string_at(address, count)
 
@@ -50,7 +48,6 @@ class CudaBackend:
     """Raises VmmUnavailable without a GPU."""
 
     page_bytes = 4 << 20
-    holes_fault = False  # a fault on a GPU ends the context: not tried here
 
     def __init__(self):
         self.driver = CudaVmmDriver(0)
