@@ -13,7 +13,7 @@
   engine stage behind the gateway, as behind the peers (prompt tree and scheduler included);
   `disaggregated_added_ttft_*` with two stages and the handoff between them.
 - Tokenizing apart: the tokenizers library alone on the same prompts.
-All processes, the client included, share this machine's cores, so the client runs on uvloop. Tracing is off.
+All processes, the client included, share this machine's cores. Tracing is off.
 """
 
 import argparse
@@ -26,8 +26,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import uvloop
 
 from loadtest import systems
 from loadtest.http_client import Client
@@ -265,7 +263,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
-        bench = uvloop.run(run(options, Path(folder)))
+        bench = asyncio.run(run(options, Path(folder)))
     metrics = metrics_from_samples(bench.samples)
     for key in sorted(metrics):
         print(f"{key:42} {metrics[key]:12.2f}")
