@@ -296,6 +296,7 @@ class Index:
             # a branch that goes on behind these blocks has to lose the others first
             if (
                 branch is not None
+                and branch.last_used
                 and count == len(branch.entries)
                 and not any(x.last_used for x in branch.below)
             ):
