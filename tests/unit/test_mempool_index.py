@@ -4,7 +4,8 @@ import hashlib
 
 import pytest
 
-from services.mempool.core.index import Entry, Index
+from services.mempool.core.entry import Entry
+from services.mempool.core.radix import Index
 from shared.errors import InvariantBroken
 from shared.ids import BlockHash, PageId
 

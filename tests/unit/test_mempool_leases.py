@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.mempool.core.index import Index
 from services.mempool.core.leases import MAX_CLOSED_HANDOFFS, Leases
+from services.mempool.core.radix import Index
 from shared.ids import HandoffId
 from shared.wire import mempool as wire
 from tests.unit.mempool_harness import BOOT, Harness, chain

@@ -15,10 +15,11 @@ from services.mempool.core.actions import (
     WriteWords,
 )
 from services.mempool.core.engines import Engine
-from services.mempool.core.index import Entry, Index
+from services.mempool.core.entry import Entry
 from services.mempool.core.inheritance import Inheritance, NotInherited, packed_entries
 from services.mempool.core.leases import Leases
 from services.mempool.core.page_state import PageEvent
+from services.mempool.core.radix import Index
 from services.mempool.core.readers import Readers
 from services.mempool.core.space import Memory
 from shared.errors import PeerProtocolError

@@ -11,7 +11,7 @@ nobody writes or reads its pages any more.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.mempool.core.index import Entry
+from services.mempool.core.entry import Entry
 from services.mempool.core.page_state import PageEvent
 from services.mempool.core.page_table import PageTable
 from shared.ids import Epoch, InstanceId, PageId

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 
 from services.mempool.core import parse
 from services.mempool.core.engines import Engine
-from services.mempool.core.index import Entry, Index
+from services.mempool.core.entry import Entry
 from services.mempool.core.leases import Leases
 from services.mempool.core.page_state import PageEvent
 from services.mempool.core.page_table import PageTable
+from services.mempool.core.radix import Index
 from shared.errors import ResourceError
 from shared.ids import BlockHash, Epoch, PageId
 from shared.kv.page import PageState

@@ -12,7 +12,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.mempool.core.index import Entry, Index
+from services.mempool.core.entry import Entry
+from services.mempool.core.radix import Index
 from shared.ids import Epoch, HandoffId, InstanceId, LeaseId
 from shared.wire.mempool import Acquire
 

@@ -17,7 +17,7 @@ from services.mempool.core.actions import (
 )
 from services.mempool.core.attachments import Attachments
 from services.mempool.core.engines import Engine
-from services.mempool.core.index import Entry
+from services.mempool.core.entry import Entry
 from services.mempool.core.page_state import PageEvent
 from services.mempool.core.space import Memory
 from shared.errors import PeerProtocolError

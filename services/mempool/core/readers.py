@@ -5,8 +5,8 @@ from collections import Counter
 
 from services.mempool.core import parse
 from services.mempool.core.actions import PoolLimits, Send
-from services.mempool.core.index import Index
 from services.mempool.core.leases import Leases
+from services.mempool.core.radix import Index
 from shared.errors import Overloaded
 from shared.ids import Epoch, HandoffId, InstanceId, LeaseId
 from shared.kv.words import u32_bytes, u64_bytes

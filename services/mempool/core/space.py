@@ -6,7 +6,7 @@ from typing import TypedDict
 
 from services.mempool.core.actions import Action, CreateSlabs, PoolLimits, SendSlabs
 from services.mempool.core.engines import Engines
-from services.mempool.core.index import Entry
+from services.mempool.core.entry import Entry
 from services.mempool.core.page_table import PageTable
 from shared.errors import PeerProtocolError
 from shared.ids import Epoch
