@@ -1,0 +1,370 @@
+"""Copies whole pages between spaces of this mempool: the I/O behind the action CopyPages.
+
+    copy() -> waiting -(its spaces are mapped, room)-> running -(every pull ended)-> on_done, once
+                      -(deadline)-> on_done                    -(failed)-> on_done, and later on_settled
+
+Every page has a part on each rank; a copy is done when all ranks have it. Until on_done the target pages belong to
+the copy; those that it reports as quarantined may still be written and come back by on_settled, or never (a copy
+engine that stands still). Spaces are mapped in the background when they are added, never in a copy (architecture,
+section 4, rule 8): a copy that comes earlier waits, within its own deadline.
+
+Public methods and callbacks run on the event loop; nothing here waits, but for close().
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from services.mempool.mover_copies import (
+    Copy,
+    CopyDone,
+    MoverBusy,
+    MoverClosed,
+    OnDone,
+    OnSettled,
+    Space,
+    Totals,
+)
+from services.mempool.mover_job import Job
+from services.mempool.mover_paths import Parts, Paths
+from services.mempool.mover_regions import MAX_RANKS, MappedSpace, RankRegion, space_and_rank
+from services.mempool.mover_spaces import Mapper
+from services.mempool.mover_thread import PullThread
+from shared.errors import ClusterError
+from shared.kernels.copy_pages.copier import Copier
+from shared.observe.log import get_logger
+from shared.transfer.errors import TransferFailed, TransferRefused, TransferTimeout
+from shared.transfer.reslice import KvEnd
+
+__all__ = ["CopyDone", "Mover", "MoverBusy", "MoverClosed"]
+
+MAX_COPIES = 1024  # waiting and running
+MAX_PAGES = 65_536  # of one copy
+MAX_PARTS = 16  # source spaces of one copy
+MAX_RUNNING_PULLS = 128  # more copies wait, unless they are alone
+CLOSE_POLL_S = 0.002
+
+log = get_logger("mempool.mover")
+
+
+class Mover:
+    """One per mempool; its threads start here and end in close()."""
+
+    def __init__(
+        self,
+        on_settled: OnSettled,
+        *,
+        threads: int = 2,
+        host_copier: Copier | None = None,
+        max_copies: int = MAX_COPIES,
+    ) -> None:
+        """Create it on the running loop.
+
+        Args:
+            threads: of the CPU, for copies between host spaces.
+            host_copier: instead of those; stays the caller's.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._on_settled = on_settled
+        self._max_copies = max_copies
+        self._paths = Paths(self._region_settled, threads=threads, host_copier=host_copier)
+        self._mapper = Mapper()
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="mover-map")
+        self._thread = PullThread()
+        self._spaces: dict[int, Space] = {}
+        self._copies: dict[int, Copy] = {}
+        self._waiting: deque[Copy] = deque()
+        # (space, page) -> ranks on which it may still be written
+        self._held: dict[tuple[int, int], set[int]] = {}
+        self._num_pulls = 0
+        self._pumping = False
+        self._closed = False
+        self.totals = Totals()
+
+    # -- spaces -----------------------------------------------------------------------------------
+
+    def add_space(self, number: int, regions: Sequence[RankRegion], end: KvEnd | None = None) -> None:
+        """Map the pages of every rank, in the background. Once per space, at its creation or adoption.
+
+        Descriptors and slabs of `regions` must live until is_mapped(), or failure() says why not.
+        Args: end: how the space's engine cuts a block over its ranks; needed for copies between unequal TP or PP.
+        Raises: TransferRefused for a number in use, or no rank at all.
+        """
+        if self._closed:
+            raise MoverClosed("the mover is closed")
+        if number in self._spaces or not 0 < len(regions) <= MAX_RANKS:
+            raise TransferRefused(f"space {number} of {len(regions)} ranks: known already, or impossible")
+        if end is not None and end.num_ranks != len(regions):
+            raise TransferRefused(f"space {number}: {len(regions)} ranks, its engine has {end.num_ranks}")
+        space = self._spaces[number] = Space(number)
+        self._background.submit(self._map, space, tuple(regions), end)
+
+    def is_mapped(self, number: int) -> bool:
+        """Whether copies of this space may run."""
+        return number in self._spaces and self._spaces[number].mapped is not None
+
+    def failure(self, number: int) -> ClusterError | None:
+        """Why a space cannot be copied from or to."""
+        return self._spaces[number].failure if number in self._spaces else None
+
+    def remove_space(self, number: int, on_removed: Callable[[], None] | None = None) -> None:
+        """No new copies; when those on their way have ended and settled, unmap, then call `on_removed`."""
+        space = self._spaces[number]
+        space.on_removed = on_removed or _nothing
+        self._remove_if_unused(space)
+
+    def _map(self, space: Space, regions: Sequence[RankRegion], end: KvEnd | None) -> None:
+        """In the background."""
+        try:
+            mapped = self._mapper.map(space.number, regions, end)
+        except Exception as error:  # noqa: BLE001  the space is unusable, the mempool is not
+            failure = error if isinstance(error, ClusterError) else TransferFailed(f"mapping: {error!r}")
+            self._tell(self._space_ready, space, None, failure)
+            return
+        self._thread.post(lambda: self._register(space, mapped))
+
+    def _register(self, space: Space, mapped: MappedSpace) -> None:
+        """On the mover's thread."""
+        try:
+            self._paths.add(mapped)
+        except Exception as error:  # noqa: BLE001  as in _map
+            failure = error if isinstance(error, ClusterError) else TransferFailed(f"paths: {error!r}")
+            self._tell(self._space_ready, space, None, failure)
+            return
+        self._tell(self._space_ready, space, mapped, None)
+
+    def _space_ready(self, space: Space, mapped: MappedSpace | None, failure: ClusterError | None) -> None:
+        space.mapped, space.failure = mapped, failure
+        if failure is not None:
+            log.error("space_unmapped", space=space.number, code=failure.code, reason=failure.message)
+        else:
+            log.info("space_mapped", space=space.number)
+        self._pump_soon()
+        if space.on_removed is not None:
+            self._remove_if_unused(space)
+
+    def _remove_if_unused(self, space: Space | None) -> None:
+        if (
+            space is None
+            or space.on_removed is None
+            or self._closed
+            or self._spaces.get(space.number) is not space
+        ):
+            return
+        is_mapping = space.mapped is None and space.failure is None
+        if space.num_copies or is_mapping or any(number == space.number for number, _ in self._held):
+            return
+        del self._spaces[space.number]
+        mapped, on_removed = space.mapped, space.on_removed
+        if mapped is None:
+            on_removed()
+            return
+
+        def unmap() -> None:
+            self._paths.remove(mapped.number)
+            with contextlib.suppress(RuntimeError):  # close() came first, and unmaps everything
+                self._background.submit(close)
+
+        def close() -> None:
+            self._mapper.unmap(mapped)
+            self._tell(on_removed)
+
+        self._thread.post(unmap)
+
+    # -- copies -----------------------------------------------------------------------------------
+
+    def copy(
+        self,
+        copy_id: int,
+        target: int,
+        targets: Sequence[int],
+        parts: Parts,
+        timeout_ms: int,
+        on_done: OnDone,
+    ) -> None:
+        """Copy pages of other spaces into `targets` of space `target`, position by position, on every rank.
+
+        `on_done` is called exactly once, not before this returns, by the deadline and one pass of the loop.
+        Raises: MoverBusy, MoverClosed, TransferRefused; then on_done is not called.
+        """
+        self._check(copy_id, target, targets, parts)
+        now_s = time.monotonic()
+        copy = Copy(copy_id, target, targets, parts, on_done, now_s, now_s + timeout_ms / 1000)
+        for number in copy.spaces:
+            self._spaces[number].num_copies += 1
+        copy.timer = self._loop.call_later(timeout_ms / 1000, self._expire, copy)
+        self._copies[copy_id] = copy
+        self._waiting.append(copy)
+        self._pump_soon()
+
+    def _check(self, copy_id: int, target: int, targets: Sequence[int], parts: Parts) -> None:
+        if self._closed:
+            raise MoverClosed("the mover is closed")
+        if len(self._copies) >= self._max_copies:
+            raise MoverBusy(f"{self._max_copies} copies are on their way")
+        if copy_id in self._copies:
+            raise TransferRefused(f"copy {copy_id} is on its way already")
+        if not 0 < len(targets) <= MAX_PAGES or not 0 < len(parts) <= MAX_PARTS:
+            raise TransferRefused(f"{len(targets)} pages from {len(parts)} spaces in one copy")
+        if sum(len(pages) for _, pages in parts) != len(targets) or not all(len(pages) for _, pages in parts):
+            raise TransferRefused(f"parts of {[len(pages) for _, pages in parts]} for {len(targets)} pages")
+        for number in (target, *(source for source, _ in parts)):
+            space = self._spaces.get(number)
+            if space is None or space.on_removed is not None:
+                raise TransferRefused(f"space {number} is not known to the mover")
+
+    def _pump_soon(self) -> None:
+        if not self._pumping:
+            self._pumping = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Start what can start, the oldest first."""
+        self._pumping = False
+        waiting, self._waiting = self._waiting, deque()
+        for copy in waiting:
+            failure = next((each for n in copy.spaces if (each := self._spaces[n].failure)), None)
+            if failure is not None:
+                self._loop.call_soon(self._finish, copy, failure)
+            elif not all(self.is_mapped(number) for number in copy.spaces) or not self._run(copy):
+                self._waiting.append(copy)
+
+    def _run(self, copy: Copy) -> bool:
+        """Whether there was room for it."""
+        mapped = self._spaces[copy.target].mapped
+        assert mapped is not None
+        num_pulls = len(copy.parts) * len(mapped.ranks)
+        if self._num_pulls and self._num_pulls + num_pulls > MAX_RUNNING_PULLS:
+            return False
+        copy.num_pulls = num_pulls
+        self._num_pulls += num_pulls
+        job = copy.job = Job(
+            self._paths, self._thread, copy.target, copy.targets, copy.parts, copy.deadline_s,
+            lambda: self._tell(self._job_ended, copy),
+        )  # fmt: skip
+        self._thread.post(job.run)
+        return True
+
+    def _expire(self, copy: Copy) -> None:
+        """The deadline of a copy that waits. One that runs ends by its pulls' own deadlines."""
+        if copy in self._waiting:
+            self._waiting.remove(copy)
+            late = TransferTimeout("the deadline passed before the copy could start")
+            self._finish(copy, late)
+
+    def _job_ended(self, copy: Copy) -> None:
+        job = copy.job
+        if self._copies.get(copy.copy_id) is not copy or job is None:
+            return  # close() has reported it
+        book = self._paths.quarantine.held()
+        held: set[int] = set()
+        for region, pages in job.held:
+            _, rank = space_and_rank(region)
+            still = book.get(region, frozenset()).intersection(pages)
+            for page in still:
+                self._held.setdefault((copy.target, page), set()).add(rank)
+            held |= still
+        self._finish(copy, job.error, held)
+
+    def _finish(self, copy: Copy, error: BaseException | None, quarantined: Iterable[int] = ()) -> None:
+        if self._copies.pop(copy.copy_id, None) is None:
+            return
+        if copy.timer is not None:
+            copy.timer.cancel()
+        self._num_pulls -= copy.num_pulls
+        for number in copy.spaces:
+            self._spaces[number].num_copies -= 1
+        if error is None:
+            assert copy.job is not None
+            done = self.totals.ok(copy, copy.job.moved)
+        else:
+            done = self.totals.failed(copy, error, tuple(quarantined))
+            log.warning(
+                "copy_failed", copy=copy.copy_id, code=done.code, reason=done.reason,
+                num_pages=len(copy.targets), num_quarantined=len(done.quarantined),
+            )  # fmt: skip
+        for number in copy.spaces:
+            self._remove_if_unused(self._spaces.get(number))
+        if self._waiting:
+            self._pump_soon()
+        copy.on_done(done)
+
+    def _region_settled(self, region: str, pages: tuple[int, ...]) -> None:
+        """On a transport's thread."""
+        self._tell(self._settled, region, pages)
+
+    def _settled(self, region: str, pages: tuple[int, ...]) -> None:
+        number, rank = space_and_rank(region)
+        again = self._paths.quarantine.held().get(region, frozenset())  # by a later copy
+        free: list[int] = []
+        for page in pages:
+            ranks = self._held.get((number, page))
+            if ranks is None or page in again:
+                continue
+            ranks.discard(rank)
+            if not ranks:
+                del self._held[number, page]
+                free.append(page)
+        if free:
+            log.info("pages_settled", space=number, num_pages=len(free))
+        self._remove_if_unused(self._spaces.get(number))
+        if free:
+            self._on_settled(number, tuple(free))
+
+    # -- the rest ---------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """For /status and metrics."""
+        return {
+            "spaces": {number: space.state for number, space in self._spaces.items()},
+            "copies": len(self._copies),
+            "waiting": len(self._waiting),
+            "quarantined_pages": len(self._held),
+            **self.totals.status(),
+        }
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """End everything. Every copy that is on its way gets its on_done before this returns.
+
+        Waits up to `timeout_s` for those that run. Returns whether nothing can write to pages any more; if something
+        can, the mappings stay until the process ends, and those pages are in CopyDone.quarantined.
+        """
+        if self._closed:
+            return self._is_idle()
+        self._closed = True
+        self._background.shutdown(wait=False, cancel_futures=True)
+        until_s = time.monotonic() + timeout_s
+        while not (idle := self._is_idle()) and time.monotonic() < until_s:
+            time.sleep(CLOSE_POLL_S)
+        self._thread.close()
+        for copy in list(self._copies.values()):
+            if copy.job is not None and copy.job.ended:
+                self._job_ended(copy)
+            else:
+                held = () if copy.job is None else copy.targets
+                self._finish(copy, MoverClosed("the mempool ends"), held)
+        if idle:
+            self._background.shutdown(wait=True)  # a mapping under way
+            self._paths.close()
+            self._mapper.close()
+        else:
+            log.error("closed_while_copying", pages=len(self._held))
+        return idle
+
+    def _is_idle(self) -> bool:
+        """Nothing is being written here, and nothing will be."""
+        jobs = [copy.job for copy in self._copies.values() if copy.job is not None]
+        return all(job.ended for job in jobs) and not self._paths.quarantine.held()
+
+    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
+        """From any thread: have the event loop call it. A loop that has ended needs to hear nothing."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _nothing() -> None:
+    """Nobody asked to be told."""

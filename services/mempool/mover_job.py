@@ -1,0 +1,96 @@
+"""One copy from its first pull to its last, on the mover's thread and the transports': rounds of pulls, one result."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from services.mempool.mover_paths import Parts, Paths, Pull
+from services.mempool.mover_thread import PullThread
+from shared.transfer.errors import TransferError, TransferTimeout
+from shared.transfer.interface import Moved
+from shared.transfer.transfer_job import DrivenFuture
+
+
+class Job:
+    """run() once, on the mover's thread.
+
+    `on_end` is called once, on any thread: no pull of the job is running as far as anybody knows. From then on the
+    public fields do not change.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        thread: PullThread,
+        target: int,
+        targets: Sequence[int],
+        parts: Parts,
+        deadline_s: float,
+        on_end: Callable[[], None],
+    ) -> None:
+        self._paths = paths
+        self._thread = thread
+        self._target = target
+        self._targets = targets
+        self._parts = parts
+        self._deadline_s = deadline_s
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._num_left = 0
+        self._rounds: list[list[Pull]] = []
+        self.ended = False
+        self.moved: list[Moved] = []
+        self.error: BaseException | None = None  # the first
+        self.held: list[tuple[str, tuple[int, ...]]] = []  # region, pages that may still be written
+
+    def run(self) -> None:
+        """Plan, then the first round. Every later one when all of the one before have ended well."""
+        try:
+            self._rounds = self._paths.rounds(self._target, self._targets, self._parts)
+        except Exception as error:  # noqa: BLE001  one copy's surprise must not end the thread of all
+            self.error = error
+            self._end()
+            return
+        self._next_round()
+
+    def _next_round(self) -> None:
+        pulls = self._rounds.pop(0)
+        self._num_left = len(pulls)
+        for pull in pulls:
+            left_ms = int((self._deadline_s - time.monotonic()) * 1000)
+            try:
+                if left_ms <= 0:
+                    raise TransferTimeout("the deadline passed before the copy could start")
+                future = pull.start(left_ms)
+            except Exception as error:  # noqa: BLE001  as in run()
+                self._one_ended(pull, None, error)
+                continue
+            future.add_done_callback(lambda future, pull=pull: self._pulled(pull, future))
+            if isinstance(future, DrivenFuture):
+                self._thread.watch(future)
+
+    def _pulled(self, pull: Pull, future: "Future[Moved]") -> None:
+        error = future.exception()
+        self._one_ended(pull, None if error is not None else future.result(), error)
+
+    def _one_ended(self, pull: Pull, moved: Moved | None, error: BaseException | None) -> None:
+        with self._lock:
+            if moved is not None:
+                self.moved.append(moved)
+            if error is not None:
+                self.error = self.error or error
+                if isinstance(error, TransferError) and error.quarantined:
+                    self.held.append((pull.target, error.quarantined))
+            self._num_left -= 1
+            if self._num_left:
+                return
+            is_last = not self._rounds or self.error is not None
+        if is_last:
+            self._end()
+        else:
+            self._thread.post(self._next_round)
+
+    def _end(self) -> None:
+        self.ended = True
+        self._on_end()
