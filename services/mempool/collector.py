@@ -11,10 +11,11 @@ from services.mempool.shell import MempoolShell
 _PREFIX = "quire_mempool"
 # Counters exist from the start, so that a rate over them is right from the first event.
 COUNTERS = (
-    "acquires", "acquires_waited", "attaches_refused", "blocks_hit", "blocks_missed", "calls_refused",
-    "engines_lost", "handoffs", "handoffs_expired", "handoffs_refused", "leases_expired", "messages_stale",
-    "pages_acknowledged", "pages_evicted", "pages_granted", "pages_punched", "pages_recovered",
-    "pages_sealed", "releases_unknown", "seals_duplicate", "waits_expired",
+    "acquires", "acquires_waited", "attaches_refused", "blocks_hit", "blocks_missed", "blocks_pulled",
+    "calls_refused", "engines_lost", "handoffs", "handoffs_expired", "handoffs_refused", "leases_expired",
+    "messages_stale", "pages_acknowledged", "pages_asked_back", "pages_evicted", "pages_granted",
+    "pages_punched", "pages_recovered", "pages_sealed", "pulls", "pulls_failed", "pulls_without_pages",
+    "releases_unknown", "seals_duplicate", "waits_expired",
 )  # fmt: skip
 
 
@@ -31,14 +32,20 @@ class PoolCollector(Collector):
         for state, count in status.pages_by_state.items():
             pages.add_metric([state], count)
         yield pages
-        memory = self._shell.memory
+        by_space = GaugeMetricFamily(
+            f"{_PREFIX}_space_pages", "Pages by space and state", labels=["space", "state"]
+        )
+        for space in status.spaces:
+            for state, count in space.pages_by_state.items():
+                by_space.add_metric([str(space.number), state], count)
+        yield by_space
         gauges = {
             "indexed_pages": ("Sealed pages that can be found by hash", status.num_indexed),
             "pinned_pages": ("Indexed pages that a lease or handoff keeps", status.num_pinned),
             "leases": ("Leases held by readers", status.num_leases),
             "handoffs": ("Handoffs not yet acquired", status.num_handoffs),
             "attachments": ("Connected engines and clients", len(status.attachments)),
-            "resident_bytes": ("Memory behind the pages", memory.resident_bytes() if memory else 0),
+            "resident_bytes": ("Memory behind the pages", self._shell.spaces.resident_bytes()),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"{_PREFIX}_{name}", text, value=value)

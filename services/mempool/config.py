@@ -22,13 +22,20 @@ class MempoolSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     socket: str = ".quire/run/mempool.sock"
     keeper_socket: str = ""  # of the keeper, which holds the memory for the next mempool; "": none
-    capacity_bytes: int = 1 << 30  # address space of all pages; memory is used only as pages are written
+    capacity_bytes: int = (
+        1 << 30
+    )  # address space of the pages of each space in host memory; memory is used only as pages are written
     device_capacity_bytes: int = 0  # of pages on GPUs, all ranks of an engine together; 0: what it found free
     granted_share: float = 0.5  # of the pages: at most so many granted to copying engines and not yet sealed
     # of the pages: at most so many for engines that work in the pages, cached ones too
     kept_share: float = 0.99
     allowed_uids: list[int] = []  # users that may connect; empty: only the mempool's own
 
+    max_spaces: int = 64  # one for each GPU, named part of host memory and content of blocks
+    pull_patience_ms: int = (
+        150  # so long a reader waits for pages to copy into, when it waits for nothing else
+    )
+    copy_timeout_ms: int = 5_000  # of a copy between two spaces
     max_leases: int = 65_536
     max_handoffs: int = 65_536
     max_waiting: int = 4_096
@@ -50,8 +57,8 @@ def load(argv: Sequence[str]) -> MempoolSettings:
     if found.device_capacity_bytes < 0:
         raise SettingsError("setting mempool.device_capacity_bytes: must be 0 (what is free) or more")
     for name in (
-        "capacity_bytes", "max_leases", "max_handoffs", "max_waiting", "max_blocks_per_call", "max_ttl_ms",
-        "max_wait_ms",
+        "capacity_bytes", "max_spaces", "pull_patience_ms", "copy_timeout_ms", "max_leases", "max_handoffs",
+        "max_waiting", "max_blocks_per_call", "max_ttl_ms", "max_wait_ms",
     ):  # fmt: skip
         if getattr(found, name) < 1:
             raise SettingsError(f"setting mempool.{name}: {getattr(found, name)} must be at least 1")

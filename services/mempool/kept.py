@@ -19,11 +19,16 @@ from shared.ids import Epoch
 from shared.mempool.keeper_client import KeeperClient, KeeperStale
 from shared.observe.log import get_logger
 
-SPACE = "pages"
+SPACE = "pages"  # the first one's name; the others have their number behind it
 SLABS_PER_CALL = 128
 RESTORE_INTERVAL_S = 0.5
 
 log = get_logger("mempool.kept")
+
+
+def name_of(number: int) -> str:
+    """Under which a space is kept."""
+    return f"{SPACE}-{number}" if number else SPACE
 
 
 class Kept:
@@ -34,8 +39,8 @@ class Kept:
 
     def __init__(self, socket: str, generation: Epoch) -> None:
         self.client = KeeperClient(socket, generation, self._hand_over_all)
-        self._space: tuple[PoolMemory, takeover.SpaceMeta] | None = None
-        self._slabs: dict[int, DeviceSlabs | KeptSlabs] = {}
+        self._spaces: dict[int, tuple[PoolMemory, takeover.SpaceMeta]] = {}
+        self._slabs: dict[tuple[int, int], DeviceSlabs | KeptSlabs] = {}  # by space and rank
         self._processes: dict[int, tuple[int, takeover.ProcessMeta]] = {}  # pid -> own pidfd, meta
         self._timer: asyncio.TimerHandle | None = None
 
@@ -56,31 +61,34 @@ class Kept:
 
     def space(self, memory: PoolMemory, meta: takeover.SpaceMeta) -> None:
         """Memory was made, or adopted: before the first page of it is granted."""
-        self._space = (memory, meta)
-        self._try(lambda: takeover.keep_space(self.client, SPACE, memory, meta))
+        self._spaces[meta.number] = (memory, meta)
+        self._try(lambda: takeover.keep_space(self.client, name_of(meta.number), memory, meta))
 
-    def slabs(self, rank: int, device: str, slabs: DeviceSlabs | KeptSlabs, num_slabs: int) -> None:
-        """One rank's pages on a GPU."""
-        self._slabs[rank] = slabs
-        if self._space is not None:
-            memory, meta = self._space
-            devices = [*meta.devices, *[""] * meta.num_ranks][: meta.num_ranks]
-            devices[rank] = device
-            self.space(memory, msgspec.structs.replace(meta, devices=devices))
-        self._try(lambda: self._keep_slabs(rank, slabs, num_slabs))
+    def slabs(
+        self, number: int, rank: int, device: str, slabs: DeviceSlabs | KeptSlabs, num_slabs: int
+    ) -> None:
+        """One rank's pages on a GPU, of a space that is kept already."""
+        self._slabs[number, rank] = slabs
+        memory, meta = self._spaces[number]
+        devices = [*meta.devices, *[""] * meta.num_ranks][: meta.num_ranks]
+        devices[rank] = device
+        self.space(memory, msgspec.structs.replace(meta, devices=devices))
+        self._try(lambda: self._keep_slabs(number, rank, slabs, num_slabs))
 
-    def _keep_slabs(self, rank: int, slabs: DeviceSlabs | KeptSlabs, num_slabs: int) -> None:
+    def _keep_slabs(self, number: int, rank: int, slabs: DeviceSlabs | KeptSlabs, num_slabs: int) -> None:
         for first in range(0, num_slabs, SLABS_PER_CALL):
             fds = [slabs.export(i) for i in range(first, min(first + SLABS_PER_CALL, num_slabs))]
             try:
-                takeover.keep_slabs(self.client, SPACE, rank * num_slabs + first, fds)
+                takeover.keep_slabs(self.client, name_of(number), rank * num_slabs + first, fds)
             finally:
                 for fd in fds:
                     os.close(fd)
 
-    def process(self, pid: int, pidfd: int, kind: takeover.ProcessKind, instance: str) -> None:
-        """A process is about to get memory: the next mempool must be able to see its death."""
-        meta = takeover.ProcessMeta(kind=kind, instance=instance)
+    def process(
+        self, pid: int, pidfd: int, kind: takeover.ProcessKind, instance: str, number: int = 0
+    ) -> None:
+        """A process is about to get memory of a space: the next mempool must be able to see its death."""
+        meta = takeover.ProcessMeta(kind=kind, instance=instance, space=number)
         own = self._processes[pid][0] if pid in self._processes else os.dup(pidfd)
         self._processes[pid] = (own, meta)
         self._try(lambda: takeover.keep_process(self.client, pid, own, meta))
@@ -104,11 +112,11 @@ class Kept:
 
     def _hand_over_all(self, _client: KeeperClient) -> None:
         takeover.keep_myself(self.client, "mempool")
-        if self._space is not None:
-            takeover.keep_space(self.client, SPACE, *self._space)
-            num_slabs = self._space[1].num_pages // max(1, self._space[1].pages_per_slab)
-            for rank, slabs in self._slabs.items():
-                self._keep_slabs(rank, slabs, num_slabs)
+        for number, (memory, meta) in self._spaces.items():
+            takeover.keep_space(self.client, name_of(number), memory, meta)
+        for (number, rank), slabs in self._slabs.items():
+            meta = self._spaces[number][1]
+            self._keep_slabs(number, rank, slabs, meta.num_pages // max(1, meta.pages_per_slab))
         for pid, (pidfd, meta) in self._processes.items():
             takeover.keep_process(self.client, pid, pidfd, meta)
 

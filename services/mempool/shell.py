@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import msgspec
 
 from services.mempool.core.actions import (
     Action,
+    CopyPages,
     CreateMemory,
     CreateSlabs,
     Disconnect,
@@ -22,15 +24,14 @@ from services.mempool.core.actions import (
     WriteEntries,
     WriteWords,
 )
-from services.mempool.core.pool import Pool
+from services.mempool.core.mempool import Mempool
 from services.mempool.core.space import Plan
 from services.mempool.kept import Kept
-from services.mempool.memory import PoolMemory
 from services.mempool.processes import ProcessWatch
-from services.mempool.slabs import DeviceSlabs, KeptSlabs
-from services.mempool.takeover import SpaceMeta, Takeover
-from shared.errors import Overloaded, PeerGone, PeerProtocolError, ResourceError
-from shared.ids import Epoch, PageId
+from services.mempool.spaces import Spaces
+from services.mempool.takeover import Adopted, Takeover
+from shared.errors import Overloaded, PeerGone, PeerProtocolError
+from shared.ids import Epoch, InstanceId, PageId
 from shared.observe.log import get_logger
 from shared.observe.trace import Span, start_span
 from shared.transport.clock import Clock
@@ -55,10 +56,9 @@ class MempoolShell:
         allowed_uids: frozenset[int] | None = None,
         kept: Kept | None = None,
     ) -> None:
+        self.pool = Mempool(limits, boot_generation)
         self.kept = kept or Kept("", boot_generation)
-        self.pool = Pool(limits, boot_generation)
-        self.memory: PoolMemory | None = None
-        self.slabs: dict[int, DeviceSlabs | KeptSlabs] = {}  # by rank, where pages are on GPUs
+        self.spaces = Spaces(self.kept, boot_generation, self._on_copied, self._on_settled)
         self.clock = clock
         self.server: UnixServer[wire.ToMempool, wire.FromMempool] = UnixServer(
             path,
@@ -84,40 +84,41 @@ class MempoolShell:
 
     def adopt(self, found: Takeover) -> None:
         """Go on where an earlier mempool stopped. Once, before start(); on the running loop."""
-        processes: list[int] = []
-        engines: list[int] = []
+        members: dict[int, tuple[str, str, int]] = {}  # number -> kind, instance, space
         for one in found.processes:
             if one.dead:
                 os.close(one.pidfd)
                 continue
             number = self._processes.adopt(one.number, one.pidfd)
-            self.kept.process(one.number, one.pidfd, one.meta.kind, one.meta.instance)
-            processes.append(number)
-            if one.meta.kind == "engine":
-                engines.append(number)
-        if not found.adopted:
-            return
-        first = found.adopted[0]
-        meta = first.meta
-        self.memory = first.memory(self.pool.boot_generation)
-        per_rank = len(first.slab_fds) // meta.num_ranks
-        for rank in range(meta.num_ranks if per_rank else 0):
-            self.slabs[rank] = KeptSlabs(first.slab_fds[rank * per_rank : (rank + 1) * per_rank])
-        self.kept.space(self.memory, meta)
-        for rank, slabs in self.slabs.items():
-            self.kept.slabs(rank, meta.devices[rank], slabs, per_rank)
+            meta = one.meta
+            self.kept.process(one.number, one.pidfd, meta.kind, meta.instance, meta.space)
+            members[number] = (meta.kind, meta.instance, meta.space)
+        for space in found.adopted:
+            self._adopt(space, members)
+        if found.adopted:
+            asyncio.get_running_loop().call_later(REPORT_DEADLINE_S, self._end_silent)
+
+    def _adopt(self, found: Adopted, members: dict[int, tuple[str, str, int]]) -> None:
+        meta = found.meta
+        self.spaces.adopt(found)
         planned = Plan(meta.num_pages, meta.page_bytes, meta.num_ranks, meta.pages_per_slab)
+        mine = {
+            number: (kind, InstanceId(instance))
+            for number, (kind, instance, space) in members.items()
+            if space == meta.number
+        }
         actions = self.pool.adopt(
-            meta.description, planned, first.words, first.entries,
-            memory_id=meta.memory_id, processes=processes, engines=engines,
+            meta.number, meta.description, planned, found.words, found.entries,
+            memory_id=meta.memory_id, processes=list(mine), label=meta.label, devices=meta.devices,
+            engines=[number for number, (kind, _) in mine.items() if kind == "engine"],
+            instances=[instance for _, instance in mine.values()],
         )  # fmt: skip
-        log.info("memory_adopted", num_pages=meta.num_pages, num_awaited=len(processes))
+        log.info("memory_adopted", space=meta.number, num_pages=meta.num_pages, num_awaited=len(mine))
         self._perform(actions)
-        asyncio.get_running_loop().call_later(REPORT_DEADLINE_S, self._end_silent)
 
     def _end_silent(self) -> None:
         """Rule 5: a holder past its deadline is killed; its pages return when its death is proven."""
-        for number in sorted(self.pool.inheritance.awaiting) if self.pool.inheritance else ():
+        for number in sorted(self.pool.awaited()):
             found = self._processes.pidfd_of(number)
             if found is not None:
                 log.warning("silent_process_killed", process=number, pid=found[0])
@@ -129,19 +130,15 @@ class MempoolShell:
         if self._timer is not None:
             self._timer.cancel()
         self.server.close()
-        for slabs in self.slabs.values():
-            slabs.close()
-        self.slabs = {}
+        self.spaces.close()
         self.kept.close()
-        if self.memory is not None:
-            self.memory.close()
-            self.memory = None
 
     def status(self) -> dict[str, Any]:
         """For /status."""
         status = msgspec.to_builtins(self.pool.status())
         status.pop("call_id")
-        status["resident_bytes"] = self.memory.resident_bytes() if self.memory else 0
+        status["resident_bytes"] = self.spaces.resident_bytes()
+        status["copies"] = self.spaces.status()
         status["peers_refused"] = self.server.num_refused
         status["peers_malformed"] = self.server.num_malformed
         return status
@@ -185,17 +182,16 @@ class MempoolShell:
                 reason = "the kernel gives no pidfd of this peer, or it is dead"
                 refusal = wire.AttachRefused(code="peer.credentials", reason=reason)
                 return [Send(connection.state, refusal), Disconnect(connection.state, reason)]
-            self._keep_process(process, message)
         log.info(
             "peer_attaches", kind=message.kind, peer_instance=message.instance, pid=connection.peer.pid,
             connection=connection.state,
         )  # fmt: skip
-        return self.pool.on_attach(connection.state, process, message, self.clock.now_ms())
-
-    def _keep_process(self, process: int, message: wire.Attach) -> None:
-        found = self._processes.pidfd_of(process)
-        if found is not None and message.kind != "client":
-            self.kept.process(*found, message.kind, message.instance)
+        actions = self.pool.on_attach(connection.state, process, message, self.clock.now_ms())
+        found = self._processes.pidfd_of(process) if process else None
+        if found is not None and message.kind != "client":  # kept before the actions give it memory
+            space = self.pool.space_of(message.instance)
+            self.kept.process(*found, message.kind, message.instance, space)
+        return actions
 
     def _on_disconnect(self, connection: UnixConnection[wire.FromMempool], error: Exception | None) -> None:
         number = connection.state
@@ -230,60 +226,42 @@ class MempoolShell:
     def _perform_one(self, action: Action) -> None:
         match action:
             case WriteWords():
-                assert self.memory is not None
-                self.memory.write_words(action.words)
+                self.spaces.memories[action.space].write_words(action.words)
             case WriteEntries():
-                assert self.memory is not None
-                self.memory.write_entries(action.entries)
+                self.spaces.memories[action.space].write_entries(action.entries)
             case Send():
                 self._send(action)
             case CreateMemory():
-                generation = self.pool.boot_generation
-                self.memory = PoolMemory(
-                    action.num_pages, action.page_bytes, generation, action.num_ranks,
-                    table_only=action.pages_per_slab > 0,
-                )  # fmt: skip
-                self.kept.space(
-                    self.memory,
-                    SpaceMeta(
-                        description=action.description, num_pages=action.num_pages,
-                        page_bytes=action.page_bytes, num_ranks=action.num_ranks,
-                        pages_per_slab=action.pages_per_slab, memory_id=generation,
-                    ),
-                )  # fmt: skip
-                log.info(
-                    "memory_created", num_pages=action.num_pages, page_bytes=action.page_bytes,
-                    num_ranks=action.num_ranks,
-                )  # fmt: skip
+                self.spaces.create(action)
             case CreateSlabs():
-                self._create_slabs(action)
+                if not self.spaces.create_slabs(action):
+                    self._connections[action.connection].close()
             case SendSlabs():
                 self._send_slabs(action)
             case PunchPages():
-                assert self.memory is not None
-                self._punch(self.memory, action.pages)
+                self.spaces.punch(action.space, action.pages)
+            case CopyPages():
+                self.spaces.copy(action)
             case Disconnect():
                 connection = self._connections.get(action.connection)
                 if connection is not None:
                     log.warning("peer_disconnected", connection=action.connection, reason=action.reason)
                     connection.close()
 
-    def _create_slabs(self, action: CreateSlabs) -> None:
-        if action.rank not in self.slabs:
-            try:
-                self.slabs[action.rank] = DeviceSlabs(action.device, action.num_slabs, action.slab_bytes)
-            except ResourceError as error:
-                log.error("slabs_failed", rank=action.rank, device=action.device, error=error.message)
-                self._connections[action.connection].close()
-                return
-            self.kept.slabs(action.rank, action.device, self.slabs[action.rank], action.num_slabs)
-            log.info("slabs_created", rank=action.rank, device=action.device, num_slabs=action.num_slabs)
+    def _on_copied(self, copy_id: int, failed: bool, in_doubt: Sequence[int]) -> None:
+        now_ms = self.clock.now_ms()
+        self._perform(self.pool.on_copied(copy_id, now_ms, failed=failed, in_doubt=in_doubt))
+
+    def _on_settled(self, space: int, pages: Sequence[int]) -> None:
+        self._perform(self.pool.on_settled(space, [PageId(page) for page in pages], self.clock.now_ms()))
 
     def _send_slabs(self, action: SendSlabs) -> None:
         connection = self._connections.get(action.connection)
         if connection is None:
             return
-        fds = [self.slabs[action.rank].export(action.first + i) for i in range(action.count)]
+        fds = [
+            self.spaces.slabs[action.space, action.rank].export(action.first + i) for i in range(action.count)
+        ]
         try:
             reply = wire.Slabs(call_id=action.call_id, first=action.first, count=action.count)
             connection.send(reply, fds=fds)
@@ -293,22 +271,15 @@ class MempoolShell:
         finally:
             close_fds(fds)
 
-    def _punch(self, memory: PoolMemory, pages: list[PageId]) -> None:
-        try:
-            memory.punch(pages)
-        except OSError as error:  # some sandboxes cannot: the memory stays, nothing else is lost
-            log.warning("punch_failed", num_pages=len(pages), error=str(error))
-            return
-        log.info("pages_punched", num_pages=len(pages))
-
     def _send(self, action: Send) -> None:
         connection = self._connections.get(action.connection)
         if connection is None:
             return
         fds: tuple[int, ...] = ()
         if action.with_memory:
-            assert self.memory is not None
-            fds = (self.memory.page_fd, self.memory.table_fd) if not self.slabs else (self.memory.table_fd,)
+            memory = self.spaces.memories[action.space]
+            on_gpus = self.spaces.has_slabs(action.space)
+            fds = (memory.table_fd,) if on_gpus else (memory.page_fd, memory.table_fd)
         if self._spans and isinstance(action.message, wire.Acquired | wire.CallFailed):
             self._end_span(action.connection, action.message)
         try:

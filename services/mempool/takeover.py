@@ -59,7 +59,9 @@ class SpaceMeta(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int = 1
     pages_per_slab: int = 0  # 0: host memory. Else slab s of rank r is kept as number r * slabs_per_rank + s
     devices: list[str] = []  # of each rank; empty for host memory
-    memory_id: Epoch = Epoch(0)  # generation of the mempool that made the memory
+    memory_id: Epoch = Epoch(0)  # generation of the mempool that made the memory, plus the space's number
+    number: int = 0  # of the space
+    label: str = ""  # of host memory that is apart from other host memory
 
 
 class ProcessMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +69,7 @@ class ProcessMeta(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: ProcessKind
     instance: str = ""
+    space: int = 0  # whose pages it may touch
 
 
 @dataclass(frozen=True, slots=True)

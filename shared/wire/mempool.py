@@ -56,7 +56,9 @@ class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
     works_in_pages: bool = False  # of an engine: see the module's docstring
     # of a rank:
     capacity_bytes: int = 0  # what pages may take on all ranks together; 0: the pool's own limit
-    device: str = "cpu"  # where its pages lie; "cuda:" and the GPU's UUID in hex without dashes
+    # where its pages lie: "cuda:" and the GPU's UUID in hex without dashes; "cpu", or "cpu:" and a name for host
+    # memory apart from other host memory (of one NUMA node, say)
+    device: str = "cpu"
     rank: int = 0
     # of an engine or a rank that has the memory already: refused ("memory.replaced") by a pool with other memory
     memory_id: Epoch = Epoch(0)
@@ -110,7 +112,7 @@ class Detach(Struct, frozen=True, kw_only=True, tag="detach"):
 
 
 class Shrink(Struct, frozen=True, kw_only=True, tag="shrink"):
-    """Please GiveBack this many granted pages."""
+    """Please GiveBack this many granted pages. Clients of the engine's instance hear of it too, to wake it."""
 
     count: int
 
@@ -212,6 +214,20 @@ class StatusCall(Struct, frozen=True, kw_only=True, tag="status"):
     call_id: int
 
 
+class SpaceStatus(Struct, frozen=True, kw_only=True):
+    """Pages of one kind: of one GPU (of one per rank), or of a part of host memory."""
+
+    number: int
+    content_key: str
+    devices: list[str]  # of each rank; as in Attach
+    num_pages: int
+    page_bytes: int
+    pages_by_state: dict[str, int]
+    num_indexed: int
+    num_pinned: int
+    engines: list[str]
+
+
 class PoolStatus(Struct, frozen=True, kw_only=True, tag="pool_status"):
     """Counts by state sum to num_pages at every moment (invariant 4)."""
 
@@ -227,6 +243,7 @@ class PoolStatus(Struct, frozen=True, kw_only=True, tag="pool_status"):
     attachments: list[str]
     counters: dict[str, int]
     num_kept: int = 0  # indexed pages that attached engines work in: pinned by them
+    spaces: list[SpaceStatus] = []  # each by itself; the counts above are of all
 
 
 class SlabsCall(Struct, frozen=True, kw_only=True, tag="slabs_call"):

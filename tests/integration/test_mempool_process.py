@@ -212,7 +212,29 @@ def test_table_is_read_only_and_memory_has_a_fixed_size_for_workers(mempool):
     link.close()
 
 
-def test_another_layout_is_refused_and_the_engine_goes_on_without_pages(mempool, engine):
+def test_another_layout_has_a_space_of_its_own(mempool, engine):
+    other = msgspec.structs.replace(DESCRIPTION, dtype="bfloat16")
+    with closing(EngineAttachment(mempool.socket, InstanceId("odd"), other, 4)) as odd:
+        assert odd.wait_connected(5)
+        until(lambda: mempool.counts()["granted"] == 12, "both have pages")
+        assert [space["num_pages"] for space in mempool.status()["spaces"]] == [64, 64]
+        first, second = mempool.status()["spaces"]
+        assert first["content_key"] != second["content_key"]
+
+
+def test_a_layout_too_many_is_refused_and_the_engine_goes_on_without_pages(tmp_path):
+    mempool = MempoolProcess(tmp_path, **{"max-spaces": 1})
+    try:
+        engine = EngineProcess(mempool.socket, "prefill-0")
+        try:
+            _refused_for_its_layout(mempool)
+        finally:
+            engine.kill()
+    finally:
+        mempool.stop()
+
+
+def _refused_for_its_layout(mempool):
     other = msgspec.structs.replace(DESCRIPTION, dtype="bfloat16")
     reply, fds, link = raw_attach(mempool.socket, description=other)
     assert (reply.code, fds) == ("layout.mismatch", [])

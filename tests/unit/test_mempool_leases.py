@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.mempool.core.leases import MAX_CLOSED_HANDOFFS, Leases
+from services.mempool.core.leases import MAX_CLOSED_HANDOFFS, Fence, Leases
 from services.mempool.core.radix import Index
 from shared.ids import HandoffId
 from shared.wire import mempool as wire
@@ -176,10 +176,10 @@ def test_calls_of_a_client_that_left_are_forgotten(pool):
 
 def test_fencing_tokens_only_grow():
     index = Index()
-    first, second = Leases(index, BOOT), Leases(index, BOOT)
+    first, second = Leases(index, Fence(BOOT)), Leases(index, Fence(BOOT))
     tokens = [first.grant(1, "i", [], 1).fencing_token for _ in range(3)]
     assert tokens == sorted(set(tokens))
-    later_boot = Leases(index, second.grant(1, "i", [], 1).fencing_token)
+    later_boot = Leases(index, Fence(second.grant(1, "i", [], 1).fencing_token))
     assert later_boot.grant(1, "i", [], 1).fencing_token > tokens[0]
 
 
@@ -203,7 +203,7 @@ def test_everything_a_peer_can_make_grow_is_bounded():
 
 
 def test_memory_of_past_handoffs_and_deadlines_is_bounded():
-    leases = Leases(Index(), BOOT)
+    leases = Leases(Index(), Fence(BOOT))
     for i in range(MAX_CLOSED_HANDOFFS + 100):
         leases.close_handoff(HandoffId(str(i)))
         leases.release(leases.grant(1, "i", [], 10**9 + i).lease_id, "i")

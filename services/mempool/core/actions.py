@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shared.ids import PageId
+from shared.ids import Epoch, PageId
 from shared.kv.layout import EngineDescription
 from shared.wire.mempool import FromMempool
 
@@ -11,7 +11,7 @@ from shared.wire.mempool import FromMempool
 class PoolLimits:
     """Bounds of everything that a peer could make grow."""
 
-    capacity_bytes: int  # in host memory
+    capacity_bytes: int  # in host memory, of each space
     device_capacity_bytes: int = 0  # on GPUs, all ranks of an engine together; 0: what the engine found free
     granted_share: float = 0.5  # of all pages: how many may be granted to engines and not yet sealed
     # of the pages: at most so many for engines that work in the pages, cached ones too
@@ -22,18 +22,29 @@ class PoolLimits:
     max_blocks_per_call: int = 65_536
     max_ttl_ms: int = 120_000
     max_wait_ms: int = 30_000
+    max_spaces: int = 64
+    pull_patience_ms: int = 150  # a reader that waits for nothing else waits so long for pages to copy into
+    copy_timeout_ms: int = 5_000
     idle_punch_ms: int = 30_000  # quiet for so long: memory of free pages goes back; 0: never
+
+
+NO_EPOCH = Epoch(0)
+
+# In every action, `space` is the number of the space that it is about.
 
 
 @dataclass(frozen=True, slots=True)
 class CreateMemory:
-    """Make the page and table memory; before any other action that needs it."""
+    """Make the page and table memory of a space; before any other action that needs it."""
 
     description: EngineDescription
     num_pages: int
     page_bytes: int
     num_ranks: int = 1  # each with page_bytes for every page
     pages_per_slab: int = 0  # on GPUs: pages of one allocation; 0: the pages of all ranks lie in one memfd
+    space: int = 0
+    memory_id: Epoch = NO_EPOCH
+    label: str = ""  # of a space in host memory that is apart from others of its kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +56,7 @@ class CreateSlabs:
     device: str
     num_slabs: int
     slab_bytes: int
+    space: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,7 @@ class SendSlabs:
     rank: int
     first: int
     count: int
+    space: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +76,7 @@ class WriteWords:
     """Publish page words, in this order, before any later action: (page, word)."""
 
     words: list[tuple[int, int]]
+    space: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +84,7 @@ class WriteEntries:
     """Note what the index knows of these pages, before the words that say they are sealed: (page, packed ENTRY)."""
 
     entries: list[tuple[int, bytes]]
+    space: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +92,21 @@ class PunchPages:
     """Give the memory of these free pages back to the operating system."""
 
     pages: list[PageId]
+    space: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPages:
+    """Copy whole pages, every rank's, into `targets` of `space`; answer with Mempool.on_copied, always.
+
+    `sources`: (space, page) for each target. They are sealed and pinned until the answer.
+    """
+
+    copy_id: int
+    space: int
+    targets: list[PageId]
+    sources: list[tuple[int, PageId]]
+    timeout_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +116,7 @@ class Send:
     connection: int
     message: FromMempool
     with_memory: bool = False
+    space: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,4 +127,14 @@ class Disconnect:
     reason: str
 
 
-Action = CreateMemory | CreateSlabs | WriteWords | WriteEntries | PunchPages | Send | SendSlabs | Disconnect
+Action = (
+    CreateMemory
+    | CreateSlabs
+    | WriteWords
+    | WriteEntries
+    | PunchPages
+    | CopyPages
+    | Send
+    | SendSlabs
+    | Disconnect
+)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.mempool.core import space
 from services.mempool.core.actions import (
@@ -17,13 +17,13 @@ from services.mempool.core.actions import (
 from services.mempool.core.engines import Engine
 from services.mempool.core.entry import Entry
 from services.mempool.core.inheritance import Inheritance, NotInherited, packed_entries
-from services.mempool.core.leases import Leases
+from services.mempool.core.leases import Fence, Leases
 from services.mempool.core.page_state import PageEvent
 from services.mempool.core.radix import Index
 from services.mempool.core.readers import Readers
 from services.mempool.core.space import Memory
 from shared.errors import PeerProtocolError
-from shared.ids import Epoch, InstanceId
+from shared.ids import Epoch, InstanceId, PageId
 from shared.kv.layout import EngineDescription
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire import mempool as wire
@@ -37,24 +37,47 @@ class Client:
     instance: InstanceId
 
 
-class Attachments:
-    """State of a pool, and its connections. Pool adds what they say."""
+@dataclass(slots=True)
+class Claim:
+    """Pages that the mempool wants for itself, before any engine gets more. Granted, once they are here."""
 
-    def __init__(self, limits: PoolLimits, boot_generation: Epoch) -> None:
+    wanted: int
+    pages: list[PageId] = field(default_factory=list)
+    asked: int = 0  # of engines, to give back
+
+    @property
+    def lacking(self) -> int:
+        """How many are still to come."""
+        return self.wanted - len(self.pages)
+
+
+class Attachments:
+    """State of a pool, and its connections. Pool adds what they say.
+
+    Args:
+        number: of this space in its mempool.
+        fence: of all spaces of the mempool.
+    """
+
+    def __init__(
+        self, limits: PoolLimits, boot_generation: Epoch, number: int = 0, fence: Fence | None = None
+    ) -> None:
         self.limits = limits
         self.boot_generation = boot_generation
+        self.number = number
         self.index = Index()
-        self.leases = Leases(self.index, boot_generation)
+        self.leases = Leases(self.index, fence or Fence(boot_generation))
         self.memory: Memory | None = None
         self.clients: dict[int, Client] = {}
         self.counters: Counter[str] = Counter()
         self.readers = Readers(limits, self.index, self.leases, self.counters)
-        self.memory_id = Epoch(0)  # the generation in which the memory was made
+        self.memory_id = Epoch(0)  # the generation in which the memory was made, plus its number
         self.inheritance: Inheritance | None = None
         self.engine_processes: set[int] = set()  # of those that are awaited, the ones that hold pages
         self._active_at_ms = 0
         self._sends: list[Action] = []
         self._noted: list[Entry] = []  # sealed since the last actions
+        self.claims: list[Claim] = []  # for pages that the mempool itself is about to write
 
     def adopt(
         self,
@@ -66,6 +89,8 @@ class Attachments:
         memory_id: Epoch,
         processes: Sequence[int],
         engines: Sequence[int],
+        devices: Sequence[str] = (),
+        label: str = "",
     ) -> list[Action]:
         """Go on with an earlier mempool's pages, before anybody attaches. The shell has the memory already.
 
@@ -75,15 +100,26 @@ class Attachments:
         """
         assert self.memory is None
         self.memory = space.adopt(description, planned, self.limits, words, self._unpin_one)
+        self.memory.label = label
+        self.memory.devices = {rank: device for rank, device in enumerate(devices) if device}
         self.memory_id = memory_id
         self.engine_processes = set(engines)
         self.readers.epochs = self.memory.table.epochs
         self.inheritance = Inheritance(self.memory.table, self.index, self.leases, entries, processes)
         self.counters["pages_inherited"] += self.inheritance.num_sealed
-        self._report(-1)
+        self.report(-1)
         return self._done()
 
-    def _report(self, process: int) -> None:
+    def awaited(self) -> set[int]:
+        """Processes that have not said yet what they hold of an earlier mempool's pages."""
+        return set(self.inheritance.awaiting) if self.inheritance is not None else set()
+
+    def awaits(self, process: int) -> bool:
+        """Whether pages wait for this process to say what it holds."""
+        return self.inheritance is not None and process in self.inheritance.awaiting
+
+    def report(self, process: int) -> None:
+        """It holds no inherited page any more that it has not claimed."""
         if self.inheritance is not None and self.inheritance.reported(process):
             self.inheritance = None
 
@@ -95,7 +131,7 @@ class Attachments:
 
         Raises: PeerProtocolError on a second Attach or an impossible description.
         """
-        if self._instance_of(connection) is not None:
+        if self.instance_of(connection) is not None:
             raise PeerProtocolError("attached already")
         if message.kind == "client":
             self.clients[connection] = Client(connection, message.instance)
@@ -117,10 +153,10 @@ class Attachments:
             return self._refuse(connection, "device.mismatch", reason)
         if memory is not None:
             memory.engines.attach_rank(connection, process, message.instance, message.rank)
-            created += space.slabs_of(memory, connection, message)
+            created += space.slabs_of(memory, self.number, connection, message)
             self._welcome(connection, memory)
             if not self._is_engine(process):
-                self._report(process)
+                self.report(process)
         return created
 
     def _is_engine(self, process: int) -> bool:
@@ -153,7 +189,7 @@ class Attachments:
             return self._refuse(connection, error.code, error.message)
         memory.engines.attach(engine)
         self._welcome(connection, memory)
-        self._report(process)
+        self.report(process)
         for over, count in memory.engines.excess().items():
             self._send(over, wire.Shrink(count=count))
         self._serve()
@@ -184,7 +220,8 @@ class Attachments:
                 self.boot_generation,
                 self._unpin_one,
             )
-            self.memory_id = self.boot_generation
+            self.memory_id = Epoch(self.boot_generation + self.number)
+            self.memory.label = space.label_of(message.device)
             self.readers.epochs = self.memory.table.epochs
             created.append(
                 CreateMemory(
@@ -193,6 +230,9 @@ class Attachments:
                     planned.page_bytes,
                     planned.num_ranks,
                     planned.pages_per_slab,
+                    self.number,
+                    self.memory_id,
+                    self.memory.label,
                 )
             )
         memory = self.memory
@@ -239,6 +279,29 @@ class Attachments:
         if not self._attached(engine.instance):
             self.leases.release_of(None, engine.instance, engine_lives=True)
 
+    # -- beside other pools -------------------------------------------------------------------------
+
+    def has_member(self, connection: int) -> bool:
+        """Whether it is a client, engine or rank of this pool."""
+        return self.instance_of(connection) is not None
+
+    def shares_content(self, other: "Attachments") -> bool:
+        """Whether blocks of the two pools are the same bytes."""
+        mine, theirs = self.memory, other.memory
+        return mine is not None and theirs is not None and mine.content_key == theirs.content_key
+
+    def takes(self, message: wire.Attach, content_key: str) -> bool:
+        """Whether this pool's pages are where this engine or rank needs them."""
+        memory = self.memory
+        if memory is None or memory.content_key != content_key:
+            return False
+        is_mine = memory.engines.knows(message.instance)
+        if message.kind == "engine" and is_mine:
+            return True
+        if memory.pages_per_slab and not is_mine and message.rank not in memory.devices:
+            return False  # the ranks of another instance are on their way
+        return not space.other_device(memory, message)
+
     # -- parts ------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
@@ -247,24 +310,35 @@ class Attachments:
         if memory is None:
             return
 
-        def make_room() -> bool:
-            entry = self.index.evict()
-            if entry is not None:
-                self.counters["pages_evicted"] += 1
-                self._free_entries([entry])
-            return entry is not None
-
-        for connection, granted in memory.engines.serve(make_room).items():
+        for claim in self.claims:
+            self._fill(claim, memory)
+        for connection, granted in memory.engines.serve(self._make_room).items():
             self.counters["pages_granted"] += len(granted)
             pages, epochs = zip(*granted, strict=True)
             self._send(connection, wire.Granted(pages=u32_bytes(pages), epochs=u64_bytes(epochs)))
+
+    def _make_room(self) -> bool:
+        entry = self.index.evict()
+        if entry is not None:
+            self.counters["pages_evicted"] += 1
+            self._free_entries([entry])
+        return entry is not None
+
+    def _fill(self, claim: Claim, memory: Memory) -> None:
+        while claim.lacking:
+            granted = memory.table.grant()
+            if granted is not None:
+                claim.pages.append(granted[0])
+            elif not self._make_room():
+                break
 
     def _free_entries(self, entries: list[Entry]) -> None:
         for entry in entries:
             assert self.memory is not None
             self.memory.table.free(entry.page, PageEvent.RETIRE)
 
-    def _instance_of(self, connection: int) -> InstanceId | None:
+    def instance_of(self, connection: int) -> InstanceId | None:
+        """Of a client, engine or rank of this pool."""
         client = self.clients.get(connection)
         if client is not None:
             return client.instance
@@ -274,7 +348,7 @@ class Attachments:
         return self.memory is not None and bool(self.memory.engines.of_instance(instance))
 
     def _send(self, connection: int, message: wire.FromMempool, *, with_memory: bool = False) -> None:
-        self._sends.append(Send(connection, message, with_memory))
+        self._sends.append(Send(connection, message, with_memory, self.number))
 
     def _done(self) -> list[Action]:
         sends, self._sends = self._sends, []
@@ -284,7 +358,7 @@ class Attachments:
         out: list[Action] = []
         if self._noted:
             noted, self._noted = self._noted, []
-            out.append(WriteEntries(packed_entries(noted, self.memory.table)))
+            out.append(WriteEntries(packed_entries(noted, self.memory.table), self.number))
         if words:
-            out.append(WriteWords(words))
+            out.append(WriteWords(words, self.number))
         return out + sends

@@ -99,6 +99,11 @@ class Engines:
         engine, rank = self.attached.get(connection), self.ranks.get(connection)
         return engine.instance if engine is not None else rank.instance if rank is not None else None
 
+    def knows(self, instance: InstanceId) -> bool:
+        """Whether an engine or rank of this instance is attached."""
+        ranks = any(rank.instance == instance for rank in self.ranks.values())
+        return ranks or bool(self.of_instance(instance))
+
     def cap(self, engine: Engine) -> int:
         """Pages that it may have: its quota, or its even part of the share that such engines may have."""
         most = self._max_kept if engine.works_in_pages else self._max_granted

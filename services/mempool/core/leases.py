@@ -61,13 +61,26 @@ class Expired:
     waiters: list[Waiter]
 
 
-class Leases:
-    """Owns every pin of the index: pins are taken and dropped here only."""
+class Fence:
+    """Numbers that grow with every lease, across restarts too; of all spaces of one mempool."""
 
-    def __init__(self, index: Index, boot_generation: Epoch) -> None:
+    def __init__(self, boot_generation: Epoch) -> None:
+        self.boot_generation = boot_generation
+        self._last = int(boot_generation)
+
+    def next(self) -> tuple[LeaseId, Epoch]:
+        """A new lease's name and fencing token."""
+        self._last += 1
+        name = f"{self.boot_generation:x}-{self._last - self.boot_generation:x}"
+        return LeaseId(name), Epoch(self._last)
+
+
+class Leases:
+    """Owns every pin of readers: taken and dropped here only."""
+
+    def __init__(self, index: Index, fence: Fence) -> None:
         self._index = index
-        self._boot_generation = boot_generation
-        self._fence = int(boot_generation)
+        self._fence = fence
         self._num_waiters_made = 0
         self.leases: dict[LeaseId, Lease] = {}
         self.handoffs: dict[HandoffId, Handoff] = {}
@@ -83,9 +96,8 @@ class Leases:
         self, connection: int, instance: InstanceId, entries: list[Entry], expires_at_ms: int | None
     ) -> Lease:
         """Pin entries under a new lease. The fencing token grows with every lease, across restarts too."""
-        self._fence += 1
-        lease_id = LeaseId(f"{self._boot_generation:x}-{self._fence - self._boot_generation:x}")
-        lease = Lease(lease_id, Epoch(self._fence), instance, connection, entries, expires_at_ms)
+        lease_id, token = self._fence.next()
+        lease = Lease(lease_id, token, instance, connection, entries, expires_at_ms)
         self._index.pin(entries)
         self.leases[lease_id] = lease
         if expires_at_ms is not None:

@@ -15,13 +15,13 @@ from services.mempool.core.actions import (
     Disconnect,
     PunchPages,
 )
-from services.mempool.core.attachments import Attachments
+from services.mempool.core.attachments import Attachments, Claim
 from services.mempool.core.engines import Engine
 from services.mempool.core.entry import Entry
 from services.mempool.core.page_state import PageEvent
 from services.mempool.core.space import Memory
 from shared.errors import PeerProtocolError
-from shared.ids import BlockHash, PageId
+from shared.ids import BlockHash, InstanceId, PageId
 from shared.kv.page import PageState
 from shared.wire import mempool as wire
 
@@ -56,7 +56,7 @@ class Pool(Attachments):
         self._active_at_ms = now_ms
         for engine in [e for e in self.memory.engines.attached.values() if e.process == process]:
             self._replace(engine, "process.dead")
-        self._report(process)
+        self.report(process)
         instances = {lost.engine.instance for lost in self.memory.engines.lost}
         self.counters["pages_recovered"] += self.memory.engines.bury(process)
         for instance in sorted(instances):
@@ -72,7 +72,7 @@ class Pool(Attachments):
 
         Raises: PeerProtocolError on what no correct peer sends; nothing has changed then.
         """
-        instance = self._instance_of(connection)
+        instance = self.instance_of(connection)
         if instance is None:
             raise PeerProtocolError(f"{type(message).__name__} before Attach")
         self._active_at_ms = now_ms
@@ -90,7 +90,7 @@ class Pool(Attachments):
             case wire.StatusCall():
                 self._send(connection, self.status(message.call_id))
             case wire.SlabsCall():
-                self._sends += space.send_slabs(self.memory, connection, message)
+                self._sends += space.send_slabs(self.memory, self.number, connection, message)
             case wire.Attach():
                 raise PeerProtocolError("attached already")
             case _:
@@ -157,10 +157,104 @@ class Pool(Attachments):
                 memory.table.free(page, PageEvent.DISCARD)
 
     def _on_delete(self, connection: int, call: wire.Delete) -> None:
-        hashes = self._hashes(call.hashes)
+        count = self.delete(self._hashes(call.hashes))
+        self._send(connection, wire.Deleted(call_id=call.call_id, num_blocks=count))
+
+    # -- for the spaces together ----------------------------------------------------------------------
+
+    def delete(self, hashes: list[BlockHash]) -> int:
+        """Drop these blocks, or with none all, that nobody pins. How many."""
         removed = self.index.delete(hashes) if hashes else self.index.delete_unpinned()
         self._free_entries(removed)
-        self._send(connection, wire.Deleted(call_id=call.call_id, num_blocks=len(removed)))
+        return len(removed)
+
+    def tell(self, connection: int, message: wire.FromMempool) -> list[Action]:
+        """Answer a call for which this pool alone does not know the answer."""
+        self._send(connection, message)
+        return self.flush()
+
+    def answer(self, connection: int, instance: InstanceId, call: wire.Acquire, now_ms: int) -> None:
+        """Lease what is here now."""
+        self._sends.append(self.readers.answer(connection, instance, call, now_ms))
+
+    # -- pages that the mempool itself writes --------------------------------------------------------
+
+    def claim(self, count: int) -> Claim:
+        """Want pages, ahead of every engine; they come with this and later events. End it by take_in or cancel."""
+        claim = Claim(count)
+        self.claims.append(claim)
+        self._serve()
+        self._ask_engines(claim)
+        return claim
+
+    def _ask_engines(self, claim: Claim) -> None:
+        """What is free or unused is the claim's already: the rest is with engines, the largest gives first."""
+        memory = self.memory
+        assert memory is not None
+        for engine in sorted(memory.engines.attached.values(), key=lambda e: -e.num_pages):
+            count = min(claim.lacking - claim.asked, engine.num_pages)
+            if count > 0:
+                claim.asked += count
+                self._shrink(engine, count)
+
+    def _shrink(self, engine: Engine, count: int) -> None:
+        self.counters["pages_asked_back"] += count
+        self._send(engine.connection, wire.Shrink(count=count))
+        for client in self.clients.values():  # an engine that has nothing to do does not look by itself
+            if client.instance == engine.instance:
+                self._send(client.connection, wire.Shrink(count=count))
+
+    def begin_writing(self, claim: Claim) -> None:
+        """A copy writes the claimed pages from now on."""
+        self.claims.remove(claim)
+        assert self.memory is not None
+        for page in claim.pages:
+            self.memory.table.apply(page, PageEvent.WRITE)
+
+    def take_in(self, entries: list[Entry]) -> list[Entry]:
+        """Claimed pages are complete: index them. A page whose block came otherwise meanwhile is free again.
+
+        Returns: what is indexed now of these blocks, by whichever page.
+        """
+        assert self.memory is not None
+        out: list[Entry] = []
+        for entry in entries:
+            if self.index.insert(entry):
+                self.memory.table.apply(entry.page, PageEvent.SEAL)
+                self._noted.append(entry)
+                out.append(entry)
+            else:
+                self.memory.table.free(entry.page, PageEvent.DISCARD)
+                known = self.index.get(entry.block_hash)
+                assert known is not None
+                out.append(known)
+        return out
+
+    def cancel(self, claim: Claim) -> None:
+        """Nothing was written, or nothing writes any more: the pages are free."""
+        if claim in self.claims:
+            self.claims.remove(claim)
+        assert self.memory is not None
+        for page in claim.pages:
+            self.memory.table.free(page, PageEvent.GIVE_BACK)
+        claim.pages = []
+
+    def quarantine(self, pages: list[PageId]) -> None:
+        """A copy failed that may still write these."""
+        assert self.memory is not None
+        for page in pages:
+            self.memory.table.apply(page, PageEvent.HOLDER_LOST)
+
+    def settled(self, pages: list[PageId]) -> None:
+        """Nothing can write these quarantined pages any more."""
+        assert self.memory is not None
+        for page in pages:
+            self.memory.table.free(page, PageEvent.ACKNOWLEDGED)
+
+    def flush(self) -> list[Action]:
+        """Actions of what was called since the last event."""
+        self._serve()
+        return self._done()
 
     # -- time -------------------------------------------------------------------------------------
 
@@ -174,7 +268,7 @@ class Pool(Attachments):
             pages = memory.table.take_warm()
             if pages:
                 self.counters["pages_punched"] += len(pages)
-                punched.append(PunchPages(pages))
+                punched.append(PunchPages(pages, self.number))
         self._serve()
         return punched + self._done()
 
@@ -199,6 +293,10 @@ class Pool(Attachments):
             counters=dict(self.counters),
             **space.status(self.memory, clients),
         )
+
+    def space_status(self) -> wire.SpaceStatus | None:
+        """This space by itself; None before it has memory."""
+        return space.of_space(self.number, self.memory, len(self.index), self.index.num_pinned)
 
     # -- parts ------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from services.mempool.core.actions import PoolLimits, Send
 from services.mempool.core.leases import Leases
 from services.mempool.core.radix import Index
 from shared.errors import Overloaded
-from shared.ids import Epoch, HandoffId, InstanceId, LeaseId
+from shared.ids import Epoch, InstanceId, LeaseId
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire import mempool as wire
 
@@ -35,9 +35,7 @@ class Readers:
         handoff_id = call.handoff_id
         has_come = handoff_id in self._leases.handoffs or self._leases.is_closed(handoff_id)
         if has_come or not handoff_id or all(block_hash in self._index for block_hash in hashes):
-            answer = self._acquire(connection, instance, call, now_ms)
-            self._end_handoff(handoff_id)
-            return [answer]
+            return [self.answer(connection, instance, call, now_ms)]
         if call.wait_ms <= 0:
             return [self._acquire(connection, instance, call, now_ms)]
         if len(self._leases.waiters) >= self._limits.max_waiting:
@@ -57,11 +55,8 @@ class Readers:
             self._leases.hold(message.handoff_id, entries, now_ms + self._ttl(message.ttl_ms))
         else:
             self._counters["handoffs_refused"] += 1
-        answers = []
-        for waiter in self._leases.take_waiters(message.handoff_id):
-            answers.append(self._acquire(waiter.connection, waiter.instance, waiter.call, now_ms))
-            self._end_handoff(message.handoff_id)
-        return answers
+        waiters = self._leases.take_waiters(message.handoff_id)
+        return [self.answer(w.connection, w.instance, w.call, now_ms) for w in waiters]
 
     def expire(self, now_ms: int) -> list[Send]:
         """End leases and handoffs that are due; a call that waited long enough gets what there is."""
@@ -69,11 +64,14 @@ class Readers:
         self._counters["leases_expired"] += expired.num_leases
         self._counters["handoffs_expired"] += expired.num_handoffs
         self._counters["waits_expired"] += len(expired.waiters)
-        answers = []
-        for waiter in expired.waiters:
-            answers.append(self._acquire(waiter.connection, waiter.instance, waiter.call, now_ms))
-            self._end_handoff(waiter.call.handoff_id)
-        return answers
+        return [self.answer(w.connection, w.instance, w.call, now_ms) for w in expired.waiters]
+
+    def answer(self, connection: int, instance: InstanceId, call: wire.Acquire, now_ms: int) -> Send:
+        """With what there is; the handoff, if the call names one, is over. Raises: PeerProtocolError."""
+        answer = self._acquire(connection, instance, call, now_ms)
+        if call.handoff_id:  # its acquirer has pinned the pages: the handoff's own hold may go
+            self._leases.close_handoff(call.handoff_id)
+        return answer
 
     def _acquire(self, connection: int, instance: InstanceId, call: wire.Acquire, now_ms: int) -> Send:
         """The longest indexed prefix, pinned."""
@@ -101,11 +99,6 @@ class Readers:
             checksums=u32_bytes(entry.checksum for entry in entries),
         )
         return Send(connection, acquired)
-
-    def _end_handoff(self, handoff_id: HandoffId) -> None:
-        """After its acquirer has pinned the pages: drop the handoff's own hold."""
-        if handoff_id:
-            self._leases.close_handoff(handoff_id)
 
     def _ttl(self, ttl_ms: int) -> int:
         return max(1, min(ttl_ms, self._limits.max_ttl_ms))

@@ -1,5 +1,6 @@
 """The memory that a pool plans once an engine has told its block size. No I/O."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
@@ -11,7 +12,7 @@ from services.mempool.core.page_table import PageTable
 from shared.errors import PeerProtocolError
 from shared.ids import Epoch
 from shared.kv.layout import EngineDescription, page_bytes_for, slab_geometry
-from shared.wire.mempool import Attach, SlabsCall
+from shared.wire.mempool import Attach, PoolStatus, SlabsCall, SpaceStatus
 
 MAX_SLABS_PER_CALL = 128
 
@@ -26,6 +27,7 @@ class Memory:
     table: PageTable
     engines: Engines
     pages_per_slab: int = 0  # 0: in host memory
+    label: str = ""  # of host memory that is apart from other host memory
     devices: dict[int, str] = field(default_factory=dict)  # of each rank that has attached, on GPUs
 
 
@@ -38,6 +40,16 @@ class Plan:
     num_ranks: int
     pages_per_slab: int = 0
     shortage: str = ""
+
+
+def is_host(device: str) -> bool:
+    """Whether pages for this device (wire.Attach) lie in host memory: "cpu", or "cpu:" and a label."""
+    return device == "cpu" or device.startswith("cpu:")
+
+
+def label_of(device: str) -> str:
+    """Of a device in host memory; "" without one, and on GPUs."""
+    return device[4:] if device.startswith("cpu:") else ""
 
 
 def described(message: Attach) -> EngineDescription:
@@ -55,7 +67,7 @@ def plan(description: EngineDescription, message: Attach, limits: PoolLimits) ->
     """
     num_ranks = max(1, description.tp_size)
     wanted_bytes = message.capacity_bytes
-    if message.device == "cpu":
+    if is_host(message.device):
         page_bytes, pages_per_slab = page_bytes_for(description.block_bytes), 0
         capacity_bytes = min(wanted_bytes or limits.capacity_bytes, limits.capacity_bytes)
     else:
@@ -110,23 +122,26 @@ def _memory(
 
 def other_device(memory: Memory, message: Attach) -> str:
     """Why this rank cannot work in the pool's pages; "" when it can: another GPU's would be read over the link."""
-    if (message.device == "cpu") != (memory.pages_per_slab == 0):
+    if is_host(message.device) != (memory.pages_per_slab == 0):
         return f"this pool's pages are {'on GPUs' if memory.pages_per_slab else 'in host memory'}"
+    if not memory.pages_per_slab:
+        same = label_of(message.device) == memory.label
+        return "" if same else f"this pool's pages are in {memory.label or 'common'!r} host memory"
     there = memory.devices.get(message.rank, message.device)
     return "" if there == message.device else f"this pool's pages of rank {message.rank} are on {there}"
 
 
-def slabs_of(memory: Memory, connection: int, message: Attach) -> list[Action]:
+def slabs_of(memory: Memory, number: int, connection: int, message: Attach) -> list[Action]:
     """What a rank that attaches needs on its GPU."""
     if not memory.pages_per_slab:
         return []
     slab_bytes = memory.pages_per_slab * memory.page_bytes
     num_slabs = memory.table.num_pages // memory.pages_per_slab
     memory.devices[message.rank] = message.device
-    return [CreateSlabs(connection, message.rank, message.device, num_slabs, slab_bytes)]
+    return [CreateSlabs(connection, message.rank, message.device, num_slabs, slab_bytes, number)]
 
 
-def send_slabs(memory: Memory | None, connection: int, call: SlabsCall) -> list[Action]:
+def send_slabs(memory: Memory | None, number: int, connection: int, call: SlabsCall) -> list[Action]:
     """Raises: PeerProtocolError when it is no rank's connection, or asks for what is not there."""
     rank = memory.engines.ranks.get(connection) if memory is not None else None
     if memory is None or rank is None or not memory.pages_per_slab:
@@ -136,7 +151,52 @@ def send_slabs(memory: Memory | None, connection: int, call: SlabsCall) -> list[
         call.first >= 0 and 0 < call.count <= MAX_SLABS_PER_CALL and call.first + call.count <= num_slabs
     ):
         raise PeerProtocolError(f"slabs {call.first} and {call.count} more of {num_slabs}")
-    return [SendSlabs(connection, call.call_id, rank.number, call.first, call.count)]
+    return [SendSlabs(connection, call.call_id, rank.number, call.first, call.count, number)]
+
+
+def of_space(number: int, memory: Memory | None, num_indexed: int, num_pinned: int) -> SpaceStatus | None:
+    """One space; None before it has memory."""
+    if memory is None:
+        return None
+    return SpaceStatus(
+        number=number,
+        content_key=memory.content_key,
+        devices=[memory.devices[rank] for rank in sorted(memory.devices)]
+        or [f"cpu:{memory.label}".strip(":")],
+        num_pages=memory.table.num_pages,
+        page_bytes=memory.page_bytes,
+        pages_by_state=memory.table.by_state(),
+        num_indexed=num_indexed,
+        num_pinned=num_pinned,
+        engines=sorted(str(engine) for engine in memory.engines.attached.values()),
+    )
+
+
+def total(
+    parts: Sequence[PoolStatus], spaces: list[SpaceStatus], call_id: int, counters: Counter[str]
+) -> PoolStatus:
+    """All spaces of a mempool together. `page_bytes`: of the first space that has memory."""
+    first = parts[0]
+    states: Counter[str] = Counter()
+    summed = Counter(counters)
+    for part in parts:
+        states.update(part.pages_by_state)
+        summed.update(part.counters)
+    return PoolStatus(
+        call_id=call_id,
+        boot_generation=first.boot_generation,
+        num_pages=sum(part.num_pages for part in parts),
+        page_bytes=next((part.page_bytes for part in parts if part.page_bytes), 0),
+        pages_by_state=dict(states),
+        num_indexed=sum(part.num_indexed for part in parts),
+        num_pinned=sum(part.num_pinned for part in parts),
+        num_leases=sum(part.num_leases for part in parts),
+        num_handoffs=sum(part.num_handoffs for part in parts),
+        attachments=sorted({name for part in parts for name in part.attachments}),
+        counters=dict(summed),
+        num_kept=sum(part.num_kept for part in parts),
+        spaces=spaces,
+    )
 
 
 class MemoryStatus(TypedDict):

@@ -1,0 +1,262 @@
+"""All spaces of one mempool: who belongs to which, and what passes between them. No I/O.
+
+A *space* is memory of one kind for blocks of one content: the pages of one GPU (of one per rank), or of host memory.
+Each has a Pool, which knows nothing of the others. Engines and ranks belong to the space of their device, the
+clients of an instance to that of its engine, whichever comes first.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+from services.mempool.core import parse, space
+from services.mempool.core.actions import Action, PoolLimits
+from services.mempool.core.attachments import Client
+from services.mempool.core.leases import Fence
+from services.mempool.core.pool import Pool
+from services.mempool.core.pulls import Pulls, Reader
+from shared.errors import PeerProtocolError
+from shared.ids import Epoch, HandoffId, InstanceId, PageId
+from shared.kv.layout import EngineDescription
+from shared.wire import mempool as wire
+
+
+class Mempool:
+    """Methods return the actions to perform, in order. After a PeerProtocolError, end the connection."""
+
+    def __init__(self, limits: PoolLimits, boot_generation: Epoch) -> None:
+        self.limits = limits
+        self.boot_generation = boot_generation
+        self._fence = Fence(boot_generation)
+        self.pools: dict[int, Pool] = {0: Pool(limits, boot_generation, 0, self._fence)}
+        self.counters: Counter[str] = Counter()
+        self.pulls = Pulls(limits, self.pools.values(), self._answer, self.counters)
+        self._space_of: dict[InstanceId, int] = {}
+        self._clients: dict[int, InstanceId] = {}  # by connection
+        self._members: dict[int, int] = {}  # connection of an engine or rank -> its space
+        self._touched: set[Pool] = set()  # by answers since the last actions
+
+    # -- connections ------------------------------------------------------------------------------
+
+    def adopt(
+        self,
+        number: int,
+        description: EngineDescription,
+        planned: space.Plan,
+        words: Sequence[int],
+        entries: bytes,
+        *,
+        memory_id: Epoch,
+        processes: Sequence[int],
+        engines: Sequence[int],
+        instances: Iterable[InstanceId],
+        devices: Sequence[str] = (),
+        label: str = "",
+    ) -> list[Action]:
+        """Pool.adopt of one space. `instances`: whose engines or ranks were in it."""
+        pool = self.pools.get(number)
+        if pool is None:
+            pool = self._new_pool(number)
+        self._space_of.update(dict.fromkeys(instances, number))
+        return pool.adopt(
+            description, planned, words, entries,
+            memory_id=memory_id, processes=processes, engines=engines, devices=devices, label=label,
+        )  # fmt: skip
+
+    def awaited(self) -> set[int]:
+        """Processes of an earlier mempool that have not said what they hold."""
+        return {number for pool in self.pools.values() for number in pool.awaited()}
+
+    def _new_pool(self, number: int) -> Pool:
+        pool = self.pools[number] = Pool(self.limits, self.boot_generation, number, self._fence)
+        return pool
+
+    def space_of(self, instance: InstanceId) -> int:
+        """Number of the space that the instance's engine is in, or would be."""
+        return self._space_of.get(instance, min(self.pools))
+
+    def on_attach(self, connection: int, process: int, message: wire.Attach, now_ms: int) -> list[Action]:
+        """As Pool.on_attach."""
+        if connection in self._clients or connection in self._members:
+            raise PeerProtocolError("attached already")
+        if message.kind == "client":
+            pool = self.pools[self.space_of(message.instance)]
+            actions = pool.on_attach(connection, process, message, now_ms)
+            self._clients[connection] = message.instance
+            return actions
+        pool = self._pool_for(message)
+        actions = pool.on_attach(connection, process, message, now_ms)
+        if pool.has_member(connection):
+            self._members[connection] = pool.number
+            self._space_of[message.instance] = pool.number
+            if not pool.awaits(process):  # it has said what it holds, and holds nothing elsewhere
+                for other in self.pools.values():
+                    if other is not pool and other.awaits(process):
+                        other.report(process)
+                        actions += other.flush()
+        return actions + self._after(now_ms)
+
+    def _pool_for(self, message: wire.Attach) -> Pool:
+        """The space of an engine or rank. Raises: PeerProtocolError."""
+        key = space.described(message).content_key
+        if message.memory_id:
+            known = [p for p in self.pools.values() if p.memory_id == message.memory_id]
+            return known[0] if known else self.pools[self.space_of(message.instance)]
+        mine = self.pools.get(self._space_of.get(message.instance, -1))
+        if mine is not None and mine.takes(message, key):
+            return mine
+        for pool in self.pools.values():
+            if pool.takes(message, key):
+                return pool
+        for pool in self.pools.values():
+            if pool.memory is None:
+                return pool
+        if len(self.pools) >= self.limits.max_spaces:
+            return self.pools[self.space_of(message.instance)]  # which refuses it
+        return self._new_pool(max(self.pools) + 1)
+
+    def on_closed(self, connection: int, now_ms: int) -> list[Action]:
+        """A connection ended, by either side. Unknown ones are ignored."""
+        self._clients.pop(connection, None)
+        self._members.pop(connection, None)
+        self.pulls.forget(connection)
+        actions: list[Action] = []
+        for pool in self.pools.values():
+            if pool.has_member(connection):
+                actions += pool.on_closed(connection, now_ms)
+        return actions + self._after(now_ms)
+
+    def on_process_dead(self, process: int, now_ms: int) -> list[Action]:
+        """Proof of death: as Pool.on_process_dead, in every space."""
+        actions: list[Action] = []
+        for pool in self.pools.values():
+            actions += pool.on_process_dead(process, now_ms)
+        return actions + self._after(now_ms)
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def on_message(self, connection: int, message: wire.ToMempool, now_ms: int) -> list[Action]:
+        """Any message after Attach. Raises: PeerProtocolError; nothing has changed then."""
+        pool = self._pool_of(connection, message)
+        if not pool.has_member(connection):
+            raise PeerProtocolError(f"{type(message).__name__} before Attach")
+        actions: list[Action] = []
+        match message:
+            case wire.Acquire() if len(self.pools) > 1:
+                actions += self._acquire(pool, connection, message, now_ms)
+            case wire.HandoffReady() if len(self.pools) > 1:
+                actions += pool.on_message(connection, message, now_ms)
+                self._handed_off(pool, message.handoff_id, now_ms)
+            case wire.Match() if len(self.pools) > 1:
+                hashes = parse.hashes(message.hashes, self.limits.max_blocks_per_call)
+                count = len(pool.index.prefix(hashes))
+                count += len(self.pulls.elsewhere(pool, hashes[count:]))
+                actions += pool.tell(connection, wire.Matched(call_id=message.call_id, num_blocks=count))
+            case wire.Delete() if len(self.pools) > 1:
+                raw = message.hashes
+                hashes = parse.hashes(raw, self.limits.max_blocks_per_call)
+                count = sum(p.delete(hashes) for p in self.pools.values() if p.shares_content(pool))
+                self._touched.update(self.pools.values())
+                actions += pool.tell(connection, wire.Deleted(call_id=message.call_id, num_blocks=count))
+            case wire.StatusCall():
+                actions += pool.tell(connection, self.status(message.call_id))
+            case _:
+                actions += pool.on_message(connection, message, now_ms)
+        return actions + self._after(now_ms)
+
+    def _pool_of(self, connection: int, message: wire.ToMempool) -> Pool:
+        """Whose message it is. A client that came before its engine moves to the engine's space."""
+        instance = self._clients.get(connection)
+        if instance is None:
+            return self.pools[self._members.get(connection, 0)]
+        if isinstance(message, wire.Release):
+            for pool in self.pools.values():
+                if message.lease_id in pool.leases.leases:
+                    pool.clients.setdefault(connection, Client(connection, instance))
+                    return pool
+        pool = self.pools[self.space_of(instance)]
+        pool.clients.setdefault(connection, Client(connection, instance))
+        return pool
+
+    def _acquire(self, pool: Pool, connection: int, call: wire.Acquire, now_ms: int) -> list[Action]:
+        instance = pool.instance_of(connection)
+        hashes = parse.hashes(call.hashes, self.limits.max_blocks_per_call)
+        expects = call.handoff_id and call.wait_ms > 0 and not self._has_come(call.handoff_id)
+        if instance is None or (expects and not all(h in pool.index for h in hashes)):
+            return pool.on_message(connection, call, now_ms)
+        pool.counters["acquires"] += 1
+        self._read(pool, connection, instance, call, now_ms)
+        return []
+
+    def _read(
+        self, pool: Pool, connection: int, instance: InstanceId, call: wire.Acquire, now_ms: int
+    ) -> None:
+        """Answer, after what is missing has come from another space."""
+        hashes = parse.hashes(call.hashes, self.limits.max_blocks_per_call)
+        patience_ms = min(max(call.wait_ms, self.limits.pull_patience_ms), self.limits.max_wait_ms)
+        reader = Reader(connection, instance, call, hashes, now_ms + patience_ms)
+        if not self.pulls.want(pool, reader, now_ms):
+            self._answer(pool, reader, now_ms)
+        self._touched.add(pool)
+
+    def _answer(self, pool: Pool, reader: Reader, now_ms: int) -> None:
+        pool.answer(reader.connection, reader.instance, reader.call, now_ms)
+        self._touched.add(pool)
+        if reader.call.handoff_id:
+            for other in self.pools.values():
+                if other is not pool:
+                    other.leases.close_handoff(reader.call.handoff_id)
+                    self._touched.add(other)
+
+    def _has_come(self, handoff_id: HandoffId) -> bool:
+        leases = [pool.leases for pool in self.pools.values()]
+        return any(handoff_id in each.handoffs or each.is_closed(handoff_id) for each in leases)
+
+    def _handed_off(self, source: Pool, handoff_id: HandoffId, now_ms: int) -> None:
+        """Readers in other spaces have waited for it."""
+        for pool in self.pools.values():
+            if pool is not source:
+                for waiter in pool.leases.take_waiters(handoff_id):
+                    self._read(pool, waiter.connection, waiter.instance, waiter.call, now_ms)
+
+    def on_copied(
+        self, copy_id: int, now_ms: int, *, failed: bool = False, in_doubt: Collection[int] = ()
+    ) -> list[Action]:
+        """Answer to CopyPages. `in_doubt`: targets that may still be written; on_settled follows."""
+        self.pulls.on_copied(copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
+        self._touched.update(self.pools.values())
+        return self._after(now_ms)
+
+    def on_settled(self, number: int, pages: Sequence[PageId], now_ms: int) -> list[Action]:
+        """Nothing can write these pages any more, which a failed copy had left in doubt."""
+        self.pools[number].settled(list(pages))
+        self._touched.update(self.pools.values())
+        return self._after(now_ms)
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def tick(self, now_ms: int) -> list[Action]:
+        """As Pool.tick, in every space."""
+        actions: list[Action] = []
+        for pool in self.pools.values():
+            actions += pool.tick(now_ms)
+        return actions + self._after(now_ms)
+
+    def next_deadline_ms(self) -> int | None:
+        """When tick() has something to do, or earlier; None: not before the next event."""
+        due = [self.pulls.next_deadline_ms(), *(pool.next_deadline_ms() for pool in self.pools.values())]
+        return min((when for when in due if when is not None), default=None)
+
+    def _after(self, now_ms: int) -> list[Action]:
+        """Copies that can begin now, behind the words of their pages; and what answers have caused."""
+        copies: list[Action] = []
+        if self.pulls.pulls:
+            copies = self.pulls.advance(now_ms)
+            self._touched.update(self.pools.values())
+        touched, self._touched = self._touched, set()
+        return [action for pool in touched for action in pool.flush()] + copies
+
+    def status(self, call_id: int = 0) -> wire.PoolStatus:
+        """All spaces together, and each."""
+        parts = [pool.status() for pool in self.pools.values()]
+        spaces = [found for pool in self.pools.values() if (found := pool.space_status()) is not None]
+        return space.total(parts, spaces, call_id, self.counters)

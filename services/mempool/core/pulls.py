@@ -1,0 +1,174 @@
+"""Blocks that a reader wants and that another space of this mempool has: copied before the reader is answered. No I/O.
+
+    Acquire -> own prefix pinned, the rest found elsewhere and pinned there -> pages claimed in the reader's space
+            -> CopyPages -> sealed and indexed -> the lease is granted over all of it
+
+A space is one GPU's pages, or a part of host memory (architecture.md section 4, "Paths"; MemServe 4.3 `transfer`).
+Sources are sealed and pinned until the copy has ended, so no byte of theirs can change; targets are nobody's else.
+A reader never waits longer than it asked to: it is answered with what is there, and computes the rest.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from services.mempool.core.actions import Action, CopyPages, PoolLimits
+from services.mempool.core.attachments import Claim
+from services.mempool.core.entry import Entry
+from services.mempool.core.pool import Pool
+from shared.ids import BlockHash, InstanceId
+from shared.wire.mempool import Acquire
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """An Acquire that is answered once what it misses has come, or its time is over."""
+
+    connection: int
+    instance: InstanceId
+    call: Acquire
+    hashes: list[BlockHash]
+    until_ms: int
+
+
+@dataclass(slots=True)
+class Pull:
+    """One copy on its way into `pool`."""
+
+    number: int
+    pool: Pool
+    own: list[Entry]  # pinned in `pool`
+    sources: list[tuple[Pool, Entry]]  # pinned there
+    claim: Claim
+    until_ms: int  # for pages to copy into
+    readers: list[Reader] = field(default_factory=list)
+    copying: bool = False
+
+
+class Pulls:
+    """Decides copies between the spaces of one mempool.
+
+    Args:
+        pools: of all spaces, a view.
+        answer: called with readers to answer now, from what the index has.
+    """
+
+    def __init__(
+        self,
+        limits: PoolLimits,
+        pools: Iterable[Pool],
+        answer: Callable[[Pool, Reader, int], None],
+        counters: Counter[str],
+    ) -> None:
+        self._limits = limits
+        self._pools = pools
+        self._answer = answer
+        self._counters = counters
+        self._next_number = 1
+        self.pulls: dict[int, Pull] = {}
+        self._arriving: dict[tuple[int, BlockHash], Pull] = {}
+
+    def elsewhere(self, pool: Pool, hashes: Sequence[BlockHash]) -> list[tuple[Pool, Entry]]:
+        """The longest prefix of `hashes` that other spaces of the same content have, block by block.
+
+        Cost: a look-up per block and stretch; nothing where there is one space.
+        """
+        others = [p for p in self._pools if p is not pool and p.shares_content(pool)]
+        found: list[tuple[Pool, Entry]] = []
+        while others and len(found) < len(hashes):
+            rest = hashes[len(found) :]
+            best = max(((p, p.index.prefix(rest)) for p in others), key=lambda item: len(item[1]))
+            if not best[1]:
+                break
+            found += [(best[0], entry) for entry in best[1]]
+        return found
+
+    def want(self, pool: Pool, reader: Reader, now_ms: int) -> bool:
+        """Begin to bring what the reader misses. False: nothing is to come, answer it now."""
+        own = pool.index.prefix(reader.hashes)
+        missing = reader.hashes[len(own) :]
+        if pool.memory is None or not missing or now_ms >= reader.until_ms:
+            return False
+        arriving = self._arriving.get((pool.number, missing[0]))
+        if arriving is not None:
+            arriving.readers.append(reader)
+            return True
+        sources = self.elsewhere(pool, missing)
+        most = pool.memory.table.num_pages - len(own)
+        if not sources or len(sources) > most or self._num_readers() >= self._limits.max_waiting:
+            return False
+        pool.index.pin(own)
+        for source, entry in sources:
+            source.index.pin([entry])
+        number = self._next_number
+        self._next_number += 1
+        pull = Pull(number, pool, own, sources, pool.claim(len(sources)), reader.until_ms, [reader])
+        self.pulls[number] = pull
+        for _, entry in sources:
+            self._arriving[pool.number, entry.block_hash] = pull
+        self._counters["pulls"] += 1
+        return True
+
+    def _num_readers(self) -> int:
+        return sum(len(pull.readers) for pull in self.pulls.values())
+
+    def advance(self, now_ms: int) -> list[Action]:
+        """After every event: start what has its pages, give up what waited too long for them."""
+        out: list[Action] = []
+        for pull in [p for p in self.pulls.values() if not p.copying]:
+            if not pull.claim.lacking:
+                pull.copying = True
+                pull.pool.begin_writing(pull.claim)
+                out.append(
+                    CopyPages(
+                        pull.number,
+                        pull.pool.number,
+                        list(pull.claim.pages),
+                        [(source.number, entry.page) for source, entry in pull.sources],
+                        self._limits.copy_timeout_ms,
+                    )
+                )
+            elif now_ms >= pull.until_ms:
+                self._counters["pulls_without_pages"] += 1
+                pull.pool.cancel(pull.claim)
+                self._end(pull, now_ms)
+        return out
+
+    def on_copied(self, copy_id: int, *, failed: bool, in_doubt: Collection[int], now_ms: int) -> None:
+        """The copy has ended. A failed one may still write the pages `in_doubt`, until settled."""
+        pull = self.pulls[copy_id]
+        pool, claim = pull.pool, pull.claim
+        if not failed:
+            entries = [
+                Entry(e.block_hash, e.parent, page, e.valid_tokens, e.checksum)
+                for (_, e), page in zip(pull.sources, claim.pages, strict=True)
+            ]
+            pool.take_in(entries)
+            self._counters["blocks_pulled"] += len(entries)
+        else:
+            pool.quarantine([page for page in claim.pages if page in in_doubt])
+            claim.pages = [page for page in claim.pages if page not in in_doubt]
+            pool.cancel(claim)
+        self._counters["pulls_failed"] += failed
+        self._end(pull, now_ms)
+
+    def _end(self, pull: Pull, now_ms: int) -> None:
+        """Answer its readers before its pins go: what was copied stays long enough for them."""
+        del self.pulls[pull.number]
+        for _, entry in pull.sources:
+            if self._arriving.get((pull.pool.number, entry.block_hash)) is pull:
+                del self._arriving[pull.pool.number, entry.block_hash]
+        for reader in pull.readers:
+            self._answer(pull.pool, reader, now_ms)
+        pull.pool.index.unpin(pull.own)
+        for source, entry in pull.sources:
+            source.index.unpin([entry])
+
+    def forget(self, connection: int) -> None:
+        """The connection closed: nobody wants these answers. What is on its way still comes."""
+        for pull in self.pulls.values():
+            pull.readers = [reader for reader in pull.readers if reader.connection != connection]
+
+    def next_deadline_ms(self) -> int | None:
+        """When advance() has something to do without an event."""
+        return min((p.until_ms for p in self.pulls.values() if not p.copying), default=None)

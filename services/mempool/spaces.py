@@ -1,0 +1,192 @@
+"""The memory of every space of this mempool, and what the core asks to be done with it."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from services.mempool.core.actions import CopyPages, CreateMemory, CreateSlabs
+from services.mempool.kept import Kept
+from services.mempool.memory import PoolMemory
+from services.mempool.mover import CopyDone, Mover
+from services.mempool.mover_regions import HostRegion, RankRegion, SlabRegion
+from services.mempool.slabs import DeviceSlabs, KeptSlabs
+from services.mempool.takeover import Adopted, SpaceMeta
+from shared.errors import ClusterError, ResourceError
+from shared.ids import Epoch, PageId
+from shared.observe.log import get_logger
+
+log = get_logger("mempool.spaces")
+
+
+class Spaces:
+    """Owns memories, slabs and the mover until close(). One loop.
+
+    Args:
+        on_copied: (copy id, failed, pages that may still be written): the end of every copy, once.
+        on_settled: (space, pages): nothing can write these any more.
+    """
+
+    def __init__(
+        self,
+        kept: Kept,
+        boot_generation: Epoch,
+        on_copied: Callable[[int, bool, Sequence[int]], None],
+        on_settled: Callable[[int, tuple[int, ...]], None],
+    ) -> None:
+        self.kept = kept
+        self.memories: dict[int, PoolMemory] = {}
+        self.slabs: dict[tuple[int, int], DeviceSlabs | KeptSlabs] = {}  # by space and rank, on GPUs
+        self._metas: dict[int, SpaceMeta] = {}
+        self._boot_generation = boot_generation
+        self._on_copied = on_copied
+        self._on_settled = on_settled
+        self._mover: Mover | None = None  # nothing is copied, nor mapped here, where there is one space
+        self._moved: set[int] = set()  # spaces that the mover knows
+
+    # -- making and taking over -----------------------------------------------------------------------
+
+    def create(self, action: CreateMemory) -> None:
+        """Table, and pages in host memory; those on GPUs follow rank by rank."""
+        memory = PoolMemory(
+            action.num_pages, action.page_bytes, self._boot_generation, action.num_ranks,
+            table_only=action.pages_per_slab > 0,
+        )  # fmt: skip
+        meta = SpaceMeta(
+            description=action.description, num_pages=action.num_pages, page_bytes=action.page_bytes,
+            num_ranks=action.num_ranks, pages_per_slab=action.pages_per_slab, memory_id=action.memory_id,
+            number=action.space, label=action.label,
+        )  # fmt: skip
+        self._take(memory, meta)
+        log.info(
+            "memory_created", space=action.space, num_pages=action.num_pages, page_bytes=action.page_bytes,
+            num_ranks=action.num_ranks,
+        )  # fmt: skip
+
+    def _take(self, memory: PoolMemory, meta: SpaceMeta) -> None:
+        self.memories[meta.number] = memory
+        self._metas[meta.number] = meta
+        self.kept.space(memory, meta)
+
+    def create_slabs(self, action: CreateSlabs) -> bool:
+        """One rank's pages on its GPU, unless they exist. False: that failed."""
+        key = (action.space, action.rank)
+        if key in self.slabs:
+            return True
+        try:
+            slabs = self.slabs[key] = DeviceSlabs(action.device, action.num_slabs, action.slab_bytes)
+        except ResourceError as error:
+            log.error("slabs_failed", rank=action.rank, device=action.device, error=error.message)
+            return False
+        self.kept.slabs(action.space, action.rank, action.device, slabs, action.num_slabs)
+        log.info("slabs_created", rank=action.rank, device=action.device, num_slabs=action.num_slabs)
+        self._devices_of(action.space)[action.rank] = action.device
+        self._tell_mover()
+        return True
+
+    def _devices_of(self, number: int) -> list[str]:
+        meta = self._metas[number]
+        if len(meta.devices) < meta.num_ranks:
+            meta.devices.extend([""] * (meta.num_ranks - len(meta.devices)))
+        return meta.devices
+
+    def adopt(self, found: Adopted) -> None:
+        """An earlier mempool's space."""
+        meta = found.meta
+        memory = found.memory(self._boot_generation)
+        self._take(memory, meta)
+        per_rank = len(found.slab_fds) // meta.num_ranks
+        for rank in range(meta.num_ranks if per_rank else 0):
+            slabs = KeptSlabs(found.slab_fds[rank * per_rank : (rank + 1) * per_rank])
+            self.slabs[meta.number, rank] = slabs
+            self.kept.slabs(meta.number, rank, meta.devices[rank], slabs, per_rank)
+
+    # -- copies ---------------------------------------------------------------------------------------
+
+    def copy(self, action: CopyPages) -> None:
+        """Answered by on_copied, always, and never before this returns."""
+        by_space: defaultdict[int, list[PageId]] = defaultdict(list)
+        targets: defaultdict[int, list[PageId]] = defaultdict(list)
+        for (space, page), target in zip(action.sources, action.targets, strict=True):
+            by_space[space].append(page)
+            targets[space].append(target)
+        parts = list(by_space.items())
+        ordered = [page for space, _ in parts for page in targets[space]]
+        self._tell_mover()
+        assert self._mover is not None
+        try:
+            self._mover.copy(action.copy_id, action.space, ordered, parts, action.timeout_ms, self._ended)
+        except ClusterError as error:
+            log.warning("copy_refused", copy_id=action.copy_id, code=error.code, reason=error.message)
+            self._on_copied(action.copy_id, True, ())
+
+    def _ended(self, done: CopyDone) -> None:
+        if not done.ok:
+            log.warning("copy_failed", copy_id=done.copy_id, code=done.code, reason=done.reason)
+        self._on_copied(done.copy_id, not done.ok, done.quarantined)
+
+    def _tell_mover(self) -> None:
+        """Map the spaces here as soon as there are two between which something could be copied."""
+        whole = [number for number in self.memories if self._is_whole(number)]
+        if len(whole) < 2:
+            return
+        if self._mover is None:
+            self._mover = Mover(self._on_settled)
+        for number in whole:
+            if number not in self._moved:
+                self._moved.add(number)
+                self._mover.add_space(number, self._regions(number))
+
+    def _is_whole(self, number: int) -> bool:
+        meta = self._metas[number]
+        return not meta.pages_per_slab or all((number, r) in self.slabs for r in range(meta.num_ranks))
+
+    def _regions(self, number: int) -> list[RankRegion]:
+        meta, memory = self._metas[number], self.memories[number]
+        if meta.pages_per_slab:
+            return [
+                SlabRegion(
+                    self._devices_of(number)[rank], self.slabs[number, rank], meta.page_bytes,
+                    meta.num_pages, meta.pages_per_slab,
+                )
+                for rank in range(meta.num_ranks)
+            ]  # fmt: skip
+        size = meta.num_pages * meta.page_bytes
+        return [
+            HostRegion(memory.page_fd, rank * size, meta.page_bytes, meta.num_pages)
+            for rank in range(meta.num_ranks)
+        ]
+
+    # -- the rest -------------------------------------------------------------------------------------
+
+    def has_slabs(self, number: int) -> bool:
+        """Whether the pages of this space are on GPUs."""
+        return self._metas[number].pages_per_slab > 0
+
+    def punch(self, number: int, pages: list[PageId]) -> None:
+        """Give the memory of free pages back."""
+        try:
+            self.memories[number].punch(pages)
+        except OSError as error:  # some sandboxes cannot: the memory stays, nothing else is lost
+            log.warning("punch_failed", num_pages=len(pages), error=str(error))
+            return
+        log.info("pages_punched", space=number, num_pages=len(pages))
+
+    def resident_bytes(self) -> int:
+        """Memory that pages in host memory really use now."""
+        return sum(memory.resident_bytes() for memory in self.memories.values())
+
+    def status(self) -> dict[str, Any]:
+        """Of copies, for /status."""
+        return {} if self._mover is None else self._mover.status()
+
+    def close(self) -> None:
+        """Copies end first. Peers keep the memory that they mapped."""
+        if self._mover is not None:
+            self._mover.close()
+            self._mover = None
+        for slabs in self.slabs.values():
+            slabs.close()
+        self.slabs = {}
+        for memory in self.memories.values():
+            memory.close()
+        self.memories = {}
