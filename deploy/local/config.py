@@ -69,6 +69,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     kv_cache_bytes: int = 0  # of each engine
     mempool_bytes: int = 0
+    kv_space: str = ""  # own: every worker's pages in host memory apart from the others', for NUMA nodes
     gpu_memory_utilization: float = 0.0  # 0: the engine's own, divided where workers share a GPU
     threads: int = 0  # of each engine on CPU
     trace_endpoint: str = ""  # OTLP/HTTP base URL; "": the local span store

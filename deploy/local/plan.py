@@ -96,11 +96,6 @@ def gpu_share(found: ClusterSettings, workers: Sequence[Worker]) -> float:
     return round(GPU_MEMORY_SHARE / most, 2)
 
 
-def kv_cache(workers: Sequence[Worker]) -> str:
-    """ "copy" where workers are on several GPUs: a mempool has pages on one, and engines elsewhere copy."""
-    return "copy" if len({worker.gpus for worker in workers if worker.gpus}) > 1 else ""
-
-
 def find_model(found: ClusterSettings) -> Model:
     """The folder of the model; a Hugging Face id is downloaded into its cache.
 
@@ -211,7 +206,7 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
         ("--kv-cache-bytes", kv_cache_bytes),
         ("--threads", found.threads),
         ("--gpu-memory-utilization", gpu_share(found, workers)),
-        ("--kv-cache", kv_cache(workers)),
+        ("--kv-space", found.kv_space),
     )
     return Plan(
         host=found.host,

@@ -28,10 +28,10 @@ class PageWindow(NamedTuple):
     owner: object
 
 
-def device_name(device: torch.device) -> str:
-    """As in wire.Attach: independent of what each process calls the device."""
+def device_name(device: torch.device, host_space: str = "") -> str:
+    """As in wire.Attach: independent of what each process calls the device. `host_space`: of host memory."""
     if device.type == "cpu":
-        return "cpu"
+        return f"cpu:{host_space}" if host_space else "cpu"
     uuid = torch.cuda.get_device_properties(device).uuid
     return f"cuda:{bytes(uuid.bytes).hex()}"
 

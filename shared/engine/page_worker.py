@@ -50,7 +50,7 @@ class PageWorkerMixin:
             InstanceId(extra["instance"]),
             description,
             self.rank,
-            device=device_name(self.device),
+            device=device_name(self.device, extra.get("kv_space", "")),
             capacity_bytes=(found_bytes - CONTEXT_BYTES) * description.tp_size
             if self.device.type == "cuda"
             else 0,

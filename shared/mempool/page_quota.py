@@ -157,6 +157,11 @@ class PageQuota:
             count, self._shrink = self._shrink, 0
         return count
 
+    def wait_asked(self, timeout_s: float) -> bool:
+        """Whether the pool asks for pages back, or does so within the time; also when the pool is lost."""
+        with self._arrived:
+            return self._arrived.wait_for(lambda: self._shrink > 0 or self.lost, timeout_s)
+
     def wait_granted(self, timeout_s: float) -> bool:
         """Whether any page was granted, or is, within the time."""
         with self._arrived:
@@ -217,6 +222,7 @@ class PageQuota:
         elif isinstance(message, wire.Shrink):
             with self._arrived:
                 self._shrink += message.count
+                self._arrived.notify_all()
 
     def _on_down(self, error: Exception | None) -> None:
         if self.closed:

@@ -112,7 +112,7 @@ class Detach(Struct, frozen=True, kw_only=True, tag="detach"):
 
 
 class Shrink(Struct, frozen=True, kw_only=True, tag="shrink"):
-    """Please GiveBack this many granted pages. Clients of the engine's instance hear of it too, to wake it."""
+    """Please GiveBack this many granted pages."""
 
     count: int
 

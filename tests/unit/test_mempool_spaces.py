@@ -177,7 +177,6 @@ def test_without_free_pages_the_engine_is_asked_and_the_copy_begins_when_they_co
     acquire(spaces, ABC)
     assert not spaces.copies
     assert [shrink.count for shrink in answers(spaces, DECODE, wire.Shrink)] == [3]
-    assert answers(spaces, FRONT, wire.Shrink)  # to wake it
     spaces.give_back(DECODE, spaces.take(DECODE, 2))
     assert not spaces.copies
     spaces.give_back(DECODE, spaces.take(DECODE, 1))

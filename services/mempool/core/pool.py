@@ -195,14 +195,8 @@ class Pool(Attachments):
             count = min(claim.lacking - claim.asked, engine.num_pages)
             if count > 0:
                 claim.asked += count
-                self._shrink(engine, count)
-
-    def _shrink(self, engine: Engine, count: int) -> None:
-        self.counters["pages_asked_back"] += count
-        self._send(engine.connection, wire.Shrink(count=count))
-        for client in self.clients.values():  # an engine that has nothing to do does not look by itself
-            if client.instance == engine.instance:
-                self._send(client.connection, wire.Shrink(count=count))
+                self.counters["pages_asked_back"] += count
+                self._send(engine.connection, wire.Shrink(count=count))
 
     def begin_writing(self, claim: Claim) -> None:
         """A copy writes the claimed pages from now on."""
