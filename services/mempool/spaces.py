@@ -2,18 +2,20 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.mempool.core.actions import CopyPages, CreateMemory, CreateSlabs
 from services.mempool.kept import Kept
 from services.mempool.memory import PoolMemory
-from services.mempool.mover import CopyDone, Mover
-from services.mempool.mover_regions import HostRegion, RankRegion, SlabRegion
 from services.mempool.slabs import DeviceSlabs, KeptSlabs
 from services.mempool.takeover import Adopted, SpaceMeta
 from shared.errors import ClusterError, ResourceError
 from shared.ids import Epoch, PageId
 from shared.observe.log import get_logger
+
+if TYPE_CHECKING:
+    from services.mempool.mover import CopyDone, Mover
+    from services.mempool.mover_regions import RankRegion
 
 log = get_logger("mempool.spaces")
 
@@ -40,7 +42,7 @@ class Spaces:
         self._boot_generation = boot_generation
         self._on_copied = on_copied
         self._on_settled = on_settled
-        self._mover: Mover | None = None  # nothing is copied, nor mapped here, where there is one space
+        self._mover: "Mover | None" = None  # nothing is copied, nor mapped here, where there is one space
         self._moved: set[int] = set()  # spaces that the mover knows
 
     # -- making and taking over -----------------------------------------------------------------------
@@ -119,7 +121,7 @@ class Spaces:
             log.warning("copy_refused", copy_id=action.copy_id, code=error.code, reason=error.message)
             self._on_copied(action.copy_id, True, ())
 
-    def _ended(self, done: CopyDone) -> None:
+    def _ended(self, done: "CopyDone") -> None:
         if not done.ok:
             log.warning("copy_failed", copy_id=done.copy_id, code=done.code, reason=done.reason)
         self._on_copied(done.copy_id, not done.ok, done.quarantined)
@@ -130,6 +132,8 @@ class Spaces:
         if len(whole) < 2:
             return
         if self._mover is None:
+            from services.mempool.mover import Mover  # a mempool of one space needs none of it
+
             self._mover = Mover(self._on_settled)
         for number in whole:
             if number not in self._moved:
@@ -140,7 +144,9 @@ class Spaces:
         meta = self._metas[number]
         return not meta.pages_per_slab or all((number, r) in self.slabs for r in range(meta.num_ranks))
 
-    def _regions(self, number: int) -> list[RankRegion]:
+    def _regions(self, number: int) -> "list[RankRegion]":
+        from services.mempool.mover_regions import HostRegion, SlabRegion
+
         meta, memory = self._metas[number], self.memories[number]
         if meta.pages_per_slab:
             return [
