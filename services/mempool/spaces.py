@@ -42,7 +42,7 @@ class Spaces:
         self._boot_generation = boot_generation
         self._on_copied = on_copied
         self._on_settled = on_settled
-        self._mover: "Mover | None" = None  # nothing is copied, nor mapped here, where there is one space
+        self._mover: Mover | None = None  # nothing is copied, nor mapped here, where there is one space
         self._moved: set[int] = set()  # spaces that the mover knows
 
     # -- making and taking over -----------------------------------------------------------------------
