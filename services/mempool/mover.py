@@ -29,10 +29,11 @@ from services.mempool.mover_copies import (
     Space,
     Totals,
 )
+from services.mempool.mover_gpu import OpenGpu, open_gpu
 from services.mempool.mover_job import Job
 from services.mempool.mover_paths import Parts, Paths
-from services.mempool.mover_regions import MAX_RANKS, MappedSpace, RankRegion, space_and_rank
-from services.mempool.mover_spaces import Mapper
+from services.mempool.mover_regions import MAX_RANKS, RankRegion, space_and_rank
+from services.mempool.mover_spaces import MappedSpace, Mapper
 from services.mempool.mover_thread import PullThread
 from shared.errors import ClusterError
 from shared.kernels.copy_pages.copier import Copier
@@ -61,18 +62,26 @@ class Mover:
         threads: int = 2,
         host_copier: Copier | None = None,
         max_copies: int = MAX_COPIES,
+        pin_host: bool = False,
+        floor_gb_per_s: float = 0.0,
+        open_gpu: OpenGpu = open_gpu,
     ) -> None:
         """Create it on the running loop.
 
         Args:
             threads: of the CPU, for copies between host spaces.
             host_copier: instead of those; stays the caller's.
+            pin_host: page-lock host spaces once there is a GPU: copies at PCIe's rate, but all of that memory is
+                taken at once, and no page of it may be punched (is_pinned()). Otherwise by the CPU and pinned slots.
+            floor_gb_per_s: a pair of GPUs under it makes the space that brings it unusable (LinkTooSlow).
         """
         self._loop = asyncio.get_running_loop()
         self._on_settled = on_settled
         self._max_copies = max_copies
-        self._paths = Paths(self._region_settled, threads=threads, host_copier=host_copier)
-        self._mapper = Mapper()
+        self._mapper = Mapper(open_gpu, pin_host=pin_host, floor_gb_per_s=floor_gb_per_s)
+        self._paths = Paths(
+            self._region_settled, self._mapper.pinned, threads=threads, host_copier=host_copier
+        )
         self._background = ThreadPoolExecutor(1, thread_name_prefix="mover-map")
         self._thread = PullThread()
         self._spaces: dict[int, Space] = {}
@@ -106,6 +115,10 @@ class Mover:
     def is_mapped(self, number: int) -> bool:
         """Whether copies of this space may run."""
         return number in self._spaces and self._spaces[number].mapped is not None
+
+    def is_pinned(self, number: int) -> bool:
+        """Whether copy engines have its memory's addresses: then no page of it may be punched."""
+        return self._mapper.is_pinned(number)
 
     def failure(self, number: int) -> ClusterError | None:
         """Why a space cannot be copied from or to."""
@@ -324,6 +337,8 @@ class Mover:
             "copies": len(self._copies),
             "waiting": len(self._waiting),
             "quarantined_pages": len(self._held),
+            "pairs": {" to ".join(pair): found.gb_per_s for pair, found in self._mapper.pairs.found.items()},
+            "reasons": dict(self._paths.reasons),
             **self.totals.status(),
         }
 
@@ -336,6 +351,7 @@ class Mover:
         if self._closed:
             return self._is_idle()
         self._closed = True
+        self._mapper.stop()
         self._background.shutdown(wait=False, cancel_futures=True)
         until_s = time.monotonic() + timeout_s
         while not (idle := self._is_idle()) and time.monotonic() < until_s:

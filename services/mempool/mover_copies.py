@@ -8,7 +8,7 @@ from typing import Any
 
 from services.mempool.mover_job import Job
 from services.mempool.mover_paths import Parts
-from services.mempool.mover_regions import MappedSpace
+from services.mempool.mover_spaces import MappedSpace
 from shared.errors import ClusterError, ResourceError
 from shared.transfer.errors import TransferFailed
 from shared.transfer.interface import Moved

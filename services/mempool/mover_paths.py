@@ -9,11 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from services.mempool.mover_regions import MappedSpace
+from services.mempool.mover_bounce import BounceCopier
+from services.mempool.mover_engines import CopyEngine, PinnedRanges
+from services.mempool.mover_gpu import Gpu
+from services.mempool.mover_spaces import MappedRegion, MappedSpace
 from shared.kernels.copy_pages.copier import Copier
 from shared.transfer.describe import EndDescription, decode, describe_region, encode, this_boot_id
 from shared.transfer.errors import TransferRefused
-from shared.transfer.interface import Link, MappedPages, Moved, Peer, Region, RegionKind
+from shared.transfer.imported import ImportedTransport
+from shared.transfer.interface import Link, MappedPages, Moved, PathName, Peer
 from shared.transfer.pieces import Pieces
 from shared.transfer.provider import BaseTransport
 from shared.transfer.quarantine import Quarantine
@@ -57,28 +61,67 @@ class OwnHostTransport(ShmTransport):
         return decode(peer.description), peer.mapped, _nothing
 
 
+class BouncedTransport(OwnHostTransport):
+    """From a GPU to one that cannot reach it."""
+
+    path = PathName.STAGED
+
+    def __init__(self, instance: str, quarantine: Quarantine, engines: Mapping[int, CopyEngine]) -> None:
+        """`engines`: by ordinal; they stay the caller's."""
+        super().__init__(instance, quarantine=quarantine, threads=0)
+        self._engines = engines
+        self._bouncing: dict[tuple[int, int], BounceCopier] = {}
+
+    def _copier_for(self, source_device: int, target_device: int) -> tuple[Copier, int]:
+        pair = (source_device, target_device)
+        if pair not in self._bouncing:
+            self._bouncing[pair] = BounceCopier(self._engines[source_device], self._engines[target_device])
+        return self._bouncing[pair], 0
+
+    def _release(self) -> None:
+        for copier in self._bouncing.values():
+            copier.close()
+
+
 class Paths:
     """Transports and links of one mempool. Not thread-safe, but for `quarantine`."""
 
     def __init__(
-        self, on_settled: OnRegionSettled, *, threads: int, host_copier: Copier | None = None
+        self,
+        on_settled: OnRegionSettled,
+        pinned: PinnedRanges,
+        *,
+        threads: int,
+        host_copier: Copier | None = None,
     ) -> None:
         """`host_copier` stays the caller's; without it `threads` of the CPU copy."""
         self.quarantine = Quarantine()
         self._on_settled = on_settled
+        self._pinned = pinned
         self._host = OwnHostTransport(
             INSTANCE, quarantine=self.quarantine, threads=threads, copier=host_copier
         )
+        self._engines: dict[int, CopyEngine] = {}  # by ordinal
+        self._gpus: dict[int, ImportedTransport] = {}  # by ordinal: into this GPU
+        self._out: ImportedTransport | None = None  # from any GPU into host memory
+        self._bounced: BouncedTransport | None = None  # between GPUs that cannot reach each other
         self._spaces: dict[int, MappedSpace] = {}
+        self.reasons: dict[str, str] = {}  # path -> why it was taken last
         self._links: dict[tuple[int, BaseTransport], Link] = {}
 
     def add(self, space: MappedSpace) -> None:
-        """From now on it is a source and a target."""
+        """From now on it is a source and a target. Raises: CopyFailed."""
         for rank in space.ranks:
-            self._into(rank.region).register(rank.region)
+            if rank.gpu is not None and rank.gpu.ordinal not in self._engines:
+                self._open(rank.gpu)
         self._spaces[space.number] = space
+        for rank in space.ranks:
+            for engine in self._engines.values():
+                engine.copier.add_boundaries(rank.boundaries())
+            for transport in self._into(rank):
+                transport.register(rank.region)
 
-    def remove(self, number: int) -> MappedSpace:
+    def remove(self, number: int) -> None:
         """Nothing of it is in a transfer any more; the mappings are the caller's to close."""
         space = self._spaces.pop(number)
         for key in [key for key in self._links if key[0] == number]:
@@ -86,8 +129,8 @@ class Paths:
             key[1].links.remove(link)  # type: ignore[arg-type]  # it came from there
             link.close()
         for rank in space.ranks:
-            del self._into(rank.region).regions[rank.region.name]
-        return space
+            for transport in self._into(rank):
+                del transport.regions[rank.region.name]
 
     def rounds(self, target: int, target_pages: Sequence[int], parts: Parts) -> Rounds:
         """The pulls of one copy; part after part fills the target pages in order.
@@ -123,7 +166,7 @@ class Paths:
         return [
             [
                 Pull(
-                    self._link(source, theirs.region, mine.region),
+                    self._link(source, theirs, mine),
                     theirs.region.name, mine.region.name, source_pages, target_pages,
                 )
                 for theirs, mine in zip(source.ranks, target.ranks, strict=True)
@@ -143,22 +186,69 @@ class Paths:
         found: Rounds = []
         filled = [0] * len(target.ranks)  # how many rounds write to each rank so far
         for both in reslice(source.end, target.end):
-            theirs, mine = source.ranks[both.source_rank].region, target.ranks[both.target_rank].region
-            pieces = both.over(source_pages, target_pages, theirs.page_bytes, mine.page_bytes)
+            theirs, mine = source.ranks[both.source_rank], target.ranks[both.target_rank]
+            pieces = both.over(source_pages, target_pages, theirs.region.page_bytes, mine.region.page_bytes)
             number = filled[both.target_rank]
             filled[both.target_rank] += 1
             if number == len(found):
                 found.append([])
             link = self._link(source, theirs, mine)
-            found[number].append(Pull(link, theirs.name, mine.name, source_pages, target_pages, pieces))
+            found[number].append(
+                Pull(link, theirs.region.name, mine.region.name, source_pages, target_pages, pieces)
+            )
         return found
 
-    def _into(self, target: Region) -> BaseTransport:
-        """The transport that copies into this region from host memory."""
-        return self._host
+    def _open(self, gpu: Gpu) -> None:
+        """A GPU that is new here."""
+        engine = CopyEngine(gpu, self._pinned)
+        if self._out is None:
+            self._out = ImportedTransport(INSTANCE, self._copier_for, quarantine=self.quarantine)
+            for rank in self._ranks():
+                if rank.gpu is None:
+                    self._out.register(rank.region)
+        for rank in self._ranks():
+            engine.copier.add_boundaries(rank.boundaries())
+        self._engines[gpu.ordinal] = engine
+        self._gpus[gpu.ordinal] = ImportedTransport(
+            INSTANCE, self._copier_for, quarantine=self.quarantine, page_stream=engine.page_stream
+        )
 
-    def _link(self, space: MappedSpace, source: Region, target: Region) -> Link:
-        transport = self._host
+    def _ranks(self) -> list[MappedRegion]:
+        return [rank for space in self._spaces.values() for rank in space.ranks]
+
+    def _copier_for(self, source_device: int, target_device: int) -> tuple[Copier, int]:
+        """The GPU of the target copies; into host memory that of the source."""
+        engine = self._engines[target_device if target_device >= 0 else source_device]
+        return engine, engine.into if target_device >= 0 else engine.out
+
+    def _into(self, target: MappedRegion) -> list[BaseTransport]:
+        """Transports that copy into this region."""
+        if target.gpu is not None:
+            bounced = [self._bounced] if self._bounced is not None else []
+            return [self._gpus[target.gpu.ordinal], *bounced]
+        return [self._host, *([self._out] if self._out is not None else [])]
+
+    def _transport(self, source: MappedRegion, target: MappedRegion) -> tuple[BaseTransport, str]:
+        """And why."""
+        if target.gpu is None:
+            if source.gpu is None or self._out is None:
+                return self._host, "host memory, by CPU"
+            return self._out, f"from {source.gpu.device} by its copy engines"
+        reads = source.gpu is None or source.gpu is target.gpu or target.gpu.device in source.readers
+        if reads:
+            return self._gpus[target.gpu.ordinal], f"by the copy engines of {target.gpu.device}"
+        if self._bounced is None:
+            self._bounced = BouncedTransport(INSTANCE, self.quarantine, self._engines)
+            for rank in self._ranks():
+                if rank.gpu is not None:
+                    self._bounced.register(rank.region)
+        return (
+            self._bounced,
+            f"{target.gpu.device} cannot reach {source.region.device_uuid}: through host memory",
+        )
+
+    def _link(self, space: MappedSpace, source: MappedRegion, target: MappedRegion) -> Link:
+        transport, reason = self._transport(source, target)
         link = self._links.get((space.number, transport))
         if link is None:
             regions = tuple(describe_region(rank.region) for rank in space.ranks)
@@ -168,18 +258,18 @@ class Paths:
                 for rank in space.ranks
             }
             link = transport.connect(Peer(encode(end), mapped=mapped, on_settled=self._on_settled))
+            link.reason = reason
             self._links[space.number, transport] = link
+            self.reasons[transport.path.value] = reason
         return link
 
     def close(self) -> None:
-        """End the transports; what is in flight fails."""
-        self._host.close()
-
-
-def kind_of(source: Region, target: Region) -> str:
-    """For metrics: "host to host", "cuda to host" and so on."""
-    names = {RegionKind.HOST: "host"}
-    return f"{names.get(source.kind, 'cuda')} to {names.get(target.kind, 'cuda')}"
+        """When nothing is in flight: end the transports, then the engines."""
+        others = [each for each in (self._out, self._bounced) if each is not None]
+        for transport in [self._host, *self._gpus.values(), *others]:
+            transport.close()
+        for engine in self._engines.values():
+            engine.close()
 
 
 def _nothing() -> None:

@@ -1,20 +1,17 @@
-"""Where the pages of a space are, and this process's mappings of them: made once, in the background, before any copy.
+"""Where the pages of a space are, as add_space() is told; and host memory as this process maps it.
 
-A host space lies in one memfd; its ranks are ranges of it. On GPUs every rank has allocations ("slabs") of its own,
-which lie side by side in one reserved range here (mover_gpu.py). Nothing here imports CUDA.
+A host space lies in one memfd, its ranks are ranges of it. On GPUs every rank has allocations ("slabs") of its own,
+which lie side by side in one reserved range here (mover_gpu.py).
 """
 
 import mmap
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from shared.transfer.errors import PathUnavailable
-from shared.transfer.interface import Region, RegionKind
-from shared.transfer.reslice import KvEnd
 
 MAX_RANKS = 64
 
@@ -60,30 +57,6 @@ class SlabRegion:
 RankRegion: TypeAlias = HostRegion | SlabRegion
 
 
-@dataclass(slots=True)
-class MappedRegion:
-    """One rank's pages, mapped here until close(). `readers`: GPUs whose copy engines may read it (all, of host
-    memory)."""
-
-    region: Region
-    close: Callable[[], None]
-    readers: set[str] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class MappedSpace:
-    """All ranks of one space. `end`: how its engine cuts a block over its ranks; None: never between unequal ends."""
-
-    number: int
-    ranks: list[MappedRegion]
-    end: KvEnd | None = None
-
-    def close(self) -> None:
-        """Unmap; nothing may be copying any more."""
-        for rank in self.ranks:
-            rank.close()
-
-
 def region_name(space: int, rank: int) -> str:
     """Of Region.name: unique in this mempool."""
     return f"{space}.{rank}"
@@ -95,27 +68,27 @@ def space_and_rank(name: str) -> tuple[int, int]:
     return int(space), int(rank)
 
 
-def map_host(space: int, rank: int, where: HostRegion) -> MappedRegion:
-    """Cost: address space only; memory is touched as pages are copied. Raises: PathUnavailable."""
-    length = where.page_bytes * where.num_pages
-    begin = where.offset_bytes - where.offset_bytes % mmap.ALLOCATIONGRANULARITY
-    end = where.offset_bytes + length
-    try:
-        size = os.fstat(where.fd).st_size
-        if size < end:
-            raise PathUnavailable(
-                f"space {space}, rank {rank}: {size} bytes of memory, its pages end at {end}"
-            )
-        mapping = mmap.mmap(where.fd, end - begin, offset=begin)
-    except (OSError, ValueError) as error:
-        raise PathUnavailable(f"space {space}, rank {rank} cannot be mapped: {error}") from error
-    base = int(np.frombuffer(mapping, np.uint8).ctypes.data)
-    region = Region(
-        name=region_name(space, rank),
-        kind=RegionKind.HOST,
-        address=base + where.offset_bytes - begin,
-        page_bytes=where.page_bytes,
-        num_pages=where.num_pages,
-        memory_key=f"space {space}.{rank}",
-    )
-    return MappedRegion(region, mapping.close)
+class HostMapping:
+    """One rank's pages in this process, until close(). Whole pages of the kernel's are mapped: `base`, `num_bytes`.
+
+    Cost: address space only; memory is touched as pages are copied. Raises: PathUnavailable.
+    """
+
+    def __init__(self, where: HostRegion) -> None:
+        self.base = self.address = 0
+        begin = where.offset_bytes - where.offset_bytes % mmap.ALLOCATIONGRANULARITY
+        end = where.offset_bytes + where.page_bytes * where.num_pages
+        try:
+            size = os.fstat(where.fd).st_size
+            if size < end:
+                raise PathUnavailable(f"{size} bytes of memory, the pages end at {end}")
+            self._mapping = mmap.mmap(where.fd, end - begin, offset=begin)
+        except (OSError, ValueError) as error:
+            raise PathUnavailable(f"a memfd cannot be mapped: {error}") from error
+        self.num_bytes = end - begin
+        self.base = int(np.frombuffer(self._mapping, np.uint8).ctypes.data)
+        self.address = self.base + where.offset_bytes - begin
+
+    def close(self) -> None:
+        """Unmap; nothing may be copying any more."""
+        self._mapping.close()
