@@ -140,11 +140,16 @@ class PageSchedulerMixin:
     # -- a mempool that was lost ----------------------------------------------------------------------
 
     def _stay_attached(self) -> None:
-        """Report to the mempool's successor, whether this engine is busy or idle. Meanwhile the stock serves."""
+        """Whether this engine is busy or idle: give back what the mempool asks for; when it is lost, report to its
+        successor. Meanwhile the stock serves."""
         while not self.quota.closed:
-            time.sleep(REATTACH_INTERVAL_S)
+            asked = self.quota.wait_asked(REATTACH_INTERVAL_S)
             if not self.quota.lost:
+                if asked:
+                    with self._turn:
+                        self.pages.absorb()
                 continue
+            time.sleep(REATTACH_INTERVAL_S)
             with self._turn:
                 self.pages.absorb()
                 leases = [self._held_lease(lease_id, blocks) for lease_id, blocks in self._all_leases()]

@@ -94,6 +94,7 @@ class VllmEngine:
             "quota_pages": self._quota_pages(settings),
             "events_address": events_address,
             "handoff_ttl_ms": settings.handoff_ttl_ms,
+            "kv_space": settings.instance if settings.kv_space == "own" else settings.kv_space,
         }
         self.keeps_leases = works_in_pages(settings)
         if self.keeps_leases:

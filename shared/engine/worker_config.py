@@ -40,6 +40,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, for measurements
     threads: int = 1  # OpenMP threads of a CPU engine
     kv_cache: Literal["auto", "pages", "copy"] = "auto"  # pages: the cache is the mempool's memory itself
+    # pages in host memory apart from other host memory, by this name: of one NUMA node, say; "own": the
+    # instance's; "": the common one
+    kv_space: str = ""
     block_tokens: int = 32
     max_model_len: int = 0  # 0: the model's own
     max_num_seqs: int = 64
