@@ -296,10 +296,6 @@ class Mover:
             done = self.totals.ok(copy, copy.job.moved)
         else:
             done = self.totals.failed(copy, error, tuple(quarantined))
-            log.warning(
-                "copy_failed", copy=copy.copy_id, code=done.code, reason=done.reason,
-                num_pages=len(copy.targets), num_quarantined=len(done.quarantined),
-            )  # fmt: skip
         for number in copy.spaces:
             self._remove_if_unused(self._spaces.get(number))
         if self._waiting:

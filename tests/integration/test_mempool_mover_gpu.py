@@ -1,0 +1,295 @@
+"""Copies between GPU spaces and host spaces of one mempool, over fake GPUs that move real bytes."""
+
+import asyncio
+import os
+
+import numpy as np
+import pytest
+
+from services.mempool import mover_self_test
+from services.mempool.memory import PoolMemory
+from services.mempool.mover import Mover
+from services.mempool.mover_bounce import BounceCopier
+from services.mempool.mover_engines import CopyEngine, PinnedRanges
+from services.mempool.mover_regions import HostRegion, SlabRegion
+from shared.ids import Epoch
+from shared.kernels.copy_pages.copies import Copies, CopyFailed, Direction
+from tests.support.fake_mover_gpus import PAGE_BYTES, FakeGpus, FakeSlabs
+
+NUM, PER_SLAB = 24, 4
+
+
+class HostSpace:
+    def __init__(self, number, num_ranks):
+        self.memory = PoolMemory(NUM, PAGE_BYTES, Epoch(1), num_ranks)
+        self.num_ranks = num_ranks
+        content = np.random.default_rng(number).integers(0, 256, num_ranks * NUM * PAGE_BYTES, np.uint8)
+        os.pwrite(self.memory.page_fd, content.tobytes(), 0)
+        size = NUM * PAGE_BYTES
+        self.regions = [HostRegion(self.memory.page_fd, r * size, PAGE_BYTES, NUM) for r in range(num_ranks)]
+
+    def pages(self):
+        raw = os.pread(self.memory.page_fd, self.num_ranks * NUM * PAGE_BYTES, 0)
+        return np.frombuffer(raw, np.uint8).reshape(self.num_ranks, NUM, PAGE_BYTES)
+
+    def close(self):
+        self.memory.close()
+
+
+class GpuSpace:
+    def __init__(self, number, devices):
+        self.slabs = [FakeSlabs(NUM // PER_SLAB, PER_SLAB * PAGE_BYTES) for _ in devices]
+        random = np.random.default_rng(number)
+        for slabs in self.slabs:
+            slabs.write(random.integers(0, 256, NUM * PAGE_BYTES, np.uint8).tobytes())
+        self.regions = [
+            SlabRegion(FakeGpus.device(device), slabs, PAGE_BYTES, NUM, PER_SLAB)
+            for device, slabs in zip(devices, self.slabs, strict=True)
+        ]
+
+    def pages(self):
+        raw = b"".join(slabs.read() for slabs in self.slabs)
+        return np.frombuffer(raw, np.uint8).reshape(len(self.slabs), NUM, PAGE_BYTES)
+
+    def close(self):
+        for slabs in self.slabs:
+            slabs.close()
+
+
+class Rig:
+    def __init__(self, gpus=None, **how):
+        self.gpus = gpus or FakeGpus()
+        self.settled = []
+        self.spaces = {}
+        self.next_copy = 1
+        self.mover = Mover(
+            lambda space, pages: self.settled.append((space, pages)), open_gpu=self.gpus.open, **how
+        )
+
+    def add(self, number, devices):
+        """`devices`: of each rank; a number of ranks for host memory."""
+        made = GpuSpace(number, devices) if isinstance(devices, tuple) else HostSpace(number, devices)
+        self.spaces[number] = made
+        self.mover.add_space(number, made.regions)
+
+    async def copy(self, source, target, pairs=((3, 20), (4, 21), (5, 2), (23, 0)), timeout_ms=5000):
+        """Pairs of pages; checks that these and only these arrived, when the copy ended well."""
+        before, there = self.spaces[target].pages().copy(), self.spaces[source].pages().copy()
+        sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        future = asyncio.get_running_loop().create_future()
+        self.mover.copy(self.next_copy, target, targets, [(source, sources)], timeout_ms, future.set_result)
+        self.next_copy += 1
+        done = await future
+        if done.ok:
+            before[:, targets] = there[:, sources]
+            assert np.array_equal(self.spaces[target].pages(), before)
+            assert done.num_bytes == len(pairs) * PAGE_BYTES * len(before)
+        return done
+
+    def close(self):
+        self.gpus.run()
+        idle = self.mover.close()
+        for space in self.spaces.values():
+            space.close()
+        return idle
+
+
+@pytest.fixture
+async def rig(monkeypatch):
+    monkeypatch.setattr(mover_self_test, "MIN_PAGE_BYTES", 1)
+    made = []
+
+    def make(*args, **how):
+        made.append(Rig(*args, **how))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+async def until(condition, timeout_s=10.0):
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110  the condition is another thread's state
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("pin_host", [False, True])
+async def test_pages_go_every_way_between_two_gpus_and_host_memory(rig, pin_host):
+    it = rig(pin_host=pin_host)
+    it.add(1, (0,))
+    it.add(2, 1)
+    it.add(3, (1,))
+    it.add(4, (0,))
+    paths = {}
+    for source in it.spaces:
+        for target in it.spaces:
+            if source != target:
+                done = await it.copy(source, target)
+                assert done.ok, done
+                paths.setdefault(done.path, set()).add((source, target))
+    assert set(paths) == {"imported"}
+    assert it.mover.is_pinned(2) is pin_host
+    assert not it.mover.is_pinned(1)
+    used_slots = any("allocate_host" in driver.names() for driver in it.gpus.drivers.values())
+    assert used_slots is not pin_host
+
+
+async def test_ranks_on_two_gpus_are_copied_rank_by_rank(rig):
+    it = rig()
+    it.add(1, (0, 1))
+    it.add(2, (1, 0))
+    it.add(3, 2)
+    for source, target in ((1, 2), (2, 1), (1, 3), (3, 2)):
+        assert (await it.copy(source, target)).ok
+
+
+async def test_whole_pages_between_gpus_go_in_batches_on_the_targets_engines(rig):
+    it = rig()
+    it.add(1, (0,))
+    it.add(2, (1,))
+    assert (await it.copy(1, 2, [(page, NUM - 1 - page) for page in range(NUM)])).ok
+    calls = [args for name, args in it.gpus.drivers[1].calls if name == "copy_batch"]
+    assert len(calls[-1][0]) + len(calls[-2][0]) + len(calls[-3][0]) == NUM  # 3 lanes of 8 pages
+    before = len([1 for name, _ in it.gpus.drivers[0].calls if name == "copy_batch"])
+    assert (await it.copy(1, 2)).ok
+    assert len([1 for name, _ in it.gpus.drivers[0].calls if name == "copy_batch"]) == before
+
+
+async def test_no_copy_crosses_a_slab(rig):
+    it = rig(pin_host=True)
+    it.add(1, (0,))
+    it.add(2, 1)
+    for source, target in ((1, 2), (2, 1)):
+        assert (await it.copy(source, target, [(page, page) for page in range(NUM)])).ok
+    sizes = [size for name, args in it.gpus.drivers[0].calls if name == "copy_batch" for size in args[2]]
+    assert sizes == [PER_SLAB * PAGE_BYTES] * (2 * NUM // PER_SLAB)
+
+
+async def test_gpus_that_cannot_reach_each_other_copy_through_host_memory(rig):
+    it = rig(FakeGpus(3, apart=[(0, 1)]))
+    for number, device in ((1, 0), (2, 1), (3, 2)):
+        it.add(number, (device,))
+    for source, target, path in ((1, 2, "staged"), (2, 1, "staged"), (1, 3, "imported"), (3, 2, "imported")):
+        done = await it.copy(source, target)
+        assert (done.ok, done.path) == (True, path), done
+    status = it.mover.status()
+    assert "cannot reach" in status["reasons"]["staged"]
+    assert len(status["pairs"]) == 4, "pairs that are apart have nothing to measure"
+
+
+def test_bounced_sets_larger_than_all_slots_arrive_and_failures_wait_for_what_runs():
+    gpus = FakeGpus()
+    engines = [CopyEngine(gpus.open(FakeGpus.device(n)), PinnedRanges()) for n in (0, 1)]
+    copier = BounceCopier(*engines, slot_bytes=1000)
+    source = np.random.default_rng(1).integers(0, 256, (32, 700), np.uint8)
+    target = np.zeros_like(source)
+    order = np.random.default_rng(2).permutation(32).astype(np.uint64) * np.uint64(700)
+
+    def copies():
+        return Copies.of(order + np.uint64(source.ctypes.data), order + np.uint64(target.ctypes.data), 700)
+
+    first = copier.submit(copies(), Direction.PEER)
+    first.wait(10)
+    assert np.array_equal(target, source)
+    target[:] = 0
+    gpus.drivers[1].fail_at["copy"] = 3
+    with pytest.raises(CopyFailed):
+        copier.submit(copies(), Direction.PEER).wait(10)
+    copier.submit(copies(), Direction.PEER).wait(10)
+    assert np.array_equal(target, source)
+    copier.close()
+    for engine in engines:
+        engine.close()
+    assert gpus.drivers[0].memory == {}
+
+
+@pytest.mark.parametrize("way", [(1, 2), (1, 3), (3, 1)])
+async def test_a_copy_engine_that_stands_still_leaves_pages_quarantined_until_it_goes_on(rig, way):
+    it = rig(FakeGpus(eager=True), pin_host=True)
+    it.add(1, (0,))
+    it.add(2, (1,))
+    it.add(3, 1)
+    assert (await it.copy(*way)).ok
+    for driver in it.gpus.drivers.values():
+        driver.eager = False
+    done = await it.copy(*way, timeout_ms=50)
+    assert (done.code, done.quarantined) == ("transfer.timeout", (0, 2, 20, 21))
+    it.gpus.run()
+    await until(lambda: it.settled)
+    assert it.settled == [(way[1], (0, 2, 20, 21))]
+    for driver in it.gpus.drivers.values():
+        driver.eager = True
+    assert (await it.copy(*way)).ok
+
+
+async def test_a_refused_driver_call_fails_one_copy_only(rig):
+    it = rig()
+    it.add(1, (0,))
+    it.add(2, (1,))
+    assert (await it.copy(1, 2)).ok
+    it.gpus.drivers[1].fail_at["copy_batch"] = 1
+    done = await it.copy(1, 2)
+    assert (done.code, done.quarantined) == ("transfer.failed", ())
+    assert "copy_batch" in done.reason
+    assert (await it.copy(1, 2)).ok
+
+
+async def test_a_pair_of_gpus_under_the_floor_makes_the_space_unusable_loudly(rig):
+    it = rig(floor_gb_per_s=1e9)
+    it.add(1, (0,))
+    it.add(2, (1,))
+    it.add(3, 1)
+    done = await it.copy(1, 2)
+    assert done.code == "transfer.link_too_slow"
+    assert it.mover.failure(2) is not None
+    assert (await it.copy(1, 3)).ok
+    assert len(it.mover.status()["pairs"]) == 1, "the first failing pair ends the test"
+
+
+async def test_a_gpu_that_is_not_there_fails_its_space_alone(rig):
+    it = rig()
+    it.add(1, (7,))
+    it.add(2, (0,))
+    it.add(3, 1)
+    assert (await it.copy(2, 1)).code == "transfer.path_unavailable"
+    assert (await it.copy(2, 3)).ok
+
+
+async def test_spaces_that_go_leave_no_mapping_no_descriptor_and_no_page_lock(rig):
+    it = rig(pin_host=True)
+    before = len(os.listdir("/proc/self/fd"))
+    it.add(1, (0, 1))
+    it.add(2, 2)
+    assert (await it.copy(1, 2)).ok
+    gone = []
+    it.mover.remove_space(1, lambda: gone.append(1))
+    it.mover.remove_space(2, lambda: gone.append(2))
+    await until(lambda: len(gone) == 2)
+    assert not any(vmm.mapped or vmm.reservations for vmm in it.gpus.vmms.values())
+    assert not any(driver.registered for driver in it.gpus.drivers.values())
+    for space in it.spaces.values():
+        space.close()
+    it.spaces = {}
+    assert it.mover.close() is True
+    assert all(
+        driver.closed and not driver.streams and not driver.memory for driver in it.gpus.drivers.values()
+    )
+    assert not any(driver.events for driver in it.gpus.drivers.values())
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+async def test_a_large_space_is_given_up_when_the_mempool_ends(rig, monkeypatch):
+    it = rig()
+    export, exported = FakeSlabs.export, []
+
+    def last(slabs, slab):
+        exported.append(slab)
+        it.mover._mapper.stop()
+        return export(slabs, slab)
+
+    monkeypatch.setattr(FakeSlabs, "export", last)
+    it.add(1, (0,))
+    await until(lambda: it.mover.failure(1) is not None)
+    assert exported == [0]
+    assert not it.gpus.vmms[FakeGpus.device(0)].reservations
