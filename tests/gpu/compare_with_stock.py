@@ -1,6 +1,6 @@
-"""The exactness cases on a GPU: `python -m tests.gpu.compare_with_stock [DTYPE ...]` prints a table.
+"""The exactness cases on a GPU: `python -m tests.gpu.compare_with_stock [DTYPE[+graphs] ...]` prints a table.
 
-For each dtype, stock vLLM and then `quire up` on the same machine, colocated and with prefill and decode apart. A
+With "+graphs" both sides use torch.compile and CUDA graphs; else both are eager. For each dtype, stock vLLM and then `quire up` on the same machine, colocated and with prefill and decode apart. A
 prompt position that is computed alone differs in its last bits from one computed within a prompt, in stock vLLM
 too, so near ties may fall the other way: "different" is unlike stock vLLM with an empty prefix cache,
 "unlike_either" unlike stock vLLM with its prompt cached, too.
@@ -22,10 +22,10 @@ from tests.support.local_cluster import ROOT, LocalCluster
 MODEL = ROOT / "deploy" / "models" / "quire-demo"
 
 
-def stock(folder: Path, cases: list[dict[str, Any]], dtype: str) -> dict[str, Any]:
+def stock(folder: Path, cases: list[dict[str, Any]], mode: str) -> dict[str, Any]:
     """Stock vLLM's answers."""
     (folder / "cases.json").write_text(json.dumps(cases))
-    words = [str(MODEL), str(folder / "cases.json"), str(folder / "out.json"), dtype]
+    words = [str(MODEL), str(folder / "cases.json"), str(folder / "out.json"), *mode.split("+")]
     subprocess.run(
         [sys.executable, "-m", "tests.support.stock_reference", *words], cwd=ROOT, check=True, timeout=300
     )
@@ -50,20 +50,21 @@ def ask(client: httpx.Client, case: dict[str, Any], resolved: dict[str, Any]) ->
 
 
 def compare(
-    folder: Path, topology: str, dtype: str, cases: list[dict[str, Any]], want: dict[str, Any]
+    folder: Path, topology: str, mode: str, cases: list[dict[str, Any]], want: dict[str, Any]
 ) -> dict[str, Any]:
     """One row of the table."""
     started = time.monotonic()
+    dtype, _, graphs = mode.partition("+")
     flags = ["--device", "cuda", "--topology", topology, "--set", f"dtype={dtype}"]
-    env = {"QUIRE_WORKER_ENFORCE_EAGER": "true", "HF_HUB_OFFLINE": "1"}
+    env = {"HF_HUB_OFFLINE": "1", **({} if graphs else {"QUIRE_WORKER_ENFORCE_EAGER": "true"})}
     row: dict[str, Any] = {
         "topology": topology,
-        "dtype": dtype,
+        "mode": mode,
         "different": [],
         "unlike_either": [],
         "moved_blocks": 0,
     }
-    cluster = LocalCluster(folder / f"home-{topology}-{dtype}", *flags, env=env)
+    cluster = LocalCluster(folder / f"home-{topology}-{dtype}-{graphs}", *flags, env=env)
     try:
         with cluster:
             row["ready_s"] = round(time.monotonic() - started, 1)
@@ -84,7 +85,11 @@ def compare(
                     print(
                         f"==== {name}", (cluster.home / f"run/logs/{name}.log").read_text()[-3000:], sep="\n"
                     )
-            row["pool"] = {k: v for k, v in cluster.pool()["pages_by_state"].items() if v}
+            pool = cluster.pool()
+            row["pool"] = {k: v for k, v in pool["pages_by_state"].items() if v}
+            row["spaces"] = len(pool["spaces"])
+            names = ("blocks_pulled", "pulls", "pulls_failed", "pulls_without_pages", "pages_asked_back")
+            row |= {name: pool["counters"].get(name, 0) for name in names}
     except Exception:
         for log in sorted(cluster.home.glob("run/logs/*.log")):
             lines = [x for x in log.read_text().splitlines() if "Error" in x or "raise" in x]
@@ -95,15 +100,15 @@ def compare(
 
 def main() -> None:
     """See the module's docstring."""
-    dtypes = sys.argv[1:] or ["bfloat16"]
+    modes = sys.argv[1:] or ["bfloat16"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         eos = json.loads((MODEL / "generation_config.json").read_text())["eos_token_id"][0]
         cases = build_cases(MODEL, eos)
         rows = []
-        for dtype in dtypes:
-            want = stock(folder, cases, dtype)
-            rows += [compare(folder, t, dtype, cases, want) for t in ("disaggregated", "colocated")]
+        for mode in modes:
+            want = stock(folder, cases, mode)
+            rows += [compare(folder, t, mode, cases, want) for t in ("disaggregated", "colocated")]
         for row in rows:
             print(
                 json.dumps({**row, "num_cases": len(cases), "num_same": len(cases) - len(row["different"])})

@@ -1,6 +1,7 @@
-"""What stock vLLM says: `python -m tests.support.stock_reference MODEL_DIR CASES.json OUT.json [DTYPE]`.
+"""What stock vLLM says: `python -m tests.support.stock_reference MODEL_DIR CASES.json OUT.json [DTYPE [graphs]]`.
 
-No Quire code runs here: one colocated engine, float32 unless told otherwise, one thread, no KV connector. A case is
+No Quire code runs here: one colocated engine, float32 unless told otherwise, one thread, no KV connector, eager unless
+"graphs" asks for torch.compile and CUDA graphs. A case is
 {"id", "prompt": [token ids], "params": SamplingParams keywords} and optionally "structured" (a JSON
 schema), "after" (id of an earlier case: its prompt and answer go before this prompt: a second turn) and
 "stop_crossing" (id of an earlier case: stop at a string that begins in its first output token and ends in its second).
@@ -16,9 +17,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+GRAPHS = sys.argv[-1] == "graphs"
 os.environ.update(
+    {} if GRAPHS else {"TORCHDYNAMO_DISABLE": "1"},
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    TORCHDYNAMO_DISABLE="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     OMP_NUM_THREADS="1",
     HF_HUB_OFFLINE="1",
@@ -77,7 +79,7 @@ def run_cases(model_dir: str, cases: list[dict[str, Any]], dtype: str = "float32
     llm = LLM(
         model=model_dir,
         dtype=dtype,
-        enforce_eager=True,
+        enforce_eager=not GRAPHS,
         block_size=32,
         max_model_len=4096,
         max_num_seqs=16,
