@@ -15,7 +15,9 @@ def _cache_dtype(config: Any) -> torch.dtype:
     return config.model_config.dtype
 
 
-def describe_engine(config: Any, model_name: str, model_dir: str) -> EngineDescription:
+def describe_engine(
+    config: Any, model_name: str, model_dir: str, kv_layout: str = "cross-layer"
+) -> EngineDescription:
     """Raises: SettingsError for models whose cache is no plain stack of equal attention layers."""
     model, parallel = config.model_config, config.parallel_config
     if model.is_hybrid or model.use_mla or model.get_sliding_window() is not None:
@@ -34,11 +36,14 @@ def describe_engine(config: Any, model_name: str, model_dir: str) -> EngineDescr
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # only in CPU builds' reach
 
         isa, backend = _get_attn_isa(dtype, block_tokens, head_dim, "auto"), "CPU_ATTN"
+    layout = "layers-blocks"  # what "cross-layer" has always been called on the wire
+    if kv_layout != "cross-layer":
+        isa, backend, layout = "", "QUIRE_SLOTS", kv_layout
     return EngineDescription(
         model=model_name,
         fingerprint=model_fingerprint(model_dir, random_weights=config.load_config.load_format == "dummy"),
         dtype=str(dtype).removeprefix("torch."),
-        layout="layers-blocks",
+        layout=layout,
         backend=backend,
         isa=isa,
         tp_size=parallel.tensor_parallel_size,

@@ -24,6 +24,7 @@ class PageKVCacheManager(KVCacheManager):
     block_pool: PageBlockPool
     unmet_blocks: int = 0  # what the last refused allocation lacked in stock
     tails: dict[str, LeasedTail]  # of waiting requests whose whole prompt is held
+    ahead_tokens: int = 0  # blocks are allocated for so many tokens more (layouts that map them ahead)
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
         """vLLM's whole blocks, and the held last block of a handed-off prompt but for its last token.
@@ -52,6 +53,7 @@ class PageKVCacheManager(KVCacheManager):
         **kwargs: Any,
     ) -> KVCacheBlocks | None:
         """vLLM's, if the blocks are in stock. Raises: nothing for lack of pages (None, as vLLM's)."""
+        num_lookahead_tokens = max(num_lookahead_tokens, self.ahead_tokens)
         computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
         end = min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         have = len(self.get_blocks(request.request_id).blocks[0])

@@ -120,6 +120,7 @@ class PageSchedulerMixin:
         self.quota = quota
         self.pages: PageBlockPool = self.kv_cache_manager.block_pool
         self.kv_cache_manager.tails = {}
+        self.kv_cache_manager.ahead_tokens = int(extra.get("ahead_tokens", 0))
         self._handoff_ttl_ms = int(extra["handoff_ttl_ms"])
         config = self.scheduler_config
         largest_step = config.max_num_batched_tokens // description.block_tokens + config.max_num_seqs

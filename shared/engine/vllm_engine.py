@@ -31,7 +31,8 @@ from shared.engine.interface import CacheEvent, EngineDelta, EngineLoad, EngineR
 from shared.engine.page_scheduler import EXTRA_ARGS_KEY
 from shared.engine.preload import preload_architecture
 from shared.engine.sampling import sampling_params
-from shared.engine.worker_config import WorkerSettings, works_in_pages
+from shared.engine.slot_settings import slot_arguments, slot_settings
+from shared.engine.worker_config import WorkerSettings, has_slots, works_in_pages
 from shared.errors import InvalidRequest, PeerGone
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire.requests import TokenLogprob
@@ -84,7 +85,12 @@ class VllmEngine:
         preload_architecture(settings.model_dir)
         args = self._engine_args(settings)
         config = args.create_engine_config()
-        self.description = describe_engine(config, settings.model_name, settings.model_dir)
+        self.description = describe_engine(
+            config,
+            settings.model_name,
+            settings.model_dir,
+            settings.kv_layout if has_slots(settings) else "cross-layer",
+        )
         self.max_running = config.scheduler_config.max_num_seqs
         self.max_batched_tokens = config.scheduler_config.max_num_batched_tokens
         extra: dict[str, Any] = {
@@ -95,6 +101,7 @@ class VllmEngine:
             "events_address": events_address,
             "handoff_ttl_ms": settings.handoff_ttl_ms,
             "kv_space": settings.instance if settings.kv_space == "own" else settings.kv_space,
+            **(slot_settings(settings) if has_slots(settings) else {}),
         }
         self.keeps_leases = works_in_pages(settings)
         if self.keeps_leases:
@@ -142,7 +149,7 @@ class VllmEngine:
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             block_size=settings.block_tokens,
-            enforce_eager=settings.enforce_eager or current_platform.is_cpu(),
+            enforce_eager=settings.enforce_eager or current_platform.is_cpu() or has_slots(settings),
             tensor_parallel_size=settings.tensor_parallel_size,
             enable_prefix_caching=True,
             prefix_caching_hash_algo="sha256_cbor",
@@ -155,7 +162,7 @@ class VllmEngine:
             },
             disable_log_stats=False,
             generation_config="auto",
-            **(_in_pages() if works_in_pages(settings) else _by_copies()),
+            **(_in_pages(settings) if works_in_pages(settings) else _by_copies()),
             **optional,
         )
 
@@ -267,17 +274,20 @@ def _prompt_logprobs(rows: Any) -> list[list[TokenLogprob] | None] | None:
     return [None if row is None else (_logprobs([row]) or [])[0] for row in rows]
 
 
-def _in_pages() -> dict[str, Any]:
+def _in_pages(settings: WorkerSettings) -> dict[str, Any]:
+    slots = slot_arguments() if has_slots(settings) else {}
     if current_platform.is_cpu():
         return {
             "worker_cls": "shared.engine.page_worker_cpu.PageCPUWorker",
             "scheduler_cls": "shared.engine.page_scheduler.PageScheduler",
             "async_scheduling": False,
+            **slots,
         }
     return {
         "worker_cls": "shared.engine.page_worker_gpu.PageGPUWorker",
         "scheduler_cls": "shared.engine.page_scheduler.AsyncPageScheduler",
         "async_scheduling": True,
+        **slots,
     }
 
 

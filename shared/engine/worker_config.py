@@ -40,6 +40,12 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, for measurements
     threads: int = 1  # OpenMP threads of a CPU engine
     kv_cache: Literal["auto", "pages", "copy"] = "auto"  # pages: the cache is the mempool's memory itself
+    kv_layout: Literal["cross-layer", "token-major", "layer-major"] = (
+        "cross-layer"  # the others: without block table
+    )
+    slot_kernel: Literal["auto", "flash3", "torch_flash2", "torch_sdpa"] = (
+        "auto"  # of the layouts without block table
+    )
     # pages in host memory apart from other host memory, by this name: of one NUMA node, say; "own": the
     # instance's; "": the common one
     kv_space: str = ""
@@ -91,6 +97,11 @@ def works_in_pages(settings: WorkerSettings) -> bool:
     return bool(settings.mempool_socket) and settings.kv_cache != "copy"
 
 
+def has_slots(settings: WorkerSettings) -> bool:
+    """Whether requests lie in slots of consecutive addresses, and attention reads them without a block table."""
+    return works_in_pages(settings) and settings.kv_layout != "cross-layer"
+
+
 def _is_wildcard(listen: str) -> bool:
     """Every interface of the machine: no address that somebody else could connect to."""
     host = listen.removeprefix("tcp://").rpartition(":")[0].strip("[]")
@@ -114,6 +125,11 @@ def for_role(found: WorkerSettings, *, role: Role, instance: str, port: int) -> 
             raise SettingsError(f"setting worker.{name}: {getattr(found, name)} must not be negative")
     if not found.model_dir or not Path(found.model_dir, "config.json").is_file():
         raise SettingsError(f"setting worker.model_dir: {found.model_dir!r} holds no config.json")
+    if found.kv_layout != "cross-layer" and not works_in_pages(found):
+        raise SettingsError(
+            f"setting worker.kv_layout: {found.kv_layout!r} needs the pool's pages; set worker.mempool_socket and "
+            "worker.kv_cache = pages"
+        )
     listen = found.listen or f"tcp://127.0.0.1:{port}"
     if not listen.startswith(("tcp://", "ipc://")):
         raise SettingsError(

@@ -109,6 +109,13 @@ class ImportedCudaPages(_Handles):
             for fd in fds:
                 os.close(fd)
 
+    def make(self, page: int) -> None:
+        """Memory of this process's own in an absent page's place, e.g. for a null page. Raises: as add()."""
+        self._check(page, 1)
+        if self._handles[page]:
+            raise BadMapping(f"page {page} is imported already")
+        self._handles[page] = self.driver.create(self.page_bytes)
+
     def acquire(self, page: int, count: int = 1) -> None:
         """See PageSource. Raises: BadMapping for absent pages: only their owner can send them (add())."""
         self._check(page, count)

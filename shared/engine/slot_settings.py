@@ -1,0 +1,29 @@
+"""What an engine with request slots tells vLLM; see slot_worker.py."""
+
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from shared.engine.worker_config import WorkerSettings
+
+# Blocks are allocated, and mapped in the background, so long before their first token. On a GPU that is also how
+# far behind a request's end a kernel may load: it fetches keys in tiles of up to 224 tokens and masks the rest, so
+# the places behind the end must be mapped, and must not change while a step is under way.
+CPU_AHEAD_TOKENS = 16
+GPU_AHEAD_TOKENS = 256
+
+
+def slot_settings(settings: WorkerSettings) -> dict[str, Any]:
+    """For `additional_config["quire"]`."""
+    on_cpu = current_platform.is_cpu()
+    kernel = settings.slot_kernel
+    if kernel == "auto":
+        kernel = "torch_sdpa" if on_cpu or settings.dtype == "float32" else "flash3"
+    return {"slot_kernel": kernel, "ahead_tokens": CPU_AHEAD_TOKENS if on_cpu else GPU_AHEAD_TOKENS}
+
+
+def slot_arguments() -> dict[str, Any]:
+    """For AsyncEngineArgs, over those of an engine in pages."""
+    if current_platform.is_cpu():
+        return {"worker_cls": "shared.engine.slot_worker_cpu.SlotCPUWorker"}
+    return {"worker_cls": "shared.engine.slot_worker_gpu.SlotGPUWorker", "attention_backend": "CUSTOM"}
