@@ -16,6 +16,7 @@ from services.mempool.memory import PoolMemory
 from services.mempool.slabs import DeviceSlabs, KeptSlabs
 from shared.errors import ClusterError
 from shared.ids import Epoch
+from shared.kv.layout import num_slabs
 from shared.mempool.keeper_client import KeeperClient, KeeperStale
 from shared.observe.log import get_logger
 
@@ -116,7 +117,8 @@ class Kept:
             takeover.keep_space(self.client, name_of(number), memory, meta)
         for (number, rank), slabs in self._slabs.items():
             meta = self._spaces[number][1]
-            self._keep_slabs(number, rank, slabs, meta.num_pages // max(1, meta.pages_per_slab))
+            count = num_slabs(meta.description, meta.num_pages, meta.pages_per_slab)
+            self._keep_slabs(number, rank, slabs, count)
         for pid, (pidfd, meta) in self._processes.items():
             takeover.keep_process(self.client, pid, pidfd, meta)
 

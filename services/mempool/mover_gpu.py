@@ -62,7 +62,7 @@ class SlabWindow:
         self._gpu = gpu
         self._slab_bytes = where.slab_bytes
         self._num_mapped = 0
-        num_slabs = where.num_pages // where.pages_per_slab
+        num_slabs = where.num_pages * where.slabs_per_page // where.pages_per_slab
         if where.num_pages % where.pages_per_slab:
             raise PathUnavailable(f"{where.num_pages} pages do not fill slabs of {where.pages_per_slab}")
         self.size_bytes = num_slabs * self._slab_bytes

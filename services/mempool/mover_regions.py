@@ -47,11 +47,12 @@ class SlabRegion:
     page_bytes: int
     num_pages: int
     pages_per_slab: int
+    slabs_per_page: int = 1  # more where parts of a page are mapped apart
 
     @property
     def slab_bytes(self) -> int:
         """Of one allocation."""
-        return self.page_bytes * self.pages_per_slab
+        return self.page_bytes * self.pages_per_slab // self.slabs_per_page
 
 
 RankRegion: TypeAlias = HostRegion | SlabRegion

@@ -11,6 +11,7 @@ from services.mempool.slabs import DeviceSlabs, KeptSlabs
 from services.mempool.takeover import Adopted, SpaceMeta
 from shared.errors import ClusterError, ResourceError
 from shared.ids import Epoch, PageId
+from shared.kv.layout import slabs_per_page
 from shared.observe.log import get_logger
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class Spaces:
             return [
                 SlabRegion(
                     self._devices_of(number)[rank], self.slabs[number, rank], meta.page_bytes,
-                    meta.num_pages, meta.pages_per_slab,
+                    meta.num_pages, meta.pages_per_slab, slabs_per_page(meta.description),
                 )
                 for rank in range(meta.num_ranks)
             ]  # fmt: skip

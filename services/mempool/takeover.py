@@ -24,7 +24,7 @@ import msgspec
 from services.mempool.memory import F_SEAL_FUTURE_WRITE, PoolMemory
 from shared.errors import ClusterError, PeerError, ResourceError
 from shared.ids import Epoch
-from shared.kv.layout import EngineDescription
+from shared.kv.layout import EngineDescription, num_slabs
 from shared.kv.page import unpack_word
 from shared.kv.page_table import HEADER_WORDS, TableHeader, file_bytes, read_header, table_bytes
 from shared.mempool.keeper_client import KeeperClient, KeeperStale, KeptRun
@@ -331,7 +331,7 @@ def _check_pages(meta: SpaceMeta, page_fds: Sequence[int]) -> None:
 
 
 def _check_slabs(meta: SpaceMeta, runs: Sequence[KeptRun]) -> None:
-    wanted = meta.num_ranks * (meta.num_pages // meta.pages_per_slab)
+    wanted = meta.num_ranks * num_slabs(meta.description, meta.num_pages, meta.pages_per_slab)
     behind = 0
     for run in runs:
         if run.first_page != behind:

@@ -49,6 +49,36 @@ def page_bytes_for(block_bytes: int, granularity_bytes: int = HOST_PAGE_BYTES) -
     return -(-block_bytes // granularity_bytes) * granularity_bytes
 
 
+def slab_plan(description: EngineDescription) -> tuple[int, int]:
+    """(page_bytes, pages_per_slab) of an engine's pages on a GPU.
+
+    Without a block table ("token-major", "layer-major") a page is mapped by itself, at many addresses: it shares no
+    slab, because an allocation can only be mapped as a whole. Raises: ValueError when a layer-major page's pieces
+    are no whole allocations.
+    """
+    if description.layout not in ("token-major", "layer-major"):
+        return slab_geometry(description.block_bytes)
+    page_bytes = page_bytes_for(description.block_bytes, CUDA_PAGE_BYTES)
+    pieces = slabs_per_page(description)
+    if pieces > 1 and description.block_bytes % (pieces * CUDA_PAGE_BYTES):
+        tokens = -(-pieces * CUDA_PAGE_BYTES * description.block_tokens // description.block_bytes)
+        raise ValueError(
+            f"a layer's K of a block is no multiple of {CUDA_PAGE_BYTES} bytes; use block_tokens {tokens}"
+        )
+    return page_bytes, 1
+
+
+def slabs_per_page(description: EngineDescription) -> int:
+    """On a GPU: in the layer-major layout each layer's K and V of a page are mapped apart, so they are allocations
+    of their own, in this order behind each other."""
+    return 2 * description.num_layers if description.layout == "layer-major" else 1
+
+
+def num_slabs(description: EngineDescription, num_pages: int, pages_per_slab: int) -> int:
+    """Allocations of one rank on its GPU."""
+    return num_pages * slabs_per_page(description) // max(1, pages_per_slab)
+
+
 def slab_geometry(block_bytes: int, granularity_bytes: int = CUDA_PAGE_BYTES) -> tuple[int, int]:
     """(page_bytes, pages_per_slab) for a medium that allocates in multiples of `granularity_bytes`, a power of two.
 

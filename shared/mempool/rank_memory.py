@@ -14,7 +14,7 @@ import msgspec
 
 from shared.errors import ClusterError, ResourceError
 from shared.ids import Epoch, InstanceId
-from shared.kv.layout import EngineDescription
+from shared.kv.layout import EngineDescription, num_slabs
 from shared.kv.page_table import TableHeader
 from shared.transport.unix_blocking import BlockingUnixLink
 from shared.transport.unix_socket import close_fds
@@ -115,9 +115,10 @@ class RankMemory:
 
         Raises: ResourceError when the pool refuses; ClusterError when it is gone.
         """
-        num_slabs = self.header.num_pages // self.pages_per_slab
-        for first in range(0, num_slabs, SLABS_PER_CALL):
-            count = min(SLABS_PER_CALL, num_slabs - first)
+        assert self._attach.description is not None
+        total = num_slabs(self._attach.description, self.header.num_pages, self.pages_per_slab)
+        for first in range(0, total, SLABS_PER_CALL):
+            count = min(SLABS_PER_CALL, total - first)
             call = wire.SlabsCall(call_id=first, first=first, count=count)
             reply, _, fds = self._link.call(call, timeout_ms=ATTACH_TIMEOUT_MS)
             if not isinstance(reply, wire.Slabs) or len(fds) != count:

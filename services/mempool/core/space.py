@@ -11,7 +11,7 @@ from services.mempool.core.entry import Entry
 from services.mempool.core.page_table import PageTable
 from shared.errors import PeerProtocolError
 from shared.ids import Epoch
-from shared.kv.layout import EngineDescription, page_bytes_for, slab_geometry
+from shared.kv.layout import EngineDescription, num_slabs, page_bytes_for, slab_plan
 from shared.wire.mempool import Attach, PoolStatus, SlabsCall, SpaceStatus
 
 MAX_SLABS_PER_CALL = 128
@@ -29,6 +29,7 @@ class Memory:
     pages_per_slab: int = 0  # 0: in host memory
     label: str = ""  # of host memory that is apart from other host memory
     devices: dict[int, str] = field(default_factory=dict)  # of each rank that has attached, on GPUs
+    num_slabs: int = 0  # of each rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,10 @@ def plan(description: EngineDescription, message: Attach, limits: PoolLimits) ->
         page_bytes, pages_per_slab = page_bytes_for(description.block_bytes), 0
         capacity_bytes = min(wanted_bytes or limits.capacity_bytes, limits.capacity_bytes)
     else:
-        page_bytes, pages_per_slab = slab_geometry(description.block_bytes)
+        try:
+            page_bytes, pages_per_slab = slab_plan(description)
+        except ValueError as error:
+            return Plan(0, 0, num_ranks, shortage=str(error))
         capacity_bytes = min(wanted_bytes, limits.device_capacity_bytes or wanted_bytes)
     num_pages = capacity_bytes // (page_bytes * num_ranks)
     if pages_per_slab:
@@ -117,6 +121,9 @@ def _memory(
         table,
         engines,
         planned.pages_per_slab,
+        num_slabs=num_slabs(description, planned.num_pages, planned.pages_per_slab)
+        if planned.pages_per_slab
+        else 0,
     )
 
 
@@ -135,10 +142,9 @@ def slabs_of(memory: Memory, number: int, connection: int, message: Attach) -> l
     """What a rank that attaches needs on its GPU."""
     if not memory.pages_per_slab:
         return []
-    slab_bytes = memory.pages_per_slab * memory.page_bytes
-    num_slabs = memory.table.num_pages // memory.pages_per_slab
+    slab_bytes = memory.table.num_pages * memory.page_bytes // memory.num_slabs
     memory.devices[message.rank] = message.device
-    return [CreateSlabs(connection, message.rank, message.device, num_slabs, slab_bytes, number)]
+    return [CreateSlabs(connection, message.rank, message.device, memory.num_slabs, slab_bytes, number)]
 
 
 def send_slabs(memory: Memory | None, number: int, connection: int, call: SlabsCall) -> list[Action]:
@@ -146,11 +152,9 @@ def send_slabs(memory: Memory | None, number: int, connection: int, call: SlabsC
     rank = memory.engines.ranks.get(connection) if memory is not None else None
     if memory is None or rank is None or not memory.pages_per_slab:
         raise PeerProtocolError("only ranks of a GPU pool ask for slabs")
-    num_slabs = memory.table.num_pages // memory.pages_per_slab
-    if not (
-        call.first >= 0 and 0 < call.count <= MAX_SLABS_PER_CALL and call.first + call.count <= num_slabs
-    ):
-        raise PeerProtocolError(f"slabs {call.first} and {call.count} more of {num_slabs}")
+    count = memory.num_slabs
+    if not (call.first >= 0 and 0 < call.count <= MAX_SLABS_PER_CALL and call.first + call.count <= count):
+        raise PeerProtocolError(f"slabs {call.first} and {call.count} more of {count}")
     return [SendSlabs(connection, call.call_id, rank.number, call.first, call.count, number)]
 
 
