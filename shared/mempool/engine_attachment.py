@@ -155,7 +155,7 @@ class EngineAttachment:
         with self._lock:
             if self._pool is None:
                 return []
-            taken = [self._stock.popleft() for _ in range(min(count, len(self._stock)))]
+            taken = self._from_stock(count)
             self._taken.update(taken)
             self._counters["pages_taken"] += len(taken)
             self._counters["pages_short"] += count - len(taken)
@@ -166,6 +166,16 @@ class EngineAttachment:
                 short = 0
         if short:
             self._send(wire.NeedPages(count=short))
+        return taken
+
+    def _from_stock(self, count: int) -> list[Owned]:
+        """Under the lock. Not a page that is in hand from an earlier attachment too: its views are scratch pages."""
+        taken: list[Owned] = []
+        still_lost: list[Owned] = []
+        while self._stock and len(taken) < count:
+            own = self._stock.popleft()
+            (still_lost if own[0] in self._lost else taken).append(own)
+        self._stock.extendleft(still_lost)
         return taken
 
     def writing(self, pages: Sequence[Owned]) -> None:
