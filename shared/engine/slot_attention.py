@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
+from vllm import _custom_ops
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -210,7 +211,7 @@ class SlotAttentionImpl(AttentionImpl[Any]):
     ) -> None:
         """Write the step's keys and values to their blocks. kv_cache: [blocks, tokens, 2, heads, dim]."""
         if kv_cache.device.type != "cpu":
-            torch.ops._C_cache_ops.reshape_and_cache_flash(
+            _custom_ops.reshape_and_cache_flash(
                 key,
                 value,
                 kv_cache[:, :, 0],

@@ -3,6 +3,7 @@
 from typing import Any
 
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from shared.engine.worker_config import WorkerSettings
 
@@ -11,6 +12,12 @@ from shared.engine.worker_config import WorkerSettings
 # the places behind the end must be mapped, and must not change while a step is under way.
 CPU_AHEAD_TOKENS = 16
 GPU_AHEAD_TOKENS = 256
+
+
+def install_backend() -> None:
+    """In every process that names or runs it, before the model is made. vLLM's CPU platform knows only CPU_ATTN."""
+    kind = AttentionBackendEnum.CPU_ATTN if current_platform.is_cpu() else AttentionBackendEnum.CUSTOM
+    register_backend(kind, "shared.engine.slot_attention.SlotAttentionBackend")
 
 
 def slot_settings(settings: WorkerSettings) -> dict[str, Any]:
@@ -24,6 +31,7 @@ def slot_settings(settings: WorkerSettings) -> dict[str, Any]:
 
 def slot_arguments() -> dict[str, Any]:
     """For AsyncEngineArgs, over those of an engine in pages."""
+    install_backend()
     if current_platform.is_cpu():
         return {"worker_cls": "shared.engine.slot_worker_cpu.SlotCPUWorker"}
     return {"worker_cls": "shared.engine.slot_worker_gpu.SlotGPUWorker", "attention_backend": "CUSTOM"}

@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 
 class SlotMapper(Protocol):
-    """What SlotMemory does."""
+    """What RequestWindow does."""
 
     def submit(self, commands: Sequence[Command]) -> int: ...
     def is_done(self, ticket: int) -> bool: ...

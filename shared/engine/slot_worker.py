@@ -10,27 +10,19 @@ from typing import Any
 
 import msgspec
 import torch
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from shared.engine.page_worker import PageWorkerMixin
 from shared.engine.slot_attention import SlotReader, use_kernel, use_reader
 from shared.engine.slot_memory import SlotMemory
+from shared.engine.slot_settings import GPU_AHEAD_TOKENS, install_backend
 from shared.engine.slot_steps import SlotSteps
 from shared.kv.layout import CUDA_PAGE_BYTES, HOST_PAGE_BYTES, EngineDescription
 from shared.vmm.map_budget import process_budget
 from shared.vmm.request_layout import RequestLayout, request_layout
 from shared.vmm.request_slots import RequestSlots
 
-BACKEND = "shared.engine.slot_attention.SlotAttentionBackend"
-GUARD_TOKENS = 256  # more than the widest tile of keys that a kernel loads and masks
 SPARE_SLOTS = 4  # besides a quarter of the requests: places of ended ones, kept for their like
-
-
-def install_backend(device_type: str) -> None:
-    """Before the model is made, in the process that runs it."""
-    kind = AttentionBackendEnum.CPU_ATTN if device_type == "cpu" else AttentionBackendEnum.CUSTOM
-    register_backend(kind, BACKEND)
 
 
 class SlotWorkerMixin(PageWorkerMixin):
@@ -40,7 +32,7 @@ class SlotWorkerMixin(PageWorkerMixin):
 
     def init_device(self: Any) -> None:
         """vLLM's, with our attention in its place."""
-        install_backend(self.vllm_config.device_config.device_type)
+        install_backend()
         super().init_device()
 
     def initialize_from_config(self: Any, kv_cache_config: KVCacheConfig) -> None:
@@ -53,8 +45,7 @@ class SlotWorkerMixin(PageWorkerMixin):
             raise ValueError(f"{kv_cache_config.num_blocks} blocks for {header.num_pages} pages")
         dtype = kv_cache_config.kv_cache_groups[0].kv_cache_spec.dtype
         layout = self._layout(description, dtype)
-        memory = SlotMemory(self._memory, layout, self.device)
-        memory.guard(-(-GUARD_TOKENS // layout.block_tokens))
+        memory = SlotMemory(self._memory, layout, self.device, GPU_AHEAD_TOKENS)
         self._memory.stay_attached()
         names = [name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.shared_by]
         blocks, slots = {}, {}
@@ -76,19 +67,19 @@ class SlotWorkerMixin(PageWorkerMixin):
             page_bytes=self._memory.header.page_bytes,
             granularity_bytes=CUDA_PAGE_BYTES if on_gpu else HOST_PAGE_BYTES,
             num_slots=max_requests + max_requests // 4 + SPARE_SLOTS,
-            guard_tokens=GUARD_TOKENS if on_gpu else 0,
+            guard_tokens=GPU_AHEAD_TOKENS if on_gpu else 0,
         )
 
     def _make_steps(self: Any, memory: SlotMemory, layout: RequestLayout) -> SlotSteps:
         if self.device.type != "cpu":
             table = RequestSlots(layout.num_slots, layout.slot_places)
             stream = torch.cuda.current_stream
-            return SlotSteps(table, memory, layout.block_tokens, lambda: stream().record_event())
+            return SlotSteps(table, memory.mapper, layout.block_tokens, lambda: stream().record_event())
         most = (
             process_budget().limit * 3 // 4 // layout.num_pieces
         )  # a mapping of the kernel's for each place
         table = RequestSlots(layout.num_slots, layout.slot_places, most)
-        return SlotSteps(table, memory, layout.block_tokens, None)
+        return SlotSteps(table, memory.mapper, layout.block_tokens, None)
 
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         """vLLM's, behind the mapping of what the step reads."""
