@@ -27,4 +27,5 @@ class HandoffState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     output_logprobs: list[float] = []
     num_sampler_draws: int = 0  # draws taken from the request's generator
     grammar_token_ids: list[int] = []  # tokens that the structured-output grammar has accepted
+    source_mempool: str = ""  # address of the mempool that has the pages, for one on another host; "": none
     stop_tail: str = ""  # text held back because a stop string may begin in it

@@ -78,6 +78,7 @@ class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
     page_bytes: int = 0
     pages_per_slab: int = 0  # 0: all pages lie in one memfd
     memory_id: Epoch = Epoch(0)  # of the pool's pages, equal after a restart that kept them; 0: none yet
+    peer_address: str = ""  # for a client: where mempools of other hosts reach this one; "": they do not
 
 
 class AttachRefused(Struct, frozen=True, kw_only=True, tag="attach_refused"):
@@ -151,7 +152,10 @@ class HandoffReady(Struct, frozen=True, kw_only=True, tag="handoff_ready"):
 
 
 class Acquire(Struct, frozen=True, kw_only=True, tag="acquire"):
-    """Pin the longest indexed prefix of `hashes`. With a handoff_id, wait up to wait_ms for HandoffReady."""
+    """Pin the longest indexed prefix of `hashes`. With a handoff_id, wait up to wait_ms for HandoffReady.
+
+    What `source_mempool` has of them comes over the network first, within wait_ms.
+    """
 
     call_id: int
     hashes: bytes
@@ -160,6 +164,7 @@ class Acquire(Struct, frozen=True, kw_only=True, tag="acquire"):
     ttl_ms: int = 30_000
     traceparent: str = ""
     until_release: bool = False  # no expiry: an engine of this instance works in the pages and releases them
+    source_mempool: str = ""  # where the handoff's pages are, if not here: HandoffState.source_mempool
 
 
 class Acquired(Struct, frozen=True, kw_only=True, tag="acquired"):

@@ -1,0 +1,157 @@
+"""mempool <-> mempool of another host: blocks that a reader here wants and a prefill worker there has made.
+
+The *reader's* mempool connects (DEALER) to the address of the *source's* (ROUTER) that came with the handoff.
+
+    reader                                   source
+    PeerHello ------------------------------> PeerWelcome (or PeerRefused)
+    OpenPath(my regions) -------------------> PathOpened(its regions)       one NIXL agent at each end, for this path
+    RemoteAcquire(hashes, handoff) ---------> RemoteAcquired(pages, epochs), pinned under a lease
+        PathBytes: the transfer library's own questions and answers, both ways, beside the bytes themselves
+    CheckEpochs(pages, epochs), after DONE -> EpochsChecked(stale)
+    RemoteRelease --------------------------> the pins end
+
+A lease ends by its release, at its time, or when the link is lost (heartbeats: within 2 s). Ending it early is safe:
+the reader asks for the epochs after its last byte, and takes nothing whose page is not sealed under the same one.
+When the link is lost both ends destroy their agent of every path of it: then nothing can arrive any more.
+Page lists travel as in wire/mempool.py.
+"""
+
+from msgspec import Struct
+
+from shared.ids import Epoch, HandoffId, LeaseId
+from shared.wire.codec import Channel
+
+VERSION = 1
+
+
+class PeerHello(Struct, frozen=True, kw_only=True, tag="peer_hello"):
+    """reader -> source: first message of every connection."""
+
+    instance: str
+    boot_generation: Epoch
+    version: int = VERSION
+
+
+class PeerWelcome(Struct, frozen=True, kw_only=True, tag="peer_welcome"):
+    """source -> reader: go on."""
+
+    instance: str
+    boot_generation: Epoch
+    version: int = VERSION
+
+
+class PeerRefused(Struct, frozen=True, kw_only=True, tag="peer_refused"):
+    """source -> reader: this connection is of no use. `code`: peer.version, peer.too_many."""
+
+    code: str
+    reason: str
+
+
+class OpenPath(Struct, frozen=True, kw_only=True, tag="open_path"):
+    """reader -> source: an end for blocks of this content. `description`: shared/transfer/describe.py."""
+
+    path_id: int
+    content_key: str
+    description: bytes
+
+
+class PathOpened(Struct, frozen=True, kw_only=True, tag="path_opened"):
+    """source -> reader: the other end. Region "s2r0": pages of rank 0 in space 2."""
+
+    path_id: int
+    description: bytes
+
+
+class PathFailed(Struct, frozen=True, kw_only=True, tag="path_failed"):
+    """source -> reader: no such path. `code`: transfer.path_unavailable, transfer.refused, transfer.failed."""
+
+    path_id: int
+    code: str
+    reason: str
+
+
+class ClosePath(Struct, frozen=True, kw_only=True, tag="close_path"):
+    """reader -> source: done with it. A path of a lost connection is closed without it."""
+
+    path_id: int
+
+
+class PathBytes(Struct, frozen=True, kw_only=True, tag="path_bytes"):
+    """Both ways: a message of the path's link (shared/transfer/served.py)."""
+
+    path_id: int
+    data: bytes
+
+
+class RemoteAcquire(Struct, frozen=True, kw_only=True, tag="remote_acquire"):
+    """reader -> source: pin the longest prefix of `hashes` that you have. With a handoff, wait for it up to wait_ms.
+
+    No hashes: nobody wants the handoff; end its hold. Answered by RemoteAcquired or CallRefused.
+    """
+
+    call_id: int
+    content_key: str
+    hashes: bytes  # 32 B each
+    handoff_id: HandoffId = HandoffId("")
+    wait_ms: int = 0
+    ttl_ms: int = 30_000
+
+
+class RemoteAcquired(Struct, frozen=True, kw_only=True, tag="remote_acquired"):
+    """source -> reader: the first num_blocks are pinned under the lease. 0 blocks: no lease."""
+
+    call_id: int
+    lease_id: LeaseId = LeaseId("")
+    space: int = 0
+    num_blocks: int = 0
+    pages: bytes = b""  # u32 each
+    epochs: bytes = b""  # u64 each
+    parents: bytes = b""  # hash of the block before, 32 B each
+    valid_tokens: bytes = b""  # u32 each
+    checksums: bytes = b""  # u32 each; 0: not sampled
+
+
+class CheckEpochs(Struct, frozen=True, kw_only=True, tag="check_epochs"):
+    """reader -> source, after the last byte: are these pages still sealed under these epochs?"""
+
+    call_id: int
+    space: int
+    pages: bytes
+    epochs: bytes
+
+
+class EpochsChecked(Struct, frozen=True, kw_only=True, tag="epochs_checked"):
+    """source -> reader: positions of those that are not; u32 each."""
+
+    call_id: int
+    stale: bytes = b""
+
+
+class RemoteRelease(Struct, frozen=True, kw_only=True, tag="remote_release"):
+    """reader -> source: end a lease. No answer; twice is harmless."""
+
+    lease_id: LeaseId
+
+
+class CallRefused(Struct, frozen=True, kw_only=True, tag="call_refused"):
+    """source -> reader: the call was understood and refused. `code`: overloaded, peer.protocol_error."""
+
+    call_id: int
+    code: str
+    reason: str
+
+
+ToSource = PeerHello | OpenPath | ClosePath | PathBytes | RemoteAcquire | CheckEpochs | RemoteRelease
+ToReader = (
+    PeerWelcome
+    | PeerRefused
+    | PathOpened
+    | PathFailed
+    | PathBytes
+    | RemoteAcquired
+    | EpochsChecked
+    | CallRefused
+)
+
+TO_SOURCE: Channel[ToSource] = Channel(b"quire.mempool-peer/1", ToSource)
+TO_READER: Channel[ToReader] = Channel(b"quire.mempool-peer-reply/1", ToReader)
