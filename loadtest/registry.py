@@ -14,6 +14,7 @@ MEASURES = {  # result name: module
     "cluster-footprint": "loadtest.bench_footprint",
     "h200-swap": "loadtest.bench_swap",
     "h200-vmm": "loadtest.bench_pages",
+    "h200x2-handoff": "loadtest.bench_handoff",
     "mempool-api": "loadtest.bench_mempool_api",
     "h200x2-transfer": "loadtest.bench_transfer",
     "two-host-transfer": "loadtest.bench_two_hosts",

@@ -64,6 +64,7 @@ class Spaces:
             "memory_created", space=action.space, num_pages=action.num_pages, page_bytes=action.page_bytes,
             num_ranks=action.num_ranks,
         )  # fmt: skip
+        self._tell_mover()
 
     def _take(self, memory: PoolMemory, meta: SpaceMeta) -> None:
         self.memories[meta.number] = memory
