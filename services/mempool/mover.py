@@ -32,7 +32,7 @@ from services.mempool.mover_copies import (
 from services.mempool.mover_gpu import OpenGpu, open_gpu
 from services.mempool.mover_job import Job
 from services.mempool.mover_paths import Parts, Paths
-from services.mempool.mover_regions import MAX_RANKS, RankRegion, space_and_rank
+from services.mempool.mover_regions import MAX_RANKS, RankRegion, SlabRegion, space_and_rank
 from services.mempool.mover_spaces import MappedSpace, Mapper
 from services.mempool.mover_thread import PullThread
 from shared.errors import ClusterError
@@ -90,6 +90,9 @@ class Mover:
         # (space, page) -> ranks on which it may still be written
         self._held: dict[tuple[int, int], set[int]] = {}
         self._num_pulls = 0
+        self._pin_host = pin_host
+        self._has_gpu = False
+        self._host_spaces: set[int] = set()
         self._pumping = False
         self._closed = False
         self.totals = Totals()
@@ -110,6 +113,10 @@ class Mover:
         if end is not None and end.num_ranks != len(regions):
             raise TransferRefused(f"space {number}: {len(regions)} ranks, its engine has {end.num_ranks}")
         space = self._spaces[number] = Space(number)
+        if any(isinstance(region, SlabRegion) for region in regions):
+            self._has_gpu = True
+        else:
+            self._host_spaces.add(number)
         self._background.submit(self._map, space, tuple(regions), end)
 
     def is_mapped(self, number: int) -> bool:
@@ -117,8 +124,8 @@ class Mover:
         return number in self._spaces and self._spaces[number].mapped is not None
 
     def is_pinned(self, number: int) -> bool:
-        """Whether copy engines have its memory's addresses: then no page of it may be punched."""
-        return self._mapper.is_pinned(number)
+        """Whether copy engines have its memory's addresses, or are about to: then no page of it may be punched."""
+        return self._pin_host and self._has_gpu and number in self._host_spaces
 
     def failure(self, number: int) -> ClusterError | None:
         """Why a space cannot be copied from or to."""
@@ -139,6 +146,13 @@ class Mover:
             self._tell(self._space_ready, space, None, failure)
             return
         self._thread.post(lambda: self._register(space, mapped))
+        self._pin()
+
+    def _pin(self) -> None:
+        """In the background, a chunk at a time: spaces that come meanwhile are mapped first."""
+        if self._mapper.pin_some():
+            with contextlib.suppress(RuntimeError):  # close() came
+                self._background.submit(self._pin)
 
     def _register(self, space: Space, mapped: MappedSpace) -> None:
         """On the mover's thread."""
@@ -172,6 +186,7 @@ class Mover:
         if space.num_copies or is_mapping or any(number == space.number for number, _ in self._held):
             return
         del self._spaces[space.number]
+        self._host_spaces.discard(space.number)
         mapped, on_removed = space.mapped, space.on_removed
         if mapped is None:
             on_removed()
@@ -333,6 +348,7 @@ class Mover:
             "copies": len(self._copies),
             "waiting": len(self._waiting),
             "quarantined_pages": len(self._held),
+            "pinned_bytes": self._mapper.pinned.num_bytes,
             "pairs": {" to ".join(pair): found.gb_per_s for pair, found in self._mapper.pairs.found.items()},
             "reasons": dict(self._paths.reasons),
             **self.totals.status(),

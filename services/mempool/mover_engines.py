@@ -11,21 +11,33 @@ LANES = 4  # streams of one set: one copy engine alone reaches a third of NVLink
 
 
 class PinnedRanges:
-    """Host addresses that are page-locked. Any thread."""
+    """Host addresses that are page-locked. Read by any thread, changed by one."""
 
     def __init__(self) -> None:
-        self._ranges: tuple[tuple[int, int], ...] = ()  # (first, end)
+        self._ranges: tuple[tuple[int, int], ...] = ()  # (first, end), sorted, never touching each other
 
     def add(self, first: int, num_bytes: int) -> None:
         """From now on copy engines read and write there."""
-        self._ranges = (*self._ranges, (first, first + num_bytes))
+        merged: list[tuple[int, int]] = []
+        for begin, end in sorted((*self._ranges, (first, first + num_bytes))):
+            if merged and merged[-1][1] == begin:
+                begin = merged.pop()[0]
+            merged.append((begin, end))
+        self._ranges = tuple(merged)
 
-    def remove(self, first: int) -> None:
-        """Of add()."""
-        self._ranges = tuple(each for each in self._ranges if each[0] != first)
+    def remove(self, first: int, num_bytes: int) -> None:
+        """All that was added from there on, over this length."""
+        end = first + num_bytes
+        parts = [((begin, min(until, first)), (max(begin, end), until)) for begin, until in self._ranges]
+        self._ranges = tuple(part for both in parts for part in both if part[0] < part[1])
+
+    @property
+    def num_bytes(self) -> int:
+        """All together."""
+        return sum(end - begin for begin, end in self._ranges)
 
     def cover(self, first: int, end: int) -> bool:
-        """Whether one range holds all of this."""
+        """Whether all of this is."""
         return any(begin <= first and end <= until for begin, until in self._ranges)
 
 

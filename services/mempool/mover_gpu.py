@@ -60,12 +60,12 @@ class SlabWindow:
 
     def __init__(self, gpu: Gpu, where: SlabRegion, stopping: Callable[[], bool]) -> None:
         self._gpu = gpu
-        self._slab_bytes = where.slab_bytes
+        self.slab_bytes = where.slab_bytes
         self._num_mapped = 0
         num_slabs = where.num_pages * where.slabs_per_page // where.pages_per_slab
         if where.num_pages % where.pages_per_slab:
             raise PathUnavailable(f"{where.num_pages} pages do not fill slabs of {where.pages_per_slab}")
-        self.size_bytes = num_slabs * self._slab_bytes
+        self.size_bytes = num_slabs * self.slab_bytes
         try:
             gpu.vmm.make_current()
             self.address = gpu.vmm.reserve(self.size_bytes)
@@ -88,7 +88,7 @@ class SlabWindow:
         finally:
             os.close(fd)
         try:
-            vmm.map(self.address + self._num_mapped * self._slab_bytes, self._slab_bytes, handle)
+            vmm.map(self.address + self._num_mapped * self.slab_bytes, self.slab_bytes, handle)
             self._num_mapped += 1
         finally:
             vmm.release(handle)  # the mapping keeps the memory
@@ -100,11 +100,11 @@ class SlabWindow:
 
     def boundaries(self) -> range:
         """Where slabs begin, and the end: no copy may cross these."""
-        return range(self.address, self.address + self.size_bytes + 1, self._slab_bytes)
+        return range(self.address, self.address + self.size_bytes + 1, self.slab_bytes)
 
     def close(self) -> None:
         """Unmap; nothing may be copying any more."""
         self._gpu.vmm.make_current()
         if self._num_mapped:
-            self._gpu.vmm.unmap(self.address, self._num_mapped * self._slab_bytes)
+            self._gpu.vmm.unmap(self.address, self._num_mapped * self.slab_bytes)
         self._gpu.vmm.free_reservation(self.address, self.size_bytes)

@@ -5,30 +5,30 @@ mover_regions.py. Pulls run where the target is: host memory by CPU threads (Shm
 engines. The quarantine is one for all, so that a page is in one transfer at a time, whatever its path.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
-from services.mempool.mover_bounce import BounceCopier
 from services.mempool.mover_engines import CopyEngine, PinnedRanges
 from services.mempool.mover_gpu import Gpu
+from services.mempool.mover_pieces import laid_over, within_page
 from services.mempool.mover_spaces import MappedRegion, MappedSpace
+from services.mempool.mover_transports import INSTANCE, OwnHostTransport, StagedTransport, engine_for
 from shared.kernels.copy_pages.copier import Copier
-from shared.transfer.describe import EndDescription, decode, describe_region, encode, this_boot_id
+from shared.transfer.describe import EndDescription, describe_region, encode, this_boot_id
 from shared.transfer.errors import TransferRefused
 from shared.transfer.imported import ImportedTransport
-from shared.transfer.interface import Link, MappedPages, Moved, PathName, Peer
+from shared.transfer.interface import Link, MappedPages, Moved, Peer
 from shared.transfer.pieces import Pieces
 from shared.transfer.provider import BaseTransport
 from shared.transfer.quarantine import Quarantine
-from shared.transfer.reslice import reslice
-from shared.transfer.shm import ShmTransport
+from shared.transfer.reslice import RankPieces, reslice
 
 Parts = Sequence[
     tuple[int, Sequence[int]]
 ]  # (source space, source pages); together as many as the target pages
 OnRegionSettled = Callable[[str, tuple[int, ...]], None]  # region, pages; on a transport's thread
-INSTANCE = "this mempool"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,49 +38,16 @@ class Pull:
     link: Link
     source: str
     target: str
-    source_pages: Sequence[int]
-    target_pages: Sequence[int]
-    pieces: Pieces | None = None
+    what: tuple[Sequence[int], Sequence[int]] | Pieces  # source and target pages
 
     def start(self, timeout_ms: int) -> "Future[Moved]":
         """As Link.pull(). Raises: ClusterError; nothing was started."""
-        if self.pieces is not None:
-            return self.link.pull_pieces(self.source, self.target, self.pieces, timeout_ms=timeout_ms)
-        return self.link.pull(
-            self.source, self.source_pages, self.target, self.target_pages, timeout_ms=timeout_ms
-        )
+        if isinstance(self.what, Pieces):
+            return self.link.pull_pieces(self.source, self.target, self.what, timeout_ms=timeout_ms)
+        return self.link.pull(self.source, self.what[0], self.target, self.what[1], timeout_ms=timeout_ms)
 
 
 Rounds = list[list[Pull]]  # the pulls of a round run side by side, rounds one after another
-
-
-class OwnHostTransport(ShmTransport):
-    """Host memory of spaces that this process has mapped already."""
-
-    def _map(self, peer: Peer) -> tuple[EndDescription, Mapping[str, MappedPages], Callable[[], None]]:
-        return decode(peer.description), peer.mapped, _nothing
-
-
-class BouncedTransport(OwnHostTransport):
-    """From a GPU to one that cannot reach it."""
-
-    path = PathName.STAGED
-
-    def __init__(self, instance: str, quarantine: Quarantine, engines: Mapping[int, CopyEngine]) -> None:
-        """`engines`: by ordinal; they stay the caller's."""
-        super().__init__(instance, quarantine=quarantine, threads=0)
-        self._engines = engines
-        self._bouncing: dict[tuple[int, int], BounceCopier] = {}
-
-    def _copier_for(self, source_device: int, target_device: int) -> tuple[Copier, int]:
-        pair = (source_device, target_device)
-        if pair not in self._bouncing:
-            self._bouncing[pair] = BounceCopier(self._engines[source_device], self._engines[target_device])
-        return self._bouncing[pair], 0
-
-    def _release(self) -> None:
-        for copier in self._bouncing.values():
-            copier.close()
 
 
 class Paths:
@@ -104,7 +71,7 @@ class Paths:
         self._engines: dict[int, CopyEngine] = {}  # by ordinal
         self._gpus: dict[int, ImportedTransport] = {}  # by ordinal: into this GPU
         self._out: ImportedTransport | None = None  # from any GPU into host memory
-        self._bounced: BouncedTransport | None = None  # between GPUs that cannot reach each other
+        self._staged: StagedTransport | None = None  # where a copy engine cannot go directly
         self._spaces: dict[int, MappedSpace] = {}
         self.reasons: dict[str, str] = {}  # path -> why it was taken last
         self._links: dict[tuple[int, BaseTransport], Link] = {}
@@ -163,15 +130,29 @@ class Paths:
             raise TransferRefused(
                 f"spaces of {len(source.ranks)} and {len(target.ranks)} ranks: say how they cut a block (KvEnd)"
             )
-        return [
-            [
-                Pull(
-                    self._link(source, theirs, mine),
-                    theirs.region.name, mine.region.name, source_pages, target_pages,
-                )
-                for theirs, mine in zip(source.ranks, target.ranks, strict=True)
-            ]
-        ]  # fmt: skip
+        found: list[Pull] = []
+        for theirs, mine in zip(source.ranks, target.ranks, strict=True):
+            template = within_page(
+                theirs.region.page_bytes, theirs.unit_bytes, mine.region.page_bytes, mine.unit_bytes
+            )
+            found += self._pulls(source, theirs, source_pages, mine, target_pages, template)
+        return [found]
+
+    def _pulls(
+        self,
+        space: MappedSpace,
+        source: MappedRegion,
+        source_pages: Sequence[int],
+        target: MappedRegion,
+        target_pages: Sequence[int],
+        template: RankPieces | None,
+    ) -> list[Pull]:
+        link, names = self._link(space, source, target), (source.region.name, target.region.name)
+        if template is None:
+            return [Pull(link, *names, (source_pages, target_pages))]
+        sizes = source.region.page_bytes, target.region.page_bytes
+        laid = laid_over(template, source_pages, target_pages, *sizes)
+        return [Pull(link, *names, pieces) for pieces in laid]
 
     def _resliced(
         self,
@@ -187,65 +168,52 @@ class Paths:
         filled = [0] * len(target.ranks)  # how many rounds write to each rank so far
         for both in reslice(source.end, target.end):
             theirs, mine = source.ranks[both.source_rank], target.ranks[both.target_rank]
-            pieces = both.over(source_pages, target_pages, theirs.region.page_bytes, mine.region.page_bytes)
             number = filled[both.target_rank]
             filled[both.target_rank] += 1
             if number == len(found):
                 found.append([])
-            link = self._link(source, theirs, mine)
-            found[number].append(
-                Pull(link, theirs.region.name, mine.region.name, source_pages, target_pages, pieces)
-            )
+            found[number] += self._pulls(source, theirs, source_pages, mine, target_pages, both)
         return found
 
     def _open(self, gpu: Gpu) -> None:
         """A GPU that is new here."""
         engine = CopyEngine(gpu, self._pinned)
-        if self._out is None:
-            self._out = ImportedTransport(INSTANCE, self._copier_for, quarantine=self.quarantine)
-            for rank in self._ranks():
-                if rank.gpu is None:
-                    self._out.register(rank.region)
         for rank in self._ranks():
             engine.copier.add_boundaries(rank.boundaries())
+        copier_for = partial(engine_for, self._engines)
+        if self._out is None:
+            self._out = ImportedTransport(INSTANCE, copier_for, quarantine=self.quarantine)
+            self._staged = StagedTransport(self.quarantine, self._engines)
+            for rank in self._ranks():  # in host memory: this is the first GPU
+                self._out.register(rank.region)
+                self._staged.register(rank.region)
         self._engines[gpu.ordinal] = engine
         self._gpus[gpu.ordinal] = ImportedTransport(
-            INSTANCE, self._copier_for, quarantine=self.quarantine, page_stream=engine.page_stream
+            INSTANCE, copier_for, quarantine=self.quarantine, page_stream=engine.page_stream
         )
 
     def _ranks(self) -> list[MappedRegion]:
         return [rank for space in self._spaces.values() for rank in space.ranks]
 
-    def _copier_for(self, source_device: int, target_device: int) -> tuple[Copier, int]:
-        """The GPU of the target copies; into host memory that of the source."""
-        engine = self._engines[target_device if target_device >= 0 else source_device]
-        return engine, engine.into if target_device >= 0 else engine.out
-
     def _into(self, target: MappedRegion) -> list[BaseTransport]:
         """Transports that copy into this region."""
-        if target.gpu is not None:
-            bounced = [self._bounced] if self._bounced is not None else []
-            return [self._gpus[target.gpu.ordinal], *bounced]
-        return [self._host, *([self._out] if self._out is not None else [])]
+        direct = [self._host, self._out] if target.gpu is None else [self._gpus[target.gpu.ordinal]]
+        return [transport for transport in (*direct, self._staged) if transport is not None]
 
     def _transport(self, source: MappedRegion, target: MappedRegion) -> tuple[BaseTransport, str]:
         """And why."""
+        if source.gpu is None and target.gpu is None:
+            return self._host, "host memory, by CPU"
+        assert self._out is not None
+        assert self._staged is not None
+        host = next((rank for rank in (source, target) if rank.gpu is None), None)
+        if host is not None and not self._pinned.cover(*host.addresses):
+            return self._staged, "host memory that is not page-locked"
         if target.gpu is None:
-            if source.gpu is None or self._out is None:
-                return self._host, "host memory, by CPU"
-            return self._out, f"from {source.gpu.device} by its copy engines"
-        reads = source.gpu is None or source.gpu is target.gpu or target.gpu.device in source.readers
-        if reads:
+            return self._out, f"by the copy engines of {source.region.device_uuid}"
+        if source.gpu in (None, target.gpu) or target.gpu.device in source.readers:
             return self._gpus[target.gpu.ordinal], f"by the copy engines of {target.gpu.device}"
-        if self._bounced is None:
-            self._bounced = BouncedTransport(INSTANCE, self.quarantine, self._engines)
-            for rank in self._ranks():
-                if rank.gpu is not None:
-                    self._bounced.register(rank.region)
-        return (
-            self._bounced,
-            f"{target.gpu.device} cannot reach {source.region.device_uuid}: through host memory",
-        )
+        return self._staged, f"{target.gpu.device} cannot reach {source.region.device_uuid}"
 
     def _link(self, space: MappedSpace, source: MappedRegion, target: MappedRegion) -> Link:
         transport, reason = self._transport(source, target)
@@ -265,12 +233,8 @@ class Paths:
 
     def close(self) -> None:
         """When nothing is in flight: end the transports, then the engines."""
-        others = [each for each in (self._out, self._bounced) if each is not None]
+        others = [each for each in (self._out, self._staged) if each is not None]
         for transport in [self._host, *self._gpus.values(), *others]:
             transport.close()
         for engine in self._engines.values():
             engine.close()
-
-
-def _nothing() -> None:
-    """Mappings outlive the links."""

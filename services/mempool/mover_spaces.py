@@ -1,9 +1,11 @@
 """Makes and unmakes this process's mappings of spaces, on the mover's background thread: the slow part, once a space.
 
 Every GPU of the mempool gets a context here when its first space comes; then each GPU is let into every window that it
-can reach, host memory is page-locked if that is wanted, and each new pair of GPUs shows what it can do.
+can reach, and each new pair of GPUs shows what it can do. Page-locking host memory takes longest, so it comes last, in
+chunks, when the spaces are in use already.
 """
 
+import mmap
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +20,8 @@ from shared.observe.log import get_logger
 from shared.transfer.interface import Region, RegionKind
 from shared.transfer.reslice import KvEnd
 from shared.vmm.errors import VmmError
+
+PIN_CHUNK_BYTES = 256 << 20
 
 log = get_logger("mempool.mover")
 
@@ -35,7 +39,19 @@ class MappedRegion:
         """Addresses that no copy may cross."""
         if isinstance(self.memory, SlabWindow):
             return self.memory.boundaries()
-        return (self.memory.base, self.memory.base + self.memory.num_bytes)
+        chunks = _chunks(self.memory, self.region.page_bytes)
+        return [*(first for first, _ in chunks), self.memory.base + self.memory.num_bytes]
+
+    @property
+    def unit_bytes(self) -> int:
+        """The largest part of a page that lies in one allocation."""
+        page_bytes = self.region.page_bytes
+        return min(page_bytes, self.memory.slab_bytes) if isinstance(self.memory, SlabWindow) else page_bytes
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """First, and behind the last."""
+        return self.region.address, self.region.address + self.region.num_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +73,7 @@ class Mapper:
         self._stopping = threading.Event()
         self._gpus: dict[str, Gpu] = {}
         self._spaces: dict[int, MappedSpace] = {}
+        self._unpinnable: set[int] = set()  # bases of host memory that the driver refused to page-lock
         self.pinned = PinnedRanges()
         self.pairs = PairTests(floor_gb_per_s)
 
@@ -70,7 +87,6 @@ class Mapper:
                 for gpu in self._gpus.values():
                     self._let_in(mapped, gpu)
             self._spaces[number] = space
-            self._pin_all()
             self.pairs.test(self._reachable(space))
         except ClusterError:
             self._spaces.pop(number, None)
@@ -94,11 +110,6 @@ class Mapper:
         for gpu in self._gpus.values():
             gpu.close()
         self._gpus = {}
-
-    def is_pinned(self, number: int) -> bool:
-        """Whether copy engines have the addresses of its memory: then no page of it may be punched."""
-        space = self._spaces.get(number)
-        return space is not None and any(self._has_pinned(mapped) for mapped in space.ranks)
 
     def _map(self, number: int, rank: int, where: RankRegion) -> MappedRegion:
         if isinstance(where, HostRegion):
@@ -144,36 +155,54 @@ class Mapper:
                             found[source.gpu.device, target.gpu.device] = (source.gpu, target.gpu)
         return list(found.values())
 
-    def _pin_all(self) -> None:
-        """Host memory of every space, once there is a GPU that copies."""
+    def pin_some(self) -> bool:
+        """Page-lock the next PIN_CHUNK_BYTES of host memory, once there is a GPU that copies. False: nothing is left.
+
+        Meanwhile copies of that memory go through pinned slots. Cost: 0.1 s or more, and that memory for good.
+        """
         gpu = next(iter(self._gpus.values()), None)
-        if gpu is None or not self._pin_host:
-            return
+        if gpu is None or not self._pin_host or self._stopping.is_set():
+            return False
         for mapped in [mapped for space in self._spaces.values() for mapped in space.ranks]:
             host = mapped.memory
-            if not isinstance(host, HostMapping) or self._has_pinned(mapped):
+            if not isinstance(host, HostMapping) or host.base in self._unpinnable:
                 continue
-            try:
-                gpu.copy.make_current()
-                gpu.copy.register_host(host.base, host.num_bytes)
-            except CopyFailed as error:  # copies go through pinned slots
-                log.warning("not_page_locked", region=mapped.region.name, reason=error.message)
-                continue
-            self.pinned.add(host.base, host.num_bytes)
-
-    def _has_pinned(self, mapped: MappedRegion) -> bool:
-        host = mapped.memory
-        return isinstance(host, HostMapping) and self.pinned.cover(host.base, host.base + host.num_bytes)
+            for first, num_bytes in _chunks(host, mapped.region.page_bytes):
+                if self.pinned.cover(first, first + num_bytes):
+                    continue
+                try:
+                    gpu.copy.make_current()
+                    gpu.copy.register_host(first, num_bytes)
+                except CopyFailed as error:
+                    log.warning("not_page_locked", region=mapped.region.name, reason=error.message)
+                    self._unpinnable.add(host.base)
+                    break
+                self.pinned.add(first, num_bytes)
+                return True
+        return False
 
     def _drop(self, space: MappedSpace) -> None:
         for mapped in space.ranks:
-            if self._has_pinned(mapped):
-                assert isinstance(mapped.memory, HostMapping)
-                gpu = next(iter(self._gpus.values()))
-                gpu.copy.make_current()
-                gpu.copy.unregister_host(mapped.memory.base)
-                self.pinned.remove(mapped.memory.base)
-            mapped.memory.close()
+            host = mapped.memory
+            if isinstance(host, HostMapping):
+                for first, num_bytes in _chunks(host, mapped.region.page_bytes):
+                    if self.pinned.cover(first, first + num_bytes):
+                        gpu = next(iter(self._gpus.values()))
+                        gpu.copy.make_current()
+                        gpu.copy.unregister_host(first)
+                self.pinned.remove(host.base, host.num_bytes)
+                self._unpinnable.discard(host.base)
+            host.close()
+
+
+def _chunks(host: HostMapping, page_bytes: int) -> list[tuple[int, int]]:
+    """(address, bytes) of what is page-locked at once: whole pages, of ours and of the kernel's."""
+    if host.base != host.address or page_bytes % mmap.PAGESIZE:
+        return [(host.base, host.num_bytes)]
+    step = max(1, PIN_CHUNK_BYTES // page_bytes) * page_bytes
+    return [
+        (host.base + first, min(step, host.num_bytes - first)) for first in range(0, host.num_bytes, step)
+    ]
 
 
 def _region(number: int, rank: int, where: RankRegion, address: int, gpu: Gpu | None = None) -> Region:

@@ -29,6 +29,7 @@ SETS = ((64, 8 * MIB), (512, 2 * MIB))
 SPARE = 16  # pages that a copy leaves alone
 REPEATS = 9
 TIMEOUT_MS = 20_000
+PIN_S = 10.0  # at most, for page-locking
 HOST, HOST2, FIRST, SECOND, OTHER, BOTH, HOST_TWO = range(1, 8)
 NAMES = {
     HOST: "host", HOST2: "host B", FIRST: "gpu 0", SECOND: "gpu 0 B", OTHER: "gpu 1", BOTH: "gpu 0+1",
@@ -60,6 +61,8 @@ class Rig:
         self.page_bytes = page_bytes
         self.settled: list[tuple[int, tuple[int, ...]]] = []
         self.mover = Mover(lambda space, pages: self.settled.append((space, pages)), **how)
+        self.pins = bool(how.get("pin_host"))
+        self.pinned_s = 0.0
         self.devices: dict[int, list[str]] = {
             HOST: [""],
             HOST2: [""],
@@ -91,6 +94,11 @@ class Rig:
                     raise failure
             await asyncio.sleep(0.001)
         took_s = time.monotonic() - begun_s
+        hosts = sum(len(self.devices[number]) for number in numbers if not self.devices[number][0])
+        wanted = hosts * self.num_pages * self.page_bytes if self.pins else 0
+        while self.mover.status()["pinned_bytes"] < wanted and time.monotonic() < begun_s + PIN_S:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        self.pinned_s = time.monotonic() - begun_s
         for number in numbers:
             for rank in range(len(self.devices[number])):
                 for page in range(self.num_pages):
@@ -226,7 +234,8 @@ async def every_way(devices: list[str], num: int, page_bytes: int) -> list[str]:
     label = f"{num} x {page_bytes // MIB} MiB"
     for source, target in ways:
         rows.append(row(label, source, target, await rig.measure(source, target, num)))
-    rows.append(f"{label}: {len(rig.devices)} spaces mapped in {took_s:.2f} s, {opened} descriptors more")
+    times = f"mapped in {took_s:.2f} s, page-locked after {rig.pinned_s:.2f} s"
+    rows.append(f"{label}: {len(rig.devices)} spaces, {times}, {opened} descriptors more")
     pairs = rig.mover.status()["pairs"]
     rows.append(f"{label}: self-test GB/s {[round(rate, 1) for rate in pairs.values()]}")
     rig.close()

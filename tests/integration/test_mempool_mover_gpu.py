@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from services.mempool import mover_self_test
+from services.mempool import mover_self_test, mover_spaces
 from services.mempool.memory import PoolMemory
 from services.mempool.mover import Mover
 from services.mempool.mover_bounce import BounceCopier
@@ -15,41 +15,46 @@ from services.mempool.mover_regions import HostRegion, SlabRegion
 from shared.ids import Epoch
 from shared.kernels.copy_pages.copies import Copies, CopyFailed, Direction
 from tests.support.fake_mover_gpus import PAGE_BYTES, FakeGpus, FakeSlabs
+from tests.support.fake_vmm_driver import GRANULARITY_BYTES
 
 NUM, PER_SLAB = 24, 4
 
 
 class HostSpace:
-    def __init__(self, number, num_ranks):
-        self.memory = PoolMemory(NUM, PAGE_BYTES, Epoch(1), num_ranks)
-        self.num_ranks = num_ranks
-        content = np.random.default_rng(number).integers(0, 256, num_ranks * NUM * PAGE_BYTES, np.uint8)
+    def __init__(self, number, num_ranks, page_bytes=PAGE_BYTES):
+        self.memory = PoolMemory(NUM, page_bytes, Epoch(1), num_ranks)
+        self.num_ranks, self.page_bytes = num_ranks, page_bytes
+        content = np.random.default_rng(number).integers(0, 256, num_ranks * NUM * page_bytes, np.uint8)
         os.pwrite(self.memory.page_fd, content.tobytes(), 0)
-        size = NUM * PAGE_BYTES
-        self.regions = [HostRegion(self.memory.page_fd, r * size, PAGE_BYTES, NUM) for r in range(num_ranks)]
+        size = NUM * page_bytes
+        self.regions = [HostRegion(self.memory.page_fd, r * size, page_bytes, NUM) for r in range(num_ranks)]
 
     def pages(self):
-        raw = os.pread(self.memory.page_fd, self.num_ranks * NUM * PAGE_BYTES, 0)
-        return np.frombuffer(raw, np.uint8).reshape(self.num_ranks, NUM, PAGE_BYTES)
+        raw = os.pread(self.memory.page_fd, self.num_ranks * NUM * self.page_bytes, 0)
+        return np.frombuffer(raw, np.uint8).reshape(self.num_ranks, NUM, self.page_bytes)
 
     def close(self):
         self.memory.close()
 
 
 class GpuSpace:
-    def __init__(self, number, devices):
-        self.slabs = [FakeSlabs(NUM // PER_SLAB, PER_SLAB * PAGE_BYTES) for _ in devices]
+    def __init__(self, number, devices, slabs_per_page=0):
+        """`slabs_per_page` 0: several pages in a slab; otherwise pages of so many slabs."""
+        per_slab, per_page = (1, slabs_per_page) if slabs_per_page else (PER_SLAB, 1)
+        self.page_bytes = slabs_per_page * GRANULARITY_BYTES or PAGE_BYTES
+        size = per_slab * self.page_bytes // per_page
+        self.slabs = [FakeSlabs(NUM * per_page // per_slab, size) for _ in devices]
         random = np.random.default_rng(number)
         for slabs in self.slabs:
-            slabs.write(random.integers(0, 256, NUM * PAGE_BYTES, np.uint8).tobytes())
+            slabs.write(random.integers(0, 256, NUM * self.page_bytes, np.uint8).tobytes())
         self.regions = [
-            SlabRegion(FakeGpus.device(device), slabs, PAGE_BYTES, NUM, PER_SLAB)
+            SlabRegion(FakeGpus.device(device), slabs, self.page_bytes, NUM, per_slab, per_page)
             for device, slabs in zip(devices, self.slabs, strict=True)
         ]
 
     def pages(self):
         raw = b"".join(slabs.read() for slabs in self.slabs)
-        return np.frombuffer(raw, np.uint8).reshape(len(self.slabs), NUM, PAGE_BYTES)
+        return np.frombuffer(raw, np.uint8).reshape(len(self.slabs), NUM, self.page_bytes)
 
     def close(self):
         for slabs in self.slabs:
@@ -66,9 +71,9 @@ class Rig:
             lambda space, pages: self.settled.append((space, pages)), open_gpu=self.gpus.open, **how
         )
 
-    def add(self, number, devices):
+    def add(self, number, devices, *how):
         """`devices`: of each rank; a number of ranks for host memory."""
-        made = GpuSpace(number, devices) if isinstance(devices, tuple) else HostSpace(number, devices)
+        made = (GpuSpace if isinstance(devices, tuple) else HostSpace)(number, devices, *how)
         self.spaces[number] = made
         self.mover.add_space(number, made.regions)
 
@@ -81,10 +86,20 @@ class Rig:
         self.next_copy += 1
         done = await future
         if done.ok:
-            before[:, targets] = there[:, sources]
+            size = min(before.shape[2], there.shape[2])
+            before[:, targets, :size] = there[:, sources, :size]
             assert np.array_equal(self.spaces[target].pages(), before)
-            assert done.num_bytes == len(pairs) * PAGE_BYTES * len(before)
+            assert done.num_bytes == len(pairs) * size * len(before)
         return done
+
+    async def pinned(self):
+        """Until all host memory is page-locked."""
+        wanted = sum(
+            each.num_ranks * NUM * each.page_bytes
+            for each in self.spaces.values()
+            if isinstance(each, HostSpace)
+        )
+        await until(lambda: self.mover.status()["pinned_bytes"] == wanted)
 
     def close(self):
         self.gpus.run()
@@ -121,6 +136,8 @@ async def test_pages_go_every_way_between_two_gpus_and_host_memory(rig, pin_host
     it.add(2, 1)
     it.add(3, (1,))
     it.add(4, (0,))
+    if pin_host:
+        await it.pinned()
     paths = {}
     for source in it.spaces:
         for target in it.spaces:
@@ -128,7 +145,11 @@ async def test_pages_go_every_way_between_two_gpus_and_host_memory(rig, pin_host
                 done = await it.copy(source, target)
                 assert done.ok, done
                 paths.setdefault(done.path, set()).add((source, target))
-    assert set(paths) == {"imported"}
+    with_host = {
+        (source, target) for source in it.spaces for target in it.spaces if 2 in (source, target)
+    } - {(2, 2)}
+    assert paths.get("staged", set()) == (set() if pin_host else with_host)
+    assert set(paths) <= {"imported", "staged"}
     assert it.mover.is_pinned(2) is pin_host
     assert not it.mover.is_pinned(1)
     used_slots = any("allocate_host" in driver.names() for driver in it.gpus.drivers.values())
@@ -160,10 +181,63 @@ async def test_no_copy_crosses_a_slab(rig):
     it = rig(pin_host=True)
     it.add(1, (0,))
     it.add(2, 1)
+    await it.pinned()
     for source, target in ((1, 2), (2, 1)):
         assert (await it.copy(source, target, [(page, page) for page in range(NUM)])).ok
     sizes = [size for name, args in it.gpus.drivers[0].calls if name == "copy_batch" for size in args[2]]
     assert sizes == [PER_SLAB * PAGE_BYTES] * (2 * NUM // PER_SLAB)
+
+
+@pytest.mark.parametrize("pin_host", [False, True])
+async def test_pages_of_several_slabs_and_of_unequal_padding_hold_the_same_block(rig, pin_host):
+    """Three slabs a page on two GPUs; host pages that are shorter, longer and as long."""
+    it = rig(pin_host=pin_host)
+    it.add(1, (0,), 3)
+    it.add(2, (1,), 3)
+    it.add(3, 1, 2 * GRANULARITY_BYTES + 4096)
+    it.add(4, 1, 3 * GRANULARITY_BYTES)
+    it.add(5, 1, 4 * GRANULARITY_BYTES - 4096)
+    for source in it.spaces:
+        for target in it.spaces:
+            if source != target:
+                done = await it.copy(source, target)
+                assert done.ok, (source, target, done)
+
+
+async def test_host_memory_is_page_locked_in_chunks_while_copies_run(rig, monkeypatch):
+    monkeypatch.setattr(mover_spaces, "PIN_CHUNK_BYTES", 5 * PAGE_BYTES)
+    it = rig(pin_host=True)
+    it.add(1, 2)
+    assert not it.mover.is_pinned(1), "without a GPU nobody needs it"
+    it.add(2, (0, 1))
+    assert it.mover.is_pinned(1)
+    paths = set()
+    for _ in range(3):
+        paths |= set((await it.copy(1, 2)).path.split("+"))
+    await it.pinned()
+    assert paths <= {"imported", "staged"}
+    sizes = [num_bytes for driver in it.gpus.drivers.values() for num_bytes in driver.registered.values()]
+    assert sorted(sizes) == sorted(2 * [*[5 * PAGE_BYTES] * 4, 4 * PAGE_BYTES])
+    every_page = [(page, page) for page in range(NUM)]
+    for source, target in ((1, 2), (2, 1)):
+        assert (await it.copy(source, target, every_page)).path == "imported"
+    calls = [
+        args for driver in it.gpus.drivers.values() for name, args in driver.calls if name == "copy_batch"
+    ]
+    assert max(size for args in calls for size in args[2]) <= PER_SLAB * PAGE_BYTES
+
+
+async def test_memory_that_cannot_be_page_locked_goes_through_slots(rig):
+    it = rig(pin_host=True)
+    it.add(1, (0,))
+    await until(lambda: it.mover.is_mapped(1))
+    it.gpus.drivers[0].fail_at["register_host"] = 1
+    it.add(2, 1)
+    await until(lambda: it.mover.is_mapped(2))
+    for source, target in ((1, 2), (2, 1)):
+        done = await it.copy(source, target)
+        assert (done.ok, done.path) == (True, "staged"), done
+    assert it.mover.status()["pinned_bytes"] == 0
 
 
 async def test_gpus_that_cannot_reach_each_other_copy_through_host_memory(rig):
@@ -210,6 +284,7 @@ async def test_a_copy_engine_that_stands_still_leaves_pages_quarantined_until_it
     it.add(1, (0,))
     it.add(2, (1,))
     it.add(3, 1)
+    await it.pinned()
     assert (await it.copy(*way)).ok
     for driver in it.gpus.drivers.values():
         driver.eager = False
@@ -261,6 +336,7 @@ async def test_spaces_that_go_leave_no_mapping_no_descriptor_and_no_page_lock(ri
     before = len(os.listdir("/proc/self/fd"))
     it.add(1, (0, 1))
     it.add(2, 2)
+    await it.pinned()
     assert (await it.copy(1, 2)).ok
     gone = []
     it.mover.remove_space(1, lambda: gone.append(1))
