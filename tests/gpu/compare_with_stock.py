@@ -1,9 +1,10 @@
 """The exactness cases on a GPU: `python -m tests.gpu.compare_with_stock [DTYPE[+graphs] ...]` prints a table.
 
-With "+graphs" both sides use torch.compile and CUDA graphs; else both are eager. For each dtype, stock vLLM and then `quire up` on the same machine, colocated and with prefill and decode apart. A
-prompt position that is computed alone differs in its last bits from one computed within a prompt, in stock vLLM
-too, so near ties may fall the other way: "different" is unlike stock vLLM with an empty prefix cache,
-"unlike_either" unlike stock vLLM with its prompt cached, too.
+With "+graphs" both sides use torch.compile and CUDA graphs; else both are eager. For each mode, stock vLLM and then
+`quire up` on the same machine, colocated and with prefill and decode apart. A prompt position that is computed alone
+differs in its last bits from one computed within a prompt, in stock vLLM too, so near ties may fall the other way:
+"different" is unlike stock vLLM with an empty prefix cache, "unlike_either" unlike stock vLLM with its prompt cached,
+too.
 """
 
 import json

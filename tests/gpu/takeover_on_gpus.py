@@ -34,22 +34,25 @@ def main() -> int:
     """See the module's docstring."""
     flags = ["--device", "cuda", "--topology", "disaggregated", "--set", "dtype=float32"]
     env = {"QUIRE_WORKER_ENFORCE_EAGER": "true", "HF_HUB_OFFLINE": "1"}
-    with tempfile.TemporaryDirectory() as name, LocalCluster(Path(name) / "home", *flags, env=env) as cluster:
-        with httpx.Client(base_url=cluster.url, timeout=60, trust_env=False) as client:
-            before = {seed: ask(client, seed)[0] for seed in range(6)}
-            pids = {name: cluster.pid_of(name) for name in ("prefill-0", "decode-0")}
-            old_pool = cluster.pool()
-            began = time.monotonic()
-            old = cluster.kill("mempool")
-            during = {seed: ask(client, seed)[0] for seed in range(6)}
-            back_s = cluster.wait_replaced("mempool", old)
-            time.sleep(1)
-            pool = cluster.pool()
-            again = {seed: ask(client, seed) for seed in range(6)}
-            fresh = {seed: ask(client, seed)[0] for seed in range(10, 14)}
-            repeat = {seed: ask(client, seed)[0] for seed in range(10, 14)}
-            same = {name: cluster.pid_of(name) == pid for name, pid in pids.items()}
-            after = cluster.pool()
+    with (
+        tempfile.TemporaryDirectory() as name,
+        LocalCluster(Path(name) / "home", *flags, env=env) as cluster,
+        httpx.Client(base_url=cluster.url, timeout=60, trust_env=False) as client,
+    ):
+        before = {seed: ask(client, seed)[0] for seed in range(6)}
+        pids = {name: cluster.pid_of(name) for name in ("prefill-0", "decode-0")}
+        old_pool = cluster.pool()
+        began = time.monotonic()
+        old = cluster.kill("mempool")
+        during = {seed: ask(client, seed)[0] for seed in range(6)}
+        back_s = cluster.wait_replaced("mempool", old)
+        time.sleep(1)
+        pool = cluster.pool()
+        again = {seed: ask(client, seed) for seed in range(6)}
+        fresh = {seed: ask(client, seed)[0] for seed in range(10, 14)}
+        repeat = {seed: ask(client, seed)[0] for seed in range(10, 14)}
+        same = {name: cluster.pid_of(name) == pid for name, pid in pids.items()}
+        after = cluster.pool()
     cached = [
         r["stages"][0].get("tokens_engine", 0) + r["stages"][0].get("tokens_pool", 0)
         for _, r in again.values()
