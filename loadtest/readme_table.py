@@ -74,6 +74,23 @@ ROWS: list[tuple[str, str, str, str, str]] = [
     ),
     ("h200-swap", "batch_32k_gb_per_s", "swap in pieces of 32 KiB, one batch", "{:.0f} GB/s", "30"),
     ("h200-swap", "vllm_32k_gb_per_s", "the same, vLLM's own batch", "{:.0f} GB/s", ""),
+    ("mempool-api", "alloc_us_per_block", "alloc_mem, of 256 blocks", "{:.2f} us a block", "1"),
+    (
+        "mempool-api",
+        "insert_4k_ms",
+        "4K tokens into the mempool's index, worst cached ratio",
+        "{:.2f} ms",
+        "0.7",
+    ),
+    (
+        "mempool-api",
+        "insert_call_4k_ms",
+        "the same, the whole call: pages checked and sealed",
+        "{:.2f} ms",
+        "",
+    ),
+    ("mempool-api", "match_4k_ms", "4K tokens found in it, worst cached ratio", "{:.3f} ms", "0.15"),
+    ("mempool-api", "match_call_4k_ms", "the same, the whole call", "{:.3f} ms", ""),
     (
         "two-host-transfer",
         "nixl_share_ratio",

@@ -81,3 +81,28 @@ def test_pages_that_memory_may_back_are_handed_over_once_and_stay_free():
     assert table.take_warm() == [PageId(page)]
     assert not table.has_warm
     assert table.num_free == 2
+
+
+def test_many_pages_at_once_are_what_they_are_one_by_one():
+    one, many = PageTable(8, Epoch(3)), PageTable(8, Epoch(3))
+    for table in (one, many):
+        for page in [table.grant() for _ in range(3)]:
+            table.free(page[0], PageEvent.GIVE_BACK)  # three warm pages, five cold ones
+        table.take_words()
+    granted = [one.grant() for _ in range(5)]
+    assert list(zip(*many.grant_many(5), strict=True)) == granted
+    for page, _ in granted:
+        one.apply(page, PageEvent.WRITE)
+    many.apply_all([page for page, _ in granted], PageEvent.WRITE)
+    assert many.take_words() == one.take_words()
+    assert (many.counts, many.states, many.num_free) == (one.counts, one.states, one.num_free)
+    assert [len(part) for part in many.grant_many(9)] == [3, 3]
+    assert many.grant_many(1) == ([], [])
+
+
+def test_pages_in_several_states_are_not_taken_one_step_further_at_once():
+    table = PageTable(2, Epoch(1))
+    first, _ = table.grant()
+    with pytest.raises(InvariantBroken):
+        table.apply_all([first, PageId(1 - first)], PageEvent.WRITE)
+    assert table.state(first) is PageState.GRANTED

@@ -35,14 +35,7 @@ class OwnPages:
 
     def take(self, count: int) -> tuple[list[PageId], list[Epoch]]:
         """Up to `count` free pages, granted, and their epochs."""
-        pages: list[PageId] = []
-        epochs: list[Epoch] = []
-        for _ in range(min(count, self.table.num_free)):
-            granted = self.table.grant()
-            assert granted is not None
-            pages.append(granted[0])
-            epochs.append(granted[1])
-        return pages, epochs
+        return self.table.grant_many(count)
 
     def is_current(self, page: PageId, epoch: int) -> bool:
         """Whether the page is still the one that an address of this epoch means."""
@@ -60,11 +53,12 @@ class OwnPages:
 
     def seal(self, entries: Iterable[Entry]) -> None:
         """The bytes of these pages are complete; the index has just taken the entries."""
-        for entry in entries:
-            if self.table.states[entry.page] == PageState.GRANTED:
-                self.table.apply(entry.page, PageEvent.WRITE)
-            self.table.apply(entry.page, PageEvent.SEAL)
-            self.noted.append(entry)
+        sealed = list(entries)
+        pages = [entry.page for entry in sealed]
+        states = self.table.states
+        self.table.apply_all([p for p in pages if states[p] == PageState.GRANTED], PageEvent.WRITE)
+        self.table.apply_all(pages, PageEvent.SEAL)
+        self.noted += sealed
 
     def give_up(self, pages: Iterable[PageId]) -> None:
         """Granted or written pages, never sealed, that nobody can write any more: free."""
