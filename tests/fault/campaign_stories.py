@@ -1,0 +1,330 @@
+"""The protocol as scripts: each yields the name of the step that it is about to take.
+
+A step that a fault made impossible raises Gone, Refused or Ended; before any fault of an episode nothing may. What
+is read is compared in every case: there is no fault that excuses a wrong byte.
+"""
+
+import random
+from collections.abc import Iterator
+
+from tests.fault.campaign_actors import Owned
+from tests.fault.campaign_instances import CopyInstance, Instance, Lease, PageInstance
+from tests.fault.campaign_rig import Refused
+from tests.fault.campaign_world import KILL, World
+from tests.integration.mempool_rig import SEED, chain
+
+MAX_IN_USE = 8  # pages that an engine keeps of its share, before it lets go of old ones
+HANDOFF_TTL_MS = LEASE_TTL_MS = 500
+HANDOFF_WAIT_MS = 1_500
+GRANT_S = 3.0
+
+
+class Ended(Exception):
+    """A fault made the rest of the story impossible, in a way that engines cope with: they compute."""
+
+
+class Prompt:
+    """A chain of blocks. Prompts of a family share prefixes, so that blocks are found, or sealed twice."""
+
+    def __init__(self, world: World, family: str, num_ranks: int) -> None:
+        rng: random.Random = world.rng
+        prefix = [f"{family}{rng.randrange(3)}", *(["x"] if rng.random() < 0.5 else [])]
+        names = prefix + [f"{rng.randrange(30)}" for _ in range(rng.randint(1, 4 - len(prefix)))]
+        self.hashes: list[bytes] = [bytes(h) for h in chain(*names)]
+        self.parents: list[bytes] = [bytes(SEED), *self.hashes[:-1]]
+        own = chain(*names, f"answer {rng.randrange(1 << 30)}")[-1]
+        self.answer = bytes(own)
+        self.handoff = f"h{rng.randrange(1 << 40)}"
+        for block_hash in (*self.hashes, self.answer):
+            world.oracle.num_ranks_of[block_hash] = num_ranks
+
+
+def expect(world: World, condition: bool, what: str) -> None:
+    """Without a fault it must be so; with one the story may end here."""
+    assert condition or world.faulted, what
+    if not condition:
+        raise Ended(what)
+
+
+# -- engines that work in the pages -------------------------------------------------------------------
+
+
+def lease(world: World, instance: PageInstance, hashes: list[bytes], handoff: str) -> Iterator[str]:
+    """The front leases, the core takes the lease over, the ranks read. Returns the lease, if any."""
+    front, core = instance.part("front"), instance.part("core")
+    yield "Acquire sent"
+    instance.acquiring = True
+    front.ask("acquire", hashes, handoff, HANDOFF_WAIT_MS if handoff else 0, 0)
+    return (yield from _leased(world, instance, hashes, front, core))
+
+
+def _leased(world: World, instance: PageInstance, hashes: list[bytes], front, core) -> Iterator[str]:
+    yield "Acquired received"
+    lease_id, pages = front.ask("acquired")
+    instance.acquiring = False
+    if not lease_id:
+        return None
+    got = instance.leases[lease_id] = Lease(lease_id, pages)
+    yield "lease handed to the core"
+    if not core.ask("take_lease", lease_id, pages):
+        instance.leases.pop(lease_id, None)
+        front.ask("release", lease_id)
+        return None
+    got.ours = True
+    instance.leases[lease_id] = got
+    yield "reading"
+    read(instance, pages, hashes[: len(pages)])
+    return got
+
+
+def read(instance: PageInstance, pages: list[Owned], hashes: list[bytes]) -> None:
+    """Every rank looks at the pages themselves."""
+    for rank in instance.ranks():
+        found = rank.ask("read", pages, hashes)
+        assert all(found), (
+            f"{instance.name} {rank.role} read wrong bytes: {list(zip(pages, found, strict=True))}"
+        )
+
+
+def compute(world: World, instance: PageInstance, hashes: list[bytes], parents: list[bytes]) -> Iterator[str]:
+    """Write blocks into granted pages on every rank, and seal them. Returns the pages."""
+    core = instance.part("core")
+    yield "Unpin sent"
+    spare = max(0, len(instance.sealed) + len(hashes) - MAX_IN_USE)
+    unpin(instance, list(instance.sealed)[:spare])
+    yield "grant received"
+    pages = [tuple(own) for own in core.ask("take", len(hashes))]
+    instance.writes.update(pages)
+    expect(world, len(pages) == len(hashes), f"{instance.name} was granted {len(pages)} of {len(hashes)}")
+    yield "Writing sent"
+    core.ask("writing", pages)
+    for half in (0, 1):
+        for number, rank in enumerate(instance.ranks()):
+            yield f"{('half of the bytes', 'all bytes')[half]} written, rank {number}"
+            rank.ask("write", pages, hashes, half)
+    yield "Sealed sent"
+    for page, _ in pages:  # from here on nobody writes them, also if the core dies before it says so
+        instance.writes.pop(page, None)
+    core.ask("seal", pages, hashes, parents)
+    for (page, epoch), block_hash in zip(pages, hashes, strict=True):
+        instance.sealed[page] = (epoch, block_hash)
+    return pages
+
+
+def unpin(instance: PageInstance, pages: list[int]) -> None:
+    """Say that nobody here uses these any more."""
+    owned = [(page, instance.sealed.pop(page)[0]) for page in pages]
+    if owned:
+        instance.part("core").ask("unpin", owned)
+
+
+def release(instance: PageInstance, got: Lease | None) -> None:
+    """The core is done with a lease, if there is one and it is not over already."""
+    if got is not None and instance.leases.pop(got.lease_id, None) is not None:
+        instance.part("core").ask("release", got.lease_id)
+
+
+def handoff_in_pages(world: World) -> Iterator[str]:
+    """Prefill computes a prompt beside what it finds; decode continues in the same pages."""
+    source, target = world.rng.sample([world.prefill, world.decode], 2)
+    prompt = Prompt(world, "pages", source.num_ranks)
+    early = world.rng.random() < 0.5
+    found = yield from lease(world, source, prompt.hashes[:-1], "")
+    num_found = len(found.pages) if found else 0
+    front, core = target.part("front"), target.part("core")
+    if early:
+        yield "Acquire sent before the handoff is ready"
+        target.acquiring = True
+        front.ask("acquire", prompt.hashes, prompt.handoff, HANDOFF_WAIT_MS, 0)
+    yield from compute(world, source, prompt.hashes[num_found:], prompt.parents[num_found:])
+    yield "HandoffReady sent"
+    source.part("core").ask("ready", prompt.handoff, prompt.hashes, HANDOFF_TTL_MS)
+    if early:
+        got = yield from _leased(world, target, prompt.hashes, front, core)
+    else:
+        got = yield from lease(world, target, prompt.hashes, prompt.handoff)
+    got = got or Lease("", [])
+    expect(world, len(got.pages) == len(prompt.hashes), "decode found less than all")
+    yield "prefill: Release sent"
+    release(source, found)
+    yield from compute(world, target, [prompt.answer], prompt.hashes[-1:])
+    yield "reading all, behind the writes"
+    read(target, got.pages, prompt.hashes)
+    read(
+        target,
+        [(page, epoch) for page, (epoch, _) in target.sealed.items()],
+        [block_hash for _, block_hash in target.sealed.values()],
+    )
+    yield "decode: Release sent"
+    release(target, got)
+    yield "GiveBack sent"
+    spare = [tuple(own) for own in core.ask("take", 1)]
+    core.ask("give_back", spare)
+    yield "Unpin of the rest"
+    for instance in (source, target):
+        unpin(instance, [page for page in list(instance.sealed) if world.rng.random() < 0.4])
+
+
+# -- engines that copy --------------------------------------------------------------------------------
+
+
+def save(world: World, instance: CopyInstance, prompt: Prompt) -> Iterator[str]:
+    """Copy blocks into granted pages, and seal them."""
+    engine, hashes = instance.part("engine"), prompt.hashes
+    yield "copy: grant received"
+    pages: list[Owned] = []
+
+    def enough() -> bool:
+        pages.extend(tuple(own) for own in engine.ask("take", len(hashes) - len(pages)))
+        return len(pages) == len(hashes) or (world.faulted and engine.ask("is_lost"))
+
+    try:
+        world.clock.until(enough, f"{len(hashes)} pages for {instance.name}", GRANT_S)
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {world.oracle.settled()}") from None
+    if not world.faulted:  # else its link may have been cut meanwhile, and they are lost
+        instance.writes.update(pages)
+    expect(world, len(pages) == len(hashes), "too few pages")
+    yield "copy: Writing sent"
+    engine.ask("writing", pages)
+    for half in (0, 1):
+        yield f"copy: {('half of the bytes', 'all bytes')[half]} written"
+        engine.ask("write", pages, hashes, half)
+    yield "copy: Sealed sent"
+    instance.writes.clear()
+    engine.ask("seal", pages, hashes, prompt.parents)
+    yield "copy: HandoffReady sent"
+    engine.ask("ready", prompt.handoff, hashes, HANDOFF_TTL_MS)
+
+
+def handoff_by_copy(world: World) -> Iterator[str]:
+    """One engine copies blocks into pages, another copies them out under the seqlock rule."""
+    source, target = world.copy_prefill, world.copy_decode
+    prompt = Prompt(world, "copy", 1)
+    front, engine = target.part("front"), target.part("engine")
+    yield from save(world, source, prompt)
+    yield "copy: Acquire sent"
+    target.acquiring = True
+    front.ask("acquire", prompt.hashes, prompt.handoff, HANDOFF_WAIT_MS, LEASE_TTL_MS)
+    yield "copy: Acquired received"
+    lease_id, pages = front.ask("acquired")
+    target.acquiring = False
+    expect(world, len(pages) == len(prompt.hashes), "the copying decode found less than all")
+    yield "copy: reading, half copied"
+    target.copying = True
+    engine.ask("begin_copy", pages, prompt.hashes)
+    yield "copy: reading, all copied"
+    check_copies(world, target)
+    yield "copy: Release sent"
+    front.ask("release", lease_id)
+    yield "copy: GiveBack sent"
+    spare = [tuple(own) for own in engine.ask("take", 1)]
+    engine.ask("give_back", spare)
+
+
+def check_copies(world: World, instance: CopyInstance) -> None:
+    """What the seqlock calls good must be right; while nothing went wrong it must call everything good."""
+    instance.copying = False
+    for is_good, is_right, what in instance.part("engine").ask("end_copy"):
+        assert is_right or not is_good, f"{instance.name} believed a wrong copy of {what}"
+        world.counters["copies good" if is_good else "copies refused"] += 1
+        assert is_good or world.faulted, f"{instance.name} refused a good copy of {what}"
+
+
+def detach(world: World) -> Iterator[str]:
+    """A copying engine that ends with a word: what it was granted is free at once."""
+    instance: CopyInstance = world.rng.choice([world.copy_prefill, world.copy_decode])
+    engine = instance.part("engine")
+    instance.writes.update(tuple(own) for own in engine.ask("take", 2))
+    yield "copy: Detach sent"
+    instance.writes.clear()
+    world.damaged = world.faulted = True
+    try:
+        engine.ask("detach")
+    finally:  # it never attaches again
+        world.end(instance)
+    yield from world.recovery()
+
+
+# -- restarts -----------------------------------------------------------------------------------------
+
+
+def takeover(world: World) -> Iterator[str]:
+    """The mempool dies in the middle of a handoff; the next one takes over; the handoff goes on."""
+    inner = world.rng.choice([handoff_in_pages, handoff_in_pages, handoff_by_copy])(world)
+    for _ in range(world.rng.randint(1, 14)):
+        if next(inner, None) is None:
+            break
+    yield "mempool dies"
+    world.hit("mempool", KILL)
+    before = [instance.incarnation for instance in world.instances]
+    if world.rng.random() < 0.3:
+        world.hit(world.rng.choice([name for i in world.instances for name in i.parts]), "stop")
+    yield from world.recovery()
+    world.damaged = False
+    if before == [instance.incarnation for instance in world.instances]:
+        for step in inner:
+            yield f"after a takeover: {step}"
+
+
+def replacement(world: World) -> Iterator[str]:
+    """One process of an instance dies while it holds pages; its supervisor starts the instance anew."""
+    instance: Instance = world.rng.choice(world.instances)
+    if isinstance(instance, PageInstance):
+        prompt = Prompt(world, "pages", instance.num_ranks)
+        steps = compute(world, instance, prompt.hashes, prompt.parents)
+    else:
+        assert isinstance(instance, CopyInstance)
+        steps = save(world, instance, Prompt(world, "copy", 1))
+    for _ in range(world.rng.randint(3, 8)):
+        if next(steps, None) is None:
+            break
+    yield "a process dies"
+    world.hit(world.rng.choice(list(instance.parts)), KILL)
+    yield from world.recovery()
+    world.damaged = False
+
+
+# -- between stories ----------------------------------------------------------------------------------
+
+
+def tidy(world: World) -> None:
+    """Whatever a story left: let it go, as the end of its requests would. Raises: Gone, Refused."""
+    for instance in world.instances:
+        if instance.acquiring:
+            instance.acquiring = False
+            lease_id, _ = instance.part("front").ask("acquired")
+            if lease_id:
+                instance.part("front").ask("release", lease_id)
+        if isinstance(instance, PageInstance):
+            _tidy_core(instance)
+        elif isinstance(instance, CopyInstance):
+            if instance.copying:
+                check_copies(world, instance)
+                instance.await_links(world.clock)
+            instance.writes = {}
+            earlier_too = world.rng.random() < 0.5  # or a request outlives several attachments with its pages
+            instance.part("engine").ask("give_all_back", earlier_too)
+
+
+def _tidy_core(instance: PageInstance) -> None:
+    core = instance.part("core")
+    for got in list(instance.leases.values()):
+        if got.ours:
+            release(instance, got)
+        else:
+            del instance.leases[got.lease_id]
+            instance.part("front").ask("release", got.lease_id)
+    if instance.writes:
+        pages, instance.writes = list(instance.writes.items()), {}
+        core.ask("give_back", pages)
+
+
+STORIES = {
+    "pages": (handoff_in_pages, 8),
+    "copy": (handoff_by_copy, 4),
+    "takeover": (takeover, 4),
+    "replacement": (replacement, 2),
+    "detach": (detach, 1),
+}
+__all__ = ["STORIES", "Ended", "Refused", "tidy"]
