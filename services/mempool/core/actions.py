@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from shared.ids import Epoch, PageId
 from shared.kv.layout import EngineDescription
 from shared.wire.mempool import FromMempool
+from shared.wire.mempool_peer import ToReader, ToSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,42 @@ class CopyPages:
 
 
 @dataclass(frozen=True, slots=True)
+class AskPeer:
+    """To the mempool at `address`; Mempool.on_peer_answer, or on_peer_lost when it is not reached.
+
+    `space`: blocks for this one of ours will follow; -1: none.
+    """
+
+    address: str
+    message: ToSource
+    space: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class TellPeer:
+    """Answer to a peer's call; dropped when its connection has ended."""
+
+    link: int
+    message: ToReader
+
+
+@dataclass(frozen=True, slots=True)
+class PullRemote:
+    """Copy whole pages, every rank's, from another host; answer with Mempool.on_remote_pulled, always.
+
+    `sources`: pages of space `source_space` of the mempool at `address`, one for each target.
+    """
+
+    number: int
+    address: str
+    space: int
+    targets: list[PageId]
+    source_space: int
+    sources: list[PageId]
+    timeout_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class Send:
     """To one connection. `with_memory`: the page fd (read-write) and the table fd (read-only) go along."""
 
@@ -137,4 +174,7 @@ Action = (
     | Send
     | SendSlabs
     | Disconnect
+    | AskPeer
+    | TellPeer
+    | PullRemote
 )

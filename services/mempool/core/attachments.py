@@ -71,6 +71,7 @@ class Attachments:
         self.clients: dict[int, Client] = {}
         self.counters: Counter[str] = Counter()
         self.readers = Readers(limits, self.index, self.leases, self.counters)
+        self.peer_address = ""  # for clients: where mempools of other hosts reach this one
         self.memory_id = Epoch(0)  # the generation in which the memory was made, plus its number
         self.inheritance: Inheritance | None = None
         self.engine_processes: set[int] = set()  # of those that are awaited, the ones that hold pages
@@ -136,8 +137,9 @@ class Attachments:
         if message.kind == "client":
             self.clients[connection] = Client(connection, message.instance)
             attached = wire.Attached(
-                boot_generation=self.boot_generation, attachment=connection, memory_id=self.memory_id
-            )
+                boot_generation=self.boot_generation, attachment=connection, memory_id=self.memory_id,
+                peer_address=self.peer_address,
+            )  # fmt: skip
             self._send(connection, attached)
             return self._done()
         self._active_at_ms = now_ms

@@ -5,6 +5,7 @@ Each has a Pool, which knows nothing of the others. Engines and ranks belong to 
 clients of an instance to that of its engine, whichever comes first.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
@@ -14,10 +15,13 @@ from services.mempool.core.attachments import Client
 from services.mempool.core.leases import Fence
 from services.mempool.core.pool import Pool
 from services.mempool.core.pulls import Pulls, Reader
+from services.mempool.core.remote import Remote
+from services.mempool.core.remote_serve import RemoteServe
 from shared.errors import PeerProtocolError
 from shared.ids import Epoch, HandoffId, InstanceId, PageId
 from shared.kv.layout import EngineDescription
 from shared.wire import mempool as wire
+from shared.wire import mempool_peer as peer_wire
 
 
 class Mempool:
@@ -30,6 +34,11 @@ class Mempool:
         self.pools: dict[int, Pool] = {0: Pool(limits, boot_generation, 0, self._fence)}
         self.counters: Counter[str] = Counter()
         self.pulls = Pulls(limits, self.pools.values(), self._answer, self.counters)
+        self.peer_address = (
+            ""  # where mempools of other hosts reach this one; the shell sets it before it listens
+        )
+        self.remote = Remote(limits, self._answer, self.counters)
+        self.serve = RemoteServe(limits, self.pools, self.counters)
         self._space_of: dict[InstanceId, int] = {}
         self._clients: dict[int, InstanceId] = {}  # by connection
         self._members: dict[int, int] = {}  # connection of an engine or rank -> its space
@@ -80,6 +89,7 @@ class Mempool:
             raise PeerProtocolError("attached already")
         if message.kind == "client":
             pool = self.pools[self.space_of(message.instance)]
+            pool.peer_address = self.peer_address
             actions = pool.on_attach(connection, process, message, now_ms)
             self._clients[connection] = message.instance
             return actions
@@ -119,6 +129,7 @@ class Mempool:
         self._clients.pop(connection, None)
         self._members.pop(connection, None)
         self.pulls.forget(connection)
+        self.remote.forget(connection)
         actions: list[Action] = []
         for pool in self.pools.values():
             if pool.has_member(connection):
@@ -141,11 +152,14 @@ class Mempool:
             raise PeerProtocolError(f"{type(message).__name__} before Attach")
         actions: list[Action] = []
         match message:
+            case wire.Acquire() if message.source_mempool not in ("", self.peer_address):
+                actions += self._acquire_remote(pool, connection, message, now_ms)
             case wire.Acquire() if len(self.pools) > 1:
                 actions += self._acquire(pool, connection, message, now_ms)
-            case wire.HandoffReady() if len(self.pools) > 1:
+            case wire.HandoffReady() if len(self.pools) > 1 or self.serve.waits:
                 actions += pool.on_message(connection, message, now_ms)
                 self._handed_off(pool, message.handoff_id, now_ms)
+                self.serve.on_handoff(message.handoff_id, now_ms)
             case wire.Match() if len(self.pools) > 1:
                 hashes = parse.hashes(message.hashes, self.limits.max_blocks_per_call)
                 count = len(pool.index.prefix(hashes))
@@ -185,6 +199,20 @@ class Mempool:
             return pool.on_message(connection, call, now_ms)
         pool.counters["acquires"] += 1
         self._read(pool, connection, instance, call, now_ms)
+        return []
+
+    def _acquire_remote(self, pool: Pool, connection: int, call: wire.Acquire, now_ms: int) -> list[Action]:
+        """As _acquire, of blocks that another host's mempool has."""
+        hashes = parse.hashes(call.hashes, self.limits.max_blocks_per_call)
+        instance = pool.instance_of(connection)
+        if instance is None:
+            raise PeerProtocolError("Acquire before Attach")
+        pool.counters["acquires"] += 1
+        patience_ms = min(max(call.wait_ms, self.limits.pull_patience_ms), self.limits.max_wait_ms)
+        reader = Reader(connection, instance, call, hashes, now_ms + patience_ms)
+        if not (self.peer_address and self.remote.want(pool, reader, now_ms)):
+            self._answer(pool, reader, now_ms)
+        self._touched.add(pool)
         return []
 
     def _read(
@@ -232,6 +260,40 @@ class Mempool:
         self._touched.update(self.pools.values())
         return self._after(now_ms)
 
+    # -- other hosts --------------------------------------------------------------------------------
+
+    def on_peer_call(self, link: int, message: peer_wire.ToSource, now_ms: int) -> list[Action]:
+        """A reader of another host calls. Raises: PeerProtocolError; end its connection."""
+        self.serve.on_message(link, message, now_ms)
+        return self._after(now_ms)
+
+    def on_peer_gone(self, link: int, now_ms: int) -> list[Action]:
+        """A reader's connection ended."""
+        self.serve.on_lost(link)
+        self._touched.update(self.pools.values())
+        return self._after(now_ms)
+
+    def on_peer_answer(self, address: str, message: peer_wire.ToReader, now_ms: int) -> list[Action]:
+        """Answer to AskPeer. One that cannot be right costs its readers a miss, and is counted."""
+        with contextlib.suppress(PeerProtocolError):
+            self.remote.on_message(address, message, now_ms)
+        self._touched.update(self.pools.values())
+        return self._after(now_ms)
+
+    def on_peer_lost(self, address: str, now_ms: int) -> list[Action]:
+        """The mempool at the address cannot be reached."""
+        self.remote.on_lost(address, now_ms)
+        self._touched.update(self.pools.values())
+        return self._after(now_ms)
+
+    def on_remote_pulled(
+        self, number: int, now_ms: int, *, failed: bool = False, in_doubt: Collection[int] = ()
+    ) -> list[Action]:
+        """Answer to PullRemote. `in_doubt`: targets that may still be written; on_settled follows."""
+        self.remote.on_pulled(number, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
+        self._touched.update(self.pools.values())
+        return self._after(now_ms)
+
     # -- time -------------------------------------------------------------------------------------
 
     def tick(self, now_ms: int) -> list[Action]:
@@ -239,11 +301,13 @@ class Mempool:
         actions: list[Action] = []
         for pool in self.pools.values():
             actions += pool.tick(now_ms)
+        self.serve.tick(now_ms)
         return actions + self._after(now_ms)
 
     def next_deadline_ms(self) -> int | None:
         """When tick() has something to do, or earlier; None: not before the next event."""
-        due = [self.pulls.next_deadline_ms(), *(pool.next_deadline_ms() for pool in self.pools.values())]
+        due = [self.remote.next_deadline_ms(), self.serve.next_deadline_ms()]
+        due += [self.pulls.next_deadline_ms(), *(pool.next_deadline_ms() for pool in self.pools.values())]
         return min((when for when in due if when is not None), default=None)
 
     def _after(self, now_ms: int) -> list[Action]:
@@ -251,6 +315,11 @@ class Mempool:
         copies: list[Action] = []
         if self.pulls.pulls:
             copies = self.pulls.advance(now_ms)
+            self._touched.update(self.pools.values())
+        if self.remote.pulls:
+            self.remote.advance(now_ms)
+        if asked := self.remote.take_actions() + self.serve.take_actions():
+            copies += asked
             self._touched.update(self.pools.values())
         touched, self._touched = self._touched, set()
         return [action for pool in touched for action in pool.flush()] + copies

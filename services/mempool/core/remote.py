@@ -1,0 +1,291 @@
+"""Blocks that a reader here wants and the mempool of another host has: brought before the reader is answered. No I/O.
+
+    Acquire(source_mempool) -> own prefix pinned -> RemoteAcquire -> pages claimed -> PullRemote -> CheckEpochs
+                            -> sealed and indexed up to the first stale block -> RemoteRelease, the reader is answered
+
+The source's pins are a courtesy, which it may end early; what counts is its word, asked for after the last byte, that
+every page is still sealed under the epoch that it gave (architecture.md section 4, rule 4). From the first block that
+is not, the reader gets a miss and computes. A reader is answered by the time that it said, whatever a network does;
+what is on its way then still comes, for the next one. Targets that a failed pull may still write are quarantined.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from services.mempool.core import parse
+from services.mempool.core.actions import Action, AskPeer, PoolLimits, PullRemote
+from services.mempool.core.attachments import Claim
+from services.mempool.core.entry import Entry
+from services.mempool.core.pool import Pool
+from services.mempool.core.pulls import Reader
+from shared.errors import PeerProtocolError
+from shared.ids import BlockHash, HandoffId, PageId
+from shared.kv.words import u32_bytes, u32_list, u64_bytes
+from shared.wire import mempool_peer as wire
+
+CHECK_TIMEOUT_MS = 2_000  # for the source's word after the last byte
+
+
+class Step(Enum):
+    """How far a pull has come."""
+
+    ASKED = auto()  # RemoteAcquire is out
+    CLAIMING = auto()  # the source has pinned; pages to copy into are awaited
+    PULLING = auto()  # bytes may be written
+    CHECKING = auto()  # all bytes are here, CheckEpochs is out
+
+
+@dataclass(slots=True)
+class RemotePull:
+    """Blocks on their way from one mempool into `pool`."""
+
+    number: int  # also of its calls: one is out at a time
+    pool: Pool
+    address: str
+    first: Reader
+    own: list[Entry]  # pinned in `pool`
+    missing: list[BlockHash]
+    readers: list[Reader]
+    due_ms: int  # when this step is given up; PULLING has its deadline in the shell
+    step: Step = Step.ASKED
+    lease: wire.RemoteAcquired | None = None
+    entries: list[Entry] = field(default_factory=list)  # with pages here, once claimed
+    pages: list[tuple[PageId, int]] = field(default_factory=list)  # and epochs, at the source
+    claim: Claim | None = None
+
+
+class Remote:
+    """Decides pulls from other mempools. `answer`: called with readers to answer now, from what the index has."""
+
+    def __init__(
+        self, limits: PoolLimits, answer: Callable[[Pool, Reader, int], None], counters: Counter[str]
+    ) -> None:
+        self._limits = limits
+        self._answer = answer
+        self._counters = counters
+        self._out: list[Action] = []
+        self._next_number = 1
+        self.pulls: dict[int, RemotePull] = {}
+        self._arriving: dict[tuple[int, BlockHash], RemotePull] = {}  # first block that is missing
+
+    def take_actions(self) -> list[Action]:
+        """What was decided since the last call."""
+        out, self._out = self._out, []
+        return out
+
+    # -- readers ----------------------------------------------------------------------------------
+
+    def want(self, pool: Pool, reader: Reader, now_ms: int) -> bool:
+        """Begin to bring what the reader misses. False: nothing is to come, answer it now."""
+        own = pool.index.prefix(reader.hashes)
+        missing = reader.hashes[len(own) :]
+        if pool.memory is None or not missing or now_ms >= reader.until_ms:
+            self._drop_handoff(pool, reader)
+            return False
+        arriving = self._arriving.get((pool.number, missing[0]))
+        num_readers = sum(len(pull.readers) for pull in self.pulls.values())
+        too_many = num_readers >= self._limits.max_waiting or len(self.pulls) >= self._limits.max_waiting
+        if too_many or len(missing) > pool.memory.table.num_pages - len(own):
+            self._counters["remote_refused"] += 1
+            self._drop_handoff(pool, reader)
+            return False
+        if arriving is not None:
+            arriving.readers.append(reader)
+            return True
+        pool.index.pin(own)
+        call, number = reader.call, self._next_number
+        self._next_number += 1
+        pull = RemotePull(number, pool, call.source_mempool, reader, own, missing, [reader], reader.until_ms)
+        self.pulls[number] = self._arriving[pool.number, missing[0]] = pull
+        self._counters["remote_pulls"] += 1
+        acquire = wire.RemoteAcquire(
+            call_id=number,
+            content_key=pool.memory.content_key,
+            hashes=b"".join(missing),
+            handoff_id=call.handoff_id,
+            wait_ms=reader.until_ms - now_ms if call.wait_ms > 0 else 0,
+        )
+        self._out.append(AskPeer(pull.address, acquire, pool.number))
+        return True
+
+    def _drop_handoff(self, pool: Pool, reader: Reader) -> None:
+        """The source need not hold its pages any longer for this reader."""
+        if not reader.call.handoff_id or pool.memory is None:
+            return
+        drop = wire.RemoteAcquire(
+            call_id=0,
+            content_key=pool.memory.content_key,
+            hashes=b"",
+            handoff_id=HandoffId(reader.call.handoff_id),
+        )
+        self._out.append(AskPeer(reader.call.source_mempool, drop, pool.number))
+
+    def forget(self, connection: int) -> None:
+        """The connection closed: nobody wants these answers. What is on its way still comes."""
+        for pull in self.pulls.values():
+            pull.readers = [reader for reader in pull.readers if reader.connection != connection]
+
+    # -- what the source says -----------------------------------------------------------------------
+
+    def on_message(self, address: str, message: wire.ToReader, now_ms: int) -> None:
+        """An answer. Raises: PeerProtocolError when it cannot be one; its pull has ended then."""
+        if not isinstance(message, wire.RemoteAcquired | wire.EpochsChecked | wire.CallRefused):
+            raise PeerProtocolError(f"{type(message).__name__} is no answer to a reader's call")
+        pull = self.pulls.get(message.call_id)
+        expected = {wire.RemoteAcquired: (Step.ASKED,), wire.EpochsChecked: (Step.CHECKING,)}
+        steps = expected.get(type(message), (Step.ASKED, Step.CHECKING))
+        if pull is None or pull.address != address or pull.step not in steps:
+            if isinstance(message, wire.RemoteAcquired) and message.lease_id:
+                self._counters["remote_late"] += 1
+                self._out.append(AskPeer(address, wire.RemoteRelease(lease_id=message.lease_id)))
+            return
+        try:
+            match message:
+                case wire.RemoteAcquired():
+                    self._on_acquired(pull, message, now_ms)
+                case wire.EpochsChecked():
+                    self._on_checked(pull, message, now_ms)
+                case wire.CallRefused():
+                    self._counters["remote_refusals"] += 1
+                    self._give_up(pull, now_ms)
+        except PeerProtocolError:
+            self._counters["remote_malformed"] += 1
+            self._give_up(pull, now_ms)
+            raise
+
+    def _on_acquired(self, pull: RemotePull, lease: wire.RemoteAcquired, now_ms: int) -> None:
+        pull.lease = lease if lease.lease_id else None
+        if lease.num_blocks == 0:
+            self._counters["remote_misses"] += 1
+            self._give_up(pull, now_ms)
+            return
+        assert pull.pool.memory is not None
+        pull.pages, pull.entries = _entries(pull, lease, pull.pool.memory.block_tokens)
+        pull.claim = pull.pool.claim(len(pull.entries))
+        pull.step = Step.CLAIMING
+
+    def _on_checked(self, pull: RemotePull, message: wire.EpochsChecked, now_ms: int) -> None:
+        try:
+            stale = u32_list(message.stale)
+        except ValueError as error:
+            raise PeerProtocolError(f"EpochsChecked: {error}") from error
+        num_good = min([len(pull.entries), *stale])
+        assert pull.claim is not None
+        pull.pool.take_in(pull.entries[:num_good])
+        pull.claim.pages = pull.claim.pages[num_good:]
+        self._counters["remote_blocks"] += num_good
+        self._counters["remote_blocks_stale"] += len(pull.entries) - num_good
+        self._give_up(pull, now_ms)
+
+    def on_lost(self, address: str, now_ms: int) -> None:
+        """The mempool at the address is not reached, or not any more. Copies that run end by on_pulled."""
+        self._counters["remote_links_lost"] += 1
+        for pull in [p for p in self.pulls.values() if p.address == address]:
+            pull.lease = None  # it ends at the source too
+            if pull.step is not Step.PULLING:
+                self._counters["remote_pulls_lost"] += 1
+                self._give_up(pull, now_ms)
+
+    def on_pulled(self, number: int, *, failed: bool, in_doubt: Collection[int], now_ms: int) -> None:
+        """PullRemote has ended. A failed one may still write the pages `in_doubt`, until settled."""
+        pull = self.pulls[number]
+        assert pull.claim is not None
+        if failed:
+            self._counters["remote_pulls_failed"] += 1
+            doubtful = [page for page in pull.claim.pages if page in in_doubt]
+            pull.pool.quarantine(doubtful)
+            pull.claim.pages = [page for page in pull.claim.pages if page not in in_doubt]
+            self._give_up(pull, now_ms)
+            return
+        if pull.lease is None:  # the link broke in the moment in which the last byte came
+            self._give_up(pull, now_ms)
+            return
+        pull.step, pull.due_ms = Step.CHECKING, now_ms + CHECK_TIMEOUT_MS
+        pages, epochs = zip(*pull.pages, strict=True)
+        question = wire.CheckEpochs(
+            call_id=number, space=pull.lease.space, pages=u32_bytes(pages), epochs=u64_bytes(epochs)
+        )
+        self._out.append(AskPeer(pull.address, question))
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def advance(self, now_ms: int) -> None:
+        """After every event: start what has its pages, answer who waited long enough, give up what is due."""
+        for pull in list(self.pulls.values()):
+            if pull.step is Step.CLAIMING and pull.claim is not None and not pull.claim.lacking:
+                self._start(pull)
+            for reader in [r for r in pull.readers if now_ms >= r.until_ms]:
+                self._counters["remote_readers_late"] += 1
+                pull.readers.remove(reader)
+                self._answer(pull.pool, reader, now_ms)
+            if pull.step is not Step.PULLING and now_ms >= pull.due_ms:
+                self._counters["remote_pulls_late"] += 1
+                self._give_up(pull, now_ms)
+
+    def _start(self, pull: RemotePull) -> None:
+        assert pull.claim is not None
+        assert pull.lease is not None
+        pull.step = Step.PULLING
+        pull.pool.begin_writing(pull.claim)
+        for entry, page in zip(pull.entries, pull.claim.pages, strict=True):
+            entry.page = page
+        self._out.append(
+            PullRemote(
+                pull.number,
+                pull.address,
+                pull.pool.number,
+                list(pull.claim.pages),
+                pull.lease.space,
+                [page for page, _ in pull.pages],
+                self._limits.copy_timeout_ms,
+            )
+        )
+
+    def next_deadline_ms(self) -> int | None:
+        """When advance() has something to do without an event."""
+        due = [p.due_ms for p in self.pulls.values() if p.step is not Step.PULLING]
+        due += [reader.until_ms for p in self.pulls.values() for reader in p.readers]
+        return min(due, default=None)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _give_up(self, pull: RemotePull, now_ms: int) -> None:
+        """Nothing more comes of it: free what it claimed and has not used, answer its readers, then unpin."""
+        del self.pulls[pull.number]
+        del self._arriving[pull.pool.number, pull.missing[0]]
+        if pull.claim is not None:
+            pull.pool.cancel(pull.claim)
+        if pull.lease is not None:
+            self._out.append(AskPeer(pull.address, wire.RemoteRelease(lease_id=pull.lease.lease_id)))
+        for reader in pull.readers:
+            other = reader is not pull.first and reader.call.handoff_id != pull.first.call.handoff_id
+            if not (other and self.want(pull.pool, reader, now_ms)):
+                self._answer(pull.pool, reader, now_ms)
+        pull.pool.index.unpin(pull.own)
+
+
+def _entries(
+    pull: RemotePull, lease: wire.RemoteAcquired, block_tokens: int
+) -> tuple[list[tuple[PageId, int]], list[Entry]]:
+    """Pages at the source, and what will be indexed here. Raises: PeerProtocolError on lists that do not fit."""
+    limit = len(pull.missing)
+    pages = parse.pages(lease.pages, lease.epochs, limit)
+    parents = parse.hashes(lease.parents, limit)
+    try:
+        valid, sums = u32_list(lease.valid_tokens), u32_list(lease.checksums)
+    except ValueError as error:
+        raise PeerProtocolError(f"RemoteAcquired: {error}") from error
+    if not lease.num_blocks == len(pages) == len(parents) == len(valid) == len(sums):
+        raise PeerProtocolError("RemoteAcquired: lists of unequal length")
+    if any(tokens < 1 or tokens > block_tokens for tokens in valid):
+        raise PeerProtocolError(f"RemoteAcquired: valid_tokens outside 1 to {block_tokens}")
+    before = [pull.own[-1].block_hash] if pull.own else parents[:1]
+    if parents != [*before, *pull.missing][: len(parents)] or parents[0] == pull.missing[0]:
+        raise PeerProtocolError("RemoteAcquired: these blocks are no chain")
+    entries = [
+        Entry(block_hash, parent, PageId(0), tokens, checksum)
+        for block_hash, parent, tokens, checksum in zip(pull.missing, parents, valid, sums, strict=False)
+    ]
+    return pages, entries

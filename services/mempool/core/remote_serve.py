@@ -1,0 +1,201 @@
+"""What this mempool gives to mempools of other hosts: sealed pages, pinned for a while, and its word on epochs. No I/O.
+
+A peer's pins end by its release, at their time, or with its link, whose loss is noticed within 2 s. That is safe at any
+moment: the peer copies, then asks whether every page is still sealed under the epoch that it was told (CheckEpochs),
+and drops what is not. So no proof of its death is needed, and nothing here waits for a peer.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.mempool.core import parse
+from services.mempool.core.actions import Action, PoolLimits, TellPeer
+from services.mempool.core.entry import Entry
+from services.mempool.core.pool import Pool
+from shared.errors import Overloaded, PeerProtocolError
+from shared.ids import BlockHash, HandoffId, InstanceId, LeaseId
+from shared.kv.page import PageState
+from shared.kv.words import u32_bytes, u64_bytes
+from shared.wire import mempool_peer as wire
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A call that came before its handoff."""
+
+    link: int
+    call: wire.RemoteAcquire
+    hashes: list[BlockHash]
+    until_ms: int
+
+
+class RemoteServe:
+    """Answers readers of other hosts. `pools`: of all spaces, a view; `link` numbers a peer's connection."""
+
+    def __init__(self, limits: PoolLimits, pools: Mapping[int, Pool], counters: Counter[str]) -> None:
+        self._limits = limits
+        self._pools = pools
+        self._counters = counters
+        self._out: list[Action] = []
+        self._waiting: dict[HandoffId, list[Waiting]] = {}
+        self._leases: dict[int, dict[LeaseId, int]] = {}  # by link: of which space
+
+    def take_actions(self) -> list[Action]:
+        """What was decided since the last call."""
+        out, self._out = self._out, []
+        return out
+
+    @property
+    def waits(self) -> bool:
+        """Whether some reader waits for a handoff."""
+        return bool(self._waiting)
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def on_message(self, link: int, message: wire.ToSource, now_ms: int) -> None:
+        """A reader's call. Raises: PeerProtocolError."""
+        match message:
+            case wire.RemoteAcquire():
+                self._on_acquire(link, message, now_ms)
+            case wire.CheckEpochs():
+                self._on_check(link, message)
+            case wire.RemoteRelease():
+                self._release(link, message.lease_id)
+            case _:
+                raise PeerProtocolError(f"{type(message).__name__} is no call of a reader")
+
+    def on_lost(self, link: int) -> None:
+        """The connection ended: its pins go, its calls want no answer."""
+        for lease_id in list(self._leases.get(link, ())):
+            self._release(link, lease_id)
+        self._leases.pop(link, None)
+        for handoff_id, calls in list(self._waiting.items()):
+            self._set_waiting(handoff_id, [call for call in calls if call.link != link])
+
+    def on_handoff(self, handoff_id: HandoffId, now_ms: int) -> None:
+        """It has come: who waited for it is answered."""
+        for waiting in self._waiting.pop(handoff_id, ()):
+            self._answer(waiting.link, waiting.call, waiting.hashes, now_ms)
+
+    def tick(self, now_ms: int) -> None:
+        """Who waited long enough gets what there is. Leases end by their pool's own clock."""
+        for handoff_id, calls in list(self._waiting.items()):
+            self._set_waiting(handoff_id, [call for call in calls if now_ms < call.until_ms])
+            for waiting in calls:
+                if now_ms >= waiting.until_ms:
+                    self._counters["peer_waits_expired"] += 1
+                    self._answer(waiting.link, waiting.call, waiting.hashes, now_ms)
+
+    def next_deadline_ms(self) -> int | None:
+        """When tick() has something to do."""
+        return min((call.until_ms for calls in self._waiting.values() for call in calls), default=None)
+
+    def _set_waiting(self, handoff_id: HandoffId, calls: list[Waiting]) -> None:
+        if calls:
+            self._waiting[handoff_id] = calls
+        else:
+            del self._waiting[handoff_id]
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def _on_acquire(self, link: int, call: wire.RemoteAcquire, now_ms: int) -> None:
+        hashes = parse.hashes(call.hashes, self._limits.max_blocks_per_call)
+        self._counters["peer_acquires"] += 1
+        handoff_id = call.handoff_id
+        leases = [pool.leases for pool in self._pools.values()]
+        has_come = any(handoff_id in each.handoffs or each.is_closed(handoff_id) for each in leases)
+        if not handoff_id or has_come or call.wait_ms <= 0 or not hashes or self._has_all(call, hashes):
+            self._answer(link, call, hashes, now_ms)
+            return
+        if sum(map(len, self._waiting.values())) >= self._limits.max_waiting:
+            self._refuse(link, call.call_id, f"{self._limits.max_waiting} calls wait for handoffs")
+            return
+        until_ms = now_ms + min(call.wait_ms, self._limits.max_wait_ms)
+        self._waiting.setdefault(handoff_id, []).append(Waiting(link, call, hashes, until_ms))
+
+    def _has_all(self, call: wire.RemoteAcquire, hashes: list[BlockHash]) -> bool:
+        return any(len(pool.index.prefix(hashes)) == len(hashes) for pool in self._of(call.content_key))
+
+    def _of(self, content_key: str) -> list[Pool]:
+        pools = self._pools.values()
+        return [p for p in pools if p.memory is not None and p.memory.content_key == content_key]
+
+    def _answer(self, link: int, call: wire.RemoteAcquire, hashes: list[BlockHash], now_ms: int) -> None:
+        """With the space that has most; the handoff, if the call names one, is over."""
+        found = [(pool, pool.index.prefix(hashes)) for pool in self._of(call.content_key)]
+        best = max(found, key=lambda item: len(item[1]), default=None)
+        if best is None or not best[1]:
+            self._counters["peer_misses"] += 1
+            self._tell(link, wire.RemoteAcquired(call_id=call.call_id))
+        elif len(self._leases.get(link, ())) >= self._limits.max_leases:
+            self._refuse(link, call.call_id, f"{self._limits.max_leases} leases are held")
+        else:
+            self._grant(link, call, *best, now_ms)
+        if call.handoff_id:  # the lease has pinned the pages: the handoff's own hold may go
+            for pool in self._pools.values():
+                pool.leases.close_handoff(call.handoff_id)
+
+    def _grant(
+        self, link: int, call: wire.RemoteAcquire, pool: Pool, entries: list[Entry], now_ms: int
+    ) -> None:
+        assert pool.memory is not None
+        until_ms = now_ms + max(1, min(call.ttl_ms, self._limits.max_ttl_ms))
+        lease = pool.leases.grant(-link, _instance(link), entries, until_ms)
+        held = self._leases.setdefault(link, {})
+        for lease_id in [known for known, space in held.items() if not self._is_held(known, space)]:
+            del held[lease_id]  # ended at its time
+        held[lease.lease_id] = pool.number
+        self._counters["peer_blocks_pinned"] += len(entries)
+        pages = [entry.page for entry in entries]
+        epochs = pool.memory.table.epochs
+        self._tell(
+            link,
+            wire.RemoteAcquired(
+                call_id=call.call_id,
+                lease_id=lease.lease_id,
+                space=pool.number,
+                num_blocks=len(entries),
+                pages=u32_bytes(pages),
+                epochs=u64_bytes(epochs[page] for page in pages),
+                parents=b"".join(entry.parent for entry in entries),
+                valid_tokens=u32_bytes(entry.valid_tokens for entry in entries),
+                checksums=u32_bytes(entry.checksum for entry in entries),
+            ),
+        )
+
+    def _is_held(self, lease_id: LeaseId, space: int) -> bool:
+        return lease_id in self._pools[space].leases.leases
+
+    def _on_check(self, link: int, call: wire.CheckEpochs) -> None:
+        """The seqlock's second look, taken after the peer's copy has ended."""
+        pages = parse.pages(call.pages, call.epochs, self._limits.max_blocks_per_call)
+        pool = self._pools.get(call.space)
+        table = None if pool is None or pool.memory is None else pool.memory.table
+        stale = [
+            position
+            for position, (page, epoch) in enumerate(pages)
+            if table is None
+            or page >= table.num_pages
+            or table.states[page] != PageState.SEALED
+            or table.epochs[page] != epoch
+        ]
+        self._counters["peer_pages_stale"] += len(stale)
+        self._tell(link, wire.EpochsChecked(call_id=call.call_id, stale=u32_bytes(stale)))
+
+    def _release(self, link: int, lease_id: LeaseId) -> None:
+        space = self._leases.get(link, {}).pop(lease_id, None)
+        if space is not None:
+            self._pools[space].leases.release(lease_id, _instance(link))
+
+    def _tell(self, link: int, message: wire.ToReader) -> None:
+        self._out.append(TellPeer(link, message))
+
+    def _refuse(self, link: int, call_id: int, reason: str) -> None:
+        self._counters["calls_refused"] += 1
+        self._tell(link, wire.CallRefused(call_id=call_id, code=Overloaded.code, reason=reason))
+
+
+def _instance(link: int) -> InstanceId:
+    """Whose leases these are; no worker is called so."""
+    return InstanceId(f"peer:{link}")
