@@ -11,10 +11,9 @@ from services.mempool.memory import PoolMemory
 from services.mempool.mover import Mover, MoverBusy, MoverClosed
 from services.mempool.mover_regions import HostRegion
 from shared.ids import Epoch
-from shared.kernels.copy_pages.copies import CopyFailed
-from shared.kernels.copy_pages.cpu_copier import CpuCopier
 from shared.transfer.errors import TransferRefused
 from shared.transfer.reslice import KvEnd
+from tests.support.gate_copier import Gate
 
 PAGE, NUM, RANKS = 12_345, 48, 2  # the second rank's pages begin inside a page of the kernel's
 
@@ -85,51 +84,6 @@ async def test_pages_of_two_spaces_arrive_on_every_rank_and_nothing_else_changes
     for number in (1, 2):
         assert np.array_equal(it.pages(number), before[number])
     assert it.mover.status()["paths"]["shm"]["copies"] == 1
-
-
-class Gate:
-    """A copier whose sets stand still until open() (or refuse to start), and that then copies as the CPU does."""
-
-    def __init__(self, *, is_open=False):
-        self._cpu = CpuCopier()
-        self._lock = threading.Lock()
-        self.is_open = is_open
-        self.refuse = 0  # how many of the next sets fail at once
-        self.held = []
-
-    def submit(self, copies, direction, *, stream=0, **_):
-        with self._lock:
-            if self.refuse:
-                self.refuse -= 1
-                raise CopyFailed("memmove", "refused by the test")
-            ticket = GateTicket(self, copies)
-            if self.is_open:
-                ticket.move()
-            else:
-                self.held.append(ticket)
-            return ticket
-
-    def open(self, count=None):
-        with self._lock:
-            self.is_open = count is None
-            for ticket in self.held[:count]:
-                ticket.move()
-            self.held = self.held[count:] if count is not None else []
-
-    def close(self, timeout_s=30.0):
-        pass
-
-
-class GateTicket:
-    def __init__(self, gate, copies):
-        self._gate, self._copies, self._moved = gate, copies, False
-
-    def move(self):
-        self._gate._cpu.submit(self._copies)
-        self._moved = True
-
-    def done(self):
-        return self._moved
 
 
 async def until(condition, timeout_s=10.0):
@@ -235,6 +189,7 @@ async def test_spaces_come_while_others_are_copied_and_a_copy_waits_for_its_own(
     assert (await behind).ok, "a copy between mapped spaces does not wait for one that is being mapped"
     late = await is_late
     assert (late.code, late.quarantined) == ("transfer.timeout", ())
+    assert it.mover.status()["waiting"] == 1
     assert not it.mover.is_mapped(3)
     assert not waits.done()
     mapping.set()
@@ -322,17 +277,23 @@ async def test_a_space_goes_when_its_copies_have_ended_and_settled(rig):
     done = await it.copy(1, 2, [3], [(1, [0])], timeout_ms=60)
     assert done.quarantined == (3,)
     gone = []
+    it.add(5)
+    it.add(6)
+    running = it.copy(5, 6, [3], [(5, [0])])
+    await until(lambda: len(gate.held) == 2 * RANKS)
     it.mover.remove_space(2, lambda: gone.append(2))
+    it.mover.remove_space(5, lambda: gone.append(5))
     with pytest.raises(TransferRefused):
         it.copy(2, 2, [4], [(1, [0])])
     await asyncio.sleep(0.05)
     assert gone == []
     gate.open()
-    await until(lambda: gone)
+    assert (await running).ok
+    await until(lambda: sorted(gone) == [2, 5])
     assert it.settled == [(2, (3,))]
     it.mover.add_space(2, it.make(4))
     assert (await it.copy(3, 2, [3], [(1, [0])])).ok
-    assert list(it.mover.status()["spaces"]) == [1, 2]
+    assert sorted(it.mover.status()["spaces"]) == [1, 2, 6]
 
 
 async def test_ranks_of_unequal_tensor_parallelism_are_cut_anew(rig):

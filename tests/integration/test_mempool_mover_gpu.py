@@ -298,6 +298,24 @@ async def test_a_copy_engine_that_stands_still_leaves_pages_quarantined_until_it
     assert (await it.copy(*way)).ok
 
 
+@pytest.mark.parametrize("pin_host", [False, True])
+async def test_a_page_is_in_one_transfer_at_a_time_whatever_its_path(rig, pin_host):
+    it = rig(pin_host=pin_host)
+    it.add(1, (0,))
+    it.add(2, 1)
+    it.add(3, 1)
+    if pin_host:
+        await it.pinned()
+    assert (await it.copy(1, 2)).ok
+    it.gpus.drivers[0].eager = False
+    assert (await it.copy(1, 2, timeout_ms=50)).quarantined == (0, 2, 20, 21)
+    assert (await it.copy(3, 2)).code == "transfer.refused"
+    it.gpus.drivers[0].eager = True
+    it.gpus.run()
+    await until(lambda: it.settled)
+    assert (await it.copy(3, 2)).ok
+
+
 async def test_a_refused_driver_call_fails_one_copy_only(rig):
     it = rig()
     it.add(1, (0,))

@@ -36,11 +36,30 @@ class PeerVmm(FakeVmmDriver):
 
 
 class LockedDriver(RecordingDriver):
-    """A RecordingDriver for the mover's several threads."""
+    """A RecordingDriver for the mover's several threads, whose copies may not cross allocations of `vmms`."""
 
-    def __init__(self, **how):
+    def __init__(self, vmms, **how):
         self._lock = threading.RLock()
+        self._vmms = vmms
         super().__init__(**how)
+
+    def copy(self, target, source, num_bytes, stream):
+        self._check(target, num_bytes)
+        self._check(source, num_bytes)
+        super().copy(target, source, num_bytes, stream)
+
+    def copy_batch(self, targets, sources, sizes, order, stream):
+        for addresses in (targets, sources):
+            for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True):
+                self._check(address, size)
+        super().copy_batch(targets, sources, sizes, order, stream)
+
+    def _check(self, address, num_bytes):
+        for vmm in self._vmms.values():
+            for at, (size, _) in list(vmm.mapped.items()):
+                if at < address + num_bytes and address < at + size:
+                    inside = at <= address and address + num_bytes <= at + size
+                    assert inside, "a copy over two allocations"
 
     def __getattribute__(self, name):
         found = super().__getattribute__(name)
@@ -70,7 +89,7 @@ class FakeGpus:
         number = int(device.removeprefix("cuda:"), 16)
         if number >= self.count:
             raise PathUnavailable(f"no GPU {device} is visible to the mempool")
-        self.drivers[number] = LockedDriver(**self._how)
+        self.drivers[number] = LockedDriver(self.vmms, **self._how)
         return Gpu(device, number, PeerVmm(device, self.vmms, self.apart), self.drivers[number])
 
     def run(self):
