@@ -13,6 +13,7 @@ MEASURES = {  # result name: module
     "gateway-cpu": "loadtest.bench_gateway",
     "cluster-footprint": "loadtest.bench_footprint",
     "h200-swap": "loadtest.bench_swap",
+    "h200-contiguous": "loadtest.bench_contiguous",
     "h200-vmm": "loadtest.bench_pages",
     "h200x2-handoff": "loadtest.bench_handoff",
     "mempool-api": "loadtest.bench_mempool_api",
