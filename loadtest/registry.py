@@ -17,6 +17,7 @@ MEASURES = {  # result name: module
     "h200-vmm": "loadtest.bench_pages",
     "h200x2-handoff": "loadtest.bench_handoff",
     "mempool-api": "loadtest.bench_mempool_api",
+    "prefix-index": "loadtest.bench_prefix_index",
     "h200x2-transfer": "loadtest.bench_transfer",
     "two-host-transfer": "loadtest.bench_two_hosts",
 }
