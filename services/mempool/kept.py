@@ -7,7 +7,7 @@ at start. Without a keeper every call does nothing.
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -86,11 +86,14 @@ class Kept:
                     os.close(fd)
 
     def process(
-        self, pid: int, pidfd: int, kind: takeover.ProcessKind, instance: str, number: int = 0
+        self, pid: int, pidfd: int, kind: takeover.ProcessKind, instance: str, spaces: Sequence[int] = ()
     ) -> None:
-        """A process is about to get memory of a space: the next mempool must be able to see its death."""
-        meta = takeover.ProcessMeta(kind=kind, instance=instance, space=number)
-        own = self._processes[pid][0] if pid in self._processes else os.dup(pidfd)
+        """A process is about to get memory of these spaces: the next mempool must be able to see its death."""
+        known = self._processes.get(pid)
+        own = os.dup(pidfd) if known is None else known[0]
+        before = [] if known is None else known[1].spaces
+        kind = "engine" if known is not None and known[1].kind == "engine" else kind
+        meta = takeover.ProcessMeta(kind=kind, instance=instance, spaces=sorted({*before, *spaces}))
         self._processes[pid] = (own, meta)
         self._try(lambda: takeover.keep_process(self.client, pid, own, meta))
 

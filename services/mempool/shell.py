@@ -29,7 +29,7 @@ from services.mempool.core.space import Plan
 from services.mempool.kept import Kept
 from services.mempool.processes import ProcessWatch
 from services.mempool.spaces import Spaces
-from services.mempool.takeover import Adopted, Takeover
+from services.mempool.takeover import Adopted, ProcessMeta, Takeover
 from shared.errors import Overloaded, PeerGone, PeerProtocolError
 from shared.ids import Epoch, InstanceId, PageId
 from shared.observe.log import get_logger
@@ -84,34 +84,30 @@ class MempoolShell:
 
     def adopt(self, found: Takeover) -> None:
         """Go on where an earlier mempool stopped. Once, before start(); on the running loop."""
-        members: dict[int, tuple[str, str, int]] = {}  # number -> kind, instance, space
+        members: dict[int, ProcessMeta] = {}
         for one in found.processes:
             if one.dead:
                 os.close(one.pidfd)
                 continue
             number = self._processes.adopt(one.number, one.pidfd)
             meta = one.meta
-            self.kept.process(one.number, one.pidfd, meta.kind, meta.instance, meta.space)
-            members[number] = (meta.kind, meta.instance, meta.space)
+            self.kept.process(one.number, one.pidfd, meta.kind, meta.instance, meta.spaces)
+            members[number] = meta
         for space in found.adopted:
             self._adopt(space, members)
         if found.adopted:
             asyncio.get_running_loop().call_later(REPORT_DEADLINE_S, self._end_silent)
 
-    def _adopt(self, found: Adopted, members: dict[int, tuple[str, str, int]]) -> None:
+    def _adopt(self, found: Adopted, members: dict[int, ProcessMeta]) -> None:
         meta = found.meta
         self.spaces.adopt(found)
         planned = Plan(meta.num_pages, meta.page_bytes, meta.num_ranks, meta.pages_per_slab)
-        mine = {
-            number: (kind, InstanceId(instance))
-            for number, (kind, instance, space) in members.items()
-            if space == meta.number
-        }
+        mine = {n: one for n, one in members.items() if not one.spaces or meta.number in one.spaces}
         actions = self.pool.adopt(
             meta.number, meta.description, planned, found.words, found.entries,
             memory_id=meta.memory_id, processes=list(mine), label=meta.label, devices=meta.devices,
-            engines=[number for number, (kind, _) in mine.items() if kind == "engine"],
-            instances=[instance for _, instance in mine.values()],
+            engines=[number for number, one in mine.items() if one.kind == "engine"],
+            instances=[InstanceId(one.instance) for one in mine.values()],
         )  # fmt: skip
         log.info("memory_adopted", space=meta.number, num_pages=meta.num_pages, num_awaited=len(mine))
         self._perform(actions)
@@ -189,8 +185,7 @@ class MempoolShell:
         actions = self.pool.on_attach(connection.state, process, message, self.clock.now_ms())
         found = self._processes.pidfd_of(process) if process else None
         if found is not None and message.kind != "client":  # kept before the actions give it memory
-            space = self.pool.space_of(message.instance)
-            self.kept.process(*found, message.kind, message.instance, space)
+            self.kept.process(*found, message.kind, message.instance, [self.pool.space_of(message.instance)])
         return actions
 
     def _on_disconnect(self, connection: UnixConnection[wire.FromMempool], error: Exception | None) -> None:

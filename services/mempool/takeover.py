@@ -69,7 +69,7 @@ class ProcessMeta(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: ProcessKind
     instance: str = ""
-    space: int = 0  # whose pages it may touch
+    spaces: list[int] = []  # whose pages it may touch; empty: of all
 
 
 @dataclass(frozen=True, slots=True)

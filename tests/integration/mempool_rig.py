@@ -48,8 +48,9 @@ def until(condition, what: str, timeout_s: float = 5.0) -> float:
 class MempoolProcess:
     """`python -m services.mempool` on a socket in `folder`; start() again after kill() for the next boot."""
 
-    def __init__(self, folder: Path, **settings: object) -> None:
+    def __init__(self, folder: Path, *, env: dict[str, str] | None = None, **settings: object) -> None:
         self.socket = folder / "mempool.sock"
+        self._env = env
         self._log = folder / "mempool.log"
         flags = {"socket": self.socket, "admin-listen": "127.0.0.1:0", "capacity-bytes": 64 * 8192} | settings
         self._flags = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
@@ -60,7 +61,7 @@ class MempoolProcess:
     def start(self) -> None:
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "services.mempool", *self._flags], stderr=log, cwd=ROOT
+                [sys.executable, "-m", "services.mempool", *self._flags], stderr=log, cwd=ROOT, env=self._env
             )
         until(lambda: self._event("settings") or self.process.poll() is not None, "mempool starts", 20)
         assert self.process.poll() is None, self._log.read_text()

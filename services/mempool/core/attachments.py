@@ -115,10 +115,6 @@ class Attachments:
         """Processes that have not said yet what they hold of an earlier mempool's pages."""
         return set(self.inheritance.awaiting) if self.inheritance is not None else set()
 
-    def awaits(self, process: int) -> bool:
-        """Whether pages wait for this process to say what it holds."""
-        return self.inheritance is not None and process in self.inheritance.awaiting
-
     def report(self, process: int) -> None:
         """It holds no inherited page any more that it has not claimed."""
         if self.inheritance is not None and self.inheritance.reported(process):

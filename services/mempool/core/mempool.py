@@ -98,11 +98,6 @@ class Mempool:
         if pool.has_member(connection):
             self._members[connection] = pool.number
             self._space_of[message.instance] = pool.number
-            if not pool.awaits(process):  # it has said what it holds, and holds nothing elsewhere
-                for other in self.pools.values():
-                    if other is not pool and other.awaits(process):
-                        other.report(process)
-                        actions += other.flush()
         return actions + self._after(now_ms)
 
     def _pool_for(self, message: wire.Attach) -> Pool:
