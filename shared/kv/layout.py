@@ -56,7 +56,7 @@ def slab_plan(description: EngineDescription) -> tuple[int, int]:
     slab, because an allocation can only be mapped as a whole. Raises: ValueError when a layer-major page's pieces
     are no whole allocations.
     """
-    if description.layout not in ("token-major", "layer-major"):
+    if may_share_slabs(description):
         return slab_geometry(description.block_bytes)
     page_bytes = page_bytes_for(description.block_bytes, CUDA_PAGE_BYTES)
     pieces = slabs_per_page(description)
@@ -66,6 +66,11 @@ def slab_plan(description: EngineDescription) -> tuple[int, int]:
             f"a layer's K of a block is no multiple of {CUDA_PAGE_BYTES} bytes; use block_tokens {tokens}"
         )
     return page_bytes, 1
+
+
+def may_share_slabs(description: EngineDescription) -> bool:
+    """Whether several pages may lie in one allocation."""
+    return description.layout not in ("token-major", "layer-major")
 
 
 def slabs_per_page(description: EngineDescription) -> int:

@@ -1,7 +1,9 @@
 """Several spaces in one mempool: who belongs where, and blocks that are copied to the reader's space."""
 
+import msgspec
 import pytest
 
+from services.mempool.core import space as space_module
 from services.mempool.core.actions import Action, CopyPages, CreateMemory, PoolLimits
 from services.mempool.core.mempool import Mempool
 from shared.errors import PeerProtocolError
@@ -107,8 +109,6 @@ def test_devices_have_spaces_of_their_own_and_equal_devices_share_one(two):
 
 
 def test_another_content_gets_a_space_and_shares_nothing(two):
-    import msgspec
-
     other = msgspec.structs.replace(DESCRIPTION, dtype="bfloat16")
     two.engine(20, description=other)
     assert len(two.spaces) == 3
@@ -279,3 +279,21 @@ def test_messages_before_attach_and_second_attaches_are_refused(two):
         two.say(77, wire.StatusCall(call_id=1))
     with pytest.raises(PeerProtocolError):
         two.client(FRONT)
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "gib"), [(8 << 20, 131), (98_304, 131), (2 << 20, 120), (8 << 20, 8)]
+)
+def test_a_gpu_has_no_more_allocations_than_a_process_has_descriptors_for(block_bytes, gib):
+    described = msgspec.structs.replace(DESCRIPTION, block_bytes=block_bytes)
+    attach = wire.Attach(
+        kind="rank",
+        instance=InstanceId("x"),
+        description=described,
+        device="cuda:" + "ab" * 16,
+        capacity_bytes=gib << 30,
+    )  # fmt: skip
+    planned = space_module.plan(described, attach, PoolLimits(capacity_bytes=1 << 30))
+    assert planned.num_pages // planned.pages_per_slab <= space_module.MAX_SLABS
+    assert planned.num_pages % planned.pages_per_slab == 0
+    assert planned.num_pages * planned.page_bytes > 0.98 * (gib << 30)

@@ -11,10 +11,12 @@ from services.mempool.core.entry import Entry
 from services.mempool.core.page_table import PageTable
 from shared.errors import PeerProtocolError
 from shared.ids import Epoch
-from shared.kv.layout import EngineDescription, num_slabs, page_bytes_for, slab_plan
+from shared.kv.layout import EngineDescription, may_share_slabs, num_slabs, page_bytes_for, slab_plan
 from shared.wire.mempool import Attach, PoolStatus, SlabsCall, SpaceStatus
 
 MAX_SLABS_PER_CALL = 128
+# of one rank: each is a descriptor in the keeper and an import in every process (the cost is per handle, not per byte)
+MAX_SLABS = 8_192
 
 
 @dataclass(slots=True)
@@ -79,6 +81,9 @@ def plan(description: EngineDescription, message: Attach, limits: PoolLimits) ->
         capacity_bytes = min(wanted_bytes, limits.device_capacity_bytes or wanted_bytes)
     num_pages = capacity_bytes // (page_bytes * num_ranks)
     if pages_per_slab:
+        if may_share_slabs(description):
+            while num_pages // pages_per_slab > MAX_SLABS:
+                pages_per_slab *= 2
         num_pages -= num_pages % pages_per_slab
     shortage = f"capacity_bytes {capacity_bytes} is less than a page of {page_bytes} on {num_ranks} ranks"
     return Plan(num_pages, page_bytes, num_ranks, pages_per_slab, "" if num_pages else shortage)
