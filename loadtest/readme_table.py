@@ -92,6 +92,14 @@ ROWS: list[tuple[str, str, str, str, str]] = [
     ("mempool-api", "match_4k_ms", "4K tokens found in it, worst cached ratio", "{:.3f} ms", "0.15"),
     ("mempool-api", "match_call_4k_ms", "the same, the whole call", "{:.3f} ms", ""),
     (
+        "prefix-index",
+        "check_of_vllm_ratio",
+        "hashing and looking up a new prompt, time of vLLM's",
+        "{:.2f}",
+        "1",
+    ),
+    ("prefix-index", "insert_of_vllm_ratio", "naming a prompt's blocks, time of vLLM's", "{:.2f}", "1"),
+    (
         "two-host-transfer",
         "nixl_share_ratio",
         "pull between two hosts over TCP, share of raw NIXL",
