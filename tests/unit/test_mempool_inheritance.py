@@ -180,3 +180,14 @@ def test_entries_are_written_before_the_words_that_make_them_count():
     )
     kinds = [type(action) for action in pool.pool.on_message(1, message, 0)]
     assert kinds.index(WriteEntries) < kinds.index(WriteWords)
+
+
+def test_the_note_of_a_block_that_left_at_once_does_not_name_what_its_page_holds_next():
+    """Seal, eviction and the next grant can be one event: then the page's next block would have that name."""
+    pool = Recorded()
+    pool.engine(1, process=10, quota=NUM_PAGES)
+    pool.need(1, 1)
+    (old, *_) = pool.save(1, chain("a"))
+    assert pool.granted[1][-1] == (old[0], old[1] + 1), "the page was granted again at once"
+    epoch, *_ = ENTRY.unpack(pool.entries[old[0] * ENTRY.size : (old[0] + 1) * ENTRY.size])
+    assert epoch == old[1]

@@ -16,7 +16,7 @@ from services.mempool.core.actions import (
 )
 from services.mempool.core.engines import Engine
 from services.mempool.core.entry import Entry
-from services.mempool.core.inheritance import Inheritance, NotInherited, packed_entries
+from services.mempool.core.inheritance import Inheritance, NotInherited, pack_entry
 from services.mempool.core.leases import Fence, Leases
 from services.mempool.core.page_state import PageEvent
 from services.mempool.core.radix import Index
@@ -77,7 +77,7 @@ class Attachments:
         self.engine_processes: set[int] = set()  # of those that are awaited, the ones that hold pages
         self._active_at_ms = 0
         self._sends: list[Action] = []
-        self._noted: list[Entry] = []  # sealed since the last actions
+        self._notes: list[tuple[int, bytes]] = []  # of pages sealed since the last actions
         self.claims: list[Claim] = []  # for pages that the mempool itself is about to write
 
     def adopt(
@@ -335,6 +335,12 @@ class Attachments:
             assert self.memory is not None
             self.memory.table.free(entry.page, PageEvent.RETIRE)
 
+    def _note(self, entry: Entry) -> None:
+        """For a successor: what the page holds under its epoch of now. In the same event it may get another."""
+        assert self.memory is not None
+        epoch = Epoch(self.memory.table.epochs[entry.page])
+        self._notes.append((entry.page, pack_entry(entry, epoch)))
+
     def instance_of(self, connection: int) -> InstanceId | None:
         """Of a client, engine or rank of this pool."""
         client = self.clients.get(connection)
@@ -354,9 +360,9 @@ class Attachments:
             return sends
         words = self.memory.table.take_words()
         out: list[Action] = []
-        if self._noted:
-            noted, self._noted = self._noted, []
-            out.append(WriteEntries(packed_entries(noted, self.memory.table), self.number))
+        if self._notes:
+            notes, self._notes = self._notes, []
+            out.append(WriteEntries(notes, self.number))
         if words:
             out.append(WriteWords(words, self.number))
         return out + sends

@@ -6,7 +6,7 @@ attach again (wire.Holding). Until every process that could touch a page has rep
 pages stay where they are and pages in doubt stay in quarantine (architecture.md section 4, rule 7).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from services.mempool.core import parse
 from services.mempool.core.engines import Engine
@@ -131,8 +131,3 @@ class Inheritance:
         self._index.unpin(self._pinned)
         self._in_doubt, self._nameless, self._pinned = set(), set(), []
         return True
-
-
-def packed_entries(entries: Sequence[Entry], table: PageTable) -> list[tuple[int, bytes]]:
-    """(page, packed ENTRY) of sealed pages, under their present epochs."""
-    return [(entry.page, pack_entry(entry, Epoch(table.epochs[entry.page]))) for entry in entries]
