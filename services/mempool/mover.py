@@ -34,6 +34,7 @@ from services.mempool.mover_job import Job
 from services.mempool.mover_paths import Parts, Paths
 from services.mempool.mover_regions import MAX_RANKS, RankRegion, SlabRegion, space_and_rank
 from services.mempool.mover_spaces import MappedSpace, Mapper
+from services.mempool.mover_targets import Targets
 from services.mempool.mover_thread import PullThread
 from shared.errors import ClusterError
 from shared.kernels.copy_pages.copier import Copier
@@ -87,8 +88,7 @@ class Mover:
         self._spaces: dict[int, Space] = {}
         self._copies: dict[int, Copy] = {}
         self._waiting: deque[Copy] = deque()
-        # (space, page) -> ranks on which it may still be written
-        self._held: dict[tuple[int, int], set[int]] = {}
+        self._targets = Targets()
         self._num_pulls = 0
         self._pin_host = pin_host
         self._has_gpu = False
@@ -183,7 +183,7 @@ class Mover:
         ):
             return
         is_mapping = space.mapped is None and space.failure is None
-        if space.num_copies or is_mapping or any(number == space.number for number, _ in self._held):
+        if space.num_copies or is_mapping or self._targets.has_held(space.number):
             return
         del self._spaces[space.number]
         self._host_spaces.discard(space.number)
@@ -220,6 +220,7 @@ class Mover:
         Raises: MoverBusy, MoverClosed, TransferRefused; then on_done is not called.
         """
         self._check(copy_id, target, targets, parts)
+        self._targets.claim(target, targets)
         now_s = time.monotonic()
         copy = Copy(copy_id, target, targets, parts, on_done, now_s, now_s + timeout_ms / 1000)
         for number in copy.spaces:
@@ -292,9 +293,8 @@ class Mover:
         held: set[int] = set()
         for region, pages in job.held:
             _, rank = space_and_rank(region)
-            still = book.get(region, frozenset()).intersection(pages)
-            for page in still:
-                self._held.setdefault((copy.target, page), set()).add(rank)
+            still = book.get(region, frozenset()).intersection(pages)  # some may have settled meanwhile
+            self._targets.hold(copy.target, rank, still)
             held |= still
         self._finish(copy, job.error, held)
 
@@ -304,6 +304,7 @@ class Mover:
         if copy.timer is not None:
             copy.timer.cancel()
         self._num_pulls -= copy.num_pulls
+        self._targets.release(copy.target, copy.targets)
         for number in copy.spaces:
             self._spaces[number].num_copies -= 1
         if error is None:
@@ -324,20 +325,12 @@ class Mover:
     def _settled(self, region: str, pages: tuple[int, ...]) -> None:
         number, rank = space_and_rank(region)
         again = self._paths.quarantine.held().get(region, frozenset())  # by a later copy
-        free: list[int] = []
-        for page in pages:
-            ranks = self._held.get((number, page))
-            if ranks is None or page in again:
-                continue
-            ranks.discard(rank)
-            if not ranks:
-                del self._held[number, page]
-                free.append(page)
+        free = self._targets.settle(number, rank, [page for page in pages if page not in again])
         if free:
             log.info("pages_settled", space=number, num_pages=len(free))
         self._remove_if_unused(self._spaces.get(number))
         if free:
-            self._on_settled(number, tuple(free))
+            self._on_settled(number, free)
 
     # -- the rest ---------------------------------------------------------------------------------
 
@@ -347,7 +340,7 @@ class Mover:
             "spaces": {number: space.state for number, space in self._spaces.items()},
             "copies": len(self._copies),
             "waiting": len(self._waiting),
-            "quarantined_pages": len(self._held),
+            "quarantined_pages": self._targets.num_held,
             "pinned_bytes": self._mapper.pinned.num_bytes,
             "pairs": {" to ".join(pair): found.gb_per_s for pair, found in self._mapper.pairs.found.items()},
             "reasons": dict(self._paths.reasons),
@@ -380,7 +373,7 @@ class Mover:
             self._paths.close()
             self._mapper.close()
         else:
-            log.error("closed_while_copying", pages=len(self._held))
+            log.error("closed_while_copying", num_quarantined=self._targets.num_held)
         return idle
 
     def _is_idle(self) -> bool:

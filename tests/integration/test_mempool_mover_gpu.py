@@ -14,6 +14,7 @@ from services.mempool.mover_engines import CopyEngine, PinnedRanges
 from services.mempool.mover_regions import HostRegion, SlabRegion
 from shared.ids import Epoch
 from shared.kernels.copy_pages.copies import Copies, CopyFailed, Direction
+from shared.transfer.errors import TransferRefused
 from tests.support.fake_mover_gpus import PAGE_BYTES, FakeGpus, FakeSlabs
 from tests.support.fake_vmm_driver import GRANULARITY_BYTES
 
@@ -309,10 +310,13 @@ async def test_a_page_is_in_one_transfer_at_a_time_whatever_its_path(rig, pin_ho
     assert (await it.copy(1, 2)).ok
     it.gpus.drivers[0].eager = False
     assert (await it.copy(1, 2, timeout_ms=50)).quarantined == (0, 2, 20, 21)
+    with pytest.raises(TransferRefused):
+        await it.copy(3, 2)
+    it.mover._targets.settle(2, 0, [0, 2, 20, 21])  # the library's own book, beneath the mover's
     assert (await it.copy(3, 2)).code == "transfer.refused"
     it.gpus.drivers[0].eager = True
     it.gpus.run()
-    await until(lambda: it.settled)
+    await until(lambda: not it.mover._paths.quarantine.held())
     assert (await it.copy(3, 2)).ok
 
 

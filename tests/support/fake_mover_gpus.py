@@ -36,11 +36,11 @@ class PeerVmm(FakeVmmDriver):
 
 
 class LockedDriver(RecordingDriver):
-    """A RecordingDriver for the mover's several threads, whose copies may not cross allocations of `vmms`."""
+    """A RecordingDriver for the mover's several threads, whose copies may not cross allocations or page-locked ranges."""
 
-    def __init__(self, vmms, **how):
+    def __init__(self, gpus, **how):
         self._lock = threading.RLock()
-        self._vmms = vmms
+        self._gpus = gpus
         super().__init__(**how)
 
     def copy(self, target, source, num_bytes, stream):
@@ -55,11 +55,13 @@ class LockedDriver(RecordingDriver):
         super().copy_batch(targets, sources, sizes, order, stream)
 
     def _check(self, address, num_bytes):
-        for vmm in self._vmms.values():
-            for at, (size, _) in list(vmm.mapped.items()):
-                if at < address + num_bytes and address < at + size:
-                    inside = at <= address and address + num_bytes <= at + size
-                    assert inside, "a copy over two allocations"
+        mapped = [
+            (at, size) for vmm in self._gpus.vmms.values() for at, (size, _) in list(vmm.mapped.items())
+        ]
+        locked = [pair for one in self._gpus.drivers.values() for pair in list(one.registered.items())]
+        for at, size in (*mapped, *locked):
+            if at < address + num_bytes and address < at + size:
+                assert at <= address and address + num_bytes <= at + size, "a copy over two allocations"
 
     def __getattribute__(self, name):
         found = super().__getattribute__(name)
@@ -89,7 +91,7 @@ class FakeGpus:
         number = int(device.removeprefix("cuda:"), 16)
         if number >= self.count:
             raise PathUnavailable(f"no GPU {device} is visible to the mempool")
-        self.drivers[number] = LockedDriver(self.vmms, **self._how)
+        self.drivers[number] = LockedDriver(self, **self._how)
         return Gpu(device, number, PeerVmm(device, self.vmms, self.apart), self.drivers[number])
 
     def run(self):
