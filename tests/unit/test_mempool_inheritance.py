@@ -1,5 +1,6 @@
 """What a new mempool decides about the pages of the one that died."""
 
+import msgspec
 import pytest
 
 from services.mempool.core.actions import CreateMemory, WriteEntries, WriteWords
@@ -135,6 +136,10 @@ def test_a_seal_that_was_lost_with_the_mempool_is_made_up_for(before):
     worker(after, 1, 10, quota=4, memory_id=BOOT, holding=report)
     after.client(5)
     assert after.acquire(5, hashes).num_blocks == 3
+    worker(after, 2, 11, quota=1)
+    third = successor(after, processes=())
+    third.client(5)
+    assert third.acquire(5, hashes).num_blocks == 3, "its name is noted for the mempool after this one too"
 
 
 def test_leases_that_an_engine_works_in_go_on(before):
@@ -158,6 +163,46 @@ def test_a_report_that_the_table_does_not_confirm_is_refused(before, case):
     worker(after, 1, 10, quota=4, memory_id=BOOT, holding=holding(held, sealed, hashes))
     assert isinstance(after.sent[1][0], wire.AttachRefused)
     assert after.pool.inheritance is not None
+
+
+def test_a_report_of_which_a_part_is_wrong_changes_nothing(before):
+    after = successor(before)
+    leases = [wire.HeldLease(lease_id=LeaseId("old-1"), **page_lists([(before.sealed[0][0], 7)]))]
+    report = holding(before.held, before.sealed, chain("a", "b"), leases)
+    counts, num_pinned = after.counts(), after.pool.index.num_pinned
+    worker(after, 1, 10, quota=4, memory_id=BOOT, holding=report)
+    assert isinstance(after.sent[1][0], wire.AttachRefused)
+    assert (after.counts(), after.pool.index.num_pinned) == (counts, num_pinned)
+    after.dead(10)
+    assert after.counts()["free"] == NUM_PAGES - 3, (
+        "what it held is free with its death, what is sealed stays"
+    )
+    assert after.pool.index.num_pinned == 0
+
+
+def test_a_lease_that_the_new_mempool_made_is_not_pinned_twice_when_its_engine_reports_it(before):
+    """A front may be connected, and lease, before its engine reports."""
+    after = successor(before)
+    after.client(5, instance="i1")
+    lease = after.acquire(5, chain("a"))
+    held = wire.HeldLease(lease_id=lease.lease_id, **page_lists(before.sealed[:1]))
+    worker(after, 1, 10, quota=4, memory_id=BOOT, holding=holding([], [], [], [held]))
+    after.release(1, lease.lease_id)
+    assert after.pool.index.num_pinned == 0
+
+
+@pytest.mark.parametrize("twice", ["held", "sealed"])
+def test_a_page_that_is_reported_twice_is_refused(before, twice):
+    after = successor(before)
+    held, sealed, hashes = before.held, before.sealed, chain("a", "b")
+    if twice == "held":
+        held = before.held * 2
+    else:
+        sealed, hashes = [sealed[0], sealed[0]], [hashes[0], hashes[0]]
+    lists = holding(held, sealed, hashes)
+    lists = msgspec.structs.replace(lists, sealed_parents=SEED * len(sealed))
+    worker(after, 1, 10, quota=4, memory_id=BOOT, holding=lists)
+    assert isinstance(after.sent[1][0], wire.AttachRefused)
 
 
 def test_an_engine_of_other_memory_is_refused(before):

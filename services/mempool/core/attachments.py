@@ -198,7 +198,9 @@ class Attachments:
             return
         if self.inheritance is None:
             raise NotInherited("this pool has not lost you: what you hold is another's by now")
-        self.inheritance.claim(engine, message.holding, memory.block_tokens, memory.table.num_pages)
+        holding = message.holding
+        for entry in self.inheritance.claim(engine, holding, memory.block_tokens, memory.table.num_pages):
+            self._note(entry)
         engine.demand = max(0, engine.quota - engine.num_pages)
 
     def _memory_for(self, connection: int, message: wire.Attach) -> tuple[list[Action], Memory | None]:

@@ -6,7 +6,7 @@ attach again (wire.Holding). Until every process that could touch a page has rep
 pages stay where they are and pages in doubt stay in quarantine (architecture.md section 4, rule 7).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from services.mempool.core import parse
 from services.mempool.core.engines import Engine
@@ -76,44 +76,72 @@ class Inheritance:
         """Pages that were found with their names."""
         return len(self._pinned)
 
-    def claim(self, engine: Engine, holding: Holding, block_tokens: int, max_blocks: int) -> None:
-        """Give an engine what it reports. Raises: NotInherited; PeerProtocolError on broken lists."""
-        for page, epoch in parse.pages(holding.pages, holding.epochs, max_blocks):
-            self._check(page, epoch, page in self._in_doubt)
-            self._in_doubt.discard(page)
-            self._table.apply(page, PageEvent.CLAIMED)
-            engine.held.add(page)
-        sealed = Sealed(
+    def claim(self, engine: Engine, holding: Holding, block_tokens: int, max_blocks: int) -> list[Entry]:
+        """Give an engine what it reports. Raises: NotInherited; PeerProtocolError on broken lists.
+
+        Returns: blocks that only the engine knew by name; the caller notes them.
+        """
+        held = parse.pages(holding.pages, holding.epochs, max_blocks)
+        message = Sealed(
             pages=holding.sealed_pages,
             epochs=holding.sealed_epochs,
             hashes=holding.sealed_hashes,
             parents=holding.sealed_parents,
             valid_tokens=holding.sealed_valid_tokens,
         )
-        for block in parse.sealed(sealed, block_tokens, max_blocks):
+        sealed = parse.sealed(message, block_tokens, max_blocks)
+        leases = [(x.lease_id, parse.pages(x.pages, x.epochs, max_blocks)) for x in holding.leases]
+        self._confirm(held, sealed, [own for _, pages in leases for own in pages])
+        for page, _ in held:
+            self._in_doubt.discard(page)
+            self._table.apply(page, PageEvent.CLAIMED)
+            engine.held.add(page)
+        named = [entry for block in sealed if (entry := self._claim_sealed(engine, block)) is not None]
+        for lease_id, pages in leases:
+            self._leases.restore(lease_id, engine.instance, [self._by_page[page] for page, _ in pages])
+        return named
+
+    def _claim_sealed(self, engine: Engine, block: parse.SealedBlock) -> Entry | None:
+        """An entry that only the engine knew."""
+        page = block.page
+        if page in self._in_doubt:  # the earlier mempool had not read of its seal
+            self._in_doubt.discard(page)
+            self._table.apply(page, PageEvent.CLAIMED)
+            self._table.apply(page, PageEvent.SEAL)
+        known, named = self._by_page.get(page), None
+        if known is None:
+            self._nameless.discard(page)
+            entry = Entry(block.block_hash, block.parent, page, block.valid_tokens)
+            if self._index.insert(entry):
+                known = named = self._by_page[page] = entry
+        if known is not None:
+            self._index.pin([known])
+        engine.pinned[page] = known
+        return named
+
+    def _confirm(
+        self,
+        held: Sequence[tuple[PageId, int]],
+        sealed: Sequence[parse.SealedBlock],
+        leased: Sequence[tuple[PageId, int]],
+    ) -> None:
+        """Nothing is changed. Raises: NotInherited."""
+        free_to_claim = self._in_doubt | self._nameless | self._by_page.keys()
+        named, fresh = set(self._by_page), set[BlockHash]()
+        for page, epoch in held:
+            self._check(page, epoch, page in self._in_doubt and page in free_to_claim)
+            free_to_claim.discard(page)
+        for block in sealed:
+            self._check(block.page, block.epoch, block.page in free_to_claim)
+            free_to_claim.discard(block.page)
             known = self._by_page.get(block.page)
-            is_sealed = known is not None or block.page in self._nameless
-            self._check(block.page, block.epoch, is_sealed or block.page in self._in_doubt)
-            if not is_sealed:  # the earlier mempool had not read of its seal
-                self._in_doubt.discard(block.page)
-                self._table.apply(block.page, PageEvent.CLAIMED)
-                self._table.apply(block.page, PageEvent.SEAL)
-            if known is None:
-                self._nameless.discard(block.page)
-                entry = Entry(block.block_hash, block.parent, block.page, block.valid_tokens)
-                if self._index.insert(entry):
-                    known = self._by_page[block.page] = entry
-            elif known.block_hash != block.block_hash:
+            if known is not None and known.block_hash != block.block_hash:
                 raise NotInherited(f"page {block.page} holds another block")
-            if known is not None:
-                self._index.pin([known])
-            engine.pinned[block.page] = known
-        for lease in holding.leases:
-            entries: list[Entry] = []
-            for page, epoch in parse.pages(lease.pages, lease.epochs, max_blocks):
-                self._check(page, epoch, page in self._by_page)
-                entries.append(self._by_page[page])
-            self._leases.restore(lease.lease_id, engine.instance, entries)
+            if block.block_hash not in self._index and block.block_hash not in fresh:
+                fresh.add(block.block_hash)
+                named.add(block.page)
+        for page, epoch in leased:
+            self._check(page, epoch, page in named)
 
     def _check(self, page: PageId, epoch: int, is_expected: bool) -> None:
         if not 0 <= page < self._table.num_pages or self._table.epochs[page] != epoch or not is_expected:

@@ -105,7 +105,9 @@ class Leases:
         return lease
 
     def restore(self, lease_id: LeaseId, instance: InstanceId, entries: list[Entry]) -> None:
-        """A lease of an earlier mempool that an engine still works in."""
+        """A lease of an earlier mempool that an engine still works in. One that is known already stays as it is."""
+        if lease_id in self.leases:
+            return
         self._index.pin(entries)
         self.leases[lease_id] = Lease(lease_id, Epoch(0), instance, None, entries, None)
 
