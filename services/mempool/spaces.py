@@ -11,14 +11,34 @@ from services.mempool.slabs import DeviceSlabs, KeptSlabs
 from services.mempool.takeover import Adopted, SpaceMeta
 from shared.errors import ClusterError, ResourceError
 from shared.ids import Epoch, PageId
-from shared.kv.layout import slabs_per_page
+from shared.kv.layout import EngineDescription, slabs_per_page
 from shared.observe.log import get_logger
 
 if TYPE_CHECKING:
     from services.mempool.mover import CopyDone, Mover
     from services.mempool.mover_regions import RankRegion
+    from shared.transfer.reslice import KvEnd
 
 log = get_logger("mempool.spaces")
+
+
+def kv_end(description: EngineDescription) -> "KvEnd | None":
+    """How the engine cuts a block over its ranks; None when that is not known, so that nothing is cut anew."""
+    from shared.transfer.reslice import KvEnd, Order
+
+    if description.family_key == description.content_key:
+        return None
+    num_rows = description.num_layers * description.num_kv_heads * description.block_tokens * 2
+    try:
+        end = KvEnd(
+            description.num_layers, description.total_kv_heads, description.block_tokens,
+            description.block_bytes // max(1, num_rows), tp_size=description.tp_size,
+            order=Order(description.order),
+        )  # fmt: skip
+    except (ClusterError, ValueError) as error:
+        log.warning("geometry_unknown", reason=str(error))
+        return None
+    return end if end.block_bytes(0) == description.block_bytes else None
 
 
 class Spaces:
@@ -103,6 +123,7 @@ class Spaces:
             slabs = KeptSlabs(found.slab_fds[rank * per_rank : (rank + 1) * per_rank])
             self.slabs[meta.number, rank] = slabs
             self.kept.slabs(meta.number, rank, meta.devices[rank], slabs, per_rank)
+        self._tell_mover()
 
     # -- copies ---------------------------------------------------------------------------------------
 
@@ -140,7 +161,7 @@ class Spaces:
         for number in whole:
             if number not in self._moved:
                 self._moved.add(number)
-                self._mover.add_space(number, self._regions(number))
+                self._mover.add_space(number, self._regions(number), kv_end(self._metas[number].description))
 
     def _is_whole(self, number: int) -> bool:
         meta = self._metas[number]

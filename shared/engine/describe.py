@@ -15,6 +15,13 @@ def _cache_dtype(config: Any) -> torch.dtype:
     return config.model_config.dtype
 
 
+def cuda_order() -> str:
+    """How a layer's block lies in a cache of vLLM's CUDA backends."""
+    from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+    return get_kv_cache_layout()
+
+
 def describe_engine(
     config: Any, model_name: str, model_dir: str, kv_layout: str = "cross-layer"
 ) -> EngineDescription:
@@ -54,4 +61,6 @@ def describe_engine(
         block_tokens=block_tokens,
         block_bytes=2 * num_layers * num_kv_heads * head_dim * block_tokens * item_bytes,
         max_model_len=model.max_model_len,
+        total_kv_heads=model.get_total_num_kv_heads(),
+        order="HND" if isa else cuda_order(),
     )

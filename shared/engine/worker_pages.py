@@ -120,7 +120,7 @@ class PromptPages:
         self, seed: BlockHash, prompt: bytes, handoff: HandoffState, traceparent: str
     ) -> PageLease | None:
         """The blocks that the prefill side leased for us, the partial last one included."""
-        if handoff.description.content_key != self._description.content_key:
+        if handoff.description.family_key != self._description.family_key:
             self._outcomes.labels("description_differs").inc()
             _log.warning("handoff_description_differs", handoff_id=handoff.handoff_id, source=handoff.source)
             return None

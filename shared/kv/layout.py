@@ -9,7 +9,8 @@ CUDA_PAGE_BYTES = 2 << 20  # cuMemGetAllocationGranularity on H100 and H200 (fac
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine's KV bytes mean. Two engines exchange raw pages only if `content_key` agrees."""
+    """What one engine's KV bytes mean. Two engines exchange raw pages only if `content_key` agrees; pages are cut
+    anew between engines that differ in their ranks only (`family_key` agrees)."""
 
     model: str  # the name that clients use
     fingerprint: str  # hex digest over the model's config and weights: same bytes in, same KV out
@@ -27,6 +28,10 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int = 0
     block_bytes: int = 0  # one block: all layers, K and V, of one rank
     max_model_len: int = 0
+    # of the whole model, and how a layer's block lies in memory: heads before tokens ("HND") or after ("NHD");
+    # 0 and "": unknown, so that blocks are never cut anew
+    total_kv_heads: int = 0
+    order: str = ""
 
     @property
     def content_key(self) -> str:
@@ -34,7 +39,18 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
         parts = (
             self.fingerprint, self.dtype, self.layout, self.backend, self.isa, self.tp_size, self.tp_rank,
             self.pp_size, self.pp_rank, self.num_layers, self.num_kv_heads, self.head_dim,
-            self.block_tokens, self.block_bytes,
+            self.block_tokens, self.block_bytes, self.order,
+        )  # fmt: skip
+        return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
+
+    @property
+    def family_key(self) -> str:
+        """As content_key, but equal for engines of one model that differ in tensor parallelism only."""
+        if not self.total_kv_heads or not self.order or self.pp_size > 1 or self.layout != "layers-blocks":
+            return self.content_key
+        parts = (
+            "family", self.fingerprint, self.dtype, self.layout, self.backend, self.isa, self.num_layers,
+            self.total_kv_heads, self.head_dim, self.block_tokens, self.order,
         )  # fmt: skip
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
 

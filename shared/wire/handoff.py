@@ -20,7 +20,7 @@ class HandoffState(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     handoff_id: HandoffId
     source: InstanceId
-    description: EngineDescription  # of the source: raw pages are used only if content_key agrees
+    description: EngineDescription  # of the source: pages are used only if family_key agrees
     mode: HandoffMode = "resample"
     valid_tokens: int = 0  # leading prompt tokens whose KV is in pages, the partial last block included
     output_token_ids: list[int] = []

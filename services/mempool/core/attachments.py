@@ -286,9 +286,9 @@ class Attachments:
         return self.instance_of(connection) is not None
 
     def shares_content(self, other: "Attachments") -> bool:
-        """Whether blocks of the two pools are the same bytes."""
+        """Whether blocks of the two pools hold the same, perhaps cut over other ranks."""
         mine, theirs = self.memory, other.memory
-        return mine is not None and theirs is not None and mine.content_key == theirs.content_key
+        return mine is not None and theirs is not None and mine.family_key == theirs.family_key
 
     def takes(self, message: wire.Attach, content_key: str) -> bool:
         """Whether this pool's pages are where this engine or rank needs them."""

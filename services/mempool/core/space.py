@@ -24,6 +24,7 @@ class Memory:
     """What exists once the first engine has told its block size."""
 
     content_key: str
+    family_key: str  # of spaces whose blocks are these, perhaps cut differently
     block_tokens: int
     page_bytes: int
     table: PageTable
@@ -121,6 +122,7 @@ def _memory(
     engines = Engines(table, limits.granted_share, limits.kept_share, unpin)
     return Memory(
         description.content_key,
+        description.family_key,
         description.block_tokens,
         planned.page_bytes,
         table,

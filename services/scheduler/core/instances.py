@@ -40,7 +40,7 @@ class Instance:
     role: Role
     endpoint: str
     description: EngineDescription
-    content_key: str  # description.content_key, hashed once
+    family_key: str  # description.family_key, hashed once
     load: InstanceLoad
     seen_at_ms: int
     last_seq: int = -1
@@ -97,7 +97,7 @@ class Instances:
             role=hello.role,
             endpoint=hello.endpoint,
             description=hello.description,
-            content_key=hello.description.content_key,
+            family_key=hello.description.family_key,
             load=load,
             seen_at_ms=now_ms,
         )

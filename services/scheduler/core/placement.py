@@ -96,13 +96,13 @@ class Placer:
         self, request: PlacementRequest, free: Sequence[Candidate]
     ) -> tuple[Choice, Choice] | None:
         decodes = [c for c in free if c.known.role == "decode"]
-        keys = {c.known.content_key for c in decodes}
-        prefills = [c for c in free if c.known.role == "prefill" and c.known.content_key in keys]
+        keys = {c.known.family_key for c in decodes}
+        prefills = [c for c in free if c.known.role == "prefill" and c.known.family_key in keys]
         if not prefills:
             return None
         prefill = choose(self.policy, "prefill", request, prefills)
-        key = prefill.candidate.known.content_key
-        partners = [c for c in decodes if c.known.content_key == key]
+        key = prefill.candidate.known.family_key
+        partners = [c for c in decodes if c.known.family_key == key]
         return prefill, choose(self.policy, "decode", request, partners)
 
     def _disaggregated(
@@ -184,8 +184,8 @@ def _candidate(request: PlacementRequest, known: Instance, now_ms: int) -> Candi
 
 
 def _has_pair(usable: Sequence[Instance]) -> bool:
-    decode_keys = {i.content_key for i in usable if i.role == "decode"}
-    return any(i.role == "prefill" and i.content_key in decode_keys for i in usable)
+    decode_keys = {i.family_key for i in usable if i.role == "decode"}
+    return any(i.role == "prefill" and i.family_key in decode_keys for i in usable)
 
 
 def _why_colocated(request: PlacementRequest, usable: Sequence[Instance]) -> str:

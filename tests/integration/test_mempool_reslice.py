@@ -1,0 +1,123 @@
+"""Spaces of unequal tensor parallelism in one mempool: a reader gets the blocks cut as its own ranks need them."""
+
+import os
+
+import msgspec
+import numpy as np
+import pytest
+
+from shared.ids import InstanceId
+from shared.kv.layout import EngineDescription
+from shared.kv.words import u32_list
+from shared.mempool.client import MempoolClient
+from shared.mempool.page_quota import PageQuota, SealedPage
+from shared.mempool.rank_memory import RankMemory
+from tests.integration.mempool_rig import SEED, MempoolProcess, chain, until
+
+LAYERS, HEADS, TOKENS, DIM = 3, 4, 16, 8
+ABC = chain("a", "b", "c")
+
+
+def described(tp_size: int) -> EngineDescription:
+    heads = HEADS // tp_size
+    return EngineDescription(
+        model="m", fingerprint="f", dtype="float32", layout="layers-blocks", backend="none", tp_size=tp_size,
+        num_layers=LAYERS, num_kv_heads=heads, total_kv_heads=HEADS, order="HND", head_dim=DIM,
+        block_tokens=TOKENS, block_bytes=LAYERS * heads * TOKENS * 2 * DIM * 4,
+    )  # fmt: skip
+
+
+def block(number: int) -> np.ndarray:
+    """[layers, heads, tokens, K and V] of the whole model: every value is another."""
+    shape = (LAYERS, HEADS, TOKENS, 2 * DIM)
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 1_000_000 * number
+
+
+class Instance:
+    """Ranks that share a process here, and their engine."""
+
+    def __init__(self, socket, name: str, tp_size: int) -> None:
+        self.name, self.tp_size = name, tp_size
+        self.description = described(tp_size)
+        self.ranks = [
+            RankMemory(socket, InstanceId(name), self.description, rank, device=f"cpu:{name}")
+            for rank in range(tp_size)
+        ]
+        self.quota = PageQuota(socket, InstanceId(name), self.description, 4)
+        self.header = self.quota.attach()
+        self.stock: list = []
+
+    def _at(self, rank: int, page: int) -> int:
+        return self.ranks[rank].offset_bytes + page * self.header.page_bytes
+
+    def save(self, hashes) -> None:
+        until(lambda: self.stock.extend(self.quota.take_granted()) or len(self.stock) >= len(hashes), "pages")
+        parent, sealed = SEED, []
+        for number, block_hash in enumerate(hashes):
+            page, epoch = self.stock.pop()
+            self.quota.writing([(page, epoch)])
+            each = HEADS // self.tp_size
+            for rank, memory in enumerate(self.ranks):
+                mine = np.ascontiguousarray(block(number)[:, rank * each : (rank + 1) * each])
+                os.pwrite(memory.fd, mine.tobytes(), self._at(rank, page))
+            sealed.append(SealedPage(page, epoch, block_hash, parent, TOKENS))
+            parent = block_hash
+        self.quota.seal(sealed)
+
+    def read(self, page: int) -> np.ndarray:
+        each = HEADS // self.tp_size
+        parts = [
+            np.frombuffer(os.pread(memory.fd, self.description.block_bytes, self._at(rank, page)), np.float32)
+            for rank, memory in enumerate(self.ranks)
+        ]
+        return np.concatenate([part.reshape(LAYERS, each, TOKENS, 2 * DIM) for part in parts], axis=1)
+
+    def close(self) -> None:
+        self.quota.close()
+        for rank in self.ranks:
+            rank.close()
+
+
+@pytest.fixture
+def mempool(tmp_path):
+    process = MempoolProcess(tmp_path)
+    yield process
+    process.stop()
+
+
+@pytest.mark.parametrize(("source", "target"), [(2, 1), (1, 2), (2, 4), (4, 2), (4, 1)])
+async def test_blocks_arrive_cut_over_the_readers_ranks(mempool, source, target):
+    prefill, decode = Instance(mempool.socket, "p", source), Instance(mempool.socket, "d", target)
+    client = MempoolClient(mempool.socket, InstanceId("d"))
+    client.start()
+    try:
+        prefill.save(ABC)
+        assert await client.wait_connected(5000)
+        assert await client.match(ABC) == 3
+        got = await client.acquire(ABC, timeout_ms=10_000)
+        assert got.num_blocks == 3, mempool.status()
+        for number, page in enumerate(u32_list(got.pages)):
+            np.testing.assert_array_equal(decode.read(page), block(number))
+    finally:
+        await client.close()
+        prefill.close()
+        decode.close()
+
+
+async def test_another_models_blocks_are_no_family(mempool):
+    prefill, decode = Instance(mempool.socket, "p", 2), Instance(mempool.socket, "d", 1)
+    other = msgspec.structs.replace(described(1), fingerprint="g")
+    assert described(1).family_key == described(2).family_key != other.family_key
+    assert described(1).content_key != described(2).content_key
+    apart = RankMemory(mempool.socket, InstanceId("x"), other, 0, device="cpu:x")
+    client = MempoolClient(mempool.socket, InstanceId("x"))
+    client.start()
+    try:
+        prefill.save(ABC)
+        assert await client.wait_connected(5000)
+        assert await client.match(ABC) == 0
+    finally:
+        await client.close()
+        apart.close()
+        prefill.close()
+        decode.close()
