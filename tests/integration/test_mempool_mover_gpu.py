@@ -7,107 +7,14 @@ import numpy as np
 import pytest
 
 from services.mempool import mover_self_test, mover_spaces
-from services.mempool.memory import PoolMemory
-from services.mempool.mover import Mover
 from services.mempool.mover_bounce import BounceCopier
 from services.mempool.mover_engines import CopyEngine, PinnedRanges
-from services.mempool.mover_regions import HostRegion, SlabRegion
-from shared.ids import Epoch
 from shared.kernels.copy_pages.copies import Copies, CopyFailed, Direction
 from shared.transfer.errors import TransferRefused
+from shared.transfer.reslice import KvEnd
 from tests.support.fake_mover_gpus import PAGE_BYTES, FakeGpus, FakeSlabs
 from tests.support.fake_vmm_driver import GRANULARITY_BYTES
-
-NUM, PER_SLAB = 24, 4
-
-
-class HostSpace:
-    def __init__(self, number, num_ranks, page_bytes=PAGE_BYTES):
-        self.memory = PoolMemory(NUM, page_bytes, Epoch(1), num_ranks)
-        self.num_ranks, self.page_bytes = num_ranks, page_bytes
-        content = np.random.default_rng(number).integers(0, 256, num_ranks * NUM * page_bytes, np.uint8)
-        os.pwrite(self.memory.page_fd, content.tobytes(), 0)
-        size = NUM * page_bytes
-        self.regions = [HostRegion(self.memory.page_fd, r * size, page_bytes, NUM) for r in range(num_ranks)]
-
-    def pages(self):
-        raw = os.pread(self.memory.page_fd, self.num_ranks * NUM * self.page_bytes, 0)
-        return np.frombuffer(raw, np.uint8).reshape(self.num_ranks, NUM, self.page_bytes)
-
-    def close(self):
-        self.memory.close()
-
-
-class GpuSpace:
-    def __init__(self, number, devices, slabs_per_page=0):
-        """`slabs_per_page` 0: several pages in a slab; otherwise pages of so many slabs."""
-        per_slab, per_page = (1, slabs_per_page) if slabs_per_page else (PER_SLAB, 1)
-        self.page_bytes = slabs_per_page * GRANULARITY_BYTES or PAGE_BYTES
-        size = per_slab * self.page_bytes // per_page
-        self.slabs = [FakeSlabs(NUM * per_page // per_slab, size) for _ in devices]
-        random = np.random.default_rng(number)
-        for slabs in self.slabs:
-            slabs.write(random.integers(0, 256, NUM * self.page_bytes, np.uint8).tobytes())
-        self.regions = [
-            SlabRegion(FakeGpus.device(device), slabs, self.page_bytes, NUM, per_slab, per_page)
-            for device, slabs in zip(devices, self.slabs, strict=True)
-        ]
-
-    def pages(self):
-        raw = b"".join(slabs.read() for slabs in self.slabs)
-        return np.frombuffer(raw, np.uint8).reshape(len(self.slabs), NUM, self.page_bytes)
-
-    def close(self):
-        for slabs in self.slabs:
-            slabs.close()
-
-
-class Rig:
-    def __init__(self, gpus=None, **how):
-        self.gpus = gpus or FakeGpus()
-        self.settled = []
-        self.spaces = {}
-        self.next_copy = 1
-        self.mover = Mover(
-            lambda space, pages: self.settled.append((space, pages)), open_gpu=self.gpus.open, **how
-        )
-
-    def add(self, number, devices, *how):
-        """`devices`: of each rank; a number of ranks for host memory."""
-        made = (GpuSpace if isinstance(devices, tuple) else HostSpace)(number, devices, *how)
-        self.spaces[number] = made
-        self.mover.add_space(number, made.regions)
-
-    async def copy(self, source, target, pairs=((3, 20), (4, 21), (5, 2), (23, 0)), timeout_ms=5000):
-        """Pairs of pages; checks that these and only these arrived, when the copy ended well."""
-        before, there = self.spaces[target].pages().copy(), self.spaces[source].pages().copy()
-        sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        future = asyncio.get_running_loop().create_future()
-        self.mover.copy(self.next_copy, target, targets, [(source, sources)], timeout_ms, future.set_result)
-        self.next_copy += 1
-        done = await future
-        if done.ok:
-            size = min(before.shape[2], there.shape[2])
-            before[:, targets, :size] = there[:, sources, :size]
-            assert np.array_equal(self.spaces[target].pages(), before)
-            assert done.num_bytes == len(pairs) * size * len(before)
-        return done
-
-    async def pinned(self):
-        """Until all host memory is page-locked."""
-        wanted = sum(
-            each.num_ranks * NUM * each.page_bytes
-            for each in self.spaces.values()
-            if isinstance(each, HostSpace)
-        )
-        await until(lambda: self.mover.status()["pinned_bytes"] == wanted)
-
-    def close(self):
-        self.gpus.run()
-        idle = self.mover.close()
-        for space in self.spaces.values():
-            space.close()
-        return idle
+from tests.support.mover_spaces_rig import NUM, PER_SLAB, GpuSpace, Rig, until
 
 
 @pytest.fixture
@@ -122,12 +29,6 @@ async def rig(monkeypatch):
     yield make
     for each in made:
         each.close()
-
-
-async def until(condition, timeout_s=10.0):
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110  the condition is another thread's state
-            await asyncio.sleep(0.002)
 
 
 @pytest.mark.parametrize("pin_host", [False, True])
@@ -203,6 +104,29 @@ async def test_pages_of_several_slabs_and_of_unequal_padding_hold_the_same_block
             if source != target:
                 done = await it.copy(source, target)
                 assert done.ok, (source, target, done)
+
+
+async def test_ranks_of_unequal_tensor_parallelism_are_cut_anew_between_gpus(rig):
+    it = rig()
+    ends = {1: KvEnd(2, 4, 16, 128), 2: KvEnd(2, 4, 16, 128, tp_size=2)}
+    spaces = {1: GpuSpace(1, (0,)), 2: GpuSpace(2, (0, 1)), 3: GpuSpace(3, (1,))}
+    it.spaces = spaces
+    for number, space in spaces.items():
+        it.mover.add_space(number, space.regions, ends[len(space.slabs)])
+    future = asyncio.get_running_loop().create_future()
+    it.mover.copy(1, 2, [9, 8], [(1, [3, 4])], 5000, future.set_result)
+    assert (await future).ok
+    size = ends[2].block_bytes(0)
+    whole = spaces[1].pages()[0, [3, 4], : 2 * size].reshape(2, 2, 2, -1)  # page, layer, rank, its heads
+    assert np.array_equal(
+        spaces[2].pages()[:, [9, 8], :size].reshape(2, 2, 2, -1), whole.transpose(2, 0, 1, 3)
+    )
+    future = asyncio.get_running_loop().create_future()
+    it.mover.copy(2, 3, [20, 21], [(2, [9, 8])], 5000, future.set_result)
+    assert (await future).ok
+    assert np.array_equal(
+        spaces[3].pages()[0, [20, 21], : 2 * size], spaces[1].pages()[0, [3, 4], : 2 * size]
+    )
 
 
 async def test_host_memory_is_page_locked_in_chunks_while_copies_run(rig, monkeypatch):

@@ -36,7 +36,7 @@ class PeerVmm(FakeVmmDriver):
 
 
 class LockedDriver(RecordingDriver):
-    """A RecordingDriver for the mover's several threads, whose copies may not cross allocations or page-locked ranges."""
+    """A RecordingDriver for the mover's several threads, whose copies cross no allocation and no page-locked range."""
 
     def __init__(self, gpus, **how):
         self._lock = threading.RLock()
@@ -61,7 +61,7 @@ class LockedDriver(RecordingDriver):
         locked = [pair for one in self._gpus.drivers.values() for pair in list(one.registered.items())]
         for at, size in (*mapped, *locked):
             if at < address + num_bytes and address < at + size:
-                assert at <= address and address + num_bytes <= at + size, "a copy over two allocations"
+                assert at <= address < address + num_bytes <= at + size, "a copy over two allocations"
 
     def __getattribute__(self, name):
         found = super().__getattribute__(name)
