@@ -33,6 +33,7 @@ async def run(settings: MempoolSettings) -> int:
         MonotonicClock(),
         frozenset(settings.allowed_uids) or None,
         kept,
+        pin_host=settings.pin_host,
     )
     service.end_on_bug("mempool", ended, shell.status)
     PoolCollector(shell)

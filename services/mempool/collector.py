@@ -12,6 +12,8 @@ _PREFIX = "quire_mempool"
 # Counters exist from the start, so that a rate over them is right from the first event.
 COUNTERS = (
     "acquires", "acquires_waited", "attaches_refused", "blocks_hit", "blocks_missed", "blocks_pulled",
+    "blocks_pulled_from_dram", "dram_blocks_dropped", "dram_blocks_evicted", "dram_blocks_freed", "dram_blocks_in",
+    "dram_blocks_out", "dram_copies_dropped", "dram_copies_failed",
     "calls_refused", "engines_lost", "handoffs", "handoffs_expired", "handoffs_refused", "leases_expired",
     "messages_stale", "pages_acknowledged", "pages_asked_back", "pages_evicted", "pages_granted",
     "pages_punched", "pages_recovered", "pages_sealed", "pulls", "pulls_failed", "pulls_without_pages",

@@ -36,6 +36,16 @@ class MempoolSettings(msgspec.Struct, frozen=True, kw_only=True):
         150  # so long a reader waits for pages to copy into, when it waits for nothing else
     )
     copy_timeout_ms: int = 5_000  # of a copy between two spaces
+    dram_bytes: int = (
+        0  # of host memory behind the GPUs, for each content of blocks; 0: what is evicted is gone
+    )
+    dram_for_host: bool = False  # also behind named parts of host memory (worker.kv_space)
+    out_in_flight_bytes: int = (
+        256 << 20
+    )  # on their way out of one space; beyond that blocks are evicted uncopied
+    out_timeout_ms: int = 500  # of a copy out
+    # page-lock host memory once a GPU copies: at PCIe's rate, but all of it is taken at once and none is given back
+    pin_host: bool = False
     max_leases: int = 65_536
     max_handoffs: int = 65_536
     max_waiting: int = 4_096
@@ -56,7 +66,10 @@ def load(argv: Sequence[str]) -> MempoolSettings:
         raise SettingsError(f"setting mempool.kept_share: {found.kept_share} is not in (0, 1]; try 0.99")
     if found.device_capacity_bytes < 0:
         raise SettingsError("setting mempool.device_capacity_bytes: must be 0 (what is free) or more")
+    if found.dram_bytes < 0:
+        raise SettingsError("setting mempool.dram_bytes: must be 0 (none) or more, e.g. 8589934592")
     for name in (
+        "out_in_flight_bytes", "out_timeout_ms",
         "capacity_bytes", "max_spaces", "pull_patience_ms", "copy_timeout_ms", "max_leases", "max_handoffs",
         "max_waiting", "max_blocks_per_call", "max_ttl_ms", "max_wait_ms",
     ):  # fmt: skip

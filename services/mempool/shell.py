@@ -55,10 +55,12 @@ class MempoolShell:
         clock: Clock,
         allowed_uids: frozenset[int] | None = None,
         kept: Kept | None = None,
+        *,
+        pin_host: bool = False,
     ) -> None:
         self.pool = Mempool(limits, boot_generation)
         self.kept = kept or Kept("", boot_generation)
-        self.spaces = Spaces(self.kept, boot_generation, self._on_copied, self._on_settled)
+        self.spaces = Spaces(self.kept, boot_generation, self._on_copied, self._on_settled, pin_host=pin_host)
         self.clock = clock
         self.server: UnixServer[wire.ToMempool, wire.FromMempool] = UnixServer(
             path,

@@ -47,6 +47,7 @@ class Spaces:
     Args:
         on_copied: (copy id, failed, pages that may still be written): the end of every copy, once.
         on_settled: (space, pages): nothing can write these any more.
+        pin_host: see Mover.
     """
 
     def __init__(
@@ -55,8 +56,11 @@ class Spaces:
         boot_generation: Epoch,
         on_copied: Callable[[int, bool, Sequence[int]], None],
         on_settled: Callable[[int, tuple[int, ...]], None],
+        *,
+        pin_host: bool = False,
     ) -> None:
         self.kept = kept
+        self._pin_host = pin_host
         self.memories: dict[int, PoolMemory] = {}
         self.slabs: dict[tuple[int, int], DeviceSlabs | KeptSlabs] = {}  # by space and rank, on GPUs
         self._metas: dict[int, SpaceMeta] = {}
@@ -82,7 +86,7 @@ class Spaces:
         self._take(memory, meta)
         log.info(
             "memory_created", space=action.space, num_pages=action.num_pages, page_bytes=action.page_bytes,
-            num_ranks=action.num_ranks,
+            num_ranks=action.num_ranks, label=action.label,
         )  # fmt: skip
         self._tell_mover()
 
@@ -157,7 +161,7 @@ class Spaces:
         if self._mover is None:
             from services.mempool.mover import Mover  # a mempool of one space needs none of it
 
-            self._mover = Mover(self._on_settled)
+            self._mover = Mover(self._on_settled, pin_host=self._pin_host)
         for number in whole:
             if number not in self._moved:
                 self._moved.add(number)
@@ -192,7 +196,9 @@ class Spaces:
         return self._metas[number].pages_per_slab > 0
 
     def punch(self, number: int, pages: list[PageId]) -> None:
-        """Give the memory of free pages back."""
+        """Give the memory of free pages back, unless copy engines have its addresses."""
+        if self._mover is not None and self._mover.is_pinned(number):
+            return
         try:
             self.memories[number].punch(pages)
         except OSError as error:  # some sandboxes cannot: the memory stays, nothing else is lost

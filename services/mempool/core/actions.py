@@ -26,6 +26,12 @@ class PoolLimits:
     max_spaces: int = 64
     pull_patience_ms: int = 150  # a reader that waits for nothing else waits so long for pages to copy into
     copy_timeout_ms: int = 5_000
+    dram_bytes: int = 0  # of host memory behind the spaces of each content; 0: what is evicted is gone
+    dram_for_host: bool = False  # also behind named parts of host memory, not only behind GPUs
+    out_in_flight_bytes: int = (
+        256 << 20
+    )  # on their way out of one space; above it blocks are evicted uncopied
+    out_timeout_ms: int = 500  # of a copy out: an engine may be waiting for its pages
     idle_punch_ms: int = 30_000  # quiet for so long: memory of free pages goes back; 0: never
 
 

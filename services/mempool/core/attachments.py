@@ -1,7 +1,7 @@
 """Who is connected to a pool and what memory they get: the part of the pool that begins connections. No I/O."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.mempool.core import space
@@ -79,6 +79,8 @@ class Attachments:
         self._sends: list[Action] = []
         self._notes: list[tuple[int, bytes]] = []  # of pages sealed since the last actions
         self.claims: list[Claim] = []  # for pages that the mempool itself is about to write
+        # frees a page, or has blocks leave for as many as are lacking (dram.py); whether one is free now
+        self.outlet: Callable[[int], bool] | None = None
 
     def adopt(
         self,
@@ -213,33 +215,27 @@ class Attachments:
             planned = space.plan(description, message, self.limits)
             if planned.num_pages == 0:
                 return self._refuse(connection, "pages.exhausted", planned.shortage), None
-            self.memory = space.make(
-                description,
-                planned,
-                self.limits,
-                self.boot_generation,
-                self._unpin_one,
-            )
-            self.memory_id = Epoch(self.boot_generation + self.number)
-            self.memory.label = space.label_of(message.device)
-            self.readers.epochs = self.memory.table.epochs
-            created.append(
-                CreateMemory(
-                    description,
-                    planned.num_pages,
-                    planned.page_bytes,
-                    planned.num_ranks,
-                    planned.pages_per_slab,
-                    self.number,
-                    self.memory_id,
-                    self.memory.label,
-                )
-            )
+            created.append(self.make_memory(description, planned, space.label_of(message.device)))
         memory = self.memory
+        assert memory is not None
         if description.content_key != memory.content_key:
             reason = f"this pool holds blocks of {memory.content_key}, not of {description.content_key}"
             return self._refuse(connection, "layout.mismatch", reason), None
         return created, memory
+
+    def make_memory(
+        self, description: EngineDescription, planned: space.Plan, label: str = ""
+    ) -> CreateMemory:
+        """Plan the pages of this space, all of them free. Once."""
+        made = space.make(description, planned, self.limits, self.boot_generation, self._unpin_one)
+        self.memory = made
+        made.label = label
+        self.memory_id = Epoch(self.boot_generation + self.number)
+        self.readers.epochs = made.table.epochs
+        return CreateMemory(
+            description, planned.num_pages, planned.page_bytes, planned.num_ranks, planned.pages_per_slab,
+            self.number, self.memory_id, label,
+        )  # fmt: skip
 
     def _welcome(self, connection: int, memory: Memory) -> None:
         attached = wire.Attached(
@@ -281,6 +277,11 @@ class Attachments:
 
     # -- beside other pools -------------------------------------------------------------------------
 
+    @property
+    def is_dram(self) -> bool:
+        """Whether it is memory behind other spaces."""
+        return self.memory is not None and self.memory.is_dram
+
     def has_member(self, connection: int) -> bool:
         """Whether it is a client, engine or rank of this pool."""
         return self.instance_of(connection) is not None
@@ -293,7 +294,7 @@ class Attachments:
     def takes(self, message: wire.Attach, content_key: str) -> bool:
         """Whether this pool's pages are where this engine or rank needs them."""
         memory = self.memory
-        if memory is None or memory.content_key != content_key:
+        if memory is None or memory.content_key != content_key or memory.is_dram:
             return False
         is_mine = memory.engines.knows(message.instance)
         if message.kind == "engine" and is_mine:
@@ -318,6 +319,10 @@ class Attachments:
             self._send(connection, wire.Granted(pages=u32_bytes(pages), epochs=u64_bytes(epochs)))
 
     def _make_room(self) -> bool:
+        if self.outlet is not None and self.memory is not None:
+            return self.outlet(
+                sum(claim.lacking for claim in self.claims) + self.memory.engines.num_lacking()
+            )
         entry = self.index.evict()
         if entry is not None:
             self.counters["pages_evicted"] += 1
@@ -337,7 +342,7 @@ class Attachments:
             assert self.memory is not None
             self.memory.table.free(entry.page, PageEvent.RETIRE)
 
-    def _note(self, entry: Entry) -> None:
+    def note(self, entry: Entry) -> None:
         """For a successor: what the page holds under its epoch of now. In the same event it may get another."""
         assert self.memory is not None
         epoch = Epoch(self.memory.table.epochs[entry.page])

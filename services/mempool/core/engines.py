@@ -137,6 +137,10 @@ class Engines:
             granted.setdefault(engine.connection, []).append(got)
         return granted
 
+    def num_lacking(self) -> int:
+        """Pages that serve() would grant if they were free."""
+        return sum(min(e.demand, max(0, self.cap(e) - e.num_pages)) for e in self.attached.values())
+
     def excess(self) -> dict[int, int]:
         """connection -> pages beyond its cap."""
         over = {c: e.num_pages - self.cap(e) for c, e in self.attached.items()}

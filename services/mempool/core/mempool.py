@@ -8,10 +8,12 @@ clients of an instance to that of its engine, whichever comes first.
 import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from itertools import count
 
 from services.mempool.core import parse, space
 from services.mempool.core.actions import Action, PoolLimits
 from services.mempool.core.attachments import Client
+from services.mempool.core.dram import Dram
 from services.mempool.core.leases import Fence
 from services.mempool.core.pool import Pool
 from services.mempool.core.pulls import Pulls, Reader
@@ -33,7 +35,8 @@ class Mempool:
         self._fence = Fence(boot_generation)
         self.pools: dict[int, Pool] = {0: Pool(limits, boot_generation, 0, self._fence)}
         self.counters: Counter[str] = Counter()
-        self.pulls = Pulls(limits, self.pools.values(), self._answer, self.counters)
+        self.copy_numbers = count(1)
+        self.pulls = Pulls(limits, self.pools.values(), self._answer, self.counters, self.copy_numbers)
         self.peer_address = (
             ""  # where mempools of other hosts reach this one; the shell sets it before it listens
         )
@@ -43,6 +46,7 @@ class Mempool:
         self._clients: dict[int, InstanceId] = {}  # by connection
         self._members: dict[int, int] = {}  # connection of an engine or rank -> its space
         self._touched: set[Pool] = set()  # by answers since the last actions
+        self.dram = Dram(limits, self.pools, self.copy_numbers, self._touched.add)
 
     # -- connections ------------------------------------------------------------------------------
 
@@ -66,10 +70,12 @@ class Mempool:
         if pool is None:
             pool = self._new_pool(number)
         self._space_of.update(dict.fromkeys(instances, number))
-        return pool.adopt(
+        actions = pool.adopt(
             description, planned, words, entries,
             memory_id=memory_id, processes=processes, engines=engines, devices=devices, label=label,
         )  # fmt: skip
+        self.dram.link()
+        return actions
 
     def awaited(self) -> set[int]:
         """Processes of an earlier mempool that have not said what they hold."""
@@ -95,10 +101,23 @@ class Mempool:
             return actions
         pool = self._pool_for(message)
         actions = pool.on_attach(connection, process, message, now_ms)
+        actions += self._put_dram_behind(pool, message)
         if pool.has_member(connection):
             self._members[connection] = pool.number
             self._space_of[message.instance] = pool.number
         return actions + self._after(now_ms)
+
+    def _put_dram_behind(self, pool: Pool, message: wire.Attach) -> list[Action]:
+        if message.description is None or not self.dram.wants(pool):
+            return []
+        planned = self.dram.plan(pool, message.description)
+        if not planned.num_pages or len(self.pools) >= self.limits.max_spaces:
+            self.counters["dram_refused"] += 1
+            return []
+        made = self._new_pool(max(self.pools) + 1)
+        actions: list[Action] = [made.make_memory(message.description, planned, space.DRAM_LABEL)]
+        self.dram.link()
+        return actions + made.flush()
 
     def _pool_for(self, message: wire.Attach) -> Pool:
         """The space of an engine or rank. Raises: PeerProtocolError."""
@@ -245,13 +264,14 @@ class Mempool:
         self, copy_id: int, now_ms: int, *, failed: bool = False, in_doubt: Collection[int] = ()
     ) -> list[Action]:
         """Answer to CopyPages. `in_doubt`: targets that may still be written; on_settled follows."""
-        self.pulls.on_copied(copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
+        if not self.dram.on_copied(copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms):
+            self.pulls.on_copied(copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
         self._touched.update(self.pools.values())
         return self._after(now_ms)
 
     def on_settled(self, number: int, pages: Sequence[PageId], now_ms: int) -> list[Action]:
         """Nothing can write these pages any more, which a failed copy had left in doubt."""
-        self.pools[number].settled(list(pages))
+        self.pools[number].settled(self.dram.on_settled(number, pages, now_ms))
         self._touched.update(self.pools.values())
         return self._after(now_ms)
 
@@ -316,11 +336,16 @@ class Mempool:
         if asked := self.remote.take_actions() + self.serve.take_actions():
             copies += asked
             self._touched.update(self.pools.values())
-        touched, self._touched = self._touched, set()
-        return [action for pool in touched for action in pool.flush()] + copies
+        out: list[Action] = []
+        self.dram.advance(now_ms)
+        while self._touched:  # pages that come free are granted, and that may have blocks leave
+            while self._touched:
+                out += self._touched.pop().flush()
+            self.dram.advance(now_ms)
+        return out + copies + self.dram.take_copies()
 
     def status(self, call_id: int = 0) -> wire.PoolStatus:
         """All spaces together, and each."""
         parts = [pool.status() for pool in self.pools.values()]
         spaces = [found for pool in self.pools.values() if (found := pool.space_status()) is not None]
-        return space.total(parts, spaces, call_id, self.counters)
+        return space.total(parts, spaces, call_id, self.counters + self.dram.counters())

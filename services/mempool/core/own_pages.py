@@ -4,7 +4,7 @@ Over the page table and the index of the space, so that such a page goes through
 free -> granted (take) -> writing -> sealed (seal), or back (give_up); sealed -> free (retire) once out of the index.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from services.mempool.core.entry import Entry
 from services.mempool.core.page_state import PageEvent
@@ -15,13 +15,18 @@ from shared.kv.page import PageState
 
 
 class OwnPages:
-    """`noted`: sealed since the caller last emptied it; it must be written down before the words of these pages."""
+    """Every sealed entry must be written down before the word of its page: `note` is called with it, or it is in
+    `noted` until the caller empties that.
+    """
 
-    def __init__(self, space: SpaceId, table: PageTable, index: Index) -> None:
+    def __init__(
+        self, space: SpaceId, table: PageTable, index: Index, note: Callable[[Entry], None] | None = None
+    ) -> None:
         self.space = space
         self.table = table
         self.index = index
         self.noted: list[Entry] = []
+        self._note = note
 
     @property
     def num_pages(self) -> int:
@@ -58,7 +63,11 @@ class OwnPages:
         states = self.table.states
         self.table.apply_all([p for p in pages if states[p] == PageState.GRANTED], PageEvent.WRITE)
         self.table.apply_all(pages, PageEvent.SEAL)
-        self.noted += sealed
+        if self._note is None:
+            self.noted += sealed
+            return
+        for entry in sealed:
+            self._note(entry)
 
     def give_up(self, pages: Iterable[PageId]) -> None:
         """Granted or written pages, never sealed, that nobody can write any more: free."""

@@ -143,7 +143,7 @@ class Pool(Attachments):
             is_new = self.index.insert(entry)
             self.counters["pages_sealed" if is_new else "seals_duplicate"] += 1
             if is_new:
-                self._note(entry)
+                self.note(entry)
             if engine.works_in_pages:
                 memory.table.apply(page, PageEvent.SEAL)
                 if is_new:
@@ -215,7 +215,7 @@ class Pool(Attachments):
         for entry in entries:
             if self.index.insert(entry):
                 self.memory.table.apply(entry.page, PageEvent.SEAL)
-                self._note(entry)
+                self.note(entry)
                 out.append(entry)
             else:
                 self.memory.table.free(entry.page, PageEvent.DISCARD)

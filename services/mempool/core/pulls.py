@@ -9,7 +9,7 @@ A reader never waits longer than it asked to: it is answered with what is there,
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from services.mempool.core.actions import Action, CopyPages, PoolLimits
@@ -51,6 +51,7 @@ class Pulls:
     Args:
         pools: of all spaces, a view.
         answer: called with readers to answer now, from what the index has.
+        numbers: of copies, shared with whoever else orders some.
     """
 
     def __init__(
@@ -59,12 +60,13 @@ class Pulls:
         pools: Iterable[Pool],
         answer: Callable[[Pool, Reader, int], None],
         counters: Counter[str],
+        numbers: Iterator[int],
     ) -> None:
         self._limits = limits
         self._pools = pools
         self._answer = answer
         self._counters = counters
-        self._next_number = 1
+        self._numbers = numbers
         self.pulls: dict[int, Pull] = {}
         self._arriving: dict[tuple[int, BlockHash], Pull] = {}
 
@@ -100,8 +102,7 @@ class Pulls:
         pool.index.pin(own)
         for source, entry in sources:
             source.index.pin([entry])
-        number = self._next_number
-        self._next_number += 1
+        number = next(self._numbers)
         pull = Pull(number, pool, own, sources, pool.claim(len(sources)), reader.until_ms, [reader])
         self.pulls[number] = pull
         for _, entry in sources:
@@ -145,6 +146,7 @@ class Pulls:
             ]
             pool.take_in(entries)
             self._counters["blocks_pulled"] += len(entries)
+            self._counters["blocks_pulled_from_dram"] += sum(source.is_dram for source, _ in pull.sources)
         else:
             pool.quarantine([page for page in claim.pages if page in in_doubt])
             claim.pages = [page for page in claim.pages if page not in in_doubt]
@@ -163,6 +165,9 @@ class Pulls:
         pull.pool.index.unpin(pull.own)
         for source, entry in pull.sources:
             source.index.unpin([entry])
+        for dram in {source for source, _ in pull.sources if source.is_dram}:
+            came = [e for s, e in pull.sources if s is dram and e.block_hash in pull.pool.index]
+            dram.index.age(came)  # the first to go: it leaves its new place without a copy
 
     def forget(self, connection: int) -> None:
         """The connection closed: nobody wants these answers. What is on its way still comes."""

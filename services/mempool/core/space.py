@@ -17,6 +17,7 @@ from shared.wire.mempool import Attach, PoolStatus, SlabsCall, SpaceStatus
 MAX_SLABS_PER_CALL = 128
 # of one rank: each is a descriptor in the keeper and an import in every process (the cost is per handle, not per byte)
 MAX_SLABS = 8_192
+DRAM_LABEL = "dram"  # of host memory behind other spaces (dram.py); no engine's
 
 
 @dataclass(slots=True)
@@ -33,6 +34,11 @@ class Memory:
     label: str = ""  # of host memory that is apart from other host memory
     devices: dict[int, str] = field(default_factory=dict)  # of each rank that has attached, on GPUs
     num_slabs: int = 0  # of each rank
+
+    @property
+    def is_dram(self) -> bool:
+        """Whether this is memory behind other spaces, in which no engine works."""
+        return self.label == DRAM_LABEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,8 @@ def described(message: Attach) -> EngineDescription:
     description = message.description
     if description is None or description.block_bytes <= 0 or description.block_tokens <= 0:
         raise PeerProtocolError(f"an {message.kind} describes itself, with block_bytes and block_tokens")
+    if label_of(message.device) == DRAM_LABEL:
+        raise PeerProtocolError(f"device {message.device!r} is the mempool's own")
     return description
 
 

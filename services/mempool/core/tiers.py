@@ -10,14 +10,14 @@ Source: MemServe Table 1 (swap_out, swap_in) and 4.2; one CopyPages is one batch
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from services.mempool.core.entry import Entry
 from services.mempool.core.own_pages import OwnPages
 from shared.errors import InvariantBroken, Overloaded
-from shared.ids import Epoch, PageId, SpaceId
+from shared.ids import BlockHash, Epoch, PageId, SpaceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +98,23 @@ class _Copy:
 class Tiers:
     """Methods return the actions to perform, in order.
 
-    Args: fast, slow: pages of the same kind of block. `counters`: blocks out, in, freed without a copy, dropped.
+    Args:
+        fast, slow: pages of the same kind of block. Several Tiers may have one slow space.
+        is_elsewhere: whether a third space has a block; then it needs no copy to leave by itself.
+    `counters`: blocks out, in, freed without a copy, dropped.
     """
 
-    def __init__(self, fast: OwnPages, slow: OwnPages, limits: TierLimits) -> None:
+    def __init__(
+        self,
+        fast: OwnPages,
+        slow: OwnPages,
+        limits: TierLimits,
+        is_elsewhere: Callable[[BlockHash], bool] | None = None,
+    ) -> None:
         self.fast = fast
         self.slow = slow
         self.limits = limits
+        self._is_elsewhere = is_elsewhere
         self.counters: Counter[str] = Counter()
         self.quarantined: dict[SpaceId, set[PageId]] = {fast.space: set(), slow.space: set()}
         self._copies: dict[int, _Copy] = {}
@@ -144,6 +154,16 @@ class Tiers:
             kept = entry.block_hash in self.slow.index
             self.counters["blocks_freed" if kept else "blocks_evicted"] += 1
         return entry is not None
+
+    def leave(self, lacking: int, now_ms: int) -> bool:
+        """No fast page is free, and `lacking` are wanted: copies begin as far as the limits let them, and beyond that
+        blocks are evicted. False: no page is free now, as many as are wanted are leaving, or every leaf is pinned.
+        """
+        if self._num_leaving < lacking and now_ms >= self._retry_at_ms:
+            self._send_some(lacking - self._num_leaving)
+            if self.fast.num_free:
+                return True
+        return self._num_leaving < lacking and self.make_room()
 
     def tick(self, now_ms: int) -> list[TierAction]:
         """Begin what can begin. Call it after pages were granted, sealed or unpinned, and at next_deadline_ms()."""
@@ -264,12 +284,18 @@ class Tiers:
                 ticket.left = 0
                 return
             ticket.left -= len(picked)
-            known = [entry for entry in picked if entry.block_hash in self.slow.index]
-            unknown = [entry for entry in picked if entry.block_hash not in self.slow.index]
+            known = [entry for entry in picked if self._is_kept(ticket, entry.block_hash)]
+            unknown = [entry for entry in picked if not self._is_kept(ticket, entry.block_hash)]
             self._free_copied(ticket, known)
             if unknown and not self._start_out(ticket, unknown):
                 ticket.left = 0
                 return
+
+    def _is_kept(self, ticket: _Ticket, block_hash: BlockHash) -> bool:
+        """Whether it may leave without a copy. Who asked for a swap is told where in DRAM each block is."""
+        if block_hash in self.slow.index:
+            return True
+        return ticket is self._auto and self._is_elsewhere is not None and self._is_elsewhere(block_hash)
 
     def _free_copied(self, ticket: _Ticket, known: list[Entry]) -> None:
         """They have a page in DRAM already: no byte has to move."""

@@ -1,0 +1,189 @@
+"""Host memory behind the spaces of engines: what they use no more is copied there before it is evicted. No I/O.
+
+    engine unpins -> unpinned in its space --copy--> DRAM of the same content --full: LRU leaves--> dropped
+                     Acquire <-- pulls.py copies it back; its page in DRAM stays, aged: leaving again costs no copy
+
+The DRAM of a content is a space like the others: readers find it by themselves, and a successor adopts it. Each
+engine's space has a Tiers of its own over it (tiers.py). No engine waits long for a page: no more bytes are on their
+way out of a space than `out_in_flight_bytes`, beyond that blocks are evicted, and a copy ends by `out_timeout_ms`.
+MemServe 4.2 (HBM and DRAM pools); what another space has as well leaves without a copy.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+
+from services.mempool.core import actions, space
+from services.mempool.core.actions import Action, PoolLimits
+from services.mempool.core.own_pages import OwnPages
+from services.mempool.core.pool import Pool
+from services.mempool.core.tiers import CopyPages, CopyResult, TierAction, TierLimits, Tiers
+from shared.ids import BlockHash, PageId, SpaceId
+from shared.kv.layout import EngineDescription
+
+MAX_PAGES_PER_COPY = 64
+
+
+class Dram:
+    """Of one mempool.
+
+    Args:
+        pools: of all spaces, a view.
+        numbers: of copies, shared with whoever else orders some.
+        touched: called with every pool that a later flush() must bring up to date.
+        swapped: called with what Tiers of a space decided that is no copy (SwapDone).
+    """
+
+    def __init__(
+        self,
+        limits: PoolLimits,
+        pools: Mapping[int, Pool],
+        numbers: Iterator[int],
+        touched: Callable[[Pool], None],
+    ) -> None:
+        self._limits = limits
+        self._pools = pools
+        self._numbers = numbers
+        self._touched = touched
+        self._now_ms = 0
+        self.tiers: dict[int, Tiers] = {}  # by number of the engines' space
+        self.swapped: Callable[[int, Sequence[TierAction]], None] | None = None
+        self._copies: dict[int, tuple[int, int]] = {}  # copy -> (space, its number there)
+        self._out: list[Action] = []
+
+    # -- making ---------------------------------------------------------------------------------------
+
+    def wants(self, pool: Pool) -> bool:
+        """Whether this space is to have DRAM behind it that does not exist yet."""
+        memory = pool.memory
+        if memory is None or memory.is_dram or not self._limits.dram_bytes or pool.number in self.tiers:
+            return False
+        on_gpus = memory.pages_per_slab > 0
+        return (on_gpus or bool(memory.label and self._limits.dram_for_host)) and self._of(pool) is None
+
+    def plan(self, pool: Pool, description: EngineDescription) -> space.Plan:
+        """For DRAM behind this space. Its pages are of the same size: they are copied as a whole."""
+        assert pool.memory is not None
+        num_ranks = max(1, description.tp_size)
+        page_bytes = pool.memory.page_bytes
+        return space.Plan(self._limits.dram_bytes // (page_bytes * num_ranks), page_bytes, num_ranks)
+
+    def link(self) -> None:
+        """Have every space use the DRAM of its content. Harmless when they do already."""
+        for pool in self._pools.values():
+            dram = self._of(pool) if pool.memory is not None and pool.number not in self.tiers else None
+            if dram is None or pool.memory is None or dram.memory is None or pool.memory.is_dram:
+                continue
+            self.tiers[pool.number] = Tiers(
+                _own(pool), _own(dram), self._tier_limits(pool), partial(self._is_elsewhere, pool)
+            )
+            pool.outlet = partial(self._make_room, pool)
+
+    def _of(self, pool: Pool) -> Pool | None:
+        """The DRAM of a space's content, with pages of the same size."""
+        memory = pool.memory
+        if memory is None:
+            return None
+        for other in self._pools.values():
+            found = other.memory
+            if found is not None and found.is_dram and other is not pool and other.shares_content(pool):
+                return other if found.page_bytes == memory.page_bytes else None
+        return None
+
+    def _tier_limits(self, pool: Pool) -> TierLimits:
+        """The share that engines do not get is filled up again ahead of them, when half of it is used."""
+        memory = pool.memory
+        assert memory is not None
+        free = max(0.0, round(1.0 - self._limits.kept_share, 6))
+        in_flight = max(1, self._limits.out_in_flight_bytes // memory.page_bytes)
+        return TierLimits(
+            begin_free_ratio=free / 2,
+            end_free_ratio=free,
+            max_pages_per_copy=min(MAX_PAGES_PER_COPY, in_flight),
+            max_pages_in_flight=in_flight,
+        )
+
+    def _is_elsewhere(self, pool: Pool, block_hash: BlockHash) -> bool:
+        return any(
+            block_hash in other.index
+            for other in self._pools.values()
+            if other is not pool and other.shares_content(pool)
+        )
+
+    # -- out ------------------------------------------------------------------------------------------
+
+    def _make_room(self, pool: Pool, lacking: int) -> bool:
+        """Attachments.outlet."""
+        tiers = self.tiers[pool.number]
+        evicted = tiers.counters["blocks_evicted"]
+        is_free = tiers.leave(lacking, self._now_ms)
+        pool.counters["pages_evicted"] += tiers.counters["blocks_evicted"] - evicted
+        return is_free
+
+    def advance(self, now_ms: int) -> None:
+        """After every event: what can leave, leaves."""
+        self._now_ms = now_ms
+        for number, tiers in self.tiers.items():
+            self.perform(number, tiers.tick(now_ms))
+
+    def perform(self, number: int, decided: Sequence[TierAction]) -> None:
+        """What Tiers of a space decided."""
+        for action in decided:
+            if isinstance(action, CopyPages):
+                copy_id = next(self._numbers)
+                self._copies[copy_id] = (number, action.copy_id)
+                self._out.append(self._as_action(copy_id, action))
+            elif self.swapped is not None:
+                self.swapped(number, [action])
+        if decided:
+            self._touch(number)
+
+    def _as_action(self, copy_id: int, action: CopyPages) -> actions.CopyPages:
+        is_out = action.source in self.tiers
+        timeout_ms = self._limits.out_timeout_ms if is_out else self._limits.copy_timeout_ms
+        sources = [(int(action.source), page) for page in action.source_pages]
+        return actions.CopyPages(copy_id, int(action.target), action.target_pages, sources, timeout_ms)
+
+    def take_copies(self) -> list[Action]:
+        """To perform behind the words of their pages."""
+        out, self._out = self._out, []
+        return out
+
+    def on_copied(self, copy_id: int, *, failed: bool, in_doubt: Collection[int], now_ms: int) -> bool:
+        """False: not a copy of ours."""
+        found = self._copies.pop(copy_id, None)
+        if found is None:
+            return False
+        number, own_id = found
+        result = CopyResult(failed=failed, quarantined=[PageId(page) for page in in_doubt])
+        self.perform(number, self.tiers[number].on_copied(own_id, result, now_ms))
+        self._touch(number)
+        return True
+
+    def on_settled(self, number: int, pages: Sequence[PageId], now_ms: int) -> list[PageId]:
+        """Nothing can write these any more: the ones that are not ours."""
+        rest = set(pages)
+        for own, tiers in self.tiers.items():
+            doubted = tiers.quarantined.get(SpaceId(number), set()) & rest
+            if doubted:
+                rest -= doubted
+                self.perform(own, tiers.on_settled(SpaceId(number), doubted, now_ms))
+                self._touch(own)
+        return sorted(rest)
+
+    def _touch(self, number: int) -> None:
+        tiers = self.tiers[number]
+        for each in (tiers.fast.space, tiers.slow.space):
+            self._touched(self._pools[each])
+
+    def counters(self) -> Counter[str]:
+        """Of all spaces."""
+        out: Counter[str] = Counter()
+        for tiers in self.tiers.values():
+            out.update({f"dram_{name}": count for name, count in tiers.counters.items()})
+        return out
+
+
+def _own(pool: Pool) -> OwnPages:
+    assert pool.memory is not None
+    return OwnPages(SpaceId(pool.number), pool.memory.table, pool.index, pool.note)
