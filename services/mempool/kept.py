@@ -44,6 +44,8 @@ class Kept:
         self._slabs: dict[tuple[int, int], DeviceSlabs | KeptSlabs] = {}  # by space and rank
         self._processes: dict[int, tuple[int, takeover.ProcessMeta]] = {}  # pid -> own pidfd, meta
         self._timer: asyncio.TimerHandle | None = None
+        self._watches = False
+        self._watched: tuple[int, int] | None = None  # connection number and descriptor under a reader
 
     def take_over(self) -> takeover.Takeover:
         """At start: what an earlier mempool left. Raises: takeover.TakeoverFailed."""
@@ -53,10 +55,25 @@ class Kept:
 
     def watch(self) -> None:
         """From now on notice when the keeper goes. Call on the running loop."""
-        if not self.client.enabled:
+        self._watches = self.client.enabled
+        self._watch_now()
+        if self._watches and self._watched is None:
+            self._restore_later()
+
+    def _watch_now(self) -> None:
+        """Have a reader on the connection that there is. A call may have ended one, and made another."""
+        if not self._watches:
             return
-        if self.client.connected:
-            asyncio.get_running_loop().add_reader(self.client.fileno(), self._gone)
+        loop = asyncio.get_running_loop()
+        now = (self.client.num_reconnects, self.client.fileno()) if self.client.connected else None
+        if now == self._watched:
+            return
+        if self._watched is not None:
+            loop.remove_reader(self._watched[1])
+            log.warning("keeper_lost")
+        self._watched = now
+        if now is not None:
+            loop.add_reader(now[1], self._gone)
         else:
             self._restore_later()
 
@@ -108,8 +125,10 @@ class Kept:
         """End the connection; what is kept stays kept."""
         if self._timer is not None:
             self._timer.cancel()
-        with contextlib.suppress(RuntimeError, ValueError, OSError):
-            asyncio.get_running_loop().remove_reader(self.client.fileno())
+        self._watches = False
+        if self._watched is not None:
+            with contextlib.suppress(RuntimeError, ValueError, OSError):
+                asyncio.get_running_loop().remove_reader(self._watched[1])
         self.client.close()
 
     # -- a keeper that comes back ---------------------------------------------------------------------
@@ -134,16 +153,23 @@ class Kept:
             raise
         except ClusterError as error:
             log.warning("not_kept", code=error.code, reason=error.message)
+        self._watch_now()
 
     def _gone(self) -> None:
-        asyncio.get_running_loop().remove_reader(self.client.fileno())
+        assert self._watched is not None
+        asyncio.get_running_loop().remove_reader(self._watched[1])
+        self._watched = None
         log.warning("keeper_lost")
         self._restore_later()
 
     def _restore_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(RESTORE_INTERVAL_S, self._restore)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(RESTORE_INTERVAL_S, self._restore)
 
     def _restore(self) -> None:
+        self._timer = None
+        if self._watched is not None:  # a call was faster
+            return
         try:
             is_back = self.client.restore()
         except KeeperStale:
@@ -153,6 +179,6 @@ class Kept:
             is_back = False
         if is_back:
             log.info("keeper_restored")
-            asyncio.get_running_loop().add_reader(self.client.fileno(), self._gone)
+            self._watch_now()
         else:
             self._restore_later()

@@ -1,0 +1,70 @@
+"""A mempool whose keeper dies: noticed whoever notices first, and everything handed over to the next keeper."""
+
+import asyncio
+import os
+
+import pytest
+
+from services.mempool.kept import Kept
+from shared.ids import Epoch
+from tests.integration.keeper_rig import KeeperProcess
+
+GENERATION = Epoch(1_000)
+
+
+@pytest.fixture
+def keeper(tmp_path):
+    process = KeeperProcess(tmp_path)
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+async def kept(keeper):
+    made = Kept(str(keeper.socket), GENERATION)
+    made.take_over()
+    made.watch()
+    yield made
+    made.close()
+
+
+def keep_me(kept: Kept) -> None:
+    pidfd = os.pidfd_open(os.getpid())
+    kept.process(os.getppid(), pidfd, "engine", "prefill-0")
+    os.close(pidfd)
+
+
+async def restored(kept: Kept, times: int) -> None:
+    async with asyncio.timeout(5):
+        while kept.client.num_reconnects < times or not kept.client.connected:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("call_meets_it_first", [False, True])
+async def test_the_next_keeper_gets_everything(keeper, kept, call_meets_it_first):
+    keep_me(kept)
+    for number in (1, 2):  # the second time too
+        keeper.process.kill()
+        keeper.process.wait()
+        if call_meets_it_first:
+            keep_me(kept)  # in vain, and on a connection that nobody watches after it
+        else:
+            await asyncio.sleep(0.05)
+        keeper.start()
+        await restored(kept, number)
+        kinds = {run.space: run.num_fds for run in kept.client.list_spaces()}
+        assert kinds == {"processes": {"process": 2}}
+
+
+async def test_a_call_that_reaches_the_next_keeper_hands_over_and_is_watched_again(keeper, kept):
+    keeper.process.kill()
+    keeper.process.wait()
+    keeper.start()
+    keep_me(kept)
+    assert kept.client.num_reconnects == 1
+    assert [run.num_fds for run in kept.client.list_spaces()] == [{"process": 2}]
+    keeper.process.kill()
+    keeper.process.wait()
+    await asyncio.sleep(0.05)
+    keeper.start()
+    await restored(kept, 2)
