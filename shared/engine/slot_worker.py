@@ -5,6 +5,7 @@ says `slot_kernel` and `ahead_tokens` besides. Steps are eager: attention is cal
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ from shared.kv.layout import CUDA_PAGE_BYTES, HOST_PAGE_BYTES, EngineDescription
 from shared.vmm.map_budget import process_budget
 from shared.vmm.request_layout import RequestLayout, request_layout
 from shared.vmm.request_slots import RequestSlots
+
+logger = logging.getLogger(__name__)
 
 SPARE_SLOTS = 4  # besides a quarter of the requests: places of ended ones, kept for their like
 
@@ -75,9 +78,13 @@ class SlotWorkerMixin(PageWorkerMixin):
             table = RequestSlots(layout.num_slots, layout.slot_places)
             stream = torch.cuda.current_stream
             return SlotSteps(table, memory.mapper, layout.block_tokens, lambda: stream().record_event())
-        most = (
-            process_budget().limit * 3 // 4 // layout.num_pieces
-        )  # a mapping of the kernel's for each place
+        # the kernel has a mapping for each piece
+        most = process_budget().limit * 3 // 4 // layout.num_pieces
+        if self.vllm_config.scheduler_config.max_num_seqs * layout.slot_places > most:
+            logger.warning(
+                "%d requests of the longest kind would need more mappings than vm.max_map_count allows",
+                self.vllm_config.scheduler_config.max_num_seqs,
+            )
         table = RequestSlots(layout.num_slots, layout.slot_places, most)
         return SlotSteps(table, memory.mapper, layout.block_tokens, None)
 
