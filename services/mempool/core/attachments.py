@@ -202,7 +202,7 @@ class Attachments:
             raise NotInherited("this pool has not lost you: what you hold is another's by now")
         holding = message.holding
         for entry in self.inheritance.claim(engine, holding, memory.block_tokens, memory.table.num_pages):
-            self._note(entry)
+            self.note(entry)
         engine.demand = max(0, engine.quota - engine.num_pages)
 
     def _memory_for(self, connection: int, message: wire.Attach) -> tuple[list[Action], Memory | None]:
