@@ -18,6 +18,9 @@ MEASURES = {  # result name: module
     "h200x2-handoff": "loadtest.bench_handoff",
     "mempool-api": "loadtest.bench_mempool_api",
     "prefix-index": "loadtest.bench_prefix_index",
+    "slot-mapping": "loadtest.bench_slot_mapping",
+    "h200-slot-mapping": "loadtest.bench_slot_mapping",
+    "slot-batch": "loadtest.bench_slot_batch",
     "h200x2-transfer": "loadtest.bench_transfer",
     "two-host-transfer": "loadtest.bench_two_hosts",
 }
