@@ -6,6 +6,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from services.mempool.mover_metrics import mover_metrics
 from services.mempool.shell import MempoolShell
 
 _PREFIX = "quire_mempool"
@@ -59,3 +60,4 @@ class PoolCollector(Collector):
         peers.add_metric(["refused"], server.num_refused)
         peers.add_metric(["malformed"], server.num_malformed)
         yield peers
+        yield from mover_metrics(self._shell.spaces.status())

@@ -336,13 +336,14 @@ class Mover:
 
     def status(self) -> dict[str, Any]:
         """For /status and metrics."""
+        pairs = dict(self._mapper.pairs.found)  # another thread adds to it
         return {
             "spaces": {number: space.state for number, space in self._spaces.items()},
             "copies": len(self._copies),
             "waiting": len(self._waiting),
             "quarantined_pages": self._targets.num_held,
             "pinned_bytes": self._mapper.pinned.num_bytes,
-            "pairs": {" to ".join(pair): found.gb_per_s for pair, found in self._mapper.pairs.found.items()},
+            "pairs": {" to ".join(pair): found.gb_per_s for pair, found in pairs.items()},
             "reasons": dict(self._paths.reasons),
             **self.totals.status(),
         }
