@@ -65,6 +65,9 @@ ROWS: list[tuple[str, str, str, str, str]] = [
     ("h200x2-transfer", "page_pull_8mib_gb_per_s", "64 pages of 8 MiB from GPU to GPU", "{:.0f} GB/s", "300"),
     ("h200x2-transfer", "nixl_gb_per_s", "the same, NIXL on its own slabs, 2 MiB", "{:.0f} GB/s", ""),
     ("h200x2-transfer", "nccl_grouped_gb_per_s", "the same, NCCL grouped, 2 MiB", "{:.0f} GB/s", ""),
+    ("h200x2-handoff", "32k_handoff_ms", "handoff of 32K tokens between two GPUs, 8B shape", "{:.0f} ms", ""),
+    ("h200x2-handoff", "32k_fetch_ms", "the part of it that waits for pages", "{:.0f} ms", ""),
+    ("h200x2-handoff", "32k_recompute_ms", "computing those 32K tokens again", "{:.0f} ms", ""),
     (
         "h200-swap",
         "page_share_of_copy_ratio",
