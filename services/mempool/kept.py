@@ -74,6 +74,8 @@ class Kept:
         self._watched = now
         if now is not None:
             loop.add_reader(now[1], self._gone)
+            if now[0]:
+                log.info("keeper_restored", num_reconnects=now[0])
         else:
             self._restore_later()
 
@@ -178,7 +180,6 @@ class Kept:
             log.info("keeper_not_back", code=error.code)
             is_back = False
         if is_back:
-            log.info("keeper_restored")
             self._watch_now()
         else:
             self._restore_later()
