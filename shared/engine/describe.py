@@ -15,11 +15,13 @@ def _cache_dtype(config: Any) -> torch.dtype:
     return config.model_config.dtype
 
 
-def cuda_order() -> str:
+def cuda_order(config: Any) -> str:
     """How a layer's block lies in a cache of vLLM's CUDA backends."""
+    from vllm.config import set_current_vllm_config
     from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
-    return get_kv_cache_layout()
+    with set_current_vllm_config(config):
+        return get_kv_cache_layout()
 
 
 def describe_engine(
@@ -45,7 +47,9 @@ def describe_engine(
         isa, backend = _get_attn_isa(dtype, block_tokens, head_dim, "auto"), "CPU_ATTN"
     layout = "layers-blocks"  # what "cross-layer" has always been called on the wire
     if kv_layout != "cross-layer":
-        isa, backend, layout = "", "QUIRE_SLOTS", kv_layout
+        isa, backend, layout, order = "", "QUIRE_SLOTS", kv_layout, "NHD"
+    else:
+        order = "HND" if isa else cuda_order(config)
     return EngineDescription(
         model=model_name,
         fingerprint=model_fingerprint(model_dir, random_weights=config.load_config.load_format == "dummy"),
@@ -62,5 +66,5 @@ def describe_engine(
         block_bytes=2 * num_layers * num_kv_heads * head_dim * block_tokens * item_bytes,
         max_model_len=model.max_model_len,
         total_kv_heads=model.get_total_num_kv_heads(),
-        order="HND" if isa else cuda_order(),
+        order=order,
     )
