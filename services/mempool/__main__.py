@@ -17,6 +17,17 @@ from shared.observe.admin import AdminServer
 from shared.transport.clock import MonotonicClock
 
 
+async def open_peers(shell: MempoolShell, settings: MempoolSettings) -> None:
+    """Links to mempools of other hosts. Raises: SettingsError."""
+    from services.mempool.peer_setup import pins_memory, prepare_ucx
+
+    prepare_ucx(settings)
+    await shell.open_peers(
+        settings.peer_listen, settings.instance,
+        max_peers=settings.max_peers, pins_memory=pins_memory(settings),
+    )  # fmt: skip
+
+
 async def run(settings: MempoolSettings) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
     ended = service.end_on_signal()
@@ -40,6 +51,8 @@ async def run(settings: MempoolSettings) -> int:
     admin = AdminServer(settings.admin_listen, ready=lambda: (True, {}), status=shell.status)
     shell.adopt(found)
     kept.watch()
+    if settings.peer_listen:
+        await open_peers(shell, settings)
     await shell.start()
     try:
         await admin.start()

@@ -1,5 +1,7 @@
 """Settings of the mempool, and the only place of this service that knows where they come from."""
 
+import contextlib
+import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +31,14 @@ class MempoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     granted_share: float = 0.5  # of the pages: at most so many granted to copying engines and not yet sealed
     # of the pages: at most so many for engines that work in the pages, cached ones too
     kept_share: float = 0.99
+    # tcp://HOST:PORT for mempools of other hosts, one address, never all; "": this host is alone
+    peer_listen: str = ""
+    max_peers: int = 64  # that read here, and that are read from
+    ucx_net_devices: str = (
+        ""  # for pages to other hosts, e.g. "eth0" or "mlx5_0:1"; "": the device of peer_listen
+    )
+    ucx_tls: str = ""  # transports that UCX may use for them; "": all but shared memory
+    ucx_port_range: str = ""  # e.g. "20000-20100"; "": any
     allowed_uids: list[int] = []  # users that may connect; empty: only the mempool's own
 
     max_spaces: int = 64  # one for each GPU, named part of host memory and content of blocks
@@ -71,13 +81,27 @@ def load(argv: Sequence[str]) -> MempoolSettings:
     for name in (
         "out_in_flight_bytes", "out_timeout_ms",
         "capacity_bytes", "max_spaces", "pull_patience_ms", "copy_timeout_ms", "max_leases", "max_handoffs",
-        "max_waiting", "max_blocks_per_call", "max_ttl_ms", "max_wait_ms",
+        "max_waiting", "max_blocks_per_call", "max_ttl_ms", "max_wait_ms", "max_peers",
     ):  # fmt: skip
         if getattr(found, name) < 1:
             raise SettingsError(f"setting mempool.{name}: {getattr(found, name)} must be at least 1")
+    if found.peer_listen:
+        _check_peer_listen(found.peer_listen)
     if found.idle_punch_ms < 0:
         raise SettingsError("setting mempool.idle_punch_ms: must be 0 (never) or more, e.g. 30000")
     return found
+
+
+def _check_peer_listen(listen: str) -> None:
+    """Peers are told this address, and UCX listens on its device: it must be one of this host's."""
+    host, _, port = listen.removeprefix("tcp://").rpartition(":")
+    wrong = not listen.startswith("tcp://") or not port.isdigit() or not host
+    with contextlib.suppress(ValueError):  # a name
+        wrong = wrong or host == "*" or ipaddress.ip_address(host.strip("[]")).is_unspecified
+    if wrong:
+        raise SettingsError(
+            f"setting mempool.peer_listen: {listen!r}; name one address of this host, e.g. tcp://10.0.0.5:8107"
+        )
 
 
 def limits(found: MempoolSettings) -> PoolLimits:

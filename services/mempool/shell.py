@@ -7,20 +7,23 @@ import signal
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from services.mempool.core.actions import (
     Action,
+    AskPeer,
     CopyPages,
     CreateMemory,
     CreateSlabs,
     Disconnect,
     PoolLimits,
+    PullRemote,
     PunchPages,
     Send,
     SendSlabs,
+    TellPeer,
     WriteEntries,
     WriteWords,
 )
@@ -38,6 +41,9 @@ from shared.transport.clock import Clock
 from shared.transport.unix_channel import UnixConnection, UnixServer
 from shared.transport.unix_socket import close_fds
 from shared.wire import mempool as wire
+
+if TYPE_CHECKING:
+    from services.mempool.peers import Peers
 
 REPORT_DEADLINE_S = 10.0  # for processes that hold pages of an earlier mempool
 
@@ -61,6 +67,7 @@ class MempoolShell:
         self.pool = Mempool(limits, boot_generation)
         self.kept = kept or Kept("", boot_generation)
         self.spaces = Spaces(self.kept, boot_generation, self._on_copied, self._on_settled, pin_host=pin_host)
+        self.peers: Peers | None = None  # other hosts'; see open_peers
         self.clock = clock
         self.server: UnixServer[wire.ToMempool, wire.FromMempool] = UnixServer(
             path,
@@ -83,6 +90,16 @@ class MempoolShell:
         """Listen. Raises: SettingsError when the socket cannot be had."""
         await self.server.start()
         log.info("mempool_listening", socket=str(self.server.path), boot=self.pool.boot_generation)
+
+    async def open_peers(self, listen: str, instance: str, *, max_peers: int, pins_memory: bool) -> None:
+        """Reach mempools of other hosts, and be reached. Before start(). Raises: SettingsError."""
+        from services.mempool.peers import Peers  # a host that is alone needs none of it
+
+        self.peers = Peers(
+            listen, instance, self.pool, self.spaces, self.clock, self._perform,
+            max_peers=max_peers, pins_memory=pins_memory,
+        )  # fmt: skip
+        await self.peers.start()
 
     def adopt(self, found: Takeover) -> None:
         """Go on where an earlier mempool stopped. Once, before start(); on the running loop."""
@@ -128,6 +145,8 @@ class MempoolShell:
         if self._timer is not None:
             self._timer.cancel()
         self.server.close()
+        if self.peers is not None:
+            self.peers.close()
         self.spaces.close()
         self.kept.close()
 
@@ -137,6 +156,7 @@ class MempoolShell:
         status.pop("call_id")
         status["resident_bytes"] = self.spaces.resident_bytes()
         status["copies"] = self.spaces.status()
+        status["hosts"] = self.peers.status() if self.peers is not None else {}
         status["peers_refused"] = self.server.num_refused
         status["peers_malformed"] = self.server.num_malformed
         return status
@@ -236,14 +256,27 @@ class MempoolShell:
             case SendSlabs():
                 self._send_slabs(action)
             case PunchPages():
-                self.spaces.punch(action.space, action.pages)
+                if self.peers is None or self.peers.may_punch(action.space):
+                    self.spaces.punch(action.space, action.pages)
             case CopyPages():
                 self.spaces.copy(action)
+            case AskPeer() | TellPeer() | PullRemote():
+                self._to_peer(action)
             case Disconnect():
                 connection = self._connections.get(action.connection)
                 if connection is not None:
                     log.warning("peer_disconnected", connection=action.connection, reason=action.reason)
                     connection.close()
+
+    def _to_peer(self, action: AskPeer | TellPeer | PullRemote) -> None:
+        assert self.peers is not None  # else the core knows no address, and asks nobody
+        match action:
+            case AskPeer():
+                self.peers.ask(action)
+            case TellPeer():
+                self.peers.tell(action)
+            case PullRemote():
+                self.peers.pull(action)
 
     def _on_copied(self, copy_id: int, failed: bool, in_doubt: Sequence[int]) -> None:
         now_ms = self.clock.now_ms()

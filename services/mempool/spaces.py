@@ -16,7 +16,7 @@ from shared.observe.log import get_logger
 
 if TYPE_CHECKING:
     from services.mempool.mover import CopyDone, Mover
-    from services.mempool.mover_regions import RankRegion
+    from services.mempool.mover_regions import HostRegion, RankRegion
     from shared.transfer.reslice import KvEnd
 
 log = get_logger("mempool.spaces")
@@ -188,6 +188,23 @@ class Spaces:
             HostRegion(memory.page_fd, rank * size, meta.page_bytes, meta.num_pages)
             for rank in range(meta.num_ranks)
         ]
+
+    # -- other hosts ----------------------------------------------------------------------------------
+
+    def content_key_of(self, number: int) -> str:
+        """What the blocks of this space are."""
+        return self._metas[number].description.content_key
+
+    def host_regions(self, number: int) -> "list[HostRegion]":
+        """Where the pages of every rank are. Raises: PathUnavailable on GPUs, whose pages UCX cannot register."""
+        from services.mempool.mover_regions import HostRegion
+        from shared.transfer.errors import PathUnavailable
+
+        regions = self._regions(number)
+        host = [region for region in regions if isinstance(region, HostRegion)]
+        if len(host) < len(regions):
+            raise PathUnavailable(f"the pages of space {number} are on GPUs: no path to other hosts yet")
+        return host
 
     # -- the rest -------------------------------------------------------------------------------------
 

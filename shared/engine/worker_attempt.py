@@ -244,6 +244,7 @@ class Attempt:
                 valid_tokens=len(self._tokens) if self._context.pages.usable else 0,
                 output_token_ids=first.token_ids,
                 num_sampler_draws=len(first.token_ids) if message.sampling.temperature > 0 else 0,
+                source_mempool=self._context.pages.peer_address,
             )
         _METRICS.tokens.inc(0 if handoff is not None else len(first.token_ids))
         prefilled = Prefilled(

@@ -33,6 +33,7 @@ class PageClient(Protocol):
     def connected(self) -> bool: ...
 
     memory_id: Epoch
+    peer_address: str
 
     async def acquire(
         self,
@@ -43,6 +44,7 @@ class PageClient(Protocol):
         ttl_ms: int = ...,
         traceparent: str = ...,
         until_release: bool = ...,
+        source_mempool: str = ...,
     ) -> Acquired: ...
 
     def release(self, lease_id: LeaseId) -> None: ...
@@ -104,6 +106,11 @@ class PromptPages:
         return now != self._first_memory
 
     @property
+    def peer_address(self) -> str:
+        """Where mempools of other hosts reach this one's; "": they do not."""
+        return self._client.peer_address if self._client is not None else ""
+
+    @property
     def num_leases(self) -> int:
         """Leases taken and not released."""
         return len(self._leases)
@@ -131,7 +138,9 @@ class PromptPages:
         if tail:
             hashes.append(hash_tail(hashes[-1] if hashes else seed, tail))
         wait_ms = self._settings.handoff_wait_ms
-        return await self._acquire(hashes, valid, handoff.handoff_id, wait_ms, traceparent)
+        return await self._acquire(
+            hashes, valid, handoff.handoff_id, wait_ms, traceparent, handoff.source_mempool
+        )
 
     async def _acquire(
         self,
@@ -140,6 +149,7 @@ class PromptPages:
         handoff_id: HandoffId,
         wait_ms: int,
         traceparent: str,
+        source_mempool: str = "",
     ) -> PageLease | None:
         client = self._client
         if client is None or not hashes:
@@ -157,6 +167,7 @@ class PromptPages:
                     ttl_ms=self._settings.lease_ttl_ms,
                     traceparent=traceparent,
                     until_release=self._kept,
+                    source_mempool=source_mempool,
                 )
             return self._lease(got, hashes, valid_tokens)
         except (ClusterError, TimeoutError, ValueError) as error:

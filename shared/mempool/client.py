@@ -46,6 +46,7 @@ class MempoolClient:
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.memory_id = _NO_EPOCH  # of the pool's pages: equal after a restart that kept them; 0: none yet
+        self.peer_address = ""  # where other hosts' mempools reach the pool; "": they do not
         self._boot = _NO_EPOCH  # of the pool that it is, or last was, connected to
         self._path = Path(socket)
         self._attach = wire.Attach(kind="client", instance=instance, instance_epoch=instance_epoch)
@@ -106,12 +107,14 @@ class MempoolClient:
         ttl_ms: int = 30_000,
         traceparent: str = "",
         until_release: bool = False,
+        source_mempool: str = "",
         timeout_ms: int | None = None,
     ) -> wire.Acquired:
         """Pin the longest known prefix of `hashes`; release() its lease. num_blocks 0: nothing is held.
 
         Args:
             until_release: no expiry: an engine of this instance works in the pages, and releases them.
+            source_mempool: that has the pages, if not this one: HandoffState.source_mempool.
             timeout_ms: None: a second more than wait_ms.
         """
         call = wire.Acquire(
@@ -122,6 +125,7 @@ class MempoolClient:
             ttl_ms=ttl_ms,
             traceparent=traceparent,
             until_release=until_release,
+            source_mempool=source_mempool,
         )
         limit_ms = wait_ms + CALL_TIMEOUT_MS if timeout_ms is None else timeout_ms
         reply = await self._call(call, wire.Acquired, limit_ms)
@@ -221,6 +225,7 @@ class MempoolClient:
             self._up.set()
             self._boot = message.boot_generation
             self.memory_id = message.memory_id
+            self.peer_address = message.peer_address
             self.counters["connections"] += 1
             if self._on_up is not None:
                 self._on_up()

@@ -158,6 +158,7 @@ class NixlTransport(BaseTransport):
         Raises: PathUnavailable without NIXL.
         """
         self._agent: NixlAgent | None = None
+        self.is_gone = False  # after close(): whether nothing can arrive here any more
         super().__init__(instance, quarantine=quarantine, progress=self._progress)
         self._mode: Mode = mode
         self._may_send = may_send
@@ -229,6 +230,7 @@ class NixlTransport(BaseTransport):
         if agent is not None:
             for handle in self._handles:
                 agent.deregister(handle)
+            self.is_gone = agent.close()
 
 
 def _nixl_end(end: EndDescription) -> NixlEnd:

@@ -4,8 +4,10 @@ nixl_cu13 1.5.1: without its progress thread (which burns a core), never its pic
 region. It needs neither torch nor a CUDA driver for host memory.
 """
 
+import gc
 import importlib
 import secrets
+import weakref
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ MAX_NAME = 64
 
 
 class NixlAgent:
-    """Owns the agent until close()."""
+    """Owns the agent until close(); nothing is called after it."""
 
     def __init__(self, instance: str) -> None:
         """Raises: PathUnavailable without the library or its UCX plug-in."""
@@ -31,6 +33,7 @@ class NixlAgent:
         try:
             config = self._nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self._agent: Any = self._nixl.nixl_agent(self.name, config)
+            self._raw: weakref.ref[Any] | None = None
         except Exception as error:
             raise PathUnavailable(f"NIXL does not start: {error}") from error
         if "UCX" not in self._agent.backends:
@@ -80,6 +83,18 @@ class NixlAgent:
         except Exception as error:
             if not isinstance(error, self._errors.nixlNotFoundError):
                 raise self.translate(error, "disconnecting") from error
+
+    def close(self) -> bool:
+        """Destroy the agent: its connections are closed, so nothing can arrive in the registered memory any more (but
+        for CMA between processes of one host, which needs no connection). False: something still holds it.
+        """
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            self._raw = weakref.ref(agent.agent)
+        del agent
+        if self._raw is not None and self._raw() is not None:
+            gc.collect()
+        return self._raw is None or self._raw() is None
 
     def progress(self) -> None:
         """UCX's own work, for transfers in both directions. Notifications are not used."""

@@ -175,7 +175,7 @@ class RouterServer(Generic[In, Out]):
     """One ROUTER bound to an address. `identity` names a connection: a peer that reconnects gets another.
 
     on_message(identity, seq, message, raw) runs on the loop and must not raise or wait. Malformed messages
-    are counted in `num_malformed` and dropped.
+    are counted in `num_malformed` and dropped. on_lost(identity): the connection has ended, also at close().
     """
 
     def __init__(
@@ -186,6 +186,7 @@ class RouterServer(Generic[In, Out]):
         out: Channel[Out],
         on_message: Callable[[bytes, int, In, list[bytes]], None],
         on_malformed: Callable[[bytes, PeerProtocolError], None] | None = None,
+        on_lost: Callable[[bytes], None] | None = None,
         high_water: int = HIGH_WATER_MESSAGES,
     ) -> None:
         self.address = address  # after start(): the real one, also when port 0 was asked for
@@ -194,6 +195,7 @@ class RouterServer(Generic[In, Out]):
         self._out = out
         self._on_message = on_message
         self._on_malformed = on_malformed
+        self._on_lost = on_lost
         self._high_water = high_water
         self._seq = 0
         self._server: asyncio.AbstractServer | None = None
@@ -273,7 +275,14 @@ class RouterServer(Generic[In, Out]):
 
     def _handle_lost(self, peer: ZmtpPeer) -> None:
         self._strangers.discard(peer)
-        self._peers.pop(peer.identity, None)
+        if self._peers.pop(peer.identity, None) is not None and self._on_lost is not None:
+            self._on_lost(peer.identity)
+
+    def disconnect(self, identity: bytes) -> None:
+        """End one connection; on_lost follows. Harmless when it has gone already."""
+        peer = self._peers.get(identity)
+        if peer is not None:
+            peer.finish()
 
     def close(self) -> None:
         """Stop listening and drop what peers have not read. Harmless when closed already."""

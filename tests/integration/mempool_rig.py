@@ -48,7 +48,16 @@ def until(condition, what: str, timeout_s: float = 5.0) -> float:
 class MempoolProcess:
     """`python -m services.mempool` on a socket in `folder`; start() again after kill() for the next boot."""
 
-    def __init__(self, folder: Path, *, env: dict[str, str] | None = None, **settings: object) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        env: dict[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
+        **settings: object,
+    ) -> None:
+        """`prefix`: words before the command, such as `ip netns exec NAME`; then /status is not reached from here."""
+        self._prefix = prefix
         self.socket = folder / "mempool.sock"
         self._env = env
         self._log = folder / "mempool.log"
@@ -61,7 +70,10 @@ class MempoolProcess:
     def start(self) -> None:
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "services.mempool", *self._flags], stderr=log, cwd=ROOT, env=self._env
+                [*self._prefix, sys.executable, "-m", "services.mempool", *self._flags],
+                stderr=log,
+                cwd=ROOT,
+                env=self._env,
             )
         until(lambda: self._event("settings") or self.process.poll() is not None, "mempool starts", 20)
         assert self.process.poll() is None, self._log.read_text()
@@ -69,7 +81,7 @@ class MempoolProcess:
 
     def log_lines(self) -> list[dict]:
         whole = self._log.read_text().rpartition("\n")[0]
-        return [json.loads(line) for line in whole.splitlines()]
+        return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]  # UCX may speak too
 
     def _event(self, name: str) -> dict | None:
         return next((line for line in self.log_lines() if line["event"] == name), None)

@@ -88,18 +88,18 @@ class FakePages:
     """A mempool client that answers from a script."""
 
     memory_id = Epoch(1)
+    peer_address = "tcp://10.0.0.5:8107"
 
     def __init__(self, num_blocks=None, error=None):
         self.connected = True
         self.num_blocks = num_blocks
         self.error = error
-        self.calls = []
+        self.calls, self.sources = [], []
         self.released = []
         self.dropped = []
 
-    async def acquire(
-        self, hashes, *, handoff_id="", wait_ms=0, ttl_ms=0, traceparent="", until_release=False
-    ):
+    async def acquire(self, hashes, *, handoff_id="", wait_ms=0, source_mempool="", **_):
+        self.sources.append(source_mempool)
         self.calls.append((list(hashes), handoff_id, wait_ms))
         if self.error is not None:
             raise self.error
@@ -291,14 +291,16 @@ async def test_decode_asks_for_the_handoffs_blocks_and_tail_and_releases_after_t
         description = rig.engine.description
         prompt = list(range(3, 13))  # two blocks of 4 and a tail of 2
         handoff = HandoffState(
-            handoff_id=HandoffId("h"), source=InstanceId("p"), description=description, valid_tokens=10
-        )
+            handoff_id=HandoffId("h"), source=InstanceId("p"), description=description, valid_tokens=10,
+            source_mempool="tcp://a:1",
+        )  # fmt: skip
         gateway.generate("d", prompt, stage="decode", handoff=handoff, max_tokens=30)
         await gateway.has_tokens("d")
         seed = chain_seed(description.fingerprint, "")
         full = hash_blocks(seed, pack_tokens(prompt), 4)
         want = [*full, hash_tail(full[-1], pack_tokens(prompt[8:]))]
         assert pages.calls == [(want, "h", 2000)]
+        assert pages.sources == ["tcp://a:1"]
         assert pages.released == ["l1"]
         assert "d" not in gateway.ends, "released long before the end"
 

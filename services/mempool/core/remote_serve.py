@@ -6,7 +6,7 @@ and drops what is not. So no proof of its death is needed, and nothing here wait
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from services.mempool.core import parse
@@ -14,7 +14,7 @@ from services.mempool.core.actions import Action, PoolLimits, TellPeer
 from services.mempool.core.entry import Entry
 from services.mempool.core.pool import Pool
 from shared.errors import Overloaded, PeerProtocolError
-from shared.ids import BlockHash, HandoffId, InstanceId, LeaseId
+from shared.ids import BlockHash, HandoffId, InstanceId, LeaseId, PageId
 from shared.kv.page import PageState
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire import mempool_peer as wire
@@ -39,7 +39,8 @@ class RemoteServe:
         self._counters = counters
         self._out: list[Action] = []
         self._waiting: dict[HandoffId, list[Waiting]] = {}
-        self._leases: dict[int, dict[LeaseId, int]] = {}  # by link: of which space
+        self._leases: dict[int, dict[LeaseId, tuple[int, list[PageId]]]] = {}  # by link: space, pages
+        self._readable: dict[tuple[int, int, int], int] = {}  # (link, space, page) -> leases of it
 
     def take_actions(self) -> list[Action]:
         """What was decided since the last call."""
@@ -50,6 +51,10 @@ class RemoteServe:
     def waits(self) -> bool:
         """Whether some reader waits for a handoff."""
         return bool(self._waiting)
+
+    def may_read(self, link: int, space: int, pages: Iterable[int]) -> bool:
+        """Whether all of these are leased to the peer, now or a moment ago. From any thread."""
+        return all((link, space, page) in self._readable for page in pages)
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -143,11 +148,14 @@ class RemoteServe:
         until_ms = now_ms + max(1, min(call.ttl_ms, self._limits.max_ttl_ms))
         lease = pool.leases.grant(-link, _instance(link), entries, until_ms)
         held = self._leases.setdefault(link, {})
-        for lease_id in [known for known, space in held.items() if not self._is_held(known, space)]:
-            del held[lease_id]  # ended at its time
-        held[lease.lease_id] = pool.number
-        self._counters["peer_blocks_pinned"] += len(entries)
+        for lease_id in [known for known, (space, _) in held.items() if not self._is_held(known, space)]:
+            self._release(link, lease_id)  # ended at its time
         pages = [entry.page for entry in entries]
+        held[lease.lease_id] = pool.number, pages
+        for page in pages:
+            key = (link, pool.number, page)
+            self._readable[key] = self._readable.get(key, 0) + 1
+        self._counters["peer_blocks_pinned"] += len(entries)
         epochs = pool.memory.table.epochs
         self._tell(
             link,
@@ -184,8 +192,13 @@ class RemoteServe:
         self._tell(link, wire.EpochsChecked(call_id=call.call_id, stale=u32_bytes(stale)))
 
     def _release(self, link: int, lease_id: LeaseId) -> None:
-        space = self._leases.get(link, {}).pop(lease_id, None)
-        if space is not None:
+        space, pages = self._leases.get(link, {}).pop(lease_id, (-1, []))
+        for page in pages:
+            key = (link, space, page)
+            self._readable[key] -= 1
+            if not self._readable[key]:
+                del self._readable[key]
+        if space >= 0:
             self._pools[space].leases.release(lease_id, _instance(link))
 
     def _tell(self, link: int, message: wire.ToReader) -> None:

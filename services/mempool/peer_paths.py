@@ -1,0 +1,281 @@
+"""One path to a mempool of another host: an agent of NIXL at each end, made for this path and destroyed with it.
+
+An agent of its own makes the end of a path a proof: when it has been destroyed its connections are closed, and nothing
+can arrive in the pages that it had registered (architecture.md section 4, rules 5 and 6). A lost link needs no word of
+the peer, whose host may be gone. Bytes come by the source's writes (served.py), into pages that are named by question:
+over TCP that is ten times as fast as reading. CMA and shared memory are left out (config.py): they need no connection.
+
+PathEnd runs in the background and on NIXL's thread; ReaderPath and its books on the event loop.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+
+from services.mempool.core.actions import PullRemote
+from services.mempool.mover_regions import HostMapping, HostRegion, region_name, space_and_rank
+from shared.errors import ClusterError
+from shared.observe.log import get_logger
+from shared.transfer.errors import PathUnavailable, PeerLost, TransferError, TransferFailed, TransferRefused
+from shared.transfer.interface import Channel, Moved, Peer, Region, RegionKind
+from shared.transfer.nixl import NixlTransport
+from shared.transfer.served_link import MaySend
+
+FAIL_WAIT_S = 1.0  # for pulls of a lost link to end, before the agent is destroyed
+
+log = get_logger("mempool.peers")
+
+
+class Mappings:
+    """Host memory of spaces, mapped here once each; on the background's one thread, but for close()."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[tuple[int, int], HostMapping] = {}
+
+    def regions(self, spaces: Mapping[int, Sequence[HostRegion]]) -> list[Region]:
+        """Every rank of these. Raises: PathUnavailable."""
+        return [
+            self._region(number, rank, where)
+            for number, ranks in spaces.items()
+            for rank, where in enumerate(ranks)
+        ]
+
+    def _region(self, space: int, rank: int, where: HostRegion) -> Region:
+        mapping = self._mapped.get((space, rank))
+        if mapping is None:
+            mapping = self._mapped[space, rank] = HostMapping(where)
+        name = region_name(space, rank)
+        return Region(name, RegionKind.HOST, mapping.address, where.page_bytes, where.num_pages, name)
+
+    def close(self) -> None:
+        """Unmap; no path may be open any more."""
+        for mapping in self._mapped.values():
+            mapping.close()
+        self._mapped = {}
+
+
+class PathEnd:
+    """This process's end. Made, connected and closed in the background: each takes 0.1 s, and the first one 1 s."""
+
+    def __init__(
+        self, name: str, regions: Sequence[Region], *, may_send: MaySend = lambda region, pages: True
+    ) -> None:
+        """Raises: PathUnavailable."""
+        self._transport = NixlTransport(name, mode="write", may_send=may_send)
+        self._link = None
+        self._futures: set[Future[Moved]] = set()
+        try:
+            for region in regions:
+                self._transport.register(region)
+            self.description = self._transport.describe()
+        except ClusterError:
+            self._transport.close()
+            raise
+
+    def connect(
+        self, description: bytes, channel: Channel, on_settled: Callable[[str, tuple[int, ...]], None]
+    ) -> None:
+        """Raises: PathUnavailable, TransferError, PeerProtocolError."""
+        self._link = self._transport.connect(Peer(description, channel=channel, on_settled=on_settled))
+
+    def on_message(self, data: bytes) -> None:
+        """PathBytes of the peer; before connect() it is dropped. Raises: PeerProtocolError."""
+        if self._link is not None:
+            self._link.on_message(data)
+
+    def pull(
+        self, source: str, pages: Sequence[int], target: str, into: Sequence[int], timeout_ms: int
+    ) -> Future[Moved]:
+        """Raises: as Link.pull; PathUnavailable before connect()."""
+        if self._link is None:
+            raise PathUnavailable("the path is not connected")
+        future = self._link.pull(source, pages, target, into, timeout_ms=timeout_ms)
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+        return future
+
+    def lost(self, reason: str) -> None:
+        """Fail what is on its way; pages may still be written until close()."""
+        if self._link is not None:
+            self._link.peer_lost(reason)
+
+    def close(self) -> bool:
+        """Whether nothing can arrive any more. In the background."""
+        self.lost("the path is closed")
+        wait(list(self._futures), FAIL_WAIT_S)
+        self._transport.close()
+        self._link = None
+        return self._transport.is_gone
+
+
+@dataclass(slots=True, eq=False)
+class Pulling:
+    """One PullRemote, on its ranks."""
+
+    action: PullRemote
+    num_running: int = 0
+    error: str = ""
+
+
+class ReaderPath:
+    """Pulls of one peer into one space, from the moment in which the path is wanted. On the event loop.
+
+    Args:
+        on_pulled: (number, failed, pages in doubt): the end of every pull, once.
+        on_settled: (space, pages): nothing can write these any more.
+        on_failed: the path is of no use any more, and wants to be closed.
+    """
+
+    def __init__(
+        self,
+        path_id: int,
+        num_ranks: int,
+        on_pulled: Callable[[int, bool, Sequence[int]], None],
+        on_settled: Callable[[int, list[int]], None],
+        on_failed: Callable[["ReaderPath"], None],
+    ) -> None:
+        self.path_id = path_id
+        self.end: PathEnd | None = None
+        self.ready = False
+        self.failed = ""  # why it is of no use any more
+        self._loop = asyncio.get_running_loop()
+        self._num_ranks = num_ranks
+        self._on_pulled = on_pulled
+        self._on_settled = on_settled
+        self._on_failed = on_failed
+        self._waiting: list[Pulling] = []
+        self._timers: dict[int, asyncio.TimerHandle] = {}  # of those that wait
+        self._running: set[Pulling] = set()
+        self._doubt: dict[tuple[int, int], set[int]] = {}  # (space, page) -> ranks that may still be written
+        self._reported: set[tuple[int, int]] = set()  # of these, the core knows
+
+    @property
+    def num_pulls(self) -> int:
+        """Waiting and running."""
+        return len(self._waiting) + len(self._running)
+
+    @property
+    def num_in_doubt(self) -> int:
+        """Pages that a failed pull may still write."""
+        return len(self._doubt)
+
+    def pull(self, action: PullRemote) -> None:
+        """Now, or when the path is there."""
+        pulling = Pulling(action)
+        if self.ready:
+            self._start(pulling)
+            return
+        self._waiting.append(pulling)
+        self._timers[action.number] = self._loop.call_later(action.timeout_ms / 1000, self._late, pulling)
+
+    def _late(self, pulling: Pulling) -> None:
+        self._waiting.remove(pulling)
+        self._end(pulling, "the path was not there in time")
+
+    def opened(self, end: PathEnd) -> None:
+        """Both ends are there: what waited begins."""
+        self.end, self.ready = end, True
+        waiting, self._waiting = self._waiting, []
+        for pulling in waiting:
+            self._timers.pop(pulling.action.number).cancel()
+            self._start(pulling)
+
+    def lost(self, reason: str) -> None:
+        """No pull ends well any more. close() of its end follows in the background, then closed()."""
+        self.failed = self.failed or reason
+        self.ready = False
+        waiting, self._waiting = self._waiting, []
+        for pulling in waiting:
+            self._timers.pop(pulling.action.number).cancel()
+            self._end(pulling, reason)
+        if self.end is not None:
+            self.end.lost(reason)
+
+    def closed(self, *, is_gone: bool) -> None:
+        """The agent has been destroyed: every page in doubt has settled. Otherwise they stay in doubt for good."""
+        for pulling in list(self._running):  # a future that never ended
+            self._hold(pulling, range(self._num_ranks))
+            self._end(pulling, "the path was closed")
+        if not is_gone:
+            log.error("path_not_closed", path=self.path_id, pages=len(self._doubt))
+            return
+        self._settle(list(self._doubt))
+
+    def _start(self, pulling: Pulling) -> None:
+        action = pulling.action
+        assert self.end is not None
+        self._running.add(pulling)
+        pulling.num_running = self._num_ranks
+        for rank in range(self._num_ranks):
+            source, target = region_name(action.source_space, rank), region_name(action.space, rank)
+            try:
+                future = self.end.pull(source, action.sources, target, action.targets, action.timeout_ms)
+            except ClusterError as error:
+                failed: Future[Moved] = Future()
+                failed.set_exception(error)
+                future = failed
+            future.add_done_callback(
+                lambda future, rank=rank: self._tell(self._rank_done, pulling, rank, future)
+            )
+
+    def _rank_done(self, pulling: Pulling, rank: int, future: "Future[Moved]") -> None:
+        if pulling not in self._running:
+            return  # closed() has reported it
+        error = future.exception()
+        if error is not None:
+            pulling.error = pulling.error or str(error) or type(error).__name__
+            if isinstance(error, TransferError) and error.quarantined:
+                self._hold(pulling, [rank])
+            if isinstance(error, TransferFailed | PeerLost | TransferRefused):  # not for being slow, or busy
+                self.failed = self.failed or pulling.error
+        pulling.num_running -= 1
+        if pulling.num_running == 0:
+            self._end(pulling, pulling.error)
+        if self.failed:
+            self._on_failed(self)
+
+    def _hold(self, pulling: Pulling, ranks: Sequence[int]) -> None:
+        for page in pulling.action.targets:
+            self._doubt.setdefault((pulling.action.space, page), set()).update(ranks)
+
+    def _end(self, pulling: Pulling, error: str) -> None:
+        self._running.discard(pulling)
+        action = pulling.action
+        doubtful = [page for page in action.targets if (action.space, page) in self._doubt]
+        self._reported.update((action.space, page) for page in doubtful)
+        if error:
+            log.warning("remote_pull_failed", source=action.address, pages=len(action.targets), reason=error)
+        self._on_pulled(action.number, bool(error), doubtful)
+
+    def settled(self, region: str, pages: tuple[int, ...]) -> None:
+        """From NIXL's thread: nothing can write these any more."""
+        self._tell(self._rank_settled, region, pages)
+
+    def _rank_settled(self, region: str, pages: tuple[int, ...]) -> None:
+        space, rank = space_and_rank(region)
+        over: list[tuple[int, int]] = []
+        for page in pages:
+            ranks = self._doubt.get((space, page))
+            if ranks is not None:
+                ranks.discard(rank)
+                if not ranks:
+                    over.append((space, page))
+        self._settle(over)
+
+    def _settle(self, keys: list[tuple[int, int]]) -> None:
+        told: dict[int, list[int]] = {}
+        for key in keys:
+            del self._doubt[key]
+            if key in self._reported:
+                self._reported.discard(key)
+                told.setdefault(key[0], []).append(key[1])
+        for space, pages in told.items():
+            self._on_settled(space, pages)
+
+    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
+        """From any thread; a loop that has ended needs to hear nothing."""
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            log.debug("loop_ended", path=self.path_id)

@@ -1,0 +1,325 @@
+"""Other hosts' mempools: calls of theirs to the core, the core's calls to them, and the paths for the bytes.
+
+One ROUTER at `peer_listen` for those that read from here (the source's side, below), one PeerLink for each that is read
+from (peer_links.py). Everything here is on the event loop; agents are made and destroyed in the background.
+"""
+
+import asyncio
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from services.mempool.core.actions import Action, AskPeer, PullRemote, TellPeer
+from services.mempool.core.mempool import Mempool
+from services.mempool.mover_regions import HostRegion, space_and_rank
+from services.mempool.peer_background import Background
+from services.mempool.peer_links import ChannelToPeer, PeerLink
+from services.mempool.peer_paths import PathEnd
+from services.mempool.spaces import Spaces
+from shared.errors import ClusterError, PeerProtocolError, SettingsError
+from shared.ids import PageId
+from shared.observe.log import get_logger
+from shared.transfer.errors import PathUnavailable
+from shared.transport.clock import Clock
+from shared.transport.zmq_channel import RouterServer
+from shared.wire import mempool_peer as wire
+
+MAX_QUEUED = 4_096  # messages that one peer has not read
+MAX_PATHS = 64  # of one peer
+
+log = get_logger("mempool.peers")
+
+
+@dataclass(slots=True, eq=False)
+class ServedPath:
+    """This side's end of a path that a peer has opened."""
+
+    end: PathEnd | None = None
+    closed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """A mempool that reads from here."""
+
+    identity: bytes
+    number: int
+    instance: str
+    paths: dict[int, ServedPath] = field(default_factory=dict)
+
+
+class Peers:
+    """start() once, close() once.
+
+    Args:
+        perform: hands actions of the core to the shell.
+        pins_memory: transports may page-lock what is registered (RDMA): such memory is never punched.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        instance: str,
+        core: Mempool,
+        spaces: Spaces,
+        clock: Clock,
+        perform: Callable[[list[Action]], None],
+        *,
+        max_peers: int,
+        pins_memory: bool,
+    ) -> None:
+        self._hello = wire.PeerHello(instance=instance, boot_generation=core.boot_generation)
+        self._core = core
+        self._spaces = spaces
+        self._clock = clock
+        self._perform = perform
+        self._max_peers = max_peers
+        self._pins_memory = pins_memory
+        self._background = Background()
+        self._links: dict[str, PeerLink] = {}
+        self._readers: dict[bytes, Reader] = {}
+        self._by_number: dict[int, Reader] = {}
+        self._next_reader = 1
+        self._registered: set[int] = set()
+        self._server: RouterServer[wire.ToSource, wire.ToReader] = RouterServer(
+            listen,
+            into=wire.TO_SOURCE,
+            out=wire.TO_READER,
+            on_message=self._on_call,
+            on_lost=self._on_reader_lost,
+            high_water=MAX_QUEUED,
+        )
+
+    async def start(self) -> None:
+        """Listen. Raises: SettingsError when the address cannot be had, or the library is missing."""
+        if importlib.util.find_spec("nixl_cu13") is None:
+            raise SettingsError(
+                "setting mempool.peer_listen: needs NIXL; install nixl-cu13==1.5.1, or set it to ''"
+            )
+        await self._server.start()
+        self._core.peer_address = self._server.address
+        self._background.run(lambda: PathEnd("warm", []).close(), lambda _, error: None)  # the library loads
+        log.info("peers_listening", address=self._server.address)
+
+    def close(self) -> None:
+        """End every link; wait until every path is closed."""
+        self._server.close()
+        for link in self._links.values():
+            link.close()
+        self._background.close()
+
+    def may_punch(self, space: int) -> bool:
+        """Whether memory of free pages may go back: not what a network card has the addresses of."""
+        return not (self._pins_memory and space in self._registered)
+
+    def status(self) -> dict[str, Any]:
+        """For /status."""
+        return {
+            "address": self._server.address,
+            "readers": sorted(reader.instance for reader in self._readers.values()),
+            "paths_served": sum(len(reader.paths) for reader in self._readers.values()),
+            "malformed": self._server.num_malformed,
+            "sources": {
+                address: {"state": link.state, "pulls": link.num_pulls, "in_doubt": link.num_in_doubt}
+                for address, link in self._links.items()
+            },
+        }
+
+    # -- actions ------------------------------------------------------------------------------------
+
+    def ask(self, action: AskPeer) -> None:
+        """See AskPeer."""
+        link = self._link(action.address)
+        if link is not None:
+            link.ask(action)
+        elif isinstance(action.message, wire.RemoteAcquire | wire.CheckEpochs):
+            self.lost(action.address)
+
+    def pull(self, action: PullRemote) -> None:
+        """See PullRemote."""
+        link = self._link(action.address)
+        if link is None:
+            self.pulled(action.number, True, [])
+        else:
+            link.pull(action)
+
+    def tell(self, action: TellPeer) -> None:
+        """See TellPeer."""
+        reader = self._by_number.get(action.link)
+        if reader is not None:
+            self._tell(reader, action.message)
+
+    def _link(self, address: str) -> PeerLink | None:
+        link = self._links.get(address)
+        if link is not None:
+            return link
+        if len(self._links) >= self._max_peers:
+            idle = [x for x in self._links.values() if not x.num_pulls and not x.num_in_doubt]
+            if not idle:
+                log.warning("too_many_peers", address=address, max_peers=self._max_peers)
+                return None
+            oldest = min(idle, key=lambda x: x.used_s)
+            del self._links[oldest.address]
+            oldest.close()
+        try:
+            link = self._links[address] = PeerLink(address, self._hello, self, self._background)
+        except ClusterError as error:  # no address at all
+            log.warning("peer_address_wrong", address=address, reason=error.message)
+            return None
+        return link
+
+    # -- what links tell (Owner) ----------------------------------------------------------------------
+
+    def answered(self, address: str, message: wire.ToReader) -> None:
+        """A source's answer."""
+        self._perform(self._core.on_peer_answer(address, message, self._clock.now_ms()))
+
+    def lost(self, address: str) -> None:
+        """A source is not reached."""
+        self._perform(self._core.on_peer_lost(address, self._clock.now_ms()))
+
+    def pulled(self, number: int, failed: bool, in_doubt: Sequence[int]) -> None:
+        """The end of a PullRemote; later, because the core may be asking just now."""
+        asyncio.get_running_loop().call_soon(self._pulled, number, failed, in_doubt)
+
+    def _pulled(self, number: int, failed: bool, in_doubt: Sequence[int]) -> None:
+        now_ms = self._clock.now_ms()
+        self._perform(self._core.on_remote_pulled(number, now_ms, failed=failed, in_doubt=in_doubt))
+
+    def settled(self, space: int, pages: list[int]) -> None:
+        """Pages in doubt are free."""
+        asyncio.get_running_loop().call_soon(self._settled, space, pages)
+
+    def _settled(self, space: int, pages: list[int]) -> None:
+        log.info("pages_settled", space=space, num_pages=len(pages))
+        self._perform(self._core.on_settled(space, [PageId(page) for page in pages], self._clock.now_ms()))
+
+    def host_space(self, space: int) -> tuple[str, Sequence[HostRegion]]:
+        """Content and pages of one space of ours. Raises: PathUnavailable."""
+        regions = self._spaces.host_regions(space)
+        self._registered.add(space)
+        return self._spaces.content_key_of(space), regions
+
+    # -- the source's side ----------------------------------------------------------------------------
+
+    def _on_call(self, identity: bytes, _seq: int, message: wire.ToSource, _raw: list[bytes]) -> None:
+        reader = self._readers.get(identity)
+        try:
+            if reader is None:
+                self._welcome(identity, message)
+            elif isinstance(message, wire.OpenPath):
+                self._open(reader, message)
+            elif isinstance(message, wire.ClosePath):
+                self._close(reader, message.path_id)
+            elif isinstance(message, wire.PathBytes):
+                path = reader.paths.get(message.path_id)
+                if path is not None and path.end is not None:
+                    path.end.on_message(message.data)
+            else:
+                self._perform(self._core.on_peer_call(reader.number, message, self._clock.now_ms()))
+        except PeerProtocolError as error:
+            log.warning("peer_protocol_error", peer=reader.instance if reader else "", reason=error.message)
+            self._server.disconnect(identity)
+
+    def _welcome(self, identity: bytes, hello: wire.ToSource) -> None:
+        if not isinstance(hello, wire.PeerHello):
+            raise PeerProtocolError(f"{type(hello).__name__} before PeerHello")
+        if hello.version != wire.VERSION:
+            reason = f"this mempool speaks version {wire.VERSION}, not {hello.version}"
+            self._server.send(identity, wire.PeerRefused(code="peer.version", reason=reason))
+            return
+        if len(self._readers) >= self._max_peers:
+            reason = f"{self._max_peers} mempools read here already"
+            self._server.send(identity, wire.PeerRefused(code="peer.too_many", reason=reason))
+            return
+        reader = Reader(identity, self._next_reader, hello.instance)
+        self._next_reader += 1
+        self._readers[identity] = self._by_number[reader.number] = reader
+        log.info("reader_connected", peer=hello.instance, link=reader.number)
+        mine = self._hello
+        self._tell(reader, wire.PeerWelcome(instance=mine.instance, boot_generation=mine.boot_generation))
+
+    def _on_reader_lost(self, identity: bytes) -> None:
+        reader = self._readers.pop(identity, None)
+        if reader is None:
+            return
+        del self._by_number[reader.number]
+        log.info("reader_lost", peer=reader.instance, link=reader.number)
+        for path_id in list(reader.paths):
+            self._close(reader, path_id)
+        self._perform(self._core.on_peer_gone(reader.number, self._clock.now_ms()))
+
+    def _open(self, reader: Reader, call: wire.OpenPath) -> None:
+        if call.path_id in reader.paths or len(reader.paths) >= MAX_PATHS:
+            raise PeerProtocolError(f"path {call.path_id} of {len(reader.paths)}: open already, or too many")
+        spaces: dict[int, Sequence[HostRegion]] = {}
+        reason = "nothing of this content is here"
+        for number in list(self._spaces.memories):
+            if self._spaces.content_key_of(number) == call.content_key:
+                try:
+                    spaces[number] = self._spaces.host_regions(number)
+                except PathUnavailable as error:
+                    reason = error.message
+        if not spaces:
+            failed = wire.PathFailed(path_id=call.path_id, code=PathUnavailable.code, reason=reason)
+            self._tell(reader, failed)
+            return
+        self._registered.update(spaces)
+        path = reader.paths[call.path_id] = ServedPath()
+
+        def may_send(region: str, pages: frozenset[int]) -> bool:
+            return self._core.serve.may_read(reader.number, space_and_rank(region)[0], pages)
+
+        name = f"{self._hello.instance}-to-{reader.number}-{call.path_id}"
+        self._background.make(name, spaces, partial(self._made, reader, path, call), may_send=may_send)
+
+    def _made(
+        self, reader: Reader, path: ServedPath, call: wire.OpenPath, end: PathEnd | None, reason: str
+    ) -> None:
+        if end is None:
+            self._failed(reader, call.path_id, reason)
+            return
+        path.end = end
+        if path.closed:
+            self._background.run(end.close, lambda _, error: None)
+            return
+        channel = ChannelToPeer(partial(self._send_bytes, reader, path, call.path_id))
+        connect = partial(end.connect, call.description, channel, lambda region, pages: None)
+        self._background.run(connect, partial(self._connected, reader, path, call.path_id))
+
+    def _connected(
+        self, reader: Reader, path: ServedPath, path_id: int, _: object, error: Exception | None
+    ) -> None:
+        if path.closed or path.end is None:
+            return
+        if error is not None:
+            self._close(reader, path_id)
+            self._failed(reader, path_id, str(error))
+            return
+        self._tell(reader, wire.PathOpened(path_id=path_id, description=path.end.description))
+
+    def _failed(self, reader: Reader, path_id: int, reason: str) -> None:
+        reader.paths.pop(path_id, None)
+        self._tell(reader, wire.PathFailed(path_id=path_id, code="transfer.failed", reason=reason))
+
+    def _send_bytes(self, reader: Reader, path: ServedPath, path_id: int, data: bytes) -> None:
+        if not path.closed:
+            self._tell(reader, wire.PathBytes(path_id=path_id, data=data))
+
+    def _close(self, reader: Reader, path_id: int) -> None:
+        """Its agent goes, and with it what it still sends."""
+        path = reader.paths.pop(path_id, None)
+        if path is not None and not path.closed:
+            path.closed = True
+            if path.end is not None:
+                path.end.lost("the reader is gone")
+                self._background.run(path.end.close, lambda _, error: None)
+
+    def _tell(self, reader: Reader, message: wire.ToReader) -> None:
+        try:
+            self._server.send(reader.identity, message)
+        except ClusterError as error:  # gone, or it does not read: then it is as good as gone
+            log.warning("reader_unreachable", peer=reader.instance, code=error.code)
+            self._server.disconnect(reader.identity)

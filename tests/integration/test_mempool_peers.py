@@ -1,0 +1,200 @@
+"""Two real mempools that reach each other over the network, with engines and clients: blocks come, bytes are right."""
+
+import asyncio
+import importlib.util
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from shared.ids import HandoffId, InstanceId
+from shared.kv.words import u32_list, u64_list
+from shared.mempool.client import MempoolClient
+from tests.integration.mempool_rig import EngineProcess, MempoolProcess, chain
+
+NAMES = [f"n{i}" for i in range(12)]
+DETECTED_S = 2.0
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed"),
+    pytest.mark.timeout(120),
+]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+class Host:
+    """A mempool, an engine, and a client of the engine's instance."""
+
+    def __init__(self, folder, name: str, address: str, *, prefix: tuple[str, ...] = (), **settings) -> None:
+        folder.mkdir()
+        options = {"peer-listen": address, "ucx-tls": "tcp", "copy-timeout-ms": 3_000} | settings
+        self.name, self.address = name, address
+        self.mempool = MempoolProcess(folder, prefix=prefix, instance=name, **options)
+        self.engine = EngineProcess(self.mempool.socket, f"engine-{name}", quota=16)
+        self.client: MempoolClient
+
+    async def connect(self) -> None:
+        self.client = MempoolClient(self.mempool.socket, InstanceId(f"engine-{self.name}"))
+        self.client.start()
+        assert await self.client.wait_connected(5_000)
+
+    async def status(self):
+        found = await self.client.status()
+        assert found is not None
+        assert sum(found.pages_by_state.values()) == found.num_pages
+        return found
+
+    def read(self, got, names: list[str]) -> list[bool]:
+        pages = list(zip(u32_list(got.pages), u64_list(got.epochs), strict=True))
+        return self.engine.do("read", pages, names)
+
+    async def close(self) -> None:
+        await self.client.close()
+        self.engine.kill()
+        self.mempool.stop()
+
+
+class Pair:
+    """Source a, reader b."""
+
+    def __init__(self, a: Host, b: Host) -> None:
+        self.a, self.b = a, b
+        self.num = 0
+
+    async def pull(self, names: list[str], *, handoff: str = "", wait_ms: int = 5_000):
+        self.num += 1
+        return await self.b.client.acquire(
+            chain(*names),
+            handoff_id=HandoffId(handoff or f"h{self.num}"),
+            wait_ms=wait_ms,
+            source_mempool=self.a.client.peer_address,
+        )
+
+    def hand_off(self, names: list[str], handoff: str) -> None:
+        self.a.engine.do("save", *names)
+        self.a.engine.do("ready", handoff, *names)
+
+    async def until_at_rest(self, timeout_s: float = 10.0) -> None:
+        """No lease, no handoff, no page on its way or in doubt, at either end."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            found = [await host.status() for host in (self.a, self.b)]
+            moving = [f.pages_by_state["quarantined"] + f.pages_by_state["writing"] for f in found]
+            if not any(moving) and not any(f.num_leases + f.num_handoffs for f in found):
+                return
+            assert time.monotonic() < until_s, found
+            await asyncio.sleep(0.05)
+
+
+async def make_pair(tmp_path, **b_settings) -> Pair:
+    a = Host(tmp_path / "a", "a", f"tcp://127.0.0.1:{free_port()}")
+    b = Host(tmp_path / "b", "b", f"tcp://127.0.0.1:{free_port()}", **b_settings)
+    await a.connect()
+    await b.connect()
+    return Pair(a, b)
+
+
+@pytest.fixture
+async def pair(tmp_path):
+    found = await make_pair(tmp_path)
+    yield found
+    await found.a.close()
+    await found.b.close()
+
+
+async def test_a_handoff_of_another_host_arrives_byte_by_byte_and_all_pins_end(pair):
+    assert pair.a.client.peer_address == pair.a.address
+    pair.hand_off(NAMES, "h1")
+    got = await pair.pull(NAMES, handoff="h1")
+    assert got.num_blocks == len(NAMES)
+    assert pair.b.read(got, NAMES) == [True] * len(NAMES)
+    pair.b.client.release(got.lease_id)
+    await pair.until_at_rest()
+    assert (await pair.b.status()).counters["remote_blocks"] == len(NAMES)
+
+
+async def test_a_reader_that_is_first_waits_and_later_ones_find_the_path_open(pair):
+    waiting = asyncio.create_task(pair.pull(NAMES[:4], handoff="first"))
+    await asyncio.sleep(0.3)
+    pair.hand_off(NAMES[:4], "first")
+    got = await waiting
+    assert pair.b.read(got, NAMES[:4]) == [True] * 4
+    pair.b.client.release(got.lease_id)
+    times = []
+    for i in range(5):
+        names = [f"x{i}", f"y{i}"]
+        pair.hand_off(names, f"later{i}")
+        begun_s = time.monotonic()
+        got = await pair.pull(names, handoff=f"later{i}")
+        times.append(time.monotonic() - begun_s)
+        assert pair.b.read(got, names) == [True, True]
+        pair.b.client.release(got.lease_id)
+    assert min(times) < 0.2, times
+    await pair.until_at_rest()
+
+
+async def test_a_source_that_is_killed_is_a_miss_within_2_s_and_its_successor_serves(pair):
+    pair.hand_off(NAMES, "h1")
+    assert (await pair.pull(NAMES[:1], handoff="h1")).num_blocks == 1
+    waiting = asyncio.create_task(pair.pull(["other"], wait_ms=20_000))
+    await asyncio.sleep(0.2)
+    pair.a.mempool.kill()
+    begun_s = time.monotonic()
+    assert (await waiting).num_blocks == 0
+    assert time.monotonic() - begun_s < DETECTED_S
+    pair.a.mempool.start()
+    assert await pair.a.client.wait_connected(10_000)
+    pair.a.engine.kill()
+    pair.a.engine = EngineProcess(pair.a.mempool.socket, "engine-a2", quota=16)
+    pair.hand_off(["z1", "z2"], "h2")
+    until_s = time.monotonic() + 10
+    got = await pair.pull(["z1", "z2"], handoff="h2")
+    while not got.num_blocks and time.monotonic() < until_s:
+        await asyncio.sleep(0.2)
+        got = await pair.pull(["z1", "z2"])
+    assert pair.b.read(got, ["z1", "z2"]) == [True, True]
+
+
+async def test_a_source_that_stands_still_is_a_miss_within_2_s(pair):
+    pair.hand_off(NAMES, "h1")
+    assert (await pair.pull(NAMES[:2], handoff="h1")).num_blocks == 2
+    os.kill(pair.a.mempool.process.pid, signal.SIGSTOP)
+    try:
+        begun_s = time.monotonic()
+        assert (await pair.pull(NAMES, wait_ms=20_000)).num_blocks == 2
+        assert time.monotonic() - begun_s < DETECTED_S + 0.3
+    finally:
+        os.kill(pair.a.mempool.process.pid, signal.SIGCONT)
+
+
+async def test_an_address_that_nobody_has_is_a_miss_in_time(pair):
+    begun_s = time.monotonic()
+    got = await pair.b.client.acquire(
+        chain("x"), handoff_id=HandoffId("h"), wait_ms=10_000, source_mempool=f"tcp://127.0.0.1:{free_port()}"
+    )
+    assert got.num_blocks == 0
+    assert time.monotonic() - begun_s < DETECTED_S
+    got = await pair.b.client.acquire(
+        chain("x"), handoff_id=HandoffId("h"), wait_ms=10_000, source_mempool="nowhere"
+    )
+    assert got.num_blocks == 0
+
+
+async def test_a_reader_that_is_killed_leaves_no_pins(pair):
+    pair.hand_off(NAMES, "h1")
+    assert (await pair.pull(NAMES[:1], handoff="h1")).num_blocks == 1
+    waiting = asyncio.create_task(pair.pull(["never"], wait_ms=20_000))
+    await asyncio.sleep(0.2)
+    pair.b.mempool.kill()
+    assert (await waiting).num_blocks == 0
+    until_s = time.monotonic() + 5
+    while (await pair.a.status()).num_leases:
+        assert time.monotonic() < until_s
+        await asyncio.sleep(0.05)
