@@ -28,11 +28,12 @@ from services.mempool.mover_copies import (
     OnSettled,
     Space,
     Totals,
+    check_shape,
 )
 from services.mempool.mover_gpu import OpenGpu, open_gpu
 from services.mempool.mover_job import Job
 from services.mempool.mover_paths import Parts, Paths
-from services.mempool.mover_regions import MAX_RANKS, RankRegion, SlabRegion, space_and_rank
+from services.mempool.mover_regions import MAX_RANKS, RankRegion, SlabRegion, region_name, space_and_rank
 from services.mempool.mover_spaces import MappedSpace, Mapper
 from services.mempool.mover_targets import Targets
 from services.mempool.mover_thread import PullThread
@@ -45,9 +46,8 @@ from shared.transfer.reslice import KvEnd
 __all__ = ["CopyDone", "Mover", "MoverBusy", "MoverClosed"]
 
 MAX_COPIES = 1024  # waiting and running
-MAX_PAGES = 65_536  # of one copy
-MAX_PARTS = 16  # source spaces of one copy
 MAX_RUNNING_PULLS = 128  # more copies wait, unless they are alone
+GRACE_S = 1.0  # after the deadline, for the transports to say how a copy ended
 CLOSE_POLL_S = 0.002
 
 log = get_logger("mempool.mover")
@@ -81,13 +81,15 @@ class Mover:
         self._max_copies = max_copies
         self._mapper = Mapper(open_gpu, pin_host=pin_host, floor_gb_per_s=floor_gb_per_s)
         self._paths = Paths(
-            self._region_settled, self._mapper.pinned, threads=threads, host_copier=host_copier
-        )
+            lambda region, pages: self._tell(self._settled, region, pages), self._mapper.pinned,
+            threads=threads, host_copier=host_copier,
+        )  # fmt: skip
         self._background = ThreadPoolExecutor(1, thread_name_prefix="mover-map")
         self._thread = PullThread()
         self._spaces: dict[int, Space] = {}
         self._copies: dict[int, Copy] = {}
         self._waiting: deque[Copy] = deque()
+        self._jobs: set[Job] = set()  # those whose end has not been heard of, whatever was answered
         self._targets = Targets()
         self._num_pulls = 0
         self._pin_host = pin_host
@@ -134,7 +136,7 @@ class Mover:
     def remove_space(self, number: int, on_removed: Callable[[], None] | None = None) -> None:
         """No new copies; when those on their way have ended and settled, unmap, then call `on_removed`."""
         space = self._spaces[number]
-        space.on_removed = on_removed or _nothing
+        space.on_removed = on_removed or (lambda: None)
         self._remove_if_unused(space)
 
     def _map(self, space: Space, regions: Sequence[RankRegion], end: KvEnd | None) -> None:
@@ -237,10 +239,7 @@ class Mover:
             raise MoverBusy(f"{self._max_copies} copies are on their way")
         if copy_id in self._copies:
             raise TransferRefused(f"copy {copy_id} is on its way already")
-        if not 0 < len(targets) <= MAX_PAGES or not 0 < len(parts) <= MAX_PARTS:
-            raise TransferRefused(f"{len(targets)} pages from {len(parts)} spaces in one copy")
-        if sum(len(pages) for _, pages in parts) != len(targets) or not all(len(pages) for _, pages in parts):
-            raise TransferRefused(f"parts of {[len(pages) for _, pages in parts]} for {len(targets)} pages")
+        check_shape(targets, parts)
         for number in (target, *(source for source, _ in parts)):
             space = self._spaces.get(number)
             if space is None or space.on_removed is not None:
@@ -275,28 +274,43 @@ class Mover:
             self._paths, self._thread, copy.target, copy.targets, copy.parts, copy.deadline_s,
             lambda: self._tell(self._job_ended, copy),
         )  # fmt: skip
+        self._jobs.add(job)
         self._thread.post(job.run)
         return True
 
     def _expire(self, copy: Copy) -> None:
-        """The deadline of a copy that waits. One that runs ends by its pulls' own deadlines."""
+        """The deadline of a copy that waits. One that runs ends by its pulls' own deadlines, or by _overdue()."""
         if copy in self._waiting:
             self._waiting.remove(copy)
-            late = TransferTimeout("the deadline passed before the copy could start")
-            self._finish(copy, late)
+            self._finish(copy, TransferTimeout("the deadline passed before the copy could start"))
+        elif copy.job is not None:
+            copy.timer = self._loop.call_later(GRACE_S, self._overdue, copy)
+
+    def _overdue(self, copy: Copy) -> None:
+        """A thread hangs in a call: nobody knows what it writes until it comes back."""
+        mapped = self._spaces[copy.target].mapped
+        assert mapped is not None
+        for rank in range(len(mapped.ranks)):
+            self._targets.hold(copy.target, rank, copy.targets)
+        log.error("copy_overdue", copy=copy.copy_id, num_pages=len(copy.targets))
+        self._finish(copy, TransferTimeout("the copy did not even fail by its deadline"), copy.targets)
 
     def _job_ended(self, copy: Copy) -> None:
-        job = copy.job
-        if self._copies.get(copy.copy_id) is not copy or job is None:
-            return  # close() has reported it
+        assert copy.job is not None
+        self._jobs.discard(copy.job)
         book = self._paths.quarantine.held()
+        if self._copies.get(copy.copy_id) is not copy:  # overdue, or close() has reported it
+            for rank in range(MAX_RANKS):
+                region = region_name(copy.target, rank)
+                self._region_free(region, [page for page in copy.targets if page not in book.get(region, ())])
+            return
         held: set[int] = set()
-        for region, pages in job.held:
+        for region, pages in copy.job.held:
             _, rank = space_and_rank(region)
             still = book.get(region, frozenset()).intersection(pages)  # some may have settled meanwhile
             self._targets.hold(copy.target, rank, still)
             held |= still
-        self._finish(copy, job.error, held)
+        self._finish(copy, copy.job.error, held)
 
     def _finish(self, copy: Copy, error: BaseException | None, quarantined: Iterable[int] = ()) -> None:
         if self._copies.pop(copy.copy_id, None) is None:
@@ -318,18 +332,17 @@ class Mover:
             self._pump_soon()
         copy.on_done(done)
 
-    def _region_settled(self, region: str, pages: tuple[int, ...]) -> None:
-        """On a transport's thread."""
-        self._tell(self._settled, region, pages)
-
     def _settled(self, region: str, pages: tuple[int, ...]) -> None:
-        number, rank = space_and_rank(region)
         again = self._paths.quarantine.held().get(region, frozenset())  # by a later copy
-        free = self._targets.settle(number, rank, [page for page in pages if page not in again])
-        if free:
-            log.info("pages_settled", space=number, num_pages=len(free))
+        self._region_free(region, [page for page in pages if page not in again])
+
+    def _region_free(self, region: str, pages: Sequence[int]) -> None:
+        """Nothing writes to these pages of one rank any more."""
+        number, rank = space_and_rank(region)
+        free = self._targets.settle(number, rank, pages)
         self._remove_if_unused(self._spaces.get(number))
         if free:
+            log.info("pages_settled", space=number, num_pages=len(free))
             self._on_settled(number, free)
 
     # -- the rest ---------------------------------------------------------------------------------
@@ -379,14 +392,9 @@ class Mover:
 
     def _is_idle(self) -> bool:
         """Nothing is being written here, and nothing will be."""
-        jobs = [copy.job for copy in self._copies.values() if copy.job is not None]
-        return all(job.ended for job in jobs) and not self._paths.quarantine.held()
+        return all(job.ended for job in self._jobs) and not self._paths.quarantine.held()
 
     def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
-        """From any thread: have the event loop call it. A loop that has ended needs to hear nothing."""
+        """From any thread. A loop that has ended needs to hear nothing."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
-
-
-def _nothing() -> None:
-    """Nobody asked to be told."""

@@ -10,8 +10,11 @@ from services.mempool.mover_job import Job
 from services.mempool.mover_paths import Parts
 from services.mempool.mover_spaces import MappedSpace
 from shared.errors import ClusterError, ResourceError
-from shared.transfer.errors import TransferFailed
+from shared.transfer.errors import TransferFailed, TransferRefused
 from shared.transfer.interface import Moved
+
+MAX_PAGES = 65_536  # of one copy
+MAX_PARTS = 16  # source spaces of one copy
 
 
 class MoverBusy(ResourceError):
@@ -134,3 +137,12 @@ class Totals:
         """Plain."""
         paths = {path: asdict(totals) for path, totals in self.paths.items()}
         return {"paths": paths, "failures": dict(self.failures)}
+
+
+def check_shape(targets: Sequence[int], parts: Parts) -> None:
+    """Raises: TransferRefused for what is no copy, or too large a one."""
+    counts = [len(pages) for _, pages in parts]
+    if not 0 < len(targets) <= MAX_PAGES or not 0 < len(parts) <= MAX_PARTS:
+        raise TransferRefused(f"{len(targets)} pages from {len(parts)} spaces in one copy")
+    if sum(counts) != len(targets) or 0 in counts:
+        raise TransferRefused(f"parts of {counts} for {len(targets)} pages")

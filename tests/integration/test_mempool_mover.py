@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from services.mempool import mover
 from services.mempool.memory import PoolMemory
 from services.mempool.mover import Mover, MoverBusy, MoverClosed
 from services.mempool.mover_regions import HostRegion
@@ -122,6 +123,31 @@ async def test_a_page_comes_back_only_when_no_rank_can_be_written(rig):
     gate.open(1)
     await until(lambda: it.settled)
     assert it.settled == [(2, (3,))]
+
+
+async def test_a_copy_is_answered_even_when_a_thread_hangs_in_a_call(rig, monkeypatch):
+    monkeypatch.setattr(mover, "GRACE_S", 0.05)
+    gate = Gate(is_open=True)
+    it = rig(host_copier=gate)
+    it.add(1)
+    it.add(2)
+    gate.comes_back.clear()
+    first, second = (
+        it.copy(1, 2, [3], [(1, [0])], timeout_ms=50),
+        it.copy(2, 2, [4], [(1, [0])], timeout_ms=90),
+    )
+    assert [(done.code, done.quarantined) for done in (await first, await second)] == [
+        ("transfer.timeout", (3,)),
+        ("transfer.timeout", (4,)),
+    ]
+    with pytest.raises(TransferRefused, match="quarantined"):
+        it.copy(3, 2, [3], [(1, [0])])
+    assert it.settled == []
+    assert not it.mover._is_idle(), "closing now would have to leave everything mapped"
+    gate.comes_back.set()
+    await until(lambda: len(it.settled) == 2)
+    assert sorted(it.settled) == [(2, (3,)), (2, (4,))]
+    assert (await it.copy(3, 2, [3, 4], [(1, [0, 1])])).ok
 
 
 async def test_a_copier_that_refuses_fails_the_copy_and_frees_its_pages(rig):

@@ -15,8 +15,11 @@ class Gate:
         self.is_open = is_open
         self.refuse = 0  # how many of the next sets fail at once
         self.held = []
+        self.comes_back = threading.Event()  # submit() hangs until it is set
+        self.comes_back.set()
 
     def submit(self, copies, direction, *, stream=0, **_):
+        self.comes_back.wait()
         with self._lock:
             if self.refuse:
                 self.refuse -= 1
