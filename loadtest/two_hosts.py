@@ -132,6 +132,20 @@ class TwoHosts:
         """Everything is lost, and nobody is told: each end believes the other at an address that nobody has."""
         self._neighbours("replace", "lladdr", NOWHERE, "nud", "permanent")
 
+    def cut(self) -> None:
+        """The cable is pulled: both ends see it."""
+        run("ip", "-n", self.names[0], "link", "set", DEVICES[0], "down")
+
+    def mend(self) -> None:
+        """Undo cut()."""
+        run("ip", "-n", self.names[0], "link", "set", DEVICES[0], "up")
+        for name, device in zip(self.names, DEVICES, strict=True):
+            _wait_for_carrier(name, device)
+
+    def prefix(self, number: int) -> tuple[str, ...]:
+        """Words before a command that runs it on one of the hosts: 0 is at 10.213.7.1, 1 at 10.213.7.2."""
+        return ("ip", "netns", "exec", self.names[number])
+
     def heal(self) -> None:
         """Undo shape() and partition()."""
         self.shape()

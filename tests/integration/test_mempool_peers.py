@@ -4,15 +4,13 @@ import asyncio
 import importlib.util
 import os
 import signal
-import socket
 import time
 
 import pytest
 
-from shared.ids import HandoffId, InstanceId
-from shared.kv.words import u32_list, u64_list
-from shared.mempool.client import MempoolClient
-from tests.integration.mempool_rig import EngineProcess, MempoolProcess, chain
+from shared.ids import HandoffId
+from tests.integration.mempool_rig import EngineProcess, chain
+from tests.integration.peer_rig import free_port, make_pair
 
 NAMES = [f"n{i}" for i in range(12)]
 DETECTED_S = 2.0
@@ -21,84 +19,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed"),
     pytest.mark.timeout(120),
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
-class Host:
-    """A mempool, an engine, and a client of the engine's instance."""
-
-    def __init__(self, folder, name: str, address: str, *, prefix: tuple[str, ...] = (), **settings) -> None:
-        folder.mkdir()
-        options = {"peer-listen": address, "ucx-tls": "tcp", "copy-timeout-ms": 3_000} | settings
-        self.name, self.address = name, address
-        self.mempool = MempoolProcess(folder, prefix=prefix, instance=name, **options)
-        self.engine = EngineProcess(self.mempool.socket, f"engine-{name}", quota=16)
-        self.client: MempoolClient
-
-    async def connect(self) -> None:
-        self.client = MempoolClient(self.mempool.socket, InstanceId(f"engine-{self.name}"))
-        self.client.start()
-        assert await self.client.wait_connected(5_000)
-
-    async def status(self):
-        found = await self.client.status()
-        assert found is not None
-        assert sum(found.pages_by_state.values()) == found.num_pages
-        return found
-
-    def read(self, got, names: list[str]) -> list[bool]:
-        pages = list(zip(u32_list(got.pages), u64_list(got.epochs), strict=True))
-        return self.engine.do("read", pages, names)
-
-    async def close(self) -> None:
-        await self.client.close()
-        self.engine.kill()
-        self.mempool.stop()
-
-
-class Pair:
-    """Source a, reader b."""
-
-    def __init__(self, a: Host, b: Host) -> None:
-        self.a, self.b = a, b
-        self.num = 0
-
-    async def pull(self, names: list[str], *, handoff: str = "", wait_ms: int = 5_000):
-        self.num += 1
-        return await self.b.client.acquire(
-            chain(*names),
-            handoff_id=HandoffId(handoff or f"h{self.num}"),
-            wait_ms=wait_ms,
-            source_mempool=self.a.client.peer_address,
-        )
-
-    def hand_off(self, names: list[str], handoff: str) -> None:
-        self.a.engine.do("save", *names)
-        self.a.engine.do("ready", handoff, *names)
-
-    async def until_at_rest(self, timeout_s: float = 10.0) -> None:
-        """No lease, no handoff, no page on its way or in doubt, at either end."""
-        until_s = time.monotonic() + timeout_s
-        while True:
-            found = [await host.status() for host in (self.a, self.b)]
-            moving = [f.pages_by_state["quarantined"] + f.pages_by_state["writing"] for f in found]
-            if not any(moving) and not any(f.num_leases + f.num_handoffs for f in found):
-                return
-            assert time.monotonic() < until_s, found
-            await asyncio.sleep(0.05)
-
-
-async def make_pair(tmp_path, **b_settings) -> Pair:
-    a = Host(tmp_path / "a", "a", f"tcp://127.0.0.1:{free_port()}")
-    b = Host(tmp_path / "b", "b", f"tcp://127.0.0.1:{free_port()}", **b_settings)
-    await a.connect()
-    await b.connect()
-    return Pair(a, b)
 
 
 @pytest.fixture
