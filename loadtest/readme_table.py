@@ -103,6 +103,13 @@ ROWS: list[tuple[str, str, str, str, str]] = [
     ),
     ("prefix-index", "insert_of_vllm_ratio", "naming a prompt's blocks, time of vLLM's", "{:.2f}", "1"),
     (
+        "slot-batch",
+        "batch_slice_of_exact_ratio",
+        "requests that fit in slots, share of none wasted",
+        "{:.2f}",
+        "",
+    ),
+    (
         "two-host-transfer",
         "nixl_share_ratio",
         "pull between two hosts over TCP, share of raw NIXL",

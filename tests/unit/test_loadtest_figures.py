@@ -1,39 +1,100 @@
-"""loadtest/figures.py draws from result files alone, the same bytes each time."""
+"""`make figures` draws every figure of the list from result files alone, the same bytes each time, or says why not."""
 
-from loadtest import bench_footprint, bench_gateway, figures, results
+import json
 
-GATEWAY = [
-    {"system": "quire", "series": "closed_loop", "count": 10, "cpu_us": 3_000, "wall_s": 0.5, "failed": 0},
-    {"system": "quire", "series": "streams", "count": 10, "cpu_us": 200, "wall_s": 0.5, "failed": 0},
-    {"system": "vllm_router", "series": "streams", "count": 10, "cpu_us": 120, "wall_s": 0.5, "failed": 0},
-    {"system": "direct", "series": "ttft", "count": 2, "rate_per_s": 9, "failed": 0, "ttft_ms": [1.0, 2.0]},
-]
+import pytest
+
+from loadtest import bench_footprint
+from loadtest.figures import sheet, vattention
+from loadtest.figures.__main__ import SHEETS, main
+from loadtest.registry import MEASURES, RESULTS
+
 FOOTPRINT = [
     {"ready_s": 20.0, "failed": 0, "pss_bytes": {"gateway": 10 << 20, "decode-0": 900 << 20}},
     {"ready_s": 30.0, "failed": 0, "pss_bytes": {"gateway": 20 << 20, "decode-0": 900 << 20}},
 ]
+PROMISED = {
+    *(f"memserve-{number:02}" for number in (9, 10, 11, 12)),
+    *(f"vattention-{number:02}" for number in (2, 3, *range(7, 16))),
+    "pr38460-handler",
+    "pr38460-serving",
+}
 
 
-def test_every_known_result_gives_an_svg_and_a_png_that_are_reproducible(tmp_path):
-    for name, module, samples in (
-        ("gateway-cpu", bench_gateway, GATEWAY),
-        ("cluster-footprint", bench_footprint, FOOTPRINT),
-    ):
-        results.write_result(
-            name,
-            claim="c",
-            command="x",
-            settings={},
-            metrics=module.metrics_from_samples(samples),
-            samples=samples,
-            folder=tmp_path,
-        )
+def result(name: str, samples: list[dict], **fields: object) -> dict:
+    machine = {"cpu": "cpu", "gpu": ["gpu", "gpu"]}
+    head = {"name": name, "commit": "c" * 40, "date": "2026-01-01", "machine": machine, "metrics": {}}
+    return {**head, "samples": samples, **fields}
+
+
+def write(folder, name: str, samples: list[dict], **fields: object) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(result(name, samples, **fields)))
+
+
+def contiguous() -> list[dict]:
+    rows: list[dict] = [{"part": "kernel", "variant": "plain.flash3", "kind": "check", "error": 0.0}]
+    for cache in ("plain", "paged16", "token-major", "layer-major"):
+        for kernel in ("flash3",) if cache == "plain" else ("flash3", "torch_flash2"):
+            head = {"part": "kernel", "variant": f"{cache}.{kernel}"}
+            rows.append({**head, "kind": "prefill", "tokens": 16384, "layer_ms": 2.0, "tflop": 1.0})
+            rows.append({**head, "kind": "decode", "batch": 8, "tokens": 16384, "ms": 3.0, "gb": 1.0})
+    for engine in ("paged16", "token-major"):
+        head = {"part": "serving", "engine": engine, "kernel": "flash3"}
+        rows.append({**head, "kind": "prefill", "tokens": 16384, "ttft_ms": 900.0})
+        rows.append({**head, "kind": "decode", "batch": 8, "tokens": 16384, "gap_ms": 12.0})
+    return rows
+
+
+def test_every_promised_figure_is_in_the_list_once_and_says_what_it_is():
+    names = [one.name for one in SHEETS]
+    assert len(names) == len(set(names))
+    assert set(names) >= PROMISED
+    for one in SHEETS:
+        assert {*one.needs, *one.also} <= {*MEASURES, "h200-contiguous", "h200-offload"}, one.name
+        if one.name in PROMISED:
+            assert one.paper, one.name
+            assert (one.ours and one.differs and one.draw) or one.reason, one.name
+
+
+def test_all_are_drawn_from_the_result_files_alone(tmp_path, capsys):
+    assert main([str(RESULTS), str(tmp_path), "--kinds", "svg"]) == 0
+    assert {path.stem for path in tmp_path.glob("*.svg")} == {one.name for one in SHEETS}
+    said = capsys.readouterr().out
+    index = (tmp_path / "index.md").read_text()
+    for one in SHEETS:
+        there = one.draw is not None and all((RESULTS / f"{name}.json").is_file() for name in one.needs)
+        line = next(line for line in said.splitlines() if line.split()[0] == one.name)
+        assert line.endswith(" drawn") == there, line
+        assert f"]({one.name}.svg)" in index
+
+
+def test_without_results_every_figure_says_why_it_is_not_there(tmp_path, capsys):
+    wanted = ["memserve-12", "vattention-02", "vattention-12", "cluster-footprint"]
+    assert main([str(tmp_path), str(tmp_path / "out"), "--kinds", "svg", "--only", ",".join(wanted)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said] == sorted(wanted, key=[one.name for one in SHEETS].index)
+    assert all("not measured: " in line for line in said)
+    assert any("no result file slot-mapping" in line for line in said)
+
+
+def test_the_same_results_give_the_same_bytes(tmp_path):
+    write(tmp_path, "cluster-footprint", FOOTPRINT, metrics=bench_footprint.metrics_from_samples(FOOTPRINT))
     for target in ("a", "b"):
-        assert figures.main([str(tmp_path), str(tmp_path / target)]) == 0
-    names = {path.name for path in (tmp_path / "a").iterdir()}
-    assert names == {f"{name}.{kind}" for name in figures.DRAW for kind in ("svg", "png")}
+        assert main([str(tmp_path), str(tmp_path / target), "--only", "cluster-footprint,memserve-12"]) == 0
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert len(names) == 4
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", [one.name for one in vattention.SHEETS if "h200-contiguous" in one.needs])
+def test_figures_of_kernels_without_a_block_table_are_drawn_once_they_are_measured(tmp_path, name):
+    write(tmp_path, "h200-contiguous", contiguous())
+    (one,) = [one for one in SHEETS if one.name == name]
+    assert sheet.draw(one, sheet.Results(tmp_path), tmp_path, ["svg"]) == "drawn"
+    write(tmp_path, "h200-contiguous", [])
+    assert "has no samples" in sheet.draw(one, sheet.Results(tmp_path), tmp_path, ["svg"])
 
 
 def test_the_footprint_is_the_median_start_and_the_largest_memory():

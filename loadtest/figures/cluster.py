@@ -1,26 +1,11 @@
-"""`make figures`: redraw every figure from the result files alone, as SVG and PNG under loadtest/figures/.
+"""Figures of no paper: the gateway's CPU beside its peers, the cluster's memory."""
 
-python -m loadtest.figures [RESULTS_FOLDER] [OUTPUT_FOLDER]
-"""
-
-import json
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
-import matplotlib as mpl
-
-mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from loadtest.registry import RESULTS
+from loadtest.figures.sheet import ACCENT, INK, PALE, Result, Sheet
 
-FIGURES = RESULTS.parent / "figures"
-Result = dict[str, Any]
-INK, PALE, ACCENT = "#333333", "#9db4c0", "#c8553d"
 SYSTEMS = {"": "Quire", "vllm_router_": "vllm-router", "litellm_": "LiteLLM"}
 
 
@@ -71,40 +56,23 @@ def cluster_footprint(result: Result) -> Figure:
     return figure
 
 
-DRAW: dict[str, Callable[[Result], Figure]] = {
-    "gateway-cpu": gateway_cpu,
-    "cluster-footprint": cluster_footprint,
-}
-
-
-def draw(path: Path, target: Path) -> list[Path]:
-    """Files made from one result file; [] when no figure is drawn of it."""
-    if path.stem not in DRAW:
-        return []
-    result = json.loads(path.read_text())
-    # Fixed ids and no date: the same result file gives the same bytes.
-    with plt.rc_context({"svg.hashsalt": path.stem, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = DRAW[path.stem](result)
-        note = f"{result['machine']['cpu']}, {result['commit'][:10]}, {result['date'][:10]}"
-        figure.text(0.995, 0.005, note, ha="right", va="bottom", fontsize=6, color=INK)
-        figure.tight_layout()
-        target.mkdir(parents=True, exist_ok=True)
-        made = [target / f"{path.stem}.svg", target / f"{path.stem}.png"]
-        figure.savefig(made[0], metadata={"Date": None})
-        figure.savefig(made[1], dpi=160, metadata={"Software": None})
-        plt.close(figure)
-    return made
-
-
-def main(argv: Sequence[str]) -> int:
-    """Draw all; exit status 0, also when there are no results yet."""
-    source = Path(argv[0]) if argv else RESULTS
-    target = Path(argv[1]) if len(argv) > 1 else FIGURES
-    for path in sorted(source.glob("*.json")):
-        for made in draw(path, target):
-            print(made)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+SHEETS = (
+    Sheet(
+        "gateway-cpu",
+        "CPU of the gateway beside its peers",
+        ours="CPU time of the gateway's process and added time to first token, with mock engines; dotted: the bars.",
+        paper="",
+        differs="",
+        needs=("gateway-cpu",),
+        draw=gateway_cpu,
+    ),
+    Sheet(
+        "cluster-footprint",
+        "Memory of one prefill, one decode and everything else",
+        ours="proportional set size of every process of `quire up` under load.",
+        paper="",
+        differs="",
+        needs=("cluster-footprint",),
+        draw=cluster_footprint,
+    ),
+)
