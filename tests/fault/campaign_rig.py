@@ -247,11 +247,13 @@ class LogFile:
         path.touch()
         self._file = path.open()
         self._rest = ""
+        self._other_lines: list[str] = []  # a traceback
 
     def read(self) -> list[dict]:
         """All lines so far."""
         *whole, self._rest = (self._rest + self._file.read()).split("\n")
         self.lines += [json.loads(line) for line in whole if line.startswith("{")]
+        self._other_lines += [line for line in whole if line and not line.startswith("{")]
         return self.lines
 
     def has(self, since: int, event: str, **fields: object) -> bool:
@@ -262,10 +264,11 @@ class LogFile:
             for line in found
         )
 
-    def traceback(self) -> str:
-        """What is no JSON line: a bug's traceback."""
-        text = self.path.read_text()
-        return "\n".join(line for line in text.splitlines() if line and not line.startswith("{"))
+    def bug(self) -> str:
+        """What the service says of an error of its own; "" so far."""
+        self.read()
+        found = [str(line.get("exception", line)) for line in self.lines if line["level"] == "error"]
+        return "\n".join([*self._other_lines, *found])
 
 
 class Service:
@@ -295,7 +298,7 @@ class Service:
         return self._zygote.clock.until(self._serves, f"{self.name} serves", START_S)
 
     def _serves(self) -> bool:
-        assert self.alive, f"{self.name} ended: {self.log.traceback()}"
+        assert self.alive, f"{self.name} ended: {self.log.bug()}"
         return self.log.has(self.since, self._ready)
 
 

@@ -278,7 +278,8 @@ class World:
         self.oracle.check_table(pinned, held, self.damaged)
         self.oracle.check_bytes()
         for service in (self.mempool, self.keeper):
-            assert "Traceback" not in service.log.traceback(), service.log.traceback()
+            bug = service.log.bug()
+            assert not bug, bug
 
     def close(self) -> None:
         self.clock.wake_all()
