@@ -14,6 +14,7 @@ import msgspec
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
+from shared.engine.page_warmup import use_null_block
 from shared.engine.page_window import PageWindow, device_name, open_window
 from shared.ids import InstanceId
 from shared.kv.layout import EngineDescription
@@ -36,6 +37,21 @@ class PageWorkerMixin:
 
     _window: PageWindow | None = None
     _memory: RankMemory | None = None
+    _warming_up: bool = False
+
+    def compile_or_warm_up_model(self: Any) -> Any:
+        """vLLM's; what its requests write is no page of the pool, which may be in use."""
+        self._warming_up = True
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            self._warming_up = False
+
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        """vLLM's."""
+        if self._warming_up:
+            use_null_block(scheduler_output)
+        return super().execute_model(scheduler_output)
 
     def determine_available_memory(self: Any) -> int:
         """Attach to the pool, which may use what vLLM found free; says the bytes of the pool's blocks.

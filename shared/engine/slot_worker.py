@@ -90,6 +90,8 @@ class SlotWorkerMixin(PageWorkerMixin):
 
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         """vLLM's, behind the mapping of what the step reads."""
+        if self._warming_up:  # without slots: attention is left out
+            return super().execute_model(scheduler_output)
         assert self._steps is not None
         self._steps.before(scheduler_output)
         try:
