@@ -1,0 +1,177 @@
+"""Prefill and decode have mempools on two hosts: tokens equal stock vLLM's, also while the network between them breaks.
+
+The mempools are in network namespaces that a veth pair joins; each worker is attached to its host's. What is cut is the
+network of the pages: the control plane, which is on the loopback, goes on.
+"""
+
+import asyncio
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from loadtest.two_hosts import TwoHosts, why_not
+from shared.ids import InstanceId
+from shared.mempool.client import MempoolClient
+from shared.testing.cluster import Cluster
+from tests.integration.mempool_rig import MempoolProcess
+from tests.integration.test_exactness import (
+    BLOCK_TOKENS,
+    CASES,
+    MODEL,
+    ROOT,
+    assert_same,
+    complete,
+    stage,
+)
+
+FIRST = [
+    "greedy-5", "greedy-64", "greedy-257", "greedy-1500", "seeded-100", "logprobs-greedy", "json-schema",
+    "n3-seeded", "max-tokens-1", "max-tokens-2", "penalties",
+]  # fmt: skip
+SECOND = "second-257"  # after greedy-257
+DURING_CUTS = [f"greedy-{n}" for n in (33, 47, 96, 100, 128, 161, 200, 320, 400, 511, 640, 777, 1000, 1280)]
+COMPUTE_S = 10.0  # a whole request, on a busy machine
+DETECTED_S = 2.0
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    if importlib.util.find_spec("nixl_cu13") is None:
+        pytest.skip("nixl-cu13 is not installed")
+    if reason := why_not():
+        pytest.skip(reason)
+    with TwoHosts() as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Stock vLLM's answers."""
+    folder = tmp_path_factory.mktemp("stock")
+    cases, out = folder / "cases.json", folder / "out.json"
+    wanted = {*FIRST, SECOND, *DURING_CUTS}
+    cases.write_text(json.dumps([case for name, case in CASES.items() if name in wanted]))
+    command = [sys.executable, "-m", "tests.support.stock_reference", str(MODEL), str(cases), str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=400)
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def pools(hosts, tmp_path_factory):
+    """The mempools of the two hosts: of prefill, and of decode."""
+    found = []
+    for number in range(2):
+        folder = tmp_path_factory.mktemp("host")
+        address = f"tcp://10.213.7.{number + 1}:8107"
+        flags = {"peer-listen": address, "ucx-tls": "tcp", "capacity-bytes": 256 << 20, "idle-punch-ms": 500}
+        found.append(
+            MempoolProcess(folder, prefix=hosts.prefix(number), instance=f"mempool-{number}", **flags)
+        )
+    yield found
+    for pool in found:
+        pool.stop()
+
+
+@pytest.fixture(scope="module")
+def cluster(pools, tmp_path_factory):
+    flags = {
+        "worker": ["--dtype", "float32", "--threads", "1", "--kv-cache-bytes", str(64 << 20)],
+        "prefill-0": ["--mempool-socket", str(pools[0].socket)],
+        "decode-0": ["--mempool-socket", str(pools[1].socket)],
+    }
+    with Cluster(MODEL, log_dir=tmp_path_factory.mktemp("two"), engine="vllm", flags=flags) as running:
+        yield running
+
+
+def status_of(pool):
+    async def ask():
+        client = MempoolClient(pool.socket, InstanceId("test"))
+        client.start()
+        try:
+            assert await client.wait_connected(5_000)
+            return await client.status()
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
+def until_at_rest(pools, timeout_s=15.0):
+    """No lease, handoff or page on its way at either end; the last states."""
+    until_s = time.monotonic() + timeout_s
+    while True:
+        found = [status_of(pool) for pool in pools]
+        busy = [f.num_leases + f.num_handoffs + f.pages_by_state["quarantined"] for f in found]
+        assert all(sum(f.pages_by_state.values()) == f.num_pages for f in found)
+        if not any(busy):
+            return found
+        assert time.monotonic() < until_s, found
+        time.sleep(0.5)
+
+
+def test_tokens_equal_stock_and_prompts_are_not_computed_twice(reference, cluster, pools):
+    wrong = []
+    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+        for name in [*FIRST, SECOND]:
+            answer = complete(client, CASES[name], reference[name])
+            decode = stage(answer, "decode")
+            try:
+                assert_same(name, answer, reference[name])
+                if decode is not None and CASES[name]["params"].get("n", 1) == 1:
+                    assert decode["tokens_computed"] == 1, f"{name}: {decode}"
+            except AssertionError as error:
+                wrong.append(str(error).splitlines()[0])
+    assert not wrong, "\n".join(wrong)
+    there, here = until_at_rest(pools)
+    assert here.counters["remote_blocks"] > 1500 // BLOCK_TOKENS
+    assert not here.counters.get("remote_pulls_failed")
+    assert there.counters["peer_acquires"] >= len(FIRST) - 1
+
+
+def test_no_token_is_wrong_and_nothing_hangs_while_the_link_is_cut_during_transfers(
+    reference, cluster, pools, hosts
+):
+    stop, cuts = threading.Event(), []
+
+    def cut_again_and_again() -> None:
+        rng = random.Random(3)
+        while not stop.wait(rng.uniform(0.3, 1.5)):
+            cuts.append(time.monotonic())
+            hosts.cut()
+            stop.wait(rng.uniform(0.05, 3.0))
+            hosts.mend()
+
+    cutting = threading.Thread(target=cut_again_and_again)
+    seconds: list[float] = []
+    placements: list[str] = []
+
+    def request(name: str) -> None:
+        with httpx.Client(base_url=cluster.url, timeout=60) as client:
+            begun_s = time.monotonic()
+            answer = complete(client, CASES[name], reference[name])
+            seconds.append(time.monotonic() - begun_s)
+        placements.append(answer["quire_receipt"]["placement"])
+        assert_same(name, answer, reference[name])
+
+    cutting.start()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(request, DURING_CUTS))
+    finally:
+        stop.set()
+        cutting.join()
+    _, here = until_at_rest(pools)
+    assert cuts
+    assert here.counters["remote_links_lost"] >= 1, (len(cuts), here.counters)
+    assert max(seconds) < DETECTED_S + COMPUTE_S, sorted(seconds)
+    assert "disaggregated" in placements
