@@ -45,8 +45,8 @@ class Mempool:
         self._space_of: dict[InstanceId, int] = {}
         self._clients: dict[int, InstanceId] = {}  # by connection
         self._members: dict[int, int] = {}  # connection of an engine or rank -> its space
-        self._touched: set[Pool] = set()  # by answers since the last actions
-        self.dram = Dram(limits, self.pools, self.copy_numbers, self._touched.add)
+        self._touched: dict[int, Pool] = {}  # by number: by answers since the last actions
+        self.dram = Dram(limits, self.pools, self.copy_numbers, self._touch)
 
     # -- connections ------------------------------------------------------------------------------
 
@@ -84,6 +84,10 @@ class Mempool:
     def _new_pool(self, number: int) -> Pool:
         pool = self.pools[number] = Pool(self.limits, self.boot_generation, number, self._fence)
         return pool
+
+    def _touch(self, *pools: Pool) -> None:
+        """Their actions are due with the next ones that are returned."""
+        self._touched.update((pool.number, pool) for pool in pools)
 
     def space_of(self, instance: InstanceId) -> int:
         """Number of the space that the instance's engine is in, or would be."""
@@ -183,7 +187,7 @@ class Mempool:
                 raw = message.hashes
                 hashes = parse.hashes(raw, self.limits.max_blocks_per_call)
                 count = sum(p.delete(hashes) for p in self.pools.values() if p.shares_content(pool))
-                self._touched.update(self.pools.values())
+                self._touch(*self.pools.values())
                 actions += pool.tell(connection, wire.Deleted(call_id=message.call_id, num_blocks=count))
             case wire.StatusCall():
                 actions += pool.tell(connection, self.status(message.call_id))
@@ -226,7 +230,7 @@ class Mempool:
         reader = Reader(connection, instance, call, hashes, now_ms + patience_ms)
         if not (self.peer_address and self.remote.want(pool, reader, now_ms)):
             self._answer(pool, reader, now_ms)
-        self._touched.add(pool)
+        self._touch(pool)
         return []
 
     def _read(
@@ -238,16 +242,16 @@ class Mempool:
         reader = Reader(connection, instance, call, hashes, now_ms + patience_ms)
         if not self.pulls.want(pool, reader, now_ms):
             self._answer(pool, reader, now_ms)
-        self._touched.add(pool)
+        self._touch(pool)
 
     def _answer(self, pool: Pool, reader: Reader, now_ms: int) -> None:
         pool.answer(reader.connection, reader.instance, reader.call, now_ms)
-        self._touched.add(pool)
+        self._touch(pool)
         if reader.call.handoff_id:
             for other in self.pools.values():
                 if other is not pool:
                     other.leases.close_handoff(reader.call.handoff_id)
-                    self._touched.add(other)
+                    self._touch(other)
 
     def _has_come(self, handoff_id: HandoffId) -> bool:
         leases = [pool.leases for pool in self.pools.values()]
@@ -266,13 +270,13 @@ class Mempool:
         """Answer to CopyPages. `in_doubt`: targets that may still be written; on_settled follows."""
         if not self.dram.on_copied(copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms):
             self.pulls.on_copied(copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
-        self._touched.update(self.pools.values())
+        self._touch(*self.pools.values())
         return self._after(now_ms)
 
     def on_settled(self, number: int, pages: Sequence[PageId], now_ms: int) -> list[Action]:
         """Nothing can write these pages any more, which a failed copy had left in doubt."""
         self.pools[number].settled(self.dram.on_settled(number, pages, now_ms))
-        self._touched.update(self.pools.values())
+        self._touch(*self.pools.values())
         return self._after(now_ms)
 
     # -- other hosts --------------------------------------------------------------------------------
@@ -285,20 +289,20 @@ class Mempool:
     def on_peer_gone(self, link: int, now_ms: int) -> list[Action]:
         """A reader's connection ended."""
         self.serve.on_lost(link)
-        self._touched.update(self.pools.values())
+        self._touch(*self.pools.values())
         return self._after(now_ms)
 
     def on_peer_answer(self, address: str, message: peer_wire.ToReader, now_ms: int) -> list[Action]:
         """Answer to AskPeer. One that cannot be right costs its readers a miss, and is counted."""
         with contextlib.suppress(PeerProtocolError):
             self.remote.on_message(address, message, now_ms)
-        self._touched.update(self.pools.values())
+        self._touch(*self.pools.values())
         return self._after(now_ms)
 
     def on_peer_lost(self, address: str, now_ms: int) -> list[Action]:
         """The mempool at the address cannot be reached."""
         self.remote.on_lost(address, now_ms)
-        self._touched.update(self.pools.values())
+        self._touch(*self.pools.values())
         return self._after(now_ms)
 
     def on_remote_pulled(
@@ -306,7 +310,7 @@ class Mempool:
     ) -> list[Action]:
         """Answer to PullRemote. `in_doubt`: targets that may still be written; on_settled follows."""
         self.remote.on_pulled(number, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
-        self._touched.update(self.pools.values())
+        self._touch(*self.pools.values())
         return self._after(now_ms)
 
     # -- time -------------------------------------------------------------------------------------
@@ -330,17 +334,17 @@ class Mempool:
         copies: list[Action] = []
         if self.pulls.pulls:
             copies = self.pulls.advance(now_ms)
-            self._touched.update(self.pools.values())
+            self._touch(*self.pools.values())
         if self.remote.pulls:
             self.remote.advance(now_ms)
         if asked := self.remote.take_actions() + self.serve.take_actions():
             copies += asked
-            self._touched.update(self.pools.values())
+            self._touch(*self.pools.values())
         out: list[Action] = []
         self.dram.advance(now_ms)
         while self._touched:  # pages that come free are granted, and that may have blocks leave
             while self._touched:
-                out += self._touched.pop().flush()
+                out += self._touched.pop(min(self._touched)).flush()
             self.dram.advance(now_ms)
         return out + copies + self.dram.take_copies()
 
