@@ -3,7 +3,7 @@
     python -m loadtest.bench_contiguous [--quick] [--parts kernels,serving] [--out FOLDER] [--commit HEAD]
 
 writes loadtest/results/h200-contiguous.json; under four minutes, a short table last. 8B shape, random weights
-(vAttention Tables 6 and 7, Figures 7, 8 and 11). Kernels (contiguous_kernels.py): one layer's prefill of a whole
+(vAttention Tables 6 and 7, Figures 7, 8 and 11). Kernels (slot_measured_kernels.py): one layer's prefill of a whole
 prompt, and all layers of a decode step at 16K tokens, over vLLM's blocks of 16 and 256, our cross-layer blocks of 64,
 plain memory (the ceiling), and slots in both layouts; with FlashAttention-3, torch's FlashAttention-2, and vLLM's
 Triton kernel. Serving (contiguous_engine.py): every engine eager, so that only the cache and its kernel differ.
@@ -108,7 +108,14 @@ def table(metrics: Mapping[str, float]) -> list[str]:
 def run_kernels(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Samples of the kernel part; what there is of them when it fails."""
     out = folder / "kernels.json"
-    words = [sys.executable, "-m", "loadtest.contiguous_kernels", str(out), "--device", options.device]
+    words = [
+        sys.executable,
+        "-m",
+        "shared.engine.slot_measured_kernels",
+        str(out),
+        "--device",
+        options.device,
+    ]
     words += ["--quick"] * options.quick + (["--only", options.caches] if options.caches else [])
     found = _run(words, options.kernels_timeout_s)
     samples = json.loads(out.read_text()) if out.exists() else []

@@ -1,6 +1,6 @@
-"""Kernel figures of bench_contiguous.py, in a process of its own: attention over blocks and over slots.
+"""Kernel figures of loadtest/bench_contiguous.py, in a process of its own: attention over blocks and over slots.
 
-    python -m loadtest.contiguous_kernels OUT.json [--quick] [--device cpu]
+    python -m shared.engine.slot_measured_kernels OUT.json [--quick] [--device cpu]
 
 Every variant is first compared with float32 arithmetic on requests of unequal lengths; one that is wrong, or fails, is
 reported as such and not measured. On the CPU only the slot kernels that run there, at toy sizes: a rehearsal.
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from loadtest.contiguous_caches import AHEAD_TOKENS, PagedCache, PlainCache, Run, Shape, SlotCache
+from shared.engine.slot_measured_caches import AHEAD_TOKENS, PagedCache, PlainCache, Run, Shape, SlotCache
 
 LLAMA_8B = Shape(32, 32, 8, 128, torch.bfloat16)
 TOY = Shape(2, 4, 2, 64, torch.float32)
@@ -36,6 +36,12 @@ class Plan(NamedTuple):
     decode_batches: list[int]
     decode_tokens: int
     num_tokens: int  # that each cache holds
+
+
+def say(text: str) -> None:
+    """A line for whoever runs this."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
@@ -113,7 +119,7 @@ class Clock:
                     layers()
                 work, is_graph = graph.replay, True
             except RuntimeError as error:
-                print(f"  no graph: {str(error).splitlines()[0][:120]}", flush=True)
+                say(f"  no graph: {str(error).splitlines()[0][:120]}")
                 torch.cuda.synchronize()
         work()
         return median(self.once(work) for _ in range(times)), is_graph
@@ -126,7 +132,7 @@ def measure_variant(
     error = error_of(cache, kernel, equal=equal_only)
     samples: Samples = [{"part": "kernel", "variant": name, "kind": "check", "error": error}]
     if not error < TOLERANCE:
-        print(f"  {name}: WRONG by {error}", flush=True)
+        say(f"  {name}: WRONG by {error}")
         samples[0]["error"] = str(error)
         return samples
     shape = cache.shape
@@ -176,7 +182,7 @@ def variants(options: argparse.Namespace, plan: Plan) -> list[tuple[str, Callabl
             cache = SlotCache(kind, shape, plan.num_tokens, max(plan.decode_batches) + 4, 131072, device)
             cache.fill()
             torch.cuda.synchronize()
-            print(f"  {kind}: made and mapped in {time.perf_counter() - begin:.1f} s", flush=True)
+            say(f"  {kind}: made and mapped in {time.perf_counter() - begin:.1f} s")
             return cache
 
         return make
@@ -220,11 +226,11 @@ def main(argv: list[str]) -> int:
                 equal_only = isinstance(cache, PlainCache)
                 samples += measure_variant(name, kernel, cache, plan, clock, equal_only=equal_only)
             except Exception as error:  # noqa: BLE001  a kernel that fails is a result, whatever it raises
-                print(traceback.format_exc()[-1500:], flush=True)
+                say(traceback.format_exc()[-1500:])
                 samples.append(
                     {"part": "kernel", "variant": name, "kind": "failed", "why": repr(error)[:300]}
                 )
-            print(f"{name}: {time.perf_counter() - begin:.1f} s", flush=True)
+            say(f"{name}: {time.perf_counter() - begin:.1f} s")
             Path(options.out).write_text(json.dumps(samples))  # what there is survives a crash
         if cache is not None:
             cache.close()

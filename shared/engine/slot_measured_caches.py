@@ -1,4 +1,4 @@
-"""Caches of bench_contiguous.py: the same KV in vLLM's blocks, and in slots of mapped pages. One layer is (K, V)."""
+"""For loadtest/bench_contiguous.py: the same KV in vLLM's blocks, and in slots of mapped pages. A layer is (K, V)."""
 
 import random
 from collections.abc import Callable
