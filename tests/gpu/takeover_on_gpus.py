@@ -6,6 +6,7 @@ the keeper, the answers equal, and prompts of before found in the adopted pages.
 """
 
 import json
+import resource
 import sys
 import tempfile
 import time
@@ -30,13 +31,32 @@ def ask(client: httpx.Client, seed: int) -> tuple[list[int], dict[str, Any]]:
     return found["choices"][0]["token_ids"], found["quire_receipt"]
 
 
+def logs(home: Path) -> None:
+    """What services said that may explain a failure."""
+    words = ("not_kept", "error", "refused", "unusable", "anew", "adopted", "replaced", "RLIMIT", "exit")
+    for path in sorted(home.glob("run/logs/*.log")):
+        lines = [line[:300] for line in path.read_text().splitlines() if any(word in line for word in words)]
+        print(f"==== {path.name}", *lines[-8:], sep="\n")
+
+
 def main() -> int:
     """See the module's docstring."""
+    print("descriptors:", resource.getrlimit(resource.RLIMIT_NOFILE))
+    with tempfile.TemporaryDirectory() as name:
+        home = Path(name) / "home"
+        try:
+            return check(home)
+        except (AssertionError, httpx.HTTPError):
+            logs(home)
+            raise
+
+
+def check(home: Path) -> int:
+    """One cluster, one kill."""
     flags = ["--device", "cuda", "--topology", "disaggregated", "--set", "dtype=float32"]
     env = {"QUIRE_WORKER_ENFORCE_EAGER": "true", "HF_HUB_OFFLINE": "1"}
     with (
-        tempfile.TemporaryDirectory() as name,
-        LocalCluster(Path(name) / "home", *flags, env=env) as cluster,
+        LocalCluster(home, *flags, env=env) as cluster,
         httpx.Client(base_url=cluster.url, timeout=60, trust_env=False) as client,
     ):
         before = {seed: ask(client, seed)[0] for seed in range(6)}
