@@ -65,7 +65,7 @@ class PageKVCacheManager(KVCacheManager):
         if missing > len(self.block_pool.stock) and not self._wait_for(request, missing):
             self.unmet_blocks = max(self.unmet_blocks, missing)
             return None
-        return super().allocate_slots(
+        blocks = super().allocate_slots(
             request,
             num_new_tokens,
             num_new_computed_tokens,
@@ -75,18 +75,23 @@ class PageKVCacheManager(KVCacheManager):
             *args,
             **kwargs,
         )
+        if blocks is None:  # vLLM admits nothing whose tokens do not all have room
+            whole = min(request.num_tokens, self.max_model_len)
+            self.unmet_blocks = max(self.unmet_blocks, -(-whole // block_tokens) - have)
+        return blocks
 
     def _wait_for(self, request: Request, missing: int) -> bool:
         """A running request's next pages may be on their way: preempting it would cost far more."""
         pool = self.block_pool
         pool.refill(missing)
-        if request.status != RequestStatus.RUNNING or not pool.num_expected:
+        if request.status != RequestStatus.RUNNING:
             return False
-        pool.quota.counters["stock_waits"] += 1
-        while pool.quota.wait_granted(STOCK_WAIT_S):
+        while pool.num_expected and not pool.quota.lost:
+            pool.quota.counters["stock_waits"] += 1
+            if not pool.quota.wait_granted(STOCK_WAIT_S):
+                pool.expect_none()
             pool.absorb()
             if missing <= len(pool.stock):
                 return True
-            if pool.quota.lost:
-                return False
+            pool.refill(missing)  # what came may have gone at once, to whom the pool owed it
         return False

@@ -13,6 +13,7 @@ over. Aliasing a prefix, also one that another engine of this host computed, is 
 block table: no bytes move.
 """
 
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -35,6 +36,7 @@ from shared.wire.mempool import HeldLease, Holding
 
 UNKNOWN, STOCK, WRITING, SEALED, LEASED = range(5)
 _GROUP = 0  # one KV cache group: the adapter refuses others
+EXPECT_S = 0.02  # the mempool replaces an unpinned page in a fraction of this, if it does at all
 
 
 @dataclass(slots=True)
@@ -74,6 +76,8 @@ class PageBlockPool(BlockPool):
         self.sealed_pages: dict[int, SealedPage] = {}  # this engine's sealed blocks, to report them
         self.num_owned = 0
         self.num_expected = 0  # pages that were unpinned and whose replacement has not come
+        self.clock: Callable[[], float] = time.monotonic  # seconds
+        self._expected_until_s = 0.0
         self._written: list[Owned] = []
         self._begun = bytearray(self.num_gpu_blocks)  # 1: the mempool knows that the page is being written
 
@@ -97,13 +101,21 @@ class PageBlockPool(BlockPool):
             owned = [self.own(block) for block in spare]
             self._forget(spare)
             self.quota.give_back(owned)
+            expected = self.num_expected
             self._evict(count - len(spare))
+            self.num_expected = expected  # what is asked back is not replaced
 
     def refill(self, wanted: int) -> None:
         """Let go of the least recently used cached blocks until `wanted` are in stock or on their way."""
+        if self.num_expected and self.clock() > self._expected_until_s:
+            self.expect_none()
         short = wanted - len(self.stock) - self.num_expected
         if short > 0:
             self._evict(short)
+
+    def expect_none(self) -> None:
+        """Unpinned pages were not replaced: another engine's part has grown, or somebody else pins them too."""
+        self.num_expected = 0
 
     def _evict(self, count: int) -> None:
         """Drop cached blocks that no request uses; the mempool gets their pages back."""
@@ -335,6 +347,7 @@ class PageBlockPool(BlockPool):
             self._forget(blocks)
             self.quota.unpin(owned)
             self.num_expected += len(blocks)
+            self._expected_until_s = self.clock() + EXPECT_S
 
     def _cancel_seal(self, block: KVCacheBlock) -> None:
         self.seals.blocks.pop(block.block_id, None)

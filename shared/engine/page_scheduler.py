@@ -46,6 +46,7 @@ STOCK_STEPS = 2  # the stock is kept at what so many of the largest steps can ta
 REATTACH_INTERVAL_S = 0.05
 EXIT_MEMORY_LOST = 3  # of the engine core: the worker's front sees it die and starts anew
 MAX_SEEN_LEASES = 65_536
+STALL_S = 0.1  # with nothing running for so long, waiting requests' leases are in each other's way
 
 
 def _given(request: Request) -> dict[str, Any]:
@@ -124,6 +125,7 @@ class PageSchedulerMixin:
         self._handoff_ttl_ms = int(extra["handoff_ttl_ms"])
         config = self.scheduler_config
         largest_step = config.max_num_batched_tokens // description.block_tokens + config.max_num_seqs
+        self._stalled_since_s: float | None = None
         self._low_stock = min(STOCK_STEPS * largest_step, max(1, header.num_pages // 4))
         self._leases: dict[str, tuple[LeaseId, list[KVCacheBlock]]] = {}
         self._seen_leases: OrderedDict[str, None] = OrderedDict()
@@ -134,32 +136,37 @@ class PageSchedulerMixin:
         self._turn = (
             threading.RLock()
         )  # held wherever pages change hands: a report to a new mempool waits for it
-        threading.Thread(target=self._stay_attached, name="quire-reattach", daemon=True).start()
         self._totals = ChoiceTotals()
         self._block_bytes = description.block_bytes
+        self._watch_pool()
 
     # -- a mempool that was lost ----------------------------------------------------------------------
 
+    def _watch_pool(self) -> None:
+        threading.Thread(target=self._stay_attached, name="quire-reattach", daemon=True).start()
+
     def _stay_attached(self) -> None:
-        """Whether this engine is busy or idle: give back what the mempool asks for; when it is lost, report to its
-        successor. Meanwhile the stock serves."""
+        """Whether this engine is busy or idle: hear what the mempool asks for, and whether it is there."""
         while not self.quota.closed:
             asked = self.quota.wait_asked(REATTACH_INTERVAL_S)
+            if self.quota.lost:
+                time.sleep(REATTACH_INTERVAL_S)
+            if asked:
+                self._answer_pool()
+
+    def _answer_pool(self) -> None:
+        """Give back what the mempool asks for; when it is lost, report to its successor. Meanwhile the stock serves."""
+        with self._turn:
+            self.pages.absorb()
             if not self.quota.lost:
-                if asked:
-                    with self._turn:
-                        self.pages.absorb()
-                continue
-            time.sleep(REATTACH_INTERVAL_S)
-            with self._turn:
-                self.pages.absorb()
-                leases = [self._held_lease(lease_id, blocks) for lease_id, blocks in self._all_leases()]
-                try:
-                    if self.quota.reattach(self.pages.holding(leases)):
-                        logger.warning("attached to the mempool's successor with all pages")
-                except ResourceError as error:
-                    logger.critical("the engine must begin anew: %s", error.message)
-                    os._exit(EXIT_MEMORY_LOST)
+                return
+            leases = [self._held_lease(lease_id, blocks) for lease_id, blocks in self._all_leases()]
+            try:
+                if self.quota.reattach(self.pages.holding(leases)):
+                    logger.warning("attached to the mempool's successor with all pages")
+            except ResourceError as error:
+                logger.critical("the engine must begin anew: %s", error.message)
+                os._exit(EXIT_MEMORY_LOST)
 
     def _all_leases(self) -> list[tuple[LeaseId, list[KVCacheBlock]]]:
         ended = [(lease_id, blocks) for _, lease_id, blocks in self._ended_leases]
@@ -200,7 +207,18 @@ class PageSchedulerMixin:
         super().add_request(request)
 
     def _take_lease(self, request: Request, params: dict[str, Any]) -> None:
-        """Rule 10: what counts are the hashes of the tokens that are here."""
+        """Rule 10: what counts are the hashes of the tokens that are here.
+
+        A lease of an earlier mempool ended with it, unless this engine reported it; one of a successor that this
+        engine has not attached to yet may not be in what it is about to report. Neither is worked in.
+        """
+        lease_id = LeaseId(params["lease_id"])
+        self._seen_leases[lease_id] = None
+        if len(self._seen_leases) > MAX_SEEN_LEASES:
+            self._seen_leases.popitem(last=False)
+        if not self.quota.made(lease_id):
+            self.quota.release(lease_id)
+            return
         expected: list[BlockHash] = list(request.block_hashes)
         num_prompt_tokens = request.num_prompt_tokens
         if num_prompt_tokens % self.block_size:
@@ -213,11 +231,7 @@ class PageSchedulerMixin:
         count = len(agreed)
         pages, epochs = u32_list(params["pages"])[:count], u64_list(params["epochs"])[:count]
         blocks = self.pages.lease(pages, epochs, agreed[: len(pages)])
-        lease_id = LeaseId(params["lease_id"])
         self._leases[request.request_id] = (lease_id, blocks)
-        self._seen_leases[lease_id] = None
-        if len(self._seen_leases) > MAX_SEEN_LEASES:
-            self._seen_leases.popitem(last=False)
         if len(blocks) == num_blocks(num_prompt_tokens, self.block_size):
             self.kv_cache_manager.tails[request.request_id] = LeasedTail(blocks[-1], num_prompt_tokens)
 
@@ -241,8 +255,7 @@ class PageSchedulerMixin:
         if lease is not None:
             # as vLLM fences the blocks themselves: not before a step under way that reads them is over
             in_flight = request.last_sched_seq > self.processed_step_seq
-            self._ended_leases.append((self.sched_step_seq if in_flight else 0, *lease))
-            self._end_leases()
+            self._end_lease(lease, self.sched_step_seq if in_flight else 0)
         use = self._use.pop(request_id, NO_USE)
         said = {
             "tokens_loaded": use.num_tokens,
@@ -251,6 +264,10 @@ class PageSchedulerMixin:
             "bytes_loaded": use.num_copied * self._block_bytes,
         }
         return {**(params or {}), **self._totals.add(request_id, said)}, ec_params
+
+    def _end_lease(self, lease: tuple[LeaseId, list[KVCacheBlock]], fence: int) -> None:
+        self._ended_leases.append((fence, *lease))
+        self._end_leases()
 
     def _end_leases(self) -> None:
         for _ in range(len(self._ended_leases)):
@@ -279,7 +296,26 @@ class PageSchedulerMixin:
             self._note_use(new.req_id, new.block_ids[0], new.num_computed_tokens)
         if self._handoffs:
             self._find_ready(output)
+        self._look_for_stall(output)
         return output
+
+    def _look_for_stall(self, output: SchedulerOutput) -> None:
+        """A lease is only a help. Those of waiting requests may pin what the first of them needs, and it what they
+        need: when nothing runs, end one after the other, the last in the queue first.
+        """
+        under_way = output.total_num_scheduled_tokens or self.sched_step_seq > self.processed_step_seq
+        if under_way or self.running or not self._leases:
+            self._stalled_since_s = None
+            return
+        now_s = self.pages.clock()
+        if self._stalled_since_s is None:
+            self._stalled_since_s = now_s
+        waiting = [r.request_id for queue in (self.waiting, self.skipped_waiting) for r in queue]
+        held = [request_id for request_id in waiting if request_id in self._leases]
+        if held and now_s - self._stalled_since_s >= STALL_S:
+            self.quota.counters["leases_dropped"] += 1
+            self.kv_cache_manager.tails.pop(held[-1], None)
+            self._end_lease(self._leases.pop(held[-1]), fence=0)
 
     def _note_use(self, request_id: str, block_ids: list[int], num_computed: int) -> None:
         """For the receipt: what the request's first step found in leased pages."""
