@@ -16,7 +16,7 @@ from shared.wire.mempool import Attach, PoolStatus, SlabsCall, SpaceStatus
 
 MAX_SLABS_PER_CALL = 128
 # of one rank: each is a descriptor in the keeper and an import in every process (the cost is per handle, not per byte)
-MAX_SLABS = 8_192
+MAX_SLABS = 4_096
 DRAM_LABEL = "dram"  # of host memory behind other spaces (dram.py); no engine's
 
 
