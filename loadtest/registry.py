@@ -21,6 +21,7 @@ MEASURES = {  # result name: module
     "slot-mapping": "loadtest.bench_slot_mapping",
     "h200-slot-mapping": "loadtest.bench_slot_mapping",
     "slot-batch": "loadtest.bench_slot_batch",
+    "h200-offload": "loadtest.bench_offload",
     "h200x2-transfer": "loadtest.bench_transfer",
     "two-host-transfer": "loadtest.bench_two_hosts",
 }
