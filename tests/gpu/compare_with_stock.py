@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,19 @@ def ask(client: httpx.Client, case: dict[str, Any], resolved: dict[str, Any]) ->
 
 
 def compare(
-    folder: Path, topology: str, mode: str, cases: list[dict[str, Any]], want: dict[str, Any]
+    folder: Path,
+    topology: str,
+    mode: str,
+    cases: list[dict[str, Any]],
+    want: dict[str, Any],
+    settings: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """One row of the table."""
+    """One row of the table. `settings`: of the workers, besides."""
     started = time.monotonic()
     dtype, _, graphs = mode.partition("+")
     flags = ["--device", "cuda", "--topology", topology, "--set", f"dtype={dtype}"]
     env = {"HF_HUB_OFFLINE": "1", **({} if graphs else {"QUIRE_WORKER_ENFORCE_EAGER": "true"})}
+    env |= {f"QUIRE_WORKER_{key.upper()}": value for key, value in (settings or {}).items()}
     row: dict[str, Any] = {
         "topology": topology,
         "mode": mode,
