@@ -132,7 +132,7 @@ class Spaces:
     # -- copies ---------------------------------------------------------------------------------------
 
     def copy(self, action: CopyPages) -> None:
-        """Answered by on_copied, always, and never before this returns."""
+        """Answered by on_copied, always."""
         by_space: defaultdict[int, list[PageId]] = defaultdict(list)
         targets: defaultdict[int, list[PageId]] = defaultdict(list)
         for (space, page), target in zip(action.sources, action.targets, strict=True):
@@ -141,7 +141,9 @@ class Spaces:
         parts = list(by_space.items())
         ordered = [page for space, _ in parts for page in targets[space]]
         self._tell_mover()
-        assert self._mover is not None
+        if self._mover is None:  # ranks are on their way: no two spaces are whole
+            self._on_copied(action.copy_id, True, ())
+            return
         try:
             self._mover.copy(action.copy_id, action.space, ordered, parts, action.timeout_ms, self._ended)
         except ClusterError as error:
@@ -165,7 +167,11 @@ class Spaces:
         for number in whole:
             if number not in self._moved:
                 self._moved.add(number)
-                self._mover.add_space(number, self._regions(number), kv_end(self._metas[number].description))
+                try:
+                    end = kv_end(self._metas[number].description)
+                    self._mover.add_space(number, self._regions(number), end)
+                except ClusterError as error:  # its blocks are not copied; its engines go on
+                    log.error("space_not_copied", space=number, code=error.code, reason=error.message)
 
     def _is_whole(self, number: int) -> bool:
         meta = self._metas[number]
@@ -234,7 +240,10 @@ class Spaces:
     def close(self) -> None:
         """Copies end first. Peers keep the memory that they mapped."""
         if self._mover is not None:
-            self._mover.close()
+            if not self._mover.close():
+                log.warning(
+                    "copies_left_behind", reason="a copy engine stands still; it ends with this process"
+                )
             self._mover = None
         for slabs in self.slabs.values():
             slabs.close()
