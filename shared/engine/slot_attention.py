@@ -4,6 +4,7 @@ New keys and values go through the identity window to the blocks that vLLM named
 request's keys and values as one tensor [tokens, heads, dim] in its slot. Which kernel: slot_kernels.py.
 """
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -53,12 +54,24 @@ def use_reader(reader: SlotReader) -> None:
     _Process.reader = reader
 
 
-def use_kernel(name: str) -> None:
-    """Any function of slot_kernels.py, from the next layer on. Raises: SettingsError."""
+def kernel_named(name: str) -> Kernel:
+    """A function of slot_kernels.py, its library loaded. Raises: SettingsError."""
     kernel = getattr(slot_kernels, name, None)
-    if kernel is None or kernel.__module__ != slot_kernels.__name__:
+    if kernel is None or getattr(kernel, "__module__", "") != slot_kernels.__name__:
         raise SettingsError(f"worker.slot_kernel {name!r}: slot_kernels.py has no such kernel")
-    _Process.kernel = staticmethod(kernel)
+    if name == "flash3":
+        try:
+            importlib.import_module("vllm.vllm_flash_attn")  # registers its operators with torch
+        except ImportError as error:
+            raise SettingsError(
+                f"worker.slot_kernel {name!r} is not here: {error}; use torch_sdpa"
+            ) from error
+    return kernel
+
+
+def use_kernel(name: str) -> None:
+    """From the next layer on. Raises: SettingsError."""
+    _Process.kernel = staticmethod(kernel_named(name))
 
 
 class SlotCall:

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from shared.engine import slot_kernels
-from shared.engine.slot_attention import SlotCall
+from shared.engine.slot_attention import SlotCall, kernel_named
 from shared.engine.slot_steps import Span
 
 _SEGMENTS, _GRID = 16, 128  # vLLM's own choice for its Triton kernel in decode
@@ -61,8 +60,8 @@ class Batch:
 
 
 def slot_kernel(name: str) -> Any:
-    """A function of slot_kernels.py."""
-    return getattr(slot_kernels, name)
+    """A function of slot_kernels.py. Raises: SettingsError."""
+    return kernel_named(name)
 
 
 def contiguous_flash3(batch: Batch, key: torch.Tensor, value: torch.Tensor) -> None:
