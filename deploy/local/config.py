@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from deploy.local.addresses import check_address, parse_join
 from shared import settings
 from shared.errors import SettingsError
 
@@ -41,6 +42,7 @@ CLUSTER_KEYS = {
     "model_dir": "cluster.model",
     "role": "cluster.topology",
     "instance": "cluster.num_prefill and cluster.num_decode",
+    "peer_listen": "cluster.address",
     "processes": "cluster.gateway_processes",
     "capacity_bytes": "cluster.mempool_bytes",
 }
@@ -54,10 +56,14 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     engine: Literal["vllm", "mock"] = "vllm"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     topology: Literal["auto", "disaggregated", "colocated"] = "auto"
-    num_prefill: int = 1
+    num_prefill: int = 1  # 0: none on this machine; only with address
     num_decode: int = 1  # colocated: how many workers there are
     launcher: Literal["auto", "exec", "zygote"] = "auto"
-    host: str = "127.0.0.1"  # of the gateway; everything else is on loopback
+    host: str = "127.0.0.1"  # of the gateway; everything else is on loopback, but for what address says
+    # of this machine, for other machines of the cluster, on a private network: coordinator, reports, workers and
+    # mempool listen there; "": this machine is the whole cluster
+    address: str = ""
+    join: str = ""  # HOST:BASE_PORT of the machine with the control plane; "": it is this one
     port: int = 8000
     base_port: int = 8100  # the services' own ports are this plus a fixed offset
     home: str = ""  # "": QUIRE_HOME, else .quire in the repository
@@ -116,9 +122,12 @@ def environment() -> Mapping[str, str]:
 
 def check(found: ClusterSettings) -> ClusterSettings:
     """Cross-field checks. Raises: SettingsError naming the key and a value that works."""
+    parse_join(found.join)
+    check_address(found.address, joins=bool(found.join))
+    least = 0 if found.address and found.num_prefill + found.num_decode > 0 else 1
     for name in ("num_prefill", "num_decode"):
-        if not 1 <= getattr(found, name) <= MAX_WORKERS_PER_ROLE:
-            raise SettingsError(f"setting cluster.{name}: must be 1 to {MAX_WORKERS_PER_ROLE}; try 1")
+        if not least <= getattr(found, name) <= MAX_WORKERS_PER_ROLE:
+            raise SettingsError(f"setting cluster.{name}: must be {least} to {MAX_WORKERS_PER_ROLE}; try 1")
     if not 1 <= found.port <= 65535:
         raise SettingsError(f"setting cluster.port: {found.port} is no port; try 8000")
     if not 1 <= found.base_port <= 65535 - 100:

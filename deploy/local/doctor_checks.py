@@ -15,7 +15,7 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
-from deploy.local import plan, services_table
+from deploy.local import addresses, plan, services_table
 from deploy.local.config import ClusterSettings, paths_of
 from deploy.local.ports import busy_ports
 from deploy.local.terminal import bytes_text, status_or_none
@@ -88,7 +88,7 @@ def check_ports(found: ClusterSettings) -> Finding:
     if status is not None:
         return Finding("ports", Verdict.OK, f"in use by the running cluster ({status['url']})")
     ports = services_table.Ports(gateway=found.port, base=found.base_port)
-    host = services_table.LOOPBACK
+    host = addresses.LOOPBACK
     listens = [("gateway", found.host, ports.gateway), ("redis", host, ports.redis)]
     listens += [("scheduler", host, p) for p in (ports.scheduler, ports.reports, ports.scheduler_admin)]
     listens += [("coordinator", host, ports.coordinator), ("mempool", host, ports.mempool_admin)]

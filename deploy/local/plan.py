@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
+from deploy.local.addresses import LOOPBACK, parse_join
 from deploy.local.config import DEMO_MODEL, ClusterSettings, Paths, visible_gpus
-from deploy.local.services_table import LOOPBACK, ROWS, Plan, Ports, Worker
+from deploy.local.services_table import ROWS, Plan, Ports, Worker
 from shared.errors import SettingsError
 
 NVIDIA_SMI_TIMEOUT_S = 20
@@ -83,9 +85,12 @@ def choose_workers(found: ClusterSettings, device: str, gpus: Sequence[str]) -> 
     else:
         workers = [Worker("prefill", index) for index in range(found.num_prefill)]
         workers += [Worker("decode", index) for index in range(found.num_decode)]
+    if found.join:  # the first machine's have the plain names
+        machine = "-" + found.address.replace(".", "-").replace(":", "-")
+        workers = [replace(worker, machine=machine) for worker in workers]
     if device != "cuda":
         return tuple(workers)
-    return tuple(Worker(w.role, w.index, gpus[place % len(gpus)]) for place, w in enumerate(workers))
+    return tuple(replace(w, gpus=gpus[place % len(gpus)]) for place, w in enumerate(workers))
 
 
 def gpu_share(found: ClusterSettings, workers: Sequence[Worker]) -> float:
@@ -156,7 +161,7 @@ def cpu_sizes(found: ClusterSettings, folder: Path) -> tuple[int, int]:
 
 def redis_plan(found: ClusterSettings, ports: Ports, paths: Paths) -> tuple[tuple[str, ...], str]:
     """(command of an own server or (), URL). Raises: SettingsError when there is no server to be found."""
-    if found.redis_url:
+    if found.redis_url or found.join:
         return (), found.redis_url
     from shared.prompttree.embedded import find_redis_server
 
@@ -231,6 +236,8 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
             "decode": worker_flags,
         },
         secrets=_secrets(found, redis_url),
+        address=found.address,
+        join=parse_join(found.join),
     )
 
 

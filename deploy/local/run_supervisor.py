@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import msgspec
 
-from deploy.local import config, plan, services_table
+from deploy.local import addresses, config, plan, services_table
 from deploy.local.ports import busy_ports
 from deploy.local.services_table import Plan, Service
 from deploy.local.supervisor import Supervisor
@@ -64,10 +64,12 @@ def prepare(start: Start) -> tuple[config.Paths, Plan, list[Service]]:
 
 def describe(start: Start, made: Plan) -> dict[str, Any]:
     """The part of the status that does not change."""
-    host = services_table.in_url(services_table.reachable(made.host))
+    host = addresses.in_url(addresses.reachable(made.host))
     traces = start.settings.trace_endpoint or str(config.paths_of(start.settings.home).traces)
     return {
-        "url": f"http://{host}:{made.ports.gateway}",
+        "url": f"http://{host}:{made.ports.gateway}"
+        if made.join is None
+        else f"the gateway of {made.join.host}",
         "model": made.model_name,
         "model_dir": made.model_dir,
         "device": made.device,
@@ -76,7 +78,7 @@ def describe(start: Start, made: Plan) -> dict[str, Any]:
         "traces": traces,
         "trace_endpoint": start.settings.trace_endpoint,
         "authenticated": bool(start.settings.api_keys),
-        "mempool_admin": f"http://{services_table.LOOPBACK}:{made.ports.mempool_admin}",
+        "mempool_admin": f"http://{addresses.LOOPBACK}:{made.ports.mempool_admin}",
         "logs": str(config.paths_of(start.settings.home).logs),
     }
 

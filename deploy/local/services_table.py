@@ -4,14 +4,13 @@ ROWS says what does not depend on addresses: module, order, health, limits. buil
 processes of one machine.
 """
 
-import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from deploy.local.addresses import LOOPBACK, Joined, in_url, reachable
 from deploy.local.supervision import Spec
 
-LOOPBACK = "127.0.0.1"
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -120,6 +119,11 @@ class Ports:
         """HTTP."""
         return self.base + 6
 
+    @property
+    def mempool_peers(self) -> int:
+        """ZeroMQ, mempools of other machines."""
+        return self.base + 7
+
     def worker(self, role: str, index: int) -> tuple[int, int]:
         """(ZeroMQ, admin HTTP) of one worker."""
         first = self.base + (20 if role == "prefill" else 40) + 2 * index
@@ -171,11 +175,12 @@ class Worker:
     role: Literal["prefill", "decode", "colocated"]
     index: int
     gpus: str = ""  # CUDA_VISIBLE_DEVICES; "": as inherited
+    machine: str = ""  # part of the name where a cluster has several
 
     @property
     def name(self) -> str:
         """Its instance id and the supervisor's name of it."""
-        return f"{self.role}-{self.index}"
+        return f"{self.role}-{self.index}{self.machine}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +202,8 @@ class Plan:
     common_flags: tuple[str, ...]  # for every service of ours
     row_flags: Mapping[str, tuple[str, ...]]  # more, by key of ROWS
     secrets: Mapping[str, Mapping[str, str]]  # row -> environment: what must not be on a command line
+    address: str = ""  # where other machines of the cluster reach this one; "": it is alone
+    join: Joined | None = None  # the machine with the control plane; None: this one
 
 
 def build(plan: Plan) -> list[Service]:
@@ -204,9 +211,10 @@ def build(plan: Plan) -> list[Service]:
     services = [_redis(plan)] if plan.redis_command else []
     if plan.launcher == "zygote":
         services.append(_zygote(plan))
-    services += [_coordinator(plan), _scheduler(plan), _keeper(plan), _mempool(plan)]
+    services += [] if plan.join else [_coordinator(plan), _scheduler(plan)]
+    services += [_keeper(plan), _mempool(plan)]
     services += [_worker(plan, worker) for worker in plan.workers]
-    services.append(_gateway(plan))
+    services += [] if plan.join else [_gateway(plan)]
     return services
 
 
@@ -215,8 +223,21 @@ def _ipc(plan: Plan, name: str) -> str:
     return f"ipc://{plan.sockets}/{name}.ipc"
 
 
+def _shared(plan: Plan, name: str, port: int) -> str:
+    """As _ipc, or TCP where other machines connect too."""
+    return f"tcp://{in_url(plan.address)}:{port}" if plan.address else _ipc(plan, name)
+
+
+def _reports(plan: Plan) -> str:
+    if plan.join is not None:
+        return f"tcp://{in_url(plan.join.host)}:{Ports(0, plan.join.base_port).reports}"
+    return _shared(plan, "reports", plan.ports.reports)
+
+
 def _coordinator_url(plan: Plan) -> str:
-    return f"http://{LOOPBACK}:{plan.ports.coordinator}"
+    if plan.join is not None:
+        return f"http://{in_url(plan.join.host)}:{Ports(0, plan.join.base_port).coordinator}"
+    return f"http://{in_url(plan.address or LOOPBACK)}:{plan.ports.coordinator}"
 
 
 def _service(
@@ -231,14 +252,18 @@ def _service(
     env: Mapping[str, str] | None = None,
 ) -> Service:
     kind = ROWS[row]
+    absent = {
+        *(() if plan.redis_command else ("redis",)),
+        *(("coordinator", "scheduler") if plan.join else ()),
+    }
     return Service(
         name=name,
         row=row,
         module=kind.module,
         command=("--instance", name, *flags, *plan.row_flags.get(row, ()), *plan.common_flags),
-        depends_on=tuple(d for d in kind.depends_on if d != "redis" or plan.redis_command),
+        depends_on=tuple(d for d in kind.depends_on if d not in absent),
         probe=probe,
-        listens=tuple((LOOPBACK, port) for port in listens),
+        listens=tuple((probe.host, port) for port in listens),
         env={**plan.secrets.get(row, {}), **(env or {})},
         launcher=launcher,
         start_timeout_ms=kind.start_timeout_ms,
@@ -273,16 +298,16 @@ def _zygote(plan: Plan) -> Service:
 
 def _coordinator(plan: Plan) -> Service:
     port = plan.ports.coordinator
-    flags = ("--listen", f"{LOOPBACK}:{port}")
-    return _service(
-        plan, "coordinator", "coordinator", flags, probe=Probe("http", port=port), listens=(port,)
-    )
+    host = plan.address or LOOPBACK
+    flags = ("--listen", f"{in_url(host)}:{port}")
+    probe = Probe("http", host=host, port=port)
+    return _service(plan, "coordinator", "coordinator", flags, probe=probe, listens=(port,))
 
 
 def _scheduler(plan: Plan) -> Service:
     ports = plan.ports
     flags = (
-        *("--listen", _ipc(plan, "place"), "--report-listen", _ipc(plan, "reports")),
+        *("--listen", _ipc(plan, "place"), "--report-listen", _reports(plan)),
         *("--admin-listen", f"{LOOPBACK}:{ports.scheduler_admin}"),
         *("--coordinator-url", _coordinator_url(plan)),
     )
@@ -315,14 +340,16 @@ def _mempool(plan: Plan) -> Service:
         *("--socket", f"{plan.sockets}/mempool.sock", "--admin-listen", f"{LOOPBACK}:{port}"),
         *("--keeper-socket", _keeper_socket(plan)),
     )
+    if plan.address:
+        flags += ("--peer-listen", f"tcp://{in_url(plan.address)}:{plan.ports.mempool_peers}")
     return _service(plan, "mempool", "mempool", flags, probe=Probe("http", port=port), listens=(port,))
 
 
 def _worker(plan: Plan, worker: Worker) -> Service:
-    _, admin = plan.ports.worker(worker.role, worker.index)
+    port, admin = plan.ports.worker(worker.role, worker.index)
     flags = (
-        *("--listen", _ipc(plan, worker.name), "--admin-listen", f"{LOOPBACK}:{admin}"),
-        *("--scheduler-reports", _ipc(plan, "reports")),
+        *("--listen", _shared(plan, worker.name, port), "--admin-listen", f"{LOOPBACK}:{admin}"),
+        *("--scheduler-reports", _reports(plan)),
         *("--coordinator-url", _coordinator_url(plan)),
         *("--mempool-socket", f"{plan.sockets}/mempool.sock"),
         *("--model-dir", plan.model_dir, "--model-name", plan.model_name),
@@ -365,19 +392,3 @@ def managed_keys(services: Sequence[Service]) -> dict[str, set[str]]:
             prefix = f"QUIRE_{section.upper()}_"
             keys.update(n.removeprefix(prefix).lower() for n in service.env if n.startswith(prefix))
     return out
-
-
-def in_url(host: str) -> str:
-    """An IPv6 address in brackets, anything else as it is."""
-    return f"[{host}]" if ":" in host else host
-
-
-def reachable(host: str) -> str:
-    """An address at which a listener on `host` answers from this machine."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:  # a name
-        return host
-    if not address.is_unspecified:
-        return host
-    return LOOPBACK if address.version == 4 else "::1"

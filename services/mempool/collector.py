@@ -18,7 +18,10 @@ COUNTERS = (
     "calls_refused", "engines_lost", "handoffs", "handoffs_expired", "handoffs_refused", "leases_expired",
     "messages_stale", "pages_acknowledged", "pages_asked_back", "pages_evicted", "pages_granted",
     "pages_punched", "pages_recovered", "pages_sealed", "pulls", "pulls_failed", "pulls_without_pages",
-    "releases_unknown", "seals_duplicate", "waits_expired",
+    "peer_acquires", "peer_blocks_pinned", "peer_misses", "peer_pages_stale", "peer_waits_expired", "releases_unknown",
+    "remote_blocks", "remote_blocks_stale", "remote_late", "remote_links_lost", "remote_malformed", "remote_misses",
+    "remote_pulls", "remote_pulls_failed", "remote_pulls_late", "remote_pulls_lost", "remote_readers_late",
+    "remote_refusals", "remote_refused", "seals_duplicate", "waits_expired",
 )  # fmt: skip
 
 

@@ -33,8 +33,12 @@ def free_base_port() -> int:
 class LocalCluster:
     """`with LocalCluster(home) as cluster:` is `quire up` ... `quire down`."""
 
-    def __init__(self, home: Path, *flags: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, home: Path, *flags: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()
+    ) -> None:
+        """`prefix`: words before the command, such as `ip netns exec NAME`."""
         self.home = home
+        self.prefix = prefix
         self.base = free_base_port()
         self.url = f"http://127.0.0.1:{self.base + 90}"
         self.flags = ["--port", str(self.base + 90), "--base-port", str(self.base), *flags]
@@ -46,7 +50,7 @@ class LocalCluster:
     ) -> subprocess.CompletedProcess[str]:
         """Run the command; with check, a failure shows its output."""
         done = subprocess.run(
-            [sys.executable, "-m", "deploy.local.cli", *words],
+            [*self.prefix, sys.executable, "-m", "deploy.local.cli", *words],
             cwd=ROOT,
             env=self.env,
             capture_output=True,

@@ -210,3 +210,52 @@ def test_a_long_context_on_cpu_is_cut_and_the_cache_bounded(tmp_path):
 
 def test_an_unusual_model_keeps_the_engines_choice(tmp_path):
     assert plan.cpu_sizes(settings(), model_folder(tmp_path, num_attention_heads=None)) == (0, 0)
+
+
+def of_name(services):
+    return {service.name: service for service in services}
+
+
+def test_a_machine_with_an_address_is_reached_by_others_there_and_nowhere_else():
+    services = of_name(build(a_plan(address="10.0.0.5")))
+    assert flags(services["mempool"])["--peer-listen"] == "tcp://10.0.0.5:8107"
+    assert flags(services["coordinator"])["--listen"] == "10.0.0.5:8103"
+    assert flags(services["scheduler"])["--report-listen"] == "tcp://10.0.0.5:8102"
+    assert flags(services["scheduler"])["--listen"].startswith("ipc://")
+    assert flags(services["prefill-0"])["--listen"] == "tcp://10.0.0.5:8120"
+    assert flags(services["prefill-0"])["--admin-listen"].startswith("127.0.0.1:")
+    assert services["coordinator"].probe.host == "10.0.0.5"
+    assert "0.0.0.0" not in " ".join(word for service in services.values() for word in service.command)
+
+
+def test_a_machine_that_joins_has_workers_a_mempool_and_no_control_plane():
+    found = settings(
+        address="10.0.0.6", join="10.0.0.5:8100", num_prefill=0, engine="mock", topology="disaggregated"
+    )
+    config.check(found)
+    made = plan.make_plan(found, config.paths_of("/h"), plan.Model(folder="/m", name="m"))
+    services = of_name(build(made))
+    assert set(services) == {"keeper", "mempool", "decode-0-10-0-0-6"}
+    worker = services["decode-0-10-0-0-6"]
+    assert flags(worker)["--coordinator-url"] == "http://10.0.0.5:8103"
+    assert flags(worker)["--scheduler-reports"] == "tcp://10.0.0.5:8102"
+    assert flags(worker)["--listen"].startswith("tcp://10.0.0.6:")
+    assert worker.depends_on == ("mempool",)
+    assert worker.env["QUIRE_WORKER_REDIS_URL"] == ""
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"address": "0.0.0.0"},
+        {"address": "::"},
+        {"address": "a-name"},
+        {"join": "10.0.0.5:8100"},
+        {"join": "10.0.0.5", "address": "10.0.0.6"},
+        {"num_prefill": 0},
+        {"num_prefill": 0, "num_decode": 0, "address": "10.0.0.6"},
+    ],
+)
+def test_addresses_that_cannot_work_are_refused(wrong):
+    with pytest.raises(SettingsError):
+        config.check(settings(**wrong))

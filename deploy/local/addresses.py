@@ -1,0 +1,62 @@
+"""Addresses of services: within this machine, and where other machines of the cluster reach them."""
+
+import ipaddress
+from dataclasses import dataclass
+
+from shared.errors import SettingsError
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The machine whose control plane this one's workers join."""
+
+    host: str
+    base_port: int
+
+
+def parse_join(join: str) -> Joined | None:
+    """HOST:BASE_PORT; None for "". Raises: SettingsError."""
+    if not join:
+        return None
+    host, _, port = join.rpartition(":")
+    if not host or not port.isdigit() or not 1 <= int(port) <= 65535 - 100:
+        raise SettingsError(
+            f"setting cluster.join: {join!r}; name the first machine's address and base port, e.g. 10.0.0.5:8100"
+        )
+    return Joined(host.strip("[]"), int(port))
+
+
+def check_address(address: str, *, joins: bool) -> None:
+    """Of cluster.address. Raises: SettingsError on one that others cannot connect to."""
+    if joins and not address:
+        raise SettingsError(
+            "setting cluster.join: also set cluster.address, this machine's address on that network"
+        )
+    try:
+        found = ipaddress.ip_address(address or LOOPBACK)
+    except ValueError as error:
+        raise SettingsError(
+            f"setting cluster.address: {address!r} is no IP address; e.g. 10.0.0.5"
+        ) from error
+    if found.is_unspecified:
+        raise SettingsError(
+            "setting cluster.address: name one address of this machine, not all; e.g. 10.0.0.5"
+        )
+
+
+def in_url(host: str) -> str:
+    """An IPv6 address in brackets, anything else as it is."""
+    return f"[{host}]" if ":" in host else host
+
+
+def reachable(host: str) -> str:
+    """An address at which a listener on `host` answers from this machine."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a name
+        return host
+    if not address.is_unspecified:
+        return host
+    return LOOPBACK if address.version == 4 else "::1"
