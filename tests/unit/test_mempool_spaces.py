@@ -185,10 +185,22 @@ def test_without_free_pages_the_engine_is_asked_and_the_copy_begins_when_they_co
     assert answers(spaces, FRONT, wire.Acquired)[0].num_blocks == 3
 
 
+def test_engines_that_could_not_give_pages_are_asked_again():
+    spaces = greedy()
+    acquire(spaces, ABC)
+    spaces.give_back(DECODE, spaces.take(DECODE, 1))
+    spaces.advance(60)
+    assert [shrink.count for shrink in answers(spaces, DECODE, wire.Shrink)] == [3, 2]
+    spaces.give_back(DECODE, spaces.take(DECODE, 2))
+    assert len(spaces.copies) == 1
+
+
 def test_a_reader_without_pages_to_copy_into_is_answered_in_time():
     two = greedy()
     acquire(two, ABC)
-    two.advance(two.core.next_deadline_ms())
+    while not answers(two, FRONT, wire.Acquired):
+        assert two.now_ms < 150
+        two.advance(two.core.next_deadline_ms() - two.now_ms)
     assert answers(two, FRONT, wire.Acquired)[0].num_blocks == 0
     assert not two.copies
     assert not two.core.pulls.pulls

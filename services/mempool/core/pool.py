@@ -187,6 +187,11 @@ class Pool(Attachments):
         self._ask_engines(claim)
         return claim
 
+    def ask_again(self, claim: Claim) -> None:
+        """Engines gave what they could then; by now they may have more."""
+        claim.asked = 0
+        self._ask_engines(claim)
+
     def _ask_engines(self, claim: Claim) -> None:
         """What is free or unused is the claim's already: the rest is with engines, the largest gives first."""
         memory = self.memory

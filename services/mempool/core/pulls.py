@@ -19,6 +19,8 @@ from services.mempool.core.pool import Pool
 from shared.ids import BlockHash, InstanceId
 from shared.wire.mempool import Acquire
 
+ASK_AGAIN_MS = 50
+
 
 @dataclass(frozen=True, slots=True)
 class Reader:
@@ -43,6 +45,7 @@ class Pull:
     until_ms: int  # for pages to copy into
     readers: list[Reader] = field(default_factory=list)
     copying: bool = False
+    ask_ms: int = 0  # when engines are asked for pages again
 
 
 class Pulls:
@@ -104,6 +107,7 @@ class Pulls:
             source.index.pin([entry])
         number = next(self._numbers)
         pull = Pull(number, pool, own, sources, pool.claim(len(sources)), reader.until_ms, [reader])
+        pull.ask_ms = now_ms + ASK_AGAIN_MS
         self.pulls[number] = pull
         for _, entry in sources:
             self._arriving[pool.number, entry.block_hash] = pull
@@ -133,6 +137,9 @@ class Pulls:
                 self._counters["pulls_without_pages"] += 1
                 pull.pool.cancel(pull.claim)
                 self._end(pull, now_ms)
+            elif now_ms >= pull.ask_ms:
+                pull.ask_ms = now_ms + ASK_AGAIN_MS
+                pull.pool.ask_again(pull.claim)
         return out
 
     def on_copied(self, copy_id: int, *, failed: bool, in_doubt: Collection[int], now_ms: int) -> None:
@@ -176,4 +183,4 @@ class Pulls:
 
     def next_deadline_ms(self) -> int | None:
         """When advance() has something to do without an event."""
-        return min((p.until_ms for p in self.pulls.values() if not p.copying), default=None)
+        return min((min(p.until_ms, p.ask_ms) for p in self.pulls.values() if not p.copying), default=None)
