@@ -45,6 +45,7 @@ async def run(settings: MempoolSettings) -> int:
         frozenset(settings.allowed_uids) or None,
         kept,
         pin_host=settings.pin_host,
+        api_path=config.api_path(settings),
     )
     service.end_on_bug("mempool", ended, shell.status)
     PoolCollector(shell)

@@ -23,6 +23,7 @@ class MempoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     admin_listen: str = "127.0.0.1:8105"
 
     socket: str = ".quire/run/mempool.sock"
+    api_socket: str = ""  # for callers of the nine calls (shared/mempool/api.py); "": nobody may call them
     keeper_socket: str = ""  # of the keeper, which holds the memory for the next mempool; "": none
     capacity_bytes: int = (
         1 << 30
@@ -108,6 +109,11 @@ def limits(found: MempoolSettings) -> PoolLimits:
     """The part that the core bounds itself by."""
     names = msgspec.structs.asdict(found).keys() & PoolLimits.__dataclass_fields__.keys()
     return PoolLimits(**{name: getattr(found, name) for name in names})
+
+
+def api_path(found: MempoolSettings) -> Path | None:
+    """Where callers of the nine calls connect; None: nowhere."""
+    return Path(found.api_socket) if found.api_socket else None
 
 
 def socket_path(found: MempoolSettings) -> Path:

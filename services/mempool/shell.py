@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from services.mempool.api_server import ApiServer
 from services.mempool.core.actions import (
     Action,
+    ApiSend,
     AskPeer,
     CopyPages,
     CreateMemory,
@@ -63,6 +65,7 @@ class MempoolShell:
         kept: Kept | None = None,
         *,
         pin_host: bool = False,
+        api_path: Path | None = None,
     ) -> None:
         self.pool = Mempool(limits, boot_generation)
         self.kept = kept or Kept("", boot_generation)
@@ -79,6 +82,9 @@ class MempoolShell:
             allowed_uids=allowed_uids,
         )
         self._processes = ProcessWatch(self._on_process_dead)
+        self.api = ApiServer(
+            api_path, self.pool, self._processes, clock, self._perform, allowed_uids=allowed_uids
+        )
         self._connections: dict[int, UnixConnection[wire.FromMempool]] = {}
         self._next_connection = 1
         self._spans: dict[tuple[int, int], Span] = {}  # (connection, call_id) of traced Acquire calls
@@ -89,6 +95,7 @@ class MempoolShell:
     async def start(self) -> None:
         """Listen. Raises: SettingsError when the socket cannot be had."""
         await self.server.start()
+        await self.api.start()
         log.info("mempool_listening", socket=str(self.server.path), boot=self.pool.boot_generation)
 
     async def open_peers(self, listen: str, instance: str, *, max_peers: int, pins_memory: bool) -> None:
@@ -147,6 +154,7 @@ class MempoolShell:
         self.server.close()
         if self.peers is not None:
             self.peers.close()
+        self.api.close()
         self.spaces.close()
         self.kept.close()
 
@@ -159,6 +167,7 @@ class MempoolShell:
         status["hosts"] = self.peers.status() if self.peers is not None else {}
         status["peers_refused"] = self.server.num_refused
         status["peers_malformed"] = self.server.num_malformed
+        status["api"] = self.api.status()
         return status
 
     # -- events -----------------------------------------------------------------------------------
@@ -256,17 +265,22 @@ class MempoolShell:
             case SendSlabs():
                 self._send_slabs(action)
             case PunchPages():
-                if self.peers is None or self.peers.may_punch(action.space):
-                    self.spaces.punch(action.space, action.pages)
+                self._punch(action)
             case CopyPages():
                 self.spaces.copy(action)
             case AskPeer() | TellPeer() | PullRemote():
                 self._to_peer(action)
+            case ApiSend():
+                self.api.send(action)
             case Disconnect():
                 connection = self._connections.get(action.connection)
                 if connection is not None:
                     log.warning("peer_disconnected", connection=action.connection, reason=action.reason)
                     connection.close()
+
+    def _punch(self, action: PunchPages) -> None:
+        if self.peers is None or self.peers.may_punch(action.space):
+            self.spaces.punch(action.space, action.pages)
 
     def _to_peer(self, action: AskPeer | TellPeer | PullRemote) -> None:
         assert self.peers is not None  # else the core knows no address, and asks nobody

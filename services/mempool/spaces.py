@@ -140,8 +140,8 @@ class Spaces:
             targets[space].append(target)
         parts = list(by_space.items())
         ordered = [page for space, _ in parts for page in targets[space]]
-        self._tell_mover()
-        if self._mover is None:  # ranks are on their way: no two spaces are whole
+        self._tell_mover(1)  # the nine calls copy within a space too
+        if self._mover is None:  # ranks are on their way: no space is whole
             self._on_copied(action.copy_id, True, ())
             return
         try:
@@ -155,10 +155,10 @@ class Spaces:
             log.warning("copy_failed", copy_id=done.copy_id, code=done.code, reason=done.reason)
         self._on_copied(done.copy_id, not done.ok, done.quarantined)
 
-    def _tell_mover(self) -> None:
+    def _tell_mover(self, at_least: int = 2) -> None:
         """Map the spaces here as soon as there are two between which something could be copied."""
         whole = [number for number in self.memories if self._is_whole(number)]
-        if len(whole) < 2:
+        if len(whole) < at_least:
             return
         if self._mover is None:
             from services.mempool.mover import Mover  # a mempool of one space needs none of it

@@ -41,8 +41,8 @@ class Pair:
         """No copy, no pin but the caller's, nothing half done."""
         for rig in {self.here, self.there}:
             assert not rig.held
-            assert not rig.api._moves._busy
-            assert not rig.api._moves._dying
+            assert not rig.api.moves._busy
+            assert not rig.api.moves._dying
             assert all(h.num_open == 0 for h in rig.api.holders.values())
         assert self.there.api.homes[D].hbm.index.num_pinned == 0
 

@@ -47,6 +47,7 @@ def test_host_memory_is_made_beside_the_first_space_of_a_content_and_shared_by_t
     assert [(s.label, s.num_pages) for s in rig.spaces.values()] == [("0", 8), ("dram", 8)]
     rig.worker(DECODE, "cpu:1")
     assert [s.label for s in rig.spaces.values()] == ["0", "dram", "1"]
+    assert set(rig.core.dram.tiers) == {0, 2}
     assert rig.core.status().spaces[1].devices == ["cpu:dram"]
 
 
@@ -76,6 +77,19 @@ def test_what_an_engine_unpins_is_copied_out_before_its_pages_are_granted_again(
     assert len(rig.granted[PREFILL]) == 2
     assert counters(rig)["dram_blocks_out"] == 2
     rig.counts()
+
+
+def test_events_while_everything_is_pinned_do_not_keep_blocks_from_being_copied():
+    rig = spaces(100, 100, kept_share=0.99)
+    hashes = chain(*range(99))
+    pages = rig.fill(PREFILL, 0, hashes, [str(i) for i in range(99)])
+    number = number_of_dram(rig)
+    for page, _ in pages[:0:-1]:
+        rig.say(FRONT, wire.Match(call_id=1, hashes=hashes[0]))
+        unpin(rig, [(page, rig.core.pools[0].memory.table.epochs[page])])
+        rig.copied()
+    assert len(rig.core.pools[number].index) >= 97
+    assert not counters(rig).get("pages_evicted")
 
 
 def test_it_comes_back_to_a_reader_and_leaves_again_without_a_copy():

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from shared.ids import Epoch, PageId
 from shared.kv.layout import EngineDescription
 from shared.wire.mempool import FromMempool
+from shared.wire.mempool_api import FromMempoolApi
 from shared.wire.mempool_peer import ToReader, ToSource
 
 
@@ -163,6 +164,14 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class ApiSend:
+    """To one caller of the nine calls (api_spaces.py)."""
+
+    connection: int
+    message: FromMempoolApi
+
+
+@dataclass(frozen=True, slots=True)
 class Disconnect:
     """End a connection. The pool has forgotten it already."""
 
@@ -179,6 +188,7 @@ Action = (
     | CopyPages
     | Send
     | SendSlabs
+    | ApiSend
     | Disconnect
     | AskPeer
     | TellPeer

@@ -42,7 +42,7 @@ class Api:
         self.counters: Counter[str] = Counter()
         self._by_key: dict[int, InstanceId] = {}
         self._lost: dict[int, list[Holder]] = {}  # process -> what its connections had held
-        self._moves = Moves(self)
+        self.moves = Moves(self)
         self._swaps = Swaps(self)
         self.out: list[ApiAction] = []
 
@@ -71,7 +71,7 @@ class Api:
         for holder in self.holders.values():
             for instance in gone:
                 holder.remote.pop(instance, None)
-        self._moves.lose_peer(gone)
+        self.moves.lose_peer(gone)
         return self._done()
 
     def connect(
@@ -111,7 +111,7 @@ class Api:
         """Proof of death: what its ended connections had held is free."""
         for holder in self._lost.pop(process, []):
             for space, pages in holder.owned.items():
-                self._moves.when_idle(space, list(pages), self.allocator(space).recover)
+                self.moves.when_idle(space, list(pages), self.allocator(space).recover)
         return self._done()
 
     # -- calls --------------------------------------------------------------------------------------
@@ -147,13 +147,13 @@ class Api:
             case wire.SwapOut() | wire.SwapIn():
                 self._swaps.swap(holder, call, now_ms)
             case wire.Transfer():
-                self._moves.transfer(holder, call, now_ms)
+                self.moves.transfer(holder, call, now_ms)
             case wire.PullPages():
-                self._moves.pull(holder, call, now_ms)
+                self.moves.pull(holder, call, now_ms)
 
     def _alloc(self, holder: Holder, call: wire.AllocMem, now_ms: int) -> None:
         if call.instance not in self.homes:
-            self._moves.forward(holder, call.instance, call, now_ms)
+            self.moves.forward(holder, call.instance, call, now_ms)
             return
         raw = self.allocate(holder, self.homes[call.instance], call.num_blocks, call.mem_type)
         self.answer(holder, wire.Addresses(call_id=call.call_id, addresses=raw))
@@ -223,7 +223,7 @@ class Api:
             raise InvalidRequest(f"{len(hashes)} hashes for {len(addresses)} pages that were allocated")
         if len(set(addresses)) != len(addresses):
             raise InvalidRequest("an address is named twice")
-        if any(self._moves.touches(address) for address in addresses):
+        if any(self.moves.is_busy(address.space, address.page) for address in addresses):
             raise InvalidRequest("a copy still touches one of the pages")
         entries = self.name_pages(home, call.parent, hashes, addresses, call.last_tokens)
         for number, group in state.stretches(addresses):
@@ -294,17 +294,17 @@ class Api:
 
     def on_moved(self, move_id: int, result: CopyResult) -> list[ApiAction]:
         """A MovePages ended. Raises: InvariantBroken for one that is not under way."""
-        self._moves.on_moved(move_id, result)
+        self.moves.on_moved(move_id, result)
         return self._done()
 
     def on_settled(self, space: SpaceId, pages: Sequence[PageId]) -> list[ApiAction]:
         """Nothing can write these targets of a failed move any more."""
-        self._moves.on_settled(space, pages)
+        self.moves.on_settled(space, pages)
         return self._done()
 
     def on_peer_reply(self, reply: wire.ApiReply) -> list[ApiAction]:
         """A peer mempool answered a CallPeer. Late and unknown answers are harmless."""
-        self._moves.on_peer_reply(reply)
+        self.moves.on_peer_reply(reply)
         return self._done()
 
     def on_tiers(self, instance: InstanceId, actions: Sequence[TierAction]) -> list[ApiAction]:
@@ -314,12 +314,12 @@ class Api:
 
     def tick(self, now_ms: int) -> list[ApiAction]:
         """Fail calls to peers that wait too long."""
-        self._moves.expire(now_ms)
+        self.moves.expire(now_ms)
         return self._done()
 
     def next_deadline_ms(self) -> int | None:
         """When tick() has something to do; None: not before the next call."""
-        return self._moves.next_deadline_ms()
+        return self.moves.next_deadline_ms()
 
     # -- for the parts ------------------------------------------------------------------------------
 
@@ -384,7 +384,7 @@ class Api:
 
     def give_up(self, space: SpaceId, pages: Sequence[PageId]) -> None:
         """Free pages that nobody holds, those that a copy reads or writes after its end."""
-        self._moves.when_idle(space, pages, self.allocator(space).give_up)
+        self.moves.when_idle(space, pages, self.allocator(space).give_up)
 
     def pack_entries(self, home: Home, entries: Sequence[tuple[SpaceId, Entry]]) -> bytes:
         """Addresses of indexed pages."""

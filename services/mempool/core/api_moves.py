@@ -106,9 +106,9 @@ class Moves:
                 if free is not None:
                     free([page[1]])
 
-    def touches(self, address: PageAddress) -> bool:
+    def is_busy(self, space: SpaceId, page: PageId) -> bool:
         """Whether a copy reads or writes the page."""
-        return (address.space, address.page) in self._busy
+        return (space, page) in self._busy
 
     def on_settled(self, space: SpaceId, pages: Sequence[PageId]) -> None:
         """See Api."""

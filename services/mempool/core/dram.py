@@ -80,14 +80,16 @@ class Dram:
             pool.outlet = partial(self._make_room, pool)
 
     def _of(self, pool: Pool) -> Pool | None:
-        """The DRAM of a space's content, with pages of the same size."""
+        """The DRAM of a space's content, cut over as many ranks into pages of the same size."""
         memory = pool.memory
         if memory is None:
             return None
         for other in self._pools.values():
             found = other.memory
-            if found is not None and found.is_dram and other is not pool and other.shares_content(pool):
-                return other if found.page_bytes == memory.page_bytes else None
+            if found is None or not found.is_dram or other is pool:
+                continue
+            if (found.content_key, found.page_bytes) == (memory.content_key, memory.page_bytes):
+                return other
         return None
 
     def _tier_limits(self, pool: Pool) -> TierLimits:

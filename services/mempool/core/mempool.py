@@ -12,6 +12,7 @@ from itertools import count
 
 from services.mempool.core import parse, space
 from services.mempool.core.actions import Action, PoolLimits
+from services.mempool.core.api_spaces import ApiSpaces
 from services.mempool.core.attachments import Client
 from services.mempool.core.dram import Dram
 from services.mempool.core.leases import Fence
@@ -47,6 +48,10 @@ class Mempool:
         self._members: dict[int, int] = {}  # connection of an engine or rank -> its space
         self._touched: dict[int, Pool] = {}  # by number: by answers since the last actions
         self.dram = Dram(limits, self.pools, self.copy_numbers, self._touch)
+        self._mapped: set[int] = set()  # processes that have mapped pages
+        self.api = ApiSpaces(
+            limits, self.pools, self._space_of, self.dram, self.copy_numbers, self._mapped, self._touch
+        )
 
     # -- connections ------------------------------------------------------------------------------
 
@@ -70,6 +75,7 @@ class Mempool:
         if pool is None:
             pool = self._new_pool(number)
         self._space_of.update(dict.fromkeys(instances, number))
+        self._mapped.update(processes)
         actions = pool.adopt(
             description, planned, words, entries,
             memory_id=memory_id, processes=processes, engines=engines, devices=devices, label=label,
@@ -108,10 +114,12 @@ class Mempool:
         actions += self._put_dram_behind(pool, message)
         if pool.has_member(connection):
             self._members[connection] = pool.number
+            self._mapped.add(process)
             self._space_of[message.instance] = pool.number
         return actions + self._after(now_ms)
 
     def _put_dram_behind(self, pool: Pool, message: wire.Attach) -> list[Action]:
+        self.dram.link()  # where it exists already
         if message.description is None or not self.dram.wants(pool):
             return []
         planned = self.dram.plan(pool, message.description)
@@ -159,6 +167,9 @@ class Mempool:
         actions: list[Action] = []
         for pool in self.pools.values():
             actions += pool.on_process_dead(process, now_ms)
+        self._mapped.discard(process)
+        self.api.on_process_dead(process)
+        self._touch(*self.pools.values())
         return actions + self._after(now_ms)
 
     # -- messages ---------------------------------------------------------------------------------
@@ -268,14 +279,22 @@ class Mempool:
         self, copy_id: int, now_ms: int, *, failed: bool = False, in_doubt: Collection[int] = ()
     ) -> list[Action]:
         """Answer to CopyPages. `in_doubt`: targets that may still be written; on_settled follows."""
-        if not self.dram.on_copied(copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms):
+        if not self.dram.on_copied(
+            copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms
+        ) and not self.api.on_copied(copy_id, failed=failed, in_doubt=in_doubt):
             self.pulls.on_copied(copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
         self._touch(*self.pools.values())
         return self._after(now_ms)
 
     def on_settled(self, number: int, pages: Sequence[PageId], now_ms: int) -> list[Action]:
         """Nothing can write these pages any more, which a failed copy had left in doubt."""
-        self.pools[number].settled(self.dram.on_settled(number, pages, now_ms))
+        rest = self.api.on_settled(number, self.dram.on_settled(number, pages, now_ms))
+        self.pools[number].settled(rest)
+        self._touch(*self.pools.values())
+        return self._after(now_ms)
+
+    def after_api(self, now_ms: int) -> list[Action]:
+        """After calls of `api`'s methods: what they have caused."""
         self._touch(*self.pools.values())
         return self._after(now_ms)
 
@@ -321,11 +340,12 @@ class Mempool:
         for pool in self.pools.values():
             actions += pool.tick(now_ms)
         self.serve.tick(now_ms)
+        self.api.tick(now_ms)
         return actions + self._after(now_ms)
 
     def next_deadline_ms(self) -> int | None:
         """When tick() has something to do, or earlier; None: not before the next event."""
-        due = [self.remote.next_deadline_ms(), self.serve.next_deadline_ms()]
+        due = [self.remote.next_deadline_ms(), self.serve.next_deadline_ms(), self.api.next_deadline_ms()]
         due += [self.pulls.next_deadline_ms(), *(pool.next_deadline_ms() for pool in self.pools.values())]
         return min((when for when in due if when is not None), default=None)
 
@@ -342,11 +362,12 @@ class Mempool:
             self._touch(*self.pools.values())
         out: list[Action] = []
         self.dram.advance(now_ms)
+        self.api.advance(now_ms)
         while self._touched:  # pages that come free are granted, and that may have blocks leave
             while self._touched:
                 out += self._touched.pop(min(self._touched)).flush()
             self.dram.advance(now_ms)
-        return out + copies + self.dram.take_copies()
+        return out + copies + self.dram.take_copies() + self.api.take_actions()
 
     def status(self, call_id: int = 0) -> wire.PoolStatus:
         """All spaces together, and each."""

@@ -124,7 +124,8 @@ class Tiers:
         self._num_in_flight = 0
         self._num_leaving = 0  # fast pages that come free when their copies end
         self._is_low = False
-        self._retry_at_ms = 0
+        self._failed_until_ms = 0
+        self._retry_at_ms = 0  # of the watermark: later than that also where nothing could leave
         self._actions: list[TierAction] = []
 
     # -- calls --------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class Tiers:
         """No fast page is free, and `lacking` are wanted: copies begin as far as the limits let them, and beyond that
         blocks are evicted. False: no page is free now, as many as are wanted are leaving, or every leaf is pinned.
         """
-        if self._num_leaving < lacking and now_ms >= self._retry_at_ms:
+        if self._num_leaving < lacking and now_ms >= self._failed_until_ms:
             self._send_some(lacking - self._num_leaving)
             if self.fast.num_free:
                 return True
@@ -218,7 +219,7 @@ class Tiers:
                 arrived[i] = new
         if None in arrived:
             self.counters["copies_failed"] += 1
-            self._retry_at_ms = now_ms + self.limits.retry_ms
+            self._failed_until_ms = self._retry_at_ms = now_ms + self.limits.retry_ms
         if copy.ticket.way == "out":
             self._end_out(copy, arrived)
         else:

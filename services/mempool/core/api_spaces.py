@@ -1,0 +1,263 @@
+"""The nine calls (api.py) on the spaces of a running mempool: whose pages are whose, and what calls wait for. No I/O.
+
+An instance's HBM is the space of its engine, whatever that is made of, and its DRAM the host memory behind it.
+Engines hold nearly all pages of their space: a call that needs some there waits, `patience_ms` at most, until engines
+have given back as many as it lacks; then it is decided at once, as if it had come then. Pages that a caller holds
+are granted like an engine's; when it leaves they are free, or, if its process has mapped them, when that is dead.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from services.mempool.core import actions
+from services.mempool.core.actions import Action, ApiSend, PoolLimits
+from services.mempool.core.api import Api
+from services.mempool.core.api_state import ApiAction, ApiLimits, CallPeer, Home, MovePages, Reply
+from services.mempool.core.attachments import Claim
+from services.mempool.core.dram import Dram
+from services.mempool.core.locations import Locations
+from services.mempool.core.own_pages import OwnPages
+from services.mempool.core.pool import Pool
+from services.mempool.core.tiers import CopyPages, CopyResult, SwapDone, TierAction
+from shared.errors import InvalidRequest
+from shared.ids import InstanceId, PageId, SpaceId
+from shared.wire import mempool_api as wire
+from shared.wire.mempool_api import ADDRESS_BYTES, TransferFlags
+
+MAX_WAITING = 256  # calls that wait for engines to give pages back; more are decided at once
+
+
+@dataclass(slots=True)
+class _Waiting:
+    connection: int
+    call: wire.ApiCall
+    pool: Pool
+    claim: Claim
+    until_ms: int
+
+
+@dataclass(slots=True)
+class _Move:
+    """One MovePages: a copy for each space that it has targets in."""
+
+    targets: dict[SpaceId, list[PageId]]
+    open: set[int] = field(default_factory=set)
+    failed: bool = False
+    in_doubt: dict[SpaceId, set[PageId]] = field(default_factory=dict)
+
+
+class ApiSpaces:
+    """After every method, take_actions() behind the words of all spaces.
+
+    Args:
+        pools: of all spaces, and `space_of` of every instance that has been here: views.
+        numbers: of copies, shared with whoever else orders some.
+        mapped: processes that have mapped pages and live.
+        touched: called with every pool that a later flush() must bring up to date.
+    """
+
+    def __init__(
+        self,
+        limits: PoolLimits,
+        pools: Mapping[int, Pool],
+        space_of: Mapping[InstanceId, int],
+        dram: Dram,
+        numbers: Iterator[int],
+        mapped: Collection[int],
+        touched: Callable[[Pool], None],
+    ) -> None:
+        self._limits = limits
+        self._pools = pools
+        self._space_of = space_of
+        self._dram = dram
+        self._numbers = numbers
+        self._mapped = mapped
+        self._touched = touched
+        self._out: list[Action] = []
+        self._calls_of_peers: list[CallPeer] = []
+        self._copies: dict[int, tuple[int, SpaceId]] = {}  # copy -> move, targets' space
+        self._moves: dict[int, _Move] = {}
+        self._waiting: list[_Waiting] = []
+        self.api = Api(ApiLimits(max_blocks_per_call=limits.max_blocks_per_call))
+        dram.swapped = self._on_swapped
+
+    # -- callers --------------------------------------------------------------------------------------
+
+    def connect(
+        self, connection: int, hello: wire.ApiHello, process: int | None, *, is_mempool: bool = False
+    ) -> None:
+        """A caller's first message. `process`: number of the living process, where that can be proven."""
+        self.api.connect(
+            connection, hello.instance, process=process, receives=hello.receives, is_mempool=is_mempool
+        )
+
+    def knows(self, connection: int) -> bool:
+        """Whether it has said who it is."""
+        return connection in self.api.holders
+
+    def on_call(self, connection: int, call: wire.ApiCall | wire.PullPages, now_ms: int) -> None:
+        """Any call after the first message. Raises: PeerProtocolError; end the connection."""
+        self._find_homes()
+        wanted = None if isinstance(call, wire.PullPages) else self._wanted(call)
+        if wanted is None or isinstance(call, wire.PullPages) or len(self._waiting) >= MAX_WAITING:
+            self._perform(self.api.on_call(connection, call, now_ms))
+            return
+        pool, count = wanted
+        until_ms = now_ms + self._limits.pull_patience_ms
+        self._waiting.append(_Waiting(connection, call, pool, pool.claim(count), until_ms))
+        self.advance(now_ms)
+
+    def on_closed(self, connection: int) -> None:
+        """Harmless for a connection without a hello."""
+        for waiting in [w for w in self._waiting if w.connection == connection]:
+            self._waiting.remove(waiting)
+            waiting.pool.cancel(waiting.claim)
+        holder = self.api.holders.get(connection)
+        if holder is not None and holder.process not in self._mapped:
+            holder.process = None  # it cannot write pages
+        self._perform(self.api.disconnect(connection))
+
+    def on_process_dead(self, process: int) -> None:
+        """Proof of death."""
+        self._perform(self.api.on_process_dead(process))
+
+    def _find_homes(self) -> None:
+        for instance, number in self._space_of.items():
+            known = self.api.homes.get(instance)
+            pool, tiers = self._pools[number], self._dram.tiers.get(number)
+            is_current = known is not None and known.hbm is not None and known.hbm.space == number
+            if pool.memory is None or (is_current and known is not None and known.tiers is tiers):
+                continue
+            hbm = OwnPages(SpaceId(number), pool.memory.table, pool.index, pool.note)
+            indexes = {hbm.space: pool.index}
+            if tiers is not None:
+                indexes[tiers.slow.space] = tiers.slow.index
+            slow = tiers.slow if tiers is not None else None
+            home = Home(instance, Locations(indexes), hbm, slow, tiers, pool.memory.block_tokens)
+            try:
+                self.api.add_home(home)
+            except InvalidRequest:
+                self.api.counters["instances_of_one_key"] += 1
+
+    # -- pages that engines have ------------------------------------------------------------------------
+
+    def _wanted(self, call: wire.ApiCall) -> tuple[Pool, int] | None:
+        """How many pages of which space this call needs that are not free; None: it needs none."""
+        instance, count = InstanceId(""), 0
+        match call:
+            case wire.AllocMem() if call.mem_type == "hbm":
+                instance, count = call.instance, call.num_blocks
+            case wire.Transfer() if (
+                not call.targets and TransferFlags.MIXED & call.flags != TransferFlags.DRAM
+            ):
+                instance, count = call.target, len(call.sources) // ADDRESS_BYTES
+            case wire.SwapIn():
+                key = wire.unpack_addresses(call.addresses[:ADDRESS_BYTES])
+                found = [i for i in self.api.homes if key and wire.instance_key(i) == key[0].instance_key]
+                instance, count = found[0] if found else instance, len(call.addresses) // ADDRESS_BYTES
+            case _:
+                return None
+        pool = self._pools[self._space_of[instance]] if instance in self.api.homes else None
+        if pool is None or pool.memory is None or count <= pool.memory.table.num_free:
+            return None
+        most = int(self.api.limits.max_held_ratio * pool.memory.table.num_pages)
+        return (pool, count) if count <= min(most, self._limits.max_blocks_per_call) else None
+
+    def advance(self, now_ms: int) -> None:
+        """After every event: decide the calls whose pages have come, or that have waited long enough."""
+        for waiting in list(self._waiting):
+            if waiting.claim.lacking and now_ms < waiting.until_ms:
+                continue
+            self._waiting.remove(waiting)
+            waiting.pool.cancel(waiting.claim)  # its pages are free: nobody else comes in between
+            self._perform(self.api.on_call(waiting.connection, waiting.call, now_ms))
+
+    # -- copies -----------------------------------------------------------------------------------------
+
+    def _perform(self, decided: Sequence[ApiAction]) -> None:
+        for pool in self._pools.values() if decided else ():
+            self._touched(pool)
+        for action in decided:
+            match action:
+                case Reply():
+                    self._out.append(ApiSend(action.connection, action.message))
+                case MovePages():
+                    self._move(action)
+                case CallPeer():
+                    self._calls_of_peers.append(action)
+                case CopyPages():
+                    fast = action.target if action.target in self._dram.tiers else action.source
+                    self._dram.perform(fast, [action])
+                case SwapDone():
+                    pass  # of a caller that has left
+
+    def _move(self, action: MovePages) -> None:
+        sources = wire.unpack_addresses(action.sources)
+        targets = wire.unpack_addresses(action.targets)
+        move = self._moves[action.move_id] = _Move({})
+        for space in {target.space for target in targets}:
+            pairs = [(s, t) for s, t in zip(sources, targets, strict=True) if t.space == space]
+            copy_id = next(self._numbers)
+            move.targets[space] = [t.page for _, t in pairs]
+            move.open.add(copy_id)
+            self._copies[copy_id] = (action.move_id, space)
+            self._out.append(
+                actions.CopyPages(
+                    copy_id, int(space), move.targets[space],
+                    [(int(s.space), s.page) for s, _ in pairs], action.timeout_ms,
+                )
+            )  # fmt: skip
+
+    def on_copied(self, copy_id: int, *, failed: bool, in_doubt: Collection[int]) -> bool:
+        """False: not a copy of ours."""
+        found = self._copies.pop(copy_id, None)
+        if found is None:
+            return False
+        number, space = found
+        move = self._moves[number]
+        move.open.discard(copy_id)
+        move.failed |= failed
+        move.in_doubt[space] = {PageId(page) for page in in_doubt}
+        if not move.open:
+            del self._moves[number]
+            doubted = set().union(*move.in_doubt.values())
+            self._perform(self.api.on_moved(number, CopyResult(failed=move.failed, quarantined=doubted)))
+            for (
+                each,
+                pages,
+            ) in move.targets.items():  # the result names pages alone: in other spaces they are sound
+                sound = [page for page in pages if page in doubted and page not in move.in_doubt[each]]
+                self._perform(self.api.on_settled(each, sound))
+        return True
+
+    def on_settled(self, number: int, pages: Sequence[PageId]) -> list[PageId]:
+        """Nothing can write these any more: the ones that are not ours."""
+        mine = [page for page in pages if self.api.moves.is_busy(SpaceId(number), page)]
+        self._perform(self.api.on_settled(SpaceId(number), mine))
+        return [page for page in pages if page not in mine]
+
+    def _on_swapped(self, number: int, decided: Sequence[TierAction]) -> None:
+        for instance, home in list(self.api.homes.items()):
+            if home.tiers is not None and home.tiers.fast.space == number:
+                self._perform(self.api.on_tiers(instance, decided))
+
+    # -- time, and what is to be done -------------------------------------------------------------------
+
+    def tick(self, now_ms: int) -> None:
+        """Fail calls to peers that wait too long."""
+        self._perform(self.api.tick(now_ms))
+
+    def next_deadline_ms(self) -> int | None:
+        """When tick() or advance() has something to do."""
+        due = [self.api.next_deadline_ms(), *(waiting.until_ms for waiting in self._waiting)]
+        return min((when for when in due if when is not None), default=None)
+
+    def take_actions(self) -> list[Action]:
+        """To perform behind the words of their pages."""
+        out, self._out = self._out, []
+        return out
+
+    def take_calls_of_peers(self) -> list[CallPeer]:
+        """For the links to other mempools; none where no peer was added (Api.add_peer)."""
+        out, self._calls_of_peers = self._calls_of_peers, []
+        return out
