@@ -238,10 +238,13 @@ class CopyEngine:
         self._drop(pages)
         self.attachment.give_back([_owned(own) for own in pages])
 
-    def give_all_back(self, earlier_too: bool) -> None:
-        """Of this attachment, and of those that are over, whose pages may be another's by now."""
-        now = self.losses()
-        self.give_back([own for own, when in self.in_hand.items() if earlier_too or when == now])
+    def give_all_back(self) -> None:
+        """Of this attachment: the requests that took them are over."""
+        self.give_back([own for own, when in self.in_hand.items() if when == self.losses()])
+
+    def let_go_of_earlier(self) -> None:
+        """Requests are over that outlived attachments: pages that they took may be another's by now."""
+        self.give_back([own for own, when in self.in_hand.items() if when != self.losses()])
 
     def _drop(self, pages: Sequence[Owned]) -> None:
         for own in pages:

@@ -281,6 +281,11 @@ class World:
             bug = service.log.bug()
             assert not bug, bug
 
+    def drop_unpinned(self) -> None:
+        """Whatever nobody pins leaves the index, if the mempool can be asked now."""
+        if self.mempool.alive and not self.clock.stopped:
+            self.oracle.delete_unpinned()
+
     def close(self) -> None:
         self.clock.wake_all()
         self.oracle.close()
