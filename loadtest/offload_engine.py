@@ -19,7 +19,11 @@ GIB = 1 << 30
 
 async def serve(engine: Any, facts: dict[str, Any], options: argparse.Namespace) -> None:
     """Until "end", or until nobody is at the other end any more."""
-    phases = Phases(engine.stream, Sizes(pool=options.pool, seconds=options.seconds))
+    vocabulary = json.loads(Path(options.model_dir, "config.json").read_text())["vocab_size"]
+    sizes = Sizes(
+        pool=options.pool, seconds=options.seconds, prompt_tokens=options.prompt_tokens, vocabulary=vocabulary
+    )
+    phases = Phases(engine.stream, sizes)
     write(options.out, {"load": "ready", **facts})
     while name := (await asyncio.to_thread(sys.stdin.readline)).strip():
         if name == "end":
@@ -47,7 +51,7 @@ async def run(options: argparse.Namespace) -> None:
         options.model_dir,
         kv_cache_bytes=int(options.kv_gib * GIB),
         kv_transfer_config=config,
-        max_model_len=4096,
+        max_model_len=2 * options.prompt_tokens,
         max_num_seqs=64,
         max_num_batched_tokens=8192,
         gpu_memory_utilization=options.utilization,
@@ -69,6 +73,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--kv-gib", type=float, default=6)
     parser.add_argument("--cpu-gib", type=float, default=16)
     parser.add_argument("--pool", type=int, default=40)
+    parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--seconds", type=float, default=6)
     parser.add_argument("--utilization", type=float, default=0.35)
     options = parser.parse_args(argv)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from loadtest import bench_footprint
+from loadtest import bench_footprint, bench_offload
 from loadtest.figures import sheet, vattention
 from loadtest.figures.__main__ import SHEETS, main
 from loadtest.registry import MEASURES, RESULTS
@@ -104,3 +104,15 @@ def test_the_footprint_is_the_median_start_and_the_largest_memory():
         "pss_bytes": float(920 << 20),
         "failed_requests": 0.0,
     }
+
+
+def test_the_serving_table_has_a_row_for_each_measured_figure(tmp_path):
+    moved = [{"direction": "load", "bytes": 1_000_000_000, "s": 0.025, "submit_us": 90.0, "copies": 9}]
+    rows = [
+        {"engine": engine, "load": "reuse", "begin_s": 0.0, "end_s": 1.0, "requests": 5, "ttft_ms": [30.0],
+         "tpot_ms": [9.0], "gaps_ms": [9.0], "transfers": moved}
+        for engine in ("stock", "quire")
+    ]  # fmt: skip
+    write(tmp_path, "h200-offload", rows, metrics=bench_offload.metrics_from_samples(rows))
+    (one,) = [one for one in SHEETS if one.name == "pr38460-serving"]
+    assert sheet.draw(one, sheet.Results(tmp_path), tmp_path, ["svg", "png"]) == "drawn"
