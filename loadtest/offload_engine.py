@@ -17,12 +17,8 @@ from loadtest.offload_phases import Phases, Sizes
 GIB = 1 << 30
 
 
-async def serve(engine: Any, facts: dict[str, Any], options: argparse.Namespace) -> None:
+async def serve(engine: Any, sizes: Sizes, facts: dict[str, Any], options: argparse.Namespace) -> None:
     """Until "end", or until nobody is at the other end any more."""
-    vocabulary = json.loads(Path(options.model_dir, "config.json").read_text())["vocab_size"]
-    sizes = Sizes(
-        pool=options.pool, seconds=options.seconds, prompt_tokens=options.prompt_tokens, vocabulary=vocabulary
-    )
     phases = Phases(engine.stream, sizes)
     write(options.out, {"load": "ready", **facts})
     while name := (await asyncio.to_thread(sys.stdin.readline)).strip():
@@ -37,7 +33,7 @@ def write(path: Path, sample: dict[str, Any]) -> None:
         file.write(json.dumps(sample) + "\n")
 
 
-async def run(options: argparse.Namespace) -> None:
+async def run(options: argparse.Namespace, vocabulary: int) -> None:
     """Make the engine, serve."""
     from shared.engine import measured, measured_offload
 
@@ -56,8 +52,11 @@ async def run(options: argparse.Namespace) -> None:
         max_num_batched_tokens=8192,
         gpu_memory_utilization=options.utilization,
     )
+    sizes = Sizes(
+        pool=options.pool, seconds=options.seconds, prompt_tokens=options.prompt_tokens, vocabulary=vocabulary
+    )
     try:
-        await serve(engine, engine.facts(), options)
+        await serve(engine, sizes, engine.facts(), options)
     finally:
         engine.close()
 
@@ -84,7 +83,8 @@ def main(argv: list[str]) -> int:
 
     if sys.stdin.readline().strip() != "start":
         return 1
-    asyncio.run(run(options))
+    vocabulary = json.loads(Path(options.model_dir, "config.json").read_text())["vocab_size"]
+    asyncio.run(run(options, vocabulary))
     return 0
 
 
