@@ -74,7 +74,7 @@ def before() -> Recorded:
     return pool
 
 
-def successor(before: Recorded, processes=(10,)) -> Recorded:
+def successor(before: Recorded, processes=(10,), engines=None) -> Recorded:
     after = Recorded(boot=NEXT_BOOT)
     after.entries[:] = before.entries
     words = [before.words[p] for p in range(NUM_PAGES)]
@@ -88,7 +88,8 @@ def successor(before: Recorded, processes=(10,)) -> Recorded:
             bytes(before.entries),
             memory_id=BOOT,
             processes=processes,
-            engines=processes,
+            engines=processes if engines is None else engines,
+            instances=[InstanceId("i1")] * len(processes),
         )
     )
     return after
@@ -203,6 +204,19 @@ def test_a_page_that_is_reported_twice_is_refused(before, twice):
     lists = msgspec.structs.replace(lists, sealed_parents=SEED * len(sealed))
     worker(after, 1, 10, quota=4, memory_id=BOOT, holding=lists)
     assert isinstance(after.sent[1][0], wire.AttachRefused)
+
+
+def test_what_an_engine_reported_waits_for_its_rank_that_has_not_attached_again(before):
+    """The rank may be in the middle of a step when the core dies."""
+    after = successor(before, processes=(10, 11), engines=(10,))
+    report = holding(before.held, before.sealed, chain("a", "b"))
+    worker(after, 1, 10, quota=4, memory_id=BOOT, holding=report)
+    ((page, _),) = before.held
+    after.closed(1)
+    after.dead(10)
+    assert after.state(page) is PageState.QUARANTINED
+    after.dead(11)
+    assert after.state(page) is PageState.FREE
 
 
 def test_an_engine_of_other_memory_is_refused(before):

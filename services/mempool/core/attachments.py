@@ -75,6 +75,7 @@ class Attachments:
         self.memory_id = Epoch(0)  # the generation in which the memory was made, plus its number
         self.inheritance: Inheritance | None = None
         self.engine_processes: set[int] = set()  # of those that are awaited, the ones that hold pages
+        self.inherited_from: dict[int, InstanceId] = {}  # whose those that were awaited are
         self._active_at_ms = 0
         self._sends: list[Action] = []
         self._notes: list[tuple[int, bytes]] = []  # of pages sealed since the last actions
@@ -94,12 +95,14 @@ class Attachments:
         engines: Sequence[int],
         devices: Sequence[str] = (),
         label: str = "",
+        instances: Sequence[InstanceId] = (),
     ) -> list[Action]:
         """Go on with an earlier mempool's pages, before anybody attaches. The shell has the memory already.
 
         Args:
             processes: numbers of those that may still touch pages.
             engines: of these, the ones that report what they hold; the others only attach.
+            instances: of each process.
         """
         assert self.memory is None
         self.memory = space.adopt(description, planned, self.limits, words, self._unpin_one)
@@ -107,6 +110,7 @@ class Attachments:
         self.memory.devices = {rank: device for rank, device in enumerate(devices) if device}
         self.memory_id = memory_id
         self.engine_processes = set(engines)
+        self.inherited_from = dict(zip(processes, instances, strict=False))
         self.readers.epochs = self.memory.table.epochs
         self.inheritance = Inheritance(self.memory.table, self.index, self.leases, entries, processes)
         self.counters["pages_inherited"] += self.inheritance.num_sealed
@@ -203,6 +207,8 @@ class Attachments:
         holding = message.holding
         for entry in self.inheritance.claim(engine, holding, memory.block_tokens, memory.table.num_pages):
             self.note(entry)
+        # its ranks may write these pages, also before they attach again
+        engine.ranks |= {p for p in self.awaited() if self.inherited_from.get(p) == engine.instance}
         engine.demand = max(0, engine.quota - engine.num_pages)
 
     def _memory_for(self, connection: int, message: wire.Attach) -> tuple[list[Action], Memory | None]:

@@ -78,7 +78,7 @@ class Engines:
 
     def attach(self, engine: Engine) -> None:
         """From now on pages may be granted to it."""
-        engine.ranks = {
+        engine.ranks |= {
             engine.process,
             *(r.process for r in self.ranks.values() if r.instance == engine.instance),
         }

@@ -7,7 +7,7 @@ clients of an instance to that of its engine, whichever comes first.
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import count
 
 from services.mempool.core import parse, space
@@ -66,11 +66,11 @@ class Mempool:
         memory_id: Epoch,
         processes: Sequence[int],
         engines: Sequence[int],
-        instances: Iterable[InstanceId],
+        instances: Sequence[InstanceId],
         devices: Sequence[str] = (),
         label: str = "",
     ) -> list[Action]:
-        """Pool.adopt of one space. `instances`: whose engines or ranks were in it."""
+        """Pool.adopt of one space. `instances`: of each process; their engines or ranks were in it."""
         pool = self.pools.get(number)
         if pool is None:
             pool = self._new_pool(number)
@@ -79,6 +79,7 @@ class Mempool:
         actions = pool.adopt(
             description, planned, words, entries,
             memory_id=memory_id, processes=processes, engines=engines, devices=devices, label=label,
+            instances=instances,
         )  # fmt: skip
         self.dram.link()
         return actions
