@@ -129,7 +129,9 @@ def slots_of(
 ) -> tuple[KvSlots, PageSource]:
     """Over so many block pages; the caller closes both."""
     source = rig.pages(num_pages * layout.num_tensors, layout.geometry.page_bytes)
-    order = list(range(num_pages))
+    order = list(
+        range(num_pages - 1, -1, -1)
+    )  # taken from its end: pages that follow each other, one call a run
     if scattered:
         Random(5).shuffle(order)
     ahead, eager = WAYS[way]

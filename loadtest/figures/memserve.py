@@ -45,7 +45,7 @@ def calls(result: Result) -> Figure:
     right.plot(ratios, whole, "x-", color=PALE, label="insert, whole call, 256 blocks")
     right.axhline(700, color=INK, linestyle=":", linewidth=1, label="paper: at most 0.7 ms")
     right.set(yscale="log", xlabel="share that is cached", ylabel="us", title="(b) index calls")
-    right.legend()
+    right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
