@@ -3,6 +3,8 @@
 The cases of test_exactness.py against the same kind of reference; here every handoff goes through the mempool's copies.
 """
 
+import asyncio
+
 import httpx
 import pytest
 
@@ -12,6 +14,7 @@ from tests.integration.test_exactness import (
     FIRST_TURNS,
     assert_same,
     complete,
+    completion_body,
     reference,  # noqa: F401  the fixture
     stage,
 )
@@ -56,3 +59,32 @@ def second(client, length, reference):  # noqa: F811
     kept_blocks = (first_prompt + 24 - 1) // BLOCK_TOKENS
     prefill = stage(answer, "prefill")
     assert prefill["tokens_engine"] + prefill["tokens_pool"] == kept_blocks * BLOCK_TOKENS, prefill
+
+
+def test_tiny_spaces_under_load_answer_everything_as_stock_does(reference, tmp_path):  # noqa: F811
+    """Decode's engine has to give pages back for what is copied to it; nothing hangs, nothing is left."""
+    flags = ("--set", "dtype=float32", "--set", "kv_space=own", "--set", "max_model_len=2048")
+    flags += ("--set", f"mempool_bytes={90 * 196_608}")
+    names = [name for name in FIRST_TURNS if CASES[name]["params"].get("temperature") == 0][:16]
+    with LocalCluster(tmp_path / "home", *flags) as cluster:
+        answers = asyncio.run(all_at_once(cluster.url, names, reference))
+        pool = cluster.pool()
+    wrong = []
+    for name, answer in zip(names, answers, strict=True):
+        try:
+            assert_same(name, answer, reference[name])
+        except AssertionError as error:
+            wrong.append(str(error).splitlines()[0])
+    assert not wrong, "\n".join(wrong)
+    assert pool["counters"]["pages_asked_back"] > 0, pool["counters"]
+    assert pool["counters"]["blocks_pulled"] > 0, pool["counters"]
+    assert pool["num_leases"] == 0
+    assert pool["num_handoffs"] == 0
+
+
+async def all_at_once(url, names, reference):  # noqa: F811
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        asked = [client.post("/v1/completions", json=completion_body(CASES[n], reference[n])) for n in names]
+        replies = await asyncio.gather(*asked)
+    assert [reply.status_code for reply in replies] == [200] * len(names), [reply.text for reply in replies]
+    return [reply.json() for reply in replies]
