@@ -22,8 +22,8 @@ HANDOFF = HandoffId("h")
 class Host(Spaces):
     """One mempool; what it would say to another host, or have copied from there, waits here."""
 
-    def __init__(self, address: str, **limits: object) -> None:
-        super().__init__(**limits)
+    def __init__(self, address: str, num_pages: int = 8, **limits: object) -> None:
+        super().__init__(num_pages, **limits)
         self.core.peer_address = address
         self.asked: list[AskPeer] = []
         self.told: list[TellPeer] = []
@@ -46,8 +46,8 @@ class Host(Spaces):
 class TwoMempools:
     """Source a (prefill), reader b (decode). Messages and bytes move when the test says so."""
 
-    def __init__(self, **limits: object) -> None:
-        self.a, self.b = Host(A_HOST), Host(B_HOST, **limits)
+    def __init__(self, pages_there: int = 8, **limits: object) -> None:
+        self.a, self.b = Host(A_HOST, num_pages=pages_there), Host(B_HOST, **limits)
         self.a.worker(PREFILL, "cpu")
         self.b.worker(DECODE, "cpu")
         self.b.client(FRONT, f"i{DECODE}")
@@ -98,7 +98,9 @@ class TwoMempools:
         assert not self.b.core.remote.pulls
         assert not self.a.core.pools[0].leases.leases
         assert not self.a.core.serve.waits
-        table = self.b.core.pools[0].memory.table
+        memory = self.b.core.pools[0].memory
+        assert memory is not None
+        table = memory.table
         assert not table.counts[PageState.WRITING]
         assert not self.b.core.pools[0].claims
 
