@@ -264,6 +264,9 @@ class LogFile:
             for line in found
         )
 
+    def close(self) -> None:
+        self._file.close()
+
     def bug(self) -> str:
         """What the service says of an error of its own; "" so far."""
         self.read()

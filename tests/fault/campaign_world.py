@@ -296,4 +296,5 @@ class World:
         for service in (self.mempool, self.keeper):
             if service.process is not None:
                 service.process.close()
+            service.log.close()
         self.zygote.close()
