@@ -45,6 +45,7 @@ CLUSTER_KEYS = {
     "peer_listen": "cluster.address",
     "processes": "cluster.gateway_processes",
     "capacity_bytes": "cluster.mempool_bytes",
+    "pd_caching": "cluster.pd_caching",
 }
 
 
@@ -75,6 +76,9 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     kv_cache_bytes: int = 0  # of each engine
     mempool_bytes: int = 0
+    pd_caching: Literal["", "basic", "1", "2", "3"] = (
+        ""  # which end keeps what, and what goes back to prefill
+    )
     kv_space: str = ""  # own: every worker's pages in host memory apart from the others', for NUMA nodes
     gpu_memory_utilization: float = 0.0  # 0: the engine's own, divided where workers share a GPU
     threads: int = 0  # of each engine on CPU

@@ -212,6 +212,7 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
         ("--threads", found.threads),
         ("--gpu-memory-utilization", gpu_share(found, workers)),
         ("--kv-space", found.kv_space),
+        ("--pd-caching", found.pd_caching),
     )
     return Plan(
         host=found.host,
@@ -230,7 +231,9 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
         row_flags={
             "scheduler": _optional(("--policy", found.policy)),
             "keeper": _optional(("--log-level", found.log_level)),
-            "mempool": _optional(("--capacity-bytes", found.mempool_bytes)),
+            "mempool": _optional(
+                ("--capacity-bytes", found.mempool_bytes), ("--pd-caching", found.pd_caching)
+            ),
             "gateway": _optional(("--processes", found.gateway_processes)),
             "prefill": worker_flags,
             "decode": worker_flags,

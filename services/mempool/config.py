@@ -4,6 +4,7 @@ import contextlib
 import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -57,6 +58,9 @@ class MempoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     out_timeout_ms: int = 500  # of a copy out
     # page-lock host memory once a GPU copies: at PCIe's rate, but all of it is taken at once and none is given back
     pin_host: bool = False
+    # which end keeps what: basic (neither), 1 (prefill), 2 (both), 3 (what decode completes goes back to prefill too);
+    # worker.pd_caching must say the same
+    pd_caching: Literal["basic", "1", "2", "3"] = "3"
     max_leases: int = 65_536
     max_handoffs: int = 65_536
     max_waiting: int = 4_096

@@ -75,6 +75,7 @@ class PageBlockPool(BlockPool):
         self.lease_counts: dict[int, int] = {}  # block id -> leases of requests that are here
         self.sealed_pages: dict[int, SealedPage] = {}  # this engine's sealed blocks, to report them
         self.num_owned = 0
+        self.keeps = True  # blocks that no request uses, for later hits
         self.num_expected = 0  # pages that were unpinned and whose replacement has not come
         self.clock: Callable[[], float] = time.monotonic  # seconds
         self._expected_until_s = 0.0
@@ -254,6 +255,8 @@ class PageBlockPool(BlockPool):
                 self._to_stock(block)
         self.free_block_queue.append_n(cached)
         self._let_go(unpinned)
+        if not self.keeps:
+            self._evict(len(cached))
 
     def reset_prefix_cache(self) -> bool:
         """Unpin the whole cache; False, and nothing done, while requests use blocks."""

@@ -120,6 +120,7 @@ class PageSchedulerMixin:
         self.defer_block_free = True
         self.quota = quota
         self.pages: PageBlockPool = self.kv_cache_manager.block_pool
+        self.pages.keeps = bool(extra.get("keeps_cache", True))
         self.kv_cache_manager.tails = {}
         self.kv_cache_manager.ahead_tokens = int(extra.get("ahead_tokens", 0))
         self._handoff_ttl_ms = int(extra["handoff_ttl_ms"])

@@ -101,9 +101,11 @@ class VllmEngine:
             "events_address": events_address,
             "handoff_ttl_ms": settings.handoff_ttl_ms,
             "kv_space": settings.instance if settings.kv_space == "own" else settings.kv_space,
+            "keeps_cache": settings.role != "decode" or settings.pd_caching in ("2", "3"),
             **(slot_settings(settings) if has_slots(settings) else {}),
         }
         self.keeps_leases = works_in_pages(settings)
+        self._reads_cache = settings.role == "decode" or settings.pd_caching != "basic"
         if self.keeps_leases:
             config.additional_config["quire"] = extra
             page_scheduler.install()
@@ -184,6 +186,8 @@ class VllmEngine:
         """See Engine.generate."""
         spec, copies = engine_spec(request.sampling)
         params = sampling_params(spec, self._extra_args(request))
+        if not self._reads_cache:
+            params.skip_reading_prefix_cache = True
         prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
         if request.tenant_salt:
             prompt["cache_salt"] = request.tenant_salt

@@ -49,6 +49,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     # pages in host memory apart from other host memory, by this name: of one NUMA node, say; "own": the
     # instance's; "": the common one
     kv_space: str = ""
+    # which end keeps what: basic (neither), 1 (prefill), 2 (both), 3 (what decode completes goes back to prefill too)
+    pd_caching: Literal["basic", "1", "2", "3"] = "3"
     block_tokens: int = 32
     max_model_len: int = 0  # 0: the model's own
     max_num_seqs: int = 64

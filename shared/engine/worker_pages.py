@@ -117,6 +117,8 @@ class PromptPages:
 
     async def for_prompt(self, seed: BlockHash, prompt: bytes, traceparent: str) -> PageLease | None:
         """Blocks that the pool knows. One token must be computed: an engine that copies leaves its block out."""
+        if self._settings.pd_caching == "basic":
+            return None
         spare_tokens = 0 if self._kept else 1
         whole = (len(prompt) // _TOKEN_BYTES - spare_tokens) // self._description.block_tokens
         size_bytes = whole * self._description.block_tokens * _TOKEN_BYTES

@@ -71,14 +71,17 @@ class TiersModel(RuleBasedStateMachine):
                     assert self.fast.index.get(name) is entry
                     self.fast.index.unpin([entry])
 
-    @rule(path=paths)
-    def compute(self, path):
+    @rule(path=paths, waits=st.booleans())
+    def compute(self, path, waits):
         """An engine seals the blocks of a prompt that are not there yet, as far as there are pages."""
         at = len(self.fast.index.prefix(path))
         for i in range(at, len(path)):
             if path[i] in self.fast.index:
                 continue
-            if not self.fast.num_free and not self.tiers.make_room():
+            is_free = bool(self.fast.num_free)
+            if not is_free:  # who waits prefers a copy to an eviction
+                is_free = self.tiers.leave(len(path) - i, self.now_ms) if waits else self.tiers.make_room()
+            if not is_free:
                 break
             (page,), _ = self.fast.take(1)
             self.bytes[FAST, page] = path[i]

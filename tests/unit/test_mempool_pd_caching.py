@@ -1,122 +1,129 @@
-"""Each PD-Caching mode names, moves and lets go of exactly what MemServe's Table 4 says."""
+"""Which end keeps what: blocks that decode completes are in prefill's space before anybody asks, in mode 3 alone."""
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 
-from services.mempool.core.pd_caching import HandOver, LetGo, Name, PdCaching, PdRequest, PushBack
-from shared.errors import InvariantBroken
+from shared.ids import HandoffId
+from shared.kv.words import u32_bytes
+from shared.wire import mempool as wire
+from tests.unit.mempool_harness import BLOCK_TOKENS, SEED, chain, page_lists
+from tests.unit.test_mempool_spaces import DECODE, FRONT, PREFILL, Spaces, acquire, answers
 
-BLOCK = 4
-MODES = list(PdCaching)
-P_GOES, D_GOES = LetGo("prefill", 0), LetGo("decode", 0)
-
-
-def run(mode: PdCaching, prompt: int, output: int, eager: int = 0) -> list:
-    """A request that goes well, decoding token by token."""
-    request = PdRequest(mode, BLOCK, prompt, eager)
-    out = [*request.on_prefill_done(), *request.on_handed_over()]
-    for count in range(1, output + 1):
-        out += request.on_decoded(count)
-    return [*out, *request.on_decode_done(output)]
+ABC, MORE = chain("a", "b", "c"), chain("a", "b", "c", "d", "e")
+PREFILL_FRONT = 9
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("basic", [HandOver(2, True, False), P_GOES, D_GOES]),
-        ("1", [Name("prefill", 0, 2), HandOver(2, True, False), P_GOES, D_GOES]),
-        ("2", [Name("prefill", 0, 2), HandOver(2, True, True), P_GOES, Name("decode", 2, 4), D_GOES]),
-        (
-            "3",
-            [
-                Name("prefill", 0, 2),
-                HandOver(2, True, True),
-                P_GOES,
-                Name("decode", 2, 4),
-                PushBack(2, 4),
-                D_GOES,
-            ],
+def handed_over(mode: str, *, prompt: list = ABC, quota: int = 4, decode_quota: int = 4) -> Spaces:
+    """Decode has the prompt's blocks."""
+    rig = Spaces(max(8, 2 * decode_quota), pd_caching=mode)
+    rig.worker(PREFILL, "cpu:0", quota=quota)
+    rig.worker(DECODE, "cpu:1", quota=decode_quota)
+    rig.client(FRONT, f"i{DECODE}")
+    rig.client(PREFILL_FRONT, f"i{PREFILL}")
+    rig.fill(PREFILL, 0, prompt, "abc"[: len(prompt)])
+    ready = wire.HandoffReady(handoff_id=HandoffId("h"), hashes=b"".join(prompt), ttl_ms=10_000)
+    rig.say(PREFILL, ready)
+    acquire(rig, prompt, handoff_id=HandoffId("h"), wait_ms=1_000)
+    rig.copied()
+    assert answers(rig, FRONT, wire.Acquired)[0].num_blocks == len(prompt)
+    return rig
+
+
+def decode_seals(rig: Spaces, hashes: list, first: int, names: str) -> list:
+    pages = rig.take(DECODE, len(names))
+    rig.write(DECODE, pages)
+    rig.seal(DECODE, pages, hashes, first)
+    rig.bytes.update({(1, page): name for (page, _), name in zip(pages, names, strict=True)})
+    return pages
+
+
+def test_what_decode_completes_goes_back_at_once():
+    rig = handed_over("3")
+    decode_seals(rig, MORE, 3, "d")
+    (copy,) = rig.copies.values()
+    assert (copy.space, [space for space, _ in copy.sources]) == (0, [1])
+    rig.copied()
+    decode_seals(rig, MORE, 4, "e")
+    rig.copied()
+    here = rig.core.pools[0].index.prefix(MORE)
+    assert [rig.bytes[0, entry.page] for entry in here] == list("abcde")
+    assert rig.core.status().counters["blocks_pushed_back"] == 2
+    assert not answers(rig, PREFILL, wire.Shrink), "no engine is asked for anything"
+    rig.counts()
+
+
+def test_the_block_in_which_the_prompt_ends_goes_back_when_decode_has_completed_it():
+    rig = Spaces(pd_caching="3")
+    rig.worker(PREFILL, "cpu:0")
+    rig.worker(DECODE, "cpu:1")
+    rig.client(FRONT, f"i{DECODE}")
+    tail = chain("a", "tail")
+    pages = rig.take(PREFILL, 2)
+    rig.say(
+        PREFILL,
+        wire.Sealed(
+            **page_lists(pages), hashes=b"".join(tail), parents=SEED + tail[0],
+            valid_tokens=u32_bytes([BLOCK_TOKENS, 1]),
         ),
-    ],
-)
-def test_a_request_of_ten_tokens_that_decodes_seven(mode, expected):
-    """KV of 10 + 7 - 1 tokens: four blocks of four; D completes the one in which the prompt ends."""
-    assert run(PdCaching(mode), 10, 7) == expected
+    )  # fmt: skip
+    rig.say(PREFILL, wire.HandoffReady(handoff_id=HandoffId("h"), hashes=b"".join(tail), ttl_ms=10_000))
+    acquire(rig, tail, handoff_id=HandoffId("h"), wait_ms=1_000)
+    rig.copied()
+    decode_seals(rig, MORE, 1, "b")
+    rig.copied()
+    assert MORE[1] in rig.core.pools[0].index
 
 
-def test_eager_push_back_sends_blocks_once_they_are_complete():
-    out = run(PdCaching.FULL, 8, 14, eager=2)
-    assert [a for a in out if isinstance(a, PushBack)] == [PushBack(2, 4), PushBack(4, 5)]
-    assert [a for a in out if isinstance(a, Name)] == [
-        Name("prefill", 0, 2),
-        Name("decode", 2, 4),
-        Name("decode", 4, 5),
-    ]
+@pytest.mark.parametrize("mode", ["basic", "1", "2"])
+def test_in_the_other_modes_nothing_goes_back_and_prefill_reads_nothing_of_decodes(mode):
+    rig = handed_over(mode)
+    decode_seals(rig, MORE, 3, "d")
+    assert not rig.copies
+    rig.say(PREFILL_FRONT, wire.Acquire(call_id=5, hashes=b"".join(MORE)))
+    assert answers(rig, PREFILL_FRONT, wire.Acquired)[0].num_blocks == 3
+    rig.say(PREFILL_FRONT, wire.Match(call_id=6, hashes=b"".join(MORE)))
+    assert answers(rig, PREFILL_FRONT, wire.Matched)[0].num_blocks == 3
 
 
-def test_a_request_that_its_first_token_ends_is_not_handed_over():
-    for mode in MODES:
-        out = PdRequest(mode, BLOCK, 9).on_prefill_done(finished=True)
-        assert out[-1] == P_GOES
-        assert not any(isinstance(a, HandOver) for a in out)
+def test_what_is_not_behind_a_handed_over_chain_stays():
+    rig = handed_over("3")
+    decode_seals(rig, chain("x"), 0, "x")
+    assert not rig.copies
 
 
-def test_a_prompt_below_one_block_has_nothing_to_name_at_prefill():
-    assert PdRequest(PdCaching.FULL, BLOCK, 3).on_prefill_done() == [HandOver(0, True, True)]
+def test_without_free_pages_it_stays_and_is_read_when_it_is_wanted():
+    rig = handed_over("3", quota=8)
+    assert rig.core.pools[0].memory.table.num_free == 0
+    decode_seals(rig, MORE, 3, "d")
+    assert not rig.copies
+    assert not answers(rig, PREFILL, wire.Shrink)
+    rig.advance(200)
+    assert not rig.core.pulls.pulls
+    rig.say(PREFILL_FRONT, wire.Acquire(call_id=5, hashes=b"".join(MORE)))
+    rig.give_back(PREFILL, rig.take(PREFILL, 1))
+    rig.copied()
+    assert answers(rig, PREFILL_FRONT, wire.Acquired)[0].num_blocks == 4
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_events_that_come_twice_or_late_do_nothing(mode):
-    request = PdRequest(mode, BLOCK, 8)
-    assert request.on_handed_over() == []
-    assert request.on_decode_done(3) == []
-    request.on_prefill_done()
-    assert request.on_prefill_done() == []
-    assert request.on_handed_over() == [P_GOES]
-    assert request.on_handed_over() == []
-    assert request.on_decode_done(6)[-1] == D_GOES
-    assert request.on_decode_done(6) == request.on_over() == request.on_decoded(9) == []
+def test_a_reader_that_comes_while_it_is_on_its_way_waits_for_it_and_for_the_rest():
+    rig = handed_over("3")
+    decode_seals(rig, MORE, 3, "d")
+    decode_seals(rig, MORE, 4, "e")
+    rig.say(PREFILL_FRONT, wire.Acquire(call_id=5, hashes=b"".join(MORE)))
+    assert not answers(rig, PREFILL_FRONT, wire.Acquired)
+    for _ in range(3):
+        rig.copied()
+    assert answers(rig, PREFILL_FRONT, wire.Acquired)[0].num_blocks == 5
+    rig.counts()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_failure_lets_go_at_the_end_that_holds(mode):
-    request = PdRequest(mode, BLOCK, 8)
-    assert request.on_over() == []
-    assert request.on_prefill_done() == []
-    request = PdRequest(mode, BLOCK, 8)
-    request.on_prefill_done()
-    assert request.on_over() == [P_GOES]
-    request = PdRequest(mode, BLOCK, 8)
-    request.on_prefill_done()
-    request.on_handed_over()
-    assert request.on_over() == [D_GOES]
-
-
-@given(st.sampled_from(MODES), st.integers(1, 40), st.integers(1, 40), st.integers(0, 3))
-def test_every_end_lets_go_once_and_names_and_gets_each_block_at_most_once(mode, prompt, output, eager):
-    out = run(mode, prompt, output, eager)
-    assert out.count(P_GOES) == out.count(D_GOES) == 1
-    assert out[-1] == D_GOES
-    total = (prompt + output - 1) // BLOCK
-    at_prefill = [
-        b
-        for a in out
-        if (isinstance(a, Name) and a.end == "prefill") or isinstance(a, PushBack)
-        for b in range(a.first, a.last)
-    ]
-    at_decode = [b for a in out if isinstance(a, Name) and a.end == "decode" for b in range(a.first, a.last)]
-    if any(isinstance(a, HandOver) and a.insert for a in out):
-        at_decode = [*range(prompt // BLOCK), *at_decode]
-    expected = {
-        "basic": (0, 0),
-        "1": (prompt // BLOCK, 0),
-        "2": (prompt // BLOCK, total),
-        "3": (total, total),
-    }[mode]
-    assert (at_prefill, at_decode) == (list(range(expected[0])), list(range(expected[1])))
-
-
-def test_a_request_without_tokens_is_our_bug():
-    with pytest.raises(InvariantBroken):
-        PdRequest(PdCaching.FULL, BLOCK, 0)
+def test_no_more_than_a_few_copies_are_on_their_way_and_a_failed_one_frees_its_place():
+    rig = handed_over("3", decode_quota=12)
+    long = chain("a", "b", "c", *range(8))
+    for at in range(3, 10):
+        decode_seals(rig, long, at, "z")
+    assert len(rig.copies) == 4
+    rig.copied(failed=True)
+    assert len(rig.copies) == 1, "the three that waited go together"
+    rig.copied()
+    assert rig.core.status().counters["blocks_pushed_back"] == 3
+    rig.counts()

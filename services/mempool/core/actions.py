@@ -33,6 +33,7 @@ class PoolLimits:
         256 << 20
     )  # on their way out of one space; above it blocks are evicted uncopied
     out_timeout_ms: int = 500  # of a copy out: an engine may be waiting for its pages
+    pd_caching: str = "3"  # a PdCaching (pd_caching.py)
     idle_punch_ms: int = 30_000  # quiet for so long: memory of free pages goes back; 0: never
 
 

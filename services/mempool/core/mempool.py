@@ -37,7 +37,7 @@ class Mempool:
         self.pools: dict[int, Pool] = {0: Pool(limits, boot_generation, 0, self._fence)}
         self.counters: Counter[str] = Counter()
         self.copy_numbers = count(1)
-        self.pulls = Pulls(limits, self.pools.values(), self._answer, self.counters, self.copy_numbers)
+        self.pulls = Pulls(limits, self.pools, self._answer, self.counters, self.copy_numbers)
         self.peer_address = (
             ""  # where mempools of other hosts reach this one; the shell sets it before it listens
         )
@@ -187,6 +187,7 @@ class Mempool:
             case wire.Acquire() if len(self.pools) > 1:
                 actions += self._acquire(pool, connection, message, now_ms)
             case wire.HandoffReady() if len(self.pools) > 1 or self.serve.waits:
+                self.pulls.push_back.handed(message.handoff_id, pool)
                 actions += pool.on_message(connection, message, now_ms)
                 self._handed_off(pool, message.handoff_id, now_ms)
                 self.serve.on_handoff(message.handoff_id, now_ms)
@@ -201,6 +202,9 @@ class Mempool:
                 count = sum(p.delete(hashes) for p in self.pools.values() if p.shares_content(pool))
                 self._touch(*self.pools.values())
                 actions += pool.tell(connection, wire.Deleted(call_id=message.call_id, num_blocks=count))
+            case wire.Sealed() if len(self.pools) > 1:
+                actions += pool.on_message(connection, message, now_ms)
+                self.pulls.push_back.on_sealed(pool, message)
             case wire.StatusCall():
                 actions += pool.tell(connection, self.status(message.call_id))
             case _:
@@ -260,6 +264,7 @@ class Mempool:
         pool.answer(reader.connection, reader.instance, reader.call, now_ms)
         self._touch(pool)
         if reader.call.handoff_id:
+            self.pulls.push_back.taken(reader.call.handoff_id, pool, reader.hashes)
             for other in self.pools.values():
                 if other is not pool:
                     other.leases.close_handoff(reader.call.handoff_id)
@@ -353,6 +358,7 @@ class Mempool:
     def _after(self, now_ms: int) -> list[Action]:
         """Copies that can begin now, behind the words of their pages; and what answers have caused."""
         copies: list[Action] = []
+        self.pulls.push_back.advance(now_ms)
         if self.pulls.pulls:
             copies = self.pulls.advance(now_ms)
             self._touch(*self.pools.values())

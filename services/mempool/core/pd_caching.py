@@ -1,28 +1,36 @@
-"""PD-Basic and PD-Caching-1, -2, -3: who names which blocks when, what is sent back, what is let go. No I/O.
+"""PD-Basic and PD-Caching-1, -2, -3: which end keeps what, and what goes back to the prefill end. No I/O.
 
-MemServe 5.1, Table 4. "P" is the prefill end, "D" the decode end; a block is full, a tail is a partial last block.
+MemServe 5.1, Table 4. "P" is the prefill end, "D" the decode end.
 
-| mode  | after prefill P names | handoff              | then P lets go | D, while it decodes or at its end  |
-|-------|-----------------------|----------------------|----------------|------------------------------------|
-| basic | nothing               | transfer             | of all         | names nothing, lets go of all      |
-| 1     | the prompt's blocks   | transfer             | of all         | names nothing, lets go of all      |
-| 2     | the prompt's blocks   | transfer_with_insert | of all         | names what it completed, lets go   |
-| 3     | the prompt's blocks   | transfer_with_insert | of all         | as 2, and sends that back to P by  |
-|       |                       |                      |                | transfer_with_insert               |
+| mode  | P after its prefill           | D while it decodes, and after it                        | who does it        |
+|-------|-------------------------------|---------------------------------------------------------|--------------------|
+| basic | computes every prompt anew    | keeps nothing                                           | both engines       |
+| 1     | keeps the prompt's blocks     | keeps nothing                                           | D's engine         |
+| 2     | as 1                          | keeps the prompt's blocks and those that it completes   |                    |
+| 3     | as 1, and has what D completes | as 2; what it completes goes back to P at once         | the mempool, below |
 
-"Let go" of a block that is named is to unpin it, of one that is not, to free it. The block in which the prompt ends
-is completed by D, so D names it and sends it back. The last sampled token has no KV. Sending back needs no step of
-the prefill engine: its mempool pulls. Where both ends are one space (one host, one GPU) every transfer finds its
-blocks there already: nothing moves, and then P also hits what D named in mode 2.
+The block in which the prompt ends is completed by D, so it goes back too. Going back needs no step of P's engine: its
+mempool copies, into pages that are free or that nobody pins, and gives up where there are none: P computes that then.
+In modes 1 and 2 P does not read from D's space either; in mode 3 it does, for what has not come back. Where both ends
+are one space, what D names is P's at once, in every mode but basic.
 """
 
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import Literal
 
-from shared.errors import InvariantBroken
+from services.mempool.core.pool import Pool
+from shared.ids import BlockHash, HandoffId
+from shared.kv.block_hash import split_hashes
+from shared.wire.mempool import Sealed
 
-End = Literal["prefill", "decode"]
+MAX_HANDOFFS = 4_096  # whose source is remembered
+MAX_CHAINS = 65_536  # blocks whose successors go back
+MAX_WAITING = 4_096  # blocks that wait to go back, of one pair of spaces; older ones are dropped
+MAX_BLOCKS = 64  # in one copy
+MAX_COPIES = 4  # at once, of one pair of spaces
+
+Pair = tuple[int, int]  # D's space, P's space
 
 
 class PdCaching(StrEnum):
@@ -34,143 +42,85 @@ class PdCaching(StrEnum):
     FULL = "3"
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
-    """Insert blocks first to last (exclusive) of the request into the end's index."""
-
-    end: End
-    first: int
-    last: int
-
-
-@dataclass(frozen=True, slots=True)
-class HandOver:
-    """P -> D: all blocks of the prompt, and its tail if there is one. `insert`: transfer_with_insert."""
-
-    num_blocks: int
-    with_tail: bool
-    insert: bool
-
-
-@dataclass(frozen=True, slots=True)
 class PushBack:
-    """D -> P, by transfer_with_insert: blocks first to last (exclusive). It may fail: P computes them then."""
+    """What D completes behind a chain that P handed over is copied into P's space as it is sealed.
 
-    first: int
-    last: int
-
-
-@dataclass(frozen=True, slots=True)
-class LetGo:
-    """The end uses these no more. `last` None: with the tail, if there is one."""
-
-    end: End
-    first: int
-    last: int | None = None
-
-
-PdAction = Name | HandOver | PushBack | LetGo
-
-
-@dataclass(slots=True)
-class PdRequest:
-    """One request's KV at its two ends. Methods return what to do, in order; none does a thing twice.
-
-    Args:
-        prompt_tokens: > 0.
-        eager_blocks: in mode 3 D names and sends back as soon as so many blocks are complete; 0: at the end.
+    Args: push: begins a copy into the second pool of these blocks of the first; the number of its blocks, or 0.
     """
 
-    mode: PdCaching
-    block_tokens: int
-    prompt_tokens: int
-    eager_blocks: int = 0
-    _prefilled: bool = False
-    _at_prefill: bool = False  # P still holds its pages
-    _at_decode: bool = False  # D holds pages
-    _num_sent_back: int = 0  # leading blocks that P has, or was sent
-    _num_named: int = 0  # leading blocks that D has named
-    _over: bool = False
+    def __init__(
+        self,
+        mode: PdCaching,
+        pools: Mapping[int, Pool],
+        push: Callable[[Pool, Pool, Sequence[BlockHash], int], int],
+        counters: Counter[str],
+    ) -> None:
+        self.mode = mode
+        self._pools = pools
+        self._push = push
+        self._counters = counters
+        self._sources: OrderedDict[HandoffId, int] = OrderedDict()
+        self._chains: OrderedDict[tuple[int, BlockHash], int] = (
+            OrderedDict()
+        )  # (D's space, block) -> P's space
+        self._waiting: dict[Pair, OrderedDict[BlockHash, None]] = {}
+        self._open: Counter[Pair] = Counter()
+        self.takers: set[int] = set()  # spaces that took a handoff of another
 
-    def __post_init__(self) -> None:
-        if self.prompt_tokens <= 0 or self.block_tokens <= 0 or self.eager_blocks < 0:
-            raise InvariantBroken(
-                f"a request of {self.prompt_tokens} tokens in blocks of {self.block_tokens}"
-            )
+    def hides(self, reader: Pool, other: Pool, *, for_handoff: bool) -> bool:
+        """Whether this reader may not have blocks of the other space."""
+        return self.mode is not PdCaching.FULL and not for_handoff and other.number in self.takers
 
-    @property
-    def num_prompt_blocks(self) -> int:
-        """Full blocks of the prompt."""
-        return self.prompt_tokens // self.block_tokens
+    def handed(self, handoff_id: HandoffId, source: Pool) -> None:
+        """P says that a prompt is ready."""
+        _remember(self._sources, handoff_id, source.number, MAX_HANDOFFS)
 
-    @property
-    def has_tail(self) -> bool:
-        """Whether the prompt ends within a block."""
-        return self.prompt_tokens % self.block_tokens > 0
+    def taken(self, handoff_id: HandoffId, taker: Pool, hashes: Sequence[BlockHash]) -> None:
+        """D has the blocks of a handoff, the last one perhaps partial."""
+        source = self._sources.pop(handoff_id, taker.number)
+        if source == taker.number:
+            return
+        self.takers.add(taker.number)
+        if self.mode is not PdCaching.FULL:
+            return
+        for entry in taker.index.prefix(hashes)[-2:]:
+            for block_hash in (entry.parent, entry.block_hash):
+                _remember(self._chains, (taker.number, block_hash), source, MAX_CHAINS)
 
-    def on_prefill_done(self, *, finished: bool = False) -> list[PdAction]:
-        """P has the prompt's KV. `finished`: the first token ends the request, nothing is handed over."""
-        if self._prefilled or self._over:
-            return []
-        self._prefilled = self._at_prefill = True
-        out: list[PdAction] = []
-        if self.mode is not PdCaching.BASIC:
-            if self.num_prompt_blocks:
-                out.append(Name("prefill", 0, self.num_prompt_blocks))
-            self._num_sent_back = self.num_prompt_blocks
-        if finished:
-            return out + self.on_over()
-        insert = self.mode in (PdCaching.BOTH, PdCaching.FULL)
-        return [*out, HandOver(self.num_prompt_blocks, self.has_tail, insert)]
+    def on_sealed(self, pool: Pool, message: Sealed) -> None:
+        """An engine has sealed blocks; the message was checked."""
+        if not self._chains:
+            return
+        for block_hash, parent in zip(
+            split_hashes(message.hashes), split_hashes(message.parents), strict=True
+        ):
+            source = self._chains.get((pool.number, parent))
+            if source is None:
+                continue
+            _remember(self._chains, (pool.number, block_hash), source, MAX_CHAINS)
+            waiting = self._waiting.setdefault((pool.number, source), OrderedDict())
+            waiting[block_hash] = None
+            if len(waiting) > MAX_WAITING:
+                waiting.popitem(last=False)
+                self._counters["push_backs_dropped"] += 1
 
-    def on_handed_over(self) -> list[PdAction]:
-        """D has every byte: the handoff's answer."""
-        if not self._at_prefill or self._over:
-            return []
-        self._at_prefill, self._at_decode = False, True
-        if self.mode in (PdCaching.BOTH, PdCaching.FULL):
-            self._num_named = self.num_prompt_blocks
-        return [LetGo("prefill", 0)]
+    def advance(self, now_ms: int) -> None:
+        """After every event: begin copies."""
+        for pair, waiting in list(self._waiting.items()):
+            while waiting and self._open[pair] < MAX_COPIES:
+                hashes = [waiting.popitem(last=False)[0] for _ in range(min(MAX_BLOCKS, len(waiting)))]
+                if self._push(self._pools[pair[0]], self._pools[pair[1]], hashes, now_ms):
+                    self._open[pair] += 1
+            if not waiting:
+                del self._waiting[pair]
 
-    def on_decoded(self, output_tokens: int) -> list[PdAction]:
-        """D has sampled so many tokens. In mode 3, when enough blocks are complete, they are sent back now."""
-        if self.mode is not PdCaching.FULL or not self.eager_blocks or not self._at_decode:
-            return []
-        if self._num_complete(output_tokens) - self._num_sent_back < self.eager_blocks:
-            return []
-        return self._keep(output_tokens)
+    def ended(self, source: Pool, target: Pool) -> None:
+        """A copy that was begun has ended, however."""
+        self._open[source.number, target.number] -= 1
 
-    def on_decode_done(self, output_tokens: int) -> list[PdAction]:
-        """The request is finished at D, well or by an abort: what is complete is worth keeping all the same."""
-        if not self._at_decode or self._over:
-            return []
-        keeps = self.mode in (PdCaching.BOTH, PdCaching.FULL)
-        return [*(self._keep(output_tokens) if keeps else []), *self.on_over()]
 
-    def on_over(self) -> list[PdAction]:
-        """The request ends without (more) output: a failure at either end, or no handoff. Both ends let go."""
-        if self._over:
-            return []
-        self._over = True
-        out: list[PdAction] = []
-        if self._at_prefill:
-            out.append(LetGo("prefill", 0))
-        if self._at_decode:
-            out.append(LetGo("decode", 0))
-        self._at_prefill = self._at_decode = False
-        return out
-
-    def _num_complete(self, output_tokens: int) -> int:
-        """Full blocks with KV of every token."""
-        return (self.prompt_tokens + max(0, output_tokens - 1)) // self.block_tokens
-
-    def _keep(self, output_tokens: int) -> list[PdAction]:
-        out: list[PdAction] = []
-        end = self._num_complete(output_tokens)
-        if end > self._num_named:
-            out.append(Name("decode", self._num_named, end))
-            self._num_named = end
-        if self.mode is PdCaching.FULL and end > self._num_sent_back:
-            out.append(PushBack(self._num_sent_back, end))
-            self._num_sent_back = end
-        return out
+def _remember(where: OrderedDict, key: object, value: object, most: int) -> None:
+    where[key] = value
+    where.move_to_end(key)
+    if len(where) > most:
+        where.popitem(last=False)

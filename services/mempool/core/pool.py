@@ -179,12 +179,16 @@ class Pool(Attachments):
 
     # -- pages that the mempool itself writes --------------------------------------------------------
 
-    def claim(self, count: int) -> Claim:
-        """Want pages, ahead of every engine; they come with this and later events. End it by take_in or cancel."""
+    def claim(self, count: int, *, ask: bool = True) -> Claim:
+        """Want pages, ahead of every engine; they come with this and later events. End it by take_in or cancel.
+
+        Args: ask: engines to give pages back, if it takes that.
+        """
         claim = Claim(count)
         self.claims.append(claim)
         self._serve()
-        self._ask_engines(claim)
+        if ask:
+            self._ask_engines(claim)
         return claim
 
     def ask_again(self, claim: Claim) -> None:

@@ -9,12 +9,13 @@ A reader never waits longer than it asked to: it is answered with what is there,
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.mempool.core.actions import Action, CopyPages, PoolLimits
 from services.mempool.core.attachments import Claim
 from services.mempool.core.entry import Entry
+from services.mempool.core.pd_caching import PdCaching, PushBack
 from services.mempool.core.pool import Pool
 from shared.ids import BlockHash, InstanceId
 from shared.wire.mempool import Acquire
@@ -45,6 +46,7 @@ class Pull:
     until_ms: int  # for pages to copy into
     readers: list[Reader] = field(default_factory=list)
     copying: bool = False
+    is_push: bool = False  # blocks that D completed, on their way back (pd_caching.py)
     ask_ms: int = 0  # when engines are asked for pages again
 
 
@@ -60,7 +62,7 @@ class Pulls:
     def __init__(
         self,
         limits: PoolLimits,
-        pools: Iterable[Pool],
+        pools: Mapping[int, Pool],
         answer: Callable[[Pool, Reader, int], None],
         counters: Counter[str],
         numbers: Iterator[int],
@@ -72,13 +74,22 @@ class Pulls:
         self._numbers = numbers
         self.pulls: dict[int, Pull] = {}
         self._arriving: dict[tuple[int, BlockHash], Pull] = {}
+        self.push_back = PushBack(PdCaching(limits.pd_caching), pools, self._push, counters)
 
-    def elsewhere(self, pool: Pool, hashes: Sequence[BlockHash]) -> list[tuple[Pool, Entry]]:
+    def elsewhere(
+        self, pool: Pool, hashes: Sequence[BlockHash], *, for_handoff: bool = False
+    ) -> list[tuple[Pool, Entry]]:
         """The longest prefix of `hashes` that other spaces of the same content have, block by block.
 
         Cost: a look-up per block and stretch; nothing where there is one space.
         """
-        others = [p for p in self._pools if p is not pool and p.shares_content(pool)]
+        others = [
+            p
+            for p in self._pools.values()
+            if p is not pool
+            and p.shares_content(pool)
+            and not self.push_back.hides(pool, p, for_handoff=for_handoff)
+        ]
         found: list[tuple[Pool, Entry]] = []
         while others and len(found) < len(hashes):
             rest = hashes[len(found) :]
@@ -95,24 +106,47 @@ class Pulls:
         if pool.memory is None or not missing or now_ms >= reader.until_ms:
             return False
         arriving = self._arriving.get((pool.number, missing[0]))
-        if arriving is not None:
+        if arriving is not None and (arriving.copying or not arriving.is_push):
             arriving.readers.append(reader)
             return True
-        sources = self.elsewhere(pool, missing)
+        sources = self.elsewhere(pool, missing, for_handoff=bool(reader.call.handoff_id))
         most = pool.memory.table.num_pages - len(own)
         if not sources or len(sources) > most or self._num_readers() >= self._limits.max_waiting:
             return False
         pool.index.pin(own)
+        pull = self._begin(pool, own, sources, pool.claim(len(sources)), reader.until_ms)
+        pull.readers.append(reader)
+        pull.ask_ms = now_ms + ASK_AGAIN_MS
+        self._counters["pulls"] += 1
+        return True
+
+    def _begin(
+        self, pool: Pool, own: list[Entry], sources: list[tuple[Pool, Entry]], claim: Claim, until_ms: int
+    ) -> Pull:
         for source, entry in sources:
             source.index.pin([entry])
         number = next(self._numbers)
-        pull = Pull(number, pool, own, sources, pool.claim(len(sources)), reader.until_ms, [reader])
-        pull.ask_ms = now_ms + ASK_AGAIN_MS
-        self.pulls[number] = pull
+        pull = self.pulls[number] = Pull(number, pool, own, sources, claim, until_ms)
         for _, entry in sources:
             self._arriving[pool.number, entry.block_hash] = pull
-        self._counters["pulls"] += 1
-        return True
+        return pull
+
+    def _push(self, source: Pool, target: Pool, hashes: Sequence[BlockHash], now_ms: int) -> int:
+        """PushBack's: nobody waits for it, and no engine is asked for pages."""
+        found = [
+            (source, entry)
+            for h in hashes
+            if (entry := source.index.get(h)) is not None
+            and h not in target.index
+            and (target.number, h) not in self._arriving
+        ]
+        if not found or target.memory is None or len(found) > target.memory.table.num_pages:
+            return 0
+        claim = target.claim(len(found), ask=False)
+        pull = self._begin(target, [], found, claim, now_ms + self._limits.pull_patience_ms)
+        pull.is_push = True
+        self._counters["push_backs"] += 1
+        return len(found)
 
     def _num_readers(self) -> int:
         return sum(len(pull.readers) for pull in self.pulls.values())
@@ -137,7 +171,7 @@ class Pulls:
                 self._counters["pulls_without_pages"] += 1
                 pull.pool.cancel(pull.claim)
                 self._end(pull, now_ms)
-            elif now_ms >= pull.ask_ms:
+            elif now_ms >= pull.ask_ms and not pull.is_push:
                 pull.ask_ms = now_ms + ASK_AGAIN_MS
                 pull.pool.ask_again(pull.claim)
         return out
@@ -152,7 +186,7 @@ class Pulls:
                 for (_, e), page in zip(pull.sources, claim.pages, strict=True)
             ]
             pool.take_in(entries)
-            self._counters["blocks_pulled"] += len(entries)
+            self._counters["blocks_pushed_back" if pull.is_push else "blocks_pulled"] += len(entries)
             self._counters["blocks_pulled_from_dram"] += sum(source.is_dram for source, _ in pull.sources)
         else:
             pool.quarantine([page for page in claim.pages if page in in_doubt])
@@ -168,10 +202,14 @@ class Pulls:
             if self._arriving.get((pull.pool.number, entry.block_hash)) is pull:
                 del self._arriving[pull.pool.number, entry.block_hash]
         for reader in pull.readers:
+            if pull.is_push and self.want(pull.pool, reader, now_ms):
+                continue  # it wants more than what came
             self._answer(pull.pool, reader, now_ms)
         pull.pool.index.unpin(pull.own)
         for source, entry in pull.sources:
             source.index.unpin([entry])
+        if pull.is_push:
+            self.push_back.ended(pull.sources[0][0], pull.pool)
         for dram in {source for source, _ in pull.sources if source.is_dram}:
             came = [e for s, e in pull.sources if s is dram and e.block_hash in pull.pool.index]
             dram.index.age(came)  # the first to go: it leaves its new place without a copy
