@@ -79,6 +79,11 @@ class Dram:
             )
             pool.outlet = partial(self._make_room, pool)
 
+    def landing(self, pool: Pool) -> Pool | None:
+        """Where blocks of other hosts come, and from where they are read: this space, or the DRAM behind its GPUs."""
+        on_gpus = pool.memory is not None and pool.memory.pages_per_slab > 0
+        return self._of(pool) if on_gpus else pool
+
     def _of(self, pool: Pool) -> Pool | None:
         """The DRAM of a space's content, cut over as many ranks into pages of the same size."""
         memory = pool.memory

@@ -41,13 +41,14 @@ class Mempool:
         self.peer_address = (
             ""  # where mempools of other hosts reach this one; the shell sets it before it listens
         )
-        self.remote = Remote(limits, self._answer, self.counters)
-        self.serve = RemoteServe(limits, self.pools, self.counters)
         self._space_of: dict[InstanceId, int] = {}
         self._clients: dict[int, InstanceId] = {}  # by connection
         self._members: dict[int, int] = {}  # connection of an engine or rank -> its space
         self._touched: dict[int, Pool] = {}  # by number: by answers since the last actions
         self.dram = Dram(limits, self.pools, self.copy_numbers, self._touch)
+        landing = self.dram.landing
+        self.remote = Remote(limits, self._bring, landing, self.pulls.elsewhere, self.counters)
+        self.serve = RemoteServe(limits, self.pools, landing, self.pulls.want, self.counters)
         self._mapped: set[int] = set()  # processes that have mapped pages
         self.api = ApiSpaces(
             limits, self.pools, self._space_of, self.dram, self.copy_numbers, self._mapped, self._touch
@@ -245,8 +246,7 @@ class Mempool:
         patience_ms = min(max(call.wait_ms, self.limits.pull_patience_ms), self.limits.max_wait_ms)
         reader = Reader(connection, instance, call, hashes, now_ms + patience_ms)
         if not (self.peer_address and self.remote.want(pool, reader, now_ms)):
-            self._answer(pool, reader, now_ms)
-        self._touch(pool)
+            self._bring(pool, reader, now_ms)
         return []
 
     def _read(
@@ -255,12 +255,18 @@ class Mempool:
         """Answer, after what is missing has come from another space."""
         hashes = parse.hashes(call.hashes, self.limits.max_blocks_per_call)
         patience_ms = min(max(call.wait_ms, self.limits.pull_patience_ms), self.limits.max_wait_ms)
-        reader = Reader(connection, instance, call, hashes, now_ms + patience_ms)
+        self._bring(pool, Reader(connection, instance, call, hashes, now_ms + patience_ms), now_ms)
+
+    def _bring(self, pool: Pool, reader: Reader, now_ms: int) -> None:
+        """What other spaces have, then the answer."""
         if not self.pulls.want(pool, reader, now_ms):
             self._answer(pool, reader, now_ms)
         self._touch(pool)
 
     def _answer(self, pool: Pool, reader: Reader, now_ms: int) -> None:
+        if reader.connection < 0:
+            self.serve.staged(pool, reader, now_ms)
+            return
         pool.answer(reader.connection, reader.instance, reader.call, now_ms)
         self._touch(pool)
         if reader.call.handoff_id:
@@ -314,6 +320,7 @@ class Mempool:
     def on_peer_gone(self, link: int, now_ms: int) -> list[Action]:
         """A reader's connection ended."""
         self.serve.on_lost(link)
+        self.pulls.forget(-link)
         self._touch(*self.pools.values())
         return self._after(now_ms)
 

@@ -7,10 +7,12 @@ The source's pins are a courtesy, which it may end early; what counts is its wor
 every page is still sealed under the epoch that it gave (architecture.md section 4, rule 4). From the first block that
 is not, the reader gets a miss and computes. A reader is answered by the time that it said, whatever a network does;
 what is on its way then still comes, for the next one. Targets that a failed pull may still write are quarantined.
+
+Blocks land in host memory: of a space on GPUs, in the DRAM behind it (dram.py), from where pulls.py brings them.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -42,12 +44,12 @@ class RemotePull:
     """Blocks on their way from one mempool into `pool`."""
 
     number: int  # also of its calls: one is out at a time
-    pool: Pool
+    pool: Pool  # in host memory
     address: str
     first: Reader
-    own: list[Entry]  # pinned in `pool`
+    own: list[tuple[Pool, Entry]]  # pinned there: what comes before the missing ones
     missing: list[BlockHash]
-    readers: list[Reader]
+    readers: list[tuple[Pool, Reader]]  # with the space of each
     due_ms: int  # when this step is given up; PULLING has its deadline in the shell
     step: Step = Step.ASKED
     lease: wire.RemoteAcquired | None = None
@@ -57,13 +59,26 @@ class RemotePull:
 
 
 class Remote:
-    """Decides pulls from other mempools. `answer`: called with readers to answer now, from what the index has."""
+    """Decides pulls from other mempools.
+
+    Args:
+        answer: called with readers to answer now, from what this mempool has.
+        landing: the space in host memory into which blocks for this one can come; None: there is none.
+        elsewhere: the longest prefix of these that other spaces of this mempool have.
+    """
 
     def __init__(
-        self, limits: PoolLimits, answer: Callable[[Pool, Reader, int], None], counters: Counter[str]
+        self,
+        limits: PoolLimits,
+        answer: Callable[[Pool, Reader, int], None],
+        landing: Callable[[Pool], Pool | None],
+        elsewhere: Callable[[Pool, Sequence[BlockHash]], list[tuple[Pool, Entry]]],
+        counters: Counter[str],
     ) -> None:
         self._limits = limits
         self._answer = answer
+        self._landing = landing
+        self._elsewhere = elsewhere
         self._counters = counters
         self._out: list[Action] = []
         self._next_number = 1
@@ -79,26 +94,29 @@ class Remote:
 
     def want(self, pool: Pool, reader: Reader, now_ms: int) -> bool:
         """Begin to bring what the reader misses. False: nothing is to come, answer it now."""
-        own = pool.index.prefix(reader.hashes)
+        own = [(pool, entry) for entry in pool.index.prefix(reader.hashes)]
+        own += self._elsewhere(pool, reader.hashes[len(own) :])
         missing = reader.hashes[len(own) :]
+        landing = self._landing(pool)
         if pool.memory is None or not missing or now_ms >= reader.until_ms:
             self._drop_handoff(pool, reader)
             return False
-        arriving = self._arriving.get((pool.number, missing[0]))
-        num_readers = sum(len(pull.readers) for pull in self.pulls.values())
-        too_many = num_readers >= self._limits.max_waiting or len(self.pulls) >= self._limits.max_waiting
-        if too_many or len(missing) > pool.memory.table.num_pages - len(own):
+        if landing is None or landing.memory is None or self._too_many(landing, missing):
             self._counters["remote_refused"] += 1
             self._drop_handoff(pool, reader)
             return False
+        arriving = self._arriving.get((landing.number, missing[0]))
         if arriving is not None:
-            arriving.readers.append(reader)
+            arriving.readers.append((pool, reader))
             return True
-        pool.index.pin(own)
+        for home, entry in own:
+            home.index.pin([entry])
         call, number = reader.call, self._next_number
         self._next_number += 1
-        pull = RemotePull(number, pool, call.source_mempool, reader, own, missing, [reader], reader.until_ms)
-        self.pulls[number] = self._arriving[pool.number, missing[0]] = pull
+        pull = RemotePull(
+            number, landing, call.source_mempool, reader, own, missing, [(pool, reader)], reader.until_ms
+        )
+        self.pulls[number] = self._arriving[landing.number, missing[0]] = pull
         self._counters["remote_pulls"] += 1
         acquire = wire.RemoteAcquire(
             call_id=number,
@@ -107,8 +125,15 @@ class Remote:
             handoff_id=call.handoff_id,
             wait_ms=reader.until_ms - now_ms if call.wait_ms > 0 else 0,
         )
-        self._out.append(AskPeer(pull.address, acquire, pool.number))
+        self._out.append(AskPeer(pull.address, acquire, landing.number))
         return True
+
+    def _too_many(self, landing: Pool, missing: list[BlockHash]) -> bool:
+        """Of readers, or of blocks."""
+        assert landing.memory is not None
+        num_readers = sum(len(pull.readers) for pull in self.pulls.values())
+        most = self._limits.max_waiting
+        return max(num_readers, len(self.pulls)) >= most or len(missing) > landing.memory.table.num_pages
 
     def _drop_handoff(self, pool: Pool, reader: Reader) -> None:
         """The source need not hold its pages any longer for this reader."""
@@ -120,12 +145,12 @@ class Remote:
             hashes=b"",
             handoff_id=HandoffId(reader.call.handoff_id),
         )
-        self._out.append(AskPeer(reader.call.source_mempool, drop, pool.number))
+        self._out.append(AskPeer(reader.call.source_mempool, drop))
 
     def forget(self, connection: int) -> None:
         """The connection closed: nobody wants these answers. What is on its way still comes."""
         for pull in self.pulls.values():
-            pull.readers = [reader for reader in pull.readers if reader.connection != connection]
+            pull.readers = [found for found in pull.readers if found[1].connection != connection]
 
     # -- what the source says -----------------------------------------------------------------------
 
@@ -216,10 +241,10 @@ class Remote:
         for pull in list(self.pulls.values()):
             if pull.step is Step.CLAIMING and pull.claim is not None and not pull.claim.lacking:
                 self._start(pull)
-            for reader in [r for r in pull.readers if now_ms >= r.until_ms]:
+            for late in [found for found in pull.readers if now_ms >= found[1].until_ms]:
                 self._counters["remote_readers_late"] += 1
-                pull.readers.remove(reader)
-                self._answer(pull.pool, reader, now_ms)
+                pull.readers.remove(late)
+                self._answer(*late, now_ms)
             if pull.step is not Step.PULLING and now_ms >= pull.due_ms:
                 self._counters["remote_pulls_late"] += 1
                 self._give_up(pull, now_ms)
@@ -246,7 +271,7 @@ class Remote:
     def next_deadline_ms(self) -> int | None:
         """When advance() has something to do without an event."""
         due = [p.due_ms for p in self.pulls.values() if p.step is not Step.PULLING]
-        due += [reader.until_ms for p in self.pulls.values() for reader in p.readers]
+        due += [reader.until_ms for p in self.pulls.values() for _, reader in p.readers]
         return min(due, default=None)
 
     # -- the end ----------------------------------------------------------------------------------
@@ -259,11 +284,12 @@ class Remote:
             pull.pool.cancel(pull.claim)
         if pull.lease is not None:
             self._out.append(AskPeer(pull.address, wire.RemoteRelease(lease_id=pull.lease.lease_id)))
-        for reader in pull.readers:
+        for home, reader in pull.readers:
             other = reader is not pull.first and reader.call.handoff_id != pull.first.call.handoff_id
-            if not (other and self.want(pull.pool, reader, now_ms)):
-                self._answer(pull.pool, reader, now_ms)
-        pull.pool.index.unpin(pull.own)
+            if not (other and self.want(home, reader, now_ms)):
+                self._answer(home, reader, now_ms)
+        for home, entry in pull.own:
+            home.index.unpin([entry])
 
 
 def _entries(
@@ -281,7 +307,7 @@ def _entries(
         raise PeerProtocolError("RemoteAcquired: lists of unequal length")
     if any(tokens < 1 or tokens > block_tokens for tokens in valid):
         raise PeerProtocolError(f"RemoteAcquired: valid_tokens outside 1 to {block_tokens}")
-    before = [pull.own[-1].block_hash] if pull.own else parents[:1]
+    before = [pull.own[-1][1].block_hash] if pull.own else parents[:1]
     if parents != [*before, *pull.missing][: len(parents)] or parents[0] == pull.missing[0]:
         raise PeerProtocolError("RemoteAcquired: these blocks are no chain")
     entries = [

@@ -3,21 +3,25 @@
 A peer's pins end by its release, at their time, or with its link, whose loss is noticed within 2 s. That is safe at any
 moment: the peer copies, then asks whether every page is still sealed under the epoch that it was told (CheckEpochs),
 and drops what is not. So no proof of its death is needed, and nothing here waits for a peer.
+
+Peers read host memory only: blocks that are on GPUs alone are copied to the DRAM behind them first (dram.py, pulls.py).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from services.mempool.core import parse
 from services.mempool.core.actions import Action, PoolLimits, TellPeer
 from services.mempool.core.entry import Entry
 from services.mempool.core.pool import Pool
+from services.mempool.core.pulls import Reader
 from shared.errors import Overloaded, PeerProtocolError
 from shared.ids import BlockHash, HandoffId, InstanceId, LeaseId, PageId
 from shared.kv.page import PageState
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire import mempool_peer as wire
+from shared.wire.mempool import Acquire
 
 
 @dataclass(slots=True)
@@ -31,11 +35,29 @@ class Waiting:
 
 
 class RemoteServe:
-    """Answers readers of other hosts. `pools`: of all spaces, a view; `link` numbers a peer's connection."""
+    """Answers readers of other hosts. `link` numbers a peer's connection.
 
-    def __init__(self, limits: PoolLimits, pools: Mapping[int, Pool], counters: Counter[str]) -> None:
+    Args:
+        pools: of all spaces, a view.
+        landing: the space in host memory beside this one, or itself; None: there is none.
+        bring: have blocks copied into a space; staged() follows. False: there is nothing to copy.
+    """
+
+    def __init__(
+        self,
+        limits: PoolLimits,
+        pools: Mapping[int, Pool],
+        landing: Callable[[Pool], Pool | None],
+        bring: Callable[[Pool, Reader, int], bool],
+        counters: Counter[str],
+    ) -> None:
         self._limits = limits
         self._pools = pools
+        self._landing = landing
+        self._bring = bring
+        self._staging: dict[
+            tuple[int, int], wire.RemoteAcquire
+        ] = {}  # by link and call: copied to host memory
         self._counters = counters
         self._out: list[Action] = []
         self._waiting: dict[HandoffId, list[Waiting]] = {}
@@ -75,6 +97,7 @@ class RemoteServe:
         for lease_id in list(self._leases.get(link, ())):
             self._release(link, lease_id)
         self._leases.pop(link, None)
+        self._staging = {key: call for key, call in self._staging.items() if key[0] != link}
         for handoff_id, calls in list(self._waiting.items()):
             self._set_waiting(handoff_id, [call for call in calls if call.link != link])
 
@@ -129,17 +152,49 @@ class RemoteServe:
     def _answer(self, link: int, call: wire.RemoteAcquire, hashes: list[BlockHash], now_ms: int) -> None:
         """With the space that has most; the handoff, if the call names one, is over."""
         found = [(pool, pool.index.prefix(hashes)) for pool in self._of(call.content_key)]
-        best = max(found, key=lambda item: len(item[1]), default=None)
+        best = max(found, key=lambda item: (len(item[1]), self._landing(item[0]) is item[0]), default=None)
         if best is None or not best[1]:
+            self._give(link, call, None, now_ms)
+        elif not self._stage(link, call, *best, now_ms):
+            self._give(link, call, self._landing(best[0]), now_ms)
+        if call.handoff_id:  # the lease, or the copy, has pinned the pages: the handoff's own hold may go
+            for pool in self._pools.values():
+                pool.leases.close_handoff(call.handoff_id)
+
+    def _stage(
+        self, link: int, call: wire.RemoteAcquire, pool: Pool, entries: list[Entry], now_ms: int
+    ) -> bool:
+        """Whether these blocks are being copied to host memory, after which staged() answers."""
+        landing = self._landing(pool)
+        if landing is None or landing is pool or (link, call.call_id) in self._staging:
+            return False
+        hashes = [entry.block_hash for entry in entries]
+        patience_ms = min(max(call.wait_ms, self._limits.pull_patience_ms), self._limits.max_wait_ms)
+        inner = Acquire(call_id=call.call_id, hashes=b"".join(hashes))
+        reader = Reader(-link, _instance(link), inner, hashes, now_ms + patience_ms)
+        if not self._bring(landing, reader, now_ms):
+            return False
+        self._staging[link, call.call_id] = call
+        self._counters["peer_calls_staged"] += 1
+        return True
+
+    def staged(self, landing: Pool, reader: Reader, now_ms: int) -> None:
+        """What could be copied to host memory is there."""
+        call = self._staging.pop((-reader.connection, reader.call.call_id), None)
+        if call is not None:
+            self._give(-reader.connection, call, landing, now_ms)
+
+    def _give(self, link: int, call: wire.RemoteAcquire, pool: Pool | None, now_ms: int) -> None:
+        """What this space has of it, leased."""
+        hashes = parse.hashes(call.hashes, self._limits.max_blocks_per_call)
+        entries = pool.index.prefix(hashes) if pool is not None else []
+        if pool is None or not entries:
             self._counters["peer_misses"] += 1
             self._tell(link, wire.RemoteAcquired(call_id=call.call_id))
         elif len(self._leases.get(link, ())) >= self._limits.max_leases:
             self._refuse(link, call.call_id, f"{self._limits.max_leases} leases are held")
         else:
-            self._grant(link, call, *best, now_ms)
-        if call.handoff_id:  # the lease has pinned the pages: the handoff's own hold may go
-            for pool in self._pools.values():
-                pool.leases.close_handoff(call.handoff_id)
+            self._grant(link, call, pool, entries, now_ms)
 
     def _grant(
         self, link: int, call: wire.RemoteAcquire, pool: Pool, entries: list[Entry], now_ms: int
