@@ -19,6 +19,16 @@ settings.register_profile("deep", parent=settings.get_profile("quire"), max_exam
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quire"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def transfer_environment() -> Iterator[None]:
+    """What a test told UCX and NCCL in this process's environment ends with its module: later processes inherit it."""
+    before = dict(os.environ)
+    yield
+    for name in [name for name in os.environ if name.startswith(("UCX_", "NIXL_", "NCCL_"))]:
+        if name not in before:
+            del os.environ[name]
+
+
 @pytest.fixture(scope="session")
 def live_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator["LocalCluster"]:
     """`quire up` with the demo model in float32 on one thread, shared by every suite that needs real engines."""

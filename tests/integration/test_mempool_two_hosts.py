@@ -14,6 +14,8 @@ DETECTED_S = 2.0
 SPARE_S = 1.0  # of a busy machine
 NUM_BLOCKS = 96
 CUTS = 5
+MOST_CUTS = 20
+LATEST_S = 0.06  # after the start of a transfer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -75,11 +77,11 @@ async def test_a_link_that_breaks_during_transfers_is_a_miss_in_2_s_no_byte_is_w
     pair, hosts, how
 ):
     breaks, heals = (hosts.cut, hosts.mend) if how == "cut" else (hosts.partition, hosts.heal)
-    rng, number, outcomes = random.Random(7), 0, []
+    rng, number, outcomes, latest_s = random.Random(7), 0, [], LATEST_S
     number = await until_whole(pair, number)
-    for _ in range(CUTS):
+    while len(outcomes) < CUTS or (0 not in outcomes and len(outcomes) < MOST_CUTS):
         loop = asyncio.get_running_loop()
-        delay_s = rng.uniform(0, 0.06)
+        delay_s = rng.uniform(0, latest_s)
         pulls = asyncio.create_task(pull_fresh(pair, number))
         await asyncio.sleep(delay_s)
         await loop.run_in_executor(None, breaks)
@@ -93,5 +95,7 @@ async def test_a_link_that_breaks_during_transfers_is_a_miss_in_2_s_no_byte_is_w
         assert await pull_fresh(pair, number, wait_ms=10_000) == 0
         await loop.run_in_executor(None, heals)
         number = await until_whole(pair, number + 1)
+        if outcomes[-1]:
+            latest_s *= 0.7  # it came after the transfer: how long one takes differs between machines
     assert 0 in outcomes, "no break came in the middle of a transfer"
     await pair.until_at_rest()
