@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from shared.errors import InvalidRequest
 from shared.wire.requests import SamplingSpec, StructuredSpec
@@ -58,3 +59,11 @@ def sampling_params(spec: SamplingSpec, extra_args: dict[str, Any]) -> SamplingP
         )
     except (ValueError, TypeError) as error:
         raise InvalidRequest(str(error)) from error
+
+
+def honour_seeds() -> None:
+    """Have vLLM's CPU sampler draw by a request's seed beside requests that have none, as its CUDA sampler does.
+
+    Stock forward_cpu ignores every seed of a batch unless all its requests have one.
+    """
+    TopKTopPSampler.forward_cpu = TopKTopPSampler.forward_native  # type: ignore[method-assign]
