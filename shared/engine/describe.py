@@ -24,15 +24,23 @@ def cuda_order(config: Any) -> str:
         return get_kv_cache_layout()
 
 
+def why_not_in_pages(config: Any) -> str:
+    """What of the model's cache is no plain stack of equal full-attention layers; "": nothing."""
+    model = config.model_config
+    if model.is_hybrid:
+        return "its cache is a hybrid of attention and other state"
+    if model.use_mla:
+        return "its attention caches a latent (MLA)"
+    if model.get_sliding_window() is not None:
+        return "its attention has sliding windows"
+    return ""
+
+
 def describe_engine(
     config: Any, model_name: str, model_dir: str, kv_layout: str = "cross-layer"
 ) -> EngineDescription:
-    """Raises: SettingsError for models whose cache is no plain stack of equal attention layers."""
+    """`kv_layout` "private": the cache is vLLM's own, and nobody else reads it."""
     model, parallel = config.model_config, config.parallel_config
-    if model.is_hybrid or model.use_mla or model.get_sliding_window() is not None:
-        raise SettingsError(
-            f"{model_name}: hybrid, MLA and sliding-window caches are not hosted; use a dense attention model"
-        )
     dtype = _cache_dtype(config)
     num_layers = model.get_num_layers(parallel)
     num_kv_heads = model.get_num_kv_heads(parallel)
@@ -47,7 +55,8 @@ def describe_engine(
         isa, backend = _get_attn_isa(dtype, block_tokens, head_dim, "auto"), "CPU_ATTN"
     layout = "layers-blocks"  # what "cross-layer" has always been called on the wire
     if kv_layout != "cross-layer":
-        isa, backend, layout, order = "", "QUIRE_SLOTS", kv_layout, "NHD"
+        backend = "private" if kv_layout == "private" else "QUIRE_SLOTS"
+        isa, layout, order = "", kv_layout, "NHD"
     else:
         order = "HND" if isa else cuda_order(config)
     return EngineDescription(

@@ -79,6 +79,7 @@ class EngineLoad:
     running_context_tokens: int = 0
     kv_used_share: float = 0.0
     step_ms: float = 0.0
+    num_preempted: int = 0  # since the start: how often a running request gave its cache up to another
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ class Engine(Protocol):
     max_running: int
     max_batched_tokens: int
     num_kv_blocks: int
+    uses_pool: bool  # False: a cache of its own, of which nobody else reads a block
     keeps_leases: bool  # works in the pages: leases are made until_release and end with holds_lease() False
 
     async def holds_lease(self, lease_id: str) -> bool:

@@ -25,15 +25,15 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from shared.engine import page_scheduler
 from shared.engine.cache_events import CacheEventReceiver
-from shared.engine.describe import describe_engine
+from shared.engine.describe import describe_engine, why_not_in_pages
 from shared.engine.engine_sampling import asked_deltas, engine_spec
 from shared.engine.interface import CacheEvent, EngineDelta, EngineLoad, EngineRequest, KvUse
 from shared.engine.page_scheduler import EXTRA_ARGS_KEY
 from shared.engine.preload import preload_architecture
-from shared.engine.sampling import sampling_params
+from shared.engine.sampling import honour_seeds, sampling_params
 from shared.engine.slot_settings import slot_arguments, slot_settings
 from shared.engine.worker_config import WorkerSettings, has_slots, works_in_pages
-from shared.errors import InvalidRequest, PeerGone
+from shared.errors import InvalidRequest, PeerGone, SettingsError
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire.requests import TokenLogprob
 
@@ -49,6 +49,7 @@ class _LoadView(StatLoggerBase):
         self.running = self.waiting = 0
         self.kv_used_share = 0.0
         self.step_ms = 0.0
+        self.preempted = 0
         self._last: float | None = None
 
     def record(
@@ -59,6 +60,8 @@ class _LoadView(StatLoggerBase):
         engine_idx: int = 0,
     ) -> None:
         now = time.perf_counter()
+        if iteration_stats is not None:
+            self.preempted += iteration_stats.num_preempted_reqs
         if scheduler_stats is None:
             return
         self.running = scheduler_stats.num_running_reqs
@@ -83,14 +86,15 @@ class VllmEngine:
         self._events_dir = tempfile.mkdtemp(prefix="quire-events-")
         events_address = f"ipc://{self._events_dir}/events"
         preload_architecture(settings.model_dir)
-        args = self._engine_args(settings)
-        config = args.create_engine_config()
-        self.description = describe_engine(
-            config,
-            settings.model_name,
-            settings.model_dir,
-            settings.kv_layout if has_slots(settings) else "cross-layer",
-        )
+        honour_seeds()
+        config = self._engine_args(settings).create_engine_config()
+        reason = why_not_in_pages(config)
+        self.uses_pool = not reason
+        layout = settings.kv_layout if has_slots(settings) else "cross-layer"
+        if reason:
+            settings, layout = _without_pool(settings, reason), "private"
+            config = self._engine_args(settings, with_pool=False).create_engine_config()
+        self.description = describe_engine(config, settings.model_name, settings.model_dir, layout)
         self.max_running = config.scheduler_config.max_num_seqs
         self.max_batched_tokens = config.scheduler_config.max_num_batched_tokens
         extra: dict[str, Any] = {
@@ -109,7 +113,7 @@ class VllmEngine:
         if self.keeps_leases:
             config.additional_config["quire"] = extra
             page_scheduler.install()
-        else:
+        elif self.uses_pool:
             assert config.kv_transfer_config is not None
             config.kv_transfer_config.kv_connector_extra_config.update(extra)
         # the CPU platform asks for spawn, which would import everything again (15 CPU-seconds)
@@ -136,10 +140,14 @@ class VllmEngine:
         return 2 * (settings.max_num_batched_tokens // settings.block_tokens + settings.max_num_seqs)
 
     @staticmethod
-    def _engine_args(settings: WorkerSettings) -> AsyncEngineArgs:
+    def _engine_args(settings: WorkerSettings, *, with_pool: bool = True) -> AsyncEngineArgs:
         optional: dict[str, Any] = {}
         if settings.kv_cache_bytes:
             optional["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+        if with_pool:
+            optional.update(_in_pages(settings) if works_in_pages(settings) else _by_copies())
+        else:
+            optional["async_scheduling"] = False
         if settings.gpu_memory_utilization:
             optional["gpu_memory_utilization"] = settings.gpu_memory_utilization
         return AsyncEngineArgs(
@@ -164,7 +172,6 @@ class VllmEngine:
             },
             disable_log_stats=False,
             generation_config="auto",
-            **(_in_pages(settings) if works_in_pages(settings) else _by_copies()),
             **optional,
         )
 
@@ -249,6 +256,7 @@ class VllmEngine:
             running_context_tokens=sum(self._context_tokens.values()),
             kv_used_share=view.kv_used_share if view else 0.0,
             step_ms=view.step_ms if view else 0.0,
+            num_preempted=view.preempted if view else 0,
         )
 
     @property
@@ -276,6 +284,21 @@ def _prompt_logprobs(rows: Any) -> list[list[TokenLogprob] | None] | None:
     if rows is None:
         return None
     return [None if row is None else (_logprobs([row]) or [])[0] for row in rows]
+
+
+def _without_pool(settings: WorkerSettings, reason: str) -> WorkerSettings:
+    """Settings of an engine with vLLM's own cache, as it is. Raises: SettingsError where pages were asked for."""
+    if settings.kv_cache == "pages" or has_slots(settings):
+        raise SettingsError(
+            f"setting worker.kv_cache: {settings.model_name} cannot work in the pool's pages, {reason}; "
+            "worker.kv_cache = auto hosts it with vLLM's own cache"
+        )
+    logger.warning(
+        "%s: %s: vLLM's own cache is used, prompts are computed on both sides of a hand-off",
+        settings.model_name,
+        reason,
+    )
+    return msgspec.structs.replace(settings, mempool_socket="", kv_cache="copy")
 
 
 def _in_pages(settings: WorkerSettings) -> dict[str, Any]:

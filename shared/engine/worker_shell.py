@@ -83,7 +83,8 @@ class WorkerShell:
             settings, hello=self._hello, load=self.load, on_stale=self._register_again
         )
         self.front = WorkerFront(settings.listen, limits, self.reports.report_soon)
-        self.pages = PromptPages(pages, engine.description, settings, kept=engine.keeps_leases)
+        pool = pages if engine.uses_pool else None
+        self.pages = PromptPages(pool, engine.description, settings, kept=engine.keeps_leases)
         self.admin = AdminServer(settings.admin_listen, ready=self.ready, status=self.status)
         self._phase = "starting"
         self._stopped = asyncio.Event()

@@ -55,6 +55,7 @@ class MockEngine:
         self.max_running = settings.max_num_seqs
         self.max_batched_tokens = settings.max_num_batched_tokens
         self.num_kv_blocks = settings.mock_kv_blocks
+        self.uses_pool = True
         self.keeps_leases = False
         self.description = EngineDescription(
             model=settings.model_name,

@@ -66,8 +66,10 @@ def choices_of(result: Any) -> list[dict[str, Any]]:
     ]
 
 
-def run_cases(model_dir: str, cases: list[dict[str, Any]], dtype: str = "float32") -> dict[str, Any]:
-    """All cases through one stock engine."""
+def run_cases(
+    model_dir: str, cases: list[dict[str, Any]], dtype: str = "float32", **options: Any
+) -> dict[str, Any]:
+    """All cases through one stock engine. `options`: for vLLM's LLM, beside or instead of those below."""
     from vllm import LLM, ModelRegistry, SamplingParams
     from vllm.platforms import current_platform
     from vllm.sampling_params import StructuredOutputsParams
@@ -76,21 +78,22 @@ def run_cases(model_dir: str, cases: list[dict[str, Any]], dtype: str = "float32
         from vllm.model_executor.models.llama import LlamaForCausalLM
 
         ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
-    llm = LLM(
-        model=model_dir,
-        dtype=dtype,
-        enforce_eager=not GRAPHS,
-        block_size=32,
-        max_model_len=4096,
-        max_num_seqs=16,
-        kv_cache_memory_bytes=256 << 20,
-        seed=0,
-        async_scheduling=False,
-        structured_outputs_config={
+    given: dict[str, Any] = {
+        "model": model_dir,
+        "dtype": dtype,
+        "enforce_eager": True,
+        "block_size": 32,
+        "max_model_len": 4096,
+        "max_num_seqs": 16,
+        "kv_cache_memory_bytes": 256 << 20,
+        "seed": 0,
+        "async_scheduling": False,
+        "structured_outputs_config": {
             "backend": "guidance",
             "disable_any_whitespace": True,
         },  # as Quire's default
-    )
+    }
+    llm = LLM(**(given | options))
     done: dict[str, Any] = {}
     for case in cases:
         prompt, params = resolve(case, done, llm.get_tokenizer())
