@@ -8,12 +8,19 @@ from shared.ids import Epoch, HandoffId, InstanceId, RequestId
 from shared.wire.codec import Channel
 from shared.wire.reports import Role
 
+Medium = Literal["hbm", "dram"]
+
 
 class PrefixHit(Struct, frozen=True, array_like=True):
-    """A hint from the prompt tree: this instance holds so many leading tokens."""
+    """A hint from the prompt tree: so many leading tokens are within this instance's reach.
+
+    At most one of each medium for an instance, and of the two "dram" has more tokens, and comes later: the whole
+    prefix when those that the instance lacks itself are copied from the host memory behind it.
+    """
 
     instance: InstanceId
     tokens: int
+    medium: Medium = "hbm"  # the slowest that the prefix needs; "hbm": the engine's own memory, on a CPU too
 
 
 class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="place"):
