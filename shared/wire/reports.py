@@ -12,6 +12,7 @@ from msgspec import Struct
 from shared.ids import Epoch, InstanceId
 from shared.kv.layout import EngineDescription
 from shared.wire.codec import Channel
+from shared.wire.cost import CostCoefficients, LinkRate
 
 Role = Literal["prefill", "decode", "colocated"]
 
@@ -27,6 +28,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     max_running: int  # requests in one engine step at most
     max_batched_tokens: int
     num_kv_blocks: int
+    cost: CostCoefficients | None = None  # None: this instance has not been profiled
 
 
 class Report(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="report"):
@@ -42,6 +44,13 @@ class Report(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="report"
     kv_used_share: float = 0.0
     step_ms: float = 0.0  # smoothed
     draining: bool = False
+    # factors by which predictions from Hello's coefficients are to be multiplied
+    prefill_correction: float = 1.0
+    decode_correction: float = 1.0
+    queued_prefill_ms: float = (
+        0.0  # predicted work of the unfinished prefills here, corrected; 0 without a model
+    )
+    links: dict[str, LinkRate] = {}  # measured here, by path
 
 
 class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):

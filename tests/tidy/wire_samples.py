@@ -8,6 +8,7 @@ from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, LeaseId, Request
 from shared.kv.layout import EngineDescription
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire.codec import Channel
+from shared.wire.cost import CostCoefficients, LinkRate, ModelShape
 from shared.wire.handoff import HandoffState
 from shared.wire.keeper import (
     FROM_KEEPER,
@@ -165,7 +166,49 @@ SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
         ),
         (),
     ),
+    "hello-cost": (
+        REPORTS,
+        Hello(
+            instance=P,
+            epoch=Epoch(7),
+            role="colocated",
+            endpoint="tcp://127.0.0.1:1",
+            description=DESCRIPTION,
+            max_running=8,
+            max_batched_tokens=2048,
+            num_kv_blocks=100,
+            cost=CostCoefficients(
+                shape=ModelShape(
+                    num_layers=4,
+                    hidden_size=128,
+                    intermediate_size=256,
+                    num_heads=4,
+                    num_kv_heads=2,
+                    head_dim=32,
+                    vocab_size=1000,
+                ),
+                device="cpu",
+                matmul_ms_per_gflop=20.5,
+                step_overhead_ms=3.25,
+                num_samples=20,
+            ),
+        ),
+        (),
+    ),
     "report": (REPORTS, Report(instance=P, epoch=Epoch(7), seq=3, num_running=2), ()),
+    "report-cost": (
+        REPORTS,
+        Report(
+            instance=P,
+            epoch=Epoch(7),
+            seq=4,
+            prefill_correction=1.25,
+            decode_correction=0.5,
+            queued_prefill_ms=81.5,
+            links={"peer": LinkRate(gb_per_s=320.0, latency_ms=0.5)},
+        ),
+        (),
+    ),
     "attach": (TO_MEMPOOL, Attach(kind="engine", instance=P, description=DESCRIPTION, quota_pages=8), ()),
     "attached": (
         FROM_MEMPOOL,

@@ -1,0 +1,110 @@
+"""What a running engine teaches the model: a factor per kind of work, and the work that is still queued.
+
+No clock here: times come in as now_ms. Robust against the odd step that a garbage collection or a neighbour held up:
+the factor is the median of recent ratios, each clipped.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from math import exp, log
+from statistics import median
+
+from shared.costmodel.model import CostModel
+
+MAX_FACTOR = 4.0
+WINDOW = 31  # ratios whose median counts
+LEAST_RATIOS = 3  # before them the factor stays 1
+LEAST_MS = 0.05  # shorter measurements are the clock's
+MAX_WINDOW_REQUESTS = 8  # a busy instance closes a measurement after so many prompts
+
+
+@dataclass(slots=True)
+class OnlineCorrection:
+    """Factor by which predictions of one kind are to be multiplied. Cost: 3 us an observation."""
+
+    num_observed: int = 0
+    factor: float = 1.0
+    _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _errors: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def observe(self, predicted_ms: float, measured_ms: float) -> None:
+        """Args: predicted_ms: without the factor. Nonsense (not positive, not finite) is ignored."""
+        if not (LEAST_MS <= predicted_ms < 1e9 and LEAST_MS <= measured_ms < 1e9):
+            return
+        self._errors.append(abs(predicted_ms * self.factor - measured_ms) / measured_ms)
+        ratio = min(MAX_FACTOR, max(1 / MAX_FACTOR, measured_ms / predicted_ms))
+        self._ratios.append(log(ratio))
+        self.num_observed += 1
+        if len(self._ratios) >= LEAST_RATIOS:
+            self.factor = exp(median(self._ratios))
+
+    @property
+    def error_ratio(self) -> float:
+        """Median relative error of recent predictions, as they were corrected then; 0 before there are any."""
+        return median(self._errors) if self._errors else 0.0
+
+
+@dataclass(slots=True)
+class _Prefill:
+    num_tokens: int
+    predicted_ms: float
+
+
+@dataclass(slots=True)
+class PrefillLedger:
+    """Unfinished prefills of one instance with their predicted work, and what they took in the end.
+
+    What is measured is the instance, not one request: from the moment a prompt comes to an idle instance until none
+    is left, or MAX_WINDOW_REQUESTS are done, predicted work stands against elapsed time. So prompts that share steps
+    need no untangling. A span in which decodes ran too measures nothing.
+    """
+
+    model: CostModel
+    _open: dict[str, _Prefill] = field(default_factory=dict)
+    _began_ms: float = 0.0
+    _done_ms: float = 0.0
+    _num_done: int = 0
+    _spoilt: bool = False
+
+    @property
+    def queued_ms(self) -> float:
+        """Predicted work of the unfinished prefills (the sum of MemServe's eq 1), uncorrected."""
+        return sum(item.predicted_ms for item in self._open.values())
+
+    def begin(self, key: str, num_tokens: int, cached_tokens: int, now_ms: float) -> float:
+        """A prompt enters the engine; `cached_tokens` as far as known. Returns: its predicted work in ms."""
+        if not self._open:
+            self._restart(now_ms)
+        predicted = self.model.prefill_ms(num_tokens, cached_tokens)
+        self._open[key] = _Prefill(num_tokens, predicted)
+        return predicted
+
+    def first_output(self, key: str, cached_tokens: int, now_ms: float) -> tuple[float, float] | None:
+        """A prefill is done, and how much of it was cached is known.
+
+        Returns: (predicted ms, measured ms) where a measurement ended with it.
+        """
+        item = self._open.pop(key, None)
+        if item is None:
+            return None
+        self._done_ms += self.model.prefill_ms(item.num_tokens, cached_tokens)
+        self._num_done += 1
+        if self._open and self._num_done < MAX_WINDOW_REQUESTS:
+            return None
+        pair = None if self._spoilt else (self._done_ms, now_ms - self._began_ms)
+        self._restart(now_ms)
+        return pair
+
+    def abandon(self, key: str, now_ms: float) -> None:
+        """A request ended without its first token: the span measures nothing."""
+        if self._open.pop(key, None) is not None:
+            self._spoilt = True
+            if not self._open:
+                self._restart(now_ms)
+
+    def spoil(self) -> None:
+        """Something else than prefills ran meanwhile."""
+        self._spoilt = True
+
+    def _restart(self, now_ms: float) -> None:
+        self._began_ms, self._done_ms, self._num_done, self._spoilt = now_ms, 0.0, 0, False

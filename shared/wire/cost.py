@@ -1,0 +1,66 @@
+"""What an instance says about its own speed: coefficients of the operator-level cost model (MemServe 5.3.2).
+
+Every coefficient is a non-negative cost in ms per unit of work, so that costs add up and 0 means "costs nothing".
+shared/costmodel/model.py computes with them; shared/costmodel/fit.py finds them.
+"""
+
+from msgspec import Struct
+
+
+class ModelShape(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sizes of the whole model, before tensor and pipeline parallelism."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int  # of a mixture of experts: of all experts that one token goes through
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    dtype_bytes: int = 2
+
+
+class CostCoefficients(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One engine's costs. Rates are of one rank: `tp` and `pp` say how the shape is divided, and nothing else."""
+
+    shape: ModelShape
+    tp: int = 1
+    pp: int = 1
+    device: str = ""  # "cpu", a GPU's name, "mock"
+    num_processors: int = 1  # that share one matmul by whole tiles: a GPU's SMs; 1 on CPU
+    max_batched_tokens: int = 2048  # of one step: longer prompts are chunked
+    tile_tokens: int = 1  # matmul rows are computed in multiples of this
+    tile_columns: int = 1
+
+    # operators: divided by tensor parallelism
+    matmul_ms_per_gflop: float = 0.0
+    memory_ms_per_gb: float = 0.0  # weights and activations, where they take longer than the arithmetic
+    attention_ms_per_gflop: float = 0.0  # prefix attention, per pair of a new token and one at or before it
+    attention_square_ms_per_gflop: float = 0.0  # more for the pairs among the new tokens themselves
+    kv_read_ms_per_gb: float = 0.0  # decode's reading of its context
+
+    # constant share: the same on any number of ranks
+    step_overhead_ms: float = 0.0
+    chunk_ms: float = 0.0  # per prompt in a step
+    decode_request_ms: float = 0.0  # per decoding request in a step
+    token_ms: float = 0.0  # per prompt token computed
+    request_ms: float = 0.0  # per request, outside of steps
+    prompt_token_ms: float = 0.0  # per prompt token, cached or not: hashing, passing on
+
+    # between ranks
+    all_reduce_ms: float = 0.0  # each, whatever its size
+    all_reduce_ms_per_gb: float = 0.0
+    stage_hop_ms: float = 0.0  # from a pipeline stage to the next
+
+    # how well they fit: relative errors on the calibration points themselves
+    median_error_ratio: float = 0.0
+    p90_error_ratio: float = 0.0
+    num_samples: int = 0
+    calibration_ms: float = 0.0  # what the profile took
+
+
+class LinkRate(Struct, frozen=True, kw_only=True):
+    """Measured speed of one path between an instance and other memory."""
+
+    gb_per_s: float
+    latency_ms: float = 0.0

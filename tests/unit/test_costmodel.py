@@ -1,0 +1,221 @@
+"""The cost model computes what its coefficients say; the fit finds coefficients again."""
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.costmodel.fit import fit, fit_arch, relative_errors
+from shared.costmodel.model import CostModel, StepShape, pack_prefills
+from shared.costmodel.observation import CalibrationPlan, Observation, Point, ProfileLimits, grid, predict
+from shared.costmodel.online import OnlineCorrection, PrefillLedger
+from shared.costmodel.shapes import shape_of
+from shared.costmodel.transfer import LinkRates, should_fetch
+from shared.errors import ClusterError, SettingsError
+from shared.wire.cost import CostCoefficients, LinkRate, ModelShape
+
+SHAPE = ModelShape(
+    num_layers=6, hidden_size=192, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64,
+    vocab_size=4096, dtype_bytes=4,
+)  # fmt: skip
+LLAMA_8B = ModelShape(
+    num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
+    vocab_size=128256,
+)  # fmt: skip
+CPU = CostCoefficients(
+    shape=SHAPE, device="cpu", matmul_ms_per_gflop=25.0, memory_ms_per_gb=100.0, attention_ms_per_gflop=40.0,
+    kv_read_ms_per_gb=200.0, step_overhead_ms=6.0, decode_request_ms=0.1, request_ms=2.0, prompt_token_ms=0.002,
+)  # fmt: skip
+LIMITS = ProfileLimits(
+    max_model_len=4096,
+    max_batched_tokens=2048,
+    max_running=64,
+    kv_tokens=16384,
+    block_tokens=32,
+    budget_ms=1e9,
+)
+
+
+def seen_on(model: CostModel, noise: float = 0.0, points: list[Point] | None = None) -> list[Observation]:
+    rng, out = random.Random(5), []
+
+    def note(**what: Any) -> None:
+        out.append(_with_ms(Observation(ms=1.0, **what), model, rng, noise))
+
+    for point in points or grid(LIMITS):
+        if point.behind:
+            note(kind="batch", prompts=point.prompts)
+        else:
+            note(kind="prefill", prompts=point.prompts)
+        if point.output_tokens > 2:
+            context = sum(n + 4 for n, _ in point.prompts)
+            note(kind="decode", num_decodes=len(point.prompts), context_tokens=context)
+    return out
+
+
+def _with_ms(one: Observation, model: CostModel, rng: random.Random, noise: float) -> Observation:
+    ms = predict(model, one) * (1 + rng.uniform(-noise, noise))
+    return Observation(one.kind, ms, one.prompts, one.num_decodes, one.context_tokens)
+
+
+def test_waves_count_whole_tiles_over_all_processors():
+    one_wave = CostCoefficients(
+        shape=LLAMA_8B, num_processors=132, tile_tokens=128, tile_columns=128, matmul_ms_per_gflop=1.0
+    )
+    model = CostModel(one_wave)
+    assert model.step_ms(StepShape([(65, 0)])) == model.step_ms(StepShape([(128, 0)]))
+    assert model.step_ms(StepShape([(129, 0)])) > model.step_ms(StepShape([(128, 0)]))
+
+
+def test_a_short_step_costs_the_reading_of_the_weights():
+    model = CostModel(CostCoefficients(shape=LLAMA_8B, matmul_ms_per_gflop=1 / 600, memory_ms_per_gb=1 / 4))
+    weights_gb = 15.0  # 8 billion values of two bytes, less the embeddings
+    assert model.decode_step_ms(1, 0) == pytest.approx(weights_gb / 4, rel=0.05)
+    assert model.decode_step_ms(8, 0) < 1.1 * model.decode_step_ms(1, 0)
+
+
+def test_chunks_of_a_prompt_add_up_to_its_steps():
+    model = CostModel(CPU)
+    steps = pack_prefills([(5000, 128)], CPU.max_batched_tokens)
+    assert [sum(new for new, _ in step.chunks) for step in steps] == [2048, 2048, 776]
+    total = sum(model.step_ms(step) for step in steps)
+    assert model.prefill_ms(5000, 128) == pytest.approx(total + 2.0 + 5000 * 0.002)
+
+
+def test_prompts_that_wait_are_packed_into_full_steps():
+    steps = pack_prefills([(1500, 0), (1500, 1000), (1500, 1500)], 2048)
+    assert [list(step.chunks) for step in steps] == [[(1500, 0), (500, 1000), (1, 1499)]]
+    assert [step.num_tokens for step in pack_prefills([(3000, 0), (100, 0)], 2048)] == [2048, 1052]
+
+
+def test_tensor_parallelism_divides_operators_and_not_the_constant_share():
+    model = CostModel(CPU)
+    half = model.scaled(tp=2)
+    constant = CPU.step_overhead_ms + CPU.request_ms + CPU.prompt_token_ms * 1000
+    whole, divided = model.prefill_ms(1000) - constant, half.prefill_ms(1000) - constant
+    assert 0.5 < divided / whole < 0.55
+    slow_link = CostModel(msgspec.structs.replace(CPU, all_reduce_ms=0.5, all_reduce_ms_per_gb=100.0))
+    assert slow_link.prefill_ms(1000) == model.prefill_ms(1000)
+    more = slow_link.scaled(tp=2).prefill_ms(1000) - half.prefill_ms(1000)
+    assert more == pytest.approx(12 * (0.5 + 100.0 * 1000 * 192 * 4 / 1e9))
+
+
+def test_pipeline_stages_work_on_different_chunks_at_once():
+    work = CostModel(msgspec.structs.replace(CPU, request_ms=0.0, prompt_token_ms=0.0, step_overhead_ms=0.0))
+    assert work.scaled(pp=2).prefill_ms(1000) == pytest.approx(work.prefill_ms(1000))
+    assert work.scaled(pp=2).prefill_ms(8192) == pytest.approx(0.625 * work.prefill_ms(8192))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_the_fit_predicts_what_it_has_not_seen(noise: float):
+    truth = CostModel(CPU)
+    found = CostModel(fit(CostCoefficients(shape=SHAPE, device="cpu"), seen_on(truth, noise)))
+    off_grid = [Point(((n, c),)) for n, c in ((100, 0), (777, 0), (1500, 640), (3000, 2560), (3900, 0))]
+    errors = relative_errors(found, seen_on(truth, 0.0, off_grid))
+    assert max(errors) < (0.02 if noise == 0 else 0.06), errors
+    decode = [found.decode_step_ms(n, n * 900) / truth.decode_step_ms(n, n * 900) for n in (2, 10, 40)]
+    assert decode == pytest.approx([1, 1, 1], abs=0.02 if noise == 0 else 0.08)
+
+
+def test_one_wild_sample_does_not_spoil_the_fit():
+    truth = CostModel(CPU)
+    seen = seen_on(truth, 0.02)
+    seen[4] = Observation(seen[4].kind, seen[4].ms * 6, seen[4].prompts)
+    found = CostModel(fit(CostCoefficients(shape=SHAPE, device="cpu"), seen))
+    assert found.prefill_ms(1500) == pytest.approx(truth.prefill_ms(1500), rel=0.06)
+
+
+def test_the_fit_keeps_the_frame_and_says_its_errors():
+    frame = CostCoefficients(shape=SHAPE, device="cpu", max_batched_tokens=512, all_reduce_ms=0.3)
+    found = fit(frame, seen_on(CostModel(msgspec.structs.replace(CPU, max_batched_tokens=512)), 0.05))
+    assert (found.shape, found.max_batched_tokens, found.all_reduce_ms) == (SHAPE, 512, 0.3)
+    assert 0 < found.median_error_ratio <= found.p90_error_ratio < 0.1
+    assert found.num_samples == len(seen_on(CostModel(CPU)))
+
+
+def test_too_few_measurements_are_refused():
+    with pytest.raises(ClusterError, match="needs 4"):
+        fit(CostCoefficients(shape=SHAPE), [Observation("prefill", 3.0, ((16, 0),))])
+
+
+def test_the_arch_level_model_is_halved_as_a_whole():
+    truth = CostModel(CPU)
+    arch = fit_arch(seen_on(truth))
+    assert arch.prefill_ms(1000) == pytest.approx(truth.prefill_ms(1000), rel=0.15)
+    assert arch.scaled(tp=2).prefill_ms(1000) == pytest.approx(arch.prefill_ms(1000) / 2)
+
+
+def test_the_plan_stays_within_its_budget_and_its_limits():
+    limits = ProfileLimits(4096, 2048, 8, 8192, 32, budget_ms=3000)
+    plan = CalibrationPlan(limits)
+    for point in plan:
+        assert sum(n + point.output_tokens for n, _ in point.prompts) <= limits.kv_tokens
+        assert len(point.prompts) <= limits.max_running
+        assert all(
+            0 <= cached < n <= limits.max_model_len and cached % 32 == 0 for n, cached in point.prompts
+        )
+        plan.took(point, 10 + 0.2 * point.num_tokens)
+    assert 1500 < plan.spent_ms < 3300
+    assert plan.num_skipped > 0
+
+
+def test_a_cache_without_room_has_no_points():
+    assert grid(ProfileLimits(16, 2048, 8, 16, 32, budget_ms=3000)) == []
+
+
+def test_a_correction_is_the_median_of_clipped_ratios():
+    correction = OnlineCorrection()
+    for measured in (20.0, 20.0, 2000.0, 21.0, 19.0):
+        correction.observe(10.0, measured)
+    correction.observe(float("nan"), 1.0)
+    correction.observe(0.0, 1.0)
+    assert correction.factor == pytest.approx(2.0)
+    for _ in range(40):
+        correction.observe(10.0, 1e6)
+    assert correction.factor == pytest.approx(4.0)
+
+
+def test_a_ledger_measures_busy_spans_and_counts_what_is_queued():
+    model = CostModel(CPU)
+    ledger = PrefillLedger(model)
+    ledger.begin("a", 1000, 0, 0.0)
+    ledger.begin("b", 500, 480, 1.0)
+    assert ledger.queued_ms == pytest.approx(model.prefill_ms(1000) + model.prefill_ms(500, 480))
+    assert ledger.first_output("a", 0, 90.0) is None
+    pair = ledger.first_output("b", 0, 130.0)
+    assert pair == pytest.approx((model.prefill_ms(1000) + model.prefill_ms(500), 130.0))
+    assert ledger.queued_ms == 0.0
+    ledger.begin("c", 100, 0, 200.0)
+    ledger.begin("d", 100, 0, 200.0)
+    ledger.abandon("c", 210.0)
+    assert ledger.first_output("d", 0, 220.0) is None
+    assert ledger.first_output("unknown", 0, 220.0) is None
+
+
+def test_eq_2_fetches_where_moving_is_cheaper_than_computing():
+    links = LinkRates({"peer": LinkRate(gb_per_s=10.0, latency_ms=0.5)})
+    assert links.transfer_ms("peer", 10_000_000) == pytest.approx(1.5)
+    assert links.transfer_ms("peer", 0) == 0.0
+    assert links.transfer_ms("nonsense", 1_000_000) == pytest.approx(3.0)
+    assert should_fetch(1.5, 10.0, 8.0)
+    assert not should_fetch(2.5, 10.0, 8.0)
+
+
+def test_link_rates_learn_from_transfers_that_say_something():
+    links = LinkRates()
+    links = links.measured("peer", 100_000_000, 11.0)
+    assert links.rates["peer"].gb_per_s == pytest.approx(10.0)
+    assert links.measured("peer", 1000, 50.0) is links
+    assert links.measured("peer", 100_000_000, 6.0).rates["peer"].gb_per_s == pytest.approx(12.0)
+
+
+def test_a_shape_is_read_from_the_models_configuration():
+    config = {
+        "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100,
+        "intermediate_size": 128, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    }  # fmt: skip
+    shape = shape_of(config, "float32")
+    assert (shape.intermediate_size, shape.num_kv_heads, shape.head_dim, shape.dtype_bytes) == (64, 4, 16, 4)
+    with pytest.raises(SettingsError, match="vocab_size"):
+        shape_of({"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}, "float32")
