@@ -44,6 +44,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     tree_lookup_deadline_ms: int = 20
     tree_max_blocks: int = 4096
+    tree_cache_answers: int = 0  # look-ups that a process remembers; 0: each asks Redis (decision 0014)
+    tree_cache_age_ms: int = 250  # for so long
     membership_interval_ms: int = 1000
     placement_deadline_ms: int = 15_000  # first placement, and each new one after a failure
     shed_wait_ms: int = 1_000  # how long a request waits when every instance is full
@@ -65,10 +67,13 @@ def _check(found: GatewaySettings) -> None:
     for name in (
         "processes", "max_body_bytes", "max_header_bytes", "max_concurrent_requests", "placement_deadline_ms",
         "place_reply_ms", "request_deadline_ms", "header_timeout_ms", "body_idle_timeout_ms",
-        "tree_lookup_deadline_ms", "membership_interval_ms", "keep_alive_timeout_ms", "slow_reader_bytes",
+        "tree_lookup_deadline_ms", "tree_cache_age_ms", "membership_interval_ms", "keep_alive_timeout_ms",
+        "slow_reader_bytes",
     ):  # fmt: skip
         if getattr(found, name) < 1:
             raise SettingsError(f"setting gateway.{name}: {getattr(found, name)} must be at least 1")
+    if found.tree_cache_answers < 0:
+        raise SettingsError("setting gateway.tree_cache_answers: must be 0 (none) or more, e.g. 1024")
     if not found.model_dir:
         raise SettingsError("setting gateway.model_dir: name the folder that holds tokenizer.json")
     if not Path(found.model_dir, "tokenizer.json").is_file():

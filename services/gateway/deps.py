@@ -17,6 +17,7 @@ from services.gateway.text import ModelText
 from shared.errors import SettingsError
 from shared.kv.layout import EngineDescription
 from shared.prompttree.client import PromptTreeClient
+from shared.prompttree.lookup_cache import LookupCache
 
 UNKNOWN_MODEL_LEN = 2_048
 
@@ -54,6 +55,9 @@ class Gateway:
                 settings.redis_url,
                 deadline_ms=settings.tree_lookup_deadline_ms,
                 max_blocks=settings.tree_max_blocks,
+                cache=LookupCache(settings.tree_cache_answers, settings.tree_cache_age_ms)
+                if settings.tree_cache_answers
+                else None,
             )
 
     @property

@@ -54,13 +54,13 @@ async def find_hits(
         return []
     began_ns = time.monotonic_ns()
     child = start_span("tree.lookup", parent=span.traceparent, attributes={"quire.request_id": request_id})
-    depths = await tree.lookup(hashes, found.block_tokens)  # has its own deadline and never raises
+    hits = await tree.lookup(hashes, found.block_tokens)  # has its own deadline and never raises
     metrics.LOOKUP.observe((time.monotonic_ns() - began_ns) / 1e6)
     if child.recording:
         child.set("quire.blocks", len(hashes))
-        child.set("quire.hits", len(depths))
+        child.set("quire.hits", len(hits))
     child.end()
-    return [PrefixHit(instance, tokens) for instance, tokens in depths.items()]
+    return hits
 
 
 def make_call(

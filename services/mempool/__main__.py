@@ -11,6 +11,7 @@ from services.mempool.collector import PoolCollector
 from services.mempool.config import MempoolSettings
 from services.mempool.kept import Kept
 from services.mempool.shell import MempoolShell
+from services.mempool.tree import TreePublishers
 from shared.ids import Epoch
 from shared.observe import log, service
 from shared.observe.admin import AdminServer
@@ -55,12 +56,15 @@ async def run(settings: MempoolSettings) -> int:
     if settings.peer_listen:
         await open_peers(shell, settings)
     await shell.start()
+    tree = TreePublishers(settings.redis_url, settings.instance, settings.peer_listen, shell.pool)
+    tree.open()
     try:
         await admin.start()
         log.get_logger("mempool").info("settings", admin=admin.address, **msgspec.to_builtins(settings))
         return await ended
     finally:
         await admin.stop()
+        await tree.close()
         shell.close()
 
 

@@ -25,6 +25,7 @@ class MempoolSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     socket: str = ".quire/run/mempool.sock"
     api_socket: str = ""  # for callers of the nine calls (shared/mempool/api.py); "": nobody may call them
+    redis_url: str = ""  # of the prompt tree, in which spaces say what they hold; "": they do not
     keeper_socket: str = ""  # of the keeper, which holds the memory for the next mempool; "": none
     capacity_bytes: int = (
         1 << 30

@@ -30,9 +30,9 @@ class TreeOfInstance:
     def __init__(self, settings: WorkerSettings, role: Role, on_stale: Callable[[], None]) -> None:
         self._publisher = PromptTreePublisher(
             settings.redis_url,
-            instance=InstanceId(settings.instance),
+            owner=settings.instance,
             epoch=Epoch(0),
-            role=role,
+            row=role,
             on_stale=on_stale,
         )
 

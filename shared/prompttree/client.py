@@ -5,12 +5,15 @@ import time
 from collections.abc import Sequence
 
 from shared.errors import ClusterError
-from shared.ids import BlockHash, InstanceId
+from shared.ids import BlockHash
 from shared.observe.log import get_logger
 from shared.observe.metrics import counter
 from shared.prompttree.breaker import Breaker
+from shared.prompttree.hits import as_hits, parse_reply
+from shared.prompttree.lookup_cache import LookupCache
 from shared.prompttree.scripts import LOOKUP, SHORT_HASH_BYTES
 from shared.transport.redis_link import RedisLink
+from shared.wire.placement import PrefixHit
 
 DEADLINE_MS = 20
 MAX_BLOCKS = 4096
@@ -19,7 +22,9 @@ _log = get_logger("prompttree")
 _outcomes = counter(
     "quire_prompttree_lookups_total", "Look-ups, by outcome: ok, or why there were no hits.", ("outcome",)
 )
-_ok, _down, _open, _failed = (_outcomes.labels(o) for o in ("ok", "not_connected", "breaker_open", "failed"))
+_ok, _remembered, _down, _open, _failed = (
+    _outcomes.labels(o) for o in ("ok", "remembered", "not_connected", "breaker_open", "failed")
+)
 
 
 class PromptTreeClient:
@@ -27,6 +32,8 @@ class PromptTreeClient:
 
     A Redis that is down costs a comparison per request; one that hangs costs `deadline_ms` for three requests
     in a row, then nothing until it answers a probe again.
+
+    Args: cache: of look-ups; without one every look-up asks Redis.
     """
 
     def __init__(
@@ -36,11 +43,13 @@ class PromptTreeClient:
         deadline_ms: int = DEADLINE_MS,
         max_blocks: int = MAX_BLOCKS,
         breaker: Breaker | None = None,
+        cache: LookupCache | None = None,
     ) -> None:
         self.num_failures = 0  # look-ups that were asked and not answered in time
         self._deadline_ms = deadline_ms
         self._max_blocks = max_blocks
         self._breaker = breaker or Breaker()
+        self._cache = cache
         self._link = RedisLink(redis_url)
         self._probe: asyncio.Task[None] | None = None
 
@@ -64,31 +73,39 @@ class PromptTreeClient:
             await asyncio.gather(self._probe, return_exceptions=True)
         await self._link.close()
 
-    async def lookup(self, hashes: Sequence[BlockHash], block_tokens: int) -> dict[InstanceId, int]:
-        """Leading tokens that each instance holds; instances with none are left out. Never raises.
+    async def lookup(self, hashes: Sequence[BlockHash], block_tokens: int) -> list[PrefixHit]:
+        """Leading tokens within each instance's reach; instances with none are left out. Never raises.
 
         Args: hashes: of the prompt's full blocks, first block first; those beyond max_blocks are left out.
-        Cost: one round trip, p50 55 us for 256 blocks and two instances on loopback.
+        Cost: one round trip, p50 55 us for 256 blocks and two owners on loopback; at most the deadline.
         """
         if not hashes:
-            return {}
+            return []
+        asked = hashes[: self._max_blocks]
+        if self._cache is not None:
+            known = self._cache.get(asked, now_ms=_now_ms())
+            if known is not None:
+                _remembered.inc()
+                return as_hits(known.items(), block_tokens)
         if not self._link.up:
             _down.inc()
-            return {}
+            return []
         if self._breaker.is_open:
             _open.inc()
             self._probe_when_due()
-            return {}
-        blob = b"".join([h[:SHORT_HASH_BYTES] for h in hashes[: self._max_blocks]])
+            return []
+        blob = b"".join([h[:SHORT_HASH_BYTES] for h in asked])
         try:
             reply = await self._link.run(LOOKUP, blob, timeout_ms=self._deadline_ms)
-            found = _depths(reply, block_tokens)
+            found, version = parse_reply(reply)
         except (ClusterError, ValueError, TypeError) as error:
             self._on_failure(error)
-            return {}
+            return []
         self._breaker.on_success()
         _ok.inc()
-        return found
+        if self._cache is not None:
+            self._cache.put(asked, found, version, now_ms=_now_ms())
+        return as_hits(found.items(), block_tokens)
 
     def _on_failure(self, error: Exception) -> None:
         _failed.inc()
@@ -110,12 +127,6 @@ class PromptTreeClient:
             return
         self._breaker.on_success()
         _log.info("prompt_tree_back")
-
-
-def _depths(reply: list[bytes | int], block_tokens: int) -> dict[InstanceId, int]:
-    """Raises: ValueError or TypeError on a reply that the script cannot have made."""
-    pairs = zip(reply[::2], reply[1::2], strict=True)
-    return {InstanceId(str(name, "utf-8")): int(depth) * block_tokens for name, depth in pairs}  # type: ignore[arg-type]
 
 
 def _now_ms() -> int:

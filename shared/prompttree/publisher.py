@@ -1,18 +1,20 @@
-"""An instance's own entries in the prompt tree, for workers. Nothing here ever makes an engine wait."""
+"""An owner's own entries in the prompt tree: a worker's engine, or a space of a mempool. Nothing here waits for Redis
+but this: no engine, no page.
+"""
 
 import asyncio
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Literal
 
 from shared.errors import ClusterError, PeerProtocolError
-from shared.ids import BlockHash, Epoch, InstanceId
+from shared.ids import BlockHash, Epoch
 from shared.observe.log import get_logger
 from shared.observe.metrics import counter, gauge
 from shared.prompttree.held_blocks import HeldBlocks
-from shared.prompttree.scripts import BEAT, CLAIM, RELEASE, TAG_HEX, WRITE
+from shared.prompttree.scripts import BEAT, CLAIM, OWNERS, RELEASE, TAG_HEX, WRITE
 from shared.transport.redis_link import RedisLink, Script
-from shared.wire.reports import Role
 
 TTL_S = 120
 BEAT_MS = 5_000
@@ -20,12 +22,15 @@ BATCH_WINDOW_MS = 10
 CALL_DEADLINE_MS = 1_000
 RETRY_MIN_MS = 200
 RETRY_MAX_MS = 5_000
+SWEEP_BEATS = 6  # every so many beats the rows of dead owners are dropped
 
 _log = get_logger("prompttree")
 _claims = counter("quire_prompttree_claims_total", "Publications begun; after the first, each is a resync.")
 _failures = counter("quire_prompttree_publish_failures_total", "Calls that Redis did not answer in time.")
-_held_blocks = gauge("quire_prompttree_held_blocks", "Blocks that this instance holds, published or not.")
-_ignored = gauge("quire_prompttree_ignored_blocks", "Blocks beyond the bound, never published.")
+_held_blocks = gauge(
+    "quire_prompttree_held_blocks", "Blocks that an owner holds, published or not.", ("owner",)
+)
+_ignored = gauge("quire_prompttree_ignored_blocks", "Blocks beyond the bound, never published.", ("owner",))
 
 Verdict = Literal["ok", "lost", "stale"]
 
@@ -34,17 +39,23 @@ class PromptTreePublisher:
     """open() on the loop that calls stored(), removed() and cleared(); these only note and return.
 
     One call to Redis per batch, one at a time. Whatever makes Redis' state doubtful (an error, a reconnect, a
-    count that differs, an evicted set) ends in a new publication of all that is held. An instance with a
-    larger epoch ends this one for good: on_stale() runs once.
+    count that differs, an evicted set) ends in a new publication of all that is held. An owner of the same name
+    with a larger epoch ends this one for good: on_stale() runs once.
+
+    Args:
+        owner: the instance, or the space's name, without spaces in it.
+        row: the rest of its row: an instance's role, or what hits.py makes of a space.
+        table: scripts.OWNERS or SPACES.
     """
 
     def __init__(
         self,
         redis_url: str,
         *,
-        instance: InstanceId,
+        owner: str,
         epoch: Epoch,
-        role: Role,
+        row: str,
+        table: str = OWNERS,
         ttl_s: int = TTL_S,
         beat_ms: int = BEAT_MS,
         held: HeldBlocks | None = None,
@@ -54,13 +65,17 @@ class PromptTreePublisher:
             raise ValueError(f"ttl_s={ttl_s} must be at least three beats of {beat_ms} ms")
         self.held = held or HeldBlocks()
         self.stale = False
-        self._instance = instance
+        self._owner = owner
         self._epoch = epoch
-        self._role: Role = role
+        self._table = table
+        self._row = self._told_row = row
         self._ttl_s = ttl_s
         self._beat_s = beat_ms / 1000
         self._on_stale = on_stale
         self._tag = ""
+        self._num_beats = 0
+        self._held_blocks = _held_blocks.labels(owner)
+        self._ignored = _ignored.labels(owner)
         self._link = RedisLink(redis_url, on_up=self._reconnected)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -84,7 +99,7 @@ class PromptTreePublisher:
             await asyncio.gather(task, return_exceptions=True)
         if self._link.up and self._tag and not self.stale:
             try:
-                await self._call(RELEASE, self._instance, self._epoch, self._tag)
+                await self._call(RELEASE, self._tag)
             except ClusterError as error:
                 _log.info("prompt_tree_release_failed", error=str(error))  # the TTL ends them
         await self._link.close()
@@ -114,12 +129,20 @@ class PromptTreePublisher:
             self.held.lost()
             self._wake.set()
 
+    def set_row(self, row: str) -> None:
+        """What others should know of this owner is another by now. Told soon, without a new publication."""
+        if row != self._row:
+            self._row = row
+            self._wake.set()
+
     def _reconnected(self) -> None:
         self.held.lost()  # it may be another server, an empty one, or have missed the last call
         self._wake.set()
 
     async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
         retry_ms = RETRY_MIN_MS
+        beat_at_s = loop.time() + self._beat_s
         while True:
             self._wake.clear()
             if self._link.up and not self.stale:
@@ -133,42 +156,47 @@ class PromptTreePublisher:
                     await asyncio.sleep(retry_ms / 1000)
                     retry_ms = min(RETRY_MAX_MS, 2 * retry_ms)
                     continue
-            _held_blocks.set(len(self.held))
-            _ignored.set(self.held.num_ignored)
-            try:
-                async with asyncio.timeout(self._beat_s):
+            self._held_blocks.set(len(self.held))
+            self._ignored.set(self.held.num_ignored)
+            if loop.time() >= beat_at_s:  # also of an owner that always has news: its set must not expire
+                await self._beat()
+                beat_at_s = loop.time() + self._beat_s
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(beat_at_s):
                     await self._wake.wait()
                 await asyncio.sleep(BATCH_WINDOW_MS / 1000)
-            except TimeoutError:
-                await self._beat()
 
     async def _catch_up(self) -> None:
         if not self.held.claimed and not await self._claim():
             return
         while (batch := self.held.next_batch()) is not None:
-            verdict = await self._call(
-                WRITE, self._instance, self._epoch, self._tag, batch.stored, batch.removed
-            )
+            verdict = await self._call(WRITE, self._tag, batch.stored, batch.removed)
             if verdict != b"ok":
                 self._end_publication(verdict)
                 return
+        if self._row != self._told_row:
+            await self._beat()
 
     async def _claim(self) -> bool:
         self._tag = secrets.token_hex(TAG_HEX // 2)
-        verdict = await self._call(CLAIM, self._instance, self._epoch, self._role, self._tag, self._ttl_s)
-        if verdict != b"ok":
+        row, epoch = self._row, self._epoch
+        verdict = await self._call(CLAIM, self._tag, self._ttl_s, row)
+        if verdict != b"ok" or epoch != self._epoch:  # renewed meanwhile: claim again
             self._end_publication(verdict)
             return False
         self.held.on_claimed()
+        self._told_row = row
         _claims.inc()
-        _log.info("prompt_tree_claimed", epoch=self._epoch, num_blocks=len(self.held))
+        _log.info("prompt_tree_claimed", epoch=self._epoch, owner=self._owner, num_blocks=len(self.held))
         return True
 
     async def _beat(self) -> None:
         if not self._link.up or self.stale or not self.held.claimed:
             return
+        self._num_beats += 1
+        row, sweep = self._row, int(self._num_beats % SWEEP_BEATS == 0)
         try:
-            reply = await self._call(BEAT, self._instance, self._epoch, self._tag, self._ttl_s)
+            reply = await self._call(BEAT, self._tag, self._ttl_s, row, sweep)
         except ClusterError as error:
             _failures.inc()
             _log.warning("prompt_tree_beat_failed", error=str(error))
@@ -176,14 +204,17 @@ class PromptTreePublisher:
         else:
             if isinstance(reply, bytes):
                 self._end_publication(reply)
-            elif self.held.claimed and not self.held.agrees(reply):
+                return
+            self._told_row = row
+            if self.held.claimed and not self.held.agrees(reply):
                 _log.warning("prompt_tree_differs", num_in_redis=reply, num_held=len(self.held))
                 self.held.lost()
         if not self.held.claimed:
             self._wake.set()
 
     async def _call(self, script: Script, *args: bytes | str | int) -> bytes | int:
-        reply = await self._link.run(script, *args, timeout_ms=CALL_DEADLINE_MS)
+        table, owner, epoch = self._table, self._owner, self._epoch
+        reply = await self._link.run(script, table, owner, epoch, *args, timeout_ms=CALL_DEADLINE_MS)
         if not isinstance(reply, bytes | int):
             raise PeerProtocolError(f"a script of the prompt tree answered {reply!r}")
         return reply
@@ -194,6 +225,6 @@ class PromptTreePublisher:
             self._wake.set()
             return
         self.stale = True
-        _log.warning("prompt_tree_epoch_stale", epoch=self._epoch)
+        _log.warning("prompt_tree_epoch_stale", owner=self._owner, epoch=self._epoch)
         if self._on_stale is not None:
             self._on_stale()

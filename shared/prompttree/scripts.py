@@ -1,11 +1,18 @@
 """Who holds which prefix, in Redis: the keys and the Lua scripts.
 
     quire:pt:owners                    hash: instance -> "<tag> <epoch> <role>"
-    quire:pt:held:<instance>:<tag>     set of 16-byte block hashes, and one marker; it has the TTL
+    quire:pt:spaces                    hash: a mempool's space -> "<tag> <epoch> <behind> <reach>" (hits.py)
+    quire:pt:held:<owner>:<tag>        set of 16-byte block hashes, and one marker; it has the TTL
+    quire:pt:version                   grows with every retraction, for gateways that remember look-ups
 
-Every instance writes its own set only. The tag (16 hex digits, random) names one publication of its blocks:
-a new epoch, an emptied cache or a lost Redis gets a new tag, which ends the old publication in O(1); the old
-set is unlinked or expires. The TTL is on the set, so a refresh is O(1) too, and a dead owner vanishes whole.
+Every owner (an engine's instance, or a space of a mempool) writes its own set only. The tag (16 hex digits, random)
+names one publication of its blocks: a new epoch, an emptied cache or a lost Redis gets a new tag, which ends the
+old publication in O(1); the old set is unlinked or expires. The TTL is on the set, so a refresh is O(1) too, and a
+dead owner vanishes whole. Rows are the trees: one for each prefill, decode and colocated instance, and for each space.
+
+A space of a GPU may have host memory behind it (`behind` names that space's row, whose own `behind` is "dram"). Blocks
+leave a space leaves first and go there, so the two together hold prefixes, while the host memory alone may lack
+their heads: the look-up goes on in it from where the space ends.
 
 Block hashes are chained over the prefix and seeded by the model's fingerprint and the tenant's salt, so one
 flat space serves all models and tenants. 16 of their 32 bytes are kept: hits are hints, and bytes of KV are
@@ -18,11 +25,15 @@ from shared.transport.redis_link import Script
 SHORT_HASH_BYTES = 16
 MAX_BATCH_BLOCKS = 1024  # struct.unpack returns them on Lua's C stack, which holds 8,000
 TAG_HEX = 16
+OWNERS = "owners"  # engines
+SPACES = "spaces"  # of mempools
+IS_DRAM = "dram"  # `behind` of memory that is itself behind others
+NONE_BEHIND = "-"
 
 _COMMON = """
 local call, sub = redis.call, string.sub
-local OWNERS = 'quire:pt:owners'
-local function held(instance, tag) return 'quire:pt:held:' .. instance .. ':' .. tag end
+local VERSION = 'quire:pt:version'
+local function held(owner, tag) return 'quire:pt:held:' .. owner .. ':' .. tag end
 local function unpacked(blob)
   local hashes = {struct.unpack(string.rep('c16', #blob / 16), blob)}
   hashes[#hashes] = nil  -- the position after the last one
@@ -33,30 +44,29 @@ local function row_epoch(row) return tonumber(string.match(row, '^%x+ (%d+)') or
 
 # 'lost' also when the set was evicted or expired: then the publication is over.
 _GUARD = """
-local function check(instance, epoch, tag)
-  local row = call('HGET', OWNERS, instance)
+local ROWS = 'quire:pt:' .. ARGV[1]
+local function check(owner, epoch, tag)
+  local row = call('HGET', ROWS, owner)
   if not row then return 'lost' end
   if row_epoch(row) > tonumber(epoch) then return 'stale' end
-  if sub(row, 1, 16) ~= tag or call('EXISTS', held(instance, tag)) == 0 then return 'lost' end
-  return 'ok'
+  if sub(row, 1, 16) ~= tag or call('EXISTS', held(owner, tag)) == 0 then return 'lost' end
+  return 'ok', row
 end
 """
 
-# ARGV: concatenated short hashes, first block first. Reply: instance, depth, instance, depth, ...
-# The set of an owner is closed under prefixes (engines evict leaves first), so the deepest block is found by
+# ARGV: concatenated short hashes, first block first.
+# Reply: {instance, depth, instance, depth, ...}, {depth in the space, with what is behind it, reach, ...}, version
+# What an owner holds is closed under prefixes (leaves are evicted first), so the deepest block is found by
 # doubling steps and halving; owners often agree, so the last depth is tried first.
 LOOKUP = Script(
     _COMMON
     + """
 local blob = ARGV[1]
 local n = #blob / 16
-local rows = call('HGETALL', OWNERS)
-local out, guess = {}, 0
-for r = 1, #rows, 2 do
-  local key = held(rows[r], sub(rows[r + 1], 1, 16))
+local function deepest(key, low, guess)
   local function has(i) return call('SISMEMBER', key, sub(blob, i * 16 - 15, i * 16)) == 1 end
-  local low, high = 0, n + 1
-  if guess > 0 then
+  local high = n + 1
+  if guess > low then
     if has(guess) then
       low = guess
       if guess < n and not has(guess + 1) then high = guess + 1 end
@@ -70,73 +80,107 @@ for r = 1, #rows, 2 do
     if probe >= high then probe = math.floor((low + high) / 2) end
     if has(probe) then low = probe; step = step * 2 else high = probe; step = n end
   end
+  return low
+end
+local engines, spaces, guess = {}, {}, 0
+local rows = call('HGETALL', 'quire:pt:owners')
+for r = 1, #rows, 2 do
+  local low = deepest(held(rows[r], sub(rows[r + 1], 1, 16)), 0, guess)
   if low > 0 then
-    out[#out + 1] = rows[r]
-    out[#out + 1] = low
+    engines[#engines + 1] = rows[r]
+    engines[#engines + 1] = low
     guess = low
   end
 end
-return out
+rows = call('HGETALL', 'quire:pt:spaces')
+local keys, far = {}, 0
+for r = 1, #rows, 2 do keys[rows[r]] = held(rows[r], sub(rows[r + 1], 1, 16)) end
+for r = 1, #rows, 2 do
+  local behind, reach = string.match(rows[r + 1], '^%x+ %d+ (%S+) (.*)$')
+  if reach and behind ~= 'dram' then
+    local own = deepest(keys[rows[r]], 0, guess)
+    local all = own
+    if own > 0 then guess = own end
+    if own < n and keys[behind] then all = deepest(keys[behind], own, far) end
+    if all > own then far = all end
+    if all > 0 then
+      spaces[#spaces + 1] = own
+      spaces[#spaces + 1] = all
+      spaces[#spaces + 1] = reach
+    end
+  end
+end
+return {engines, spaces, tonumber(call('GET', VERSION) or 0)}
 """
 )
 
-# ARGV: instance, epoch, role, tag, ttl_s. Begins a publication and ends the instance's last one.
+# ARGV: table, owner, epoch, tag, ttl_s, rest of the row. Begins a publication and ends the owner's last one.
 CLAIM = Script(
     _COMMON
     + """
-local instance, epoch, role, tag, ttl = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local row = call('HGET', OWNERS, instance)
+local ROWS = 'quire:pt:' .. ARGV[1]
+local owner, epoch, tag, ttl, rest = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local row = call('HGET', ROWS, owner)
 if row then
   if row_epoch(row) > tonumber(epoch) then return 'stale' end
-  call('UNLINK', held(instance, sub(row, 1, 16)))
+  call('UNLINK', held(owner, sub(row, 1, 16)))
+  call('INCR', VERSION)
 end
-call('HSET', OWNERS, instance, tag .. ' ' .. epoch .. ' ' .. role)
-call('SADD', held(instance, tag), 'marker')
-call('EXPIRE', held(instance, tag), ttl)
+call('HSET', ROWS, owner, tag .. ' ' .. epoch .. ' ' .. rest)
+call('SADD', held(owner, tag), 'marker')
+call('EXPIRE', held(owner, tag), ttl)
 return 'ok'
 """
 )
 
-# ARGV: instance, epoch, tag, stored hashes, removed hashes.
+# ARGV: table, owner, epoch, tag, stored hashes, removed hashes.
 WRITE = Script(
     _COMMON
     + _GUARD
     + """
-local verdict = check(ARGV[1], ARGV[2], ARGV[3])
+local verdict = check(ARGV[2], ARGV[3], ARGV[4])
 if verdict ~= 'ok' then return verdict end
-local key = held(ARGV[1], ARGV[3])
-if #ARGV[4] > 0 then call('SADD', key, unpacked(ARGV[4])) end
-if #ARGV[5] > 0 then call('SREM', key, unpacked(ARGV[5])) end
+local key = held(ARGV[2], ARGV[4])
+if #ARGV[5] > 0 then call('SADD', key, unpacked(ARGV[5])) end
+if #ARGV[6] > 0 then
+  call('SREM', key, unpacked(ARGV[6]))
+  call('INCR', VERSION)
+end
 return 'ok'
 """
 )
 
-# ARGV: instance, epoch, tag, ttl_s. Reply: number of blocks held, so that the owner notices a difference.
-# It also drops the rows of owners whose sets are gone; one that lives after all claims again.
+# ARGV: table, owner, epoch, tag, ttl_s, rest of the row, "1" to sweep. Reply: number of blocks held, so that the
+# owner notices a difference. A sweep drops rows of owners whose sets are gone; one that lives after all claims again.
 BEAT = Script(
     _COMMON
     + _GUARD
     + """
-local verdict = check(ARGV[1], ARGV[2], ARGV[3])
+local verdict, row = check(ARGV[2], ARGV[3], ARGV[4])
 if verdict ~= 'ok' then return verdict end
-local key = held(ARGV[1], ARGV[3])
-call('EXPIRE', key, ARGV[4])
-local rows = call('HGETALL', OWNERS)
-for r = 1, #rows, 2 do
-  if call('EXISTS', held(rows[r], sub(rows[r + 1], 1, 16))) == 0 then call('HDEL', OWNERS, rows[r]) end
+local key = held(ARGV[2], ARGV[4])
+call('EXPIRE', key, ARGV[5])
+local now = ARGV[4] .. ' ' .. ARGV[3] .. ' ' .. ARGV[6]
+if row ~= now then call('HSET', ROWS, ARGV[2], now) end
+if ARGV[7] == '1' then
+  local rows = call('HGETALL', ROWS)
+  for r = 1, #rows, 2 do
+    if call('EXISTS', held(rows[r], sub(rows[r + 1], 1, 16))) == 0 then call('HDEL', ROWS, rows[r]) end
+  end
 end
 return call('SCARD', key) - 1
 """
 )
 
-# ARGV: instance, epoch, tag. Orderly end.
+# ARGV: table, owner, epoch, tag. Orderly end.
 RELEASE = Script(
     _COMMON
     + _GUARD
     + """
-if check(ARGV[1], ARGV[2], ARGV[3]) ~= 'ok' then return 'lost' end
-call('UNLINK', held(ARGV[1], ARGV[3]))
-call('HDEL', OWNERS, ARGV[1])
+if check(ARGV[2], ARGV[3], ARGV[4]) ~= 'ok' then return 'lost' end
+call('UNLINK', held(ARGV[2], ARGV[4]))
+call('HDEL', ROWS, ARGV[2])
+call('INCR', VERSION)
 return 'ok'
 """
 )

@@ -42,6 +42,11 @@ def chain(num_blocks, seed=b"x"):
     return hash_blocks(chain_seed(seed.decode(), ""), pack_tokens(range(num_blocks)), 1)
 
 
+async def depths(client, hashes, block_tokens):
+    """Of every instance, of what it holds itself."""
+    return {hit.instance: hit.tokens for hit in await client.lookup(hashes, block_tokens)}
+
+
 async def make_client(redis, opened, **more):
     client = PromptTreeClient(redis.url, **more)
     opened.append(client)
@@ -51,7 +56,7 @@ async def make_client(redis, opened, **more):
 
 
 def make_publisher(redis, opened, name="p0", epoch=1, **more):
-    publisher = PromptTreePublisher(redis.url, instance=name, epoch=epoch, role="prefill", **more)
+    publisher = PromptTreePublisher(redis.url, owner=name, epoch=epoch, row="prefill", **more)
     opened.append(publisher)
     publisher.open()
     return publisher
@@ -67,10 +72,10 @@ async def test_each_instance_gets_the_depth_that_it_holds(redis, opened):
     prompt = chain(100)
     for depth in (0, 1, 2, 3, 50, 63, 64, 99, 100):
         await published(make_publisher(redis, opened, f"p{depth}"), *prompt[:depth])
-    found = await client.lookup(prompt, BLOCK_TOKENS)
+    found = await depths(client, prompt, BLOCK_TOKENS)
     assert found == {f"p{d}": d * BLOCK_TOKENS for d in (1, 2, 3, 50, 63, 64, 99, 100)}
     for asked in (1, 2, 7, 64, 65):
-        found = await client.lookup(prompt[:asked], BLOCK_TOKENS)
+        found = await depths(client, prompt[:asked], BLOCK_TOKENS)
         assert found == {f"p{d}": min(d, asked) * BLOCK_TOKENS for d in (1, 2, 3, 50, 63, 64, 99, 100)}
 
 
@@ -85,26 +90,26 @@ async def test_depths_are_exact_in_whatever_order_owners_come(redis, opened):
     rng = random.Random(7)
     for _ in range(30):
         await link.call("FLUSHALL", timeout_ms=1_000)
-        depths = {f"i{n}": rng.choice([0, 1, 19, 20, 21, 39, 40, rng.randrange(41)]) for n in range(6)}
-        for name, depth in depths.items():
-            await link.run(scripts.CLAIM, name, 1, "prefill", "ab" * 8, 60, timeout_ms=1_000)
+        wanted = {f"i{n}": rng.choice([0, 1, 19, 20, 21, 39, 40, rng.randrange(41)]) for n in range(6)}
+        for name, depth in wanted.items():
+            await link.run(scripts.CLAIM, "owners", name, 1, "ab" * 8, 60, "prefill", timeout_ms=1_000)
             part = blob[: depth * scripts.SHORT_HASH_BYTES]
-            await link.run(scripts.WRITE, name, 1, "ab" * 8, part, b"", timeout_ms=1_000)
-        found = await client.lookup(prompt, 1)
-        assert found == {name: depth for name, depth in depths.items() if depth}
+            await link.run(scripts.WRITE, "owners", name, 1, "ab" * 8, part, b"", timeout_ms=1_000)
+        found = await depths(client, prompt, 1)
+        assert found == {name: depth for name, depth in wanted.items() if depth}
 
 
 async def test_a_prompt_that_nobody_holds_and_an_empty_one_have_no_hits(redis, opened):
     client = await make_client(redis, opened)
     await published(make_publisher(redis, opened), *chain(10))
-    assert await client.lookup(chain(10, b"other"), BLOCK_TOKENS) == {}
-    assert await client.lookup([], BLOCK_TOKENS) == {}
+    assert await depths(client, chain(10, b"other"), BLOCK_TOKENS) == {}
+    assert await depths(client, [], BLOCK_TOKENS) == {}
 
 
 async def test_blocks_beyond_the_bound_are_not_asked_for(redis, opened):
     client = await make_client(redis, opened, max_blocks=8)
     await published(make_publisher(redis, opened), *chain(20))
-    assert await client.lookup(chain(20), BLOCK_TOKENS) == {"p0": 8 * BLOCK_TOKENS}
+    assert await depths(client, chain(20), BLOCK_TOKENS) == {"p0": 8 * BLOCK_TOKENS}
 
 
 async def test_removed_blocks_shorten_the_hit_and_cleared_ends_it(redis, opened):
@@ -114,12 +119,12 @@ async def test_removed_blocks_shorten_the_hit_and_cleared_ends_it(redis, opened)
     await published(publisher, *prompt)
     publisher.removed(prompt[30:])
     await until(lambda: publisher.in_sync)
-    assert await client.lookup(prompt, BLOCK_TOKENS) == {"p0": 30 * BLOCK_TOKENS}
+    assert await depths(client, prompt, BLOCK_TOKENS) == {"p0": 30 * BLOCK_TOKENS}
     publisher.cleared()
     await until(lambda: publisher.in_sync)
-    assert await client.lookup(prompt, BLOCK_TOKENS) == {}
+    assert await depths(client, prompt, BLOCK_TOKENS) == {}
     await published(publisher, *prompt[:5])
-    assert await client.lookup(prompt, BLOCK_TOKENS) == {"p0": 5 * BLOCK_TOKENS}
+    assert await depths(client, prompt, BLOCK_TOKENS) == {"p0": 5 * BLOCK_TOKENS}
 
 
 async def test_redis_holds_exactly_the_short_hashes_and_a_marker(redis, opened):
@@ -145,12 +150,12 @@ async def test_a_new_epoch_ends_the_old_entries_and_silences_the_old_process(red
     await published(old, *chain(40))
     new = make_publisher(redis, opened, epoch=6)
     await published(new, *chain(3))
-    assert await client.lookup(chain(40), BLOCK_TOKENS) == {"p0": 3 * BLOCK_TOKENS}
+    assert await depths(client, chain(40), BLOCK_TOKENS) == {"p0": 3 * BLOCK_TOKENS}
     old.stored(chain(9, b"late"))
     await until(lambda: stale)
     assert old.stale
-    assert await client.lookup(chain(9, b"late"), BLOCK_TOKENS) == {}
-    assert await client.lookup(chain(40), BLOCK_TOKENS) == {"p0": 3 * BLOCK_TOKENS}
+    assert await depths(client, chain(9, b"late"), BLOCK_TOKENS) == {}
+    assert await depths(client, chain(40), BLOCK_TOKENS) == {"p0": 3 * BLOCK_TOKENS}
     link = RedisLink(redis.url)
     opened.append(link)
     link.open()
@@ -164,7 +169,7 @@ async def test_a_process_with_an_older_epoch_cannot_claim(redis, opened):
     late = make_publisher(redis, opened, epoch=5)
     late.stored(chain(40))
     await until(lambda: late.stale, 3)
-    assert await client.lookup(chain(40), BLOCK_TOKENS) == {"p0": 3 * BLOCK_TOKENS}
+    assert await depths(client, chain(40), BLOCK_TOKENS) == {"p0": 3 * BLOCK_TOKENS}
 
 
 async def test_a_renewed_epoch_publishes_everything_again(redis, opened):
@@ -173,7 +178,7 @@ async def test_a_renewed_epoch_publishes_everything_again(redis, opened):
     await published(publisher, *chain(40))
     publisher.renew(8)
     await until(lambda: publisher.held.num_claims == 2 and publisher.in_sync)
-    assert await client.lookup(chain(40), BLOCK_TOKENS) == {"p0": 40 * BLOCK_TOKENS}
+    assert await depths(client, chain(40), BLOCK_TOKENS) == {"p0": 40 * BLOCK_TOKENS}
     with pytest.raises(ValueError, match="below"):
         publisher.renew(7)
 
@@ -185,12 +190,12 @@ async def test_an_orderly_end_withdraws_and_a_silent_one_expires(redis, opened):
     await published(leaving, *chain(4))
     await published(dying, *chain(4))
     await asyncio.sleep(1.2)  # longer than its TTL: the beats keep it
-    assert set(await client.lookup(chain(4), BLOCK_TOKENS)) == {"leaving", "dying"}
+    assert set(await depths(client, chain(4), BLOCK_TOKENS)) == {"leaving", "dying"}
     await leaving.close()
-    assert set(await client.lookup(chain(4), BLOCK_TOKENS)) == {"dying"}
+    assert set(await depths(client, chain(4), BLOCK_TOKENS)) == {"dying"}
     dying._task.cancel()
     deadline = time.monotonic() + 3
-    while await client.lookup(chain(4), BLOCK_TOKENS):
+    while await depths(client, chain(4), BLOCK_TOKENS):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
 
@@ -225,7 +230,7 @@ async def test_whatever_redis_lost_is_published_again(redis, opened, command):
         command = ("SREM", key, prompt[0][: scripts.SHORT_HASH_BYTES])
     await link.call(*command, timeout_ms=1_000)
     await until(lambda: publisher.held.num_claims == 2 and publisher.in_sync)
-    assert await client.lookup(prompt, BLOCK_TOKENS) == {"p0": 300 * BLOCK_TOKENS}
+    assert await depths(client, prompt, BLOCK_TOKENS) == {"p0": 300 * BLOCK_TOKENS}
 
 
 async def test_a_killed_and_empty_redis_is_filled_again_and_no_lookup_fails(redis, opened):
@@ -238,13 +243,13 @@ async def test_a_killed_and_empty_redis_is_filled_again_and_no_lookup_fails(redi
     publisher.stored(chain(1_100)[1_000:])  # while it is away
     start = time.perf_counter()
     for _ in range(1_000):
-        assert await client.lookup(prompt, BLOCK_TOKENS) == {}
+        assert await depths(client, prompt, BLOCK_TOKENS) == {}
     assert time.perf_counter() - start < 0.2, "a dead Redis must cost nothing"
     redis.start()
     took_s = await until(lambda: publisher.held.num_claims == 2 and publisher.in_sync, 10)
     assert took_s < 5
     assert await client.wait_up(5_000)
-    assert await client.lookup(chain(1_100), BLOCK_TOKENS) == {"p0": 1_100 * BLOCK_TOKENS}
+    assert await depths(client, chain(1_100), BLOCK_TOKENS) == {"p0": 1_100 * BLOCK_TOKENS}
 
 
 async def test_a_hanging_redis_costs_the_deadline_three_times_then_nothing(redis, opened):
@@ -255,7 +260,7 @@ async def test_a_hanging_redis_costs_the_deadline_three_times_then_nothing(redis
         took_ms = []
         for _ in range(20):
             start = time.perf_counter()
-            assert await client.lookup(chain(4), BLOCK_TOKENS) == {}
+            assert await depths(client, chain(4), BLOCK_TOKENS) == {}
             took_ms.append((time.perf_counter() - start) * 1e3)
     finally:
         os.kill(redis.pid, signal.SIGCONT)
@@ -263,7 +268,7 @@ async def test_a_hanging_redis_costs_the_deadline_three_times_then_nothing(redis
     assert max(took_ms[3:]) < 15, took_ms
     assert client.num_failures == 3
     deadline = time.monotonic() + 5
-    while not await client.lookup(chain(4), BLOCK_TOKENS):  # a probe closes the breaker
+    while not await depths(client, chain(4), BLOCK_TOKENS):  # a probe closes the breaker
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
 
@@ -275,10 +280,10 @@ async def test_nonsense_in_redis_gives_no_hits_instead_of_an_error(redis, opened
     link.open()
     await link.wait_up(1_000)
     await link.call("HSET", "quire:pt:owners", b"\xff\xfe", "rubbish", timeout_ms=1_000)
-    assert await client.lookup(chain(4), BLOCK_TOKENS) == {}
+    assert await depths(client, chain(4), BLOCK_TOKENS) == {}
     await link.call("DEL", "quire:pt:owners", timeout_ms=1_000)
     await link.call("SET", "quire:pt:owners", "a string", timeout_ms=1_000)
-    assert await client.lookup(chain(4), BLOCK_TOKENS) == {}
+    assert await depths(client, chain(4), BLOCK_TOKENS) == {}
     assert client.num_failures == 1
 
 
@@ -290,7 +295,7 @@ async def test_scripts_survive_a_script_flush(redis, opened):
     link.open()
     await link.wait_up(1_000)
     await link.call("SCRIPT", "FLUSH", timeout_ms=1_000)
-    assert await client.lookup(chain(4), BLOCK_TOKENS) == {"p0": 4 * BLOCK_TOKENS}
+    assert await depths(client, chain(4), BLOCK_TOKENS) == {"p0": 4 * BLOCK_TOKENS}
 
 
 async def test_a_late_reply_goes_to_nobody_else(redis, opened):
@@ -359,7 +364,9 @@ async def test_lookup_and_insert_of_256_blocks_stay_near_their_bars(redis, opene
     lookup_us = await p50_us(lambda _: client.lookup(prompt, BLOCK_TOKENS))
     link, tag = publisher._link, publisher._tag
     blobs = [b"".join(h[:16] for h in chain(256, f"seed-{i}".encode())) for i in range(200)]
-    insert_us = await p50_us(lambda i: link.run(scripts.WRITE, "p0", 1, tag, blobs[i], b"", timeout_ms=1_000))
+    insert_us = await p50_us(
+        lambda i: link.run(scripts.WRITE, "owners", "p0", 1, tag, blobs[i], b"", timeout_ms=1_000)
+    )
     print(f"lookup p50 {lookup_us:.0f} us, insert p50 {insert_us:.0f} us")
     assert lookup_us < 4 * 150
     assert insert_us < 4 * 400

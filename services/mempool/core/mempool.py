@@ -18,6 +18,7 @@ from services.mempool.core.dram import Dram
 from services.mempool.core.leases import Fence
 from services.mempool.core.pool import Pool
 from services.mempool.core.pulls import Pulls, Reader
+from services.mempool.core.reach import Reach
 from services.mempool.core.remote import Remote
 from services.mempool.core.remote_serve import RemoteServe
 from shared.errors import PeerProtocolError
@@ -46,6 +47,7 @@ class Mempool:
         self._members: dict[int, int] = {}  # connection of an engine or rank -> its space
         self._touched: dict[int, Pool] = {}  # by number: by answers since the last actions
         self.dram = Dram(limits, self.pools, self.copy_numbers, self._touch)
+        self.reach = Reach(self.pools, self._space_of, self.dram)
         landing = self.dram.landing
         self.remote = Remote(limits, self._bring, landing, self.pulls.elsewhere, self.counters)
         self.serve = RemoteServe(limits, self.pools, landing, self.pulls.want, self.counters)

@@ -16,7 +16,7 @@ Using a block is using all blocks before it: a parent is never older than its ch
 
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
-from typing import Any
+from typing import Any, Protocol
 
 from services.mempool.core.entry import Branch, Entry
 from services.mempool.core.leaf_queue import LeafQueue
@@ -24,6 +24,14 @@ from shared.errors import InvalidRequest, InvariantBroken
 from shared.ids import BlockHash, PageId
 
 FIRST_LOOKUP = 16  # hashes looked up at once, then more: a long list whose first block is unknown stays cheap
+
+
+class Watch(Protocol):
+    """Whoever publishes what is indexed. A block is told as removed before its page can be free."""
+
+    def stored(self, entries: Sequence[Entry]) -> None: ...
+
+    def removed(self, entry: Entry) -> None: ...
 
 
 class Index:
@@ -37,6 +45,7 @@ class Index:
         self._leaves = LeafQueue(self._branches)
         self._tick = 0
         self.num_pinned = 0
+        self.watch: Watch | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -73,6 +82,8 @@ class Index:
         above = self._entries.get(entry.parent)
         self._entries[entry.block_hash] = entry
         self._hang(above, entry.parent, [entry])
+        if self.watch is not None:
+            self.watch.stored([entry])
         return True
 
     def insert_path(
@@ -111,6 +122,8 @@ class Index:
             above = self._entries.get(before[0])
             self._entries.update(zip(fresh, new, strict=True))
             self._hang(above, before[0], new)
+            if self.watch is not None:
+                self.watch.stored(new)
             return out + new
         out += [entry if self.insert(entry) else self._entries[entry.block_hash] for entry in new]
         self.prefix(hashes)  # blocks that had waited for these are used too
@@ -325,6 +338,8 @@ class Index:
         if at < len(branch.entries):
             self._split(branch, at)
         del self._entries[entry.block_hash]
+        if self.watch is not None:
+            self.watch.removed(entry)
         entry.branch = None
         branch.entries.pop()
         if branch.below:  # successors wait for this block to come again

@@ -1,0 +1,60 @@
+"""Which instances a space's blocks are within reach of, and through what: for the prompt tree. No I/O.
+
+An engine that works in the pages of its space has them as its own; one that copies has them one copy away, as every
+engine has what lies in host memory behind its space. A space outlives its engines: it stays within reach of the
+instances that were there, because the next process of an instance begins in the space of the last one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from services.mempool.core.dram import Dram
+from services.mempool.core.pool import Pool
+from shared.ids import InstanceId
+from shared.wire.placement import Medium
+
+MAX_INSTANCES = 1_024  # of one space, the ones that came last
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceReach:
+    """`behind`: number of the space of host memory behind this one, 0 without; is_dram: it is such memory itself."""
+
+    media: dict[InstanceId, Medium]
+    behind: int = 0
+    is_dram: bool = False
+
+
+@dataclass(slots=True)
+class Reach:
+    """Of one mempool: views of its spaces. Remembers instances whose engines are gone."""
+
+    _pools: Mapping[int, Pool]
+    _space_of: Mapping[InstanceId, int]
+    _dram: Dram
+    _media: dict[int, dict[InstanceId, Medium]] = field(default_factory=dict)  # by number of the space
+
+    def now(self) -> dict[int, SpaceReach]:
+        """Of every space that has memory, by its number. Cost: a step for each engine and instance."""
+        for number, pool in self._pools.items():
+            media = self._media.setdefault(number, {})
+            engines = pool.memory.engines.attached.values() if pool.memory is not None else ()
+            for engine in engines:
+                media.pop(engine.instance, None)
+                media[engine.instance] = "hbm" if engine.works_in_pages else "dram"
+            while len(media) > MAX_INSTANCES:
+                del media[next(iter(media))]
+        for instance, number in self._space_of.items():  # of an earlier mempool, or in another space by now
+            for other, media in self._media.items():
+                if other != number:
+                    media.pop(instance, None)
+            self._media[number].setdefault(instance, "dram")
+        return {
+            number: SpaceReach(dict(self._media[number]), self._behind(number), pool.is_dram)
+            for number, pool in self._pools.items()
+            if pool.memory is not None
+        }
+
+    def _behind(self, number: int) -> int:
+        tiers = self._dram.tiers.get(number)
+        return int(tiers.slow.space) if tiers is not None else 0

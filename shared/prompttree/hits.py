@@ -1,0 +1,74 @@
+"""What a look-up found, for each instance: blocks that it holds, and blocks within its reach. No I/O.
+
+A space of a mempool serves instances; its row says which, and through which medium (the *reach*): an instance whose
+engine works in the pages has them as its own ("hbm"), one that copies them into a cache of its own has them "dram"
+away. What lies behind the space in host memory is "dram" for all of them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from shared.ids import InstanceId
+from shared.wire.placement import Medium, PrefixHit
+
+SEPARATOR = "\x1f"  # between the instances of a reach
+_LETTERS: dict[Medium, str] = {"hbm": "h", "dram": "d"}
+
+
+class Depths(NamedTuple):
+    """Leading blocks of a prompt. Never more held than reached."""
+
+    held: int  # by the instance itself
+    reached: int  # with the memory behind it
+
+
+Found = dict[InstanceId, Depths]
+
+
+def pack_reach(media: Mapping[InstanceId, Medium]) -> str:
+    """The end of a space's row. An instance whose name has the separator in it is left out."""
+    named = sorted((name, _LETTERS[medium]) for name, medium in media.items() if SEPARATOR not in name)
+    return SEPARATOR.join(letter + name for name, letter in named)
+
+
+def parse_reply(reply: Sequence[Sequence[bytes | int] | int]) -> tuple[Found, int]:
+    """What scripts.LOOKUP answered: the depths, and the version of what was retracted.
+
+    Raises: ValueError or TypeError on a reply that the script cannot have made.
+    """
+    engines, spaces, version = reply
+    if isinstance(engines, int) or isinstance(spaces, int) or not isinstance(version, int):
+        raise TypeError("a look-up's reply has other parts")
+    found: Found = {}
+    for name, depth in zip(engines[::2], engines[1::2], strict=True):
+        _add(found, _text(name), int(depth), int(depth))
+    for own, reached, reach in zip(spaces[::3], spaces[1::3], spaces[2::3], strict=True):
+        for each in _text(reach).split(SEPARATOR):
+            if each:
+                _add(found, each[1:], int(own) if each[0] == "h" else 0, int(reached))
+    return found, version
+
+
+def _text(word: bytes | int) -> str:
+    if isinstance(word, int):
+        raise TypeError(f"{word} where a name was expected")
+    return word.decode()
+
+
+def _add(found: Found, name: str, held: int, reached: int) -> None:
+    instance = InstanceId(name)
+    known = found.get(instance)
+    if known is not None:
+        held, reached = max(held, known.held), max(reached, known.reached)
+    found[instance] = Depths(held, reached)
+
+
+def as_hits(found: Iterable[tuple[InstanceId, Depths]], block_tokens: int) -> list[PrefixHit]:
+    """For the scheduler: one hit for what an instance holds, a later one where more is within its reach."""
+    out = []
+    for instance, (held, reached) in found:
+        if held:
+            out.append(PrefixHit(instance, held * block_tokens))
+        if reached > held:
+            out.append(PrefixHit(instance, reached * block_tokens, "dram"))
+    return out

@@ -1,0 +1,87 @@
+"""A mempool process, engine processes and a real Redis: who holds what is found there, also after an engine's death."""
+
+import asyncio
+
+import pytest
+
+from shared.ids import InstanceId
+from shared.mempool.client import MempoolClient
+from shared.prompttree.client import PromptTreeClient
+from shared.prompttree.embedded import EmbeddedRedis
+from shared.wire.placement import PrefixHit
+from tests.integration.mempool_rig import EngineProcess, MempoolProcess, chain
+from tests.support.control_plane import until_async
+
+BLOCK_TOKENS = 4
+
+
+@pytest.fixture
+def redis(tmp_path):
+    server = EmbeddedRedis(0, tmp_path / "redis")
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def mempool(tmp_path, redis):
+    process = MempoolProcess(tmp_path, **{"redis-url": redis.url})
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+async def tree(redis):
+    client = PromptTreeClient(redis.url)
+    client.open()
+    assert await client.wait_up(5_000)
+    yield client
+    await client.close()
+
+
+async def found_soon(tree, hashes, wanted, within_s=5.0):
+    seen = []
+
+    async def as_wanted():
+        seen[:] = await tree.lookup(hashes, BLOCK_TOKENS)
+        return seen == wanted
+
+    try:
+        await until_async(as_wanted, within_s)
+    except AssertionError:
+        raise AssertionError(f"{seen}, not {wanted}") from None
+
+
+async def test_blocks_are_found_while_their_engine_lives_after_its_death_and_until_they_are_deleted(
+    mempool, tree
+):
+    prompt = chain("a", "b", "c", "d")
+    hit = PrefixHit(InstanceId("prefill-0"), 3 * BLOCK_TOKENS, "dram")  # this engine copies
+    engine = EngineProcess(mempool.socket, "prefill-0")
+    await asyncio.to_thread(engine.do, "save", "a", "b", "c")
+    await found_soon(tree, prompt, [hit])
+    engine.kill()
+    await asyncio.sleep(0.3)
+    assert await tree.lookup(prompt, BLOCK_TOKENS) == [hit]
+    client = MempoolClient(mempool.socket, InstanceId("prefill-0"))
+    client.start()
+    assert await client.wait_connected(5_000)
+    assert await client.delete(prompt[2:]) == 1
+    await found_soon(tree, prompt, [PrefixHit(InstanceId("prefill-0"), 2 * BLOCK_TOKENS, "dram")], 1.0)
+    await client.close()
+    assert mempool.terminate() == 0
+    await found_soon(tree, prompt, [])
+
+
+async def test_a_wiped_redis_learns_again_what_the_spaces_hold(mempool, tree, redis):
+    prompt = chain("a", "b")
+    hit = PrefixHit(InstanceId("prefill-0"), 2 * BLOCK_TOKENS, "dram")
+    engine = EngineProcess(mempool.socket, "prefill-0")
+    await asyncio.to_thread(engine.do, "save", "a", "b")
+    await found_soon(tree, prompt, [hit])
+    redis.kill()
+    assert await tree.lookup(prompt, BLOCK_TOKENS) == []
+    assert mempool.status()["pages_by_state"]["sealed"] == 2  # nothing waits for Redis
+    redis.start()
+    await found_soon(tree, prompt, [hit], 30.0)
+    engine.kill()

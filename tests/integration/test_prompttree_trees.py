@@ -1,0 +1,257 @@
+"""All trees in one call, apart by model and tenant; what routing waits for when Redis is slow, away or empty."""
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import suppress
+
+import pytest
+
+from shared.kv.block_hash import chain_seed, hash_blocks, pack_tokens
+from shared.prompttree.client import DEADLINE_MS, PromptTreeClient
+from shared.prompttree.embedded import EmbeddedRedis
+from shared.prompttree.hits import pack_reach
+from shared.prompttree.lookup_cache import LookupCache
+from shared.prompttree.publisher import PromptTreePublisher
+from shared.prompttree.scripts import IS_DRAM, NONE_BEHIND, SPACES
+from shared.transport.redis_link import RedisLink
+from shared.wire.placement import PrefixHit
+from tests.support.control_plane import until
+
+GRACE_MS = 40  # of a busy machine, beyond the deadline
+
+
+@pytest.fixture
+def redis(tmp_path):
+    server = EmbeddedRedis(0, tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def opened():
+    """Closes what a test appends to it."""
+    things = []
+    yield things
+    for thing in reversed(things):
+        await thing.close()
+
+
+def chain(num_blocks, model="m", tenant=""):
+    return hash_blocks(chain_seed(model, tenant), pack_tokens(range(num_blocks)), 1)
+
+
+async def make_client(url, opened, **more):
+    client = PromptTreeClient(url, **more)
+    opened.append(client)
+    client.open()
+    assert await client.wait_up(5_000)
+    return client
+
+
+async def make_link(redis, opened):
+    link = RedisLink(redis.url)
+    opened.append(link)
+    link.open()
+    assert await link.wait_up(5_000)
+    return link
+
+
+async def publish(redis, opened, owner, hashes, row="prefill", **more):
+    publisher = PromptTreePublisher(redis.url, owner=owner, epoch=1, row=row, **more)
+    opened.append(publisher)
+    publisher.open()
+    publisher.stored(hashes)
+    await until(lambda: publisher.in_sync)
+    return publisher
+
+
+async def commands(link):
+    """Calls of each command so far."""
+    text = (await link.call("INFO", "commandstats", timeout_ms=1_000)).decode()
+    rows = (line.removeprefix("cmdstat_").split(":calls=") for line in text.split() if ":calls=" in line)
+    return {name: int(rest.split(",")[0]) for name, rest in rows}
+
+
+async def test_one_lua_call_finds_prefill_decode_and_colocated_trees_and_spaces(redis, opened):
+    client = await make_client(redis.url, opened)
+    link = await make_link(redis, opened)
+    prompt = chain(64)
+    for number, role in enumerate(("prefill", "decode", "colocated")):
+        await publish(redis, opened, f"{role}-0", prompt[: 10 * (number + 1)], role)
+    reach = pack_reach({"prefill-0": "hbm", "decode-1": "dram"})
+    await publish(redis, opened, "pool/0", prompt[:40], f"pool/1 {reach}", table=SPACES)
+    await publish(redis, opened, "pool/1", prompt[35:50], f"{IS_DRAM} ", table=SPACES)
+    await client.lookup(prompt, 1)  # loads the script
+    await link.call("CONFIG", "RESETSTAT", timeout_ms=1_000)
+    for _ in range(5):
+        found = await client.lookup(prompt, 1)
+    counts = await commands(link)
+    assert set(map(tuple_of, found)) == {
+        ("prefill-0", 40, "hbm"),
+        ("prefill-0", 50, "dram"),
+        ("decode-0", 20, "hbm"),
+        ("colocated-0", 30, "hbm"),
+        ("decode-1", 50, "dram"),
+    }
+    asked = {name: count for name, count in counts.items() if name in ("eval", "evalsha", "mget", "get")}
+    assert asked["evalsha"] == 5
+    assert "eval" not in asked
+
+
+def tuple_of(hit):
+    return hit.instance, hit.tokens, hit.medium
+
+
+async def test_host_memory_that_lacks_the_head_of_a_prefix_is_reached_through_its_space_only(redis, opened):
+    client = await make_client(redis.url, opened)
+    prompt = chain(20)
+    reach = pack_reach({"p0": "hbm"})
+    await publish(redis, opened, "pool/1", prompt[5:], f"{IS_DRAM} ", table=SPACES)
+    space = await publish(redis, opened, "pool/0", prompt[:3], f"pool/1 {reach}", table=SPACES)
+    assert await client.lookup(prompt, 1) == [PrefixHit("p0", 3)]
+    space.stored(prompt[3:5])
+    await until(lambda: space.in_sync)
+    assert await client.lookup(prompt, 1) == [PrefixHit("p0", 5), PrefixHit("p0", 20, "dram")]
+
+
+async def test_a_row_is_changed_without_a_new_publication(redis, opened):
+    client = await make_client(redis.url, opened)
+    prompt = chain(4)
+    space = await publish(redis, opened, "pool/0", prompt, f"{NONE_BEHIND} ", table=SPACES)
+    assert await client.lookup(prompt, 1) == []
+    space.set_row(f"{NONE_BEHIND} {pack_reach({'p0': 'hbm'})}")
+    await until(lambda: space.held.claimed and space._told_row == space._row)
+    assert await client.lookup(prompt, 1) == [PrefixHit("p0", 4)]
+    assert space.held.num_claims == 1
+
+
+async def test_the_same_tokens_of_another_model_or_tenant_are_another_prefix(redis, opened):
+    client = await make_client(redis.url, opened)
+    spaces = {(m, t): f"{m}{t}" for m in ("model-a", "model-b") for t in ("", "tenant-1", "tenant-2")}
+    for (model, tenant), name in spaces.items():
+        await publish(redis, opened, name, chain(8, model, tenant))
+    for (model, tenant), name in spaces.items():
+        assert await client.lookup(chain(8, model, tenant), 1) == [PrefixHit(name, 8)]
+    assert await client.lookup(chain(8, "model-a", "tenant-3"), 1) == []
+
+
+async def test_an_owner_that_always_has_news_keeps_its_set_alive(redis, opened):
+    client = await make_client(redis.url, opened)
+    publisher = await publish(redis, opened, "p0", chain(4), ttl_s=1, beat_ms=200)
+    end = time.monotonic() + 1.6
+    number = 0
+    while time.monotonic() < end:
+        number += 1
+        publisher.stored(chain(1, f"m{number}"))
+        assert await client.lookup(chain(4), 1) == [PrefixHit("p0", 4)]
+        await asyncio.sleep(0.02)
+    assert publisher.held.num_claims == 1
+
+
+async def test_remembered_look_ups_ask_nothing_and_a_retraction_ends_them(redis, opened):
+    cache = LookupCache(16, max_age_ms=60_000)
+    client = await make_client(redis.url, opened, cache=cache)
+    publisher = await publish(redis, opened, "p0", chain(32))
+    for _ in range(3):
+        assert await client.lookup(chain(32), 1) == [PrefixHit("p0", 32)]
+    assert (cache.num_hits, cache.num_misses) == (2, 1)
+    publisher.removed(chain(32)[30:])
+    await until(lambda: publisher.in_sync)
+    await client.lookup(chain(32, "other"), 1)  # its answer tells of the retraction
+    assert await client.lookup(chain(32), 1) == [PrefixHit("p0", 30)]
+
+
+class SlowServer:
+    """A proxy in front of Redis that answers late."""
+
+    def __init__(self, port):
+        self.port = port
+        self.late_s = 0.0
+
+    async def start(self):
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"redis://127.0.0.1:{self.server.sockets[0].getsockname()[1]}/0"
+
+    async def _serve(self, reader, writer):
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.port)
+
+        async def pipe(source, target, late):
+            with suppress(ConnectionError):
+                while data := await source.read(1 << 16):
+                    if late:
+                        await asyncio.sleep(self.late_s)
+                    target.write(data)
+            target.close()
+
+        await asyncio.gather(pipe(reader, up_writer, False), pipe(up_reader, writer, True))
+
+    async def close(self):
+        self.server.close()
+
+
+async def timed_ms(client, prompt):
+    start = time.perf_counter()
+    found = await client.lookup(prompt, 1)
+    return found, (time.perf_counter() - start) * 1e3
+
+
+async def test_a_slow_redis_costs_its_delay_up_to_20_ms_and_then_nothing(redis, opened):
+    proxy = SlowServer(redis.port)
+    url = await proxy.start()
+    opened.append(proxy)
+    client = await make_client(url, opened)
+    prompt = chain(32)
+    await publish(redis, opened, "p0", prompt)
+    await client.lookup(prompt, 1)  # loads the script
+    proxy.late_s = 0.008
+    found, took_ms = await timed_ms(client, prompt)
+    assert found == [PrefixHit("p0", 32)]
+    assert took_ms >= 8
+    proxy.late_s = 0.05
+    seen = [await timed_ms(client, prompt) for _ in range(30)]
+    assert all(not found for found, _ in seen)
+    assert max(took for _, took in seen) < DEADLINE_MS + GRACE_MS
+    assert sum(took for _, took in seen[3:]) < 3 * GRACE_MS, "after three failures nobody asks"
+    proxy.late_s = 0.0
+    await asyncio.sleep(0.3)
+    deadline = time.monotonic() + 5
+    while not await client.lookup(prompt, 1):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop", "wipe"])
+async def test_no_look_up_waits_more_than_20_ms_and_the_trees_are_back_within_30_s(redis, opened, fault):
+    client = await make_client(redis.url, opened)
+    prompt = chain(300)
+    owners = [await publish(redis, opened, f"p{i}", prompt[: 100 * (i + 1)]) for i in range(3)]
+    whole = {PrefixHit(f"p{i}", 100 * (i + 1)) for i in range(3)}
+    assert set(await client.lookup(prompt, 1)) == whole
+    link = await make_link(redis, opened)
+    if fault == "kill":
+        redis.kill()
+    elif fault == "stop":
+        os.kill(redis.pid, signal.SIGSTOP)
+    else:
+        await link.call("FLUSHALL", timeout_ms=1_000)
+    for owner in owners[:1]:  # one has news meanwhile
+        owner.stored(chain(10, "news"))
+    begin = time.monotonic()
+    took_ms = []
+    while time.monotonic() < begin + (1.5 if fault != "wipe" else 0):
+        took_ms.append((await timed_ms(client, prompt))[1])
+        await asyncio.sleep(0.005)
+    assert max(took_ms, default=0) < DEADLINE_MS + GRACE_MS
+    if fault == "kill":
+        redis.start()
+    elif fault == "stop":
+        os.kill(redis.pid, signal.SIGCONT)
+    begin = time.monotonic()
+    while set((await timed_ms(client, prompt))[0]) != whole:
+        assert time.monotonic() < begin + 30
+        await asyncio.sleep(0.02)
+    print(f"{fault}: back after {time.monotonic() - begin:.1f} s")
+    assert await client.lookup(chain(10, "news"), 1) == [PrefixHit("p0", 10)]

@@ -1,0 +1,108 @@
+"""What a mempool tells the prompt tree: every full block that is indexed, in reach of whom, and retracted in time."""
+
+import random
+
+from shared.ids import InstanceId
+from shared.kv.page import PageState
+from tests.unit.mempool_harness import Harness, chain
+from tests.unit.test_mempool_dram import ABCD, WXYZ, number_of_dram, spaces, two_prompts, unpin
+from tests.unit.test_mempool_spaces import DECODE, PREFILL, acquire
+
+
+class Watch:
+    """Radix Watch that keeps what it was told."""
+
+    def __init__(self, pool):
+        self.pool = pool
+        self.told = {entry.block_hash for entry in pool.index.entries()}
+        self.states = []  # of pages, when their block was retracted
+        pool.index.watch = self
+
+    def stored(self, entries):
+        for entry in entries:
+            assert entry.block_hash not in self.told
+            self.told.add(entry.block_hash)
+
+    def removed(self, entry):
+        self.told.remove(entry.block_hash)
+        self.states.append(self.pool.memory.table.states[entry.page])
+
+
+def test_all_that_is_indexed_is_told_and_retracted_before_its_page_can_be_free():
+    rng = random.Random(3)
+    rig = Harness(num_pages=12)
+    rig.engine(1, quota=4)
+    rig.client(2)
+    watch = Watch(rig.pool)
+    held = []
+    for _ in range(300):
+        step = rng.randrange(4)
+        if step == 0 and rig.granted[1]:
+            hashes = chain(*rng.sample(range(8), rng.randint(1, min(4, len(rig.granted[1])))))
+            rig.save(1, hashes)
+        elif step == 1:
+            rig.need(1, 4)
+        elif step == 2:
+            got = rig.acquire(2, chain(*rng.sample(range(8), 3)))
+            if got is not None and got.lease_id:
+                held.append(got.lease_id)
+        elif held:
+            rig.release(2, held.pop())
+        assert watch.told == set(rig.pool.index.hashes)
+    rig.pool.delete([])
+    assert watch.told == set(rig.pool.index.hashes)
+    assert len(watch.states) > 20
+    assert set(watch.states) == {PageState.SEALED}
+
+
+def test_a_block_that_leaves_a_space_is_told_by_the_host_memory_behind_it():
+    rig = spaces()
+    dram = number_of_dram(rig)
+    watches = {number: Watch(pool) for number, pool in rig.core.pools.items()}
+    pages = two_prompts(rig)
+    assert watches[0].told == {*ABCD, *WXYZ}
+    unpin(rig, pages[2:4])
+    assert watches[0].told == {*ABCD, *WXYZ}  # until its copy is complete
+    rig.copied()
+    assert watches[0].told == {*ABCD[:2], *WXYZ}
+    assert watches[dram].told == set(ABCD[2:])
+    acquire(rig, ABCD)
+    rig.give_back(PREFILL, rig.take(PREFILL, 2))
+    rig.copied()
+    assert watches[0].told == {*ABCD, *WXYZ}
+
+
+def test_a_space_is_in_reach_of_its_engines_and_says_what_lies_behind_it():
+    rig = spaces()
+    dram = number_of_dram(rig)
+    prefill, decode = InstanceId(f"i{PREFILL}"), InstanceId(f"i{DECODE}")
+    first = rig.core.reach.now()
+    assert (first[0].behind, first[0].is_dram) == (dram, False)
+    assert (first[dram].behind, first[dram].is_dram, first[dram].media) == (0, True, {})
+    assert set(first[0].media) == {prefill}
+    rig.worker(DECODE, "cpu:1")
+    second = rig.core.reach.now()
+    (other,) = set(second) - set(first)
+    assert set(second[other].media) == {decode}
+    assert second[other].behind == dram
+    assert prefill not in second[other].media
+
+
+def test_engines_that_work_in_the_pages_have_them_as_their_own_and_copying_ones_behind_a_copy():
+    rig = spaces()
+    engine = rig.core.pools[0].memory.engines.of_instance(InstanceId(f"i{PREFILL}"))[0]
+    engine.works_in_pages = True
+    assert rig.core.reach.now()[0].media == {engine.instance: "hbm"}
+    engine.works_in_pages = False
+    assert rig.core.reach.now()[0].media == {engine.instance: "dram"}
+
+
+def test_a_space_outlives_its_engine_and_stays_in_its_instances_reach():
+    rig = spaces()
+    watch = Watch(rig.core.pools[0])
+    two_prompts(rig)
+    before = rig.core.reach.now()[0]
+    rig.run(rig.core.on_closed(PREFILL, rig.now_ms))
+    rig.run(rig.core.on_process_dead(PREFILL, rig.now_ms))
+    assert watch.told == {*ABCD, *WXYZ}
+    assert rig.core.reach.now()[0] == before
