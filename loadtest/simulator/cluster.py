@@ -1,0 +1,321 @@
+"""A simulated cluster: the production scheduler and gateway cores, engines as step machines, links, the prompt tree."""
+
+from collections.abc import Sequence
+from random import Random
+
+from loadtest.simulator.blocks import ROOT, BlockStore, tokens_of
+from loadtest.simulator.engine import Engine
+from loadtest.simulator.events import EventQueue
+from loadtest.simulator.frontend import Call, Frontend, Submitted
+from loadtest.simulator.links import Links
+from loadtest.simulator.prices import StepPrices
+from loadtest.simulator.records import Record
+from loadtest.simulator.request import SimRequest
+from loadtest.simulator.spec import ClusterSpec, Outcome
+from loadtest.simulator.task import EngineHooks, EngineLimits, Task
+from loadtest.simulator.tree import SimTree
+from services.mempool.core.pd_caching import PdCaching
+from services.scheduler.core.instances import Instances
+from services.scheduler.core.placement import Placer
+from shared.engine.worker_reports import SOON_MS
+from shared.ids import Epoch, InstanceId, RequestId
+from shared.kv.layout import EngineDescription
+from shared.prompttree.publisher import TTL_S
+from shared.wire.handoff import HandoffState
+from shared.wire.placement import Ended, Place, Placed, PrefixHit, Rejected, Target
+from shared.wire.reports import Hello, Report
+from shared.wire.requests import Stage
+
+MODEL = "simulated"
+REPORT_PHASES = 10  # instances report in turns within an interval
+FORGET_MS = 1_000.0
+EPOCH = Epoch(1)
+
+
+class Simulation:
+    """Args: prices: of every instance."""
+
+    def __init__(self, spec: ClusterSpec, prices: StepPrices, requests: Sequence[SimRequest]) -> None:
+        self._spec, self._prices, self._requests = spec, prices, requests
+        self._events = EventQueue()
+        self._links = Links(spec.peer, spec.dram)
+        self._tree = SimTree(self._events, len(spec.roles))
+        self._names = [InstanceId(f"{role}-{n}") for n, role in enumerate(spec.roles)]
+        self._numbers = {name: n for n, name in enumerate(self._names)}
+        self._instances = Instances(spec.instances)
+        self._placer = Placer(self._instances, spec.policy, boot="simulated")
+        self._description = EngineDescription(
+            model=MODEL, fingerprint=MODEL, dtype="bfloat16", layout="layers-blocks", backend="simulated",
+            block_tokens=spec.block_tokens, max_model_len=1 << 30,
+        )  # fmt: skip
+        self.engines = self._build_engines()
+        self._seqs = [0] * len(self.engines)
+        self._report_due = [False] * len(self.engines)
+        self._tasks: dict[tuple[int, int, Stage], Task] = {}
+        self._followers: dict[int, list[int]] = {}
+        self._records: list[Record | None] = [None] * len(requests)
+        self._num_ended = self._num_rejected = 0
+        self._frontend = Frontend(
+            self._events, self, spec.delays, spec.flow, model=MODEL, on_end=self._on_end
+        )
+
+    def run(self) -> Outcome:
+        """Until every request has its outcome."""
+        self._introduce()
+        for index, request in enumerate(self._requests):
+            if request.depends_on is None:
+                self._events.at(request.arrival_ms, self._frontend.arrive, index, request)
+            else:
+                self._followers.setdefault(request.depends_on, []).append(index)
+        for death in self._spec.deaths:
+            self._events.at(death.at_ms, self._die, death.instance)
+        self._events.run(lambda: self._num_ended == len(self._requests))
+        records = [record for record in self._records if record is not None]
+        assert len(records) == len(self._requests), "every request ends"
+        return Outcome(
+            records=records,
+            num_events=self._events.num_events,
+            num_steps=sum(engine.num_steps for engine in self.engines),
+            num_preempted=sum(engine.num_preempted for engine in self.engines),
+            num_evicted=sum(engine.store.num_evicted for engine in self.engines),
+            num_rejected=self._num_rejected,
+            peer_bytes=self._links.num_bytes,
+            end_ms=self._events.now_ms,
+            busy_ms=[engine.busy_ms for engine in self.engines],
+        )
+
+    def settle(self, wait_ms: float = 5_000.0) -> None:
+        """Let what was on its way arrive: aborts, releases, blocks that go back."""
+        end_ms = self._events.now_ms + wait_ms
+        self._events.run(lambda: self._events.now_ms >= end_ms)
+
+    # -- for the frontend -------------------------------------------------------------------------
+
+    def lookup(self, request: SimRequest) -> list[PrefixHit]:
+        """What the prompt tree says."""
+        if self._spec.pd_caching is PdCaching.BASIC:
+            return []
+        block_tokens = self._spec.block_tokens
+        return [
+            PrefixHit(self._names[n], min(depth * block_tokens, request.prompt_tokens))
+            for n, depth in self._tree.lookup(request.blocks)
+        ]
+
+    def place(self, place: Place) -> Placed | Rejected:
+        """The production scheduler's answer."""
+        answer = self._placer.place(place, now_ms=self._now())
+        self._num_rejected += isinstance(answer, Rejected)
+        return answer
+
+    def ended(self, request_id: str, attempt: int) -> None:
+        """The scheduler forgets an attempt."""
+        self._placer.ended(Ended(request_id=RequestId(request_id), attempt=attempt))
+
+    def submit(self, call: Call, attempt: int, stage: Stage, target: Target) -> Submitted:
+        """A stage reaches its worker, or not."""
+        placed = call.flow.placed
+        assert placed is not None
+        engine = self.engines[self._numbers[target.instance]]
+        if engine.dead:
+            return "down"
+        decoding = stage == "decode"
+        source = self._numbers[placed.prefill.instance] if decoding and placed.prefill is not None else -1
+        task = Task(
+            key=(call.request.request_id, attempt),
+            stage=stage,
+            request=call.request,
+            hinted_tokens=placed.prefill_hit_tokens if stage == "prefill" else placed.decode_hit_tokens,
+            owner=call,
+            source=source,
+            prior=self._tasks.get((call.index, attempt, "prefill")) if decoding else None,
+        )
+        if not engine.submit(task):
+            return "never fits"
+        self._tasks[call.index, attempt, stage] = task
+        self._report_soon(engine.number)
+        return "taken"
+
+    def abort(self, call: Call, attempt: int, target: Target) -> None:
+        """A worker stops an attempt, whatever its stage."""
+        number = self._numbers[target.instance]
+        for stage in ("prefill", "decode", "colocated"):
+            task = self._tasks.get((call.index, attempt, stage))
+            if task is not None and self._where(call, task) == number:
+                self.engines[number].abort(task)
+
+    def handoff(self, placed: Placed) -> HandoffState:
+        """What the prefill worker's answer carries."""
+        assert placed.prefill is not None
+        return HandoffState(
+            handoff_id=placed.handoff_id, source=placed.prefill.instance, description=self._description
+        )
+
+    def _where(self, call: Call, task: Task) -> int:
+        record = call.record
+        return self._numbers[InstanceId(record.prefill if task.stage == "prefill" else record.decode)]
+
+    # -- for the engines --------------------------------------------------------------------------
+
+    def _load(self, number: int, task: Task, peer_tokens: int, dram_tokens: int) -> None:
+        engine = self.engines[number]
+        per_token = self._prices.kv_bytes_per_token
+        at_ms = self._links.load(engine.number, dram_tokens * per_token, self._events.now_ms)
+        source = task.source if task.stage == "decode" else task.fetch_from
+        if peer_tokens:
+            sent_ms = self._links.send(source, engine.number, peer_tokens * per_token, self._events.now_ms)
+            at_ms = max(at_ms, sent_ms)
+        self._events.at(at_ms, self._loaded, engine, task)
+
+    def _loaded(self, engine: Engine, task: Task) -> None:
+        engine.loaded(task)
+        self._release_source(task)
+
+    def _release_source(self, task: Task) -> None:
+        if task.prior is not None:
+            self.engines[task.source].release(task.prior)
+            task.prior = None
+
+    def _first_token(self, number: int, task: Task) -> None:
+        engine = self.engines[number]
+        call, (_, attempt) = task.owner, task.key
+        record = call.record
+        if task.stage != "decode":
+            record.tokens_local, record.tokens_dram = task.tokens_local, task.tokens_dram
+            record.tokens_peer, record.tokens_computed = task.tokens_peer, task.tokens_computed
+            record.queue_ms = task.admitted_at_ms - task.queued_at_ms
+        else:
+            self._release_source(task)
+        if task.stage == "prefill":
+            if task.request.output_tokens == 1:
+                engine.release(task)
+            self._events.after(self._spec.delays.hop_ms, self._frontend.prefilled, call, attempt)
+        else:
+            self._events.after(self._spec.delays.hop_ms, self._frontend.first_token, call, attempt)
+        self._report_soon(engine.number)
+
+    def _finished(self, number: int, task: Task) -> None:
+        engine = self.engines[number]
+        call, (_, attempt) = task.owner, task.key
+        if task.stage == "decode" and self._spec.pd_caching is PdCaching.FULL:
+            self._push_back(engine, task)
+        self._events.after(self._spec.delays.hop_ms, self._frontend.finished, call, attempt)
+        self._report_soon(engine.number)
+
+    def _push_back(self, engine: Engine, task: Task) -> None:
+        """PD-Caching-3: what decode completed goes to where the prompt was computed."""
+        blocks = task.request.output_blocks
+        if not blocks or self.engines[task.source].dead:
+            return
+        num_bytes = len(blocks) * self._spec.block_tokens * self._prices.kv_bytes_per_token
+        at_ms = self._links.send(engine.number, task.source, num_bytes, self._events.now_ms)
+        self._events.at(at_ms, self._pushed, task)
+
+    def _pushed(self, task: Task) -> None:
+        engine, request, block_tokens = self.engines[task.source], task.request, self._spec.block_tokens
+        whole = request.prompt_tokens // block_tokens
+        if tokens_of(engine.store.match(request.blocks[:whole])) < whole * block_tokens:
+            return  # what is before them was evicted: nobody could use them
+        parent = request.blocks[whole - 1] if whole else ROOT
+        engine.store.keep(parent, request.output_blocks, len(request.output_blocks) * block_tokens)
+
+    # -- reports ----------------------------------------------------------------------------------
+
+    def _introduce(self) -> None:
+        limits = self._spec.limits
+        for engine in self.engines:
+            self._instances.hello(self._hello(engine, limits), now_ms=self._now())
+            self._report(engine.number)
+        interval_ms = self._spec.instances.report_interval_ms
+        for phase in range(REPORT_PHASES):
+            self._events.at(interval_ms * (1 + phase / REPORT_PHASES), self._report_round, phase)
+
+    def _hello(self, engine: Engine, limits: EngineLimits) -> Hello:
+        return Hello(
+            instance=self._names[engine.number],
+            epoch=EPOCH,
+            role=self._spec.roles[engine.number],
+            endpoint=f"simulated:{engine.number}",
+            description=self._description,
+            max_running=limits.max_running,
+            max_batched_tokens=limits.max_batched_tokens,
+            num_kv_blocks=self._spec.memory_tokens // self._spec.block_tokens,
+        )
+
+    def _report_round(self, phase: int) -> None:
+        for number in range(phase, len(self.engines), REPORT_PHASES):
+            self._report(number)
+        self._instances.tick(now_ms=self._now())
+        self._events.after(self._spec.instances.report_interval_ms, self._report_round, phase)
+
+    def _report_soon(self, number: int) -> None:
+        if not self._report_due[number]:
+            self._report_due[number] = True
+            self._events.after(SOON_MS, self._report, number)
+
+    def _report(self, number: int) -> None:
+        engine = self.engines[number]
+        self._report_due[number] = False
+        if engine.dead:
+            return
+        self._seqs[number] += 1
+        report = Report(
+            instance=self._names[number],
+            epoch=EPOCH,
+            seq=self._seqs[number],
+            num_running=engine.num_running,
+            num_waiting=engine.num_waiting,
+            unfinished_prefill_tokens=engine.unfinished_prefill_tokens,
+            running_context_tokens=engine.context_tokens,
+            kv_used_share=engine.store.used_share,
+            step_ms=engine.step_ms,
+        )
+        self._instances.report(report, now_ms=self._now())
+
+    # -- the rest ---------------------------------------------------------------------------------
+
+    def _build_engines(self) -> list[Engine]:
+        spec, rng = self._spec, Random(self._spec.seed)
+        hooks = EngineHooks(self._load, self._first_token, self._finished)
+
+        def noise() -> float:
+            return max(0.2, rng.gauss(1.0, spec.noise)) if spec.noise else 1.0
+
+        engines = []
+        for number in range(len(spec.roles)):
+            store = BlockStore(
+                spec.block_tokens,
+                spec.memory_tokens,
+                spec.dram_tokens,
+                lambda blocks, n=number: self._tree.stored(n, blocks),
+                lambda blocks, n=number: self._tree.removed(n, blocks),
+            )
+            engines.append(Engine(number, self._events, self._prices, store, spec.limits, hooks, noise))
+        return engines
+
+    def _die(self, number: int) -> None:
+        self.engines[number].die()
+        self._events.after(self._spec.delays.hop_ms, self._frontend.instance_down, self._names[number])
+        self._events.after(TTL_S * 1000, self._tree.expire, number)
+
+    def _on_end(self, call: Call) -> None:
+        self._records[call.index] = call.record
+        self._num_ended += 1
+        self._events.after(FORGET_MS, self._forget, call)  # its aborts are on their way
+        for index in self._followers.pop(call.index, ()):
+            follower = self._requests[index]
+            at_ms = max(follower.arrival_ms, self._events.now_ms + follower.think_ms)
+            self._events.at(at_ms, self._frontend.arrive, index, follower)
+
+    def _forget(self, call: Call) -> None:
+        """Its tasks."""
+        for attempt in range(1, call.flow.attempt + 1):
+            for stage in ("prefill", "decode", "colocated"):
+                self._tasks.pop((call.index, attempt, stage), None)
+
+    def _now(self) -> int:
+        return int(self._events.now_ms)
+
+
+def simulate(spec: ClusterSpec, prices: StepPrices, requests: Sequence[SimRequest]) -> Outcome:
+    """Run a workload through a cluster. Deterministic in its arguments. Memory: what is cached, plus a record each."""
+    return Simulation(spec, prices, requests).run()

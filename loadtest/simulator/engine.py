@@ -1,0 +1,393 @@
+"""One engine as a step machine: vLLM's order of things (running first, then waiting, first come first served).
+
+A step takes one token of every decode and up to max_batched_tokens in all, prompts cut into chunks. Steps of decodes
+alone are taken together until one of them ends; whoever needs the engine earlier cuts the row at the next whole step.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+
+from loadtest.simulator.blocks import ROOT, BlockStore, tokens_of
+from loadtest.simulator.events import EventQueue
+from loadtest.simulator.prices import Chunk, StepPrices
+from loadtest.simulator.task import EngineHooks, EngineLimits, Task
+
+MAX_ROW_STEPS = 512
+
+
+class Engine:
+    """Args: noise: factor of each step's time, called once a step or row of steps."""
+
+    def __init__(
+        self,
+        number: int,
+        events: EventQueue,
+        prices: StepPrices,
+        store: BlockStore,
+        limits: EngineLimits,
+        hooks: EngineHooks,
+        noise: Callable[[], float],
+    ) -> None:
+        self.number, self.store, self.limits = number, store, limits
+        self.num_steps = self.num_preempted = 0
+        self.busy_ms = self.step_ms = 0.0
+        self.unfinished_prefill_tokens = 0
+        self.queued_prefill_ms = 0.0
+        self.dead = False
+        self._events, self._prices, self._hooks, self._noise = events, prices, hooks, noise
+        self._waiting: deque[Task] = deque()
+        self._ready: deque[Task] = deque()  # loaded, before all that waits
+        self._loading: set[Task] = set()
+        self._prefilling: list[Task] = []
+        self._ends: list[tuple[int, int, Task]] = []  # decodes by the step in which they end
+        self._decoding: dict[tuple[str, int], Task] = {}
+        self._context_tokens = 0  # of all decodes
+        self._num_admitted = 0
+        # the step, or row of steps, that runs
+        self._run: tuple[float, int, int, float, list[tuple[Task, int]]] | None = None
+        self._generation = 0
+
+    # -- from outside -----------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        """Requests in steps."""
+        return len(self._decoding) + len(self._prefilling)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no step has seen."""
+        return len(self._waiting) + len(self._ready) + len(self._loading)
+
+    @property
+    def context_tokens(self) -> int:
+        """KV tokens of running requests."""
+        return self._context_tokens + sum(task.done_tokens for task in self._prefilling)
+
+    def submit(self, task: Task) -> bool:
+        """A stage arrives. False: it could never fit."""
+        request = task.request
+        if self.dead or request.prompt_tokens + request.output_tokens > self.store.capacity_tokens:
+            return False
+        task.queued_at_ms = self._events.now_ms
+        task.goal_tokens = request.prompt_tokens
+        if task.stage != "decode":
+            self.unfinished_prefill_tokens += request.prompt_tokens
+            task.queued_prefill_ms = self._prices.prefill_ms(
+                request.prompt_tokens, min(task.hinted_tokens, request.prompt_tokens - 1)
+            )
+            self.queued_prefill_ms += task.queued_prefill_ms
+        self._waiting.append(task)
+        self.wake()
+        return True
+
+    def loaded(self, task: Task) -> None:
+        """What it needed from elsewhere is here, in the private memory that was reserved for it."""
+        if task.state != "loading" or self.dead:
+            return
+        self._loading.discard(task)
+        request = task.request
+        have = request.prompt_tokens if task.stage == "decode" else task.done_tokens
+        self._seal_prompt(task, have)
+        task.done_tokens = min(have, request.prompt_tokens - 1)
+        self._ready.append(task)
+        self.wake()
+
+    def release(self, task: Task) -> None:
+        """Nobody needs the pages of a prefilled prompt any more."""
+        if task.state == "held":
+            self._drop(task)
+            self.wake()
+
+    def abort(self, task: Task) -> None:
+        """The stage is over for whoever asked for it. Harmless when it has ended."""
+        if task.state == "gone" or self.dead:
+            return
+        if task.state == "decoding":
+            self._leave_decodes(task)
+        for queue in (self._waiting, self._ready, self._prefilling):
+            if task in queue:
+                queue.remove(task)
+        self._loading.discard(task)
+        self._forget_prefill(task)
+        self._drop(task)
+        self.wake()
+
+    def die(self) -> None:
+        """Nothing comes from it any more."""
+        self.dead = True
+        self._generation += 1
+        self._run = None
+
+    def wake(self) -> None:
+        """Something changed: begin a step, or end a row of steps at the next whole one."""
+        if self.dead:
+            return
+        if self._run is None:
+            self._begin()
+        elif self._run[1] > 1 and (self._waiting or self._ready):
+            self._cut()
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._room_for_decodes()
+        num_decodes = len(self._decoding)
+        chunks = self._compose()
+        if not chunks and not num_decodes:
+            return
+        now_ms = self._events.now_ms
+        factor = self._noise()
+        if chunks:
+            shapes: list[Chunk] = [(new, task.done_tokens) for task, new in chunks]
+            took_ms = factor * self._prices.step_ms(shapes, num_decodes, self._context_tokens)
+            self._run = (now_ms, 1, num_decodes, factor, chunks)
+        else:
+            num_steps = self._row_length()
+            self._run = (now_ms, num_steps, num_decodes, factor, chunks)
+            took_ms = self._row_ms(num_steps)
+            self._reserve_steps(num_decodes * (num_steps - 1))
+        self._generation += 1
+        self._events.at(now_ms + took_ms, self._end, self._generation)
+
+    def _row_length(self) -> int:
+        """Steps until a decode ends, as far as memory reaches without preempting; one has its memory already."""
+        room = self.store.room_tokens // len(self._decoding)
+        return max(1, min(self._next_end() - self.num_steps, room + 1, MAX_ROW_STEPS))
+
+    def _reserve_steps(self, num_tokens: int) -> None:
+        has_room = self.store.reserve(num_tokens)
+        assert has_room, "counted before"
+
+    def _next_end(self) -> int:
+        while (task := self._ends[0][2]).state != "decoding" or self._end_of(task) != self._ends[0][0]:
+            heapq.heappop(self._ends)
+        return self._ends[0][0]
+
+    @staticmethod
+    def _end_of(task: Task) -> int:
+        return task.joined_step + task.request.output_tokens - task.made
+
+    def _row_ms(self, num_steps: int) -> float:
+        """Of the row that runs; exact where a step's time grows linearly with its context."""
+        assert self._run is not None
+        _, _, num_decodes, factor, _ = self._run
+        context = self._context_tokens + num_decodes * (num_steps - 1) // 2
+        return factor * num_steps * self._prices.decode_ms(num_decodes, context)
+
+    def _cut(self) -> None:
+        """End the row with the step that runs now."""
+        assert self._run is not None
+        began_ms, num_steps, num_decodes, factor, chunks = self._run
+        elapsed_ms = self._events.now_ms - began_ms
+        low, high = 1, num_steps
+        while low < high:
+            middle = (low + high) // 2
+            if self._row_ms(middle) >= elapsed_ms - 1e-9:
+                high = middle
+            else:
+                low = middle + 1
+        if low < num_steps:
+            self.store.release(num_decodes * (num_steps - low))
+            end_ms = began_ms + self._row_ms(low)
+            self._run = (began_ms, low, num_decodes, factor, chunks)
+            self._generation += 1
+            self._events.at(end_ms, self._end, self._generation)
+
+    def _end(self, generation: int) -> None:
+        if generation != self._generation or self._run is None:
+            return
+        began_ms, num_steps, num_decodes, _, chunks = self._run
+        self._run = None
+        took_ms = self._events.now_ms - began_ms
+        self.busy_ms += took_ms
+        self.step_ms = 0.8 * self.step_ms + 0.2 * took_ms / num_steps
+        self.num_steps += num_steps
+        grown = len(self._decoding) * num_steps
+        self._context_tokens += grown
+        self.store.release((num_decodes - len(self._decoding)) * num_steps)  # of those that left meanwhile
+        while self._ends and self._decoding and self._next_end() <= self.num_steps:
+            task = heapq.heappop(self._ends)[2]
+            self._leave_decodes(task)
+            self._finish(task)
+        if not self._decoding:
+            self._ends.clear()
+        for task, new in chunks:
+            if task.state == "prefilling":
+                self._advance(task, new)
+        self._begin()
+
+    # -- prompts ----------------------------------------------------------------------------------
+
+    def _compose(self) -> list[tuple[Task, int]]:
+        """The chunks of the next step."""
+        budget = self.limits.max_batched_tokens - len(self._decoding)
+        chunks: list[tuple[Task, int]] = []
+        for task in self._prefilling:
+            if budget <= 0:
+                return chunks
+            new = min(task.goal_tokens - task.done_tokens, budget)
+            chunks.append((task, new))
+            budget -= new
+        while budget > 0 and self.num_running < self.limits.max_running:
+            task = self._next_task()
+            if task is None:
+                break
+            task.state = "prefilling"
+            self._prefilling.append(task)
+            new = min(task.goal_tokens - task.done_tokens, budget)
+            chunks.append((task, new))
+            budget -= new
+        return chunks
+
+    def _next_task(self) -> Task | None:
+        if self._ready:
+            return self._ready.popleft()
+        while self._waiting:
+            task = self._waiting[0]
+            if not self._admit(task):
+                return None
+            self._waiting.popleft()
+            if task.state != "loading":
+                return task
+        return None
+
+    def _admit(self, task: Task) -> bool:
+        """Memory for all of its context, what is cached pinned. False: it waits on."""
+        request, store = task.request, self.store
+        unit = self.limits.unit_tokens
+        most = request.prompt_tokens if task.stage == "decode" else (request.prompt_tokens - 1) // unit * unit
+        found = store.match(request.blocks)
+        store.pin(found)
+        local = min(tokens_of(found), most)
+        need = task.goal_tokens - tokens_of(found)
+        if need > 0 and not store.reserve(need):
+            store.unpin(found)
+            return False
+        self._num_admitted += 1
+        task.seq, task.state, task.entries, task.private_tokens = (
+            self._num_admitted,
+            "waiting",
+            found,
+            max(0, need),
+        )
+        task.done_tokens = local
+        peer = dram = 0
+        if task.stage == "decode" and not task.made:
+            peer = request.prompt_tokens - local
+        elif not task.made:
+            whole = tokens_of(found)
+            dram = max(0, min(whole + store.match_dram(request.blocks[len(found) :]), most) - local)
+            peer = max(0, min(task.fetch_tokens, most) - local - dram)
+        if task.admitted_at_ms < 0:  # a preempted request comes again; its receipt is of the first time
+            task.admitted_at_ms = self._events.now_ms
+            task.tokens_local, task.tokens_dram, task.tokens_peer = local, dram, peer
+            task.tokens_computed = request.prompt_tokens - local - dram - peer
+        if peer or dram:
+            task.state = "loading"
+            task.done_tokens = local + dram + peer
+            self._loading.add(task)
+            self._hooks.load(self.number, task, peer, dram)
+        elif task.stage == "decode":
+            task.done_tokens = min(task.done_tokens, task.goal_tokens - 1)
+        return True
+
+    def _advance(self, task: Task, new: int) -> None:
+        """A chunk of it was computed."""
+        task.done_tokens += new
+        self._seal_prompt(task, min(task.done_tokens, task.request.prompt_tokens))
+        if task.done_tokens < task.goal_tokens:
+            return
+        self._prefilling.remove(task)
+        self._forget_prefill(task)
+        task.made += 1
+        if task.stage == "prefill":
+            task.state = "held"
+            self._hooks.first_token(self.number, task)
+            return
+        if task.made == 1:
+            self._hooks.first_token(self.number, task)
+        if task.made >= task.request.output_tokens:
+            self._finish(task)
+            return
+        task.state = "decoding"
+        task.joined_step = self.num_steps
+        self._decoding[task.key] = task
+        self._context_tokens += task.done_tokens
+        heapq.heappush(self._ends, (self._end_of(task), task.seq, task))
+
+    def _seal_prompt(self, task: Task, done_tokens: int) -> None:
+        """Name the prompt's blocks that are written and have no name yet."""
+        store, blocks = self.store, task.request.blocks
+        have = len(task.entries)
+        whole = done_tokens >= task.request.prompt_tokens
+        upto = len(blocks) if whole else min(len(blocks), done_tokens // store.block_tokens)
+        if upto <= have:
+            return
+        begin = have * store.block_tokens
+        num_tokens = min(upto * store.block_tokens, task.request.prompt_tokens) - begin
+        parent = blocks[have - 1] if have else ROOT
+        task.entries += store.seal(parent, blocks[have:upto], num_tokens)
+        task.private_tokens -= num_tokens
+
+    # -- decodes ----------------------------------------------------------------------------------
+
+    def _leave_decodes(self, task: Task) -> None:
+        """Its steps so far become its own."""
+        del self._decoding[task.key]
+        steps = self.num_steps - task.joined_step
+        task.made += steps
+        task.done_tokens += steps
+        task.private_tokens += steps
+        self._context_tokens -= task.done_tokens
+
+    def _room_for_decodes(self) -> None:
+        """A token of memory for each; who came last gives its memory up and computes everything anew later."""
+        while self._decoding and self.store.room_tokens < len(self._decoding):
+            task = max(self._decoding.values(), key=lambda t: t.seq)
+            self._leave_decodes(task)
+            self.num_preempted += 1
+            self._free(task)
+            task.state = "waiting"
+            task.goal_tokens = task.request.prompt_tokens + task.made
+            self._waiting.appendleft(task)
+        self._reserve_steps(len(self._decoding))
+
+    def _finish(self, task: Task) -> None:
+        self._keep_output(task)
+        self._drop(task)
+        self._hooks.finished(self.number, task)
+
+    def _keep_output(self, task: Task) -> None:
+        """Name the blocks that decode completed."""
+        request, store = task.request, self.store
+        whole = request.prompt_tokens // store.block_tokens
+        if not request.output_blocks:
+            return
+        num_tokens = len(request.output_blocks) * store.block_tokens
+        self._free_private(task)
+        if store.reserve(num_tokens):  # the tail's tokens are copied: the full block has a page of its own
+            parent = request.blocks[whole - 1] if whole else ROOT
+            task.entries += store.seal(parent, request.output_blocks, num_tokens)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _forget_prefill(self, task: Task) -> None:
+        if task.stage != "decode" and task.queued_prefill_ms >= 0:
+            self.unfinished_prefill_tokens -= task.request.prompt_tokens
+            self.queued_prefill_ms = max(0.0, self.queued_prefill_ms - task.queued_prefill_ms)
+            task.queued_prefill_ms = -1.0  # once
+
+    def _free_private(self, task: Task) -> None:
+        self.store.release(task.private_tokens)
+        task.private_tokens = 0
+
+    def _free(self, task: Task) -> None:
+        self._free_private(task)
+        self.store.unpin(task.entries)
+        task.entries = []
+
+    def _drop(self, task: Task) -> None:
+        self._free(task)
+        task.state = "gone"

@@ -1,0 +1,52 @@
+"""Transfers between instances, and between an instance and the host memory behind it: one at a time at each end."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A path. bytes_per_ms 0 means that nothing moves and nothing waits: both ends use the same pages."""
+
+    latency_ms: float = 0.1
+    bytes_per_ms: float = 50e6  # 50 GB/s
+
+    def transfer_ms(self, num_bytes: float) -> float:
+        """Alone on the path."""
+        return self.latency_ms + num_bytes / self.bytes_per_ms if self.bytes_per_ms else 0.0
+
+
+def gb_per_s(rate: float, latency_ms: float = 0.1) -> Rate:
+    """From the unit in which link speeds are told."""
+    return Rate(latency_ms, rate * 1e6)
+
+
+@dataclass(slots=True)
+class Links:
+    """A transfer begins when its source may send and its target may receive; each end does one after the other."""
+
+    peer: Rate = field(default_factory=Rate)
+    dram: Rate = field(default_factory=lambda: Rate(0.05, 40e6))
+    num_bytes: int = 0  # over `peer`
+    busy_ms: float = 0.0
+    _out_free_ms: dict[int, float] = field(default_factory=dict)
+    _in_free_ms: dict[int, float] = field(default_factory=dict)
+    _dram_free_ms: dict[int, float] = field(default_factory=dict)
+
+    def send(self, source: int, target: int, num_bytes: int, now_ms: float) -> float:
+        """Between instances: when it has arrived."""
+        if not self.peer.bytes_per_ms or not num_bytes:
+            return now_ms
+        took_ms = self.peer.transfer_ms(num_bytes)
+        begin_ms = max(now_ms, self._out_free_ms.get(source, 0.0), self._in_free_ms.get(target, 0.0))
+        self._out_free_ms[source] = self._in_free_ms[target] = begin_ms + took_ms - self.peer.latency_ms
+        self.num_bytes += num_bytes
+        self.busy_ms += took_ms
+        return begin_ms + took_ms
+
+    def load(self, instance: int, num_bytes: int, now_ms: float) -> float:
+        """From the host memory behind an instance: when it has arrived."""
+        if not self.dram.bytes_per_ms or not num_bytes:
+            return now_ms
+        begin_ms = max(now_ms, self._dram_free_ms.get(instance, 0.0))
+        self._dram_free_ms[instance] = begin_ms + self.dram.transfer_ms(num_bytes)
+        return self._dram_free_ms[instance]

@@ -1,0 +1,70 @@
+"""What is simulated, and what comes of it."""
+
+from dataclasses import dataclass, field
+
+from loadtest.simulator.frontend import Delays
+from loadtest.simulator.links import Rate
+from loadtest.simulator.records import Record
+from loadtest.simulator.task import EngineLimits
+from services.gateway.core.request_flow import Limits
+from services.mempool.core.pd_caching import PdCaching
+from services.scheduler.core.instances import InstanceLimits
+from services.scheduler.core.policies import PolicyName
+from shared.wire.reports import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """An instance is gone from then on."""
+
+    at_ms: float
+    instance: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """What is simulated. Tokens of memory are of each instance.
+
+    noise: standard deviation of the factor by which each step's time differs; drawn from `seed`.
+    """
+
+    roles: tuple[Role, ...]
+    block_tokens: int = 512
+    memory_tokens: int = 1 << 20
+    dram_tokens: int = 0
+    policy: PolicyName = "prompt_tree"
+    limits: EngineLimits = field(default_factory=EngineLimits)
+    pd_caching: PdCaching = PdCaching.FULL
+    peer: Rate = field(default_factory=Rate)
+    dram: Rate = field(default_factory=lambda: Rate(0.05, 40e6))
+    delays: Delays = field(default_factory=Delays)
+    flow: Limits = field(default_factory=Limits)
+    instances: InstanceLimits = field(default_factory=InstanceLimits)
+    deaths: tuple[Death, ...] = ()
+    noise: float = 0.0
+    seed: int = 0
+
+
+def roles_of(num_prefill: int, num_decode: int, num_colocated: int = 0) -> tuple[Role, ...]:
+    """Prefill instances first, then decode, then colocated."""
+    counts: tuple[tuple[Role, int], ...] = (
+        ("prefill", num_prefill),
+        ("decode", num_decode),
+        ("colocated", num_colocated),
+    )
+    return tuple(role for role, number in counts for _ in range(number))
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A run: one record a request, in their order."""
+
+    records: list[Record]
+    num_events: int
+    num_steps: int
+    num_preempted: int
+    num_evicted: int
+    num_rejected: int
+    peer_bytes: int
+    end_ms: float
+    busy_ms: list[float]  # of each instance

@@ -1,0 +1,61 @@
+"""One stage of one attempt inside a simulated engine, and what the engine tells of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from loadtest.simulator.request import SimRequest
+from services.mempool.core.entry import Entry
+from shared.wire.requests import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """As the worker's settings of the same names. unit_tokens: the real block, below which nothing is cached."""
+
+    max_running: int = 256
+    max_batched_tokens: int = 8192
+    unit_tokens: int = 16
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One stage of one attempt. tokens_*: of the prompt, by source; they sum to the prompt once it is admitted."""
+
+    key: tuple[str, int]
+    stage: Stage
+    request: SimRequest
+    hinted_tokens: int = 0  # what the scheduler believed to be cached here
+    owner: Any = None  # whoever asked for it
+    source: int = -1  # decode: the instance that holds the prompt's pages, and the stage that made them
+    prior: "Task | None" = None
+    fetch_from: int = -1  # another instance that holds more of the prompt, and how much
+    fetch_tokens: int = 0
+    tokens_local: int = 0
+    tokens_dram: int = 0
+    tokens_peer: int = 0
+    tokens_computed: int = 0
+    queued_at_ms: float = 0.0
+    admitted_at_ms: float = -1.0
+    entries: list[Entry] = field(default_factory=list)  # pinned
+    private_tokens: int = 0
+    done_tokens: int = 0  # positions whose KV is there
+    goal_tokens: int = 0  # positions to compute before the next token
+    made: int = 0  # output tokens
+    joined_step: int = 0
+    seq: int = 0  # order of admission
+    queued_prefill_ms: float = 0.0
+    state: str = "waiting"  # loading, prefilling, decoding, held, gone
+
+
+# the engine is named by its number
+Sink = Callable[[int, Task], None]
+
+
+@dataclass(slots=True)
+class EngineHooks:
+    """Whom the engine tells. load: begins what a task needs from elsewhere; loaded() is called when it has come."""
+
+    load: Callable[[int, Task, int, int], None]  # tokens from peers, tokens from host memory
+    first_token: Sink
+    finished: Sink

@@ -1,0 +1,94 @@
+"""The simulator against random clusters and workloads: nothing is lost, invented or left to chance."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loadtest.simulator.cluster import Simulation, simulate
+from loadtest.simulator.links import gb_per_s
+from loadtest.simulator.records import summarize
+from loadtest.simulator.request import infinite_cache
+from loadtest.simulator.spec import ClusterSpec, Death, roles_of
+from loadtest.simulator.task import EngineLimits
+from services.mempool.core.pd_caching import PdCaching
+from tests.support.simulated import BLOCK_TOKENS, PRICES, conversations
+
+splits = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)).filter(
+    lambda n: n[2] or (n[0] and n[1])
+)
+
+
+@st.composite
+def specs(draw):
+    roles = roles_of(*draw(splits))
+    deaths = ()
+    if len(roles) > 1 and draw(st.booleans()):
+        deaths = (Death(draw(st.floats(0, 4000)), draw(st.integers(0, len(roles) - 1))),)
+    return ClusterSpec(
+        roles,
+        block_tokens=BLOCK_TOKENS,
+        memory_tokens=draw(st.sampled_from([1500, 4000, 1 << 20])),
+        dram_tokens=draw(st.sampled_from([0, 1000, 1 << 20])),
+        policy=draw(st.sampled_from(["least_load", "session", "prompt_tree"])),
+        limits=EngineLimits(draw(st.integers(1, 8)), draw(st.sampled_from([64, 512]))),
+        pd_caching=draw(st.sampled_from([PdCaching.BASIC, PdCaching.FULL])),
+        peer=gb_per_s(draw(st.sampled_from([0, 0.001, 1.0]))),
+        deaths=deaths,
+        noise=draw(st.sampled_from([0.0, 0.1])),
+        seed=draw(st.integers(0, 9)),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs(), st.integers(0, 50))
+def test_every_request_ends_once_and_its_tokens_add_up(spec, seed):
+    requests = conversations(seed)
+    run = simulate(spec, PRICES, requests)
+    assert [record.request_id for record in run.records] == [request.request_id for request in requests]
+    for record, request in zip(run.records, requests, strict=True):
+        assert record.has_ended
+        assert record.jct_ms >= record.ttft_ms >= 0
+        if request.depends_on is not None:
+            before = run.records[request.depends_on]
+            assert record.arrival_ms >= before.arrival_ms + before.jct_ms + request.think_ms - 1e-6
+        if record.ok:
+            assert record.ttft_ms > 0
+            hits = record.tokens_local + record.tokens_dram + record.tokens_peer
+            assert 0 <= hits < record.prompt_tokens
+            assert hits + record.tokens_computed == record.prompt_tokens
+
+
+@settings(max_examples=25, deadline=None)
+@given(specs(), st.integers(0, 50))
+def test_all_memory_returns_and_none_is_used_twice(spec, seed):
+    simulation = Simulation(spec, PRICES, conversations(seed))
+    simulation.run()
+    simulation.settle()
+    for engine in simulation.engines:
+        if not engine.dead:
+            assert (engine.store.private_tokens, engine.store.pinned_tokens) == (0, 0)
+            assert (engine.num_running, engine.num_waiting, engine.unfinished_prefill_tokens) == (0, 0, 0)
+            assert engine.store.indexed_tokens <= spec.memory_tokens
+
+
+@settings(max_examples=15, deadline=None)
+@given(specs(), st.integers(0, 50))
+def test_the_same_arguments_give_the_same_run(spec, seed):
+    requests = conversations(seed)
+    assert simulate(spec, PRICES, requests) == simulate(spec, PRICES, requests)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 500), st.sampled_from(["least_load", "prompt_tree"]))
+def test_one_instance_with_memory_for_all_hits_what_an_infinite_cache_would(seed, policy):
+    """Requests far apart: then a prompt is cached before the next one comes, as the bound supposes."""
+    requests = conversations(seed, gap_ms=8e3)
+    spec = ClusterSpec(
+        ("colocated",), block_tokens=BLOCK_TOKENS, policy=policy, limits=EngineLimits(unit_tokens=1)
+    )
+    run = simulate(spec, PRICES, requests)
+    bound = infinite_cache(requests, BLOCK_TOKENS)
+    found = summarize(run.records)
+    answers = sum(len(request.output_blocks) for request in requests) * BLOCK_TOKENS
+    hits = round(found.hit_ratio * bound.prompt_tokens)
+    whole = sum(request.prompt_tokens <= BLOCK_TOKENS for request in requests)
+    assert bound.hit_tokens - whole <= hits <= bound.hit_tokens + answers
