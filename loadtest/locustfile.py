@@ -6,6 +6,9 @@
 Headless it writes CSV files and one HTML report; --jsonl adds a line per request with unrounded times (locust
 rounds those above 100 ms to two digits). The POST row is the time to the response's headers only; the LLM
 rows `ttft`, `tpot` and `e2e` are the measurements. Without --headless the same runs from locust's web page.
+
+With --workload NAME (loadtest/workloads), users play that workload's sessions instead, each its own, as chat messages
+and with the server's real answers as history; arrival times are the users' then, not the workload's.
 """
 
 import itertools
@@ -15,9 +18,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gevent
 from locust import FastHttpUser, constant, events, task
 
 from loadtest.sse import StreamError, StreamTimes, read_stream
+from loadtest.workloads import tokens
+from loadtest.workloads.catalogue import WORKLOADS
+from loadtest.workloads.request import Request
+from loadtest.workloads.shelf import Shelf
 
 USERS = itertools.count()
 TOPICS = Path(__file__).with_name("prompts.txt").read_text().splitlines()
@@ -31,13 +39,18 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--turns", type=int, default=3, help="turns of a conversation before a new one")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of prompts")
     parser.add_argument("--jsonl", default="", help="file for one JSON line per request")
+    parser.add_argument(
+        "--workload", default="", choices=["", *WORKLOADS], help="play this workload's sessions"
+    )
     parser.add_argument("--bearer", default="", env_var="QUIRE_API_KEY", is_secret=True, help="API key")
 
 
 @events.test_start.add_listener
 def open_log(environment: Any, **_: Any) -> None:
     """One line-buffered file per run."""
-    path = environment.parsed_options.jsonl
+    options = environment.parsed_options
+    environment.shelf = Shelf(options.workload, options.seed) if options.workload else None
+    path = options.jsonl
     environment.request_log = None
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -78,14 +91,34 @@ class ChatUser(FastHttpUser):
 
     @task
     def chat(self) -> None:
-        """One streamed turn."""
+        """One streamed turn, or one session of the workload."""
+        if self.environment.shelf is not None:
+            self._play(self.environment.shelf.take())
+            return
         if len(self.messages) >= 2 * self.options.turns:
             self.messages = []
         self.messages.append({"role": "user", "content": self.random.choice(TOPICS)})
+        text = self._turn(self.messages, {"max_tokens": self.options.max_tokens})
+        self.messages = [] if text is None else [*self.messages, {"role": "assistant", "content": text}]
+
+    def _play(self, session: list[Request]) -> None:
+        """Its turns in order; a failed one ends it."""
+        answers: dict[int, str] = {}
+        for request in session:
+            if request.turn:
+                gevent.sleep(request.think_ms / 1000)
+            limits = {"max_tokens": request.output_tokens, "ignore_eos": True, "user": request.session}
+            text = self._turn(tokens.messages(request.prompt, answered=answers.get), limits)
+            if text is None:
+                return
+            answers[request.request_id] = text
+
+    def _turn(self, messages: list[dict[str, str]], limits: dict[str, Any]) -> str | None:
+        """Stream one answer and report it: its text, or None when it failed."""
         body = {
             "model": self.model,
-            "messages": self.messages,
-            "max_tokens": self.options.max_tokens,
+            "messages": messages,
+            **limits,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -103,7 +136,7 @@ class ChatUser(FastHttpUser):
                 error = f"{type(failure).__name__}: {failure}"
                 response.failure(error)
         self._report(times, started_unix, error)
-        self.messages = [] if error else [*self.messages, {"role": "assistant", "content": times.text}]
+        return None if error else times.text
 
     def _report(self, times: StreamTimes, started_unix: float, error: str) -> None:
         took_ms = (time.perf_counter() - times.started) * 1000

@@ -7,7 +7,8 @@ the connection can be used again.
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,11 @@ def shown_text(event: dict[str, Any]) -> str:
     return "".join(parts)
 
 
+def shown_ids(event: dict[str, Any]) -> list[int]:
+    """Token ids that an event carries (`return_token_ids`, which we and vLLM have)."""
+    return [one for choice in event.get("choices") or [] for one in choice.get("token_ids") or []]
+
+
 @dataclass(slots=True)
 class StreamTimes:
     """Times of one streamed answer, in ms from the start. `gaps_ms`: between consecutive content events."""
@@ -61,6 +67,8 @@ class StreamTimes:
     cached_tokens: int = 0
     text: str = ""
     gaps_ms: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # where they were asked for
+    receipt: dict[str, Any] | None = None  # Quire's, where it was asked for
 
     @property
     def tpot_ms(self) -> float:
@@ -76,8 +84,11 @@ class StreamTimes:
             self.prompt_tokens = usage["prompt_tokens"]
             self.output_tokens = usage["completion_tokens"]
             self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        text = shown_text(event)
-        if not text:
+        if receipt := event.get("quire_receipt"):
+            self.receipt = receipt
+        text, ids = shown_text(event), shown_ids(event)
+        self.token_ids += ids
+        if not text and not ids:
             return
         at_ms = (now - self.started) * 1000
         if self.num_events:
@@ -87,6 +98,33 @@ class StreamTimes:
         self.last_ms = at_ms
         self.num_events += 1
         self.text += text
+
+
+def read_pieces(pieces: Sequence[tuple[float, bytes]], started: float) -> StreamTimes:
+    """The same from a response that came in pieces: an event's time is that of the piece that ended it.
+
+    Args: pieces: (arrival in seconds of time.perf_counter(), bytes). Raises: StreamError, json.JSONDecodeError.
+    """
+    times = StreamTimes(started)
+    at, held = 0.0, b""
+    lines: deque[tuple[float, bytes]] = deque()
+    for at, data in pieces:
+        *whole, held = (held + data).split(b"\n")
+        lines.extend((at, line + b"\n") for line in whole)
+    if held:
+        lines.append((at, held))
+    now = started
+
+    def readline() -> bytes:
+        nonlocal now
+        if not lines:
+            return b""
+        now, line = lines.popleft()
+        return line
+
+    for data in events(readline):
+        times.note(json.loads(data), now)
+    return times
 
 
 def read_stream(readline: Callable[[], bytes], started: float) -> StreamTimes:

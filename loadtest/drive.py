@@ -1,0 +1,207 @@
+"""A light open-loop driver for any OpenAI-compatible server.
+
+    python -m loadtest.drive --url http://127.0.0.1:8000 --workload sharegpt --rate 2 --seconds 60 --seed 1
+    python -m loadtest.drive --url ... --trace trace.jsonl --scale 0.05     Mooncake JSONL or Azure CSV
+    python -m loadtest.drive --list
+
+Writes one JSONL file (a line per request, see outcomes.py) and prints a summary; loadtest.report compares files. Exit
+status 0: a valid run; 1: more than --max-failed of the requests failed; 3: the client was the bottleneck.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from loadtest.http_client import Client
+from loadtest.open_loop import OpenLoop, Plan, lag_p99_ms, verdict
+from loadtest.outcomes import Run, write_run
+from loadtest.reports.summary import Slo, one_line, summarise
+from loadtest.results import machine
+from loadtest.workloads import catalogue, trace_files
+from loadtest.workloads.request import Request, clipped, scaled
+from loadtest.workloads.tokens import TokenRange
+
+CLIENT_BOUND = 3
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status: see the module."""
+    options = _parser().parse_args(argv)
+    if options.list:
+        for one in catalogue.WORKLOADS.values():
+            takes = ", ".join(sorted(one.takes)) or "nothing more"
+            print(f"{one.name:22} {one.about}; {one.rate_per_s:g}/s; takes {takes}")
+        return 0
+    try:
+        requests, real_history = _requests(options)
+    except (ValueError, trace_files.TraceError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.write_trace:
+        number = trace_files.write_mooncake(Path(options.write_trace), requests)
+        print(f"{number} requests in {options.write_trace}")
+        return 0
+    return asyncio.run(_drive(options, requests, real_history))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--list", action="store_true", help="the workloads, and end")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--workload", default="sharegpt", choices=sorted(catalogue.WORKLOADS))
+    source.add_argument("--trace", type=Path, help="replay a Mooncake JSONL or an Azure CSV file")
+    parser.add_argument("--rate", type=float, default=0.0, help="requests/s; 0: the workload's own")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="of arrivals; 60 where nothing else ends the run"
+    )
+    parser.add_argument("--requests", type=int, default=0, help="at most so many")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--speed", type=float, default=1.0, help="of a trace: 2 replays it twice as fast")
+    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths; sharing stays")
+    parser.add_argument("--output-scale", type=float, default=0.0, help="of outputs; 0: --scale")
+    parser.add_argument(
+        "--context", type=int, default=0, help="tokens that the model takes; longer prompts are cut"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="option of the workload"
+    )
+    parser.add_argument(
+        "--history", choices=("real", "planned"), help="what later turns carry; default: the workload's"
+    )
+    parser.add_argument("--text", action="store_true", help="chat messages of words instead of token ids")
+    parser.add_argument("--tokens", default="256:4096", help="range of the prompts' token ids")
+    parser.add_argument("--no-receipts", action="store_true", help="do not ask for Quire's receipts")
+    parser.add_argument("--model", default="", help="default: the first that the server lists")
+    parser.add_argument("--bearer", default="", help="API key")
+    parser.add_argument("--max-in-flight", type=int, default=512)
+    parser.add_argument("--max-lag-ms", type=float, default=50.0)
+    parser.add_argument("--max-failed", type=float, default=0.01, help="share of the requests")
+    parser.add_argument("--timeout-s", type=float, default=300.0)
+    parser.add_argument("--slo-ttft-ms", type=float, default=2_000.0)
+    parser.add_argument("--slo-tpot-ms", type=float, default=100.0)
+    parser.add_argument("--name", default="", help="of the run in reports; default: the file's")
+    parser.add_argument("--out", type=Path, default=Path("out/run.jsonl"))
+    parser.add_argument(
+        "--write-trace", default="", help="write the workload as a Mooncake trace instead of running it"
+    )
+    return parser
+
+
+def _requests(options: argparse.Namespace) -> tuple[list[Request], bool]:
+    """The workload, and whether later turns carry real answers. Raises: ValueError, TraceError, OSError."""
+    if options.trace is not None:
+        requests = trace_files.read(options.trace, speed=options.speed, limit=options.requests)
+        if options.seconds:
+            requests = [one for one in requests if one.arrival_ms < options.seconds * 1000]
+        real = False
+    else:
+        requests = catalogue.build(options.workload, _workload_options(options))
+        real = catalogue.WORKLOADS[options.workload].real_history
+    if options.scale != 1.0 or options.output_scale:
+        requests = scaled(requests, options.scale, output_factor=options.output_scale or None)
+    if options.context:
+        requests = clipped(requests, options.context)
+    return requests, real if options.history is None else options.history == "real"
+
+
+def _workload_options(options: argparse.Namespace) -> catalogue.Options:
+    known = {one.name: one.type for one in fields(catalogue.Options)}
+    more: dict[str, Any] = {}
+    for text in options.set:
+        name, sep, value = text.partition("=")
+        if not sep or name not in known:
+            raise ValueError(f"--set {text}: want NAME=VALUE with a name of {', '.join(sorted(known))}")
+        more[name] = int(value) if known[name] is int else float(value)
+    whole = options.workload == "loogle"  # ends with its sessions
+    seconds = options.seconds or (0.0 if options.requests or whole else 60.0)
+    return catalogue.Options(
+        rate_per_s=options.rate, seconds=seconds, num_requests=options.requests, seed=options.seed, **more
+    )
+
+
+async def _drive(options: argparse.Namespace, requests: list[Request], real_history: bool) -> int:
+    first, _, end = options.tokens.partition(":")
+    model = options.model or await asyncio.to_thread(_first_model, options.url, options.bearer)
+    plan = Plan(
+        model=model,
+        text=options.text,
+        real_history=real_history,
+        receipts=not options.no_receipts,
+        ids=TokenRange(int(first), int(end)),
+        max_in_flight=options.max_in_flight,
+        timeout_s=options.timeout_s,
+        max_lag_ms=options.max_lag_ms,
+    )
+    client = Client(options.url, bearer=options.bearer)
+    loop = OpenLoop(client, plan, progress=_Progress(len(requests)))
+    started = time.time()
+    try:
+        outcomes = await loop.run(requests)
+    finally:
+        client.close()
+    head = {
+        "name": options.name or options.out.stem,
+        "workload": str(options.trace.name) if options.trace else options.workload,
+        "rate_per_s": options.rate,
+        "seed": options.seed,
+        "scale": options.scale,
+        "options": options.set,
+        "real_history": real_history,
+        "model": model,
+        "started_unix_s": round(started, 3),
+        "most_in_flight": loop.most_in_flight,
+        "client_verdict": verdict(outcomes, plan),
+        "machine": machine(),
+    }
+    run = Run(head, outcomes)
+    write_run(options.out, run)
+    found = summarise(run, Slo(options.slo_ttft_ms, options.slo_tpot_ms))
+    print(f"\n{one_line(found)}")
+    print(f"lag p99 {lag_p99_ms(outcomes):.1f} ms, most in flight {loop.most_in_flight}; {options.out}")
+    for text in sorted({one.error for one in outcomes if one.error})[:5]:
+        print(f"  error: {text[:300]}")
+    if why := verdict(outcomes, plan):
+        print(
+            f"error: the client was the bottleneck, this run says nothing about the server: {why}",
+            file=sys.stderr,
+        )
+        return CLIENT_BOUND
+    return 1 if found.num_failed > options.max_failed * max(1, found.num_requests) else 0
+
+
+class _Progress:
+    """A line on stderr every few seconds."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._next_s = time.monotonic() + 5
+
+    def __call__(self, num_done: int, num_in_flight: int) -> None:
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + 5
+            print(f"  {num_done} of {self._total} done, {num_in_flight} in flight", file=sys.stderr)
+
+
+def _first_model(url: str, bearer: str) -> str:
+    headers = {"authorization": f"Bearer {bearer}"} if bearer else {}
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{url}/v1/models", headers=headers), timeout=10
+    ) as reply:
+        listed = json.load(reply).get("data") or []
+    if not listed:
+        raise ValueError(f"{url} lists no model: name one with --model")
+    return str(listed[0]["id"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

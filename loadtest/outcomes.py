@@ -1,0 +1,127 @@
+"""What became of each request of a run, and the file that keeps it: a head line, then a line per request."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+SOURCES = ("engine", "pool", "peer", "dram", "remote", "computed")
+FORMAT = "quire-run/1"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request. Times in ms from the run's beginning or from when it was sent; 0: did not happen.
+
+    lag_ms: how late it was sent, which is the client's fault. error: "" when the answer is whole; skipped: nothing was
+    sent (the turn before failed, or the client had too many in flight).
+    sources: prompt tokens by where their KV came from, by the receipt of the stage that computed the prompt.
+    """
+
+    request_id: int
+    session: str
+    turn: int
+    due_ms: float = 0.0
+    sent_ms: float = 0.0
+    lag_ms: float = 0.0
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+    jct_ms: float = 0.0
+    planned_prompt_tokens: int = 0
+    planned_output_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    sources: dict[str, int] = field(default_factory=dict)
+    placement: str = ""
+    policy: str = ""
+    reason: str = ""
+    instances: list[str] = field(default_factory=list)
+    stages: dict[str, float] = field(
+        default_factory=dict
+    )  # queue_ms, fetch_ms, compute_ms of the first stage
+    bytes_moved: int = 0
+    predicted_ttft_ms: float = 0.0
+    longest_gap_ms: float = 0.0
+    skipped: bool = False
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """A whole answer with at least one token."""
+        return not self.error and not self.skipped and self.output_tokens > 0
+
+    @property
+    def ended_ms(self) -> float:
+        """From the run's beginning."""
+        return self.sent_ms + self.jct_ms
+
+
+@dataclass(slots=True)
+class Run:
+    """One run: what it was (workload, rate, seed, server, machine, ...) and what became of its requests."""
+
+    head: dict[str, Any]
+    outcomes: list[Outcome]
+
+    @property
+    def name(self) -> str:
+        """For tables and legends."""
+        return str(self.head.get("name") or self.head.get("workload") or "run")
+
+
+def take_receipt(outcome: Outcome, receipt: Mapping[str, Any] | None) -> None:
+    """Fill in what a receipt says. Other servers have none, and older ones say less."""
+    if not receipt:
+        return
+    stages: Sequence[Mapping[str, Any]] = receipt.get("stages") or []
+    outcome.placement = str(receipt.get("placement") or "")
+    outcome.policy = str(receipt.get("policy") or "")
+    outcome.reason = str(receipt.get("reason") or "")
+    outcome.predicted_ttft_ms = float(receipt.get("predicted_ttft_ms") or 0.0)
+    outcome.instances = [str(stage.get("instance", "")) for stage in stages]
+    outcome.bytes_moved = sum(int(stage.get("bytes_moved") or 0) for stage in stages)
+    if stages:
+        first = stages[0]
+        outcome.sources = sources_of(first)
+        outcome.stages = {
+            name: round(float(first.get(name) or 0.0), 3) for name in ("queue_ms", "fetch_ms", "compute_ms")
+        }
+
+
+def sources_of(stage: Mapping[str, Any]) -> dict[str, int]:
+    """Tokens by source of one stage. What was brought to the pool for it is part of the receipt's tokens_pool."""
+    found = {name: int(stage.get(f"tokens_{name}") or 0) for name in SOURCES}
+    found["pool"] = max(0, found["pool"] - found["peer"] - found["dram"] - found["remote"])
+    return {name: count for name, count in found.items() if count}
+
+
+def write_run(path: Path, run: Run) -> None:
+    """One JSON object a line; the first is the head."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as target:
+        target.write(json.dumps({"format": FORMAT, **run.head}) + "\n")
+        for outcome in run.outcomes:
+            target.write(json.dumps(asdict(outcome)) + "\n")
+
+
+def read_run(path: Path) -> Run:
+    """Raises: ValueError naming the file and line when it is no such file."""
+    names = {one.name for one in fields(Outcome)}
+    with path.open() as source:
+        try:
+            head = json.loads(source.readline() or "null")
+        except ValueError:
+            head = None
+        if not isinstance(head, dict) or head.get("format") != FORMAT:
+            raise ValueError(f"{path}: the first line is not the head of a {FORMAT} file")
+        outcomes = []
+        for number, line in enumerate(source, 2):
+            try:
+                row = json.loads(line)
+                outcomes.append(Outcome(**{key: value for key, value in row.items() if key in names}))
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
+    head.setdefault("name", path.stem)
+    return Run(head, outcomes)

@@ -1,0 +1,40 @@
+"""Reports of one or several runs side by side.
+
+    python -m loadtest.report out/a.jsonl out/b.jsonl --out report/ [--slo-ttft-ms 2000 --slo-tpot-ms 100]
+
+Writes report.html (one file, plots inside), report.md and the plots.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from loadtest.outcomes import read_run
+from loadtest.reports.render import write_report
+from loadtest.reports.summary import Slo, one_line
+
+
+def main(argv: Sequence[str]) -> int:
+    """0; 2 when a file is no run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("report"))
+    parser.add_argument("--slo-ttft-ms", type=float, default=2_000.0)
+    parser.add_argument("--slo-tpot-ms", type=float, default=100.0)
+    options = parser.parse_args(argv)
+    try:
+        runs = [read_run(path) for path in options.runs]
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for found in write_report(runs, options.out, Slo(options.slo_ttft_ms, options.slo_tpot_ms)):
+        print(one_line(found))
+    print(options.out / "report.html")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

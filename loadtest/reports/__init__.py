@@ -1,0 +1,1 @@
+"""Runs into reports: statistics (summary.py), plots (plots.py), Markdown and HTML (render.py)."""

@@ -1,0 +1,1 @@
+"""Requests with arrival times, causal sessions and shared prefixes. `catalogue.build(name, ...)` makes one."""

@@ -1,0 +1,161 @@
+"""Trace files in and out: Mooncake JSONL (lengths, times, hash ids), Azure CSV (lengths, times).
+
+A Mooncake hash id names 512 tokens with all before them. Read, each id becomes the same pseudo-tokens wherever it
+occurs, so that equal ids are equal tokens; written, ids are those of stats.BlockIds. aiperf and Dynamo's mooncake_bench
+read the same lines.
+"""
+
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from loadtest.workloads.request import MAX_PROMPT_TOKENS, Request, Segment, check, content_id
+from loadtest.workloads.stats import BLOCK_TOKENS, BlockIds
+
+MAX_LINE_CHARS = 1 << 20
+MAX_REQUESTS = 1_000_000
+
+
+class TraceError(Exception):
+    """A line of a trace file is not what its format says; the message names file and line."""
+
+
+def read(path: Path, *, speed: float = 1.0, limit: int = 0) -> list[Request]:
+    """Requests of a trace file, .jsonl (Mooncake) or .csv (Azure), ordered by arrival, the first one at 0 ms.
+
+    Args: speed: 2 replays twice as fast. limit: 0 reads all. Raises: TraceError, OSError.
+    """
+    if speed <= 0:
+        raise TraceError(f"a speed of {speed} must be above 0")
+    with path.open(newline="") as source:
+        rows = _azure(path, source) if path.suffix.lower() == ".csv" else _mooncake(path, source)
+        found = sorted(_limited(rows, limit or MAX_REQUESTS), key=lambda row: row[0])
+    if not found:
+        raise TraceError(f"{path} holds no requests")
+    first_ms = found[0][0]
+    sessions = _Sessions()
+    requests = []
+    for number, (at_ms, prompt_tokens, output_tokens, hash_ids) in enumerate(found):
+        session, turn = sessions.of(number, hash_ids, prompt_tokens)
+        requests.append(
+            Request(
+                request_id=number,
+                arrival_ms=(at_ms - first_ms) / speed,
+                session=session,
+                turn=turn,
+                prompt=_parts(path, number, prompt_tokens, hash_ids),
+                output_tokens=output_tokens,
+            )
+        )
+    try:
+        check(requests)
+    except ValueError as error:
+        raise TraceError(f"{path}: {error}") from None
+    return requests
+
+
+Row = tuple[float, int, int, list[int]]  # arrival ms, prompt tokens, output tokens, hash ids
+
+
+def _limited(rows: Iterator[Row], limit: int) -> list[Row]:
+    found = []
+    for row in rows:
+        found.append(row)
+        if len(found) >= limit:
+            break
+    return found
+
+
+def _mooncake(path: Path, source: TextIO) -> Iterator[Row]:
+    for number, line in enumerate(source, 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        if len(line) > MAX_LINE_CHARS:
+            raise TraceError(f"{where}: {len(line)} characters")
+        try:
+            row: Any = json.loads(line)
+            at_ms, length, output = (
+                float(row["timestamp"]),
+                int(row["input_length"]),
+                int(row["output_length"]),
+            )
+            ids = [int(one) for one in row.get("hash_ids") or []]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TraceError(f"{where}: no line of a Mooncake trace: {error!r}") from None
+        blocks = -(-length // BLOCK_TOKENS)
+        if ids and len(ids) != blocks:
+            raise TraceError(f"{where}: {length} tokens are {blocks} blocks, not {len(ids)} hash ids")
+        yield _checked(where, at_ms, length, output, ids)
+
+
+def _azure(path: Path, source: TextIO) -> Iterator[Row]:
+    for number, row in enumerate(csv.DictReader(source), 2):
+        where = f"{path}:{number}"
+        try:
+            at = datetime.strptime(row["TIMESTAMP"][:26], "%Y-%m-%d %H:%M:%S.%f").replace(tzinfo=UTC)
+            length, output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise TraceError(f"{where}: no line of an Azure trace: {error!r}") from None
+        yield _checked(where, at.timestamp() * 1000, length, output, [])
+
+
+def _checked(where: str, at_ms: float, length: int, output: int, ids: list[int]) -> Row:
+    if not 1 <= length <= MAX_PROMPT_TOKENS:
+        raise TraceError(f"{where}: a prompt of {length} tokens")
+    return at_ms, length, max(1, output), ids
+
+
+def _parts(path: Path, number: int, prompt_tokens: int, hash_ids: list[int]) -> tuple[Segment, ...]:
+    if not hash_ids:
+        return (Segment(content_id("trace", path.name, number), prompt_tokens),)
+    whole = [Segment(content_id("hash", path.name, one), BLOCK_TOKENS) for one in hash_ids[:-1]]
+    rest = prompt_tokens - BLOCK_TOKENS * len(whole)
+    return (*whole, Segment(content_id("hash", path.name, hash_ids[-1]), rest))
+
+
+class _Sessions:
+    """Sessions of a trace that names none: who continues more than one known block, or most of a prompt, goes on."""
+
+    def __init__(self) -> None:
+        self._of_block: dict[int, str] = {}
+        self._turns: dict[str, int] = {}
+
+    def of(self, number: int, hash_ids: list[int], prompt_tokens: int) -> tuple[str, int]:
+        known = 0
+        while known < len(hash_ids) and hash_ids[known] in self._of_block:
+            known += 1
+        goes_on = known > 1 or (known == 1 and prompt_tokens < 2 * BLOCK_TOKENS)
+        session = self._of_block[hash_ids[known - 1]] if goes_on else f"trace-{number}"
+        for one in hash_ids[known:]:
+            self._of_block[one] = session
+        turn = self._turns.get(session, 0)
+        self._turns[session] = turn + 1
+        return session, turn
+
+
+def mooncake_lines(requests: Iterable[Request]) -> Iterator[str]:
+    """Lines of a Mooncake trace; answers in histories count as planned."""
+    ids = BlockIds()
+    for request in requests:
+        row = {
+            "timestamp": round(request.arrival_ms),
+            "input_length": request.prompt_tokens,
+            "output_length": request.output_tokens,
+            "hash_ids": ids.of(request.prompt),
+        }
+        yield json.dumps(row)
+
+
+def write_mooncake(path: Path, requests: Iterable[Request]) -> int:
+    """Write a Mooncake trace: number of lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    num_lines = 0
+    with path.open("w") as target:
+        for line in mooncake_lines(requests):
+            target.write(line + "\n")
+            num_lines += 1
+    return num_lines

@@ -1,0 +1,142 @@
+"""Outcomes, summaries and reports of runs, from made-up runs of known figures."""
+
+import re
+
+import numpy as np
+import pytest
+
+from loadtest import report
+from loadtest.outcomes import Outcome, Run, read_run, sources_of, take_receipt, write_run
+from loadtest.reports import render, summary
+from loadtest.reports.summary import Slo, bootstrap, nearest_rank, summarise
+from loadtest.sse import read_pieces
+from loadtest.workloads.shelf import Shelf
+
+RECEIPT = {
+    "placement": "disaggregated",
+    "policy": "prompt_tree",
+    "reason": "prefill-1 holds 96 prompt tokens",
+    "predicted_ttft_ms": 12.5,
+    "stages": [
+        {"instance": "prefill-1", "prompt_tokens": 128, "tokens_engine": 32, "tokens_pool": 64, "tokens_peer": 24,
+         "tokens_remote": 8, "tokens_computed": 32, "queue_ms": 1.5, "compute_ms": 7.25, "bytes_moved": 100},
+        {"instance": "decode-0", "tokens_pool": 128, "bytes_moved": 11},
+    ],
+}  # fmt: skip
+
+
+def run(name: str = "a", slow: float = 1.0, failures: int = 0) -> Run:
+    outcomes = []
+    for number in range(200):
+        one = Outcome(number, f"s-{number}", 0, due_ms=number * 100.0, sent_ms=number * 100.0 + 1, lag_ms=1.0)
+        one.ttft_ms, one.tpot_ms, one.jct_ms = slow * (number + 1), slow * 2.0, slow * (number + 101)
+        one.prompt_tokens, one.output_tokens = 100, 10
+        take_receipt(one, RECEIPT)
+        if number < failures:
+            one.error = "status 503"
+        outcomes.append(one)
+    return Run({"name": name, "workload": "made-up", "rate_per_s": 10, "seed": 1, "model": "m"}, outcomes)
+
+
+def test_a_receipt_counts_every_prompt_token_once():
+    outcome = Outcome(0, "s", 0)
+    take_receipt(outcome, RECEIPT)
+    assert outcome.sources == {"engine": 32, "pool": 32, "peer": 24, "remote": 8, "computed": 32}
+    assert sum(outcome.sources.values()) == 128
+    assert outcome.instances == ["prefill-1", "decode-0"]
+    assert outcome.bytes_moved == 111
+    assert outcome.stages == {"queue_ms": 1.5, "fetch_ms": 0.0, "compute_ms": 7.25}
+    take_receipt(outcome, None)
+    assert outcome.policy == "prompt_tree"
+    assert sources_of({}) == {}
+
+
+def test_runs_come_back_from_their_file(tmp_path):
+    before = run()
+    write_run(tmp_path / "run.jsonl", before)
+    after = read_run(tmp_path / "run.jsonl")
+    assert after.outcomes == before.outcomes
+    assert after.name == "a"
+    (tmp_path / "other.jsonl").write_text('{"timestamp": 0}\n')
+    with pytest.raises(ValueError, match="not the head"):
+        read_run(tmp_path / "other.jsonl")
+    (tmp_path / "broken.jsonl").write_text('{"format": "quire-run/1"}\n{"turn": 1}\n')
+    with pytest.raises(ValueError, match=r"broken\.jsonl:2"):
+        read_run(tmp_path / "broken.jsonl")
+
+
+def test_percentiles_goodput_and_hits_are_those_of_the_requests():
+    found = summarise(run(failures=10), Slo(ttft_ms=100, tpot_ms=50))
+    assert found.num_failed == 10
+    assert found.times["ttft_ms"]["p50"].value == 105  # of 11 ... 200
+    assert found.times["ttft_ms"]["p99"].value == 199
+    assert found.slo_share.value == pytest.approx(90 / 200)
+    assert found.goodput.value == pytest.approx(90 / found.seconds)
+    assert found.hit.value == pytest.approx(96 / 128)
+    assert found.sources["computed"] == pytest.approx(0.25)
+    for times in found.times.values():
+        assert all(one.low <= one.value <= one.high for one in times.values())
+
+
+def test_a_bootstrap_interval_covers_the_true_mean_about_as_often_as_it_says():
+    rng = np.random.default_rng(5)
+    covered = 0
+    for seed in range(100):
+        one = bootstrap(rng.exponential(10, size=80), lambda v: v.mean(axis=-1), seed=seed, resamples=200)
+        covered += one.low <= 10 <= one.high
+    assert covered >= 86
+    assert nearest_rank(np.array([[3.0, 1.0, 2.0]]), 0.5).tolist() == [2.0]
+    with pytest.raises(ValueError, match="no values"):
+        bootstrap(np.array([]), lambda v: v)
+
+
+def test_a_run_without_answers_and_one_without_receipts_are_reported_too(tmp_path):
+    bare = run("bare")
+    for one in bare.outcomes:
+        one.sources, one.cached_tokens = {}, 40
+    dead = run("dead", failures=200)
+    found = render.write_report([bare, dead], tmp_path, Slo())
+    assert found[0].hit.value == pytest.approx(0.4)
+    assert found[1].num_failed == 200
+    assert found[1].times == {}
+    assert "dead" in (tmp_path / "report.md").read_text()
+
+
+def test_a_report_stands_alone_shows_all_runs_and_is_the_same_each_time(tmp_path, capsys):
+    runs = [run("fast"), run("slow <1>", slow=3.0)]
+    runs[1].head["client_verdict"] = "it was late"
+    for number, one in enumerate(runs):
+        write_run(tmp_path / f"{number}.jsonl", one)
+    paths = [str(tmp_path / "0.jsonl"), str(tmp_path / "1.jsonl")]
+    assert report.main([*paths, "--out", str(tmp_path / "report")]) == 0
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert page.count("<svg") == 3
+    assert not re.search(r"(src|href)=[\"']?(?!#)", page.replace('xlink:href="#', ""))
+    assert "slow &lt;1&gt;" in page
+    assert "the client was the bottleneck: it was late" in page
+    text = (tmp_path / "report" / "report.md").read_text()
+    for word in ("TTFT", "TPOT", "JCT", "Hit rates by tier", "fast", "p99"):
+        assert word in text
+    assert report.main([*paths, "--out", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "report.html").read_text() == page
+    assert report.main([str(tmp_path / "none.jsonl")]) == 2
+    assert "fast" in capsys.readouterr().out
+    assert summary.one_line(summarise(runs[0], Slo())).startswith("fast: 200 requests")
+
+
+def test_events_have_the_time_of_the_piece_that_ended_them():
+    body = b'data: {"choices": [{"text": "a", "token_ids": [5]}]}\n\n'
+    last = b'data: {"choices": [], "quire_receipt": {"policy": "cost"}}\n\ndata: [DONE]\n\n'
+    pieces = [(10.0, body[:20]), (11.0, body[20:] + body[:9]), (12.5, body[9:]), (13.0, last)]
+    times = read_pieces(pieces, 9.0)
+    assert (times.ttft_ms, times.last_ms) == (2_000, 3_500)
+    assert times.token_ids == [5, 5]
+    assert times.receipt == {"policy": "cost"}
+
+
+def test_a_shelf_gives_whole_sessions_without_end():
+    shelf = Shelf("sharegpt", 1)
+    for _ in range(150):
+        session = shelf.take()
+        assert [one.turn for one in session] == list(range(len(session)))
+        assert len({one.session for one in session}) == 1
