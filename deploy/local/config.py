@@ -56,6 +56,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     model_name: str = ""  # as clients name it; "": the folder's name or the id
     engine: Literal["vllm", "mock"] = "vllm"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    # disaggregated: also no request on one instance because that is predicted to be cheaper
     topology: Literal["auto", "disaggregated", "colocated"] = "auto"
     num_prefill: int = 1  # 0: none on this machine; only with address
     num_decode: int = 1  # colocated: how many workers there are
@@ -69,7 +70,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     base_port: int = 8100  # the services' own ports are this plus a fixed offset
     home: str = ""  # "": QUIRE_HOME, else .quire in the repository
     redis_url: str = ""  # "": QUIRE_REDIS_URL, else an own server
-    policy: Literal["", "prompt_tree", "least_load", "session"] = ""
+    policy: Literal["", "cost", "prompt_tree", "least_load", "session"] = ""
     api_keys: list[str] = []
     gateway_processes: int = 0
     dtype: str = ""

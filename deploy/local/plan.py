@@ -229,7 +229,10 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
         threads=found.threads or 1,
         common_flags=_common_flags(found, paths),
         row_flags={
-            "scheduler": _optional(("--policy", found.policy)),
+            "scheduler": _optional(
+                ("--policy", found.policy),
+                ("--disaggregation", "always" if found.topology == "disaggregated" else ""),
+            ),
             "keeper": _optional(("--log-level", found.log_level)),
             "mempool": _optional(
                 ("--capacity-bytes", found.mempool_bytes), ("--pd-caching", found.pd_caching)
