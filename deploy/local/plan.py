@@ -293,7 +293,7 @@ def _secrets(found: ClusterSettings, redis_url: str) -> dict[str, dict[str, str]
     """Keys and the Redis URL (it may hold a password) go by environment: command lines are public."""
     out: dict[str, dict[str, str]] = {
         row: {f"QUIRE_{ROWS[row].section.upper()}_REDIS_URL": redis_url}
-        for row in ("coordinator", "prefill", "decode", "gateway")
+        for row in ("coordinator", "mempool", "prefill", "decode", "gateway")
     }
     if found.api_keys:
         out["gateway"]["QUIRE_GATEWAY_API_KEYS"] = ",".join(found.api_keys)
