@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from random import Random
 
+from loadtest.outcomes import Outcome
 from loadtest.simulator.blocks import ROOT, BlockStore, tokens_of
 from loadtest.simulator.engine import Engine
 from loadtest.simulator.events import EventQueue
 from loadtest.simulator.frontend import Call, Frontend, Submitted
 from loadtest.simulator.links import Links
 from loadtest.simulator.prices import StepPrices
-from loadtest.simulator.records import Record
 from loadtest.simulator.request import SimRequest
-from loadtest.simulator.spec import ClusterSpec, Outcome
+from loadtest.simulator.spec import ClusterSpec, Simulated
 from loadtest.simulator.task import EngineHooks, EngineLimits, Task
 from loadtest.simulator.tree import SimTree
 from services.mempool.core.pd_caching import PdCaching
@@ -53,13 +53,13 @@ class Simulation:
         self._report_due = [False] * len(self.engines)
         self._tasks: dict[tuple[int, int, Stage], Task] = {}
         self._followers: dict[int, list[int]] = {}
-        self._records: list[Record | None] = [None] * len(requests)
-        self._num_ended = self._num_rejected = 0
+        self._records: list[Outcome | None] = [None] * len(requests)
+        self._num_ended = self._num_rejected = self._num_retries = 0
         self._frontend = Frontend(
             self._events, self, spec.delays, spec.flow, model=MODEL, on_end=self._on_end
         )
 
-    def run(self) -> Outcome:
+    def run(self) -> Simulated:
         """Until every request has its outcome."""
         self._introduce()
         for index, request in enumerate(self._requests):
@@ -72,13 +72,14 @@ class Simulation:
         self._events.run(lambda: self._num_ended == len(self._requests))
         records = [record for record in self._records if record is not None]
         assert len(records) == len(self._requests), "every request ends"
-        return Outcome(
-            records=records,
+        return Simulated(
+            outcomes=records,
             num_events=self._events.num_events,
             num_steps=sum(engine.num_steps for engine in self.engines),
             num_preempted=sum(engine.num_preempted for engine in self.engines),
             num_evicted=sum(engine.store.num_evicted for engine in self.engines),
             num_rejected=self._num_rejected,
+            num_retries=self._num_retries,
             peer_bytes=self._links.num_bytes,
             end_ms=self._events.now_ms,
             busy_ms=[engine.busy_ms for engine in self.engines],
@@ -107,9 +108,9 @@ class Simulation:
         self._num_rejected += isinstance(answer, Rejected)
         return answer
 
-    def ended(self, request_id: str, attempt: int) -> None:
+    def ended(self, request_id: RequestId, attempt: int) -> None:
         """The scheduler forgets an attempt."""
-        self._placer.ended(Ended(request_id=RequestId(request_id), attempt=attempt))
+        self._placer.ended(Ended(request_id=request_id, attempt=attempt))
 
     def submit(self, call: Call, attempt: int, stage: Stage, target: Target) -> Submitted:
         """A stage reaches its worker, or not."""
@@ -121,11 +122,12 @@ class Simulation:
         decoding = stage == "decode"
         source = self._numbers[placed.prefill.instance] if decoding and placed.prefill is not None else -1
         task = Task(
-            key=(call.request.request_id, attempt),
+            key=(call.name, attempt),
             stage=stage,
             request=call.request,
             hinted_tokens=placed.prefill_hit_tokens if stage == "prefill" else placed.decode_hit_tokens,
             owner=call,
+            instance=engine.number,
             source=source,
             prior=self._tasks.get((call.index, attempt, "prefill")) if decoding else None,
         )
@@ -140,7 +142,7 @@ class Simulation:
         number = self._numbers[target.instance]
         for stage in ("prefill", "decode", "colocated"):
             task = self._tasks.get((call.index, attempt, stage))
-            if task is not None and self._where(call, task) == number:
+            if task is not None and task.instance == number:
                 self.engines[number].abort(task)
 
     def handoff(self, placed: Placed) -> HandoffState:
@@ -150,9 +152,9 @@ class Simulation:
             handoff_id=placed.handoff_id, source=placed.prefill.instance, description=self._description
         )
 
-    def _where(self, call: Call, task: Task) -> int:
-        record = call.record
-        return self._numbers[InstanceId(record.prefill if task.stage == "prefill" else record.decode)]
+    def outside_ms(self, request: SimRequest) -> float:
+        """What a worker does for a prompt outside of steps."""
+        return self._prices.outside_ms(request.prompt_tokens)
 
     # -- for the engines --------------------------------------------------------------------------
 
@@ -180,9 +182,10 @@ class Simulation:
         call, (_, attempt) = task.owner, task.key
         record = call.record
         if task.stage != "decode":
-            record.tokens_local, record.tokens_dram = task.tokens_local, task.tokens_dram
-            record.tokens_peer, record.tokens_computed = task.tokens_peer, task.tokens_computed
-            record.queue_ms = task.admitted_at_ms - task.queued_at_ms
+            found = {"engine": task.tokens_local, "dram": task.tokens_dram, "peer": task.tokens_peer}
+            record.sources = {name: count for name, count in found.items() if count}
+            record.sources["computed"] = task.tokens_computed
+            record.stages = {"queue_ms": task.admitted_at_ms - task.queued_at_ms}
         else:
             self._release_source(task)
         if task.stage == "prefill":
@@ -300,6 +303,7 @@ class Simulation:
     def _on_end(self, call: Call) -> None:
         self._records[call.index] = call.record
         self._num_ended += 1
+        self._num_retries += call.flow.num_retries
         self._events.after(FORGET_MS, self._forget, call)  # its aborts are on their way
         for index in self._followers.pop(call.index, ()):
             follower = self._requests[index]
@@ -316,6 +320,6 @@ class Simulation:
         return int(self._events.now_ms)
 
 
-def simulate(spec: ClusterSpec, prices: StepPrices, requests: Sequence[SimRequest]) -> Outcome:
+def simulate(spec: ClusterSpec, prices: StepPrices, requests: Sequence[SimRequest]) -> Simulated:
     """Run a workload through a cluster. Deterministic in its arguments. Memory: what is cached, plus a record each."""
     return Simulation(spec, prices, requests).run()

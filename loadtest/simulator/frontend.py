@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from loadtest.outcomes import Outcome
 from loadtest.simulator.events import EventQueue
-from loadtest.simulator.records import Record
 from loadtest.simulator.request import SimRequest
 from services.gateway.core.request_flow import (
     Action,
@@ -34,10 +34,11 @@ class Workers(Protocol):
 
     def lookup(self, request: SimRequest) -> list[PrefixHit]: ...
     def place(self, place: Place) -> Placed | Rejected: ...
-    def ended(self, request_id: str, attempt: int) -> None: ...
+    def ended(self, request_id: RequestId, attempt: int) -> None: ...
     def submit(self, call: "Call", attempt: int, stage: Stage, target: Target) -> Submitted: ...
     def abort(self, call: "Call", attempt: int, target: Target) -> None: ...
     def handoff(self, placed: Placed) -> HandoffState: ...
+    def outside_ms(self, request: SimRequest) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,15 @@ class Call:
     index: int
     request: SimRequest
     flow: RequestFlow
-    record: Record
+    record: Outcome
     hits: list[PrefixHit] = field(default_factory=list)
     targets: list[InstanceId] = field(default_factory=list)  # of the running attempt
     first_at_ms: float = -1.0
+
+    @property
+    def name(self) -> RequestId:
+        """As the scheduler knows it."""
+        return RequestId(f"r{self.request.request_id}")
 
 
 class Frontend:
@@ -87,8 +93,15 @@ class Frontend:
     def arrive(self, index: int, request: SimRequest) -> None:
         """A request comes in now."""
         now_ms = self._events.now_ms
-        record = Record(
-            request.request_id, now_ms, request.prompt_tokens, request.output_tokens, session=request.session
+        record = Outcome(
+            request.request_id,
+            request.session,
+            request.turn,
+            due_ms=request.arrival_ms,
+            sent_ms=now_ms,
+            planned_prompt_tokens=request.prompt_tokens,
+            planned_output_tokens=request.output_tokens,
+            prompt_tokens=request.prompt_tokens,
         )
         call = Call(index, request, RequestFlow(self._limits), record)
         self._open[index] = call
@@ -144,12 +157,13 @@ class Frontend:
         if isinstance(action, SendPlace):
             self._events.after(hop_ms, self._place, call, action)
         elif isinstance(action, SendGenerate):
-            self._events.after(hop_ms, self._generate, call, action)
+            wait_ms = hop_ms + (self._workers.outside_ms(call.request) if action.stage != "decode" else 0.0)
+            self._events.after(wait_ms, self._generate, call, action)
             self._note(call, action)
         elif isinstance(action, SendAbort):
             self._events.after(hop_ms, self._workers.abort, call, action.attempt, action.target)
         elif isinstance(action, SendEnded):
-            self._events.after(hop_ms, self._workers.ended, call.request.request_id, action.attempt)
+            self._events.after(hop_ms, self._workers.ended, call.name, action.attempt)
             call.targets = []
         elif call.flow.phase is Phase.ENDED:
             self._end(call, action.code if isinstance(action, Fail) else "")
@@ -159,7 +173,7 @@ class Frontend:
         request = call.request
         answer = self._workers.place(
             Place(
-                request_id=RequestId(request.request_id),
+                request_id=call.name,
                 attempt=action.attempt,
                 num_prompt_tokens=request.prompt_tokens,
                 max_tokens=request.output_tokens,
@@ -178,9 +192,10 @@ class Frontend:
     def _note(self, call: Call, action: SendGenerate) -> None:
         placed, record = call.flow.placed, call.record
         assert placed is not None
-        record.attempts, record.kind = action.attempt, placed.kind
-        record.decode = placed.decode.instance
-        record.prefill = placed.prefill.instance if placed.prefill is not None else ""
+        record.placement, record.policy, record.reason = placed.kind, placed.policy, placed.reason
+        record.instances = [placed.decode.instance]
+        if placed.prefill is not None:
+            record.instances.insert(0, placed.prefill.instance)
         record.predicted_ttft_ms = placed.predicted_ttft_ms or 0.0
         call.targets = [placed.decode.instance]
         if placed.prefill is not None and action.stage == "prefill":
@@ -206,13 +221,13 @@ class Frontend:
 
     def _end(self, call: Call, error: str) -> None:
         record, now_ms = call.record, self._events.now_ms
-        assert not record.has_ended, "a request ends once"
-        del self._open[call.index]
-        record.has_ended, record.error = True, error
-        record.jct_ms = now_ms - record.arrival_ms
-        record.attempts = call.flow.attempt
+        del self._open[call.index]  # a request ends once: a second end raises
+        record.error = error
+        record.jct_ms = now_ms - record.sent_ms
+        if not error:
+            record.output_tokens = call.request.output_tokens
         if call.first_at_ms >= 0:
-            record.ttft_ms = call.first_at_ms - record.arrival_ms
+            record.ttft_ms = call.first_at_ms - record.sent_ms
             if call.request.output_tokens > 1:
                 record.tpot_ms = (now_ms - call.first_at_ms) / (call.request.output_tokens - 1)
         self._on_end(call)

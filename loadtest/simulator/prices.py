@@ -1,8 +1,12 @@
-"""What the simulator asks of a cost model, and two that need no measurement."""
+"""What the simulator asks of a cost model: the calibrated one, and one that needs no measurement."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
+
+from shared.costmodel.model import CostModel, StepShape
+from shared.wire.cost import CostCoefficients, ModelShape
 
 Chunk = tuple[int, int]  # (new tokens, tokens before them in the same request)
 
@@ -10,7 +14,15 @@ Chunk = tuple[int, int]  # (new tokens, tokens before them in the same request)
 class StepPrices(Protocol):
     """Times of one instance, in ms."""
 
-    kv_bytes_per_token: int
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of all layers and ranks, K and V."""
+        ...
+
+    @property
+    def coefficients(self) -> CostCoefficients | None:
+        """What the instance says in its Hello; None: nothing, and `cost` works as `prompt_tree`."""
+        ...
 
     def step_ms(self, chunks: Sequence[Chunk], num_decodes: int, decode_context_tokens: int) -> float:
         """One engine step of prefill chunks and decodes together."""
@@ -24,6 +36,53 @@ class StepPrices(Protocol):
         """A prompt alone on the instance: MemServe's exec(x, y)."""
         ...
 
+    def outside_ms(self, num_tokens: int) -> float:
+        """What is done for a prompt outside of steps."""
+        ...
+
+
+class ModelPrices:
+    """The production cost model. Decode steps are remembered: their time is linear in the context.
+
+    Args: correction: factor of all its predictions, as a worker learns it online.
+    """
+
+    def __init__(self, coefficients: CostCoefficients, *, correction: float = 1.0) -> None:
+        self.coefficients = coefficients
+        self.kv_bytes_per_token = kv_bytes_per_token(coefficients.shape)
+        self._model = model = CostModel(coefficients)
+        self._correction = correction
+
+        @lru_cache(maxsize=4096)
+        def line(num_requests: int) -> tuple[float, float]:
+            none, some = (model.decode_step_ms(num_requests, context) for context in (0, 1 << 20))
+            return none, (some - none) / (1 << 20)
+
+        self._line = line
+
+    def step_ms(self, chunks: Sequence[Chunk], num_decodes: int, decode_context_tokens: int) -> float:
+        """As the model predicts it."""
+        return self._correction * self._model.step_ms(StepShape(chunks, num_decodes, decode_context_tokens))
+
+    def decode_ms(self, num_requests: int, context_tokens: int) -> float:
+        """The same without chunks. Cost: 0.2 us."""
+        base, slope = self._line(num_requests)
+        return self._correction * (base + slope * context_tokens)
+
+    def prefill_ms(self, num_tokens: int, cached_tokens: int = 0) -> float:
+        """exec(x, y)."""
+        return self._correction * self._model.prefill_ms(num_tokens, cached_tokens)
+
+    def outside_ms(self, num_tokens: int) -> float:
+        """Hashing and passing on."""
+        c = self.coefficients
+        return self._correction * (c.request_ms + c.prompt_token_ms * num_tokens)
+
+
+def kv_bytes_per_token(shape: ModelShape) -> int:
+    """K and V of all layers, in the model's own type."""
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class LinearPrices:
@@ -36,6 +95,7 @@ class LinearPrices:
     decode_ms_per_request: float = 0.01
     kv_bytes_per_token: int = 1 << 17
     max_batched_tokens: int = 8192
+    coefficients: CostCoefficients | None = None
 
     def step_ms(self, chunks: Sequence[Chunk], num_decodes: int, decode_context_tokens: int) -> float:
         """Linear in all of them."""
@@ -53,6 +113,10 @@ class LinearPrices:
             self.step_ms([chunk], 0, 0)
             for chunk in chunks_of(num_tokens, cached_tokens, self.max_batched_tokens)
         )
+
+    def outside_ms(self, num_tokens: int) -> float:
+        """Nothing."""
+        return 0.0
 
 
 def chunks_of(num_tokens: int, cached_tokens: int, max_batched_tokens: int) -> list[Chunk]:

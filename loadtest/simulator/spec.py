@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from loadtest.outcomes import Outcome
 from loadtest.simulator.frontend import Delays
 from loadtest.simulator.links import Rate
-from loadtest.simulator.records import Record
 from loadtest.simulator.task import EngineLimits
 from services.gateway.core.request_flow import Limits
 from services.mempool.core.pd_caching import PdCaching
@@ -56,15 +56,16 @@ def roles_of(num_prefill: int, num_decode: int, num_colocated: int = 0) -> tuple
 
 
 @dataclass(slots=True)
-class Outcome:
+class Simulated:
     """A run: one record a request, in their order."""
 
-    records: list[Record]
+    outcomes: list[Outcome]
     num_events: int
     num_steps: int
     num_preempted: int
     num_evicted: int
     num_rejected: int
+    num_retries: int
     peer_bytes: int
     end_ms: float
     busy_ms: list[float]  # of each instance

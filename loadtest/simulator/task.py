@@ -25,6 +25,7 @@ class Task:
     key: tuple[str, int]
     stage: Stage
     request: SimRequest
+    instance: int = -1
     hinted_tokens: int = 0  # what the scheduler believed to be cached here
     owner: Any = None  # whoever asked for it
     source: int = -1  # decode: the instance that holds the prompt's pages, and the stage that made them

@@ -86,5 +86,4 @@ def make_call(
         tenant=tenant,
         span=span,
         limits=gateway.cluster.limits,
-        budget=gateway.cluster.retry_budget,
     )

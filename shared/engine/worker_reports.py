@@ -18,7 +18,6 @@ from shared.wire.reports import (
     REPORTS,
     Goodbye,
     Hello,
-    PoolPlace,
     Refused,
     Report,
     Resync,
@@ -36,7 +35,6 @@ class SchedulerReports:
     hello: the introduction under an epoch.
     load: cheap; called for every report.
     on_stale: the scheduler knows a larger epoch of this instance: register again.
-    pool: where the instance's pages lie.
     """
 
     def __init__(
@@ -46,13 +44,11 @@ class SchedulerReports:
         hello: Callable[[Epoch], Hello],
         load: Callable[[], EngineLoad],
         on_stale: Callable[[], None],
-        pool: Callable[[], PoolPlace | None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._hello = hello
         self._load = load
         self._on_stale = on_stale
-        self._pool = pool
         self._epoch = Epoch(0)
         self._seq = 0
         self._interval_s = settings.report_interval_ms / 1000
@@ -161,7 +157,6 @@ class SchedulerReports:
             kv_used_share=load.kv_used_share,
             step_ms=load.step_ms,
             draining=self.draining,
-            pool=self._pool(),
         )
         if self._send(report):
             self._seq += 1

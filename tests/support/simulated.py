@@ -4,7 +4,8 @@ import json
 from random import Random
 
 from loadtest.simulator.prices import LinearPrices
-from loadtest.simulator.request import BlockNames, SimRequest
+from loadtest.simulator.request import SimRequest, block_name, from_workload
+from loadtest.workloads.request import Answer, Request, Segment, content_id
 
 BLOCK_TOKENS = 64
 PRICES = LinearPrices(
@@ -12,37 +13,41 @@ PRICES = LinearPrices(
 )
 
 
-def conversations(seed, *, sessions=6, turns=4, gap_ms=300.0, block_tokens=BLOCK_TOKENS):
+def conversations(seed, *, sessions=6, turns=4, gap_ms=300.0):
     """Turns that repeat their conversation, each after the answer to the one before."""
-    rng, names = Random(seed), BlockNames()
+    rng = Random(seed)
     requests, texts, last, at_ms = [], {}, {}, 0.0
     for number in range(sessions * turns):
         at_ms += rng.expovariate(1 / gap_ms)
         session = number % sessions
-        text = texts.setdefault(session, [0])
-        text.extend(rng.randrange(1 << 30) for _ in range(rng.randrange(5, 300)))
-        prompt, output = len(text), rng.randrange(1, 40)
-        answer = [rng.randrange(1 << 30) for _ in range(output)]
-        whole = [*text, *answer[:-1]]
-        chain = [hash(tuple(whole[at : at + block_tokens])) for at in range(0, len(whole), block_tokens)]
-        of_prompt = [hash(tuple(text[at : at + block_tokens])) for at in range(0, prompt, block_tokens)]
-        full = len(whole) // block_tokens
+        prompt = (*texts.get(session, ()), Segment(content_id(seed, number), rng.randrange(5, 300)))
+        output = rng.randrange(1, 40)
         requests.append(
-            SimRequest(
-                request_id=f"q{number}",
+            Request(
+                request_id=number,
                 arrival_ms=at_ms,
-                prompt_tokens=prompt,
-                output_tokens=output,
-                blocks=names.of(of_prompt),
-                output_blocks=names.of(chain[:full])[prompt // block_tokens :],
                 session=f"s{session}",
+                turn=number // sessions,
+                prompt=prompt,
+                output_tokens=output,
                 depends_on=last.get(session),
                 think_ms=rng.uniform(0, 200),
             )
         )
-        text += answer
+        texts[session] = (*prompt, Answer(number, output))
         last[session] = number
-    return requests
+    return from_workload(requests, BLOCK_TOKENS)
+
+
+def plain(number, at_ms, prompt, output, *, blocks=False):
+    """A request that shares nothing; without blocks nothing of it is ever cached."""
+    names = tuple(block_name(1000 * number + n) for n in range(-(-prompt // BLOCK_TOKENS))) if blocks else ()
+    return SimRequest(number, at_ms, prompt, output, names)
+
+
+def names(*numbers):
+    """Blocks by number."""
+    return [block_name(number) for number in numbers]
 
 
 def mooncake_lines(seed, *, count=120, groups=5, gap_ms=40):

@@ -1,24 +1,27 @@
 """The simulator's parts: clock, links, tree, memory, engine steps, trace files."""
 
-import json
+from dataclasses import replace
 
 import pytest
 
+from loadtest.outcomes import Outcome, read_run
+from loadtest.reports.summary import Slo
+from loadtest.simulator.__main__ import main
 from loadtest.simulator.blocks import ROOT, BlockStore
 from loadtest.simulator.cluster import simulate
 from loadtest.simulator.events import EventQueue
 from loadtest.simulator.links import Links, Rate
 from loadtest.simulator.prices import LinearPrices
-from loadtest.simulator.records import Record, Slo, summarize
-from loadtest.simulator.request import BlockNames, SimRequest, infinite_cache
+from loadtest.simulator.records import summarize
+from loadtest.simulator.request import densest, faster, from_workload, infinite_cache, mean_rate_per_s
 from loadtest.simulator.spec import ClusterSpec, Death, roles_of
 from loadtest.simulator.task import EngineLimits
-from loadtest.simulator.traces import TraceError, faster, read_trace, sample
 from loadtest.simulator.tree import SimTree
+from loadtest.workloads.request import Answer, Request, Segment
+from loadtest.workloads.trace_files import read
 from shared.prompttree.publisher import BATCH_WINDOW_MS
-from tests.support.simulated import BLOCK_TOKENS, PRICES, mooncake_lines
+from tests.support.simulated import BLOCK_TOKENS, mooncake_lines, names, plain
 
-NAMES = BlockNames()
 HAND = LinearPrices(
     step_base_ms=10.0, token_ms=1.0, context_ms=0.0, decode_ms_per_request=0.0, kv_bytes_per_token=1
 )
@@ -45,7 +48,7 @@ def test_a_transfer_waits_for_both_of_its_ends():
 def test_the_tree_knows_what_was_told_not_what_is_held():
     events = EventQueue()
     tree = SimTree(events, 3)
-    blocks = NAMES.of([1, 2, 3])
+    blocks = names(1, 2, 3)
     tree.stored(0, blocks)
     tree.stored(2, blocks[:1])
     assert tree.lookup(blocks) == []
@@ -70,7 +73,7 @@ def store(capacity, dram=0):
 def test_what_was_used_longest_ago_makes_room_and_goes_behind_when_there_is_a_behind():
     for dram, removed in ((0, 2), (100, 0)):
         made, told = store(40, dram)
-        old, new = NAMES.of([7, 8]), NAMES.of([9, 10])
+        old, new = names(7, 8), names(9, 10)
         assert made.keep(ROOT, old, 20)
         assert made.keep(ROOT, new, 15)
         assert made.reserve(25)
@@ -83,16 +86,12 @@ def test_what_was_used_longest_ago_makes_room_and_goes_behind_when_there_is_a_be
 def test_pinned_blocks_and_private_memory_are_never_given_away():
     made, _ = store(40)
     assert made.reserve(20)
-    entries = made.seal(ROOT, NAMES.of([11, 12]), 20)
+    entries = made.seal(ROOT, names(11, 12), 20)
     assert (made.room_tokens, made.private_tokens, made.pinned_tokens) == (20, 0, 20)
     assert not made.reserve(21)
     made.unpin(entries)
     assert made.reserve(40)
-    assert made.match(NAMES.of([11, 12])) == []
-
-
-def alone(prompt, output, **more):
-    return SimRequest("q", 0.0, prompt, output, NAMES.of(range(50, 50 - -prompt // BLOCK_TOKENS)), **more)
+    assert made.match(names(11, 12)) == []
 
 
 def run_one(request, roles, *, limits=None, **more):
@@ -102,64 +101,67 @@ def run_one(request, roles, *, limits=None, **more):
 
 def test_one_request_alone_takes_what_its_steps_take():
     limits = EngineLimits(max_batched_tokens=100)
-    record = run_one(alone(250, 5), roles_of(0, 0, 1), limits=limits).records[0]
+    record = run_one(plain(1, 0.0, 250, 5, blocks=True), roles_of(0, 0, 1), limits=limits).outcomes[0]
     assert record.ttft_ms == pytest.approx(
         3 * 10 + 250 + 1.0 + 4 * 0.3
     )  # three chunks; the gateway, four messages
     assert record.tpot_ms == pytest.approx(10.0)
-    assert (record.tokens_computed, record.kind) == (250, "colocated")
+    assert (record.sources, record.placement) == ({"computed": 250}, "colocated")
 
 
 def test_a_handoff_costs_its_transfer_and_one_step_and_a_single_token_needs_none():
     peer = Rate(0.0, 2.0)
-    record = run_one(alone(250, 5), roles_of(1, 1), peer=peer).records[0]
+    record = run_one(plain(1, 0.0, 250, 5, blocks=True), roles_of(1, 1), peer=peer).outcomes[0]
     assert record.ttft_ms == pytest.approx(10 + 250 + 125 + 10 + 1 + 1.0 + 6 * 0.3)
-    assert (record.kind, record.prefill, record.decode) == ("disaggregated", "prefill-0", "decode-1")
-    single = run_one(alone(250, 1), roles_of(1, 1), peer=peer)
-    assert single.records[0].ttft_ms == pytest.approx(10 + 250 + 1.0 + 4 * 0.3)
+    assert (record.placement, record.instances) == ("disaggregated", ["prefill-0", "decode-1"])
+    single = run_one(plain(1, 0.0, 250, 1, blocks=True), roles_of(1, 1), peer=peer)
+    assert single.outcomes[0].ttft_ms == pytest.approx(10 + 250 + 1.0 + 4 * 0.3)
     assert single.peer_bytes == 0
 
 
 def test_a_request_that_never_fits_fails_and_one_that_fits_waits_for_memory():
-    requests = [SimRequest("a", 0, 60, 50), SimRequest("b", 1, 60, 10), SimRequest("c", 2, 90, 20)]
-    found = simulate(ClusterSpec(("colocated",), block_tokens=16, memory_tokens=100), HAND, requests).records
+    requests = [plain(0, 0, 60, 50), plain(1, 1, 60, 10), plain(2, 2, 90, 20)]
+    found = simulate(ClusterSpec(("colocated",), block_tokens=16, memory_tokens=100), HAND, requests).outcomes
     assert [record.error for record in found] == ["context_length_exceeded", "", "context_length_exceeded"]
-    pair = [SimRequest("a", 0, 60, 30), SimRequest("b", 1, 60, 10)]
-    found = simulate(ClusterSpec(("colocated",), block_tokens=16, memory_tokens=100), HAND, pair).records
-    assert found[1].queue_ms > 300
+    pair = [plain(0, 0, 60, 30), plain(1, 1, 60, 10)]
+    found = simulate(ClusterSpec(("colocated",), block_tokens=16, memory_tokens=100), HAND, pair).outcomes
+    assert found[1].stages["queue_ms"] > 300
 
 
 def test_decodes_that_outgrow_memory_are_computed_again_and_none_is_lost():
-    pair = [SimRequest("a", 0, 40, 55), SimRequest("b", 1, 40, 55)]
+    pair = [plain(0, 0, 40, 55), plain(1, 1, 40, 55)]
     run = simulate(ClusterSpec(("colocated",), block_tokens=16, memory_tokens=100), HAND, pair)
     assert run.num_preempted >= 1
-    assert all(record.ok for record in run.records)
+    assert all(record.ok for record in run.outcomes)
 
 
 def test_requests_of_a_dead_instance_run_elsewhere_unless_their_client_saw_a_token():
-    requests = [SimRequest(f"q{n}", n * 10.0, 400, 20) for n in range(12)]
+    requests = [plain(n, n * 10.0, 400, 20) for n in range(12)]
     spec = ClusterSpec(roles_of(0, 0, 2), deaths=(Death(700.0, 0),))
-    records = simulate(spec, HAND, requests).records
-    retried = [r for r in records if r.attempts > 1]
-    assert retried
-    assert all(r.ok and r.decode == "colocated-1" for r in retried)
-    assert {r.error for r in records} <= {"", "peer.gone"}
+    run = simulate(spec, HAND, requests)
+    assert run.num_retries > 1
+    late = [r for r in run.outcomes if r.ended_ms > 700]
+    assert all(r.instances == ["colocated-1"] for r in late if r.ok)
+    assert {r.error for r in run.outcomes} <= {"", "peer.gone"}
 
 
 def test_full_instances_reject_and_the_request_comes_again_or_fails_in_time():
     limits = EngineLimits(max_running=1)
-    requests = [SimRequest(f"q{n}", 0.0, 300, 20) for n in range(40)]
+    requests = [plain(n, 0.0, 300, 20) for n in range(40)]
     run = simulate(ClusterSpec(("colocated",), limits=limits), HAND, requests)
     assert run.num_rejected > 0
-    assert {record.error for record in run.records} == {"", "overloaded"}
+    assert {record.error for record in run.outcomes} == {"", "overloaded"}
 
 
 def test_summaries_are_of_what_was_answered_and_goodput_of_all():
-    good = Record(
-        "a", 0, 100, 2, ttft_ms=10, tpot_ms=1, jct_ms=11, tokens_local=40, tokens_computed=60, has_ended=True
+    def outcome(number, **more):
+        return Outcome(number, "s", 0, prompt_tokens=100, **more)
+
+    good = outcome(
+        0, output_tokens=2, ttft_ms=10, tpot_ms=1, jct_ms=11, sources={"engine": 40, "computed": 60}
     )
-    late = Record("b", 0, 100, 2, ttft_ms=50, tpot_ms=1, jct_ms=51, tokens_computed=100, has_ended=True)
-    lost = Record("c", 0, 100, 2, jct_ms=1000, error="overloaded", has_ended=True)
+    late = outcome(1, output_tokens=2, ttft_ms=50, tpot_ms=1, jct_ms=51, sources={"computed": 100})
+    lost = outcome(2, jct_ms=1000, error="overloaded")
     found = summarize([good, late, lost], Slo(ttft_ms=20))
     assert found.hit_ratio == pytest.approx(0.2)
     assert found.num_failed == 1
@@ -168,69 +170,53 @@ def test_summaries_are_of_what_was_answered_and_goodput_of_all():
     assert found.goodput_per_s == pytest.approx(1.0)
 
 
-def test_a_mooncake_file_is_read_with_its_sharing_and_sessions(tmp_path):
-    path = tmp_path / "t.jsonl"
-    rows = [(0, 1000, [1, 2]), (5, 1700, [1, 3, 4, 5]), (9, 600, [7, 3])]
-    path.write_text(
-        "\n".join(
-            json.dumps({"timestamp": t, "input_length": n, "output_length": 600, "hash_ids": ids})
-            for t, n, ids in rows
-        )
-    )
-    first, second, third = read_trace(path)
-    assert first.blocks[0] == second.blocks[0]
-    assert second.session == first.session != third.session
-    assert second.blocks[1] != third.blocks[1]  # the same id behind another prefix is another block
-    assert len(first.output_blocks) == 2
-    assert infinite_cache([first, second, third], 512).hit_tokens == 512
+def test_a_history_repeats_its_answers_blocks_and_strangers_share_nothing():
+    first = Request(0, 0.0, "s", 0, (Segment(1, 100),), 60)
+    history = (Segment(1, 100), Answer(0, 60), Segment(2, 40))
+    second = Request(1, 5.0, "s", 1, history, 10, depends_on=0, think_ms=3.0)
+    other = Request(2, 9.0, "t", 0, (Segment(3, 100),), 60)
+    one, two, three = from_workload([first, second, other], 32)
+    assert one.blocks[:3] + one.output_blocks == two.blocks[:4]  # 159 tokens of KV: 4 whole blocks
+    assert one.blocks[3] not in two.blocks  # partial
+    assert (two.depends_on, two.think_ms) == (0, 3.0)
+    assert not {*one.blocks, *one.output_blocks} & {*three.blocks, *three.output_blocks}
+    assert infinite_cache([one, two, three], 32).hit_tokens == 96
 
 
-def test_azures_lengths_are_read_and_rates_and_samples_keep_the_order(tmp_path):
-    path = tmp_path / "t.csv"
-    lines = [f"2023-11-16 18:15:{n:02d}.5000000,{100 + n},{n}" for n in range(40)]
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(lines))
-    found = read_trace(path)
-    assert (found[3].arrival_ms, found[3].prompt_tokens, found[0].output_tokens) == (3000.0, 103, 1)
-    assert faster(found, 2.0)[3].arrival_ms == 1500.0
-    part = sample(found, 8)
-    assert len(part) == 8
+def test_the_densest_part_of_a_trace_is_cut_out_and_waits_for_nothing_outside():
+    calm = [plain(n, 1000.0 * n, 10, 1) for n in range(8)]
+    burst = [plain(8 + n, 8000.0 + n, 10, 1) for n in range(8)]
+    chained = [replace(r, depends_on=n - 1 if n else None) for n, r in enumerate(calm + burst)]
+    part = densest(chained, 8)
+    assert [r.request_id for r in part] == list(range(8, 16))
     assert part[0].arrival_ms == 0.0
+    assert [r.depends_on for r in part] == [None, *range(7)]
+    assert mean_rate_per_s(part) == pytest.approx(1000.0)
+    assert faster(part, 2.0)[1].arrival_ms == 0.5
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "empty"),
-        ('{"timestamp": 0', "line 1: not JSON"),
-        (
-            '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}',
-            "1 hash_ids for 600 tokens",
-        ),
-        (
-            '{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}',
-            "line 1: input_length is 0",
-        ),
-        ('{"timestamp": "x", "input_length": 1, "output_length": 1, "hash_ids": [1]}', "timestamp is 'x'"),
-        ("a,b\n1,2", "line 1: no column timestamp"),
-        ("timestamp,prompt_tokens,output_tokens\n1,2", "line 2: 2 fields"),
-        ("timestamp,prompt_tokens,output_tokens\n1,2,3\n0,2,3", "line 3: '0' is before"),
-        ("timestamp,prompt_tokens,output_tokens\nsoon,2,3", "line 2: 'soon' is no time"),
-        ("timestamp,prompt_tokens,output_tokens\n1,-2,3", "line 2: prompt_tokens is '-2'"),
-    ],
-)
-def test_a_bad_file_is_an_error_that_names_the_line(tmp_path, text, says):
-    path = tmp_path / "t"
-    path.write_text(text)
-    with pytest.raises(TraceError, match=says):
-        read_trace(path)
-
-
-def test_made_traces_are_read(tmp_path):
-    path = tmp_path / "t.jsonl"
-    path.write_text("\n".join(mooncake_lines(1)))
-    requests = read_trace(path)
-    spec = ClusterSpec(roles_of(2, 1), policy="prompt_tree")
-    found = summarize(simulate(spec, PRICES, requests).records)
+@pytest.mark.parametrize("policy", ["least_load", "prompt_tree"])
+def test_a_trace_file_is_replayed_from_end_to_end(tmp_path, capsys, policy):
+    path, out = tmp_path / "t.jsonl", tmp_path / "run.jsonl"
+    path.write_text("\n".join(mooncake_lines(1, groups=20)))
+    options = ["--trace", str(path), "--split", "6:2", "--policy", policy, "--out", str(out)]
+    assert main(options) == 0
+    assert "120 requests, 0 failed" in capsys.readouterr().out
+    requests = from_workload(read(path), 512)
+    found = summarize(read_run(out).outcomes)
     bound = infinite_cache(requests, 512).hit_ratio
-    assert found.num_failed == 0
-    assert 0.6 * bound < found.hit_ratio <= bound
+    assert 0.1 * bound < found.hit_ratio <= bound
+    assert (found.hit_ratio > 0.8 * bound) == (policy == "prompt_tree")
+
+
+def test_what_cannot_be_read_or_simulated_is_said_and_ends_with_status_2(tmp_path, capsys):
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}')
+    for more, says in (
+        ([], ":1: 600 tokens are 2 blocks"),
+        (["--gpu", "abacus"], "no data sheet"),
+        (["--model", "llama-70b"], "use a larger --tp"),
+        (["--cost", str(path)], "no cost coefficients"),
+    ):
+        assert main(["--trace", str(path), *more]) == 2
+        assert says in capsys.readouterr().err

@@ -1,0 +1,139 @@
+"""Costs without a measurement: from a GPU's data sheet and a model's sizes. UNCALIBRATED: good for ratios and orders.
+
+The shares of peak are what well-tuned dense kernels reach; a calibrated instance (`quire model show`) replaces it.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from loadtest.simulator.prices import ModelPrices, kv_bytes_per_token
+from shared.costmodel.shapes import shape_of
+from shared.errors import SettingsError
+from shared.wire.cost import CostCoefficients, ModelShape
+
+MATMUL_SHARE, ATTENTION_SHARE, MEMORY_SHARE = 0.65, 0.5, 0.8  # of peak
+RESERVE_SHARE = 0.1  # of a GPU's memory: activations, graphs, contexts
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Of the data sheet: dense bfloat16, memory."""
+
+    tflop_per_s: float
+    memory_gb_per_s: float
+    memory_gb: float
+    num_processors: int
+
+
+GPUS = {
+    "h200": Gpu(989, 4800, 141, 132),
+    "h100": Gpu(989, 3350, 80, 132),
+    "a100": Gpu(312, 2039, 80, 108),
+    "l40s": Gpu(362, 864, 48, 142),
+}
+MODELS = {
+    "llama-8b": ModelShape(num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8,
+                           head_dim=128, vocab_size=128256),
+    "qwen-32b": ModelShape(num_layers=64, hidden_size=5120, intermediate_size=25600, num_heads=64, num_kv_heads=8,
+                           head_dim=128, vocab_size=151936),
+    "llama-70b": ModelShape(num_layers=80, hidden_size=8192, intermediate_size=28672, num_heads=64, num_kv_heads=8,
+                            head_dim=128, vocab_size=128256),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One instance: its costs, and how many tokens of KV it has room for."""
+
+    prices: ModelPrices
+    memory_tokens: int
+    calibrated: bool
+    words: str  # for people
+
+
+def weights_gb(shape: ModelShape) -> float:
+    """Of the whole model."""
+    attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
+    layer = attention + 3 * shape.hidden_size * shape.intermediate_size
+    return (shape.num_layers * layer + 2 * shape.vocab_size * shape.hidden_size) * shape.dtype_bytes / GB
+
+
+def analytic(
+    gpu: Gpu, shape: ModelShape, *, tp: int = 1, name: str = "", max_batched_tokens: int = 8192
+) -> CostCoefficients:
+    """Coefficients from the data sheet. All-reduces as over NVLink."""
+    per_gb = 1000 / (gpu.memory_gb_per_s * MEMORY_SHARE)
+    return CostCoefficients(
+        shape=shape,
+        tp=tp,
+        device=name,
+        num_processors=gpu.num_processors,
+        max_batched_tokens=max_batched_tokens,
+        tile_tokens=128,
+        tile_columns=128,
+        matmul_ms_per_gflop=1 / (gpu.tflop_per_s * MATMUL_SHARE),
+        attention_ms_per_gflop=1 / (gpu.tflop_per_s * ATTENTION_SHARE),
+        memory_ms_per_gb=per_gb,
+        kv_read_ms_per_gb=per_gb,
+        step_overhead_ms=1.5,
+        chunk_ms=0.2,
+        decode_request_ms=0.005,
+        request_ms=2.0,
+        prompt_token_ms=0.0005,
+        all_reduce_ms=0.015 if tp > 1 else 0.0,
+        all_reduce_ms_per_gb=3.3 if tp > 1 else 0.0,
+    )
+
+
+def from_data_sheet(gpu_name: str, model: str, *, tp: int = 1, max_batched_tokens: int = 8192) -> Machine:
+    """Args: model: one of MODELS, or a folder with a config.json. Raises: SettingsError."""
+    gpu = GPUS.get(gpu_name.lower())
+    if gpu is None:
+        raise SettingsError(f"no data sheet of the GPU {gpu_name!r}; there are {', '.join(GPUS)}")
+    shape = model_shape(model)
+    memory_gb = gpu.memory_gb * (1 - RESERVE_SHARE) * tp - weights_gb(shape)
+    memory_tokens = int(memory_gb * GB / kv_bytes_per_token(shape))
+    if memory_tokens < 4096:
+        raise SettingsError(
+            f"{model} needs {weights_gb(shape):.0f} GB for its weights alone; {tp} x {gpu_name} have no room for it: "
+            "use a larger --tp"
+        )
+    found = analytic(gpu, shape, tp=tp, name=gpu_name, max_batched_tokens=max_batched_tokens)
+    words = f"{model} on {tp} x {gpu_name}, from the data sheet (uncalibrated)"
+    return Machine(ModelPrices(found), memory_tokens, False, words)
+
+
+def model_shape(model: str) -> ModelShape:
+    """Raises: SettingsError."""
+    if model in MODELS:
+        return MODELS[model]
+    config = Path(model) / "config.json"
+    if not config.is_file():
+        raise SettingsError(
+            f"model {model!r} is none of {', '.join(MODELS)} and no folder with a config.json"
+        )
+    try:
+        read = json.loads(config.read_text())
+    except ValueError as error:
+        raise SettingsError(f"{config} is not JSON: {error}") from error
+    return shape_of(read, str(read.get("torch_dtype") or read.get("dtype") or "bfloat16"))
+
+
+def from_file(path: Path, *, memory_tokens: int) -> Machine:
+    """Coefficients as JSON, or any object that has them under "cost". Raises: SettingsError."""
+    try:
+        read = json.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise SettingsError(f"{path} is not JSON: {error}") from error
+    try:
+        found = msgspec.convert(read.get("cost", read) if isinstance(read, dict) else read, CostCoefficients)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{path} has no cost coefficients: {error}") from error
+    words = f"coefficients of {found.device or 'an unnamed device'} from {path.name}"
+    return Machine(ModelPrices(found), memory_tokens, True, words)
