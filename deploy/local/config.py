@@ -17,6 +17,7 @@ from shared.errors import SettingsError
 REPO = Path(__file__).resolve().parents[2]
 DEMO_MODEL = REPO / "deploy" / "models" / "quire-demo"
 MAX_SOCKET_DIR_CHARS = 80  # a unix socket's path ends at 107 bytes
+MAX_RANKS = 64  # of one engine
 MAX_WORKERS_PER_ROLE = 10  # ports base+20.. and base+40..
 # Sections whose variables and TOML keys are checked at `quire up`, and who reads them.
 SECTION_CONFIGS = {
@@ -46,6 +47,7 @@ CLUSTER_KEYS = {
     "processes": "cluster.gateway_processes",
     "capacity_bytes": "cluster.mempool_bytes",
     "pd_caching": "cluster.pd_caching",
+    "tensor_parallel_size": "cluster.tensor_parallel, prefill_tensor_parallel or decode_tensor_parallel",
 }
 
 
@@ -56,6 +58,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     model_name: str = ""  # as clients name it; "": the folder's name or the id
     engine: Literal["vllm", "mock"] = "vllm"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    # disaggregated: also no request on one instance because that is predicted to be cheaper
     topology: Literal["auto", "disaggregated", "colocated"] = "auto"
     num_prefill: int = 1  # 0: none on this machine; only with address
     num_decode: int = 1  # colocated: how many workers there are
@@ -69,7 +72,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     base_port: int = 8100  # the services' own ports are this plus a fixed offset
     home: str = ""  # "": QUIRE_HOME, else .quire in the repository
     redis_url: str = ""  # "": QUIRE_REDIS_URL, else an own server
-    policy: Literal["", "prompt_tree", "least_load", "session"] = ""
+    policy: Literal["", "cost", "prompt_tree", "least_load", "session"] = ""
     api_keys: list[str] = []
     gateway_processes: int = 0
     dtype: str = ""
@@ -81,7 +84,10 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     )
     kv_space: str = ""  # own: every worker's pages in host memory apart from the others', for NUMA nodes
     gpu_memory_utilization: float = 0.0  # 0: the engine's own, divided where workers share a GPU
-    threads: int = 0  # of each engine on CPU
+    threads: int = 0  # of each engine on CPU, of each of its ranks
+    tensor_parallel: int = 0  # ranks of each engine, each with its own GPU; 0: 1
+    prefill_tensor_parallel: int = 0  # 0: as tensor_parallel
+    decode_tensor_parallel: int = 0  # colocated workers' too; 0: as tensor_parallel
     trace_endpoint: str = ""  # OTLP/HTTP base URL; "": the local span store
     trace_sample_ratio: float = 1.0
     log_level: Literal["", "debug", "info", "warning", "error"] = ""
@@ -132,6 +138,9 @@ def check(found: ClusterSettings) -> ClusterSettings:
     for name in ("num_prefill", "num_decode"):
         if not least <= getattr(found, name) <= MAX_WORKERS_PER_ROLE:
             raise SettingsError(f"setting cluster.{name}: must be {least} to {MAX_WORKERS_PER_ROLE}; try 1")
+    for name in ("tensor_parallel", "prefill_tensor_parallel", "decode_tensor_parallel"):
+        if not 0 <= getattr(found, name) <= MAX_RANKS:
+            raise SettingsError(f"setting cluster.{name}: must be 0 (the default) to {MAX_RANKS}; try 1")
     if not 1 <= found.port <= 65535:
         raise SettingsError(f"setting cluster.port: {found.port} is no port; try 8000")
     if not 1 <= found.base_port <= 65535 - 100:

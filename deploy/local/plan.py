@@ -79,7 +79,8 @@ def choose_workers(found: ClusterSettings, device: str, gpus: Sequence[str]) -> 
     """Roles and GPUs. auto: prefill and decode apart on CPU and on two GPUs or more, colocated on one GPU."""
     topology = found.topology
     if topology == "auto":
-        topology = "colocated" if device == "cuda" and len(gpus) == 1 else "disaggregated"
+        both = num_ranks(found, "prefill") + num_ranks(found, "decode")
+        topology = "colocated" if device == "cuda" and len(gpus) < both else "disaggregated"
     if topology == "colocated":
         workers = [Worker("colocated", index) for index in range(found.num_decode)]
     else:
@@ -90,12 +91,36 @@ def choose_workers(found: ClusterSettings, device: str, gpus: Sequence[str]) -> 
         workers = [replace(worker, machine=machine) for worker in workers]
     if device != "cuda":
         return tuple(workers)
-    return tuple(replace(w, gpus=gpus[place % len(gpus)]) for place, w in enumerate(workers))
+    return _placed(found, workers, gpus)
+
+
+def num_ranks(found: ClusterSettings, role: str) -> int:
+    """Tensor-parallel ranks of an engine of this role."""
+    own = found.prefill_tensor_parallel if role == "prefill" else found.decode_tensor_parallel
+    return own or found.tensor_parallel or 1
+
+
+def _placed(found: ClusterSettings, workers: Sequence[Worker], gpus: Sequence[str]) -> tuple[Worker, ...]:
+    """A GPU for each rank, one worker after the other, from the first GPU again when all are taken."""
+    out: list[Worker] = []
+    first = 0
+    for worker in workers:
+        count = num_ranks(found, worker.role)
+        if count > len(gpus):
+            raise SettingsError(
+                f"setting cluster.tensor_parallel: {worker.name} wants {count} GPUs, this machine has {len(gpus)}; "
+                f"try {len(gpus)}"
+            )
+        taken = [gpus[(first + i) % len(gpus)] for i in range(count)]
+        out.append(replace(worker, gpus=",".join(taken)))
+        first += count
+    return tuple(out)
 
 
 def gpu_share(found: ClusterSettings, workers: Sequence[Worker]) -> float:
     """gpu_memory_utilization of each engine; 0 where the engine's own default is right."""
-    most = max(Counter(worker.gpus for worker in workers if worker.gpus).values(), default=1)
+    taken = Counter(gpu for worker in workers if worker.gpus for gpu in worker.gpus.split(","))
+    most = max(taken.values(), default=1)
     if found.gpu_memory_utilization or most == 1:
         return found.gpu_memory_utilization
     return round(GPU_MEMORY_SHARE / most, 2)
@@ -229,19 +254,27 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
         threads=found.threads or 1,
         common_flags=_common_flags(found, paths),
         row_flags={
-            "scheduler": _optional(("--policy", found.policy)),
+            "scheduler": _optional(
+                ("--policy", found.policy),
+                ("--disaggregation", "always" if found.topology == "disaggregated" else ""),
+            ),
             "keeper": _optional(("--log-level", found.log_level)),
             "mempool": _optional(
                 ("--capacity-bytes", found.mempool_bytes), ("--pd-caching", found.pd_caching)
             ),
             "gateway": _optional(("--processes", found.gateway_processes)),
-            "prefill": worker_flags,
-            "decode": worker_flags,
+            "prefill": (*worker_flags, *_ranks(found, "prefill")),
+            "decode": (*worker_flags, *_ranks(found, "decode")),
         },
         secrets=_secrets(found, redis_url),
         address=found.address,
         join=parse_join(found.join),
     )
+
+
+def _ranks(found: ClusterSettings, role: str) -> tuple[str, ...]:
+    count = num_ranks(found, role)
+    return ("--tensor-parallel-size", str(count)) if count > 1 else ()
 
 
 def _common_flags(found: ClusterSettings, paths: Paths) -> tuple[str, ...]:
@@ -260,7 +293,7 @@ def _secrets(found: ClusterSettings, redis_url: str) -> dict[str, dict[str, str]
     """Keys and the Redis URL (it may hold a password) go by environment: command lines are public."""
     out: dict[str, dict[str, str]] = {
         row: {f"QUIRE_{ROWS[row].section.upper()}_REDIS_URL": redis_url}
-        for row in ("coordinator", "prefill", "decode", "gateway")
+        for row in ("coordinator", "mempool", "prefill", "decode", "gateway")
     }
     if found.api_keys:
         out["gateway"]["QUIRE_GATEWAY_API_KEYS"] = ",".join(found.api_keys)

@@ -8,8 +8,6 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
-import msgspec
-
 from services.gateway import metrics
 from services.gateway.call import Call
 from services.gateway.choices import Choice
@@ -19,6 +17,7 @@ from services.gateway.edge import STATUS
 from services.gateway.http_body import Receive, Scope
 from services.gateway.http_errors import error_body, header_block, status_of, type_of
 from services.gateway.http_protocol import PUSH_KEY, Push
+from services.gateway.receipt import receipt_of
 from shared.observe.log import get_logger
 from shared.observe.trace import Span
 
@@ -160,24 +159,3 @@ class Answer(ABC):
         """Where every prompt's KV came from and why it ran there; a list when there are several prompts."""
         receipts = [receipt_of(call) for call in self.calls]
         return receipts[0] if len(receipts) == 1 else receipts
-
-
-def receipt_of(call: Call) -> dict[str, Any]:
-    """One call's receipt."""
-    placed = call.placed
-    out: dict[str, Any] = {
-        "request_id": call.request_id,
-        "attempts": call.flow.attempt,
-        "trace_id": call.span.traceparent[3:35],
-        "stages": [msgspec.structs.asdict(receipt) for receipt in call.receipts],
-    }
-    if placed is not None:
-        out |= {
-            "placement": placed.kind,
-            "policy": placed.policy,
-            "reason": placed.reason,
-            "prefill_hit_tokens": placed.prefill_hit_tokens,
-            "decode_hit_tokens": placed.decode_hit_tokens,
-            "predicted_ttft_ms": placed.predicted_ttft_ms,
-        }
-    return out

@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from services.gateway.core.request_flow import Limits, RequestFlow
+from services.gateway.core.retry_budget import RetryBudget
 from shared.ids import RequestId
 from shared.observe.trace import Span
 from shared.wire.placement import Placed, PrefixHit, Target
@@ -39,7 +40,7 @@ class Call:
     """One prompt on its way through the cluster."""
 
     __slots__ = (
-        "early_receipt", "flow", "hits", "num_prompt_tokens", "placed", "prompt", "receipts",
+        "early_receipt", "first_ns", "flow", "hits", "num_prompt_tokens", "placed", "placed_ns", "prompt", "receipts",
         "request_id", "sampling", "schedule_span", "session", "sink", "span", "targets", "tenant",
         "tenant_salt",
     )  # fmt: skip
@@ -56,6 +57,7 @@ class Call:
         tenant: str,
         span: Span,
         limits: Limits,
+        budget: RetryBudget | None = None,
     ) -> None:
         self.request_id = request_id
         self.sink = sink
@@ -67,9 +69,11 @@ class Call:
         self.tenant = tenant
         self.tenant_salt = tenant
         self.span = span
-        self.flow = RequestFlow(limits)
+        self.flow = RequestFlow(limits, budget)
         self.schedule_span: Span | None = None
         self.placed: Placed | None = None
+        self.placed_ns = 0  # monotonic; when the attempt was sent to its first instance
+        self.first_ns = 0  # its first token for the client; 0: none yet
         self.targets: list[Target] = []  # of the running attempt
         self.receipts: list[StageReceipt] = []
         self.early_receipt: StageReceipt | None = None  # of the running stage, for an end before Finished

@@ -27,20 +27,23 @@ from services.gateway.core.request_flow import (
     SendGenerate,
     SendPlace,
 )
+from services.gateway.core.retry_budget import RetryBudget
+from services.gateway.messages import generate_message, place_message
+from services.gateway.receipt import note_prediction
 from services.gateway.scheduler_link import SchedulerLink
 from services.gateway.worker_links import WorkerLink
 from shared.errors import Overloaded, PeerGone
 from shared.observe.log import get_logger
 from shared.observe.trace import start_span
+from shared.wire.explain import explain
 from shared.wire.membership import InstanceView
-from shared.wire.placement import Place, Placed, SchedulerToGateway
+from shared.wire.placement import Placed, SchedulerToGateway
 from shared.wire.requests import (
     ALIVE_INTERVAL_MS,
     Abort,
     Alive,
     Failed,
     Finished,
-    Generate,
     Prefilled,
     PromptScored,
     TokenChunk,
@@ -57,8 +60,12 @@ _log = get_logger("gateway.cluster")
 class Cluster:
     """Links to the scheduler and the workers. One per process."""
 
-    def __init__(self, scheduler: str, *, model: str, limits: Limits) -> None:
+    def __init__(
+        self, scheduler: str, *, model: str, limits: Limits, retry_budget: RetryBudget | None = None
+    ) -> None:
         self.limits = limits
+        self.retry_budget = retry_budget or RetryBudget()
+        self._refused_before = 0
         self._model = model
         self._calls: dict[str, Call] = {}
         self._links: dict[str, WorkerLink[Call]] = {}
@@ -168,6 +175,8 @@ class Cluster:
                 chunk.attempt, "peer.error", message, True, now_ms=_now_ms(), source=None,
             ))  # fmt: skip
             return
+        if not call.first_ns:
+            call.first_ns = time.monotonic_ns()
         try:
             enough = call.sink.chunk(chunk)
         except Exception as error:  # noqa: BLE001 - one request's bad output must not stop the others'
@@ -265,6 +274,7 @@ class Cluster:
             call.span.event("retry", {"reason": flow.last_failure})
             call.receipts.clear()
             call.early_receipt = None
+            call.first_ns = 0
             call.sink.discard()
         else:
             self._end(call, action)
@@ -275,18 +285,7 @@ class Cluster:
             call.schedule_span = start_span(
                 "schedule", parent=call.span.traceparent, attributes={"quire.request_id": call.request_id}
             )
-        message = Place(
-            request_id=call.request_id,
-            attempt=action.attempt,
-            num_prompt_tokens=call.num_prompt_tokens,
-            max_tokens=call.sampling.max_tokens,
-            model=self._model,
-            hits=call.hits,
-            session=call.session,
-            tenant=call.tenant,
-            exclude=action.exclude,
-            traceparent=call.schedule_span.traceparent,
-        )
+        message = place_message(call, action, self._model)
         try:
             self._scheduler.place(message)
         except (PeerGone, Overloaded):
@@ -298,18 +297,7 @@ class Cluster:
         assert placed is not None
         if action.stage != "decode":
             self._placed(call, placed)
-        message = Generate(
-            request_id=call.request_id,
-            attempt=action.attempt,
-            stage=action.stage,
-            instance_epoch=action.target.epoch,
-            sampling=call.sampling,
-            handoff_to=action.handoff_to,
-            handoff=action.handoff,
-            tenant_salt=call.tenant_salt,
-            deadline_ms=action.deadline_ms,
-            traceparent=call.span.traceparent,
-        )
+        message = generate_message(call, action)
         try:
             self._link(action.target.endpoint).send(message, (call.prompt,))
         except PeerGone:
@@ -329,12 +317,15 @@ class Cluster:
     def _placed(self, call: Call, placed: Placed) -> None:
         """Register the call at the links it depends on."""
         call.placed = placed
+        call.placed_ns = time.monotonic_ns()
         call.targets = [placed.decode] if placed.prefill is None else [placed.prefill, placed.decode]
         for target in call.targets:
             self._link(target.endpoint).calls.add(call)
         if call.schedule_span is not None:
             call.schedule_span.set("quire.kind", placed.kind)
-            call.schedule_span.set("quire.reason", placed.reason)
+            if call.schedule_span.recording:
+                for name, value in explain(placed).items():
+                    call.schedule_span.set(name, value)
             call.schedule_span.end()
             call.schedule_span = None
 
@@ -351,6 +342,7 @@ class Cluster:
             call.schedule_span = None
         try:
             if isinstance(outcome, Complete):
+                note_prediction(call)
                 call.sink.complete(call)
             elif isinstance(outcome, Fail):
                 call.sink.fail(call, outcome.code, outcome.message, outcome.retry_after_ms)
@@ -367,6 +359,7 @@ class Cluster:
         while True:
             await asyncio.sleep(ALIVE_INTERVAL_MS / 1000)
             self._tick(lambda flow: True)
+            self._count_retries()
             for endpoint in self.workers_up:
                 self._send_worker(endpoint, Alive())
             now_ms = _now_ms()
@@ -377,6 +370,12 @@ class Cluster:
                     if link is not None:
                         del self._links[endpoint]
                         link.close()
+
+    def _count_retries(self) -> None:
+        budget = self.retry_budget
+        metrics.RETRY_BUDGET.set(budget.left)
+        metrics.RETRIES_REFUSED.inc(budget.num_refused - self._refused_before)
+        self._refused_before = budget.num_refused
 
     def _tick(self, choose: Callable[[RequestFlow], bool]) -> None:
         now_ms = _now_ms()

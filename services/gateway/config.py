@@ -51,6 +51,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     shed_wait_ms: int = 1_000  # how long a request waits when every instance is full
     place_reply_ms: int = 1_000
     request_deadline_ms: int = 600_000
+    # attempts that are placed again when an instance fails, per process: this share of the requests, ...
+    retry_share: float = 0.2
+    retry_floor_per_s: float = 5.0  # ... and so many a second, ...
+    retry_burst: float = 100.0  # ... of which so many may be saved
     drain_deadline_ms: int = 30_000
 
 
@@ -74,6 +78,9 @@ def _check(found: GatewaySettings) -> None:
             raise SettingsError(f"setting gateway.{name}: {getattr(found, name)} must be at least 1")
     if found.tree_cache_answers < 0:
         raise SettingsError("setting gateway.tree_cache_answers: must be 0 (none) or more, e.g. 1024")
+    for name in ("retry_share", "retry_floor_per_s", "retry_burst"):
+        if not getattr(found, name) >= 0:
+            raise SettingsError(f"setting gateway.{name}: {getattr(found, name)} must not be negative")
     if not found.model_dir:
         raise SettingsError("setting gateway.model_dir: name the folder that holds tokenizer.json")
     if not Path(found.model_dir, "tokenizer.json").is_file():

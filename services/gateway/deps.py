@@ -10,6 +10,7 @@ from services.gateway.cluster import Cluster
 from services.gateway.config import GatewaySettings
 from services.gateway.core.admission import Admission
 from services.gateway.core.request_flow import Limits
+from services.gateway.core.retry_budget import RetryBudget
 from services.gateway.core.tools import ToolFormat, format_of
 from services.gateway.membership import Membership
 from services.gateway.openai import SamplingDefaults
@@ -41,7 +42,10 @@ class Gateway:
             place_reply_ms=settings.place_reply_ms,
             request_deadline_ms=settings.request_deadline_ms,
         )
-        self.cluster = Cluster(settings.scheduler, model=settings.model_name, limits=limits)
+        budget = RetryBudget(settings.retry_share, settings.retry_floor_per_s, settings.retry_burst)
+        self.cluster = Cluster(
+            settings.scheduler, model=settings.model_name, limits=limits, retry_budget=budget
+        )
         self.membership = Membership(
             settings.coordinator_url,
             key=settings.coordinator_key,

@@ -1,6 +1,6 @@
 """The gateway's metrics, each once."""
 
-from shared.observe.metrics import counter, gauge, histogram_ms
+from shared.observe.metrics import counter, gauge, histogram_ms, histogram_ratio
 
 REQUESTS = counter(
     "quire_gateway_requests_total", "Requests answered, by route and HTTP status.", ("route", "status")
@@ -8,6 +8,14 @@ REQUESTS = counter(
 ERRORS = counter("quire_gateway_errors_total", "Errors answered or streamed, by stable code.", ("code",))
 IN_FLIGHT = gauge("quire_gateway_requests_in_flight", "Admitted requests without an outcome.")
 RETRIES = counter("quire_gateway_retries_total", "Attempts given up and placed again.")
+RETRIES_REFUSED = counter(
+    "quire_gateway_retries_refused_total", "Attempts not repeated because the retry budget was spent."
+)
+RETRY_BUDGET = gauge("quire_gateway_retry_budget", "Retries that could be made at once.")
+TTFT_PREDICTION = histogram_ratio(
+    "quire_gateway_ttft_prediction_ratio",
+    "First token: measured from placement / predicted by the scheduler.",
+)
 ABORTS = counter("quire_gateway_client_aborts_total", "Requests whose client left before the end.")
 SLOW_READERS = counter("quire_gateway_slow_readers_total", "Streams cut because the client did not read.")
 STALE = counter("quire_gateway_stale_messages_total", "Messages of attempts that were given up.")

@@ -86,4 +86,5 @@ def make_call(
         tenant=tenant,
         span=span,
         limits=gateway.cluster.limits,
+        budget=gateway.cluster.retry_budget,
     )

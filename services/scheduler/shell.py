@@ -16,6 +16,7 @@ from shared.observe.trace import start_span
 from shared.transport.clock import Clock
 from shared.transport.membership_client import MembershipPoller
 from shared.transport.zmq_channel import RouterServer
+from shared.wire.explain import explain
 from shared.wire.membership import InstanceList
 from shared.wire.placement import (
     FROM_SCHEDULER,
@@ -52,6 +53,24 @@ _decision = histogram_ms(
 )
 
 
+_fetches = counter(
+    "quire_scheduler_fetch_verdicts_total",
+    "Prompts of which another has more: eq 2's verdict.",
+    ("verdict", "path"),
+)
+_fetch_counter = lru_cache(maxsize=16)(_fetches.labels)
+_unpredicted = counter(
+    "quire_scheduler_unpredicted_total", "Placements by cost without coefficients, as prompt_tree."
+)
+
+
+def _note_verdicts(answer: Placed) -> None:
+    if answer.kv is not None and answer.kv.source:
+        _fetch_counter("recompute" if answer.kv.recompute else "fetch", answer.kv.path).inc()
+    if answer.policy == "cost" and answer.predicted is None:
+        _unpredicted.inc()
+
+
 @lru_cache(maxsize=16)
 def _placed_counter(kind: str, policy: str) -> Any:
     return _placed.labels(kind, policy)
@@ -62,7 +81,13 @@ class Scheduler:
 
     def __init__(self, settings: SchedulerSettings, clock: Clock, boot: str) -> None:
         self.instances = Instances(config.instance_limits(settings))
-        self.placer = Placer(self.instances, settings.policy, boot, config.placement_limits(settings))
+        self.placer = Placer(
+            self.instances,
+            settings.policy,
+            boot,
+            config.placement_limits(settings),
+            config.cost_settings(settings),
+        )
         self._clock = clock
         self._started_ms = clock.now_ms()
         self._places: RouterServer[GatewayToScheduler, SchedulerToGateway] = RouterServer(
@@ -135,6 +160,9 @@ class Scheduler:
             "prefill_tokens": view.prefill_tokens,
             "context_tokens": view.context_tokens,
             "kv_used_share": view.kv_used_share,
+            "queue_ms": view.queue_ms,
+            "num_decodes": view.num_decodes,
+            "has_model": known.model is not None,
         }
 
     # ---- gateways ----
@@ -167,6 +195,10 @@ class Scheduler:
                 span.set("decode", answer.decode.instance)
                 if answer.prefill is not None:
                     span.set("prefill", answer.prefill.instance)
+                if span.recording:
+                    for name, value in explain(answer).items():
+                        span.set(name, value)
+                _note_verdicts(answer)
                 return
             _rejected.labels(answer.code).inc()
             span.fail(answer.reason)

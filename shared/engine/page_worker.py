@@ -16,6 +16,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
 from shared.engine.page_warmup import use_null_block
 from shared.engine.page_window import PageWindow, device_name, open_window
+from shared.engine.rank_processes import unlink_shared_memory
+from shared.engine.vllm_setup import die_with_parent
 from shared.ids import InstanceId
 from shared.kv.layout import EngineDescription
 from shared.mempool.rank_memory import RankMemory
@@ -38,6 +40,12 @@ class PageWorkerMixin:
     _window: PageWindow | None = None
     _memory: RankMemory | None = None
     _warming_up: bool = False
+
+    def init_device(self: Any) -> None:
+        """vLLM's. A rank in a process of its own ends with the engine core, whatever it waits for."""
+        die_with_parent()
+        super().init_device()
+        unlink_shared_memory(self.rank)
 
     def compile_or_warm_up_model(self: Any) -> Any:
         """vLLM's; what its requests write is no page of the pool, which may be in use."""

@@ -30,10 +30,12 @@ from shared.engine.engine_sampling import asked_deltas, engine_spec
 from shared.engine.interface import CacheEvent, EngineDelta, EngineLoad, EngineRequest, KvUse
 from shared.engine.page_scheduler import EXTRA_ARGS_KEY
 from shared.engine.preload import preload_architecture
+from shared.engine.rank_processes import meet_in
 from shared.engine.sampling import honour_seeds, sampling_params
 from shared.engine.slot_settings import slot_arguments, slot_settings
 from shared.engine.worker_config import WorkerSettings, has_slots, works_in_pages
 from shared.errors import InvalidRequest, PeerGone, SettingsError
+from shared.kv.model_files import check_split
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire.requests import TokenLogprob
 
@@ -86,6 +88,8 @@ class VllmEngine:
         self._events_dir = tempfile.mkdtemp(prefix="quire-events-")
         events_address = f"ipc://{self._events_dir}/events"
         preload_architecture(settings.model_dir)
+        check_split(settings.model_dir, settings.tensor_parallel_size)
+        meet_in(self._events_dir)
         honour_seeds()
         config = self._engine_args(settings).create_engine_config()
         reason = why_not_in_pages(config)

@@ -47,6 +47,9 @@ def prepare_environment(device: str, threads: int, *, in_pages: bool) -> None:
     env["DO_NOT_TRACK"] = "1"
     env["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
+    env.setdefault(
+        "GLOO_SOCKET_IFNAME", "lo"
+    )  # ranks of one engine are on one host; else gloo asks the name service
     if device == "cpu":
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         env["TORCHDYNAMO_DISABLE"] = "1"

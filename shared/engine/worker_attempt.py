@@ -166,7 +166,9 @@ class Attempt:
         if message.handoff is not None:
             self._lease = await pages.for_handoff(self._seed, self._prompt, message.handoff, parent)
         else:
-            self._lease = await pages.for_prompt(self._seed, self._prompt, parent)
+            self._lease = await pages.for_prompt(self._seed, self._prompt, parent, message.kv)
+        if self._lease is not None:
+            self._clock.brought = self._lease.brought
 
     async def _deltas(
         self, sampling: SamplingSpec, handoff_id: HandoffId | None

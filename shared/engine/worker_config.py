@@ -67,6 +67,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     report_interval_ms: int = 250
     drain_deadline_ms: int = 30_000
     acquire_timeout_ms: int = 250  # for the pool's answer; then the prompt is computed
+    fetch_wait_ms: int = 1_000  # for pages that the scheduler wants fetched; then the prompt is computed
     handoff_wait_ms: int = 2_000  # decode: how long the pool waits for the prefill side's pages
     handoff_ttl_ms: int = 10_000  # prefill: how long the pool holds pages that nobody fetches
     lease_ttl_ms: int = 30_000
@@ -84,7 +85,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 _POSITIVE = (
     "threads", "block_tokens", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size",
-    "max_inflight", "max_deadline_ms", "report_interval_ms", "acquire_timeout_ms", "handoff_wait_ms",
+    "max_inflight", "max_deadline_ms", "report_interval_ms", "acquire_timeout_ms", "fetch_wait_ms", "handoff_wait_ms",
     "handoff_ttl_ms", "lease_ttl_ms", "hello_timeout_ms", "mock_prefill_tokens_per_s", "mock_kv_blocks",
 )  # fmt: skip
 _NOT_NEGATIVE = (

@@ -19,6 +19,8 @@ from shared.observe import metrics
 from shared.observe.log import get_logger
 from shared.wire.handoff import HandoffState
 from shared.wire.mempool import Acquired
+from shared.wire.reports import PoolPlace
+from shared.wire.requests import KvPlan
 
 _log = get_logger("worker.pages")
 _REPLY_MARGIN_MS = 250  # beyond what the pool itself was asked to wait
@@ -35,6 +37,9 @@ class PageClient(Protocol):
     memory_id: Epoch
     peer_address: str
 
+    @property
+    def boot_generation(self) -> Epoch: ...
+
     async def acquire(
         self,
         hashes: Sequence[BlockHash],
@@ -45,6 +50,7 @@ class PageClient(Protocol):
         traceparent: str = ...,
         until_release: bool = ...,
         source_mempool: str = ...,
+        own_space_only: bool = ...,
     ) -> Acquired: ...
 
     def release(self, lease_id: LeaseId) -> None: ...
@@ -59,11 +65,46 @@ class LeaseHolder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Brought:
+    """What the mempool brought into the instance's space for one request; the same blocks may be of two."""
+
+    blocks_peer: int = 0
+    blocks_dram: int = 0
+    blocks_remote: int = 0
+    block_tokens: int = 0
+    block_bytes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """That moved."""
+        return (self.blocks_peer + self.blocks_dram + self.blocks_remote) * self.block_bytes
+
+    @property
+    def path(self) -> str:
+        """Paths with "+" between them."""
+        found = {"peer": self.blocks_peer, "dram": self.blocks_dram, "remote": self.blocks_remote}
+        return "+".join(name for name, count in found.items() if count)
+
+    def tokens(self, tokens_pool: int) -> tuple[int, int, int]:
+        """(peer, dram, remote) of the tokens that were loaded from pages: the later a block lies, the farther."""
+        left, out = tokens_pool, []
+        for blocks in (self.blocks_remote, self.blocks_dram, self.blocks_peer):
+            out.append(min(left, blocks * self.block_tokens))
+            left -= out[-1]
+        return out[2], out[1], out[0]
+
+
+NOTHING_BROUGHT = Brought()
+NO_PLAN = KvPlan()
+
+
+@dataclass(frozen=True, slots=True)
 class PageLease:
     """Release it once, after the first output or at the end; settle() it with an engine that keeps leases."""
 
     lease_id: LeaseId
     held: HeldPages
+    brought: Brought = NOTHING_BROUGHT
 
 
 class PromptPages:
@@ -111,19 +152,37 @@ class PromptPages:
         return self._client.peer_address if self._client is not None else ""
 
     @property
+    def place(self) -> PoolPlace | None:
+        """Where this instance's pages lie, for whoever compares it with others'; None: there is no pool now."""
+        if self._client is None or not self._client.connected:
+            return None
+        return PoolPlace(self._client.boot_generation, self._client.memory_id, self._client.peer_address)
+
+    @property
     def num_leases(self) -> int:
         """Leases taken and not released."""
         return len(self._leases)
 
-    async def for_prompt(self, seed: BlockHash, prompt: bytes, traceparent: str) -> PageLease | None:
-        """Blocks that the pool knows. One token must be computed: an engine that copies leaves its block out."""
+    async def for_prompt(
+        self, seed: BlockHash, prompt: bytes, traceparent: str, plan: KvPlan | None = None
+    ) -> PageLease | None:
+        """Blocks that the pool knows. One token must be computed: an engine that copies leaves its block out.
+
+        Args: plan: how far they may be brought from; what it wants fetched is waited for up to fetch_wait_ms.
+        """
         if self._settings.pd_caching == "basic":
             return None
         spare_tokens = 0 if self._kept else 1
         whole = (len(prompt) // _TOKEN_BYTES - spare_tokens) // self._description.block_tokens
         size_bytes = whole * self._description.block_tokens * _TOKEN_BYTES
         hashes = hash_blocks(seed, prompt[:size_bytes], self._description.block_tokens)
-        return await self._acquire(hashes, size_bytes // _TOKEN_BYTES, HandoffId(""), 0, traceparent)
+        plan = plan or NO_PLAN
+        wait_ms = self._settings.fetch_wait_ms if plan.source and not plan.recompute else 0
+        source = plan.source_mempool if plan.reach == "remote" else ""
+        return await self._acquire(
+            hashes, size_bytes // _TOKEN_BYTES, HandoffId(""), wait_ms, traceparent, source,
+            own_space_only=plan.reach == "own",
+        )  # fmt: skip
 
     async def for_handoff(
         self, seed: BlockHash, prompt: bytes, handoff: HandoffState, traceparent: str
@@ -152,6 +211,7 @@ class PromptPages:
         wait_ms: int,
         traceparent: str,
         source_mempool: str = "",
+        own_space_only: bool = False,
     ) -> PageLease | None:
         client = self._client
         if client is None or not hashes:
@@ -170,6 +230,7 @@ class PromptPages:
                     traceparent=traceparent,
                     until_release=self._kept,
                     source_mempool=source_mempool,
+                    own_space_only=own_space_only,
                 )
             return self._lease(got, hashes, valid_tokens)
         except (ClusterError, TimeoutError, ValueError) as error:
@@ -197,7 +258,15 @@ class PromptPages:
             valid_tokens=valid,
             lease_id=got.lease_id,
         )
-        return PageLease(got.lease_id, held)
+        layout = self._description
+        brought = Brought(
+            blocks_peer=got.blocks_peer,
+            blocks_dram=got.blocks_dram,
+            blocks_remote=got.blocks_remote,
+            block_tokens=layout.block_tokens,
+            block_bytes=layout.block_bytes * max(1, layout.tp_size),
+        )
+        return PageLease(got.lease_id, held, brought)
 
     def release(self, lease_id: LeaseId) -> None:
         """End a lease. Never fails: a pool that is gone has ended it already."""

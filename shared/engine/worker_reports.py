@@ -18,6 +18,7 @@ from shared.wire.reports import (
     REPORTS,
     Goodbye,
     Hello,
+    PoolPlace,
     Refused,
     Report,
     Resync,
@@ -35,6 +36,7 @@ class SchedulerReports:
     hello: the introduction under an epoch.
     load: cheap; called for every report.
     on_stale: the scheduler knows a larger epoch of this instance: register again.
+    pool: where the instance's pages lie.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class SchedulerReports:
         hello: Callable[[Epoch], Hello],
         load: Callable[[], EngineLoad],
         on_stale: Callable[[], None],
+        pool: Callable[[], PoolPlace | None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._hello = hello
         self._load = load
         self._on_stale = on_stale
+        self._pool = pool
         self._epoch = Epoch(0)
         self._seq = 0
         self._interval_s = settings.report_interval_ms / 1000
@@ -157,6 +161,7 @@ class SchedulerReports:
             kv_used_share=load.kv_used_share,
             step_ms=load.step_ms,
             draining=self.draining,
+            pool=self._pool(),
         )
         if self._send(report):
             self._seq += 1

@@ -80,7 +80,11 @@ class WorkerShell:
         self.endpoint = settings.advertise or settings.listen
         limits = WorkerLimits(vocab_size, engine.description.max_model_len, settings.max_inflight)
         self.reports = SchedulerReports(
-            settings, hello=self._hello, load=self.load, on_stale=self._register_again
+            settings,
+            hello=self._hello,
+            load=self.load,
+            on_stale=self._register_again,
+            pool=lambda: self.pages.place,
         )
         self.front = WorkerFront(settings.listen, limits, self.reports.report_soon)
         pool = pages if engine.uses_pool else None

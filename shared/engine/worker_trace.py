@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shared.engine.interface import KvUse
+from shared.engine.worker_pages import NOTHING_BROUGHT
 from shared.ids import InstanceId
 from shared.observe.trace import Span, start_span
 from shared.wire.requests import Generate, StageReceipt
@@ -32,6 +33,7 @@ class AttemptClock:
         self._asked_pool = False
         self._fetched = self._submitted = self._first = 0
         self.num_output_tokens = 0
+        self.brought = NOTHING_BROUGHT
         self.span: Span = start_span(
             message.stage,
             parent=message.traceparent,
@@ -74,6 +76,7 @@ class AttemptClock:
     def receipt(self, use: KvUse) -> StageReceipt:
         """What the attempt took and where its KV came from."""
         phases, message = self._phases(use), self._message
+        peer, dram, remote = self.brought.tokens(use.tokens_pool)
         computed_until = phases.first if message.stage == "prefill" else phases.ended
         return StageReceipt(
             instance=self._instance,
@@ -90,6 +93,11 @@ class AttemptClock:
             bytes_moved=use.bytes_moved,
             path="memfd" if use.blocks_moved else "",
             handoff_mode=message.handoff.mode if message.handoff is not None else "",
+            tokens_peer=peer,
+            tokens_dram=dram,
+            tokens_remote=remote,
+            bytes_fetched=self.brought.num_bytes,
+            fetch_path=self.brought.path,
         )
 
     def end(self, use: KvUse, *, error: str = "") -> None:
@@ -109,6 +117,8 @@ class AttemptClock:
                     "blocks_failed": use.failed_blocks,
                     "tokens_pool": use.tokens_pool,
                     "tokens_computed": use.tokens_computed,
+                    "fetch_path": self.brought.path,
+                    "fetch_bytes": self.brought.num_bytes,
                 }
                 self._child("handoff.transfer" if decoding else "kv.fetch", 0, phases.fetched, moved)
             self._child("decode.queue" if decoding else "prefill.queue", phases.fetched, phases.scheduled)

@@ -108,13 +108,15 @@ class MempoolClient:
         traceparent: str = "",
         until_release: bool = False,
         source_mempool: str = "",
+        own_space_only: bool = False,
         timeout_ms: int | None = None,
     ) -> wire.Acquired:
         """Pin the longest known prefix of `hashes`; release() its lease. num_blocks 0: nothing is held.
 
         Args:
             until_release: no expiry: an engine of this instance works in the pages, and releases them.
-            source_mempool: that has the pages, if not this one: HandoffState.source_mempool.
+            source_mempool: that has the pages, if not this one: of a hand-off, or of the best holder.
+            own_space_only: bring nothing from other spaces either.
             timeout_ms: None: a second more than wait_ms.
         """
         call = wire.Acquire(
@@ -126,6 +128,7 @@ class MempoolClient:
             traceparent=traceparent,
             until_release=until_release,
             source_mempool=source_mempool,
+            own_space_only=own_space_only,
         )
         limit_ms = wait_ms + CALL_TIMEOUT_MS if timeout_ms is None else timeout_ms
         reply = await self._call(call, wire.Acquired, limit_ms)

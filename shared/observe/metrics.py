@@ -10,6 +10,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_late
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 DEFAULT_BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000, 60_000)
+DEFAULT_BUCKETS_RATIO = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 
 _known: dict[str, Any] = {}
 M = TypeVar("M", Counter, Gauge, Histogram)
@@ -42,6 +43,15 @@ def histogram_ms(
     """Durations in ms. Name: quire_<service>_..._ms."""
     if not name.endswith("_ms"):
         raise ValueError(f"histogram {name!r}: the name must end with its unit, _ms")
+    return _metric(Histogram, name, text, labels, buckets=tuple(buckets))
+
+
+def histogram_ratio(
+    name: str, text: str, labels: Sequence[str] = (), *, buckets: Sequence[float] = DEFAULT_BUCKETS_RATIO
+) -> Histogram:
+    """Something measured over the same predicted: 1 is right. Name: quire_<service>_..._ratio."""
+    if not name.endswith("_ratio"):
+        raise ValueError(f"histogram {name!r}: the name must end with its unit, _ratio")
     return _metric(Histogram, name, text, labels, buckets=tuple(buckets))
 
 

@@ -116,6 +116,8 @@ class Cluster:
             f"127.0.0.1:{ports['scheduler']}",
             "--coordinator-url",
             self.coordinator_url,
+            "--disaggregation",
+            "always",  # whatever is predicted to be cheaper
         ]
         self._add("scheduler", "services.scheduler", ports["scheduler"], flags)
 

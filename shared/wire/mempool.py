@@ -164,7 +164,9 @@ class Acquire(Struct, frozen=True, kw_only=True, tag="acquire"):
     ttl_ms: int = 30_000
     traceparent: str = ""
     until_release: bool = False  # no expiry: an engine of this instance works in the pages and releases them
-    source_mempool: str = ""  # where the handoff's pages are, if not here: HandoffState.source_mempool
+    # where pages are that are not here: of the handoff, or of the best holder (KvPlan.source_mempool)
+    source_mempool: str = ""
+    own_space_only: bool = False  # bring nothing from elsewhere: computing it is quicker
 
 
 class Acquired(Struct, frozen=True, kw_only=True, tag="acquired"):
@@ -177,6 +179,10 @@ class Acquired(Struct, frozen=True, kw_only=True, tag="acquired"):
     pages: bytes = b""
     epochs: bytes = b""
     checksums: bytes = b""  # u32 each where known at seal; 0: unknown
+    # of the blocks, those that were brought for this call:
+    blocks_peer: int = 0  # from another engine's space
+    blocks_dram: int = 0  # from host memory behind the engine's
+    blocks_remote: int = 0  # from another host's mempool
 
 
 class Release(Struct, frozen=True, kw_only=True, tag="release"):

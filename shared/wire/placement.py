@@ -7,6 +7,7 @@ from msgspec import Struct
 from shared.ids import Epoch, HandoffId, InstanceId, RequestId
 from shared.wire.codec import Channel
 from shared.wire.reports import Role
+from shared.wire.requests import KvPlan
 
 Medium = Literal["hbm", "dram"]
 
@@ -58,6 +59,28 @@ class Target(Struct, frozen=True, kw_only=True):
     endpoint: str  # ZeroMQ address of its ROUTER
 
 
+class Predicted(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the placement is expected to take, in ms; a stage that does not occur takes 0."""
+
+    queue_ms: float = 0.0  # unfinished prefills of others on the first instance
+    fetch_ms: float = 0.0
+    compute_ms: float = 0.0
+    transfer_ms: float = 0.0  # of the hand-off
+    step_ms: float = 0.0  # one decode step with the request in the batch
+    slowdown_ms: float = 0.0  # what all that decode already lose together, weighted
+    total_ms: float = 0.0  # what was compared: all of it, with the expected number of decode steps
+
+
+class Alternative(Struct, frozen=True, array_like=True):
+    """A way that was not taken."""
+
+    instance: InstanceId
+    stage: str
+    hit_tokens: int
+    predicted_ms: float | None  # Predicted.total_ms; None: not predicted
+    why: str  # it was not taken
+
+
 class Placed(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="placed"):
     """`prefill` is None when the request is colocated on `decode`."""
 
@@ -72,6 +95,9 @@ class Placed(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="placed"
     prefill_hit_tokens: int = 0
     decode_hit_tokens: int = 0
     predicted_ttft_ms: float | None = None
+    predicted: Predicted | None = None  # None: the instances sent no coefficients
+    kv: KvPlan | None = None  # for the first stage's Generate
+    alternatives: list[Alternative] = []  # the best ones first, a bounded number
 
 
 class Rejected(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="rejected"):

@@ -17,6 +17,14 @@ from shared.wire.cost import CostCoefficients, LinkRate
 Role = Literal["prefill", "decode", "colocated"]
 
 
+class PoolPlace(Struct, frozen=True, array_like=True):
+    """Where an instance's pages lie: equal memory_id, no copy; equal boot_generation and address, the same host."""
+
+    boot_generation: Epoch
+    memory_id: Epoch  # of the space; 0: not known yet
+    address: str = ""  # where mempools of other hosts reach its own; "": they do not
+
+
 class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     """First message of an instance under an epoch that the coordinator granted."""
 
@@ -51,6 +59,7 @@ class Report(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="report"
         0.0  # predicted work of the unfinished prefills here, corrected; 0 without a model
     )
     links: dict[str, LinkRate] = {}  # measured here, by path
+    pool: PoolPlace | None = None  # None: no mempool is connected
 
 
 class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):

@@ -52,6 +52,22 @@ class HandoffTarget(Struct, frozen=True, kw_only=True):
     target: InstanceId
 
 
+class KvPlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Fetch or recompute (MemServe eq 2): how far pages of the prompt are brought from before it is computed.
+
+    `reach` own: only what lies in the instance's own space; host: also from other spaces of its mempool; remote: also
+    from the mempool at `source_mempool`. The rest says why: `source` holds so many leading tokens, as far as known,
+    and they come by `path`, or are computed because that is quicker (`recompute`).
+    """
+
+    reach: Literal["own", "host", "remote"] = "host"
+    source: InstanceId = InstanceId("")
+    tokens: int = 0
+    path: str = ""  # "peer": of the same mempool; "remote": of another host's; "dram"
+    source_mempool: str = ""
+    recompute: bool = False
+
+
 class Generate(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):
     """Raw frame 0: prompt token ids, u32 little-endian, at least one."""
 
@@ -66,6 +82,7 @@ class Generate(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="gener
     priority: int = 0
     deadline_ms: int = 600_000  # a duration from receipt; then the worker aborts the request itself
     traceparent: str = ""
+    kv: KvPlan | None = None  # prefill and colocated only; None: as with reach "host"
 
 
 class Abort(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):
@@ -116,13 +133,18 @@ class StageReceipt(Struct, frozen=True, kw_only=True, omit_defaults=True):
     compute_ms: float = 0.0
     prompt_tokens: int = 0
     tokens_engine: int = 0  # found in the engine's own prefix cache
-    tokens_pool: int = 0  # loaded from pages of the mempool
+    tokens_pool: int = 0  # loaded from pages of the mempool; those that were brought for it are of these:
+    tokens_peer: int = 0  # from another space of the same mempool
+    tokens_dram: int = 0  # from host memory behind a GPU
+    tokens_remote: int = 0  # from another host's mempool
     tokens_computed: int = 0
     blocks_moved: int = 0
     blocks_reused: int = 0
     bytes_moved: int = 0
     path: str = ""  # e.g. "memfd"
     handoff_mode: str = ""
+    bytes_fetched: int = 0  # brought into the instance's space by its mempool, for this request
+    fetch_path: str = ""  # "peer", "dram", "remote", or several with "+"
 
 
 class TokenChunk(Struct, frozen=True, array_like=True):

@@ -5,6 +5,7 @@ float32 on one thread. Every case goes to the gateway over HTTP with token ids i
 """
 
 import asyncio
+import functools
 import json
 import subprocess
 import sys
@@ -31,10 +32,9 @@ def eos_token_id() -> int:
 CASES = {case["id"]: case for case in build_cases(MODEL, eos_token_id())}
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
+@functools.cache  # modules that import the fixture share one run
+def stock_answers(folder: Path) -> dict:
     """Stock vLLM's answer to every case."""
-    folder = tmp_path_factory.mktemp("stock")
     cases, out = folder / "cases.json", folder / "out.json"
     cases.write_text(json.dumps(list(CASES.values())))
     subprocess.run(
@@ -44,6 +44,12 @@ def reference(tmp_path_factory):
         timeout=400,
     )
     return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Stock vLLM's answer to every case."""
+    return stock_answers(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")

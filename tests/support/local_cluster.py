@@ -43,7 +43,9 @@ class LocalCluster:
         self.url = f"http://127.0.0.1:{self.base + 90}"
         self.flags = ["--port", str(self.base + 90), "--base-port", str(self.base), *flags]
         clean = {k: v for k, v in os.environ.items() if not k.startswith("QUIRE_")}
-        self.env = {**clean, "QUIRE_HOME": str(home), "COLUMNS": "200", **(env or {})}
+        # whatever is predicted to be cheaper, hand-offs are what most tests are about
+        pairs = {"QUIRE_SCHEDULER_DISAGGREGATION": "always"}
+        self.env = {**clean, **pairs, "QUIRE_HOME": str(home), "COLUMNS": "200", **(env or {})}
 
     def quire(
         self, *words: str, check: bool = True, timeout_s: float = 300

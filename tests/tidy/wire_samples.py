@@ -59,6 +59,7 @@ from shared.wire.requests import (
 )
 from tests.tidy.wire_samples_mempool_api import MEMPOOL_API_SAMPLES
 from tests.tidy.wire_samples_mempool_peer import MEMPOOL_PEER_SAMPLES
+from tests.tidy.wire_samples_placement import PLACEMENT_SAMPLES
 
 R, P, D = RequestId("chatcmpl-1"), InstanceId("prefill-0"), InstanceId("decode-0")
 H = HandoffId("h-1")
@@ -271,6 +272,7 @@ SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
 
 SAMPLES |= MEMPOOL_API_SAMPLES
 SAMPLES |= MEMPOOL_PEER_SAMPLES
+SAMPLES |= PLACEMENT_SAMPLES
 
 
 def main() -> None:

@@ -150,6 +150,31 @@ def test_workers_that_share_a_gpu_share_its_memory():
     assert plan.gpu_share(settings(), (Worker("prefill", 0), Worker("decode", 0))) == 0
 
 
+def test_each_rank_has_its_own_gpu():
+    four = ["0", "1", "2", "3"]
+    workers = plan.choose_workers(settings(tensor_parallel=2), "cuda", four)
+    assert [(w.name, w.gpus) for w in workers] == [("prefill-0", "0,1"), ("decode-0", "2,3")]
+    assert plan.gpu_share(settings(), workers) == 0
+    workers = plan.choose_workers(settings(prefill_tensor_parallel=2), "cuda", four[:3])
+    assert [w.gpus for w in workers] == ["0,1", "2"]
+    (both,) = plan.choose_workers(settings(tensor_parallel=2), "cuda", four[:2])
+    assert (both.name, both.gpus) == ("colocated-0", "0,1")
+    shared = plan.choose_workers(settings(tensor_parallel=2, topology="disaggregated"), "cuda", four[:2])
+    assert plan.gpu_share(settings(), shared) == 0.45
+    with pytest.raises(SettingsError, match="wants 8 GPUs, this machine has 4"):
+        plan.choose_workers(settings(tensor_parallel=8), "cuda", four)
+
+
+def test_engines_are_told_how_many_ranks_they_have():
+    found = settings(
+        redis_url="redis://there:1/0", tensor_parallel=2, decode_tensor_parallel=4, engine="mock"
+    )
+    made = plan.make_plan(found, config.paths_of("/h"), plan.Model(folder="/m", name="m"))
+    said = {s.name: flags(s).get("--tensor-parallel-size") for s in build(made)}
+    assert (said["prefill-0"], said["decode-0"]) == ("2", "4")
+    assert "tensor_parallel_size" in managed_keys(build(made))["worker"]
+
+
 def test_a_colocated_worker_says_so():
     (worker,) = (s for s in build(a_plan(workers=(Worker("colocated", 0),))) if s.name == "colocated-0")
     assert (worker.module, flags(worker)["--role"]) == ("services.decode", "colocated")

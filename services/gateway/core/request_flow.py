@@ -15,12 +15,14 @@ from enum import Enum
 
 from msgspec import Struct
 
+from services.gateway.core.retry_budget import RetryBudget
 from shared.ids import HandoffId, InstanceId
 from shared.wire.handoff import HandoffState
 from shared.wire.placement import Placed, Rejected, Target
-from shared.wire.requests import HandoffTarget, Stage
+from shared.wire.requests import HandoffTarget, KvPlan, Stage
 
 BACKOFF_FIRST_MS = 50
+RETRY_AFTER_MS = 1_000  # what a client is told when the retry budget is spent
 BACKOFF_MAX_MS = 1_000
 MAX_ATTEMPTS = 64  # beyond any placement deadline at BACKOFF_MAX_MS; a bound even if settings say otherwise
 
@@ -61,6 +63,7 @@ class SendGenerate(Struct, frozen=True):
     deadline_ms: int
     handoff_to: HandoffTarget | None = None
     handoff: HandoffState | None = None
+    kv: KvPlan | None = None  # prefill and colocated
 
 
 class SendAbort(Struct, frozen=True):
@@ -105,6 +108,9 @@ class RequestFlow:
     """The state machine. Methods return actions in the order in which they must happen."""
 
     limits: Limits
+    budget: RetryBudget | None = (
+        None  # shared by all requests of the process; None: no bound but the deadlines
+    )
     phase: Phase = Phase.PLACING
     attempt: int = 0
     bytes_sent: bool = False  # set by mark_sent(): from then on no attempt is repeated
@@ -121,6 +127,8 @@ class RequestFlow:
     def start(self, *, now_ms: int) -> list[Action]:
         """First placement."""
         assert self.attempt == 0
+        if self.budget is not None:
+            self.budget.on_request(now_ms)
         self._deadline_ms = now_ms + self.limits.request_deadline_ms
         self._place_by_ms = now_ms + self.limits.placement_deadline_ms
         self._shed_by_ms = now_ms + self.limits.shed_wait_ms
@@ -145,9 +153,11 @@ class RequestFlow:
         if placed.kind == "disaggregated" and placed.prefill is not None:
             self.phase = Phase.PREFILLING
             to = HandoffTarget(handoff_id=placed.handoff_id, target=placed.decode.instance)
-            return [SendGenerate(self.attempt, placed.prefill, "prefill", left_ms, handoff_to=to)]
+            return [
+                SendGenerate(self.attempt, placed.prefill, "prefill", left_ms, handoff_to=to, kv=placed.kv)
+            ]
         self.phase = Phase.DECODING
-        return [SendGenerate(self.attempt, placed.decode, "colocated", left_ms)]
+        return [SendGenerate(self.attempt, placed.decode, "colocated", left_ms, kv=placed.kv)]
 
     def on_rejected(self, rejected: Rejected, *, now_ms: int) -> list[Action]:
         """No instance now: wait as long as the deadlines allow, then fail."""
@@ -204,6 +214,8 @@ class RequestFlow:
         actions = self._drop_attempt(gone=source)
         if not retryable or self.bytes_sent:
             return [*actions, *self._end(Fail(code, message))]
+        if not self._may_retry(now_ms):
+            return [*actions, *self._end(_over_budget(code, message))]
         if source is not None and code != "epoch.stale":
             self.exclude = [*self.exclude, source]
         return [*actions, *self._retry(message, now_ms)]
@@ -222,6 +234,8 @@ class RequestFlow:
         message = f"The instance {instance} that served this request is gone."
         if self.bytes_sent:
             return [*actions, *self._end(Fail("peer.gone", message))]
+        if not self._may_retry(now_ms):
+            return [*actions, *self._end(_over_budget("peer.gone", message))]
         self.exclude = [*self.exclude, instance]
         return [*actions, *self._retry(message, now_ms)]
 
@@ -279,6 +293,10 @@ class RequestFlow:
         self._wake_ms = now_ms + wait_ms
         return []
 
+    def _may_retry(self, now_ms: int) -> bool:
+        """Takes it from the budget: a cluster that loses its workers is not asked for everything again."""
+        return self.budget is None or self.budget.take(now_ms)
+
     def _retry(self, message: str, now_ms: int) -> list[Action]:
         """A running attempt was lost before the client saw a byte of it."""
         self.last_failure = message
@@ -312,3 +330,7 @@ class RequestFlow:
         assert self.phase is not Phase.ENDED, "a request ends once"
         self.phase = Phase.ENDED
         return [outcome]
+
+
+def _over_budget(code: str, message: str) -> Fail:
+    return Fail(code, f"{message} No retry is left in the budget.", RETRY_AFTER_MS)

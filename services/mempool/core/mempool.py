@@ -185,6 +185,8 @@ class Mempool:
             raise PeerProtocolError(f"{type(message).__name__} before Attach")
         actions: list[Action] = []
         match message:
+            case wire.Acquire() if message.own_space_only:
+                actions += pool.on_message(connection, message, now_ms)
             case wire.Acquire() if message.source_mempool not in ("", self.peer_address):
                 actions += self._acquire_remote(pool, connection, message, now_ms)
             case wire.Acquire() if len(self.pools) > 1:
@@ -269,7 +271,7 @@ class Mempool:
         if reader.connection < 0:
             self.serve.staged(pool, reader, now_ms)
             return
-        pool.answer(reader.connection, reader.instance, reader.call, now_ms)
+        pool.answer(reader.connection, reader.instance, reader.call, now_ms, reader.came)
         self._touch(pool)
         if reader.call.handoff_id:
             self.pulls.push_back.taken(reader.call.handoff_id, pool, reader.hashes)

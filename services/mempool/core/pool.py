@@ -9,6 +9,9 @@ An engine that works in the pages reads without looking back. Its pins, and leas
 `until_release` for it, end with its own word or with proof that all of its processes are dead (rule 5).
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from services.mempool.core import parse, space
 from services.mempool.core.actions import (
     Action,
@@ -173,9 +176,16 @@ class Pool(Attachments):
         self._send(connection, message)
         return self.flush()
 
-    def answer(self, connection: int, instance: InstanceId, call: wire.Acquire, now_ms: int) -> None:
-        """Lease what is here now."""
-        self._sends.append(self.readers.answer(connection, instance, call, now_ms))
+    def answer(
+        self,
+        connection: int,
+        instance: InstanceId,
+        call: wire.Acquire,
+        now_ms: int,
+        came: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Lease what is here now. `came`: blocks that were brought for this call, by tier."""
+        self._sends.append(self.readers.answer(connection, instance, call, now_ms, came))
 
     # -- pages that the mempool itself writes --------------------------------------------------------
 

@@ -32,6 +32,7 @@ class Reader:
     call: Acquire
     hashes: list[BlockHash]
     until_ms: int
+    came: Counter[str] = field(default_factory=Counter, compare=False)  # blocks brought for it, by tier
 
 
 @dataclass(slots=True)
@@ -187,7 +188,11 @@ class Pulls:
             ]
             pool.take_in(entries)
             self._counters["blocks_pushed_back" if pull.is_push else "blocks_pulled"] += len(entries)
-            self._counters["blocks_pulled_from_dram"] += sum(source.is_dram for source, _ in pull.sources)
+            from_dram = sum(source.is_dram for source, _ in pull.sources)
+            self._counters["blocks_pulled_from_dram"] += from_dram
+            for reader in pull.readers:
+                reader.came["dram"] += from_dram
+                reader.came["peer"] += len(entries) - from_dram
         else:
             pool.quarantine([page for page in claim.pages if page in in_doubt])
             claim.pages = [page for page in claim.pages if page not in in_doubt]

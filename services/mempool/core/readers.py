@@ -2,6 +2,8 @@
 
 from array import array
 from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from services.mempool.core import parse
 from services.mempool.core.actions import PoolLimits, Send
@@ -11,6 +13,8 @@ from shared.errors import Overloaded
 from shared.ids import Epoch, InstanceId, LeaseId
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire import mempool as wire
+
+_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class Readers:
@@ -66,14 +70,28 @@ class Readers:
         self._counters["waits_expired"] += len(expired.waiters)
         return [self.answer(w.connection, w.instance, w.call, now_ms) for w in expired.waiters]
 
-    def answer(self, connection: int, instance: InstanceId, call: wire.Acquire, now_ms: int) -> Send:
+    def answer(
+        self,
+        connection: int,
+        instance: InstanceId,
+        call: wire.Acquire,
+        now_ms: int,
+        came: Mapping[str, int] = _NOTHING,
+    ) -> Send:
         """With what there is; the handoff, if the call names one, is over. Raises: PeerProtocolError."""
-        answer = self._acquire(connection, instance, call, now_ms)
+        answer = self._acquire(connection, instance, call, now_ms, came)
         if call.handoff_id:  # its acquirer has pinned the pages: the handoff's own hold may go
             self._leases.close_handoff(call.handoff_id)
         return answer
 
-    def _acquire(self, connection: int, instance: InstanceId, call: wire.Acquire, now_ms: int) -> Send:
+    def _acquire(
+        self,
+        connection: int,
+        instance: InstanceId,
+        call: wire.Acquire,
+        now_ms: int,
+        came: Mapping[str, int] = _NOTHING,
+    ) -> Send:
         """The longest indexed prefix, pinned."""
         hashes = parse.hashes(call.hashes, self._limits.max_blocks_per_call)
         entries = self._index.prefix(hashes)
@@ -97,6 +115,10 @@ class Readers:
             pages=u32_bytes(pages),
             epochs=u64_bytes(map(self.epochs.__getitem__, pages)),
             checksums=u32_bytes(entry.checksum for entry in entries),
+            blocks_peer=came.get("peer", 0),
+            # what came from another host lands behind a GPU and is copied on from there
+            blocks_dram=max(0, came.get("dram", 0) - came.get("remote", 0)),
+            blocks_remote=came.get("remote", 0),
         )
         return Send(connection, acquired)
 

@@ -201,6 +201,8 @@ class Remote:
         pull.pool.take_in(pull.entries[:num_good])
         pull.claim.pages = pull.claim.pages[num_good:]
         self._counters["remote_blocks"] += num_good
+        for _, reader in pull.readers:
+            reader.came["remote"] += num_good
         self._counters["remote_blocks_stale"] += len(pull.entries) - num_good
         self._give_up(pull, now_ms)
 

@@ -8,17 +8,26 @@ coordinator's list may name a larger epoch before its owner says Hello here: the
 placed any more, but not refused either, because it may be the owner itself that registered again.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 from services.scheduler.core.load import InstanceLoad, LoadView
+from shared.costmodel.model import CostModel
+from shared.costmodel.transfer import LinkRates
 from shared.errors import Overloaded, StaleEpoch
 from shared.ids import Epoch, InstanceId
 from shared.kv.layout import EngineDescription
+from shared.wire.cost import CostCoefficients
 from shared.wire.placement import Target
-from shared.wire.reports import Goodbye, Hello, Refused, Report, Resync, Role, Welcome
+from shared.wire.reports import Goodbye, Hello, PoolPlace, Refused, Report, Resync, Role, Welcome
 
 MAX_REMEMBERED_EPOCHS = 10_000
+CORRECTIONS = (0.1, 10.0)  # what a worker may say of its own model
+
+_model_of = lru_cache(maxsize=1_024)(CostModel)  # equal coefficients, one model
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,11 @@ class Instance:
     chosen_at: int = 0  # sequence number of its last placement: breaks ties
     draining: bool = False
     dead: bool = False  # said once by tick()
+    model: CostModel | None = None  # of its coefficients, or of its family's first that sent some
+    prefill_correction: float = 1.0
+    decode_correction: float = 1.0
+    pool: PoolPlace | None = None
+    links: LinkRates = field(default_factory=LinkRates)
 
     @property
     def target(self) -> Target:
@@ -67,6 +81,7 @@ class Instances:
     _known: dict[InstanceId, Instance] = field(default_factory=dict)
     _epochs: dict[InstanceId, Epoch] = field(default_factory=dict)  # largest that said Hello
     _fences: dict[InstanceId, Epoch] = field(default_factory=dict)  # largest that the coordinator named
+    _family_costs: dict[str, CostCoefficients] = field(default_factory=dict)  # the last of each family
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._known.values())
@@ -90,19 +105,41 @@ class Instances:
                 max(1, hello.max_batched_tokens),
             )
         else:
-            load = InstanceLoad(max(1, hello.max_running), max(1, hello.max_batched_tokens))
+            known = None
+            load = InstanceLoad(
+                max(1, hello.max_running),
+                max(1, hello.max_batched_tokens),
+                only_decodes=hello.role == "decode",
+            )
+        family_key = hello.description.family_key
+        if hello.cost is not None:
+            self._family_costs[family_key] = hello.cost
+            _trim(self._family_costs)
         self._known[hello.instance] = Instance(
             instance=hello.instance,
             epoch=hello.epoch,
             role=hello.role,
             endpoint=hello.endpoint,
             description=hello.description,
-            family_key=hello.description.family_key,
+            family_key=family_key,
             load=load,
             seen_at_ms=now_ms,
+            pool=known.pool if known is not None else None,
         )
+        self._give_models(family_key, hello)
         _remember(self._epochs, hello.instance, hello.epoch)
         return Welcome(report_interval_ms=self.limits.report_interval_ms)
+
+    def _give_models(self, family_key: str, hello: Hello) -> None:
+        """The new one its own; to those of its family that sent no coefficients, another's."""
+        borrowed = self._family_costs.get(family_key)
+        cost = hello.cost or borrowed
+        if cost is None:
+            return
+        self._known[hello.instance].model = _model_of(cost)
+        for other in self._known.values():
+            if other.model is None and other.family_key == family_key and borrowed is not None:
+                other.model = _model_of(borrowed)
 
     def report(self, report: Report, *, now_ms: int) -> Resync | Refused | None:
         """A worker's heartbeat. Resync when it must say Hello first."""
@@ -120,6 +157,11 @@ class Instances:
             self.num_report_gaps += 1  # each report is whole, so a gap needs no repair
         known.last_seq = report.seq
         known.draining = report.draining
+        known.prefill_correction = _correction(report.prefill_correction)
+        known.decode_correction = _correction(report.decode_correction)
+        known.pool = report.pool
+        if report.links != known.links.rates:
+            known.links = LinkRates(report.links) if report.links else LinkRates()
         known.load.on_report(report, now_ms=now_ms)
         return Resync() if self._is_fenced(known) else None
 
@@ -165,8 +207,18 @@ def _stale(instance: InstanceId, epoch: Epoch, newest: Epoch) -> Refused:
     return Refused(code=StaleEpoch.code, reason=f"{instance} has epoch {newest}; {epoch} is over")
 
 
+def _correction(value: float) -> float:
+    """It comes from a socket."""
+    low, high = CORRECTIONS
+    return min(high, max(low, value)) if math.isfinite(value) else 1.0
+
+
 def _remember(epochs: dict[InstanceId, Epoch], instance: InstanceId, epoch: Epoch) -> None:
     epochs.pop(instance, None)
     epochs[instance] = epoch
-    if len(epochs) > MAX_REMEMBERED_EPOCHS:
-        del epochs[next(iter(epochs))]
+    _trim(epochs)
+
+
+def _trim(remembered: dict[Any, Any]) -> None:
+    if len(remembered) > MAX_REMEMBERED_EPOCHS:
+        del remembered[next(iter(remembered))]

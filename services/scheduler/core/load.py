@@ -24,6 +24,8 @@ class LoadView(Struct, frozen=True):
     kv_used_share: float
     requests_share: float  # num_requests / requests in one engine step at most
     prefill_share: float  # prefill_tokens / tokens in one engine step at most: steps until the queue is empty
+    queue_ms: float = 0.0  # predicted work of prompts that wait for or are in prefill; 0 without a cost model
+    num_decodes: int = 0  # requests that decode here now or soon
 
 
 class OpenStage(Struct, frozen=True):
@@ -32,6 +34,7 @@ class OpenStage(Struct, frozen=True):
     placed_at_ms: int
     prefill_tokens: int
     context_tokens: int
+    prefill_ms: float = 0.0
 
 
 @dataclass(slots=True)
@@ -47,21 +50,35 @@ class InstanceLoad:
     transit_ms: int = 20
     arrive_ms: int = 10_000
     forget_ms: int = 900_000
+    only_decodes: bool = False  # by its role: what runs here decodes
     report: Report | None = None
+    reported_at_ms: int = 0
     _unreported: dict[AttemptKey, OpenStage] = field(default_factory=dict)  # prefill and colocated
     _young: dict[AttemptKey, OpenStage] = field(default_factory=dict)  # decode, perhaps not arrived
     _old: dict[AttemptKey, OpenStage] = field(default_factory=dict)  # decode, arrived by now
+    _colocated: dict[AttemptKey, int] = field(default_factory=dict)  # whole requests: when they were placed
     _young_context_tokens: int = 0
     _old_context_tokens: int = 0
 
     @property
     def num_open(self) -> int:
         """Placed stages that are still counted on top of, or against, the report."""
-        return len(self._unreported) + len(self._young) + len(self._old)
+        return len(self._unreported) + len(self._young) + len(self._old) + len(self._colocated)
 
-    def add_direct(self, key: AttemptKey, *, prefill_tokens: int, context_tokens: int, now_ms: int) -> None:
-        """A prefill or colocated stage was placed here."""
-        self._unreported[key] = OpenStage(now_ms, prefill_tokens, context_tokens)
+    def add_direct(
+        self,
+        key: AttemptKey,
+        *,
+        prefill_tokens: int,
+        context_tokens: int,
+        now_ms: int,
+        prefill_ms: float = 0.0,
+        decodes: bool = False,
+    ) -> None:
+        """A prefill or colocated stage was placed here. `decodes`: it stays after its prompt."""
+        self._unreported[key] = OpenStage(now_ms, prefill_tokens, context_tokens, prefill_ms)
+        if decodes:
+            self._colocated[key] = now_ms
 
     def add_handoff(self, key: AttemptKey, *, context_tokens: int, now_ms: int) -> None:
         """A decode stage was placed here; its request is prefilled elsewhere first."""
@@ -71,6 +88,7 @@ class InstanceLoad:
     def end(self, key: AttemptKey) -> None:
         """The request left. Unknown keys are ignored."""
         self._unreported.pop(key, None)
+        self._colocated.pop(key, None)
         if (young := self._young.pop(key, None)) is not None:
             self._young_context_tokens -= young.context_tokens
         if (old := self._old.pop(key, None)) is not None:
@@ -78,7 +96,7 @@ class InstanceLoad:
 
     def on_report(self, report: Report, *, now_ms: int) -> None:
         """The worker said how busy it is."""
-        self.report = report
+        self.report, self.reported_at_ms = report, now_ms
         while self._unreported:  # in the order of placement
             key, stage = next(iter(self._unreported.items()))
             if stage.placed_at_ms + self.transit_ms > now_ms:
@@ -94,9 +112,11 @@ class InstanceLoad:
         prefill = max(0, report.unfinished_prefill_tokens) if report else 0
         context = max(seen_context, min(self._old_context_tokens, seen_context) + self._young_context_tokens)
         num_requests = max(seen, min(len(self._old), seen) + len(self._young)) + len(self._unreported)
+        queue_ms = self._reported_queue_ms(now_ms)
         for stage in self._unreported.values():
             prefill += stage.prefill_tokens
             context += stage.context_tokens
+            queue_ms += stage.prefill_ms
         return LoadView(
             num_requests=num_requests,
             prefill_tokens=prefill,
@@ -104,7 +124,22 @@ class InstanceLoad:
             kv_used_share=_share(report.kv_used_share) if report else 0.0,
             requests_share=num_requests / self.max_running,
             prefill_share=prefill / self.max_batched_tokens,
+            queue_ms=queue_ms,
+            num_decodes=num_requests if self.only_decodes else self._num_decodes(seen),
         )
+
+    def _reported_queue_ms(self, now_ms: int) -> float:
+        """What was queued when the worker said so, less what it has worked off since."""
+        queued = self.report.queued_prefill_ms if self.report is not None else 0.0
+        if not math.isfinite(queued):
+            return 0.0
+        return max(0.0, queued - (now_ms - self.reported_at_ms))
+
+    def _num_decodes(self, seen: int) -> int:
+        """Of an instance that prefills too: what was placed to decode here, as long as the report allows it."""
+        unreported = sum(key in self._colocated for key in self._unreported)
+        arrived = len(self._old) + len(self._colocated) - unreported
+        return min(arrived, seen) + len(self._young) + unreported
 
     def _grow_old(self, now_ms: int) -> None:
         while self._young:
@@ -117,6 +152,11 @@ class InstanceLoad:
         while self._old:
             key, stage = next(iter(self._old.items()))
             if stage.placed_at_ms + self.forget_ms > now_ms:
+                break
+            self.end(key)
+        while self._colocated:
+            key, placed_at_ms = next(iter(self._colocated.items()))
+            if placed_at_ms + self.forget_ms > now_ms:
                 break
             self.end(key)
 

@@ -1,4 +1,4 @@
-"""Where a request runs: disaggregated over a compatible pair, else colocated on whatever lives.
+"""Where a request runs. Policy `cost` compares all ways (cost.py); the others take a pair, else whatever lives:
 
     1. live instances that serve the model, without those the request excludes
     2. a prefill and a decode instance whose raw KV fits together (equal content keys)
@@ -11,13 +11,17 @@ Every worker is a full engine, so one live instance is enough to serve (architec
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.scheduler.core.cost import Decision, Way, decide, predict_way
 from services.scheduler.core.instances import Instance, Instances
 from services.scheduler.core.policies import Candidate, Choice, PolicyName, choose
+from services.scheduler.core.policies import cost as load_cost
+from services.scheduler.core.predict import CostSettings, Holders, Predictor
 from services.scheduler.core.request import AttemptKey, PlacementRequest, Stage, from_wire
 from shared.errors import Overloaded
 from shared.ids import HandoffId, InstanceId
-from shared.wire.placement import Ended, Place, Placed, Rejected
+from shared.wire.placement import Alternative, Ended, Place, Placed, Rejected
 from shared.wire.reports import Role
+from shared.wire.requests import KvPlan
 
 NO_INSTANCE = "no_instance"
 COLOCATED_ORDER: tuple[Role, ...] = ("colocated", "decode", "prefill")
@@ -45,6 +49,7 @@ class Placer:
     policy: PolicyName
     boot: str
     limits: PlacementLimits = field(default_factory=PlacementLimits)
+    cost: CostSettings = field(default_factory=CostSettings)
     num_placed: int = 0
     _open: dict[AttemptKey, tuple[InstanceId, ...]] = field(default_factory=dict)
 
@@ -73,17 +78,13 @@ class Placer:
         self, request: PlacementRequest, usable: Sequence[Instance], now_ms: int
     ) -> Placed | Rejected:
         free = [c for i in usable if not self._is_full(c := _candidate(request, i, now_ms))]
-        if not request.must_colocate:
-            if pair := self._choose_pair(request, free):
-                return self._disaggregated(request, *pair, now_ms=now_ms)
-            if _has_pair(usable):  # but its free half has nobody to work with
-                free = [c for c in free if c.known.role == "colocated"]
-        for role in COLOCATED_ORDER:
-            candidates = [c for c in free if c.known.role == role]
-            if candidates:
-                why = _why_colocated(request, usable)
-                choice = choose(self.policy, "colocated", request, candidates)
-                return self._colocated(request, choice, why, now_ms=now_ms)
+        predictor = self._predictor(request, usable, now_ms)
+        if self.policy == "cost" and all(c.known.model is not None for c in free):
+            decision = self._decide(request, usable, free, predictor)
+            if decision is not None:
+                return self._by_cost(request, decision, now_ms)
+        elif placed := self._by_policy(request, usable, free, predictor, now_ms):
+            return placed
         return Rejected(
             request_id=request.key[0],
             attempt=request.key[1],
@@ -91,6 +92,65 @@ class Placer:
             reason="Every instance that could take the request is full.",
             retry_after_ms=self.limits.overloaded_retry_ms,
         )
+
+    def _predictor(self, request: PlacementRequest, usable: Sequence[Instance], now_ms: int) -> Predictor:
+        found = [self.instances.get(name) for name in request.holders() - request.exclude]
+        holders = Holders(
+            (i, request.hit_tokens.get(i.instance, 0), request.dram_tokens.get(i.instance, 0))
+            for i in found
+            if i is not None and self.instances.is_live(i, now_ms=now_ms)
+        )
+        return Predictor(request, holders, self.cost)
+
+    def _decide(
+        self,
+        request: PlacementRequest,
+        usable: Sequence[Instance],
+        free: Sequence[Candidate],
+        predictor: Predictor,
+    ) -> Decision | None:
+        colocate = request.must_colocate or self.cost.disaggregation == "never"
+        always = not colocate and self.cost.disaggregation == "always"
+        if always and _has_pair(usable) and not _has_pair([c.known for c in free]):
+            free = [c for c in free if c.known.role == "colocated"]  # as the other policies
+        return decide(predictor, free, must_colocate=colocate) if free else None
+
+    def _by_cost(self, request: PlacementRequest, decision: Decision, now_ms: int) -> Placed:
+        way = decision.way
+        reason = f"By cost: {decision.reason}."
+        return self._placed(request, way.first.candidate, way.decode.candidate, reason, way, now_ms=now_ms,
+                            alternatives=decision.alternatives)  # fmt: skip
+
+    def _by_policy(
+        self,
+        request: PlacementRequest,
+        usable: Sequence[Instance],
+        free: Sequence[Candidate],
+        predictor: Predictor,
+        now_ms: int,
+    ) -> Placed | None:
+        first, then, why = None, None, ""
+        if not request.must_colocate and self.cost.disaggregation != "never":
+            if pair := self._choose_pair(request, free):
+                first, then = pair
+                why = f"{first.reason}; {then.reason}"
+            elif _has_pair(usable):  # but its free half has nobody to work with
+                free = [c for c in free if c.known.role == "colocated"]
+        for role in COLOCATED_ORDER if first is None else ():
+            if candidates := [c for c in free if c.known.role == role]:
+                first = then = choose(self.policy, "colocated", request, candidates)
+                why = f"{_why_colocated(request, usable, self.cost)}; {first.reason}"
+                break
+        if first is None or then is None:
+            return None
+        by, way = self.policy, None
+        if self.policy == "cost":
+            names = sorted(c.name for c in free if c.known.model is None)
+            by = f"cost, as prompt_tree because {names[0]} sent no coefficients"
+        elif first.candidate.known.model is not None and then.candidate.known.model is not None:
+            way = predict_way(predictor, first.candidate, then.candidate)
+        return self._placed(request, first.candidate, then.candidate, f"By {by}: {why}.", way, now_ms=now_ms,
+                            alternatives=self._others(free, first.candidate, then.candidate))  # fmt: skip
 
     def _choose_pair(
         self, request: PlacementRequest, free: Sequence[Candidate]
@@ -105,49 +165,71 @@ class Placer:
         partners = [c for c in decodes if c.known.family_key == key]
         return prefill, choose(self.policy, "decode", request, partners)
 
-    def _disaggregated(
-        self, request: PlacementRequest, prefill: Choice, decode: Choice, *, now_ms: int
+    def _placed(
+        self,
+        request: PlacementRequest,
+        first: Candidate,
+        then: Candidate,
+        reason: str,
+        way: Way | None,
+        *,
+        now_ms: int,
+        alternatives: list[Alternative],
     ) -> Placed:
-        first, then = prefill.candidate, decode.candidate
+        """Note it and say so. `way`: what it is predicted to take."""
+        is_pair = first.known is not then.known
+        num_tokens = request.num_prompt_tokens
+        cached = way.first.cached_tokens if way is not None else first.hit_tokens
         first.known.load.add_direct(
             request.key,
-            prefill_tokens=request.num_prompt_tokens - first.hit_tokens,
-            context_tokens=request.num_prompt_tokens,
+            prefill_tokens=num_tokens - cached,
+            context_tokens=num_tokens,
             now_ms=now_ms,
+            prefill_ms=way.first.fetch_ms + way.first.compute_ms if way is not None else 0.0,
+            decodes=not is_pair,
         )
-        then.known.load.add_handoff(request.key, context_tokens=request.num_prompt_tokens, now_ms=now_ms)
-        self._note(request.key, first.known, then.known)
+        if is_pair:
+            then.known.load.add_handoff(request.key, context_tokens=num_tokens, now_ms=now_ms)
+            self._note(request.key, first.known, then.known)
+        else:
+            self._note(request.key, first.known)
+        handoff_id = HandoffId(f"{self.boot}-{self.num_placed - 1}") if is_pair else HandoffId("")
         return Placed(
             request_id=request.key[0],
             attempt=request.key[1],
-            kind="disaggregated",
+            kind="disaggregated" if is_pair else "colocated",
             decode=then.known.target,
-            prefill=first.known.target,
-            handoff_id=HandoffId(f"{self.boot}-{self.num_placed}"),
+            prefill=first.known.target if is_pair else None,
+            handoff_id=handoff_id,
             policy=self.policy,
-            reason=f"By {self.policy}: {prefill.reason}; {decode.reason}.",
-            prefill_hit_tokens=first.hit_tokens,
+            reason=reason,
+            prefill_hit_tokens=first.hit_tokens if is_pair else 0,
             decode_hit_tokens=then.hit_tokens,
+            predicted_ttft_ms=round(way.ttft_ms, 3) if way is not None else None,
+            predicted=way.predicted() if way is not None else None,
+            kv=self._kv_plan(way),
+            alternatives=alternatives,
         )
 
-    def _colocated(self, request: PlacementRequest, choice: Choice, why: str, *, now_ms: int) -> Placed:
-        chosen = choice.candidate
-        chosen.known.load.add_direct(
-            request.key,
-            prefill_tokens=request.num_prompt_tokens - chosen.hit_tokens,
-            context_tokens=request.num_prompt_tokens,
-            now_ms=now_ms,
-        )
-        self._note(request.key, chosen.known)
-        return Placed(
-            request_id=request.key[0],
-            attempt=request.key[1],
-            kind="colocated",
-            decode=chosen.known.target,
-            policy=self.policy,
-            reason=f"By {self.policy}: {why}; {choice.reason}.",
-            decode_hit_tokens=chosen.hit_tokens,
-        )
+    def _kv_plan(self, way: Way | None) -> KvPlan | None:
+        """Eq 2's verdict; policies that know no prefixes leave it to the mempool."""
+        if self.cost.fetch == "never":
+            return KvPlan(reach="own")
+        return way.first.kv if way is not None and self.policy in ("cost", "prompt_tree") else None
+
+    def _others(self, free: Sequence[Candidate], *chosen: Candidate) -> list[Alternative]:
+        """The next best ones by load, of the same roles."""
+        names, roles = {c.name for c in chosen}, {c.known.role for c in chosen}
+        rest = [
+            (load_cost(c.known.role, c.view), c)
+            for c in free
+            if c.name not in names and c.known.role in roles
+        ]
+        rest.sort(key=lambda item: (item[0], item[1].name))
+        return [
+            Alternative(c.name, c.known.role, c.hit_tokens, None, f"load {load:.2f}")
+            for load, c in rest[: self.cost.max_alternatives]
+        ]
 
     def _is_full(self, candidate: Candidate) -> bool:
         view, limits = candidate.view, self.limits
@@ -188,9 +270,11 @@ def _has_pair(usable: Sequence[Instance]) -> bool:
     return any(i.role == "prefill" and i.family_key in decode_keys for i in usable)
 
 
-def _why_colocated(request: PlacementRequest, usable: Sequence[Instance]) -> str:
+def _why_colocated(request: PlacementRequest, usable: Sequence[Instance], cost: CostSettings) -> str:
     if request.must_colocate:
         return "the request asked for one instance"
+    if cost.disaggregation == "never":
+        return "disaggregation is off"
     if _has_pair(usable):
         return "the prefill and decode instances are full"
     roles: set[Stage] = {i.role for i in usable}

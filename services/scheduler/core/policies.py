@@ -1,4 +1,4 @@
-"""Which of several instances: least_load, session, prompt_tree. Each choice comes with its reason.
+"""Which of several instances: least_load, session, prompt_tree. Each choice comes with its reason. For `cost`: cost.py.
 
 Costs are in engine steps and shares of an instance's limits, so that unequal instances compare.
 """
@@ -14,7 +14,7 @@ from services.scheduler.core.load import LoadView
 from services.scheduler.core.request import PlacementRequest, Stage
 from shared.ids import InstanceId
 
-PolicyName = Literal["prompt_tree", "least_load", "session"]
+PolicyName = Literal["cost", "prompt_tree", "least_load", "session"]
 GUARD_SHARE = 0.25  # of an instance's running requests: how much fuller the holder of a prefix may be
 GUARD_STEPS = 1.0  # of prefill queue that a prefix hit may cost beyond the steps it saves
 
@@ -46,7 +46,7 @@ def choose(
     assert candidates, "the caller checks"
     if policy == "session" and request.session:
         return _session(stage, request, candidates)
-    if policy == "prompt_tree":
+    if policy in ("prompt_tree", "cost"):  # cost comes here only where there is nothing to predict with
         return _prompt_tree(stage, candidates)
     return _least_load(stage, candidates)
 

@@ -13,7 +13,7 @@ AttemptKey = tuple[RequestId, int]
 
 
 class PlacementRequest(Struct, frozen=True):
-    """One attempt that wants instances. hit_tokens are hints, at most num_prompt_tokens each."""
+    """One attempt that wants instances. Hits are hints, at most num_prompt_tokens each."""
 
     key: AttemptKey
     num_prompt_tokens: int
@@ -21,11 +21,17 @@ class PlacementRequest(Struct, frozen=True):
     session: str = ""  # "": none
     exclude: frozenset[InstanceId] = frozenset()
     must_colocate: bool = False
-    hit_tokens: dict[InstanceId, int] = {}
+    max_tokens: int = 0  # of the output; 0: not known
+    hit_tokens: dict[InstanceId, int] = {}  # in the instance's own memory
+    dram_tokens: dict[InstanceId, int] = {}  # with the host memory behind it, where that has more
 
     def hits_of(self, instance: InstanceId) -> int:
-        """Leading prompt tokens that the instance holds, as far as known."""
-        return self.hit_tokens.get(instance, 0)
+        """Leading prompt tokens within the instance's reach, as far as known."""
+        return max(self.hit_tokens.get(instance, 0), self.dram_tokens.get(instance, 0))
+
+    def holders(self) -> set[InstanceId]:
+        """Instances with any of it."""
+        return {*self.hit_tokens, *self.dram_tokens}
 
 
 def from_wire(place: Place) -> PlacementRequest:
@@ -38,7 +44,9 @@ def from_wire(place: Place) -> PlacementRequest:
         session=f"{place.tenant}\0{place.session}" if place.session else "",
         exclude=frozenset(place.exclude),
         must_colocate=place.must_colocate,
-        hit_tokens=_clipped(((h.instance, h.tokens) for h in place.hits), num_tokens),
+        max_tokens=max(0, place.max_tokens),
+        hit_tokens=_clipped(((h.instance, h.tokens) for h in place.hits if h.medium != "dram"), num_tokens),
+        dram_tokens=_clipped(((h.instance, h.tokens) for h in place.hits if h.medium == "dram"), num_tokens),
     )
 
 

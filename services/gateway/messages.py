@@ -1,0 +1,39 @@
+"""Messages that start something: to the scheduler and to a worker."""
+
+from services.gateway.call import Call
+from services.gateway.core.request_flow import SendGenerate, SendPlace
+from shared.wire.placement import Place
+from shared.wire.requests import Generate
+
+
+def place_message(call: Call, action: SendPlace, model: str) -> Place:
+    """Where may this attempt run?"""
+    return Place(
+        request_id=call.request_id,
+        attempt=action.attempt,
+        num_prompt_tokens=call.num_prompt_tokens,
+        max_tokens=call.sampling.max_tokens,
+        model=model,
+        hits=call.hits,
+        session=call.session,
+        tenant=call.tenant,
+        exclude=action.exclude,
+        traceparent=call.schedule_span.traceparent if call.schedule_span is not None else "",
+    )
+
+
+def generate_message(call: Call, action: SendGenerate) -> Generate:
+    """A stage of an attempt; the prompt goes as its raw frame."""
+    return Generate(
+        request_id=call.request_id,
+        attempt=action.attempt,
+        stage=action.stage,
+        instance_epoch=action.target.epoch,
+        sampling=call.sampling,
+        handoff_to=action.handoff_to,
+        handoff=action.handoff,
+        tenant_salt=call.tenant_salt,
+        deadline_ms=action.deadline_ms,
+        traceparent=call.span.traceparent,
+        kv=action.kv,
+    )

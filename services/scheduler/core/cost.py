@@ -1,0 +1,283 @@
+"""The `cost` policy: of all ways to run a request, the one that is predicted to take least. No I/O.
+
+    ways: every prefill instance with its best decode instance; every instance alone (conditional disaggregation)
+    cost: queue + fetch + compute + hand-off + decode's steps + what those that decode there lose   (predict.py)
+
+MemServe's eq 1 and eq 2 with three brakes. Panic: an instance with too long a queue is avoided whatever it holds.
+Roles: a prefill or decode instance runs a whole request only if that is cheaper by a margin. Hysteresis: the holder
+of the longest prefix is not left for a small gain, which would scatter a session's prefix.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
+
+from services.scheduler.core.policies import Candidate
+from services.scheduler.core.predict import CostSettings, DecodeStage, FirstStage, Predictor, path_between
+from services.scheduler.core.request import Stage
+from shared.wire.placement import Alternative, Predicted
+
+MAX_FIRST = 24  # first stages that are predicted: holders first, then short queues
+MAX_HOLDERS = 8  # of these
+MAX_PAIRED = 12  # that are paired
+MAX_DECODES = 6  # each with so many decode instances, and the best of its own host
+
+
+class Way(Struct, frozen=True):
+    """One way to run the request, predicted."""
+
+    first: FirstStage
+    decode: DecodeStage
+    is_pair: bool
+    handoff_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        """What is compared."""
+        return (
+            self.first.latency_ms
+            + self.first.slowdown_ms
+            + self.handoff_ms
+            + self.decode.decode_ms
+            + self.decode.slowdown_ms
+        )
+
+    @property
+    def ttft_ms(self) -> float:
+        """Until the client's first token: a decode instance draws it again (wire/handoff.py, "resample")."""
+        after_ms = self.handoff_ms + self.decode.wait_ms + self.decode.step_ms if self.is_pair else 0.0
+        return self.first.latency_ms + after_ms
+
+    @property
+    def stage(self) -> Stage:
+        """Of its first instance."""
+        return "prefill" if self.is_pair else "colocated"
+
+    @property
+    def keeps_roles(self) -> bool:
+        """Whether no prefill or decode instance runs a whole request."""
+        return self.is_pair or self.first.candidate.known.role == "colocated"
+
+    def predicted(self) -> Predicted:
+        """For the wire."""
+        return Predicted(
+            queue_ms=_round(self.first.queue_ms),
+            fetch_ms=_round(self.first.fetch_ms),
+            compute_ms=_round(self.first.compute_ms),
+            transfer_ms=_round(self.handoff_ms),
+            step_ms=_round(self.decode.step_ms),
+            slowdown_ms=_round(self.first.slowdown_ms + self.decode.slowdown_ms),
+            total_ms=_round(self.total_ms),
+        )
+
+
+class Decision(Struct, frozen=True):
+    """The way taken, why, and those that were not."""
+
+    way: Way
+    reason: str
+    alternatives: list[Alternative]
+
+
+def decide(
+    predictor: Predictor,
+    candidates: Sequence[Candidate],
+    *,
+    must_colocate: bool,
+) -> Decision:
+    """The best way over these candidates, of which there is at least one, all with a model.
+
+    Cost: at most MAX_FIRST + all decode instances predictions and MAX_PAIRED * (MAX_DECODES + 2) sums.
+    """
+    settings = predictor.settings
+    calm = [c for c in candidates if c.view.queue_ms <= settings.panic_queue_ms]
+    ways = _ways(predictor, calm, must_colocate=must_colocate) if calm else []
+    in_panic = [c for c in candidates if c.view.queue_ms > settings.panic_queue_ms]
+    lacks_pair = (
+        settings.disaggregation == "always" and not must_colocate and not any(w.is_pair for w in ways)
+    )
+    if not ways or (in_panic and lacks_pair):
+        in_panic = []
+        ways = _ways(predictor, candidates, must_colocate=must_colocate)
+    ways.sort(key=_order)
+    chosen, why = _with_roles(ways, settings)
+    chosen, why = _with_hysteresis(ways, chosen, why, settings)
+    reason = f"{_describe(chosen)}{why}"
+    return Decision(chosen, reason, _alternatives(ways, chosen, in_panic, settings.max_alternatives))
+
+
+def predict_way(predictor: Predictor, first: Candidate, decode: Candidate) -> Way:
+    """What another policy's choice is expected to take."""
+    return _way(predictor, predictor.first(first), predictor.decode(decode), is_pair=first is not decode)
+
+
+def _ways(predictor: Predictor, candidates: Sequence[Candidate], *, must_colocate: bool) -> list[Way]:
+    settings = predictor.settings
+    decodes = [c for c in candidates if c.known.role == "decode"]
+    families = {c.known.family_key for c in decodes}
+    prefills = [c for c in candidates if c.known.role == "prefill" and c.known.family_key in families]
+    pairs: list[Way] = []
+    firsts: dict[str, FirstStage] = {}
+    if prefills and not must_colocate and settings.disaggregation != "never":
+        first = _first_stages(predictor, prefills)
+        firsts = {f.candidate.name: f for f in first}
+        pairs = _pairs(predictor, first[:MAX_PAIRED], decodes)
+    alone = _may_run_alone(candidates, bool(pairs), settings, must_colocate=must_colocate)
+    stages = [firsts.get(c.name) or predictor.first(c) for c in _likely(predictor, alone)]
+    return pairs + [_way(predictor, f, predictor.decode(f.candidate), is_pair=False) for f in stages]
+
+
+def _may_run_alone(
+    candidates: Sequence[Candidate], has_pairs: bool, settings: CostSettings, *, must_colocate: bool
+) -> Sequence[Candidate]:
+    if settings.disaggregation == "always" and has_pairs and not must_colocate:
+        return []
+    return candidates
+
+
+def _likely(predictor: Predictor, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those that can win: who holds most, and who has the shortest queue."""
+    if len(candidates) <= MAX_FIRST:
+        return list(candidates)
+    local = predictor.holders.local
+    holders = sorted(
+        (c for c in candidates if c.hit_tokens or local(c.known)),
+        key=lambda c: (-local(c.known), c.view.queue_ms),
+    )[:MAX_HOLDERS]
+    names = {c.name for c in holders}
+    idle = sorted((c for c in candidates if c.name not in names), key=lambda c: (c.view.queue_ms, *_turn(c)))
+    return holders + idle[: MAX_FIRST - len(holders)]
+
+
+def _first_stages(predictor: Predictor, candidates: Sequence[Candidate]) -> list[FirstStage]:
+    found = [predictor.first(c) for c in _likely(predictor, candidates)]
+    found.sort(key=lambda f: (f.latency_ms + f.slowdown_ms, *_turn(f.candidate)))
+    longest = max(found, key=lambda f: f.local_tokens)
+    if longest.local_tokens and longest not in found[:MAX_PAIRED]:  # hysteresis may want it
+        found.remove(longest)
+        found.insert(0, longest)
+    return found
+
+
+def _pairs(predictor: Predictor, firsts: Sequence[FirstStage], decodes: Sequence[Candidate]) -> list[Way]:
+    """Each first stage with its best decode instance."""
+    if len(decodes) > MAX_FIRST:
+        free = sorted(decodes, key=lambda c: (c.view.requests_share + c.view.kv_used_share, *_turn(c)))
+        local = predictor.holders.local
+        holding = sorted((c for c in decodes if c.hit_tokens), key=lambda c: -local(c.known))[:MAX_HOLDERS]
+        names = {c.name for c in holding}
+        decodes = holding + [c for c in free if c.name not in names][: MAX_FIRST - len(holding)]
+    stages = [predictor.decode(c) for c in decodes]
+    stages.sort(key=lambda d: (d.decode_ms + d.slowdown_ms, -d.local_tokens, *_turn(d.candidate)))
+    out = []
+    for first in firsts:
+        known = first.candidate.known
+        fitting = [d for d in stages if d.candidate.known.family_key == known.family_key]
+        near = [next((d for d in fitting if path_between(d.candidate.known, known) == path), None)
+                for path in ("alias", "peer")]  # fmt: skip
+        tried = [*fitting[:MAX_DECODES], *(d for d in near if d is not None)]
+        ways = [_way(predictor, first, d, is_pair=True) for d in tried]
+        if ways:
+            out.append(min(ways, key=lambda w: (w.total_ms, *_turn(w.decode.candidate))))
+    return out
+
+
+def _way(predictor: Predictor, first: FirstStage, decode: DecodeStage, *, is_pair: bool) -> Way:
+    handoff_ms = predictor.handoff_ms(first.candidate.known, decode) if is_pair else 0.0
+    return Way(first, decode, is_pair, handoff_ms)
+
+
+def _with_roles(ways: Sequence[Way], settings: CostSettings) -> tuple[Way, str]:
+    """The cheapest; against roles only by a margin."""
+    best = ways[0]
+    proper = next((w for w in ways if w.keeps_roles), None)
+    if best.keeps_roles or proper is None:
+        return best, ""
+    gain_ms = proper.total_ms - best.total_ms
+    if gain_ms < _margin_ms(proper, settings):
+        return proper, f"; one instance would gain only {gain_ms:.1f} ms"
+    return best, f"; one instance saves {gain_ms:.1f} ms"
+
+
+def _with_hysteresis(ways: Sequence[Way], chosen: Way, why: str, settings: CostSettings) -> tuple[Way, str]:
+    like = [w for w in ways if w.keeps_roles == chosen.keeps_roles and w.is_pair == chosen.is_pair]
+    holder = max(like, key=lambda w: w.first.local_tokens)
+    gain_ms = holder.total_ms - chosen.total_ms
+    if holder.first.local_tokens <= chosen.first.local_tokens or gain_ms >= _margin_ms(holder, settings):
+        return chosen, why
+    kept = f"; it holds {holder.first.local_tokens} tokens, leaving it would gain only {gain_ms:.1f} ms"
+    return holder, why + kept
+
+
+def _margin_ms(way: Way, settings: CostSettings) -> float:
+    """What a gain must reach, of the time until the way's first token."""
+    return max(settings.hysteresis_ms, settings.hysteresis_share * (way.first.latency_ms + way.handoff_ms))
+
+
+def _turn(candidate: Candidate) -> tuple[int, str]:
+    """Equals take turns."""
+    return candidate.known.chosen_at, candidate.name
+
+
+def _order(way: Way) -> tuple[float, bool, int, str]:
+    return way.total_ms, not way.keeps_roles, *_turn(way.first.candidate)
+
+
+def _describe(way: Way) -> str:
+    first, decode = way.first, way.decode
+    parts = [f"queue {first.queue_ms:.1f}"] if first.queue_ms else []
+    if first.fetch_ms and first.kv is not None:
+        parts.append(f"fetch {first.fetch_ms:.1f} ({first.kv.tokens} tokens of {first.kv.source})")
+    parts.append(f"compute {first.compute_ms:.1f}")
+    if way.is_pair:
+        parts.append(f"hand-off {way.handoff_ms:.1f}")
+    where = (
+        f"{first.candidate.name} and {decode.candidate.name}"
+        if way.is_pair
+        else f"{first.candidate.name} alone"
+    )
+    slower = first.slowdown_ms + decode.slowdown_ms
+    others = f", others lose {slower:.1f}" if slower >= 0.1 else ""
+    return f"{where}: {' + '.join(parts)} ms, then {decode.step_ms:.1f} a token{others}"
+
+
+def _alternatives(
+    ways: Iterable[Way], chosen: Way, in_panic: Sequence[Candidate], most: int
+) -> list[Alternative]:
+    """Of every instance, its best way."""
+    out: list[Alternative] = []
+    seen = {(chosen.first.candidate.name, chosen.stage)}
+    for way in ways:
+        key = (way.first.candidate.name, way.stage)
+        if len(out) >= most:
+            return out
+        if key in seen:
+            continue
+        seen.add(key)
+        out.append(
+            Alternative(key[0], key[1], way.first.cached_tokens, _round(way.total_ms), _why_not(way, chosen))
+        )
+    for candidate in in_panic[: most - len(out)]:
+        why = f"its queue of {candidate.view.queue_ms:.0f} ms is too long whatever it holds"
+        out.append(Alternative(candidate.name, candidate.known.role, candidate.hit_tokens, None, why))
+    return out
+
+
+def _why_not(way: Way, chosen: Way) -> str:
+    """The part in which it loses most."""
+    if way.total_ms < chosen.total_ms:
+        return "cheaper by less than the margin"
+    parts = {
+        "queue": way.first.queue_ms - chosen.first.queue_ms,
+        "compute": way.first.compute_ms + way.first.fetch_ms - chosen.first.compute_ms - chosen.first.fetch_ms,
+        "hand-off": way.handoff_ms - chosen.handoff_ms,
+        "decode": way.decode.decode_ms - chosen.decode.decode_ms,
+        "slows others": way.first.slowdown_ms + way.decode.slowdown_ms
+        - chosen.first.slowdown_ms - chosen.decode.slowdown_ms,
+    }  # fmt: skip
+    name, more_ms = max(parts.items(), key=lambda item: item[1])
+    return f"{name} {more_ms:.1f} ms more" if more_ms >= 0.05 else "as good; another's turn"
+
+
+def _round(value: float) -> float:
+    return round(value, 3)

@@ -1,0 +1,260 @@
+"""What a placement would take, in ms: MemServe's exec(x, y) and transfer() over the load view. No I/O.
+
+    eq 1 (MemServe 5.3.1): ms(p) = sum of exec(x', y'_p) over what p has not prefilled yet + exec(x, y_p)
+    eq 2: fetch what p' holds beyond p's own prefix when transfer(y_p, y'_p) <= exec(x, y_p) - exec(x, y'_p)
+
+Beyond the paper: eq 2 is decided for every candidate before eq 1 chooses among them, so that a cheap fetch attracts
+a request to an idle instance; decode's step, what a request costs those that run already, and the hand-off count too.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from msgspec import Struct
+
+from services.scheduler.core.instances import Instance
+from services.scheduler.core.policies import Candidate
+from services.scheduler.core.request import PlacementRequest
+from shared.costmodel.model import StepShape
+from shared.costmodel.transfer import should_fetch
+from shared.ids import InstanceId
+from shared.wire.requests import KvPlan
+
+Path = Literal["alias", "peer", "dram", "remote"]
+PoolKey = tuple[int, str]  # a mempool: its boot generation and its address for other hosts
+KV_FULL_SHARE = 0.95  # of an instance's KV blocks: beyond it a new request waits for another's end
+
+
+@dataclass(frozen=True, slots=True)
+class CostSettings:
+    """Of the `cost` policy. Defaults are the scheduler's (config.py says what each is good for)."""
+
+    disaggregation: Literal["auto", "always", "never"] = "auto"
+    fetch: Literal["auto", "always", "never"] = "auto"
+    hysteresis_ms: float = 5.0
+    hysteresis_share: float = 0.1
+    panic_queue_ms: float = 10_000.0
+    slowdown_weight: float = 1.0
+    decode_tokens: int = 64
+    handoff_ms: float = 2.0
+    max_alternatives: int = 8
+
+
+class FirstStage(Struct, frozen=True):
+    """A prefill, or the prompt's part of a colocated stage, on one instance."""
+
+    candidate: Candidate
+    local_tokens: int  # in the instance's own space: no byte moves
+    cached_tokens: int  # with what is fetched
+    queue_ms: float
+    fetch_ms: float
+    compute_ms: float
+    slowdown_ms: float  # of those that decode there, all together, weighted
+    kv: KvPlan | None
+
+    @property
+    def latency_ms(self) -> float:
+        """Until the first token is sampled there."""
+        return self.queue_ms + self.fetch_ms + self.compute_ms
+
+
+class DecodeStage(Struct, frozen=True):
+    """The output on one instance."""
+
+    candidate: Candidate
+    local_tokens: int  # of the prompt
+    wait_ms: float
+    step_ms: float  # with the new request in the batch
+    decode_ms: float  # wait, and the expected number of steps
+    slowdown_ms: float  # of those that decode there already, all together, weighted
+
+
+def path_between(reader: Instance, holder: Instance) -> Path | None:
+    """How the reader gets pages that the holder has. None: it does not."""
+    here, there = reader.pool, holder.pool
+    if here is None or there is None or reader.family_key != holder.family_key:
+        return None
+    if (here.boot_generation, here.address) == (there.boot_generation, there.address):
+        return "alias" if here.memory_id and here.memory_id == there.memory_id else "peer"
+    return "remote" if here.address and there.address else None
+
+
+def moved_bytes(known: Instance, tokens: int) -> int:
+    """KV of so many tokens, of all ranks; whole blocks."""
+    layout = known.description
+    if layout.block_tokens <= 0 or tokens <= 0:
+        return 0
+    return -(-tokens // layout.block_tokens) * layout.block_bytes * max(1, layout.tp_size)
+
+
+class Holders:
+    """Who holds a prefix of one prompt, looked up by where the reader is.
+
+    Args: holders: instances with the leading tokens in their own memory, and those with the host memory behind it.
+    Cost: O(holders) to make, O(hosts that hold some of it) a look-up.
+    """
+
+    def __init__(self, holders: Iterable[tuple[Instance, int, int]]) -> None:
+        self._tokens: dict[InstanceId, int] = {}
+        self._space: dict[tuple[str, int, str, int], int] = {}
+        self._pools: dict[str, dict[PoolKey, list[tuple[int, Instance, Path]]]] = {}
+        for known, tokens, with_dram in holders:
+            self._tokens[known.instance] = tokens
+            if known.pool is None:
+                continue
+            pool = (known.pool.boot_generation, known.pool.address)
+            if known.pool.memory_id:
+                space = (known.family_key, *pool, known.pool.memory_id)
+                self._space[space] = max(tokens, self._space.get(space, 0))
+            found = self._pools.setdefault(known.family_key, {}).setdefault(pool, [])
+            found.append((tokens, known, "peer"))
+            if with_dram > tokens:
+                found.append((with_dram, known, "dram"))
+
+    def local(self, reader: Instance) -> int:
+        """Tokens in the reader's own space, by whichever engine of it."""
+        own, pool = self._tokens.get(reader.instance, 0), reader.pool
+        if pool is None or not pool.memory_id:
+            return own
+        space = (reader.family_key, pool.boot_generation, pool.address, pool.memory_id)
+        return max(own, self._space.get(space, 0))
+
+    def sources(self, reader: Instance) -> list[tuple[int, Instance, Path]]:
+        """By path, the holder of most tokens that come by it. Empty where the reader has no mempool."""
+        if reader.pool is None:
+            return []
+        mine = (reader.pool.boot_generation, reader.pool.address)
+        best: dict[Path, tuple[int, Instance, Path]] = {}
+        for pool, found in self._pools.get(reader.family_key, {}).items():
+            if pool != mine and not (pool[1] and mine[1]):
+                continue
+            for tokens, known, medium in found:
+                path: Path = "remote" if pool != mine else medium
+                if path == "peer" and path_between(reader, known) != "peer":
+                    continue  # in the reader's own space
+                if path not in best or tokens > best[path][0]:
+                    best[path] = (tokens, known, path)
+        return list(best.values())
+
+
+class Predictor:
+    """Predictions for one request. Calls of a model are remembered: instances with equal coefficients share one."""
+
+    def __init__(self, request: PlacementRequest, holders: Holders, settings: CostSettings) -> None:
+        self.request = request
+        self.holders = holders
+        self.settings = settings
+        self._exec: dict[tuple[int, int], float] = {}
+        most = request.max_tokens or settings.decode_tokens
+        self.num_steps = max(0, min(most, settings.decode_tokens) - 1)  # the first token is prefill's
+
+    def exec_ms(self, known: Instance, cached_tokens: int) -> float:
+        """MemServe's exec(x, y) on this instance, corrected by what it measured. At least one token is computed."""
+        assert known.model is not None
+        x = self.request.num_prompt_tokens
+        cached = max(0, min(cached_tokens, x - 1))
+        key = (id(known.model), cached)
+        found = self._exec.get(key)
+        if found is None:
+            found = self._exec[key] = known.model.prefill_ms(x, cached) if x else 0.0
+        return found * known.prefill_correction
+
+    def transfer_ms(self, reader: Instance, path: Path, tokens: int) -> float:
+        """KV of so many tokens into the reader's space."""
+        if path == "alias" or tokens <= 0:
+            return 0.0
+        return reader.links.transfer_ms(path, moved_bytes(reader, tokens))
+
+    def first(self, candidate: Candidate) -> FirstStage:
+        """The prompt on this instance, with eq 2's verdict."""
+        known, view = candidate.known, candidate.view
+        local = self.holders.local(known)
+        alone_ms, fetch_ms, cached, kv = self._fetch_or_recompute(known, local)
+        compute_ms = alone_ms
+        others = view.num_decodes
+        if others:  # they share its steps
+            compute_ms += self._shared_steps_ms(known, cached, others, view.context_tokens)
+        return FirstStage(
+            candidate=candidate,
+            local_tokens=local,
+            cached_tokens=cached,
+            queue_ms=view.queue_ms,
+            fetch_ms=fetch_ms,
+            compute_ms=compute_ms,
+            slowdown_ms=self.settings.slowdown_weight * others * alone_ms,
+            kv=kv,
+        )
+
+    def _shared_steps_ms(self, known: Instance, cached: int, num_decodes: int, context_tokens: int) -> float:
+        """How much longer the prompt's steps take with requests that decode in them."""
+        assert known.model is not None
+        new, size = max(1, self.request.num_prompt_tokens - cached), known.load.max_batched_tokens
+        chunks = ((min(new, size), cached),)
+        alone_ms = known.model.step_ms(StepShape(chunks))
+        shared_ms = known.model.step_ms(StepShape(chunks, num_decodes, context_tokens))
+        return -(-new // size) * max(0.0, shared_ms - alone_ms) * known.prefill_correction
+
+    def _fetch_or_recompute(self, known: Instance, local: int) -> tuple[float, float, int, KvPlan | None]:
+        """Eq 2: (ms of computing, ms of fetching, tokens cached then, what to tell the instance)."""
+        compute_ms = self.exec_ms(known, local)
+        best = (compute_ms, 0.0, local)
+        chosen: KvPlan | None = None
+        refused: KvPlan | None = None
+        for tokens, holder, path in self.holders.sources(known):
+            if tokens <= local or self.settings.fetch == "never":
+                continue
+            address = holder.pool.address if holder.pool is not None and path == "remote" else ""
+            fetch_ms = self.transfer_ms(known, path, tokens - local)
+            left_ms = self.exec_ms(known, tokens)
+            plan = KvPlan(
+                reach="remote" if address else "host",
+                source=holder.instance, tokens=tokens, path=path, source_mempool=address,
+            )  # fmt: skip
+            if self.settings.fetch == "always" or should_fetch(fetch_ms, compute_ms, left_ms):
+                if chosen is None or fetch_ms + left_ms < best[0] + best[1]:
+                    best, chosen = (left_ms, fetch_ms, tokens), plan
+            elif refused is None or path != "remote":
+                reach: Literal["own", "host"] = "host" if path == "remote" else "own"
+                refused = KvPlan(
+                    reach=reach, source=holder.instance, tokens=tokens, path=path, recompute=True
+                )
+        if self.settings.fetch == "never":
+            return (*best, KvPlan(reach="own"))
+        return (*best, chosen or refused)
+
+    def decode(self, candidate: Candidate) -> DecodeStage:
+        """The output on this instance, on top of what decodes there."""
+        known, view = candidate.known, candidate.view
+        n, context = view.num_decodes, view.context_tokens
+        step_ms = self._step_ms(known, n + 1, context + self.request.num_prompt_tokens)
+        before_ms = self._step_ms(known, n, context) if n else 0.0
+        own_ms = self.num_steps * step_ms
+        wait_ms = 0.0
+        if n >= known.load.max_running:  # for a place in the batch
+            wait_ms = own_ms * (n + 1 - known.load.max_running) / known.load.max_running
+        if view.kv_used_share >= KV_FULL_SHARE:
+            wait_ms = max(wait_ms, own_ms)
+        return DecodeStage(
+            candidate=candidate,
+            local_tokens=self.holders.local(known),
+            wait_ms=wait_ms,
+            step_ms=step_ms,
+            decode_ms=wait_ms + own_ms,
+            slowdown_ms=self.settings.slowdown_weight * n * max(0.0, step_ms - before_ms) * self.num_steps,
+        )
+
+    def handoff_ms(self, prefill: Instance, decode: DecodeStage) -> float:
+        """From prefill's first token until decode can run: the pages that it lacks, or computing them again."""
+        if not self.num_steps:
+            return 0.0  # the first token is the whole answer
+        known, local = decode.candidate.known, decode.local_tokens
+        path = path_between(known, prefill)
+        if path is None:
+            return self.settings.handoff_ms + self.exec_ms(known, local)
+        lacking = self.request.num_prompt_tokens - local
+        return self.settings.handoff_ms + self.transfer_ms(known, path, lacking)
+
+    def _step_ms(self, known: Instance, num_requests: int, context_tokens: int) -> float:
+        assert known.model is not None
+        return known.model.decode_step_ms(num_requests, context_tokens) * known.decode_correction

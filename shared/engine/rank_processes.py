@@ -1,0 +1,36 @@
+"""How the processes of one engine's tensor-parallel ranks find each other, and what they leave behind.
+
+vLLM has them meet at a TCP store that torch opens on every interface of the machine. All ranks of an engine are on one
+host here: they meet in a file of the engine's own folder.
+"""
+
+import os
+from pathlib import Path
+
+import vllm.v1.executor.multiproc_executor as multiproc_module
+import vllm.v1.executor.uniproc_executor as uniproc_module
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def meet_in(folder: str) -> None:
+    """Engines that are made in this process, or forked from it, from now on have their ranks meet in this folder."""
+    # vLLM names shared memory after what follows the last colon: unique, and without a slash
+    method = f"file://{folder}/ranks:{Path(folder).name}"
+
+    def in_file(_ip: str, _port: int) -> str:
+        return method
+
+    uniproc_module.get_distributed_init_method = in_file
+    multiproc_module.get_distributed_init_method = in_file
+
+
+def unlink_shared_memory(rank: int) -> None:
+    """All ranks have mapped what they add up in: its name can go, so that no crash leaves it in memory.
+
+    vLLM's CPU build never removes it (4 MiB a rank and start). Call after init_device.
+    """
+    identity = os.environ.get("VLLM_DIST_IDENT")  # noqa: TID251  vLLM's own, set a moment ago
+    if identity:
+        for path in SHARED_MEMORY.glob(f"{identity}-*-cpushm_{rank}"):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,169 @@
+"""Engines of unequal tensor parallelism in spaces of their own: blocks are cut anew on their way, tokens equal stock's.
+
+The reference is stock vLLM with one rank. In float32 the greedy and the seeded answers of two ranks are the same here;
+where they were not, the reference would have to be stock vLLM with as many ranks.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.integration.mempool_rig import until
+from tests.integration.test_exactness import (
+    BLOCK_TOKENS,
+    CASES,
+    assert_same,
+    complete,
+    reference,  # noqa: F401  the fixture
+    stage,
+)
+from tests.support.exactness_cases import ANSWER_TOKENS
+from tests.support.local_cluster import LocalCluster
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+FIRST = [
+    "greedy-5", "greedy-32", "greedy-33", "greedy-257", "greedy-640", "seeded-100", "top-k-min-p", "logprobs-greedy",
+    "penalties", "json-schema", "n3-seeded", "stop-crossing", "max-tokens-1",
+]  # fmt: skip
+LISTENING = "0A"
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+class Split:
+    """A cluster whose prefill and decode engines have so many ranks."""
+
+    def __init__(self, prefill: int, decode: int, home: Path) -> None:
+        self.ranks = {"prefill": prefill, "decode": decode}
+        flags = ["dtype=float32", "kv_space=own"]
+        flags += [f"{role}_tensor_parallel={count}" for role, count in self.ranks.items()]
+        self.cluster = LocalCluster(home, *[word for flag in flags for word in ("--set", flag)])
+
+    def counted(self, name: str) -> int:
+        return self.cluster.pool()["counters"].get(name, 0)
+
+    def spaces(self) -> dict[str, dict]:
+        """By role."""
+        found = {space["devices"][0]: space for space in self.cluster.pool()["spaces"]}
+        return {role: found[f"cpu:{role}-0"] for role in self.ranks}
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=["prefill-2-decode-1", "prefill-1-decode-2"])
+def split(request, tmp_path_factory):
+    found = Split(*request.param, tmp_path_factory.mktemp("tp") / "home")
+    with found.cluster:
+        yield found
+
+
+def processes_of(pid: int) -> list[int]:
+    """The process and all below it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(found for child in children for found in processes_of(int(child)))]
+
+
+def listening(pid: int) -> list[str]:
+    """Local addresses, in hexadecimal, of the TCP sockets on which the process listens."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        name = os.readlink(link)
+        if name.startswith("socket:"):
+            inodes.add(name[8:-1])
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
+    ]
+    return [row[1].rpartition(":")[0] for row in rows if row[3] == LISTENING and row[9] in inodes]
+
+
+def test_every_case_equals_stock_though_the_ranks_are_unequal(reference, split):  # noqa: F811
+    wrong = []
+    with httpx.Client(base_url=split.cluster.url, timeout=60) as client:
+        for name in FIRST:
+            answer = complete(client, CASES[name], reference[name])
+            try:
+                assert_same(name, answer, reference[name])
+                decode = stage(answer, "decode")
+                if name != "max-tokens-1":
+                    assert answer["quire_receipt"]["placement"] == "disaggregated", name
+                    assert decode["tokens_computed"] == (
+                        1 if name != "n3-seeded" else decode["tokens_computed"]
+                    ), name
+            except AssertionError as error:
+                wrong.append(str(error).splitlines()[0])
+    assert not wrong, "\n".join(wrong)
+    spaces = split.spaces()
+    assert spaces["prefill"]["content_key"] != spaces["decode"]["content_key"]
+    pages = {role: space["page_bytes"] * split.ranks[role] for role, space in spaces.items()}
+    assert pages["prefill"] == pages["decode"], "a block is cut over the ranks"
+    assert split.counted("blocks_pulled") > 50
+    assert not split.counted("pulls_failed")
+
+
+def second_turn(split: Split, client: httpx.Client, length: int, reference: dict) -> dict:  # noqa: F811
+    """The next turn, once what decode completed is back; checks that only the new blocks are computed and moved."""
+    name = f"second-{length}"
+    prompt_tokens = len(reference[name]["prompt"])
+    kept_blocks = (len(reference[f"greedy-{length}"]["prompt"]) + ANSWER_TOKENS - 1) // BLOCK_TOKENS
+    before = split.counted("blocks_pulled")
+    answer = complete(client, CASES[name], reference[name])
+    assert_same(name, answer, reference[name])
+    prefill, decode = stage(answer, "prefill"), stage(answer, "decode")
+    assert prefill["tokens_computed"] == prompt_tokens - kept_blocks * BLOCK_TOKENS, prefill
+    assert decode["tokens_computed"] == 1, decode
+    assert decode["tokens_engine"] + decode["tokens_pool"] == prompt_tokens - 1, decode
+    moved = split.counted("blocks_pulled") - before
+    assert moved == -(-prompt_tokens // BLOCK_TOKENS) - kept_blocks, moved
+    return answer
+
+
+@pytest.mark.parametrize("length", [777, 1500])  # behind these prompts decode completes a block
+def test_a_second_turn_computes_and_moves_only_what_is_new(reference, split, length):  # noqa: F811
+    first = f"greedy-{length}"
+    before = split.counted("blocks_pushed_back")
+    with httpx.Client(base_url=split.cluster.url, timeout=60) as client:
+        assert_same(first, complete(client, CASES[first], reference[first]), reference[first])
+        until(lambda: split.counted("blocks_pushed_back") > before, "what decode completed is back")
+        second_turn(split, client, length, reference)
+    assert split.cluster.pool()["num_leases"] == 0
+
+
+def test_no_engine_listens_beyond_this_machine(split):
+    pids = {role: processes_of(split.cluster.pid_of(f"{role}-0")) for role in split.ranks}
+    for role, count in split.ranks.items():
+        assert len(pids[role]) >= (2 + count if count > 1 else 2), pids
+        for pid in pids[role]:
+            assert set(listening(pid)) <= LOOPBACK, (role, pid, listening(pid))
+
+
+def test_a_rank_that_dies_ends_its_engine_and_the_next_one_finds_the_sealed_pages(reference, split):  # noqa: F811
+    """One of two ranks, or with one rank the engine core."""
+    first = "greedy-1000"
+    with httpx.Client(base_url=split.cluster.url, timeout=60) as client:
+        assert_same(first, complete(client, CASES[first], reference[first]), reference[first])
+        front = split.cluster.pid_of("prefill-0")
+        pids = processes_of(front)
+        os.kill(pids[-1], signal.SIGKILL)
+        split.cluster.wait_replaced("prefill-0", front)
+        alive = [pid for pid in pids if Path(f"/proc/{pid}").exists() and not is_zombie(pid)]
+        assert not alive, alive
+        assert_same(first, answer := complete(client, CASES[first], reference[first]), reference[first])
+        prefill = stage(answer, "prefill")
+        assert prefill["tokens_computed"] <= BLOCK_TOKENS, prefill
+    time.sleep(0.5)
+    pool = split.cluster.pool()
+    states = pool["pages_by_state"]
+    assert sum(states.values()) == pool["num_pages"]
+    assert not sum(states[name] for name in ("retiring", "leased", "quarantined", "orphaned")), states
+    assert not [path.name for path in Path("/dev/shm").glob("*-cpushm_*")]
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

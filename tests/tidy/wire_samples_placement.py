@@ -1,0 +1,131 @@
+"""Samples of what placement by cost adds: predictions, fetch or recompute, where pages lie and came from."""
+
+from typing import Any
+
+from shared.ids import BlockHash, Epoch, InstanceId, LeaseId, RequestId
+from shared.wire.codec import Channel
+from shared.wire.mempool import FROM_MEMPOOL, TO_MEMPOOL, Acquire, Acquired
+from shared.wire.placement import (
+    FROM_SCHEDULER,
+    TO_SCHEDULER,
+    Alternative,
+    Place,
+    Placed,
+    Predicted,
+    PrefixHit,
+    Target,
+)
+from shared.wire.reports import REPORTS, PoolPlace, Report
+from shared.wire.requests import (
+    TO_GATEWAY,
+    TO_WORKER,
+    Finished,
+    Generate,
+    KvPlan,
+    SamplingSpec,
+    StageReceipt,
+)
+
+R, P, C = RequestId("chatcmpl-1"), InstanceId("prefill-0"), InstanceId("colocated-0")
+HASH = BlockHash(b"\x11" * 32)
+PLAN = KvPlan(reach="remote", source=P, tokens=96, path="remote", source_mempool="tcp://10.0.0.1:8107")
+
+PLACEMENT_SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
+    "place-dram-hit": (
+        TO_SCHEDULER,
+        Place(
+            request_id=R,
+            attempt=1,
+            num_prompt_tokens=200,
+            hits=[PrefixHit(P, 32), PrefixHit(P, 96, "dram")],
+        ),
+        (),
+    ),
+    "placed-cost": (
+        FROM_SCHEDULER,
+        Placed(
+            request_id=R,
+            attempt=1,
+            kind="colocated",
+            policy="cost",
+            reason="r",
+            decode=Target(instance=C, epoch=Epoch(8), role="colocated", endpoint="tcp://127.0.0.1:2"),
+            predicted_ttft_ms=20.5,
+            predicted=Predicted(queue_ms=1.5, fetch_ms=2.0, compute_ms=17.0, step_ms=4.0, total_ms=84.5),
+            kv=PLAN,
+            alternatives=[
+                Alternative(P, "prefill", 96, 90.25, "queue 5.8 ms more"),
+                Alternative(P, "x", 0, None, ""),
+            ],
+        ),
+        (),
+    ),
+    "generate-kv": (
+        TO_WORKER,
+        Generate(
+            request_id=R,
+            attempt=1,
+            stage="colocated",
+            instance_epoch=Epoch(8),
+            sampling=SamplingSpec(max_tokens=9),
+            kv=PLAN,
+        ),
+        (b"\x01\x00\x00\x00",),
+    ),
+    "generate-recompute": (
+        TO_WORKER,
+        Generate(
+            request_id=R,
+            attempt=1,
+            stage="colocated",
+            instance_epoch=Epoch(8),
+            sampling=SamplingSpec(max_tokens=9),
+            kv=KvPlan(reach="own", source=P, tokens=32, path="peer", recompute=True),
+        ),
+        (b"\x01\x00\x00\x00",),
+    ),
+    "finished-sources": (
+        TO_GATEWAY,
+        Finished(
+            request_id=R,
+            attempt=1,
+            receipt=StageReceipt(
+                instance=C,
+                stage="colocated",
+                tokens_pool=128,
+                tokens_peer=32,
+                tokens_dram=32,
+                tokens_remote=64,
+                bytes_fetched=8192,
+                fetch_path="peer+dram+remote",
+            ),
+        ),
+        (),
+    ),
+    "report-pool": (
+        REPORTS,
+        Report(
+            instance=P,
+            epoch=Epoch(7),
+            seq=5,
+            pool=PoolPlace(Epoch(77), Epoch(78), "tcp://10.0.0.1:8107"),
+        ),
+        (),
+    ),
+    "acquire-own-space": (TO_MEMPOOL, Acquire(call_id=1, hashes=HASH, own_space_only=True), ()),
+    "acquired-sources": (
+        FROM_MEMPOOL,
+        Acquired(
+            call_id=1,
+            lease_id=LeaseId("l"),
+            fencing_token=Epoch(2),
+            num_blocks=3,
+            pages=b"\x01\x00\x00\x00" * 3,
+            epochs=b"\x05" + b"\x00" * 23,
+            blocks_peer=1,
+            blocks_dram=1,
+            blocks_remote=1,
+        ),
+        (),
+    ),
+}
