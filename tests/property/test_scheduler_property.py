@@ -8,6 +8,7 @@ from services.scheduler.core.placement import PlacementLimits, Placer
 from shared.wire.placement import Ended, Placed
 from shared.wire.reports import Goodbye, Welcome
 from tests.support.control_plane import description, hello, place, report
+from tests.support.cost_view import coefficients
 
 NAMES = ["a", "b", "c", "d"]
 LIMITS = InstanceLimits()
@@ -27,7 +28,8 @@ steps = st.one_of(
     ),
     st.tuples(st.just("end"), st.integers(0, 60)),
 )  # fmt: skip
-policies = st.sampled_from(["prompt_tree", "least_load", "session"])
+policies = st.sampled_from(["cost", "prompt_tree", "least_load", "session"])
+costs = st.sampled_from([None, coefficients()])
 
 
 class Model:
@@ -46,12 +48,12 @@ class Model:
         }
 
 
-def apply(step, model, placer, now_ms, seq):
+def apply(step, model, placer, now_ms, seq, cost):
     instances = placer.instances
     kind, *rest = step
     if kind == "hello":
         name, epoch, role, fingerprint = rest
-        told = hello(name, epoch, role, description=description(fingerprint=fingerprint))
+        told = hello(name, epoch, role, description=description(fingerprint=fingerprint), cost=cost)
         answer = instances.hello(told, now_ms=now_ms)
         assert isinstance(answer, Welcome) == (epoch >= model.newest.get(name, 0))
         if epoch >= model.newest.get(name, 0):
@@ -59,7 +61,8 @@ def apply(step, model, placer, now_ms, seq):
             model.members[name] = (epoch, role, fingerprint, now_ms, False)
     elif kind == "report":
         name, epoch, draining, busy = rest
-        instances.report(report(name, epoch, seq, draining=draining, num_running=busy), now_ms=now_ms)
+        load = {"num_running": busy, "queued_prefill_ms": 40.0 * busy}
+        instances.report(report(name, epoch, seq, draining=draining, **load), now_ms=now_ms)
         member = model.members.get(name)
         if member and member[0] == epoch:
             model.members[name] = (*member[:3], now_ms, draining)
@@ -87,8 +90,8 @@ def check_placed(placed, request, model, now_ms):
         assert len({live[t.instance][2] for t in targets}) == 1, "raw KV of unequal engines"
 
 
-@given(st.lists(steps, max_size=60), policies)
-def test_only_live_newest_compatible_and_not_excluded_instances_are_chosen(history, policy):
+@given(st.lists(steps, max_size=60), policies, costs)
+def test_only_live_newest_compatible_and_not_excluded_instances_are_chosen(history, policy, cost):
     placer = Placer(Instances(LIMITS), policy, "boot", PlacementLimits(overload_factor=3.0))
     model, now_ms, num_placed, handoffs = Model(), 0, 0, set()
     for seq, step in enumerate(history):
@@ -113,7 +116,7 @@ def test_only_live_newest_compatible_and_not_excluded_instances_are_chosen(histo
         elif step[0] == "end":
             placer.ended(Ended(request_id=f"r{step[1]}", attempt=1))
         else:
-            apply(step, model, placer, now_ms, seq)
+            apply(step, model, placer, now_ms, seq, cost)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 200)), max_size=40), policies)

@@ -9,6 +9,7 @@ of the longest prefix is not left for a small gain, which would scatter a sessio
 """
 
 from collections.abc import Iterable, Sequence
+from heapq import nlargest, nsmallest
 
 from msgspec import Struct
 
@@ -17,10 +18,10 @@ from services.scheduler.core.predict import CostSettings, DecodeStage, FirstStag
 from services.scheduler.core.request import Stage
 from shared.wire.placement import Alternative, Predicted
 
-MAX_FIRST = 24  # first stages that are predicted: holders first, then short queues
-MAX_HOLDERS = 8  # of these
-MAX_PAIRED = 12  # that are paired
-MAX_DECODES = 6  # each with so many decode instances, and the best of its own host
+MAX_LIKELY = 6  # instances that a rough score finds, and
+MAX_IDLE = 2  # those with the shortest queues: they may fetch; the others are not predicted
+MAX_PAIRED = 6  # first stages that are paired,
+MAX_DECODES = 4  # each with so many decode instances, and the nearest ones
 
 
 class Way(Struct, frozen=True):
@@ -87,7 +88,7 @@ def decide(
 ) -> Decision:
     """The best way over these candidates, of which there is at least one, all with a model.
 
-    Cost: at most MAX_FIRST + all decode instances predictions and MAX_PAIRED * (MAX_DECODES + 2) sums.
+    Cost: a rough score of each, then at most 4 * (MAX_LIKELY + MAX_IDLE) predictions, whatever their number.
     """
     settings = predictor.settings
     calm = [c for c in candidates if c.view.queue_ms <= settings.panic_queue_ms]
@@ -117,14 +118,12 @@ def _ways(predictor: Predictor, candidates: Sequence[Candidate], *, must_colocat
     families = {c.known.family_key for c in decodes}
     prefills = [c for c in candidates if c.known.role == "prefill" and c.known.family_key in families]
     pairs: list[Way] = []
-    firsts: dict[str, FirstStage] = {}
     if prefills and not must_colocate and settings.disaggregation != "never":
-        first = _first_stages(predictor, prefills)
-        firsts = {f.candidate.name: f for f in first}
-        pairs = _pairs(predictor, first[:MAX_PAIRED], decodes)
+        pairs = _pairs(predictor, _first_stages(predictor, prefills)[:MAX_PAIRED], decodes)
     alone = _may_run_alone(candidates, bool(pairs), settings, must_colocate=must_colocate)
-    stages = [firsts.get(c.name) or predictor.first(c) for c in _likely(predictor, alone)]
-    return pairs + [_way(predictor, f, predictor.decode(f.candidate), is_pair=False) for f in stages]
+    meant_for_it = _likely(predictor, [c for c in alone if c.known.role == "colocated"])
+    others = _likely(predictor, [c for c in alone if c.known.role != "colocated"])
+    return pairs + [predict_way(predictor, c, c) for c in (*meant_for_it, *others)]
 
 
 def _may_run_alone(
@@ -136,38 +135,42 @@ def _may_run_alone(
 
 
 def _likely(predictor: Predictor, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that can win: who holds most, and who has the shortest queue."""
-    if len(candidates) <= MAX_FIRST:
+    """Those that can win: by queue and what their own prefix leaves to compute, and the idlest."""
+    if len(candidates) <= MAX_LIKELY + MAX_IDLE:
         return list(candidates)
-    local = predictor.holders.local
-    holders = sorted(
-        (c for c in candidates if c.hit_tokens or local(c.known)),
-        key=lambda c: (-local(c.known), c.view.queue_ms),
-    )[:MAX_HOLDERS]
-    names = {c.name for c in holders}
-    idle = sorted((c for c in candidates if c.name not in names), key=lambda c: (c.view.queue_ms, *_turn(c)))
-    return holders + idle[: MAX_FIRST - len(holders)]
+    x = predictor.request.num_prompt_tokens
+    token_ms = predictor.exec_ms(candidates[0].known, 0) / max(1, x)
+    local = {c.name: predictor.holders.local(c.known) for c in candidates}
+
+    def score(candidate: Candidate) -> tuple[float, int, str]:
+        left = x - local[candidate.name]
+        return candidate.view.queue_ms + left * token_ms, candidate.known.chosen_at, candidate.name
+
+    def idle(candidate: Candidate) -> tuple[float, int, int, str]:
+        view = candidate.view
+        return view.queue_ms, view.num_decodes, candidate.known.chosen_at, candidate.name
+
+    found = sorted(candidates, key=score)
+    longest = max(candidates, key=lambda c: local[c.name])  # hysteresis may want it
+    picked = found[:MAX_LIKELY]
+    if local[longest.name] and all(c is not longest for c in picked):
+        picked[-1] = longest
+    names = {c.name for c in picked}
+    return picked + nsmallest(MAX_IDLE, (c for c in found if c.name not in names), key=idle)
 
 
 def _first_stages(predictor: Predictor, candidates: Sequence[Candidate]) -> list[FirstStage]:
     found = [predictor.first(c) for c in _likely(predictor, candidates)]
     found.sort(key=lambda f: (f.latency_ms + f.slowdown_ms, *_turn(f.candidate)))
     longest = max(found, key=lambda f: f.local_tokens)
-    if longest.local_tokens and longest not in found[:MAX_PAIRED]:  # hysteresis may want it
-        found.remove(longest)
-        found.insert(0, longest)
+    if longest.local_tokens and all(f is not longest for f in found[:MAX_PAIRED]):  # hysteresis may want it
+        return [longest, *(f for f in found if f is not longest)]
     return found
 
 
 def _pairs(predictor: Predictor, firsts: Sequence[FirstStage], decodes: Sequence[Candidate]) -> list[Way]:
     """Each first stage with its best decode instance."""
-    if len(decodes) > MAX_FIRST:
-        free = sorted(decodes, key=lambda c: (c.view.requests_share + c.view.kv_used_share, *_turn(c)))
-        local = predictor.holders.local
-        holding = sorted((c for c in decodes if c.hit_tokens), key=lambda c: -local(c.known))[:MAX_HOLDERS]
-        names = {c.name for c in holding}
-        decodes = holding + [c for c in free if c.name not in names][: MAX_FIRST - len(holding)]
-    stages = [predictor.decode(c) for c in decodes]
+    stages = [predictor.decode(c) for c in _likely_decodes(predictor, firsts, decodes)]
     stages.sort(key=lambda d: (d.decode_ms + d.slowdown_ms, -d.local_tokens, *_turn(d.candidate)))
     out = []
     for first in firsts:
@@ -180,6 +183,29 @@ def _pairs(predictor: Predictor, firsts: Sequence[FirstStage], decodes: Sequence
         if ways:
             out.append(min(ways, key=lambda w: (w.total_ms, *_turn(w.decode.candidate))))
     return out
+
+
+def _likely_decodes(
+    predictor: Predictor, firsts: Sequence[FirstStage], decodes: Sequence[Candidate]
+) -> list[Candidate]:
+    """The least busy, those that hold most, and of each prefill's own host the least busy."""
+    if len(decodes) <= MAX_LIKELY + MAX_IDLE:
+        return list(decodes)
+
+    def free(candidate: Candidate) -> tuple[float, int, str]:
+        return (candidate.view.requests_share + candidate.view.kv_used_share, *_turn(candidate))
+
+    local = predictor.holders.local
+    picked = {c.name: c for c in nsmallest(MAX_LIKELY, decodes, key=free)}
+    holding = nlargest(MAX_IDLE, (c for c in decodes if c.hit_tokens), key=lambda c: local(c.known))
+    picked.update((c.name, c) for c in holding)
+    for path in ("alias", "peer"):
+        for pool in {f.candidate.known.pool: f.candidate.known for f in firsts}.values():
+            near = [c for c in decodes if path_between(c.known, pool) == path]
+            if near:
+                best = min(near, key=free)
+                picked[best.name] = best
+    return list(picked.values())
 
 
 def _way(predictor: Predictor, first: FirstStage, decode: DecodeStage, *, is_pair: bool) -> Way:

@@ -14,6 +14,9 @@ from msgspec import Struct
 from services.scheduler.core.request import AttemptKey
 from shared.wire.reports import Report
 
+VIEW_GRAIN_MS = 5  # queues drain by so little meanwhile
+IDLE_GRAIN_MS = 1_000  # time alone changes nothing
+
 
 class LoadView(Struct, frozen=True):
     """Load now. Shares are of the instance's own limits and may exceed 1."""
@@ -59,6 +62,8 @@ class InstanceLoad:
     _colocated: dict[AttemptKey, int] = field(default_factory=dict)  # whole requests: when they were placed
     _young_context_tokens: int = 0
     _old_context_tokens: int = 0
+    _seen: LoadView | None = None  # the last view, until something changes or it is VIEW_GRAIN_MS old
+    _seen_until_ms: int = 0
 
     @property
     def num_open(self) -> int:
@@ -76,17 +81,20 @@ class InstanceLoad:
         decodes: bool = False,
     ) -> None:
         """A prefill or colocated stage was placed here. `decodes`: it stays after its prompt."""
+        self._seen = None
         self._unreported[key] = OpenStage(now_ms, prefill_tokens, context_tokens, prefill_ms)
         if decodes:
             self._colocated[key] = now_ms
 
     def add_handoff(self, key: AttemptKey, *, context_tokens: int, now_ms: int) -> None:
         """A decode stage was placed here; its request is prefilled elsewhere first."""
+        self._seen = None
         self._young[key] = OpenStage(now_ms, 0, context_tokens)
         self._young_context_tokens += context_tokens
 
     def end(self, key: AttemptKey) -> None:
         """The request left. Unknown keys are ignored."""
+        self._seen = None
         self._unreported.pop(key, None)
         self._colocated.pop(key, None)
         if (young := self._young.pop(key, None)) is not None:
@@ -96,6 +104,7 @@ class InstanceLoad:
 
     def on_report(self, report: Report, *, now_ms: int) -> None:
         """The worker said how busy it is."""
+        self._seen = None
         self.report, self.reported_at_ms = report, now_ms
         while self._unreported:  # in the order of placement
             key, stage = next(iter(self._unreported.items()))
@@ -104,7 +113,14 @@ class InstanceLoad:
             del self._unreported[key]
 
     def view(self, *, now_ms: int) -> LoadView:
-        """Best estimate. Cost: O(direct stages placed since the last report)."""
+        """Best estimate, at most VIEW_GRAIN_MS old. Cost: O(direct stages placed since the last report)."""
+        if self._seen is None or now_ms >= self._seen_until_ms:
+            self._seen = self._view(now_ms)
+            idle = not (self._seen.queue_ms or self._young or self._old or self._colocated)
+            self._seen_until_ms = now_ms + (IDLE_GRAIN_MS if idle else VIEW_GRAIN_MS)
+        return self._seen
+
+    def _view(self, now_ms: int) -> LoadView:
         self._grow_old(now_ms)
         report = self.report
         seen = max(0, report.num_running) + max(0, report.num_waiting) if report else 0

@@ -9,20 +9,23 @@ a request to an idle instance; decode's step, what a request costs those that ru
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from msgspec import Struct
 
 from services.scheduler.core.instances import Instance
+from services.scheduler.core.load import LoadView
 from services.scheduler.core.policies import Candidate
 from services.scheduler.core.request import PlacementRequest
-from shared.costmodel.model import StepShape
+from shared.costmodel.model import CostModel
 from shared.costmodel.transfer import should_fetch
 from shared.ids import InstanceId
 from shared.wire.requests import KvPlan
 
 Path = Literal["alias", "peer", "dram", "remote"]
 PoolKey = tuple[int, str]  # a mempool: its boot generation and its address for other hosts
+_MANY_TOKENS = 1_000_000
 KV_FULL_SHARE = 0.95  # of an instance's KV blocks: beyond it a new request waits for another's end
 
 
@@ -88,6 +91,13 @@ def moved_bytes(known: Instance, tokens: int) -> int:
     return -(-tokens // layout.block_tokens) * layout.block_bytes * max(1, layout.tp_size)
 
 
+@lru_cache(maxsize=65_536)
+def _step_parts(model: CostModel, num_requests: int) -> tuple[float, float]:
+    """(ms without context, ms per context token) of a decode step, which is linear in its context."""
+    fixed_ms = model.decode_step_ms(num_requests, 0)
+    return fixed_ms, (model.decode_step_ms(num_requests, _MANY_TOKENS) - fixed_ms) / _MANY_TOKENS
+
+
 class Holders:
     """Who holds a prefix of one prompt, looked up by where the reader is.
 
@@ -114,6 +124,8 @@ class Holders:
 
     def local(self, reader: Instance) -> int:
         """Tokens in the reader's own space, by whichever engine of it."""
+        if not self._tokens:
+            return 0
         own, pool = self._tokens.get(reader.instance, 0), reader.pool
         if pool is None or not pool.memory_id:
             return own
@@ -122,7 +134,7 @@ class Holders:
 
     def sources(self, reader: Instance) -> list[tuple[int, Instance, Path]]:
         """By path, the holder of most tokens that come by it. Empty where the reader has no mempool."""
-        if reader.pool is None:
+        if reader.pool is None or not self._pools:
             return []
         mine = (reader.pool.boot_generation, reader.pool.address)
         best: dict[Path, tuple[int, Instance, Path]] = {}
@@ -146,6 +158,8 @@ class Predictor:
         self.holders = holders
         self.settings = settings
         self._exec: dict[tuple[int, int], float] = {}
+        self._firsts: dict[InstanceId, FirstStage] = {}
+        self._decodes: dict[InstanceId, DecodeStage] = {}
         most = request.max_tokens or settings.decode_tokens
         self.num_steps = max(0, min(most, settings.decode_tokens) - 1)  # the first token is prefill's
 
@@ -168,13 +182,19 @@ class Predictor:
 
     def first(self, candidate: Candidate) -> FirstStage:
         """The prompt on this instance, with eq 2's verdict."""
+        found = self._firsts.get(candidate.name)
+        if found is None:
+            found = self._firsts[candidate.name] = self._first(candidate)
+        return found
+
+    def _first(self, candidate: Candidate) -> FirstStage:
         known, view = candidate.known, candidate.view
         local = self.holders.local(known)
         alone_ms, fetch_ms, cached, kv = self._fetch_or_recompute(known, local)
         compute_ms = alone_ms
         others = view.num_decodes
         if others:  # they share its steps
-            compute_ms += self._shared_steps_ms(known, cached, others, view.context_tokens)
+            compute_ms += self._shared_steps_ms(known, cached, alone_ms, view)
         return FirstStage(
             candidate=candidate,
             local_tokens=local,
@@ -186,14 +206,12 @@ class Predictor:
             kv=kv,
         )
 
-    def _shared_steps_ms(self, known: Instance, cached: int, num_decodes: int, context_tokens: int) -> float:
-        """How much longer the prompt's steps take with requests that decode in them."""
-        assert known.model is not None
-        new, size = max(1, self.request.num_prompt_tokens - cached), known.load.max_batched_tokens
-        chunks = ((min(new, size), cached),)
-        alone_ms = known.model.step_ms(StepShape(chunks))
-        shared_ms = known.model.step_ms(StepShape(chunks, num_decodes, context_tokens))
-        return -(-new // size) * max(0.0, shared_ms - alone_ms) * known.prefill_correction
+    def _shared_steps_ms(self, known: Instance, cached: int, alone_ms: float, view: LoadView) -> float:
+        """How much longer the prompt's steps take with requests that decode in them: a row and a context each."""
+        new = max(1, self.request.num_prompt_tokens - cached)
+        num_steps = -(-new // known.load.max_batched_tokens)
+        reading_ms = self._step_ms(known, 1, view.context_tokens) - self._step_ms(known, 1, 0)
+        return num_steps * (reading_ms + view.num_decodes * alone_ms / new)
 
     def _fetch_or_recompute(self, known: Instance, local: int) -> tuple[float, float, int, KvPlan | None]:
         """Eq 2: (ms of computing, ms of fetching, tokens cached then, what to tell the instance)."""
@@ -225,6 +243,12 @@ class Predictor:
 
     def decode(self, candidate: Candidate) -> DecodeStage:
         """The output on this instance, on top of what decodes there."""
+        found = self._decodes.get(candidate.name)
+        if found is None:
+            found = self._decodes[candidate.name] = self._decode(candidate)
+        return found
+
+    def _decode(self, candidate: Candidate) -> DecodeStage:
         known, view = candidate.known, candidate.view
         n, context = view.num_decodes, view.context_tokens
         step_ms = self._step_ms(known, n + 1, context + self.request.num_prompt_tokens)
@@ -257,4 +281,5 @@ class Predictor:
 
     def _step_ms(self, known: Instance, num_requests: int, context_tokens: int) -> float:
         assert known.model is not None
-        return known.model.decode_step_ms(num_requests, context_tokens) * known.decode_correction
+        fixed_ms, token_ms = _step_parts(known.model, num_requests)
+        return (fixed_ms + token_ms * context_tokens) * known.decode_correction
