@@ -41,10 +41,12 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--speed", type=float, default=1.0, help="times the trace's rate")
     out.add_argument("--instances", type=int, default=8, help="colocated ones, unless --split says otherwise")
     out.add_argument("--split", default="", help="prefill:decode or prefill:decode:colocated")
-    out.add_argument("--policy", choices=get_args(PolicyName), default="prompt_tree")
+    out.add_argument("--policy", choices=get_args(PolicyName), default="cost")
     add_machine_options(out)
     out.add_argument("--dram-tokens", type=int, default=0, help="KV in host memory behind each instance")
-    out.add_argument("--link-gb-per-s", type=float, default=50.0, help="between instances")
+    out.add_argument("--instances-per-host", type=int, default=1)
+    out.add_argument("--peer-gb-per-s", type=float, default=200.0, help="between instances of a host")
+    out.add_argument("--remote-gb-per-s", type=float, default=20.0, help="between hosts")
     out.add_argument("--max-running", type=int, default=256)
     out.add_argument("--slo-ttft-ms", type=float, default=2000.0)
     out.add_argument("--slo-tpot-ms", type=float, default=100.0)
@@ -114,7 +116,9 @@ def run(options: argparse.Namespace) -> None:
         dram_tokens=options.dram_tokens,
         policy=options.policy,
         limits=EngineLimits(options.max_running, machine.prices.coefficients.max_batched_tokens),
-        peer=gb_per_s(options.link_gb_per_s),
+        instances_per_host=options.instances_per_host,
+        peer=gb_per_s(options.peer_gb_per_s),
+        remote=gb_per_s(options.remote_gb_per_s),
         noise=options.noise,
         seed=options.seed,
     )

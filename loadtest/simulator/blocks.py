@@ -23,11 +23,17 @@ def tokens_of(entries: Sequence[Entry]) -> int:
 class BlockStore:
     """Args:
     capacity_tokens: of the memory in which the engine works; dram_tokens: of the tier behind it, 0 for none.
-    on_stored, on_removed: what the instance holds, in either tier, has changed.
+    on_stored: in the engine's memory now; on_evicted: no more; on_removed: in neither tier any more.
     """
 
     def __init__(
-        self, block_tokens: int, capacity_tokens: int, dram_tokens: int, on_stored: Told, on_removed: Told
+        self,
+        block_tokens: int,
+        capacity_tokens: int,
+        dram_tokens: int,
+        on_stored: Told,
+        on_evicted: Told,
+        on_removed: Told,
     ) -> None:
         self.block_tokens = block_tokens
         self.capacity_tokens = capacity_tokens
@@ -40,6 +46,7 @@ class BlockStore:
         self._index = Index()
         self._dram = Index()
         self._on_stored = on_stored
+        self._on_evicted = on_evicted
         self._on_removed = on_removed
         self._pages = count()
 
@@ -120,6 +127,7 @@ class BlockStore:
             assert entry is not None, "room was counted before"
             self.indexed_tokens -= entry.valid_tokens
             self.num_evicted += 1
+            self._on_evicted((entry.block_hash,))
             if not self._to_dram(entry):
                 self._on_removed((entry.block_hash,))
 

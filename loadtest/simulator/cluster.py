@@ -8,22 +8,24 @@ from loadtest.simulator.blocks import ROOT, BlockStore, tokens_of
 from loadtest.simulator.engine import Engine
 from loadtest.simulator.events import EventQueue
 from loadtest.simulator.frontend import Call, Frontend, Submitted
-from loadtest.simulator.links import Links
+from loadtest.simulator.links import Links, Rate
 from loadtest.simulator.prices import StepPrices
 from loadtest.simulator.request import SimRequest
 from loadtest.simulator.spec import ClusterSpec, Simulated
 from loadtest.simulator.task import EngineHooks, EngineLimits, Task
 from loadtest.simulator.tree import SimTree
+from services.gateway.core.request_flow import SendGenerate
 from services.mempool.core.pd_caching import PdCaching
 from services.scheduler.core.instances import Instances
 from services.scheduler.core.placement import Placer
 from shared.engine.worker_reports import SOON_MS
-from shared.ids import Epoch, InstanceId, RequestId
+from shared.ids import BlockHash, Epoch, InstanceId, RequestId
 from shared.kv.layout import EngineDescription
 from shared.prompttree.publisher import TTL_S
+from shared.wire.cost import LinkRate
 from shared.wire.handoff import HandoffState
-from shared.wire.placement import Ended, Place, Placed, PrefixHit, Rejected, Target
-from shared.wire.reports import Hello, Report
+from shared.wire.placement import Ended, Medium, Place, Placed, PrefixHit, Rejected, Target
+from shared.wire.reports import Hello, PoolPlace, Report
 from shared.wire.requests import Stage
 
 MODEL = "simulated"
@@ -38,17 +40,23 @@ class Simulation:
     def __init__(self, spec: ClusterSpec, prices: StepPrices, requests: Sequence[SimRequest]) -> None:
         self._spec, self._prices, self._requests = spec, prices, requests
         self._events = EventQueue()
-        self._links = Links(spec.peer, spec.dram)
+        self._links = Links(spec.peer, spec.remote, spec.dram, spec.instances_per_host)
+        self._rates = {name: _as_told(getattr(spec, name)) for name in ("peer", "remote", "dram")}
         self._tree = SimTree(self._events, len(spec.roles))
+        self._reach = (
+            SimTree(self._events, len(spec.roles)) if spec.dram_tokens else None
+        )  # host memory counted
         self._names = [InstanceId(f"{role}-{n}") for n, role in enumerate(spec.roles)]
         self._numbers = {name: n for n, name in enumerate(self._names)}
         self._instances = Instances(spec.instances)
-        self._placer = Placer(self._instances, spec.policy, boot="simulated")
+        self._placer = Placer(self._instances, spec.policy, boot="simulated", cost=spec.cost)
         self._description = EngineDescription(
             model=MODEL, fingerprint=MODEL, dtype="bfloat16", layout="layers-blocks", backend="simulated",
             block_tokens=spec.block_tokens, max_model_len=1 << 30,
+            block_bytes=spec.block_tokens * prices.kv_bytes_per_token,
         )  # fmt: skip
         self.engines = self._build_engines()
+        self._places = [self._place_of(number) for number in range(len(self.engines))]
         self._seqs = [0] * len(self.engines)
         self._report_due = [False] * len(self.engines)
         self._tasks: dict[tuple[int, int, Stage], Task] = {}
@@ -96,11 +104,17 @@ class Simulation:
         """What the prompt tree says."""
         if self._spec.pd_caching is PdCaching.BASIC:
             return []
-        block_tokens = self._spec.block_tokens
-        return [
-            PrefixHit(self._names[n], min(depth * block_tokens, request.prompt_tokens))
-            for n, depth in self._tree.lookup(request.blocks)
-        ]
+        here = self._tree.lookup(request.blocks)
+        hits = [self._hit(request, n, depth, "hbm") for n, depth in here]
+        if self._reach is not None:
+            depths = dict(here)
+            further = [(n, d) for n, d in self._reach.lookup(request.blocks) if d > depths.get(n, 0)]
+            hits += [self._hit(request, n, depth, "dram") for n, depth in further]
+        return hits
+
+    def _hit(self, request: SimRequest, number: int, depth: int, medium: Medium) -> PrefixHit:
+        tokens = min(depth * self._spec.block_tokens, request.prompt_tokens)
+        return PrefixHit(self._names[number], tokens, medium)
 
     def place(self, place: Place) -> Placed | Rejected:
         """The production scheduler's answer."""
@@ -112,11 +126,11 @@ class Simulation:
         """The scheduler forgets an attempt."""
         self._placer.ended(Ended(request_id=request_id, attempt=attempt))
 
-    def submit(self, call: Call, attempt: int, stage: Stage, target: Target) -> Submitted:
+    def submit(self, call: Call, order: SendGenerate) -> Submitted:
         """A stage reaches its worker, or not."""
-        placed = call.flow.placed
+        placed, stage, attempt = call.flow.placed, order.stage, order.attempt
         assert placed is not None
-        engine = self.engines[self._numbers[target.instance]]
+        engine = self.engines[self._numbers[order.target.instance]]
         if engine.dead:
             return "down"
         decoding = stage == "decode"
@@ -129,6 +143,7 @@ class Simulation:
             owner=call,
             instance=engine.number,
             source=source,
+            kv=order.kv,
             prior=self._tasks.get((call.index, attempt, "prefill")) if decoding else None,
         )
         if not engine.submit(task):
@@ -158,17 +173,41 @@ class Simulation:
 
     # -- for the engines --------------------------------------------------------------------------
 
-    def _load(self, number: int, task: Task, peer_tokens: int, dram_tokens: int) -> None:
-        engine = self.engines[number]
-        per_token = self._prices.kv_bytes_per_token
-        at_ms = self._links.load(engine.number, dram_tokens * per_token, self._events.now_ms)
+    def _find(self, number: int, task: Task, num_blocks: int) -> int:
+        """What the mempool would bring: of the same host what there is, of others what the scheduler says."""
+        rest, task.lent = task.request.blocks[num_blocks:], []
+        if not rest or (self._spec.instances_per_host == 1 and task.kv is None):
+            return 0
+        hosts = {self._links.host_of(number)}
+        if task.kv is not None and task.kv.reach == "remote":
+            hosts.add(self._links.host_of(self._numbers[task.kv.source]))
+        per_host, best = self._spec.instances_per_host, 0
+        for host in sorted(hosts):
+            for engine in self.engines[host * per_host : (host + 1) * per_host]:
+                if engine.number == number or engine.dead:
+                    continue
+                found = engine.store.match(rest)
+                if (tokens := tokens_of(found)) > best:
+                    best, task.fetch_from, task.lent = tokens, engine.number, found
+        return best
+
+    def _load(self, number: int, task: Task, moved_tokens: int, dram_tokens: int) -> None:
+        now_ms, per_token = self._events.now_ms, self._prices.kv_bytes_per_token
+        at_ms = self._links.load(number, dram_tokens * per_token, now_ms)
         source = task.source if task.stage == "decode" else task.fetch_from
-        if peer_tokens:
-            sent_ms = self._links.send(source, engine.number, peer_tokens * per_token, self._events.now_ms)
-            at_ms = max(at_ms, sent_ms)
-        self._events.at(at_ms, self._loaded, engine, task)
+        if not moved_tokens:
+            task.lent = []
+        else:
+            self.engines[source].store.pin(task.lent)
+            at_ms = max(at_ms, self._links.send(source, number, moved_tokens * per_token, now_ms))
+        task.owner.record.stages["fetch_ms"] = at_ms - now_ms
+        self._events.at(at_ms, self._loaded, self.engines[number], task)
 
     def _loaded(self, engine: Engine, task: Task) -> None:
+        if task.lent:
+            self.engines[task.fetch_from].store.unpin(task.lent)
+            self.engines[task.fetch_from].wake()
+            task.lent = []
         engine.loaded(task)
         self._release_source(task)
 
@@ -182,10 +221,11 @@ class Simulation:
         call, (_, attempt) = task.owner, task.key
         record = call.record
         if task.stage != "decode":
-            found = {"engine": task.tokens_local, "dram": task.tokens_dram, "peer": task.tokens_peer}
+            way = "remote" if self._is_remote(number, task.fetch_from) else "peer"
+            found = {"engine": task.tokens_local, "dram": task.tokens_dram, way: task.tokens_moved}
             record.sources = {name: count for name, count in found.items() if count}
             record.sources["computed"] = task.tokens_computed
-            record.stages = {"queue_ms": task.admitted_at_ms - task.queued_at_ms}
+            record.stages["queue_ms"] = task.admitted_at_ms - task.queued_at_ms
         else:
             self._release_source(task)
         if task.stage == "prefill":
@@ -203,6 +243,9 @@ class Simulation:
             self._push_back(engine, task)
         self._events.after(self._spec.delays.hop_ms, self._frontend.finished, call, attempt)
         self._report_soon(engine.number)
+
+    def _is_remote(self, number: int, other: int) -> bool:
+        return other >= 0 and self._links.host_of(number) != self._links.host_of(other)
 
     def _push_back(self, engine: Engine, task: Task) -> None:
         """PD-Caching-3: what decode completed goes to where the prompt was computed."""
@@ -242,6 +285,7 @@ class Simulation:
             max_running=limits.max_running,
             max_batched_tokens=limits.max_batched_tokens,
             num_kv_blocks=self._spec.memory_tokens // self._spec.block_tokens,
+            cost=self._prices.coefficients,
         )
 
     def _report_round(self, phase: int) -> None:
@@ -271,6 +315,9 @@ class Simulation:
             running_context_tokens=engine.context_tokens,
             kv_used_share=engine.store.used_share,
             step_ms=engine.step_ms,
+            queued_prefill_ms=engine.queued_prefill_ms,
+            links=self._rates,
+            pool=self._places[number],
         )
         self._instances.report(report, now_ms=self._now())
 
@@ -278,7 +325,7 @@ class Simulation:
 
     def _build_engines(self) -> list[Engine]:
         spec, rng = self._spec, Random(self._spec.seed)
-        hooks = EngineHooks(self._load, self._first_token, self._finished)
+        hooks = EngineHooks(self._find, self._load, self._first_token, self._finished)
 
         def noise() -> float:
             return max(0.2, rng.gauss(1.0, spec.noise)) if spec.noise else 1.0
@@ -289,16 +336,29 @@ class Simulation:
                 spec.block_tokens,
                 spec.memory_tokens,
                 spec.dram_tokens,
-                lambda blocks, n=number: self._tree.stored(n, blocks),
+                lambda blocks, n=number: self._stored(n, blocks),
                 lambda blocks, n=number: self._tree.removed(n, blocks),
+                lambda blocks, n=number: self._reach and self._reach.removed(n, blocks),
             )
             engines.append(Engine(number, self._events, self._prices, store, spec.limits, hooks, noise))
         return engines
 
+    def _stored(self, number: int, blocks: Sequence[BlockHash]) -> None:
+        self._tree.stored(number, blocks)
+        if self._reach is not None:
+            self._reach.stored(number, blocks)
+
+    def _place_of(self, number: int) -> PoolPlace:
+        """Each instance has a space of its own in the mempool of its host."""
+        host = self._links.host_of(number)
+        return PoolPlace(Epoch(host + 1), Epoch(number + 1), f"host-{host}")
+
     def _die(self, number: int) -> None:
         self.engines[number].die()
         self._events.after(self._spec.delays.hop_ms, self._frontend.instance_down, self._names[number])
-        self._events.after(TTL_S * 1000, self._tree.expire, number)
+        for tree in (self._tree, self._reach):
+            if tree is not None:
+                self._events.after(TTL_S * 1000, tree.expire, number)
 
     def _on_end(self, call: Call) -> None:
         self._records[call.index] = call.record
@@ -318,6 +378,11 @@ class Simulation:
 
     def _now(self) -> int:
         return int(self._events.now_ms)
+
+
+def _as_told(rate: Rate) -> LinkRate:
+    """As a worker reports what it measured."""
+    return LinkRate(gb_per_s=(rate.bytes_per_ms or 1e12) / 1e6, latency_ms=rate.latency_ms)
 
 
 def simulate(spec: ClusterSpec, prices: StepPrices, requests: Sequence[SimRequest]) -> Simulated:

@@ -12,6 +12,7 @@ from loadtest.simulator.blocks import ROOT, BlockStore, tokens_of
 from loadtest.simulator.events import EventQueue
 from loadtest.simulator.prices import Chunk, StepPrices
 from loadtest.simulator.task import EngineHooks, EngineLimits, Task
+from services.mempool.core.entry import Entry
 
 MAX_ROW_STEPS = 512
 
@@ -44,7 +45,6 @@ class Engine:
         self._decoding: dict[tuple[str, int], Task] = {}
         self._context_tokens = 0  # of all decodes
         self._num_admitted = 0
-        # the step, or row of steps, that runs
         self._run: tuple[float, int, int, float, list[tuple[Task, int]]] | None = None
         self._generation = 0
 
@@ -161,13 +161,9 @@ class Engine:
         assert has_room, "counted before"
 
     def _next_end(self) -> int:
-        while (task := self._ends[0][2]).state != "decoding" or self._end_of(task) != self._ends[0][0]:
+        while (task := self._ends[0][2]).state != "decoding" or task.end_step != self._ends[0][0]:
             heapq.heappop(self._ends)
         return self._ends[0][0]
-
-    @staticmethod
-    def _end_of(task: Task) -> int:
-        return task.joined_step + task.request.output_tokens - task.made
 
     def _row_ms(self, num_steps: int) -> float:
         """Of the row that runs; exact where a step's time grows linearly with its context."""
@@ -213,9 +209,8 @@ class Engine:
             self._finish(task)
         if not self._decoding:
             self._ends.clear()
-        for task, new in chunks:
-            if task.state == "prefilling":
-                self._advance(task, new)
+        for task, new in (chunk for chunk in chunks if chunk[0].state == "prefilling"):
+            self._advance(task, new)
         self._begin()
 
     # -- prompts ----------------------------------------------------------------------------------
@@ -273,25 +268,36 @@ class Engine:
             max(0, need),
         )
         task.done_tokens = local
-        peer = dram = 0
+        moved = dram = 0
         if task.stage == "decode" and not task.made:
-            peer = request.prompt_tokens - local
+            moved = request.prompt_tokens - local
         elif not task.made:
-            whole = tokens_of(found)
-            dram = max(0, min(whole + store.match_dram(request.blocks[len(found) :]), most) - local)
-            peer = max(0, min(task.fetch_tokens, most) - local - dram)
+            dram, moved = self._elsewhere(task, found, local, most)
         if task.admitted_at_ms < 0:  # a preempted request comes again; its receipt is of the first time
             task.admitted_at_ms = self._events.now_ms
-            task.tokens_local, task.tokens_dram, task.tokens_peer = local, dram, peer
-            task.tokens_computed = request.prompt_tokens - local - dram - peer
-        if peer or dram:
+            task.tokens_local, task.tokens_dram, task.tokens_moved = local, dram, moved
+            task.tokens_computed = request.prompt_tokens - local - dram - moved
+        if moved or dram:
             task.state = "loading"
-            task.done_tokens = local + dram + peer
+            task.done_tokens = local + dram + moved
             self._loading.add(task)
-            self._hooks.load(self.number, task, peer, dram)
+            self._hooks.load(self.number, task, moved, dram)
         elif task.stage == "decode":
             task.done_tokens = min(task.done_tokens, task.goal_tokens - 1)
         return True
+
+    def _elsewhere(self, task: Task, found: list[Entry], local: int, most: int) -> tuple[int, int]:
+        """(tokens from host memory, tokens from other instances) that follow what is here."""
+        if task.kv is not None and task.kv.reach == "own":
+            return 0, 0
+        here = tokens_of(found)
+        behind = self.store.match_dram(task.request.blocks[len(found) :])
+        dram = max(0, min(here + behind, most) - local)
+        num_blocks = (here + behind) // self.store.block_tokens
+        more = self._hooks.find(self.number, task, num_blocks)
+        return dram, max(
+            0, min(num_blocks * self.store.block_tokens + more, most) - local - dram
+        ) if more else 0
 
     def _advance(self, task: Task, new: int) -> None:
         """A chunk of it was computed."""
@@ -315,7 +321,7 @@ class Engine:
         task.joined_step = self.num_steps
         self._decoding[task.key] = task
         self._context_tokens += task.done_tokens
-        heapq.heappush(self._ends, (self._end_of(task), task.seq, task))
+        heapq.heappush(self._ends, (task.end_step, task.seq, task))
 
     def _seal_prompt(self, task: Task, done_tokens: int) -> None:
         """Name the prompt's blocks that are written and have no name yet."""

@@ -19,11 +19,11 @@ from services.gateway.core.request_flow import (
     SendGenerate,
     SendPlace,
 )
+from services.gateway.core.retry_budget import RetryBudget
 from shared.errors import PromptTooLong
 from shared.ids import InstanceId, RequestId
 from shared.wire.handoff import HandoffState
 from shared.wire.placement import Place, Placed, PrefixHit, Rejected, Target
-from shared.wire.requests import Stage
 
 Submitted = Literal["taken", "down", "never fits"]
 TICK_MS = 50.0  # services/gateway/cluster.py, while a request waits to be placed again
@@ -35,7 +35,7 @@ class Workers(Protocol):
     def lookup(self, request: SimRequest) -> list[PrefixHit]: ...
     def place(self, place: Place) -> Placed | Rejected: ...
     def ended(self, request_id: RequestId, attempt: int) -> None: ...
-    def submit(self, call: "Call", attempt: int, stage: Stage, target: Target) -> Submitted: ...
+    def submit(self, call: "Call", order: SendGenerate) -> Submitted: ...
     def abort(self, call: "Call", attempt: int, target: Target) -> None: ...
     def handoff(self, placed: Placed) -> HandoffState: ...
     def outside_ms(self, request: SimRequest) -> float: ...
@@ -83,6 +83,7 @@ class Frontend:
         self._events, self._workers, self._delays, self._limits = events, workers, delays, limits
         self._model = model
         self._on_end = on_end
+        self._budget = RetryBudget()
         self._open: dict[int, Call] = {}
 
     @property
@@ -103,7 +104,7 @@ class Frontend:
             planned_output_tokens=request.output_tokens,
             prompt_tokens=request.prompt_tokens,
         )
-        call = Call(index, request, RequestFlow(self._limits), record)
+        call = Call(index, request, RequestFlow(self._limits, self._budget), record)
         self._open[index] = call
         self._events.after(self._delays.gateway_ms, self._start, call)
         self._events.after(self._limits.request_deadline_ms + TICK_MS, self._tick, call)
@@ -205,7 +206,7 @@ class Frontend:
         if call.flow.attempt != action.attempt or call.flow.phase is Phase.ENDED:
             return
         instance = action.target.instance
-        answer = self._workers.submit(call, action.attempt, action.stage, action.target)
+        answer = self._workers.submit(call, action)
         if answer == "down":
             self._run(call, call.flow.on_instance_down(instance, now_ms=self._now()))
         elif answer == "never fits":

@@ -22,25 +22,33 @@ def gb_per_s(rate: float, latency_ms: float = 0.1) -> Rate:
 
 @dataclass(slots=True)
 class Links:
-    """A transfer begins when its source may send and its target may receive; each end does one after the other."""
+    """A transfer begins when its source may send and its target may receive; each end does one after the other.
+
+    Args: peer: between instances of one host; remote: between hosts; dram: from the host memory behind an instance.
+    """
 
     peer: Rate = field(default_factory=Rate)
+    remote: Rate = field(default_factory=Rate)
     dram: Rate = field(default_factory=lambda: Rate(0.05, 40e6))
-    num_bytes: int = 0  # over `peer`
-    busy_ms: float = 0.0
+    instances_per_host: int = 1
+    num_bytes: int = 0  # between instances
     _out_free_ms: dict[int, float] = field(default_factory=dict)
     _in_free_ms: dict[int, float] = field(default_factory=dict)
     _dram_free_ms: dict[int, float] = field(default_factory=dict)
 
+    def host_of(self, instance: int) -> int:
+        """Instances of a host follow each other."""
+        return instance // self.instances_per_host
+
     def send(self, source: int, target: int, num_bytes: int, now_ms: float) -> float:
         """Between instances: when it has arrived."""
-        if not self.peer.bytes_per_ms or not num_bytes:
+        rate = self.peer if self.host_of(source) == self.host_of(target) else self.remote
+        if not rate.bytes_per_ms or not num_bytes:
             return now_ms
-        took_ms = self.peer.transfer_ms(num_bytes)
+        took_ms = rate.transfer_ms(num_bytes)
         begin_ms = max(now_ms, self._out_free_ms.get(source, 0.0), self._in_free_ms.get(target, 0.0))
-        self._out_free_ms[source] = self._in_free_ms[target] = begin_ms + took_ms - self.peer.latency_ms
+        self._out_free_ms[source] = self._in_free_ms[target] = begin_ms + took_ms - rate.latency_ms
         self.num_bytes += num_bytes
-        self.busy_ms += took_ms
         return begin_ms + took_ms
 
     def load(self, instance: int, num_bytes: int, now_ms: float) -> float:

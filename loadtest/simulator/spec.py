@@ -10,6 +10,7 @@ from services.gateway.core.request_flow import Limits
 from services.mempool.core.pd_caching import PdCaching
 from services.scheduler.core.instances import InstanceLimits
 from services.scheduler.core.policies import PolicyName
+from services.scheduler.core.predict import CostSettings
 from shared.wire.reports import Role
 
 
@@ -32,10 +33,13 @@ class ClusterSpec:
     block_tokens: int = 512
     memory_tokens: int = 1 << 20
     dram_tokens: int = 0
-    policy: PolicyName = "prompt_tree"
+    policy: PolicyName = "cost"
+    cost: CostSettings = field(default_factory=CostSettings)
     limits: EngineLimits = field(default_factory=EngineLimits)
     pd_caching: PdCaching = PdCaching.FULL
-    peer: Rate = field(default_factory=Rate)
+    instances_per_host: int = 1
+    peer: Rate = field(default_factory=Rate)  # on one host
+    remote: Rate = field(default_factory=Rate)  # between hosts
     dram: Rate = field(default_factory=lambda: Rate(0.05, 40e6))
     delays: Delays = field(default_factory=Delays)
     flow: Limits = field(default_factory=Limits)

@@ -6,7 +6,7 @@ from typing import Any
 
 from loadtest.simulator.request import SimRequest
 from services.mempool.core.entry import Entry
-from shared.wire.requests import Stage
+from shared.wire.requests import KvPlan, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,12 @@ class Task:
     owner: Any = None  # whoever asked for it
     source: int = -1  # decode: the instance that holds the prompt's pages, and the stage that made them
     prior: "Task | None" = None
-    fetch_from: int = -1  # another instance that holds more of the prompt, and how much
-    fetch_tokens: int = 0
+    kv: KvPlan | None = None  # the scheduler's verdict on fetching
+    fetch_from: int = -1  # another instance whose blocks are copied here, and which: pinned meanwhile
+    lent: list[Entry] = field(default_factory=list)
     tokens_local: int = 0
     tokens_dram: int = 0
-    tokens_peer: int = 0
+    tokens_moved: int = 0  # from other instances
     tokens_computed: int = 0
     queued_at_ms: float = 0.0
     admitted_at_ms: float = -1.0
@@ -48,6 +49,11 @@ class Task:
     queued_prefill_ms: float = 0.0
     state: str = "waiting"  # loading, prefilling, decoding, held, gone
 
+    @property
+    def end_step(self) -> int:
+        """The engine's step with which a decode ends."""
+        return self.joined_step + self.request.output_tokens - self.made
+
 
 # the engine is named by its number
 Sink = Callable[[int, Task], None]
@@ -55,8 +61,11 @@ Sink = Callable[[int, Task], None]
 
 @dataclass(slots=True)
 class EngineHooks:
-    """Whom the engine tells. load: begins what a task needs from elsewhere; loaded() is called when it has come."""
+    """Whom the engine asks and tells. load: begins what a task needs from elsewhere; Engine.loaded() ends it."""
 
-    load: Callable[[int, Task, int, int], None]  # tokens from peers, tokens from host memory
+    find: Callable[
+        [int, Task, int], int
+    ]  # tokens that another instance holds behind so many blocks; notes which
+    load: Callable[[int, Task, int, int], None]  # tokens from other instances, tokens from host memory
     first_token: Sink
     finished: Sink

@@ -13,7 +13,14 @@ from loadtest.simulator.events import EventQueue
 from loadtest.simulator.links import Links, Rate
 from loadtest.simulator.prices import LinearPrices
 from loadtest.simulator.records import summarize
-from loadtest.simulator.request import densest, faster, from_workload, infinite_cache, mean_rate_per_s
+from loadtest.simulator.request import (
+    SimRequest,
+    densest,
+    faster,
+    from_workload,
+    infinite_cache,
+    mean_rate_per_s,
+)
 from loadtest.simulator.spec import ClusterSpec, Death, roles_of
 from loadtest.simulator.task import EngineLimits
 from loadtest.simulator.tree import SimTree
@@ -37,12 +44,14 @@ def test_events_of_one_time_keep_their_order_and_time_never_goes_back():
 
 
 def test_a_transfer_waits_for_both_of_its_ends():
-    links = Links(peer=Rate(0.0, 10.0))
+    links = Links(remote=Rate(0.0, 10.0))
     assert links.send(0, 1, 100, 0.0) == 10.0
     assert links.send(0, 2, 100, 0.0) == 20.0  # its source sends the first
     assert links.send(3, 4, 100, 0.0) == 10.0
     assert links.send(5, 2, 100, 5.0) == 30.0  # its target still receives
-    assert Links(peer=Rate(1.0, 0.0)).send(0, 1, 100, 7.0) == 7.0  # the same pages: nothing moves
+    assert (
+        Links(peer=Rate(1.0, 0.0), instances_per_host=2).send(0, 1, 100, 7.0) == 7.0
+    )  # the same pages: nothing moves
 
 
 def test_the_tree_knows_what_was_told_not_what_is_held():
@@ -63,10 +72,8 @@ def test_the_tree_knows_what_was_told_not_what_is_held():
 
 
 def store(capacity, dram=0):
-    told = {"stored": [], "removed": []}
-    made = BlockStore(
-        10, capacity, dram, lambda b: told["stored"].extend(b), lambda b: told["removed"].extend(b)
-    )
+    told = {"stored": [], "evicted": [], "removed": []}
+    made = BlockStore(10, capacity, dram, *(found.extend for found in told.values()))
     return made, told
 
 
@@ -77,7 +84,7 @@ def test_what_was_used_longest_ago_makes_room_and_goes_behind_when_there_is_a_be
         assert made.keep(ROOT, old, 20)
         assert made.keep(ROOT, new, 15)
         assert made.reserve(25)
-        assert len(told["removed"]) == removed
+        assert (len(told["evicted"]), len(told["removed"])) == (2, removed)
         assert (made.num_evicted, len(made.match(new))) == (2, 2)
         assert made.match(old) == []
         assert made.match_dram(old) == (20 if dram else 0)
@@ -110,13 +117,29 @@ def test_one_request_alone_takes_what_its_steps_take():
 
 
 def test_a_handoff_costs_its_transfer_and_one_step_and_a_single_token_needs_none():
-    peer = Rate(0.0, 2.0)
-    record = run_one(plain(1, 0.0, 250, 5, blocks=True), roles_of(1, 1), peer=peer).outcomes[0]
+    slow = Rate(0.0, 2.0)
+    record = run_one(plain(1, 0.0, 250, 5, blocks=True), roles_of(1, 1), remote=slow).outcomes[0]
     assert record.ttft_ms == pytest.approx(10 + 250 + 125 + 10 + 1 + 1.0 + 6 * 0.3)
     assert (record.placement, record.instances) == ("disaggregated", ["prefill-0", "decode-1"])
-    single = run_one(plain(1, 0.0, 250, 1, blocks=True), roles_of(1, 1), peer=peer)
+    single = run_one(plain(1, 0.0, 250, 1, blocks=True), roles_of(1, 1), remote=slow)
     assert single.outcomes[0].ttft_ms == pytest.approx(10 + 250 + 1.0 + 4 * 0.3)
     assert single.peer_bytes == 0
+
+
+def test_what_another_instance_holds_is_fetched_where_that_is_quicker_than_computing():
+    prefix = tuple(names(*range(300, 316)))
+    first, second = (SimRequest(n, 2000.0 * n, 1024, 2, prefix) for n in (0, 1))
+    slow, fast = Rate(0.0, 1e-3), Rate(0.0, 1e3)
+    for shared_host, rate, fetched in ((1, fast, False), (2, fast, True), (2, slow, True)):
+        spec = ClusterSpec(
+            roles_of(0, 0, 2), block_tokens=BLOCK_TOKENS, policy="least_load", instances_per_host=shared_host,
+            peer=rate, remote=rate,
+        )  # fmt: skip
+        found = simulate(spec, HAND, [first, second]).outcomes
+        assert found[0].instances != found[1].instances  # idle ones take turns
+        assert found[1].sources == ({"peer": 1008, "computed": 16} if fetched else {"computed": 1024})
+        if fetched:
+            assert found[1].stages["fetch_ms"] == pytest.approx(1008 / rate.bytes_per_ms)
 
 
 def test_a_request_that_never_fits_fails_and_one_that_fits_waits_for_memory():
