@@ -24,6 +24,7 @@ MEASURES = {  # result name: module
     "h200-offload": "loadtest.bench_offload",
     "h200x2-transfer": "loadtest.bench_transfer",
     "two-host-transfer": "loadtest.bench_two_hosts",
+    "locality": "loadtest.bench_locality",
 }
 
 

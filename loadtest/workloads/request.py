@@ -143,3 +143,17 @@ def first_tokens(parts: Sequence[Part], room: int) -> tuple[Part, ...]:
         kept.append(one if one.num_tokens <= room else replace(one, num_tokens=room))
         room -= one.num_tokens
     return tuple(kept)
+
+
+def salted(requests: Iterable[Request], *salt: object) -> list[Request]:
+    """The same requests with other tokens: no cache knows them from an earlier run; they share as before."""
+    known: dict[int, int] = {}
+
+    def part(one: Part) -> Part:
+        if isinstance(one, Answer):
+            return one
+        if one.content not in known:
+            known[one.content] = content_id(one.content, *salt)
+        return replace(one, content=known[one.content])
+
+    return [replace(request, prompt=tuple(part(one) for one in request.prompt)) for request in requests]

@@ -1,0 +1,128 @@
+"""`quire up` with three prefill workers and one decode worker whose scheduler can be told another policy.
+
+The policy is in the cluster's TOML file; the scheduler alone is ended and comes back with the new one, as it keeps
+nothing that workers do not report again. Engines and their caches stay.
+"""
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loadtest.bench_footprint import free_base_port
+from loadtest.registry import ROOT
+
+UP_TIMEOUT_S = 600
+SWITCH_TIMEOUT_S = 60
+SCHEDULER_ADMIN = 6  # offset of its port (deploy/local/services_table.py)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A way to place requests. settings: of the scheduler, beside the policy."""
+
+    name: str
+    policy: str
+    settings: Mapping[str, str]
+
+
+class LocalityCluster:
+    """`with LocalityCluster(home, up_flags, sections) as cluster:`; one at a time on a machine.
+
+    Args: sections: TOML sections by name, of plain values. Raises: RuntimeError with what `quire` said.
+    """
+
+    def __init__(
+        self, home: Path, up_flags: Sequence[str], sections: Mapping[str, Mapping[str, Any]], first: Arm
+    ) -> None:
+        self._home = home
+        self._flags = list(up_flags)
+        self._sections = {name: dict(body) for name, body in sections.items()}
+        self._base = free_base_port()
+        self._config = home / "locality.toml"
+        self._arm = first
+        self.url = f"http://127.0.0.1:{self._base + 90}"
+
+    def __enter__(self) -> "LocalityCluster":
+        self._home.mkdir(parents=True, exist_ok=True)
+        self._write(self._arm)
+        try:
+            ports = ["--port", str(self._base + 90), "--base-port", str(self._base)]
+            self._quire("up", "--config", str(self._config), *ports, *self._flags)
+        except BaseException:
+            self._quire("down", check=False)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._quire("down", check=False)
+
+    def use(self, arm: Arm) -> None:
+        """Place by this arm from now on; returns when every instance is known again. Raises: RuntimeError."""
+        wanted = len(self.scheduler()["instances"])
+        if arm == self._arm:
+            return
+        self._write(arm)
+        self._arm = arm
+        os.kill(self._pid("scheduler"), signal.SIGTERM)
+        deadline = time.monotonic() + SWITCH_TIMEOUT_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError, ValueError):
+                found = self.scheduler()
+                if (
+                    found["policy"] == arm.policy
+                    and len(found["instances"]) >= wanted
+                    and found["uptime_ms"] > 500
+                ):
+                    return
+            time.sleep(0.2)
+        raise RuntimeError(f"the scheduler did not come back with policy {arm.policy}")
+
+    def scheduler(self) -> dict[str, Any]:
+        """Its /status. Raises: OSError, ValueError."""
+        url = f"http://127.0.0.1:{self._base + SCHEDULER_ADMIN}/status"
+        with urllib.request.urlopen(url, timeout=2) as reply:
+            return json.load(reply)
+
+    def model(self) -> str:
+        """Name of the served model."""
+        with urllib.request.urlopen(f"{self.url}/v1/models", timeout=10) as reply:
+            return str(json.load(reply)["data"][0]["id"])
+
+    def _pid(self, name: str) -> int:
+        services = json.loads(self._quire("status", "--json"))["services"]
+        return next(int(one["pid"]) for one in services if one["name"] == name)
+
+    def _write(self, arm: Arm) -> None:
+        sections = {**self._sections, "scheduler": {"policy": arm.policy, **arm.settings}}
+        text = ""
+        for name, body in sections.items():
+            text += f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in body.items())
+        self._config.write_text(text)
+
+    def _quire(self, *words: str, check: bool = True) -> str:
+        env = {key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")}  # noqa: TID251
+        env |= {"QUIRE_HOME": str(self._home), "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", "deploy.local.cli", *words],
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=UP_TIMEOUT_S,
+            check=False,
+        )
+        if check and done.returncode != 0:
+            said = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+            raise RuntimeError(f"quire {shlex.join(words)} ended with {done.returncode}:\n{said}")
+        return done.stdout
