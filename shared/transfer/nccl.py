@@ -53,7 +53,7 @@ class Sends:
             self._posted = self._link.post_sends(self, self._buffers)
             self.over = False
             return False
-        self.over = self._link.sends_accepted()
+        self.over = self._link.sends_accepted(self)
         return self.over
 
 
@@ -106,7 +106,7 @@ class NcclLink(ServedLink):
         self._idle_recorded = False
         self._events: list[int] = []
         self._behind: set[int] = set()  # events that are recorded behind their receives
-        self._unsent: deque[Sends] = deque()  # in the order of the questions
+        self._unsent: deque[Sends] = deque()  # in the order of the questions; the first may be posted already
         self._turns: deque[int] = (
             deque()
         )  # answered pulls whose receives are not posted, in the order of answers
@@ -129,14 +129,21 @@ class NcclLink(ServedLink):
         """When it is their turn and the communicator takes calls. Raises: TransferError."""
         if self._unsent[0] is not sends or not self._library.ready(self._serves_on):
             return False
-        self._unsent.popleft()
         self._driver.make_current()
         self._library.send(self._serves_on, buffers, self._send_stream)
         return True
 
-    def sends_accepted(self) -> bool:
-        """Whether the last group of sends is on the stream. Raises: TransferFailed."""
-        return self._library.ready(self._serves_on)
+    def sends_accepted(self, sends: Sends) -> bool:
+        """Whether this group of sends is on the stream. Raises: TransferFailed.
+
+        Only then the next group is posted: "ready" is the communicator's, so with two groups in progress the later one
+        could be answered first, and the puller would receive one group's bytes as the other's.
+        """
+        assert self._unsent[0] is sends
+        if not self._library.ready(self._serves_on):
+            return False
+        self._unsent.popleft()
+        return True
 
     def post_receives(self, number: int, buffers: list[tuple[int, int]]) -> int:
         """When it is their turn: the event behind them; else 0. Raises: TransferError."""

@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import threading
 import time
+from collections import deque
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from shared.errors import PeerGone
 from shared.transfer.errors import PathUnavailable, PeerLost, TransferError, TransferFailed, TransferTimeout
 from shared.transfer.interface import Peer, Region, RegionKind
-from shared.transfer.nccl import NcclTransport
+from shared.transfer.nccl import NcclLink, NcclTransport, Sends
 from shared.transfer.nccl_library import ID_BYTES
 
 PAGE = 512
@@ -157,6 +158,26 @@ def test_pulls_in_both_directions_at_once_bring_the_right_bytes_in_one_group_eac
             assert np.array_equal(memories[end][[n + 8, n + 11]], before[1 - end][[n, n + 4]])
     assert sorted(len(groups) for groups in nccl.sends.values()) == [3, 3]
     assert all(len(group) == 2 for groups in nccl.sends.values() for group in groups)
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2, 3])
+def test_groups_are_answered_in_the_order_in_which_they_were_posted_whoever_is_polled_when(slow):
+    """The puller posts its receives in the order of the answers: any other order is another group's bytes."""
+    for polls in itertools.product((0, 1), repeat=10):
+        nccl = FakeNccl()
+        nccl.slow = slow
+        link = NcclLink.__new__(NcclLink)  # its sending half alone
+        link._library, link._driver, link._send_stream = nccl, FakeDriver(nccl), 1
+        link._serves_on = nccl.open(b"pair", 0)
+        groups = [Sends(link, [(number, 1)]) for number in range(2)]
+        link._unsent = deque(groups)
+        answered = []
+        for number in polls:
+            if number not in answered and groups[number].poll():
+                answered.append(number)
+        posted = [buffers[0][0] for buffers in nccl.sends.get(b"pair", [])]
+        assert posted == sorted(posted), polls
+        assert answered == posted[: len(answered)], polls
 
 
 def test_a_refused_pull_does_not_disturb_the_next(pair):
