@@ -10,7 +10,7 @@ import httpx
 import typer
 from rich.table import Table
 
-from deploy.local import config
+from deploy.local import config, receipt_text
 from deploy.local.terminal import bytes_text, err, fail, out, status_or_none
 from shared.errors import PeerGone
 
@@ -114,12 +114,8 @@ class Reply:
         )
         if isinstance(self._receipt, dict):
             err.print(_receipt_table(self._receipt))
-            why = ", ".join(
-                str(self._receipt[k]) for k in ("placement", "policy", "reason") if self._receipt.get(k)
-            )
-            err.print(
-                f"placed: {why}; attempts: {self._receipt.get('attempts', 1)}", style="dim", markup=False
-            )
+            for line in receipt_text.lines(self._receipt):
+                err.print(line, style="dim", markup=False)
         err.print(f"quire trace {self._id}", style="dim", markup=False)
 
 

@@ -140,6 +140,7 @@ async def begin(incoming: Incoming, kind: str, spec: ChoiceSpec, prompts: list[P
         await find_hits(gateway, prompt.packed, incoming.tenant, incoming.span, incoming.request_id)
         for prompt in prompts
     ]
+    session = _session(incoming)
     answer = _make_answer(incoming, kind)
     calls = []
     num_choices = body.num_choices
@@ -163,7 +164,7 @@ async def begin(incoming: Incoming, kind: str, spec: ChoiceSpec, prompts: list[P
             packed=prompt.packed,
             sampling=samplings[number],
             hits=hits[number],
-            session=body.user or "",
+            session=session,
             tenant=incoming.tenant,
             span=incoming.span,
         )
@@ -172,6 +173,12 @@ async def begin(incoming: Incoming, kind: str, spec: ChoiceSpec, prompts: list[P
     incoming.taken = True
     answer.run(calls)
     return answer
+
+
+def _session(incoming: Incoming) -> str:
+    """The header x-quire-session, else the body's `user`: the `session` policy sticks to it."""
+    value = header(incoming.scope, b"x-quire-session")
+    return value.decode("latin-1") if value else incoming.body.user or ""
 
 
 def _make_answer(incoming: Incoming, kind: str) -> StreamAnswer | WholeAnswer:

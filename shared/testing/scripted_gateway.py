@@ -17,6 +17,7 @@ from shared.wire.requests import (
     GatewayToWorker,
     Generate,
     HandoffTarget,
+    KvPlan,
     Prefilled,
     PromptScored,
     SamplingSpec,
@@ -66,6 +67,7 @@ class ScriptedGateway:
         handoff_to: HandoffTarget | None = None,
         sampling: SamplingSpec | None = None,
         traceparent: str = "",
+        kv: KvPlan | None = None,
     ) -> None:
         """Send one Generate; greedy unless `sampling` says otherwise."""
         if stage == "prefill" and handoff_to is None:
@@ -80,6 +82,7 @@ class ScriptedGateway:
             handoff_to=handoff_to,
             deadline_ms=deadline_ms,
             traceparent=traceparent,
+            kv=kv,
         )
         self.link.send(message, [pack_tokens(prompt)] if raw is None else raw)
 

@@ -89,6 +89,8 @@ class FakePages:
 
     memory_id = Epoch(1)
     peer_address = "tcp://10.0.0.5:8107"
+    boot_generation = Epoch(9)
+    brought: dict[str, int] = {}
 
     def __init__(self, num_blocks=None, error=None):
         self.connected = True
@@ -100,6 +102,7 @@ class FakePages:
 
     async def acquire(self, hashes, *, handoff_id="", wait_ms=0, source_mempool="", **_):
         self.sources.append(source_mempool)
+        self.own_space_only = _.get("own_space_only")
         self.calls.append((list(hashes), handoff_id, wait_ms))
         if self.error is not None:
             raise self.error
@@ -111,6 +114,7 @@ class FakePages:
             num_blocks=n,
             pages=u32_bytes(range(n)),
             epochs=u64_bytes([5] * n),
+            **self.brought,
         )
 
     def release(self, lease_id):

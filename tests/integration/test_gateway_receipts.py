@@ -1,0 +1,64 @@
+"""Receipts over HTTP: what the scheduler expected, what it took, and what else there was."""
+
+import msgspec
+import pytest
+
+from shared.wire.placement import Alternative, Predicted
+from shared.wire.requests import KvPlan
+from tests.integration.gateway_app import running
+from tests.integration.gateway_rig import disaggregate, make_model_dir
+from tests.integration.test_gateway_http import chat
+
+
+@pytest.fixture
+async def rig(tmp_path):
+    async with running(make_model_dir(tmp_path)) as found:
+        yield found
+
+
+async def test_a_receipt_shows_sources_predictions_against_what_it_took_and_other_ways(rig):
+    plan = KvPlan(reach="remote", source="p9", tokens=16, path="remote", source_mempool="tcp://x:1")
+    other = Alternative("p9", "prefill", 16, 99.5, "queue 80.0 ms more")
+    pair = disaggregate(rig.a, rig.b)
+
+    def decide(place):
+        expected = Predicted(queue_ms=1.0, fetch_ms=2.0, compute_ms=3.0, transfer_ms=4.0, total_ms=50.0)
+        return msgspec.structs.replace(
+            pair(place),
+            policy="cost",
+            kv=plan,
+            predicted=expected,
+            predicted_ttft_ms=12.0,
+            alternatives=[other],
+        )
+
+    rig.scheduler.decide = decide
+    rig.say(" the fox")
+    reply = await rig.client.post("/v1/chat/completions", json=chat(), headers={"x-quire-receipt": "1"})
+    receipt = reply.json()["quire_receipt"]
+    assert rig.a.generated[-1].kv == plan
+    assert rig.b.generated[-1].kv is None
+    assert receipt["tokens"] == {"engine": 8, "local": 8, "peer": 0, "dram": 0, "remote": 0, "computed": 0}
+    assert receipt["kv"]["source"] == "p9"
+    assert receipt["alternatives"] == [
+        {
+            "instance": "p9",
+            "stage": "prefill",
+            "hit_tokens": 16,
+            "predicted_ms": 99.5,
+            "why_not": "queue 80.0 ms more",
+        }
+    ]
+    times = receipt["times"]
+    assert {name: times[name]["predicted_ms"] for name in times} == {
+        "queue": 1.0, "fetch": 2.0, "compute": 3.0, "transfer": 4.0, "ttft": 12.0,
+    }  # fmt: skip
+    assert times["ttft"]["actual_ms"] > 0
+    metrics = (await rig.client.get("/metrics")).text
+    assert "quire_gateway_ttft_prediction_ratio_count" in metrics
+
+
+async def test_a_session_header_names_the_session(rig):
+    rig.say("a")
+    await rig.client.post("/v1/chat/completions", json=chat(user="u1"), headers={"x-quire-session": "s 1"})
+    assert rig.scheduler.places[-1].session == "s 1"

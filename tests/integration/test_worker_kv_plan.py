@@ -1,0 +1,53 @@
+"""Fetch or recompute at the worker: what it asks its mempool for, and what the receipt says of the answer."""
+
+import json
+
+import pytest
+
+from shared.engine.worker_pages import Brought
+from shared.testing.mock_pages import MOCK_BLOCK_BYTES
+from shared.wire.requests import Finished, KvPlan
+from tests.integration.test_worker_front import FakePages, running
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    config = {"vocab_size": 1000, "eos_token_id": 2, "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("plan", "wait_ms", "source", "own"),
+    [
+        (None, 0, "", False),
+        (KvPlan(reach="own", source="p1", tokens=8, path="peer", recompute=True), 0, "", True),
+        (KvPlan(reach="host", source="p1", tokens=8, path="peer"), 1_000, "", False),
+        (KvPlan(reach="host", source="p1", tokens=8, path="remote", recompute=True), 0, "", False),
+        (KvPlan(reach="remote", source="p1", path="remote", source_mempool="tcp://x"), 1_000, "tcp://x", False),
+    ],
+)  # fmt: skip
+async def test_pages_come_from_as_far_as_the_scheduler_says(model_dir, plan, wait_ms, source, own):
+    pages = FakePages()
+    async with running(model_dir, pages) as (_, gateway):
+        gateway.generate("c", list(range(3, 15)), kv=plan)
+        assert isinstance(await gateway.end_of("c"), Finished)
+        assert [call[1:] for call in pages.calls] == [("", wait_ms)]
+        assert (pages.sources, pages.own_space_only) == ([source], own)
+
+
+async def test_the_receipt_says_where_pages_were_brought_from(model_dir):
+    pages = FakePages()
+    pages.brought = {"blocks_peer": 1, "blocks_remote": 1}
+    async with running(model_dir, pages) as (_, gateway):
+        gateway.generate("c", list(range(3, 16)))
+        receipt = (await gateway.end_of("c")).receipt
+        assert receipt.fetch_path == "peer+remote"
+        assert receipt.bytes_fetched == 2 * MOCK_BLOCK_BYTES
+
+
+def test_tokens_from_pages_are_counted_once_the_farthest_first():
+    brought = Brought(blocks_peer=4, blocks_dram=2, blocks_remote=1, block_tokens=32)
+    assert brought.tokens(1_000) == (128, 64, 32)
+    assert brought.tokens(70) == (0, 38, 32)  # the engine had the rest of them in its own cache
+    assert brought.path == "peer+dram+remote"
