@@ -19,7 +19,7 @@ from typing import Any
 from loadtest.registry import RESULTS, ROOT, script_of
 
 UNIT = re.compile(
-    r"_(ns|us|ms|s|bytes|mib|gib|tokens|blocks|pages|chunks|requests|count|percent|watt|ratio|gb|tflop|tokens)"
+    r"_(ns|us|ms|s|bytes|mib|gib|tokens|blocks|pages|chunks|requests|count|percent|points|watt|ratio|gb|tflop|tokens)"
     r"(_per_(s|ms|us|request|chunk|token|step|span|page|block|call|core))?\Z"
 )
 
