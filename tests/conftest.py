@@ -33,5 +33,6 @@ def transfer_environment() -> Iterator[None]:
 def live_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator["LocalCluster"]:
     """`quire up` with the demo model in float32 on one thread, shared by every suite that needs real engines."""
     home = tmp_path_factory.mktemp("live") / "home"
-    with LocalCluster(home, "--set", "dtype=float32") as running:
+    with LocalCluster(home, "--set", "dtype=float32", env={"QUIRE_WORKER_CALIBRATE": "auto"}) as running:
+        running.pool_at_start = running.pool()
         yield running

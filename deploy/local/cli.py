@@ -10,6 +10,7 @@ from deploy.local import (
     cmd_down,
     cmd_kill,
     cmd_logs,
+    cmd_model,
     cmd_status,
     cmd_trace,
     cmd_up,
@@ -39,6 +40,7 @@ for _name, _command in (
     ("version", cmd_version.version),
 ):
     app.command(name=_name, epilog=EXIT_CODES)(_command)
+app.add_typer(cmd_model.app, name="model", epilog=EXIT_CODES)
 
 
 def main() -> None:

@@ -47,6 +47,7 @@ CLUSTER_KEYS = {
     "processes": "cluster.gateway_processes",
     "capacity_bytes": "cluster.mempool_bytes",
     "pd_caching": "cluster.pd_caching",
+    "state_dir": "cluster.home",
     "tensor_parallel_size": "cluster.tensor_parallel, prefill_tensor_parallel or decode_tensor_parallel",
 }
 

@@ -238,6 +238,7 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
         ("--gpu-memory-utilization", gpu_share(found, workers)),
         ("--kv-space", found.kv_space),
         ("--pd-caching", found.pd_caching),
+        ("--state-dir", str(paths.home / "profiles")),
     )
     return Plan(
         host=found.host,

@@ -34,6 +34,7 @@ COLUMNS: dict[str, float] = {
     "request_ms": 0.005,
     "prompt_token_ms": 0.01,
 }
+COMMUNICATION = ("all_reduce_ms", "all_reduce_ms_per_gb", "stage_hop_ms")  # the frame's: not fitted
 CPU_TILES = ((1, 1), (16, 1), (32, 1), (64, 1))
 GPU_TILES = ((1, 1), (64, 128), (128, 128), (256, 128))
 RIDGES = (0.0, 1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
@@ -78,21 +79,21 @@ def _column(frame: CostCoefficients, changes: dict[str, float], seen: Sequence[O
     return np.array([predict(model, one) for one in seen])
 
 
-def _solve(columns: Array, measured: Array, penalties: Array) -> tuple[Array, float]:
-    """(coefficients, mean relative error, the largest errors clipped)."""
+def _solve(columns: Array, known: Array, measured: Array, penalties: Array) -> tuple[Array, float]:
+    """(coefficients, mean relative error, the largest errors clipped). `known`: ms that are explained already."""
     relative = columns / measured[:, None]
     scale = relative.mean(axis=0)
     scale[scale <= 0] = 1.0
     relative = relative / scale
-    weights = np.ones(len(measured))
+    weights, target = np.ones(len(measured)), np.maximum(0.0, 1.0 - known / measured)
     shrink = np.diag(penalties * np.sqrt(len(measured)))
     zeros = np.zeros(len(penalties))
     x = zeros
     for _ in range(ROUNDS):
-        x = nnls(np.vstack([relative * weights[:, None], shrink]), np.concatenate([weights, zeros]))
-        errors = np.abs(relative @ x - 1.0)
+        x = nnls(np.vstack([relative * weights[:, None], shrink]), np.concatenate([weights * target, zeros]))
+        errors = np.abs(relative @ x - target)
         weights = np.sqrt(np.minimum(1.0, FULL_WEIGHT_ERROR / np.maximum(errors, 1e-12)))
-    return x / scale, float(np.minimum(np.abs(relative @ x - 1.0), 0.5).mean())
+    return x / scale, float(np.minimum(np.abs(relative @ x - target), 0.5).mean())
 
 
 def fit(
@@ -107,18 +108,21 @@ def fit(
         raise ClusterError(f"a cost model needs {LEAST_OBSERVATIONS} measurements, and there are {len(seen)}")
     measured = np.array([one.ms for one in seen])
     penalties = np.array(list(COLUMNS.values()))
-    zero = msgspec.structs.replace(frame, memory_ms_per_gb=0.0, **dict.fromkeys(COLUMNS, 0.0))
+    nothing = msgspec.structs.replace(frame, memory_ms_per_gb=0.0, **dict.fromkeys(COLUMNS, 0.0))
+    known = _column(nothing, {}, seen)  # communication, where the frame has ranks
+    zero = msgspec.structs.replace(nothing, **dict.fromkeys(COMMUNICATION, 0.0))
     fixed = [_column(zero, {name: 1.0}, seen) for name in list(COLUMNS)[1:]]
     best: _Fit | None = None
     for tile_tokens, tile_columns in tiles or (CPU_TILES if frame.num_processors == 1 else GPU_TILES):
         tiled = msgspec.structs.replace(zero, tile_tokens=tile_tokens, tile_columns=tile_columns)
         for ridge in RIDGES:
             work = _column(tiled, {"matmul_ms_per_gflop": 1.0, "memory_ms_per_gb": ridge}, seen)
-            found, loss = _solve(np.column_stack([work, *fixed]), measured, penalties)
+            found, loss = _solve(np.column_stack([work, *fixed]), known, measured, penalties)
             if best is not None and loss >= 0.99 * best.loss:
                 continue  # a finer model must be better, not equal
             values = {name: float(value) for name, value in zip(COLUMNS, found, strict=True)}
             values["memory_ms_per_gb"] = ridge * values["matmul_ms_per_gflop"]
+            values |= {name: getattr(frame, name) for name in COMMUNICATION}
             best = _Fit(loss, msgspec.structs.replace(tiled, **values))
     assert best is not None
     return with_errors(best.coefficients, seen)

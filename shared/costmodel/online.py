@@ -13,7 +13,7 @@ from shared.costmodel.model import CostModel
 
 MAX_FACTOR = 4.0
 WINDOW = 31  # ratios whose median counts
-LEAST_RATIOS = 3  # before them the factor stays 1
+FULL_RATIOS = 9  # with fewer the missing ones count as 1: a first wild one changes nothing
 LEAST_MS = 0.05  # shorter measurements are the clock's
 MAX_WINDOW_REQUESTS = 8  # a busy instance closes a measurement after so many prompts
 
@@ -35,8 +35,7 @@ class OnlineCorrection:
         ratio = min(MAX_FACTOR, max(1 / MAX_FACTOR, measured_ms / predicted_ms))
         self._ratios.append(log(ratio))
         self.num_observed += 1
-        if len(self._ratios) >= LEAST_RATIOS:
-            self.factor = exp(median(self._ratios))
+        self.factor = exp(median([*self._ratios, *[0.0] * (FULL_RATIOS - len(self._ratios))]))
 
     @property
     def error_ratio(self) -> float:

@@ -47,6 +47,8 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """Take the pages that the worker's front leased for it."""
         params = request.kv_transfer_params or {}
+        if params.get("private"):
+            return  # nothing of it is saved, nor said to anybody
         kv = RequestKv(
             block_tokens=self.block_tokens,
             seed=params.get("seed") or chain_seed("", ""),

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 from shared.ids import BlockHash, Epoch, HandoffId, PageId
 from shared.kv.layout import EngineDescription
+from shared.wire.cost import CostCoefficients
 from shared.wire.requests import SamplingSpec, Stage, TokenLogprob
 
 
@@ -38,6 +39,7 @@ class EngineRequest:
     held: HeldPages | None = None
     handoff_id: HandoffId | None = None  # prefill: lease the prompt's blocks under this id when sealed
     traceparent: str = ""
+    private: bool = False  # nobody else ever sees its blocks; they go with the next clear_cache()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,15 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """A step in which the same requests decoded as in the one before it, and nothing else ran."""
+
+    ms: float
+    num_requests: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class CacheEvent:
     """A change of the engine's own prefix cache, in Quire's hashes."""
 
@@ -98,6 +109,8 @@ class Engine(Protocol):
     max_batched_tokens: int
     num_kv_blocks: int
     uses_pool: bool  # False: a cache of its own, of which nobody else reads a block
+    device: str  # "cpu", a GPU's name, "mock"
+    known_cost: CostCoefficients | None  # None: to be measured
     keeps_leases: bool  # works in the pages: leases are made until_release and end with holds_lease() False
 
     async def holds_lease(self, lease_id: str) -> bool:
@@ -133,6 +146,17 @@ class Engine(Protocol):
 
     def on_cache_event(self, callback: Callable[[CacheEvent], None]) -> None:
         """The callback runs on the event loop, in order."""
+        ...
+
+    def on_decode_step(self, callback: Callable[[DecodeStep], None]) -> None:
+        """The callback runs on the event loop, once for each step that qualifies."""
+        ...
+
+    async def clear_cache(self) -> bool:
+        """Forget every cached block that no request uses. False, and nothing done, while requests use any.
+
+        Raises: PeerGone when the engine died.
+        """
         ...
 
     async def close(self) -> None:

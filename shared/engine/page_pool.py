@@ -280,6 +280,8 @@ class PageBlockPool(BlockPool):
         super().cache_full_blocks(
             request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
         )
+        if request.quire_private:
+            return  # never sealed: for this engine's own hits, and back in the stock once evicted
         hashes = request.block_hashes
         for index in range(num_cached_blocks, num_full_blocks):
             block = blocks[index]

@@ -195,9 +195,15 @@ class PageSchedulerMixin:
         with self._turn:
             return super().finish_requests(*args, **kwargs)
 
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """vLLM's."""
+        with self._turn:
+            return super().reset_prefix_cache(*args, **kwargs)
+
     def _add_request(self, request: Request) -> None:
         params = _given(request)
         request.quire_seed = seed_of(request)
+        request.quire_private = bool(params.get("private"))
         lease_id = params.get("lease_id")
         if (
             lease_id and lease_id not in self._seen_leases

@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -21,13 +20,13 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.metrics.loggers import StatLoggerBase
 
 from shared.engine import page_scheduler
 from shared.engine.cache_events import CacheEventReceiver
 from shared.engine.describe import describe_engine, why_not_in_pages
 from shared.engine.engine_sampling import asked_deltas, engine_spec
-from shared.engine.interface import CacheEvent, EngineDelta, EngineLoad, EngineRequest, KvUse
+from shared.engine.interface import CacheEvent, DecodeStep, EngineDelta, EngineLoad, EngineRequest, KvUse
+from shared.engine.load_view import LoadView
 from shared.engine.page_scheduler import EXTRA_ARGS_KEY
 from shared.engine.preload import preload_architecture
 from shared.engine.rank_processes import meet_in
@@ -44,44 +43,13 @@ logger = logging.getLogger(__name__)
 EVENT_POLL_S = 0.1
 
 
-class _LoadView(StatLoggerBase):
-    """Keeps the last scheduler statistics; vLLM calls record() once per engine step."""
-
-    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        self.running = self.waiting = 0
-        self.kv_used_share = 0.0
-        self.step_ms = 0.0
-        self.preempted = 0
-        self._last: float | None = None
-
-    def record(
-        self,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
-        engine_idx: int = 0,
-    ) -> None:
-        now = time.perf_counter()
-        if iteration_stats is not None:
-            self.preempted += iteration_stats.num_preempted_reqs
-        if scheduler_stats is None:
-            return
-        self.running = scheduler_stats.num_running_reqs
-        self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
-        self.kv_used_share = scheduler_stats.kv_cache_usage
-        if self._last is not None and now - self._last < 1.0:
-            self.step_ms += 0.1 * ((now - self._last) * 1e3 - self.step_ms)
-        self._last = now if self.running else None
-
-    def log_engine_initialized(self) -> None:
-        """Nothing to log."""
-
-
 class VllmEngine:
     """Implements shared.engine.interface.Engine on AsyncLLM.
 
     Raises (constructor): SettingsError for a model that cannot be hosted; what vLLM raises otherwise.
     """
+
+    known_cost = None
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
@@ -99,6 +67,7 @@ class VllmEngine:
             settings, layout = _without_pool(settings, reason), "private"
             config = self._engine_args(settings, with_pool=False).create_engine_config()
         self.description = describe_engine(config, settings.model_name, settings.model_dir, layout)
+        self.device = "cpu" if current_platform.is_cpu() else current_platform.get_device_name()
         self.max_running = config.scheduler_config.max_num_seqs
         self.max_batched_tokens = config.scheduler_config.max_num_batched_tokens
         extra: dict[str, Any] = {
@@ -122,7 +91,9 @@ class VllmEngine:
             config.kv_transfer_config.kv_connector_extra_config.update(extra)
         # the CPU platform asks for spawn, which would import everything again (15 CPU-seconds)
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # noqa: TID251  vLLM's setting, not ours
-        self._load_view: _LoadView | None = None
+        self._load_view: LoadView | None = None
+        self._unfinished_prefill: dict[str, int] = {}
+        self._context_tokens: dict[str, int] = {}
         self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[self._make_load_view])
         # vLLM's own request span, under ours: it goes to whatever tracer provider the process sets. Naming an
         # endpoint instead would make vLLM set a provider of its own, with an exporter thread, before the fork.
@@ -131,11 +102,9 @@ class VllmEngine:
         self._events = CacheEventReceiver(events_address)
         self._event_callback: Callable[[CacheEvent], None] | None = None
         self._event_task: asyncio.Task[None] | None = None
-        self._unfinished_prefill: dict[str, int] = {}
-        self._context_tokens: dict[str, int] = {}
 
-    def _make_load_view(self, vllm_config: Any, engine_index: int = 0) -> _LoadView:
-        self._load_view = _LoadView(vllm_config, engine_index)
+    def _make_load_view(self, vllm_config: Any, engine_index: int = 0) -> LoadView:
+        self._load_view = LoadView(self._unfinished_prefill, self._context_tokens)
         return self._load_view
 
     @staticmethod
@@ -231,6 +200,8 @@ class VllmEngine:
     def _extra_args(self, request: EngineRequest) -> dict[str, Any]:
         """Where Quire's scheduler, or the connector, looks for what the request brought."""
         out: dict[str, Any] = {"seed": request.chain_seed, "handoff_id": request.handoff_id or ""}
+        if request.private:
+            out["private"] = True
         if request.held is not None:
             out["pages"] = u32_bytes(request.held.pages)
             out["epochs"] = u64_bytes(request.held.epochs)
@@ -262,6 +233,18 @@ class VllmEngine:
             step_ms=view.step_ms if view else 0.0,
             num_preempted=view.preempted if view else 0,
         )
+
+    def on_decode_step(self, callback: Callable[[DecodeStep], None]) -> None:
+        """See Engine.on_decode_step."""
+        if self._load_view is not None:
+            self._load_view.on_decode_step = callback
+
+    async def clear_cache(self) -> bool:
+        """See Engine.clear_cache."""
+        try:
+            return await self._llm.reset_prefix_cache()
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise PeerGone(f"the engine died: {error!r}") from error
 
     @property
     def alive(self) -> bool:

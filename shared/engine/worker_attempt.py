@@ -8,7 +8,7 @@ accepted -> pages leased (or not) -> engine -> Tokens ... -> Prefilled | Finishe
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ import msgspec
 
 from shared.engine.interface import Engine, EngineDelta, EngineRequest, KvUse
 from shared.engine.worker_config import WorkerSettings
+from shared.engine.worker_cost import WorkerCost
 from shared.engine.worker_outbox import Outbox
 from shared.engine.worker_pages import PageLease, PromptPages
 from shared.engine.worker_trace import AttemptClock
@@ -54,6 +55,7 @@ class AttemptContext:
     outbox: Outbox
     on_engine_died: Callable[[str], None]
     on_invariant_broken: Callable[[str], None]
+    cost: WorkerCost = field(default_factory=WorkerCost)
 
 
 class _Metrics:
@@ -138,6 +140,7 @@ class Attempt:
             self._fail(ClusterError.code, "the engine could not run this request", retryable=False)
         finally:
             self._release()
+            self._context.cost.end(self._engine_id)
             self._clock.end(self._use, error=error_text)
             _METRICS.ended(self.message.stage, end).inc()
 
@@ -191,20 +194,23 @@ class Attempt:
         )
         self.is_waiting = False
         is_first = True
+        cost = self._context.cost
+        cost.begin(self._engine_id, len(self._tokens), request.held.valid_tokens if request.held else 0)
         # The interface promises that closing the iterator aborts the request.
         stream = cast(AsyncGenerator[EngineDelta, None], self._context.engine.generate(request))
         async with aclosing(stream):
             async for delta in stream:
+                if delta.kv_use is not None:
+                    self._use = delta.kv_use
                 if is_first:
                     is_first = False
                     self._clock.mark_first()
+                    cost.first_output(self._engine_id, self._use, decodes_on=not delta.request_done)
                     _METRICS.first[self.message.stage].observe(self._clock.ttft_ms)
                     if not self._context.engine.keeps_leases:
                         self._release()
                 if delta.prompt_logprobs is not None:
                     self._prompt_logprobs = delta.prompt_logprobs
-                if delta.kv_use is not None:
-                    self._use = delta.kv_use
                 if delta.finish_reason in ("abort", "error"):  # not by us: we close the iterator instead
                     raise ResourceError(f"the engine ended the request: {delta.finish_reason}")
                 self._clock.num_output_tokens += len(delta.token_ids)

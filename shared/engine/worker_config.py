@@ -62,6 +62,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     structured_backend: Literal["guidance", "xgrammar", "auto"] = "guidance"
     structured_any_whitespace: bool = False  # True: a small model may fill its answer with blanks
 
+    # a short profile of the engine at its start, for the cost model; auto: unless state_dir has one of its kind
+    calibrate: Literal["auto", "off", "always"] = "auto"
+    state_dir: str = ""  # where profiles are kept; "": nowhere
+
     max_inflight: int = 1024  # attempts held at once; more are refused with a retryable code
     max_deadline_ms: int = 3_600_000  # longer deadlines of requests are cut to this
     report_interval_ms: int = 250

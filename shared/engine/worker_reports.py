@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from shared.engine.interface import EngineLoad
 from shared.engine.worker_config import WorkerSettings
+from shared.engine.worker_cost import WorkerCost
 from shared.errors import Overloaded, PeerGone, StaleEpoch
 from shared.ids import Epoch, InstanceId
 from shared.observe.log import get_logger
@@ -35,6 +36,7 @@ class SchedulerReports:
     """Args:
     hello: the introduction under an epoch.
     load: cheap; called for every report.
+    cost: what the worker knows of its speed.
     on_stale: the scheduler knows a larger epoch of this instance: register again.
     pool: where the instance's pages lie.
     """
@@ -45,12 +47,14 @@ class SchedulerReports:
         *,
         hello: Callable[[Epoch], Hello],
         load: Callable[[], EngineLoad],
+        cost: WorkerCost,
         on_stale: Callable[[], None],
         pool: Callable[[], PoolPlace | None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._hello = hello
         self._load = load
+        self._cost = cost
         self._on_stale = on_stale
         self._pool = pool
         self._epoch = Epoch(0)
@@ -162,6 +166,9 @@ class SchedulerReports:
             step_ms=load.step_ms,
             draining=self.draining,
             pool=self._pool(),
+            prefill_correction=round(self._cost.corrections["prefill"].factor, 4),
+            decode_correction=round(self._cost.corrections["decode"].factor, 4),
+            queued_prefill_ms=round(self._cost.queued_prefill_ms, 3),
         )
         if self._send(report):
             self._seq += 1

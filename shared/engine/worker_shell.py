@@ -11,10 +11,12 @@ import asyncio
 import signal
 from typing import Any, Protocol
 
+from shared.engine.calibration import calibrate
 from shared.engine.interface import CacheEvent, Engine, EngineLoad
 from shared.engine.worker_attempt import AttemptContext
 from shared.engine.worker_checks import WorkerLimits
 from shared.engine.worker_config import WorkerSettings
+from shared.engine.worker_cost import WorkerCost
 from shared.engine.worker_front import WorkerFront
 from shared.engine.worker_pages import PageClient, PromptPages
 from shared.engine.worker_reports import SchedulerReports
@@ -79,10 +81,13 @@ class WorkerShell:
         self.epoch = Epoch(0)
         self.endpoint = settings.advertise or settings.listen
         limits = WorkerLimits(vocab_size, engine.description.max_model_len, settings.max_inflight)
+        self.cost = WorkerCost()
+        self._vocab_size = vocab_size
         self.reports = SchedulerReports(
             settings,
             hello=self._hello,
             load=self.load,
+            cost=self.cost,
             on_stale=self._register_again,
             pool=lambda: self.pages.place,
         )
@@ -113,6 +118,7 @@ class WorkerShell:
             loop.add_signal_handler(number, self._on_signal)
         await self.admin.start()
         await self.engine.start()
+        await self._calibrate()
         context = AttemptContext(
             instance=InstanceId(self.settings.instance),
             settings=self.settings,
@@ -121,6 +127,7 @@ class WorkerShell:
             outbox=self.front.outbox,
             on_engine_died=self._on_engine_died,
             on_invariant_broken=self._on_invariant_broken,
+            cost=self.cost,
         )
         settle_heap()
         address = await self.front.start(context)
@@ -150,6 +157,18 @@ class WorkerShell:
         if self.publisher is not None:
             self.publisher.set_epoch(epoch)
         _log.info("registered", epoch=epoch)
+
+    async def _calibrate(self) -> None:
+        """Learn the engine's speed, unless the process is told to end meanwhile."""
+        profile = asyncio.create_task(calibrate(self.engine, self.settings, self._vocab_size))
+        stop = asyncio.create_task(self._stopped.wait())
+        await asyncio.wait((profile, stop), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        profile.cancel()
+        await asyncio.wait((profile, stop))
+        if not profile.cancelled():
+            self.cost.use(profile.result())
+        self.engine.on_decode_step(self.cost.on_decode_step)
 
     async def _watch_engine(self) -> None:
         while True:
@@ -238,6 +257,7 @@ class WorkerShell:
             max_running=self.engine.max_running,
             max_batched_tokens=self.engine.max_batched_tokens,
             num_kv_blocks=self.engine.num_kv_blocks,
+            cost=self.cost.coefficients,
         )
 
     def ready(self) -> tuple[bool, dict[str, Any]]:
@@ -282,6 +302,7 @@ class WorkerShell:
             "num_kv_blocks": self.engine.num_kv_blocks,
             "messages_sent": self.front.outbox.num_messages,
             "chunks_sent": self.front.outbox.num_chunks,
+            "cost": self.cost.status(),
         }
 
     def _update_gauges(self) -> None:

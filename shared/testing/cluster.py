@@ -132,6 +132,7 @@ class Cluster:
         flags += ["--coordinator-url", self.coordinator_url, "--redis-url", self.redis_url]
         flags += ["--mempool-socket", str(self.run_dir / "mempool.sock"), "--engine", self.engine]
         flags += ["--model-dir", self._model_dir, "--model-name", self.model_name]
+        flags += ["--calibrate", "off"] * (self.engine == "vllm")
         self._add(
             f"{role}-{index}", f"services.{role}", admin_port, flags + ["--role", "colocated"] * colocated
         )

@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from shared.engine.interface import CacheEvent, EngineDelta, EngineLoad, EngineRequest, KvUse
+from shared.engine.interface import CacheEvent, DecodeStep, EngineDelta, EngineLoad, EngineRequest, KvUse
 from shared.engine.worker_config import WorkerSettings
 from shared.errors import ClusterError, InvalidRequest, InvariantBroken, PeerGone, SettingsError
 from shared.ids import BlockHash
@@ -21,6 +21,7 @@ from shared.kv.layout import EngineDescription
 from shared.kv.model_files import max_positions
 from shared.testing.mock_pages import MOCK_BLOCK_BYTES, MockPages
 from shared.testing.mock_tokens import MockVocabulary
+from shared.wire.cost import CostCoefficients, ModelShape
 from shared.wire.requests import TokenLogprob
 
 MAX_LOGPROBS = 20
@@ -55,6 +56,22 @@ class MockEngine:
         self.max_running = settings.max_num_seqs
         self.max_batched_tokens = settings.max_num_batched_tokens
         self.num_kv_blocks = settings.mock_kv_blocks
+        self.device = "mock"
+        self.known_cost = CostCoefficients(
+            shape=ModelShape(
+                num_layers=1,
+                hidden_size=1,
+                intermediate_size=1,
+                num_heads=1,
+                num_kv_heads=1,
+                head_dim=1,
+                vocab_size=1,
+            ),
+            device="mock",
+            max_batched_tokens=settings.max_num_batched_tokens,
+            step_overhead_ms=settings.mock_step_ms,
+            token_ms=1e3 / settings.mock_prefill_tokens_per_s,
+        )
         self.uses_pool = True
         self.keeps_leases = False
         self.description = EngineDescription(
@@ -76,6 +93,7 @@ class MockEngine:
         self._running: list[_Running] = []
         self._by_id: dict[str, _Running] = {}
         self._callback: Callable[[CacheEvent], None] | None = None
+        self._on_decode_step: Callable[[DecodeStep], None] | None = None
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._num_made = 0
@@ -162,6 +180,19 @@ class MockEngine:
         """See Engine.on_cache_event."""
         self._callback = callback
 
+    def on_decode_step(self, callback: Callable[[DecodeStep], None]) -> None:
+        """See Engine.on_decode_step."""
+        self._on_decode_step = callback
+
+    async def clear_cache(self) -> bool:
+        """See Engine.clear_cache."""
+        if self._running:
+            return False
+        self._cache.clear()
+        if self._callback is not None:
+            self._callback(CacheEvent("cleared"))
+        return True
+
     async def close(self) -> None:
         """See Engine.close."""
         if self._task is not None:
@@ -181,13 +212,20 @@ class MockEngine:
                 due = time.monotonic()
             self._admit()
             computed = self._compute_prompts()
+            began = time.monotonic()
             step_s = self.settings.mock_step_ms / 1000 + computed / self.settings.mock_prefill_tokens_per_s
             due = max(due + step_s, time.monotonic())
             await asyncio.sleep(due - time.monotonic())
             if self._steps_to_drop:
                 self._steps_to_drop -= 1
                 continue
+            self._tell_step(computed, (time.monotonic() - began) * 1e3)
             self._emit()
+
+    def _tell_step(self, computed: int, ms: float) -> None:
+        if self._on_decode_step is not None and self._running and not computed:
+            context = sum(len(r.request.prompt_token_ids) + r.made for r in self._running)
+            self._on_decode_step(DecodeStep(ms, len(self._running), context))
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.max_running:
@@ -243,12 +281,12 @@ class MockEngine:
         removed: list[BlockHash] = []
         while len(self._cache) > self.num_kv_blocks:
             removed.append(self._cache.popitem(last=False)[0])
-        if self._callback is not None:
+        if self._callback is not None and not item.request.private:
             if new:
                 self._callback(CacheEvent("stored", new))
             if removed:
                 self._callback(CacheEvent("removed", removed))
-        if self._pages is not None:
+        if self._pages is not None and not item.request.private:
             self._pages.save(item.request, item.hashes)
 
     def _emit(self) -> None:
@@ -293,6 +331,8 @@ class MockEngine:
         if position == 0 and spec.prompt_logprobs is not None:
             prompt = item.request.prompt_token_ids
             deltas[0].prompt_logprobs = [None, *(self._rows(t, spec.prompt_logprobs) for t in prompt[1:])]
+        if position == 0:
+            deltas[0].kv_use = item.use
         if all(item.ended):
             deltas[-1].request_done = True
             deltas[-1].kv_use = item.use

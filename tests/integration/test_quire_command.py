@@ -120,6 +120,11 @@ def test_a_cluster_from_up_to_down(quire):
         assert "gateway.receive" in timeline
         assert "decode-0" in timeline
 
+        models = json.loads(quire("model", "show", "--json").stdout)
+        assert models["prefill-0"]["coefficients"]["step_overhead_ms"] == 10.0
+        assert models["decode-0"]["corrections"]["decode"]["num_observed"] > 0
+        assert re.search(r"per step, ms +10 +10", quire("model", "show").stdout)
+
         status = json.loads(quire("status", "--json").stdout)
         old = next(s["pid"] for s in status["services"] if s["name"] == "decode-0")
         assert f"pid {old}" in quire("kill", "decode-0").stdout

@@ -40,11 +40,12 @@ class LocalCluster:
         self.home = home
         self.prefix = prefix
         self.base = free_base_port()
+        self.pool_at_start: dict[str, Any] = {}  # for whoever notes it: the mempool before the first request
         self.url = f"http://127.0.0.1:{self.base + 90}"
         self.flags = ["--port", str(self.base + 90), "--base-port", str(self.base), *flags]
         clean = {k: v for k, v in os.environ.items() if not k.startswith("QUIRE_")}
         # whatever is predicted to be cheaper, hand-offs are what most tests are about
-        pairs = {"QUIRE_SCHEDULER_DISAGGREGATION": "always"}
+        pairs = {"QUIRE_SCHEDULER_DISAGGREGATION": "always", "QUIRE_WORKER_CALIBRATE": "off"}
         self.env = {**clean, **pairs, "QUIRE_HOME": str(home), "COLUMNS": "200", **(env or {})}
 
     def quire(

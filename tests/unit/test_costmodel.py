@@ -166,7 +166,10 @@ def test_a_cache_without_room_has_no_points():
 
 def test_a_correction_is_the_median_of_clipped_ratios():
     correction = OnlineCorrection()
-    for measured in (20.0, 20.0, 2000.0, 21.0, 19.0):
+    for measured in (20.0, 30.0, 2000.0, 21.0):
+        correction.observe(10.0, measured)
+    assert correction.factor == 1.0  # not enough seen
+    for measured in (20.0, 19.0, 21.0, 20.0, 20.0):
         correction.observe(10.0, measured)
     correction.observe(float("nan"), 1.0)
     correction.observe(0.0, 1.0)
@@ -174,6 +177,7 @@ def test_a_correction_is_the_median_of_clipped_ratios():
     for _ in range(40):
         correction.observe(10.0, 1e6)
     assert correction.factor == pytest.approx(4.0)
+    assert correction.num_observed == 49
 
 
 def test_a_ledger_measures_busy_spans_and_counts_what_is_queued():

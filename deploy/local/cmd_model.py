@@ -1,0 +1,106 @@
+"""`quire model show`: what each instance knows of its own speed."""
+
+import json
+import sys
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.table import Table
+
+from deploy.local.terminal import EXIT_CODES, FAILED, OK, connect, get_json, out
+from shared.costmodel.model import CostModel
+from shared.wire.cost import CostCoefficients
+
+WORKERS = ("prefill-", "decode-", "colocated-")
+UNITS = {
+    "matmul_ms_per_gflop": "matmuls, ms per GFLOP",
+    "memory_ms_per_gb": "weights and activations, ms per GB",
+    "attention_ms_per_gflop": "prefix attention, ms per GFLOP",
+    "attention_square_ms_per_gflop": "more among new tokens, ms per GFLOP",
+    "kv_read_ms_per_gb": "decode's reading of KV, ms per GB",
+    "step_overhead_ms": "per step, ms",
+    "chunk_ms": "per prompt in a step, ms",
+    "decode_request_ms": "per decoding request in a step, ms",
+    "token_ms": "per prompt token computed, ms",
+    "request_ms": "per request outside of steps, ms",
+    "prompt_token_ms": "per prompt token, cached or not, ms",
+    "all_reduce_ms": "per all-reduce, ms",
+    "all_reduce_ms_per_gb": "all-reduces, ms per GB",
+    "stage_hop_ms": "per pipeline stage, ms",
+}
+LENGTHS = (128, 1024, 8192)  # whose predicted times are shown
+
+app = typer.Typer(help="The cost model of each instance.", no_args_is_help=True)
+
+
+@app.command(epilog=EXIT_CODES)
+def show(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+) -> None:
+    """Show coefficients, their errors and corrections, per instance. Exit code 1: an instance has no model."""
+    with connect() as client:
+        services = client.call(op="status")["services"]
+    found = {
+        service["name"]: _cost(get_json(service["probe"].removesuffix("/ready") + "/status"))
+        for service in services
+        if service["name"].startswith(WORKERS)
+    }
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        _show(found)
+    sys.exit(OK if found and all(cost.get("coefficients") for cost in found.values()) else FAILED)
+
+
+def _cost(status: dict[str, Any] | None) -> dict[str, Any]:
+    """An instance's part of the answer; {} when it does not answer."""
+    return (status or {}).get("cost") or {}
+
+
+def _show(found: dict[str, dict[str, Any]]) -> None:
+    known = {name: cost for name, cost in found.items() if cost.get("coefficients")}
+    for name in found.keys() - known.keys():
+        out.print(f"{name}: no cost model; its log says why (`quire logs {name}`)", style="yellow")
+    if not known:
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("")
+    for name in known:
+        table.add_column(name, justify="right")
+    for label, values in _rows(known):
+        table.add_row(label, *values)
+    out.print(table)
+
+
+def _rows(known: dict[str, dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    coefficients = [cost["coefficients"] for cost in known.values()]
+    rows = [
+        ("device", [c.get("device", "") for c in coefficients]),
+        ("ranks", [f"tp {c.get('tp', 1)}, pp {c.get('pp', 1)}" for c in coefficients]),
+    ]
+    for key, label in UNITS.items():
+        values = [c.get(key, 0.0) for c in coefficients]
+        if any(values):
+            rows.append((label, [f"{value:.4g}" if value else "-" for value in values]))
+    rows += [
+        ("measured points", [str(c.get("num_samples", 0)) for c in coefficients]),
+        ("error there, median", [f"{c.get('median_error_ratio', 0.0):.1%}" for c in coefficients]),
+        ("error there, p90", [f"{c.get('p90_error_ratio', 0.0):.1%}" for c in coefficients]),
+    ]
+    for kind in ("prefill", "decode"):
+        seen = [cost["corrections"][kind] for cost in known.values()]
+        rows += [
+            (f"{kind} correction", [f"{s['factor']:.2f} ({s['num_observed']} seen)" for s in seen]),
+            (f"{kind} error now", [f"{s['error_ratio']:.1%}" if s["num_observed"] else "-" for s in seen]),
+        ]
+    for length in LENGTHS:
+        rows.append(
+            (f"prefill of {length} tokens, ms", [_predicted(cost, length) for cost in known.values()])
+        )
+    return rows
+
+
+def _predicted(cost: dict[str, Any], num_tokens: int) -> str:
+    model = CostModel(msgspec.convert(cost["coefficients"], CostCoefficients))
+    return f"{model.prefill_ms(num_tokens) * cost['corrections']['prefill']['factor']:.1f}"

@@ -1,0 +1,65 @@
+"""What vLLM's scheduler said last, and how long steps take."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from shared.engine.interface import DecodeStep
+
+IDLE_S = 1.0  # a longer gap between two steps is none
+
+
+class LoadView(StatLoggerBase):
+    """Keeps the last scheduler statistics; vLLM calls record() once per engine step, on the front's event loop.
+
+    Args: unfinished_prefill, context_tokens: the engine's own, by request; read only.
+    """
+
+    def __init__(self, unfinished_prefill: Mapping[str, int], context_tokens: Mapping[str, int]) -> None:
+        self.running = self.waiting = 0
+        self.kv_used_share = 0.0
+        self.step_ms = 0.0
+        self.preempted = 0
+        self.on_decode_step: Callable[[DecodeStep], None] | None = None
+        self._unfinished_prefill = unfinished_prefill
+        self._context_tokens = context_tokens
+        self._last: float | None = None
+        self._last_decoding = 0  # requests that decoded in the step before, if nothing else ran
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        now = time.perf_counter()
+        if iteration_stats is not None:
+            self.preempted += iteration_stats.num_preempted_reqs
+        if scheduler_stats is None:
+            return
+        self.running = scheduler_stats.num_running_reqs
+        self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+        self.kv_used_share = scheduler_stats.kv_cache_usage
+        gap_s = now - self._last if self._last is not None else IDLE_S
+        if gap_s < IDLE_S:
+            self.step_ms += 0.1 * (gap_s * 1e3 - self.step_ms)
+        self._last = now if self.running else None
+        self._note_decode(gap_s, iteration_stats)
+
+    def _note_decode(self, gap_s: float, iteration_stats: Any) -> None:
+        decoding = 0
+        if (
+            iteration_stats is not None
+            and not self._unfinished_prefill
+            and not iteration_stats.num_prompt_tokens
+        ):
+            decoding = iteration_stats.num_generation_tokens
+        same, self._last_decoding = decoding == self._last_decoding, decoding
+        if self.on_decode_step is not None and decoding and same and gap_s < IDLE_S:
+            self.on_decode_step(DecodeStep(gap_s * 1e3, decoding, sum(self._context_tokens.values())))
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to log."""

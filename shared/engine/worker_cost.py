@@ -1,0 +1,121 @@
+"""What this worker knows of its own speed: its cost model, corrections from what it measures, work that is queued."""
+
+import time
+from typing import Any
+
+import msgspec
+
+from shared.costmodel.model import CostModel
+from shared.costmodel.online import OnlineCorrection, PrefillLedger
+from shared.engine.interface import DecodeStep, KvUse
+from shared.observe import metrics
+from shared.wire.cost import CostCoefficients
+
+KINDS = ("prefill", "decode")
+
+
+class _KindMetrics:
+    """Predicted against actual, of one kind of work."""
+
+    def __init__(self, kind: str) -> None:
+        label = ("kind",)
+        self.predicted = metrics.counter(
+            "quire_worker_cost_predicted_ms_total", "Work as the cost model predicted it.", label
+        ).labels(kind)
+        self.actual = metrics.counter(
+            "quire_worker_cost_actual_ms_total", "The same work as it was measured.", label
+        ).labels(kind)
+        self.error = metrics.gauge(
+            "quire_worker_cost_error_ratio", "Median relative error of recent predictions.", label
+        ).labels(kind)
+        self.correction = metrics.gauge(
+            "quire_worker_cost_correction_ratio", "Factor on predictions, from recent measurements.", label
+        ).labels(kind)
+
+
+class WorkerCost:
+    """Used from the event loop. Before use() it answers as an instance without a model does."""
+
+    def __init__(self) -> None:
+        self.coefficients: CostCoefficients | None = None
+        self._model: CostModel | None = None
+        self._ledger: PrefillLedger | None = None
+        self._decoding: set[str] = set()
+        self.corrections = {kind: OnlineCorrection() for kind in KINDS}
+        self._metrics = {kind: _KindMetrics(kind) for kind in KINDS}
+        for shown in self._metrics.values():
+            shown.correction.set(1.0)
+
+    def use(self, coefficients: CostCoefficients | None) -> None:
+        """Predict with these from now on. None: not at all."""
+        self.coefficients = coefficients
+        self._model = CostModel(coefficients) if coefficients is not None else None
+        self._ledger = PrefillLedger(self._model) if self._model is not None else None
+
+    @property
+    def queued_prefill_ms(self) -> float:
+        """Predicted work of the unfinished prefills, corrected."""
+        return self._ledger.queued_ms * self.corrections["prefill"].factor if self._ledger else 0.0
+
+    # -- attempts ---------------------------------------------------------------------------------------
+
+    def begin(self, key: str, num_tokens: int, cached_tokens: int) -> None:
+        """The engine gets a prompt of which so much is held already, as far as known."""
+        if self._ledger is not None:
+            self._ledger.begin(key, num_tokens, cached_tokens, _now_ms())
+            if self._decoding:
+                self._ledger.spoil()
+
+    def first_output(self, key: str, use: KvUse, *, decodes_on: bool) -> None:
+        """Its first output is here, and with it what was cached. `decodes_on`: more will follow."""
+        if self._ledger is None:
+            return
+        pair = self._ledger.first_output(key, use.tokens_engine + use.tokens_pool, _now_ms())
+        if pair is not None:
+            self._observe("prefill", *pair)
+        if decodes_on:
+            self._decoding.add(key)
+            self._ledger.spoil()
+
+    def end(self, key: str) -> None:
+        """The request left the engine, however."""
+        self._decoding.discard(key)
+        if self._ledger is not None:
+            self._ledger.abandon(key, _now_ms())
+
+    def on_decode_step(self, step: DecodeStep) -> None:
+        """The engine measured a step of decodes alone."""
+        if self._model is not None:
+            predicted_ms = self._model.decode_step_ms(step.num_requests, step.context_tokens)
+            self._observe("decode", predicted_ms, step.ms)
+
+    def _observe(self, kind: str, predicted_ms: float, measured_ms: float) -> None:
+        correction, shown = self.corrections[kind], self._metrics[kind]
+        shown.predicted.inc(predicted_ms * correction.factor)
+        shown.actual.inc(measured_ms)
+        correction.observe(predicted_ms, measured_ms)
+        shown.error.set(correction.error_ratio)
+        shown.correction.set(correction.factor)
+
+    # -- what others ask --------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """Coefficients, corrections and errors, for /status."""
+        if self.coefficients is None:
+            return {"coefficients": None}
+        return {
+            "coefficients": msgspec.to_builtins(self.coefficients),
+            "queued_prefill_ms": round(self.queued_prefill_ms, 3),
+            "corrections": {
+                kind: {
+                    "factor": round(correction.factor, 4),
+                    "error_ratio": round(correction.error_ratio, 4),
+                    "num_observed": correction.num_observed,
+                }
+                for kind, correction in self.corrections.items()
+            },
+        }
+
+
+def _now_ms() -> float:
+    return time.perf_counter() * 1e3
