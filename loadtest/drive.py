@@ -26,6 +26,7 @@ from loadtest.reports.summary import Slo, one_line, summarise
 from loadtest.results import machine
 from loadtest.workloads import catalogue, trace_files
 from loadtest.workloads.request import Request, clipped, scaled
+from loadtest.workloads.stats import infinite_cache_hit_ratio
 from loadtest.workloads.tokens import TokenRange
 
 CLIENT_BOUND = 3
@@ -89,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout-s", type=float, default=300.0)
     parser.add_argument("--slo-ttft-ms", type=float, default=2_000.0)
     parser.add_argument("--slo-tpot-ms", type=float, default=100.0)
+    parser.add_argument("--block-tokens", type=int, default=32, help="of the server, for the bound of hits")
     parser.add_argument("--name", default="", help="of the run in reports; default: the file's")
     parser.add_argument("--out", type=Path, default=Path("out/run.jsonl"))
     parser.add_argument(
@@ -159,6 +161,7 @@ async def _drive(options: argparse.Namespace, requests: list[Request], real_hist
         "real_history": real_history,
         "model": model,
         "started_unix_s": round(started, 3),
+        "hit_bound": round(infinite_cache_hit_ratio(requests, options.block_tokens, answers=True), 4),
         "most_in_flight": loop.most_in_flight,
         "client_verdict": verdict(outcomes, plan),
         "machine": machine(),
@@ -167,6 +170,7 @@ async def _drive(options: argparse.Namespace, requests: list[Request], real_hist
     write_run(options.out, run)
     found = summarise(run, Slo(options.slo_ttft_ms, options.slo_tpot_ms))
     print(f"\n{one_line(found)}")
+    print(f"hits of an infinite cache: {head['hit_bound']:.1%} of prompt tokens, in whole blocks")
     print(f"lag p99 {lag_p99_ms(outcomes):.1f} ms, most in flight {loop.most_in_flight}; {options.out}")
     for text in sorted({one.error for one in outcomes if one.error})[:5]:
         print(f"  error: {text[:300]}")

@@ -8,6 +8,7 @@ grows, the client is what is being measured, and `verdict` says so.
 import asyncio
 import gc
 import json
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from loadtest.sse import StreamError, StreamTimes, read_pieces
 from loadtest.workloads import tokens
 from loadtest.workloads.request import Request
 
+AHEAD = 32  # requests whose bytes are made before they are due, at most
+SPARE_MS = 5.0  # to the next request's time, for making one more
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -83,13 +86,23 @@ class OpenLoop:
         try:
             self._begin_s = loop.time()
             async with asyncio.TaskGroup() as group:
-                for request, outcome in zip(requests, outcomes, strict=True):
-                    ready = None if request.depends_on is not None else self._bytes_of(request)
+                ahead: deque[bytes | None] = deque()
+                for place, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
+                    self._prepare(ahead, requests[place : place + AHEAD], request.arrival_ms)
                     await self._sleep_until(request.arrival_ms)
-                    group.create_task(self._one(request, outcome, ready))
+                    group.create_task(self._one(request, outcome, ahead.popleft()))
         finally:
             gc.enable()
         return outcomes
+
+    def _prepare(self, ahead: deque[bytes | None], coming: Sequence[Request], due_ms: float) -> None:
+        """Bytes of the first of `coming`, and of more of them while the first is not due: prompts cost CPU time.
+
+        Later turns get None: their prompts are made when the answers are there.
+        """
+        while len(ahead) < len(coming) and (not ahead or due_ms - self._now_ms() > SPARE_MS):
+            request = coming[len(ahead)]
+            ahead.append(None if request.depends_on is not None else self._bytes_of(request))
 
     def _now_ms(self) -> float:
         return (asyncio.get_running_loop().time() - self._begin_s) * 1000

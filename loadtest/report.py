@@ -6,13 +6,14 @@ Writes report.html (one file, plots inside), report.md and the plots.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from loadtest.outcomes import read_run
 from loadtest.reports.render import write_report
-from loadtest.reports.summary import Slo, one_line
+from loadtest.reports.summary import Slo, between, one_line
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,9 +25,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("report"))
     parser.add_argument("--slo-ttft-ms", type=float, default=2_000.0)
     parser.add_argument("--slo-tpot-ms", type=float, default=100.0)
+    parser.add_argument(
+        "--from-s", type=float, default=0.0, help="only requests due from then on: no warm-up"
+    )
+    parser.add_argument("--to-s", type=float, default=math.inf, help="and before then")
     options = parser.parse_args(argv)
     try:
-        runs = [read_run(path) for path in options.runs]
+        runs = [between(read_run(path), options.from_s, options.to_s) for path in options.runs]
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

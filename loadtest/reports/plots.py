@@ -94,7 +94,7 @@ def _timeline_row(axes: Axes, run: Run, colour: str) -> Axes:
         times.append(at_ms / 1000)
         counts.append(now)
     twin = axes.twinx()
-    twin.fill_between(times, counts, step="post", color="#9db4c0", alpha=0.35, linewidth=0)
+    twin.fill_between(times, counts, step="post", color="#bbbbbb", alpha=0.35, linewidth=0)
     twin.set_ylabel("in flight")
     axes.set_zorder(twin.get_zorder() + 1)
     axes.patch.set_visible(False)

@@ -57,6 +57,7 @@ def tables(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[tuple[str,
             one.name, str(one.num_requests), str(one.num_failed), str(one.num_skipped),
             f"{one.requests_per_s:.2f}", f"{one.output_tokens_per_s:.0f}", _interval(one.goodput, "{:.2f}"),
             _interval(one.slo_share, "{:.0%}"), _interval(one.hit, "{:.1%}"),
+            "-" if one.hit_bound is None else f"{one.hit_bound:.1%}",
         ]
         for one in summaries
     ]  # fmt: skip

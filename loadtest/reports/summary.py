@@ -38,7 +38,11 @@ class Interval:
 
 @dataclass(slots=True)
 class Summary:
-    """times: by metric, then mean, p50, p90, p99. sources: share of prompt tokens, by where their KV came from."""
+    """times: by metric, then mean, p50, p90, p99. sources: share of prompt tokens, by where their KV came from.
+
+    goodput: share in the SLO times the offered rate (all requests over the time in which they were due), so that the
+    end of a run, when nothing new comes, costs nothing.
+    """
 
     name: str
     num_requests: int
@@ -53,6 +57,7 @@ class Summary:
     times: dict[str, dict[str, Interval]] = field(default_factory=dict)
     sources: dict[str, float] = field(default_factory=dict)
     hit: Interval = field(default_factory=lambda: Interval(0, 0, 0))
+    hit_bound: float | None = None  # of an infinite cache
     lag_p99_ms: float = 0.0
     client_verdict: str = ""
 
@@ -93,6 +98,12 @@ def _ratio(rows: np.ndarray) -> np.ndarray:
     return sums[..., 0] / np.maximum(sums[..., 1], 1e-12)
 
 
+def between(run: Run, from_s: float, to_s: float) -> Run:
+    """The requests that were due in that time: without a warm-up, say."""
+    kept = [one for one in run.outcomes if from_s * 1000 <= one.due_ms < to_s * 1000]
+    return Run(run.head, kept)
+
+
 def summarise(run: Run, slo: Slo) -> Summary:
     """Every figure of a run. Failed requests count against the SLO; those that the client did not send do too."""
     good = [one for one in run.outcomes if one.ok]
@@ -100,7 +111,9 @@ def summarise(run: Run, slo: Slo) -> Summary:
     seconds = max(1e-3, (max((one.ended_ms for one in good), default=0.0) - begin_ms) / 1000)
     met = np.array([[float(slo.met(one)), 1.0] for one in run.outcomes] or [[0.0, 1.0]])
     share = bootstrap(met, _ratio)
-    per_s = len(run.outcomes) / seconds
+    due = [one.due_ms for one in run.outcomes]
+    offered_s = (max(due) - min(due)) / 1000 if len(due) > 1 else 0.0
+    per_s = len(due) / (offered_s or seconds)
     return Summary(
         name=run.name,
         num_requests=len(run.outcomes),
@@ -115,6 +128,7 @@ def summarise(run: Run, slo: Slo) -> Summary:
         times=_times(good),
         sources=_sources(good),
         hit=_hit(good),
+        hit_bound=run.head.get("hit_bound"),
         lag_p99_ms=lag_p99_ms(run.outcomes),
         client_verdict=str(run.head.get("client_verdict") or ""),
     )

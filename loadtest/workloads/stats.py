@@ -96,10 +96,13 @@ class BlockIds:
         return out
 
 
-def cached_tokens(requests: Iterable[Request], block_tokens: int = BLOCK_TOKENS) -> list[int]:
+def cached_tokens(
+    requests: Iterable[Request], block_tokens: int = BLOCK_TOKENS, *, answers: bool = False
+) -> list[int]:
     """Of each prompt, how many leading tokens an infinite cache of all prompts before it holds, in whole blocks.
 
     A partial last block counts when all of it was the end of an earlier prompt, as in Mooncake's traces.
+    Args: answers: what follows an earlier prompt as its (planned) answer is held too, as an engine's own cache has it.
     """
     ids, seen, out = BlockIds(), set[int](), []
     for request in requests:
@@ -108,11 +111,17 @@ def cached_tokens(requests: Iterable[Request], block_tokens: int = BLOCK_TOKENS)
         while hits < len(found) and found[hits] in seen:
             hits += 1
         seen.update(found)
+        if answers:
+            seen.update(
+                ids.of((*request.prompt, Answer(request.request_id, request.output_tokens)), block_tokens)
+            )
         out.append(min(hits * block_tokens, request.prompt_tokens))
     return out
 
 
-def infinite_cache_hit_ratio(requests: Sequence[Request], block_tokens: int = BLOCK_TOKENS) -> float:
-    """Cached tokens of all prompt tokens. Answers do not count as cached before a prompt has held them."""
+def infinite_cache_hit_ratio(
+    requests: Sequence[Request], block_tokens: int = BLOCK_TOKENS, *, answers: bool = False
+) -> float:
+    """Cached tokens of all prompt tokens: no cache of whole blocks can do better. See cached_tokens."""
     total = sum(request.prompt_tokens for request in requests)
-    return sum(cached_tokens(requests, block_tokens)) / total
+    return sum(cached_tokens(requests, block_tokens, answers=answers)) / max(1, total)

@@ -71,11 +71,22 @@ def test_percentiles_goodput_and_hits_are_those_of_the_requests():
     assert found.times["ttft_ms"]["p50"].value == 105  # of 11 ... 200
     assert found.times["ttft_ms"]["p99"].value == 199
     assert found.slo_share.value == pytest.approx(90 / 200)
-    assert found.goodput.value == pytest.approx(90 / found.seconds)
+    assert found.goodput.value == pytest.approx(90 / 19.9)  # they were due in so many seconds
+    assert found.requests_per_s == pytest.approx(190 / found.seconds)
     assert found.hit.value == pytest.approx(96 / 128)
     assert found.sources["computed"] == pytest.approx(0.25)
     for times in found.times.values():
         assert all(one.low <= one.value <= one.high for one in times.values())
+
+
+def test_a_warm_up_is_left_out_and_the_bound_of_hits_is_shown(tmp_path):
+    whole = run()
+    whole.head["hit_bound"] = 0.829
+    late = summary.between(whole, 10, 15)
+    assert [one.request_id for one in late.outcomes] == list(range(100, 150))
+    found = render.write_report([late], tmp_path, Slo())
+    assert found[0].num_requests == 50
+    assert "82.9%" in (tmp_path / "report.md").read_text()
 
 
 def test_a_bootstrap_interval_covers_the_true_mean_about_as_often_as_it_says():

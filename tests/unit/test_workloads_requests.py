@@ -116,6 +116,14 @@ def test_aqua_sends_25_then_twice_the_rate_and_a_tenth_shares_a_prefix():
     assert len({one.prompt[1] for one in long}) == len(long)
 
 
+def test_an_engine_that_keeps_its_answers_hits_more_than_one_that_keeps_prompts():
+    requests = build("sharegpt", Options(num_requests=200, seed=2))
+    prompts, both = (stats.infinite_cache_hit_ratio(requests, 16, answers=which) for which in (False, True))
+    assert both > prompts + 0.05
+    single = build("azure-conv", Options(num_requests=50))
+    assert stats.infinite_cache_hit_ratio(single, 16, answers=True) == 0
+
+
 def test_scaling_keeps_what_is_shared():
     requests = build("mooncake-synthetic", Options(num_requests=400, seed=2))
     short = scaled(requests, 1 / 16)
