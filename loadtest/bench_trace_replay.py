@@ -2,10 +2,11 @@
 
     make measure NAME=trace-replay ARGS="--trace mooncake_synthetic_trace.jsonl"      writes results/trace-replay.json
 
-The trace is Mooncake's synthetic one (github.com/kvcache-ai/Mooncake, FAST25-release/traces, Apache-2.0), or any other of its
-format; it is no part of this repository. Memory 1 means that all instances together hold as many tokens as the trace has
-distinct ones: an infinite cache would need no more. A hit is a prompt token that is not computed, wherever its KV came from.
-Instances are hosts of their own; costs are of a GPU's data sheet, so hit rates are what is claimed here, not times.
+The trace is Mooncake's synthetic one (github.com/kvcache-ai/Mooncake, FAST25-release/traces, Apache-2.0), or any other
+of its format; it is no part of this repository. Memory 1 means that all instances together hold as many tokens as the
+trace has distinct ones: an infinite cache would need no more. A hit is a prompt token that is not computed, wherever
+its KV came from. Instances are hosts of their own; costs are of a GPU's data sheet, so hit rates are what is claimed
+here, not times. Sessions are inferred: who repeats more than a block of somebody's prompt continues that session.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from typing import Any
 
 from loadtest.registry import RESULTS, ROOT
 from loadtest.results import Metrics, Samples, write_result
-from loadtest.simulator.blocks import ROOT, BlockStore, tokens_of
+from loadtest.simulator.blocks import ROOT as BEGINNING
+from loadtest.simulator.blocks import BlockStore, tokens_of
 from loadtest.simulator.cluster import simulate
 from loadtest.simulator.hardware import Machine, from_data_sheet
 from loadtest.simulator.links import gb_per_s
@@ -31,8 +33,8 @@ from services.scheduler.core.policies import PolicyName
 
 NAME = "trace-replay"
 CLAIM = (
-    "With memory for the trace's distinct tokens in all, the cluster's token hit rate under the default policy is within 2 "
-    "points of what an infinite cache would hit, and it shrinks gradually with memory down to a tenth."
+    "With memory for the trace's distinct tokens in all, the cluster's token hit rate under the default policy is "
+    "within 2 points of what an infinite cache would hit, and it shrinks gradually with memory down to a tenth."
 )
 WHERE = "a trace in Mooncake's format: github.com/kvcache-ai/Mooncake, FAST25-release/traces/synthetic_trace.jsonl"
 POLICIES: tuple[PolicyName, ...] = ("cost", "prompt_tree", "session", "least_load")
@@ -62,7 +64,7 @@ def _p99(samples: Samples, policy: str) -> float:
 
 
 def one_lru_percent(requests: Sequence[SimRequest], tokens: int) -> float:
-    """What one cache of so many tokens that all requests share would hit: the bound of any cluster without foresight."""
+    """What one cache of so many tokens that all requests share would hit, and no copy were held twice."""
     store = BlockStore(BLOCK_TOKENS, tokens, 0, *[lambda blocks: None] * 3)
     hits = total = 0
     for request in requests:
@@ -70,7 +72,7 @@ def one_lru_percent(requests: Sequence[SimRequest], tokens: int) -> float:
         store.pin(found)
         cached, total = tokens_of(found), total + request.prompt_tokens
         hits += cached
-        parent = found[-1].block_hash if found else ROOT
+        parent = found[-1].block_hash if found else BEGINNING
         rest = request.blocks[len(found) :]
         if rest and store.reserve(request.prompt_tokens - cached):
             store.unpin(store.seal(parent, rest, request.prompt_tokens - cached))
@@ -126,7 +128,8 @@ def measure(
                 "one_lru_percent": shared,
             }
             samples.append(head | row)
-            print(f"memory {memory:g} {policy:12} hits {row['hit_percent']:.1f}%, one LRU {shared:.1f}%, infinite {100 * bound.hit_ratio:.1f}%, "
+            bounds = f"one LRU {shared:.1f}%, infinite {100 * bound.hit_ratio:.1f}%"
+            print(f"memory {memory:g} {policy:12} hits {row['hit_percent']:.1f}%, {bounds}, "
                   f"TTFT p99 {row['ttft_p99_ms']:.0f} ms, in {row['took_s']} s", flush=True)  # fmt: skip
     return samples
 
