@@ -8,6 +8,9 @@ import asyncio
 import httpx
 import pytest
 
+from deploy.local.services_table import Ports
+from shared.wire.requests import KvPlan
+from tests.integration.kv_plan_check import ask_both
 from tests.integration.test_exactness import (
     BLOCK_TOKENS,
     CASES,
@@ -48,6 +51,28 @@ def test_every_case_equals_stock_and_blocks_are_copied_between_the_spaces(refere
         for length in SECOND_TURNS_AFTER:
             second(client, length, reference)
     assert cluster.pool()["num_leases"] == 0
+
+
+def test_a_prompt_that_another_instance_holds_is_fetched_or_computed_as_told(cluster):
+    """MemServe eq 2's verdict, executed: nothing is computed twice, or nothing is moved; the tokens are the same."""
+    holder, reader = (worker_of(cluster, role) for role in ("prefill", "decode"))
+    fetch = KvPlan(reach="host", source="prefill-0", tokens=320, path="peer")
+    fetched = ask_both(holder, reader, fetch, seed=1)
+    assert fetched.second == fetched.first
+    assert (fetched.receipt.tokens_peer, fetched.receipt.tokens_computed) == (320, 10), fetched.receipt
+    assert (fetched.receipt.fetch_path, fetched.receipt.bytes_fetched > 0) == ("peer", True)
+    recompute = KvPlan(reach="own", source="prefill-0", tokens=320, path="peer", recompute=True)
+    computed = ask_both(holder, reader, recompute, seed=2)
+    assert computed.second == computed.first
+    assert (computed.receipt.tokens_pool, computed.receipt.tokens_computed) == (0, 330), computed.receipt
+    assert computed.receipt.bytes_fetched == 0
+
+
+def worker_of(cluster, role):
+    """(endpoint, epoch)."""
+    _, admin = Ports(gateway=cluster.base + 90, base=cluster.base).worker(role, 0)
+    status = httpx.get(f"http://127.0.0.1:{admin}/status", timeout=5).json()
+    return status["endpoint"], status["epoch"]
 
 
 def second(client, length, reference):  # noqa: F811
