@@ -41,9 +41,12 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     # where there are some; never: one instance for each request
     disaggregation: Literal["auto", "always", "never"] = "auto"
     kv_fetch: Literal["auto", "always", "never"] = "auto"  # eq 2; never: nothing from other spaces or hosts
-    # a gain below the larger of both does not move a request from the holder of its prefix, nor against roles
+    # a gain below the larger of both does not move a request from the holder of its prefix, ...
     hysteresis_ms: float = 5.0
     hysteresis_share: float = 0.1  # of the time until its first token
+    # ... or a whole request to a prefill or decode instance
+    role_margin_ms: float = 5.0
+    role_margin_share: float = 0.1
     panic_queue_ms: float = 10_000.0  # an instance with a longer queue is avoided, whatever it holds
     slowdown_weight: float = (
         1.0  # a millisecond that others lose, in milliseconds of the request's own; 0: selfish
@@ -57,7 +60,15 @@ _POSITIVE = (
     "dead_after_ms", "forget_after_ms", "report_interval_ms", "membership_interval_ms", "max_instances",
     "overload_factor", "max_prefill_tokens", "panic_queue_ms", "expected_output_tokens",
 )  # fmt: skip
-_NOT_NEGATIVE = ("hysteresis_ms", "hysteresis_share", "slowdown_weight", "handoff_ms", "max_alternatives")
+_NOT_NEGATIVE = (
+    "hysteresis_ms",
+    "hysteresis_share",
+    "role_margin_ms",
+    "role_margin_share",
+    "slowdown_weight",
+    "handoff_ms",
+    "max_alternatives",
+)
 
 
 def load(argv: Sequence[str]) -> SchedulerSettings:
@@ -99,6 +110,8 @@ def cost_settings(found: SchedulerSettings) -> CostSettings:
         fetch=found.kv_fetch,
         hysteresis_ms=found.hysteresis_ms,
         hysteresis_share=found.hysteresis_share,
+        role_margin_ms=found.role_margin_ms,
+        role_margin_share=found.role_margin_share,
         panic_queue_ms=found.panic_queue_ms,
         slowdown_weight=found.slowdown_weight,
         decode_tokens=found.expected_output_tokens,

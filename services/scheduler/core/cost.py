@@ -31,6 +31,7 @@ class Way(Struct, frozen=True):
     decode: DecodeStage
     is_pair: bool
     handoff_ms: float
+    again_ms: float  # decode draws the first token again (wire/handoff.py, "resample")
 
     @property
     def total_ms(self) -> float:
@@ -39,15 +40,16 @@ class Way(Struct, frozen=True):
             self.first.latency_ms
             + self.first.slowdown_ms
             + self.handoff_ms
+            + self.again_ms
             + self.decode.decode_ms
             + self.decode.slowdown_ms
         )
 
     @property
     def ttft_ms(self) -> float:
-        """Until the client's first token: a decode instance draws it again (wire/handoff.py, "resample")."""
-        after_ms = self.handoff_ms + self.decode.wait_ms + self.decode.step_ms if self.is_pair else 0.0
-        return self.first.latency_ms + after_ms
+        """Until the client's first token."""
+        after_ms = self.handoff_ms + self.decode.wait_ms + self.again_ms
+        return self.first.latency_ms + (after_ms if self.again_ms else 0.0)
 
     @property
     def stage(self) -> Stage:
@@ -209,8 +211,9 @@ def _likely_decodes(
 
 
 def _way(predictor: Predictor, first: FirstStage, decode: DecodeStage, *, is_pair: bool) -> Way:
-    handoff_ms = predictor.handoff_ms(first.candidate.known, decode) if is_pair else 0.0
-    return Way(first, decode, is_pair, handoff_ms)
+    if not is_pair or not predictor.num_steps:
+        return Way(first, decode, is_pair, 0.0, 0.0)
+    return Way(first, decode, is_pair, predictor.handoff_ms(first.candidate.known, decode), decode.step_ms)
 
 
 def _with_roles(ways: Sequence[Way], settings: CostSettings) -> tuple[Way, str]:
@@ -220,7 +223,7 @@ def _with_roles(ways: Sequence[Way], settings: CostSettings) -> tuple[Way, str]:
     if best.keeps_roles or proper is None:
         return best, ""
     gain_ms = proper.total_ms - best.total_ms
-    if gain_ms < _margin_ms(proper, settings):
+    if gain_ms < _margin_ms(proper, settings.role_margin_ms, settings.role_margin_share):
         return proper, f"; one instance would gain only {gain_ms:.1f} ms"
     return best, f"; one instance saves {gain_ms:.1f} ms"
 
@@ -229,15 +232,17 @@ def _with_hysteresis(ways: Sequence[Way], chosen: Way, why: str, settings: CostS
     like = [w for w in ways if w.keeps_roles == chosen.keeps_roles and w.is_pair == chosen.is_pair]
     holder = max(like, key=lambda w: w.first.local_tokens)
     gain_ms = holder.total_ms - chosen.total_ms
-    if holder.first.local_tokens <= chosen.first.local_tokens or gain_ms >= _margin_ms(holder, settings):
+    if holder.first.local_tokens <= chosen.first.local_tokens or gain_ms >= _margin_ms(
+        holder, settings.hysteresis_ms, settings.hysteresis_share
+    ):
         return chosen, why
     kept = f"; it holds {holder.first.local_tokens} tokens, leaving it would gain only {gain_ms:.1f} ms"
     return holder, why + kept
 
 
-def _margin_ms(way: Way, settings: CostSettings) -> float:
+def _margin_ms(way: Way, least_ms: float, share: float) -> float:
     """What a gain must reach, of the time until the way's first token."""
-    return max(settings.hysteresis_ms, settings.hysteresis_share * (way.first.latency_ms + way.handoff_ms))
+    return max(least_ms, share * way.ttft_ms)
 
 
 def _turn(candidate: Candidate) -> tuple[int, str]:
@@ -256,7 +261,7 @@ def _describe(way: Way) -> str:
         parts.append(f"fetch {first.fetch_ms:.1f} ({first.kv.tokens} tokens of {first.kv.source})")
     parts.append(f"compute {first.compute_ms:.1f}")
     if way.is_pair:
-        parts.append(f"hand-off {way.handoff_ms:.1f}")
+        parts.append(f"hand-off {way.handoff_ms + way.again_ms:.1f}")
     where = (
         f"{first.candidate.name} and {decode.candidate.name}"
         if way.is_pair
@@ -296,7 +301,7 @@ def _why_not(way: Way, chosen: Way) -> str:
     parts = {
         "queue": way.first.queue_ms - chosen.first.queue_ms,
         "compute": way.first.compute_ms + way.first.fetch_ms - chosen.first.compute_ms - chosen.first.fetch_ms,
-        "hand-off": way.handoff_ms - chosen.handoff_ms,
+        "hand-off": way.handoff_ms + way.again_ms - chosen.handoff_ms - chosen.again_ms,
         "decode": way.decode.decode_ms - chosen.decode.decode_ms,
         "slows others": way.first.slowdown_ms + way.decode.slowdown_ms
         - chosen.first.slowdown_ms - chosen.decode.slowdown_ms,
