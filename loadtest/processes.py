@@ -76,7 +76,7 @@ class Fleet:
 
     def cpu_us(self, name: str) -> int:
         """CPU time so far of the process and all its descendants, in steps of one clock tick."""
-        return sum(_cpu_us(pid) for pid in family(self.pid(name)))
+        return sum(process_cpu_us(pid) for pid in family(self.pid(name)))
 
     def stop(self, name: str) -> None:
         """SIGTERM, then SIGKILL for the whole session."""
@@ -147,7 +147,8 @@ def _parents() -> Iterator[tuple[int, int]]:
                 continue
 
 
-def _cpu_us(pid: int) -> int:
+def process_cpu_us(pid: int) -> int:
+    """CPU time so far of one process, in steps of one clock tick; 0 when it has ended."""
     try:
         fields = _stat_fields(pid)
     except OSError:

@@ -26,6 +26,7 @@ MEASURES = {  # result name: module
     "two-host-transfer": "loadtest.bench_two_hosts",
     "locality": "loadtest.bench_locality",
     "trace-replay": "loadtest.bench_trace_replay",
+    "prompt-tree": "loadtest.bench_prompt_tree",
 }
 
 

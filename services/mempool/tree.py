@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from services.mempool.core.audience import SpaceAudience
 from services.mempool.core.entry import Entry
 from services.mempool.core.mempool import Mempool
-from services.mempool.core.reach import SpaceReach
-from shared.prompttree.hits import pack_reach
+from shared.prompttree.hits import pack_audience
 from shared.prompttree.publisher import PromptTreePublisher
 from shared.prompttree.scripts import IS_DRAM, NONE_BEHIND, SPACES
 
@@ -75,15 +75,15 @@ class TreePublishers:
 
     async def _run(self) -> None:
         while True:
-            for number, reach in self._mempool.reach.now().items():
-                self._refresh(number, reach)
+            for number, audience in self._mempool.audience.now().items():
+                self._refresh(number, audience)
             await asyncio.sleep(REFRESH_S)
 
-    def _refresh(self, number: int, reach: SpaceReach) -> None:
-        if reach.is_dram:
+    def _refresh(self, number: int, audience: SpaceAudience) -> None:
+        if audience.is_dram:
             row = f"{IS_DRAM} "
         else:
-            row = f"{self._owner(reach.behind) if reach.behind else NONE_BEHIND} {pack_reach(reach.media)}"
+            row = f"{self._owner(audience.behind) if audience.behind else NONE_BEHIND} {pack_audience(audience.media)}"
         watch = self._watches.get(number)
         if watch is not None:
             watch.publisher.set_row(row)

@@ -1,6 +1,6 @@
 """What a look-up found, for each instance: blocks that it holds, and blocks within its reach. No I/O.
 
-A space of a mempool serves instances; its row says which, and through which medium (the *reach*): an instance whose
+A space of a mempool serves instances; its row says which, and through which medium (the *audience*): an instance whose
 engine works in the pages has them as its own ("hbm"), one that copies them into a cache of its own has them "dram"
 away. What lies behind the space in host memory is "dram" for all of them.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shared.ids import InstanceId
 from shared.wire.placement import Medium, PrefixHit
 
-SEPARATOR = "\x1f"  # between the instances of a reach
+SEPARATOR = "\x1f"  # between the instances of an audience
 _LETTERS: dict[Medium, str] = {"hbm": "h", "dram": "d"}
 
 
@@ -25,7 +25,7 @@ class Depths(NamedTuple):
 Found = dict[InstanceId, Depths]
 
 
-def pack_reach(media: Mapping[InstanceId, Medium]) -> str:
+def pack_audience(media: Mapping[InstanceId, Medium]) -> str:
     """The end of a space's row. An instance whose name has the separator in it is left out."""
     named = sorted((name, _LETTERS[medium]) for name, medium in media.items() if SEPARATOR not in name)
     return SEPARATOR.join(letter + name for name, letter in named)
@@ -42,8 +42,8 @@ def parse_reply(reply: Sequence[Sequence[bytes | int] | int]) -> tuple[Found, in
     found: Found = {}
     for name, depth in zip(engines[::2], engines[1::2], strict=True):
         _add(found, _text(name), int(depth), int(depth))
-    for own, reached, reach in zip(spaces[::3], spaces[1::3], spaces[2::3], strict=True):
-        for each in _text(reach).split(SEPARATOR):
+    for own, reached, audience in zip(spaces[::3], spaces[1::3], spaces[2::3], strict=True):
+        for each in _text(audience).split(SEPARATOR):
             if each:
                 _add(found, each[1:], int(own) if each[0] == "h" else 0, int(reached))
     return found, version

@@ -1,7 +1,7 @@
 """Who holds which prefix, in Redis: the keys and the Lua scripts.
 
     quire:pt:owners                    hash: instance -> "<tag> <epoch> <role>"
-    quire:pt:spaces                    hash: a mempool's space -> "<tag> <epoch> <behind> <reach>" (hits.py)
+    quire:pt:spaces                    hash: a mempool's space -> "<tag> <epoch> <behind> <audience>" (hits.py)
     quire:pt:held:<owner>:<tag>        set of 16-byte block hashes, and one marker; it has the TTL
     quire:pt:version                   grows with every retraction, for gateways that remember look-ups
 
@@ -55,7 +55,7 @@ end
 """
 
 # ARGV: concatenated short hashes, first block first.
-# Reply: {instance, depth, instance, depth, ...}, {depth in the space, with what is behind it, reach, ...}, version
+# Reply: {instance, depth, instance, depth, ...}, {depth in the space, with what is behind it, audience, ...}, version
 # What an owner holds is closed under prefixes (leaves are evicted first), so the deepest block is found by
 # doubling steps and halving; owners often agree, so the last depth is tried first.
 LOOKUP = Script(
@@ -96,8 +96,8 @@ rows = call('HGETALL', 'quire:pt:spaces')
 local keys, far = {}, 0
 for r = 1, #rows, 2 do keys[rows[r]] = held(rows[r], sub(rows[r + 1], 1, 16)) end
 for r = 1, #rows, 2 do
-  local behind, reach = string.match(rows[r + 1], '^%x+ %d+ (%S+) (.*)$')
-  if reach and behind ~= 'dram' then
+  local behind, audience = string.match(rows[r + 1], '^%x+ %d+ (%S+) (.*)$')
+  if audience and behind ~= 'dram' then
     local own = deepest(keys[rows[r]], 0, guess)
     local all = own
     if own > 0 then guess = own end
@@ -106,7 +106,7 @@ for r = 1, #rows, 2 do
     if all > 0 then
       spaces[#spaces + 1] = own
       spaces[#spaces + 1] = all
-      spaces[#spaces + 1] = reach
+      spaces[#spaces + 1] = audience
     end
   end
 end

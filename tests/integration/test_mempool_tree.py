@@ -32,7 +32,7 @@ def mempool(tmp_path, redis):
 
 @pytest.fixture
 async def tree(redis):
-    client = PromptTreeClient(redis.url)
+    client = PromptTreeClient(redis.url, deadline_ms=2_000)
     client.open()
     assert await client.wait_up(5_000)
     yield client

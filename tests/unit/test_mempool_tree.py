@@ -76,12 +76,12 @@ def test_a_space_is_in_reach_of_its_engines_and_says_what_lies_behind_it():
     rig = spaces()
     dram = number_of_dram(rig)
     prefill, decode = InstanceId(f"i{PREFILL}"), InstanceId(f"i{DECODE}")
-    first = rig.core.reach.now()
+    first = rig.core.audience.now()
     assert (first[0].behind, first[0].is_dram) == (dram, False)
     assert (first[dram].behind, first[dram].is_dram, first[dram].media) == (0, True, {})
     assert set(first[0].media) == {prefill}
     rig.worker(DECODE, "cpu:1")
-    second = rig.core.reach.now()
+    second = rig.core.audience.now()
     (other,) = set(second) - set(first)
     assert set(second[other].media) == {decode}
     assert second[other].behind == dram
@@ -92,17 +92,17 @@ def test_engines_that_work_in_the_pages_have_them_as_their_own_and_copying_ones_
     rig = spaces()
     engine = rig.core.pools[0].memory.engines.of_instance(InstanceId(f"i{PREFILL}"))[0]
     engine.works_in_pages = True
-    assert rig.core.reach.now()[0].media == {engine.instance: "hbm"}
+    assert rig.core.audience.now()[0].media == {engine.instance: "hbm"}
     engine.works_in_pages = False
-    assert rig.core.reach.now()[0].media == {engine.instance: "dram"}
+    assert rig.core.audience.now()[0].media == {engine.instance: "dram"}
 
 
 def test_a_space_outlives_its_engine_and_stays_in_its_instances_reach():
     rig = spaces()
     watch = Watch(rig.core.pools[0])
     two_prompts(rig)
-    before = rig.core.reach.now()[0]
+    before = rig.core.audience.now()[0]
     rig.run(rig.core.on_closed(PREFILL, rig.now_ms))
     rig.run(rig.core.on_process_dead(PREFILL, rig.now_ms))
     assert watch.told == {*ABCD, *WXYZ}
-    assert rig.core.reach.now()[0] == before
+    assert rig.core.audience.now()[0] == before

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.prompttree.hits import Depths, as_hits, pack_reach, parse_reply
+from shared.prompttree.hits import Depths, as_hits, pack_audience, parse_reply
 from shared.prompttree.lookup_cache import LookupCache
 from shared.wire.placement import PrefixHit
 
@@ -25,8 +25,8 @@ def reply(engines=(), spaces=(), version=0):
 
 
 def test_an_engines_own_blocks_are_hbm_and_what_lies_behind_its_space_dram():
-    reach = pack_reach({"p0": "hbm", "d0": "dram"}).encode()
-    found, version = parse_reply(reply([b"p0", 3], [5, 9, reach], 7))
+    audience = pack_audience({"p0": "hbm", "d0": "dram"}).encode()
+    found, version = parse_reply(reply([b"p0", 3], [5, 9, audience], 7))
     assert version == 7
     assert found == {"p0": Depths(5, 9), "d0": Depths(0, 9)}
     assert as_hits(found.items(), 16) == [
@@ -37,14 +37,14 @@ def test_an_engines_own_blocks_are_hbm_and_what_lies_behind_its_space_dram():
 
 
 def test_the_deepest_of_several_sources_counts():
-    one, two = (pack_reach({"p0": medium}).encode() for medium in ("hbm", "dram"))
+    one, two = (pack_audience({"p0": medium}).encode() for medium in ("hbm", "dram"))
     found, _ = parse_reply(reply([b"p0", 6], [4, 4, one, 0, 5, two]))
     assert found == {"p0": Depths(6, 6)}
     assert as_hits(found.items(), 1) == [PrefixHit("p0", 6)]
 
 
 def test_a_space_without_instances_and_one_with_odd_names_are_no_hits():
-    assert pack_reach({"a\x1fb": "hbm"}) == ""
+    assert pack_audience({"a\x1fb": "hbm"}) == ""
     assert parse_reply(reply([], [3, 3, b""])) == ({}, 0)
 
 

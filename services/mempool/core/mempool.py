@@ -14,11 +14,11 @@ from services.mempool.core import parse, space
 from services.mempool.core.actions import Action, PoolLimits
 from services.mempool.core.api_spaces import ApiSpaces
 from services.mempool.core.attachments import Client
+from services.mempool.core.audience import Audience
 from services.mempool.core.dram import Dram
 from services.mempool.core.leases import Fence
 from services.mempool.core.pool import Pool
 from services.mempool.core.pulls import Pulls, Reader
-from services.mempool.core.reach import Reach
 from services.mempool.core.remote import Remote
 from services.mempool.core.remote_serve import RemoteServe
 from shared.errors import PeerProtocolError
@@ -47,7 +47,7 @@ class Mempool:
         self._members: dict[int, int] = {}  # connection of an engine or rank -> its space
         self._touched: dict[int, Pool] = {}  # by number: by answers since the last actions
         self.dram = Dram(limits, self.pools, self.copy_numbers, self._touch)
-        self.reach = Reach(self.pools, self._space_of, self.dram)
+        self.audience = Audience(self.pools, self._space_of, self.dram)
         landing = self.dram.landing
         self.remote = Remote(limits, self._bring, landing, self.pulls.elsewhere, self.counters)
         self.serve = RemoteServe(limits, self.pools, landing, self.pulls.want, self.counters)

@@ -1,8 +1,8 @@
-"""Which instances a space's blocks are within reach of, and through what: for the prompt tree. No I/O.
+"""Which instances a space serves, and through what medium: its audience, for the prompt tree. No I/O.
 
 An engine that works in the pages of its space has them as its own; one that copies has them one copy away, as every
-engine has what lies in host memory behind its space. A space outlives its engines: it stays within reach of the
-instances that were there, because the next process of an instance begins in the space of the last one.
+engine has what lies in host memory behind its space. A space outlives its engines: it keeps the instances that were
+there, because the next process of an instance begins in the space of the last one.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ MAX_INSTANCES = 1_024  # of one space, the ones that came last
 
 
 @dataclass(frozen=True, slots=True)
-class SpaceReach:
+class SpaceAudience:
     """`behind`: number of the space of host memory behind this one, 0 without; is_dram: it is such memory itself."""
 
     media: dict[InstanceId, Medium]
@@ -26,7 +26,7 @@ class SpaceReach:
 
 
 @dataclass(slots=True)
-class Reach:
+class Audience:
     """Of one mempool: views of its spaces. Remembers instances whose engines are gone."""
 
     _pools: Mapping[int, Pool]
@@ -34,7 +34,7 @@ class Reach:
     _dram: Dram
     _media: dict[int, dict[InstanceId, Medium]] = field(default_factory=dict)  # by number of the space
 
-    def now(self) -> dict[int, SpaceReach]:
+    def now(self) -> dict[int, SpaceAudience]:
         """Of every space that has memory, by its number. Cost: a step for each engine and instance."""
         for number, pool in self._pools.items():
             media = self._media.setdefault(number, {})
@@ -50,7 +50,7 @@ class Reach:
                     media.pop(instance, None)
             self._media[number].setdefault(instance, "dram")
         return {
-            number: SpaceReach(dict(self._media[number]), self._behind(number), pool.is_dram)
+            number: SpaceAudience(dict(self._media[number]), self._behind(number), pool.is_dram)
             for number, pool in self._pools.items()
             if pool.memory is not None
         }
