@@ -4,8 +4,10 @@ The policy is in the cluster's TOML file; the scheduler alone is ended and comes
 nothing that workers do not report again. Engines and their caches stay.
 """
 
+import asyncio
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -19,10 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.bench_footprint import free_base_port
+from loadtest.http_client import Client
+from loadtest.open_loop import OpenLoop, Plan, verdict
+from loadtest.outcomes import Outcome
 from loadtest.registry import ROOT
+from loadtest.workloads.request import Request, salted
 
 UP_TIMEOUT_S = 600
 SWITCH_TIMEOUT_S = 60
+TRIES = 3
+MAX_IN_FLIGHT = 4_096
 SCHEDULER_ADMIN = 6  # offset of its port (deploy/local/services_table.py)
 
 
@@ -42,7 +50,13 @@ class LocalityCluster:
     """
 
     def __init__(
-        self, home: Path, up_flags: Sequence[str], sections: Mapping[str, Mapping[str, Any]], first: Arm
+        self,
+        home: Path,
+        up_flags: Sequence[str],
+        sections: Mapping[str, Mapping[str, Any]],
+        first: Arm,
+        *,
+        max_lag_ms: float = 100.0,
     ) -> None:
         self._home = home
         self._flags = list(up_flags)
@@ -50,6 +64,7 @@ class LocalityCluster:
         self._base = free_base_port()
         self._config = home / "locality.toml"
         self._arm = first
+        self._max_lag_ms = max_lag_ms
         self.url = f"http://127.0.0.1:{self._base + 90}"
 
     def __enter__(self) -> "LocalityCluster":
@@ -86,6 +101,32 @@ class LocalityCluster:
                     return
             time.sleep(0.2)
         raise RuntimeError(f"the scheduler did not come back with policy {arm.policy}")
+
+    def run(self, requests: Sequence[Request], *, is_measured: bool = True) -> list[Outcome]:
+        """Send all and wait; again with new tokens where the client was late, unless nothing is measured.
+
+        Raises: RuntimeError when it always was.
+        """
+        plan = Plan(
+            model=self.model(),
+            max_in_flight=MAX_IN_FLIGHT,
+            max_lag_ms=self._max_lag_ms if is_measured else math.inf,
+        )
+        for attempt in range(TRIES):
+            again = salted(requests, "again", attempt) if attempt else list(requests)
+            outcomes = asyncio.run(self._send(again, plan))
+            why = verdict(outcomes, plan)
+            if not why:
+                return outcomes
+            print(f"  again, the client was the bottleneck: {why}", flush=True)
+        raise RuntimeError(f"the client was the bottleneck {TRIES} times")
+
+    async def _send(self, requests: Sequence[Request], plan: Plan) -> list[Outcome]:
+        client = Client(self.url)
+        try:
+            return await OpenLoop(client, plan).run(requests)
+        finally:
+            client.close()
 
     def scheduler(self) -> dict[str, Any]:
         """Its /status. Raises: OSError, ValueError."""

@@ -25,6 +25,7 @@ MEASURES = {  # result name: module
     "h200x2-transfer": "loadtest.bench_transfer",
     "two-host-transfer": "loadtest.bench_two_hosts",
     "locality": "loadtest.bench_locality",
+    "simulated-locality": "loadtest.bench_locality",
     "trace-replay": "loadtest.bench_trace_replay",
     "prompt-tree": "loadtest.bench_prompt_tree",
 }

@@ -142,30 +142,33 @@ ARM_NAMES = {
 }
 
 
-def locality(result: Result) -> Figure | str:
-    """P99 of TTFT and hits by share ratio and policy."""
-    runs = [row for row in result["samples"] if row["kind"] == "run"]
-    ratios = sorted({row["ratio"] for row in runs})
-    arms = [arm for arm in ARM_NAMES if any(row["arm"] == arm for row in runs)]
-    if not runs:
-        return "the result file holds no finished run"
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.2))
-    for axes, key, scale, form in (
-        (left, "ttft_p99_ms", 1.0, "{:.0f}"),
-        (right, "hit_ratio", 100.0, "{:.0f}"),
-    ):
-        series = {
-            ARM_NAMES[arm]: [
-                None
-                if (value := result["metrics"].get(f"share{ratio}_{arm}_{key}")) is None
-                else value * scale
-                for ratio in ratios
-            ]
-            for arm in arms
-        }
-        grouped_bars(axes, [f"share ratio {ratio}" for ratio in ratios], series, form)
-    left.set(ylabel="ms", title="P99 of TTFT, median of the seeds")
-    right.set(ylabel="% of prompt tokens", title="Prompt tokens that were not computed", ylim=(0, 100))
+def locality(simulated: Result | None, measured: Result | None) -> Figure | str:
+    """P99 of TTFT and hits by share ratio and policy; a row for each of the results that there are."""
+    found = [
+        (words, result)
+        for words, result in (("measured", measured), ("simulated", simulated))
+        if result is not None and any(row["kind"] == "run" for row in result["samples"])
+    ]
+    if not found:
+        return "no result file locality yet: `make measure NAME=locality`"
+    figure, rows = plt.subplots(len(found), 2, figsize=(11, 3.0 * len(found)), squeeze=False)
+    for (words, result), (left, right) in zip(found, rows, strict=True):
+        runs = [row for row in result["samples"] if row["kind"] == "run"]
+        ratios = sorted({row["ratio"] for row in runs})
+        arms = [arm for arm in ARM_NAMES if any(row["arm"] == arm for row in runs)]
+        for axes, key, scale in ((left, "ttft_p99_ms", 1.0), (right, "hit_ratio", 100.0)):
+            series = {
+                ARM_NAMES[arm]: [
+                    None
+                    if (value := result["metrics"].get(f"share{ratio}_{arm}_{key}")) is None
+                    else value * scale
+                    for ratio in ratios
+                ]
+                for arm in arms
+            }
+            grouped_bars(axes, [f"share ratio {ratio}" for ratio in ratios], series)
+        left.set(ylabel="ms", title=f"P99 of TTFT, median of the seeds ({words})")
+        right.set(ylabel="%", title=f"Prompt tokens that were not computed ({words})", ylim=(0, 118))
     return figure
 
 
@@ -225,11 +228,12 @@ SHEETS = (
         "memserve-15",
         "MemServe Figure 15: placing by session, by load, by prompt tree, by cost",
         ours="3 prefill and 1 decode instance, 80 sessions of questions about 1K-token documents, open loop at 70% of "
-        "what `session` can take; equal caches, tokens new to every run.",
+        "what `session` can take; equal caches, tokens new to every run. Simulated: costs by an H200's data sheet.",
         paper="prompt-tree scheduling lowers the P99 of TTFT by 59% against intra-session scheduling at share ratio 2.",
         differs="the paper runs Llama2-13B on H800s and does not state its load; `session, pages pulled` and `cost` "
         "bring pages from other instances, which the paper's policies do not.",
-        needs=("locality",),
+        needs=("simulated-locality",),
+        also=("locality",),
         draw=locality,
     ),
 )

@@ -1,8 +1,10 @@
 """bench_locality: metrics from samples, equal requests for every arm, capacity, and its figure."""
 
+import json
+
 import pytest
 
-from loadtest import bench_locality
+from loadtest import bench_locality, verify_results
 from loadtest.bench_locality import ARMS, Progress, capacity_per_s, metrics_from_samples, sample_of, workload
 from loadtest.figures import memserve
 from loadtest.outcomes import Outcome
@@ -86,10 +88,38 @@ def test_arms_are_known_policies_and_an_unknown_one_is_refused():
         bench_locality.parse(["--arms", "nonsense"])
 
 
-def test_the_figure_is_drawn_from_the_metrics():
+def test_the_simulator_runs_the_same_arms_and_finds_more_by_prompt_tree_than_by_session(tmp_path):
+    words = [
+        "--simulate",
+        "h200",
+        "--sessions",
+        "24",
+        "--ratios",
+        "2",
+        "--seeds",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    assert bench_locality.main([*words, "--arms", "session,prompt_tree,cost"]) == 0
+    text = (tmp_path / "simulated-locality.json").read_text()
+    found = json.loads(text)
+    assert verify_results.problems_of(tmp_path / "simulated-locality.json", root=tmp_path) == []
+    metrics = found["metrics"]
+    assert metrics["share2_prompt_tree_hit_ratio"] > metrics["share2_session_hit_ratio"] + 0.05
+    assert metrics["share2_cost_hit_ratio"] > metrics["share2_session_hit_ratio"] + 0.05
+    again = tmp_path / "again"
+    assert bench_locality.main([*words[:-1], str(again), "--arms", "session,prompt_tree,cost"]) == 0
+    assert json.loads((again / "simulated-locality.json").read_text())["samples"] == found["samples"]
+
+
+def test_the_figure_is_drawn_from_the_metrics_of_what_there_is():
     rows = samples()
-    figure = memserve.locality({"samples": rows, "metrics": metrics_from_samples(rows)})
-    assert not isinstance(figure, str)
-    texts = {text.get_text() for axes in figure.axes for text in axes.get_legend().get_texts()}
-    assert texts == {"session", "prompt tree", "cost (eq 1 and 2)"}
-    assert isinstance(memserve.locality({"samples": [], "metrics": {}}), str)
+    result = {"samples": rows, "metrics": metrics_from_samples(rows)}
+    for pair, num_axes in (((result, None), 2), ((result, result), 4)):
+        figure = memserve.locality(*pair)
+        assert not isinstance(figure, str)
+        assert len(figure.axes) == num_axes
+        texts = {text.get_text() for axes in figure.axes for text in axes.get_legend().get_texts()}
+        assert texts == {"session", "prompt tree", "cost (eq 1 and 2)"}
+    assert "make measure" in str(memserve.locality(None, None))
