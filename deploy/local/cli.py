@@ -5,6 +5,7 @@ import sys
 import typer
 
 from deploy.local import (
+    cmd_advise,
     cmd_chat,
     cmd_doctor,
     cmd_down,
@@ -36,6 +37,7 @@ for _name, _command in (
     ("chat", cmd_chat.chat),
     ("trace", cmd_trace.trace),
     ("doctor", cmd_doctor.doctor),
+    ("advise", cmd_advise.advise),
     ("kill", cmd_kill.kill),
     ("version", cmd_version.version),
 ):

@@ -1,6 +1,6 @@
 """A simulated cluster: the production scheduler and gateway cores, engines as step machines, links, the prompt tree."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 from loadtest.outcomes import Outcome
@@ -35,9 +35,17 @@ EPOCH = Epoch(1)
 
 
 class Simulation:
-    """Args: prices: of every instance."""
+    """Args: prices: of every instance. enough: asked after each request; True ends the run with those that ended."""
 
-    def __init__(self, spec: ClusterSpec, prices: StepPrices, requests: Sequence[SimRequest]) -> None:
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        prices: StepPrices,
+        requests: Sequence[SimRequest],
+        *,
+        enough: Callable[[Outcome], bool] | None = None,
+    ) -> None:
+        self._enough, self._stopped = enough, False
         self._spec, self._prices, self._requests = spec, prices, requests
         self._events = EventQueue()
         self._links = Links(spec.peer, spec.remote, spec.dram, spec.instances_per_host)
@@ -77,9 +85,9 @@ class Simulation:
                 self._followers.setdefault(request.depends_on, []).append(index)
         for death in self._spec.deaths:
             self._events.at(death.at_ms, self._die, death.instance)
-        self._events.run(lambda: self._num_ended == len(self._requests))
+        self._events.run(lambda: self._stopped or self._num_ended == len(self._requests))
         records = [record for record in self._records if record is not None]
-        assert len(records) == len(self._requests), "every request ends"
+        assert self._stopped or len(records) == len(self._requests), "every request ends"
         return Simulated(
             outcomes=records,
             num_events=self._events.num_events,
@@ -363,6 +371,7 @@ class Simulation:
     def _on_end(self, call: Call) -> None:
         self._records[call.index] = call.record
         self._num_ended += 1
+        self._stopped = self._enough is not None and self._enough(call.record)
         self._num_retries += call.flow.num_retries
         self._events.after(FORGET_MS, self._forget, call)  # its aborts are on their way
         for index in self._followers.pop(call.index, ()):

@@ -6,6 +6,7 @@ The shares of peak are what well-tuned dense kernels reach; a calibrated instanc
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -124,16 +125,25 @@ def model_shape(model: str) -> ModelShape:
 
 
 def from_file(path: Path, *, memory_tokens: int) -> Machine:
-    """Coefficients as JSON, or any object that has them under "cost". Raises: SettingsError."""
+    """Coefficients as JSON, or what `quire model show --json` printed. Raises: SettingsError."""
     try:
         read = json.loads(path.read_text())
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise SettingsError(f"{path} is not JSON: {error}") from error
+    return from_coefficients(read, memory_tokens=memory_tokens, source=path.name)
+
+
+def from_coefficients(read: Any, *, memory_tokens: int, source: str) -> Machine:
+    """Args: read: coefficients, or instances by name with their "coefficients". Raises: SettingsError."""
+    rows = [read, *read.values()] if isinstance(read, dict) else [read]
+    nested = [row["coefficients"] for row in rows if isinstance(row, dict) and row.get("coefficients")]
     try:
-        found = msgspec.convert(read.get("cost", read) if isinstance(read, dict) else read, CostCoefficients)
+        found = msgspec.convert(nested[0] if nested else read, CostCoefficients)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{path} has no cost coefficients: {error}") from error
-    words = f"coefficients of {found.device or 'an unnamed device'} from {path.name}"
+        raise SettingsError(
+            f"{source} has no cost coefficients ({error}); expected what `quire model show --json` prints"
+        ) from error
+    words = f"coefficients of {found.device or 'an unnamed device'} from {source}"
     return Machine(ModelPrices(found), memory_tokens, True, words)

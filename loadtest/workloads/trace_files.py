@@ -17,6 +17,10 @@ from loadtest.workloads.stats import BLOCK_TOKENS, BlockIds
 
 MAX_LINE_CHARS = 1 << 20
 MAX_REQUESTS = 1_000_000
+MOONCAKE_LINE = (
+    '{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [one for each 512 tokens]}'
+)
+AZURE_LINE = "the columns TIMESTAMP (2023-11-16 18:15:46.68), ContextTokens and GeneratedTokens"
 
 
 class TraceError(Exception):
@@ -85,7 +89,9 @@ def _mooncake(path: Path, source: TextIO) -> Iterator[Row]:
             )
             ids = [int(one) for one in row.get("hash_ids") or []]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TraceError(f"{where}: no line of a Mooncake trace: {error!r}") from None
+            raise TraceError(
+                f"{where}: no line of a Mooncake trace: {error!r}; expected {MOONCAKE_LINE}"
+            ) from None
         blocks = -(-length // BLOCK_TOKENS)
         if ids and len(ids) != blocks:
             raise TraceError(f"{where}: {length} tokens are {blocks} blocks, not {len(ids)} hash ids")
@@ -99,7 +105,9 @@ def _azure(path: Path, source: TextIO) -> Iterator[Row]:
             at = datetime.strptime(row["TIMESTAMP"][:26], "%Y-%m-%d %H:%M:%S.%f").replace(tzinfo=UTC)
             length, output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
         except (ValueError, KeyError, TypeError) as error:
-            raise TraceError(f"{where}: no line of an Azure trace: {error!r}") from None
+            raise TraceError(
+                f"{where}: no line of an Azure trace: {error!r}; expected {AZURE_LINE}"
+            ) from None
         yield _checked(where, at.timestamp() * 1000, length, output, [])
 
 

@@ -300,6 +300,7 @@ class WorkerShell:
             "kv_used_share": load.kv_used_share,
             "step_ms": load.step_ms,
             "num_kv_blocks": self.engine.num_kv_blocks,
+            "block_tokens": self.engine.description.block_tokens,
             "messages_sent": self.front.outbox.num_messages,
             "chunks_sent": self.front.outbox.num_chunks,
             "cost": self.cost.status(),

@@ -1,0 +1,151 @@
+"""`quire advise TRACE`: whether to disaggregate this workload, by simulation."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from deploy.local.terminal import connect, fail, get_json, out
+from shared.errors import PeerGone, SettingsError
+
+if TYPE_CHECKING:
+    from loadtest.simulator.advise import Advice
+    from loadtest.simulator.hardware import Machine
+
+BUDGET_S = 40.0
+RUNNING = "running"
+
+
+def advise(
+    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL, or CSV of lengths as Azure's (.csv).")],
+    gpus: Annotated[int, typer.Option(help="GPUs, or engines of the running cluster.")] = 4,
+    gpu: Annotated[
+        str, typer.Option(help="h200, h100, a100 or l40s: costs from its data sheet, uncalibrated.")
+    ] = "h200",
+    model: Annotated[
+        str, typer.Option(help="llama-8b, qwen-32b, llama-70b, or a folder with a config.json.")
+    ] = "llama-8b",
+    tp: Annotated[int, typer.Option(help="GPUs of one engine.")] = 1,
+    cost: Annotated[
+        str,
+        typer.Option(
+            help="Coefficients: a file of `quire model show --json`, or 'running' for the running cluster's."
+        ),
+    ] = "",
+    memory_tokens: Annotated[int, typer.Option(help="KV of one engine in tokens. Default: what fits.")] = 0,
+    link_gb_per_s: Annotated[float, typer.Option(help="Between engines.")] = 20.0,
+    slo_ttft_ms: Annotated[
+        float, typer.Option(help="Default: 3 x a long prompt's prefill, at least 2000.")
+    ] = 0.0,
+    slo_tpot_ms: Annotated[float, typer.Option(help="Default: 2 x a lonely decode step, at least 50.")] = 0.0,
+    share: Annotated[float, typer.Option(help="Of the requests that must keep both.")] = 0.9,
+    requests: Annotated[int, typer.Option(help="Simulated at most: the densest stretch.")] = 600,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+) -> None:
+    """Simulate a trace on colocated and on divided engines, and say which way sustains more within the SLO."""
+    # here and not above: `quire up` needs neither numpy nor the simulator
+    from loadtest.simulator.advise import Advisor, Question, default_slo
+    from loadtest.simulator.request import from_workload
+    from loadtest.workloads.stats import BLOCK_TOKENS
+    from loadtest.workloads.trace_files import TraceError, read
+
+    if gpus < 1 or tp < 1 or requests < 10 or not 0 < share <= 1 or link_gb_per_s <= 0:
+        raise SettingsError(
+            "--gpus and --tp are at least 1, --requests 10, --share in (0, 1], --link-gb-per-s above 0"
+        )
+    try:
+        found = from_workload(read(trace), BLOCK_TOKENS)
+    except TraceError as error:
+        fail(str(error))
+    except UnicodeDecodeError:
+        fail(f"{trace} is not text: expected Mooncake's JSON lines, or a CSV of lengths")
+    except OSError as error:
+        fail(f"{trace} cannot be read: {error.strerror}")
+    machine = _machine(gpu, model, tp, cost, memory_tokens)
+    longest = max(request.prompt_tokens + request.output_tokens for request in found)
+    if longest > machine.memory_tokens:
+        fail(
+            f"a request of {longest} tokens has no room in the {machine.memory_tokens} of an engine: see --tp, --gpu"
+        )
+    slo = default_slo(found, machine)
+    slo = type(slo)(slo_ttft_ms or slo.ttft_ms, slo_tpot_ms or slo.tpot_ms)
+    begin = time.monotonic()
+    question = Question(
+        found, machine, gpus // tp, slo, link_gb_per_s=link_gb_per_s, good_share=share, most_requests=requests
+    )
+    advice = Advisor(question, lambda: time.monotonic() - begin, BUDGET_S).advise()
+    if as_json:
+        sys.stdout.write(json.dumps(advice.as_json(), indent=2) + "\n")
+    else:
+        _show(advice)
+
+
+def _machine(gpu: str, model: str, tp: int, cost: str, memory_tokens: int) -> "Machine":
+    from loadtest.simulator.hardware import from_coefficients, from_data_sheet, from_file
+
+    if cost == RUNNING:
+        read, tokens = _running()
+        return from_coefficients(read, memory_tokens=memory_tokens or tokens, source="the running cluster")
+    if cost:
+        return from_file(Path(cost), memory_tokens=memory_tokens or 1 << 20)
+    machine = from_data_sheet(gpu, model, tp=tp)
+    return type(machine)(machine.prices, memory_tokens or machine.memory_tokens, False, machine.words)
+
+
+def _running() -> tuple[dict[str, Any], int]:
+    """Coefficients by instance, and the KV tokens of the first that has some. Raises: PeerGone."""
+    with connect() as client:
+        services = client.call(op="status")["services"]
+    for service in services:
+        status = get_json(service["probe"].removesuffix("/ready") + "/status") or {}
+        found = status.get("cost") or {}
+        if found.get("coefficients"):
+            blocks, tokens = status.get("num_kv_blocks") or 0, status.get("block_tokens") or 0
+            return found, blocks * tokens or 1 << 20
+    raise PeerGone(
+        "no instance of the running cluster has a cost model; its log says why, or give --gpu and --model"
+    )
+
+
+def _show(advice: "Advice") -> None:
+    out.print(
+        f"{advice.simulated_requests} requests at {advice.trace_rate_per_s:.2f}/s; {advice.costs}; "
+        f"TTFT {advice.slo_ttft_ms:g} ms and TPOT {advice.slo_tpot_ms:g} ms for {advice.good_share:.0%}",
+        markup=False,
+    )
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in (
+        "layout",
+        "max requests/s",
+        "at the trace's rate: good",
+        "TTFT p50",
+        "p99",
+        "TPOT p99",
+        "JCT mean",
+        "hits",
+    ):
+        table.add_column(column, justify="left" if column == "layout" else "right")
+    for layout in advice.layouts:
+        times = (layout.ttft_p50_ms, layout.ttft_p99_ms, layout.tpot_p99_ms, layout.jct_mean_ms)
+        table.add_row(
+            layout.name,
+            f"{layout.max_rate_per_s:.2f}",
+            f"{layout.good_ratio:.1%}",
+            *(f"{ms:.0f} ms" for ms in times),
+            f"{layout.hit_ratio:.1%}",
+        )
+    out.print(table)
+    out.print(advice.sentence, markup=False)
+    if not advice.calibrated:
+        out.print(
+            "The costs are a data sheet's: `--cost running` or a file of `quire model show --json` is better.",
+            style="dim",
+        )
+    if not advice.within_budget:
+        out.print(
+            f"The search ended after {BUDGET_S:g} s: give fewer --requests for finer rates.", style="yellow"
+        )

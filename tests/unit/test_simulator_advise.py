@@ -1,0 +1,96 @@
+"""`quire advise`: the verdict follows the workload and the link, ends in time, and bad files are named by line."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy.local.cli import app
+from loadtest.reports.summary import Slo
+from loadtest.simulator.advise import Advisor, Question, default_slo
+from loadtest.simulator.hardware import from_coefficients, from_data_sheet
+from shared.errors import InvalidRequest, SettingsError
+from tests.support.simulated import mooncake_lines, plain
+
+MACHINE = from_data_sheet("h200", "llama-8b")
+# long prompts between decodes that may not wait: chunks of 8,192 tokens take 200 ms on this machine
+STEADY = [plain(n, 250.0 * n, 8000, 60) for n in range(48)]
+
+
+def ask(link_gb_per_s, *, slo=None, budget_s=60.0, instances=3, requests=STEADY):
+    question = Question(requests, MACHINE, instances, slo or Slo(4000, 15), link_gb_per_s=link_gb_per_s)
+    return Advisor(question, lambda: 0.0 if budget_s else 1.0, budget_s).advise()
+
+
+def test_tight_gaps_between_tokens_and_a_fast_link_want_disaggregation():
+    advice = ask(100.0)
+    assert advice.disaggregate
+    assert (advice.prefill, advice.decode) == (2, 1)
+    assert 0.1 < advice.break_even_gb_per_s < 100
+    assert advice.sentence.startswith("Disaggregate, 2 prefill to 1 decode")
+    assert [layout.name for layout in advice.layouts] == ["3 colocated", "1P:2D", "2P:1D"]
+
+
+def test_a_slow_link_or_gaps_that_nobody_counts_want_it_colocated():
+    assert not ask(0.05).disaggregate
+    loose = ask(100.0, slo=Slo(4000, 10_000))
+    assert not loose.disaggregate
+    assert "Keep them colocated" in loose.sentence
+
+
+def test_a_spent_budget_still_gives_a_verdict_and_says_so():
+    advice = ask(100.0, budget_s=0.0)
+    assert not advice.within_budget
+    assert advice.num_simulations <= 6
+
+
+def test_what_cannot_be_divided_or_met_is_said():
+    with pytest.raises(InvalidRequest, match="at least 2 instances"):
+        ask(1.0, instances=1)
+    assert "loosen it" in ask(1.0, slo=Slo(0.001, 0.001)).sentence
+
+
+def test_the_default_slo_follows_the_machine_and_is_never_tighter_than_two_seconds():
+    assert default_slo([plain(0, 0, 100, 5)], MACHINE) == Slo(2000.0, 50.0)
+    assert default_slo([plain(0, 0, 60_000, 5)], MACHINE).ttft_ms > 4000
+
+
+def test_coefficients_come_as_they_are_or_as_quire_model_show_prints_them():
+    plain_json = json.loads(json.dumps({"shape": {
+        "num_layers": 2, "hidden_size": 8, "intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4,
+        "vocab_size": 10, "dtype_bytes": 4}, "step_overhead_ms": 7.0}))  # fmt: skip
+    for read in (plain_json, {"prefill-0": {}, "decode-0": {"coefficients": plain_json, "corrections": {}}}):
+        machine = from_coefficients(read, memory_tokens=100, source="a file")
+        assert machine.prices.decode_ms(1, 0) >= 7.0
+        assert machine.prices.kv_bytes_per_token == 64
+    with pytest.raises(SettingsError, match="quire model show --json"):
+        from_coefficients({"prefill-0": {}}, memory_tokens=100, source="a file")
+
+
+def quire(*words):
+    return CliRunner().invoke(app, ["advise", *map(str, words)])
+
+
+def test_the_command_prints_a_table_or_json_and_the_same_verdict(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(mooncake_lines(2, count=40)))
+    words = (path, "--gpus", 2, "--requests", 30, "--slo-tpot-ms", 20)
+    told, read = quire(*words), json.loads(quire(*words, "--json").stdout)
+    assert told.exit_code == 0
+    assert "1P:1D" in told.stdout
+    assert read["sentence"] in " ".join(told.stdout.split())
+    assert (read["simulated_requests"], read["slo_tpot_ms"], read["calibrated"]) == (30, 20.0, False)
+
+
+def test_bad_files_and_options_are_errors_that_say_what_is_expected(tmp_path, capsys):
+    path = tmp_path / "t.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,5,5\n")
+    for words, says in (
+        ((path,), "t.csv:2"),
+        ((path,), "expected the columns TIMESTAMP"),
+        ((tmp_path / "none.csv",), "cannot be read"),
+        ((path, "--share", 2), "--share"),
+    ):
+        done = quire(*words)
+        assert done.exit_code != 0
+        assert says in done.output + capsys.readouterr().err + str(done.exception or "")
