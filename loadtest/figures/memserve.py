@@ -168,6 +168,8 @@ def locality(simulated: Result | None, measured: Result | None) -> Figure | str:
             }
             grouped_bars(axes, [f"share ratio {ratio}" for ratio in ratios], series)
         left.set(ylabel="ms", title=f"P99 of TTFT, median of the seeds ({words})")
+        if (legend := left.get_legend()) is not None:  # the right one's is enough
+            legend.remove()
         right.set(ylabel="%", title=f"Prompt tokens that were not computed ({words})", ylim=(0, 118))
     return figure
 

@@ -120,6 +120,7 @@ def test_the_figure_is_drawn_from_the_metrics_of_what_there_is():
         figure = memserve.locality(*pair)
         assert not isinstance(figure, str)
         assert len(figure.axes) == num_axes
-        texts = {text.get_text() for axes in figure.axes for text in axes.get_legend().get_texts()}
+        legends = [legend for axes in figure.axes if (legend := axes.get_legend()) is not None]
+        texts = {text.get_text() for legend in legends for text in legend.get_texts()}
         assert texts == {"session", "prompt tree", "cost (eq 1 and 2)"}
     assert "make measure" in str(memserve.locality(None, None))
