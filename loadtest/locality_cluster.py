@@ -134,6 +134,10 @@ class LocalityCluster:
         with urllib.request.urlopen(url, timeout=2) as reply:
             return json.load(reply)
 
+    def costs(self) -> dict[str, Any]:
+        """What `quire model show` knows of each instance. Raises: RuntimeError when one has no model."""
+        return json.loads(self._quire("model", "show", "--json"))
+
     def model(self) -> str:
         """Name of the served model."""
         with urllib.request.urlopen(f"{self.url}/v1/models", timeout=10) as reply:

@@ -28,6 +28,7 @@ MEASURES = {  # result name: module
     "simulated-locality": "loadtest.bench_locality",
     "trace-replay": "loadtest.bench_trace_replay",
     "prompt-tree": "loadtest.bench_prompt_tree",
+    "simulator": "loadtest.bench_simulator",
 }
 
 

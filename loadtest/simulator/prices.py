@@ -44,14 +44,21 @@ class StepPrices(Protocol):
 class ModelPrices:
     """The production cost model. Decode steps are remembered: their time is linear in the context.
 
-    Args: correction: factor of all its predictions, as a worker learns it online.
+    Args: prefill_correction, decode_correction: factors of its predictions, as a worker learns them online; a step
+    with prompts in it counts as prefill.
     """
 
-    def __init__(self, coefficients: CostCoefficients, *, correction: float = 1.0) -> None:
+    def __init__(
+        self,
+        coefficients: CostCoefficients,
+        *,
+        prefill_correction: float = 1.0,
+        decode_correction: float = 1.0,
+    ) -> None:
         self.coefficients = coefficients
         self.kv_bytes_per_token = kv_bytes_per_token(coefficients.shape)
         self._model = model = CostModel(coefficients)
-        self._correction = correction
+        self._prefill, self._decode = prefill_correction, decode_correction
 
         @lru_cache(maxsize=4096)
         def line(num_requests: int) -> tuple[float, float]:
@@ -62,21 +69,22 @@ class ModelPrices:
 
     def step_ms(self, chunks: Sequence[Chunk], num_decodes: int, decode_context_tokens: int) -> float:
         """As the model predicts it."""
-        return self._correction * self._model.step_ms(StepShape(chunks, num_decodes, decode_context_tokens))
+        factor = self._prefill if chunks else self._decode
+        return factor * self._model.step_ms(StepShape(chunks, num_decodes, decode_context_tokens))
 
     def decode_ms(self, num_requests: int, context_tokens: int) -> float:
         """The same without chunks. Cost: 0.2 us."""
         base, slope = self._line(num_requests)
-        return self._correction * (base + slope * context_tokens)
+        return self._decode * (base + slope * context_tokens)
 
     def prefill_ms(self, num_tokens: int, cached_tokens: int = 0) -> float:
         """exec(x, y)."""
-        return self._correction * self._model.prefill_ms(num_tokens, cached_tokens)
+        return self._prefill * self._model.prefill_ms(num_tokens, cached_tokens)
 
     def outside_ms(self, num_tokens: int) -> float:
         """Hashing and passing on."""
         c = self.coefficients
-        return self._correction * (c.request_ms + c.prompt_token_ms * num_tokens)
+        return self._prefill * (c.request_ms + c.prompt_token_ms * num_tokens)
 
 
 def kv_bytes_per_token(shape: ModelShape) -> int:
