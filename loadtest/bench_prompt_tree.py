@@ -258,7 +258,7 @@ class Bench:
             self.policies |= policies
             named = {f"placement{label}_ms": times.whole_ms, f"tree{label}_ms": times.lookup_ms}
             named[f"place{label}_ms"] = times.place_ms
-            metrics = {}
+            metrics = {f"found{label}_ratio": times.with_hits / max(1, len(times.whole_ms))}
             if cache is not None:
                 metrics[f"lookups{label}_ratio"] = cache.num_hits / (cache.num_hits + cache.num_misses)
             self.add(
@@ -302,6 +302,12 @@ class Bench:
                     failed=failed + bad, whole_ms=times,
                 )  # fmt: skip
                 fleet.stop(system.process)
+
+
+def _priority() -> str:
+    """Of this session among others on the machine, as the kernel words it."""
+    found = Path("/proc/self/autogroup")
+    return found.read_text().strip().partition(" ")[2] if found.exists() else f"nice {os.nice(0)}"
 
 
 async def _until(condition: Any, timeout_s: float = 60.0) -> None:
@@ -362,6 +368,7 @@ def main(argv: Sequence[str]) -> int:
                 "routers_skipped": bench.skipped,
                 "load_average_before": round(begin_load, 2),
                 "machine_was_shared": begin_load > 0.5,
+                "own_priority": _priority(),
                 "seed": options.seed,
             },
             metrics=metrics,

@@ -12,6 +12,7 @@ from loadtest.processes import Fleet, free_port
 from loadtest.tree_reporters import MODEL
 from loadtest.tree_rig import BLOCK_TOKENS, PROMPT_BLOCKS, TAG, Trees, hashes_of, prompt
 from services.gateway.scheduler_link import SchedulerLink
+from shared.errors import Overloaded, PeerGone
 from shared.ids import RequestId
 from shared.prompttree.client import PromptTreeClient
 from shared.prompttree.lookup_cache import LookupCache
@@ -60,7 +61,7 @@ class Requester:
             waiting.set_result(message)
 
     async def place(self, hits: list[PrefixHit]) -> SchedulerToGateway:
-        """One placement; it ends at once. Raises: TimeoutError."""
+        """One placement; it ends at once. Raises: TimeoutError, PeerGone, Overloaded."""
         self._next += 1
         request_id = RequestId(f"r{self._next}")
         future = asyncio.get_running_loop().create_future()
@@ -90,7 +91,7 @@ class Requester:
         found = time.perf_counter()
         try:
             answer = await self.place(hits)
-        except TimeoutError:
+        except (TimeoutError, PeerGone, Overloaded):
             times.failed += 1
             return
         end = time.perf_counter()

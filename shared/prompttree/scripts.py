@@ -57,17 +57,24 @@ end
 # ARGV: concatenated short hashes, first block first.
 # Reply: {instance, depth, instance, depth, ...}, {depth in the space, with what is behind it, audience, ...}, version
 # What an owner holds is closed under prefixes (leaves are evicted first), so the deepest block is found by
-# doubling steps and halving; owners often agree, so the last depth is tried first.
+# doubling steps and halving. Owners often agree, so the last depth is tried first, or, where the last owner had another
+# one, the first block: most owners of many lack it, which costs one command.
 LOOKUP = Script(
     _COMMON
     + """
 local blob = ARGV[1]
 local n = #blob / 16
+local agrees = true  -- whether the last owner that was asked has the guessed depth
 local function deepest(key, low, guess)
   local function has(i) return call('SISMEMBER', key, sub(blob, i * 16 - 15, i * 16)) == 1 end
   local high = n + 1
+  if not agrees then
+    if low >= n or not has(low + 1) then return low end
+    low = low + 1
+  end
   if guess > low then
-    if has(guess) then
+    agrees = has(guess)
+    if agrees then
       low = guess
       if guess < n and not has(guess + 1) then high = guess + 1 end
     else
