@@ -46,7 +46,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     hysteresis_share: float = 0.1  # of the time until its first token
     # ... or a whole request to a prefill or decode instance
     role_margin_ms: float = 5.0
-    role_margin_share: float = 0.1
+    role_margin_share: float = 0.0
     panic_queue_ms: float = 10_000.0  # an instance with a longer queue is avoided, whatever it holds
     slowdown_weight: float = (
         1.0  # a millisecond that others lose, in milliseconds of the request's own; 0: selfish

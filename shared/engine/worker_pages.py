@@ -4,10 +4,12 @@ Whatever goes wrong here costs time, not correctness: without held pages the eng
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from shared.costmodel.transfer import CAREFUL_RATES, LinkRates
 from shared.engine.interface import HeldPages
 from shared.engine.worker_config import WorkerSettings
 from shared.errors import ClusterError
@@ -17,6 +19,7 @@ from shared.kv.layout import EngineDescription
 from shared.kv.words import u32_list, u64_list
 from shared.observe import metrics
 from shared.observe.log import get_logger
+from shared.wire.cost import LinkRate
 from shared.wire.handoff import HandoffState
 from shared.wire.mempool import Acquired
 from shared.wire.reports import PoolPlace
@@ -128,6 +131,7 @@ class PromptPages:
         self._description = description
         self._settings = settings
         self._leases: set[LeaseId] = set()
+        self._rates = LinkRates()
         name = "quire_worker_page_lookups_total"
         self._outcomes = metrics.counter(name, "Requests by what the mempool gave them.", ("outcome",))
 
@@ -157,6 +161,11 @@ class PromptPages:
         if self._client is None or not self._client.connected:
             return None
         return PoolPlace(self._client.boot_generation, self._client.memory_id, self._client.peer_address)
+
+    @property
+    def links(self) -> dict[str, LinkRate]:
+        """Rates by path of what the pool brought for this instance; those that nothing came by are left out."""
+        return {path: rate for path, rate in self._rates.rates.items() if rate is not CAREFUL_RATES.get(path)}
 
     @property
     def num_leases(self) -> int:
@@ -220,6 +229,7 @@ class PromptPages:
             self._outcomes.labels("no_pool").inc()
             return None
         limit_ms = wait_ms + (_REPLY_MARGIN_MS if wait_ms else self._settings.acquire_timeout_ms)
+        begin_s = time.perf_counter()
         try:
             async with asyncio.timeout(limit_ms / 1000):
                 got = await client.acquire(
@@ -232,11 +242,15 @@ class PromptPages:
                     source_mempool=source_mempool,
                     own_space_only=own_space_only,
                 )
-            return self._lease(got, hashes, valid_tokens)
+            lease = self._lease(got, hashes, valid_tokens)
         except (ClusterError, TimeoutError, ValueError) as error:
             self._outcomes.labels("failed").inc()
             _log.warning("acquire_failed", handoff_id=handoff_id, error=str(error) or type(error).__name__)
             return None
+        if lease is not None and lease.brought.path in CAREFUL_RATES:  # by one path alone
+            took_ms = (time.perf_counter() - begin_s) * 1e3
+            self._rates = self._rates.measured(lease.brought.path, lease.brought.num_bytes, took_ms)
+        return lease
 
     def _lease(self, got: Acquired, hashes: list[BlockHash], valid_tokens: int) -> PageLease | None:
         """Raises: ValueError when the lists do not fit together."""

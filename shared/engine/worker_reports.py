@@ -14,6 +14,7 @@ from shared.errors import Overloaded, PeerGone, StaleEpoch
 from shared.ids import Epoch, InstanceId
 from shared.observe.log import get_logger
 from shared.transport.zmq_channel import DealerLink
+from shared.wire.cost import LinkRate
 from shared.wire.reports import (
     REPORT_REPLIES,
     REPORTS,
@@ -38,7 +39,7 @@ class SchedulerReports:
     load: cheap; called for every report.
     cost: what the worker knows of its speed.
     on_stale: the scheduler knows a larger epoch of this instance: register again.
-    pool: where the instance's pages lie.
+    pool: where the instance's pages lie; links: how fast they came from elsewhere.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class SchedulerReports:
         cost: WorkerCost,
         on_stale: Callable[[], None],
         pool: Callable[[], PoolPlace | None] = lambda: None,
+        links: Callable[[], dict[str, LinkRate]] = dict,
     ) -> None:
         self._settings = settings
         self._hello = hello
@@ -57,6 +59,7 @@ class SchedulerReports:
         self._cost = cost
         self._on_stale = on_stale
         self._pool = pool
+        self._links = links
         self._epoch = Epoch(0)
         self._seq = 0
         self._interval_s = settings.report_interval_ms / 1000
@@ -166,6 +169,7 @@ class SchedulerReports:
             step_ms=load.step_ms,
             draining=self.draining,
             pool=self._pool(),
+            links=self._links(),
             prefill_correction=round(self._cost.corrections["prefill"].factor, 4),
             decode_correction=round(self._cost.corrections["decode"].factor, 4),
             queued_prefill_ms=round(self._cost.queued_prefill_ms, 3),

@@ -90,6 +90,7 @@ class WorkerShell:
             cost=self.cost,
             on_stale=self._register_again,
             pool=lambda: self.pages.place,
+            links=lambda: self.pages.links,
         )
         self.front = WorkerFront(settings.listen, limits, self.reports.report_soon)
         pool = pages if engine.uses_pool else None

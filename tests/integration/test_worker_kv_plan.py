@@ -1,10 +1,15 @@
 """Fetch or recompute at the worker: what it asks its mempool for, and what the receipt says of the answer."""
 
+import asyncio
 import json
 
+import msgspec
 import pytest
 
-from shared.engine.worker_pages import Brought
+from shared.engine.worker_config import WorkerSettings
+from shared.engine.worker_pages import Brought, PromptPages
+from shared.kv.block_hash import chain_seed, pack_tokens
+from shared.testing.mock_engine import MockEngine
 from shared.testing.mock_pages import MOCK_BLOCK_BYTES
 from shared.wire.requests import Finished, KvPlan
 from tests.integration.test_worker_front import FakePages, running
@@ -51,3 +56,33 @@ def test_tokens_from_pages_are_counted_once_the_farthest_first():
     assert brought.tokens(1_000) == (128, 64, 32)
     assert brought.tokens(70) == (0, 38, 32)  # the engine had the rest of them in its own cache
     assert brought.path == "peer+dram+remote"
+
+
+class SlowPages(FakePages):
+    """Takes 50 ms."""
+
+    async def acquire(self, hashes, **options):
+        await asyncio.sleep(0.05)
+        return await super().acquire(hashes, **options)
+
+
+async def test_rates_of_what_came_by_one_path_are_measured_and_told(model_dir):
+    pages = SlowPages()
+    settings = WorkerSettings(engine="mock", model_dir=model_dir, model_name="m", block_tokens=4)
+    layout = msgspec.structs.replace(MockEngine(settings).description, block_bytes=4 << 20)
+    prompt_pages = PromptPages(pages, layout, settings)
+    seed = chain_seed("f", "")
+    assert prompt_pages.links == {}
+    for brought in (
+        {},
+        {"blocks_peer": 1, "blocks_dram": 1},
+    ):  # nothing, and nobody knows which path took how long
+        pages.brought = brought
+        await prompt_pages.for_prompt(seed, pack_tokens(range(13)), "")
+    assert prompt_pages.links == {}
+    pages.brought = {"blocks_remote": 3}
+    await prompt_pages.for_prompt(seed, pack_tokens(range(13)), "")
+    assert list(prompt_pages.links) == ["remote"]
+    assert (
+        0.05 < prompt_pages.links["remote"].gb_per_s < 12 * 1.048576 / 48
+    )  # 12 MiB in 50 ms, 2 of them latency

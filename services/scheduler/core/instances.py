@@ -160,8 +160,7 @@ class Instances:
         known.prefill_correction = _correction(report.prefill_correction)
         known.decode_correction = _correction(report.decode_correction)
         known.pool = report.pool
-        if report.links != known.links.rates:
-            known.links = LinkRates(report.links) if report.links else LinkRates()
+        known.links = LinkRates(report.links)  # it falls back to careful rates, path by path
         known.load.on_report(report, now_ms=now_ms)
         return Resync() if self._is_fenced(known) else None
 

@@ -38,7 +38,7 @@ class CostSettings:
     hysteresis_ms: float = 5.0
     hysteresis_share: float = 0.1
     role_margin_ms: float = 5.0
-    role_margin_share: float = 0.1
+    role_margin_share: float = 0.0
     panic_queue_ms: float = 10_000.0
     slowdown_weight: float = 1.0
     decode_tokens: int = 64
