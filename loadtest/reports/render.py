@@ -79,6 +79,14 @@ def tables(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[tuple[str,
             for one in summaries
         ]
         found.append(("Hit rates by tier, % of prompt tokens (receipts)", rows))
+    if any(one.predicted for one in summaries):
+        rows = [["run", "p50", "p90"]]
+        for one in summaries:
+            cells = [
+                _interval(one.predicted[key], "{:.0%}") if one.predicted else "-" for key in ("p50", "p90")
+            ]
+            rows.append([one.name, *cells])
+        found.append(("Error of the scheduler's predicted TTFT (receipts)", rows))
     found.append(
         ("Runs", [["run", "workload", "rate/s", "seed", "server's model", "machine", "lag p99 (ms)"]])
     )

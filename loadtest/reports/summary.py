@@ -58,6 +58,7 @@ class Summary:
     sources: dict[str, float] = field(default_factory=dict)
     hit: Interval = field(default_factory=lambda: Interval(0, 0, 0))
     hit_bound: float | None = None  # of an infinite cache
+    predicted: dict[str, Interval] = field(default_factory=dict)  # error of the scheduler's TTFT, p50 and p90
     lag_p99_ms: float = 0.0
     client_verdict: str = ""
 
@@ -129,6 +130,7 @@ def summarise(run: Run, slo: Slo) -> Summary:
         sources=_sources(good),
         hit=_hit(good),
         hit_bound=run.head.get("hit_bound"),
+        predicted=_predicted(good),
         lag_p99_ms=lag_p99_ms(run.outcomes),
         client_verdict=str(run.head.get("client_verdict") or ""),
     )
@@ -151,6 +153,18 @@ def _sources(good: Sequence[Outcome]) -> dict[str, float]:
     if not total:
         return {}
     return {name: sum(one.sources.get(name, 0) for one in good) / total for name in SOURCES}
+
+
+def _predicted(good: Sequence[Outcome]) -> dict[str, Interval]:
+    """|predicted - measured| / measured of TTFT, where one was predicted; the client is part of what is measured."""
+    rows = [abs(one.predicted_ttft_ms / one.ttft_ms - 1) for one in good if one.predicted_ttft_ms > 0]
+    if not rows:
+        return {}
+    values = np.array(rows)
+    return {
+        name: bootstrap(values, lambda v, level=level: nearest_rank(v, level))
+        for name, level in (("p50", 0.5), ("p90", 0.9))
+    }
 
 
 def _hit(good: Sequence[Outcome]) -> Interval:

@@ -7,10 +7,12 @@ import pytest
 from loadtest import bench_locality, verify_results
 from loadtest.bench_locality import ARMS, Progress, capacity_per_s, metrics_from_samples, sample_of, workload
 from loadtest.figures import memserve
+from loadtest.locality_cluster import LocalityCluster
 from loadtest.outcomes import Outcome
 from loadtest.results import check_metrics
 from loadtest.workloads import stats
 from loadtest.workloads.request import salted
+from shared.settings import read_toml
 
 
 def outcome(number: int, ttft_ms: float, jct_ms: float = 10.0, **more) -> Outcome:
@@ -86,6 +88,18 @@ def test_arms_are_known_policies_and_an_unknown_one_is_refused():
         assert config.load([f"--policy={arm.policy}", *flags]).policy == arm.policy
     with pytest.raises(SystemExit):
         bench_locality.parse(["--arms", "nonsense"])
+
+
+def test_a_change_of_policy_is_a_change_of_one_section_of_the_clusters_file(tmp_path):
+    cluster = LocalityCluster(
+        tmp_path, [], {"worker": {"load_format": "dummy", "threads": 2}}, ARMS["session"]
+    )
+    cluster._write(ARMS["cost"])
+    found = read_toml(tmp_path / "locality.toml")
+    assert found == {
+        "worker": {"load_format": "dummy", "threads": 2},
+        "scheduler": {"policy": "cost", "kv_fetch": "auto"},
+    }
 
 
 def test_the_simulator_runs_the_same_arms_and_finds_more_by_prompt_tree_than_by_session(tmp_path):

@@ -75,6 +75,9 @@ def test_percentiles_goodput_and_hits_are_those_of_the_requests():
     assert found.requests_per_s == pytest.approx(190 / found.seconds)
     assert found.hit.value == pytest.approx(96 / 128)
     assert found.sources["computed"] == pytest.approx(0.25)
+    assert found.predicted["p50"].value == pytest.approx(
+        1 - 12.5 / 105, abs=0.01
+    )  # 12.5 ms was said each time
     for times in found.times.values():
         assert all(one.low <= one.value <= one.high for one in times.values())
 
@@ -126,7 +129,7 @@ def test_a_report_stands_alone_shows_all_runs_and_is_the_same_each_time(tmp_path
     assert "slow &lt;1&gt;" in page
     assert "the client was the bottleneck: it was late" in page
     text = (tmp_path / "report" / "report.md").read_text()
-    for word in ("TTFT", "TPOT", "JCT", "Hit rates by tier", "fast", "p99"):
+    for word in ("TTFT", "TPOT", "JCT", "Hit rates by tier", "fast", "p99", "predicted TTFT"):
         assert word in text
     assert report.main([*paths, "--out", str(tmp_path / "again")]) == 0
     assert (tmp_path / "again" / "report.html").read_text() == page
