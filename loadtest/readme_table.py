@@ -77,6 +77,10 @@ ROWS: list[tuple[str, str, str, str, str]] = [
     ),
     ("h200-swap", "batch_32k_gb_per_s", "swap in pieces of 32 KiB, one batch", "{:.0f} GB/s", "30"),
     ("h200-swap", "vllm_32k_gb_per_s", "the same, vLLM's own batch", "{:.0f} GB/s", ""),
+    ("cost-model", "cpu_median_error_ratio", "cost model off its grid, CPU: median error", "{:.3f}", "0.10"),
+    ("cost-model", "cpu_p90_error_ratio", "the same, p90", "{:.3f}", "0.25"),
+    ("cost-model", "h200_median_error_ratio", "the same on one H200, 8B shape: median", "{:.3f}", "0.10"),
+    ("cost-model", "h200_p90_error_ratio", "the same, p90", "{:.3f}", "0.25"),
     ("mempool-api", "alloc_us_per_block", "alloc_mem, of 256 blocks", "{:.2f} us a block", "1"),
     (
         "mempool-api",

@@ -24,6 +24,7 @@ MEASURES = {  # result name: module
     "h200-offload": "loadtest.bench_offload",
     "h200x2-transfer": "loadtest.bench_transfer",
     "two-host-transfer": "loadtest.bench_two_hosts",
+    "cost-model": "loadtest.bench_cost_model",
     "locality": "loadtest.bench_locality",
     "simulated-locality": "loadtest.bench_locality",
     "trace-replay": "loadtest.bench_trace_replay",

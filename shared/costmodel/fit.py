@@ -40,6 +40,8 @@ GPU_TILES = ((1, 1), (64, 128), (128, 128), (256, 128))
 RIDGES = (0.0, 1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 ROUNDS = 4  # of reweighting: an outlier counts by its size, not by its square
 FULL_WEIGHT_ERROR = 0.05
+SLOW_WEIGHT = 0.6  # of what took longer than predicted: other work on a machine only ever adds
+WAITED_WEIGHT = 4.0  # how much less a measurement counts that other work on the machine held up
 
 
 def nnls(a: Array, b: Array) -> Array:
@@ -79,21 +81,24 @@ def _column(frame: CostCoefficients, changes: dict[str, float], seen: Sequence[O
     return np.array([predict(model, one) for one in seen])
 
 
-def _solve(columns: Array, known: Array, measured: Array, penalties: Array) -> tuple[Array, float]:
+def _solve(
+    columns: Array, known: Array, measured: Array, trust: Array, penalties: Array
+) -> tuple[Array, float]:
     """(coefficients, mean relative error, the largest errors clipped). `known`: ms that are explained already."""
     relative = columns / measured[:, None]
     scale = relative.mean(axis=0)
     scale[scale <= 0] = 1.0
     relative = relative / scale
-    weights, target = np.ones(len(measured)), np.maximum(0.0, 1.0 - known / measured)
+    weights, target = np.sqrt(trust), np.maximum(0.0, 1.0 - known / measured)
     shrink = np.diag(penalties * np.sqrt(len(measured)))
     zeros = np.zeros(len(penalties))
     x = zeros
     for _ in range(ROUNDS):
         x = nnls(np.vstack([relative * weights[:, None], shrink]), np.concatenate([weights * target, zeros]))
-        errors = np.abs(relative @ x - target)
-        weights = np.sqrt(np.minimum(1.0, FULL_WEIGHT_ERROR / np.maximum(errors, 1e-12)))
-    return x / scale, float(np.minimum(np.abs(relative @ x - target), 0.5).mean())
+        errors = relative @ x - target
+        weights = np.sqrt(trust * np.minimum(1.0, FULL_WEIGHT_ERROR / np.maximum(np.abs(errors), 1e-12)))
+        weights[errors < 0] *= SLOW_WEIGHT
+    return x / scale, float(np.average(np.minimum(np.abs(relative @ x - target), 0.5), weights=trust))
 
 
 def fit(
@@ -107,6 +112,7 @@ def fit(
     if len(seen) < LEAST_OBSERVATIONS:
         raise ClusterError(f"a cost model needs {LEAST_OBSERVATIONS} measurements, and there are {len(seen)}")
     measured = np.array([one.ms for one in seen])
+    trust = np.array([1.0 / (1.0 + WAITED_WEIGHT * one.waited_ratio) for one in seen])
     penalties = np.array(list(COLUMNS.values()))
     nothing = msgspec.structs.replace(frame, memory_ms_per_gb=0.0, **dict.fromkeys(COLUMNS, 0.0))
     known = _column(nothing, {}, seen)  # communication, where the frame has ranks
@@ -117,7 +123,7 @@ def fit(
         tiled = msgspec.structs.replace(zero, tile_tokens=tile_tokens, tile_columns=tile_columns)
         for ridge in RIDGES:
             work = _column(tiled, {"matmul_ms_per_gflop": 1.0, "memory_ms_per_gb": ridge}, seen)
-            found, loss = _solve(np.column_stack([work, *fixed]), known, measured, penalties)
+            found, loss = _solve(np.column_stack([work, *fixed]), known, measured, trust, penalties)
             if best is not None and loss >= 0.99 * best.loss:
                 continue  # a finer model must be better, not equal
             values = {name: float(value) for name, value in zip(COLUMNS, found, strict=True)}

@@ -24,6 +24,7 @@ class Observation:
     prompts: tuple[tuple[int, int], ...] = ()
     num_decodes: int = 0
     context_tokens: int = 0
+    waited_ratio: float = 0.0  # share of the time that the engine was ready to run and something else ran
 
 
 def predict(model: CostModel, seen: Observation) -> float:
@@ -112,36 +113,40 @@ def lengths(limits: ProfileLimits) -> list[int]:
 
 
 def grid(limits: ProfileLimits) -> list[Point]:
-    """Points by worth for their cost: lengths, cached ratios of the longer ones, batches, decodes."""
-    sizes, block = lengths(limits), limits.block_tokens
+    """Points by worth for their cost: lengths, decodes, batches, cached ratios, then the same of the longest."""
+    sizes = lengths(limits)
     if not sizes:
         return []
-    points = [Point(((sizes[0], 0),), output_tokens=6)]
-    points += [Point(((size, 0),), output_tokens=6) for size in sizes[1:6]]
-    points += _decodes(limits, context=min(64, sizes[-1]))
     middle = sizes[min(len(sizes) - 1, 5)]
-    for eighths in (4, 7):
-        cached = middle * eighths // 8 // block * block
-        if 0 < cached < middle:
-            points.append(Point(((middle, cached),)))
-    points += _batches(limits, middle // 4)
+    points = [Point(((size, 0),), output_tokens=6) for size in sizes[:6]]
+    points += _decodes(limits, min(64, sizes[-1]), (4, 16))
+    points += _batches(limits, ((middle * 3 // 4, middle // 2, middle // 4, middle // 8),))
+    points += _cached(limits, middle)
     for size in sizes[6:]:
-        points.append(Point(((size, 0),), output_tokens=6))
-        points += [
-            Point(((size, cached),)) for e in (4, 7) if 0 < (cached := size * e // 8 // block * block) < size
-        ]
-    points += _decodes(limits, context=middle)
+        points += [Point(((size, 0),), output_tokens=6), *_cached(limits, size)]
+    points += _batches(limits, ((middle // 2,) * 8, (middle // 8,) * 16))
+    points += _decodes(limits, middle, (6, 24))
+    points += _decodes(limits, min(64, sizes[-1]), (64,))
     return points
 
 
-def _decodes(limits: ProfileLimits, *, context: int) -> Iterator[Point]:
-    size = 4
-    while size <= min(limits.max_running, 64) and size * (context + 16) <= limits.kv_tokens // 2:
-        yield Point(((context, 0),) * size, output_tokens=8, behind=True)
-        size *= 4
+def _cached(limits: ProfileLimits, size: int) -> list[Point]:
+    """Half of it and seven eighths: of a prompt that was run before."""
+    block = limits.block_tokens
+    found = [size * eighths // 8 // block * block for eighths in (4, 7)]
+    return [Point(((size, cached),)) for cached in found if 0 < cached < size]
 
 
-def _batches(limits: ProfileLimits, length: int) -> Sequence[Point]:
-    if length < 16 or limits.max_running < 4 or 4 * length > limits.kv_tokens // 2:
-        return ()
-    return (Point(((length, 0),) * 4, behind=True),)
+def _fits(limits: ProfileLimits, sizes: Sequence[int]) -> bool:
+    return len(sizes) <= limits.max_running and min(sizes) >= 16 and sum(sizes) <= limits.kv_tokens // 2
+
+
+def _decodes(limits: ProfileLimits, context: int, numbers: Sequence[int]) -> list[Point]:
+    points = [Point(((context, 0),) * number, output_tokens=10) for number in numbers]
+    return [point for point in points if _fits(limits, [n + 16 for n, _ in point.prompts])]
+
+
+def _batches(limits: ProfileLimits, batches: Sequence[Sequence[int]]) -> list[Point]:
+    return [
+        Point(tuple((size, 0) for size in sizes), behind=True) for sizes in batches if _fits(limits, sizes)
+    ]

@@ -26,7 +26,7 @@ from shared.wire.cost import CostCoefficients
 
 _log = get_logger("worker.calibration")
 
-VERSION = 1  # of the profile and the model: what another version found is not read
+VERSION = 2  # of the profile and the model: what another version found is not read
 BUDGET_MS = {"cpu": 2_500.0}
 GPU_BUDGET_MS = 6_000.0
 TIMEOUT_FACTOR = 3  # of the budget, for all of it

@@ -14,6 +14,7 @@ from typing import cast
 
 from shared.costmodel.observation import LEAST_GAPS, CalibrationPlan, Observation, Point, ProfileLimits
 from shared.engine.interface import Engine, EngineRequest
+from shared.engine.run_delay import waited_ms
 from shared.errors import ResourceError
 from shared.kv.block_hash import chain_seed
 from shared.wire.requests import SamplingSpec
@@ -78,11 +79,12 @@ class Profiler:
         """Measure one point: at most one prefill or batch, and one decode. Raises: as run_plan."""
         outputs = [_Output(num_tokens) for num_tokens, _ in point.prompts]
         prompts = [self._prompt(*sizes) for sizes in point.prompts]
+        start_ms, waited_before = _now_ms(), waited_ms()
         spare = self._engine.description.max_model_len - 1
         async with asyncio.TaskGroup() as group:
             ahead = None
             if point.behind:
-                ahead = _Output(min(spare, max(BEHIND_TOKENS, max(n for n, _ in point.prompts))))
+                ahead = _Output(min(spare, self._engine.max_batched_tokens))  # nothing fits into its step
                 group.create_task(self._generate(self._random(ahead.num_tokens), 1, ahead))
                 await asyncio.sleep(AHEAD_S)
             begin_ms = _now_ms()
@@ -93,10 +95,12 @@ class Profiler:
         self._longest = max([self._longest, *prompts], key=len)
         sizes = tuple((output.num_tokens, output.cached_tokens) for output in outputs)
         taken_ms = max(output.times_ms[0] for output in outputs) - begin_ms
+        waited_ratio = (waited_ms() - waited_before) / max(1e-3, _now_ms() - start_ms)
         seen = []
         if point.behind or len(outputs) == 1:
-            seen.append(Observation("batch" if point.behind else "prefill", taken_ms, sizes))
-        return seen + _decode(outputs)
+            kind = "batch" if point.behind else "prefill"
+            seen.append(Observation(kind, taken_ms, sizes, waited_ratio=waited_ratio))
+        return seen + _decode(outputs, waited_ratio)
 
     async def clear(self) -> bool:
         """Take away what was cached. False when the engine would not. Raises: PeerGone."""
@@ -139,7 +143,7 @@ class Profiler:
         return self._rng.choices(range(low, self._vocab_size), k=num_tokens)
 
 
-def _decode(outputs: list[_Output]) -> list[Observation]:
+def _decode(outputs: list[_Output], waited_ratio: float) -> list[Observation]:
     """The median gap between outputs while every request decodes; [] when there are too few."""
     begin_ms = max(output.times_ms[0] for output in outputs)
     end_ms = min(output.times_ms[-1] for output in outputs)
@@ -151,7 +155,7 @@ def _decode(outputs: list[_Output]) -> list[Observation]:
         context_tokens += output.num_tokens + len(output.times_ms) // 2
     if len(gaps) < LEAST_GAPS * len(outputs):
         return []
-    return [Observation("decode", median(gaps), num_decodes=len(outputs), context_tokens=context_tokens)]
+    return [Observation("decode", median(gaps), (), len(outputs), context_tokens, waited_ratio)]
 
 
 def _now_ms() -> float:

@@ -1,0 +1,261 @@
+"""The cost model against an engine: lengths, cached ratios and batches that no profile has (MemServe 5.3, Figure 14).
+
+    python -m loadtest.bench_cost_model [--quick] [--device cpu|cuda] [--tp 2] [--out FOLDER] [--commit HEAD]
+
+writes loadtest/results/cost-model.json; another device's samples in it are kept. One engine in its usual setting (the
+demo model on one CPU thread; an 8B shape with random weights on a GPU) makes three profiles, as workers do at a start,
+then runs points off their grid in rounds. What counts as measured is a point's fastest round: other work on the machine
+only ever adds. Errors are of every profile's model on every point, nothing corrected online.
+
+DEVICE_median_error_ratio, DEVICE_p90_error_ratio: of all kinds; `arch`: the paper's direct fit of x and y, for single
+prompts, beside `prefill`, the same points by operators. `tp2`: coefficients of one rank, scaled, against two ranks.
+`crossover`: the link speed at which eq 2 turns, from predicted against from measured times, half a prompt cached.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loadtest.bench_pages import LLAMA_8B, model_folder
+from loadtest.registry import RESULTS, ROOT
+from loadtest.results import Metrics, Samples, machine, quantile, write_result
+from shared.costmodel.model import CostModel
+from shared.costmodel.observation import Observation, predict
+from shared.wire.cost import CostCoefficients
+
+NAME = "cost-model"
+CLAIM = (
+    "The operator-level cost model, fitted by a worker's profile at its start, predicts prompts, batches and decode "
+    "steps off its grid with a median error of at most 10% and p90 of at most 25%."
+)
+DEMO_MODEL = ROOT / "deploy" / "models" / "quire-demo"
+FLAGS = {
+    "cpu": ["--dtype", "float32"],
+    "cuda": [
+        *("--dtype", "bfloat16", "--load-format", "dummy", "--block-tokens", "64", "--batched-tokens", "8192"),
+        *("--kv-cache-bytes", str(40 << 30), "--max-model-len", "32768", "--longest", "30000", "--limit-s", "120"),
+        *("--repeats", "3"),
+    ],
+}  # fmt: skip
+QUICK = ["--points", "12", "--profiles", "1", "--repeats", "2"]
+Row = Mapping[str, Any]
+
+
+def observation(row: Row) -> Observation:
+    """A sample as it was measured."""
+    prompts = tuple((int(n), int(cached)) for n, cached in row.get("prompts", ()))
+    return Observation(
+        row["kind"],
+        row["ms"],
+        prompts,
+        row.get("num_decodes", 0),
+        row.get("context_tokens", 0),
+        row["waited_ratio"],
+    )
+
+
+def fastest(rows: Iterable[Row]) -> list[Observation]:
+    """One observation per point off the grid and kind."""
+    found: dict[tuple[int, str], Observation] = {}
+    for row in rows:
+        if row["part"] == "off":
+            key, one = (row["point"], row["kind"]), observation(row)
+            if key not in found or one.ms < found[key].ms:
+                found[key] = one
+    return list(found.values())
+
+
+def arch_ms(model: Row, seen: Observation) -> float:
+    """The arch-level model's prediction of a single prompt."""
+    (tokens, cached) = seen.prompts[0]
+    x, y = float(tokens), cached / tokens
+    return sum(w * v for w, v in zip(model["arch"], (x * x * y, x * x, x * y, x, 1.0), strict=True))
+
+
+def _errors(pairs: Iterable[tuple[float, Observation]]) -> list[float]:
+    return [abs(predicted - seen.ms) / seen.ms for predicted, seen in pairs]
+
+
+def _statistics(name: str, errors: Sequence[float]) -> Metrics:
+    if not errors:
+        return {}
+    return {
+        f"{name}_median_error_ratio": quantile(errors, 0.5),
+        f"{name}_p90_error_ratio": quantile(errors, 0.9),
+    }
+
+
+def metrics_from_samples(samples: Samples) -> Metrics:
+    """See the module."""
+    out: Metrics = {}
+    for device in sorted({row["device"] for row in samples}):
+        rows = [row for row in samples if row["device"] == device]
+        models = [row for row in rows if row["part"] == "model" and row["tp"] == 1]
+        costs = [CostModel(msgspec.convert(row["coefficients"], CostCoefficients)) for row in models]
+        seen = fastest(row for row in rows if row["tp"] == 1)
+        out |= _statistics(device, _errors((predict(cost, one), one) for cost in costs for one in seen))
+        for kind in ("prefill", "batch", "decode"):
+            some = [one for one in seen if one.kind == kind]
+            pairs = [(predict(cost, one), one) for cost in costs for one in some]
+            out |= _statistics(f"{device}_{kind}", _errors(pairs))
+        single = [one for one in seen if one.kind == "prefill"]
+        out |= _statistics(
+            f"{device}_arch", _errors((arch_ms(m, one), one) for m in models for one in single)
+        )
+        out |= _crossover(device, costs, single)
+        out |= _two_ranks(device, models, costs, [row for row in rows if row["tp"] == 2])
+    return out
+
+
+def _crossover(device: str, costs: Sequence[CostModel], single: Sequence[Observation]) -> Metrics:
+    """Bytes over the time saved is the link speed at which eq 2 turns, so its error is that of the time saved."""
+    whole = {one.prompts[0][0]: one.ms for one in single if not one.prompts[0][1]}
+    errors = []
+    for one in single:
+        tokens, cached = one.prompts[0]
+        if tokens in whole and 0.4 < cached / tokens < 0.6:
+            saved_ms = whole[tokens] - one.ms
+            predicted = [cost.prefill_ms(tokens) - cost.prefill_ms(tokens, cached) for cost in costs]
+            errors += [abs(saved_ms / ms - 1) for ms in predicted if ms > 0]
+    return {f"{device}_crossover_error_ratio": quantile(errors, 0.5)} if errors else {}
+
+
+def _two_ranks(
+    device: str, models: Sequence[Row], costs: Sequence[CostModel], rows: Sequence[Row]
+) -> Metrics:
+    seen = fastest(rows)
+    if not seen:
+        return {}
+    link = next(row["all_reduce"] for row in rows if row["part"] == "link")
+    scaled = [CostModel(msgspec.structs.replace(cost.coefficients, tp=2, **link)) for cost in costs]
+    single = [one for one in seen if one.kind == "prefill"]
+    return {
+        **_statistics(f"{device}_tp2", _errors((predict(cost, one), one) for cost in scaled for one in seen)),
+        **_statistics(
+            f"{device}_tp2_prefill", _errors((predict(cost, one), one) for cost in scaled for one in single)
+        ),
+        **_statistics(
+            f"{device}_tp2_arch",
+            _errors((arch_ms(model, one) / 2, one) for model in models for one in single),
+        ),
+    }
+
+
+# -- measuring ------------------------------------------------------------------------------------------
+
+
+def with_models(samples: Sequence[Row]) -> list[dict[str, Any]]:
+    """The samples and, of each profile, what was fitted to it: from here on nothing needs numpy."""
+    from shared.costmodel.fit import fit, fit_arch
+
+    out = [dict(row) for row in samples]
+    frame = msgspec.convert(next(row["frame"] for row in samples if row["part"] == "frame"), CostCoefficients)
+    for number in sorted({row["profile"] for row in samples if row["part"] == "grid"}):
+        seen = [observation(row) for row in samples if row["part"] == "grid" and row["profile"] == number]
+        found = {"coefficients": msgspec.to_builtins(fit(frame, seen)), "arch": list(fit_arch(seen).weights)}
+        out.append({"part": "model", "profile": number, **found})
+    return out
+
+
+def run_engine(folder: Path, options: argparse.Namespace, tp: int) -> list[dict[str, Any]]:
+    """Samples of one engine over a mempool of its own. Raises: RuntimeError with the end of its log."""
+    socket, out, log = folder / f"pool{tp}.sock", folder / f"tp{tp}.json", folder / f"tp{tp}.log"
+    model = str(DEMO_MODEL if options.device == "cpu" else model_folder(folder / f"llama-8b-shape-{tp}"))
+    pool = subprocess.Popen(
+        [sys.executable, "-m", "services.mempool", "--socket", str(socket), "--admin-listen", "127.0.0.1:0"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT,
+    )  # fmt: skip
+    words = [sys.executable, "-m", "loadtest.cost_engine", model, str(out), "--device", options.device]
+    words += ["--mempool-socket", str(socket), "--tp", str(tp), *FLAGS[options.device]]
+    words += [*(QUICK if options.quick else []), *shlex.split(options.engine_flags)]
+    try:
+        deadline = time.monotonic() + 30
+        while not socket.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with log.open("wb") as file:
+            status = subprocess.run(
+                words, cwd=ROOT, stdout=file, stderr=file, timeout=580, check=False
+            ).returncode
+    finally:
+        pool.terminate()
+        pool.wait(20)
+    if status or not out.exists():
+        raise RuntimeError(
+            f"the engine's exit status is {status}\n" + log.read_text(errors="replace")[-3000:]
+        )
+    samples = json.loads(out.read_text())
+    device = samples[0]["frame"]["device"]
+    name = "cpu" if device == "cpu" else device.lower().replace("nvidia ", "").split()[0]
+    found = with_models(samples) if tp == 1 else samples
+    found.append({"part": "machine", **machine()})
+    return [{"device": name, "tp": tp, **row} for row in found]
+
+
+def kept(path: Path, device: str) -> list[dict[str, Any]]:
+    """Samples of other devices in the result file of before."""
+    if not path.exists():
+        return []
+    return [row for row in json.loads(path.read_text())["samples"] if row["device"] != device]
+
+
+def table(metrics: Metrics) -> list[str]:
+    """Median and p90 error by what was predicted."""
+    lines = [f"{'relative error':24}{'median':>10}{'p90':>10}"]
+    for key in metrics:
+        if key.endswith("_median_error_ratio"):
+            name = key.removesuffix("_median_error_ratio")
+            lines.append(f"{name:24}{metrics[key]:10.3f}{metrics[f'{name}_p90_error_ratio']:10.3f}")
+        elif key.endswith("_crossover_error_ratio"):
+            lines.append(f"{key.removesuffix('_error_ratio'):24}{metrics[key]:10.3f}")
+    return lines
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, write the result file, print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few points; writes no result file")
+    parser.add_argument("--device", default="cpu", choices=list(FLAGS))
+    parser.add_argument("--tp", type=int, default=1, choices=[1, 2], help="2: two ranks too, after one")
+    parser.add_argument("--engine-flags", default="", help="for cost_engine")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--commit", default="")
+    options = parser.parse_args(argv)
+    began = time.monotonic()
+    samples: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="quire-cost-") as folder:
+        for tp in range(1, options.tp + 1):
+            samples += run_engine(Path(folder), options, tp)
+    if not options.quick:
+        samples = kept(options.out / f"{NAME}.json", samples[0]["device"]) + samples
+    metrics = metrics_from_samples(samples)
+    if not options.quick:
+        model = "demo model, float32, 1 thread" if options.device == "cpu" else LLAMA_8B
+        path = write_result(
+            NAME,
+            claim=CLAIM,
+            command=shlex.join(["python", "-m", "loadtest.bench_cost_model", *argv]),
+            settings={"model": model, "flags": FLAGS[options.device], "engine_flags": options.engine_flags},
+            metrics=metrics,
+            samples=samples,
+            folder=options.out,
+            commit=options.commit,
+        )
+        print(f"wrote {path.name}")
+    print(*table(metrics), sep="\n")
+    print(f"{time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
