@@ -14,7 +14,8 @@ A prompt has 256 blocks of 16 tokens: a document of 250 that some instances hold
 - `placement`: Poisson arrivals, 1,000 a second, at the scheduler's process over ZeroMQ, 100 instances reporting (a
   connection each). From packed tokens to the answer: block hashes, look-up in 100 trees, decision. `tree`: the first
   two; `place`: the scheduler alone. No tokenizer, no HTTP. `..._remembered`: with the gateway's cache of look-ups;
-  `..._retractions`: with it, and owners that retract 20 times a second.
+  `..._retractions`: with it, and owners that retract 20 times a second; `..._by_prompt_tree`: by that policy instead of
+  the scheduler's default, which predicts with a cost model.
 - Other routers with their defaults, each with the policies round_robin and cache_aware, before 8 engines that answer
   at once: prompts of 16 KiB about 64 documents, whole HTTP requests, 1,000 a second, or half of what the router carries
   in a closed loop if that is less. `added`: the request's time less that of the same load without a router (`direct`);
@@ -42,7 +43,7 @@ from typing import Any
 import uvloop
 
 from loadtest import tree_peers
-from loadtest.processes import Fleet, StartFailed
+from loadtest.processes import Fleet, StartFailed, process_cpu_us
 from loadtest.registry import ROOT
 from loadtest.results import Metrics, Samples, quantile, write_result
 from loadtest.systems import Unavailable
@@ -216,12 +217,12 @@ class Bench:
         for publisher, held in zip(publishers, blocks, strict=True):
             publisher.stored(held)
             publisher.open()
-        await _until(lambda: all(p.in_sync for p in publishers))
+        await until(lambda: all(p.in_sync for p in publishers))
         trees.server.kill()
-        await _until(lambda: not any(p.in_sync for p in publishers))
+        await until(lambda: not any(p.in_sync for p in publishers))
         trees.server.start()
         begin = time.perf_counter()
-        await _until(lambda: all(p.in_sync for p in publishers))
+        await until(lambda: all(p.in_sync for p in publishers))
         rebuild_s = time.perf_counter() - begin
         client = PromptTreeClient(trees.server.url)
         client.open()
@@ -239,36 +240,58 @@ class Bench:
     # -- the scheduler ----------------------------------------------------------------------------
 
     async def placement(self, fleet: Fleet) -> None:
-        """Under load: as it is, and with look-ups remembered."""
+        """Under load: the scheduler's default policy, with look-ups remembered, and policy prompt_tree."""
         trees = await Trees.start(self.folder / "placement")
         docs = documents(self.rng, NUM_DOCUMENTS)
         await trees.fill(self.rng, docs, MANY_OWNERS, BACKGROUND_BLOCKS // 10, spaces=False)
         endpoint = start_scheduler(fleet, MANY_OWNERS, self.policy)
-        seconds = max(2.0, 15 * self.scale)
-        for label, cache, retractions_per_s in (
-            ("", None, 0.0),
-            ("_remembered", LookupCache(CACHE_ANSWERS), 0.0),
-            ("_remembered_retractions", LookupCache(CACHE_ANSWERS), RETRACTIONS_PER_S),
-        ):
-            before = {name: fleet.cpu_us(name) for name in ("scheduler", "reporters")}
-            times, policies = await placements(
-                trees, endpoint, docs, self.rng, rate_per_s=RATE_PER_S, seconds=seconds,
-                cache=cache, retractions_per_s=retractions_per_s,
-            )  # fmt: skip
-            self.policies |= policies
-            named = {f"placement{label}_ms": times.whole_ms, f"tree{label}_ms": times.lookup_ms}
-            named[f"place{label}_ms"] = times.place_ms
-            metrics = {f"found{label}_ratio": times.with_hits / max(1, len(times.whole_ms))}
-            if cache is not None:
-                metrics[f"lookups{label}_ratio"] = cache.num_hits / (cache.num_hits + cache.num_misses)
-            self.add(
-                "placement", times=named, metrics=metrics, failed=times.failed, with_hits=times.with_hits,
-                sender_late_p99_ms=quantile(times.late_ms, 0.99),
-                scheduler_cpu_us=fleet.cpu_us("scheduler") - before["scheduler"], seconds=seconds,
-            )  # fmt: skip
+        await self._placement(fleet, trees, endpoint, docs, "", None, 0.0)
+        cache = LookupCache(CACHE_ANSWERS)
+        await self._placement(fleet, trees, endpoint, docs, "_remembered", cache, 0.0)
+        cache = LookupCache(CACHE_ANSWERS)
+        await self._placement(
+            fleet, trees, endpoint, docs, "_remembered_retractions", cache, RETRACTIONS_PER_S
+        )
+        fleet.stop("reporters")
+        fleet.stop("scheduler")
+        endpoint = start_scheduler(fleet, MANY_OWNERS, "prompt_tree")
+        await self._placement(fleet, trees, endpoint, docs, "_by_prompt_tree", None, 0.0)
         fleet.stop("reporters")
         fleet.stop("scheduler")
         await trees.stop()
+
+    async def _placement(
+        self,
+        fleet: Fleet,
+        trees: Trees,
+        endpoint: str,
+        docs: Sequence[bytes],
+        label: str,
+        cache: LookupCache | None,
+        retractions_per_s: float,
+    ) -> None:
+        seconds = max(2.0, 12 * self.scale)
+        before = fleet.cpu_us("scheduler"), process_cpu_us(trees.server.pid)
+        times, policies = await placements(
+            trees, endpoint, docs, self.rng, rate_per_s=RATE_PER_S, seconds=seconds,
+            cache=cache, retractions_per_s=retractions_per_s,
+        )  # fmt: skip
+        after = fleet.cpu_us("scheduler"), process_cpu_us(trees.server.pid)
+        num = RATE_PER_S * (seconds + 1)  # with the second that warms up
+        metrics = {
+            f"found{label}_ratio": times.with_hits / max(1, len(times.whole_ms)),
+            f"scheduler_cpu{label}_us_per_request": (after[0] - before[0]) / num,
+            f"redis_cpu{label}_us_per_request": (after[1] - before[1]) / num,
+        }
+        if cache is not None:
+            metrics[f"lookups{label}_ratio"] = cache.num_hits / (cache.num_hits + cache.num_misses)
+        named = {"placement": times.whole_ms, "tree": times.lookup_ms, "place": times.place_ms}
+        self.policies |= policies
+        self.add(
+            "placement", times={f"{name}{label}_ms": values for name, values in named.items()}, metrics=metrics,
+            failed=times.failed, policies=sorted(policies), sender_late_p99_ms=quantile(times.late_ms, 0.99),
+            seconds=seconds,
+        )  # fmt: skip
 
     # -- peers ------------------------------------------------------------------------------------
 
@@ -302,18 +325,6 @@ class Bench:
                     failed=failed + bad, whole_ms=times,
                 )  # fmt: skip
                 fleet.stop(system.process)
-
-
-def _priority() -> str:
-    """Of this session among others on the machine, as the kernel words it."""
-    found = Path("/proc/self/autogroup")
-    return found.read_text().strip().partition(" ")[2] if found.exists() else f"nice {os.nice(0)}"
-
-
-async def _until(condition: Any, timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - of several processes
-            await asyncio.sleep(0.002)
 
 
 async def run(options: argparse.Namespace, folder: Path) -> Bench:
@@ -368,7 +379,7 @@ def main(argv: Sequence[str]) -> int:
                 "routers_skipped": bench.skipped,
                 "load_average_before": round(begin_load, 2),
                 "machine_was_shared": begin_load > 0.5,
-                "own_priority": _priority(),
+                "own_priority": priority(),
                 "seed": options.seed,
             },
             metrics=metrics,

@@ -1,6 +1,7 @@
 """Prompt trees in a Redis of our own for measuring: owners with documents in them, and prompts that ask for those."""
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -127,3 +128,16 @@ async def timed_us(call: Callable[[int], Awaitable[object]], count: int, *, warm
         if i % 64 == 63:
             await asyncio.sleep(0)
     return out
+
+
+def priority() -> str:
+    """Of this session among others on the machine, as the kernel words it."""
+    found = Path("/proc/self/autogroup")
+    return found.read_text().strip().partition(" ")[2] if found.exists() else f"nice {os.nice(0)}"
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Wait for what becomes true in its own time. Raises: TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - of several processes
+            await asyncio.sleep(0.002)
