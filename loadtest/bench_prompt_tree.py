@@ -55,9 +55,11 @@ from loadtest.tree_rig import (
     Trees,
     documents,
     hashes_of,
+    priority,
     prompt,
     short,
     timed_us,
+    until,
 )
 from shared.ids import Epoch
 from shared.prompttree.client import PromptTreeClient
