@@ -3,13 +3,15 @@
     python -m loadtest.bench_cost_model [--quick] [--device cpu|cuda] [--tp 2] [--out FOLDER] [--commit HEAD]
 
 writes loadtest/results/cost-model.json; another device's samples in it are kept. One engine in its usual setting (the
-demo model on one CPU thread; an 8B shape with random weights on a GPU) makes three profiles, as workers do at a start,
-then runs points off their grid in rounds. What counts as measured is a point's fastest round: other work on the machine
-only ever adds. Errors are of every profile's model on every point, nothing corrected online.
+demo model on one CPU thread; an 8B shape with random weights on a GPU), in rounds: a profile as a worker makes it at
+its start, then points off its grid. What counts as measured is a point's fastest round, on the grid and off it: other
+work on the machine only ever adds. Nothing is corrected online.
 
-DEVICE_median_error_ratio, DEVICE_p90_error_ratio: of all kinds; `arch`: the paper's direct fit of x and y, for single
-prompts, beside `prefill`, the same points by operators. `tp2`: coefficients of one rank, scaled, against two ranks.
-`crossover`: the link speed at which eq 2 turns, from predicted against from measured times, half a prompt cached.
+DEVICE_median_error_ratio, DEVICE_p90_error_ratio: of all kinds. `start`: each round's profile by itself, as a worker
+has it, disturbed or not. `arch`: the paper's direct fit of x and y, for single prompts, beside `prefill`, the same
+points by operators. `tp2`: the coefficients of one rank, scaled, against two ranks; communication is the profile's of
+two ranks, and nothing else of it is used; `tp2_arch`: halved. `crossover`: the link speed at which eq 2 turns, from
+predicted against from measured times, half a prompt cached.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -43,10 +46,11 @@ FLAGS = {
     "cuda": [
         *("--dtype", "bfloat16", "--load-format", "dummy", "--block-tokens", "64", "--batched-tokens", "8192"),
         *("--kv-cache-bytes", str(40 << 30), "--max-model-len", "32768", "--longest", "30000", "--limit-s", "120"),
-        *("--repeats", "3"),
+        *("--rounds", "4"),
     ],
 }  # fmt: skip
-QUICK = ["--points", "12", "--profiles", "1", "--repeats", "2"]
+QUICK = ["--points", "12", "--rounds", "2"]
+BEST = -1  # in place of a profile's number: each point of the grid at its fastest
 Row = Mapping[str, Any]
 
 
@@ -63,12 +67,13 @@ def observation(row: Row) -> Observation:
     )
 
 
-def fastest(rows: Iterable[Row]) -> list[Observation]:
-    """One observation per point off the grid and kind."""
-    found: dict[tuple[int, str], Observation] = {}
+def fastest(rows: Iterable[Row], part: str) -> list[Observation]:
+    """One observation of everything that was measured in this part, on the grid or off it."""
+    found: dict[object, Observation] = {}
     for row in rows:
-        if row["part"] == "off":
-            key, one = (row["point"], row["kind"]), observation(row)
+        if row["part"] == part:
+            one = observation(row)
+            key = (row.get("point"), one.kind, one.prompts, one.num_decodes, one.context_tokens)
             if key not in found or one.ms < found[key].ms:
                 found[key] = one
     return list(found.values())
@@ -79,6 +84,10 @@ def arch_ms(model: Row, seen: Observation) -> float:
     (tokens, cached) = seen.prompts[0]
     x, y = float(tokens), cached / tokens
     return sum(w * v for w, v in zip(model["arch"], (x * x * y, x * x, x * y, x, 1.0), strict=True))
+
+
+def _cost(row: Row) -> CostModel:
+    return CostModel(msgspec.convert(row["coefficients"], CostCoefficients))
 
 
 def _errors(pairs: Iterable[tuple[float, Observation]]) -> list[float]:
@@ -99,9 +108,13 @@ def metrics_from_samples(samples: Samples) -> Metrics:
     out: Metrics = {}
     for device in sorted({row["device"] for row in samples}):
         rows = [row for row in samples if row["device"] == device]
-        models = [row for row in rows if row["part"] == "model" and row["tp"] == 1]
-        costs = [CostModel(msgspec.convert(row["coefficients"], CostCoefficients)) for row in models]
-        seen = fastest(row for row in rows if row["tp"] == 1)
+        all_models = [row for row in rows if row["part"] == "model"]
+        models = [row for row in all_models if row["profile"] == BEST]
+        costs = [_cost(row) for row in models]
+        seen = fastest((row for row in rows if row["tp"] == 1), "off")
+        starts = [_cost(row) for row in all_models if row["profile"] != BEST]
+        pairs = [(predict(cost, one), one) for cost in starts for one in seen]
+        out |= _statistics(f"{device}_start", _errors(pairs))
         out |= _statistics(device, _errors((predict(cost, one), one) for cost in costs for one in seen))
         for kind in ("prefill", "batch", "decode"):
             some = [one for one in seen if one.kind == kind]
@@ -132,11 +145,10 @@ def _crossover(device: str, costs: Sequence[CostModel], single: Sequence[Observa
 def _two_ranks(
     device: str, models: Sequence[Row], costs: Sequence[CostModel], rows: Sequence[Row]
 ) -> Metrics:
-    seen = fastest(rows)
+    seen, grid = fastest(rows, "off"), fastest(rows, "grid")
     if not seen:
         return {}
-    link = next(row["all_reduce"] for row in rows if row["part"] == "link")
-    scaled = [CostModel(msgspec.structs.replace(cost.coefficients, tp=2, **link)) for cost in costs]
+    scaled = [_with_communication(cost, grid) for cost in costs]
     single = [one for one in seen if one.kind == "prefill"]
     return {
         **_statistics(f"{device}_tp2", _errors((predict(cost, one), one) for cost in scaled for one in seen)),
@@ -150,17 +162,36 @@ def _two_ranks(
     }
 
 
+def _with_communication(cost: CostModel, grid: Sequence[Observation]) -> CostModel:
+    """Two ranks: what short and what long prompts on two ranks take beyond the divided operators."""
+    c = msgspec.structs.replace(cost.coefficients, tp=2, all_reduce_ms=0.0, all_reduce_ms_per_gb=0.0)
+    reduces = 2 * c.shape.num_layers
+    whole = sorted(
+        (one.prompts[0][0], one.ms) for one in grid if one.kind == "prefill" and not one.prompts[0][1]
+    )
+    short = [(n, ms) for n, ms in whole if n <= 64]
+    each_ms = median((ms - CostModel(c).prefill_ms(n)) / reduces for n, ms in short)
+    c = msgspec.structs.replace(c, all_reduce_ms=max(0.0, each_ms))
+    tokens, ms = whole[-1]
+    gb = tokens * c.shape.hidden_size * c.shape.dtype_bytes / 1e9
+    per_gb = (ms - CostModel(c).prefill_ms(tokens)) / (reduces * gb)
+    return CostModel(msgspec.structs.replace(c, all_reduce_ms_per_gb=max(0.0, per_gb)))
+
+
 # -- measuring ------------------------------------------------------------------------------------------
 
 
 def with_models(samples: Sequence[Row]) -> list[dict[str, Any]]:
-    """The samples and, of each profile, what was fitted to it: from here on nothing needs numpy."""
+    """The samples, and what was fitted to the profiles: from here on nothing needs numpy."""
     from shared.costmodel.fit import fit, fit_arch
 
     out = [dict(row) for row in samples]
     frame = msgspec.convert(next(row["frame"] for row in samples if row["part"] == "frame"), CostCoefficients)
-    for number in sorted({row["profile"] for row in samples if row["part"] == "grid"}):
-        seen = [observation(row) for row in samples if row["part"] == "grid" and row["profile"] == number]
+    grid = [row for row in samples if row["part"] == "grid"]
+    profiles = {BEST: fastest(grid, "grid")}
+    for row in grid:
+        profiles.setdefault(row["profile"], []).append(observation(row))
+    for number, seen in profiles.items():
         found = {"coefficients": msgspec.to_builtins(fit(frame, seen)), "arch": list(fit_arch(seen).weights)}
         out.append({"part": "model", "profile": number, **found})
     return out

@@ -2,8 +2,8 @@
 
     python -m loadtest.cost_engine MODEL_DIR OUT.json [--device cpu|cuda] [--mempool-socket S] [--tp N] ...
 
-Rounds take turns over all points off the grid, so that a disturbance of the machine hits one repeat of many points and
-not all repeats of one.
+Every round is a profile and then all points off its grid, so that a disturbance of the machine hits one round of many
+points and not all rounds of one.
 """
 
 import argparse
@@ -66,25 +66,19 @@ async def measure(engine: Any, settings: Any, options: argparse.Namespace) -> li
     vocabulary, frame = vocab_size(options.model_dir), frame_of(engine, settings)
     samples: list[dict[str, Any]] = [{"part": "frame", "frame": msgspec.to_builtins(frame)}]
     budget = options.budget_ms or budget_ms(frame)
-    profiler = Profiler(engine, vocabulary, seed=options.seed)
-    for number in range(options.profiles):
-        begin = time.perf_counter()
-        profiler = Profiler(engine, vocabulary, seed=options.seed + number)
-        seen = await profiler.run_plan(budget)
-        took_ms = (time.perf_counter() - begin) * 1e3
-        print(f"profile {number}: {len(seen)} observations in {took_ms:.0f} ms", flush=True)
-        samples += [row("grid", one, profile=number) for one in seen]
-        await profiler.clear()
     points = off_grid(options)
     begin = time.perf_counter()
-    for repeat in range(options.repeats):
+    for number in range(options.rounds):
         if time.perf_counter() - begin > options.limit_s:
-            print(f"repeat {repeat}: no time left", flush=True)
+            print(f"round {number}: no time left", flush=True)
             break
-        for number, point in enumerate(points):
-            samples += [row("off", one, point=number, repeat=repeat) for one in await profiler.run(point)]
+        profiler = Profiler(engine, vocabulary, seed=options.seed + number)
+        seen = await profiler.run_plan(budget)
+        samples += [row("grid", one, profile=number) for one in seen]
+        print(f"{time.perf_counter() - begin:.0f} s: profile of {len(seen)} observations", flush=True)
+        for place, point in enumerate(points):
+            samples += [row("off", one, point=place, round=number) for one in await profiler.run(point)]
         await profiler.clear()
-    print(f"off the grid: {time.perf_counter() - begin:.0f} s", flush=True)
     await engine.close()
     return samples
 
@@ -107,9 +101,8 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--longest", type=int, default=4000)
     parser.add_argument("--points", type=int, default=60)
-    parser.add_argument("--profiles", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--limit-s", type=float, default=60.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--limit-s", type=float, default=90.0)
     parser.add_argument("--budget-ms", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=11)
     return parser.parse_args(argv)

@@ -40,14 +40,14 @@ def prompt(point, tokens, cached, factor, tp=1):
 SAMPLES = [
     {"device": "cpu", "tp": 1, "part": "frame", "frame": {}},
     {
-        "device": "cpu", "tp": 1, "part": "model", "profile": 0, "arch": [0.0, 0.0, 0.0, 0.0, 10.0],
+        "device": "cpu", "tp": 1, "part": "model", "profile": -1, "arch": [0.0, 0.0, 0.0, 0.0, 10.0],
         "coefficients": msgspec.to_builtins(COST),
     },
     prompt(0, 1000, 0, 1.25),
     prompt(0, 1000, 0, 9.0),  # a slower round
     prompt(1, 1000, 480, 1.0),
     off(2, 10.0, kind="decode", num_decodes=4, context_tokens=100),
-    {"device": "cpu", "tp": 2, "part": "link", "all_reduce": LINK},
+    *({**prompt(0, n, 0, 1.0, tp=2), "part": "grid", "profile": 0} for n in (32, 2000)),
     prompt(0, 1000, 0, 1.0, tp=2),
 ]  # fmt: skip
 
@@ -60,9 +60,9 @@ def test_errors_are_of_the_fastest_rounds():
     assert metrics["cpu_decode_median_error_ratio"] == pytest.approx(0.5, abs=0.02)
     whole, half = MODEL.prefill_ms(1000), MODEL.prefill_ms(1000, 480)
     assert metrics["cpu_crossover_error_ratio"] == pytest.approx((1.25 * whole - half) / (whole - half) - 1)
-    assert metrics["cpu_tp2_median_error_ratio"] == pytest.approx(0.0)
+    assert metrics["cpu_tp2_median_error_ratio"] == pytest.approx(0.0, abs=1e-3)
     assert metrics["cpu_tp2_arch_median_error_ratio"] > 0.1
-    assert len(bench.table(metrics)) == 1 + 5 + 3 + 1 - 1
+    assert len(bench.table(metrics)) == 1 + len([k for k in metrics if "p90" not in k])
 
 
 def test_points_are_the_same_for_the_same_seed_and_fit_the_engine():
