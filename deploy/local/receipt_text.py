@@ -54,7 +54,7 @@ def _verdict(receipt: dict[str, Any]) -> str:
 
 def _placed(receipt: dict[str, Any]) -> str:
     why = ", ".join(str(receipt[key]) for key in ("placement", "policy", "reason") if receipt.get(key))
-    return f"placed: {why}; attempts: {receipt.get('attempts', 1)}"
+    return f"placed: {why.removesuffix('.')}; attempts: {receipt.get('attempts', 1)}"
 
 
 def _way(way: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ def test_every_part_has_its_line():
         "prompt: 64 cached by the engine, 96 from another host, 33 computed",
         "predicted/actual ms: fetch 3.0/4.2, transfer 2.0/-, first token 12.5/14.0",
         "p0 holds 160 tokens (remote): fetched",
-        "placed: disaggregated, cost, By cost: p1.; attempts: 1",
+        "placed: disaggregated, cost, By cost: p1; attempts: 1",
         "not p0 for prefill (99.0 ms in all): queue 80.0 ms more",
     ]
 

@@ -63,6 +63,25 @@ def test_instances_that_measured_themselves_slower_are_predicted_slower():
     } == pytest.approx({"p1": 50.0, "p0": 100.0})
 
 
+def test_a_correction_that_nothing_confirms_fades():
+    view = prefills()
+    view.say("p0", prefill_correction=3.0)
+    for _ in range(40):  # 10 s of reports that repeat it
+        view.now_ms += 250
+        for name in ("p0", "p1", "p2", "d0"):
+            view.say(name)
+    assert view.placer.instances.get("p0").prefill_correction == pytest.approx(2.0)
+    view.say("p0", prefill_correction=2.9)  # measured again
+    assert view.placer.instances.get("p0").prefill_correction == pytest.approx(2.9)
+
+
+@pytest.mark.parametrize("said", [float("nan"), float("inf"), -1.0, 0.0, 1e9])
+def test_nonsense_corrections_do_no_harm(said):
+    view = prefills()
+    placed = ask(view.say("p0", prefill_correction=said, queued_prefill_ms=said))
+    assert placed.predicted.compute_ms > 0
+
+
 # ---- eq 2 ----
 
 

@@ -26,6 +26,7 @@ from shared.wire.reports import Goodbye, Hello, PoolPlace, Refused, Report, Resy
 
 MAX_REMEMBERED_EPOCHS = 10_000
 CORRECTIONS = (0.1, 10.0)  # what a worker may say of its own model
+CORRECTION_HALF_LIFE_MS = 10_000
 
 _model_of = lru_cache(maxsize=1_024)(CostModel)  # equal coefficients, one model
 
@@ -38,6 +39,25 @@ class InstanceLimits:
     forget_after_ms: int = 60_000
     report_interval_ms: int = 250
     max_instances: int = 1_024
+
+
+@dataclass(slots=True)
+class Fading:
+    """A correction that nothing has confirmed for a while counts less and less.
+
+    Otherwise an instance that was slow once, perhaps because of a neighbour, would not be asked again and so could
+    never show that it is as fast as before.
+    """
+
+    said: float = 1.0
+    at_ms: int = 0
+
+    def now(self, said: float, now_ms: int) -> float:
+        """What to multiply by. A worker that measures nothing new repeats what it said."""
+        if said != self.said:
+            self.said, self.at_ms = said, now_ms
+        faded = 0.5 ** ((now_ms - self.at_ms) / CORRECTION_HALF_LIFE_MS)
+        return 1.0 + (_correction(said) - 1.0) * faded
 
 
 @dataclass(slots=True)
@@ -59,6 +79,8 @@ class Instance:
     model: CostModel | None = None  # of its coefficients, or of its family's first that sent some
     prefill_correction: float = 1.0
     decode_correction: float = 1.0
+    prefill_said: Fading = field(default_factory=Fading)
+    decode_said: Fading = field(default_factory=Fading)
     pool: PoolPlace | None = None
     links: LinkRates = field(default_factory=LinkRates)
 
@@ -157,8 +179,8 @@ class Instances:
             self.num_report_gaps += 1  # each report is whole, so a gap needs no repair
         known.last_seq = report.seq
         known.draining = report.draining
-        known.prefill_correction = _correction(report.prefill_correction)
-        known.decode_correction = _correction(report.decode_correction)
+        known.prefill_correction = known.prefill_said.now(report.prefill_correction, now_ms)
+        known.decode_correction = known.decode_said.now(report.decode_correction, now_ms)
         known.pool = report.pool
         known.links = LinkRates(report.links)  # it falls back to careful rates, path by path
         known.load.on_report(report, now_ms=now_ms)

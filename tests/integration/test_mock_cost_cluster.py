@@ -1,0 +1,46 @@
+"""Policy cost over real processes with mock engines: predictions reach the receipt, and a busy holder is left."""
+
+import random
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from shared.testing.cluster import Cluster
+
+DEMO = Path(__file__).resolve().parents[2] / "deploy" / "models" / "quire-demo"
+FLAGS = {
+    "worker": ["--mock-step-ms", "2", "--mock-prefill-tokens-per-s", "5000"],
+    "scheduler": ["--disaggregation", "auto"],
+}
+
+
+def ask(cluster, prompt, max_tokens=4):
+    body = {"model": cluster.model_name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json={**body, "quire_receipt": True}, timeout=30)
+    assert answer.status_code == 200, answer.text + cluster.logs()
+    return answer.json()["quire_receipt"]
+
+
+@pytest.mark.slow
+def test_predictions_reach_the_receipt_and_a_burst_on_one_prefix_is_spread(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(DEMO, model, ignore=shutil.ignore_patterns("*.safetensors"))  # the mock needs no weights
+    rng = random.Random(7)
+    shared = [rng.randrange(100, 900) for _ in range(320)]
+    with Cluster(model, log_dir=tmp_path / "logs", num_prefill=2, flags=FLAGS) as cluster:
+        first = ask(cluster, shared)
+        assert first["policy"] == "cost"
+        assert first["times"]["ttft"]["predicted_ms"] > 60  # 320 tokens at 5,000 a second
+        assert first["times"]["ttft"]["actual_ms"] > 60
+        assert first["alternatives"]
+        prompts = [[*shared, *(rng.randrange(100, 900) for _ in range(1_000))] for _ in range(6)]
+        with ThreadPoolExecutor(6) as pool:
+            receipts = list(pool.map(lambda prompt: ask(cluster, prompt), prompts))
+        used = {receipt["stages"][0]["instance"] for receipt in receipts}
+        assert len(used) >= 2, [receipt["reason"] for receipt in receipts]
+        assert sum(receipt["tokens"]["computed"] for receipt in receipts) < 6 * 1_320
+        status = cluster["scheduler"].status()
+        assert {one["has_model"] for one in status["instances"]} == {True}
