@@ -24,7 +24,7 @@ A prompt has 256 blocks of 16 tokens: a document of 250 that some instances hold
   (gateway-cpu.json has those). sglang-router and smg run from folders of their own, where they are installed:
   uv pip install --target .quire/bench/peers/sglang_router sglang-router; the same for smg. vllm-router is in the
   extra `loadtest`.
-All processes, this one included, share the machine's cores.
+All processes share the machine's cores. With --realtime they go before anybody else's, closed loops apart.
 """
 
 import argparse
@@ -53,9 +53,9 @@ from loadtest.tree_rig import (
     PROMPT_BLOCKS,
     TAG,
     Trees,
+    ahead_of_others,
     documents,
     hashes_of,
-    priority,
     prompt,
     short,
     timed_us,
@@ -110,11 +110,12 @@ def metrics_from_samples(samples: Samples) -> Metrics:
 class Bench:
     """Collects samples of one run; `scale` shortens everything for a quick look."""
 
-    def __init__(self, folder: Path, scale: float, seed: int, policy: str) -> None:
+    def __init__(self, folder: Path, scale: float, options: argparse.Namespace) -> None:
         self.folder = folder
         self.scale = scale
-        self.rng = random.Random(seed)
-        self.policy = policy
+        self.rng = random.Random(options.seed)
+        self.policy: str = options.policy
+        self.realtime: bool = options.realtime
         self.policies: set[str] = set()
         self.samples: list[dict[str, Any]] = []
         self.skipped: list[str] = []
@@ -232,8 +233,8 @@ class Bench:
         os.kill(trees.server.pid, signal.SIGSTOP)
         times = await timed_us(lambda _: client.lookup(blocks[0][:256], 16), 200, warm=0)
         os.kill(trees.server.pid, signal.SIGCONT)
-        metrics = {"rebuild_s": rebuild_s, "degraded_lookup_max_ms": max(times) / 1e3}
-        self.add("outage", blocks=sum(map(len, blocks)), metrics=metrics, degraded_us=times)
+        found = {"rebuild_s": rebuild_s, "degraded_lookup_max_ms": max(times) / 1e3}
+        self.add("outage", blocks=sum(map(len, blocks)), metrics=found, degraded_us=times)
         for publisher in publishers:
             await publisher.close()
         await client.close()
@@ -274,10 +275,11 @@ class Bench:
     ) -> None:
         seconds = max(2.0, 12 * self.scale)
         before = fleet.cpu_us("scheduler"), process_cpu_us(trees.server.pid)
-        times, policies = await placements(
-            trees, endpoint, docs, self.rng, rate_per_s=RATE_PER_S, seconds=seconds,
-            cache=cache, retractions_per_s=retractions_per_s,
-        )  # fmt: skip
+        with ahead_of_others(self.realtime):
+            times, policies = await placements(
+                trees, endpoint, docs, self.rng, rate_per_s=RATE_PER_S, seconds=seconds,
+                cache=cache, retractions_per_s=retractions_per_s,
+            )  # fmt: skip
         after = fleet.cpu_us("scheduler"), process_cpu_us(trees.server.pid)
         num = RATE_PER_S * (seconds + 1)  # with the second that warms up
         metrics = {
@@ -303,9 +305,10 @@ class Bench:
         seconds = max(2.0, 6 * self.scale)
         load: dict[str, Any] = {"num_docs": NUM_DOCUMENTS}
         seed = self.rng.getrandbits(32)
-        times, failed = await tree_peers.through(
-            engines, random.Random(seed), rate_per_s=RATE_PER_S, seconds=seconds, **load
-        )
+        with ahead_of_others(self.realtime):
+            times, failed = await tree_peers.through(
+                engines, random.Random(seed), rate_per_s=RATE_PER_S, seconds=seconds, **load
+            )
         self.add("router", system="direct", policy="", rate_per_s=RATE_PER_S, failed=failed, whole_ms=times)
         for kind in tree_peers.ROUTERS:
             for policy in tree_peers.POLICIES:
@@ -319,9 +322,10 @@ class Bench:
                     system, random.Random(seed + 1), seconds=seconds / 2, **load
                 )
                 rate = round(min(RATE_PER_S, per_s / 2), 1)
-                times, failed = await tree_peers.through(
-                    system, random.Random(seed), rate_per_s=rate, seconds=seconds, **load
-                )
+                with ahead_of_others(self.realtime):
+                    times, failed = await tree_peers.through(
+                        system, random.Random(seed), rate_per_s=rate, seconds=seconds, **load
+                    )
                 self.add(
                     "router", system=kind, policy=policy, rate_per_s=rate, closed_per_s=round(per_s, 1),
                     failed=failed + bad, whole_ms=times,
@@ -331,12 +335,13 @@ class Bench:
 
 async def run(options: argparse.Namespace, folder: Path) -> Bench:
     """Measure everything that was asked for."""
-    bench = Bench(folder, 0.1 if options.quick else 1.0, options.seed, options.policy)
+    bench = Bench(folder, 0.1 if options.quick else 1.0, options)
     only = set(options.only.split(",")) if options.only else {"calls", "outage", "placement", "peers"}
-    if "calls" in only:
-        await bench.calls()
-    if "outage" in only:
-        await bench.outage()
+    with ahead_of_others(options.realtime):
+        if "calls" in only:
+            await bench.calls()
+        if "outage" in only:
+            await bench.outage()
     with Fleet(folder / "logs") as fleet:
         if "placement" in only:
             await bench.placement(fleet)
@@ -355,14 +360,14 @@ def main(argv: Sequence[str]) -> int:
         "--only", default="", help="comma-separated: calls, outage, placement, peers; writes no file"
     )
     parser.add_argument("--policy", default="", help="of the scheduler; its default without")
+    parser.add_argument("--realtime", action="store_true", help="before everybody else's processes (root)")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(argv)
     begin_load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="quire-tree-") as folder:
         bench = uvloop.run(run(options, Path(folder)))
     metrics = metrics_from_samples(bench.samples)
-    for key in sorted(metrics):
-        print(f"{key:46} {metrics[key]:12.3f}")
+    print(*(f"{key:46} {metrics[key]:12.3f}" for key in sorted(metrics)), sep="\n")
     if not options.quick and not options.only:
         path = write_result(
             NAME,
@@ -381,7 +386,7 @@ def main(argv: Sequence[str]) -> int:
                 "routers_skipped": bench.skipped,
                 "load_average_before": round(begin_load, 2),
                 "machine_was_shared": begin_load > 0.5,
-                "own_priority": priority(),
+                "realtime": options.realtime,
                 "seed": options.seed,
             },
             metrics=metrics,
