@@ -44,7 +44,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     tree_lookup_deadline_ms: int = 20
     tree_max_blocks: int = 4096
-    tree_cache_answers: int = 0  # look-ups that a process remembers; 0: each asks Redis (decision 0014)
+    tree_cache_answers: int = 0  # look-ups that a process remembers; 0: each asks Redis (decision 0012)
     tree_cache_age_ms: int = 250  # for so long
     membership_interval_ms: int = 1000
     placement_deadline_ms: int = 15_000  # first placement, and each new one after a failure
