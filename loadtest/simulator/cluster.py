@@ -183,8 +183,8 @@ class Simulation:
 
     def _find(self, number: int, task: Task, num_blocks: int) -> int:
         """What the mempool would bring: of the same host what there is, of others what the scheduler says."""
-        rest, task.lent = task.request.blocks[num_blocks:], []
-        if not rest or (self._spec.instances_per_host == 1 and task.kv is None):
+        blocks, task.lent = task.request.blocks, []
+        if num_blocks >= len(blocks) or (self._spec.instances_per_host == 1 and task.kv is None):
             return 0
         hosts = {self._links.host_of(number)}
         if task.kv is not None and task.kv.reach == "remote":
@@ -194,8 +194,9 @@ class Simulation:
             for engine in self.engines[host * per_host : (host + 1) * per_host]:
                 if engine.number == number or engine.dead:
                     continue
-                found = engine.store.match(rest)
-                if (tokens := tokens_of(found)) > best:
+                # all of it is pinned later: what precedes pinned blocks cannot go either
+                found = engine.store.match(blocks)
+                if (tokens := tokens_of(found[num_blocks:])) > best:
                     best, task.fetch_from, task.lent = tokens, engine.number, found
         return best
 

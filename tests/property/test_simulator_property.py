@@ -9,6 +9,7 @@ from loadtest.simulator.records import summarize
 from loadtest.simulator.request import infinite_cache
 from loadtest.simulator.spec import ClusterSpec, Death, roles_of
 from loadtest.simulator.task import EngineLimits
+from services.gateway.core.request_flow import Limits
 from services.mempool.core.pd_caching import PdCaching
 from tests.support.simulated import BLOCK_TOKENS, PRICES, conversations
 
@@ -35,6 +36,7 @@ def specs(draw):
         peer=gb_per_s(draw(st.sampled_from([0, 0.001, 1.0]))),
         remote=gb_per_s(draw(st.sampled_from([0, 0.001, 1.0]))),
         deaths=deaths,
+        flow=Limits(request_deadline_ms=draw(st.sampled_from([600_000, 600, 150]))),
         noise=draw(st.sampled_from([0.0, 0.1])),
         seed=draw(st.integers(0, 9)),
     )
@@ -69,6 +71,7 @@ def test_all_memory_returns_and_none_is_used_twice(spec, seed):
         if not engine.dead:
             assert (engine.store.private_tokens, engine.store.pinned_tokens) == (0, 0)
             assert (engine.num_running, engine.num_waiting, engine.unfinished_prefill_tokens) == (0, 0, 0)
+            assert engine.context_tokens == 0
             assert engine.store.indexed_tokens <= spec.memory_tokens
 
 

@@ -6,6 +6,7 @@ from random import Random
 from loadtest.simulator.prices import LinearPrices
 from loadtest.simulator.request import SimRequest, block_name, from_workload
 from loadtest.workloads.request import Answer, Request, Segment, content_id
+from loadtest.workloads.tokens import planned_answer
 
 BLOCK_TOKENS = 64
 PRICES = LinearPrices(
@@ -14,7 +15,7 @@ PRICES = LinearPrices(
 
 
 def conversations(seed, *, sessions=6, turns=4, gap_ms=300.0):
-    """Turns that repeat their conversation, each after the answer to the one before."""
+    """Turns that repeat their conversation, each after the answer to the one before; some prompts are asked twice."""
     rng = Random(seed)
     requests, texts, last, at_ms = [], {}, {}, 0.0
     for number in range(sessions * turns):
@@ -36,7 +37,18 @@ def conversations(seed, *, sessions=6, turns=4, gap_ms=300.0):
         )
         texts[session] = (*prompt, Answer(number, output))
         last[session] = number
+        if rng.random() < 0.3:
+            again = 1000 + number
+            at_ms += gap_ms
+            requests.append(
+                Request(again, at_ms, f"again-{number}", 0, prompt_of_nobody(prompt), rng.randrange(1, 40))
+            )
     return from_workload(requests, BLOCK_TOKENS)
+
+
+def prompt_of_nobody(prompt):
+    """The same tokens without waiting for answers: what was planned stands for them."""
+    return tuple(planned_answer(part) if isinstance(part, Answer) else part for part in prompt)
 
 
 def plain(number, at_ms, prompt, output, *, blocks=False):
