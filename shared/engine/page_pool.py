@@ -105,6 +105,7 @@ class PageBlockPool(BlockPool):
             expected = self.num_expected
             self._evict(count - len(spare))
             self.num_expected = expected  # what is asked back is not replaced
+        self._evict(self.quota.take_uncache())
 
     def refill(self, wanted: int) -> None:
         """Let go of the least recently used cached blocks until `wanted` are in stock or on their way."""

@@ -1,10 +1,12 @@
-"""How the processes of one engine's tensor-parallel ranks find each other, and what they leave behind.
+"""How the processes of one engine's tensor-parallel ranks find each other, end, and what they leave behind.
 
 vLLM has them meet at a TCP store that torch opens on every interface of the machine. All ranks of an engine are on one
-host here: they meet in a file of the engine's own folder.
+host here: they meet in a file of the engine's own folder. When one dies, the others wait for it in a collective,
+deaf to signals, and vLLM waits nine seconds for them: here they are killed at once.
 """
 
 import os
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import vllm.v1.executor.multiproc_executor as multiproc_module
@@ -13,8 +15,13 @@ import vllm.v1.executor.uniproc_executor as uniproc_module
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def meet_in(folder: str) -> None:
-    """Engines that are made in this process, or forked from it, from now on have their ranks meet in this folder."""
+_stock_ending = multiproc_module.MultiprocExecutor._ensure_worker_termination
+
+
+def host_ranks(folder: str) -> None:
+    """For engines that are made in this process, or forked from it, from now on: their ranks meet in this folder,
+    and end together.
+    """
     # vLLM names shared memory after what follows the last colon: unique, and without a slash
     method = f"file://{folder}/ranks:{Path(folder).name}"
 
@@ -23,6 +30,15 @@ def meet_in(folder: str) -> None:
 
     uniproc_module.get_distributed_init_method = in_file
     multiproc_module.get_distributed_init_method = in_file
+    multiproc_module.MultiprocExecutor._ensure_worker_termination = staticmethod(end_ranks)
+
+
+def end_ranks(ranks: list[BaseProcess]) -> None:
+    """vLLM's end of an engine's ranks, without patience where one of them has died."""
+    if any(rank.exitcode for rank in ranks):
+        for rank in ranks:
+            rank.kill()
+    _stock_ending(ranks)
 
 
 def unlink_shared_memory(rank: int) -> None:

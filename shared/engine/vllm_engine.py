@@ -29,7 +29,7 @@ from shared.engine.interface import CacheEvent, DecodeStep, EngineDelta, EngineL
 from shared.engine.load_view import LoadView
 from shared.engine.page_scheduler import EXTRA_ARGS_KEY
 from shared.engine.preload import preload_architecture
-from shared.engine.rank_processes import meet_in
+from shared.engine.rank_processes import host_ranks
 from shared.engine.sampling import honour_seeds, sampling_params
 from shared.engine.slot_settings import slot_arguments, slot_settings
 from shared.engine.worker_config import WorkerSettings, has_slots, works_in_pages
@@ -57,7 +57,7 @@ class VllmEngine:
         events_address = f"ipc://{self._events_dir}/events"
         preload_architecture(settings.model_dir)
         check_split(settings.model_dir, settings.tensor_parallel_size)
-        meet_in(self._events_dir)
+        host_ranks(self._events_dir)
         honour_seeds()
         config = self._engine_args(settings).create_engine_config()
         reason = why_not_in_pages(config)

@@ -76,6 +76,7 @@ class PageQuota:
         self._granted: deque[Owned] = deque()  # appended by the reader thread, popped by the engine's
         self._arrived = threading.Condition()
         self._shrink = 0
+        self._uncache = 0
         self._unsent_releases: list[
             LeaseId
         ] = []  # the successor may have made them before this engine was back
@@ -129,7 +130,7 @@ class PageQuota:
         self._link.close()
         self.header = TableHeader(reply.boot_generation, reply.num_pages, reply.page_bytes)
         with self._arrived:
-            self._link, self.lost, self._shrink = link, False, 0
+            self._link, self.lost, self._shrink, self._uncache = link, False, 0, 0
         self.counters["reattached"] += 1
         link.start()
         while self._unsent_releases and not self.lost:
@@ -157,10 +158,18 @@ class PageQuota:
             count, self._shrink = self._shrink, 0
         return count
 
+    def take_uncache(self) -> int:
+        """How many cached pages, of those that no request uses, the pool wants unpinned since the last call."""
+        if not self._uncache:
+            return 0
+        with self._arrived:
+            count, self._uncache = self._uncache, 0
+        return count
+
     def wait_asked(self, timeout_s: float) -> bool:
         """Whether the pool asks for pages back, or does so within the time; also when the pool is lost."""
         with self._arrived:
-            return self._arrived.wait_for(lambda: self._shrink > 0 or self.lost, timeout_s)
+            return self._arrived.wait_for(lambda: self._shrink + self._uncache > 0 or self.lost, timeout_s)
 
     def wait_granted(self, timeout_s: float) -> bool:
         """Whether any page was granted, or is, within the time."""
@@ -221,7 +230,10 @@ class PageQuota:
                 self._arrived.notify_all()
         elif isinstance(message, wire.Shrink):
             with self._arrived:
-                self._shrink += message.count
+                if message.cached:
+                    self._uncache += message.count
+                else:
+                    self._shrink += message.count
                 self._arrived.notify_all()
 
     def _on_down(self, error: Exception | None) -> None:

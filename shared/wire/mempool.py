@@ -113,9 +113,10 @@ class Detach(Struct, frozen=True, kw_only=True, tag="detach"):
 
 
 class Shrink(Struct, frozen=True, kw_only=True, tag="shrink"):
-    """Please GiveBack this many granted pages."""
+    """Please GiveBack this many granted pages, or with `cached` Unpin as many sealed ones that no request uses."""
 
     count: int
+    cached: bool = False
 
 
 class Writing(Struct, frozen=True, kw_only=True, tag="writing"):

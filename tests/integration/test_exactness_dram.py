@@ -1,6 +1,7 @@
 """Blocks leave small spaces for host memory behind them and come back, also while requests run: tokens equal stock's.
 
-Spaces so small that no second turn, and no repeated prompt, finds its beginning where it was computed.
+Spaces so small that no second turn, and no repeated prompt, finds its beginning where it was computed. What leaves does
+so by itself, or because a caller of the nine calls swaps it out. Workers that are killed meanwhile lose no sealed page.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import httpx
 import pytest
 
 from tests.integration.test_exactness import (
+    BLOCK_TOKENS,
     CASES,
     FIRST_TURNS,
     assert_same,
@@ -17,20 +19,22 @@ from tests.integration.test_exactness import (
     reference,  # noqa: F401  the fixture
     stage,
 )
-from tests.support.exactness_cases import LENGTHS_TOKENS, SECOND_TURNS_AFTER
+from tests.support.cluster_dram import dram_behind_host_memory, swap_out
+from tests.support.exactness_cases import ANSWER_TOKENS, LENGTHS_TOKENS, SECOND_TURNS_AFTER
 from tests.support.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SPACE_BYTES = 14 << 20
-DRAM = {"QUIRE_MEMPOOL_DRAM_BYTES": str(512 << 20), "QUIRE_MEMPOOL_DRAM_FOR_HOST": "true"}
+MANY = 1_000  # blocks: more than a space has
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     flags = ("dtype=float32", "kv_space=own", f"mempool_bytes={SPACE_BYTES}", "max_model_len=2048")
     words = [word for flag in flags for word in ("--set", flag)]
-    with LocalCluster(tmp_path_factory.mktemp("dram") / "home", *words, env=DRAM) as cluster:
+    home = tmp_path_factory.mktemp("dram") / "home"
+    with LocalCluster(home, *words, env=dram_behind_host_memory(home)) as cluster:
         yield cluster
 
 
@@ -49,6 +53,77 @@ def test_every_case_equals_stock_while_blocks_go_out_and_come_back(reference, cl
     assert dram["num_indexed"] > 50
     assert pool["counters"]["dram_blocks_out"] > 100
     assert not pool["counters"].get("dram_copies_failed")
+
+
+def space_of(cluster, instance: str) -> dict:
+    return next(s for s in cluster.pool()["spaces"] if s["devices"] == [f"cpu:{instance}"])
+
+
+def kept_tokens(length: int) -> int:
+    """Of a first turn: its prompt and answer in whole blocks, but for the answer's last token."""
+    return (length + ANSWER_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_a_conversation_that_is_swapped_out_between_its_turns_goes_on_from_host_memory(
+    reference,  # noqa: F811
+    cluster,
+):
+    first, second = "greedy-257", "second-257"
+    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+        assert_same(first, complete(client, CASES[first], reference[first]), reference[first])
+        for instance in ("prefill-0", "decode-0"):
+            swapped_out = asyncio.run(swap_out(cluster, instance, MANY))
+            assert swapped_out >= kept_tokens(257) // BLOCK_TOKENS, "engines cache it, and no request uses it"
+            assert space_of(cluster, instance)["num_indexed"] <= 1, "what a lease that ends may pin"
+        before = cluster.pool()["counters"].get("blocks_pulled_from_dram", 0)
+        answer = complete(client, CASES[second], reference[second])
+    assert_same(second, answer, reference[second])
+    prefill = stage(answer, "prefill")
+    assert prefill["tokens_pool"] == kept_tokens(257), prefill
+    assert prefill["tokens_computed"] == len(reference[second]["prompt"]) - kept_tokens(257), prefill
+    back = cluster.pool()["counters"]["blocks_pulled_from_dram"] - before
+    assert back >= kept_tokens(257) // BLOCK_TOKENS
+
+
+def test_requests_that_run_while_the_rest_is_swapped_out_again_and_again_say_the_same(
+    reference,  # noqa: F811
+    cluster,
+):
+    names = [f"greedy-{n}" for n in (33, 100, 257, 511, 640)] * 2
+
+    async def run() -> tuple[list[dict], int]:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+            posts = [
+                client.post("/v1/completions", json=completion_body(CASES[n], reference[n])) for n in names
+            ]
+            answers = asyncio.gather(*posts)
+            count = 0
+            while not answers.done():
+                count += sum(
+                    [await swap_out(cluster, instance, 16) for instance in ("prefill-0", "decode-0")]
+                )
+            return [reply.json() for reply in await answers], count
+
+    answers, count = asyncio.run(run())
+    for name, answer in zip(names, answers, strict=True):
+        assert_same(name, answer, reference[name])
+    assert count > 0
+
+
+@pytest.mark.parametrize(("victim", "length"), [("prefill-0", 777), ("decode-0", 1500)])
+def test_a_worker_killed_between_two_turns_costs_no_sealed_page(reference, cluster, victim, length):  # noqa: F811
+    """kill -9: a new one attaches to the pages; of the conversation only what is new is computed."""
+    first, second = f"greedy-{length}", f"second-{length}"
+    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+        assert_same(first, complete(client, CASES[first], reference[first]), reference[first])
+        cluster.wait_replaced(victim, cluster.kill(victim))
+        answer = complete(client, CASES[second], reference[second])
+    assert_same(second, answer, reference[second])
+    prefill, decode = stage(answer, "prefill"), stage(answer, "decode")
+    assert prefill["tokens_engine"] + prefill["tokens_pool"] == kept_tokens(length), prefill
+    assert prefill["tokens_computed"] == len(reference[second]["prompt"]) - kept_tokens(length), prefill
+    assert decode["tokens_computed"] == 1, decode
+    assert answer["quire_receipt"]["placement"] == "disaggregated"
 
 
 def test_a_prompt_that_has_gone_out_is_read_from_host_memory_and_not_computed(reference, cluster):  # noqa: F811

@@ -2,9 +2,9 @@
 its block tables promise, and every page comes back.
 
 Two engines (Quire's scheduler, block pool and page quota over vLLM's own classes; tests/support/page_engine.py), the
-real core of the mempool, and fronts that lease pages and hand prompts off. Only the model is missing: a slot holds
-the text up to its token. `python -m tests.support.page_model EXAMPLES SEED [--shrink]` tries so many sequences of
-events; a failure prints its sequence, and the same seed finds it again; --shrink looks for a shorter one, for minutes.
+real core of the mempool, and fronts that lease pages and hand prompts off. Only the model is missing: a slot holds the
+text up to its token. `python -m tests.support.page_model EXAMPLES SEED [--shrink]` tries so many sequences of events;
+a failure prints its sequence, and the same seed finds it again; --shrink looks for a shorter one, for minutes.
 """
 
 import sys
@@ -273,21 +273,22 @@ class PagesModel(RuleBasedStateMachine):
         if seldom and slot in self.workers:
             self.workers[slot].engine.pool.reset_prefix_cache()
 
-    @rule(count=st.integers(1, 6))
+    @rule(count=st.integers(1, 6), cached=st.booleans())
     @precondition(lambda self: self.world.mempool is not None and self.workers)
-    def claim(self, count):
-        """The mempool wants pages for itself, from engines that have them all."""
+    def claim(self, count, cached):
+        """The mempool wants pages for itself, or cached ones unpinned, from engines that have them all."""
         pool = self.world.mempool.pool
-        if len(self.claims) < 2 and pool.memory is not None:
+        if cached:
+            pool.ask_unpin(count)
+        elif len(self.claims) < 2 and pool.memory is not None:
             self.claims.append(pool.claim(count))
-            self.world.mempool.run(pool.flush())
+        self.world.mempool.run(pool.flush())
 
     @rule()
     @precondition(lambda self: self.claims)
     def end_claim(self):
-        pool = self.world.mempool.pool
-        pool.cancel(self.claims.pop(0))
-        self.world.mempool.run(pool.flush())
+        self.world.mempool.pool.cancel(self.claims.pop(0))
+        self.world.mempool.run(self.world.mempool.pool.flush())
 
     @rule(by_ms=st.sampled_from([1, 500, 1500]))
     def wait(self, by_ms):

@@ -2,22 +2,25 @@
 
 import pytest
 
-from services.mempool.core.actions import CopyPages
+from services.mempool.core.actions import ApiSend, CopyPages
 from shared.errors import PeerProtocolError
+from shared.ids import InstanceId
 from shared.kv.page import PageState
 from shared.kv.words import u32_list
 from shared.wire import mempool as wire
+from shared.wire import mempool_api as api_wire
 from tests.unit.mempool_harness import PAGE_BYTES, chain, page_lists
 from tests.unit.test_mempool_spaces import DECODE, FRONT, PREFILL, Spaces, acquire, answers
 
+CALLER = 1 << 32  # connection of one who makes the nine calls
 ABCD = chain("a", "b", "c", "d")
 WXYZ = chain("w", "x", "y", "z")
 
 
-def spaces(num_pages: int = 8, dram_pages: int = 8, **limits: object) -> Spaces:
+def spaces(num_pages: int = 8, dram_pages: int = 8, *, quota: int = 0, **limits: object) -> Spaces:
     options = {"dram_bytes": dram_pages * PAGE_BYTES, "dram_for_host": True} | limits
     made = Spaces(num_pages, **options)
-    made.worker(PREFILL, "cpu:0", quota=num_pages)
+    made.worker(PREFILL, "cpu:0", quota=quota or num_pages)
     made.client(FRONT, f"i{PREFILL}")
     return made
 
@@ -196,3 +199,57 @@ def test_the_copy_out_has_a_short_deadline():
     (copy,) = rig.copies.values()
     assert isinstance(copy, CopyPages)
     assert copy.timeout_ms == 300
+
+
+def caller(rig: Spaces, num_blocks: int) -> None:
+    """Another process asks for a swap."""
+    rig.core.api.connect(CALLER, api_wire.ApiHello(instance=InstanceId(f"i{PREFILL}")), None)
+    call = api_wire.SwapOut(call_id=1, num_blocks=num_blocks, instance=InstanceId(f"i{PREFILL}"))
+    rig.core.api.on_call(CALLER, call, rig.now_ms)
+    perform(rig, rig.core.after_api(rig.now_ms))
+
+
+def perform(rig: Spaces, actions: list) -> None:
+    rig.run([action for action in actions if not isinstance(action, ApiSend)])
+    rig.replies += [action.message for action in actions if isinstance(action, ApiSend)]
+
+
+def end_copies(rig: Spaces) -> None:
+    """All that are under way."""
+    for copy_id in list(rig.copies):
+        del rig.copies[copy_id]
+        perform(rig, rig.core.on_copied(copy_id, rig.now_ms))
+
+
+@pytest.mark.parametrize("quota", [8, 12], ids=["pages-free", "every-page-an-engines"])
+def test_a_swap_asks_the_engine_for_cached_blocks_that_nobody_uses_and_takes_what_it_lets_go(quota):
+    rig = spaces(12, 12, quota=quota)
+    rig.replies = []
+    pages = two_prompts(rig)
+    caller(rig, 3)
+    assert answers(rig, PREFILL, wire.Shrink) == [wire.Shrink(count=3, cached=True)]
+    assert not rig.copies, "it waits for the engine"
+    for part in (pages[7:], pages[5:7]):  # at its own pace
+        let_go = wire.Unpin(**page_lists(part))
+        perform(rig, rig.core.on_message(PREFILL, let_go, rig.now_ms))
+        assert not rig.replies
+        end_copies(rig)
+    (reply,) = rig.replies
+    there = api_wire.unpack_addresses(reply.addresses)
+    assert [a.medium for a in there] == [api_wire.Medium.DRAM] * 3
+    assert counters(rig)["dram_blocks_out"] == 3
+    assert not counters(rig).get("pages_evicted")
+    rig.counts()
+
+
+def test_a_swap_does_not_wait_longer_than_its_patience_for_an_engine_that_uses_its_blocks():
+    rig = spaces(12, 12, quota=8, pull_patience_ms=50)
+    rig.replies = []
+    two_prompts(rig)
+    caller(rig, 3)
+    assert rig.core.next_deadline_ms() == rig.now_ms + 50
+    rig.now_ms += 50
+    perform(rig, rig.core.tick(rig.now_ms))
+    (reply,) = rig.replies
+    assert not reply.addresses
+    rig.counts()

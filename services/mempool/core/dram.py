@@ -75,8 +75,9 @@ class Dram:
             if dram is None or pool.memory is None or dram.memory is None or pool.memory.is_dram:
                 continue
             self.tiers[pool.number] = Tiers(
-                _own(pool), _own(dram), self._tier_limits(pool), partial(self._is_elsewhere, pool)
-            )
+                _own(pool), _own(dram), self._tier_limits(pool),
+                partial(self._is_elsewhere, pool), partial(self._ask_unpin, pool),
+            )  # fmt: skip
             pool.outlet = partial(self._make_room, pool)
 
     def landing(self, pool: Pool) -> Pool | None:
@@ -108,6 +109,7 @@ class Dram:
             end_free_ratio=free,
             max_pages_per_copy=min(MAX_PAGES_PER_COPY, in_flight),
             max_pages_in_flight=in_flight,
+            ask_ms=self._limits.pull_patience_ms,
         )
 
     def _is_elsewhere(self, pool: Pool, block_hash: BlockHash) -> bool:
@@ -116,6 +118,15 @@ class Dram:
             for other in self._pools.values()
             if other is not pool and other.shares_content(pool)
         )
+
+    def _ask_unpin(self, pool: Pool, count: int) -> int:
+        self._touched(pool)
+        return pool.ask_unpin(count)
+
+    def next_deadline_ms(self) -> int | None:
+        """When a swap has waited long enough for engines."""
+        due = [tiers.ticket_deadline_ms() for tiers in self.tiers.values()]
+        return min((when for when in due if when is not None), default=None)
 
     # -- out ------------------------------------------------------------------------------------------
 

@@ -363,7 +363,8 @@ class Mempool:
     def next_deadline_ms(self) -> int | None:
         """When tick() has something to do, or earlier; None: not before the next event."""
         due = [self.remote.next_deadline_ms(), self.serve.next_deadline_ms(), self.api.next_deadline_ms()]
-        due += [self.pulls.next_deadline_ms(), *(pool.next_deadline_ms() for pool in self.pools.values())]
+        due += [self.pulls.next_deadline_ms(), self.dram.next_deadline_ms()]
+        due += [pool.next_deadline_ms() for pool in self.pools.values()]
         return min((when for when in due if when is not None), default=None)
 
     def _after(self, now_ms: int) -> list[Action]:

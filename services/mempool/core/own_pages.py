@@ -38,6 +38,11 @@ class OwnPages:
         """What take() could return now."""
         return self.table.num_free
 
+    @property
+    def num_unpinned(self) -> int:
+        """Indexed blocks that nobody pins."""
+        return len(self.index) - self.index.num_pinned
+
     def take(self, count: int) -> tuple[list[PageId], list[Epoch]]:
         """Up to `count` free pages, granted, and their epochs."""
         return self.table.grant_many(count)

@@ -217,6 +217,20 @@ class Pool(Attachments):
                 self.counters["pages_asked_back"] += count
                 self._send(engine.connection, wire.Shrink(count=count))
 
+    def ask_unpin(self, count: int) -> int:
+        """Ask engines to unpin cached blocks that no request uses, the one with the most first; of how many pages."""
+        memory = self.memory
+        asked = 0
+        for engine in (
+            sorted(memory.engines.attached.values(), key=lambda e: -len(e.pinned)) if memory else ()
+        ):
+            part = min(count - asked, len(engine.pinned))
+            if part > 0:
+                asked += part
+                self._send(engine.connection, wire.Shrink(count=part, cached=True))
+        self.counters["pages_asked_unpinned"] += asked
+        return asked
+
     def begin_writing(self, claim: Claim) -> None:
         """A copy writes the claimed pages from now on."""
         self.claims.remove(claim)

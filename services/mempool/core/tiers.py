@@ -16,65 +16,9 @@ from typing import Literal
 
 from services.mempool.core.entry import Entry
 from services.mempool.core.own_pages import OwnPages
+from services.mempool.core.tier_actions import CopyPages, CopyResult, SwapDone, TierAction, TierLimits
 from shared.errors import InvariantBroken, Overloaded
 from shared.ids import BlockHash, Epoch, PageId, SpaceId
-
-
-@dataclass(frozen=True, slots=True)
-class TierLimits:
-    """When pages move by themselves, and how much may be on its way."""
-
-    begin_free_ratio: float = 0.05  # of the fast pages: with fewer free ones, blocks begin to leave
-    end_free_ratio: float = 0.10  # with as many free, or about to be, they stop
-    max_pages_per_copy: int = 64
-    max_pages_in_flight: int = 256
-    max_tickets: int = 256
-    retry_ms: int = 1_000  # after a failed copy nothing leaves by itself for so long
-    pause_ms: int = 50  # nor after nothing could leave
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.begin_free_ratio <= self.end_free_ratio < 1:
-            raise InvariantBroken(f"free ratios {self.begin_free_ratio} and {self.end_free_ratio}")
-
-
-@dataclass(frozen=True, slots=True)
-class CopyPages:
-    """Copy page by page; answer with Tiers.on_copied(copy_id, ...), always. Sources are pinned until then.
-
-    Whoever copies reads a source's word before and after (rule 4) and reports a change as stale.
-    """
-
-    copy_id: int
-    source: SpaceId
-    source_pages: list[PageId]
-    source_epochs: list[Epoch]
-    target: SpaceId
-    target_pages: list[PageId]
-    target_epochs: list[Epoch]
-
-
-@dataclass(frozen=True, slots=True)
-class CopyResult:
-    """How a copy ended (shared/transfer: Moved, TransferError)."""
-
-    stale: Collection[int] = ()  # positions whose source had changed: the target holds garbage
-    failed: bool = False  # nothing arrived
-    quarantined: Collection[PageId] = ()  # targets that may still be written: on_settled() names them later
-
-
-@dataclass(frozen=True, slots=True)
-class SwapDone:
-    """A ticket's end.
-
-    `entries`: of swap_out, what is in the slow space now and has left the fast one, in no order; of swap_in, for
-    every block that was asked its entry in the fast space, *pinned* (the receiver unpins it), or None.
-    """
-
-    ticket: int
-    entries: list[Entry | None]
-
-
-TierAction = CopyPages | SwapDone
 
 
 @dataclass(slots=True)
@@ -82,6 +26,7 @@ class _Ticket:
     number: int  # 0: the watermark's
     way: Literal["out", "in"]
     left: int = 0  # out: blocks still to pick
+    until_ms: int = 0  # out: so long it waits for more to be unpinned
     waiting: list[tuple[int, Entry]] = field(default_factory=list)  # in: (position, slow entry), last first
     num_in_flight: int = 0
     done: list[Entry | None] = field(default_factory=list)
@@ -101,6 +46,7 @@ class Tiers:
     Args:
         fast, slow: pages of the same kind of block. Several Tiers may have one slow space.
         is_elsewhere: whether a third space has a block; then it needs no copy to leave by itself.
+        ask_unpin: asks whoever caches fast blocks without using them to unpin so many; how many that may be.
     `counters`: blocks out, in, freed without a copy, dropped.
     """
 
@@ -110,11 +56,13 @@ class Tiers:
         slow: OwnPages,
         limits: TierLimits,
         is_elsewhere: Callable[[BlockHash], bool] | None = None,
+        ask_unpin: Callable[[int], int] | None = None,
     ) -> None:
         self.fast = fast
         self.slow = slow
         self.limits = limits
         self._is_elsewhere = is_elsewhere
+        self._ask_unpin = ask_unpin
         self.counters: Counter[str] = Counter()
         self.quarantined: dict[SpaceId, set[PageId]] = {fast.space: set(), slow.space: set()}
         self._copies: dict[int, _Copy] = {}
@@ -133,11 +81,15 @@ class Tiers:
     def swap_out(self, num_blocks: int, now_ms: int) -> tuple[int, list[TierAction]]:
         """Move the coldest unpinned blocks to DRAM: the ticket whose SwapDone ends it, perhaps among the actions.
 
-        Fewer move when fewer are unpinned, or when DRAM has no room that may be taken.
-        Raises: Overloaded when max_tickets are open.
+        Where fewer are unpinned, those that engines only cache go too, as they let go of them, `ask_ms` at most. Fewer
+        move when fewer could, or when DRAM has no room that may be taken. Raises: Overloaded when max_tickets are open.
         """
         ticket = self._new_ticket("out")
         ticket.left = max(0, num_blocks)
+        lacking = ticket.left - self.fast.num_unpinned
+        if lacking > 0 and self._ask_unpin is not None and (asked := self._ask_unpin(lacking)):
+            ticket.left -= lacking - asked
+            ticket.until_ms = now_ms + self.limits.ask_ms
         return ticket.number, self.tick(now_ms)
 
     def swap_in(self, entries: Sequence[Entry], now_ms: int) -> tuple[int, list[TierAction]]:
@@ -160,6 +112,9 @@ class Tiers:
         """No fast page is free, and `lacking` are wanted: copies begin as far as the limits let them, and beyond that
         blocks are evicted. False: no page is free now, as many as are wanted are leaving, or every leaf is pinned.
         """
+        for ticket in self._tickets:  # what was asked to leave goes first
+            if ticket.way == "out":
+                self._send_out(ticket, now_ms)
         if self._num_leaving < lacking and now_ms >= self._failed_until_ms:
             self._send_some(lacking - self._num_leaving)
             if self.fast.num_free:
@@ -174,7 +129,7 @@ class Tiers:
             if ticket.way == "in":
                 self._bring_in(ticket)
             else:
-                self._send_out(ticket)
+                self._send_out(ticket, now_ms)
             if not (ticket.left or ticket.waiting or ticket.num_in_flight):
                 self._tickets.remove(ticket)
                 self._actions.append(SwapDone(ticket.number, ticket.done))
@@ -185,6 +140,12 @@ class Tiers:
     def next_deadline_ms(self, now_ms: int) -> int | None:
         """When tick() may have something to do that no event announces."""
         return self._retry_at_ms if self._is_low and self._retry_at_ms > now_ms else None
+
+    def ticket_deadline_ms(self) -> int | None:
+        """When a swap has waited long enough for unpinned blocks."""
+        return min(
+            (ticket.until_ms for ticket in self._tickets if ticket.left and ticket.until_ms), default=None
+        )
 
     # -- answers ------------------------------------------------------------------------------------
 
@@ -270,11 +231,11 @@ class Tiers:
 
     def _send_some(self, count: int) -> None:
         self._auto.left = count
-        self._send_out(self._auto)
+        self._send_out(self._auto, 0)
         self._auto.left = 0
         self._auto.done = []
 
-    def _send_out(self, ticket: _Ticket) -> None:
+    def _send_out(self, ticket: _Ticket, now_ms: int) -> None:
         while ticket.left > 0:
             room = self.limits.max_pages_in_flight - self._num_in_flight
             count = min(ticket.left, room, self.limits.max_pages_per_copy)
@@ -282,7 +243,8 @@ class Tiers:
                 return
             picked = self.fast.index.take_coldest(count)
             if not picked:
-                ticket.left = 0
+                if now_ms >= ticket.until_ms:
+                    ticket.left = 0
                 return
             ticket.left -= len(picked)
             known = [entry for entry in picked if self._is_kept(ticket, entry.block_hash)]

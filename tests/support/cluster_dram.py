@@ -1,0 +1,35 @@
+"""A cluster whose spaces have host memory behind them, and a caller of the nine calls who swaps blocks out."""
+
+from pathlib import Path
+
+from shared.ids import InstanceId
+from shared.kv.block_hash import chain_seed
+from shared.mempool.api import MemPoolApi
+from tests.support.local_cluster import LocalCluster
+
+DRAM_BYTES = 512 << 20
+BLOCK_TOKENS = 32
+
+
+def dram_behind_host_memory(home: Path) -> dict[str, str]:
+    """Environment of a LocalCluster with this home."""
+    return {
+        "QUIRE_MEMPOOL_DRAM_BYTES": str(DRAM_BYTES),
+        "QUIRE_MEMPOOL_DRAM_FOR_HOST": "true",
+        "QUIRE_MEMPOOL_API_SOCKET": str(_socket(home)),
+    }
+
+
+async def swap_out(cluster: LocalCluster, instance: str, num_blocks: int) -> int:
+    """How many of the instance's blocks have left for host memory."""
+    seed = chain_seed("", "")  # nothing is named here
+    api = MemPoolApi(_socket(cluster.home), InstanceId(instance), seed=seed, block_tokens=BLOCK_TOKENS)
+    await api.connect()
+    try:
+        return len(await api.swap_out(num_blocks))
+    finally:
+        api.close()
+
+
+def _socket(home: Path) -> Path:
+    return home.parent / "api.sock"
