@@ -1,5 +1,6 @@
 """A cluster whose spaces have host memory behind them, and a caller of the nine calls who swaps blocks out."""
 
+import asyncio
 from pathlib import Path
 
 from shared.ids import InstanceId
@@ -7,6 +8,8 @@ from shared.kv.block_hash import chain_seed
 from shared.mempool.api import MemPoolApi
 from tests.support.local_cluster import LocalCluster
 
+MANY = 1_000  # more than a test's space has
+EMPTY_TIMEOUT_S = 10
 DRAM_BYTES = 512 << 20
 BLOCK_TOKENS = 32
 
@@ -29,6 +32,17 @@ async def swap_out(cluster: LocalCluster, instance: str, num_blocks: int) -> int
         return len(await api.swap_out(num_blocks))
     finally:
         api.close()
+
+
+async def empty(cluster: LocalCluster, instance: str) -> int:
+    """Swap out, call after call, until the instance's own space holds nothing; how many blocks left for host memory."""
+    count = 0
+    async with asyncio.timeout(EMPTY_TIMEOUT_S):
+        while True:
+            count += await swap_out(cluster, instance, MANY)
+            space = next(s for s in cluster.pool()["spaces"] if s["devices"] == [f"cpu:{instance}"])
+            if space["num_indexed"] <= 1:  # what a lease that ends may pin
+                return count
 
 
 def _socket(home: Path) -> Path:
