@@ -253,3 +253,18 @@ def test_a_swap_does_not_wait_longer_than_its_patience_for_an_engine_that_uses_i
     (reply,) = rig.replies
     assert not reply.addresses
     rig.counts()
+
+
+def test_what_a_reader_is_about_to_get_from_host_memory_is_not_dropped_to_make_room_for_it():
+    rig = spaces(4, 2, quota=2)
+    rig.replies = []
+    unpin(rig, fill(rig, ABCD[:2], "ab"))
+    caller(rig, 2)
+    rig.copied()
+    unpin(rig, fill(rig, WXYZ[:2], "wx"))
+    assert rig.core.pools[0].memory.table.num_free == 0
+    acquire(rig, ABCD[:2])  # room has to be made, and host memory is full of what is wanted
+    rig.copied()
+    (got,) = answers(rig, FRONT, wire.Acquired)
+    assert [rig.bytes[0, page] for page in u32_list(got.pages)] == ["a", "b"]
+    rig.counts()

@@ -115,17 +115,25 @@ class Pulls:
         if not sources or len(sources) > most or self._num_readers() >= self._limits.max_waiting:
             return False
         pool.index.pin(own)
-        pull = self._begin(pool, own, sources, pool.claim(len(sources)), reader.until_ms)
+        pull = self._begin(pool, own, sources, reader.until_ms)
         pull.readers.append(reader)
         pull.ask_ms = now_ms + ASK_AGAIN_MS
         self._counters["pulls"] += 1
         return True
 
     def _begin(
-        self, pool: Pool, own: list[Entry], sources: list[tuple[Pool, Entry]], claim: Claim, until_ms: int
+        self,
+        pool: Pool,
+        own: list[Entry],
+        sources: list[tuple[Pool, Entry]],
+        until_ms: int,
+        *,
+        ask: bool = True,
     ) -> Pull:
         for source, entry in sources:
             source.index.pin([entry])
+        # not before the pins: to make room, it may have blocks leave for the host memory that has the sources
+        claim = pool.claim(len(sources), ask=ask)
         number = next(self._numbers)
         pull = self.pulls[number] = Pull(number, pool, own, sources, claim, until_ms)
         for _, entry in sources:
@@ -143,8 +151,7 @@ class Pulls:
         ]
         if not found or target.memory is None or len(found) > target.memory.table.num_pages:
             return 0
-        claim = target.claim(len(found), ask=False)
-        pull = self._begin(target, [], found, claim, now_ms + self._limits.pull_patience_ms)
+        pull = self._begin(target, [], found, now_ms + self._limits.pull_patience_ms, ask=False)
         pull.is_push = True
         self._counters["push_backs"] += 1
         return len(found)
