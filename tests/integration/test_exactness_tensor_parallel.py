@@ -33,7 +33,7 @@ FIRST = [
     "greedy-5", "greedy-32", "greedy-33", "greedy-257", "greedy-640", "seeded-100", "top-k-min-p", "logprobs-greedy",
     "penalties", "json-schema", "n3-seeded", "stop-crossing", "max-tokens-1",
 ]  # fmt: skip
-DETECTION_S = 5.0  # 0.3 on a quiet machine; vLLM alone takes 9
+DETECTION_S = 8.0  # 0.3 on a quiet machine; vLLM alone takes 9
 LISTENING = "0A"
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
