@@ -194,8 +194,7 @@ class Simulation:
             for engine in self.engines[host * per_host : (host + 1) * per_host]:
                 if engine.number == number or engine.dead:
                     continue
-                # all of it is pinned later: what precedes pinned blocks cannot go either
-                found = engine.store.match(blocks)
+                found = engine.store.match(blocks)  # all is pinned: what precedes pinned blocks cannot go
                 if (tokens := tokens_of(found[num_blocks:])) > best:
                     best, task.fetch_from, task.lent = tokens, engine.number, found
         return best
@@ -358,9 +357,10 @@ class Simulation:
             self._reach.stored(number, blocks)
 
     def _place_of(self, number: int) -> PoolPlace:
-        """Each instance has a space of its own in the mempool of its host."""
+        """Each instance has a space of its own in its host's mempool; one for all where nothing moves on a host."""
         host = self._links.host_of(number)
-        return PoolPlace(Epoch(host + 1), Epoch(number + 1), f"host-{host}")
+        space = number if self._spec.peer.bytes_per_ms else host
+        return PoolPlace(Epoch(host + 1), Epoch(space + 1), f"host-{host}")
 
     def _die(self, number: int) -> None:
         self.engines[number].die()
