@@ -31,6 +31,7 @@ from loadtest.simulator.spec import ClusterSpec, roles_of
 from loadtest.simulator.task import EngineLimits
 from loadtest.workloads.catalogue import Options, build
 from loadtest.workloads.request import Request, salted
+from services.scheduler.core.predict import CostSettings
 from shared.wire.cost import CostCoefficients
 
 NAME = "simulator"
@@ -85,6 +86,7 @@ def simulated(requests: Sequence[Request], prices: ModelPrices) -> list[Outcome]
         block_tokens=BLOCK_TOKENS,
         memory_tokens=MEMPOOL_BYTES // kv_bytes_per_token(coefficients.shape) // 2,
         policy="cost",
+        cost=CostSettings(disaggregation="always"),  # what `quire up --topology disaggregated` says
         limits=EngineLimits(MAX_RUNNING, coefficients.max_batched_tokens, BLOCK_TOKENS),
         instances_per_host=2,
         peer=Rate(0.0, 0.0),
