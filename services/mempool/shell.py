@@ -90,6 +90,7 @@ class MempoolShell:
         self._spans: dict[tuple[int, int], Span] = {}  # (connection, call_id) of traced Acquire calls
         self._actions: deque[Action] = deque()
         self._performing = False
+        self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
@@ -149,6 +150,7 @@ class MempoolShell:
 
     def close(self) -> None:
         """End every connection. Peers keep the memory that they mapped, and reconnect to the next mempool."""
+        self._is_closed = True  # what the loop still calls finds no memory to act on
         if self._timer is not None:
             self._timer.cancel()
         self.server.close()
@@ -241,7 +243,7 @@ class MempoolShell:
     def _perform(self, actions: list[Action]) -> None:
         """In order, also when performing one causes an event with actions of its own."""
         self._actions.extend(actions)
-        if self._performing:
+        if self._performing or self._is_closed:
             return
         self._performing = True
         while self._actions:
