@@ -64,6 +64,7 @@ class ComposeProject:
             **{key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")},
             "QUIRE_PORT": str(self.gateway_port),
             "QUIRE_JAEGER_PORT": str(self.jaeger_port),
+            "QUIRE_DISAGGREGATION": "always",  # every answer passes both workers, also of an idle cluster
             "QUIRE_SITE_PACKAGES": sysconfig.get_path("purelib"),
         }
         done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, env=environment)
