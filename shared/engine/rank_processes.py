@@ -6,6 +6,7 @@ deaf to signals, and vLLM waits nine seconds for them: here they are killed at o
 """
 
 import os
+import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import vllm.v1.executor.multiproc_executor as multiproc_module
 import vllm.v1.executor.uniproc_executor as uniproc_module
 
 SHARED_MEMORY = Path("/dev/shm")
+REAPED_S = 0.5
 
 
 _stock_ending = multiproc_module.MultiprocExecutor._ensure_worker_termination
@@ -35,6 +37,11 @@ def host_ranks(folder: str) -> None:
 
 def end_ranks(ranks: list[BaseProcess]) -> None:
     """vLLM's end of an engine's ranks, without patience where one of them has died."""
+    until_s = time.monotonic() + REAPED_S
+    while not any(rank.exitcode for rank in ranks):
+        if time.monotonic() > until_s or all(rank.exitcode == 0 for rank in ranks):
+            break
+        time.sleep(0.01)  # a rank's pipe closes, by which vLLM knows, before its exit status can be had
     if any(rank.exitcode for rank in ranks):
         for rank in ranks:
             rank.kill()

@@ -100,7 +100,7 @@ def test_doctor_names_what_is_wrong_and_exits_one(quire):
 def test_a_cluster_from_up_to_down(quire):
     base = free_base_port()
     up = ["up", "--engine", "mock", "--port", str(base + 90), "--base-port", str(base)]
-    up += ["--set", "api_keys=sk-one", "--model", str(DEMO_MODEL)]
+    up += ["--set", "api_keys=sk-one", "--model", str(DEMO_MODEL), "--topology", "disaggregated"]
     url = f"http://127.0.0.1:{base + 90}"
     try:
         first = quire(*up)
