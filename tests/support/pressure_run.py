@@ -1,8 +1,9 @@
 """Real engines in a pool that is too small for them: `python -m tests.support.pressure_run MODEL SOCKET CASES OUT`.
 
 vLLM is imported once; three processes are forked from here: stock vLLM, which answers the cases one after another;
-engine A, which answers them all at once, again and again, among requests that are aborted; and engine B, which comes
-while A works and is killed in the middle of its own work. OUT gets {"stock", "rounds" (A's answers), "b", "counters"}.
+engine A, which answers the crowd (see CROWD) and then the others all at once, again and again, among requests that
+are aborted; and engine B, which comes while A works and is killed in the middle of its own work. OUT gets {"stock",
+"crowd", "rounds" (A's answers), "b", "counters"}.
 """
 
 import asyncio
@@ -35,6 +36,7 @@ from tests.support.stock_reference import run_cases  # noqa: E402
 MAX_MODEL_LEN = 1472
 ABORTED_PER_ROUND = 8
 B_WORKS_S = 3.0
+CROWD = "crowd-"  # cases that are asked together, before the rounds
 
 
 def settings(model: str, socket: str, instance: str) -> WorkerSettings:
@@ -90,6 +92,11 @@ class Driver:
             self.pages.settle(lease.lease_id, self.engine, is_done)
         return [out[index] for index in sorted(out)]
 
+    async def crowd(self, cases: list[dict[str, Any]]) -> dict[str, list[list[int]]]:
+        """All cases at once and nothing else."""
+        answers = await asyncio.gather(*(self.answer(case) for case in cases))
+        return {case["id"]: answer for case, answer in zip(cases, answers, strict=True)}
+
     async def round(self, cases: list[dict[str, Any]]) -> dict[str, list[list[int]]]:
         """All cases at once, in any order, with others that are aborted."""
         order = self.rng.sample(cases, len(cases))
@@ -113,11 +120,15 @@ async def _numbered(deltas: Any) -> Any:
 
 
 def run_a(config: WorkerSettings, cases: list[dict[str, Any]], out: Path, say: int, hear: int) -> None:
-    """A round alone, a round beside B, which dies in it, and a round alone."""
+    """The crowd, then a round alone, a round beside B, which dies in it, and a round alone."""
     driver = Driver(config)
+    crowd = [case for case in cases if case["id"].startswith(CROWD)]
+    cases = [case for case in cases if case not in crowd]
 
     async def run() -> None:
         await driver.start()
+        crowded = await driver.crowd(crowd)
+        preempted = driver.engine.load().num_preempted
         rounds = [await driver.round(cases)]
         os.write(say, b"1")
         await asyncio.to_thread(os.read, hear, 1)
@@ -125,9 +136,9 @@ def run_a(config: WorkerSettings, cases: list[dict[str, Any]], out: Path, say: i
         await asyncio.sleep(0.2)
         os.write(say, b"2")
         rounds += [await beside, await driver.round(cases)]
-        counters = {"preempted": driver.engine.load().num_preempted, "leases": driver.pages.num_leases}
+        counters = {"preempted": preempted, "leases": driver.pages.num_leases}
         await driver.close()
-        _write(out, {"rounds": rounds, "counters": counters})
+        _write(out, {"crowd": crowded, "rounds": rounds, "counters": counters})
 
     asyncio.run(run())
 
@@ -182,7 +193,7 @@ def main() -> None:
     a = forked(lambda: run_a(settings(model, socket, "a"), cases, parts["a"], say_a, hear))
     os.close(say_a)  # reading ends when the child does
     assert os.read(from_a, 1) == b"1"
-    short = [case for case in cases if len(case["prompt"]) < 600]
+    short = [case for case in cases if len(case["prompt"]) < 600 and not case["id"].startswith(CROWD)]
     from_b, say_b = os.pipe()
     b = forked(lambda: run_b(settings(model, socket, "b"), short, parts["b"], say_b))
     os.close(say_b)
