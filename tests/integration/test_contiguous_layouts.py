@@ -20,12 +20,10 @@ from tests.integration.test_exactness import (
     num_computed_by_decode,
     stage,
 )
-from tests.integration.test_exactness import reference as stock_answers
 from tests.support.exactness_cases import SECOND_TURNS_AFTER
 from tests.support.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
-reference = stock_answers  # the same fixture: one run of stock vLLM for both layouts
 BLOCK_TOKENS = 32
 
 

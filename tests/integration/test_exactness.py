@@ -5,10 +5,7 @@ float32 on one thread. Every case goes to the gateway over HTTP with token ids i
 """
 
 import asyncio
-import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -30,26 +27,6 @@ def eos_token_id() -> int:
 
 
 CASES = {case["id"]: case for case in build_cases(MODEL, eos_token_id())}
-
-
-@functools.cache  # modules that import the fixture share one run
-def stock_answers(folder: Path) -> dict:
-    """Stock vLLM's answer to every case."""
-    cases, out = folder / "cases.json", folder / "out.json"
-    cases.write_text(json.dumps(list(CASES.values())))
-    subprocess.run(
-        [sys.executable, "-m", "tests.support.stock_reference", str(MODEL), str(cases), str(out)],
-        cwd=ROOT,
-        check=True,
-        timeout=400,
-    )
-    return json.loads(out.read_text())
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """Stock vLLM's answer to every case."""
-    return stock_answers(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from tests.integration.test_exactness import (
     assert_same,
     complete,
     completion_body,
-    reference,  # noqa: F401  the fixture
     stage,
 )
 from tests.support.cluster_dram import dram_behind_host_memory, empty, swap_out
@@ -37,7 +36,7 @@ def cluster(tmp_path_factory):
         yield cluster
 
 
-def test_every_case_equals_stock_while_blocks_go_out_and_come_back(reference, cluster):  # noqa: F811
+def test_every_case_equals_stock_while_blocks_go_out_and_come_back(reference, cluster):
     wrong = []
     with httpx.Client(base_url=cluster.url, timeout=60) as client:
         for name in FIRST_TURNS:
@@ -60,7 +59,7 @@ def kept_tokens(length: int) -> int:
 
 
 def test_a_conversation_that_is_swapped_out_between_its_turns_goes_on_from_host_memory(
-    reference,  # noqa: F811
+    reference,
     cluster,
 ):
     first, second = "greedy-257", "second-257"
@@ -79,7 +78,7 @@ def test_a_conversation_that_is_swapped_out_between_its_turns_goes_on_from_host_
 
 
 def test_requests_that_run_while_the_rest_is_swapped_out_again_and_again_say_the_same(
-    reference,  # noqa: F811
+    reference,
     cluster,
 ):
     names = [f"greedy-{n}" for n in (33, 100, 257, 511, 640)] * 2
@@ -104,7 +103,7 @@ def test_requests_that_run_while_the_rest_is_swapped_out_again_and_again_say_the
 
 
 @pytest.mark.parametrize(("victim", "length"), [("prefill-0", 777), ("decode-0", 1500)])
-def test_a_worker_killed_between_two_turns_costs_no_sealed_page(reference, cluster, victim, length):  # noqa: F811
+def test_a_worker_killed_between_two_turns_costs_no_sealed_page(reference, cluster, victim, length):
     """kill -9: a new one attaches to the pages; of the conversation only what is new is computed."""
     first, second = f"greedy-{length}", f"second-{length}"
     with httpx.Client(base_url=cluster.url, timeout=60) as client:
@@ -119,7 +118,7 @@ def test_a_worker_killed_between_two_turns_costs_no_sealed_page(reference, clust
     assert answer["quire_receipt"]["placement"] == "disaggregated"
 
 
-def test_a_prompt_that_has_gone_out_is_read_from_host_memory_and_not_computed(reference, cluster):  # noqa: F811
+def test_a_prompt_that_has_gone_out_is_read_from_host_memory_and_not_computed(reference, cluster):
     before = cluster.pool()["counters"]
     with httpx.Client(base_url=cluster.url, timeout=60) as client:
         for length in LENGTHS_TOKENS:
@@ -136,7 +135,7 @@ def test_a_prompt_that_has_gone_out_is_read_from_host_memory_and_not_computed(re
     assert cluster.pool()["num_leases"] == 0
 
 
-def test_requests_that_run_while_others_swap_say_the_same(reference, cluster):  # noqa: F811
+def test_requests_that_run_while_others_swap_say_the_same(reference, cluster):
     names = [f"greedy-{n}" for n in (33, 64, 100, 161, 257, 400, 511, 777)]
 
     async def run() -> list[dict]:

@@ -18,7 +18,6 @@ from tests.integration.test_exactness import (
     assert_same,
     complete,
     completion_body,
-    reference,  # noqa: F401  the fixture
     stage,
 )
 from tests.support.exactness_cases import SECOND_TURNS_AFTER
@@ -34,7 +33,7 @@ def cluster(tmp_path_factory):
         yield cluster
 
 
-def test_every_case_equals_stock_and_blocks_are_copied_between_the_spaces(reference, cluster):  # noqa: F811
+def test_every_case_equals_stock_and_blocks_are_copied_between_the_spaces(reference, cluster):
     wrong = []
     with httpx.Client(base_url=cluster.url, timeout=60) as client:
         for name in FIRST_TURNS:
@@ -75,7 +74,7 @@ def worker_of(cluster, role):
     return status["endpoint"], status["epoch"]
 
 
-def second(client, length, reference):  # noqa: F811
+def second(client, length, reference):
     """The next turn: prefill finds what decode made, after a copy (PD-Caching-3's return, when it is wanted)."""
     name = f"second-{length}"
     answer = complete(client, CASES[name], reference[name])
@@ -86,7 +85,7 @@ def second(client, length, reference):  # noqa: F811
     assert prefill["tokens_engine"] + prefill["tokens_pool"] == kept_blocks * BLOCK_TOKENS, prefill
 
 
-def test_tiny_spaces_under_load_answer_everything_as_stock_does(reference, tmp_path):  # noqa: F811
+def test_tiny_spaces_under_load_answer_everything_as_stock_does(reference, tmp_path):
     """Decode's engine has to give pages back for what is copied to it; nothing hangs, nothing is left."""
     flags = ("--set", "dtype=float32", "--set", "kv_space=own", "--set", "max_model_len=2048")
     flags += ("--set", f"mempool_bytes={90 * 196_608}")
@@ -107,7 +106,7 @@ def test_tiny_spaces_under_load_answer_everything_as_stock_does(reference, tmp_p
     assert pool["num_handoffs"] == 0
 
 
-async def all_at_once(url, names, reference):  # noqa: F811
+async def all_at_once(url, names, reference):
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         asked = [client.post("/v1/completions", json=completion_body(CASES[n], reference[n])) for n in names]
         replies = await asyncio.gather(*asked)

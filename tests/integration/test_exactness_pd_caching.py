@@ -10,7 +10,6 @@ from tests.integration.test_exactness import (
     CASES,
     assert_same,
     complete,
-    reference,  # noqa: F401  the fixture
     stage,
 )
 from tests.support.exactness_cases import ANSWER_TOKENS
@@ -30,7 +29,7 @@ def num_found(mode: str, length: int) -> int:
 
 
 @pytest.mark.parametrize("mode", ["basic", "1", "2", "3"])
-def test_each_mode_says_what_stock_says_and_finds_what_it_keeps(reference, tmp_path, mode):  # noqa: F811
+def test_each_mode_says_what_stock_says_and_finds_what_it_keeps(reference, tmp_path, mode):
     words = ["--set", "dtype=float32", "--set", "kv_space=own", "--set", f"pd_caching={mode}"]
     with (
         LocalCluster(tmp_path / "home", *words) as cluster,

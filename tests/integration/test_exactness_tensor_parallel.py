@@ -20,7 +20,6 @@ from tests.integration.test_exactness import (
     CASES,
     assert_same,
     complete,
-    reference,  # noqa: F401  the fixture
     stage,
 )
 from tests.support.cluster_dram import dram_behind_host_memory, empty
@@ -96,7 +95,7 @@ def listening(pid: int) -> list[str]:
     return [row[1].rpartition(":")[0] for row in rows if row[3] == LISTENING and row[9] in inodes]
 
 
-def test_every_case_equals_stock_though_the_ranks_are_unequal(reference, split):  # noqa: F811
+def test_every_case_equals_stock_though_the_ranks_are_unequal(reference, split):
     wrong = []
     with httpx.Client(base_url=split.cluster.url, timeout=60) as client:
         for name in FIRST:
@@ -120,7 +119,7 @@ def test_every_case_equals_stock_though_the_ranks_are_unequal(reference, split):
     assert not split.counted("pulls_failed")
 
 
-def second_turn(split: Split, client: httpx.Client, length: int, reference: dict) -> dict:  # noqa: F811
+def second_turn(split: Split, client: httpx.Client, length: int, reference: dict) -> dict:
     """The next turn, once what decode completed is back; checks that only the new blocks are computed and moved."""
     name = f"second-{length}"
     prompt_tokens = len(reference[name]["prompt"])
@@ -138,7 +137,7 @@ def second_turn(split: Split, client: httpx.Client, length: int, reference: dict
 
 
 @pytest.mark.parametrize("length", [777, 1500])  # behind these prompts decode completes a block
-def test_a_second_turn_computes_and_moves_only_what_is_new(reference, split, length):  # noqa: F811
+def test_a_second_turn_computes_and_moves_only_what_is_new(reference, split, length):
     first = f"greedy-{length}"
     before = split.counted("blocks_pushed_back")
     with httpx.Client(base_url=split.cluster.url, timeout=60) as client:
@@ -148,7 +147,7 @@ def test_a_second_turn_computes_and_moves_only_what_is_new(reference, split, len
     assert split.cluster.pool()["num_leases"] == 0
 
 
-def test_blocks_of_every_rank_go_out_to_host_memory_and_come_back(reference, split):  # noqa: F811
+def test_blocks_of_every_rank_go_out_to_host_memory_and_come_back(reference, split):
     """Swapped out between two turns by the nine calls."""
     if not split.has_dram:
         pytest.skip("no host memory behind these spaces")
@@ -174,7 +173,7 @@ def test_no_engine_listens_beyond_this_machine(split):
             assert set(listening(pid)) <= LOOPBACK, (role, pid, listening(pid))
 
 
-def test_a_rank_that_dies_ends_its_engine_and_the_next_one_finds_the_sealed_pages(reference, split):  # noqa: F811
+def test_a_rank_that_dies_ends_its_engine_and_the_next_one_finds_the_sealed_pages(reference, split):
     """One of the two ranks; in the decode engine while the other one waits for it in a step."""
     first = "greedy-1000"
     role = max(split.ranks, key=split.ranks.__getitem__)

@@ -5,11 +5,7 @@ network of the pages: the control plane, which is on the loopback, goes on.
 """
 
 import asyncio
-import importlib.util
-import json
 import random
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from loadtest.two_hosts import TwoHosts, why_not
 from shared.ids import InstanceId
 from shared.mempool.client import MempoolClient
 from shared.testing.cluster import Cluster
@@ -28,7 +23,6 @@ from tests.integration.test_exactness import (
     BLOCK_TOKENS,
     CASES,
     MODEL,
-    ROOT,
     assert_same,
     complete,
     stage,
@@ -44,28 +38,6 @@ COMPUTE_S = 10.0  # a whole request, on a busy machine
 DETECTED_S = 2.0
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def hosts():
-    if importlib.util.find_spec("nixl_cu13") is None:
-        pytest.skip("nixl-cu13 is not installed")
-    if reason := why_not():
-        pytest.skip(reason)
-    with TwoHosts() as both:
-        yield both
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """Stock vLLM's answers."""
-    folder = tmp_path_factory.mktemp("stock")
-    cases, out = folder / "cases.json", folder / "out.json"
-    wanted = {*FIRST, SECOND, *DURING_CUTS}
-    cases.write_text(json.dumps([case for name, case in CASES.items() if name in wanted]))
-    command = [sys.executable, "-m", "tests.support.stock_reference", str(MODEL), str(cases), str(out)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=400)
-    return json.loads(out.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +127,10 @@ def test_a_prompt_of_another_host_is_fetched_as_told(cluster, pools):
 
 
 def test_no_token_is_wrong_and_nothing_hangs_while_the_link_is_cut_during_transfers(
-    reference, cluster, pools, hosts
+    reference,
+    cluster,
+    pools,
+    hosts,
 ):
     stop, cuts = threading.Event(), []
 

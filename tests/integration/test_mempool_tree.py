@@ -7,20 +7,11 @@ import pytest
 from shared.ids import InstanceId
 from shared.mempool.client import MempoolClient
 from shared.prompttree.client import PromptTreeClient
-from shared.prompttree.embedded import EmbeddedRedis
 from shared.wire.placement import PrefixHit
 from tests.integration.mempool_rig import EngineProcess, MempoolProcess, chain
 from tests.support.control_plane import until_async
 
 BLOCK_TOKENS = 4
-
-
-@pytest.fixture
-def redis(tmp_path):
-    server = EmbeddedRedis(0, tmp_path / "redis")
-    server.start()
-    yield server
-    server.kill()
 
 
 @pytest.fixture

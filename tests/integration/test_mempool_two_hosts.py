@@ -1,13 +1,11 @@
 """Two mempools on two hosts (network namespaces, a veth pair): partitions in the middle of transfers. Root only."""
 
 import asyncio
-import importlib.util
 import random
 import time
 
 import pytest
 
-from loadtest.two_hosts import TwoHosts, why_not
 from tests.integration.peer_rig import make_pair
 
 DETECTED_S = 2.0
@@ -18,16 +16,6 @@ MOST_CUTS = 20
 LATEST_S = 0.06  # after the start of a transfer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module")
-def hosts():
-    if importlib.util.find_spec("nixl_cu13") is None:
-        pytest.skip("nixl-cu13 is not installed")
-    if reason := why_not():
-        pytest.skip(reason)
-    with TwoHosts() as both:
-        yield both
 
 
 @pytest.fixture

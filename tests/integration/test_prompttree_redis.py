@@ -13,29 +13,12 @@ from shared.kv.block_hash import chain_seed, hash_blocks, pack_tokens
 from shared.prompttree import scripts
 from shared.prompttree.breaker import Breaker
 from shared.prompttree.client import PromptTreeClient
-from shared.prompttree.embedded import EmbeddedRedis, find_redis_server
+from shared.prompttree.embedded import find_redis_server
 from shared.prompttree.publisher import PromptTreePublisher
 from shared.transport.redis_link import RedisLink, parse_redis_url
 from tests.support.control_plane import until
 
 BLOCK_TOKENS = 32
-
-
-@pytest.fixture
-def redis(tmp_path):
-    server = EmbeddedRedis(0, tmp_path)
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture
-async def opened():
-    """Closes what a test appends to it."""
-    things = []
-    yield things
-    for thing in reversed(things):
-        await thing.close()
 
 
 def chain(num_blocks, seed=b"x"):

@@ -10,7 +10,6 @@ import pytest
 
 from shared.kv.block_hash import chain_seed, hash_blocks, pack_tokens
 from shared.prompttree.client import DEADLINE_MS, PromptTreeClient
-from shared.prompttree.embedded import EmbeddedRedis
 from shared.prompttree.hits import pack_audience
 from shared.prompttree.lookup_cache import LookupCache
 from shared.prompttree.publisher import PromptTreePublisher
@@ -20,23 +19,6 @@ from shared.wire.placement import PrefixHit
 from tests.support.control_plane import until
 
 GRACE_MS = 40  # of a busy machine, beyond the deadline
-
-
-@pytest.fixture
-def redis(tmp_path):
-    server = EmbeddedRedis(0, tmp_path)
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture
-async def opened():
-    """Closes what a test appends to it."""
-    things = []
-    yield things
-    for thing in reversed(things):
-        await thing.close()
 
 
 def chain(num_blocks, model="m", tenant=""):

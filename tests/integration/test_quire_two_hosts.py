@@ -5,19 +5,20 @@ cuts the pages and the control plane at once.
 """
 
 import ctypes
-import importlib.util
-import json
 import os
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from loadtest.two_hosts import TwoHosts, why_not
-from tests.integration.test_exactness import CASES, MODEL, ROOT, assert_same, complete, completion_body, stage
+from tests.integration.test_exactness import (
+    CASES,
+    assert_same,
+    complete,
+    completion_body,
+    stage,
+)
 from tests.support.local_cluster import LocalCluster
 
 NAMES = ["greedy-64", "greedy-257", "seeded-100", "greedy-1000", "n3-short", "max-tokens-2"]
@@ -27,27 +28,6 @@ CUT_S = 3.0
 ANSWER_S = 45.0
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def hosts():
-    if importlib.util.find_spec("nixl_cu13") is None:
-        pytest.skip("nixl-cu13 is not installed")
-    if reason := why_not():
-        pytest.skip(reason)
-    with TwoHosts() as both:
-        yield both
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """Stock vLLM's answers."""
-    folder = tmp_path_factory.mktemp("stock")
-    cases, out = folder / "cases.json", folder / "out.json"
-    cases.write_text(json.dumps([CASES[name] for name in [*NAMES, *AFTER]]))
-    command = [sys.executable, "-m", "tests.support.stock_reference", str(MODEL), str(cases), str(out)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=400)
-    return json.loads(out.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +83,10 @@ def test_a_second_machine_joins_and_tokens_equal_stock(reference, cluster, on_fi
 
 
 def test_a_cut_between_the_machines_ends_requests_in_time_and_the_cluster_goes_on_after_it(
-    reference, cluster, on_first, hosts
+    reference,
+    cluster,
+    on_first,
+    hosts,
 ):
     def attempt(name):
         """A right answer, or an error that says so."""

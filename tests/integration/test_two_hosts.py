@@ -1,27 +1,16 @@
 """Two network namespaces joined by a veth pair: pages over UCX/TCP with loss, delay, partition and death. Root only."""
 
-import importlib.util
 import signal
 import threading
 import time
 
 import pytest
 
-from loadtest.two_hosts import Ends, TwoHosts, why_not
+from loadtest.two_hosts import Ends
 
 PAGE_BYTES = 256 << 10
 NUM_PAGES = 32
 SOURCE, TARGET = [1, 5, 6, 9, 30], [20, 3, 4, 0, 31]
-
-
-@pytest.fixture(scope="module")
-def hosts():
-    if importlib.util.find_spec("nixl_cu13") is None:
-        pytest.skip("nixl-cu13 is not installed")
-    if reason := why_not():
-        pytest.skip(reason)
-    with TwoHosts() as both:
-        yield both
 
 
 @pytest.fixture

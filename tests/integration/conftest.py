@@ -1,0 +1,55 @@
+"""What several modules need: stock vLLM's answers, two hosts of our own, a Redis."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest.two_hosts import TwoHosts, why_not
+from shared.prompttree.embedded import EmbeddedRedis
+from tests.integration.test_exactness import CASES, MODEL, ROOT
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Stock vLLM's answer to every case, by its name."""
+    folder = tmp_path_factory.mktemp("stock")
+    cases, out = folder / "cases.json", folder / "out.json"
+    cases.write_text(json.dumps(list(CASES.values())))
+    command = [sys.executable, "-m", "tests.support.stock_reference", str(MODEL), str(cases), str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=400)
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[TwoHosts]:
+    """Two network namespaces joined by a veth pair. Root only."""
+    if importlib.util.find_spec("nixl_cu13") is None:
+        pytest.skip("nixl-cu13 is not installed")
+    if reason := why_not():
+        pytest.skip(reason)
+    with TwoHosts() as both:
+        yield both
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
+    """A server that runs."""
+    server = EmbeddedRedis(0, tmp_path / "redis")
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[list[Any]]:
+    """Closes what a test appends to it."""
+    things: list[Any] = []
+    yield things
+    for thing in reversed(things):
+        await thing.close()
