@@ -81,8 +81,9 @@ class RequestSlots:
         return Change(number, self._lay(number, slot, pages))
 
     def grow(self, request: str, pages: Sequence[int]) -> Change:
-        """More pages behind those that it has. Leftovers in their places are replaced at once: no step reads behind
-        the end of its request (kernels that load whole tiles: see request_layout's guard and the engine's lookahead).
+        """More pages behind those that it has. Leftovers in their places are replaced at once: begin() gave it a slot
+        whose leftovers no step reads any more, and no step reads behind the end of its own request (kernels that load
+        whole tiles: see request_layout's guard and the engine's lookahead).
 
         Raises: BadMapping when they do not fit.
         """
@@ -166,14 +167,14 @@ class RequestSlots:
 
     def _choose(self, pages: Sequence[int]) -> int | None:
         """Of the idle slots that may be changed: the one that has most of it already, then the emptiest, then the
-        longest idle one.
+        longest idle one. What lies behind these pages counts as changed too: grow() replaces it without waiting.
         """
         best: tuple[int, int, int] | None = None
         found: int | None = None
         for number in self._idle:
             slot = self._slots[number]
             same = _common(slot.pages, pages)
-            stale = any(page != HOLE for page in slot.pages[same : len(pages)])
+            stale = any(page != HOLE for page in slot.pages[same:])
             if stale and slot.fence > self._passed:
                 continue
             rank = (same, -len(slot.pages) if not same else 0, -slot.ended)

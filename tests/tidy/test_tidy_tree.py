@@ -92,17 +92,14 @@ def test_functions_stay_readable():
 
 def test_no_module_is_dead():
     """Every module is imported, run with -m, named in a setting, or a test."""
-    texts = {p: p.read_text(errors="replace") for p in tracked() if p.suffix not in {".safetensors", ".png"}}
-    dead = []
-    for path in tracked(".py"):
-        if path.name in {"__init__.py", "__main__.py", "conftest.py", "locustfile.py"}:
-            continue
-        if path.name.startswith("test_"):
-            continue
-        name = path.stem
-        mentioned = any(re.search(rf"\b{name}\b", text) for p, text in texts.items() if p != path)
-        if not mentioned:
-            dead.append(relative(path))
+    skipped = {"__init__.py", "__main__.py", "conftest.py", "locustfile.py"}
+    modules = [p for p in tracked(".py") if p.name not in skipped and not p.name.startswith("test_")]
+    users: dict[str, set[Path]] = {path.stem: set() for path in modules}
+    for path in tracked():
+        if path.suffix not in {".safetensors", ".png"}:
+            for word in users.keys() & set(re.findall(r"\w+", path.read_text(errors="replace"))):
+                users[word].add(path)
+    dead = [relative(path) for path in modules if not users[path.stem] - {path}]
     assert not dead, f"nobody uses: {dead}"
 
 

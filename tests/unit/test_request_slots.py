@@ -67,6 +67,16 @@ def test_without_anything_to_unmap_a_slot_is_used_at_once():
     assert table.begin("b", [1, 2, 3]).commands == [Map(2, (3,), False)]
 
 
+def test_a_slot_with_leftovers_behind_a_short_beginning_waits_too_because_growth_will_not():
+    table = RequestSlots(1, 8)
+    table.begin("a", [1, 2])
+    table.end("a", 7)
+    assert table.begin("b", [1]) is None
+    table.passed(7)
+    table.begin("b", [1])
+    assert table.grow("b", [3]).commands == [Unmap(1, 1), Map(1, (3,), False)]
+
+
 def test_an_empty_slot_is_preferred_to_one_with_leftovers_of_no_use():
     table = RequestSlots(2, 8)
     used = table.begin("a", [1, 2]).slot
