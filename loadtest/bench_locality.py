@@ -15,7 +15,6 @@ simulated-locality.json. --resume FILE keeps finished runs: call it again to go 
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -23,11 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loadtest.bench_pages import model_folder
-from loadtest.locality_cluster import Arm, LocalityCluster
+from loadtest.locality_cluster import GPU_CACHE_BYTES, Arm, LocalityCluster, Start
 from loadtest.locality_simulated import SimulatedCluster
 from loadtest.open_loop import lag_p99_ms
 from loadtest.outcomes import SOURCES, Outcome
+from loadtest.progress import Progress
 from loadtest.registry import RESULTS, ROOT
 from loadtest.results import Metrics, Samples, quantile, write_result
 from loadtest.workloads.catalogue import Options, build
@@ -57,7 +56,6 @@ SATURATING_RATE = 20_000.0
 THINK_REQUESTS = 16
 CAPACITY_SHARE = 0.9  # of the answers: what the last, lonely sessions do is no throughput
 WARM_REQUESTS = 12
-GPU_CACHE_BYTES = 48 << 30  # of each instance
 KV_BYTES_PER_TOKEN = 128 << 10  # of the 8B shape
 
 
@@ -148,31 +146,14 @@ def capacity_per_s(outcomes: Sequence[Outcome]) -> float:
     return round(taken / (ends[taken - 1] / 1000), 3)
 
 
-class Progress:
-    """Samples, and the file that keeps them between calls."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self.samples: list[dict[str, Any]] = []
-        if path is not None and path.is_file():
-            self.samples = [json.loads(line) for line in path.read_text().splitlines()]
-
-    def has(self, **key: Any) -> dict[str, Any] | None:
-        """The sample with these values."""
-        return next((s for s in self.samples if all(s.get(k) == v for k, v in key.items())), None)
-
-    def add(self, sample: dict[str, Any]) -> None:
-        """Keep it, and say it in a line."""
-        self.samples.append(sample)
-        if self._path is not None:
-            with self._path.open("a") as target:
-                target.write(json.dumps(sample) + "\n")
-        long = ("ttft_ms", "sources")
-        said = {key: value for key, value in sample.items() if key not in long}
-        if "ttft_ms" in sample:
-            said |= {"p50": quantile(sample["ttft_ms"], 0.5), "p99": quantile(sample["ttft_ms"], 0.99)}
-            said["hit"] = round(hit_ratio(sample), 3)
-        print(f"  {said}", flush=True)
+def said(sample: dict[str, Any]) -> dict[str, Any]:
+    """A line of a run, without what is long."""
+    long = ("ttft_ms", "sources")
+    shown = {key: value for key, value in sample.items() if key not in long}
+    if "ttft_ms" in sample:
+        shown |= {"p50": quantile(sample["ttft_ms"], 0.5), "p99": quantile(sample["ttft_ms"], 0.99)}
+        shown["hit"] = round(hit_ratio(sample), 3)
+    return shown
 
 
 def measure(
@@ -263,37 +244,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def cluster_of(options: argparse.Namespace, folder: Path) -> LocalityCluster:
     """Three prefill workers and one decode worker, each with pages of its own."""
-    cuda = options.device == "cuda"
-    model = options.model_dir or (str(model_folder(folder / "model-8b")) if cuda else "")
-    cache_bytes = options.cache_bytes or (GPU_CACHE_BYTES if cuda else 256 << 20)
-    flags = ["--device", options.device, "--engine", options.engine, "--topology", "disaggregated"]
-    flags += ["--prefill", "3", "--decode", "1", *(["--model", model] if model else [])]
-    wanted = {"trace_sample_ratio": "0.0", **dict(pair.split("=", 1) for pair in options.set)}
-    if not cuda:
-        wanted = {"mempool_bytes": str(cache_bytes), "kv_space": "own", **wanted}
-    flags += [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
-    worker: dict[str, Any] = {
-        key: json.loads(value) for key, _, value in (w.partition("=") for w in options.worker)
-    }
-    sections: dict[str, dict[str, Any]] = {}
-    if cuda:
-        worker = {
-            "max_model_len": 16_384,
-            **({} if options.model_dir else {"load_format": "dummy"}),
-            **worker,
-        }
-        sections["mempool"] = {"device_capacity_bytes": cache_bytes}
-    if worker:
-        sections["worker"] = worker
     arms = options.arms.split(",")
     first = ARMS["session" if "session" in arms else arms[0]]
-    return LocalityCluster(folder / "home", flags, sections, first, max_lag_ms=options.max_lag_ms)
+    words = ["--topology", "disaggregated", "--prefill", "3", "--decode", "1"]
+    start = Start(
+        options.device, options.engine, options.model_dir, options.cache_bytes, options.set, options.worker
+    )
+    flags = start.flags(folder, words)
+    return LocalityCluster(folder / "home", flags, start.sections(), first, max_lag_ms=options.max_lag_ms)
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure and write the result file; exit status 1 when a request failed, 3 when there are runs left."""
     options = parse(argv)
-    progress = Progress(options.resume)
+    progress = Progress(options.resume, said)
     name, words = NAME, ""
     if options.simulate or options.cost:
         memory_tokens = (options.cache_bytes or GPU_CACHE_BYTES) // KV_BYTES_PER_TOKEN

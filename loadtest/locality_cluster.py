@@ -1,4 +1,4 @@
-"""`quire up` with three prefill workers and one decode worker whose scheduler can be told another policy.
+"""`quire up` with workers whose scheduler can be told another policy.
 
 The policy is in the cluster's TOML file; the scheduler alone is ended and comes back with the new one, as it keeps
 nothing that workers do not report again. Engines and their caches stay.
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.bench_footprint import free_base_port
+from loadtest.bench_pages import model_folder
 from loadtest.http_client import Client
 from loadtest.open_loop import OpenLoop, Plan, verdict
 from loadtest.outcomes import Outcome
@@ -32,6 +33,7 @@ SWITCH_TIMEOUT_S = 60
 TRIES = 3
 MAX_IN_FLIGHT = 4_096
 SCHEDULER_ADMIN = 6  # offset of its port (deploy/local/services_table.py)
+GPU_CACHE_BYTES, CPU_CACHE_BYTES = 48 << 30, 256 << 20  # of each instance
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,32 +85,37 @@ class LocalityCluster:
 
     def use(self, arm: Arm) -> None:
         """Place by this arm from now on; returns when every instance is known again. Raises: RuntimeError."""
-        wanted = len(self.scheduler()["instances"])
         if arm == self._arm:
             return
+        wanted = len(self.scheduler()["instances"])
         self._write(arm)
         self._arm = arm
         os.kill(self._pid("scheduler"), signal.SIGTERM)
-        deadline = time.monotonic() + SWITCH_TIMEOUT_S
-        while time.monotonic() < deadline:
+        told = time.monotonic()
+        while time.monotonic() < told + SWITCH_TIMEOUT_S:
             with contextlib.suppress(OSError, ValueError):
                 found = self.scheduler()
-                if (
-                    found["policy"] == arm.policy
-                    and len(found["instances"]) >= wanted
-                    and found["uptime_ms"] > 500
-                ):
+                is_new = (
+                    found["uptime_ms"] < (time.monotonic() - told) * 1000
+                )  # the old one answers until it ends
+                known = found["policy"] == arm.policy and len(found["instances"]) >= wanted
+                if is_new and known and found["uptime_ms"] > 500:
                     return
             time.sleep(0.2)
         raise RuntimeError(f"the scheduler did not come back with policy {arm.policy}")
 
-    def run(self, requests: Sequence[Request], *, is_measured: bool = True) -> list[Outcome]:
+    def run(
+        self, requests: Sequence[Request], *, is_measured: bool = True, real_history: bool = False
+    ) -> list[Outcome]:
         """Send all and wait; again with new tokens where the client was late, unless nothing is measured.
 
-        Raises: RuntimeError when it always was.
+        Tokens without text are seen too: a model of random weights says hardly any. Raises: RuntimeError when the
+        client always was late.
         """
         plan = Plan(
             model=self.model(),
+            token_ids=True,
+            real_history=real_history,
             max_in_flight=MAX_IN_FLIGHT,
             max_lag_ms=self._max_lag_ms if is_measured else math.inf,
         )
@@ -171,3 +178,43 @@ class LocalityCluster:
             said = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
             raise RuntimeError(f"quire {shlex.join(words)} ended with {done.returncode}:\n{said}")
         return done.stdout
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a benchmark's clusters are started, whatever their topology.
+
+    model_dir: "": the demo model; on GPUs an 8B shape with random weights. cache_bytes: of each instance; 0: the
+    device's. cluster: settings KEY=VALUE; worker: settings KEY=JSON. Every instance has pages of its own.
+    """
+
+    device: str
+    engine: str
+    model_dir: str = ""
+    cache_bytes: int = 0
+    cluster: Sequence[str] = ()
+    worker: Sequence[str] = ()
+
+    def flags(self, folder: Path, topology: Sequence[str]) -> list[str]:
+        """Words after `quire up`. The 8B shape is made in `folder`."""
+        cuda = self.device == "cuda"
+        model = Path(self.model_dir) if self.model_dir else None
+        if cuda and model is None:
+            model = folder / "model-8b"
+            if not model.is_dir():
+                model_folder(model)
+        found = ["--device", self.device, "--engine", self.engine, *topology]
+        found += ["--model", str(model)] if model is not None else []
+        wanted = {"trace_sample_ratio": "0.0"}
+        if not cuda:
+            wanted |= {"mempool_bytes": str(self.cache_bytes or CPU_CACHE_BYTES), "kv_space": "own"}
+        wanted |= dict(pair.split("=", 1) for pair in self.cluster)
+        return found + [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
+
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """Of the TOML file."""
+        worker = {key: json.loads(value) for key, _, value in (one.partition("=") for one in self.worker)}
+        if self.device != "cuda":
+            return {"worker": worker} if worker else {}
+        worker = {"max_model_len": 16_384, **({} if self.model_dir else {"load_format": "dummy"}), **worker}
+        return {"worker": worker, "mempool": {"device_capacity_bytes": self.cache_bytes or GPU_CACHE_BYTES}}

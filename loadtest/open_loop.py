@@ -32,13 +32,15 @@ class Plan:
     """How the requests are sent.
 
     text: chat messages of words instead of token ids. real_history: later turns carry the real answers.
-    receipts: ask for Quire's. max_in_flight: more are not sent and count as the client's failure.
+    token_ids: ask for them, so that tokens without text are seen. receipts: ask for Quire's.
+    max_in_flight: more are not sent and count as the client's failure.
     max_lag_ms: p99 of the lag above which a run says nothing about the server.
     """
 
     model: str
     text: bool = False
     real_history: bool = False
+    token_ids: bool = False
     receipts: bool = True
     ids: tokens.TokenRange = field(default_factory=tokens.TokenRange)
     max_in_flight: int = 512
@@ -200,7 +202,7 @@ class OpenLoop:
         ):
             return None
         body["prompt"] = prompt
-        if plan.real_history:
+        if plan.real_history or plan.token_ids:
             body["return_token_ids"] = True
         return self._client.request_bytes(COMPLETIONS, body)
 
