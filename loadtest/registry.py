@@ -30,6 +30,7 @@ MEASURES = {  # result name: module
     "trace-replay": "loadtest.bench_trace_replay",
     "prompt-tree": "loadtest.bench_prompt_tree",
     "simulator": "loadtest.bench_simulator",
+    "h200-disaggregation": "loadtest.bench_disaggregation",
 }
 
 

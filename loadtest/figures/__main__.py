@@ -8,11 +8,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadtest.figures import cluster, memserve, pull_request, sheet, vattention
+from loadtest.figures import cluster, memserve, memserve_serving, pull_request, sheet, vattention
 from loadtest.registry import RESULTS
 
 DRAWN = Path(__file__).parent / "drawn"
-SHEETS = (*cluster.SHEETS, *memserve.SHEETS, *vattention.SHEETS, *pull_request.SHEETS)
+SHEETS = (
+    *cluster.SHEETS,
+    *memserve_serving.SHEETS,
+    *memserve.SHEETS,
+    *vattention.SHEETS,
+    *pull_request.SHEETS,
+)
 
 
 def main(argv: Sequence[str]) -> int:

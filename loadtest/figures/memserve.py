@@ -1,5 +1,5 @@
-"""MemServe, Figures 9 to 12: what the mempool's calls cost, the index beside vLLM's, aggregated blocks "
-"on the wire."""
+"""MemServe, Figures 9 to 12 and 15: what the mempool's calls cost, the index beside vLLM's, aggregated blocks on the
+wire, placing by locality."""
 
 from collections.abc import Sequence
 from statistics import median

@@ -14,7 +14,7 @@ FOOTPRINT = [
     {"ready_s": 30.0, "failed": 0, "pss_bytes": {"gateway": 20 << 20, "decode-0": 900 << 20}},
 ]
 PROMISED = {
-    *(f"memserve-{number:02}" for number in (9, 10, 11, 12)),
+    *(f"memserve-{number:02}" for number in (8, 9, 10, 11, 12, 13, 14, 15)),
     *(f"vattention-{number:02}" for number in (2, 3, *range(7, 16))),
     "pr38460-handler",
     "pr38460-serving",
