@@ -9,19 +9,25 @@ of the longest prefix is not left for a small gain, which would scatter a sessio
 """
 
 from collections.abc import Iterable, Sequence
-from heapq import nlargest, nsmallest
+from itertools import islice
+from operator import itemgetter
 
 from msgspec import Struct
 
+from services.scheduler.core.instances import Instance, PoolKey, SpaceKey
 from services.scheduler.core.policies import Candidate
-from services.scheduler.core.predict import CostSettings, DecodeStage, FirstStage, Predictor, path_between
+from services.scheduler.core.predict import CostSettings, DecodeStage, FirstStage, Predictor
 from services.scheduler.core.request import Stage
 from shared.wire.placement import Alternative, Predicted
+from shared.wire.reports import Role
 
 MAX_LIKELY = 6  # instances that a rough score finds, and
 MAX_IDLE = 2  # those with the shortest queues: they may fetch; the others are not predicted
 MAX_PAIRED = 6  # first stages that are paired,
 MAX_DECODES = 4  # each with so many decode instances, and the nearest ones
+
+Ranked = tuple[float, int, str, int, Candidate]  # rough score, last turn, name, tokens of its own space
+_local = itemgetter(3)
 
 
 class Way(Struct, frozen=True):
@@ -32,18 +38,7 @@ class Way(Struct, frozen=True):
     is_pair: bool
     handoff_ms: float
     again_ms: float  # decode draws the first token again (wire/handoff.py, "resample")
-
-    @property
-    def total_ms(self) -> float:
-        """What is compared."""
-        return (
-            self.first.latency_ms
-            + self.first.slowdown_ms
-            + self.handoff_ms
-            + self.again_ms
-            + self.decode.decode_ms
-            + self.decode.slowdown_ms
-        )
+    total_ms: float  # what is compared
 
     @property
     def ttft_ms(self) -> float:
@@ -93,9 +88,10 @@ def decide(
     Cost: a rough score of each, then at most 4 * (MAX_LIKELY + MAX_IDLE) predictions, whatever their number.
     """
     settings = predictor.settings
-    calm = [c for c in candidates if c.view.queue_ms <= settings.panic_queue_ms]
+    most_ms = settings.panic_queue_ms
+    in_panic = [c for c in candidates if c.view.queue_ms > most_ms]
+    calm = [c for c in candidates if c.view.queue_ms <= most_ms] if in_panic else candidates
     ways = _ways(predictor, calm, must_colocate=must_colocate) if calm else []
-    in_panic = [c for c in candidates if c.view.queue_ms > settings.panic_queue_ms]
     lacks_pair = (
         settings.disaggregation == "always" and not must_colocate and not any(w.is_pair for w in ways)
     )
@@ -111,58 +107,63 @@ def decide(
 
 def predict_way(predictor: Predictor, first: Candidate, decode: Candidate) -> Way:
     """What another policy's choice is expected to take."""
-    return _way(predictor, predictor.first(first), predictor.decode(decode), is_pair=first is not decode)
+    stage, then = predictor.first(first), predictor.decode(decode)
+    if first is not decode:
+        return _pair(predictor, stage, then)
+    return Way(stage, then, False, 0.0, 0.0, _total_ms(stage, 0.0, 0.0, then))
 
 
 def _ways(predictor: Predictor, candidates: Sequence[Candidate], *, must_colocate: bool) -> list[Way]:
     settings = predictor.settings
-    decodes = [c for c in candidates if c.known.role == "decode"]
-    families = {c.known.family_key for c in decodes}
-    prefills = [c for c in candidates if c.known.role == "prefill" and c.known.family_key in families]
+    ranked = _ranked(predictor, candidates)
+    decodes, prefills, colocated = ranked["decode"], ranked["prefill"], ranked["colocated"]
     pairs: list[Way] = []
-    if prefills and not must_colocate and settings.disaggregation != "never":
-        pairs = _pairs(predictor, _first_stages(predictor, prefills)[:MAX_PAIRED], decodes)
-    alone = _may_run_alone(candidates, bool(pairs), settings, must_colocate=must_colocate)
-    meant_for_it = _likely(predictor, [c for c in alone if c.known.role == "colocated"])
-    others = _likely(predictor, [c for c in alone if c.known.role != "colocated"])
-    return pairs + [predict_way(predictor, c, c) for c in (*meant_for_it, *others)]
+    if prefills and decodes and not must_colocate and settings.disaggregation != "never":
+        families = {row[-1].known.family_key for row in decodes}
+        paired = [row for row in prefills if row[-1].known.family_key in families]
+        if paired:
+            firsts = _first_stages(predictor, paired)[:MAX_PAIRED]
+            pairs = _pairs(predictor, firsts, [row[-1] for row in decodes])
+    if settings.disaggregation == "always" and pairs and not must_colocate:
+        return pairs
+    others = sorted(prefills + decodes)
+    return pairs + [predict_way(predictor, c, c) for c in (*_likely(colocated), *_likely(others))]
 
 
-def _may_run_alone(
-    candidates: Sequence[Candidate], has_pairs: bool, settings: CostSettings, *, must_colocate: bool
-) -> Sequence[Candidate]:
-    if settings.disaggregation == "always" and has_pairs and not must_colocate:
-        return []
-    return candidates
+def _ranked(predictor: Predictor, candidates: Sequence[Candidate]) -> dict[Role, list[Ranked]]:
+    """By role, by queue and what their own prefix leaves to compute. Cost: grows with the cluster, so short."""
+    x, local = predictor.request.num_prompt_tokens, predictor.holders.local
+    by_role: dict[Role, list[Candidate]] = {"prefill": [], "decode": [], "colocated": []}
+    for candidate in candidates:
+        by_role[candidate.known.role].append(candidate)
+    out: dict[Role, list[Ranked]] = {}
+    for role, found in by_role.items():
+        token_ms = predictor.exec_ms(found[0].known, 0) / max(1, x) if found else 0.0
+        rows = out[role] = []
+        for candidate in found:
+            known, tokens = candidate.known, local(candidate.known)
+            score_ms = candidate.view.queue_ms + (x - tokens) * token_ms
+            rows.append((score_ms, known.chosen_at, known.instance, tokens, candidate))
+        rows.sort()
+    return out
 
 
-def _likely(predictor: Predictor, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that can win: by queue and what their own prefix leaves to compute, and the idlest."""
-    if len(candidates) <= MAX_LIKELY + MAX_IDLE:
-        return list(candidates)
-    x = predictor.request.num_prompt_tokens
-    token_ms = predictor.exec_ms(candidates[0].known, 0) / max(1, x)
-    local = {c.name: predictor.holders.local(c.known) for c in candidates}
-
-    def score(candidate: Candidate) -> tuple[float, int, str]:
-        left = x - local[candidate.name]
-        return candidate.view.queue_ms + left * token_ms, candidate.known.chosen_at, candidate.name
-
-    def idle(candidate: Candidate) -> tuple[float, int, int, str]:
-        view = candidate.view
-        return view.queue_ms, view.num_decodes, candidate.known.chosen_at, candidate.name
-
-    found = sorted(candidates, key=score)
-    longest = max(candidates, key=lambda c: local[c.name])  # hysteresis may want it
-    picked = found[:MAX_LIKELY]
-    if local[longest.name] and all(c is not longest for c in picked):
+def _likely(rows: Sequence[Ranked]) -> list[Candidate]:
+    """Those that can win: the first ones, and the idlest of the others."""
+    if len(rows) <= MAX_LIKELY + MAX_IDLE:
+        return [row[-1] for row in rows]
+    picked, rest = list(rows[:MAX_LIKELY]), rows[MAX_LIKELY:]
+    longest = max(rows, key=_local)  # hysteresis may want it
+    if longest[3] > max(map(_local, picked)):
         picked[-1] = longest
-    names = {c.name for c in picked}
-    return picked + nsmallest(MAX_IDLE, (c for c in found if c.name not in names), key=idle)
+        rest = [row for row in rows[MAX_LIKELY - 1 :] if row is not longest]
+    idle = [(c.view.queue_ms, c.view.num_decodes, turn, name, c) for _, turn, name, _, c in rest]
+    idle.sort()
+    return [row[-1] for row in (*picked, *idle[:MAX_IDLE])]
 
 
-def _first_stages(predictor: Predictor, candidates: Sequence[Candidate]) -> list[FirstStage]:
-    found = [predictor.first(c) for c in _likely(predictor, candidates)]
+def _first_stages(predictor: Predictor, rows: Sequence[Ranked]) -> list[FirstStage]:
+    found = [predictor.first(c) for c in _likely(rows)]
     found.sort(key=lambda f: (f.latency_ms + f.slowdown_ms, *_turn(f.candidate)))
     longest = max(found, key=lambda f: f.local_tokens)
     if longest.local_tokens and all(f is not longest for f in found[:MAX_PAIRED]):  # hysteresis may want it
@@ -174,17 +175,34 @@ def _pairs(predictor: Predictor, firsts: Sequence[FirstStage], decodes: Sequence
     """Each first stage with its best decode instance."""
     stages = [predictor.decode(c) for c in _likely_decodes(predictor, firsts, decodes)]
     stages.sort(key=lambda d: (d.decode_ms + d.slowdown_ms, -d.local_tokens, *_turn(d.candidate)))
+    by_family: dict[str, list[DecodeStage]] = {}
+    for stage in stages:
+        by_family.setdefault(stage.candidate.known.family_key, []).append(stage)
     out = []
     for first in firsts:
-        known = first.candidate.known
-        fitting = [d for d in stages if d.candidate.known.family_key == known.family_key]
-        near = [next((d for d in fitting if path_between(d.candidate.known, known) == path), None)
-                for path in ("alias", "peer")]  # fmt: skip
-        tried = [*fitting[:MAX_DECODES], *(d for d in near if d is not None)]
-        ways = [_way(predictor, first, d, is_pair=True) for d in tried]
+        fitting = by_family.get(first.candidate.known.family_key, [])
+        ways = [_pair(predictor, first, d) for d in _tried(first.candidate.known, fitting)]
         if ways:
             out.append(min(ways, key=lambda w: (w.total_ms, *_turn(w.decode.candidate))))
     return out
+
+
+def _tried(prefill: Instance, stages: Sequence[DecodeStage]) -> list[DecodeStage]:
+    """The first ones, the first in the same memory, and the first in the same mempool's other memory."""
+    out = list(stages[:MAX_DECODES])
+    pool, space = prefill.pool_key, prefill.space_key
+    if pool is None:
+        return out
+    here = [d for d in stages if d.candidate.known.pool_key == pool]
+    near = _nearest(space, [d.candidate for d in here])
+    return out + [d for d in here if any(d.candidate is c for c in near) and all(d is not o for o in out)]
+
+
+def _nearest(space: SpaceKey | None, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Of those of the same mempool, the first that works in this memory of it, and the first that does not."""
+    same = (c for c in candidates if space is not None and c.known.space_key == space)
+    other = (c for c in candidates if space is None or c.known.space_key != space)
+    return [*islice(same, 1), *islice(other, 1)]
 
 
 def _likely_decodes(
@@ -194,26 +212,37 @@ def _likely_decodes(
     if len(decodes) <= MAX_LIKELY + MAX_IDLE:
         return list(decodes)
 
-    def free(candidate: Candidate) -> tuple[float, int, str]:
-        return (candidate.view.requests_share + candidate.view.kv_used_share, *_turn(candidate))
-
+    free = sorted(
+        [
+            (c.view.requests_share + c.view.kv_used_share, c.known.chosen_at, c.known.instance, c)
+            for c in decodes
+        ]
+    )
+    picked = {row[2]: row[3] for row in free[:MAX_LIKELY]}
     local = predictor.holders.local
-    picked = {c.name: c for c in nsmallest(MAX_LIKELY, decodes, key=free)}
-    holding = nlargest(MAX_IDLE, (c for c in decodes if c.hit_tokens), key=lambda c: local(c.known))
-    picked.update((c.name, c) for c in holding)
-    for path in ("alias", "peer"):
-        for pool in {f.candidate.known.pool: f.candidate.known for f in firsts}.values():
-            near = [c for c in decodes if path_between(c.known, pool) == path]
-            if near:
-                best = min(near, key=free)
-                picked[best.name] = best
+    holding = sorted([c for c in decodes if c.hit_tokens], key=lambda c: -local(c.known))
+    picked.update((c.name, c) for c in holding[:MAX_IDLE])
+    pools: dict[PoolKey | None, list[Candidate]] = {f.candidate.known.pool_key: [] for f in firsts}
+    pools.pop(None, None)
+    if pools:
+        for _, _, _, candidate in free:
+            if (here := pools.get(candidate.known.pool_key)) is not None:
+                here.append(candidate)
+    for pool, space in {(f.candidate.known.pool_key, f.candidate.known.space_key) for f in firsts}:
+        picked.update((c.name, c) for c in _nearest(space, pools.get(pool, ())))
     return list(picked.values())
 
 
-def _way(predictor: Predictor, first: FirstStage, decode: DecodeStage, *, is_pair: bool) -> Way:
-    if not is_pair or not predictor.num_steps:
-        return Way(first, decode, is_pair, 0.0, 0.0)
-    return Way(first, decode, is_pair, predictor.handoff_ms(first.candidate.known, decode), decode.step_ms)
+def _pair(predictor: Predictor, first: FirstStage, decode: DecodeStage) -> Way:
+    handoff_ms = predictor.handoff_ms(first.candidate.known, decode)
+    again_ms = decode.step_ms if predictor.num_steps else 0.0
+    return Way(first, decode, True, handoff_ms, again_ms, _total_ms(first, handoff_ms, again_ms, decode))
+
+
+def _total_ms(first: FirstStage, handoff_ms: float, again_ms: float, decode: DecodeStage) -> float:
+    return (
+        first.latency_ms + first.slowdown_ms + handoff_ms + again_ms + decode.decode_ms + decode.slowdown_ms
+    )
 
 
 def _with_roles(ways: Sequence[Way], settings: CostSettings) -> tuple[Way, str]:

@@ -9,7 +9,7 @@ placed any more, but not refused either, because it may be the owner itself that
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -60,6 +60,12 @@ class Fading:
         return 1.0 + (_correction(said) - 1.0) * faded
 
 
+PoolKey = tuple[
+    str, int, str
+]  # a mempool, for the instances whose KV is alike: family, boot generation, address
+SpaceKey = tuple[str, int, str, int]  # a space of it
+
+
 @dataclass(slots=True)
 class Instance:
     """One instance under one epoch."""
@@ -81,13 +87,24 @@ class Instance:
     decode_correction: float = 1.0
     prefill_said: Fading = field(default_factory=Fading)
     decode_said: Fading = field(default_factory=Fading)
-    pool: PoolPlace | None = None
+    pool: PoolPlace | None = None  # by move_to()
     links: LinkRates = field(default_factory=LinkRates)
+    target: Target = field(init=False)  # as the gateway needs it
+    pool_key: PoolKey | None = field(init=False)  # None: it uses no mempool
+    space_key: SpaceKey | None = field(init=False)  # None: no memory of a mempool is its own
 
-    @property
-    def target(self) -> Target:
-        """As the gateway needs it."""
-        return Target(instance=self.instance, epoch=self.epoch, role=self.role, endpoint=self.endpoint)
+    def __post_init__(self) -> None:
+        self.target = Target(instance=self.instance, epoch=self.epoch, role=self.role, endpoint=self.endpoint)
+        self.move_to(self.pool)
+
+    def move_to(self, pool: PoolPlace | None) -> None:
+        """Which mempool, and which memory of it, the instance uses."""
+        self.pool = pool
+        self.pool_key = self.space_key = None
+        if pool is not None:
+            self.pool_key = (self.family_key, pool.boot_generation, pool.address)
+            if pool.memory_id:
+                self.space_key = (*self.pool_key, pool.memory_id)
 
     def view(self, *, now_ms: int) -> LoadView:
         """Load now."""
@@ -96,7 +113,10 @@ class Instance:
 
 @dataclass(slots=True)
 class Instances:
-    """The table. Bounded: max_instances, MAX_REMEMBERED_EPOCHS."""
+    """The table. Bounded: max_instances, MAX_REMEMBERED_EPOCHS.
+
+    Who is live is asked for every request and seldom changes, so the answer is kept until it may.
+    """
 
     limits: InstanceLimits = field(default_factory=InstanceLimits)
     num_report_gaps: int = 0
@@ -104,6 +124,10 @@ class Instances:
     _epochs: dict[InstanceId, Epoch] = field(default_factory=dict)  # largest that said Hello
     _fences: dict[InstanceId, Epoch] = field(default_factory=dict)  # largest that the coordinator named
     _family_costs: dict[str, CostCoefficients] = field(default_factory=dict)  # the last of each family
+    _live: dict[str, list[Instance]] = field(
+        default_factory=dict
+    )  # by model, "": all; empty: to be found anew
+    _live_until_ms: int = 0
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._known.values())
@@ -148,6 +172,7 @@ class Instances:
             seen_at_ms=now_ms,
             pool=known.pool if known is not None else None,
         )
+        self._live.clear()
         self._give_models(family_key, hello)
         _remember(self._epochs, hello.instance, hello.epoch)
         return Welcome(report_interval_ms=self.limits.report_interval_ms)
@@ -171,6 +196,8 @@ class Instances:
         known = self._known.get(report.instance)
         if known is None or known.epoch != report.epoch:
             return Resync()
+        if now_ms - known.seen_at_ms >= self.limits.dead_after_ms:
+            self._live.clear()  # it is back
         known.seen_at_ms = now_ms
         known.dead = False
         if report.seq <= known.last_seq:
@@ -178,10 +205,13 @@ class Instances:
         if known.last_seq >= 0 and report.seq != known.last_seq + 1:
             self.num_report_gaps += 1  # each report is whole, so a gap needs no repair
         known.last_seq = report.seq
-        known.draining = report.draining
+        if known.draining != report.draining:
+            known.draining = report.draining
+            self._live.clear()
         known.prefill_correction = known.prefill_said.now(report.prefill_correction, now_ms)
         known.decode_correction = known.decode_said.now(report.decode_correction, now_ms)
-        known.pool = report.pool
+        if known.pool != report.pool:
+            known.move_to(report.pool)
         known.links = LinkRates(report.links)  # it falls back to careful rates, path by path
         known.load.on_report(report, now_ms=now_ms)
         return Resync() if self._is_fenced(known) else None
@@ -192,12 +222,14 @@ class Instances:
         if known is None or known.epoch != goodbye.epoch:
             return False
         del self._known[goodbye.instance]
+        self._live.clear()
         return True
 
     def fence(self, instance: InstanceId, epoch: Epoch) -> None:
         """The coordinator granted this epoch: processes with smaller ones are not placed any more."""
         if epoch > self._fences.get(instance, Epoch(-1)):
             _remember(self._fences, instance, epoch)
+            self._live.clear()
 
     def tick(self, *, now_ms: int) -> list[Instance]:
         """Instances found dead now, each once per death. Long dead ones are forgotten."""
@@ -209,6 +241,7 @@ class Instances:
                 died.append(known)
             if silent_ms >= self.limits.forget_after_ms:
                 del self._known[known.instance]
+                self._live.clear()
         return died
 
     def is_live(self, known: Instance, *, now_ms: int) -> bool:
@@ -216,9 +249,17 @@ class Instances:
         silent_ms = now_ms - known.seen_at_ms
         return silent_ms < self.limits.dead_after_ms and not known.draining and not self._is_fenced(known)
 
-    def live(self, *, now_ms: int) -> list[Instance]:
-        """Instances on which something may be placed."""
-        return [known for known in self._known.values() if self.is_live(known, now_ms=now_ms)]
+    def live(self, model: str = "", *, now_ms: int) -> Sequence[Instance]:
+        """Instances on which something may be placed. Args: model: only those that serve it; "": any."""
+        if now_ms >= self._live_until_ms or not self._live:
+            found = [known for known in self._known.values() if self.is_live(known, now_ms=now_ms)]
+            self._live = {"": found}
+            for known in found:
+                if known.description.model:
+                    self._live.setdefault(known.description.model, []).append(known)
+            silent_since_ms = min((known.seen_at_ms for known in found), default=now_ms)
+            self._live_until_ms = silent_since_ms + self.limits.dead_after_ms
+        return self._live.get(model, ())
 
     def _is_fenced(self, known: Instance) -> bool:
         return known.epoch < self._fences.get(known.instance, Epoch(-1))

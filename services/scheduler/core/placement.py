@@ -62,12 +62,14 @@ class Placer:
         """Answer one Place. The same attempt again replaces its first placement."""
         request = from_wire(place)
         self._forget(request.key)
-        live = self.instances.live(now_ms=now_ms)
-        fitting = [i for i in live if not request.model or i.description.model == request.model]
+        fitting = self.instances.live(request.model, now_ms=now_ms)
         if not fitting:
+            live = self.instances.live(now_ms=now_ms)
             who = f"serves the model {request.model!r}" if live else "is alive"
             return self._no_instance(request, f"No instance {who} now.")
-        wanted = [i for i in fitting if i.instance not in request.exclude] or fitting
+        wanted = fitting
+        if request.exclude:
+            wanted = [i for i in fitting if i.instance not in request.exclude] or fitting
         return self._place_on(request, wanted, now_ms)
 
     def ended(self, ended: Ended) -> None:
@@ -77,7 +79,7 @@ class Placer:
     def _place_on(
         self, request: PlacementRequest, usable: Sequence[Instance], now_ms: int
     ) -> Placed | Rejected:
-        free = [c for i in usable if not self._is_full(c := _candidate(request, i, now_ms))]
+        free = self._free(request, usable, now_ms)
         predictor = self._predictor(request, usable, now_ms)
         if self.policy == "cost" and all(c.known.model is not None for c in free):
             decision = self._decide(request, usable, free, predictor)
@@ -231,11 +233,16 @@ class Placer:
             for load, c in rest[: self.cost.max_alternatives]
         ]
 
-    def _is_full(self, candidate: Candidate) -> bool:
-        view, limits = candidate.view, self.limits
-        return (
-            view.requests_share >= limits.overload_factor or view.prefill_tokens >= limits.max_prefill_tokens
-        )
+    def _free(self, request: PlacementRequest, usable: Sequence[Instance], now_ms: int) -> list[Candidate]:
+        """Those that are not full. Cost: the part of a placement that grows with the cluster, so no calls in it."""
+        most_share, most_tokens = self.limits.overload_factor, self.limits.max_prefill_tokens
+        reach = request.reach()
+        return [
+            Candidate(known, view, reach.get(known.instance, 0))
+            for known in usable
+            if (view := known.load.view(now_ms=now_ms)).requests_share < most_share
+            and view.prefill_tokens < most_tokens
+        ]
 
     def _note(self, key: AttemptKey, *chosen: Instance) -> None:
         self.num_placed += 1
@@ -259,10 +266,6 @@ class Placer:
             reason=reason,
             retry_after_ms=self.limits.no_instance_retry_ms,
         )
-
-
-def _candidate(request: PlacementRequest, known: Instance, now_ms: int) -> Candidate:
-    return Candidate(known, known.view(now_ms=now_ms), request.hits_of(known.instance))
 
 
 def _has_pair(usable: Sequence[Instance]) -> bool:

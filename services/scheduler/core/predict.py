@@ -14,7 +14,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from services.scheduler.core.instances import Instance
+from services.scheduler.core.instances import Instance, PoolKey, SpaceKey
 from services.scheduler.core.load import LoadView
 from services.scheduler.core.policies import Candidate
 from services.scheduler.core.request import PlacementRequest
@@ -24,7 +24,6 @@ from shared.ids import InstanceId
 from shared.wire.requests import KvPlan
 
 Path = Literal["alias", "peer", "dram", "remote"]
-PoolKey = tuple[int, str]  # a mempool: its boot generation and its address for other hosts
 _MANY_TOKENS = 1_000_000
 KV_FULL_SHARE = 0.95  # of an instance's KV blocks: beyond it a new request waits for another's end
 
@@ -77,12 +76,12 @@ class DecodeStage(Struct, frozen=True):
 
 def path_between(reader: Instance, holder: Instance) -> Path | None:
     """How the reader gets pages that the holder has. None: it does not."""
-    here, there = reader.pool, holder.pool
+    here, there = reader.pool_key, holder.pool_key
     if here is None or there is None or reader.family_key != holder.family_key:
         return None
-    if (here.boot_generation, here.address) == (there.boot_generation, there.address):
-        return "alias" if here.memory_id and here.memory_id == there.memory_id else "peer"
-    return "remote" if here.address and there.address else None
+    if here == there:
+        return "alias" if reader.space_key is not None and reader.space_key == holder.space_key else "peer"
+    return "remote" if here[2] and there[2] else None
 
 
 def moved_bytes(known: Instance, tokens: int) -> int:
@@ -109,39 +108,37 @@ class Holders:
 
     def __init__(self, holders: Iterable[tuple[Instance, int, int]]) -> None:
         self._tokens: dict[InstanceId, int] = {}
-        self._space: dict[tuple[str, int, str, int], int] = {}
-        self._pools: dict[str, dict[PoolKey, list[tuple[int, Instance, Path]]]] = {}
+        self._space: dict[SpaceKey, int] = {}
+        self._pools: dict[str, dict[PoolKey, list[tuple[int, Instance, Path]]]] = {}  # by family
         for known, tokens, with_dram in holders:
             self._tokens[known.instance] = tokens
-            if known.pool is None:
+            if known.pool_key is None:
                 continue
-            pool = (known.pool.boot_generation, known.pool.address)
-            if known.pool.memory_id:
-                space = (known.family_key, *pool, known.pool.memory_id)
+            space = known.space_key
+            if space is not None:
                 self._space[space] = max(tokens, self._space.get(space, 0))
-            found = self._pools.setdefault(known.family_key, {}).setdefault(pool, [])
+            found = self._pools.setdefault(known.family_key, {}).setdefault(known.pool_key, [])
             found.append((tokens, known, "peer"))
             if with_dram > tokens:
                 found.append((with_dram, known, "dram"))
 
     def local(self, reader: Instance) -> int:
         """Tokens in the reader's own space, by whichever engine of it."""
-        if not self._tokens:
-            return 0
-        own, pool = self._tokens.get(reader.instance, 0), reader.pool
-        if pool is None or not pool.memory_id:
+        own = self._tokens.get(reader.instance, 0)
+        if reader.space_key is None or not self._space:
             return own
-        space = (reader.family_key, pool.boot_generation, pool.address, pool.memory_id)
-        return max(own, self._space.get(space, 0))
+        return max(own, self._space.get(reader.space_key, 0))
 
     def sources(self, reader: Instance) -> list[tuple[int, Instance, Path]]:
         """By path, the holder of most tokens that come by it. Empty where the reader has no mempool."""
-        if reader.pool is None or not self._pools:
+        mine = reader.pool_key
+        if mine is None or not self._pools:
             return []
-        mine = (reader.pool.boot_generation, reader.pool.address)
         best: dict[Path, tuple[int, Instance, Path]] = {}
         for pool, found in self._pools.get(reader.family_key, {}).items():
-            if pool != mine and not (pool[1] and mine[1]):
+            if pool != mine and not (
+                pool[2] and mine[2]
+            ):  # hosts without an address reach each other in no way
                 continue
             for tokens, known, medium in found:
                 path: Path = "remote" if pool != mine else medium

@@ -25,9 +25,12 @@ class PlacementRequest(Struct, frozen=True):
     hit_tokens: dict[InstanceId, int] = {}  # in the instance's own memory
     dram_tokens: dict[InstanceId, int] = {}  # with the host memory behind it, where that has more
 
-    def hits_of(self, instance: InstanceId) -> int:
-        """Leading prompt tokens within the instance's reach, as far as known."""
-        return max(self.hit_tokens.get(instance, 0), self.dram_tokens.get(instance, 0))
+    def reach(self) -> dict[InstanceId, int]:
+        """Leading prompt tokens within each instance's reach, as far as known."""
+        out = self.hit_tokens | self.dram_tokens
+        for instance, tokens in self.hit_tokens.items():
+            out[instance] = max(tokens, out[instance])
+        return out
 
     def holders(self) -> set[InstanceId]:
         """Instances with any of it."""
