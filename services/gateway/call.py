@@ -40,8 +40,8 @@ class Call:
     """One prompt on its way through the cluster."""
 
     __slots__ = (
-        "early_receipt", "first_ns", "flow", "hits", "num_prompt_tokens", "placed", "placed_ns", "prompt", "receipts",
-        "request_id", "sampling", "schedule_span", "session", "sink", "span", "targets", "tenant",
+        "early_receipt", "explain", "first_ns", "flow", "hits", "num_prompt_tokens", "placed", "placed_ns", "prompt",
+        "receipts", "request_id", "sampling", "schedule_span", "session", "sink", "span", "targets", "tenant",
         "tenant_salt",
     )  # fmt: skip
 
@@ -58,6 +58,7 @@ class Call:
         span: Span,
         limits: Limits,
         budget: RetryBudget | None = None,
+        explain: bool = True,
     ) -> None:
         self.request_id = request_id
         self.sink = sink
@@ -69,6 +70,7 @@ class Call:
         self.tenant = tenant
         self.tenant_salt = tenant
         self.span = span
+        self.explain = explain  # somebody reads why it was placed as it was
         self.flow = RequestFlow(limits, budget)
         self.schedule_span: Span | None = None
         self.placed: Placed | None = None

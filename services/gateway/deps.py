@@ -17,10 +17,14 @@ from services.gateway.openai import SamplingDefaults
 from services.gateway.text import ModelText
 from shared.errors import SettingsError
 from shared.kv.layout import EngineDescription
+from shared.mempool.api_hashes import HashMemory
 from shared.prompttree.client import PromptTreeClient
 from shared.prompttree.lookup_cache import LookupCache
 
 UNKNOWN_MODEL_LEN = 2_048
+MAX_HASH_CHUNKS = (
+    2_048  # of a process: at most 10 MiB; with blocks of 16 tokens, prompts' last million tokens
+)
 
 
 class Gateway:
@@ -35,6 +39,7 @@ class Gateway:
         )
         self.sampling_defaults = _sampling_defaults(self.text.generation_config)
         self.started_s = int(time.time())
+        self._hashes = HashMemory(1, max_chunks=MAX_HASH_CHUNKS)
         self.admission = Admission(settings.max_concurrent_requests, settings.max_concurrent_per_tenant)
         limits = Limits(
             placement_deadline_ms=settings.placement_deadline_ms,
@@ -82,6 +87,12 @@ class Gateway:
         """OpenAI's name for the version that answered: the head of the model's content fingerprint."""
         found = self.membership.description
         return f"fp_{found.fingerprint[:12]}" if found else "fp_unknown"
+
+    def hash_memory(self, block_tokens: int) -> HashMemory:
+        """Block hashes of prompts whose beginnings were seen before cost a tenth of hashing them again."""
+        if self._hashes.block_tokens != block_tokens:
+            self._hashes = HashMemory(block_tokens, max_chunks=MAX_HASH_CHUNKS)
+        return self._hashes
 
     async def start(self) -> None:
         """Connect. Nothing here needs the others to be there already."""

@@ -19,6 +19,7 @@ def place_message(call: Call, action: SendPlace, model: str) -> Place:
         tenant=call.tenant,
         exclude=action.exclude,
         traceparent=call.schedule_span.traceparent if call.schedule_span is not None else "",
+        explain=call.explain,
     )
 
 

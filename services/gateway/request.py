@@ -167,6 +167,7 @@ async def begin(incoming: Incoming, kind: str, spec: ChoiceSpec, prompts: list[P
             session=session,
             tenant=incoming.tenant,
             span=incoming.span,
+            wants_receipt=answer.wants_receipt,
         )
         sink.mark_sent = call.flow.mark_sent
         calls.append(call)

@@ -8,7 +8,7 @@ from services.gateway.call import Call, Sink
 from services.gateway.deps import Gateway
 from shared.errors import PromptTooLong
 from shared.ids import RequestId
-from shared.kv.block_hash import chain_seed, hash_blocks
+from shared.kv.block_hash import chain_seed
 from shared.observe.trace import Span, start_span
 from shared.wire.placement import PrefixHit
 from shared.wire.requests import SamplingSpec
@@ -49,7 +49,7 @@ async def find_hits(
     found, tree = gateway.description, gateway.tree
     if found is None or tree is None or found.block_tokens < 1 or not tree.up:
         return []
-    hashes = hash_blocks(_seed(found.fingerprint, tenant), packed, found.block_tokens)
+    hashes = gateway.hash_memory(found.block_tokens).hashes(_seed(found.fingerprint, tenant), packed)
     if not hashes:
         return []
     began_ns = time.monotonic_ns()
@@ -74,6 +74,7 @@ def make_call(
     session: str,
     tenant: str,
     span: Span,
+    wants_receipt: bool,
 ) -> Call:
     """A call that is ready for Cluster.submit()."""
     return Call(
@@ -87,4 +88,5 @@ def make_call(
         span=span,
         limits=gateway.cluster.limits,
         budget=gateway.cluster.retry_budget,
+        explain=wants_receipt or span.recording,
     )

@@ -9,9 +9,9 @@ from shared.ids import BlockHash
 from shared.observe.log import get_logger
 from shared.observe.metrics import counter
 from shared.prompttree.breaker import Breaker
-from shared.prompttree.hits import as_hits, parse_reply
+from shared.prompttree.hits import as_hits, parse_reply, short_hashes
 from shared.prompttree.lookup_cache import LookupCache
-from shared.prompttree.scripts import LOOKUP, SHORT_HASH_BYTES
+from shared.prompttree.scripts import LOOKUP
 from shared.transport.redis_link import RedisLink
 from shared.wire.placement import PrefixHit
 
@@ -94,9 +94,8 @@ class PromptTreeClient:
             _open.inc()
             self._probe_when_due()
             return []
-        blob = b"".join([h[:SHORT_HASH_BYTES] for h in asked])
         try:
-            reply = await self._link.run(LOOKUP, blob, timeout_ms=self._deadline_ms)
+            reply = await self._link.run(LOOKUP, short_hashes(asked), timeout_ms=self._deadline_ms)
             found, version = parse_reply(reply)
         except (ClusterError, ValueError, TypeError) as error:
             self._on_failure(error)

@@ -65,18 +65,18 @@ LOOKUP = Script(
 local blob = ARGV[1]
 local n = #blob / 16
 local agrees = true  -- whether the last owner that was asked has the guessed depth
+local function has(key, i) return call('SISMEMBER', key, sub(blob, i * 16 - 15, i * 16)) == 1 end
 local function deepest(key, low, guess)
-  local function has(i) return call('SISMEMBER', key, sub(blob, i * 16 - 15, i * 16)) == 1 end
   local high = n + 1
   if not agrees then
-    if low >= n or not has(low + 1) then return low end
+    if low >= n or not has(key, low + 1) then return low end
     low = low + 1
   end
   if guess > low then
-    agrees = has(guess)
+    agrees = has(key, guess)
     if agrees then
       low = guess
-      if guess < n and not has(guess + 1) then high = guess + 1 end
+      if guess < n and not has(key, guess + 1) then high = guess + 1 end
     else
       high = guess
     end
@@ -85,18 +85,22 @@ local function deepest(key, low, guess)
   while high - low > 1 do
     local probe = low + step
     if probe >= high then probe = math.floor((low + high) / 2) end
-    if has(probe) then low = probe; step = step * 2 else high = probe; step = n end
+    if has(key, probe) then low = probe; step = step * 2 else high = probe; step = n end
   end
   return low
 end
 local engines, spaces, guess = {}, {}, 0
+local first = sub(blob, 1, 16)
 local rows = call('HGETALL', 'quire:pt:owners')
-for r = 1, #rows, 2 do
-  local low = deepest(held(rows[r], sub(rows[r + 1], 1, 16)), 0, guess)
-  if low > 0 then
-    engines[#engines + 1] = rows[r]
-    engines[#engines + 1] = low
-    guess = low
+for r = 1, #rows, 2 do  -- most of many end at their first block: what is in this loop counts
+  local key = 'quire:pt:held:' .. rows[r] .. ':' .. sub(rows[r + 1], 1, 16)
+  if agrees or call('SISMEMBER', key, first) == 1 then
+    local low = deepest(key, 0, guess)
+    if low > 0 then
+      engines[#engines + 1] = rows[r]
+      engines[#engines + 1] = low
+      guess = low
+    end
   end
 end
 rows = call('HGETALL', 'quire:pt:spaces')

@@ -38,6 +38,7 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="place"):
     exclude: list[InstanceId] = []  # failed for this request already
     must_colocate: bool = False
     traceparent: str = ""
+    explain: bool = True  # somebody will read the ways that were not taken
 
 
 class Ended(Struct, frozen=True, kw_only=True, tag="ended"):

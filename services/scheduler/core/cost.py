@@ -102,7 +102,8 @@ def decide(
     chosen, why = _with_roles(ways, settings)
     chosen, why = _with_hysteresis(ways, chosen, why, settings)
     reason = f"{_describe(chosen)}{why}"
-    return Decision(chosen, reason, _alternatives(ways, chosen, in_panic, settings.max_alternatives))
+    most = settings.max_alternatives if predictor.request.explain else 0
+    return Decision(chosen, reason, _alternatives(ways, chosen, in_panic, most) if most else [])
 
 
 def predict_way(predictor: Predictor, first: Candidate, decode: Candidate) -> Way:

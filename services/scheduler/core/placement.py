@@ -81,7 +81,7 @@ class Placer:
     ) -> Placed | Rejected:
         free = self._free(request, usable, now_ms)
         predictor = self._predictor(request, usable, now_ms)
-        if self.policy == "cost" and all(c.known.model is not None for c in free):
+        if self.policy == "cost" and None not in [c.known.model for c in free]:
             decision = self._decide(request, usable, free, predictor)
             if decision is not None:
                 return self._by_cost(request, decision, now_ms)
@@ -152,7 +152,8 @@ class Placer:
         elif first.candidate.known.model is not None and then.candidate.known.model is not None:
             way = predict_way(predictor, first.candidate, then.candidate)
         return self._placed(request, first.candidate, then.candidate, f"By {by}: {why}.", way, now_ms=now_ms,
-                            alternatives=self._others(free, first.candidate, then.candidate))  # fmt: skip
+                            alternatives=self._others(free, first.candidate, then.candidate)
+                            if request.explain else [])  # fmt: skip
 
     def _choose_pair(
         self, request: PlacementRequest, free: Sequence[Candidate]

@@ -24,6 +24,7 @@ class PlacementRequest(Struct, frozen=True):
     max_tokens: int = 0  # of the output; 0: not known
     hit_tokens: dict[InstanceId, int] = {}  # in the instance's own memory
     dram_tokens: dict[InstanceId, int] = {}  # with the host memory behind it, where that has more
+    explain: bool = True  # the answer names ways that were not taken
 
     def reach(self) -> dict[InstanceId, int]:
         """Leading prompt tokens within each instance's reach, as far as known."""
@@ -50,6 +51,7 @@ def from_wire(place: Place) -> PlacementRequest:
         max_tokens=max(0, place.max_tokens),
         hit_tokens=_clipped(((h.instance, h.tokens) for h in place.hits if h.medium != "dram"), num_tokens),
         dram_tokens=_clipped(((h.instance, h.tokens) for h in place.hits if h.medium == "dram"), num_tokens),
+        explain=place.explain,
     )
 
 
