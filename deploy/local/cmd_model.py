@@ -24,6 +24,8 @@ UNITS = {
     "decode_request_ms": "per decoding request in a step, ms",
     "token_ms": "per prompt token computed, ms",
     "request_ms": "per request outside of steps, ms",
+    "graph_tokens": "tokens of the largest step that a CUDA graph holds",
+    "launch_ms": "a step without a graph at least, ms",
     "prompt_token_ms": "per prompt token, cached or not, ms",
     "all_reduce_ms": "per all-reduce, ms",
     "all_reduce_ms_per_gb": "all-reduces, ms per GB",

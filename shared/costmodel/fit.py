@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.costmodel.model import CostModel
-from shared.costmodel.observation import Observation, predict
+from shared.costmodel.observation import Observation, predict, steps_of
 from shared.errors import ClusterError
 from shared.wire.cost import CostCoefficients
 
@@ -38,6 +38,10 @@ COMMUNICATION = ("all_reduce_ms", "all_reduce_ms_per_gb", "stage_hop_ms")  # the
 CPU_TILES = ((1, 1), (16, 1), (32, 1), (64, 1))
 GPU_TILES = ((1, 1), (64, 128), (128, 128), (256, 128))
 RIDGES = (0.0, 1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+GRAPH_TOKENS = (64, 128, 256, 512)  # vLLM's largest graph is one of these unless it was told otherwise
+LAUNCH_REACH = (2, 4, 8, 16)  # steps of up to graph_tokens times this may wait for their launches
+LAUNCH_PENALTY = 0.005  # as in COLUMNS
+LEAST_LAUNCHED = 3  # observations that show it
 ROUNDS = 4  # of reweighting: an outlier counts by its size, not by its square
 FULL_WEIGHT_ERROR = 0.05
 SLOW_WEIGHT = 0.6  # of what took longer than predicted: other work on a machine only ever adds
@@ -81,10 +85,8 @@ def _column(frame: CostCoefficients, changes: dict[str, float], seen: Sequence[O
     return np.array([predict(model, one) for one in seen])
 
 
-def _solve(
-    columns: Array, known: Array, measured: Array, trust: Array, penalties: Array
-) -> tuple[Array, float]:
-    """(coefficients, mean relative error, the largest errors clipped). `known`: ms that are explained already."""
+def _solve(columns: Array, known: Array, measured: Array, trust: Array, penalties: Array) -> Array:
+    """Coefficients. `known`: ms that are explained already."""
     relative = columns / measured[:, None]
     scale = relative.mean(axis=0)
     scale[scale <= 0] = 1.0
@@ -98,7 +100,67 @@ def _solve(
         errors = relative @ x - target
         weights = np.sqrt(trust * np.minimum(1.0, FULL_WEIGHT_ERROR / np.maximum(np.abs(errors), 1e-12)))
         weights[errors < 0] *= SLOW_WEIGHT
-    return x / scale, float(np.average(np.minimum(np.abs(relative @ x - target), 0.5), weights=trust))
+    return x / scale
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What is to be explained, and what is the same for every tile, ridge and launch that is tried."""
+
+    frame: CostCoefficients
+    zero: CostCoefficients  # costs nothing
+    seen: Sequence[Observation]
+    measured: Array  # ms
+    trust: Array
+    known: Array  # ms: communication, where the frame has ranks
+    fixed: Array  # a column for each of COLUMNS but the first
+    step_tokens: npt.NDArray[np.int64]  # of observations that were one step; 0: of several
+
+    def attempt(
+        self, tile: tuple[int, int], ridge: float, graph_tokens: int = 0, reach: int = 0
+    ) -> CostCoefficients:
+        """The best with these; of steps over graph_tokens and up to `reach` times that only launching is seen."""
+        tiled = msgspec.structs.replace(self.zero, tile_tokens=tile[0], tile_columns=tile[1])
+        work = _column(tiled, {"matmul_ms_per_gflop": 1.0, "memory_ms_per_gb": ridge}, self.seen)
+        columns, penalties = [work, *self.fixed], list(COLUMNS.values())
+        if reach:
+            launched = self.launched(graph_tokens, reach)
+            columns = [np.where(launched, 0.0, work), *self.fixed, launched.astype(float)]
+            penalties.append(LAUNCH_PENALTY)
+        found = _solve(np.column_stack(columns), self.known, self.measured, self.trust, np.array(penalties))
+        values = {name: float(value) for name, value in zip(COLUMNS, found, strict=False)}
+        values["memory_ms_per_gb"] = ridge * values["matmul_ms_per_gflop"]
+        values |= {name: getattr(self.frame, name) for name in COMMUNICATION}
+        if reach:
+            values |= {"graph_tokens": graph_tokens, "launch_ms": float(found[-1])}
+        return msgspec.structs.replace(tiled, **values)
+
+    def launched(self, graph_tokens: int, reach: int) -> npt.NDArray[np.bool_]:
+        """Observations of one step that is too large for a graph, and small enough for launching to show."""
+        return (self.step_tokens > graph_tokens) & (self.step_tokens <= graph_tokens * reach)
+
+    def loss(self, coefficients: CostCoefficients) -> float:
+        """Mean relative error, the largest ones clipped."""
+        errors = relative_errors(CostModel(coefficients), self.seen)
+        return float(np.average(np.minimum(errors, 0.5), weights=self.trust))
+
+
+def _task(frame: CostCoefficients, seen: Sequence[Observation]) -> _Task:
+    nothing = msgspec.structs.replace(
+        frame, memory_ms_per_gb=0.0, graph_tokens=0, launch_ms=0.0, **dict.fromkeys(COLUMNS, 0.0)
+    )
+    zero = msgspec.structs.replace(nothing, **dict.fromkeys(COMMUNICATION, 0.0))
+    steps = [steps_of(one, frame.max_batched_tokens) for one in seen]
+    return _Task(
+        frame,
+        zero,
+        seen,
+        measured=np.array([one.ms for one in seen]),
+        trust=np.array([1.0 / (1.0 + WAITED_WEIGHT * one.waited_ratio) for one in seen]),
+        known=_column(nothing, {}, seen),
+        fixed=np.array([_column(zero, {name: 1.0}, seen) for name in list(COLUMNS)[1:]]),
+        step_tokens=np.array([found[0].num_tokens if len(found) == 1 else 0 for found in steps]),
+    )
 
 
 def fit(
@@ -106,32 +168,50 @@ def fit(
 ) -> CostCoefficients:
     """The frame's shape, device and sizes with coefficients that explain what was seen, and their errors.
 
-    Raises: ClusterError on too few or impossible observations. Cost: 0.1 to 0.3 s for 50 of them.
+    Raises: ClusterError on too few or impossible observations. Cost: 0.1 to 0.4 s for 50 of them.
     """
     seen = [one for one in seen if one.ms > 0]
     if len(seen) < LEAST_OBSERVATIONS:
         raise ClusterError(f"a cost model needs {LEAST_OBSERVATIONS} measurements, and there are {len(seen)}")
-    measured = np.array([one.ms for one in seen])
-    trust = np.array([1.0 / (1.0 + WAITED_WEIGHT * one.waited_ratio) for one in seen])
-    penalties = np.array(list(COLUMNS.values()))
-    nothing = msgspec.structs.replace(frame, memory_ms_per_gb=0.0, **dict.fromkeys(COLUMNS, 0.0))
-    known = _column(nothing, {}, seen)  # communication, where the frame has ranks
-    zero = msgspec.structs.replace(nothing, **dict.fromkeys(COMMUNICATION, 0.0))
-    fixed = [_column(zero, {name: 1.0}, seen) for name in list(COLUMNS)[1:]]
+    task = _task(frame, seen)
+    is_gpu = frame.num_processors > 1
     best: _Fit | None = None
-    for tile_tokens, tile_columns in tiles or (CPU_TILES if frame.num_processors == 1 else GPU_TILES):
-        tiled = msgspec.structs.replace(zero, tile_tokens=tile_tokens, tile_columns=tile_columns)
+    for tile in tiles or (GPU_TILES if is_gpu else CPU_TILES):
         for ridge in RIDGES:
-            work = _column(tiled, {"matmul_ms_per_gflop": 1.0, "memory_ms_per_gb": ridge}, seen)
-            found, loss = _solve(np.column_stack([work, *fixed]), known, measured, trust, penalties)
-            if best is not None and loss >= 0.99 * best.loss:
-                continue  # a finer model must be better, not equal
-            values = {name: float(value) for name, value in zip(COLUMNS, found, strict=True)}
-            values["memory_ms_per_gb"] = ridge * values["matmul_ms_per_gflop"]
-            values |= {name: getattr(frame, name) for name in COMMUNICATION}
-            best = _Fit(loss, msgspec.structs.replace(tiled, **values))
+            best = _better(best, task, task.attempt(tile, ridge))
     assert best is not None
+    if is_gpu:
+        best = _with_launches(best, task, tiles or GPU_TILES)
     return with_errors(best.coefficients, seen)
+
+
+def _with_launches(best: _Fit, task: _Task, tiles: Sequence[tuple[int, int]]) -> _Fit:
+    """How far launches reach is searched with the tile and the ridge found without them; then these again."""
+    c = best.coefficients
+    tile, ridge = (c.tile_tokens, c.tile_columns), _ridge(c)
+    reached: tuple[int, int] | None = None
+    for graph_tokens in GRAPH_TOKENS:
+        for reach in LAUNCH_REACH:
+            if task.launched(graph_tokens, reach).sum() < LEAST_LAUNCHED:
+                continue
+            found = _better(best, task, task.attempt(tile, ridge, graph_tokens, reach))
+            if found is not best:
+                best, reached = found, (graph_tokens, reach)
+    if reached is not None:
+        for tile in tiles:
+            for ridge in RIDGES:
+                best = _better(best, task, task.attempt(tile, ridge, *reached))
+    return best
+
+
+def _ridge(c: CostCoefficients) -> float:
+    return c.memory_ms_per_gb / c.matmul_ms_per_gflop if c.matmul_ms_per_gflop else 0.0
+
+
+def _better(best: _Fit | None, task: _Task, coefficients: CostCoefficients) -> _Fit:
+    """The new one if it explains more; a finer model must be better, not equal."""
+    loss = task.loss(coefficients)
+    return _Fit(loss, coefficients) if best is None or loss < 0.99 * best.loss else best
 
 
 def with_errors(coefficients: CostCoefficients, seen: Sequence[Observation]) -> CostCoefficients:

@@ -4,7 +4,8 @@ Source: MemServe 5.3.2. Compute-bound operators by waves of tiles, memory-bound 
 pairs of tokens, and a constant share. The paper writes attention as a x^2 y + b x^2 + c x + d over a prompt of x tokens
 with cached ratio y. Here it is over new and past tokens, n = x (1 - y) and p = x y, because then the chunks of a prompt
 add up exactly: a (n p + n^2 / 2) + b n^2 + c n + d. Beyond the paper: a matmul is the larger of its arithmetic and its
-bytes, batches of prompts and decodes have a step of their own, and chunks, host work and parallel ranks are counted.
+bytes, batches of prompts and decodes have a step of their own, and chunks, host work, parallel ranks and the launching
+of kernels that no CUDA graph holds are counted.
 """
 
 from collections.abc import Sequence
@@ -120,14 +121,17 @@ class CostModel:
         return max(waves * tile * row_ms, weights_ms + rows * row_bytes_ms)
 
     def _dense_ms(self, num_tokens: int, num_requests: int) -> float:
-        """Everything of a step but attention and constants, communication included."""
+        """Everything of a step but attention and constants, communication included.
+
+        Or the launching of its kernels, where that takes longer and no graph spares it.
+        """
         total = num_tokens * self._elementwise_ms + self._matmul_ms(self._logits, num_requests)
         for op in self._byte_ops:
             total += self._matmul_ms(op, num_tokens)
         c = self.coefficients
         if c.tp > 1:
             total += ALL_REDUCES_PER_LAYER * c.shape.num_layers * c.all_reduce_ms
-        return total
+        return max(total, c.launch_ms) if num_tokens > c.graph_tokens else total
 
     # -- what others ask ------------------------------------------------------------------------------
 

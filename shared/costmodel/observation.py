@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shared.costmodel.model import CostModel
+from shared.costmodel.model import CostModel, StepShape, pack_prefills
 
 LEAST_GAPS = 3  # between outputs while every request of a point decodes
 SPARE_TOKENS = 8  # of the longest sequence, for outputs
@@ -34,6 +34,13 @@ def predict(model: CostModel, seen: Observation) -> float:
     if seen.kind == "decode":
         return model.decode_step_ms(seen.num_decodes, seen.context_tokens)
     return model.batch_ms(seen.prompts)
+
+
+def steps_of(seen: Observation, max_batched_tokens: int) -> list[StepShape]:
+    """The engine's steps that were measured."""
+    if seen.kind == "decode":
+        return [StepShape((), seen.num_decodes, seen.context_tokens)]
+    return pack_prefills(seen.prompts, max_batched_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,25 @@ def test_one_wild_sample_does_not_spoil_the_fit():
     assert found.prefill_ms(1500) == pytest.approx(truth.prefill_ms(1500), rel=0.06)
 
 
+def test_the_fit_sees_from_which_size_on_steps_wait_for_their_launches():
+    true = CostCoefficients(
+        shape=LLAMA_8B, device="gpu", num_processors=132, max_batched_tokens=8192, matmul_ms_per_gflop=0.0013,
+        memory_ms_per_gb=0.16, attention_ms_per_gflop=0.0015, kv_read_ms_per_gb=0.28, step_overhead_ms=2.5,
+        request_ms=5.7, graph_tokens=256, launch_ms=14.0,
+    )  # fmt: skip
+    limits = ProfileLimits(32768, 8192, 256, 400_000, 64, 1e9)
+    seen = seen_on(CostModel(true), 0.03, grid(limits))
+    frame = CostCoefficients(shape=LLAMA_8B, device="gpu", num_processors=132, max_batched_tokens=8192)
+    found = fit(frame, seen)
+    assert found.graph_tokens == 256
+    assert found.launch_ms == pytest.approx(14.0, rel=0.15)
+    for tokens in (100, 200, 300, 700, 1500, 20_000):
+        assert CostModel(found).prefill_ms(tokens) == pytest.approx(
+            CostModel(true).prefill_ms(tokens), rel=0.1
+        )
+    assert fit(msgspec.structs.replace(frame, num_processors=1), seen).launch_ms == 0.0
+
+
 def test_the_fit_keeps_the_frame_and_says_its_errors():
     frame = CostCoefficients(shape=SHAPE, device="cpu", max_batched_tokens=512, all_reduce_ms=0.3)
     found = fit(frame, seen_on(CostModel(msgspec.structs.replace(CPU, max_batched_tokens=512)), 0.05))
