@@ -2,10 +2,11 @@
 
     python -m loadtest.bench_simulator [--quick] [--requests 60] [--rates 1,4]      writes results/simulator.json
 
-One prefill and one decode worker with vLLM and the demo model (`quire up`, policy cost). After a warm-up the
-coefficients and corrections that its workers have found are read, and nothing else of the simulator is fitted: gateway
-and messages take what loadtest/simulator/frontend.py says. Per rate, documents with questions (LooGLE-like) are sent
-open-loop.
+One prefill and one decode worker with vLLM and the demo model (`quire up`, policy cost). A calibration run (its own
+requests, at --calibration-rate) comes first and last. From these two come, and from nothing else: the prompts' times (a
+line through what the coefficients of the prefill worker predict and what receipts say), the factor of decode steps, and
+what a request takes beyond its steps (gateway, scheduler, messages, hand-off, client). Between them, per rate,
+documents with questions (LooGLE-like) are sent open-loop, and to the simulator the same at the same times.
 Both engines share the machine's cores, which the simulator does not model: run it on an otherwise idle machine.
 """
 
@@ -13,6 +14,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,9 @@ from loadtest.outcomes import Outcome
 from loadtest.registry import RESULTS, ROOT
 from loadtest.results import Metrics, Samples, quantile, write_result
 from loadtest.simulator.cluster import simulate
+from loadtest.simulator.frontend import Delays
 from loadtest.simulator.links import Rate
-from loadtest.simulator.prices import ModelPrices, kv_bytes_per_token
+from loadtest.simulator.prices import Chunk, ModelPrices, kv_bytes_per_token
 from loadtest.simulator.records import summarize
 from loadtest.simulator.request import from_workload
 from loadtest.simulator.spec import ClusterSpec, roles_of
@@ -36,14 +39,16 @@ from shared.wire.cost import CostCoefficients
 
 NAME = "simulator"
 CLAIM = (
-    "With the coefficients that its workers found, the simulator predicts the mean TTFT of the real CPU cluster under "
-    "the same requests; the error is the largest over the rates."
+    "Calibrated by one run, the simulator predicts the mean TTFT of the real CPU cluster under other requests at other "
+    "rates; the error is the largest over the rates."
 )
 ARM = Arm("cost", "cost", {})
 BLOCK_TOKENS = 32  # of engines on CPU
 MEMPOOL_BYTES = 1 << 30
 MAX_RUNNING = 256
 WARM_REQUESTS, WARM_RATE = 24, 4.0
+CALIBRATION_SEED = 98
+SLACK_MS = 5.0  # between two prompts on the prefill worker that do not disturb each other
 DOCUMENT_TOKENS = 1_000
 FIGURES = ("ttft_mean", "ttft_p50", "ttft_p99", "tpot_mean", "jct_mean")
 
@@ -51,6 +56,12 @@ FIGURES = ("ttft_mean", "ttft_p50", "ttft_p99", "tpot_mean", "jct_mean")
 def metrics_from_samples(samples: Samples) -> Metrics:
     """Relative errors, the largest over the rates; `ttft_error_ratio`: of the mean."""
     out: Metrics = {}
+    found = [row for row in samples if row["part"] == "calibration"]
+    for row in found:
+        out["request_delay_ms"] = row["request_ms"]
+        out["prompt_slope_ratio"], out["prompt_offset_ms"] = row["slope"], row["offset_ms"]
+        out["decode_factor_ratio"] = row["decode_factor"]
+    samples = [row for row in samples if row["part"] == "rate"]
     for row in samples:
         head = f"rate_{row['rate_per_s']:g}".replace(".", "_")
         for figure in FIGURES:
@@ -67,20 +78,106 @@ def metrics_from_samples(samples: Samples) -> Metrics:
     return out
 
 
-def prices_of(costs: Mapping[str, Any]) -> ModelPrices:
-    """Prefill's factor of the prefill worker, decode's of the decode worker. Raises: StopIteration without them."""
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What one run of the real cluster says of it.
+
+    slope, offset_ms: of a prompt's steps, over what the coefficients predict; decode_factor: of steps of decodes alone.
+    request_ms: what a request takes beyond its steps.
+    """
+
+    slope: float = 1.0
+    offset_ms: float = 0.0
+    decode_factor: float = 1.0
+    request_ms: float = 0.0
+
+
+class MeasuredPrices(ModelPrices):
+    """The model as a run found it. A last position that is computed again is a decode, as it is for the engine."""
+
+    def __init__(self, coefficients: CostCoefficients, found: Calibration) -> None:
+        super().__init__(coefficients, prefill_correction=found.slope, decode_correction=found.decode_factor)
+        self._offset_ms = found.offset_ms
+
+    def step_ms(self, chunks: Sequence[Chunk], num_decodes: int, decode_context_tokens: int) -> float:
+        """See StepPrices."""
+        again = [past for new, past in chunks if new == 1]
+        prompts = [chunk for chunk in chunks if chunk[0] > 1]
+        num_decodes, context = num_decodes + len(again), decode_context_tokens + sum(again)
+        if not prompts:
+            return self.decode_ms(num_decodes, context)
+        return max(0.1, self._offset_ms + super().step_ms(prompts, num_decodes, context))
+
+
+def coefficients_of(costs: Mapping[str, Any]) -> CostCoefficients:
+    """The prefill worker's. Raises: StopIteration without one."""
     prefill = next(cost for name, cost in costs.items() if name.startswith("prefill"))
-    decode = next(cost for name, cost in costs.items() if name.startswith("decode"))
-    return ModelPrices(
-        msgspec.convert(prefill["coefficients"], CostCoefficients),
-        prefill_correction=prefill["corrections"]["prefill"]["factor"],
-        decode_correction=decode["corrections"]["decode"]["factor"],
+    return msgspec.convert(prefill["coefficients"], CostCoefficients)
+
+
+def line(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(slope, offset) of least squares; of equal x, the ratio of the means. Raises: ValueError on no pairs."""
+    if not pairs:
+        raise ValueError("no prompt was alone on its worker")
+    x_mean, y_mean = (sum(pair[n] for pair in pairs) / len(pairs) for n in (0, 1))
+    spread = sum((x - x_mean) ** 2 for x, _ in pairs)
+    slope = sum((x - x_mean) * (y - y_mean) for x, y in pairs) / spread if spread > 1e-9 else 0.0
+    if slope <= 0:
+        return y_mean / x_mean, 0.0
+    return slope, y_mean - slope * x_mean
+
+
+def alone(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Answers whose prompts no other prompt disturbed."""
+    spans = sorted(
+        (one.sent_ms, one.sent_ms + sum(one.stages.values()) + SLACK_MS, n)
+        for n, one in enumerate(outcomes)
+        if one.ok and one.stages
     )
+    found, busy_ms = [], 0.0
+    for place, (begin_ms, end_ms, number) in enumerate(spans):
+        following_ms = spans[place + 1][0] if place + 1 < len(spans) else float("inf")
+        if begin_ms >= busy_ms and following_ms >= end_ms:
+            found.append(outcomes[number])
+        busy_ms = max(busy_ms, end_ms)
+    return found
 
 
-def simulated(requests: Sequence[Request], prices: ModelPrices) -> list[Outcome]:
+def calibrate(
+    coefficients: CostCoefficients, runs: Sequence[tuple[Sequence[Request], Sequence[Outcome]]]
+) -> Calibration:
+    """From what was sent and answered: prompts by their receipts, decodes by their TPOT, and what is left of TTFT.
+
+    All by means, over all runs.
+    """
+    model = ModelPrices(coefficients)
+    answered = [one for _, real in runs for one in real]
+    prompts = [one for _, real in runs for one in alone(real) if one.sources.get("computed", 0) > 1]
+    totals = [sum(one.sources.values()) for one in prompts]
+    pairs = [
+        (model.prefill_ms(total, total - one.sources["computed"]), one.stages["compute_ms"])
+        for one, total in zip(prompts, totals, strict=True)
+    ]
+    found = Calibration(*line(pairs))
+    for name in ("decode_factor", "request_ms"):
+        told = [one for requests, _ in runs for one in simulated(requests, coefficients, found)]
+        if name == "decode_factor":
+            found = replace(found, decode_factor=_mean(answered, "tpot_ms") / _mean(told, "tpot_ms"))
+        else:
+            left_ms = _mean(answered, "ttft_ms") - _mean(told, "ttft_ms")
+            found = replace(found, request_ms=max(0.0, left_ms))
+    return found
+
+
+def _mean(outcomes: Sequence[Outcome], name: str) -> float:
+    values = [value for one in outcomes if one.ok and (value := getattr(one, name)) > 0]
+    return sum(values) / len(values)
+
+
+def simulated(
+    requests: Sequence[Request], coefficients: CostCoefficients, found: Calibration
+) -> list[Outcome]:
     """What the simulator says of the same requests: one host, whose engines work in the same pages."""
-    coefficients = prices.coefficients
     spec = ClusterSpec(
         roles_of(1, 1),
         block_tokens=BLOCK_TOKENS,
@@ -90,7 +187,9 @@ def simulated(requests: Sequence[Request], prices: ModelPrices) -> list[Outcome]
         limits=EngineLimits(MAX_RUNNING, coefficients.max_batched_tokens, BLOCK_TOKENS),
         instances_per_host=2,
         peer=Rate(0.0, 0.0),
+        delays=Delays(gateway_ms=found.request_ms, hop_ms=0.0),
     )
+    prices = MeasuredPrices(coefficients, found)
     return simulate(spec, prices, from_workload(requests, BLOCK_TOKENS)).outcomes
 
 
@@ -109,6 +208,7 @@ def compare(rate: float, real: Sequence[Outcome], told: Sequence[Outcome]) -> di
         round(abs(b.ttft_ms / a.ttft_ms - 1), 4) for a, b in zip(real, told, strict=True) if a.ok and b.ok
     ]
     return {
+        "part": "rate",
         "rate_per_s": rate,
         "requests": len(real),
         "real": figures(real),
@@ -130,15 +230,26 @@ def workload(num_requests: int, rate: float, seed: int, *salt: object) -> list[R
 
 
 def measure(options: argparse.Namespace, cluster: LocalityCluster) -> list[dict[str, Any]]:
-    """Every rate once. The corrections are read after the warm-up: the simulator sees none of what it predicts."""
+    """Half of the calibration, every rate, the other half: other work on the machine disturbs all of it alike.
+
+    The simulator is told nothing of the rates' runs.
+    """
     cluster.run(workload(WARM_REQUESTS, WARM_RATE, 99, "warm"), is_measured=False)
-    prices = prices_of(cluster.costs())
-    samples = []
-    for rate in options.rates:
-        requests = workload(options.requests, rate, options.seed, rate)
-        row = compare(rate, cluster.run(requests), simulated(requests, prices))
-        samples.append(row)
-        print(f"rate {rate:g}: real {row['real']}\n        simulated {row['simulated']}", flush=True)
+    coefficients = coefficients_of(cluster.costs())
+    runs: list[tuple[float, list[Request], list[Outcome]]] = []
+    for number, rate in enumerate([0.0, *options.rates, 0.0]):
+        seed = CALIBRATION_SEED + number if not rate else options.seed
+        requests = workload(options.requests, rate or options.calibration_rate, seed, rate, number)
+        runs.append((rate, requests, cluster.run(requests)))
+        print(f"rate {rate or options.calibration_rate:g}: {figures(runs[-1][2])}", flush=True)
+    found = calibrate(coefficients, [(requests, real) for rate, requests, real in runs if not rate])
+    kept = {"coefficients": msgspec.to_builtins(coefficients)}
+    kept |= {"real": [figures(real) for rate, _, real in runs if not rate]}
+    samples = [{"part": "calibration", **asdict(found), **kept}]
+    print(f"calibrated at {options.calibration_rate:g}/s: {found}", flush=True)
+    for rate, requests, real in (run for run in runs if run[0]):
+        samples.append(compare(rate, real, simulated(requests, coefficients, found)))
+        print(f"rate {rate:g}: simulated {samples[-1]['simulated']}", flush=True)
     return samples
 
 
@@ -150,15 +261,30 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="fewer requests, one rate; writes no result file"
     )
-    parser.add_argument("--requests", type=int, default=60, help="a rate")
+    parser.add_argument(
+        "--engine", default="vllm", choices=("vllm", "mock"), help="mock: tries the script alone"
+    )
+    parser.add_argument("--requests", type=int, default=60, help="a run")
     parser.add_argument("--rates", default="1,4")
+    parser.add_argument("--calibration-rate", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     options.rates = [float(word) for word in options.rates.split(",")]
     if options.quick:
         options.requests, options.rates = 20, options.rates[:1]
-    flags = ["--device", "cpu", "--topology", "disaggregated", "--prefill", "1", "--decode", "1"]
+    flags = [
+        "--device",
+        "cpu",
+        "--engine",
+        options.engine,
+        "--topology",
+        "disaggregated",
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+    ]
     flags += ["--set", f"mempool_bytes={MEMPOOL_BYTES}", "--set", "trace_sample_ratio=0.0"]
     with (
         tempfile.TemporaryDirectory(prefix="quire-simulator-") as folder,
@@ -174,6 +300,7 @@ def main(argv: Sequence[str]) -> int:
             settings={
                 "requests": options.requests,
                 "rates_per_s": options.rates,
+                "calibration_rate_per_s": options.calibration_rate,
                 "seed": options.seed,
                 "model": "quire-demo",
                 "workload": f"loogle-like, documents of {DOCUMENT_TOKENS} tokens",
