@@ -2,7 +2,7 @@
 
 - After a quiet time the tree says of every living owner exactly what it holds, and nothing of the dead.
 - At every moment a block that the tree gives to an owner was held by it within the last TTL (and a call's deadline).
-- What the tree says of an owner was published under the largest epoch that ever claimed its name.
+- What the tree says of an owner was published under the largest epoch that claimed its name since its row is there.
 The server is a model of scripts.py (test_prompttree_redis.py runs the Lua); the owners run the real HeldBlocks in turns
 of the publisher. A call may run although its answer is lost, and one that timed out may run late.
 """
@@ -142,6 +142,8 @@ class Tree(RuleBasedStateMachine):
 
     def perform(self, method, name, epoch, args):
         verdict = getattr(self.server, method)(name, epoch, *args)
+        for swept in self.claimed_epoch.keys() - self.server.rows.keys():
+            del self.claimed_epoch[swept]  # the fence goes with the row; its owner finds itself lost, and claims
         if method == "claim" and verdict == "ok":
             assert epoch >= self.claimed_epoch.get(name, 0) or name not in self.claimed_epoch
             self.claimed_epoch[name] = epoch
