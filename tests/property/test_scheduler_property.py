@@ -157,3 +157,34 @@ def test_a_burst_without_hits_is_spread_evenly(num_instances, num_requests, poli
         name = placer.place(place(f"r{i}", tokens=64), now_ms=0).decode.instance
         counts[name] = counts.get(name, 0) + 1
     assert max(counts.values()) - min(counts.get(f"c{i}", 0) for i in range(num_instances)) <= 1
+
+
+EVENTS = ("hello", "next epoch", "report", "draining", "goodbye", "fence", "tick", "")
+
+
+@given(st.lists(st.tuples(st.sampled_from(EVENTS), st.sampled_from("ab"), st.integers(0, 900)), max_size=40))
+def test_who_is_remembered_as_live_is_live(events):
+    instances, seqs = Instances(InstanceLimits(forget_after_ms=3_000)), {}
+    now_ms, epoch = 0, 1
+    for event, name, wait_ms in events:
+        now_ms += wait_ms
+        if event in ("hello", "next epoch"):
+            epoch += event == "next epoch"
+            made = description(model=f"model-{name}")
+            instances.hello(hello(name, epoch=epoch, description=made), now_ms=now_ms)
+        elif event in ("report", "draining"):
+            seqs[name] = seqs.get(name, -1) + 1
+            said = report(name, epoch=epoch, seq=seqs[name], draining=event == "draining")
+            instances.report(said, now_ms=now_ms)
+        elif event == "goodbye":
+            instances.goodbye(Goodbye(instance=name, epoch=epoch))
+        elif event == "fence":
+            instances.fence(name, epoch + 1)
+        elif event == "tick":
+            instances.tick(now_ms=now_ms)
+        live = [known.instance for known in instances if instances.is_live(known, now_ms=now_ms)]
+        assert [known.instance for known in instances.live(now_ms=now_ms)] == live
+        for each in "ab":
+            of_model = [known.instance for known in instances.live(f"model-{each}", now_ms=now_ms)]
+            assert of_model == [instance for instance in live if instance == each]
+        assert not instances.live("unknown", now_ms=now_ms)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.prompttree.hits import Depths, as_hits, pack_audience, parse_reply
+from shared.prompttree.hits import Depths, as_hits, pack_audience, parse_reply, short_hashes
 from shared.prompttree.lookup_cache import LookupCache
 from shared.wire.placement import PrefixHit
 
@@ -95,3 +95,10 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes_first():
     cache.put(prompts[0], {}, 1, now_ms=0)
     assert len(cache) == 1
     assert len(cache._by_hash) == 11
+
+
+def test_short_hashes_are_the_heads_of_the_hashes():
+    assert short_hashes([]) == b""
+    for count in (1, 2, 255):
+        hashes = [bytes([n]) * 16 + bytes([n ^ 255]) * 16 for n in range(count)]
+        assert short_hashes(hashes) == b"".join(h[:16] for h in hashes)

@@ -352,3 +352,15 @@ def test_among_many_the_best_is_still_found(monkeypatch):
     assert placed.predicted.compute_ms == pytest.approx(4.0, rel=0.05)
     assert placed.alternatives
     assert len(placed.alternatives) <= 8
+
+
+@pytest.mark.parametrize("policy", ["cost", "prompt_tree"])
+def test_ways_not_taken_are_named_only_for_whoever_reads_them(policy):
+    def answer(**more):
+        view = View(policy).add("p0").add("p1", host=2).add("d0", "decode")
+        return view.placer.place(place(tokens=1_000, hits={"p1": 640}, **more), now_ms=0)
+
+    told, brief = answer(), answer(explain=False)
+    assert told.alternatives
+    assert not brief.alternatives
+    assert (brief.decode, brief.prefill, brief.reason) == (told.decode, told.prefill, told.reason)

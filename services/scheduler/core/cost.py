@@ -30,7 +30,7 @@ Ranked = tuple[float, int, str, int, Candidate]  # rough score, last turn, name,
 _local = itemgetter(3)
 
 
-class Way(Struct, frozen=True):
+class Way(Struct, frozen=True, gc=False):
     """One way to run the request, predicted."""
 
     first: FirstStage
@@ -39,6 +39,7 @@ class Way(Struct, frozen=True):
     handoff_ms: float
     again_ms: float  # decode draws the first token again (wire/handoff.py, "resample")
     total_ms: float  # what is compared
+    keeps_roles: bool  # no prefill or decode instance runs a whole request
 
     @property
     def ttft_ms(self) -> float:
@@ -50,11 +51,6 @@ class Way(Struct, frozen=True):
     def stage(self) -> Stage:
         """Of its first instance."""
         return "prefill" if self.is_pair else "colocated"
-
-    @property
-    def keeps_roles(self) -> bool:
-        """Whether no prefill or decode instance runs a whole request."""
-        return self.is_pair or self.first.candidate.known.role == "colocated"
 
     def predicted(self) -> Predicted:
         """For the wire."""
@@ -111,7 +107,8 @@ def predict_way(predictor: Predictor, first: Candidate, decode: Candidate) -> Wa
     stage, then = predictor.first(first), predictor.decode(decode)
     if first is not decode:
         return _pair(predictor, stage, then)
-    return Way(stage, then, False, 0.0, 0.0, _total_ms(stage, 0.0, 0.0, then))
+    total_ms = _total_ms(stage, 0.0, 0.0, then)
+    return Way(stage, then, False, 0.0, 0.0, total_ms, first.known.role == "colocated")
 
 
 def _ways(predictor: Predictor, candidates: Sequence[Candidate], *, must_colocate: bool) -> list[Way]:
@@ -133,7 +130,7 @@ def _ways(predictor: Predictor, candidates: Sequence[Candidate], *, must_colocat
 
 def _ranked(predictor: Predictor, candidates: Sequence[Candidate]) -> dict[Role, list[Ranked]]:
     """By role, by queue and what their own prefix leaves to compute. Cost: grows with the cluster, so short."""
-    x, local = predictor.request.num_prompt_tokens, predictor.holders.local
+    x, held = predictor.request.num_prompt_tokens, predictor.holders.held(candidates)
     by_role: dict[Role, list[Candidate]] = {"prefill": [], "decode": [], "colocated": []}
     for candidate in candidates:
         by_role[candidate.known.role].append(candidate)
@@ -142,9 +139,9 @@ def _ranked(predictor: Predictor, candidates: Sequence[Candidate]) -> dict[Role,
         token_ms = predictor.exec_ms(found[0].known, 0) / max(1, x) if found else 0.0
         rows = out[role] = []
         for candidate in found:
-            known, tokens = candidate.known, local(candidate.known)
+            tokens = held.get(name := candidate.name, 0)
             score_ms = candidate.view.queue_ms + (x - tokens) * token_ms
-            rows.append((score_ms, known.chosen_at, known.instance, tokens, candidate))
+            rows.append((score_ms, candidate.known.chosen_at, name, tokens, candidate))
         rows.sort()
     return out
 
@@ -155,7 +152,7 @@ def _likely(rows: Sequence[Ranked]) -> list[Candidate]:
         return [row[-1] for row in rows]
     picked, rest = list(rows[:MAX_LIKELY]), rows[MAX_LIKELY:]
     longest = max(rows, key=_local)  # hysteresis may want it
-    if longest[3] > max(map(_local, picked)):
+    if longest[3] and longest[3] > max(map(_local, picked)):
         picked[-1] = longest
         rest = [row for row in rows[MAX_LIKELY - 1 :] if row is not longest]
     idle = [(c.view.queue_ms, c.view.num_decodes, turn, name, c) for _, turn, name, _, c in rest]
@@ -182,9 +179,15 @@ def _pairs(predictor: Predictor, firsts: Sequence[FirstStage], decodes: Sequence
     out = []
     for first in firsts:
         fitting = by_family.get(first.candidate.known.family_key, [])
-        ways = [_pair(predictor, first, d) for d in _tried(first.candidate.known, fitting)]
-        if ways:
-            out.append(min(ways, key=lambda w: (w.total_ms, *_turn(w.decode.candidate))))
+        best: Way | None = None
+        for decode in _tried(first.candidate.known, fitting):
+            way = _pair(predictor, first, decode)
+            if best is None or way.total_ms < best.total_ms or (
+                way.total_ms == best.total_ms and _turn(decode.candidate) < _turn(best.decode.candidate)
+            ):  # fmt: skip
+                best = way
+        if best is not None:
+            out.append(best)
     return out
 
 
@@ -212,7 +215,6 @@ def _likely_decodes(
     """The least busy, those that hold most, and of each prefill's own host the least busy."""
     if len(decodes) <= MAX_LIKELY + MAX_IDLE:
         return list(decodes)
-
     free = sorted(
         [
             (c.view.requests_share + c.view.kv_used_share, c.known.chosen_at, c.known.instance, c)
@@ -237,7 +239,9 @@ def _likely_decodes(
 def _pair(predictor: Predictor, first: FirstStage, decode: DecodeStage) -> Way:
     handoff_ms = predictor.handoff_ms(first.candidate.known, decode)
     again_ms = decode.step_ms if predictor.num_steps else 0.0
-    return Way(first, decode, True, handoff_ms, again_ms, _total_ms(first, handoff_ms, again_ms, decode))
+    return Way(
+        first, decode, True, handoff_ms, again_ms, _total_ms(first, handoff_ms, again_ms, decode), True
+    )
 
 
 def _total_ms(first: FirstStage, handoff_ms: float, again_ms: float, decode: DecodeStage) -> float:

@@ -239,7 +239,7 @@ class Placer:
         most_share, most_tokens = self.limits.overload_factor, self.limits.max_prefill_tokens
         reach = request.reach()
         return [
-            Candidate(known, view, reach.get(known.instance, 0))
+            Candidate(known, view, reach.get(name := known.instance, 0), name)
             for known in usable
             if (view := known.load.view(now_ms=now_ms)).requests_share < most_share
             and view.prefill_tokens < most_tokens

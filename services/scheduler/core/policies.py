@@ -19,17 +19,16 @@ GUARD_SHARE = 0.25  # of an instance's running requests: how much fuller the hol
 GUARD_STEPS = 1.0  # of prefill queue that a prefix hit may cost beyond the steps it saves
 
 
-class Candidate(Struct, frozen=True):
-    """An instance that could take this stage of this request now."""
+class Candidate(Struct, frozen=True, gc=False):
+    """An instance that could take this stage of this request now.
+
+    gc=False here and in what is predicted from it: hundreds are made for a request, and none is part of a cycle.
+    """
 
     known: Instance
     view: LoadView
     hit_tokens: int
-
-    @property
-    def name(self) -> InstanceId:
-        """Its instance id."""
-        return self.known.instance
+    name: InstanceId  # of the instance: read more often than anything else
 
 
 class Choice(Struct, frozen=True):

@@ -7,7 +7,7 @@ Beyond the paper: eq 2 is decided for every candidate before eq 1 chooses among 
 a request to an idle instance; decode's step, what a request costs those that run already, and the hand-off count too.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -45,7 +45,7 @@ class CostSettings:
     max_alternatives: int = 8
 
 
-class FirstStage(Struct, frozen=True):
+class FirstStage(Struct, frozen=True, gc=False):
     """A prefill, or the prompt's part of a colocated stage, on one instance."""
 
     candidate: Candidate
@@ -54,16 +54,12 @@ class FirstStage(Struct, frozen=True):
     queue_ms: float
     fetch_ms: float
     compute_ms: float
+    latency_ms: float  # all three: until the first token is sampled there
     slowdown_ms: float  # of those that decode there, all together, weighted
     kv: KvPlan | None
 
-    @property
-    def latency_ms(self) -> float:
-        """Until the first token is sampled there."""
-        return self.queue_ms + self.fetch_ms + self.compute_ms
 
-
-class DecodeStage(Struct, frozen=True):
+class DecodeStage(Struct, frozen=True, gc=False):
     """The output on one instance."""
 
     candidate: Candidate
@@ -128,6 +124,13 @@ class Holders:
         if reader.space_key is None or not self._space:
             return own
         return max(own, self._space.get(reader.space_key, 0))
+
+    def held(self, candidates: Iterable[Candidate]) -> Mapping[InstanceId, int]:
+        """local() of all of them but for those that have none of it."""
+        if not self._space:
+            return self._tokens
+        readers = [c.known for c in candidates if c.known.space_key in self._space or c.name in self._tokens]
+        return {reader.instance: self.local(reader) for reader in readers}
 
     def sources(self, reader: Instance) -> list[tuple[int, Instance, Path]]:
         """By path, the holder of most tokens that come by it. Empty where the reader has no mempool."""
@@ -201,6 +204,7 @@ class Predictor:
             queue_ms=view.queue_ms,
             fetch_ms=fetch_ms,
             compute_ms=compute_ms,
+            latency_ms=view.queue_ms + fetch_ms + compute_ms,
             slowdown_ms=self.settings.slowdown_weight * others * alone_ms,
             kv=kv,
         )
