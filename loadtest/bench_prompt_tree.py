@@ -12,10 +12,12 @@ A prompt has 256 blocks of 16 tokens: a document of 250 that some instances hold
 - `rebuild`: 8 publishers with 20 thousand blocks each, Redis killed and started empty, until all of it is there again.
   `degraded_lookup_max`: the longest look-up while Redis is stopped (SIGSTOP).
 - `placement`: Poisson arrivals, 1,000 a second, at the scheduler's process over ZeroMQ, 100 instances reporting (a
-  connection each). From packed tokens to the answer: block hashes, look-up in 100 trees, decision. `tree`: the first
-  two; `place`: the scheduler alone. No tokenizer, no HTTP. `..._remembered`: with the gateway's cache of look-ups;
-  `..._retractions`: with it, and owners that retract 20 times a second; `..._by_prompt_tree`: by that policy instead of
-  the scheduler's default, which predicts with a cost model.
+  connection each). From packed tokens to the answer: block hashes, look-up in 100 trees, decision, as for a request
+  that nobody traces or wants a receipt of. `tree`: the first two (hashes of documents are remembered, as a gateway
+  does; each question is new); `place`: the scheduler alone. No tokenizer, no HTTP. `..._remembered`: with the gateway's
+  cache of look-ups; `..._retractions`: with it, and owners that retract 20 times a second; `..._by_prompt_tree`: by
+  that policy instead of the scheduler's default, which predicts with a cost model. `..._cpu_us_per_request` of all who
+  take part; `sender` is this process: a gateway's part, and the load itself.
 - Other routers with their defaults, each with the policies round_robin and cache_aware, before 8 engines that answer
   at once: prompts of 16 KiB about 64 documents, whole HTTP requests, 1,000 a second, or half of what the router carries
   in a closed loop if that is less. `added`: the request's time less that of the same load without a router (`direct`);
@@ -43,11 +45,11 @@ from typing import Any
 import uvloop
 
 from loadtest import tree_peers
-from loadtest.processes import Fleet, StartFailed, process_cpu_us
+from loadtest.processes import Fleet, StartFailed
 from loadtest.registry import ROOT
 from loadtest.results import Metrics, Samples, quantile, write_result
 from loadtest.systems import Unavailable
-from loadtest.tree_placement import placements, start_scheduler
+from loadtest.tree_placement import cpu_us, placements, start_scheduler
 from loadtest.tree_rig import (
     CALL_MS,
     PROMPT_BLOCKS,
@@ -274,19 +276,17 @@ class Bench:
         retractions_per_s: float,
     ) -> None:
         seconds = max(2.0, 12 * self.scale)
-        before = fleet.cpu_us("scheduler"), process_cpu_us(trees.server.pid)
+        before = cpu_us(fleet, trees)
         with ahead_of_others(self.realtime):
             times, policies = await placements(
                 trees, endpoint, docs, self.rng, rate_per_s=RATE_PER_S, seconds=seconds,
                 cache=cache, retractions_per_s=retractions_per_s,
             )  # fmt: skip
-        after = fleet.cpu_us("scheduler"), process_cpu_us(trees.server.pid)
+        after = cpu_us(fleet, trees)
         num = RATE_PER_S * (seconds + 1)  # with the second that warms up
-        metrics = {
-            f"found{label}_ratio": times.with_hits / max(1, len(times.whole_ms)),
-            f"scheduler_cpu{label}_us_per_request": (after[0] - before[0]) / num,
-            f"redis_cpu{label}_us_per_request": (after[1] - before[1]) / num,
-        }
+        metrics = {f"found{label}_ratio": times.with_hits / max(1, len(times.whole_ms))}
+        for name, spent_us in after.items():
+            metrics[f"{name}_cpu{label}_us_per_request"] = (spent_us - before[name]) / num
         if cache is not None:
             metrics[f"lookups{label}_ratio"] = cache.num_hits / (cache.num_hits + cache.num_misses)
         named = {"placement": times.whole_ms, "tree": times.lookup_ms, "place": times.place_ms}

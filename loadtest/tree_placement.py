@@ -2,18 +2,21 @@
 
 import asyncio
 import gc
+import os
 import random
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from loadtest.processes import Fleet, free_port
+from loadtest.processes import Fleet, free_port, process_cpu_us
 from loadtest.tree_reporters import MODEL
-from loadtest.tree_rig import BLOCK_TOKENS, PROMPT_BLOCKS, TAG, Trees, hashes_of, prompt
+from loadtest.tree_rig import BLOCK_TOKENS, DOCUMENT_BLOCKS, PROMPT_BLOCKS, SEED, TAG, Trees
+from services.gateway.deps import MAX_HASH_CHUNKS
 from services.gateway.scheduler_link import SchedulerLink
 from shared.errors import Overloaded, PeerGone
 from shared.ids import RequestId
+from shared.mempool.api_hashes import HashMemory
 from shared.prompttree.client import PromptTreeClient
 from shared.prompttree.lookup_cache import LookupCache
 from shared.prompttree.scripts import OWNERS, WRITE
@@ -39,6 +42,7 @@ class Requester:
 
     def __init__(self, endpoint: str, tree: PromptTreeClient) -> None:
         self._tree = tree
+        self._hashes = HashMemory(BLOCK_TOKENS, max_chunks=MAX_HASH_CHUNKS)
         self._waiting: dict[str, asyncio.Future[SchedulerToGateway]] = {}
         self._link = SchedulerLink(endpoint, on_message=self._on_message, on_down=lambda: None)
         self._next = 0
@@ -75,6 +79,7 @@ class Requester:
                 max_tokens=64,
                 model=MODEL,
                 hits=hits,
+                explain=False,
             )
         )
         async with asyncio.timeout(ANSWER_S):
@@ -87,7 +92,7 @@ class Requester:
     async def decide(self, packed: bytes, times: Times) -> None:
         """What the bench times."""
         begin = time.perf_counter()
-        hits = await self._tree.lookup(hashes_of(packed), BLOCK_TOKENS)
+        hits = await self._tree.lookup(self._hashes.hashes(SEED, packed), BLOCK_TOKENS)
         found = time.perf_counter()
         try:
             answer = await self.place(hits)
@@ -104,21 +109,22 @@ class Requester:
     async def load(
         self, rng: random.Random, docs: Sequence[bytes], *, rate_per_s: float, seconds: float
     ) -> Times:
-        """Poisson arrivals of prompts about random documents; none waits for another."""
+        """Poisson arrivals of new prompts about random documents; none waits for another."""
         times = Times()
-        prompts = [prompt(rng, rng.choice(docs)) for _ in range(min(2_000, int(rate_per_s * seconds)))]
+        question_bytes = 4 * BLOCK_TOKENS * (PROMPT_BLOCKS - DOCUMENT_BLOCKS)
         loop = asyncio.get_running_loop()
         tasks: set[asyncio.Task[None]] = set()
         gc.collect()
         gc.disable()
         try:
             due = loop.time()
-            for number in range(int(rate_per_s * seconds)):
+            for _ in range(int(rate_per_s * seconds)):
                 due += rng.expovariate(rate_per_s)
                 if (wait := due - loop.time()) > 0:
                     await asyncio.sleep(wait)
                 times.late_ms.append(round((loop.time() - due) * 1e3, 3))
-                task = asyncio.create_task(self.decide(prompts[number % len(prompts)], times))
+                packed = rng.choice(docs) + rng.randbytes(question_bytes)
+                task = asyncio.create_task(self.decide(packed, times))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
             await asyncio.gather(*tasks)
@@ -141,6 +147,16 @@ def start_scheduler(fleet: Fleet, num_instances: int, policy: str) -> str:
         "reporters", [sys.executable, "-m", "loadtest.tree_reporters", *words], ready_url=f"tcp://{reports}"
     )
     return f"tcp://{places}"
+
+
+def cpu_us(fleet: Fleet, trees: Trees) -> dict[str, int]:
+    """Of everybody who takes part, so far."""
+    return {
+        "scheduler": fleet.cpu_us("scheduler"),
+        "redis": process_cpu_us(trees.server.pid),
+        "reporters": fleet.cpu_us("reporters"),
+        "sender": process_cpu_us(os.getpid()),
+    }
 
 
 async def retract(trees: Trees, per_s: float) -> None:
