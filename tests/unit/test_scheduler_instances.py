@@ -26,6 +26,7 @@ def test_a_death_is_told_once_and_a_late_report_revives():
     instances.hello(hello("p0"), now_ms=0)
     assert [k.instance for k in instances.tick(now_ms=1_500)] == ["p0"]
     assert instances.tick(now_ms=1_600) == []
+    assert names(instances, 1_600) == set()
     assert instances.report(report("p0"), now_ms=1_700) is None
     assert names(instances, 1_700) == {"p0"}
     assert len(instances.tick(now_ms=5_000)) == 1
