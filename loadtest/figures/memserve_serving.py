@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -105,7 +106,8 @@ def caching(result: Result) -> Figure | str:
         lines = {
             tokens: found for tokens in lengths if len(found := _fastest(mine, tokens)) > 2 and 0.0 in found
         }
-        for colour, (tokens, found) in zip(COLOURS * 4, lines.items(), strict=False):
+        shades = plt.get_cmap("viridis")(np.linspace(0.0, 0.9, max(1, len(lines))))
+        for colour, (tokens, found) in zip(shades, lines.items(), strict=True):
             saved = [100 * (1 - found[ratio] / found[0.0]) for ratio in sorted(found)]
             axes.plot(
                 [100 * r for r in sorted(found)],
