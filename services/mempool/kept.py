@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from services.mempool import takeover
-from services.mempool.memory import PoolMemory
+from services.mempool.memory import PoolMemory, runs
 from services.mempool.slabs import DeviceSlabs, KeptSlabs
 from shared.errors import ClusterError
 from shared.ids import Epoch
 from shared.kv.layout import num_slabs
 from shared.mempool.keeper_client import KeeperClient, KeeperStale
 from shared.observe.log import get_logger
+from shared.transport.unix_socket import close_fds
 
 SPACE = "pages"  # the first one's name; the others have their number behind it
 SLABS_PER_CALL = 128
@@ -96,13 +97,41 @@ class Kept:
         self._try(lambda: self._keep_slabs(number, rank, slabs, num_slabs))
 
     def _keep_slabs(self, number: int, rank: int, slabs: DeviceSlabs | KeptSlabs, num_slabs: int) -> None:
-        for first in range(0, num_slabs, SLABS_PER_CALL):
-            fds = [slabs.export(i) for i in range(first, min(first + SLABS_PER_CALL, num_slabs))]
-            try:
-                takeover.keep_slabs(self.client, name_of(number), rank * num_slabs + first, fds)
-            finally:
-                for fd in fds:
-                    os.close(fd)
+        self._keep_some(number, rank * num_slabs, slabs, [i for i in range(num_slabs) if slabs.is_present(i)])
+
+    def _keep_some(
+        self, number: int, base: int, slabs: DeviceSlabs | KeptSlabs, which: Sequence[int]
+    ) -> None:
+        for first, count in runs(which):
+            for begin in range(first, first + count, SLABS_PER_CALL):
+                fds = [slabs.export(i) for i in range(begin, min(begin + SLABS_PER_CALL, first + count))]
+                try:
+                    takeover.keep_slabs(self.client, name_of(number), base + begin, fds)
+                finally:
+                    close_fds(fds)
+
+    def slabs_changed(self, number: int, which: Sequence[int], *, has_memory: bool) -> None:
+        """These slabs (sorted) of every rank of a space have no memory any more, or have some again."""
+        for (space, rank), slabs in self._slabs.items():
+            if space == number:
+                meta = self._spaces[number][1]
+                base = rank * num_slabs(meta.description, meta.num_pages, meta.pages_per_slab)
+                self._try(lambda b=base, s=slabs: self._change(number, b, s, which, has_memory=has_memory))
+
+    def _change(
+        self,
+        number: int,
+        base: int,
+        slabs: DeviceSlabs | KeptSlabs,
+        which: Sequence[int],
+        *,
+        has_memory: bool,
+    ) -> None:
+        if has_memory:
+            self._keep_some(number, base, slabs, which)
+            return
+        for first, count in runs(which):
+            self.client.forget(name_of(number), "cuda-page", base + first, count)
 
     def process(
         self, pid: int, pidfd: int, kind: takeover.ProcessKind, instance: str, spaces: Sequence[int] = ()
@@ -111,8 +140,11 @@ class Kept:
         known = self._processes.get(pid)
         own = os.dup(pidfd) if known is None else known[0]
         before = [] if known is None else known[1].spaces
+        maps = kind == "rank" or (known is not None and known[1].maps)
         kind = "engine" if known is not None and known[1].kind == "engine" else kind
-        meta = takeover.ProcessMeta(kind=kind, instance=instance, spaces=sorted({*before, *spaces}))
+        meta = takeover.ProcessMeta(
+            kind=kind, instance=instance, spaces=sorted({*before, *spaces}), maps=maps
+        )
         self._processes[pid] = (own, meta)
         self._try(lambda: takeover.keep_process(self.client, pid, own, meta))
 

@@ -112,17 +112,17 @@ class PoolMemory:
 
         Raises: OSError.
         """
-        runs = [
+        found = [
             (rank * self.num_pages + first, count)
             for rank in range(self.num_ranks)
-            for first, count in _runs(sorted(pages))
+            for first, count in runs(sorted(pages))
         ]
-        for first, count in runs:
+        for first, count in found:
             start, length = first * self.page_bytes, count * self.page_bytes
             if _libc.fallocate(self.page_fd, _PUNCH_HOLE_KEEP_SIZE, start, length) != 0:
                 error = ctypes.get_errno()
                 raise OSError(error, f"cannot punch {length} bytes at {start}: {os.strerror(error)}")
-        return len(runs)
+        return len(found)
 
     def resident_bytes(self) -> int:
         """Memory that the pages really use now."""
@@ -143,7 +143,7 @@ def _memfd(name: str, length: int) -> int:
     return fd
 
 
-def _runs(pages: Sequence[int]) -> list[tuple[int, int]]:
+def runs(pages: Sequence[int]) -> list[tuple[int, int]]:
     """(first, count) of consecutive numbers in a sorted list."""
     if not pages:
         return []

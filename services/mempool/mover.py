@@ -30,7 +30,7 @@ from services.mempool.mover_copies import (
     Totals,
     check_shape,
 )
-from services.mempool.mover_gpu import OpenGpu, open_gpu
+from services.mempool.mover_gpu import OpenGpu, SlabWindow, open_gpu
 from services.mempool.mover_job import Job
 from services.mempool.mover_paths import Parts, Paths
 from services.mempool.mover_regions import MAX_RANKS, RankRegion, SlabRegion, region_name, space_and_rank
@@ -66,15 +66,15 @@ class Mover:
         pin_host: bool = False,
         floor_gb_per_s: float = 0.0,
         open_gpu: OpenGpu = open_gpu,
+        background: ThreadPoolExecutor | None = None,
     ) -> None:
         """Create it on the running loop.
 
         Args:
-            threads: of the CPU, for copies between host spaces.
-            host_copier: instead of those; stays the caller's.
-            pin_host: page-lock host spaces once there is a GPU: copies at PCIe's rate, but all of that memory is
-                taken at once, and no page of it may be punched (is_pinned()). Otherwise by the CPU and pinned slots.
+            threads: of the CPU, for copies between host spaces; host_copier: instead of those, the caller's.
+            pin_host: page-lock host spaces once there is a GPU: all of it is taken, none is punched (is_pinned()).
             floor_gb_per_s: a pair of GPUs under it makes the space that brings it unusable (LinkTooSlow).
+            background: one thread, for everything that maps; shut down by close().
         """
         self._loop = asyncio.get_running_loop()
         self._on_settled = on_settled
@@ -84,7 +84,7 @@ class Mover:
             lambda region, pages: self._tell(self._settled, region, pages), self._mapper.pinned,
             threads=threads, host_copier=host_copier,
         )  # fmt: skip
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="mover-map")
+        self._background = background or ThreadPoolExecutor(1, thread_name_prefix="mover-map")
         self._thread = PullThread()
         self._spaces: dict[int, Space] = {}
         self._copies: dict[int, Copy] = {}
@@ -129,14 +129,17 @@ class Mover:
         """Whether copy engines have its memory's addresses, or are about to: then no page of it may be punched."""
         return self._pin_host and self._has_gpu and number in self._host_spaces
 
+    def windows(self, number: int) -> list[SlabWindow]:
+        """See Mapper.windows; on the background thread."""
+        return self._mapper.windows(number)
+
     def failure(self, number: int) -> ClusterError | None:
         """Why a space cannot be copied from or to."""
         return self._spaces[number].failure if number in self._spaces else None
 
     def remove_space(self, number: int, on_removed: Callable[[], None] | None = None) -> None:
         """No new copies; when those on their way have ended and settled, unmap, then call `on_removed`."""
-        space = self._spaces[number]
-        space.on_removed = on_removed or (lambda: None)
+        (space := self._spaces[number]).on_removed = on_removed or (lambda: None)
         self._remove_if_unused(space)
 
     def _map(self, space: Space, regions: Sequence[RankRegion], end: KvEnd | None) -> None:
@@ -173,8 +176,7 @@ class Mover:
         else:
             log.info("space_mapped", space=space.number)
         self._pump_soon()
-        if space.on_removed is not None:
-            self._remove_if_unused(space)
+        self._remove_if_unused(space)
 
     def _remove_if_unused(self, space: Space | None) -> None:
         if (
@@ -218,7 +220,7 @@ class Mover:
     ) -> None:
         """Copy pages of other spaces into `targets` of space `target`, position by position, on every rank.
 
-        `on_done` is called exactly once, not before this returns, by the deadline and one pass of the loop.
+        `on_done` is called once, not before this returns, by the deadline and one pass of the loop.
         Raises: MoverBusy, MoverClosed, TransferRefused; then on_done is not called.
         """
         self._check(copy_id, target, targets, parts)
@@ -252,8 +254,7 @@ class Mover:
 
     def _pump(self) -> None:
         """Start what can start, the oldest first."""
-        self._pumping = False
-        waiting, self._waiting = self._waiting, deque()
+        self._pumping, waiting, self._waiting = False, self._waiting, deque()
         for copy in waiting:
             failure = next((each for n in copy.spaces if (each := self._spaces[n].failure)), None)
             if failure is not None:
@@ -364,8 +365,7 @@ class Mover:
     def close(self, timeout_s: float = 5.0) -> bool:
         """End everything. Every copy that is on its way gets its on_done before this returns.
 
-        Waits up to `timeout_s` for those that run. Returns whether nothing can write to pages any more; if something
-        can, the mappings stay until the process ends, and those pages are in CopyDone.quarantined.
+        Waits up to `timeout_s`. False: something may still write to pages, the mappings stay until the process ends.
         """
         if self._closed:
             return self._is_idle()

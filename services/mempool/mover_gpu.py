@@ -5,9 +5,10 @@ own GPU writes there; each other GPU that can reach it reads (cuMemSetAccess add
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from services.mempool.memory import runs
 from services.mempool.mover_regions import SlabRegion
 from shared.errors import ClusterError
 from shared.kernels.copy_pages.driver import CopyDriver, CudaDriver
@@ -51,7 +52,7 @@ def open_gpu(device: str) -> Gpu:
 
 
 class SlabWindow:
-    """The slabs of one rank, mapped until close().
+    """The slabs of one rank, mapped until close(); those without memory are holes.
 
     Args: stopping: asked between slabs; the mapping of a large space is given up when the mempool ends.
     Raises: PathUnavailable; nothing is mapped then.
@@ -60,8 +61,10 @@ class SlabWindow:
 
     def __init__(self, gpu: Gpu, where: SlabRegion, stopping: Callable[[], bool]) -> None:
         self._gpu = gpu
+        self._slabs = where.slabs
         self.slab_bytes = where.slab_bytes
-        self._num_mapped = 0
+        self._mapped: set[int] = set()
+        self._readers: list[Gpu] = []
         num_slabs = where.num_pages * where.slabs_per_page // where.pages_per_slab
         if where.num_pages % where.pages_per_slab:
             raise PathUnavailable(f"{where.num_pages} pages do not fill slabs of {where.pages_per_slab}")
@@ -75,28 +78,54 @@ class SlabWindow:
             for slab in range(num_slabs):
                 if stopping():
                     raise PathUnavailable("the mempool ends")
-                self._map(where.slabs.export(slab))
-            gpu.vmm.set_access(self.address, self.size_bytes, gpu.vmm.access_address(True))
+                if self._slabs.is_present(slab):
+                    self._map(slab)
+            self._give_access(sorted(self._mapped), gpu, writable=True)
         except (ClusterError, OSError) as error:
             self.close()
             raise PathUnavailable(f"{where.device}: {error}") from error
 
-    def _map(self, fd: int) -> None:
+    def _map(self, slab: int) -> None:
         vmm = self._gpu.vmm
+        fd = self._slabs.export(slab)
         try:
             handle = vmm.import_fd(fd)
         finally:
             os.close(fd)
         try:
-            vmm.map(self.address + self._num_mapped * self.slab_bytes, self.slab_bytes, handle)
-            self._num_mapped += 1
+            vmm.map(self.address + slab * self.slab_bytes, self.slab_bytes, handle)
+            self._mapped.add(slab)
         finally:
             vmm.release(handle)  # the mapping keeps the memory
+
+    def _give_access(self, slabs: Sequence[int], to: Gpu, *, writable: bool) -> None:
+        for first, count in runs(slabs):
+            at = self.address + first * self.slab_bytes
+            to.vmm.set_access(at, count * self.slab_bytes, to.vmm.access_address(writable))
 
     def allow(self, reader: Gpu) -> None:
         """Let another GPU read. Raises: VmmError when it cannot reach this one."""
         reader.vmm.make_current()
-        reader.vmm.set_access(self.address, self.size_bytes, reader.vmm.access_address(False))
+        self._give_access(sorted(self._mapped), reader, writable=False)
+        self._readers.append(reader)
+
+    def unmap(self, slabs: Sequence[int]) -> None:
+        """Make holes of these (sorted), whose memory goes back to the system; no copy touches them any more."""
+        self._gpu.vmm.make_current()
+        for first, count in runs([slab for slab in slabs if slab in self._mapped]):
+            self._gpu.vmm.unmap(self.address + first * self.slab_bytes, count * self.slab_bytes)
+        self._mapped.difference_update(slabs)
+
+    def remap(self, slabs: Sequence[int]) -> None:
+        """These have memory again. Raises: ClusterError, OSError; then some of them may be holes still."""
+        self._gpu.vmm.make_current()
+        for slab in slabs:
+            if slab not in self._mapped:
+                self._map(slab)
+        self._give_access(slabs, self._gpu, writable=True)
+        for reader in self._readers:
+            reader.vmm.make_current()
+            self._give_access(slabs, reader, writable=False)
 
     def boundaries(self) -> range:
         """Where slabs begin, and the end: no copy may cross these."""
@@ -105,6 +134,5 @@ class SlabWindow:
     def close(self) -> None:
         """Unmap; nothing may be copying any more."""
         self._gpu.vmm.make_current()
-        if self._num_mapped:
-            self._gpu.vmm.unmap(self.address, self._num_mapped * self.slab_bytes)
+        self.unmap(sorted(self._mapped))
         self._gpu.vmm.free_reservation(self.address, self.size_bytes)

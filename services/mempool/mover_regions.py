@@ -34,6 +34,10 @@ class Slabs(Protocol):
         """A descriptor of one slab, the caller's to close. Raises: ResourceError, OSError."""
         ...
 
+    def is_present(self, slab: int) -> bool:
+        """Whether it has memory."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SlabRegion:

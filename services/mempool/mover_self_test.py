@@ -69,6 +69,10 @@ class _Scratch:
         """See mover_regions.Slabs."""
         return self._pages.export_fd(slab)
 
+    def is_present(self, slab: int) -> bool:
+        """See mover_regions.Slabs."""
+        return self._pages.is_present(slab)
+
     def close(self) -> None:
         self.window.close()
         self._pages.close()

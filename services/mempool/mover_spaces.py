@@ -99,6 +99,11 @@ class Mapper:
         del self._spaces[space.number]
         self._drop(space)
 
+    def windows(self, number: int) -> list[SlabWindow]:
+        """Of the ranks of a space on GPUs; none when it is not mapped. In the background, as everything here."""
+        space = self._spaces.get(number)
+        return [r.memory for r in space.ranks if isinstance(r.memory, SlabWindow)] if space else []
+
     def stop(self) -> None:
         """Give up a mapping under way. Any thread."""
         self._stopping.set()

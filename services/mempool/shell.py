@@ -20,9 +20,12 @@ from services.mempool.core.actions import (
     CreateMemory,
     CreateSlabs,
     Disconnect,
+    OfferSlabs,
     PoolLimits,
     PullRemote,
     PunchPages,
+    ReleaseUnits,
+    RestoreUnits,
     Send,
     SendSlabs,
     TellPeer,
@@ -37,6 +40,7 @@ from services.mempool.spaces import Spaces
 from services.mempool.takeover import Adopted, ProcessMeta, Takeover
 from shared.errors import Overloaded, PeerGone, PeerProtocolError
 from shared.ids import Epoch, InstanceId, PageId
+from shared.kv.words import u32_bytes
 from shared.observe.log import get_logger
 from shared.observe.trace import Span, start_span
 from shared.transport.clock import Clock
@@ -130,11 +134,12 @@ class MempoolShell:
         self.spaces.adopt(found)
         planned = Plan(meta.num_pages, meta.page_bytes, meta.num_ranks, meta.pages_per_slab)
         mine = {n: one for n, one in members.items() if not one.spaces or meta.number in one.spaces}
+        mapping = [number for number, one in mine.items() if one.maps]
         actions = self.pool.adopt(
             meta.number, meta.description, planned, found.words, found.entries,
             memory_id=meta.memory_id, processes=list(mine), label=meta.label, devices=meta.devices,
             engines=[number for number, one in mine.items() if one.kind == "engine"],
-            instances=[InstanceId(one.instance) for one in mine.values()],
+            instances=[InstanceId(one.instance) for one in mine.values()], mappers=mapping,
         )  # fmt: skip
         log.info("memory_adopted", space=meta.number, num_pages=meta.num_pages, num_awaited=len(mine))
         self._perform(actions)
@@ -265,20 +270,33 @@ class MempoolShell:
                 if not self.spaces.create_slabs(action):
                     self._connections[action.connection].close()
             case SendSlabs():
-                self._send_slabs(action)
+                slabs = range(action.first, action.first + action.count)
+                reply = wire.Slabs(call_id=action.call_id, first=action.first, count=action.count)
+                self._send_slabs(action.connection, reply, action.space, action.rank, slabs)
             case PunchPages():
                 self._punch(action)
             case CopyPages():
                 self.spaces.copy(action)
-            case AskPeer() | TellPeer() | PullRemote():
-                self._to_peer(action)
-            case ApiSend():
-                self.api.send(action)
             case Disconnect():
                 connection = self._connections.get(action.connection)
                 if connection is not None:
                     log.warning("peer_disconnected", connection=action.connection, reason=action.reason)
                     connection.close()
+            case _:
+                self._perform_other(action)
+
+    def _perform_other(self, action: Action) -> None:
+        """For other processes than those of this host, and the system's memory."""
+        match action:
+            case AskPeer() | TellPeer() | PullRemote():
+                self._to_peer(action)
+            case ApiSend():
+                self.api.send(action)
+            case OfferSlabs():
+                offer = wire.MapSlabs(slabs=u32_bytes(action.slabs))
+                self._send_slabs(action.connection, offer, action.space, action.rank, action.slabs)
+            case ReleaseUnits() | RestoreUnits():
+                self._change_memory(action)
 
     def _punch(self, action: PunchPages) -> None:
         if self.peers is None or self.peers.may_punch(action.space):
@@ -301,18 +319,32 @@ class MempoolShell:
     def _on_settled(self, space: int, pages: Sequence[int]) -> None:
         self._perform(self.pool.on_settled(space, [PageId(page) for page in pages], self.clock.now_ms()))
 
-    def _send_slabs(self, action: SendSlabs) -> None:
-        connection = self._connections.get(action.connection)
+    def _change_memory(self, action: ReleaseUnits | RestoreUnits) -> None:
+        number, units = action.space, action.units
+
+        def released(failed: bool) -> None:
+            self._perform(self.pool.on_released(number, units, self.clock.now_ms(), failed=failed))
+
+        def restored(num_made: int) -> None:
+            self._perform(self.pool.on_restored(number, units, num_made, self.clock.now_ms()))
+
+        if isinstance(action, RestoreUnits):
+            self.spaces.restore(action, restored)
+        else:
+            may_punch = self.peers is None or self.peers.may_punch(number)
+            self.spaces.release(action, released, may_punch=may_punch)
+
+    def _send_slabs(
+        self, number: int, message: wire.FromMempool, space: int, rank: int, which: Sequence[int]
+    ) -> None:
+        connection = self._connections.get(number)
         if connection is None:
             return
-        fds = [
-            self.spaces.slabs[action.space, action.rank].export(action.first + i) for i in range(action.count)
-        ]
+        fds = [self.spaces.slabs[space, rank].export(slab) for slab in which]
         try:
-            reply = wire.Slabs(call_id=action.call_id, first=action.first, count=action.count)
-            connection.send(reply, fds=fds)
+            connection.send(message, fds=fds)
         except (PeerGone, Overloaded) as error:
-            log.warning("peer_unreachable", connection=action.connection, code=error.code)
+            log.warning("peer_unreachable", connection=number, code=error.code)
             connection.close()
         finally:
             close_fds(fds)

@@ -4,10 +4,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from services.mempool.core.actions import CopyPages, CreateMemory, CreateSlabs
+from services.mempool.core.actions import CopyPages, CreateMemory, CreateSlabs, ReleaseUnits, RestoreUnits
 from services.mempool.kept import Kept
 from services.mempool.memory import PoolMemory
 from services.mempool.slabs import DeviceSlabs, KeptSlabs
+from services.mempool.system_memory import SystemMemory
 from services.mempool.takeover import Adopted, SpaceMeta
 from shared.errors import ClusterError, ResourceError
 from shared.ids import Epoch, PageId
@@ -69,6 +70,7 @@ class Spaces:
         self._on_settled = on_settled
         self._mover: Mover | None = None  # nothing is copied, nor mapped here, where there is one space
         self._moved: set[int] = set()  # spaces that the mover knows
+        self._system = SystemMemory(lambda number: self._mover.windows(number) if self._mover else [])
 
     # -- making and taking over -----------------------------------------------------------------------
 
@@ -124,7 +126,9 @@ class Spaces:
         self._take(memory, meta)
         per_rank = len(found.slab_fds) // meta.num_ranks
         for rank in range(meta.num_ranks if per_rank else 0):
-            slabs = KeptSlabs(found.slab_fds[rank * per_rank : (rank + 1) * per_rank])
+            slab_bytes = meta.page_bytes * meta.num_pages // per_rank
+            fds = found.slab_fds[rank * per_rank : (rank + 1) * per_rank]
+            slabs = KeptSlabs(fds, meta.devices[rank], slab_bytes)
             self.slabs[meta.number, rank] = slabs
             self.kept.slabs(meta.number, rank, meta.devices[rank], slabs, per_rank)
         self._tell_mover()
@@ -163,7 +167,7 @@ class Spaces:
         if self._mover is None:
             from services.mempool.mover import Mover  # a mempool of one space needs none of it
 
-            self._mover = Mover(self._on_settled, pin_host=self._pin_host)
+            self._mover = Mover(self._on_settled, pin_host=self._pin_host, background=self._system.thread)
         for number in whole:
             if number not in self._moved:
                 self._moved.add(number)
@@ -229,6 +233,38 @@ class Spaces:
             return
         log.info("pages_punched", space=number, num_pages=len(pages))
 
+    def release(self, action: ReleaseUnits, on_done: Callable[[bool], None], *, may_punch: bool) -> None:
+        """Give memory back that no other process maps. `on_done`: whether it failed, so that all of it stays."""
+        number, memory = action.space, self.memories[action.space]
+        if not self.has_slabs(number):
+            if not may_punch or (self._mover is not None and self._mover.is_pinned(number)):
+                on_done(True)
+            else:
+                self._system.punch(memory, number, action.units, on_done)
+            return
+
+        def released(failed: bool) -> None:
+            self.kept.slabs_changed(number, action.units, has_memory=False)
+            on_done(failed)
+
+        self._system.release(self._slabs_of(number), number, action.units, released)
+
+    def restore(self, action: RestoreUnits, on_done: Callable[[int], None]) -> None:
+        """Take memory again. `on_done`: for how many of the units, from the first on."""
+        number = action.space
+        if not self.has_slabs(number):
+            on_done(len(action.units))  # host memory comes when it is written
+            return
+
+        def restored(num_made: int) -> None:
+            self.kept.slabs_changed(number, action.units[:num_made], has_memory=True)
+            on_done(num_made)
+
+        self._system.restore(self._slabs_of(number), number, action.units, restored)
+
+    def _slabs_of(self, number: int) -> list[DeviceSlabs | KeptSlabs]:
+        return [slabs for (space, _), slabs in sorted(self.slabs.items()) if space == number]
+
     def resident_bytes(self) -> int:
         """Memory that pages in host memory really use now."""
         return sum(memory.resident_bytes() for memory in self.memories.values())
@@ -245,6 +281,7 @@ class Spaces:
                     "copies_left_behind", reason="a copy engine stands still; it ends with this process"
                 )
             self._mover = None
+        self._system.close()
         for slabs in self.slabs.values():
             slabs.close()
         self.slabs = {}

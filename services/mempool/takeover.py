@@ -25,7 +25,7 @@ from services.mempool.memory import F_SEAL_FUTURE_WRITE, PoolMemory
 from shared.errors import ClusterError, PeerError, ResourceError
 from shared.ids import Epoch
 from shared.kv.layout import EngineDescription, num_slabs
-from shared.kv.page import unpack_word
+from shared.kv.page import PageState, unpack_word
 from shared.kv.page_table import HEADER_WORDS, TableHeader, file_bytes, read_header, table_bytes
 from shared.mempool.keeper_client import KeeperClient, KeeperStale, KeptRun
 from shared.observe.log import get_logger
@@ -36,6 +36,7 @@ PROCESSES = "processes"  # the space of pidfds
 MAX_EPOCH_LEAD = (
     366 * 24 * 3600 * 1_000_000
 )  # of a page's epoch before its table's generation: a year of reuses
+_ABSENT = (PageState.WITHDRAWN, PageState.RELEASED)
 _FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 log = get_logger("mempool.takeover")
@@ -70,6 +71,7 @@ class ProcessMeta(msgspec.Struct, frozen=True, kw_only=True):
     kind: ProcessKind
     instance: str = ""
     spaces: list[int] = []  # whose pages it may touch; empty: of all
+    maps: bool = True  # whether it maps pages; engines of which other processes do not
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class Adopted:
     words: list[int]  # of its pages, in order
     entries: bytes  # what its index knew of them (shared/kv/page_table.py, ENTRY)
     page_fd: int  # -1 for GPU memory
-    slab_fds: list[int]
+    slab_fds: list[int]  # of every rank's slabs in order; -1 for those without memory
 
     def memory(self, boot_generation: Epoch) -> PoolMemory:
         """The pages under a table of this process's own. Takes over page_fd. Raises: OSError."""
@@ -163,6 +165,7 @@ def adopt(client: KeeperClient, space: str) -> Adopted | None:
         close_fds(fds)
         raise
     close_fds(runs["table"][0].fds)
+    _forget_released(client, found)
     log.info("space_adopted", space=space, num_pages=len(found.words), boot=found.header.boot_generation)
     return found
 
@@ -296,14 +299,14 @@ def _checked(
     check_words(header, words)
     page_fds = [fd for run in pages for fd in run.fds]
     if meta.pages_per_slab:
-        _check_slabs(meta, slabs)
+        slab_fds = _check_slabs(meta, slabs, words)
         if page_fds:
             raise ValueError("host pages beside slabs")
     else:
         _check_pages(meta, page_fds)
         if slabs:
             raise ValueError("slabs beside host pages")
-    slab_fds = [fd for run in slabs for fd in run.fds]
+        slab_fds = []
     return Adopted(space, meta, header, words, entries, page_fds[0] if page_fds else -1, slab_fds)
 
 
@@ -330,12 +333,30 @@ def _check_pages(meta: SpaceMeta, page_fds: Sequence[int]) -> None:
         raise ValueError("the page memfd could be cut")
 
 
-def _check_slabs(meta: SpaceMeta, runs: Sequence[KeptRun]) -> None:
-    wanted = meta.num_ranks * num_slabs(meta.description, meta.num_pages, meta.pages_per_slab)
-    behind = 0
+def _check_slabs(meta: SpaceMeta, runs: Sequence[KeptRun], words: Sequence[int]) -> list[int]:
+    """A descriptor of each slab; -1 for those whose pages are without memory, or were losing it."""
+    per_rank = num_slabs(meta.description, meta.num_pages, meta.pages_per_slab)
+    found = [-1] * (meta.num_ranks * per_rank)
     for run in runs:
-        if run.first_page != behind:
-            break
-        behind += run.num_pages
-    if behind != wanted or len(meta.devices) != meta.num_ranks:
-        raise ValueError(f"{behind} slabs in a row of {wanted}, {len(meta.devices)} devices")
+        if run.first_page + run.num_pages > len(found):
+            raise ValueError(f"slabs {run.first_page} and {run.num_pages} more of {len(found)}")
+        found[run.first_page : run.first_page + run.num_pages] = run.fds
+    missing = {slab % per_rank for slab, fd in enumerate(found) if fd < 0}
+    for slab in missing:
+        pages = words[slab * meta.pages_per_slab : (slab + 1) * meta.pages_per_slab]
+        if per_rank * meta.pages_per_slab != meta.num_pages or not all(w & 0xFF in _ABSENT for w in pages):
+            raise ValueError(f"{len(missing)} slabs of {per_rank} are missing")
+    if len(meta.devices) != meta.num_ranks:
+        raise ValueError(f"{len(meta.devices)} devices for {meta.num_ranks} ranks")
+    return found
+
+
+def _forget_released(client: KeeperClient, found: Adopted) -> None:
+    """Memory that was made for released pages, and that nobody was told of."""
+    per_slab = found.meta.pages_per_slab
+    for slab, fd in enumerate(found.slab_fds):
+        page = slab * per_slab % found.meta.num_pages
+        if fd >= 0 and found.words[page] & 0xFF == PageState.RELEASED:
+            client.forget(found.space, "cuda-page", slab, 1)
+            os.close(fd)
+            found.slab_fds[slab] = -1

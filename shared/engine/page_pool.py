@@ -106,6 +106,27 @@ class PageBlockPool(BlockPool):
             self._evict(count - len(spare))
             self.num_expected = expected  # what is asked back is not replaced
         self._evict(self.quota.take_uncache())
+        if asked := self.quota.take_vacate():  # one at a time: a step may be waiting for this thread
+            self._vacate(asked[1])
+            self.quota.vacated(asked[0])
+
+    def _vacate(self, pages: list[Owned]) -> None:
+        """Let go of those that are in stock, or sealed and used by no request; they are not replaced."""
+        mine = [self.blocks[page + 1] for page, epoch in pages if self.epochs[page + 1] == epoch]
+        spare = {b.block_id for b in mine if self.kinds[b.block_id] == STOCK}
+        if spare:
+            given = [block for block in self.stock if block.block_id in spare]
+            self.stock = deque(block for block in self.stock if block.block_id not in spare)
+            owned = [self.own(block) for block in given]
+            self._forget(given)
+            self.quota.give_back(owned)
+        unused = [b for b in mine if self.kinds[b.block_id] == SEALED and b.prev_free_block is not None]
+        for block in unused:
+            self.free_block_queue.remove(block)
+            self._maybe_evict_cached_block(block)
+        expected = self.num_expected
+        self._let_go(unused)
+        self.num_expected = expected
 
     def refill(self, wanted: int) -> None:
         """Let go of the least recently used cached blocks until `wanted` are in stock or on their way."""

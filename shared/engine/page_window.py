@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from shared.mempool.rank_memory import RankMemory
+from shared.mempool.rank_memory import RankMemory, SlabUser
 
 _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
@@ -22,10 +22,11 @@ _libc.mmap.argtypes = (
 
 
 class PageWindow(NamedTuple):
-    """`tensor`: int8 [(num_pages + 1) * page_bytes], valid while `owner` lives."""
+    """`tensor`: int8 [(num_pages + 1) * page_bytes], valid while `owner` lives. `slabs`: of a GPU's window."""
 
     tensor: torch.Tensor
     owner: object
+    slabs: SlabUser | None = None
 
 
 def device_name(device: torch.device, host_space: str = "") -> str:
@@ -44,7 +45,8 @@ def open_window(memory: RankMemory, device: torch.device) -> PageWindow:
     if memory.pages_per_slab:
         from shared.engine.page_window_cuda import open_cuda_window  # needs CUDA's bindings
 
-        return PageWindow(*open_cuda_window(memory, device))
+        tensor, window = open_cuda_window(memory, device)
+        return PageWindow(tensor, window, window)
     header = memory.header
     size = (header.num_pages + 1) * header.page_bytes
     owner = mmap.mmap(-1, size)  # private and untouched: only the first page of it stays

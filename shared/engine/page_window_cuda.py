@@ -1,91 +1,103 @@
 """The pool's slabs of one GPU mapped side by side behind a private null page; see page_window.py.
 
-Descriptors are closed as soon as they are imported: only mempool and keeper hold them for longer.
+Descriptors are closed as soon as they are imported: only mempool and keeper hold them for longer. Slabs whose memory
+goes back to the system are unmapped by a thread of their own, while kernels run: no step knows their blocks any more.
 """
 
-import os
+import time
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
-from cuda.bindings import driver
 
-from shared.errors import ResourceError
 from shared.mempool.rank_memory import RankMemory
+from shared.transport.unix_socket import close_fds
+from shared.vmm.cuda_driver import CudaVmmDriver, VmmDriver
+from shared.vmm.cuda_pages import DeviceSpan
 
-GRANULARITY_BYTES = 2 << 20
-
-
-class _Span:
-    """Memory as torch takes it over without copying."""
-
-    def __init__(self, address: int, size_bytes: int, owner: object) -> None:
-        self.owner = owner
-        self.__cuda_array_interface__ = {
-            "shape": (size_bytes,),
-            "typestr": "|i1",
-            "data": (address, False),
-            "version": 3,
-        }
+UNMAP_BYTES = 32 << 20  # by one call: the driver holds its lock for 14 to 135 us an allocation
+UNMAP_PAUSE_S = 50e-6  # between two calls, for the kernels' launches
 
 
 class CudaWindow:
-    """One reservation: the null page ends where the first slab begins. Mapped for the life of the process.
+    """One reservation: the null page ends where the first slab begins. A slab without memory is a hole.
 
-    Raises: ResourceError when the driver refuses.
-    Cost: about 80 us a slab to import and map, one call for access to all of it.
+    Raises: VmmError when the driver refuses.
+    Cost: about 80 us a slab to import and map, one call for access to each run of them.
     """
 
-    def __init__(self, memory: RankMemory, device: torch.device) -> None:
+    def __init__(self, memory: RankMemory, driver: VmmDriver) -> None:
         header = memory.header
-        slab_bytes = memory.pages_per_slab * header.page_bytes
-        null_bytes = -(-header.page_bytes // GRANULARITY_BYTES) * GRANULARITY_BYTES
-        num_slabs = header.num_pages // memory.pages_per_slab
-        size = null_bytes + num_slabs * slab_bytes
-        base = int(_call(driver.cuMemAddressReserve, size, 0, 0, 0))
-        null = _call(driver.cuMemCreate, null_bytes, _own_memory(device), 0)
-        self._map(base, null_bytes, null)
-        at = base + null_bytes
-        kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        for fds in memory.slab_fds():
-            for fd in fds:
-                slab = _call(driver.cuMemImportFromShareableHandle, fd, kind)
-                os.close(fd)
-                self._map(at, slab_bytes, slab)
-                at += slab_bytes
-        access = driver.CUmemAccessDesc()
-        access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = device.index or 0
-        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        _call(driver.cuMemSetAccess, base, size, [access], 1)
-        self.address = base + null_bytes - header.page_bytes
+        self._driver = driver
+        self._slab_bytes = memory.pages_per_slab * header.page_bytes
+        granularity = driver.granularity_bytes
+        null_bytes = -(-header.page_bytes // granularity) * granularity
+        base = driver.reserve(null_bytes + memory.num_slabs * self._slab_bytes)
+        self._at = base + null_bytes
+        self._mapped: set[int] = set()
+        null = driver.create(null_bytes)
+        driver.map(base, null_bytes, null)
+        driver.release(null)  # the mapping keeps it
+        driver.set_access(base, null_bytes, driver.access_address(True))
+        for first, fds in memory.slab_fds():
+            try:
+                self._import(range(first, first + len(fds)), fds)
+            finally:
+                close_fds(fds)
+        self._allow(sorted(self._mapped))
+        self.address = self._at - header.page_bytes
         self.size_bytes = (header.num_pages + 1) * header.page_bytes
+        driver.zero(self.address, header.page_bytes)
 
-    @staticmethod
-    def _map(address: int, size_bytes: int, handle: Any) -> None:
-        _call(driver.cuMemMap, address, size_bytes, 0, handle, 0)
-        _call(driver.cuMemRelease, handle)  # the mapping keeps it
+    def _import(self, slabs: Sequence[int], fds: Sequence[int]) -> None:
+        for slab, fd in zip(slabs, fds, strict=True):
+            handle = self._driver.import_fd(fd)
+            try:
+                self._driver.map(self._at + slab * self._slab_bytes, self._slab_bytes, handle)
+                self._mapped.add(slab)
+            finally:
+                self._driver.release(handle)  # the mapping keeps the memory
+
+    def _allow(self, slabs: Sequence[int]) -> None:
+        access = self._driver.access_address(True)
+        for first, count in _runs(slabs):
+            self._driver.set_access(self._at + first * self._slab_bytes, count * self._slab_bytes, access)
+
+    def unmap(self, slabs: Sequence[int]) -> None:
+        """See SlabUser. Does not wait for kernels. Cost: one call for every UNMAP_BYTES, and a short pause."""
+        self._driver.make_current()
+        most = max(1, UNMAP_BYTES // self._slab_bytes)
+        for first, count in _runs([slab for slab in slabs if slab in self._mapped]):
+            for begin in range(first, first + count, most):
+                part = min(most, first + count - begin)
+                self._driver.unmap(self._at + begin * self._slab_bytes, part * self._slab_bytes)
+                self._mapped.difference_update(range(begin, begin + part))
+                time.sleep(UNMAP_PAUSE_S)
+
+    def map(self, slabs: Sequence[int], fds: Sequence[int]) -> None:
+        """See SlabUser."""
+        self._driver.make_current()
+        absent = [(slab, fd) for slab, fd in zip(slabs, fds, strict=True) if slab not in self._mapped]
+        self._import([slab for slab, _ in absent], [fd for _, fd in absent])
+        self._allow([slab for slab, _ in absent])
+
+    def span(self) -> Any:
+        """What torch takes over without copying: the null page and all slabs."""
+        return DeviceSpan(self.address, self.size_bytes, self)
 
 
-def _own_memory(device: torch.device) -> Any:
-    prop = driver.CUmemAllocationProp()
-    prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    prop.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    prop.location.id = device.index or 0
-    return prop
+def _runs(slabs: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, count) of consecutive numbers in a sorted list."""
+    if not slabs:
+        return []
+    starts = [slabs[0], *(b for a, b in pairwise(slabs) if b != a + 1)]
+    ends = [*(a for a, b in pairwise(slabs) if b != a + 1), slabs[-1]]
+    return [(start, end - start + 1) for start, end in zip(starts, ends, strict=True)]
 
 
-def _call(function: Any, *arguments: Any) -> Any:
-    status, *results = function(*arguments)
-    if int(status) != 0:
-        raise ResourceError(f"{function.__name__}: {status.name}")
-    return results[0] if results else None
-
-
-def open_cuda_window(memory: RankMemory, device: torch.device) -> tuple[torch.Tensor, object]:
+def open_cuda_window(memory: RankMemory, device: torch.device) -> tuple[torch.Tensor, CudaWindow]:
     """(int8 tensor over the window, its owner). Call with the device's context current."""
     torch.cuda.current_stream(device)  # the context exists and is current from here on
-    window = CudaWindow(memory, device)
-    span = _Span(window.address, window.size_bytes, window)
-    tensor = torch.as_tensor(span, device=device)
-    tensor[: memory.header.page_bytes].zero_()
-    return tensor, window
+    window = CudaWindow(memory, CudaVmmDriver(device.index or 0))
+    return torch.as_tensor(window.span(), device=device), window

@@ -88,7 +88,7 @@ class PageWorkerMixin:
         if kv_cache_config.num_blocks != header.num_pages + 1:
             raise ValueError(f"{kv_cache_config.num_blocks} blocks for {header.num_pages} pages")
         self._window = open_window(self._memory, self.device)
-        self._memory.stay_attached()
+        self._memory.stay_attached(self._window.slabs)
         packed = packed_config(kv_cache_config, header.page_bytes)
         with _cache_from(self.model_runner, self._window.tensor):
             super().initialize_from_config(packed)

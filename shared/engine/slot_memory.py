@@ -56,10 +56,8 @@ class SlotMemory:
         pieces, num_pages = layout.num_pieces, memory.header.num_pages
         driver = CudaVmmDriver(device.index or 0)
         source = ImportedCudaPages(driver, num_pages * pieces + 1, layout.piece_bytes)
-        first = 0
-        for fds in memory.slab_fds():
+        for first, fds in memory.slab_fds():
             source.add(first, fds)
-            first += len(fds)
         null_piece = num_pages * pieces
         source.make(null_piece)
         blocks = source.window((num_pages + 1) * pieces)

@@ -28,6 +28,8 @@ class PageState(IntEnum):
     LEASED = 5
     QUARANTINED = 6
     ORPHANED = 7
+    WITHDRAWN = 8
+    RELEASED = 9
 
 
 def pack_word(epoch: Epoch, state: PageState) -> int:

@@ -23,10 +23,18 @@ CALL_TIMEOUT_MS = 1_000  # beyond what the pool itself was asked to wait
 MAX_PENDING = 8_192
 
 _log = get_logger("mempool.client")
-_ANSWERS = (wire.Acquired, wire.Matched, wire.Deleted, wire.PoolStatus, wire.CallFailed)
+_ANSWERS = (
+    wire.Acquired,
+    wire.Matched,
+    wire.Deleted,
+    wire.PoolStatus,
+    wire.MemoryChanged,
+    wire.CallFailed,
+)
 _NO_HANDOFF = HandoffId("")
 _NO_EPOCH = Epoch(0)
-R = TypeVar("R", wire.Acquired, wire.Matched, wire.Deleted, wire.PoolStatus)
+R = TypeVar("R", wire.Acquired, wire.Matched, wire.Deleted, wire.PoolStatus, wire.MemoryChanged)
+Call = wire.Acquire | wire.Match | wire.Delete | wire.StatusCall | wire.ReleaseMemory | wire.RegainMemory
 
 
 class MempoolClient:
@@ -165,6 +173,26 @@ class MempoolClient:
         """The pool now. None: no answer."""
         return await self._call(wire.StatusCall(call_id=self._next_call()), wire.PoolStatus, timeout_ms)
 
+    async def release_memory(
+        self, num_bytes: int, *, wait_ms: int = 5_000, space: int = -1
+    ) -> wire.MemoryChanged | None:
+        """Press for memory: as much as can be done without goes back to the system. None: no answer, or refused.
+
+        Free pages go first, then those used longest ago; engines keep what requests use, and room for their longest.
+        Args: space: SpaceStatus.number; -1: that of this client's instance.
+        """
+        call = wire.ReleaseMemory(
+            call_id=self._next_call(), num_bytes=num_bytes, wait_ms=wait_ms, space=space
+        )
+        return await self._call(call, wire.MemoryChanged, wait_ms + CALL_TIMEOUT_MS)
+
+    async def regain_memory(
+        self, num_bytes: int = 0, *, wait_ms: int = 5_000, space: int = -1
+    ) -> wire.MemoryChanged | None:
+        """Take memory for released pages again, 0: for all, as far as there is some. None: no answer, or refused."""
+        call = wire.RegainMemory(call_id=self._next_call(), num_bytes=num_bytes, wait_ms=wait_ms, space=space)
+        return await self._call(call, wire.MemoryChanged, wait_ms + CALL_TIMEOUT_MS)
+
     # -- parts ------------------------------------------------------------------------------------
 
     def _next_call(self) -> int:
@@ -173,7 +201,7 @@ class MempoolClient:
 
     async def _call(
         self,
-        message: wire.Acquire | wire.Match | wire.Delete | wire.StatusCall,
+        message: Call,
         kind: type[R],
         timeout_ms: int,
     ) -> R | None:

@@ -25,9 +25,7 @@ from shared.transport.unix_blocking import BlockingUnixLink
 from shared.transport.unix_socket import close_fds
 from shared.wire import mempool as wire
 
-SEND_TIMEOUT_MS = (
-    50  # the socket holds hundreds of messages: a pool that reads none of them is as good as lost
-)
+SEND_TIMEOUT_MS = 50  # the socket holds hundreds of messages: a pool that reads none is as good as lost
 ATTACH_TIMEOUT_MS = 5_000
 RETRY_MIN_S, RETRY_MAX_S = 0.02, 0.5
 REFUSED_RETRY_S = 2.0
@@ -356,6 +354,14 @@ class EngineAttachment:
                 spare = [self._stock.pop() for _ in range(min(message.count, len(self._stock)))]
                 self._counters["pages_given_back"] += len(spare)
             self._send_pages(wire.GiveBack, spare)
+        elif isinstance(message, wire.Vacate):  # pages in hand are being written
+            wanted = set(zip(u32_list(message.pages), u64_list(message.epochs), strict=False))
+            with self._lock:
+                spare = [own for own in self._stock if own in wanted]
+                self._stock = deque(own for own in self._stock if own not in wanted)
+                self._counters["pages_given_back"] += len(spare)
+            self._send_pages(wire.GiveBack, spare)
+            self._send(wire.Vacated(number=message.number))
 
     def _on_down(self, error: Exception | None) -> None:
         logger.info("mempool %s: connection lost (%s)", self._path, error)

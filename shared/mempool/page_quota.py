@@ -77,6 +77,7 @@ class PageQuota:
         self._arrived = threading.Condition()
         self._shrink = 0
         self._uncache = 0
+        self._vacates: deque[wire.Vacate] = deque()  # at most as many as the pool has pages under way
         self._unsent_releases: list[
             LeaseId
         ] = []  # the successor may have made them before this engine was back
@@ -131,6 +132,7 @@ class PageQuota:
         self.header = TableHeader(reply.boot_generation, reply.num_pages, reply.page_bytes)
         with self._arrived:
             self._link, self.lost, self._shrink, self._uncache = link, False, 0, 0
+            self._vacates.clear()
         self.counters["reattached"] += 1
         link.start()
         while self._unsent_releases and not self.lost:
@@ -166,10 +168,24 @@ class PageQuota:
             count, self._uncache = self._uncache, 0
         return count
 
+    def take_vacate(self) -> tuple[int, list[Owned]] | None:
+        """The next pages whose memory the pool wants back, and the number to answer with; None: none are wanted."""
+        if not self._vacates:
+            return None
+        asked = self._vacates.popleft()
+        epochs = map(Epoch, u64_list(asked.epochs))
+        return asked.number, list(zip(map(PageId, u32_list(asked.pages)), epochs, strict=False))
+
+    def vacated(self, number: int) -> None:
+        """All that is possible of take_vacate() has been said."""
+        self._send(wire.Vacated(number=number))
+
     def wait_asked(self, timeout_s: float) -> bool:
         """Whether the pool asks for pages back, or does so within the time; also when the pool is lost."""
         with self._arrived:
-            return self._arrived.wait_for(lambda: self._shrink + self._uncache > 0 or self.lost, timeout_s)
+            return self._arrived.wait_for(
+                lambda: self._shrink + self._uncache > 0 or bool(self._vacates) or self.lost, timeout_s
+            )
 
     def wait_granted(self, timeout_s: float) -> bool:
         """Whether any page was granted, or is, within the time."""
@@ -234,6 +250,10 @@ class PageQuota:
                     self._uncache += message.count
                 else:
                     self._shrink += message.count
+                self._arrived.notify_all()
+        elif isinstance(message, wire.Vacate):
+            with self._arrived:
+                self._vacates.append(message)
                 self._arrived.notify_all()
 
     def _on_down(self, error: Exception | None) -> None:

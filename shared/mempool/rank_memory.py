@@ -4,11 +4,13 @@ The connection stays open as long as the process: the pool learns from it which 
 engine's pages.
 """
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -16,6 +18,7 @@ from shared.errors import ClusterError, ResourceError
 from shared.ids import Epoch, InstanceId
 from shared.kv.layout import EngineDescription, num_slabs
 from shared.kv.page_table import TableHeader
+from shared.kv.words import u32_list
 from shared.transport.unix_blocking import BlockingUnixLink
 from shared.transport.unix_socket import close_fds
 from shared.wire import mempool as wire
@@ -24,6 +27,20 @@ ATTACH_TIMEOUT_MS = 30_000  # the first one makes the pool create its memory
 SLABS_PER_CALL = 128
 RETRY_S = 0.05
 _NO_EPOCH = Epoch(0)
+
+logger = logging.getLogger(__name__)
+
+
+class SlabUser(Protocol):
+    """Whoever maps the slabs of a rank. Called on the link's thread; raises ClusterError or OSError."""
+
+    def unmap(self, slabs: Sequence[int]) -> None:
+        """No step touches these (in order), begun or to come. Those that are not mapped already are left out."""
+        ...
+
+    def map(self, slabs: Sequence[int], fds: Sequence[int]) -> None:
+        """These have memory again; the descriptors stay the caller's."""
+        ...
 
 
 class RankMemory:
@@ -70,6 +87,8 @@ class RankMemory:
         self.header = TableHeader(reply.boot_generation, reply.num_pages, reply.page_bytes)
         self.pages_per_slab = reply.pages_per_slab
         self._memory_id = reply.memory_id
+        self._absent = frozenset(u32_list(reply.absent_slabs))
+        self._slabs: SlabUser | None = None
         os.close(fds[-1])  # the table's
         self.fd = fds[0] if wanted == 2 else -1
         self.offset_bytes = rank * reply.num_pages * reply.page_bytes
@@ -79,13 +98,19 @@ class RankMemory:
             self._path,
             out=wire.TO_MEMPOOL,
             into=wire.FROM_MEMPOOL,
-            on_message=_ignore,
+            on_message=self._on_message,
             on_down=lambda _: self._down.set(),
         )
 
-    def stay_attached(self) -> None:
-        """From now on attach to the mempool's successors too, on a thread of its own. After slab_fds()."""
+    def stay_attached(self, slabs: "SlabUser | None" = None) -> None:
+        """From now on attach to the mempool's successors too, on a thread of its own. After slab_fds().
+
+        Args: slabs: unmaps allocations whose memory shall go, and maps them again, on the link's thread. Without
+            it no memory of this space can be given back to the system.
+        """
+        self._slabs = slabs
         self._link.start()
+        self._say_mapped()
         threading.Thread(target=self._reattach_forever, name="quire-rank", daemon=True).start()
 
     def _reattach_forever(self) -> None:
@@ -108,23 +133,61 @@ class RankMemory:
                     return
                 self._link = link
                 link.start()
+                self._say_mapped()
                 break
 
-    def slab_fds(self) -> Iterator[list[int]]:
-        """Descriptors of all slabs, in order, a batch at a time, the caller's to close.
+    def _say_mapped(self) -> None:
+        if self._slabs is not None:
+            self._say(wire.Mapped())
+
+    def _say(self, message: wire.Mapped | wire.Unmapped) -> None:
+        try:
+            self._link.send(message)
+        except ClusterError as error:  # the successor asks again
+            logger.info("mempool %s: %s not sent: %s", self._path, type(message).__name__, error)
+
+    def _on_message(self, _seq: int, message: wire.FromMempool, _raw: list[bytes], fds: list[int]) -> None:
+        """A driver that refuses leaves this process mapped: the mempool waits for its end then."""
+        try:
+            if self._slabs is None:
+                return
+            if isinstance(message, wire.Unmap):
+                self._slabs.unmap(u32_list(message.slabs))
+                self._say(wire.Unmapped(slabs=message.slabs))
+            elif isinstance(message, wire.MapSlabs):
+                self._slabs.map(u32_list(message.slabs), fds)
+                self._say(wire.Mapped(slabs=message.slabs))
+        except (ClusterError, OSError) as error:
+            logger.error("mempool %s: %s failed: %s", self._path, type(message).__name__, error)
+        finally:
+            close_fds(fds)
+
+    @property
+    def num_slabs(self) -> int:
+        """Of this rank, those without memory too."""
+        assert self._attach.description is not None
+        return num_slabs(self._attach.description, self.header.num_pages, self.pages_per_slab)
+
+    def slab_fds(self) -> Iterator[tuple[int, list[int]]]:
+        """(first slab, descriptors) of all slabs that have memory, in order, a batch at a time, the caller's to close.
 
         Raises: ResourceError when the pool refuses; ClusterError when it is gone.
         """
-        assert self._attach.description is not None
-        total = num_slabs(self._attach.description, self.header.num_pages, self.pages_per_slab)
-        for first in range(0, total, SLABS_PER_CALL):
-            count = min(SLABS_PER_CALL, total - first)
-            call = wire.SlabsCall(call_id=first, first=first, count=count)
+        first = 0
+        while first < self.num_slabs:
+            if first in self._absent:
+                first += 1
+                continue
+            end = first
+            while end < min(first + SLABS_PER_CALL, self.num_slabs) and end not in self._absent:
+                end += 1
+            call = wire.SlabsCall(call_id=first, first=first, count=end - first)
             reply, _, fds = self._link.call(call, timeout_ms=ATTACH_TIMEOUT_MS)
-            if not isinstance(reply, wire.Slabs) or len(fds) != count:
+            if not isinstance(reply, wire.Slabs) or len(fds) != end - first:
                 close_fds(fds)
                 raise ResourceError(f"the mempool sent no slabs: {reply}")
-            yield fds
+            yield first, fds
+            first = end
 
     def close(self) -> None:
         """Ends the connection and closes the descriptor; mappings stay."""
@@ -132,7 +195,3 @@ class RankMemory:
         self._link.close()
         if self.fd >= 0:
             os.close(self.fd)
-
-
-def _ignore(_seq: int, _message: wire.FromMempool, _raw: list[bytes], fds: list[int]) -> None:
-    close_fds(fds)

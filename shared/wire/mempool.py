@@ -10,8 +10,11 @@ An engine either copies (it seals pages that it filled from a cache of its own) 
 Unpin, sealed or not. Page lists travel as raw little-endian u32, epochs as u64, hashes as
 32 bytes each, inside `bytes` fields. Calls carry `call_id` and are answered once, with the same id.
 
-One-way, engine -> mempool: NeedPages, Writing, Sealed, Unpin, HandoffReady, GiveBack, Detach. One-way, mempool ->
-engine: Granted, Shrink.
+One-way, engine -> mempool: NeedPages, Writing, Sealed, Unpin, HandoffReady, GiveBack, Detach, Vacated. One-way,
+mempool -> engine: Granted, Shrink, Vacate.
+
+Memory goes back to the system, and comes again, when a client says ReleaseMemory and RegainMemory. On GPUs a rank
+is told by Unmap and MapSlabs, and says Unmapped and Mapped; before its first Mapped it is told nothing.
 """
 
 from typing import Literal
@@ -78,6 +81,7 @@ class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
     page_bytes: int = 0
     pages_per_slab: int = 0  # 0: all pages lie in one memfd
     memory_id: Epoch = Epoch(0)  # of the pool's pages, equal after a restart that kept them; 0: none yet
+    absent_slabs: bytes = b""  # for a rank: these have no memory now, or lose it; u32 each
     peer_address: str = ""  # for a client: where mempools of other hosts reach this one; "": they do not
 
 
@@ -274,6 +278,74 @@ class Slabs(Struct, frozen=True, kw_only=True, tag="slabs"):
     count: int
 
 
+class ReleaseMemory(Struct, frozen=True, kw_only=True, tag="release_memory"):
+    """Give this much memory of a space back to the system: free pages first, then those used longest ago.
+
+    Answered by MemoryChanged, once it is back, or nothing more of it can be, or wait_ms have passed; what is on its
+    way then still goes. CallFailed "release.unsupported": a process maps the pages and cannot unmap them.
+    """
+
+    call_id: int
+    num_bytes: int
+    wait_ms: int = 5_000
+    space: int = -1  # SpaceStatus.number; -1: that of the caller's instance
+
+
+class RegainMemory(Struct, frozen=True, kw_only=True, tag="regain_memory"):
+    """Take memory from the system for pages that have none, as much as is there. Answered by MemoryChanged."""
+
+    call_id: int
+    num_bytes: int = 0  # 0: for all of them
+    wait_ms: int = 5_000
+    space: int = -1
+
+
+class MemoryChanged(Struct, frozen=True, kw_only=True, tag="memory_changed"):
+    """Answer to ReleaseMemory and RegainMemory."""
+
+    call_id: int
+    num_bytes: int  # that this call gave back, or got
+    released_bytes: int  # that the space's pages are without now
+
+
+class Vacate(Struct, frozen=True, kw_only=True, tag="vacate"):
+    """Please GiveBack or Unpin those of these pages that no request uses, then say Vacated with the number."""
+
+    number: int
+    pages: bytes  # u32 each
+    epochs: bytes  # u64 each
+
+
+class Vacated(Struct, frozen=True, kw_only=True, tag="vacated"):
+    """What was possible of Vacate has been said."""
+
+    number: int
+
+
+class Unmap(Struct, frozen=True, kw_only=True, tag="unmap"):
+    """To a rank: nobody's step touches these slabs, begun or to come. Unmap them, then say Unmapped."""
+
+    slabs: bytes  # u32 each
+
+
+class Unmapped(Struct, frozen=True, kw_only=True, tag="unmapped"):
+    """This process maps these slabs no more."""
+
+    slabs: bytes
+
+
+class MapSlabs(Struct, frozen=True, kw_only=True, tag="map_slabs"):
+    """To a rank: these slabs have memory again; a descriptor of each comes with it. Map them, then say Mapped."""
+
+    slabs: bytes
+
+
+class Mapped(Struct, frozen=True, kw_only=True, tag="mapped"):
+    """These slabs are mapped. The first one, with none named: all that there were; from then on it may be told."""
+
+    slabs: bytes = b""
+
+
 class CallFailed(Struct, frozen=True, kw_only=True, tag="call_failed"):
     """The call was understood and refused."""
 
@@ -297,6 +369,11 @@ ToMempool = (
     | Delete
     | StatusCall
     | SlabsCall
+    | ReleaseMemory
+    | RegainMemory
+    | Vacated
+    | Unmapped
+    | Mapped
 )
 FromMempool = (
     Attached
@@ -308,6 +385,10 @@ FromMempool = (
     | Deleted
     | PoolStatus
     | Slabs
+    | MemoryChanged
+    | Vacate
+    | Unmap
+    | MapSlabs
     | CallFailed
 )
 

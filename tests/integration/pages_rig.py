@@ -18,8 +18,11 @@ class PagesEngine:
     def __init__(self, socket, instance: str, device: str = "cpu", quota: int = 0, **fields) -> None:
         self.granted: list[Owned] = []
         self.answers: list[wire.FromMempool] = []
-        common = {"instance": InstanceId(instance), "description": DESCRIPTION, "device": device}
+        described = fields.get("description", DESCRIPTION)
+        common = {"instance": InstanceId(instance), "description": described, "device": device}
         self.links = []
+        self.cached: list[Owned] = []
+        self.in_use: list[Owned] = []
         attached, fds = self._attach(socket, wire.Attach(kind="rank", **common))
         self.page_bytes, self.num_pages = attached.page_bytes, attached.num_pages
         self.memory_id = attached.memory_id
@@ -45,6 +48,8 @@ class PagesEngine:
         close_fds(fds)
         if isinstance(message, wire.Granted):
             self.granted += zip(u32_list(message.pages), u64_list(message.epochs), strict=True)
+        elif isinstance(message, wire.Vacate):
+            self.vacate(message)
         elif not isinstance(message, wire.Shrink):
             self.answers.append(message)
         else:
@@ -57,6 +62,16 @@ class PagesEngine:
         pages, self.granted[:] = self.granted[:count], self.granted[count:]
         if pages:
             self.say(wire.GiveBack(**lists(pages)))
+
+    def vacate(self, asked: wire.Vacate) -> None:
+        """It caches sealed pages, and uses those that are in `in_use`."""
+        pages = set(zip(u32_list(asked.pages), u64_list(asked.epochs), strict=True)) - set(self.in_use)
+        stock = [own for own in self.granted if own in pages]
+        self.granted[:] = [own for own in self.granted if own not in pages]
+        self.say(wire.GiveBack(**lists(stock)))
+        self.say(wire.Unpin(**lists([own for own in self.cached if own in pages])))
+        self.cached = [own for own in self.cached if own not in pages]
+        self.say(wire.Vacated(number=asked.number))
 
     def save(self, hashes: list[BlockHash], contents: list[bytes]) -> list[Owned]:
         """Write and seal a prompt's blocks; they stay pinned."""
@@ -72,9 +87,11 @@ class PagesEngine:
                 valid_tokens=u32_bytes([4] * len(pages)),
             )
         )
+        self.cached += pages
         return pages
 
     def unpin(self, pages: list[Owned]) -> None:
+        self.cached = [own for own in self.cached if own not in pages]
         self.say(wire.Unpin(**lists(pages)))
 
     def acquire(self, hashes: list[BlockHash]) -> list[int]:

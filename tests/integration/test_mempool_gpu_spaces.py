@@ -55,7 +55,7 @@ class Worker:
         self.memory = RankMemory(
             socket, InstanceId(name), DESCRIBED, 0, device=device, capacity_bytes=NUM_PAGES * PAGE
         )
-        self.slabs = [fd for fds in self.memory.slab_fds() for fd in fds]
+        self.slabs = [fd for _, fds in self.memory.slab_fds() for fd in fds]
         self.memory.stay_attached()
         self.quota = PageQuota(socket, InstanceId(name), DESCRIBED, NUM_PAGES // 2)
         self.quota.attach()

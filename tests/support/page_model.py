@@ -13,13 +13,7 @@ from unittest import mock
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
 from services.mempool.core.attachments import Claim
 from shared.engine import page_scheduler
@@ -27,6 +21,7 @@ from shared.ids import BlockHash, HandoffId
 from shared.kv.block_hash import hash_blocks, hash_tail, pack_tokens
 from shared.wire import mempool as wire
 from tests.support.page_engine import SimEngine
+from tests.support.page_memory_rules import MemoryRules
 from tests.support.page_world import World
 from tests.unit.mempool_harness import BLOCK_TOKENS, SEED
 
@@ -70,7 +65,7 @@ def hashes_of(prompt: bytes) -> list[BlockHash]:
     return [*whole, hash_tail(whole[-1] if whole else SEED, pack_tokens(list(rest)))] if rest else whole
 
 
-class PagesModel(RuleBasedStateMachine):
+class PagesModel(MemoryRules):
     def __init__(self):
         super().__init__()
         self.workers: dict[int, Worker] = {}
@@ -352,6 +347,7 @@ class PagesModel(RuleBasedStateMachine):
             for worker in list(self.workers.values()):
                 worker.engine.turn()
             world.pump()
+            self.regain_all()
             world.advance(300)
             if not any(w.engine.unfinished or w.engine.steps for w in self.workers.values()):
                 break
@@ -369,6 +365,7 @@ class PagesModel(RuleBasedStateMachine):
         while self.dying:
             self.bury()
         world.advance(200_000)
+        self.regain_all()
         if world.mempool.pool.memory is None:
             return
         status = world.mempool.pool.status()

@@ -6,10 +6,17 @@ wrong, overwritten or never written token.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from services.mempool.core.actions import Action, Disconnect, PunchPages, WriteEntries
+from services.mempool.core.actions import (
+    Action,
+    Disconnect,
+    PunchPages,
+    ReleaseUnits,
+    RestoreUnits,
+    WriteEntries,
+)
 from services.mempool.core.space import Plan
 from shared.errors import PeerGone
 from shared.ids import Epoch, InstanceId
@@ -31,6 +38,7 @@ class _Boot(Harness):
         self.world = world
         self.to_pool: defaultdict[int, deque[wire.ToMempool]] = defaultdict(deque)
         self.to_peer: defaultdict[int, deque[wire.FromMempool]] = defaultdict(deque)
+        self.system: deque[ReleaseUnits | RestoreUnits] = deque()  # asked of the operating system
 
     def run(self, actions: list[Action]) -> None:
         for action in actions:
@@ -38,8 +46,9 @@ class _Boot(Harness):
                 for page, packed in action.entries:
                     self.world.entries[page * ENTRY.size : (page + 1) * ENTRY.size] = packed
             elif isinstance(action, PunchPages):
-                for page in action.pages:
-                    self.world.slots[page] = [None] * BLOCK_TOKENS
+                self.world.lose_bytes(action.pages)
+            elif isinstance(action, ReleaseUnits | RestoreUnits):
+                self.system.append(action)
             elif isinstance(action, Disconnect) and action.reason != "memory.replaced":
                 raise AssertionError(f"the pool ends connection {action.connection}: {action.reason}")
         super().run(actions)
@@ -95,6 +104,36 @@ class World:
             return
         for _ in range(min(count, len(outbox))):
             link.deliver(outbox.popleft())
+
+    def lose_bytes(self, pages: Iterable[int]) -> None:
+        """Their memory is the system's."""
+        for page in pages:
+            self.slots[page] = [None] * BLOCK_TOKENS
+
+    def change_memory(self, num_pages: int, *, regain: bool = False, wait_ms: int = 1_000) -> None:
+        """Somebody presses for memory, or says that there is some again."""
+        mempool, kind = self.mempool, wire.RegainMemory if regain else wire.ReleaseMemory
+        if mempool is None or mempool.pool.releases is None:
+            return
+        call = kind(call_id=self.number(), num_bytes=num_pages * PAGE_BYTES, wait_ms=wait_ms)
+        mempool.pool.releases.on_call(0, call, mempool.now_ms, wait_ms)
+        mempool.run(mempool.pool.flush())
+        self.look()
+
+    def answer_system(self) -> bool:
+        """It has done what it was asked first."""
+        mempool = self.mempool
+        if mempool is None or not mempool.system:
+            return False
+        action = mempool.system.popleft()
+        if isinstance(action, ReleaseUnits):
+            self.lose_bytes(action.units)
+            mempool.pool.releases.on_released(action.units, failed=False)
+        else:
+            mempool.pool.releases.on_restored(action.units, len(action.units))
+        mempool.run(mempool.pool.flush())
+        self.look()
+        return True
 
     def look(self) -> None:
         """What must hold after every event."""

@@ -35,8 +35,17 @@ from shared.wire.mempool import (
     Attached,
     Granted,
     HandoffReady,
+    Mapped,
+    MapSlabs,
+    MemoryChanged,
+    RegainMemory,
+    ReleaseMemory,
     Sealed,
+    Unmap,
+    Unmapped,
     Unpin,
+    Vacate,
+    Vacated,
 )
 from shared.wire.placement import FROM_SCHEDULER, TO_SCHEDULER, Place, Placed, PrefixHit, Rejected, Target
 from shared.wire.reports import REPORTS, Hello, Report
@@ -229,6 +238,19 @@ SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
         (),
     ),
     "unpin": (TO_MEMPOOL, Unpin(pages=u32_bytes([7, 9]), epochs=u64_bytes([100, 101])), ()),
+    "release-memory": (TO_MEMPOOL, ReleaseMemory(call_id=2, num_bytes=1 << 35, wait_ms=3_000, space=1), ()),
+    "regain-memory": (TO_MEMPOOL, RegainMemory(call_id=3), ()),
+    "memory-changed": (FROM_MEMPOOL, MemoryChanged(call_id=2, num_bytes=1 << 35, released_bytes=1 << 36), ()),
+    "vacate": (
+        FROM_MEMPOOL,
+        Vacate(number=9, pages=u32_bytes([7, 9]), epochs=u64_bytes([100, 101])),
+        (),
+    ),
+    "vacated": (TO_MEMPOOL, Vacated(number=9), ()),
+    "unmap": (FROM_MEMPOOL, Unmap(slabs=u32_bytes([3, 4])), ()),
+    "unmapped": (TO_MEMPOOL, Unmapped(slabs=u32_bytes([3, 4])), ()),
+    "map-slabs": (FROM_MEMPOOL, MapSlabs(slabs=u32_bytes([3])), ()),
+    "mapped": (TO_MEMPOOL, Mapped(slabs=u32_bytes([3])), ()),
     "handoff-ready": (TO_MEMPOOL, HandoffReady(handoff_id=H, hashes=HASH, ttl_ms=30_000), ()),
     "acquire": (TO_MEMPOOL, Acquire(call_id=1, hashes=HASH, handoff_id=H, wait_ms=2000), ()),
     "acquired": (

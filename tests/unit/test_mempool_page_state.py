@@ -34,6 +34,7 @@ def test_only_one_state_lets_an_engine_write_and_only_the_way_through_retiring_f
     assert {row.target for row in TABLE if row.state is PageState.FREE} == {
         PageState.GRANTED,
         PageState.LEASED,
+        PageState.WITHDRAWN,
     }
 
 

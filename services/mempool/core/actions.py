@@ -105,6 +105,35 @@ class PunchPages:
 
 
 @dataclass(frozen=True, slots=True)
+class ReleaseUnits:
+    """Give memory to the system that nobody maps (releases.py); answer with Mempool.on_released, always.
+
+    `units`: of host memory, pages; on GPUs, allocations of every rank.
+    """
+
+    units: list[int]
+    space: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreUnits:
+    """Take memory from the system for these again; answer with Mempool.on_restored, always."""
+
+    units: list[int]
+    space: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OfferSlabs:
+    """MapSlabs to a rank, with a descriptor of each."""
+
+    connection: int
+    rank: int
+    slabs: list[int]
+    space: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class CopyPages:
     """Copy whole pages, every rank's, into `targets` of `space`; answer with Mempool.on_copied, always.
 
@@ -186,6 +215,9 @@ Action = (
     | WriteWords
     | WriteEntries
     | PunchPages
+    | ReleaseUnits
+    | RestoreUnits
+    | OfferSlabs
     | CopyPages
     | Send
     | SendSlabs

@@ -21,10 +21,11 @@ from services.mempool.core.leases import Fence, Leases
 from services.mempool.core.page_state import PageEvent
 from services.mempool.core.radix import Index
 from services.mempool.core.readers import Readers
+from services.mempool.core.releases import Releases
 from services.mempool.core.space import Memory
 from shared.errors import PeerProtocolError
 from shared.ids import Epoch, InstanceId, PageId
-from shared.kv.layout import EngineDescription
+from shared.kv.layout import EngineDescription, num_blocks
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire import mempool as wire
 
@@ -79,6 +80,7 @@ class Attachments:
         self._active_at_ms = 0
         self._sends: list[Action] = []
         self._notes: list[tuple[int, bytes]] = []  # of pages sealed since the last actions
+        self.releases: Releases | None = None  # with the memory
         self.claims: list[Claim] = []  # for pages that the mempool itself is about to write
         # frees a page, or has blocks leave for as many as are lacking (dram.py); whether one is free now
         self.outlet: Callable[[int], bool] | None = None
@@ -96,6 +98,7 @@ class Attachments:
         devices: Sequence[str] = (),
         label: str = "",
         instances: Sequence[InstanceId] = (),
+        mappers: Sequence[int] = (),
     ) -> list[Action]:
         """Go on with an earlier mempool's pages, before anybody attaches. The shell has the memory already.
 
@@ -103,6 +106,7 @@ class Attachments:
             processes: numbers of those that may still touch pages.
             engines: of these, the ones that report what they hold; the others only attach.
             instances: of each process.
+            mappers: of the processes, those that map allocations.
         """
         assert self.memory is None
         self.memory = space.adopt(description, planned, self.limits, words, self._unpin_one)
@@ -115,7 +119,14 @@ class Attachments:
         self.inheritance = Inheritance(self.memory.table, self.index, self.leases, entries, processes)
         self.counters["pages_inherited"] += self.inheritance.num_sealed
         self.report(-1)
+        self.releases = self._make_releases(self.memory)
+        self.releases.adopt(mappers)
         return self._done()
+
+    def _make_releases(self, memory: Memory) -> Releases:
+        return Releases(
+            self.number, memory, self.index, self.counters, self._send, lambda act: self._sends.append(act)
+        )
 
     def awaited(self) -> set[int]:
         """Processes that have not said yet what they hold of an earlier mempool's pages."""
@@ -157,6 +168,8 @@ class Attachments:
             return self._refuse(connection, "device.mismatch", reason)
         if memory is not None:
             memory.engines.attach_rank(connection, process, message.instance, message.rank)
+            assert self.releases is not None
+            self.releases.attached(process)
             created += space.slabs_of(memory, self.number, connection, message)
             self._welcome(connection, memory)
             if not self._is_engine(process):
@@ -187,6 +200,8 @@ class Attachments:
         quota = max(0, min(message.quota_pages, memory.table.num_pages))
         engine = Engine(connection, process, message.instance, epoch, quota, demand=quota)
         engine.works_in_pages = message.works_in_pages
+        if message.works_in_pages and message.description is not None:
+            engine.least = num_blocks(message.description.max_model_len, memory.block_tokens) + 1
         try:
             self._claim(engine, message, memory)
         except NotInherited as error:
@@ -236,6 +251,7 @@ class Attachments:
         made = space.make(description, planned, self.limits, self.boot_generation, self._unpin_one)
         self.memory = made
         made.label = label
+        self.releases = self._make_releases(made)
         self.memory_id = Epoch(self.boot_generation + self.number)
         self.readers.epochs = made.table.epochs
         return CreateMemory(
@@ -251,6 +267,7 @@ class Attachments:
             page_bytes=memory.page_bytes,
             pages_per_slab=memory.pages_per_slab,
             memory_id=self.memory_id,
+            absent_slabs=u32_bytes(self.releases.absent) if memory.pages_per_slab and self.releases else b"",
         )
         self._send(connection, attached, with_memory=True)
 
@@ -316,7 +333,8 @@ class Attachments:
         memory = self.memory
         if memory is None:
             return
-
+        if self.releases is not None:
+            self.releases.advance()
         for claim in self.claims:
             self._fill(claim, memory)
         for connection, granted in memory.engines.serve(self._make_room).items():

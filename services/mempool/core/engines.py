@@ -8,6 +8,7 @@ Several processes may compute for one engine (tensor-parallel ranks). Only the d
 nobody writes or reads its pages any more.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ class Engine:
     demand: int  # pages asked for and not granted yet
     held: set[PageId] = field(default_factory=set)
     works_in_pages: bool = False
+    least: int = 0  # pages that its longest request takes
     # sealed pages in use -> index entry; None: the hash was known, the page serves this engine only
     pinned: dict[PageId, Entry | None] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)  # processes that compute for it, its own among them
@@ -70,8 +72,7 @@ class Engines:
     ) -> None:
         self._table = table
         self._unpin = unpin
-        self._max_granted = max(1, int(table.num_pages * granted_share))
-        self._max_kept = max(1, int(table.num_pages * kept_share))
+        self._granted_share, self._kept_share = granted_share, kept_share
         self.attached: dict[int, Engine] = {}
         self.lost: list[LostEngine] = []
         self.ranks: dict[int, Rank] = {}  # by connection
@@ -106,8 +107,13 @@ class Engines:
 
     def cap(self, engine: Engine) -> int:
         """Pages that it may have: its quota, or its even part of the share that such engines may have."""
-        most = self._max_kept if engine.works_in_pages else self._max_granted
+        share = self._kept_share if engine.works_in_pages else self._granted_share
+        most = max(1, int(self._table.num_present * share))
         return min(engine.quota, max(1, most // len(self.attached)))
+
+    def num_pages_for(self, count: int) -> int:
+        """How many pages a space needs, so that engines that work in them can have `count` of them."""
+        return math.ceil(count / self._kept_share)
 
     def ask(self, engine: Engine, count: int) -> None:
         """NeedPages: more demand, never beyond the quota."""

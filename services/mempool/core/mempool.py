@@ -5,7 +5,6 @@ Each has a Pool, which knows nothing of the others. Engines and ranks belong to 
 clients of an instance to that of its engine, whichever comes first.
 """
 
-import contextlib
 from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import count
@@ -16,6 +15,7 @@ from services.mempool.core.api_spaces import ApiSpaces
 from services.mempool.core.attachments import Client
 from services.mempool.core.audience import Audience
 from services.mempool.core.dram import Dram
+from services.mempool.core.from_outside import FromOutside
 from services.mempool.core.leases import Fence
 from services.mempool.core.pool import Pool
 from services.mempool.core.pulls import Pulls, Reader
@@ -25,10 +25,9 @@ from shared.errors import PeerProtocolError
 from shared.ids import Epoch, HandoffId, InstanceId, PageId
 from shared.kv.layout import EngineDescription
 from shared.wire import mempool as wire
-from shared.wire import mempool_peer as peer_wire
 
 
-class Mempool:
+class Mempool(FromOutside):
     """Methods return the actions to perform, in order. After a PeerProtocolError, end the connection."""
 
     def __init__(self, limits: PoolLimits, boot_generation: Epoch) -> None:
@@ -72,6 +71,7 @@ class Mempool:
         instances: Sequence[InstanceId],
         devices: Sequence[str] = (),
         label: str = "",
+        mappers: Sequence[int] = (),
     ) -> list[Action]:
         """Pool.adopt of one space. `instances`: of each process; their engines or ranks were in it."""
         pool = self.pools.get(number)
@@ -82,7 +82,7 @@ class Mempool:
         actions = pool.adopt(
             description, planned, words, entries,
             memory_id=memory_id, processes=processes, engines=engines, devices=devices, label=label,
-            instances=instances,
+            instances=instances, mappers=mappers,
         )  # fmt: skip
         self.dram.link()
         return actions
@@ -210,6 +210,8 @@ class Mempool:
             case wire.Sealed() if len(self.pools) > 1:
                 actions += pool.on_message(connection, message, now_ms)
                 self.pulls.push_back.on_sealed(pool, message)
+            case wire.ReleaseMemory() | wire.RegainMemory():
+                self._change_memory(pool, connection, message, now_ms)
             case wire.StatusCall():
                 actions += pool.tell(connection, self.status(message.call_id))
             case _:
@@ -311,41 +313,6 @@ class Mempool:
 
     def after_api(self, now_ms: int) -> list[Action]:
         """After calls of `api`'s methods: what they have caused."""
-        self._touch(*self.pools.values())
-        return self._after(now_ms)
-
-    # -- other hosts --------------------------------------------------------------------------------
-
-    def on_peer_call(self, link: int, message: peer_wire.ToSource, now_ms: int) -> list[Action]:
-        """A reader of another host calls. Raises: PeerProtocolError; end its connection."""
-        self.serve.on_message(link, message, now_ms)
-        return self._after(now_ms)
-
-    def on_peer_gone(self, link: int, now_ms: int) -> list[Action]:
-        """A reader's connection ended."""
-        self.serve.on_lost(link)
-        self.pulls.forget(-link)
-        self._touch(*self.pools.values())
-        return self._after(now_ms)
-
-    def on_peer_answer(self, address: str, message: peer_wire.ToReader, now_ms: int) -> list[Action]:
-        """Answer to AskPeer. One that cannot be right costs its readers a miss, and is counted."""
-        with contextlib.suppress(PeerProtocolError):
-            self.remote.on_message(address, message, now_ms)
-        self._touch(*self.pools.values())
-        return self._after(now_ms)
-
-    def on_peer_lost(self, address: str, now_ms: int) -> list[Action]:
-        """The mempool at the address cannot be reached."""
-        self.remote.on_lost(address, now_ms)
-        self._touch(*self.pools.values())
-        return self._after(now_ms)
-
-    def on_remote_pulled(
-        self, number: int, now_ms: int, *, failed: bool = False, in_doubt: Collection[int] = ()
-    ) -> list[Action]:
-        """Answer to PullRemote. `in_doubt`: targets that may still be written; on_settled follows."""
-        self.remote.on_pulled(number, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
         self._touch(*self.pools.values())
         return self._after(now_ms)
 

@@ -27,6 +27,10 @@ class PageEvent(StrEnum):
     ACKNOWLEDGED = "acknowledged"
     HOLDER_DEAD = "holder_dead"
     CLAIMED = "claimed"
+    WITHDRAW = "withdraw"
+    UNMAPPED = "unmapped"
+    RESTORED = "restored"
+    MAPPED = "mapped"
 
 
 class Transition(NamedTuple):
@@ -47,6 +51,8 @@ WRITER: dict[PageState, str] = {
     PageState.LEASED: "the mempool only",
     PageState.QUARANTINED: "nobody, but its lost holder still could",
     PageState.ORPHANED: "nobody, but its lost borrower may still read it",
+    PageState.WITHDRAWN: "nobody: its memory is on its way to the system, or back",
+    PageState.RELEASED: "nobody: it has no memory",
 }
 
 _S, _E = PageState, PageEvent
@@ -71,6 +77,10 @@ TABLE: tuple[Transition, ...] = (
     ),
     Transition(_S.ORPHANED, _E.ACKNOWLEDGED, _S.RETIRING, "the same process says that it unmapped the page"),
     Transition(_S.ORPHANED, _E.HOLDER_DEAD, _S.RETIRING, "its pidfd says that the process is dead"),
+    Transition(_S.FREE, _E.WITHDRAW, _S.WITHDRAWN, "nobody holds it; its memory shall go to the system"),
+    Transition(_S.WITHDRAWN, _E.UNMAPPED, _S.RELEASED, "each process that maps it unmapped it or is dead"),
+    Transition(_S.RELEASED, _E.RESTORED, _S.WITHDRAWN, "the system gave memory for it again"),
+    Transition(_S.WITHDRAWN, _E.MAPPED, _S.RETIRING, "every living process of the space maps its memory"),
 )
 
 _TARGETS: dict[tuple[int, PageEvent], PageState] = {(row.state, row.event): row.target for row in TABLE}

@@ -1,7 +1,7 @@
 """State and epoch of every page, and the free pages. No I/O: word writes go out as actions."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from services.mempool.core.page_state import PageEvent, next_state
 from shared.errors import InvariantBroken
@@ -24,6 +24,10 @@ class PageTable:
         self.counts[PageState.FREE] = num_pages
         self._warm: list[PageId] = []  # free, and perhaps backed by memory: used first
         self._cold = [PageId(page) for page in range(num_pages - 1, -1, -1)]  # never written, or punched
+        self.reserved: set[PageId] = (
+            set()
+        )  # withdrawn as soon as they are free (releases.py), and what became so
+        self._withdrawn: list[PageId] = []
         self._words: list[tuple[int, int]] = [
             (p, pack_word(boot_generation, _FREE)) for p in range(num_pages)
         ]
@@ -36,12 +40,14 @@ class PageTable:
         table.counts = [0] * len(PageState)
         for page, word in enumerate(words):
             epoch, state = unpack_word(word)
-            kept = state if state in (PageState.FREE, PageState.SEALED) else PageState.QUARANTINED
+            kept = state if state in _ADOPTED else PageState.QUARANTINED
             table.epochs[page] = epoch
             table.states[page] = kept
             table.counts[kept] += 1
             if kept is PageState.FREE:
                 table._warm.append(PageId(page))
+            if kept in (PageState.WITHDRAWN, PageState.RELEASED):
+                table.reserved.add(PageId(page))
             if kept is not state:
                 table._words.append((page, epoch << 8 | kept))
         return table
@@ -72,8 +78,11 @@ class PageTable:
         self.counts[new] += 1
         if new is _FREE:
             self.epochs[page] += 1
-            self._warm.append(page)
+            if page not in self.reserved:
+                self._warm.append(page)
         self._words.append((page, self.epochs[page] << 8 | new))
+        if new is _FREE and page in self.reserved:
+            self._withdraw(page)
 
     def apply_all(self, pages: Sequence[PageId], event: PageEvent) -> None:
         """The same step for every page, which must be in one state, named once, and not become free by it.
@@ -117,12 +126,46 @@ class PageTable:
         return pages, [Epoch(self.epochs[page]) for page in pages]
 
     def free(self, page: PageId, event: PageEvent) -> None:
-        """Retire a page by `event` and make it free, with a larger epoch.
+        """Retire a page by `event` and make it free, with a larger epoch; withdrawn at once if it is reserved.
 
         Nothing waits in between yet: no process maps a page as an alias; copy readers re-read the word.
         """
         self.apply(page, event)
         self.apply(page, PageEvent.DRAINED)
+
+    @property
+    def num_present(self) -> int:
+        """Pages that are in use or may be: all but the reserved ones."""
+        return self.num_pages - len(self.reserved)
+
+    def reserve(self, pages: Collection[PageId]) -> None:
+        """Nobody gets these any more: they are withdrawn, the free ones now, the others when they come free.
+
+        Cost: one pass over the free pages.
+        """
+        new = set(pages) - self.reserved
+        self.reserved |= new
+        free = [page for page in (*self._warm, *self._cold) if page in new]
+        self._warm = [page for page in self._warm if page not in new]
+        self._cold = [page for page in self._cold if page not in new]
+        for page in free:
+            self._withdraw(page)
+
+    def restore(self, pages: Collection[PageId]) -> None:
+        """End a reservation: withdrawn pages are free again; the caller knows that every process maps them."""
+        self.reserved -= set(pages)
+        for page in pages:
+            if self.states[page] == PageState.WITHDRAWN:
+                self.free(page, PageEvent.MAPPED)
+
+    def _withdraw(self, page: PageId) -> None:
+        self.apply(page, PageEvent.WITHDRAW)
+        self._withdrawn.append(page)
+
+    def take_withdrawn(self) -> list[PageId]:
+        """Pages that were withdrawn since the last call."""
+        out, self._withdrawn = self._withdrawn, []
+        return out
 
     def take_warm(self) -> list[PageId]:
         """Free pages that memory may back. They count as cold from now on: the caller punches them."""
@@ -142,3 +185,4 @@ class PageTable:
 
 
 _FREE = PageState.FREE
+_ADOPTED = (PageState.FREE, PageState.SEALED, PageState.WITHDRAWN, PageState.RELEASED)

@@ -37,6 +37,8 @@ class Pool(Attachments):
     def on_closed(self, connection: int, now_ms: int) -> list[Action]:
         """A connection ended, by either side. Unknown ones (refused, or ended by us) are ignored."""
         self._active_at_ms = now_ms
+        if self.releases is not None:
+            self.releases.forget(connection)
         client = self.clients.pop(connection, None)
         if client is not None:
             self.leases.forget_waiters(connection)
@@ -62,6 +64,8 @@ class Pool(Attachments):
         self.report(process)
         instances = {lost.engine.instance for lost in self.memory.engines.lost}
         self.counters["pages_recovered"] += self.memory.engines.bury(process)
+        if self.releases is not None:
+            self.releases.buried(process)
         for instance in sorted(instances):
             if not self.memory.engines.lives_on(instance):
                 self.leases.release_kept(instance)  # nobody works in the pages that were leased for it
@@ -94,12 +98,23 @@ class Pool(Attachments):
                 self._send(connection, self.status(message.call_id))
             case wire.SlabsCall():
                 self._sends += space.send_slabs(self.memory, self.number, connection, message)
+            case wire.Unmapped() | wire.Mapped():
+                self._on_rank_message(connection, message)
             case wire.Attach():
                 raise PeerProtocolError("attached already")
             case _:
                 self._on_engine_message(connection, message, now_ms)
         self._serve()
         return self._done()
+
+    def _on_rank_message(self, connection: int, message: wire.Unmapped | wire.Mapped) -> None:
+        rank = self.memory.engines.ranks.get(connection) if self.memory is not None else None
+        if rank is None or self.releases is None or len(message.slabs) % 4:
+            raise PeerProtocolError(f"{type(message).__name__} from no rank, or cut off")
+        if isinstance(message, wire.Unmapped):
+            self.releases.on_unmapped(connection, message)
+        else:
+            self.releases.on_mapped(connection, rank.process, message)
 
     def _on_engine_message(self, connection: int, message: wire.ToMempool, now_ms: int) -> None:
         memory = self.memory
@@ -117,6 +132,8 @@ class Pool(Attachments):
                 self._sends.append(Disconnect(connection, "detached"))
             case wire.Sealed():
                 self._on_sealed(memory, engine, message)
+            case wire.Vacated() if self.releases is not None:
+                self.releases.on_vacated(connection, message.number)
             case wire.HandoffReady():
                 self._sends += self.readers.on_handoff_ready(message, now_ms)
 
@@ -175,6 +192,10 @@ class Pool(Attachments):
         """Answer a call for which this pool alone does not know the answer."""
         self._send(connection, message)
         return self.flush()
+
+    def say(self, connection: int, message: wire.FromMempool) -> None:
+        """With the next actions."""
+        self._send(connection, message)
 
     def answer(
         self,
@@ -288,6 +309,8 @@ class Pool(Attachments):
     def tick(self, now_ms: int) -> list[Action]:
         """End what is due; give memory of free pages back once the pool has been quiet."""
         self._sends += self.readers.expire(now_ms)
+        if self.releases is not None:
+            self.releases.tick(now_ms)
         punched: list[Action] = []
         quiet_ms = now_ms - self._active_at_ms
         memory = self.memory
@@ -302,6 +325,8 @@ class Pool(Attachments):
     def next_deadline_ms(self) -> int | None:
         """When tick() has something to do, or earlier; None: not before the next event."""
         due = [self.leases.next_deadline_ms()]
+        if self.releases is not None:
+            due.append(self.releases.next_deadline_ms())
         memory = self.memory
         if memory is not None and memory.table.has_warm and self.limits.idle_punch_ms:
             due.append(self._active_at_ms + self.limits.idle_punch_ms)

@@ -34,6 +34,7 @@ class Memory:
     label: str = ""  # of host memory that is apart from other host memory
     devices: dict[int, str] = field(default_factory=dict)  # of each rank that has attached, on GPUs
     num_slabs: int = 0  # of each rank
+    num_ranks: int = 1
 
     @property
     def is_dram(self) -> bool:
@@ -139,6 +140,7 @@ def _memory(
         num_slabs=num_slabs(description, planned.num_pages, planned.pages_per_slab)
         if planned.pages_per_slab
         else 0,
+        num_ranks=planned.num_ranks,
     )
 
 

@@ -1,0 +1,98 @@
+"""What other hosts' mempools and the system underneath answer: the part of Mempool that hears them. No I/O."""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+
+from services.mempool.core.actions import Action, PoolLimits
+from services.mempool.core.pool import Pool
+from services.mempool.core.pulls import Pulls
+from services.mempool.core.remote import Remote
+from services.mempool.core.remote_serve import RemoteServe
+from shared.errors import PeerProtocolError
+from shared.wire import mempool as wire
+from shared.wire import mempool_peer as peer_wire
+
+
+class FromOutside(ABC):
+    """See Mempool, which has these."""
+
+    limits: PoolLimits
+    pools: dict[int, Pool]
+    pulls: Pulls
+    remote: Remote
+    serve: RemoteServe
+
+    @abstractmethod
+    def _touch(self, *pools: Pool) -> None: ...
+
+    @abstractmethod
+    def _after(self, now_ms: int) -> list[Action]: ...
+
+    # -- other hosts --------------------------------------------------------------------------------
+
+    def on_peer_call(self, link: int, message: peer_wire.ToSource, now_ms: int) -> list[Action]:
+        """A reader of another host calls. Raises: PeerProtocolError; end its connection."""
+        self.serve.on_message(link, message, now_ms)
+        return self._after(now_ms)
+
+    def on_peer_gone(self, link: int, now_ms: int) -> list[Action]:
+        """A reader's connection ended."""
+        self.serve.on_lost(link)
+        self.pulls.forget(-link)
+        self._touch(*self.pools.values())
+        return self._after(now_ms)
+
+    def on_peer_answer(self, address: str, message: peer_wire.ToReader, now_ms: int) -> list[Action]:
+        """Answer to AskPeer. One that cannot be right costs its readers a miss, and is counted."""
+        with contextlib.suppress(PeerProtocolError):
+            self.remote.on_message(address, message, now_ms)
+        self._touch(*self.pools.values())
+        return self._after(now_ms)
+
+    def on_peer_lost(self, address: str, now_ms: int) -> list[Action]:
+        """The mempool at the address cannot be reached."""
+        self.remote.on_lost(address, now_ms)
+        self._touch(*self.pools.values())
+        return self._after(now_ms)
+
+    def on_remote_pulled(
+        self, number: int, now_ms: int, *, failed: bool = False, in_doubt: Collection[int] = ()
+    ) -> list[Action]:
+        """Answer to PullRemote. `in_doubt`: targets that may still be written; on_settled follows."""
+        self.remote.on_pulled(number, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
+        self._touch(*self.pools.values())
+        return self._after(now_ms)
+
+    # -- memory of the system's -----------------------------------------------------------------------
+
+    def _change_memory(
+        self, pool: Pool, connection: int, call: wire.ReleaseMemory | wire.RegainMemory, now_ms: int
+    ) -> None:
+        """Give memory of a space back to the system, or take it again; answered later."""
+        found = self.pools.get(call.space) if call.space >= 0 else pool
+        if found is None or found.releases is None:
+            failed = wire.CallFailed(call_id=call.call_id, code="space.unknown", reason="it has no memory")
+            pool.say(connection, failed)
+            self._touch(pool)
+            return
+        found.releases.on_call(connection, call, now_ms, self.limits.max_wait_ms)
+        self._touch(found)
+
+    def on_released(
+        self, number: int, units: Sequence[int], now_ms: int, *, failed: bool = False
+    ) -> list[Action]:
+        """Answer to ReleaseUnits. Failed: their memory must stay, and is where it was."""
+        pool = self.pools[number]
+        assert pool.releases is not None
+        pool.releases.on_released(units, failed=failed)
+        self._touch(pool)
+        return self._after(now_ms)
+
+    def on_restored(self, number: int, units: Sequence[int], num_made: int, now_ms: int) -> list[Action]:
+        """Answer to RestoreUnits: there is memory for the first `num_made` of them."""
+        pool = self.pools[number]
+        assert pool.releases is not None
+        pool.releases.on_restored(units, num_made)
+        self._touch(pool)
+        return self._after(now_ms)

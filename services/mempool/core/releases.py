@@ -1,0 +1,396 @@
+"""Memory of a space on its way to the system and back, when somebody presses for it. No I/O.
+
+    in use --chosen--> vacating --all pages withdrawn--> leaving --unmapped everywhere--> freeing --> gone
+                          | an engine keeps a page: free again                                         | asked for
+    in use <--mapped everywhere-- coming <-------------------- making <--------------------------------+
+
+A *unit* is what the system takes back at once: the pages of one allocation on a GPU, one page of host memory. Free
+units go first, then those whose blocks were used longest ago; engines are asked for pages that they cache, and keep
+what a request uses. Host memory is gone when it is punched, whoever maps it; on a GPU every process that maps
+an allocation has to unmap it first, or be dead (rule 5): an engine's steps never wait for that.
+Source: architecture.md sections 4 and 5; vAttention 6.2 ("deferred reclamation", release under pressure).
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+
+from services.mempool.core.actions import Action, OfferSlabs, ReleaseUnits, RestoreUnits
+from services.mempool.core.page_state import PageEvent
+from services.mempool.core.radix import Index
+from services.mempool.core.release_choice import IMPOSSIBLE, NOBODY, Choice, Part, ReleaseCall
+from services.mempool.core.space import Memory
+from shared.ids import PageId
+from shared.kv.page import PageState
+from shared.kv.words import u32_bytes, u32_list, u64_bytes
+from shared.wire import mempool as wire
+
+PAGES_PER_VACATE = 64  # an engine answers so many in a fraction of a millisecond, between two steps
+MAX_PAGES_UNDER_WAY = 512  # chosen and not gone yet
+SLABS_PER_MESSAGE = 64
+MAX_CALLS = 64
+
+
+class Releases:
+    """Of one space. Every event of the space ends with advance().
+
+    Args:
+        send: a message to a connection.
+        do: an action, behind the words of the pages.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        memory: Memory,
+        index: Index,
+        counters: Counter[str],
+        send: Callable[[int, wire.FromMempool], None],
+        do: Callable[[Action], None],
+    ) -> None:
+        self._number, self._memory, self._counters = number, memory, counters
+        self._send, self._do = send, do
+        self._table = memory.table
+        self._choice = Choice(memory, index)
+        self.pages_per_unit = self._choice.pages_per_unit
+        self.unit_bytes = self.pages_per_unit * memory.page_bytes * memory.num_ranks
+        self.calls: deque[ReleaseCall] = deque()
+        self.vacating: dict[int, set[PageId]] = {}  # pages that are not withdrawn yet
+        self.leaving: dict[int, set[int]] = {}  # processes that map it still
+        self.freeing: set[int] = set()
+        self.gone: set[int] = set()
+        self.making: set[int] = set()
+        self.coming: dict[int, set[int]] = {}  # processes that do not map it yet
+        self.mappers: set[int] = set()  # processes that map allocations
+        self.ready: dict[int, int] = {}  # connection of a rank that can be told -> its process
+        self._parts: dict[int, Part] = {}
+        self._num_parts = 0
+
+    def adopt(self, mappers: Iterable[int]) -> None:
+        """Go on from an earlier mempool's words. What processes were asked to unmap, they are asked again.
+
+        Args: mappers: processes that may map allocations.
+        """
+        self.mappers.update(mappers)
+        for unit in sorted({page // self.pages_per_unit for page in self._table.reserved}):
+            pages = self._choice.pages(unit)
+            states = {self._table.states[page] for page in pages}
+            if states == {PageState.RELEASED}:
+                self.gone.add(unit)
+            elif states <= {PageState.RELEASED, PageState.WITHDRAWN}:
+                self.vacating[unit] = set()
+            else:  # nobody was asked to unmap it yet
+                self._table.restore(pages)
+        self.advance()
+
+    @property
+    def absent(self) -> list[int]:
+        """Units that a process which attaches now does not map."""
+        return sorted({*self.leaving, *self.freeing, *self.gone, *self.making, *self.coming})
+
+    @property
+    def released_bytes(self) -> int:
+        """Without memory now."""
+        return (len(self.gone) + len(self.making)) * self.unit_bytes
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def on_call(
+        self, connection: int, call: wire.ReleaseMemory | wire.RegainMemory, now_ms: int, max_wait_ms: int
+    ) -> None:
+        """Answered by MemoryChanged or CallFailed, once."""
+        regains = isinstance(call, wire.RegainMemory)
+        most = len(self.gone) if regains else self._most()
+        wanted = min(most, -(-max(0, call.num_bytes) // self.unit_bytes))
+        if regains and not call.num_bytes:
+            wanted = most
+        reason = self._obstacle()
+        if len(self.calls) >= MAX_CALLS:
+            reason = f"{MAX_CALLS} such calls are waiting"
+        if reason:
+            failed = wire.CallFailed(call_id=call.call_id, code="release.unsupported", reason=reason)
+            self._send(connection, failed)
+            return
+        until_ms = now_ms + min(max(0, call.wait_ms), max_wait_ms)
+        self.calls.append(ReleaseCall(connection, call.call_id, wanted, until_ms, regains))
+        self.advance()
+
+    def _obstacle(self) -> str:
+        memory = self._memory
+        is_apart = (
+            memory.pages_per_slab and memory.num_slabs * memory.pages_per_slab != memory.table.num_pages
+        )
+        if not memory.pages_per_slab or (not is_apart and self.mappers <= set(self.ready.values())):
+            return ""
+        return "a process maps these pages and cannot unmap them, or not yet"
+
+    def _most(self) -> int:
+        """Units that engines can be without: each keeps room for its longest request."""
+        engines = self._memory.engines
+        least = engines.num_pages_for(sum(engine.least for engine in engines.attached.values()))
+        return max(0, self._table.num_present - least) // self.pages_per_unit
+
+    def forget(self, connection: int) -> None:
+        """A connection ended. What its call began goes on; its process may map pages as long as it lives."""
+        self.ready.pop(connection, None)
+        for call in self.calls:
+            if call.connection == connection:
+                call.until_ms = 0
+
+    def tick(self, now_ms: int) -> None:
+        """End the call whose time is over."""
+        for call in [call for call in self.calls if now_ms >= call.until_ms]:
+            if call is self.calls[0] and not call.regains:
+                for unit in [u for u in self.vacating if u in call.units]:
+                    self._keep(unit)
+            self._answer(call)
+        self.advance()
+
+    def next_deadline_ms(self) -> int | None:
+        """When tick() has something to do."""
+        return min((call.until_ms for call in self.calls), default=None)
+
+    def _answer(self, call: ReleaseCall) -> None:
+        self.calls.remove(call)
+        changed = wire.MemoryChanged(
+            call_id=call.call_id,
+            num_bytes=call.done * self.unit_bytes,
+            released_bytes=self.released_bytes,
+        )
+        self._send(call.connection, changed)
+
+    # -- every event ------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Take every unit as far as it goes. Cost: nothing when nothing is under way."""
+        if not (self.calls or self.vacating):
+            return
+        self._drop_parts()
+        while True:
+            self._collect()
+            if not self.calls:
+                return
+            call = self.calls[0]
+            lacking = call.wanted - call.done - len(call.units)
+            begun = 0
+            if lacking > 0 and not call.exhausted:
+                begun = self._regain(call, lacking) if call.regains else self._begin_next(call, lacking)
+            if not begun and not call.units:
+                self._answer(call)
+            elif not begun:
+                return
+
+    def _collect(self) -> None:
+        for page in self._table.take_withdrawn():
+            left = self.vacating.get(page // self.pages_per_unit)
+            if left is not None:
+                left.discard(page)
+        whole = sorted(unit for unit, left in self.vacating.items() if not left)
+        if not whole:
+            return
+        mappers = self.mappers if self._memory.pages_per_slab else set[int]()
+        for unit in whole:
+            del self.vacating[unit]
+            if mappers:
+                self.leaving[unit] = set(mappers)
+        if mappers:
+            for connection in self.ready:
+                self._tell(connection, whole, ())
+        else:
+            self._free(whole)
+
+    def _free(self, units: Sequence[int]) -> None:
+        self.freeing.update(units)
+        self._do(ReleaseUnits(list(units), self._number))
+
+    def _tell(self, connection: int, leaving: Sequence[int], coming: Sequence[int]) -> None:
+        """A rank unmaps and maps what it is awaited for."""
+        for first in range(0, len(leaving), SLABS_PER_MESSAGE):
+            part = leaving[first : first + SLABS_PER_MESSAGE]
+            self._send(connection, wire.Unmap(slabs=u32_bytes(part)))
+        number = self._memory.engines.ranks[connection].number
+        for first in range(0, len(coming), SLABS_PER_MESSAGE):
+            part = list(coming[first : first + SLABS_PER_MESSAGE])
+            self._do(OfferSlabs(connection, number, part, self._number))
+
+    # -- choosing ---------------------------------------------------------------------------------
+
+    def _begin_next(self, call: ReleaseCall, lacking: int) -> int:
+        """Begin with the next units of a call, within what may be under way. How many."""
+        under_way = (len(self.vacating) + len(self.leaving) + len(self.freeing)) * self.pages_per_unit
+        room = max(0, MAX_PAGES_UNDER_WAY - under_way) // self.pages_per_unit
+        if not room and not under_way:
+            room = 1  # a unit of very many pages
+        if call.candidates is None and room:
+            call.candidates = self._choice.search(self._busy() | self.vacating.keys())
+        chosen: dict[int, list[int]] = {}
+        most = min(lacking, room, self._most())
+        while call.candidates and len(chosen) < most:
+            unit = call.candidates.popleft()
+            asked = [self._choice.whom(page) for page in self._choice.pages(unit)]
+            if IMPOSSIBLE not in asked and unit not in self.vacating and unit not in self._busy():
+                chosen[unit] = asked
+        if chosen:
+            self._begin(call, chosen)
+        return len(chosen)
+
+    def _busy(self) -> set[int]:
+        return self.gone | self.making | self.freeing | self.leaving.keys() | self.coming.keys()
+
+    def _begin(self, call: ReleaseCall, chosen: dict[int, list[int]]) -> None:
+        asked: defaultdict[int, list[PageId]] = defaultdict(list)
+        for unit, whom in chosen.items():
+            pages = self._choice.pages(unit)
+            call.units.add(unit)
+            self.vacating[unit] = set(pages)
+            for page, connection in zip(pages, whom, strict=True):
+                if connection != NOBODY:
+                    asked[connection].append(page)
+        self._table.reserve([page for unit in chosen for page in self._choice.pages(unit)])
+        self._evict([page for unit in chosen for page in self._choice.pages(unit)])
+        for connection, pages in asked.items():
+            for first in range(0, len(pages), PAGES_PER_VACATE):
+                self._ask(connection, pages[first : first + PAGES_PER_VACATE])
+
+    def _ask(self, connection: int, pages: list[PageId]) -> None:
+        self._num_parts += 1
+        self._parts[self._num_parts] = Part(connection, pages)
+        self._counters["pages_asked_back"] += len(pages)
+        epochs = u64_bytes(self._table.epochs[page] for page in pages)
+        self._send(connection, wire.Vacate(number=self._num_parts, pages=u32_bytes(pages), epochs=epochs))
+
+    def _evict(self, pages: Sequence[PageId]) -> None:
+        self._counters["pages_evicted"] += self._choice.evict(pages)
+
+    def _keep(self, unit: int) -> None:
+        """It cannot go: what was withdrawn of it is free again."""
+        self.vacating.pop(unit, None)
+        for call in self.calls:
+            call.units.discard(unit)
+        self._table.restore(self._choice.pages(unit))
+
+    # -- answers ----------------------------------------------------------------------------------
+
+    def on_vacated(self, connection: int, number: int) -> None:
+        """An engine has let go of what it can. Pages that it keeps keep their units."""
+        part = self._parts.get(number)
+        if part is not None and part.connection == connection:
+            del self._parts[number]
+            self._end_part(part)
+
+    def _drop_parts(self) -> None:
+        """Of engines that are gone: their pages wait for proof of death."""
+        attached = self._memory.engines.attached
+        for number in [n for n, part in self._parts.items() if part.connection not in attached]:
+            self._end_part(self._parts.pop(number))
+
+    def _end_part(self, part: Part) -> None:
+        self._evict(part.pages)
+        for page in part.pages:
+            unit = page // self.pages_per_unit
+            if unit in self.vacating and self._table.states[page] != PageState.WITHDRAWN:
+                self._keep(unit)
+
+    def attached(self, process: int) -> None:
+        """A rank attaches; it is told what is absent, and maps the rest."""
+        self.mappers.add(process)
+        for waiting in self.coming.values():
+            waiting.add(process)
+
+    def on_unmapped(self, connection: int, message: wire.Unmapped) -> None:
+        """A process maps these no more."""
+        process = self.ready.get(connection)
+        units = [unit for unit in u32_list(message.slabs) if process in self.leaving.get(unit, ())]
+        for unit in units:
+            self.leaving[unit].discard(process or 0)
+        self._settle()
+
+    def on_mapped(self, connection: int, process: int, message: wire.Mapped) -> None:
+        """A process maps these now; the first time: it has mapped all, and hears what has changed meanwhile."""
+        if connection not in self.ready:
+            self.ready[connection] = process
+            leaving = sorted(unit for unit, waiting in self.leaving.items() if process in waiting)
+            coming = sorted(unit for unit, waiting in self.coming.items() if process in waiting)
+            self._tell(connection, leaving, coming)
+        for unit in u32_list(message.slabs):
+            if unit in self.coming:
+                self.coming[unit].discard(process)
+        self._settle()
+
+    def buried(self, process: int) -> None:
+        """Proof of death: it maps nothing."""
+        self.mappers.discard(process)
+        for waiting in (*self.leaving.values(), *self.coming.values()):
+            waiting.discard(process)
+        self._settle()
+
+    def _settle(self) -> None:
+        unmapped = sorted(unit for unit, waiting in self.leaving.items() if not waiting)
+        for unit in unmapped:
+            del self.leaving[unit]
+        if unmapped:
+            self._free(unmapped)
+        mapped = sorted(unit for unit, waiting in self.coming.items() if not waiting)
+        for unit in mapped:
+            del self.coming[unit]
+        self._use(mapped)
+
+    def _use(self, units: Iterable[int]) -> None:
+        for unit in units:
+            self._table.restore(self._choice.pages(unit))
+            self._counters["pages_regained"] += self.pages_per_unit
+            self._count(unit)
+
+    def _count(self, unit: int) -> None:
+        for call in self.calls:
+            if unit in call.units:
+                call.units.discard(unit)
+                call.done += 1
+
+    def on_released(self, units: Iterable[int], *, failed: bool) -> None:
+        """Answer to ReleaseUnits. Failed: their memory must stay, nothing has changed."""
+        for unit in units:
+            self.freeing.discard(unit)
+            if failed:
+                self._keep(unit)
+                continue
+            self.gone.add(unit)
+            for page in self._choice.pages(unit):
+                if self._table.states[page] == PageState.WITHDRAWN:
+                    self._table.apply(page, PageEvent.UNMAPPED)
+            self._counters["pages_released"] += self.pages_per_unit
+            self._count(unit)
+        if failed and self.calls:
+            self.calls[0].exhausted = True
+
+    # -- coming back ------------------------------------------------------------------------------
+
+    def _regain(self, call: ReleaseCall, lacking: int) -> int:
+        room = MAX_PAGES_UNDER_WAY // self.pages_per_unit - len(self.making) - len(self.coming)
+        units = sorted(self.gone)[: max(0, min(lacking, max(room, int(not self.making))))]
+        if units:
+            self.gone.difference_update(units)
+            self.making.update(units)
+            call.units.update(units)
+            self._do(RestoreUnits(units, self._number))
+        else:
+            call.exhausted = not self.gone
+        return len(units)
+
+    def on_restored(self, units: Sequence[int], num_made: int) -> None:
+        """Answer to RestoreUnits: the system had memory for the first `num_made` of them."""
+        made, failed = list(units[:num_made]), units[num_made:]
+        self.making.difference_update(units)
+        self.gone.update(failed)
+        for call in self.calls:
+            if call.units & set(failed):
+                call.units.difference_update(failed)
+                call.exhausted = True
+        for unit in made:
+            for page in self._choice.pages(unit):
+                self._table.apply(page, PageEvent.RESTORED)
+        if not (self._memory.pages_per_slab and self.mappers):
+            self._use(made)
+            return
+        self.coming.update((unit, set(self.mappers)) for unit in made)
+        for connection in self.ready:
+            self._tell(connection, (), made)
