@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from shared import settings
+from shared.cpus import usable_cpus
 from shared.errors import SettingsError
 
 
@@ -20,7 +21,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     trace_sample_ratio: float = 1.0
 
     listen: str = "127.0.0.1:8000"
-    processes: int = 1
+    processes: int = 0  # that share the address; 0: one for every four cores, eight at most
     scheduler: str = "tcp://127.0.0.1:8101"
     redis_url: str = "redis://127.0.0.1:8104/0"  # "": no prompt tree
     coordinator_url: str = "http://127.0.0.1:8103"
@@ -58,6 +59,15 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_deadline_ms: int = 30_000
 
 
+CORES_PER_PROCESS = 4  # the others are for the processes behind it
+MOST_PROCESSES = 8
+
+
+def useful_processes(num_cpus: float) -> int:
+    """How many gateways a machine of so many cores has by itself."""
+    return max(1, min(MOST_PROCESSES, int(num_cpus) // CORES_PER_PROCESS))
+
+
 def split_listen(listen: str) -> tuple[str, int]:
     """Host and port of `host:port`. Raises: SettingsError."""
     host, sep, port = listen.rpartition(":")
@@ -92,6 +102,8 @@ def _check(found: GatewaySettings) -> None:
 def load(argv: Sequence[str]) -> GatewaySettings:
     """Defaults, TOML, QUIRE_GATEWAY_* and flags. Raises: SettingsError naming the key and what works."""
     found = settings.load(GatewaySettings, "gateway", argv)
+    if found.processes == 0:
+        found = with_processes(found, useful_processes(usable_cpus()))
     _check(found)
     if not found.model_name:
         found = msgspec.structs.replace(found, model_name=Path(found.model_dir).resolve().name)

@@ -1,0 +1,26 @@
+"""How many gateway processes a machine gets."""
+
+import os
+
+import pytest
+
+from services.gateway.config import useful_processes
+from shared.cpus import usable_cpus
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes"), [(0.5, 1), (1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (32, 8), (192, 8)]
+)
+def test_a_gateway_has_a_process_for_every_four_cores(cores, processes):
+    assert useful_processes(cores) == processes
+
+
+@pytest.mark.parametrize(
+    ("quota", "limit"),
+    [("150000 100000", 1.5), ("max 100000", None), ("", None), ("5 0", None), ("x y", None)],
+)
+def test_a_containers_quota_counts_where_it_is_less_than_the_cores(tmp_path, quota, limit):
+    cores = len(os.sched_getaffinity(0))
+    (tmp_path / "cpu.max").write_text(quota)
+    assert usable_cpus(tmp_path) == min(cores, limit or cores)
+    assert usable_cpus(tmp_path / "absent") == cores
