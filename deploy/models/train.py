@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.util
 import json
 import math
@@ -16,6 +17,7 @@ import platform
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -166,9 +168,9 @@ def compare_with_transformers(model: Llama, folder: Path, stream: np.ndarray) ->
     """Largest logit difference from transformers' LlamaForCausalLM in float32; None where it is missing."""
     if importlib.util.find_spec("transformers") is None:
         return None
-    from transformers import LlamaForCausalLM
-
-    theirs = LlamaForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    # by name: a type checker that follows this import binds every model there is, half a minute
+    transformers: Any = importlib.import_module("transformers")
+    theirs = transformers.LlamaForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
     ids = torch.from_numpy((stream[:300] & ~np.uint16(NO_LOSS_BIT)).astype(np.int64))[None]
     ours = Llama(model.shape)
     ours.load_state_dict({name: value.cpu().bfloat16().float() for name, value in model.state_dict().items()})
