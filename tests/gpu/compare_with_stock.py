@@ -1,10 +1,11 @@
-"""The exactness cases on a GPU: `python -m tests.gpu.compare_with_stock [DTYPE[+graphs] ...]` prints a table.
+"""The exactness cases on GPUs: `python -m tests.gpu.compare_with_stock [DTYPE[+graphs][+tp2|+ptp2] ...]`.
 
-With "+graphs" both sides use torch.compile and CUDA graphs; else both are eager. For each mode, stock vLLM and then
-`quire up` on the same machine, colocated and with prefill and decode apart. A prompt position that is computed alone
-differs in its last bits from one computed within a prompt, in stock vLLM too, so near ties may fall the other way:
-"different" is unlike stock vLLM with an empty prefix cache, "unlike_either" unlike stock vLLM with its prompt cached,
-too.
+It prints a table. With "+graphs" both sides use torch.compile and CUDA graphs; else both are eager. "+tp2": our engine
+has two ranks and is colocated; "+ptp2": prefill has two and decode one (three GPUs, or two that share); stock always
+has one. For each mode, stock vLLM and then `quire up` on the same machine, colocated and with prefill and decode apart.
+A prompt position that is computed alone differs in its last bits from one computed within a prompt, in stock vLLM too,
+so near ties may fall the other way: "different" is unlike stock vLLM with an empty prefix cache, "unlike_either" unlike
+stock vLLM with its prompt cached, too.
 """
 
 import json
@@ -21,13 +22,18 @@ import httpx
 from tests.support.exactness_cases import build_cases
 from tests.support.local_cluster import ROOT, LocalCluster
 
+TENSOR_PARALLEL = {  # (topology, settings of the cluster)
+    "tp2": ("colocated", ["--set", "tensor_parallel=2"]),
+    "ptp2": ("disaggregated", ["--set", "prefill_tensor_parallel=2"]),
+}
 MODEL = ROOT / "deploy" / "models" / "quire-demo"
 
 
 def stock(folder: Path, cases: list[dict[str, Any]], mode: str) -> dict[str, Any]:
     """Stock vLLM's answers."""
     (folder / "cases.json").write_text(json.dumps(cases))
-    words = [str(MODEL), str(folder / "cases.json"), str(folder / "out.json"), *mode.split("+")]
+    how = [word for word in mode.split("+") if word not in TENSOR_PARALLEL]
+    words = [str(MODEL), str(folder / "cases.json"), str(folder / "out.json"), *how]
     subprocess.run(
         [sys.executable, "-m", "tests.support.stock_reference", *words], cwd=ROOT, check=True, timeout=300
     )
@@ -61,8 +67,10 @@ def compare(
 ) -> dict[str, Any]:
     """One row of the table. `settings`: of the workers, besides."""
     started = time.monotonic()
-    dtype, _, graphs = mode.partition("+")
+    dtype, *how = mode.split("+")
+    graphs = "graphs" in how
     flags = ["--device", "cuda", "--topology", topology, "--set", f"dtype={dtype}"]
+    flags += [flag for word in how if word in TENSOR_PARALLEL for flag in TENSOR_PARALLEL[word][1]]
     env = {"HF_HUB_OFFLINE": "1", **({} if graphs else {"QUIRE_WORKER_ENFORCE_EAGER": "true"})}
     env |= {f"QUIRE_WORKER_{key.upper()}": value for key, value in (settings or {}).items()}
     row: dict[str, Any] = {
@@ -72,7 +80,7 @@ def compare(
         "unlike_either": [],
         "moved_blocks": 0,
     }
-    cluster = LocalCluster(folder / f"home-{topology}-{dtype}-{graphs}", *flags, env=env)
+    cluster = LocalCluster(folder / f"home-{topology}-{mode}", *flags, env=env)
     try:
         with cluster:
             row["ready_s"] = round(time.monotonic() - started, 1)
@@ -116,7 +124,9 @@ def main() -> None:
         rows = []
         for mode in modes:
             want = stock(folder, cases, mode)
-            rows += [compare(folder, t, mode, cases, want) for t in ("disaggregated", "colocated")]
+            ranks = [TENSOR_PARALLEL[word][0] for word in mode.split("+") if word in TENSOR_PARALLEL]
+            topologies = ranks or ["disaggregated", "colocated"]
+            rows += [compare(folder, topology, mode, cases, want) for topology in topologies]
         for row in rows:
             print(
                 json.dumps({**row, "num_cases": len(cases), "num_same": len(cases) - len(row["different"])})
