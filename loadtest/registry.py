@@ -15,6 +15,7 @@ MEASURES = {  # result name: module
     "h200-swap": "loadtest.bench_swap",
     "h200-contiguous": "loadtest.bench_contiguous",
     "h200-vmm": "loadtest.bench_pages",
+    "h200-release": "loadtest.bench_release",
     "h200x2-handoff": "loadtest.bench_handoff",
     "mempool-api": "loadtest.bench_mempool_api",
     "prefix-index": "loadtest.bench_prefix_index",

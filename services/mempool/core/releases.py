@@ -220,14 +220,14 @@ class Releases:
         room = max(0, MAX_PAGES_UNDER_WAY - under_way) // self.pages_per_unit
         if not room and not under_way:
             room = 1  # a unit of very many pages
+        most, busy = min(lacking, room, self._most()), self._busy() | self.vacating.keys()
         if call.candidates is None and room:
-            call.candidates = self._choice.search(self._busy() | self.vacating.keys())
+            call.candidates = self._choice.search(busy)
         chosen: dict[int, list[int]] = {}
-        most = min(lacking, room, self._most())
         while call.candidates and len(chosen) < most:
             unit = call.candidates.popleft()
             asked = [self._choice.whom(page) for page in self._choice.pages(unit)]
-            if IMPOSSIBLE not in asked and unit not in self.vacating and unit not in self._busy():
+            if IMPOSSIBLE not in asked and unit not in busy:
                 chosen[unit] = asked
         if chosen:
             self._begin(call, chosen)
