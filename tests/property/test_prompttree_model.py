@@ -143,7 +143,7 @@ class Tree(RuleBasedStateMachine):
     def perform(self, method, name, epoch, args):
         verdict = getattr(self.server, method)(name, epoch, *args)
         for swept in self.claimed_epoch.keys() - self.server.rows.keys():
-            del self.claimed_epoch[swept]  # the fence goes with the row; its owner finds itself lost, and claims
+            del self.claimed_epoch[swept]  # with its fence; the owner finds itself lost and claims again
         if method == "claim" and verdict == "ok":
             assert epoch >= self.claimed_epoch.get(name, 0) or name not in self.claimed_epoch
             self.claimed_epoch[name] = epoch
