@@ -47,6 +47,7 @@ CLUSTER_KEYS = {
     "processes": "cluster.gateway_processes",
     "capacity_bytes": "cluster.mempool_bytes",
     "pd_caching": "cluster.pd_caching",
+    "transfer_mode": "cluster.transfer_mode",
     "state_dir": "cluster.home",
     "tensor_parallel_size": "cluster.tensor_parallel, prefill_tensor_parallel or decode_tensor_parallel",
 }
@@ -82,6 +83,9 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     mempool_bytes: int = 0
     pd_caching: Literal["", "basic", "1", "2", "3"] = (
         ""  # which end keeps what, and what goes back to prefill
+    )
+    transfer_mode: Literal["", "by-request-agg", "by-request", "by-layer"] = (
+        ""  # in what pieces, and when, blocks go from prefill to decode
     )
     kv_space: str = ""  # own: every worker's pages in host memory apart from the others', for NUMA nodes
     gpu_memory_utilization: float = 0.0  # 0: the engine's own, divided where workers share a GPU

@@ -238,6 +238,7 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
         ("--gpu-memory-utilization", gpu_share(found, workers)),
         ("--kv-space", found.kv_space),
         ("--pd-caching", found.pd_caching),
+        ("--transfer-mode", found.transfer_mode),
         ("--state-dir", str(paths.home / "profiles")),
     )
     return Plan(
@@ -261,7 +262,9 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
             ),
             "keeper": _optional(("--log-level", found.log_level)),
             "mempool": _optional(
-                ("--capacity-bytes", found.mempool_bytes), ("--pd-caching", found.pd_caching)
+                ("--capacity-bytes", found.mempool_bytes),
+                ("--pd-caching", found.pd_caching),
+                ("--transfer-mode", found.transfer_mode),
             ),
             "gateway": _optional(("--processes", found.gateway_processes)),
             "prefill": (*worker_flags, *_ranks(found, "prefill")),

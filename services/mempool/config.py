@@ -62,6 +62,8 @@ class MempoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     # which end keeps what: basic (neither), 1 (prefill), 2 (both), 3 (what decode completes goes back to prefill too);
     # worker.pd_caching must say the same
     pd_caching: Literal["basic", "1", "2", "3"] = "3"
+    # in what pieces blocks go from prefill to decode (shared/kv/transfer_mode.py); as worker.transfer_mode
+    transfer_mode: Literal["by-request-agg", "by-request", "by-layer"] = "by-request-agg"
     max_leases: int = 65_536
     max_handoffs: int = 65_536
     max_waiting: int = 4_096

@@ -32,6 +32,7 @@ from services.mempool.mover_copies import (
 )
 from services.mempool.mover_gpu import OpenGpu, SlabWindow, open_gpu
 from services.mempool.mover_job import Job
+from services.mempool.mover_layers import Feed
 from services.mempool.mover_paths import Parts, Paths
 from services.mempool.mover_regions import MAX_RANKS, RankRegion, SlabRegion, region_name, space_and_rank
 from services.mempool.mover_spaces import MappedSpace, Mapper
@@ -179,15 +180,10 @@ class Mover:
         self._remove_if_unused(space)
 
     def _remove_if_unused(self, space: Space | None) -> None:
-        if (
-            space is None
-            or space.on_removed is None
-            or self._closed
-            or self._spaces.get(space.number) is not space
-        ):
+        is_known = space is not None and self._spaces.get(space.number) is space
+        if space is None or not is_known or space.on_removed is None or self._closed:
             return
-        is_mapping = space.mapped is None and space.failure is None
-        if space.num_copies or is_mapping or self._targets.has_held(space.number):
+        if space.num_copies or space.state == "mapping" or self._targets.has_held(space.number):
             return
         del self._spaces[space.number]
         self._host_spaces.discard(space.number)
@@ -217,8 +213,10 @@ class Mover:
         parts: Parts,
         timeout_ms: int,
         on_done: OnDone,
+        feed: Feed | None = None,
     ) -> None:
-        """Copy pages of other spaces into `targets` of space `target`, position by position, on every rank.
+        """Copy pages of other spaces into `targets` of space `target`, position by position, on every rank. With a
+        `feed` layer by layer; the pages of the spaces are alike then.
 
         `on_done` is called once, not before this returns, by the deadline and one pass of the loop.
         Raises: MoverBusy, MoverClosed, TransferRefused; then on_done is not called.
@@ -226,7 +224,7 @@ class Mover:
         self._check(copy_id, target, targets, parts)
         self._targets.claim(target, targets)
         now_s = time.monotonic()
-        copy = Copy(copy_id, target, targets, parts, on_done, now_s, now_s + timeout_ms / 1000)
+        copy = Copy(copy_id, target, targets, parts, on_done, now_s, now_s + timeout_ms / 1000, feed)
         for number in copy.spaces:
             self._spaces[number].num_copies += 1
         copy.timer = self._loop.call_later(timeout_ms / 1000, self._expire, copy)
@@ -273,7 +271,7 @@ class Mover:
         self._num_pulls += num_pulls
         job = copy.job = Job(
             self._paths, self._thread, copy.target, copy.targets, copy.parts, copy.deadline_s,
-            lambda: self._tell(self._job_ended, copy),
+            lambda: self._tell(self._job_ended, copy), copy.feed,
         )  # fmt: skip
         self._jobs.add(job)
         self._thread.post(job.run)
@@ -335,7 +333,7 @@ class Mover:
 
     def _settled(self, region: str, pages: tuple[int, ...]) -> None:
         again = self._paths.quarantine.held().get(region, frozenset())  # by a later copy
-        self._region_free(region, [page for page in pages if page not in again])
+        self._region_free(region, [p for p in pages if p not in again])
 
     def _region_free(self, region: str, pages: Sequence[int]) -> None:
         """Nothing writes to these pages of one rank any more."""
@@ -372,6 +370,8 @@ class Mover:
         self._closed = True
         self._mapper.stop()
         self._background.shutdown(wait=False, cancel_futures=True)
+        for job in self._jobs:
+            job.stop_waiting()
         until_s = time.monotonic() + timeout_s
         while not (idle := self._is_idle()) and time.monotonic() < until_s:
             time.sleep(CLOSE_POLL_S)

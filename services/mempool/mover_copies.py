@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from services.mempool.mover_job import Job
+from services.mempool.mover_layers import Feed, Sent
 from services.mempool.mover_paths import Parts
 from services.mempool.mover_spaces import MappedSpace
 from shared.errors import ClusterError, ResourceError
@@ -44,6 +45,7 @@ class CopyDone:
     code: str = ""
     reason: str = ""
     quarantined: tuple[int, ...] = ()
+    sent: tuple[Sent, ...] = ()  # of a copy that went layer by layer
 
     @property
     def ok(self) -> bool:
@@ -84,6 +86,7 @@ class Copy:
     on_done: OnDone
     begun_s: float
     deadline_s: float
+    feed: Feed | None = None  # it goes layer by layer
     timer: asyncio.TimerHandle | None = None
     job: Job | None = None  # once it runs
     num_pulls: int = 0  # while it runs
@@ -122,8 +125,11 @@ class Totals:
         totals = self.paths.setdefault(path, PathTotals())
         totals.copies += 1
         totals.bytes += num_bytes
-        totals.last_gb_per_s = num_bytes / max(1, *(each.elapsed_us for each in moved)) / 1e3
-        return CopyDone(copy.copy_id, num_bytes, copy.elapsed_us, path)
+        sent = () if copy.feed is None else tuple(copy.feed.sent)
+        took_us = [(each.end_ns - each.begin_ns) / 1e3 for each in sent]
+        elapsed_us = sum(took_us) if sent else max(each.elapsed_us for each in moved)
+        totals.last_gb_per_s = num_bytes / max(1, elapsed_us) / 1e3
+        return CopyDone(copy.copy_id, num_bytes, copy.elapsed_us, path, sent=sent)
 
     def failed(self, copy: Copy, error: BaseException, quarantined: Sequence[int]) -> CopyDone:
         """Count one that did not."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from services.mempool.mover_layers import Feed
 from services.mempool.mover_paths import Parts, Paths, Pull
 from services.mempool.mover_thread import PullThread
 from shared.transfer.errors import TransferError, TransferTimeout
@@ -28,7 +29,9 @@ class Job:
         parts: Parts,
         deadline_s: float,
         on_end: Callable[[], None],
+        feed: Feed | None = None,
     ) -> None:
+        """`feed`: the copy goes layer by layer."""
         self._paths = paths
         self._thread = thread
         self._target = target
@@ -36,6 +39,7 @@ class Job:
         self._parts = parts
         self._deadline_s = deadline_s
         self._on_end = on_end
+        self._feed = feed
         self._lock = threading.Lock()
         self._num_left = 0
         self._rounds: list[list[Pull]] = []
@@ -46,6 +50,9 @@ class Job:
 
     def run(self) -> None:
         """Plan, then the first round. Every later one when all of the one before have ended well."""
+        if self._feed is not None:
+            self._next_layers(self._feed)
+            return
         try:
             self._rounds = self._paths.rounds(self._target, self._targets, self._parts)
         except Exception as error:  # noqa: BLE001  one copy's surprise must not end the thread of all
@@ -54,8 +61,39 @@ class Job:
             return
         self._next_round()
 
+    def stop_waiting(self) -> None:
+        """For layers that are not written yet: it ends as at its deadline. Any thread."""
+        if self._feed is not None:
+            self._deadline_s = 0.0
+
+    def _next_layers(self, feed: Feed) -> None:
+        """As soon as some are written. One round at a time: a page is in one transfer at a time."""
+        if not feed.is_ready():
+            self._thread.when(
+                lambda: feed.is_ready() or time.monotonic() >= self._deadline_s, self._layers_or_end
+            )
+            return
+        try:
+            span = feed.take()
+            self._start(
+                self._paths.layer_round(self._target, self._targets, self._parts, feed.layer_bytes, span)
+            )
+        except Exception as error:  # noqa: BLE001  as in run()
+            self.error = error
+            self._end()
+
+    def _layers_or_end(self) -> None:
+        assert self._feed is not None
+        if time.monotonic() < self._deadline_s:
+            self._next_layers(self._feed)
+            return
+        self.error = TransferTimeout("the deadline passed before the next layer was written")
+        self._end()
+
     def _next_round(self) -> None:
-        pulls = self._rounds.pop(0)
+        self._start(self._rounds.pop(0))
+
+    def _start(self, pulls: list[Pull]) -> None:
         self._num_left = len(pulls)
         for pull in pulls:
             left_ms = int((self._deadline_s - time.monotonic()) * 1000)
@@ -85,9 +123,14 @@ class Job:
             self._num_left -= 1
             if self._num_left:
                 return
-            is_last = not self._rounds or self.error is not None
+            feed = self._feed
+            if feed is not None:
+                feed.arrived()
+            is_last = (not self._rounds if feed is None else feed.is_done) or self.error is not None
         if is_last:
             self._end()
+        elif feed is not None:
+            self._thread.post(self._layers_or_end)
         else:
             self._thread.post(self._next_round)
 

@@ -12,6 +12,7 @@ from functools import partial
 
 from services.mempool.mover_engines import CopyEngine, PinnedRanges
 from services.mempool.mover_gpu import Gpu
+from services.mempool.mover_layers import span_template
 from services.mempool.mover_pieces import laid_over, within_page
 from services.mempool.mover_spaces import MappedRegion, MappedSpace
 from services.mempool.mover_transports import INSTANCE, OwnHostTransport, StagedTransport, engine_for
@@ -115,6 +116,22 @@ class Paths:
                 if number == len(found):
                     found.append([])
                 found[number] += pulls
+        return found
+
+    def layer_round(
+        self, target: int, target_pages: Sequence[int], parts: Parts, layer_bytes: int, span: tuple[int, int]
+    ) -> list[Pull]:
+        """The pulls of some layers of one copy, between spaces whose pages are alike. Raises: as rounds()."""
+        begin, end = span[0] * layer_bytes, span[1] * layer_bytes
+        found: list[Pull] = []
+        at = 0
+        into = self._spaces[target]
+        for number, pages in parts:
+            source, these = self._spaces[number], target_pages[at : at + len(pages)]
+            at += len(pages)
+            for theirs, mine in zip(source.ranks, into.ranks, strict=True):
+                template = span_template(begin, end, theirs.unit_bytes, mine.unit_bytes)
+                found += self._pulls(source, theirs, pages, mine, these, template)
         return found
 
     def _part(

@@ -27,6 +27,7 @@ from services.mempool.core.actions import (
     ReleaseUnits,
     RestoreUnits,
     Send,
+    SendLayerWords,
     SendSlabs,
     TellPeer,
     WriteEntries,
@@ -272,7 +273,7 @@ class MempoolShell:
             case SendSlabs():
                 slabs = range(action.first, action.first + action.count)
                 reply = wire.Slabs(call_id=action.call_id, first=action.first, count=action.count)
-                self._send_slabs(action.connection, reply, action.space, action.rank, slabs)
+                self._send_fds(action.connection, reply, self.spaces.export(action.space, action.rank, slabs))
             case PunchPages():
                 self._punch(action)
             case CopyPages():
@@ -294,7 +295,11 @@ class MempoolShell:
                 self.api.send(action)
             case OfferSlabs():
                 offer = wire.MapSlabs(slabs=u32_bytes(action.slabs))
-                self._send_slabs(action.connection, offer, action.space, action.rank, action.slabs)
+                fds = self.spaces.export(action.space, action.rank, action.slabs)
+                self._send_fds(action.connection, offer, fds)
+            case SendLayerWords():
+                fds = [self.spaces.make_layer_words(action.space, action.instance, action.rank)]
+                self._send_fds(action.connection, wire.LayerWords(call_id=action.call_id), fds)
             case ReleaseUnits() | RestoreUnits():
                 self._change_memory(action)
 
@@ -334,18 +339,14 @@ class MempoolShell:
             may_punch = self.peers is None or self.peers.may_punch(number)
             self.spaces.release(action, released, may_punch=may_punch)
 
-    def _send_slabs(
-        self, number: int, message: wire.FromMempool, space: int, rank: int, which: Sequence[int]
-    ) -> None:
+    def _send_fds(self, number: int, message: wire.FromMempool, fds: list[int]) -> None:
         connection = self._connections.get(number)
-        if connection is None:
-            return
-        fds = [self.spaces.slabs[space, rank].export(slab) for slab in which]
         try:
-            connection.send(message, fds=fds)
+            if connection is not None:
+                connection.send(message, fds=fds)
         except (PeerGone, Overloaded) as error:
             log.warning("peer_unreachable", connection=number, code=error.code)
-            connection.close()
+            self._connections[number].close()
         finally:
             close_fds(fds)
 

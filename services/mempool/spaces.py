@@ -1,7 +1,7 @@
 """The memory of every space of this mempool, and what the core asks to be done with it."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from services.mempool.core.actions import CopyPages, CreateMemory, CreateSlabs, ReleaseUnits, RestoreUnits
@@ -11,12 +11,14 @@ from services.mempool.slabs import DeviceSlabs, KeptSlabs
 from services.mempool.system_memory import SystemMemory
 from services.mempool.takeover import Adopted, SpaceMeta
 from shared.errors import ClusterError, ResourceError
-from shared.ids import Epoch, PageId
+from shared.ids import Epoch, InstanceId, PageId
 from shared.kv.layout import EngineDescription, slabs_per_page
 from shared.observe.log import get_logger
+from shared.observe.trace import start_span
 
 if TYPE_CHECKING:
     from services.mempool.mover import CopyDone, Mover
+    from services.mempool.mover_layers import Feed, LayerMemory
     from services.mempool.mover_regions import HostRegion, RankRegion
     from shared.transfer.reslice import KvEnd
 
@@ -71,6 +73,8 @@ class Spaces:
         self._mover: Mover | None = None  # nothing is copied, nor mapped here, where there is one space
         self._moved: set[int] = set()  # spaces that the mover knows
         self._system = SystemMemory(lambda number: self._mover.windows(number) if self._mover else [])
+        self.layer_words: dict[tuple[int, InstanceId, int], LayerMemory] = {}  # by space, instance, rank
+        self._traces: dict[int, str] = {}  # of copies on their way, by layer
 
     # -- making and taking over -----------------------------------------------------------------------
 
@@ -119,6 +123,10 @@ class Spaces:
             meta.devices.extend([""] * (meta.num_ranks - len(meta.devices)))
         return meta.devices
 
+    def export(self, number: int, rank: int, which: Iterable[int]) -> list[int]:
+        """Descriptors of one rank's slabs, the caller's to close."""
+        return [self.slabs[number, rank].export(slab) for slab in which]
+
     def adopt(self, found: Adopted) -> None:
         """An earlier mempool's space."""
         meta = found.meta
@@ -149,12 +157,57 @@ class Spaces:
             self._on_copied(action.copy_id, True, ())
             return
         try:
-            self._mover.copy(action.copy_id, action.space, ordered, parts, action.timeout_ms, self._ended)
+            feed, ended = self._feed(action, by_space), self._ended
+            self._mover.copy(action.copy_id, action.space, ordered, parts, action.timeout_ms, ended, feed)
         except ClusterError as error:
             log.warning("copy_refused", copy_id=action.copy_id, code=error.code, reason=error.message)
             self._on_copied(action.copy_id, True, ())
 
+    def _feed(self, action: CopyPages, sources: Iterable[int]) -> "Feed | None":
+        """Raises: TransferRefused when no rank says how far it is."""
+        cut = action.cut
+        if cut is None:
+            return None
+        from services.mempool.mover_layers import Feed, Gate
+        from shared.transfer.errors import TransferRefused
+
+        gate = None
+        if cut.step:
+            keys = [(s, cut.instance, r) for s in sources for r in range(self._metas[s].num_ranks)]
+            words = [self.layer_words[key] for key in keys if key in self.layer_words]
+            if len(words) < len(keys):
+                raise TransferRefused(f"{len(words)} of {len(keys)} ranks of {cut.instance} have layer words")
+            gate = Gate(words, cut.step)
+            self._traces[action.copy_id] = cut.traceparent
+        return Feed(cut.num_layers, cut.layer_bytes, gate)
+
+    def make_layer_words(self, space: int, instance: InstanceId, rank: int) -> int:
+        """A descriptor of the rank's memory for its layer word, the caller's to close. New memory each time: what an
+        earlier process of that rank may still write is not read any more."""
+        from services.mempool.mover_layers import LayerMemory
+
+        made = self.layer_words[space, instance, rank] = LayerMemory()
+        return made.take_fd()
+
+    def _trace(self, done: "CopyDone") -> None:
+        """A span of the copy, and one for each part: from when its layers were found written to their arrival."""
+        parent = self._traces.pop(done.copy_id, "")
+        if not parent or not done.sent:
+            return
+        span = start_span(
+            "mempool.layers", parent=parent, start_ns=done.sent[0].begin_ns,
+            attributes={"bytes": done.num_bytes, "path": done.path, "parts": len(done.sent)},
+        )  # fmt: skip
+        for each in done.sent if span.recording else ():
+            which = {"layers.first": each.first, "layers.last": each.last - 1}
+            part = start_span(
+                "mempool.layer", parent=span.traceparent, attributes=which, start_ns=each.begin_ns
+            )
+            part.end(each.end_ns)
+        span.end(done.sent[-1].end_ns)
+
     def _ended(self, done: "CopyDone") -> None:
+        self._trace(done)
         if not done.ok:
             log.warning("copy_failed", copy_id=done.copy_id, code=done.code, reason=done.reason)
         self._on_copied(done.copy_id, not done.ok, done.quarantined)

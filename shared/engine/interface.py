@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from shared.ids import BlockHash, Epoch, HandoffId, PageId
+from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, PageId
 from shared.kv.layout import EngineDescription
 from shared.wire.cost import CostCoefficients
 from shared.wire.requests import SamplingSpec, Stage, TokenLogprob
@@ -39,6 +39,7 @@ class EngineRequest:
     held: HeldPages | None = None
     handoff_id: HandoffId | None = None  # prefill: lease the prompt's blocks under this id when sealed
     traceparent: str = ""
+    handoff_target: InstanceId | None = None  # prefill: who takes over, where that is known
     private: bool = False  # nobody else ever sees its blocks; they go with the next clear_cache()
 
 

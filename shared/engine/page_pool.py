@@ -75,6 +75,7 @@ class PageBlockPool(BlockPool):
         self.lease_counts: dict[int, int] = {}  # block id -> leases of requests that are here
         self.sealed_pages: dict[int, SealedPage] = {}  # this engine's sealed blocks, to report them
         self.num_owned = 0
+        self.on_steps_done: Callable[[int], None] | None = None  # behind the seals
         self.keeps = True  # blocks that no request uses, for later hits
         self.num_expected = 0  # pages that were unpinned and whose replacement has not come
         self.clock: Callable[[], float] = time.monotonic  # seconds
@@ -354,6 +355,8 @@ class PageBlockPool(BlockPool):
             self.quota.seal(list(seals.blocks.values()))
             self.on_cache_event("stored", [sealed.block_hash for sealed in seals.blocks.values()])
         self.quota.seal([page for _, page in tails])
+        if self.on_steps_done is not None:
+            self.on_steps_done(step)
 
     def keep_tail(self, step: int, block: KVCacheBlock, page: SealedPage) -> None:
         """The step completes a prompt whose request ends with it: its last block is sealed as it is."""

@@ -49,7 +49,7 @@ MAX_SEEN_LEASES = 65_536
 STALL_S = 0.1  # with nothing running for so long, waiting requests' leases are in each other's way
 
 
-def _given(request: Request) -> dict[str, Any]:
+def given(request: Request) -> dict[str, Any]:
     """What the request's front sent along."""
     params = request.sampling_params
     return (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}) if params is not None else {}
@@ -57,7 +57,7 @@ def _given(request: Request) -> dict[str, Any]:
 
 def seed_of(request: Request) -> BlockHash:
     """First link of the request's hash chain, as its front gave it."""
-    return BlockHash(_given(request).get("seed") or chain_seed("", ""))
+    return BlockHash(given(request).get("seed") or chain_seed("", ""))
 
 
 def quire_block_hasher(block_tokens: int, _hash_function: Any) -> Any:
@@ -201,7 +201,7 @@ class PageSchedulerMixin:
             return super().reset_prefix_cache(*args, **kwargs)
 
     def _add_request(self, request: Request) -> None:
-        params = _given(request)
+        params = given(request)
         request.quire_seed = seed_of(request)
         request.quire_private = bool(params.get("private"))
         lease_id = params.get("lease_id")

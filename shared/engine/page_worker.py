@@ -14,6 +14,7 @@ import msgspec
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
+from shared.engine.layer_progress import LayerProgress, open_word
 from shared.engine.page_warmup import use_null_block
 from shared.engine.page_window import PageWindow, device_name, open_window
 from shared.engine.rank_processes import unlink_shared_memory
@@ -40,6 +41,7 @@ class PageWorkerMixin:
     _window: PageWindow | None = None
     _memory: RankMemory | None = None
     _warming_up: bool = False
+    _progress: LayerProgress | None = None  # with transfer_mode "by-layer"
 
     def init_device(self: Any) -> None:
         """vLLM's. A rank in a process of its own ends with the engine core, whatever it waits for."""
@@ -59,7 +61,12 @@ class PageWorkerMixin:
         """vLLM's."""
         if self._warming_up:
             use_null_block(scheduler_output)
-        return super().execute_model(scheduler_output)
+        if self._progress is None or self._warming_up:
+            return super().execute_model(scheduler_output)
+        self._progress.begin(scheduler_output.quire_step)
+        output = super().execute_model(scheduler_output)
+        self._progress.end()
+        return output
 
     def determine_available_memory(self: Any) -> int:
         """Attach to the pool, which may use what vLLM found free; says the bytes of the pool's blocks.
@@ -79,6 +86,8 @@ class PageWorkerMixin:
             if self.device.type == "cuda"
             else 0,
         )
+        if extra.get("follow_layers"):
+            self._progress = LayerProgress(open_word(self._memory.layer_words(), self.device))
         return (self._memory.header.num_pages + 1) * description.block_bytes
 
     def initialize_from_config(self: Any, kv_cache_config: KVCacheConfig) -> None:
@@ -92,6 +101,13 @@ class PageWorkerMixin:
         packed = packed_config(kv_cache_config, header.page_bytes)
         with _cache_from(self.model_runner, self._window.tensor):
             super().initialize_from_config(packed)
+        self._follow_layers(kv_cache_config)
+
+    def _follow_layers(self: Any, config: KVCacheConfig) -> None:
+        """Layers lie in a page as their tensors are named."""
+        if self._progress is not None:
+            layers = self.vllm_config.compilation_config.static_forward_context
+            self._progress.follow([layers[t.shared_by[0]].impl for t in config.kv_cache_tensors])
 
 
 def packed_config(config: KVCacheConfig, page_bytes: int) -> KVCacheConfig:

@@ -60,6 +60,7 @@ class SlotWorkerMixin(PageWorkerMixin):
         use_reader(SlotReader(self._steps, slots, _request_ids(self.model_runner)))
         with _caches_are(self.model_runner, blocks):
             super(PageWorkerMixin, self).initialize_from_config(kv_cache_config)
+        self._follow_layers(kv_cache_config)
 
     def _layout(self: Any, description: EngineDescription, dtype: torch.dtype) -> RequestLayout:
         on_gpu = self.device.type != "cpu"

@@ -35,6 +35,7 @@ from shared.engine.slot_settings import slot_arguments, slot_settings
 from shared.engine.worker_config import WorkerSettings, has_slots, works_in_pages
 from shared.errors import InvalidRequest, PeerGone, SettingsError
 from shared.kv.model_files import check_split
+from shared.kv.transfer_mode import TransferMode
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire.requests import TokenLogprob
 
@@ -77,6 +78,7 @@ class VllmEngine:
             "quota_pages": self._quota_pages(settings),
             "events_address": events_address,
             "handoff_ttl_ms": settings.handoff_ttl_ms,
+            "follow_layers": _by_layer(settings),
             "kv_space": settings.instance if settings.kv_space == "own" else settings.kv_space,
             "keeps_cache": settings.role != "decode" or settings.pd_caching in ("2", "3"),
             **(slot_settings(settings) if has_slots(settings) else {}),
@@ -200,6 +202,8 @@ class VllmEngine:
     def _extra_args(self, request: EngineRequest) -> dict[str, Any]:
         """Where Quire's scheduler, or the connector, looks for what the request brought."""
         out: dict[str, Any] = {"seed": request.chain_seed, "handoff_id": request.handoff_id or ""}
+        if request.handoff_target:
+            out["handoff_target"] = request.handoff_target
         if request.private:
             out["private"] = True
         if request.held is not None:
@@ -288,18 +292,26 @@ def _without_pool(settings: WorkerSettings, reason: str) -> WorkerSettings:
     return msgspec.structs.replace(settings, mempool_socket="", kv_cache="copy")
 
 
+def _by_layer(settings: WorkerSettings) -> bool:
+    """Whether prompts leave layer by layer while they are computed."""
+    return settings.transfer_mode == TransferMode.BY_LAYER and settings.role == "prefill"
+
+
 def _in_pages(settings: WorkerSettings) -> dict[str, Any]:
     slots = slot_arguments() if has_slots(settings) else {}
+    scheduler = (
+        "layer_scheduler.{}LayerScheduler" if _by_layer(settings) else "page_scheduler.{}PageScheduler"
+    )
     if current_platform.is_cpu():
         return {
             "worker_cls": "shared.engine.page_worker_cpu.PageCPUWorker",
-            "scheduler_cls": "shared.engine.page_scheduler.PageScheduler",
+            "scheduler_cls": "shared.engine." + scheduler.format(""),
             "async_scheduling": False,
             **slots,
         }
     return {
         "worker_cls": "shared.engine.page_worker_gpu.PageGPUWorker",
-        "scheduler_cls": "shared.engine.page_scheduler.AsyncPageScheduler",
+        "scheduler_cls": "shared.engine." + scheduler.format("Async"),
         "async_scheduling": True,
         **slots,
     }

@@ -190,6 +190,7 @@ class Attempt:
             tenant_salt=self.message.tenant_salt,
             held=self._lease.held if self._lease is not None else None,
             handoff_id=handoff_id,
+            handoff_target=self.message.handoff_to.target if self.message.handoff_to else None,
             traceparent=self._clock.span.traceparent,
         )
         self.is_waiting = False

@@ -51,6 +51,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_space: str = ""
     # which end keeps what: basic (neither), 1 (prefill), 2 (both), 3 (what decode completes goes back to prefill too)
     pd_caching: Literal["basic", "1", "2", "3"] = "3"
+    # in what pieces, and when, blocks go from prefill to decode (shared/kv/transfer_mode.py); as mempool.transfer_mode
+    transfer_mode: Literal["by-request-agg", "by-request", "by-layer"] = "by-request-agg"
     block_tokens: int = 32
     max_model_len: int = 0  # 0: the model's own
     max_num_seqs: int = 64
@@ -136,6 +138,13 @@ def for_role(found: WorkerSettings, *, role: Role, instance: str, port: int) -> 
         raise SettingsError(
             f"setting worker.kv_layout: {found.kv_layout!r} needs the pool's pages; set worker.mempool_socket and "
             "worker.kv_cache = pages"
+        )
+    if found.transfer_mode != "by-request-agg" and (
+        not works_in_pages(found) or found.kv_layout == "token-major"
+    ):
+        raise SettingsError(
+            f"setting worker.transfer_mode: {found.transfer_mode!r} needs the pool's pages and layers that follow each "
+            "other in them; set worker.mempool_socket, worker.kv_cache = pages and another kv_layout than token-major"
         )
     listen = found.listen or f"tcp://127.0.0.1:{port}"
     if not listen.startswith(("tcp://", "ipc://")):

@@ -210,6 +210,33 @@ class PageQuota:
                 )
             )
 
+    def step_layers(
+        self,
+        handoff_id: HandoffId,
+        target: InstanceId,
+        step: int,
+        pages: Sequence[SealedPage],
+        cached: Sequence[BlockHash],
+        traceparent: str,
+    ) -> None:
+        """After writing(): the step that follows completes these blocks of a prompt for `target`. At most
+        PAGES_PER_MESSAGE of each list; layers_sealed() follows."""
+        self._send(
+            wire.StepLayers(
+                handoff_id=handoff_id, target=target, step=step, cached=b"".join(cached), traceparent=traceparent,
+                pages=u32_bytes(p.page for p in pages), epochs=u64_bytes(p.epoch for p in pages),
+                hashes=b"".join(p.block_hash for p in pages),
+            )
+        )  # fmt: skip
+
+    def layers_sealed(self, step: int, pages: Sequence[Owned]) -> None:
+        """After seal(): of what step_layers() named for the step, it has sealed these and no more. One message."""
+        self._send(
+            wire.LayersSealed(
+                step=step, pages=u32_bytes(p for p, _ in pages), epochs=u64_bytes(e for _, e in pages)
+            )
+        )
+
     def unpin(self, pages: Sequence[Owned]) -> None:
         """Sealed pages that no step, begun or to come, uses any more."""
         self.counters["pages_unpinned"] += len(pages)

@@ -102,6 +102,18 @@ class RankMemory:
             on_down=lambda _: self._down.set(),
         )
 
+    def layer_words(self) -> int:
+        """A descriptor of this rank's memory for its layer word (shared/kv/layer_words.py), the caller's to close.
+        Before stay_attached(); a successor of the mempool does not know it.
+
+        Raises: ResourceError when the pool refuses; ClusterError when it is gone.
+        """
+        reply, _, fds = self._link.call(wire.LayerWordsCall(call_id=0), timeout_ms=ATTACH_TIMEOUT_MS)
+        if not isinstance(reply, wire.LayerWords) or len(fds) != 1:
+            close_fds(fds)
+            raise ResourceError(f"the mempool sent no layer words: {reply}")
+        return fds[0]
+
     def stay_attached(self, slabs: "SlabUser | None" = None) -> None:
         """From now on attach to the mempool's successors too, on a thread of its own. After slab_fds().
 

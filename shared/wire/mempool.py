@@ -9,9 +9,8 @@ An engine either copies (it seals pages that it filled from a cache of its own) 
 (`works_in_pages`: its KV cache is the pool's memory). Of the latter, a page stays pinned from its grant until
 Unpin, sealed or not. Page lists travel as raw little-endian u32, epochs as u64, hashes as
 32 bytes each, inside `bytes` fields. Calls carry `call_id` and are answered once, with the same id.
-
-One-way, engine -> mempool: NeedPages, Writing, Sealed, Unpin, HandoffReady, GiveBack, Detach, Vacated. One-way,
-mempool -> engine: Granted, Shrink, Vacate.
+One-way, engine -> mempool: NeedPages, Writing, StepLayers, Sealed, LayersSealed, Unpin, HandoffReady, GiveBack,
+Detach, Vacated. One-way, mempool -> engine: Granted, Shrink, Vacate.
 
 Memory goes back to the system, and comes again, when a client says ReleaseMemory and RegainMemory. On GPUs a rank
 is told by Unmap and MapSlabs, and says Unmapped and Mapped; before its first Mapped it is told nothing.
@@ -24,6 +23,7 @@ from msgspec import Struct
 from shared.ids import Epoch, HandoffId, InstanceId, LeaseId
 from shared.kv.layout import EngineDescription
 from shared.wire.codec import Channel
+from shared.wire.mempool_layers import LayersSealed, LayerWords, LayerWordsCall, StepLayers
 
 
 class HeldLease(Struct, frozen=True, kw_only=True):
@@ -362,6 +362,8 @@ ToMempool = (
     | Writing
     | Sealed
     | Unpin
+    | StepLayers
+    | LayersSealed
     | HandoffReady
     | Acquire
     | Release
@@ -374,6 +376,7 @@ ToMempool = (
     | Vacated
     | Unmapped
     | Mapped
+    | LayerWordsCall
 )
 FromMempool = (
     Attached
@@ -389,6 +392,7 @@ FromMempool = (
     | Vacate
     | Unmap
     | MapSlabs
+    | LayerWords
     | CallFailed
 )
 

@@ -8,6 +8,7 @@ from services.mempool.core.actions import Action, CopyPages, CreateMemory, PoolL
 from services.mempool.core.mempool import Mempool
 from shared.errors import PeerProtocolError
 from shared.ids import HandoffId, InstanceId
+from shared.kv.layout import EngineDescription
 from shared.kv.page import PageState, unpack_word
 from shared.kv.words import u32_list
 from shared.wire import mempool as wire
@@ -43,8 +44,9 @@ class Spaces(Harness):
                 case CreateMemory():
                     self.spaces[action.space] = action
                 case CopyPages():
+                    ahead = action.cut is not None and action.cut.step > 0  # of the seal (layered.py)
                     for source in action.sources:
-                        assert self.state_in(*source) is PageState.SEALED
+                        assert ahead or self.state_in(*source) is PageState.SEALED
                     assert all(self.state_in(action.space, p) is PageState.WRITING for p in action.targets)
                     self.copies[action.copy_id] = action
             if hasattr(action, "words"):
@@ -58,12 +60,20 @@ class Spaces(Harness):
     def state_in(self, number: int, page: int) -> PageState:
         return unpack_word(self.words_of[number, page])[1]
 
-    def worker(self, connection: int, device: str, *, quota: int = 4, instance: str = "") -> None:
+    def worker(
+        self,
+        connection: int,
+        device: str,
+        *,
+        quota: int = 4,
+        instance: str = "",
+        description: EngineDescription = DESCRIPTION,
+    ) -> None:
         """A rank and its engine, which works in the pages."""
         name = InstanceId(instance or f"i{connection}")
-        rank = wire.Attach(kind="rank", instance=name, description=DESCRIPTION, device=device)
+        rank = wire.Attach(kind="rank", instance=name, description=description, device=device)
         self.run(self.core.on_attach(100 + connection, connection, rank, self.now_ms))
-        self.engine(connection, quota=quota, instance=name, works_in_pages=True)
+        self.engine(connection, quota=quota, instance=name, works_in_pages=True, description=description)
 
     def copied(self, **how: object) -> None:
         for copy_id, copy in list(self.copies.items()):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shared.ids import Epoch, PageId
+from shared.ids import Epoch, InstanceId, PageId
 from shared.kv.layout import EngineDescription
 from shared.wire.mempool import FromMempool
 from shared.wire.mempool_api import FromMempoolApi
@@ -34,10 +34,12 @@ class PoolLimits:
     )  # on their way out of one space; above it blocks are evicted uncopied
     out_timeout_ms: int = 500  # of a copy out: an engine may be waiting for its pages
     pd_caching: str = "3"  # a PdCaching (pd_caching.py)
+    transfer_mode: str = "by-request-agg"  # a TransferMode; by-layer needs the workers' word for each step
     idle_punch_ms: int = 30_000  # quiet for so long: memory of free pages goes back; 0: never
 
 
 NO_EPOCH = Epoch(0)
+NOBODY = InstanceId("")
 
 # In every action, `space` is the number of the space that it is about.
 
@@ -134,10 +136,26 @@ class OfferSlabs:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerCut:
+    """A copy goes layer by layer: each page begins with `num_layers` times `layer_bytes`.
+
+    With a `step` each layer waits until every rank of `instance` has written it in that step: its layer word says so
+    (shared/kv/layer_words.py).
+    """
+
+    num_layers: int
+    layer_bytes: int
+    instance: InstanceId = NOBODY
+    step: int = 0
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class CopyPages:
     """Copy whole pages, every rank's, into `targets` of `space`; answer with Mempool.on_copied, always.
 
-    `sources`: (space, page) for each target. They are sealed and pinned until the answer.
+    `sources`: (space, page) for each target. They are sealed and pinned until the answer, but for those of a LayerCut
+    with a step, which are being written.
     """
 
     copy_id: int
@@ -145,6 +163,18 @@ class CopyPages:
     targets: list[PageId]
     sources: list[tuple[int, PageId]]
     timeout_ms: int
+    cut: LayerCut | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SendLayerWords:
+    """Answer to LayerWordsCall of this rank: memory that is its own until its connection ends."""
+
+    connection: int
+    call_id: int
+    rank: int
+    instance: InstanceId
+    space: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +251,7 @@ Action = (
     | CopyPages
     | Send
     | SendSlabs
+    | SendLayerWords
     | ApiSend
     | Disconnect
     | AskPeer

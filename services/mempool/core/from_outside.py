@@ -39,7 +39,7 @@ class FromOutside(ABC):
     def on_peer_gone(self, link: int, now_ms: int) -> list[Action]:
         """A reader's connection ended."""
         self.serve.on_lost(link)
-        self.pulls.forget(-link)
+        self.pulls.forget(-link, now_ms)
         self._touch(*self.pools.values())
         return self._after(now_ms)
 

@@ -16,6 +16,7 @@ from services.mempool.core.attachments import Client
 from services.mempool.core.audience import Audience
 from services.mempool.core.dram import Dram
 from services.mempool.core.from_outside import FromOutside
+from services.mempool.core.layered import LayerPulls
 from services.mempool.core.leases import Fence
 from services.mempool.core.pool import Pool
 from services.mempool.core.pulls import Pulls, Reader
@@ -42,6 +43,7 @@ class Mempool(FromOutside):
             ""  # where mempools of other hosts reach this one; the shell sets it before it listens
         )
         self._space_of: dict[InstanceId, int] = {}
+        self.layers = LayerPulls(self.pulls, self.pools, self._space_of, self._touch)
         self._clients: dict[int, InstanceId] = {}  # by connection
         self._members: dict[int, int] = {}  # connection of an engine or rank -> its space
         self._touched: dict[int, Pool] = {}  # by number: by answers since the last actions
@@ -158,7 +160,7 @@ class Mempool(FromOutside):
         """A connection ended, by either side. Unknown ones are ignored."""
         self._clients.pop(connection, None)
         self._members.pop(connection, None)
-        self.pulls.forget(connection)
+        self.pulls.forget(connection, now_ms)
         self.remote.forget(connection)
         actions: list[Action] = []
         for pool in self.pools.values():
@@ -212,6 +214,8 @@ class Mempool(FromOutside):
                 self.pulls.push_back.on_sealed(pool, message)
             case wire.ReleaseMemory() | wire.RegainMemory():
                 self._change_memory(pool, connection, message, now_ms)
+            case wire.StepLayers() | wire.LayersSealed():
+                self.layers.on_message(pool, connection, message, now_ms)
             case wire.StatusCall():
                 actions += pool.tell(connection, self.status(message.call_id))
             case _:
@@ -276,7 +280,7 @@ class Mempool(FromOutside):
         pool.answer(reader.connection, reader.instance, reader.call, now_ms, reader.came)
         self._touch(pool)
         if reader.call.handoff_id:
-            self.pulls.push_back.taken(reader.call.handoff_id, pool, reader.hashes)
+            self.pulls.taken(reader.call.handoff_id, pool, reader.hashes)
             for other in self.pools.values():
                 if other is not pool:
                     other.leases.close_handoff(reader.call.handoff_id)
@@ -338,7 +342,7 @@ class Mempool(FromOutside):
         """Copies that can begin now, behind the words of their pages; and what answers have caused."""
         copies: list[Action] = []
         self.pulls.push_back.advance(now_ms)
-        if self.pulls.pulls:
+        if self.pulls.has_work():
             copies = self.pulls.advance(now_ms)
             self._touch(*self.pools.values())
         if self.remote.pulls:

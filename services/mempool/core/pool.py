@@ -100,6 +100,8 @@ class Pool(Attachments):
                 self._sends += space.send_slabs(self.memory, self.number, connection, message)
             case wire.Unmapped() | wire.Mapped():
                 self._on_rank_message(connection, message)
+            case wire.LayerWordsCall():
+                self._sends += space.send_layer_words(self.memory, self.number, connection, message)
             case wire.Attach():
                 raise PeerProtocolError("attached already")
             case _:

@@ -11,13 +11,15 @@ A reader never waits longer than it asked to: it is answered with what is there,
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from services.mempool.core.actions import Action, CopyPages, PoolLimits
+from services.mempool.core.actions import Action, CopyPages, LayerCut, PoolLimits
 from services.mempool.core.attachments import Claim
 from services.mempool.core.entry import Entry
 from services.mempool.core.pd_caching import PdCaching, PushBack
 from services.mempool.core.pool import Pool
-from shared.ids import BlockHash, InstanceId
+from shared.ids import BlockHash, HandoffId, InstanceId
+from shared.kv.transfer_mode import TransferMode
 from shared.wire.mempool import Acquire
 
 ASK_AGAIN_MS = 50
@@ -47,8 +49,35 @@ class Pull:
     until_ms: int  # for pages to copy into
     readers: list[Reader] = field(default_factory=list)
     copying: bool = False
-    is_push: bool = False  # blocks that D completed, on their way back (pd_caching.py)
+    is_push: bool = (
+        False  # nobody asked for it: blocks that D completed (pd_caching.py), or layers (layered.py)
+    )
+    is_counted: bool = True  # of pushes: by pd_caching.py
+    handoff_id: HandoffId | None = None  # of pushes: whose reader will want what they bring
     ask_ms: int = 0  # when engines are asked for pages again
+    hashes: list[BlockHash] = field(default_factory=list)  # of the blocks that it brings
+
+
+class Layered(Protocol):
+    """LayerPulls of layered.py, which knows this module."""
+
+    def has(self, pull: Pull) -> bool: ...
+
+    def advance(self, now_ms: int) -> None: ...
+
+    def next_deadline_ms(self) -> int | None: ...
+
+    def start(self, pull: Pull, now_ms: int) -> CopyPages: ...
+
+    def on_copied(self, pull: Pull, now_ms: int) -> None: ...
+
+    def ended(self, pull: Pull) -> None: ...
+
+    def forget(self, connection: int, now_ms: int) -> None: ...
+
+    def hold(self, handoff_id: HandoffId, pool: Pool, entries: Sequence[Entry], now_ms: int) -> None: ...
+
+    def let_go(self, handoff_id: HandoffId) -> None: ...
 
 
 class Pulls:
@@ -68,14 +97,16 @@ class Pulls:
         counters: Counter[str],
         numbers: Iterator[int],
     ) -> None:
-        self._limits = limits
+        self.limits = limits
         self._pools = pools
         self._answer = answer
-        self._counters = counters
-        self._numbers = numbers
+        self.counters = counters
+        self._by_layers = limits.transfer_mode == TransferMode.BY_REQUEST
+        self.numbers = numbers
         self.pulls: dict[int, Pull] = {}
         self._arriving: dict[tuple[int, BlockHash], Pull] = {}
-        self.push_back = PushBack(PdCaching(limits.pd_caching), pools, self._push, counters)
+        self.push_back = PushBack(PdCaching(limits.pd_caching), pools, self.push, counters)
+        self.layers: Layered | None = None  # they set it
 
     def elsewhere(
         self, pool: Pool, hashes: Sequence[BlockHash], *, for_handoff: bool = False
@@ -112,13 +143,13 @@ class Pulls:
             return True
         sources = self.elsewhere(pool, missing, for_handoff=bool(reader.call.handoff_id))
         most = pool.memory.table.num_pages - len(own)
-        if not sources or len(sources) > most or self._num_readers() >= self._limits.max_waiting:
+        if not sources or len(sources) > most or self._num_readers() >= self.limits.max_waiting:
             return False
         pool.index.pin(own)
         pull = self._begin(pool, own, sources, reader.until_ms)
         pull.readers.append(reader)
         pull.ask_ms = now_ms + ASK_AGAIN_MS
-        self._counters["pulls"] += 1
+        self.counters["pulls"] += 1
         return True
 
     def _begin(
@@ -134,27 +165,58 @@ class Pulls:
             source.index.pin([entry])
         # not before the pins: to make room, it may have blocks leave for the host memory that has the sources
         claim = pool.claim(len(sources), ask=ask)
-        number = next(self._numbers)
+        number = next(self.numbers)
         pull = self.pulls[number] = Pull(number, pool, own, sources, claim, until_ms)
-        for _, entry in sources:
-            self._arriving[pool.number, entry.block_hash] = pull
+        self._expect(pull, [entry.block_hash for _, entry in sources])
         return pull
 
-    def _push(self, source: Pool, target: Pool, hashes: Sequence[BlockHash], now_ms: int) -> int:
-        """PushBack's: nobody waits for it, and no engine is asked for pages."""
+    def _expect(self, pull: Pull, hashes: Sequence[BlockHash]) -> None:
+        pull.hashes = list(hashes)
+        self._arriving.update(((pull.pool.number, block_hash), pull) for block_hash in hashes)
+
+    def push(
+        self,
+        source: Pool,
+        target: Pool,
+        hashes: Sequence[BlockHash],
+        now_ms: int,
+        *,
+        handoff_id: HandoffId | None = None,
+    ) -> int:
+        """Nobody waits for it, and no engine is asked for pages. How many blocks it brings.
+
+        Args: handoff_id: none for what PushBack counts.
+        """
         found = [
             (source, entry)
             for h in hashes
-            if (entry := source.index.get(h)) is not None
-            and h not in target.index
-            and (target.number, h) not in self._arriving
+            if (entry := source.index.get(h)) is not None and self.is_new(target, h)
         ]
         if not found or target.memory is None or len(found) > target.memory.table.num_pages:
             return 0
-        pull = self._begin(target, [], found, now_ms + self._limits.pull_patience_ms, ask=False)
-        pull.is_push = True
-        self._counters["push_backs"] += 1
+        pull = self._begin(target, [], found, now_ms + self.limits.pull_patience_ms, ask=False)
+        pull.is_push, pull.is_counted, pull.handoff_id = True, handoff_id is None, handoff_id
+        self.counters["push_backs"] += pull.is_counted
         return len(found)
+
+    def is_new(self, target: Pool, block_hash: BlockHash) -> bool:
+        """Whether the block is neither there nor on its way there."""
+        return block_hash not in target.index and (target.number, block_hash) not in self._arriving
+
+    def add(self, pull: Pull, hashes: Sequence[BlockHash]) -> None:
+        """One that `layers` has begun; it brings these."""
+        self.pulls[pull.number] = pull
+        self._expect(pull, hashes)
+
+    def taken(self, handoff_id: HandoffId, pool: Pool, hashes: Sequence[BlockHash]) -> None:
+        """The reader of a handoff has its answer, and what is in it is leased."""
+        self.push_back.taken(handoff_id, pool, hashes)
+        if self.layers is not None:
+            self.layers.let_go(handoff_id)
+
+    def has_work(self) -> bool:
+        """Whether advance() may have something to do."""
+        return bool(self.pulls) or (self.layers is not None and self.layers.next_deadline_ms() is not None)
 
     def _num_readers(self) -> int:
         return sum(len(pull.readers) for pull in self.pulls.values())
@@ -162,41 +224,52 @@ class Pulls:
     def advance(self, now_ms: int) -> list[Action]:
         """After every event: start what has its pages, give up what waited too long for them."""
         out: list[Action] = []
+        if self.layers is not None:
+            self.layers.advance(now_ms)
         for pull in [p for p in self.pulls.values() if not p.copying]:
             if not pull.claim.lacking:
                 pull.copying = True
                 pull.pool.begin_writing(pull.claim)
-                out.append(
-                    CopyPages(
-                        pull.number,
-                        pull.pool.number,
-                        list(pull.claim.pages),
-                        [(source.number, entry.page) for source, entry in pull.sources],
-                        self._limits.copy_timeout_ms,
-                    )
-                )
+                out.append(self._start(pull, now_ms))
             elif now_ms >= pull.until_ms:
-                self._counters["pulls_without_pages"] += 1
+                self.counters["pulls_without_pages"] += 1
                 pull.pool.cancel(pull.claim)
-                self._end(pull, now_ms)
+                self.end(pull, now_ms)
             elif now_ms >= pull.ask_ms and not pull.is_push:
                 pull.ask_ms = now_ms + ASK_AGAIN_MS
                 pull.pool.ask_again(pull.claim)
         return out
 
+    def _start(self, pull: Pull, now_ms: int) -> CopyPages:
+        if self.layers is not None and self.layers.has(pull):
+            return self.layers.start(pull, now_ms)
+        sources = [(source.number, entry.page) for source, entry in pull.sources]
+        cut = None
+        if self._by_layers and not any(source.is_dram for source, _ in pull.sources):
+            cut = cut_of(pull.pool, [source for source, _ in pull.sources])
+        return CopyPages(
+            pull.number, pull.pool.number, list(pull.claim.pages), sources, self.limits.copy_timeout_ms, cut
+        )
+
     def on_copied(self, copy_id: int, *, failed: bool, in_doubt: Collection[int], now_ms: int) -> None:
         """The copy has ended. A failed one may still write the pages `in_doubt`, until settled."""
         pull = self.pulls[copy_id]
         pool, claim = pull.pool, pull.claim
+        if not failed and self.layers is not None and self.layers.has(pull):
+            self.layers.on_copied(pull, now_ms)
+            return
         if not failed:
             entries = [
                 Entry(e.block_hash, e.parent, page, e.valid_tokens, e.checksum)
                 for (_, e), page in zip(pull.sources, claim.pages, strict=True)
             ]
-            pool.take_in(entries)
-            self._counters["blocks_pushed_back" if pull.is_push else "blocks_pulled"] += len(entries)
+            here = pool.take_in(entries)
+            if pull.handoff_id is not None and self.layers is not None:
+                self.layers.hold(pull.handoff_id, pool, here, now_ms)
+            is_return = pull.is_push and pull.is_counted
+            self.counters["blocks_pushed_back" if is_return else "blocks_pulled"] += len(entries)
             from_dram = sum(source.is_dram for source, _ in pull.sources)
-            self._counters["blocks_pulled_from_dram"] += from_dram
+            self.counters["blocks_pulled_from_dram"] += from_dram
             for reader in pull.readers:
                 reader.came["dram"] += from_dram
                 reader.came["peer"] += len(entries) - from_dram
@@ -204,15 +277,17 @@ class Pulls:
             pool.quarantine([page for page in claim.pages if page in in_doubt])
             claim.pages = [page for page in claim.pages if page not in in_doubt]
             pool.cancel(claim)
-        self._counters["pulls_failed"] += failed
-        self._end(pull, now_ms)
+        self.counters["pulls_failed"] += failed
+        self.end(pull, now_ms)
 
-    def _end(self, pull: Pull, now_ms: int) -> None:
+    def end(self, pull: Pull, now_ms: int) -> None:
         """Answer its readers before its pins go: what was copied stays long enough for them."""
         del self.pulls[pull.number]
-        for _, entry in pull.sources:
-            if self._arriving.get((pull.pool.number, entry.block_hash)) is pull:
-                del self._arriving[pull.pool.number, entry.block_hash]
+        for block_hash in pull.hashes:
+            if self._arriving.get((pull.pool.number, block_hash)) is pull:
+                del self._arriving[pull.pool.number, block_hash]
+        if self.layers is not None:
+            self.layers.ended(pull)
         for reader in pull.readers:
             if pull.is_push and self.want(pull.pool, reader, now_ms):
                 continue  # it wants more than what came
@@ -220,17 +295,35 @@ class Pulls:
         pull.pool.index.unpin(pull.own)
         for source, entry in pull.sources:
             source.index.unpin([entry])
-        if pull.is_push:
+        if pull.is_push and pull.is_counted:
             self.push_back.ended(pull.sources[0][0], pull.pool)
         for dram in {source for source, _ in pull.sources if source.is_dram}:
             came = [e for s, e in pull.sources if s is dram and e.block_hash in pull.pool.index]
             dram.index.age(came)  # the first to go: it leaves its new place without a copy
 
-    def forget(self, connection: int) -> None:
+    def forget(self, connection: int, now_ms: int) -> None:
         """The connection closed: nobody wants these answers. What is on its way still comes."""
+        if self.layers is not None:
+            self.layers.forget(connection, now_ms)
         for pull in self.pulls.values():
             pull.readers = [reader for reader in pull.readers if reader.connection != connection]
 
     def next_deadline_ms(self) -> int | None:
         """When advance() has something to do without an event."""
-        return min((min(p.until_ms, p.ask_ms) for p in self.pulls.values() if not p.copying), default=None)
+        due = [
+            p.until_ms if p.is_push else min(p.until_ms, p.ask_ms)
+            for p in self.pulls.values()
+            if not p.copying
+        ]
+        if self.layers is not None and (later := self.layers.next_deadline_ms()) is not None:
+            due.append(later)
+        return min(due, default=None)
+
+
+def cut_of(target: Pool, sources: Sequence[Pool]) -> LayerCut | None:
+    """How blocks of these spaces go to `target` layer by layer; None where pages are not alike, or no layers apart."""
+    memory = target.memory
+    if memory is None or not memory.layer_bytes:
+        return None
+    keys = {source.memory.content_key for source in sources if source.memory is not None}
+    return LayerCut(memory.num_layers, memory.layer_bytes) if keys == {memory.content_key} else None

@@ -184,7 +184,8 @@ class Releases:
             left = self.vacating.get(page // self.pages_per_unit)
             if left is not None:
                 left.discard(page)
-        whole = sorted(unit for unit, left in self.vacating.items() if not left)
+        read = {page // self.pages_per_unit for page in self._memory.read_early}
+        whole = sorted(unit for unit, left in self.vacating.items() if not left and unit not in read)
         if not whole:
             return
         mappers = self.mappers if self._memory.pages_per_slab else set[int]()

@@ -5,14 +5,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from services.mempool.core.actions import Action, CreateSlabs, PoolLimits, SendSlabs
+from services.mempool.core.actions import Action, CreateSlabs, PoolLimits, SendLayerWords, SendSlabs
 from services.mempool.core.engines import Engines
 from services.mempool.core.entry import Entry
 from services.mempool.core.page_table import PageTable
 from shared.errors import PeerProtocolError
 from shared.ids import Epoch
 from shared.kv.layout import EngineDescription, may_share_slabs, num_slabs, page_bytes_for, slab_plan
-from shared.wire.mempool import Attach, PoolStatus, SlabsCall, SpaceStatus
+from shared.kv.transfer_mode import layer_bytes_of
+from shared.wire.mempool import Attach, LayerWordsCall, PoolStatus, SlabsCall, SpaceStatus
 
 MAX_SLABS_PER_CALL = 128
 # of one rank: each is a descriptor in the keeper and an import in every process (the cost is per handle, not per byte)
@@ -35,6 +36,10 @@ class Memory:
     devices: dict[int, str] = field(default_factory=dict)  # of each rank that has attached, on GPUs
     num_slabs: int = 0  # of each rank
     num_ranks: int = 1
+    num_layers: int = 0
+    layer_bytes: int = 0  # of one layer in a page; 0: layers do not follow each other there
+    # pages that copies read before they are sealed (layered.py), how often: whatever becomes of them, they stay mapped
+    read_early: Counter[int] = field(default_factory=Counter)
 
     @property
     def is_dram(self) -> bool:
@@ -141,6 +146,8 @@ def _memory(
         if planned.pages_per_slab
         else 0,
         num_ranks=planned.num_ranks,
+        num_layers=description.num_layers,
+        layer_bytes=layer_bytes_of(description),
     )
 
 
@@ -173,6 +180,16 @@ def send_slabs(memory: Memory | None, number: int, connection: int, call: SlabsC
     if not (call.first >= 0 and 0 < call.count <= MAX_SLABS_PER_CALL and call.first + call.count <= count):
         raise PeerProtocolError(f"slabs {call.first} and {call.count} more of {count}")
     return [SendSlabs(connection, call.call_id, rank.number, call.first, call.count, number)]
+
+
+def send_layer_words(
+    memory: Memory | None, number: int, connection: int, call: LayerWordsCall
+) -> list[Action]:
+    """Raises: PeerProtocolError when it is no rank's connection."""
+    rank = memory.engines.ranks.get(connection) if memory is not None else None
+    if rank is None:
+        raise PeerProtocolError("only ranks ask for layer words")
+    return [SendLayerWords(connection, call.call_id, rank.number, rank.instance, number)]
 
 
 def of_space(number: int, memory: Memory | None, num_indexed: int, num_pinned: int) -> SpaceStatus | None:
