@@ -32,7 +32,7 @@ _held_blocks = gauge(
 )
 _ignored = gauge("quire_prompttree_ignored_blocks", "Blocks beyond the bound, never published.", ("owner",))
 
-Verdict = Literal["ok", "lost", "stale"]
+Verdict = Literal["ok", "lost", "stale", "covered"]
 
 
 class PromptTreePublisher:
@@ -40,7 +40,8 @@ class PromptTreePublisher:
 
     One call to Redis per batch, one at a time. Whatever makes Redis' state doubtful (an error, a reconnect, a
     count that differs, an evicted set) ends in a new publication of all that is held. An owner of the same name
-    with a larger epoch ends this one for good: on_stale() runs once.
+    with a larger epoch ends this one for good: on_stale() runs once. While a mempool's space speaks for the owner
+    (scripts.py, "covered") nothing is written, and each beat asks whether it still does.
 
     Args:
         owner: the instance, or the space's name, without spaces in it.
@@ -65,6 +66,7 @@ class PromptTreePublisher:
             raise ValueError(f"ttl_s={ttl_s} must be at least three beats of {beat_ms} ms")
         self.held = held or HeldBlocks()
         self.stale = False
+        self.covered = False
         self._owner = owner
         self._epoch = epoch
         self._table = table
@@ -74,6 +76,7 @@ class PromptTreePublisher:
         self._on_stale = on_stale
         self._tag = ""
         self._num_beats = 0
+        self._asks_again = False  # although it was covered
         self._held_blocks = _held_blocks.labels(owner)
         self._ignored = _ignored.labels(owner)
         self._link = RedisLink(redis_url, on_up=self._reconnected)
@@ -83,7 +86,7 @@ class PromptTreePublisher:
     @property
     def in_sync(self) -> bool:
         """Whether Redis has been told everything."""
-        return self._link.up and self.held.claimed and self.held.num_pending == 0
+        return self._link.up and (self.covered or (self.held.claimed and self.held.num_pending == 0))
 
     def open(self) -> None:
         """Start connecting and publishing. Never waits."""
@@ -126,6 +129,7 @@ class PromptTreePublisher:
         if epoch != self._epoch:
             self._epoch = epoch
             self.stale = False
+            self._asks_again = True
             self.held.lost()
             self._wake.set()
 
@@ -137,6 +141,7 @@ class PromptTreePublisher:
 
     def _reconnected(self) -> None:
         self.held.lost()  # it may be another server, an empty one, or have missed the last call
+        self._asks_again = True
         self._wake.set()
 
     async def _run(self) -> None:
@@ -167,8 +172,12 @@ class PromptTreePublisher:
                 await asyncio.sleep(BATCH_WINDOW_MS / 1000)
 
     async def _catch_up(self) -> None:
-        if not self.held.claimed and not await self._claim():
-            return
+        if not self.held.claimed:
+            if self.covered and not self._asks_again:
+                return
+            self._asks_again = False
+            if not await self._claim():
+                return
         while (batch := self.held.next_batch()) is not None:
             verdict = await self._call(WRITE, self._tag, batch.stored, batch.removed)
             if verdict != b"ok":
@@ -184,6 +193,7 @@ class PromptTreePublisher:
         if verdict != b"ok" or epoch != self._epoch:  # renewed meanwhile: claim again
             self._end_publication(verdict)
             return False
+        self.covered = False
         self.held.on_claimed()
         self._told_row = row
         _claims.inc()
@@ -191,6 +201,9 @@ class PromptTreePublisher:
         return True
 
     async def _beat(self) -> None:
+        if self.covered:
+            self._asks_again = True
+            self._wake.set()
         if not self._link.up or self.stale or not self.held.claimed:
             return
         self._num_beats += 1
@@ -221,6 +234,11 @@ class PromptTreePublisher:
 
     def _end_publication(self, verdict: bytes | int) -> None:
         self.held.lost()
+        was_covered, self.covered = self.covered, verdict == b"covered"
+        if self.covered:
+            if not was_covered:
+                _log.info("prompt_tree_covered", owner=self._owner, num_blocks=len(self.held))
+            return
         if verdict != b"stale":
             self._wake.set()
             return

@@ -14,6 +14,9 @@ A space of a GPU may have host memory behind it (`behind` names that space's row
 leave a space leaves first and go there, so the two together hold prefixes, while the host memory alone may lack
 their heads: the look-up goes on in it from where the space ends.
 
+An engine that works in the pages of a space holds nothing that the space does not: once the space's row names it as
+"hbm", its own tree is *covered*, and withdrawn. Should the space's entries end, the engine publishes its own again.
+
 Block hashes are chained over the prefix and seeded by the model's fingerprint and the tenant's salt, so one
 flat space serves all models and tenants. 16 of their 32 bytes are kept: hits are hints, and bytes of KV are
 used only after the owner matched the whole hash. Why sets: 256 blocks are one SADD (85 us, 40 B a block);
@@ -51,6 +54,27 @@ local function check(owner, epoch, tag)
   if row_epoch(row) > tonumber(epoch) then return 'stale' end
   if sub(row, 1, 16) ~= tag or call('EXISTS', held(owner, tag)) == 0 then return 'lost' end
   return 'ok', row
+end
+"""
+
+# Whether a space speaks for an engine. The separator is hits.py's.
+_COVERED = """
+local function covered(owner)
+  if ARGV[1] ~= 'owners' then return false end
+  local rows = call('HGETALL', 'quire:pt:spaces')
+  for r = 1, #rows, 2 do
+    local audience = string.match(rows[r + 1], '^%x+ %d+ %S+ (.*)$')
+    if audience and string.find('\\31' .. audience .. '\\31', '\\31h' .. owner .. '\\31', 1, true)
+      and call('EXISTS', held(rows[r], sub(rows[r + 1], 1, 16))) == 1 then
+      return true
+    end
+  end
+  return false
+end
+local function withdraw(owner, row)
+  call('UNLINK', held(owner, sub(row, 1, 16)))
+  call('HDEL', 'quire:pt:' .. ARGV[1], owner)
+  call('INCR', VERSION)
 end
 """
 
@@ -125,18 +149,20 @@ return {engines, spaces, tonumber(call('GET', VERSION) or 0)}
 """
 )
 
-# ARGV: table, owner, epoch, tag, ttl_s, rest of the row. Begins a publication and ends the owner's last one.
+# ARGV: table, owner, epoch, tag, ttl_s, rest of the row. Begins a publication and ends the owner's last one; 'covered':
+# there is none to begin.
 CLAIM = Script(
     _COMMON
+    + _COVERED
     + """
 local ROWS = 'quire:pt:' .. ARGV[1]
 local owner, epoch, tag, ttl, rest = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local row = call('HGET', ROWS, owner)
 if row then
   if row_epoch(row) > tonumber(epoch) then return 'stale' end
-  call('UNLINK', held(owner, sub(row, 1, 16)))
-  call('INCR', VERSION)
+  withdraw(owner, row)
 end
+if covered(owner) then return 'covered' end
 call('HSET', ROWS, owner, tag .. ' ' .. epoch .. ' ' .. rest)
 call('SADD', held(owner, tag), 'marker')
 call('EXPIRE', held(owner, tag), ttl)
@@ -163,12 +189,18 @@ return 'ok'
 
 # ARGV: table, owner, epoch, tag, ttl_s, rest of the row, "1" to sweep. Reply: number of blocks held, so that the
 # owner notices a difference. A sweep drops rows of owners whose sets are gone; one that lives after all claims again.
+# 'covered': the publication is over, nobody needs it.
 BEAT = Script(
     _COMMON
     + _GUARD
+    + _COVERED
     + """
 local verdict, row = check(ARGV[2], ARGV[3], ARGV[4])
 if verdict ~= 'ok' then return verdict end
+if covered(ARGV[2]) then
+  withdraw(ARGV[2], row)
+  return 'covered'
+end
 local key = held(ARGV[2], ARGV[4])
 call('EXPIRE', key, ARGV[5])
 local now = ARGV[4] .. ' ' .. ARGV[3] .. ' ' .. ARGV[6]

@@ -100,6 +100,46 @@ async def test_host_memory_that_lacks_the_head_of_a_prefix_is_reached_through_it
     assert await client.lookup(prompt, 1) == [PrefixHit("p0", 5), PrefixHit("p0", 20, "dram")]
 
 
+async def test_an_engine_in_the_pages_of_a_space_writes_nothing_twice(redis, opened):
+    client = await make_client(redis.url, opened)
+    link = await make_link(redis, opened)
+    prompt, beat = chain(20), {"ttl_s": 1, "beat_ms": 100}
+    both = pack_audience({"p0": "hbm", "d0": "dram"})
+    engine = await publish(redis, opened, "p0", prompt[:8], **beat)
+    copying = await publish(redis, opened, "d0", prompt[:8], "decode", **beat)
+    space = await publish(redis, opened, "pool/0", prompt[:8], f"{NONE_BEHIND} {both}", table=SPACES, **beat)
+    await until(lambda: engine.covered)
+    assert await link.call("HKEYS", "quire:pt:owners", timeout_ms=1_000) == [b"d0"]
+    assert await client.lookup(prompt, 1) == [PrefixHit("d0", 8), PrefixHit("p0", 8)]
+    for publisher in (engine, space):
+        publisher.stored(prompt[8:16])
+    await until(lambda: space.in_sync)
+    await asyncio.sleep(0.3)  # some beats
+    assert await link.call("HKEYS", "quire:pt:owners", timeout_ms=1_000) == [b"d0"]
+    assert engine.in_sync
+    assert set(await client.lookup(prompt, 1)) >= {PrefixHit("p0", 16)}
+    assert not copying.covered
+    assert copying.held.num_claims == 1
+
+
+async def test_an_engine_publishes_again_when_the_space_is_gone_and_under_its_epoch(redis, opened):
+    client = await make_client(redis.url, opened)
+    prompt, beat = chain(20), {"ttl_s": 1, "beat_ms": 100}
+    audience = pack_audience({"p0": "hbm"})
+    space = await publish(
+        redis, opened, "pool/0", prompt[:8], f"{NONE_BEHIND} {audience}", table=SPACES, **beat
+    )
+    engine = await publish(redis, opened, "p0", prompt[:8], **beat)
+    assert engine.covered
+    engine.stored(prompt[8:12])
+    await space.close()
+    await until(lambda: not engine.covered and engine.in_sync)
+    assert await client.lookup(prompt, 1) == [PrefixHit("p0", 12)]
+    engine.renew(2)
+    await until(lambda: engine.held.num_claims == 2 and engine.in_sync)
+    assert await client.lookup(prompt, 1) == [PrefixHit("p0", 12)]
+
+
 async def test_a_row_is_changed_without_a_new_publication(redis, opened):
     client = await make_client(redis.url, opened)
     prompt = chain(4)
