@@ -1,6 +1,7 @@
 """vAttention, Figures 2, 3 and 7 to 15: attention with and without a block table, and what mapping costs."""
 
 from collections.abc import Mapping
+from functools import partial
 from statistics import mean, median
 from typing import Any
 
@@ -186,46 +187,39 @@ def batch_sizes(result: Result) -> Figure:
 CONTIGUOUS = "h200-contiguous"
 NOT_YET = "no result file h200-contiguous yet: it needs an H200, `make measure NAME=h200-contiguous`."
 SHAPE = "8B shape, random weights, one H200, FlashAttention-3 unless named"
+_contiguous = partial(Sheet, needs=(CONTIGUOUS,), reason=NOT_YET)
 SHEETS = (
-    Sheet(
+    _contiguous(
         "vattention-02",
         "vAttention Figure 2: what a block table costs prefill kernels",
         ours=f"one layer's prefill over each cache; {SHAPE}.",
         paper="paged FlashAttention-2 up to 37%, FlashInfer up to 42% slower than without pages (A100).",
         differs="FlashAttention-3 has had its own paged kernel since; FlashInfer is not in the run.",
-        needs=(CONTIGUOUS,),
         draw=prefill_overhead,
-        reason=NOT_YET,
     ),
-    Sheet(
+    _contiguous(
         "vattention-03",
         "vAttention Figure 3: decode by block size",
         ours=f"all layers of one decode step; {SHAPE}.",
         paper="vLLM's own paged kernel is up to 1.9 times slower with blocks of 64 and 128 than of 16.",
         differs="that kernel is not in vLLM 0.26 any more; its Triton kernel and FlashAttention-3 are shown.",
-        needs=(CONTIGUOUS,),
         draw=decode_blocks,
-        reason=NOT_YET,
     ),
-    Sheet(
+    _contiguous(
         "vattention-07",
         "vAttention Figure 7: prefill throughput of the server",
         ours=f"prompt tokens over time to first token, one prompt at a time, eager; {SHAPE}.",
         paper="vAttention 1.24 to 1.26 times paged FlashAttention-2 at 192K tokens, equal for short prompts.",
         differs="one model shape; up to 128K tokens.",
-        needs=(CONTIGUOUS,),
         draw=prefill_serving,
-        reason=NOT_YET,
     ),
-    Sheet(
+    _contiguous(
         "vattention-08",
         "vAttention Figure 8: decode throughput of the server",
         ours=f"tokens/s of the batch, from the median gap between outputs, eager; {SHAPE}.",
         paper="vAttention equals the best paged kernel and is up to 1.99 times vLLM's.",
         differs="vLLM 0.26 uses FlashAttention-3 with blocks; its old kernel is gone.",
-        needs=(CONTIGUOUS,),
         draw=decode_serving,
-        reason=NOT_YET,
     ),
     Sheet(
         "vattention-09",
@@ -246,16 +240,14 @@ SHEETS = (
         reason="the data set (arXiv-Summarization) is not at hand, and the load runs for hours at 0.1 to "
         "0.3 requests/s.",
     ),
-    Sheet(
+    _contiguous(
         "vattention-11",
         "vAttention Figure 11: another library's kernel by changing the call",
         ours=f"one layer's prefill from slots with unmodified kernels of two libraries, and blocks of 16; {SHAPE}.",
         paper="offline throughput on H100: FlashAttention-3 up to 1.35 times FlashAttention-2, both on "
         "vAttention.",
         differs="the kernels alone instead of a whole offline run.",
-        needs=(CONTIGUOUS,),
         draw=libraries,
-        reason=NOT_YET,
     ),
     Sheet(
         "vattention-12",
@@ -286,15 +278,13 @@ SHEETS = (
         also=("h200-slot-mapping",),
         draw=prefill_mapping,
     ),
-    Sheet(
+    _contiguous(
         "vattention-14",
         "vAttention Figure 14: page size and the attention kernel",
         ours=f"slots in pages of 8 MiB (token-major) and 2 MiB (layer-major), and plain memory; {SHAPE}.",
         paper="kernels are as fast with pages of 64 KiB as of 2 MiB.",
         differs="64 KiB needs a modified driver; the two layouts differ in strides too.",
-        needs=(CONTIGUOUS,),
         draw=page_sizes,
-        reason=NOT_YET,
     ),
     Sheet(
         "vattention-15",
