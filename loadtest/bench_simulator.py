@@ -1,12 +1,12 @@
 """How wrong is the simulator: the real CPU cluster and a simulated one, the same requests at the same times.
 
-    python -m loadtest.bench_simulator [--quick] [--requests 60] [--rates 1,4]      writes results/simulator.json
+    python -m loadtest.bench_simulator [--quick] [--rounds 3] [--rates 1,4]      writes results/simulator.json
 
-One prefill and one decode worker with vLLM and the demo model (`quire up`, policy cost). A calibration run (its own
-requests, at --calibration-rate) comes first and last. From these two come, and from nothing else: the prompts' times (a
-line through what the coefficients of the prefill worker predict and what receipts say), the factor of decode steps, and
-what a request takes beyond its steps (gateway, scheduler, messages, hand-off, client). Between them, per rate,
-documents with questions (LooGLE-like) are sent open-loop, and to the simulator the same at the same times.
+One prefill and one decode worker with vLLM and the demo model (`quire up`, policy cost). Documents with questions
+(LooGLE-like) are sent open-loop at every rate, and to the simulator the same at the same times. In turns with them come
+calibration runs, with requests of their own at --calibration-rate. From these come, and from nothing else: the prompts'
+times (a line through what the coefficients of the prefill worker predict and what receipts say), the factor of decode
+steps, and what a request takes beyond its steps (gateway, scheduler, messages, hand-off, client).
 Both engines share the machine's cores, which the simulator does not model: run it on an otherwise idle machine.
 """
 
@@ -229,27 +229,40 @@ def workload(num_requests: int, rate: float, seed: int, *salt: object) -> list[R
     return salted(build("loogle", options), *salt)
 
 
-def measure(options: argparse.Namespace, cluster: LocalityCluster) -> list[dict[str, Any]]:
-    """Half of the calibration, every rate, the other half: other work on the machine disturbs all of it alike.
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One run of the real cluster. rate: 0: of the calibration."""
 
-    The simulator is told nothing of the rates' runs.
+    rate: float
+    requests: list[Request]
+    real: list[Outcome]
+
+
+def measure(options: argparse.Namespace, cluster: LocalityCluster) -> list[dict[str, Any]]:
+    """Calibration and rates in turns, so that what else the machine does disturbs all alike; then the simulator.
+
+    It is told nothing of the rates' runs.
     """
     cluster.run(workload(WARM_REQUESTS, WARM_RATE, 99, "warm"), is_measured=False)
     coefficients = coefficients_of(cluster.costs())
-    runs: list[tuple[float, list[Request], list[Outcome]]] = []
-    for number, rate in enumerate([0.0, *options.rates, 0.0]):
-        seed = CALIBRATION_SEED + number if not rate else options.seed
+    runs: list[Sent] = []
+    for number, rate in enumerate([*[0.0, *options.rates] * options.rounds, 0.0]):
+        seed = (options.seed if rate else CALIBRATION_SEED) + number
         requests = workload(options.requests, rate or options.calibration_rate, seed, rate, number)
-        runs.append((rate, requests, cluster.run(requests)))
-        print(f"rate {rate or options.calibration_rate:g}: {figures(runs[-1][2])}", flush=True)
-    found = calibrate(coefficients, [(requests, real) for rate, requests, real in runs if not rate])
-    kept = {"coefficients": msgspec.to_builtins(coefficients)}
-    kept |= {"real": [figures(real) for rate, _, real in runs if not rate]}
+        runs.append(Sent(rate, requests, cluster.run(requests)))
+        word = f"rate {rate:g}" if rate else "calibration"
+        print(f"{word}: {figures(runs[-1].real)}", flush=True)
+    known = [run for run in runs if not run.rate]
+    found = calibrate(coefficients, [(run.requests, run.real) for run in known])
+    kept = {"coefficients": msgspec.to_builtins(coefficients), "real": [figures(run.real) for run in known]}
     samples = [{"part": "calibration", **asdict(found), **kept}]
     print(f"calibrated at {options.calibration_rate:g}/s: {found}", flush=True)
-    for rate, requests, real in (run for run in runs if run[0]):
-        samples.append(compare(rate, real, simulated(requests, coefficients, found)))
-        print(f"rate {rate:g}: simulated {samples[-1]['simulated']}", flush=True)
+    for rate in options.rates:
+        some = [run for run in runs if run.rate == rate]
+        told = [one for run in some for one in simulated(run.requests, coefficients, found)]
+        samples.append(compare(rate, [one for run in some for one in run.real], told))
+        print(f"rate {rate:g}: real      {samples[-1]['real']}", flush=True)
+        print(f"        simulated {samples[-1]['simulated']}", flush=True)
     return samples
 
 
@@ -264,7 +277,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--engine", default="vllm", choices=("vllm", "mock"), help="mock: tries the script alone"
     )
-    parser.add_argument("--requests", type=int, default=60, help="a run")
+    parser.add_argument("--requests", type=int, default=20, help="a run")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each rate")
     parser.add_argument("--rates", default="1,4")
     parser.add_argument("--calibration-rate", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)
@@ -272,7 +286,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     options.rates = [float(word) for word in options.rates.split(",")]
     if options.quick:
-        options.requests, options.rates = 20, options.rates[:1]
+        options.rounds, options.rates = 1, options.rates[:1]
     flags = [
         "--device",
         "cpu",
@@ -298,7 +312,8 @@ def main(argv: Sequence[str]) -> int:
             claim=CLAIM,
             command="python -m loadtest.bench_simulator " + " ".join(argv),
             settings={
-                "requests": options.requests,
+                "requests_of_a_run": options.requests,
+                "rounds": options.rounds,
                 "rates_per_s": options.rates,
                 "calibration_rate_per_s": options.calibration_rate,
                 "seed": options.seed,
