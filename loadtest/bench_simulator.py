@@ -110,9 +110,11 @@ class MeasuredPrices(ModelPrices):
 
 
 def coefficients_of(costs: Mapping[str, Any]) -> CostCoefficients:
-    """The prefill worker's. Raises: StopIteration without one."""
-    prefill = next(cost for name, cost in costs.items() if name.startswith("prefill"))
-    return msgspec.convert(prefill["coefficients"], CostCoefficients)
+    """The prefill worker's, else the other's. Raises: StopIteration where no worker has any."""
+    by_role = sorted(costs.items(), key=lambda item: not item[0].startswith("prefill"))
+    return msgspec.convert(
+        next(cost["coefficients"] for _, cost in by_role if cost["coefficients"]), CostCoefficients
+    )
 
 
 def line(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from loadtest import bench_simulator as bench
@@ -87,6 +88,16 @@ def test_equal_runs_have_no_error_and_a_slower_machine_has_its_factor():
     worse = bench.metrics_from_samples([bench.compare(2.0, told, told), bench.compare(4.0, told, slow)])
     assert 0.4 < worse["ttft_error_ratio"] < 1.2
     assert worse["rate_4_ttft_mean_simulated_ms"] > worse["rate_4_ttft_mean_real_ms"]
+
+
+def test_coefficients_are_the_prefill_workers_where_its_profile_was_not_disturbed():
+    def cost(ms):
+        return {"coefficients": None if ms is None else {"shape": msgspec.to_builtins(SHAPE), "chunk_ms": ms}}
+
+    assert bench.coefficients_of({"decode-0": cost(2.0), "prefill-0": cost(1.0)}).chunk_ms == 1.0
+    assert bench.coefficients_of({"decode-0": cost(2.0), "prefill-0": cost(None)}).chunk_ms == 2.0
+    with pytest.raises(StopIteration):
+        bench.coefficients_of({"decode-0": cost(None)})
 
 
 def test_a_longer_way_is_a_later_first_token():
