@@ -12,6 +12,7 @@ import pytest
 
 from loadtest.two_hosts import TwoHosts, why_not
 from shared.prompttree.embedded import EmbeddedRedis
+from tests.integration.gateway_rig import make_model_dir
 from tests.integration.test_exactness import CASES, MODEL, ROOT
 
 
@@ -35,6 +36,12 @@ def hosts() -> Iterator[TwoHosts]:
         pytest.skip(reason)
     with TwoHosts() as both:
         yield both
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer and its chat template, for gateways; tests of workers have a folder of their own."""
+    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -44,6 +44,14 @@ CHAT_TEMPLATE = (
 )
 
 
+USER = [{"role": "user", "content": "the quick brown fox"}]
+
+
+def chat(**changes: object) -> dict[str, object]:
+    """The body of a chat request."""
+    return {"model": MODEL, "messages": USER, **changes}
+
+
 def make_model_dir(folder: Path) -> Path:
     """A byte-level BPE tokenizer of 300-odd entries with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -1,8 +1,6 @@
 """copy_pages and its benchmark through cuda.bindings and the driver's C interface, over a libcuda without a GPU."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from loadtest.verify_results import problems_of
+from tests.support.build_libcuda import environment_with
 
 ROOT = Path(__file__).resolve().parents[2]
-COMPILER = shutil.which("cc")
 SMALL_BENCH = """
 import sys
 import loadtest.bench_swap as bench
@@ -25,16 +23,7 @@ ONE_FAILS = SMALL_BENCH.replace("sys.exit(", "bench.Bench.memfd = lambda self: 1
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    pytest.importorskip("cuda.bindings")
-    if COMPILER is None:
-        pytest.skip("needs a C compiler")
-    if Path("/proc/driver/nvidia").exists():
-        pytest.skip("a machine with a GPU has the real library")
-    folder = tmp_path_factory.mktemp("libcuda")
-    command = [COMPILER, "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcuda.so.1"]
-    source = ROOT / "tests" / "support" / "fake_libcuda.c"
-    subprocess.run([*command, "-o", str(folder / "libcuda.so.1"), str(source)], check=True, timeout=60)
-    return {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+    return environment_with("fake_libcuda.c", tmp_path_factory.mktemp("libcuda"))
 
 
 def run_bench(script, folder, environment):

@@ -9,24 +9,13 @@ import pytest
 
 from services.gateway.http_protocol import Limits
 from tests.integration.gateway_app import Rig, running
-from tests.integration.gateway_rig import MAX_MODEL_LEN, MODEL, disaggregate, make_model_dir, until
-
-USER = [{"role": "user", "content": "the quick brown fox"}]
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
+from tests.integration.gateway_rig import MAX_MODEL_LEN, MODEL, chat, disaggregate, until
 
 
 @pytest.fixture
 async def rig(model_dir):
     async with running(model_dir) as found:
         yield found
-
-
-def chat(**changes) -> dict:
-    return {"model": MODEL, "messages": USER, **changes}
 
 
 async def stream(rig: Rig, path: str, body: dict) -> list:

@@ -8,25 +8,15 @@ import pytest
 
 from shared.wire.placement import Rejected
 from tests.integration.gateway_app import running
-from tests.integration.gateway_rig import MODEL, answer_tokens, colocate, make_model_dir, until
+from tests.integration.gateway_rig import MODEL, USER, answer_tokens, chat, colocate, until
 
-USER = [{"role": "user", "content": "the quick brown fox"}]
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 async def rig(model_dir):
     async with running(model_dir) as found:
         yield found
-
-
-def chat(**changes) -> dict:
-    return {"model": MODEL, "messages": USER, **changes}
 
 
 def check(reply, status: int) -> dict:

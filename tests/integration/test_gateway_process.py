@@ -20,18 +20,12 @@ from tests.integration.gateway_rig import (
     answer_tokens,
     colocate,
     free_listener,
-    make_model_dir,
     until,
 )
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "the fox"}]}
 
 EIGHT = 'quire_gateway_requests_total{route="/v1/chat/completions",status="200"} 8.0'
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def ids(model_dir, text):

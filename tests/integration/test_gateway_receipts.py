@@ -6,13 +6,12 @@ import pytest
 from shared.wire.placement import Alternative, Predicted
 from shared.wire.requests import KvPlan
 from tests.integration.gateway_app import running
-from tests.integration.gateway_rig import disaggregate, make_model_dir
-from tests.integration.test_gateway_http import chat
+from tests.integration.gateway_rig import chat, disaggregate
 
 
 @pytest.fixture
-async def rig(tmp_path):
-    async with running(make_model_dir(tmp_path)) as found:
+async def rig(model_dir):
+    async with running(model_dir) as found:
         yield found
 
 

@@ -1,8 +1,6 @@
 """A mempool that owns pages on two GPUs, as processes, over a libcuda without hardware: attach, copy, takeover."""
 
 import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import msgspec
@@ -16,9 +14,9 @@ from shared.mempool.rank_memory import RankMemory
 from shared.transport.unix_socket import close_fds
 from shared.wire.mempool import HeldLease, Holding
 from tests.integration.keeper_rig import KeeperProcess
-from tests.integration.mempool_rig import DESCRIPTION, ROOT, SEED, MempoolProcess, chain, until
+from tests.integration.mempool_rig import DESCRIPTION, SEED, MempoolProcess, chain, until
+from tests.support.build_libcuda import environment_with
 
-COMPILER = shutil.which("cc")
 GPUS = [f"cuda:{bytes([0xA0 + number] * 16).hex()}" for number in range(2)]
 PAGE = 2 << 20
 NUM_PAGES = 16
@@ -28,24 +26,7 @@ ABC = chain("a", "b", "c")
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    pytest.importorskip("cuda.bindings")
-    if COMPILER is None:
-        pytest.skip("needs a C compiler")
-    if Path("/proc/driver/nvidia").exists():
-        pytest.skip("a machine with a GPU has the real library")
-    folder = tmp_path_factory.mktemp("libcuda")
-    source = ROOT / "tests" / "support" / "fake_libcuda_two_gpus.c"
-    command = [
-        COMPILER,
-        "-shared",
-        "-fPIC",
-        "-O1",
-        "-Wl,-soname,libcuda.so.1",
-        "-o",
-        str(folder / "libcuda.so.1"),
-    ]
-    subprocess.run([*command, str(source), "-lpthread"], check=True)
-    return {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+    return environment_with("fake_libcuda_two_gpus.c", tmp_path_factory.mktemp("libcuda"))
 
 
 class Worker:

@@ -13,35 +13,15 @@ import time
 from pathlib import Path
 
 import pytest
-from msgspec import Struct
 
 from shared.errors import Overloaded, PeerGone, PeerProtocolError, PeerTimeout, SettingsError
 from shared.transport import unix_channel
 from shared.transport.unix_blocking import BlockingUnixLink
 from shared.transport.unix_channel import UnixLink, UnixServer
 from shared.transport.unix_framing import pack_message
-from shared.wire.codec import Channel
+from tests.support.ask_answer import ANSWER, ASK, Answer, Ask, until
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-class Ask(Struct, frozen=True, tag="ask"):
-    number: int
-
-
-class Answer(Struct, frozen=True, tag="answer"):
-    number: int
-
-
-ASK: Channel[Ask] = Channel(b"test.ask/1", Ask)
-ANSWER: Channel[Answer] = Channel(b"test.answer/1", Answer)
-
-
-async def until(condition, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "never became true"
-        await asyncio.sleep(0.002)
 
 
 def num_open_fds():

@@ -11,32 +11,12 @@ from pathlib import Path
 
 import pytest
 import zmq
-from msgspec import Struct
 
 from shared.errors import Overloaded, PeerGone, PeerTimeout, SettingsError
 from shared.transport.zmq_channel import DealerLink, RouterServer
-from shared.wire.codec import Channel
+from tests.support.ask_answer import ANSWER, ASK, Answer, Ask, until
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-class Ask(Struct, frozen=True, tag="ask"):
-    number: int
-
-
-class Answer(Struct, frozen=True, tag="answer"):
-    number: int
-
-
-ASK: Channel[Ask] = Channel(b"test.ask/1", Ask)
-ANSWER: Channel[Answer] = Channel(b"test.answer/1", Answer)
-
-
-async def until(condition, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "never became true"
-        await asyncio.sleep(0.002)
 
 
 @pytest.fixture

@@ -1,15 +1,14 @@
 """shared/vmm through cuda.bindings and the driver's C interface, over a libcuda without a GPU."""
 
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.build_libcuda import environment_with
+
 ROOT = Path(__file__).resolve().parents[2]
-COMPILER = shutil.which("cc")
 
 NATIVE_MAPPER = """
 import ctypes
@@ -50,16 +49,7 @@ print("\\n".join(bench.lines))
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    pytest.importorskip("cuda.bindings")
-    if COMPILER is None:
-        pytest.skip("needs a C compiler")
-    if Path("/proc/driver/nvidia").exists():
-        pytest.skip("a machine with a GPU has the real library")
-    folder = tmp_path_factory.mktemp("libcuda")
-    command = [COMPILER, "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcuda.so.1"]
-    source = ROOT / "tests" / "support" / "fake_libcuda_vmm.c"
-    subprocess.run([*command, "-o", str(folder / "libcuda.so.1"), str(source)], check=True, timeout=60)
-    return {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+    return environment_with("fake_libcuda_vmm.c", tmp_path_factory.mktemp("libcuda"))
 
 
 def run(arguments, environment):

@@ -3,8 +3,9 @@ its block tables promise, and every page comes back.
 
 Two engines (Quire's scheduler, block pool and page quota over vLLM's own classes; tests/support/page_engine.py), the
 real core of the mempool, and fronts that lease pages and hand prompts off. Only the model is missing: a slot holds the
-text up to its token. `python -m tests.support.page_model EXAMPLES SEED [--shrink]` tries so many sequences of events;
-a failure prints its sequence, and the same seed finds it again; --shrink looks for a shorter one, for minutes.
+text up to its token. `python -m tests.support.page_model EXAMPLES SEED... [--shrink]` tries so many sequences of events
+for each seed; a failure prints its sequence, and the same seed finds it again; --shrink looks for a shorter one, for
+minutes.
 """
 
 import sys
@@ -375,21 +376,22 @@ class PagesModel(MemoryRules):
 
 def main() -> None:
     """See the module's docstring."""
-    examples, chosen = int(sys.argv[1]), int(sys.argv[2])
+    examples, *seeds = (int(word) for word in sys.argv[1:] if word != "--shrink")
     phases = [Phase.generate, *([Phase.shrink] if "--shrink" in sys.argv else [])]
-    print(f"seed {chosen}", flush=True)
-    run_state_machine_as_test(
-        seed(chosen)(PagesModel),
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=60,
-            database=None,
-            deadline=None,
-            report_multiple_bugs=False,
-            phases=phases,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    for chosen in seeds:
+        print(f"seed {chosen}", flush=True)
+        run_state_machine_as_test(
+            seed(chosen)(PagesModel),
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=60,
+                database=None,
+                deadline=None,
+                report_multiple_bugs=False,
+                phases=phases,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
     print(f"{examples} examples", flush=True)
 
 

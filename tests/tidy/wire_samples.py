@@ -4,6 +4,8 @@
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, LeaseId, RequestId
 from shared.kv.layout import EngineDescription
 from shared.kv.words import u32_bytes, u64_bytes
@@ -90,6 +92,10 @@ DESCRIPTION = EngineDescription(
     block_bytes=65536,
     max_model_len=4096,
 )
+HELLO = Hello(
+    instance=P, epoch=Epoch(7), role="prefill", endpoint="tcp://127.0.0.1:1", description=DESCRIPTION,
+    max_running=8, max_batched_tokens=2048, num_kv_blocks=100,
+)  # fmt: skip
 HASH = BlockHash(b"\x11" * 32)
 CHUNK = TokenChunk(R, 0, 0, [5, 6], "stop", 6, [[TokenLogprob(5, -0.5, 1)], [TokenLogprob(6, -0.25, 1)]])
 
@@ -168,29 +174,14 @@ SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
     "rejected": (FROM_SCHEDULER, Rejected(request_id=R, attempt=0, code="no_instance", reason="none"), ()),
     "hello": (
         REPORTS,
-        Hello(
-            instance=P,
-            epoch=Epoch(7),
-            role="prefill",
-            endpoint="tcp://127.0.0.1:1",
-            description=DESCRIPTION,
-            max_running=8,
-            max_batched_tokens=2048,
-            num_kv_blocks=100,
-        ),
+        HELLO,
         (),
     ),
     "hello-cost": (
         REPORTS,
-        Hello(
-            instance=P,
-            epoch=Epoch(7),
+        replace(
+            HELLO,
             role="colocated",
-            endpoint="tcp://127.0.0.1:1",
-            description=DESCRIPTION,
-            max_running=8,
-            max_batched_tokens=2048,
-            num_kv_blocks=100,
             cost=CostCoefficients(
                 shape=ModelShape(
                     num_layers=4,
