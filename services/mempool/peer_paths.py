@@ -1,7 +1,7 @@
 """One path to a mempool of another host: an agent of NIXL at each end, made for this path and destroyed with it.
 
 An agent of its own makes the end of a path a proof: when it has been destroyed its connections are closed, and nothing
-can arrive in the pages that it had registered (architecture.md section 4, rules 5 and 6). A lost link needs no word of
+can arrive in the pages that it had registered (ARCHITECTURE.md, rules 5 and 6). A lost link needs no word of
 the peer, whose host may be gone. Bytes come by the source's writes (served.py), into pages that are named by question:
 over TCP that is ten times as fast as reading. CMA and shared memory are left out (config.py): they need no connection.
 

@@ -2,7 +2,7 @@
 
 The seed binds the model's content fingerprint and the tenant's salt, so equal tokens under another model
 or tenant never meet. 256 bits: a page's bytes are used on the strength of this hash alone
-(architecture.md section 4, rule 10). Cost: about 30 us for 4,096 tokens in blocks of 64.
+(ARCHITECTURE.md, rule 10). Cost: about 30 us for 4,096 tokens in blocks of 64.
 """
 
 import hashlib

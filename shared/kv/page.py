@@ -2,7 +2,7 @@
 
 Readers map the table read-only and use it as a seqlock: read the word, copy the page, read the word
 again; an unchanged word with the expected epoch proves that the bytes were not touched meanwhile
-(architecture.md section 4, rules 1 and 4).
+(ARCHITECTURE.md, rules 1 and 4).
 
 An epoch starts at the mempool's boot generation (microseconds of wall time at its start) and grows by
 one per reuse. A page cannot be reused once a microsecond, so a later boot always starts above every
@@ -18,7 +18,7 @@ MAX_EPOCH = (1 << 56) - 1
 
 
 class PageState(IntEnum):
-    """Who may write the bytes; architecture.md section 4 has the table, services/mempool/core the code."""
+    """Who may write the bytes; page_state.py in services/mempool/core has the table."""
 
     FREE = 0
     GRANTED = 1

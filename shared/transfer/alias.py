@@ -1,6 +1,6 @@
 """The same memory at both ends: a transfer changes who uses the page, and no byte travels.
 
-The pin that keeps the page is the mempool's (architecture.md section 4, rule 4: alias = pin); here it is only made
+The pin that keeps the page is the mempool's (ARCHITECTURE.md, rule 4: alias = pin); here it is only made
 sure that source and target really are the same page, and that it still is what was promised.
 """
 

@@ -1,4 +1,4 @@
-"""The reader's half of the seqlock (architecture.md section 4, rule 4): after the copy, is each source page still the
+"""The reader's half of the seqlock (ARCHITECTURE.md, rule 4): after the copy, is each source page still the
 one that was promised? The words are a read-only mapping of the owner's page table (shared/kv/page_table.py).
 """
 

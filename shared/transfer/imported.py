@@ -1,6 +1,6 @@
 """Pages of this host's GPUs and memory that are mapped here, moved by the copy engine in merged runs (319 GB/s and up).
 
-Importing happens at link-up, in the background, never in a transfer (architecture.md section 4, rule 8): cuda_window.py
+Importing happens at link-up, in the background, never in a transfer (ARCHITECTURE.md, rule 8): cuda_window.py
 maps a peer's allocations, MappedPages says which pages are there by now. The others of a pull go by `staged`.
 """
 

@@ -6,7 +6,7 @@
 
 Who may do what: the puller names source pages (leased to it) and target pages (its own, granted for this transfer).
 From pull() until the future ends, the target pages belong to the link; if it ends with an error, those named in
-`quarantined` still do, until on_settled reports them (architecture.md section 4, rules 4 to 6).
+`quarantined` still do, until on_settled reports them (ARCHITECTURE.md, rules 4 to 6).
 
 Transfers are MemServe's `transfer` (section 4.3); pull instead of push, because the reader can check epochs after the
 last byte and a page that nobody reads any more needs no revocation.

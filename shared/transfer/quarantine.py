@@ -4,7 +4,7 @@
                     claimed -(quarantine)-> quarantined -(settle)-> free
 
 A page that is claimed or quarantined is refused to every other transfer: two transfers into one page would mix, and
-a page that an unfinished write may still reach is not reusable (architecture.md section 4, rules 5 and 6).
+a page that an unfinished write may still reach is not reusable (ARCHITECTURE.md, rules 5 and 6).
 """
 
 import threading

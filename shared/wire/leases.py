@@ -1,4 +1,4 @@
-"""Lending of memory: offers and leases (architecture.md section 7). Carried from the first version so that
+"""Lending of memory: offers and leases. Carried from the first version so that
 every message that names lent pages has its fence; the coordinator's market fills them."""
 
 from msgspec import Struct

@@ -10,7 +10,7 @@ from shared.errors import InvariantBroken
 from shared.ids import Epoch, PageId
 from shared.kv.page import PageState, pack_word
 
-README = Path(__file__).parents[2] / "services" / "mempool" / "README.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "mempool.md"
 LEGAL = {(row.state, row.event): row.target for row in TABLE}
 
 
@@ -25,7 +25,7 @@ def test_every_pair_follows_the_table_or_is_our_bug(state, event):
 
 
 def test_readme_shows_the_table_of_the_code():
-    assert README.read_text().endswith(diagram())
+    assert DOCUMENT.read_text().endswith(diagram())
 
 
 def test_only_one_state_lets_an_engine_write_and_only_the_way_through_retiring_frees():

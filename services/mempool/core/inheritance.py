@@ -3,7 +3,7 @@
 Of the earlier mempool's knowledge there is left what lies beside the table: state and epoch of every page, and
 hash, parent and length of sealed ones. Whose pages they were is known to the engines, which report it when they
 attach again (wire.Holding). Until every process that could touch a page has reported, or is dead, sealed
-pages stay where they are and pages in doubt stay in quarantine (architecture.md section 4, rule 7).
+pages stay where they are and pages in doubt stay in quarantine (ARCHITECTURE.md, rule 7).
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,7 @@
 """The page state machine: one table, from which the code acts and the documentation's diagram is drawn.
 
 Everything that decides who may write a page's bytes is in TABLE. A pair (state, event) that has no row is our
-bug. Source: architecture.md section 4, "One state machine".
+bug. Source: ARCHITECTURE.md, "The page".
 """
 
 from enum import StrEnum

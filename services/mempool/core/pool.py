@@ -1,7 +1,7 @@
 """One host's pool of pages: decides; does nothing. Events and `now_ms` in, actions out.
 
 Who may lose a pin. A reader that copies reads a page's word, copies, and reads the word again
-(architecture.md section 4, rule 4): taking its pin away early cannot give it wrong bytes. So its pins are kept
+(ARCHITECTURE.md, rule 4): taking its pin away early cannot give it wrong bytes. So its pins are kept
 only while they are worth something: until their TTL while an engine of the same instance is attached, which may
 be copying for the request that the client leased for; with no such engine nobody reads, and they go at once.
 

@@ -3,7 +3,7 @@
     Acquire -> own prefix pinned, the rest found elsewhere and pinned there -> pages claimed in the reader's space
             -> CopyPages -> sealed and indexed -> the lease is granted over all of it
 
-A space is one GPU's pages, or a part of host memory (architecture.md section 4, "Paths"; MemServe 4.3 `transfer`).
+A space is one GPU's pages, or a part of host memory (ARCHITECTURE.md, rule 8; MemServe 4.3 `transfer`).
 Sources are sealed and pinned until the copy has ended, so no byte of theirs can change; targets are nobody's else.
 A reader never waits longer than it asked to: it is answered with what is there, and computes the rest.
 """

@@ -8,7 +8,7 @@ A *unit* is what the system takes back at once: the pages of one allocation on a
 units go first, then those whose blocks were used longest ago; engines are asked for pages that they cache, and keep
 what a request uses. Host memory is gone when it is punched, whoever maps it; on a GPU every process that maps
 an allocation has to unmap it first, or be dead (rule 5): an engine's steps never wait for that.
-Source: architecture.md sections 4 and 5; vAttention 6.2 ("deferred reclamation", release under pressure).
+Source: ARCHITECTURE.md, rules 1 and 5; vAttention 6.2 ("deferred reclamation", release under pressure).
 """
 
 from collections import Counter, defaultdict, deque

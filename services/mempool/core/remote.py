@@ -4,7 +4,7 @@
                             -> sealed and indexed up to the first stale block -> RemoteRelease, the reader is answered
 
 The source's pins are a courtesy, which it may end early; what counts is its word, asked for after the last byte, that
-every page is still sealed under the epoch that it gave (architecture.md section 4, rule 4). From the first block that
+every page is still sealed under the epoch that it gave (ARCHITECTURE.md, rule 4). From the first block that
 is not, the reader gets a miss and computes. A reader is answered by the time that it said, whatever a network does;
 what is on its way then still comes, for the next one. Targets that a failed pull may still write are quarantined.
 

@@ -5,7 +5,7 @@
     3. no such pair: one full engine, role colocated before decode before prefill
     4. nothing left after the exclusions: again with them
     5. nothing at all: Rejected no_instance; only full ones: Rejected overloaded
-Every worker is a full engine, so one live instance is enough to serve (architecture.md section 3).
+Every worker is a full engine, so one live instance is enough to serve (ARCHITECTURE.md).
 """
 
 from collections.abc import Sequence
