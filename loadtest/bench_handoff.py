@@ -7,13 +7,15 @@
 computed: the copy of the pages, one decode step, and everything that passes the messages on. `fetch`: the part in
 which the decode worker waits for pages, from the receipt.
 `recompute`: what prefill took for the same prompt; a decode worker without the pages would need as long.
-vLLM's NixlConnector is not in the run: its wheel is larger than what could be brought to the machine with the engine.
+`nixl`: the same prompts by vLLM's own NixlConnector between two stock engines (handoff_nixl.py), with nothing but the
+two engines between prefill's answer and the first token; where NIXL cannot run, the result's settings say why.
 """
 
 import argparse
 import itertools
 import json
 import random
+import shlex
 import sys
 import tempfile
 import time
@@ -24,6 +26,7 @@ from typing import Any
 import httpx
 
 from loadtest.bench_pages import model_folder
+from loadtest.handoff_nixl import NixlPair, NixlUnavailable
 from loadtest.registry import RESULTS, ROOT
 from loadtest.results import Metrics, Samples, quantile, write_result
 
@@ -40,7 +43,7 @@ def metrics_from_samples(samples: Samples) -> Metrics:
     """Medians by prompt length."""
     out: Metrics = {}
     for length in sorted({s["prompt_tokens"] for s in samples}):
-        mine = [s for s in samples if s["prompt_tokens"] == length]
+        mine = [s for s in samples if (s["prompt_tokens"], s["system"]) == (length, "quire")]
         name = f"{length // 1024}k"
         for key in ("handoff", "fetch", "recompute", "ttft", "gap"):
             out[f"{name}_{key}_ms"] = quantile([s[f"{key}_ms"] for s in mine], 0.5)
@@ -49,6 +52,11 @@ def metrics_from_samples(samples: Samples) -> Metrics:
         )
         out[f"{name}_handoff_of_recompute_ratio"] = out[f"{name}_handoff_ms"] / out[f"{name}_recompute_ms"]
         out[f"{name}_disaggregated_ratio"] = sum(s["disaggregated"] for s in mine) / len(mine)
+        nixl = [s for s in samples if (s["prompt_tokens"], s["system"]) == (length, "nixl")]
+        if nixl:
+            for key in ("handoff", "recompute", "ttft", "gap"):
+                out[f"{name}_nixl_{key}_ms"] = quantile([s[f"{key}_ms"] for s in nixl], 0.5)
+            out[f"{name}_handoff_of_nixl_ratio"] = out[f"{name}_handoff_ms"] / out[f"{name}_nixl_handoff_ms"]
     return out
 
 
@@ -73,6 +81,7 @@ def one(client: httpx.Client, model: str, prompt: list[int]) -> dict[str, Any]:
     stages = {stage["stage"]: stage for stage in receipt["stages"]}
     prefill_ms = stages["prefill"].get("compute_ms", 0.0)
     return {
+        "system": "quire",
         "prompt_tokens": len(prompt),
         "ttft_ms": round(at[0], 3),
         "gap_ms": round(quantile(gaps, 0.5), 3),
@@ -114,8 +123,30 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                     print({k: v for k, v in sample.items() if k != "stages"}, flush=True)
                     if turn:  # the first of each length warms up
                         samples.append({"turn": turn, **sample})
-        print(json.dumps(after.get("copies", {})), flush=True)
+        print(json.dumps(cluster.pool().get("copies", {})), flush=True)
     return samples
+
+
+def measure_nixl(options: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]], str]:
+    """Samples of two stock engines, and what kept them from running ("" when they ran)."""
+    model = Path(options.model_dir) if options.model_dir else model_folder(folder / "model-8b-nixl")
+    lengths = [int(word) for word in options.lengths.split(",")]
+    flags = ["--max-model-len", str(max(lengths) + 64), *shlex.split(options.nixl_flags)]
+    rng = random.Random(options.seed)
+    samples: list[dict[str, Any]] = []
+    try:
+        with NixlPair(model, folder, options.device, flags) as pair:
+            for turn in range(options.repeats + 1):
+                for length in lengths:
+                    prompt = [rng.randrange(300, 4000) for _ in range(length)]
+                    sample = {"system": "nixl", **pair.one(prompt, OUTPUT_TOKENS)}
+                    print(sample, flush=True)
+                    if turn:  # the first of each length warms up, and links the two
+                        samples.append({"turn": turn, **sample})
+    except NixlUnavailable as error:
+        print(f"NixlConnector: {error}", flush=True)
+        return [], str(error)[:300]
+    return samples, ""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -129,6 +160,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--set", action="append", default=[], help="cluster setting, e.g. kv_space=own")
+    parser.add_argument(
+        "--nixl-flags", default="", help="for handoff_nixl, e.g. '--kv-cache-bytes 8589934592'"
+    )
+    parser.add_argument("--no-nixl", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", default=str(RESULTS))
     parser.add_argument("--commit", default="")
@@ -139,6 +174,8 @@ def main(argv: Sequence[str]) -> int:
         options.set.append(f"max_model_len={max(map(int, options.lengths.split(','))) + 64}")
     with tempfile.TemporaryDirectory() as name:
         samples = measure(options, Path(name))
+        nixl, missing = ([], "left out") if options.no_nixl else measure_nixl(options, Path(name))
+    samples += nixl
     metrics = metrics_from_samples(samples)
     for key, value in metrics.items():
         print(f"{key:40} {value:12.3f}")
@@ -146,6 +183,7 @@ def main(argv: Sequence[str]) -> int:
         settings = {
             "shape": "8B" if not options.model_dir else Path(options.model_dir).name, "lengths": options.lengths,
             "repeats": options.repeats, "output_tokens": OUTPUT_TOKENS, "cluster": options.set, "eager": True,
+            "nixl_connector": missing or "ran",
         }  # fmt: skip
         path = write_result(
             NAME, claim=CLAIM, command="python -m loadtest.bench_handoff " + " ".join(argv), settings=settings,
