@@ -159,7 +159,7 @@ class Predictor:
         self.request = request
         self.holders = holders
         self.settings = settings
-        self._exec: dict[tuple[int, int], float] = {}
+        self._exec: dict[tuple[CostModel, int], float] = {}
         self._firsts: dict[InstanceId, FirstStage] = {}
         self._decodes: dict[InstanceId, DecodeStage] = {}
         most = request.max_tokens or settings.decode_tokens
@@ -168,12 +168,10 @@ class Predictor:
     def exec_ms(self, known: Instance, cached_tokens: int) -> float:
         """MemServe's exec(x, y) on this instance, corrected by what it measured. At least one token is computed."""
         assert known.model is not None
-        x = self.request.num_prompt_tokens
-        cached = max(0, min(cached_tokens, x - 1))
-        key = (id(known.model), cached)
+        key = known.model, cached_tokens
         found = self._exec.get(key)
         if found is None:
-            found = self._exec[key] = known.model.prefill_ms(x, cached) if x else 0.0
+            found = self._exec[key] = known.model.prefill_ms(self.request.num_prompt_tokens, cached_tokens)
         return found * known.prefill_correction
 
     def transfer_ms(self, reader: Instance, path: Path, tokens: int) -> float:
