@@ -1,9 +1,12 @@
 """The scheduler against random histories: whom it places on, and that load is given back."""
 
+from copy import deepcopy
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.core.instances import InstanceLimits, Instances
+from services.scheduler.core.load import VIEW_GRAIN_MS, InstanceLoad
 from services.scheduler.core.placement import PlacementLimits, Placer
 from shared.wire.placement import Ended, Placed
 from shared.wire.reports import Goodbye, Welcome
@@ -188,3 +191,34 @@ def test_who_is_remembered_as_live_is_live(events):
             of_model = [known.instance for known in instances.live(f"model-{each}", now_ms=now_ms)]
             assert of_model == [instance for instance in live if instance == each]
         assert not instances.live("unknown", now_ms=now_ms)
+
+
+LOADS = ("direct", "decodes", "handoff", "end", "report", "")
+
+
+@given(st.lists(st.tuples(st.sampled_from(LOADS), st.integers(0, 3), st.integers(0, 12)), max_size=40))
+def test_a_view_that_only_drained_is_the_view(events):
+    """What is kept of the last view is what looking at everything again gives."""
+    load = InstanceLoad(8, 1_024, arrive_ms=60, forget_ms=150)
+    now_ms = 0
+    for what, number, grains in events:
+        now_ms += grains * VIEW_GRAIN_MS
+        key = (f"r{number}", 0)
+        if what in ("direct", "decodes"):
+            load.add_direct(
+                key,
+                prefill_tokens=10,
+                context_tokens=20,
+                now_ms=now_ms,
+                prefill_ms=7.5,
+                decodes=what == "decodes",
+            )
+        elif what == "handoff":
+            load.add_handoff(key, context_tokens=30, now_ms=now_ms)
+        elif what == "end":
+            load.end(key)
+        elif what == "report":
+            load.on_report(report("p0", num_running=number, queued_prefill_ms=9.0 * number), now_ms=now_ms)
+        anew = deepcopy(load)
+        anew._seen = None
+        assert load.view(now_ms=now_ms) == anew.view(now_ms=now_ms)

@@ -8,6 +8,7 @@ was never told (a gateway died) stop counting by themselves.
 
 import math
 from dataclasses import dataclass, field
+from itertools import islice
 
 from msgspec import Struct
 
@@ -64,6 +65,7 @@ class InstanceLoad:
     _old_context_tokens: int = 0
     _seen: LoadView | None = None  # the last view, until something changes or it is VIEW_GRAIN_MS old
     _seen_until_ms: int = 0
+    _grows_old_at_ms: float = 0.0  # until then time alone shortens the queue, and changes nothing else
 
     @property
     def num_open(self) -> int:
@@ -115,10 +117,26 @@ class InstanceLoad:
     def view(self, *, now_ms: int) -> LoadView:
         """Best estimate, at most VIEW_GRAIN_MS old. Cost: O(direct stages placed since the last report)."""
         if self._seen is None or now_ms >= self._seen_until_ms:
-            self._seen = self._view(now_ms)
+            if self._seen is None or now_ms >= self._grows_old_at_ms:
+                self._seen = self._view(now_ms)
+                self._grows_old_at_ms = self._next_growth_ms()
+            else:
+                self._seen = self._drained(self._seen, now_ms)
             idle = not (self._seen.queue_ms or self._young or self._old or self._colocated)
             self._seen_until_ms = now_ms + (IDLE_GRAIN_MS if idle else VIEW_GRAIN_MS)
         return self._seen
+
+    def _drained(self, seen: LoadView, now_ms: int) -> LoadView:
+        """The same a little later: nothing was placed, ended or reported, so only the queue is shorter."""
+        queue_ms = self._reported_queue_ms(now_ms)
+        for stage in self._unreported.values():
+            queue_ms += stage.prefill_ms
+        if queue_ms == seen.queue_ms:
+            return seen
+        return LoadView(
+            seen.num_requests, seen.prefill_tokens, seen.context_tokens, seen.kv_used_share,
+            seen.requests_share, seen.prefill_share, queue_ms, seen.num_decodes,
+        )  # fmt: skip
 
     def _view(self, now_ms: int) -> LoadView:
         self._grow_old(now_ms)
@@ -156,6 +174,15 @@ class InstanceLoad:
         unreported = sum(key in self._colocated for key in self._unreported)
         arrived = len(self._old) + len(self._colocated) - unreported
         return min(arrived, seen) + len(self._young) + unreported
+
+    def _next_growth_ms(self) -> float:
+        """When _grow_old() has something to do again."""
+        due_ms = [
+            *(stage.placed_at_ms + self.arrive_ms for stage in islice(self._young.values(), 1)),
+            *(stage.placed_at_ms + self.forget_ms for stage in islice(self._old.values(), 1)),
+            *(placed_at_ms + self.forget_ms for placed_at_ms in islice(self._colocated.values(), 1)),
+        ]
+        return min(due_ms, default=math.inf)
 
     def _grow_old(self, now_ms: int) -> None:
         while self._young:
