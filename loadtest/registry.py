@@ -24,6 +24,8 @@ MEASURES = {  # result name: module
     "slot-batch": "loadtest.bench_slot_batch",
     "h200-offload": "loadtest.bench_offload",
     "h200x2-transfer": "loadtest.bench_transfer",
+    "transfer-modes": "loadtest.bench_transfer_modes",
+    "h200x2-transfer-modes": "loadtest.bench_transfer_modes",
     "two-host-transfer": "loadtest.bench_two_hosts",
     "cost-model": "loadtest.bench_cost_model",
     "locality": "loadtest.bench_locality",
