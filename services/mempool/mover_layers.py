@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
-from shared.kv.layer_words import MEMORY_BYTES, layers_written
+from shared.kv.layer_words import ALL_LAYERS, MEMORY_BYTES, layers_written
 from shared.transfer.pieces import Pieces
 from shared.transfer.reslice import RankPieces
 from shared.vmm.words import Words
@@ -39,16 +39,17 @@ class LayerMemory:
         return layers_written(self._words.load(0), step)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Gate:
-    """Layers of one step, on every rank of one engine."""
+    """Layers of one step, on every rank of one engine. `is_over`: the engine core says that the step has ended."""
 
     ranks: Sequence[LayerMemory]
     step: int
+    is_over: bool = False
 
     def num_written(self) -> int:
         """Leading layers that every rank has written."""
-        return min(rank.written(self.step) for rank in self.ranks)
+        return ALL_LAYERS if self.is_over else min(rank.written(self.step) for rank in self.ranks)
 
 
 @dataclass(slots=True)

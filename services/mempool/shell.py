@@ -29,6 +29,7 @@ from services.mempool.core.actions import (
     Send,
     SendLayerWords,
     SendSlabs,
+    StepOver,
     TellPeer,
     WriteEntries,
     WriteWords,
@@ -297,6 +298,8 @@ class MempoolShell:
                 offer = wire.MapSlabs(slabs=u32_bytes(action.slabs))
                 fds = self.spaces.export(action.space, action.rank, action.slabs)
                 self._send_fds(action.connection, offer, fds)
+            case StepOver():
+                self.spaces.step_over(action.copy_id)
             case SendLayerWords():
                 fds = [self.spaces.make_layer_words(action.space, action.instance, action.rank)]
                 self._send_fds(action.connection, wire.LayerWords(call_id=action.call_id), fds)

@@ -18,7 +18,7 @@ from shared.observe.trace import start_span
 
 if TYPE_CHECKING:
     from services.mempool.mover import CopyDone, Mover
-    from services.mempool.mover_layers import Feed, LayerMemory
+    from services.mempool.mover_layers import Feed, Gate, LayerMemory
     from services.mempool.mover_regions import HostRegion, RankRegion
     from shared.transfer.reslice import KvEnd
 
@@ -74,7 +74,7 @@ class Spaces:
         self._moved: set[int] = set()  # spaces that the mover knows
         self._system = SystemMemory(lambda number: self._mover.windows(number) if self._mover else [])
         self.layer_words: dict[tuple[int, InstanceId, int], LayerMemory] = {}  # by space, instance, rank
-        self._traces: dict[int, str] = {}  # of copies on their way, by layer
+        self._followed: dict[int, tuple[Gate, str]] = {}  # copies on their way by layer, and traceparents
 
     # -- making and taking over -----------------------------------------------------------------------
 
@@ -177,8 +177,8 @@ class Spaces:
             words = [self.layer_words[key] for key in keys if key in self.layer_words]
             if len(words) < len(keys):
                 raise TransferRefused(f"{len(words)} of {len(keys)} ranks of {cut.instance} have layer words")
-            gate = Gate(words, cut.step)
-            self._traces[action.copy_id] = cut.traceparent
+            gate = Gate(words, cut.step, cut.is_over)
+            self._followed[action.copy_id] = gate, cut.traceparent
         return Feed(cut.num_layers, cut.layer_bytes, gate)
 
     def make_layer_words(self, space: int, instance: InstanceId, rank: int) -> int:
@@ -189,9 +189,14 @@ class Spaces:
         made = self.layer_words[space, instance, rank] = LayerMemory()
         return made.take_fd()
 
+    def step_over(self, copy_id: int) -> None:
+        """This copy need not look at layer words any more."""
+        if copy_id in self._followed:
+            self._followed[copy_id][0].is_over = True
+
     def _trace(self, done: "CopyDone") -> None:
         """A span of the copy, and one for each part: from when its layers were found written to their arrival."""
-        parent = self._traces.pop(done.copy_id, "")
+        _, parent = self._followed.pop(done.copy_id, (None, ""))
         if not parent or not done.sent:
             return
         span = start_span(

@@ -3,8 +3,9 @@
 Each attention layer's implementation is followed: when its call returns, the step's keys and values of that layer are
 in the cache (CPU), or will be when the stream gets there. A GPU therefore writes the word itself, in stream order
 behind the layer's kernels, into host memory that it has mapped; its default write waits for all earlier ones, so
-whoever reads the word may read the layer. Captured graphs are not followed: their steps, decode ones, are said to be
-written as a whole at their end.
+whoever reads the word may read the layer. Nothing is written but from within a layer, because only there the current
+stream is certainly the one that computes. Captured graphs are not followed: that such a step is over, the mempool hears
+when the engine core does (LayersSealed).
 """
 
 import mmap
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from shared.errors import ResourceError
-from shared.kv.layer_words import ALL_LAYERS, MEMORY_BYTES, layer_word
+from shared.kv.layer_words import MEMORY_BYTES, layer_word
 from shared.vmm.words import Words
 
 
@@ -92,7 +93,7 @@ class LayerProgress:
         @wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
             result = forward(*args, **kwargs)
-            if self._step and layer == self._next:  # out of order, it is written when the step is over
+            if self._step and layer == self._next:  # out of order, it is heard of when the step is over
                 self._next += 1
                 self._word.write(layer_word(self._step, self._next))
             return result
@@ -104,13 +105,10 @@ class LayerProgress:
         if step > self._last_step:
             self._step = self._last_step = step
             self._next = 0
-            self._word.write(layer_word(step, 0))
 
     def end(self) -> None:
-        """The model ran, or was given to the stream."""
-        if self._step:
-            self._word.write(layer_word(self._step, ALL_LAYERS))
-            self._step = 0
+        """The model ran, or was given to the stream. What calls its layers now is no step's."""
+        self._step = 0
 
 
 def open_word(fd: int, device: torch.device) -> Word:

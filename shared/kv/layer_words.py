@@ -9,7 +9,7 @@ GPU. Whoever has read it may copy those bytes; that they are final is said by La
 """
 
 LAYER_BITS = 16
-ALL_LAYERS = (1 << LAYER_BITS) - 1  # of a step that is over
+ALL_LAYERS = (1 << LAYER_BITS) - 1  # of a step that another one has followed
 MEMORY_BYTES = 4096  # of the shared memory; the word is its first
 
 

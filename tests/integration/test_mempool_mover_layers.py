@@ -89,6 +89,15 @@ async def test_a_copy_that_is_behind_sends_what_is_written_in_one_piece(rig):
     assert [(s.first, s.last) for s in (await future).sent] == [(0, 3), (3, 5)]
 
 
+async def test_the_end_of_a_step_that_says_nothing_of_its_layers_opens_the_gate(rig):
+    gate = Gate([Rank().memory], 8)
+    future = copy(rig, Feed(LAYERS, LAYER_BYTES, gate))
+    await asyncio.sleep(0.02)
+    assert layers_there(rig, 0) == 0
+    gate.is_over = True
+    assert [(s.first, s.last) for s in (await future).sent] == [(0, LAYERS)]
+
+
 async def test_by_request_sends_one_layer_after_the_other_without_a_gate(rig):
     done = await copy(rig, Feed(LAYERS, LAYER_BYTES))
     assert [(s.first, s.last) for s in done.sent] == [(i, i + 1) for i in range(LAYERS)]

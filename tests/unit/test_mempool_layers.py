@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from services.mempool.core.actions import StepOver
 from shared.errors import PeerProtocolError
 from shared.ids import HandoffId, InstanceId
 from shared.kv.layer_words import ALL_LAYERS, layer_word, layers_written
@@ -10,7 +11,8 @@ from shared.kv.page import PageState
 from shared.kv.transfer_mode import layer_bytes_of
 from shared.kv.words import u32_list
 from shared.wire import mempool as wire
-from tests.unit.mempool_harness import DESCRIPTION, chain, page_lists
+from tests.unit.mempool_harness import DESCRIPTION, PAGE_BYTES, Harness, chain, page_lists
+from tests.unit.mempool_release_rig import ReleaseRig
 from tests.unit.test_mempool_spaces import DECODE, FRONT, PREFILL, Spaces, acquire, answers
 
 ABC = chain("a", "b", "c")
@@ -79,6 +81,19 @@ def test_a_step_that_is_over_first_pins_its_blocks_until_the_copy_has_ended(two)
     assert len(in_target(two, ABC)) == 3
     assert two.core.pools[0].index.num_pinned == 0
     two.counts()
+
+
+def test_the_copy_hears_that_its_step_is_over(two):
+    pages = announce(two, ABC)
+    (copy,) = two.copies.values()
+    message = wire.LayersSealed(step=1, **page_lists(pages))
+    assert StepOver(copy.copy_id) in two.core.on_message(PREFILL, message, two.now_ms)
+    more = announce(two, chain("x"), step=2)
+    two.copied()
+    assert not any(
+        isinstance(action, StepOver)
+        for action in two.core.on_message(PREFILL, wire.LayersSealed(step=2, **page_lists(more)), two.now_ms)
+    )
 
 
 def test_a_block_that_the_step_did_not_seal_is_thrown_away_and_the_others_stay(two):
@@ -261,3 +276,18 @@ def test_a_page_that_is_read_before_its_seal_stays_mapped_until_the_copy_has_end
     assert read == {page: 1 for page, _ in pages}, "given back, and still read"
     two.copied(failed=True)
     assert not read
+
+
+def test_memory_that_a_copy_reads_early_does_not_go_to_the_system_before_the_copy_has_ended():
+    rig = ReleaseRig(4)
+    rig.pool = Harness(4, kept_share=1.0).pool
+    rig.engine(1, quota=1)
+    (free, *_) = [page for page in range(4) if rig.state(page) is PageState.FREE]
+    rig.pool.memory.read_early[free] = 1
+    rig.press(3 * PAGE_BYTES)
+    rig.settle()
+    assert rig.counts() == {"granted": 1, "released": 2, "withdrawn": 1}
+    del rig.pool.memory.read_early[free]
+    rig.run(rig.pool.flush())
+    rig.settle()
+    assert rig.counts() == {"granted": 1, "released": 3}

@@ -148,6 +148,7 @@ class LayerCut:
     instance: InstanceId = NOBODY
     step: int = 0
     traceparent: str = ""
+    is_over: bool = False  # the step, already
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,13 @@ class CopyPages:
     sources: list[tuple[int, PageId]]
     timeout_ms: int
     cut: LayerCut | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOver:
+    """The step that this copy follows has ended: whatever its layer words say, everything is written."""
+
+    copy_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +260,7 @@ Action = (
     | Send
     | SendSlabs
     | SendLayerWords
+    | StepOver
     | ApiSend
     | Disconnect
     | AskPeer

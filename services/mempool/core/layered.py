@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from services.mempool.core import parse
-from services.mempool.core.actions import CopyPages, LayerCut
+from services.mempool.core.actions import Action, CopyPages, LayerCut, StepOver
 from services.mempool.core.entry import Entry
 from services.mempool.core.pool import Pool
 from services.mempool.core.pulls import Pull, Pulls, cut_of
@@ -73,6 +73,7 @@ class LayerPulls:
         self._pools = pools
         self._space_of = space_of
         self._open: list[LayerPull] = []
+        self._over: list[Action] = []
         self._held: OrderedDict[HandoffId, Held] = OrderedDict()
         pulls.layers = self
 
@@ -156,9 +157,9 @@ class LayerPulls:
         assert pull.origin.memory is not None
         pull.origin.memory.read_early.update(page for page, _, _ in pull.blocks)
         sources = [(pull.origin.number, page) for page, _, _ in pull.blocks]
-        return CopyPages(
-            pull.number, pull.pool.number, list(pull.claim.pages), sources, PATIENCE_MS, pull.cut
-        )
+        assert pull.cut is not None
+        cut = replace(pull.cut, is_over=pull.is_decided)
+        return CopyPages(pull.number, pull.pool.number, list(pull.claim.pages), sources, PATIENCE_MS, cut)
 
     def _of(self, connection: int) -> list[LayerPull]:
         return [pull for pull in self._open if pull.connection == connection and not pull.is_decided]
@@ -166,6 +167,8 @@ class LayerPulls:
     def _decide(self, pull: LayerPull, sealed: Sequence[tuple[PageId, int]], now_ms: int) -> None:
         """From now on its sealed sources are pinned; the rest is lost."""
         pull.is_decided = True
+        if pull.copying and not pull.is_copied:
+            self._over.append(StepOver(pull.number))
         pool, named = pull.origin, set(sealed)
         assert pool is not None
         assert pool.memory is not None
@@ -209,6 +212,11 @@ class LayerPulls:
             reader.came["peer"] += len(entries)
         self._pulls.end(pull, now_ms)
         self._touch(pull.pool)
+
+    def take_actions(self) -> list[Action]:
+        """What copies under way are to be told."""
+        actions, self._over = self._over, []
+        return actions
 
     def advance(self, now_ms: int) -> None:
         """Give up on an engine that says nothing, and on readers that do not come."""

@@ -65,6 +65,8 @@ class Layered(Protocol):
 
     def advance(self, now_ms: int) -> None: ...
 
+    def take_actions(self) -> list[Action]: ...
+
     def next_deadline_ms(self) -> int | None: ...
 
     def start(self, pull: Pull, now_ms: int) -> CopyPages: ...
@@ -226,6 +228,7 @@ class Pulls:
         out: list[Action] = []
         if self.layers is not None:
             self.layers.advance(now_ms)
+            out += self.layers.take_actions()
         for pull in [p for p in self.pulls.values() if not p.copying]:
             if not pull.claim.lacking:
                 pull.copying = True
