@@ -45,7 +45,7 @@ async def run(settings: MempoolSettings) -> int:
         MonotonicClock(),
         frozenset(settings.allowed_uids) or None,
         kept,
-        pin_host=settings.pin_host,
+        copying=config.copy_options(settings),
         api_path=config.api_path(settings),
     )
     service.end_on_bug("mempool", ended, shell.status)

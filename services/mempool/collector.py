@@ -18,6 +18,7 @@ COUNTERS = (
     "calls_refused", "engines_lost", "handoffs", "handoffs_expired", "handoffs_refused", "leases_expired",
     "messages_stale", "pages_acknowledged", "pages_asked_back", "pages_asked_unpinned", "pages_evicted",
     "pages_granted", "pages_punched", "pages_recovered", "pages_sealed", "pulls", "pulls_failed", "pulls_without_pages",
+    "pages_regained", "pages_released", "pulls_shortened", "spaces_dropped",
     "peer_acquires", "peer_blocks_pinned", "peer_misses", "peer_pages_stale", "peer_waits_expired", "releases_unknown",
     "remote_blocks", "remote_blocks_stale", "remote_late", "remote_links_lost", "remote_malformed", "remote_misses",
     "remote_pulls", "remote_pulls_failed", "remote_pulls_late", "remote_pulls_lost", "remote_readers_late",

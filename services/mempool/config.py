@@ -9,8 +9,12 @@ from typing import Literal
 import msgspec
 
 from services.mempool.core.actions import PoolLimits
+from services.mempool.system_memory import CopyOptions
 from shared import settings
 from shared.errors import SettingsError
+
+MAX_MOVER_THREADS = 64
+MAX_FLOOR_GB_PER_S = 2_000.0  # more than any two GPUs copy
 
 
 class MempoolSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +63,10 @@ class MempoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     out_timeout_ms: int = 500  # of a copy out
     # page-lock host memory once a GPU copies: at PCIe's rate, but all of it is taken at once and none is given back
     pin_host: bool = False
+    # of the CPU, for copies between spaces in host memory: two saturate a small machine's memory, a server's takes more
+    mover_threads: int = 2
+    # between two GPUs, measured at the start: a space that a slower pair brings is not copied from or to; 0: any rate
+    mover_floor_gb_per_s: float = 0.0
     # which end keeps what: basic (neither), 1 (prefill), 2 (both), 3 (what decode completes goes back to prefill too);
     # worker.pd_caching must say the same
     pd_caching: Literal["basic", "1", "2", "3"] = "3"
@@ -71,6 +79,8 @@ class MempoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_ttl_ms: int = 120_000
     max_wait_ms: int = 30_000
     idle_punch_ms: int = 30_000  # quiet for so long: memory of free pages goes back; 0: never
+    # a space whose engines are gone for so long is dropped: its blocks, and its memory goes to the system; 0: never
+    space_idle_ms: int = 600_000
 
 
 def load(argv: Sequence[str]) -> MempoolSettings:
@@ -89,15 +99,30 @@ def load(argv: Sequence[str]) -> MempoolSettings:
     for name in (
         "out_in_flight_bytes", "out_timeout_ms",
         "capacity_bytes", "max_spaces", "pull_patience_ms", "copy_timeout_ms", "max_leases", "max_handoffs",
-        "max_waiting", "max_blocks_per_call", "max_ttl_ms", "max_wait_ms", "max_peers",
+        "max_waiting", "max_blocks_per_call", "max_ttl_ms", "max_wait_ms", "max_peers", "mover_threads",
     ):  # fmt: skip
         if getattr(found, name) < 1:
             raise SettingsError(f"setting mempool.{name}: {getattr(found, name)} must be at least 1")
     if found.peer_listen:
         _check_peer_listen(found.peer_listen)
-    if found.idle_punch_ms < 0:
-        raise SettingsError("setting mempool.idle_punch_ms: must be 0 (never) or more, e.g. 30000")
+    for name, example in (("idle_punch_ms", 30_000), ("space_idle_ms", 600_000)):
+        if getattr(found, name) < 0:
+            raise SettingsError(f"setting mempool.{name}: must be 0 (never) or more, e.g. {example}")
+    if found.mover_threads > MAX_MOVER_THREADS:
+        raise SettingsError(
+            f"setting mempool.mover_threads: {found.mover_threads} is more than {MAX_MOVER_THREADS}; try 4"
+        )
+    if not 0.0 <= found.mover_floor_gb_per_s <= MAX_FLOOR_GB_PER_S:
+        raise SettingsError(
+            f"setting mempool.mover_floor_gb_per_s: {found.mover_floor_gb_per_s} is no rate between two GPUs; "
+            f"0 (any) to {MAX_FLOOR_GB_PER_S:.0f}, e.g. 200 where NVLink joins them"
+        )
     return found
+
+
+def copy_options(found: MempoolSettings) -> CopyOptions:
+    """How the mover copies between spaces."""
+    return CopyOptions(found.pin_host, found.mover_threads, found.mover_floor_gb_per_s)
 
 
 def _check_peer_listen(listen: str) -> None:

@@ -38,7 +38,8 @@ from services.mempool.core.mempool import Mempool
 from services.mempool.core.space import Plan
 from services.mempool.kept import Kept
 from services.mempool.processes import ProcessWatch
-from services.mempool.spaces import Spaces
+from services.mempool.spaces import DEFAULT_COPYING, Spaces
+from services.mempool.system_memory import CopyOptions
 from services.mempool.takeover import Adopted, ProcessMeta, Takeover
 from shared.errors import Overloaded, PeerGone, PeerProtocolError
 from shared.ids import Epoch, InstanceId, PageId
@@ -70,12 +71,12 @@ class MempoolShell:
         allowed_uids: frozenset[int] | None = None,
         kept: Kept | None = None,
         *,
-        pin_host: bool = False,
+        copying: CopyOptions = DEFAULT_COPYING,
         api_path: Path | None = None,
     ) -> None:
         self.pool = Mempool(limits, boot_generation)
         self.kept = kept or Kept("", boot_generation)
-        self.spaces = Spaces(self.kept, boot_generation, self._on_copied, self._on_settled, pin_host=pin_host)
+        self.spaces = Spaces(self.kept, boot_generation, self._on_copied, self._on_settled, copying=copying)
         self.peers: Peers | None = None  # other hosts'; see open_peers
         self.clock = clock
         self.server: UnixServer[wire.ToMempool, wire.FromMempool] = UnixServer(

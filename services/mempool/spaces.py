@@ -8,7 +8,7 @@ from services.mempool.core.actions import CopyPages, CreateMemory, CreateSlabs, 
 from services.mempool.kept import Kept
 from services.mempool.memory import PoolMemory
 from services.mempool.slabs import DeviceSlabs, KeptSlabs
-from services.mempool.system_memory import SystemMemory
+from services.mempool.system_memory import CopyOptions, SystemMemory
 from services.mempool.takeover import Adopted, SpaceMeta
 from shared.errors import ClusterError, ResourceError
 from shared.ids import Epoch, InstanceId, PageId
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from services.mempool.mover_layers import Feed, Gate, LayerMemory
     from services.mempool.mover_regions import HostRegion, RankRegion
     from shared.transfer.reslice import KvEnd
+
+DEFAULT_COPYING = CopyOptions()
 
 log = get_logger("mempool.spaces")
 
@@ -50,7 +52,7 @@ class Spaces:
     Args:
         on_copied: (copy id, failed, pages that may still be written): the end of every copy, once.
         on_settled: (space, pages): nothing can write these any more.
-        pin_host: see Mover.
+        copying: how the mover copies.
     """
 
     def __init__(
@@ -60,10 +62,10 @@ class Spaces:
         on_copied: Callable[[int, bool, Sequence[int]], None],
         on_settled: Callable[[int, tuple[int, ...]], None],
         *,
-        pin_host: bool = False,
+        copying: CopyOptions = DEFAULT_COPYING,
     ) -> None:
         self.kept = kept
-        self._pin_host = pin_host
+        self._copying = copying
         self.memories: dict[int, PoolMemory] = {}
         self.slabs: dict[tuple[int, int], DeviceSlabs | KeptSlabs] = {}  # by space and rank, on GPUs
         self._metas: dict[int, SpaceMeta] = {}
@@ -225,7 +227,11 @@ class Spaces:
         if self._mover is None:
             from services.mempool.mover import Mover  # a mempool of one space needs none of it
 
-            self._mover = Mover(self._on_settled, pin_host=self._pin_host, background=self._system.thread)
+            how = self._copying
+            self._mover = Mover(
+                self._on_settled, threads=how.threads, pin_host=how.pin_host,
+                floor_gb_per_s=how.floor_gb_per_s, background=self._system.thread,
+            )  # fmt: skip
         for number in whole:
             if number not in self._moved:
                 self._moved.add(number)

@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from services.mempool.memory import PoolMemory
 from services.mempool.slabs import DeviceSlabs, KeptSlabs
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 log = get_logger("mempool.memory")
+
+
+class CopyOptions(NamedTuple):
+    """See Mover, whose these are."""
+
+    pin_host: bool = False
+    threads: int = 2
+    floor_gb_per_s: float = 0.0
 
 
 class Windows(Protocol):

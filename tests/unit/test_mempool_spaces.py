@@ -319,3 +319,38 @@ def test_a_gpu_has_no_more_allocations_than_a_process_has_descriptors_for(block_
     assert planned.num_pages // planned.pages_per_slab <= space_module.MAX_SLABS
     assert planned.num_pages % planned.pages_per_slab == 0
     assert planned.num_pages * planned.page_bytes > 0.98 * (gib << 30)
+
+
+@pytest.mark.parametrize("given", [1, 2])
+def test_with_too_few_pages_the_first_blocks_come_in_time(given):
+    spaces = greedy()
+    acquire(spaces, ABC)
+    spaces.give_back(DECODE, spaces.take(DECODE, given))
+    while not spaces.copies:
+        assert spaces.now_ms < 150
+        spaces.advance(spaces.core.next_deadline_ms() - spaces.now_ms)
+    assert spaces.now_ms < 150, "some of the reader's time is left for the copy"
+    assert [len(copy.targets) for copy in spaces.copies.values()] == [given]
+    spaces.copied()
+    assert answers(spaces, FRONT, wire.Acquired)[0].num_blocks == given
+    assert spaces.core.counters["pulls_shortened"] == 1
+    assert [e.pins for e in spaces.core.pools[0].index.entries()] == [1] * 3  # the prefill engine's own
+    spaces.counts()
+
+
+def test_more_blocks_than_the_space_has_pages_come_as_far_as_they_fit():
+    spaces = Spaces(num_pages=8)
+    spaces.worker(PREFILL, "cpu:0", quota=8)
+    spaces.worker(DECODE, "cpu:1", quota=1)
+    spaces.client(FRONT, f"i{DECODE}")
+    long = chain(*"abcdef")
+    spaces.fill(PREFILL, 0, long, "abcdef")
+    reader = spaces.core.pools[1].releases
+    reader.on_call(0, wire.ReleaseMemory(call_id=1, num_bytes=4 * PAGE_BYTES), 0, 1000)
+    spaces.run(spaces.core.after_api(0))
+    spaces.run(spaces.core.on_released(1, sorted(reader.freeing), 0))
+    acquire(spaces, long)
+    spaces.advance(120)
+    spaces.copied()
+    assert 0 < answers(spaces, FRONT, wire.Acquired)[0].num_blocks < 6
+    spaces.counts()

@@ -36,6 +36,9 @@ class PoolLimits:
     pd_caching: str = "3"  # a PdCaching (pd_caching.py)
     transfer_mode: str = "by-request-agg"  # a TransferMode; by-layer needs the workers' word for each step
     idle_punch_ms: int = 30_000  # quiet for so long: memory of free pages goes back; 0: never
+    space_idle_ms: int = (
+        600_000  # a space without engines for so long loses its blocks and its memory; 0: never
+    )
 
 
 NO_EPOCH = Epoch(0)

@@ -18,9 +18,10 @@ from services.mempool.core.actions import (
     Disconnect,
     PunchPages,
 )
-from services.mempool.core.attachments import Attachments, Claim
+from services.mempool.core.attachments import Claim
 from services.mempool.core.engines import Engine
 from services.mempool.core.entry import Entry
+from services.mempool.core.lifetimes import Lifetimes
 from services.mempool.core.page_state import PageEvent
 from services.mempool.core.space import Memory
 from shared.errors import PeerProtocolError
@@ -29,7 +30,7 @@ from shared.kv.page import PageState
 from shared.wire import mempool as wire
 
 
-class Pool(Attachments):
+class Pool(Lifetimes):
     """Methods return the actions to perform, in order. After a PeerProtocolError, end the connection."""
 
     # -- connections ------------------------------------------------------------------------------
@@ -321,12 +322,14 @@ class Pool(Attachments):
             if pages:
                 self.counters["pages_punched"] += len(pages)
                 punched.append(PunchPages(pages, self.number))
+        self.drop_if_deserted(now_ms)
         self._serve()
         return punched + self._done()
 
     def next_deadline_ms(self) -> int | None:
         """When tick() has something to do, or earlier; None: not before the next event."""
         due = [self.leases.next_deadline_ms()]
+        due.append(self.dropped_at_ms())
         if self.releases is not None:
             due.append(self.releases.next_deadline_ms())
         memory = self.memory

@@ -5,7 +5,8 @@
 
 A space is one GPU's pages, or a part of host memory (ARCHITECTURE.md, rule 8; MemServe 4.3 `transfer`).
 Sources are sealed and pinned until the copy has ended, so no byte of theirs can change; targets are nobody's else.
-A reader never waits longer than it asked to: it is answered with what is there, and computes the rest.
+A reader never waits longer than it asked to: it is answered with what is there, and computes the rest. Where pages are
+short, the first blocks come: when three quarters of the time are over, those for which there are pages.
 """
 
 from collections import Counter
@@ -55,6 +56,7 @@ class Pull:
     is_counted: bool = True  # of pushes: by pd_caching.py
     handoff_id: HandoffId | None = None  # of pushes: whose reader will want what they bring
     ask_ms: int = 0  # when engines are asked for pages again
+    short_ms: int | None = None  # from then on it is content with the pages that it has; None: all or nothing
     hashes: list[BlockHash] = field(default_factory=list)  # of the blocks that it brings
 
 
@@ -144,11 +146,12 @@ class Pulls:
             arriving.readers.append(reader)
             return True
         sources = self.elsewhere(pool, missing, for_handoff=bool(reader.call.handoff_id))
-        most = pool.memory.table.num_pages - len(own)
-        if not sources or len(sources) > most or self._num_readers() >= self.limits.max_waiting:
+        sources = sources[: max(0, pool.memory.table.num_present - len(own))]
+        if not sources or self._num_readers() >= self.limits.max_waiting:
             return False
         pool.index.pin(own)
         pull = self._begin(pool, own, sources, reader.until_ms)
+        pull.short_ms = reader.until_ms - (reader.until_ms - now_ms) // 4
         pull.readers.append(reader)
         pull.ask_ms = now_ms + ASK_AGAIN_MS
         self.counters["pulls"] += 1
@@ -194,9 +197,11 @@ class Pulls:
             for h in hashes
             if (entry := source.index.get(h)) is not None and self.is_new(target, h)
         ]
-        if not found or target.memory is None or len(found) > target.memory.table.num_pages:
+        found = found[: target.memory.table.num_present if target.memory is not None else 0]
+        if not found:
             return 0
         pull = self._begin(target, [], found, now_ms + self.limits.pull_patience_ms, ask=False)
+        pull.short_ms = pull.until_ms if handoff_id is None else None
         pull.is_push, pull.is_counted, pull.handoff_id = True, handoff_id is None, handoff_id
         self.counters["push_backs"] += pull.is_counted
         return len(found)
@@ -230,6 +235,8 @@ class Pulls:
             self.layers.advance(now_ms)
             out += self.layers.take_actions()
         for pull in [p for p in self.pulls.values() if not p.copying]:
+            if pull.short_ms is not None and now_ms >= pull.short_ms and pull.claim.pages:
+                self._shorten(pull)
             if not pull.claim.lacking:
                 pull.copying = True
                 pull.pool.begin_writing(pull.claim)
@@ -253,6 +260,18 @@ class Pulls:
         return CopyPages(
             pull.number, pull.pool.number, list(pull.claim.pages), sources, self.limits.copy_timeout_ms, cut
         )
+
+    def _shorten(self, pull: Pull) -> None:
+        """To its first blocks, for which there are pages."""
+        count = len(pull.claim.pages)
+        left, pull.sources = pull.sources[count:], pull.sources[:count]
+        pull.claim.wanted = count
+        self.counters["pulls_shortened"] += bool(left)
+        for source, entry in left:
+            if self._arriving.get((pull.pool.number, entry.block_hash)) is pull:
+                del self._arriving[pull.pool.number, entry.block_hash]
+            source.index.unpin([entry])
+        pull.hashes = [entry.block_hash for _, entry in pull.sources]
 
     def on_copied(self, copy_id: int, *, failed: bool, in_doubt: Collection[int], now_ms: int) -> None:
         """The copy has ended. A failed one may still write the pages `in_doubt`, until settled."""
@@ -313,11 +332,9 @@ class Pulls:
 
     def next_deadline_ms(self) -> int | None:
         """When advance() has something to do without an event."""
-        due = [
-            p.until_ms if p.is_push else min(p.until_ms, p.ask_ms)
-            for p in self.pulls.values()
-            if not p.copying
-        ]
+        waiting = [p for p in self.pulls.values() if not p.copying]
+        due = [p.until_ms if p.is_push else min(p.until_ms, p.ask_ms) for p in waiting]
+        due += [p.short_ms for p in waiting if p.short_ms is not None and p.claim.pages]
         if self.layers is not None and (later := self.layers.next_deadline_ms()) is not None:
             due.append(later)
         return min(due, default=None)

@@ -11,6 +11,7 @@ from services.mempool.core.space import Memory
 from shared.ids import PageId
 from shared.kv.page import PageState
 
+NO_CALLER, OWN_CALL_MS = -1, 60_000  # of a call of the pool's own
 NOBODY, IMPOSSIBLE = 0, -1  # of whom to ask for a page; else the connection of an engine
 
 
@@ -27,6 +28,16 @@ class ReleaseCall:
     exhausted: bool = False  # the system has no more memory
     units: set[int] = field(default_factory=set)  # under way for it
     candidates: "deque[int] | None" = None  # None: not looked for yet
+
+    @classmethod
+    def of_the_pool(cls, wanted: int, now_ms: int, *, regains: bool) -> "ReleaseCall":
+        """One that nobody waits for."""
+        return cls(NO_CALLER, 0, wanted, now_ms + OWN_CALL_MS, regains)
+
+    @property
+    def has_caller(self) -> bool:
+        """Whether somebody waits for the answer."""
+        return self.connection != NO_CALLER
 
 
 @dataclass(slots=True)

@@ -114,6 +114,12 @@ class Releases:
         self.calls.append(ReleaseCall(connection, call.call_id, wanted, until_ms, regains))
         self.advance()
 
+    def all_at_once(self, now_ms: int, *, regains: bool) -> None:
+        """Without a caller: everything that can go goes, or all comes back."""
+        wanted = len(self.gone) if regains else self._table.num_present // self.pages_per_unit
+        self.calls.append(ReleaseCall.of_the_pool(wanted, now_ms, regains=regains))
+        self.advance()
+
     def _obstacle(self) -> str:
         memory = self._memory
         is_apart = (
@@ -151,12 +157,10 @@ class Releases:
 
     def _answer(self, call: ReleaseCall) -> None:
         self.calls.remove(call)
-        changed = wire.MemoryChanged(
-            call_id=call.call_id,
-            num_bytes=call.done * self.unit_bytes,
-            released_bytes=self.released_bytes,
-        )
-        self._send(call.connection, changed)
+        num_bytes, left = call.done * self.unit_bytes, self.released_bytes
+        changed = wire.MemoryChanged(call_id=call.call_id, num_bytes=num_bytes, released_bytes=left)
+        if call.has_caller:
+            self._send(call.connection, changed)
 
     # -- every event ------------------------------------------------------------------------------
 
@@ -300,9 +304,8 @@ class Releases:
     def on_unmapped(self, connection: int, message: wire.Unmapped) -> None:
         """A process maps these no more."""
         process = self.ready.get(connection)
-        units = [unit for unit in u32_list(message.slabs) if process in self.leaving.get(unit, ())]
-        for unit in units:
-            self.leaving[unit].discard(process or 0)
+        for unit in u32_list(message.slabs):
+            self.leaving.get(unit, set()).discard(process or 0)
         self._settle()
 
     def on_mapped(self, connection: int, process: int, message: wire.Mapped) -> None:

@@ -1,0 +1,55 @@
+"""A space whose engines are gone does not keep its memory for ever: the part of the pool that lets go of it. No I/O.
+
+An engine that comes back soon finds its blocks. When none came for `space_idle_ms`, and no process is left that maps
+the space, its blocks are forgotten and its memory goes to the system. The space itself, a table of a few bytes a page,
+stays: the next engine of its kind gets the memory again, as far as there is some.
+"""
+
+from services.mempool.core.actions import Action
+from services.mempool.core.attachments import Attachments
+from shared.wire import mempool as wire
+
+
+class Lifetimes(Attachments):
+    """See the module."""
+
+    _is_dropped = False
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether no engine or rank of this space is left that lives, and nothing of it is on its way."""
+        memory = self.memory
+        if memory is None or memory.is_dram or self.claims or self.inheritance is not None:
+            return False
+        engines = memory.engines
+        mapped = self.releases is not None and bool(self.releases.mappers or self.releases.calls)
+        return not (engines.attached or engines.lost or engines.ranks or mapped)
+
+    def dropped_at_ms(self) -> int | None:
+        """When it is, unless somebody comes; None: it is in use, or has no memory."""
+        memory, idle_ms = self.memory, self.limits.space_idle_ms
+        if memory is None or not idle_ms or not memory.table.num_present or not self.is_deserted:
+            return None
+        return self._active_at_ms + idle_ms
+
+    def drop_if_deserted(self, now_ms: int) -> None:
+        """Its engines are gone, and their last pages came back: blocks are forgotten, memory goes to the system."""
+        due_ms = self.dropped_at_ms()
+        if due_ms is None or now_ms < due_ms or self.releases is None:
+            return
+        self._active_at_ms = now_ms  # what is pinned now is tried again
+        self._is_dropped = True
+        self.counters["spaces_dropped"] += 1
+        self._free_entries(self.index.delete_unpinned())
+        self.releases.all_at_once(now_ms, regains=False)
+
+    def on_attach(self, connection: int, process: int, message: wire.Attach, now_ms: int) -> list[Action]:
+        """As ever; a space that was dropped gets its memory again."""
+        actions = super().on_attach(connection, process, message, now_ms)
+        if self._is_dropped and message.kind != "client" and self.has_member(connection):
+            assert self.releases is not None
+            self._is_dropped = False
+            self.releases.all_at_once(now_ms, regains=True)
+            self._serve()
+            actions += self._done()
+        return actions
