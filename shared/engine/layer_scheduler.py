@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from shared.engine.page_scheduler import PageSchedulerMixin, given
 from shared.ids import BlockHash, HandoffId, InstanceId
@@ -31,7 +31,7 @@ class LayerSchedulerMixin(PageSchedulerMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._destinations: dict[str, Destination] = {}  # of prompts that are not computed yet
+        self._destinations: dict[str, Destination] = {}  # of prompts that are not handed over yet
         self._told_cached: set[str] = set()  # of these, whose cached blocks were named
         self._announced: deque[tuple[int, list[SealedPage]]] = deque()  # of steps under way
         self.pages.on_steps_done = self._say_sealed
@@ -47,6 +47,9 @@ class LayerSchedulerMixin(PageSchedulerMixin):
         super()._add_request(request)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        destination = self._destinations.get(request.request_id)
+        if destination is not None and request.status == RequestStatus.FINISHED_ABORTED:
+            self.quota.layers_given_up(destination.handoff_id, destination.target)
         self._forget(request.request_id)
         return super()._free_request(request, delay_free_blocks)
 
@@ -65,8 +68,11 @@ class LayerSchedulerMixin(PageSchedulerMixin):
         """What this step completes of the prompt. Cost: a look-up a block of the step."""
         request_id, step = request.request_id, self.sched_step_seq
         destination = self._destinations[request_id]
-        end = min(request.num_computed_tokens, request.num_prompt_tokens)  # this step's tokens are in it
-        first = (request.num_computed_tokens - num_scheduled) // self.block_size
+        begin = request.num_computed_tokens - num_scheduled  # this step's tokens are computed, for vLLM
+        if begin >= request.num_prompt_tokens:
+            return
+        end = min(request.num_computed_tokens, request.num_prompt_tokens)
+        first = begin // self.block_size
         sealing = self.pages.sealing
         seals = sealing[-1][1].blocks if sealing and sealing[-1][0] == step else {}
         found: list[SealedPage] = []
@@ -86,8 +92,6 @@ class LayerSchedulerMixin(PageSchedulerMixin):
             self.quota.step_layers(
                 destination.handoff_id, destination.target, step, found, cached, destination.traceparent
             )
-        if request.num_computed_tokens >= request.num_prompt_tokens:
-            self._forget(request_id)
 
     def _say_sealed(self, done: int) -> None:
         """Steps up to this one are over, and what they sealed was said."""

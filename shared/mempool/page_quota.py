@@ -229,6 +229,10 @@ class PageQuota:
             )
         )  # fmt: skip
 
+    def layers_given_up(self, handoff_id: HandoffId, target: InstanceId) -> None:
+        """The prompt of which step_layers() spoke will not be computed to its end."""
+        self.step_layers(handoff_id, target, 0, (), (), "")
+
     def layers_sealed(self, step: int, pages: Sequence[Owned]) -> None:
         """After seal(): of what step_layers() named for the step, it has sealed these and no more. One message."""
         self._send(

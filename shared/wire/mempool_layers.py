@@ -9,7 +9,8 @@ from shared.ids import HandoffId, InstanceId
 
 class StepLayers(Struct, frozen=True, kw_only=True, tag="step_layers"):
     """The step that begins completes these blocks of a prompt that goes to `target`'s engine: layer by layer they may
-    be copied there, as far as the ranks' layer words say (shared/kv/layer_words.py). LayersSealed follows, always."""
+    be copied there, as far as the ranks' layer words say (shared/kv/layer_words.py). LayersSealed follows, always.
+    With step 0 and nothing named: the prompt was given up before it was computed, nobody will ask for it."""
 
     handoff_id: HandoffId
     target: InstanceId

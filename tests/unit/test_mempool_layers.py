@@ -291,3 +291,21 @@ def test_memory_that_a_copy_reads_early_does_not_go_to_the_system_before_the_cop
     rig.run(rig.pool.flush())
     rig.settle()
     assert rig.counts() == {"granted": 1, "released": 3}
+
+
+def test_a_prompt_that_is_given_up_pins_nothing_neither_what_came_nor_what_is_on_its_way(two):
+    first = announce(two, ABC[:1])
+    two.copied()
+    two.seal(PREFILL, first, ABC)
+    over(two, first)
+    second = announce(two, ABC[1:], step=2)
+    two.seal(PREFILL, second, ABC, first=1)
+    over(two, second, step=2)
+    target = two.core.pools[1].index
+    assert target.num_pinned == 1
+    say_layers(two, [], [], step=0)
+    assert target.num_pinned == 0
+    two.copied()
+    assert len(target.prefix(ABC)) == 3
+    assert target.num_pinned == 0
+    two.counts()

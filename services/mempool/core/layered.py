@@ -93,6 +93,9 @@ class LayerPulls:
         hashes, cached = parse.hashes(message.hashes, most), parse.hashes(message.cached, most)
         if not len(hashes) == len(pages) == len(set(hashes)) == len({page for page, _ in pages}):
             raise PeerProtocolError(f"{len(pages)} pages, {len(hashes)} hashes, or one of them twice")
+        if message.step <= 0:
+            self._given_up(message.handoff_id)
+            return
         target = self._pools.get(self._space_of.get(message.target, -1))
         if target is None or target is pool or (cut := cut_of(target, [pool])) is None:
             self._pulls.counters["layers_not_for_here"] += 1
@@ -204,8 +207,9 @@ class LayerPulls:
                 entries.append(Entry(entry.block_hash, entry.parent, to, entry.valid_tokens, entry.checksum))
         claim.pages = [page for page in claim.pages if page not in {entry.page for entry in entries}]
         pull.pool.cancel(claim)
-        assert pull.handoff_id is not None
-        self.hold(pull.handoff_id, pull.pool, pull.pool.take_in(entries), now_ms)
+        here = pull.pool.take_in(entries)
+        if pull.handoff_id is not None:
+            self.hold(pull.handoff_id, pull.pool, here, now_ms)
         self._pulls.counters["blocks_by_layer"] += len(entries)
         self._pulls.counters["blocks_by_layer_lost"] += len(pull.blocks) - len(entries)
         for reader in pull.readers:
@@ -242,6 +246,13 @@ class LayerPulls:
         held.entries += entries
         if len(self._held) > MAX_HELD:
             self.let_go(next(iter(self._held)))
+
+    def _given_up(self, handoff_id: HandoffId) -> None:
+        """Its blocks are worth as much as any other's, those on their way too."""
+        for pull in self._pulls.pulls.values():
+            if pull.handoff_id == handoff_id:
+                pull.handoff_id = None
+        self.let_go(handoff_id)
 
     def let_go(self, handoff_id: HandoffId) -> None:
         """The reader has its lease, or there will be none."""
