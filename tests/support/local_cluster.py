@@ -46,7 +46,7 @@ class LocalCluster:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("QUIRE_")}
         # whatever is predicted to be cheaper, hand-offs are what most tests are about
         pairs = {"QUIRE_SCHEDULER_DISAGGREGATION": "always", "QUIRE_WORKER_CALIBRATE": "off"}
-        if "topology=disaggregated" in flags:  # which says so itself
+        if {"topology=disaggregated", "disaggregated"} & set(flags):  # which says so itself
             del pairs["QUIRE_SCHEDULER_DISAGGREGATION"]
         self.env = {**clean, **pairs, "QUIRE_HOME": str(home), "COLUMNS": "200", **(env or {})}
 
