@@ -67,6 +67,20 @@ ROWS: list[tuple[str, str, str, str, str]] = [
     ("h200x2-transfer", "nccl_grouped_gb_per_s", "the same, NCCL grouped, 2 MiB", "{:.0f} GB/s", ""),
     ("h200x2-handoff", "32k_handoff_ms", "handoff of 32K tokens between two GPUs, 8B shape", "{:.0f} ms", ""),
     ("h200x2-handoff", "32k_fetch_ms", "the part of it that waits for pages", "{:.0f} ms", ""),
+    (
+        "h200x2-handoff",
+        "32k_nixl_handoff_ms",
+        "that handoff by vLLM's NixlConnector, no gateway between",
+        "{:.0f} ms",
+        "",
+    ),
+    (
+        "h200x2-handoff",
+        "4k_handoff_of_nixl_ratio",
+        "handoff of 4K tokens, over NixlConnector's",
+        "{:.2f}",
+        "",
+    ),
     ("h200x2-handoff", "32k_recompute_ms", "computing those 32K tokens again", "{:.0f} ms", ""),
     (
         "h200-swap",
