@@ -331,3 +331,28 @@ def test_a_successor_ends_what_processes_were_asked_and_asks_them_again():
     new.settle()
     assert new.counts() == {"free": 8}
     assert all(rank.slabs == {0, 1, 2, 3} for rank in new.ranks.values())
+
+
+def test_who_wants_all_memory_back_gets_what_is_just_leaving_too():
+    rig = host(4)
+    rig.engine(1, quota=0)
+    rig.press(3 * PAGE_BYTES, wait_ms=10)
+    rig.run(rig.pool.tick(rig.now_ms + 20))  # the caller waits no longer; the system has not answered yet
+    assert [answer.num_bytes for answer in rig.answers] == [0]
+    rig.regain()
+    assert len(rig.answers) == 1
+    rig.settle()
+    assert rig.counts() == {"free": 4}
+    assert (rig.answers[-1].num_bytes, rig.answers[-1].released_bytes) == (3 * PAGE_BYTES, 0)
+
+
+def test_who_wants_all_memory_back_hears_of_a_release_that_failed():
+    rig = host(4)
+    rig.engine(1, quota=0)
+    rig.press(2 * PAGE_BYTES, wait_ms=10)
+    rig.run(rig.pool.tick(rig.now_ms + 20))
+    rig.regain()
+    assert rig.system(fails=True)
+    rig.settle()
+    assert rig.counts() == {"free": 4}
+    assert (len(rig.answers), rig.answers[-1].num_bytes) == (2, 0)

@@ -92,6 +92,11 @@ class Releases:
         """Without memory now."""
         return (len(self.gone) + len(self.making)) * self.unit_bytes
 
+    @property
+    def _on_their_way(self) -> int:
+        """Units that will be gone, whoever waits for it: unmapped or given back at this moment."""
+        return len(self.leaving) + len(self.freeing)
+
     # -- calls ------------------------------------------------------------------------------------
 
     def on_call(
@@ -99,7 +104,7 @@ class Releases:
     ) -> None:
         """Answered by MemoryChanged or CallFailed, once."""
         regains = isinstance(call, wire.RegainMemory)
-        most = len(self.gone) if regains else self._most()
+        most = len(self.gone) + self._on_their_way if regains else self._most()
         wanted = min(most, -(-max(0, call.num_bytes) // self.unit_bytes))
         if regains and not call.num_bytes:
             wanted = most
@@ -178,7 +183,8 @@ class Releases:
             begun = 0
             if lacking > 0 and not call.exhausted:
                 begun = self._regain(call, lacking) if call.regains else self._begin_next(call, lacking)
-            if not begun and not call.units:
+            waits = call.regains and lacking > 0 and not call.exhausted and self._on_their_way > 0
+            if not begun and not call.units and not waits:
                 self._answer(call)
             elif not begun:
                 return
@@ -377,7 +383,7 @@ class Releases:
             call.units.update(units)
             self._do(RestoreUnits(units, self._number))
         else:
-            call.exhausted = not self.gone
+            call.exhausted = not (self.gone or self._on_their_way)
         return len(units)
 
     def on_restored(self, units: Sequence[int], num_made: int) -> None:
