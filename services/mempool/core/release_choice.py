@@ -62,6 +62,12 @@ class Choice:
         first = unit * self.pages_per_unit
         return [PageId(page) for page in range(first, first + self.pages_per_unit)]
 
+    def most(self) -> int:
+        """Units that engines can be without: each keeps room for its longest request."""
+        engines = self._memory.engines
+        least = engines.num_pages_for(sum(engine.least for engine in engines.attached.values()))
+        return max(0, self._table.num_present - least) // self.pages_per_unit
+
     def search(self, busy: Set[int]) -> "deque[int]":
         """All units that may go, the free ones first, then by the last use of what is in them.
 

@@ -104,7 +104,7 @@ class Releases:
     ) -> None:
         """Answered by MemoryChanged or CallFailed, once."""
         regains = isinstance(call, wire.RegainMemory)
-        most = len(self.gone) + self._on_their_way if regains else self._most()
+        most = len(self.gone) + self._on_their_way if regains else self._choice.most()
         wanted = min(most, -(-max(0, call.num_bytes) // self.unit_bytes))
         if regains and not call.num_bytes:
             wanted = most
@@ -133,12 +133,6 @@ class Releases:
         if not memory.pages_per_slab or (not is_apart and self.mappers <= set(self.ready.values())):
             return ""
         return "a process maps these pages and cannot unmap them, or not yet"
-
-    def _most(self) -> int:
-        """Units that engines can be without: each keeps room for its longest request."""
-        engines = self._memory.engines
-        least = engines.num_pages_for(sum(engine.least for engine in engines.attached.values()))
-        return max(0, self._table.num_present - least) // self.pages_per_unit
 
     def forget(self, connection: int) -> None:
         """A connection ended. What its call began goes on; its process may map pages as long as it lives."""
@@ -231,7 +225,7 @@ class Releases:
         room = max(0, MAX_PAGES_UNDER_WAY - under_way) // self.pages_per_unit
         if not room and not under_way:
             room = 1  # a unit of very many pages
-        most, busy = min(lacking, room, self._most()), self._busy() | self.vacating.keys()
+        most, busy = min(lacking, room, self._choice.most()), self._busy() | self.vacating.keys()
         if call.candidates is None and room:
             call.candidates = self._choice.search(busy)
         chosen: dict[int, list[int]] = {}
