@@ -29,6 +29,7 @@ import httpx
 from loadtest.bench_handoff import one
 from loadtest.registry import RESULTS, ROOT
 from loadtest.results import Metrics, Samples, quantile, write_result
+from loadtest.sse import events, shown_ids
 from shared.kv.transfer_mode import TransferMode
 
 NAMES = {"cpu": "transfer-modes", "cuda": "h200x2-transfer-modes"}
@@ -178,14 +179,12 @@ def times_of(url: str, model: str, prompt: list[int]) -> list[float]:
     }  # fmt: skip
     begin, at = time.perf_counter(), list[float]()
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=180, trust_env=False) as response:
-        for line in response.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line[6:])
+        lines = (f"{line}\n".encode() for line in response.iter_lines())
+        for data in events(lambda: next(lines, b"")):
+            event = json.loads(data)
             if "error" in event:
                 raise RuntimeError(event["error"])
-            for choice in event["choices"]:
-                at += [(time.perf_counter() - begin) * 1e3] * len(choice.get("token_ids") or ())
+            at += [(time.perf_counter() - begin) * 1e3] * len(shown_ids(event))
     if len(at) < RATE_OUTPUT:
         raise RuntimeError(f"{len(at)} of {RATE_OUTPUT} tokens came")
     return at

@@ -149,22 +149,12 @@ def accuracy(result: Result) -> Figure:
         cost = CostModel(msgspec.convert(model["coefficients"], CostCoefficients))
         seen = [one for one in fastest(rows, "off") if one.kind == "prefill"]
         measured = [one.ms for one in seen]
-        left.plot(
-            measured,
-            [predict(cost, one) for one in seen],
-            "o",
-            markersize=3,
-            color=ACCENT,
-            label="by operators",
+        ways = (
+            ([predict(cost, one) for one in seen], "o", 3, ACCENT, "by operators"),
+            ([arch_ms(model, one) for one in seen], "x", 4, PALE, "fitted whole"),
         )
-        left.plot(
-            measured,
-            [arch_ms(model, one) for one in seen],
-            "x",
-            markersize=4,
-            color=PALE,
-            label="fitted whole",
-        )
+        for predicted, mark, size, color, label in ways:
+            left.plot(measured, predicted, mark, markersize=size, color=color, label=label)
         ends = [min(measured), max(measured)]
         left.plot(ends, ends, ":", color=INK, linewidth=1)
         left.set(

@@ -89,19 +89,20 @@ def run_many(settings: GatewaySettings, reserved: socket.socket) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda caught, _frame: stopping.append(caught))
     children = {_child(settings, address, n): n for n in range(settings.processes)}
+    replacing = True
     while children:
         if stopping:
             for pid in children:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
             stopping.clear()
-            settings = config.with_processes(settings, 0)  # nobody is replaced any more
+            replacing = False
         pid, _status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             time.sleep(0.05)
             continue
         number = children.pop(pid, None)
-        if number is not None and settings.processes:
+        if number is not None and replacing:
             time.sleep(RESTART_PAUSE_S)
             children[_child(settings, address, number)] = number
 

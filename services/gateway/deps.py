@@ -22,9 +22,8 @@ from shared.prompttree.client import PromptTreeClient
 from shared.prompttree.lookup_cache import LookupCache
 
 UNKNOWN_MODEL_LEN = 2_048
-MAX_HASH_CHUNKS = (
-    2_048  # of a process: at most 10 MiB; with blocks of 16 tokens, prompts' last million tokens
-)
+# of a process: at most 10 MiB; with blocks of 16 tokens, prompts' last million tokens
+MAX_HASH_CHUNKS = 2_048
 
 
 class Gateway:

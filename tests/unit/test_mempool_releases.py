@@ -20,6 +20,17 @@ def host(num_pages: int = 8) -> ReleaseRig:
     return rig
 
 
+def coming_back() -> ReleaseRig:
+    """One of two allocations was away and is made again; its two ranks have not heard of it."""
+    rig = ReleaseRig(2)
+    rig.two_ranks()
+    rig.press(UNIT_BYTES)
+    rig.settle()
+    rig.regain()
+    assert rig.system()
+    return rig
+
+
 def test_free_host_pages_go_at_once_and_are_counted():
     rig = host()
     rig.engine(1, quota=2)
@@ -118,12 +129,7 @@ def test_a_dead_process_maps_nothing():
 
 
 def test_an_allocation_comes_back_when_every_process_maps_it():
-    rig = ReleaseRig(2)
-    rig.two_ranks()
-    rig.press(UNIT_BYTES)
-    rig.settle()
-    rig.regain()
-    assert rig.system()
+    rig = coming_back()
     assert rig.counts() == {"withdrawn": 2, "free": 2}
     assert rig.hear(1)
     assert rig.counts() == {"withdrawn": 2, "free": 2}
@@ -280,12 +286,7 @@ def test_a_rank_that_names_other_allocations_changes_nothing():
 
 
 def test_a_process_that_comes_while_allocations_come_back_is_waited_for():
-    rig = ReleaseRig(2)
-    rig.two_ranks()
-    rig.press(UNIT_BYTES)
-    rig.settle()
-    rig.regain()
-    assert rig.system()
+    rig = coming_back()
     rig.rank(5, 0, "later")  # is told that it is absent
     rig.hear(1)
     rig.hear(2)

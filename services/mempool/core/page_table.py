@@ -24,9 +24,8 @@ class PageTable:
         self.counts[PageState.FREE] = num_pages
         self._warm: list[PageId] = []  # free, and perhaps backed by memory: used first
         self._cold = [PageId(page) for page in range(num_pages - 1, -1, -1)]  # never written, or punched
-        self.reserved: set[PageId] = (
-            set()
-        )  # withdrawn as soon as they are free (releases.py), and what became so
+        # withdrawn as soon as they are free (releases.py), and what became so
+        self.reserved: set[PageId] = set()
         self._withdrawn: list[PageId] = []
         self._words: list[tuple[int, int]] = [
             (p, pack_word(boot_generation, _FREE)) for p in range(num_pages)

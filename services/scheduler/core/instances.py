@@ -124,9 +124,8 @@ class Instances:
     _epochs: dict[InstanceId, Epoch] = field(default_factory=dict)  # largest that said Hello
     _fences: dict[InstanceId, Epoch] = field(default_factory=dict)  # largest that the coordinator named
     _family_costs: dict[str, CostCoefficients] = field(default_factory=dict)  # the last of each family
-    _live: dict[str, list[Instance]] = field(
-        default_factory=dict
-    )  # by model, "": all; empty: to be found anew
+    # by model, "": all; empty: to be found anew
+    _live: dict[str, list[Instance]] = field(default_factory=dict)
     _live_until_ms: int = 0
 
     def __iter__(self) -> Iterator[Instance]:
