@@ -127,11 +127,11 @@ class Cluster:
     def on_members(self, members: Iterable[InstanceView]) -> None:
         """Connect ahead of the first request; forget endpoints that nobody has listed for a while."""
         now_ms = _now_ms()
-        listed = {view.endpoint for view in members if view.state != "dead"}
-        for endpoint in listed:
-            self._link(endpoint)
+        listed = {view.endpoint: view.epoch for view in members if view.state != "dead"}
+        for endpoint, epoch in listed.items():
+            self._link(endpoint).expect(epoch)
             self._unlisted_since_ms.pop(endpoint, None)
-        for endpoint in self._links.keys() - listed:
+        for endpoint in self._links.keys() - listed.keys():
             self._unlisted_since_ms.setdefault(endpoint, now_ms)
 
     def _link(self, endpoint: str) -> WorkerLink[Call]:
@@ -320,7 +320,9 @@ class Cluster:
         call.placed_ns = time.monotonic_ns()
         call.targets = [placed.decode] if placed.prefill is None else [placed.prefill, placed.decode]
         for target in call.targets:
-            self._link(target.endpoint).calls.add(call)
+            link = self._link(target.endpoint)
+            link.expect(target.epoch)
+            link.calls.add(call)
         if call.schedule_span is not None:
             call.schedule_span.set("quire.kind", placed.kind)
             if call.schedule_span.recording:

@@ -5,11 +5,12 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from shared.errors import Overloaded, PeerGone
+from shared.ids import Epoch
 from shared.observe.log import get_logger
 from shared.transport.zmq_channel import DealerLink
 from shared.wire.requests import TO_GATEWAY, TO_WORKER, GatewayToWorker, WorkerToGateway
 
-FIRST_CONNECT_MS = 1_000  # how long messages wait for a link that was never up
+FIRST_CONNECT_MS = 1_000  # how long messages wait for a process that this link never reached
 MAX_PENDING = 1_024
 
 _log = get_logger("gateway.links")
@@ -34,7 +35,8 @@ class WorkerLink(Generic[C]):
         self._on_down = on_down
         self._pending: list[tuple[GatewayToWorker, tuple[bytes, ...]]] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._ever_up = False
+        self._epoch = Epoch(-1)  # the largest that was named to this link
+        self._reached = False  # the process of that epoch, as far as is known
         self._link: DealerLink[GatewayToWorker, WorkerToGateway] = DealerLink(
             endpoint,
             out=TO_WORKER,
@@ -55,12 +57,20 @@ class WorkerLink(Generic[C]):
         """Messages that were no messages."""
         return self._link.num_malformed
 
+    def expect(self, epoch: Epoch) -> None:
+        """The worker serves under this epoch. A new one listens already: a link that was down is made again."""
+        if epoch > self._epoch:
+            self._epoch = epoch
+            if not self._link.up:
+                self._reached = False
+                self._link.dial_now()
+
     def send(self, message: GatewayToWorker, raw: tuple[bytes, ...] = ()) -> None:
         """Queue a message; a link that is still connecting keeps it for FIRST_CONNECT_MS.
 
         Raises: PeerGone when the worker is gone; Overloaded when the queue is full.
         """
-        if self._link.up or self._ever_up:
+        if self._link.up or self._reached:
             self._link.send(message, raw)
             return
         if len(self._pending) >= MAX_PENDING:
@@ -72,11 +82,11 @@ class WorkerLink(Generic[C]):
     def close(self) -> None:
         """Drop the connection; registered calls learn that it is down."""
         self._link.close()
-        if not self._ever_up:
+        if not self._reached:
             self._not_up()
 
     def _up(self) -> None:
-        self._ever_up = True
+        self._reached = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

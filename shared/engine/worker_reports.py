@@ -40,6 +40,7 @@ class SchedulerReports:
     cost: what the worker knows of its speed.
     on_stale: the scheduler knows a larger epoch of this instance: register again.
     pool: where the instance's pages lie; links: how fast they came from elsewhere.
+    on_welcome: the scheduler knows this instance and has its first report.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class SchedulerReports:
         load: Callable[[], EngineLoad],
         cost: WorkerCost,
         on_stale: Callable[[], None],
+        on_welcome: Callable[[], None] = lambda: None,
         pool: Callable[[], PoolPlace | None] = lambda: None,
         links: Callable[[], dict[str, LinkRate]] = dict,
     ) -> None:
@@ -58,6 +60,7 @@ class SchedulerReports:
         self._load = load
         self._cost = cost
         self._on_stale = on_stale
+        self._on_welcome = on_welcome
         self._pool = pool
         self._links = links
         self._epoch = Epoch(0)
@@ -136,6 +139,7 @@ class SchedulerReports:
                 self._interval_s = min(self._settings.report_interval_ms / 1000, max(0.01, asked_s))
                 _log.info("scheduler_welcomed", epoch=self._epoch)
                 self._report()
+                self._on_welcome()
             case Resync():
                 self._say_hello()
             case Refused():

@@ -1,9 +1,11 @@
 """The life of a worker process around its engine: start, membership, serving, drain, end.
 
-    STARTING -(engine ready, ROUTER bound)-> JOINING -(coordinator gave an epoch)-> SERVING
+    STARTING -(engine ready, ROUTER bound)-> JOINING -(coordinator gave an epoch)-> INTRODUCED
+    INTRODUCED -(scheduler said Welcome, or INTRODUCTION_S passed without one)-> SERVING
     SERVING -(SIGTERM)-> DRAINING -(nothing in flight, or the deadline)-> closed, exit 0
     any -(engine died)-> in-flight requests fail, exit 1      any -(our bug)-> exit 70
 
+Requests are served from INTRODUCED on; whoever waits for /ready may count on being placed here.
 Losing the coordinator, the scheduler, Redis or the mempool after SERVING changes nothing for requests.
 """
 
@@ -33,6 +35,7 @@ EXIT_OK = 0
 EXIT_ENGINE_DIED = 1
 EXIT_BUG = 70
 WATCH_INTERVAL_S = 0.25
+INTRODUCTION_S = 3.0  # an absent scheduler keeps no worker from being ready: it learns of it when it is back
 LAST_WORDS_S = 0.1  # for replies to leave the socket before it closes
 DEREGISTER_TIMEOUT_S = 1.0
 
@@ -89,6 +92,7 @@ class WorkerShell:
             load=self.load,
             cost=self.cost,
             on_stale=self._register_again,
+            on_welcome=self._serve,
             pool=lambda: self.pages.place,
             links=lambda: self.pages.links,
         )
@@ -153,11 +157,16 @@ class WorkerShell:
         self.epoch = self.front.epoch = epoch
         self._gauges["epoch"].set(epoch)
         if self._phase == "joining":
-            self._phase = "serving"
+            self._phase = "introduced"
+            asyncio.get_running_loop().call_later(INTRODUCTION_S, self._serve)
         self.reports.set_epoch(epoch)
         if self.publisher is not None:
             self.publisher.set_epoch(epoch)
         _log.info("registered", epoch=epoch)
+
+    def _serve(self) -> None:
+        if self._phase == "introduced":
+            self._phase = "serving"
 
     async def _calibrate(self) -> None:
         """Learn the engine's speed, unless the process is told to end meanwhile."""
@@ -262,7 +271,7 @@ class WorkerShell:
         )
 
     def ready(self) -> tuple[bool, dict[str, Any]]:
-        """Ready: the engine runs and the coordinator has given an epoch."""
+        """Ready: the engine runs, the coordinator has given an epoch, the scheduler was told of it."""
         is_ready = self._phase == "serving" and self.engine.alive
         return is_ready, {
             "phase": self._phase,

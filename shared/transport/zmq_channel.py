@@ -77,6 +77,7 @@ class DealerLink(Generic[Out, In]):
         self._task: asyncio.Task[None] | None = None
         self._was_up = asyncio.Event()
         self._lost = asyncio.Event()
+        self._dial_now = asyncio.Event()
 
     def open(self) -> None:
         """Start connecting without waiting. Raises: SettingsError on an endpoint that cannot be."""
@@ -87,6 +88,10 @@ class DealerLink(Generic[Out, In]):
         except ValueError as error:
             raise SettingsError(f"cannot connect to {self.endpoint!r}: {error}") from error
         self._task = asyncio.get_running_loop().create_task(self._keep(where), name="zmq-link")
+
+    def dial_now(self) -> None:
+        """Somebody says that the peer is back: a pause between two attempts ends here."""
+        self._dial_now.set()
 
     async def connect(self, timeout_ms: int = 5_000) -> None:
         """Open, and wait for the peer. After a PeerTimeout the link stays open and goes on trying."""
@@ -108,7 +113,10 @@ class DealerLink(Generic[Out, In]):
                 await self._lost.wait()
             wait_ms = RECONNECT_MIN_MS if self._was_up.is_set() else min(RECONNECT_MAX_MS, 2 * wait_ms)
             self._was_up.clear()
-            await asyncio.sleep(wait_ms / 1000)
+            self._dial_now.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_ms / 1000):
+                    await self._dial_now.wait()
 
     async def _dial(self, where: str | tuple[str, int]) -> None:
         loop = asyncio.get_running_loop()

@@ -106,6 +106,7 @@ class FakeWorker:
     def __init__(self, instance: str, role: str = "decode") -> None:
         self.instance = InstanceId(instance)
         self.role = role
+        self.epoch = Epoch(1)
         self.generated: list[Generate] = []
         self.prompts: list[list[int]] = []
         self.aborted: list[Abort] = []
@@ -119,12 +120,12 @@ class FakeWorker:
 
     @property
     def target(self) -> Target:
-        return Target(instance=self.instance, epoch=Epoch(1), role=self.role, endpoint=self.server.address)
+        return Target(instance=self.instance, epoch=self.epoch, role=self.role, endpoint=self.server.address)
 
     @property
     def view(self) -> InstanceView:
         return InstanceView(
-            instance=self.instance, role=self.role, endpoint=self.server.address, host="h", epoch=Epoch(1),
+            instance=self.instance, role=self.role, endpoint=self.server.address, host="h", epoch=self.epoch,
             description=DESCRIPTION, age_ms=0, state="live",
         )  # fmt: skip
 

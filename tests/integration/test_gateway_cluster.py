@@ -7,7 +7,7 @@ import pytest
 from services.gateway.call import Call
 from services.gateway.cluster import Cluster
 from services.gateway.core.request_flow import Limits
-from shared.ids import RequestId
+from shared.ids import Epoch, RequestId
 from shared.kv.block_hash import pack_tokens
 from shared.observe.trace import start_span
 from shared.wire.placement import Rejected
@@ -146,6 +146,23 @@ async def test_a_worker_that_cannot_be_reached_is_replaced(world):
     submit(cluster, sink)
     assert await ended(sink) == ["complete"]
     assert sink.tokens == [3]
+
+
+async def test_a_worker_that_is_back_under_a_new_epoch_is_reached_at_once(world):
+    cluster, scheduler, a, b = world
+    scheduler.decide = colocate(a)
+    a.script = answer_tokens([4])
+    before = a.server.address
+    a.die()
+    await until(lambda: len(cluster.workers_up) == 1)
+    await asyncio.sleep(0.8)  # by now the link dials every half a second
+    a.epoch = Epoch(2)
+    await a.start(before)
+    sink = ListSink()
+    submit(cluster, sink)
+    assert await ended(sink) == ["complete"]
+    assert [place.exclude for place in scheduler.places] == [[]], "no placement was lost"
+    assert not b.generated
 
 
 async def test_cancel_aborts_every_involved_worker_at_once(world):

@@ -236,6 +236,27 @@ async def test_without_a_coordinator_a_worker_waits_and_says_so(model_dir, tmp_p
             assert isinstance(await gateway.end_of("r"), Finished)
 
 
+async def test_a_ready_worker_is_known_to_the_scheduler(model_dir, tmp_path):
+    async with world(model_dir, tmp_path) as here:
+        here.scheduler.answer_hello = None
+        worker = here.worker().start()
+        await until(lambda: here.scheduler.hellos, "hello")
+        code, state = get_json(f"{worker.admin_url}/ready")
+        assert (code, state["phase"]) == (503, "introduced")
+        here.scheduler.answer_hello = Welcome(report_interval_ms=50)
+        await until(lambda: here.scheduler.reports, "a report")
+        _, epoch = await here.ready(worker)
+        assert here.scheduler.reports[0].epoch == epoch
+
+
+async def test_an_absent_scheduler_keeps_no_worker_from_being_ready(model_dir, tmp_path):
+    async with world(model_dir, tmp_path) as here:
+        here.scheduler.close()
+        async with here.gateway_to(here.worker()) as gateway:
+            gateway.generate("r", [1, 2])
+            assert isinstance(await gateway.end_of("r"), Finished)
+
+
 async def test_losing_the_coordinator_loses_nothing_and_its_amnesia_is_healed(model_dir, tmp_path):
     async with world(model_dir, tmp_path) as here:
         worker = here.worker(mock_step_ms=10)

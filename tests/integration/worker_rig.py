@@ -135,7 +135,8 @@ class ScriptedScheduler:
         if isinstance(message, Hello):
             self.hellos.append(message)
             self.unknown = False
-            self.router.send(identity, self.answer_hello)
+            if self.answer_hello is not None:
+                self.router.send(identity, self.answer_hello)
         elif isinstance(message, Report):
             self.reports.append(message)
             if self.unknown:
