@@ -188,7 +188,6 @@ class Scheduler:
         with start_span(
             "schedule.decide", parent=place.traceparent, attributes=ids, start_ns=start_ns
         ) as span:
-            span.set("reason", answer.reason)
             if isinstance(answer, Placed):
                 _placed_counter(answer.kind, answer.policy).inc()
                 span.set("kind", answer.kind)
