@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.tidy.wire_samples import SAMPLES
+from tests.tidy.wire_samples_lending import LENDING_SAMPLES
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -21,3 +23,13 @@ def test_the_golden_bytes_still_decode_to_the_same_message(name):
 
 def test_every_golden_file_has_a_sample():
     assert {p.stem for p in GOLDEN.glob("*.hex")} == set(SAMPLES)
+
+
+@pytest.mark.parametrize("name", sorted(LENDING_SAMPLES))
+def test_the_golden_json_still_decodes_to_the_same_body(name):
+    body = LENDING_SAMPLES[name]
+    assert msgspec.json.decode((GOLDEN / f"lending-{name}.json").read_bytes(), type=type(body)) == body
+
+
+def test_every_golden_json_has_a_sample():
+    assert {p.stem for p in GOLDEN.glob("*.json")} == {f"lending-{name}" for name in LENDING_SAMPLES}

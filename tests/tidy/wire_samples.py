@@ -4,6 +4,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, LeaseId, RequestId
@@ -72,6 +73,7 @@ from shared.wire.requests import (
     TokenLogprob,
     Tokens,
 )
+from tests.tidy.wire_samples_lending import LENDING_SAMPLES
 from tests.tidy.wire_samples_mempool_api import MEMPOOL_API_SAMPLES
 from tests.tidy.wire_samples_mempool_peer import MEMPOOL_PEER_SAMPLES
 from tests.tidy.wire_samples_placement import PLACEMENT_SAMPLES
@@ -317,6 +319,10 @@ def main() -> None:
         path = folder / f"{name}.hex"
         if not path.exists():
             path.write_text("\n".join(part.hex() for part in channel.pack(message, seq=1, raw=raw)) + "\n")
+    for name, body in LENDING_SAMPLES.items():
+        path = folder / f"lending-{name}.json"
+        if not path.exists():
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=1) + b"\n")
 
 
 if __name__ == "__main__":
