@@ -1,0 +1,62 @@
+"""When slices are worth their switches, and how long they are. No I/O."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FairRules:
+    """Settings of the fair scheduler.
+
+    Args:
+        slice_steps: engine steps between two plans (AQUA 7's k).
+        max_switch_share: slices pay while switching takes less than this share of a slice's time.
+        stay_ratio: slices that pay already go on until the share is so many times that (hysteresis).
+        hysteresis_tokens: a running request gives its slot only to one that is so much further behind.
+        patience_slices: who waited so many slices goes first among its tenant's requests.
+    """
+
+    slice_steps: int = 8
+    max_switch_share: float = 0.1
+    stay_ratio: float = 1.5
+    hysteresis_tokens: int = 0
+    patience_slices: int = 32
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError naming the setting."""
+        if self.slice_steps < 1 or self.patience_slices < 1 or self.hysteresis_tokens < 0:
+            raise ValueError("slice_steps and patience_slices begin at 1, hysteresis_tokens at 0")
+        if not 0.0 <= self.max_switch_share <= 1.0 or self.stay_ratio < 1.0:
+            raise ValueError("max_switch_share is a share, stay_ratio at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What one engine step has.
+
+    Args:
+        slots: requests that run at once.
+        step_tokens: tokens of one step, prefill and decode together.
+        pages: the most that live requests can hold in the engine's memory; 0: they are never short.
+        page_bytes, swap_bytes_per_s: of the way that pages leave and come back; 0 bytes per second: there is none.
+        step_ms: time of one engine step.
+    """
+
+    slots: int
+    step_tokens: int
+    pages: int = 0
+    page_bytes: int = 0
+    swap_bytes_per_s: float = 0.0
+    step_ms: float = 0.0
+
+
+def switch_share(moved_pages: int, room: Room, slice_steps: int) -> float:
+    """Share of a slice's time that moving pages out and in takes; infinite without a way to move them.
+
+    (kv_out + kv_in) / bandwidth over k * t_iter: AQUA 7 gives slices up where swap space is slow.
+    """
+    if not moved_pages:
+        return 0.0
+    slice_s = slice_steps * room.step_ms / 1e3
+    if room.swap_bytes_per_s <= 0.0 or slice_s <= 0.0:
+        return float("inf")
+    return moved_pages * room.page_bytes / room.swap_bytes_per_s / slice_s

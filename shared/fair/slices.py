@@ -1,0 +1,212 @@
+"""Which requests run in the next slice: completely fair scheduling of an engine's slots. No I/O.
+
+    waiting --admit--> running --park (keeps its KV)--> parked --resume--> running
+
+A plan is made every k steps; between two plans only vacant slots are filled. Source: AQUA 7 (slices of k iterations;
+p = b - d tokens for the prefills that were computed least, d = as many decodes as fit, those that generated least
+first, spare slots to prefills). Two departures: tenants come before phases, so that a flood of prompts takes no
+decode's share; and who has waited `patience_slices` goes first in its tenant, so that every wait is bounded.
+
+Where all requests fit, and where moving pages would cost too much, the order is that of arrival and nobody is parked.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shared.fair.accounts import Account, Accounts
+from shared.fair.rules import FairRules, Room, switch_share
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What changes at this step.
+
+    Args:
+        park: running requests that leave their slots, in the order in which they came.
+        start: waiting and parked ones that get a slot, the first first.
+        is_fair: False: order of arrival.
+        moved_pages: that leave the engine's memory and come back, for this plan.
+    """
+
+    park: list[str] = field(default_factory=list)
+    start: list[str] = field(default_factory=list)
+    is_fair: bool = False
+    moved_pages: int = 0
+
+
+class FairSlices:
+    """Of one engine. Call plan() once per step, before it; started(), parked() and served() say what came of it."""
+
+    def __init__(self, rules: FairRules) -> None:
+        self.rules = rules
+        self.accounts = Accounts()
+        self.slice = 0  # plans so far
+        self._steps_left = 0
+        self._pays = False
+
+    # -- what happens ---------------------------------------------------------------------------------
+
+    def add(self, request_id: str, tenant: str, weight: float, prompt_tokens: int) -> None:
+        """A request came. Raises: ValueError for a weight that is not positive, or a request that is here."""
+        self.accounts.add(request_id, tenant, weight, prompt_tokens, self.slice)
+
+    def remove(self, request_id: str) -> None:
+        """It is over, or aborted; also when it is not here."""
+        self.accounts.remove(request_id)
+
+    def holds(self, request_id: str, pages: int, resident: int, away: int = 0, *, ready: bool = True) -> None:
+        """Pages that it needs in memory to run for a slice, has there, and has elsewhere; whether it could start."""
+        account = self.accounts.requests[request_id]
+        account.pages, account.resident, account.away, account.ready = pages, resident, away, ready
+
+    def started(self, request_id: str) -> None:
+        """It has a slot."""
+        self.accounts.requests[request_id].running = True
+
+    def parked(self, request_id: str) -> None:
+        """It has lost its slot."""
+        account = self.accounts.requests[request_id]
+        account.running, account.waiting_since = False, self.slice
+
+    def served(self, request_id: str, tokens: int, prompt_left: int) -> None:
+        """A step computes so many of its tokens; so many of its prompt are left then."""
+        self.accounts.served(request_id, tokens, prompt_left)
+
+    # -- what to do -----------------------------------------------------------------------------------
+
+    def plan(self, room: Room) -> Plan:
+        """For the step that comes. Cost: O(n log n) of all requests at a border, of those that wait between."""
+        requests = self.accounts.requests.values()
+        running = [a for a in requests if a.running]
+        waiting = [a for a in requests if not a.running]
+        is_border = self._steps_left <= 0
+        self._steps_left = (self.rules.slice_steps if is_border else self._steps_left) - 1
+        self.slice += is_border
+        if not waiting or self._all_fit(running, waiting, room):
+            self.accounts.level(None)
+            self._pays = self._pays and bool(waiting)
+            return Plan(start=[a.request_id for a in _by_arrival(waiting) if a.ready])
+        if is_border:
+            fair = self._replan(running, waiting, room)
+            if fair is not None:
+                return fair
+        return self._fill(running, waiting, room)
+
+    def _all_fit(self, running: Sequence[Account], waiting: Sequence[Account], room: Room) -> bool:
+        """Whether memory is not short: nobody has to wait for another's slot or pages."""
+        live = [*running, *waiting]
+        return len(live) <= room.slots and (not room.pages or sum(a.pages for a in live) <= room.pages)
+
+    def _replan(self, running: Sequence[Account], waiting: Sequence[Account], room: Room) -> Plan | None:
+        """All slots anew; None where switching does not pay."""
+        ready = [a for a in waiting if a.ready]
+        chosen = self._pick([*running, *ready], room.slots, room.step_tokens, room.pages)
+        names = {a.request_id for a in chosen}
+        park = [a for a in _by_arrival(running) if a.request_id not in names]
+        start = [a for a in chosen if not a.running]
+        moved = self._moved_pages(chosen, room)
+        limit = self.rules.max_switch_share * (self.rules.stay_ratio if self._pays else 1.0)
+        self._pays = switch_share(moved, room, self.rules.slice_steps) <= limit
+        if not self._pays:
+            return None
+        left = {a.tenant for a in waiting if a.request_id not in names} | {a.tenant for a in park}
+        self.accounts.level(left or None)
+        return Plan([a.request_id for a in park], [a.request_id for a in start], True, moved)
+
+    def _fill(self, running: Sequence[Account], waiting: Sequence[Account], room: Room) -> Plan:
+        """Vacant slots only: nobody is parked."""
+        vacant = room.slots - len(running)
+        ready = [a for a in waiting if a.ready]
+        if vacant <= 0 or not ready:
+            return Plan(is_fair=self._pays)
+        if not self._pays:
+            return Plan(start=[a.request_id for a in _by_arrival(ready)])
+        tokens = max(0, room.step_tokens - len(running))
+        pages = max(1, room.pages - sum(a.pages for a in running)) if room.pages else 0
+        chosen = self._pick(ready, vacant, tokens, pages)
+        return Plan(start=[a.request_id for a in chosen], is_fair=True)
+
+    def _pick(self, candidates: Sequence[Account], slots: int, step_tokens: int, pages: int) -> list[Account]:
+        """AQUA 7's partition, tenant by tenant. Who does not fit into the pages is passed over until overdue."""
+        steps = self.rules.slice_steps
+        prefill_tokens = max(0, step_tokens - slots)  # p; d = slots is what decodes can take
+        queues: dict[str, _Queue] = {}
+        for account in candidates:
+            queues.setdefault(account.tenant, _Queue()).add(account)
+        expected = {name: self.accounts.tenants[name].virtual for name in queues}
+        for queue in queues.values():
+            queue.sort(self)
+        chosen: list[Account] = []
+        pages_left = pages
+        while len(chosen) < slots and queues:
+            name = min(queues, key=lambda n: (expected[n], queues[n].first_arrival, n))
+            account = queues[name].pop(prefill_first=prefill_tokens > 0)
+            if not queues[name]:
+                del queues[name]
+            if pages and account.pages > pages_left and chosen:
+                if self.is_overdue(account):
+                    break  # what is left is saved up for it
+                continue
+            pages_left -= account.pages
+            chosen.append(account)
+            per_step = min(account.prompt_left, max(1, prefill_tokens)) if account.in_prefill else 1
+            prefill_tokens -= per_step if account.in_prefill else 0
+            tokens = min(account.prompt_left, per_step * steps) if account.in_prefill else steps
+            expected[name] += tokens / self.accounts.tenants[name].weight
+        return chosen
+
+    def _moved_pages(self, chosen: Sequence[Account], room: Room) -> int:
+        """Pages that have to leave for this choice, and those of it that have to come."""
+        if not room.pages:
+            return 0
+        names = {a.request_id for a in chosen}
+        others = sum(a.resident for a in self.accounts.requests.values() if a.request_id not in names)
+        out = max(0, others + sum(a.pages for a in chosen) - room.pages)
+        return out + sum(a.away for a in chosen)
+
+    def order_key(self, account: Account) -> tuple[float, bool, int]:
+        """Least served first; a running request keeps its slot against its equals."""
+        held = self.rules.hysteresis_tokens if account.running else 0
+        return account.virtual - held, not account.running, account.arrival
+
+    def is_overdue(self, account: Account) -> bool:
+        """It has waited so long that it goes first."""
+        return not account.running and self.slice - account.waiting_since > self.rules.patience_slices
+
+
+class _Queue:
+    """Candidates of one tenant, by phase."""
+
+    def __init__(self) -> None:
+        self.overdue: list[Account] = []
+        self.prefill: list[Account] = []
+        self.decode: list[Account] = []
+        self.first_arrival = -1
+        self._all: list[Account] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.overdue or self.prefill or self.decode)
+
+    def add(self, account: Account) -> None:
+        self._all.append(account)
+
+    def sort(self, slices: FairSlices) -> None:
+        """The last of each list comes first: pop() is cheap."""
+        self.first_arrival = min(a.arrival for a in self._all)
+        for account in sorted(self._all, key=slices.order_key, reverse=True):
+            if slices.is_overdue(account):
+                self.overdue.append(account)
+            else:
+                (self.prefill if account.in_prefill else self.decode).append(account)
+        self.overdue.sort(key=lambda a: (a.waiting_since, a.arrival), reverse=True)
+
+    def pop(self, *, prefill_first: bool) -> Account:
+        if self.overdue:
+            return self.overdue.pop()
+        if self.prefill and (prefill_first or not self.decode):
+            return self.prefill.pop()
+        return self.decode.pop()
+
+
+def _by_arrival(accounts: Sequence[Account]) -> list[Account]:
+    return sorted(accounts, key=lambda a: a.arrival)

@@ -1,0 +1,188 @@
+"""When slices pay, and what is moved for them."""
+
+import pytest
+
+from shared.fair.accounts import Accounts
+from shared.fair.rules import FairRules, Room, switch_share
+from shared.fair.slices import FairSlices
+
+MIB = 1 << 20
+
+
+def contended(room: Room, rules: FairRules | None = None) -> FairSlices:
+    """Six requests that ran one after the other in four slots; each needs ten pages."""
+    slices = FairSlices(rules or FairRules())
+    for i in range(6):
+        slices.add(f"r{i}", "t", 1.0, 1)
+        slices.holds(f"r{i}", 10, 10 if i < 4 else 0)
+    for i in range(4):
+        slices.started(f"r{i}")
+        slices.served(f"r{i}", 100, 0)
+    return slices
+
+
+def test_switching_costs_bytes_over_bandwidth_against_the_slice():
+    room = Room(4, 64, pages=40, page_bytes=8 * MIB, swap_bytes_per_s=8 * MIB * 1_000.0, step_ms=10)
+    assert switch_share(4, room, slice_steps=10) == pytest.approx(0.04)  # 4 ms of 100 ms
+    assert switch_share(0, Room(4, 64), 10) == 0.0
+    assert switch_share(1, Room(4, 64, pages=40, page_bytes=MIB), 10) == float("inf")
+
+
+def test_slots_alone_being_short_moves_no_page():
+    slices = contended(Room(4, 64))
+    plan = slices.plan(Room(4, 64, pages=1_000))
+    assert plan.is_fair
+    assert plan.moved_pages == 0
+    assert plan.start == ["r4", "r5"]
+    assert plan.park == ["r2", "r3"]
+
+
+@pytest.mark.parametrize(("gbps", "is_fair"), [(1.0, False), (40.0, True)])
+def test_pages_that_must_move_are_counted_and_slow_space_means_order_of_arrival(gbps, is_fair):
+    room = Room(4, 64, pages=40, page_bytes=8 * MIB, swap_bytes_per_s=gbps * 1e9, step_ms=10)
+    plan = contended(room).plan(room)
+    assert plan.is_fair is is_fair
+    assert (plan.moved_pages, plan.park) == ((20, ["r2", "r3"]) if is_fair else (0, []))
+
+
+def test_slices_that_pay_go_on_a_little_longer_than_they_begin():
+    rules = FairRules(slice_steps=1, max_switch_share=0.1, stay_ratio=2.0)
+    page = 1_000_000
+    fast = Room(4, 64, pages=40, page_bytes=page, swap_bytes_per_s=page * 20 / 0.1 / 0.01, step_ms=10)
+    slower = Room(4, 64, pages=40, page_bytes=page, swap_bytes_per_s=fast.swap_bytes_per_s / 1.5, step_ms=10)
+    assert not contended(slower, rules).plan(slower).is_fair
+    slices = contended(fast, rules)
+    assert slices.plan(fast).is_fair  # nothing of it was carried out: the next plan is the same
+    assert slices.plan(slower).is_fair
+
+
+def test_a_running_request_keeps_its_slot_against_one_that_is_hardly_behind():
+    rules = FairRules(slice_steps=1, hysteresis_tokens=4)
+    slices = FairSlices(rules)
+    for i in range(2):
+        slices.add(f"r{i}", "t", 1.0, 1)
+        slices.served(f"r{i}", 1, 0)
+    slices.started("r0")
+    slices.served("r0", 4, 0)
+    room = Room(1, 8)
+    assert slices.plan(room).park == []
+    slices.served("r0", 1, 0)
+    plan = slices.plan(room)
+    assert (plan.park, plan.start) == (["r0"], ["r1"])
+
+
+def test_prompts_come_first_while_their_tokens_last_and_decodes_fill_the_rest():
+    slices = FairSlices(FairRules())
+    for i in range(6):
+        slices.add(f"decode{i}", "t", 1.0, 1)
+        slices.served(f"decode{i}", 1, 0)
+    for i in range(3):
+        slices.add(f"prompt{i}", "t", 1.0, 40)
+    plan = slices.plan(Room(slots=4, step_tokens=64))
+    assert plan.start == [
+        "prompt0",
+        "prompt1",
+        "decode0",
+        "decode1",
+    ]  # p = 60: the second prompt takes the rest
+    for name in [f"decode{i}" for i in range(6)]:
+        slices.remove(name)
+    for i in range(3, 6):
+        slices.add(f"prompt{i}", "t", 1.0, 40)
+    plan = FairSlices.plan(slices, Room(slots=4, step_tokens=64))
+    assert len(plan.start) >= 4, "spare slots go to prompts"
+
+
+def test_who_is_not_ready_gets_no_slot():
+    slices = contended(Room(4, 64))
+    slices.holds("r4", 1, 0, ready=False)
+    assert slices.plan(Room(4, 64)).start == ["r5"]
+
+
+def test_a_request_too_large_for_what_is_left_is_passed_over_until_it_is_overdue():
+    rules = FairRules(slice_steps=1, patience_slices=2)
+    slices = FairSlices(rules)
+    for name, pages in (("small0", 4), ("large", 9), ("small1", 4)):
+        slices.add(name, "t", 1.0, 1)
+        slices.holds(name, pages, 0)
+    room = Room(2, 64, pages=10, page_bytes=1, swap_bytes_per_s=1e9, step_ms=1)
+    assert slices.plan(room).start == ["small0", "small1"]
+    slices.started("small0")
+    slices.started("small1")
+    for _ in range(rules.patience_slices):
+        plan = slices.plan(room)
+    assert plan.start == ["large"]
+    assert plan.park == ["small0", "small1"]
+
+
+def test_what_an_overdue_request_lacks_is_saved_up_and_not_given_to_smaller_ones():
+    rules = FairRules(slice_steps=1, patience_slices=1)
+    slices = FairSlices(rules)
+    for name, tenant, pages in (("first", "a", 4), ("large", "b", 8), ("small", "b", 2)):
+        slices.add(name, tenant, 1.0, 1)
+        slices.holds(name, pages, 0)
+    room = Room(2, 64, pages=10, page_bytes=1, swap_bytes_per_s=1e9, step_ms=1)
+    assert slices.plan(room).start == ["first", "small"]
+    assert slices.plan(room).start == ["first"]
+
+
+def test_a_newcomer_starts_level_with_the_least_served_of_those_that_run():
+    slices = FairSlices(FairRules())
+    for i, served in enumerate((50, 80)):
+        slices.add(f"r{i}", "t", 1.0, 1)
+        slices.started(f"r{i}")
+        slices.served(f"r{i}", 1, 0)
+        slices.served(f"r{i}", served, 0)
+    slices.add("new", "t", 1.0, 1)
+    slices.served("new", 1, 0)
+    least = slices.accounts.requests["r0"].virtual
+    assert slices.accounts.requests["new"].virtual == least
+    slices.add("prompt", "t", 1.0, 100)
+    slices.started("prompt")
+    slices.served("prompt", 60, 40)
+    slices.add("next", "t", 1.0, 100)
+    assert slices.accounts.requests["next"].virtual == 60
+
+
+def test_tenants_of_one_weight_get_the_same_slots_in_one_plan():
+    slices = FairSlices(FairRules())
+    for i in range(8):
+        slices.add(f"r{i}", "ab"[i // 4], 1.0, 1)
+        slices.served(f"r{i}", 1, 0)
+    assert sorted(slices.plan(Room(4, 64)).start) == ["r0", "r1", "r4", "r5"]
+
+
+def test_a_slot_that_falls_vacant_goes_to_the_least_served_that_is_ready():
+    slices = contended(Room(4, 64))
+    plan = slices.plan(Room(4, 64))
+    for name in plan.park:
+        slices.parked(name)
+    for name in plan.start:
+        slices.started(name)
+    slices.remove("r4")
+    slices.holds("r2", 1, 0, ready=False)
+    plan = slices.plan(Room(4, 64))
+    assert (plan.park, plan.start) == ([], ["r3"])
+
+
+def test_tenants_that_left_owing_nothing_are_forgotten():
+    accounts = Accounts()
+    for i in range(10_000):
+        accounts.add(f"r{i}", f"t{i}", 1.0, 1, 0)
+        accounts.served(f"r{i}", i % 7, 0)
+        accounts.remove(f"r{i}")
+    assert len(accounts._idle) <= 4096
+    assert not accounts.tenants
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
+def test_weights_are_positive(weight):
+    with pytest.raises(ValueError, match="weight"):
+        FairSlices(FairRules()).add("r", "t", weight, 1)
+
+
+def test_rules_are_checked():
+    with pytest.raises(ValueError, match="slice_steps"):
+        FairRules(slice_steps=0)
+    with pytest.raises(ValueError, match="share"):
+        FairRules(max_switch_share=2.0)
