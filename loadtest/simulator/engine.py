@@ -314,7 +314,7 @@ class Engine:
             return
         if task.made == 1:
             self._hooks.first_token(self.number, task)
-        if task.made >= task.request.output_tokens:
+        if task.made >= task.wanted_tokens:
             self._finish(task)
             return
         task.state = "decoding"

@@ -118,17 +118,20 @@ class Frontend:
     def first_token(self, call: Call, attempt: int) -> None:
         """Of a colocated or decode stage."""
         if call.flow.accepts(attempt):
+            self._show(call)
+
+    def _show(self, call: Call) -> None:
+        if call.first_at_ms < 0:
             call.first_at_ms = self._events.now_ms
-            call.flow.mark_sent()
+        call.flow.mark_sent()
 
     def prefilled(self, call: Call, attempt: int) -> None:
-        """A prefill stage ended; its first token is the answer when no more was asked for."""
+        """A prefill stage ended; its token is the client's, and the whole answer when no more was asked for."""
         if call.flow.attempt != attempt or call.flow.phase is not Phase.PREFILLING:
             return
         assert call.flow.placed is not None
         handoff = self._workers.handoff(call.flow.placed) if call.request.output_tokens > 1 else None
-        if handoff is None:
-            call.first_at_ms = self._events.now_ms
+        self._show(call)
         self._run(call, call.flow.on_prefilled(attempt, handoff, now_ms=self._now()))
 
     def finished(self, call: Call, attempt: int) -> None:
@@ -182,6 +185,7 @@ class Frontend:
                 hits=call.hits,
                 session=request.session,
                 exclude=action.exclude,
+                continues=True,
             )
         )
         self._events.after(self._delays.hop_ms, self._placed, call, answer)

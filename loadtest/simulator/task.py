@@ -50,9 +50,14 @@ class Task:
     state: str = "waiting"  # loading, prefilling, decoding, held, gone
 
     @property
+    def wanted_tokens(self) -> int:
+        """Output tokens that this stage makes: the first of a disaggregated request is prefill's."""
+        return self.request.output_tokens - (self.stage == "decode")
+
+    @property
     def end_step(self) -> int:
         """The engine's step with which a decode ends."""
-        return self.joined_step + self.request.output_tokens - self.made
+        return self.joined_step + self.wanted_tokens - self.made
 
 
 # the engine is named by its number

@@ -5,9 +5,10 @@ from typing import Protocol
 from services.gateway.core.request_flow import Limits, RequestFlow
 from services.gateway.core.retry_budget import RetryBudget
 from shared.ids import RequestId
+from shared.kv.block_hash import pack_tokens
 from shared.observe.trace import Span
 from shared.wire.placement import Placed, PrefixHit, Target
-from shared.wire.requests import SamplingSpec, StageReceipt, TokenChunk, TokenLogprob
+from shared.wire.requests import SamplingSpec, StageReceipt, TokenChunk, TokenLogprob, can_continue
 
 PromptLogprobs = list[list[TokenLogprob] | None]
 
@@ -40,9 +41,9 @@ class Call:
     """One prompt on its way through the cluster."""
 
     __slots__ = (
-        "early_receipt", "explain", "first_ns", "flow", "hits", "num_prompt_tokens", "placed", "placed_ns", "prompt",
-        "receipts", "request_id", "sampling", "schedule_span", "session", "sink", "span", "targets", "tenant",
-        "tenant_salt",
+        "continues", "early_receipt", "explain", "first_ns", "flow", "hits", "num_prompt_tokens", "output_ids",
+        "placed", "placed_ns", "prompt", "receipts", "request_id", "sampling", "schedule_span", "session", "sink",
+        "span", "targets", "tenant", "tenant_salt",
     )  # fmt: skip
 
     def __init__(
@@ -71,7 +72,9 @@ class Call:
         self.tenant_salt = tenant
         self.span = span
         self.explain = explain  # somebody reads why it was placed as it was
-        self.flow = RequestFlow(limits, budget)
+        self.continues = can_continue(sampling)
+        self.output_ids: list[int] = []  # delivered so far; only if it continues, to go on behind them
+        self.flow = RequestFlow(limits, budget, continues=self.continues)
         self.schedule_span: Span | None = None
         self.placed: Placed | None = None
         self.placed_ns = 0  # monotonic; when the attempt was sent to its first instance
@@ -79,6 +82,25 @@ class Call:
         self.targets: list[Target] = []  # of the running attempt
         self.receipts: list[StageReceipt] = []
         self.early_receipt: StageReceipt | None = None  # of the running stage, for an end before Finished
+
+    @property
+    def frame(self) -> bytes:
+        """What the next stage begins with: the prompt, and output that is final."""
+        return self.prompt + pack_tokens(self.output_ids) if self.output_ids else self.prompt
+
+    def keep_early_receipt(self) -> None:
+        """The running stage ends without a receipt of its own: what it said with its first chunk stays."""
+        if self.early_receipt is not None:
+            self.receipts.append(self.early_receipt)
+            self.early_receipt = None
+
+    def discard(self) -> None:
+        """Its attempt was given up before anything was sent: as if none had been."""
+        self.receipts.clear()
+        self.output_ids.clear()
+        self.early_receipt = None
+        self.first_ns = 0
+        self.sink.discard()
 
     @property
     def first_token(self) -> int:

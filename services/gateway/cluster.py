@@ -19,6 +19,7 @@ from services.gateway.core.request_flow import (
     Complete,
     Discard,
     Fail,
+    GoOn,
     Limits,
     Phase,
     RequestFlow,
@@ -161,6 +162,7 @@ class Cluster:
         if isinstance(message, Prefilled):
             self._prefilled(call, message)
         elif isinstance(message, Finished):
+            call.early_receipt = None
             call.receipts.append(message.receipt)
             self._run(call, call.flow.on_finished(message.attempt))
         elif isinstance(message, PromptScored):
@@ -170,13 +172,16 @@ class Cluster:
 
     def _deliver(self, call: Call, chunk: TokenChunk) -> None:
         if chunk.finish_reason in ("abort", "error"):  # the engine gave up without saying why
-            message = "The engine ended the request early."
-            self._run(call, call.flow.on_failed(
-                chunk.attempt, "peer.error", message, True, now_ms=_now_ms(), source=None,
-            ))  # fmt: skip
+            text, now_ms = "The engine ended the request early.", _now_ms()
+            failed = call.flow.on_failed(chunk.attempt, "peer.error", text, True, now_ms=now_ms, source=None)
+            self._run(call, failed)
             return
         if not call.first_ns:
             call.first_ns = time.monotonic_ns()
+        if call.continues:
+            call.output_ids += chunk.token_ids
+            if chunk.finish_reason is not None:
+                call.flow.mark_answered()
         try:
             enough = call.sink.chunk(chunk)
         except Exception as error:  # noqa: BLE001 - one request's bad output must not stop the others'
@@ -185,8 +190,7 @@ class Cluster:
         if chunk.receipt is not None:
             call.early_receipt = chunk.receipt
         if enough:
-            if call.early_receipt is not None:
-                call.receipts.append(call.early_receipt)
+            call.keep_early_receipt()
             self._run(call, call.flow.on_satisfied())
 
     def _scored(self, call: Call, rows: PromptLogprobs) -> None:
@@ -257,7 +261,6 @@ class Cluster:
             )
 
     def _do(self, call: Call, action: Action) -> list[Action]:
-        flow = call.flow
         if isinstance(action, SendPlace):
             return self._place(call, action)
         if isinstance(action, SendGenerate):
@@ -268,17 +271,22 @@ class Cluster:
         elif isinstance(action, SendEnded):
             self._scheduler.ended(call.request_id, action.attempt)
             self._leave_targets(call)
-        elif isinstance(action, Discard):
-            metrics.RETRIES.inc()
-            _log.info("retry", request=call.request_id, attempt=flow.attempt, reason=flow.last_failure)
-            call.span.event("retry", {"reason": flow.last_failure})
-            call.receipts.clear()
-            call.early_receipt = None
-            call.first_ns = 0
-            call.sink.discard()
+        elif isinstance(action, Discard | GoOn):
+            self._again(call, goes_on=isinstance(action, GoOn))
         else:
             self._end(call, action)
         return []
+
+    def _again(self, call: Call, *, goes_on: bool) -> None:
+        flow, kept = call.flow, len(call.output_ids) if goes_on else 0
+        metrics.RETRIES.inc()
+        _log.info("retry", request=call.request_id, attempt=flow.attempt, reason=flow.last_failure, kept=kept)
+        call.span.event("retry", {"reason": flow.last_failure, "kept_tokens": kept})
+        if goes_on:
+            metrics.CONTINUED.inc()
+            call.keep_early_receipt()
+        else:
+            call.discard()
 
     def _place(self, call: Call, action: SendPlace) -> list[Action]:
         if call.schedule_span is None:
@@ -299,7 +307,7 @@ class Cluster:
             self._placed(call, placed)
         message = generate_message(call, action)
         try:
-            self._link(action.target.endpoint).send(message, (call.prompt,))
+            self._link(action.target.endpoint).send(message, (call.frame,))
         except PeerGone:
             return call.flow.on_instance_down(action.target.instance, now_ms=_now_ms())
         except Overloaded as error:
@@ -344,6 +352,7 @@ class Cluster:
             call.schedule_span = None
         try:
             if isinstance(outcome, Complete):
+                call.keep_early_receipt()  # if its stage was lost behind its last token
                 note_prediction(call)
                 call.sink.complete(call)
             elif isinstance(outcome, Fail):

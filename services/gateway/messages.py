@@ -11,7 +11,7 @@ def place_message(call: Call, action: SendPlace, model: str) -> Place:
     return Place(
         request_id=call.request_id,
         attempt=action.attempt,
-        num_prompt_tokens=call.num_prompt_tokens,
+        num_prompt_tokens=call.num_prompt_tokens + len(call.output_ids),
         max_tokens=call.sampling.max_tokens,
         model=model,
         hits=call.hits,
@@ -20,11 +20,12 @@ def place_message(call: Call, action: SendPlace, model: str) -> Place:
         exclude=action.exclude,
         traceparent=call.schedule_span.traceparent if call.schedule_span is not None else "",
         explain=call.explain,
+        continues=call.continues,
     )
 
 
 def generate_message(call: Call, action: SendGenerate) -> Generate:
-    """A stage of an attempt; the prompt goes as its raw frame."""
+    """A stage of an attempt; call.frame goes as its raw frame."""
     return Generate(
         request_id=call.request_id,
         attempt=action.attempt,
@@ -37,4 +38,5 @@ def generate_message(call: Call, action: SendGenerate) -> Generate:
         deadline_ms=action.deadline_ms,
         traceparent=call.span.traceparent,
         kv=action.kv,
+        num_output_tokens=len(call.output_ids),
     )

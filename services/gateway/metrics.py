@@ -8,6 +8,9 @@ REQUESTS = counter(
 ERRORS = counter("quire_gateway_errors_total", "Errors answered or streamed, by stable code.", ("code",))
 IN_FLIGHT = gauge("quire_gateway_requests_in_flight", "Admitted requests without an outcome.")
 RETRIES = counter("quire_gateway_retries_total", "Attempts given up and placed again.")
+CONTINUED = counter(
+    "quire_gateway_continued_total", "Of them, those that went on behind tokens that the client had."
+)
 RETRIES_REFUSED = counter(
     "quire_gateway_retries_refused_total", "Attempts not repeated because the retry budget was spent."
 )

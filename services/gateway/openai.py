@@ -31,7 +31,7 @@ from services.gateway.openai_fields import (
     template_tools,
 )
 from shared.errors import InvalidRequest
-from shared.wire.requests import SamplingSpec, StructuredSpec
+from shared.wire.requests import GREEDY_BELOW, SamplingSpec, StructuredSpec
 
 Value = TypeVar("Value")
 
@@ -40,7 +40,6 @@ MAX_LOGPROBS = 20
 MAX_INT64 = (1 << 63) - 1
 MIN_TOP_P = 1e-6  # OpenAI allows 0, engines do not; this keeps the most likely token only
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default of the legacy route
-GREEDY_BELOW = 1e-5  # vLLM's bound: no randomness, so no seed is needed
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -327,7 +326,8 @@ def to_sampling(
     known = defaults or SamplingDefaults()
     temperature = _or(body.temperature, known.temperature)
     seed = None if body.seed == -1 else body.seed
-    if seed is None and temperature >= GREEDY_BELOW:
+    seed_is_free = seed is None and temperature >= GREEDY_BELOW
+    if seed_is_free:
         seed = random_seed
     max_tokens = _or(body.max_output_tokens, default_max_tokens)
     if (body.min_tokens or 0) > max_tokens:
@@ -351,6 +351,7 @@ def to_sampling(
         top_k=max(_or(body.top_k, known.top_k), 0),
         min_p=_or(body.min_p, known.min_p),
         seed=seed,
+        seed_is_free=seed_is_free,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=_or(body.repetition_penalty, known.repetition_penalty),

@@ -52,7 +52,8 @@ class SchedulerSide:
         kv = RequestKv(
             block_tokens=self.block_tokens,
             seed=params.get("seed") or chain_seed("", ""),
-            num_prompt_tokens=request.num_prompt_tokens,
+            # what is held ends here, at times in the middle of a block
+            num_prompt_tokens=params.get("handed_tokens") or request.num_prompt_tokens,
             handoff_id=params.get("handoff_id") or "",
         )
         if params.get("pages"):

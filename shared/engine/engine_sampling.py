@@ -1,7 +1,8 @@
 """Requests that an engine does not take as they are, and how its output becomes what was asked for.
 
 Two cases, both answered by one run of one choice: several greedy choices, which are all the same one and
-which vLLM refuses; and `max_tokens` 0, the prompt alone, where an engine samples one token at least.
+which vLLM refuses; and `max_tokens` 0, the prompt alone, where an engine samples one token at least. And one that goes
+on behind output made elsewhere: its draws must not be those of the tokens before.
 """
 
 import dataclasses
@@ -9,13 +10,29 @@ import dataclasses
 import msgspec
 
 from shared.engine.interface import EngineDelta
-from shared.wire.requests import SamplingSpec
+from shared.wire.requests import GREEDY_BELOW, SamplingSpec
 
-GREEDY_BELOW = 1e-5  # vLLM's own border
+SEED_STRIDE = 0x9E37_79B9_7F4A_7C15  # odd: no two lengths give one seed
+SEED_MASK = (1 << 63) - 1
 
 
-def engine_spec(spec: SamplingSpec) -> tuple[SamplingSpec, int]:
+def going_on(spec: SamplingSpec, num_output_tokens: int) -> SamplingSpec:
+    """What is left to make behind so many tokens, which the engine takes for prompt. Only where can_continue()."""
+    if not num_output_tokens:
+        return spec
+    return msgspec.structs.replace(
+        spec,
+        max_tokens=spec.max_tokens - num_output_tokens,
+        min_tokens=max(0, spec.min_tokens - num_output_tokens),
+        prompt_logprobs=None,
+    )
+
+
+def engine_spec(spec: SamplingSpec, num_output_tokens: int = 0) -> tuple[SamplingSpec, int]:
     """What the engine is told, and of how many choices its one choice is the output. Cost: none if taken as is."""
+    if num_output_tokens and spec.seed is not None:
+        other = (spec.seed + num_output_tokens * SEED_STRIDE) & SEED_MASK
+        spec = msgspec.structs.replace(spec, seed=other)
     if spec.max_tokens == 0:
         # the token is thrown away: nothing may depend on it, and no grammar is compiled for it
         plain = msgspec.structs.replace(

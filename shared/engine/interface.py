@@ -41,6 +41,12 @@ class EngineRequest:
     traceparent: str = ""
     handoff_target: InstanceId | None = None  # prefill: who takes over, where that is known
     private: bool = False  # nobody else ever sees its blocks; they go with the next clear_cache()
+    num_output_tokens: int = (
+        0  # of prompt_token_ids, so many last ones are output already; `sampling` is of the rest
+    )
+    handed_tokens: int = (
+        0  # decode: how many tokens, a partial last block included, a hand-off covers; 0: all
+    )
 
 
 @dataclass(frozen=True, slots=True)

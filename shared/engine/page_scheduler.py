@@ -226,10 +226,10 @@ class PageSchedulerMixin:
         if not self.quota.made(lease_id):
             self.quota.release(lease_id)
             return
-        expected: list[BlockHash] = list(request.block_hashes)
-        num_prompt_tokens = request.num_prompt_tokens
-        if num_prompt_tokens % self.block_size:
-            expected.append(self._tail_hash(request))
+        num_tokens = params.get("handed_tokens") or request.num_prompt_tokens
+        expected: list[BlockHash] = list(request.block_hashes[: num_tokens // self.block_size])
+        if num_tokens % self.block_size:
+            expected.append(self._tail_hash(request, num_tokens))
         agreed: list[BlockHash] = []
         for given, own in zip(split_hashes(params["hashes"]), expected, strict=False):
             if given != own:
@@ -239,14 +239,14 @@ class PageSchedulerMixin:
         pages, epochs = u32_list(params["pages"])[:count], u64_list(params["epochs"])[:count]
         blocks = self.pages.lease(pages, epochs, agreed[: len(pages)])
         self._leases[request.request_id] = (lease_id, blocks)
-        if len(blocks) == num_blocks(num_prompt_tokens, self.block_size):
-            self.kv_cache_manager.tails[request.request_id] = LeasedTail(blocks[-1], num_prompt_tokens)
+        if len(blocks) == num_blocks(num_tokens, self.block_size):
+            self.kv_cache_manager.tails[request.request_id] = LeasedTail(blocks[-1], num_tokens)
 
-    def _tail_hash(self, request: Request) -> BlockHash:
-        full = request.num_prompt_tokens // self.block_size
+    def _tail_hash(self, request: Request, num_tokens: int) -> BlockHash:
+        """Of the block in which the first num_tokens tokens end."""
+        full = num_tokens // self.block_size
         parent = BlockHash(request.block_hashes[full - 1]) if full else request.quire_seed
-        rest = request.all_token_ids[full * self.block_size : request.num_prompt_tokens]
-        return hash_tail(parent, pack_tokens(rest))
+        return hash_tail(parent, pack_tokens(request.all_token_ids[full * self.block_size : num_tokens]))
 
     def holds_lease(self, lease_id: str) -> bool:
         """Whether this engine will release it."""
@@ -346,7 +346,7 @@ class PageSchedulerMixin:
             if valid and request.max_tokens == 1:  # the request ends with this step: nobody writes on
                 block = self.kv_cache_manager.get_blocks(request_id).blocks[0][full]
                 page, epoch = self.pages.own(block)
-                tail = self._tail_hash(request)
+                tail = self._tail_hash(request, request.num_prompt_tokens)
                 parent = hashes[-1] if hashes else request.quire_seed
                 self.pages.keep_tail(step, block, SealedPage(page, epoch, tail, parent, valid))
                 hashes.append(tail)

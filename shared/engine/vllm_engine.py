@@ -166,7 +166,7 @@ class VllmEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
         """See Engine.generate."""
-        spec, copies = engine_spec(request.sampling)
+        spec, copies = engine_spec(request.sampling, request.num_output_tokens)
         params = sampling_params(spec, self._extra_args(request))
         if not self._reads_cache:
             params.skip_reading_prefix_cache = True
@@ -206,6 +206,8 @@ class VllmEngine:
             out["handoff_target"] = request.handoff_target
         if request.private:
             out["private"] = True
+        if request.handed_tokens:
+            out["handed_tokens"] = request.handed_tokens
         if request.held is not None:
             out["pages"] = u32_bytes(request.held.pages)
             out["epochs"] = u64_bytes(request.held.epochs)

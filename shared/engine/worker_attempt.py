@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
+from shared.engine.engine_sampling import going_on
 from shared.engine.interface import Engine, EngineDelta, EngineRequest, KvUse
 from shared.engine.worker_config import WorkerSettings
 from shared.engine.worker_cost import WorkerCost
@@ -36,6 +37,7 @@ from shared.wire.requests import (
     StageReceipt,
     TokenChunk,
     TokenLogprob,
+    can_continue,
 )
 
 _log = get_logger("worker.attempt")
@@ -109,6 +111,7 @@ class Attempt:
         self._clock = AttemptClock(message, context.instance, len(tokens))
         self._lease: PageLease | None = None
         self._use = KvUse()
+        self._sampling = going_on(message.sampling, message.num_output_tokens)
         self._seed = _seed(context.engine.description.fingerprint, message.tenant_salt)
         self._prompt_logprobs: PromptLogprobs | None = None
         self._engine_done = False  # the engine said that the request is over
@@ -192,6 +195,8 @@ class Attempt:
             handoff_id=handoff_id,
             handoff_target=self.message.handoff_to.target if self.message.handoff_to else None,
             traceparent=self._clock.span.traceparent,
+            num_output_tokens=self.message.num_output_tokens,
+            handed_tokens=self.message.handoff.valid_tokens if self.message.handoff is not None else 0,
         )
         self.is_waiting = False
         is_first = True
@@ -238,24 +243,29 @@ class Attempt:
         message = self.message
         assert message.handoff_to is not None  # checked before the attempt was made
         handoff_id = message.handoff_to.handoff_id
-        sampling = first_token_sampling(message.sampling)
+        sampling = first_token_sampling(self._sampling)
         parts: list[EngineDelta] = []
         async with aclosing(self._deltas(sampling, handoff_id)) as deltas:
             parts = [delta async for delta in deltas]
         first = _joined(parts)
         handoff = None
-        if not ends_with_first_token(message.sampling, first.finish_reason):
+        if not ends_with_first_token(self._sampling, first.finish_reason):
+            is_final = self._context.settings.handoff_mode == "continue" and can_continue(message.sampling)
+            if is_final:
+                first.finish_reason = None  # it was the length that the prefill stage was asked for
             handoff = HandoffState(
                 handoff_id=handoff_id,
                 source=self._context.instance,
                 description=self._context.engine.description,
+                mode="continue" if is_final else "resample",
                 # Without a pool there is nothing to wait for on the other side.
                 valid_tokens=len(self._tokens) if self._context.pages.usable else 0,
                 output_token_ids=first.token_ids,
                 num_sampler_draws=len(first.token_ids) if message.sampling.temperature > 0 else 0,
                 source_mempool=self._context.pages.peer_address,
             )
-        _METRICS.tokens.inc(0 if handoff is not None else len(first.token_ids))
+        is_shown = handoff is None or handoff.mode == "continue"
+        _METRICS.tokens.inc(len(first.token_ids) if is_shown else 0)
         prefilled = Prefilled(
             request_id=message.request_id,
             attempt=message.attempt,
@@ -268,7 +278,7 @@ class Attempt:
 
     async def _decode(self) -> None:
         """Also the colocated stage: it differs only in where the pages come from."""
-        sampling = self.message.sampling
+        sampling = self._sampling
         if self.message.handoff is not None and sampling.prompt_logprobs is not None:
             # The prefill stage has answered them; asking again would compute the whole prompt.
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)

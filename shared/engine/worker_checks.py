@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from shared.errors import ClusterError, InvalidRequest, Overloaded, PeerGone, PromptTooLong, StaleEpoch
 from shared.ids import Epoch
 from shared.kv.block_hash import unpack_tokens
-from shared.wire.requests import Generate
+from shared.wire.requests import Generate, can_continue
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,12 @@ def check_prompt(message: Generate, raw: Sequence[bytes], *, limits: WorkerLimit
         return refusal(InvalidRequest, f"token id {largest} is not in a vocabulary of {limits.vocab_size}")
     if message.sampling.max_tokens < 0 or message.sampling.n < 1:
         return refusal(InvalidRequest, "max_tokens must not be negative, n at least 1")
+    if count := message.num_output_tokens:
+        if not 0 < count < min(num_tokens, message.sampling.max_tokens):
+            text = f"{count} of {num_tokens} tokens cannot be output of at most {message.sampling.max_tokens}"
+            return refusal(InvalidRequest, text)
+        if not can_continue(message.sampling):
+            return refusal(InvalidRequest, "this request cannot go on behind output made elsewhere")
     if message.stage == "prefill" and message.handoff_to is None:
         return refusal(InvalidRequest, "a prefill stage must name who takes over")
     return tokens

@@ -127,12 +127,14 @@ class MockEngine:
         if spec.logprobs is not None and spec.logprobs > MAX_LOGPROBS:
             raise InvalidRequest(f"logprobs of {spec.logprobs} is more than {MAX_LOGPROBS}")
         seed = None if spec.temperature == 0 else spec.seed
+        # what was made before counts as output: the oracle knows nothing of attempts and stages
+        prompt = request.prompt_token_ids[: len(request.prompt_token_ids) - request.num_output_tokens]
         item = _Running(
             request=request,
             hashes=hash_blocks(
                 request.chain_seed, pack_tokens(request.prompt_token_ids), self.settings.block_tokens
             ),
-            states=[self.vocabulary.state(request.prompt_token_ids, i, seed) for i in range(spec.n)],
+            states=[self.vocabulary.state(prompt, i, seed) for i in range(spec.n)],
             submitted_at=time.monotonic(),
             ended=[False] * spec.n,
         )
@@ -305,15 +307,16 @@ class MockEngine:
     def _deltas(self, item: _Running) -> list[EngineDelta]:
         spec, deltas = item.request.sampling, []
         position, item.made = item.made, item.made + 1
+        before = item.request.num_output_tokens
         if spec.max_tokens == 0:
             item.ended = [True] * spec.n
             deltas = [EngineDelta(index, [], "length") for index in range(spec.n)]
         for index, state in enumerate(item.states):
             if item.ended[index]:
                 continue
-            token = self.vocabulary.token(state, position)
+            token = self.vocabulary.token(state, before + position)
             after = self.settings.mock_eos_after_tokens
-            if after and item.made > after and not spec.ignore_eos:
+            if after and before + item.made > after and not spec.ignore_eos:
                 token = self.vocabulary.eos
             is_eos = token == self.vocabulary.eos and not spec.ignore_eos
             is_stop = item.made > spec.min_tokens and (is_eos or token in spec.stop_token_ids)

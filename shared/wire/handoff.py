@@ -15,7 +15,8 @@ class HandoffState(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `resample`: decode loads the KV of the prompt, recomputes its last position and samples the first
     token itself with the same seed, grammar and penalties: exact for every sampling feature.
-    `continue`: decode goes on from output_token_ids, which count as output.
+    `continue`: the first token is final, and the client may have it. Decode is asked to go on behind the prompt and it,
+    which only some requests allow: requests.can_continue().
     """
 
     handoff_id: HandoffId

@@ -39,6 +39,7 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="place"):
     must_colocate: bool = False
     traceparent: str = ""
     explain: bool = True  # somebody will read the ways that were not taken
+    continues: bool = False  # the prefill stage's token is final: no decode instance draws it again
 
 
 class Ended(Struct, frozen=True, kw_only=True, tag="ended"):

@@ -14,6 +14,7 @@ from shared.wire.codec import Channel
 from shared.wire.handoff import HandoffState
 
 Stage = Literal["prefill", "decode", "colocated"]
+GREEDY_BELOW = 1e-5  # temperatures; vLLM's own border
 
 
 class StructuredSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -34,6 +35,7 @@ class SamplingSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_k: int = 0  # 0: off
     min_p: float = 0.0
     seed: int | None = None  # the gateway sets one for every request that samples
+    seed_is_free: bool = False  # the gateway drew it: another seed is as good
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -43,6 +45,18 @@ class SamplingSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: int | None = None  # alternatives per output token; 0: only the sampled token's
     prompt_logprobs: int | None = None
     structured: StructuredSpec | None = None
+
+
+def can_continue(spec: SamplingSpec) -> bool:
+    """Whether output may count as prompt: a request over the prompt and m output tokens, with m fewer to make, says
+    what the first one would have gone on to say.
+
+    Not so with several choices, with penalties (they count output apart), a grammar (it begins with the output), or the
+    client's own seed (its draws are counted from the first token).
+    """
+    free = spec.temperature < GREEDY_BELOW or spec.seed_is_free
+    penalized = spec.presence_penalty or spec.frequency_penalty or spec.repetition_penalty != 1.0
+    return free and spec.n == 1 and not penalized and spec.structured is None
 
 
 class HandoffTarget(Struct, frozen=True, kw_only=True):
@@ -69,7 +83,11 @@ class KvPlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Generate(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):
-    """Raw frame 0: prompt token ids, u32 little-endian, at least one."""
+    """Raw frame 0: prompt token ids, u32 little-endian, at least one.
+
+    `num_output_tokens`: so many of the last ones were made for this request before, by a prefill stage that hands over
+    with mode "continue" or by an attempt that was lost; only where can_continue(). `sampling` is the whole request's.
+    """
 
     request_id: RequestId
     attempt: int
@@ -83,6 +101,7 @@ class Generate(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="gener
     deadline_ms: int = 600_000  # a duration from receipt; then the worker aborts the request itself
     traceparent: str = ""
     kv: KvPlan | None = None  # prefill and colocated only; None: as with reach "host"
+    num_output_tokens: int = 0
 
 
 class Abort(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):

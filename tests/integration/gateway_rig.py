@@ -197,7 +197,10 @@ class FakeWorker:
 
 
 def answer_tokens(ids: list[int], *, gap_s: float = 0.0, finish: str = "stop", logprobs: bool = False):
-    """A script: every choice gets these tokens one at a time, max_tokens obeyed; prefill hands off."""
+    """A script: every choice gets these tokens one at a time, max_tokens obeyed; prefill hands off.
+
+    An attempt that goes on behind some of them gets the others.
+    """
 
     async def script(worker: FakeWorker, identity, gen: Generate, prompt: list[int]) -> None:
         rows: list[list[TokenLogprob] | None] | None = None
@@ -217,7 +220,7 @@ def answer_tokens(ids: list[int], *, gap_s: float = 0.0, finish: str = "stop", l
                 worker.tokens(identity, gen, [], index=index, finish="length")
         num = min(len(ids), gen.sampling.max_tokens)
         reason = finish if num == len(ids) else "length"
-        for position in range(num):
+        for position in range(gen.num_output_tokens, num):
             for index in range(gen.sampling.n):
                 probs = None
                 if logprobs or gen.sampling.logprobs is not None:

@@ -78,8 +78,16 @@ def stage(answer: dict, name: str) -> dict | None:
     return next((s for s in answer["quire_receipt"]["stages"] if s["stage"] == name), None)
 
 
+def is_one_token(wanted: dict) -> bool:
+    """A stop string may be in the first token's text already: then the gateway needs nothing of decode."""
+    return [len(choice["token_ids"]) for choice in wanted["choices"]] == [1]
+
+
 def num_computed_by_decode(name: str) -> object:
-    """The last prompt token, whose logits are needed; n choices that came later share all whole blocks."""
+    """The token that nobody has computed: of the answer, the first, or of the prompt, the last.
+
+    n choices that came later share all whole blocks.
+    """
     return 1 if CASES[name]["params"].get("n", 1) == 1 else mock.ANY
 
 
@@ -92,7 +100,7 @@ def test_every_case_equals_stock_vllm_token_for_token(reference, cluster):
             try:
                 assert_same(name, answer, reference[name])
                 decode = stage(answer, "decode")
-                if name in ENDED_BY_FIRST_TOKEN:
+                if name in ENDED_BY_FIRST_TOKEN or is_one_token(reference[name]):
                     assert decode is None, f"{name}: handed off although the first token ended it"
                 else:
                     placement = answer["quire_receipt"]["placement"]
@@ -126,8 +134,8 @@ def test_a_second_turn_equals_stock_and_moves_no_whole_block(reference, cluster,
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == kept_blocks * BLOCK_TOKENS
     # of all that decode found, only the block that it goes on writing is copied
     assert decode["tokens_computed"] == 1, decode
-    assert decode["tokens_engine"] + decode["tokens_pool"] == prompt_tokens - 1, decode
-    assert decode["blocks_moved"] == int((prompt_tokens - 1) % BLOCK_TOKENS > 0), decode
+    assert decode["tokens_engine"] + decode["tokens_pool"] == prompt_tokens, decode
+    assert decode["blocks_moved"] == int(prompt_tokens % BLOCK_TOKENS > 0), decode
 
 
 def test_streaming_says_the_same_as_not_streaming(reference, cluster):

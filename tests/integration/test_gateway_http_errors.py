@@ -8,7 +8,7 @@ import pytest
 
 from shared.wire.placement import Rejected
 from tests.integration.gateway_app import running
-from tests.integration.gateway_rig import MODEL, USER, answer_tokens, chat, colocate, until
+from tests.integration.gateway_rig import MODEL, USER, answer_tokens, chat, colocate, disaggregate, until
 
 CHAT = "/v1/chat/completions"
 
@@ -196,7 +196,9 @@ async def test_a_worker_that_dies_mid_stream_ends_it_with_one_error_and_done(rig
 
     rig.a.script = die_late
     began = time.monotonic()
-    reply = await rig.client.post(CHAT, json=chat(stream=True))
+    reply = await rig.client.post(
+        CHAT, json=chat(stream=True, seed=1)
+    )  # whose draws nobody else can go on with
     assert time.monotonic() - began < 2
     events = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
     assert events[-1] == "[DONE]"
@@ -204,6 +206,64 @@ async def test_a_worker_that_dies_mid_stream_ends_it_with_one_error_and_done(rig
     assert len(errors) == 1
     assert set(errors[0]) == {"message", "type", "param", "code"}
     assert errors[0]["code"] == "peer.gone"
+
+
+@pytest.mark.parametrize("stage", ["colocated", "decode", "handoff"])
+async def test_a_stream_whose_worker_dies_goes_on_elsewhere_behind_what_the_client_has(rig, stage):
+    """Also between the two stages: the client has the first token, and decode has said nothing."""
+    text = " the quick brown fox jumps"
+    ids = rig.ids(text)
+    rig.say(text)
+    has = 2 if stage != "handoff" else 1
+
+    async def hand_over(worker, identity, gen, prompt):
+        worker.prefilled(identity, gen, ids[0], prompt_tokens=len(prompt), mode="continue")
+
+    async def die_late(worker, identity, gen, prompt):
+        for each in ids[gen.num_output_tokens : has]:
+            worker.tokens(identity, gen, [each])
+        await asyncio.sleep(0.05)
+        worker.die()
+
+    if stage == "colocated":
+        rig.a.script = die_late
+    else:
+        both, alone = disaggregate(rig.a, rig.b), colocate(rig.a)
+        rig.scheduler.decide = lambda place: both(place) if place.attempt == 1 else alone(place)
+        again = rig.a.script
+        rig.a.script = lambda worker, identity, gen, prompt: (hand_over if gen.stage == "prefill" else again)(
+            worker, identity, gen, prompt
+        )
+        rig.b.script = die_late
+    usage = {"include_usage": True}
+    reply = await rig.client.post(CHAT, json=chat(stream=True, stream_options=usage, quire_receipt=True))
+    events = [json.loads(line.removeprefix("data: ")) for line in reply.text.split("\n\n")[:-2]]
+    shown = "".join(c["delta"].get("content") or "" for e in events for c in e["choices"])
+    assert shown == text
+    assert events[-1]["usage"]["completion_tokens"] == len(ids)
+    assert events[-1]["quire_receipt"]["attempts"] == 2
+    last = (rig.b if stage == "colocated" else rig.a).generated[-1]
+    assert (last.attempt, last.num_output_tokens, last.sampling.max_tokens > len(ids)) == (2, has, True)
+    prompts = (rig.b if stage == "colocated" else rig.a).prompts
+    first = rig.a.prompts[0]
+    assert prompts[-1] == first + ids[:has]
+    assert events[-1]["usage"]["prompt_tokens"] == len(first)
+
+
+async def test_an_answer_whose_last_token_has_come_is_whole_though_its_worker_dies(rig):
+    ids = rig.ids(" the quick fox")
+
+    async def all_but_finished(worker, identity, gen, prompt):
+        for each in ids:
+            worker.tokens(identity, gen, [each], finish="length" if each == ids[-1] else None)
+        await asyncio.sleep(0.05)
+        worker.die()
+
+    rig.a.script = all_but_finished
+    body = (await rig.client.post(CHAT, json=chat())).json()
+    assert body["choices"][0]["message"]["content"] == " the quick fox"
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert not rig.b.generated
 
 
 @pytest.mark.parametrize("streams", [True, False])

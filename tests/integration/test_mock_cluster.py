@@ -1,5 +1,6 @@
 """shared/testing/cluster.py starts every service for real, and what comes out of it is the mock's oracle."""
 
+import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,3 +72,29 @@ def test_killed_workers_come_back_and_serve(cluster):
         cluster[name].kill()
         cluster.restart(name)
         assert complete(cluster, ids)["choices"][0]["text"] == text, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8}])
+def test_a_stream_goes_on_with_the_same_tokens_though_its_decode_worker_is_killed(cluster, sampling):
+    ids, text = oracle(PROMPT, 500)
+    body = {
+        "model": cluster.model_name, "prompt": ids, "max_tokens": 500, "stream": True, "return_token_ids": True,
+        "quire_receipt": True, **sampling,
+    }  # fmt: skip
+    tokens, events = [], []
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=30) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                events.append(json.loads(line[6:]))
+                tokens += [t for choice in events[-1]["choices"] for t in choice.get("token_ids") or []]
+                if len(events) == 5:
+                    cluster["decode-0"].kill()
+    assert not any("error" in event for event in events), events[-1]
+    receipt = events[-1]["quire_receipt"]
+    assert receipt["attempts"] >= 2, "the worker was killed in the middle"
+    assert len(tokens) == 500
+    if sampling["temperature"] == 0:
+        assert Tokenizer.from_file(str(DEMO / "tokenizer.json")).decode(tokens) == text
+    first = receipt["stages"][0]
+    assert first["tokens_engine"] + first["tokens_pool"] + first["tokens_computed"] == len(ids)

@@ -132,6 +132,18 @@ SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
         ),
         (b"\x01\x00\x00\x00\x02\x00\x00\x00",),
     ),
+    "generate-continue": (
+        TO_WORKER,
+        Generate(
+            request_id=R,
+            attempt=2,
+            stage="colocated",
+            instance_epoch=Epoch(8),
+            sampling=SamplingSpec(max_tokens=9, temperature=0.5, seed=3, seed_is_free=True),
+            num_output_tokens=1,
+        ),
+        (b"\x01\x00\x00\x00\x02\x00\x00\x00",),
+    ),
     "abort": (TO_WORKER, Abort(request_id=R, attempt=1), ()),
     "tokens": (TO_GATEWAY, Tokens(chunks=[CHUNK]), ()),
     "prefilled": (

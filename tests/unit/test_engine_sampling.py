@@ -1,8 +1,10 @@
 """What an engine cannot be asked for directly is asked in another way, and answered as it was asked."""
 
-from shared.engine.engine_sampling import asked_deltas, engine_spec
+import pytest
+
+from shared.engine.engine_sampling import asked_deltas, engine_spec, going_on
 from shared.engine.interface import EngineDelta, KvUse
-from shared.wire.requests import SamplingSpec, StructuredSpec, TokenLogprob
+from shared.wire.requests import SamplingSpec, StructuredSpec, TokenLogprob, can_continue
 
 ROW = [[TokenLogprob(7, -0.5, 1)]]
 
@@ -48,3 +50,38 @@ def test_the_prompt_alone_runs_one_token_that_nobody_sees():
     assert found[-1].kv_use == use
     (aborted,) = asked_deltas([EngineDelta(0, [], "abort", request_done=True)], spec, 1)
     assert aborted.finish_reason == "abort"
+
+
+@pytest.mark.parametrize(
+    ("more", "may"),
+    [
+        ({"temperature": 0.0}, True),
+        ({"temperature": 0.0, "seed": 4}, True),
+        ({"temperature": 0.0, "logprobs": 3, "logit_bias": {5: 1.0}, "min_tokens": 4}, True),
+        ({"temperature": 0.7, "seed": 4, "seed_is_free": True}, True),
+        ({"temperature": 0.7, "seed": 4}, False),
+        ({"temperature": 0.7}, False),
+        ({"temperature": 0.0, "n": 2}, False),
+        ({"temperature": 0.0, "presence_penalty": 0.1}, False),
+        ({"temperature": 0.0, "frequency_penalty": -0.1}, False),
+        ({"temperature": 0.0, "repetition_penalty": 1.1}, False),
+        ({"temperature": 0.0, "structured": StructuredSpec(kind="json_object")}, False),
+    ],
+)
+def test_output_counts_as_prompt_only_where_nothing_counts_it_apart(more, may):
+    assert can_continue(SamplingSpec(max_tokens=9, **more)) is may
+
+
+def test_who_goes_on_makes_the_rest_and_draws_anew():
+    spec = SamplingSpec(
+        max_tokens=9, min_tokens=3, temperature=0.7, seed=4, seed_is_free=True, prompt_logprobs=2
+    )
+    assert going_on(spec, 0) is spec
+    rest = going_on(spec, 2)
+    assert (rest.max_tokens, rest.min_tokens, rest.prompt_logprobs) == (7, 1, None)
+    assert going_on(spec, 5).min_tokens == 0
+    seeds = [engine_spec(spec, n)[0].seed for n in range(100)]
+    assert seeds[0] == 4
+    assert len(set(seeds)) == 100, "no draw comes twice"
+    assert all(seed is not None and 0 <= seed < 1 << 63 for seed in seeds)
+    assert engine_spec(SamplingSpec(max_tokens=9, temperature=0.0), 3)[0].seed is None

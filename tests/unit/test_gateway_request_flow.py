@@ -5,6 +5,7 @@ from services.gateway.core.request_flow import (
     Complete,
     Discard,
     Fail,
+    GoOn,
     Limits,
     Phase,
     RequestFlow,
@@ -51,6 +52,31 @@ def decoding() -> RequestFlow:
     flow.on_prefilled(1, HANDOFF, now_ms=2)
     assert flow.phase is Phase.DECODING
     return flow
+
+
+def test_a_request_that_continues_goes_on_behind_what_the_client_has():
+    flow = RequestFlow(LIMITS, continues=True)
+    flow.start(now_ms=0)
+    flow.on_placed(placed(1), now_ms=1)
+    flow.on_prefilled(1, HANDOFF, now_ms=2)
+    flow.mark_sent()
+    actions = flow.on_instance_down(D0.instance, now_ms=3)
+    assert actions[-2:] == [GoOn(), SendPlace(2, [D0.instance])]
+    assert Discard() not in actions
+    flow.on_placed(placed(2, prefill=None, decode=P0), now_ms=4)
+    actions = flow.on_failed(2, "x", "text", False, now_ms=5, source=P0.instance)
+    assert actions[-1] == Fail("x", "text"), "what can never run is not tried again"
+
+
+def test_an_answer_whose_last_token_has_come_is_complete_though_its_instance_is_gone():
+    for lose in (
+        lambda flow: flow.on_instance_down(D0.instance, now_ms=3),
+        lambda flow: flow.on_failed(1, "x", "text", True, now_ms=3, source=D0.instance),
+    ):
+        flow = decoding()
+        flow.mark_sent()
+        flow.mark_answered()
+        assert lose(flow)[-1] == Complete()
 
 
 def test_disaggregated_goes_through_both_stages():

@@ -213,6 +213,13 @@ def test_a_pair_that_shares_memory_stays_a_pair():
     assert (placed.kind, placed.predicted.transfer_ms) == ("disaggregated", 0.0)
 
 
+def test_a_first_token_that_is_final_waits_for_no_hand_off():
+    drawn_again, final = (ask(two(disaggregation="always"), continues=each) for each in (False, True))
+    assert drawn_again.kind == final.kind == "disaggregated"
+    assert final.predicted_ttft_ms == pytest.approx(100.0)
+    assert drawn_again.predicted_ttft_ms == pytest.approx(100.0 + final.predicted.transfer_ms + 1.0)
+
+
 def test_one_instance_runs_all_where_the_transfer_costs_more_than_the_margin():
     view = two(role_margin_ms=5.0, role_margin_share=0.0)
     slow = view.say("d0", links=links(0.5))  # 1000 tokens: 2 + 20 ms

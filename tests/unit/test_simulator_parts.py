@@ -116,10 +116,11 @@ def test_one_request_alone_takes_what_its_steps_take():
     assert (record.sources, record.placement) == ({"computed": 250}, "colocated")
 
 
-def test_a_handoff_costs_its_transfer_and_one_step_and_a_single_token_needs_none():
+def test_a_handoff_lies_behind_the_first_token_and_a_single_token_needs_none():
     slow = Rate(0.0, 2.0)
     record = run_one(plain(1, 0.0, 250, 5, blocks=True), roles_of(1, 1), remote=slow).outcomes[0]
-    assert record.ttft_ms == pytest.approx(10 + 250 + 125 + 10 + 1 + 1.0 + 6 * 0.3)
+    assert record.ttft_ms == pytest.approx(10 + 250 + 1.0 + 4 * 0.3)
+    assert record.jct_ms - record.ttft_ms == pytest.approx(0.3 + 125 + 10 + 1 + 3 * 10 + 0.3)
     assert (record.placement, record.instances) == ("disaggregated", ["prefill-0", "decode-1"])
     single = run_one(plain(1, 0.0, 250, 1, blocks=True), roles_of(1, 1), remote=slow)
     assert single.outcomes[0].ttft_ms == pytest.approx(10 + 250 + 1.0 + 4 * 0.3)

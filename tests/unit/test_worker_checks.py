@@ -75,6 +75,20 @@ def test_senseless_sampling_and_a_prefill_without_a_successor_are_refused():
     assert check_prompt(message(stage="prefill", handoff_to=to), raw, limits=LIMITS) == [1]
 
 
+def test_output_in_the_frame_must_be_some_of_it_and_of_a_request_that_can_go_on():
+    raw = [pack_tokens([1, 2, 3])]
+
+    def check(count, **sampling):
+        spec = SamplingSpec(**{"max_tokens": 3, "temperature": 0.0} | sampling)
+        return check_prompt(message(sampling=spec, num_output_tokens=count), raw, limits=LIMITS)
+
+    assert check(2) == [1, 2, 3]
+    refused = [check(-1), check(3), check(2, max_tokens=2), check(1, temperature=1.0, seed=3), check(1, n=2)]
+    for each in refused:
+        assert isinstance(each, Refusal)
+        assert (each.code, each.retryable) == ("invalid_request", False)
+
+
 def test_prefill_samples_one_token_of_one_choice_and_keeps_everything_else():
     spec = SamplingSpec(max_tokens=50, min_tokens=10, n=3, temperature=0.5, seed=4, logprobs=2)
     first = first_token_sampling(spec)

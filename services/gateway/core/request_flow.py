@@ -2,12 +2,13 @@
 
     PLACING --placed--> PREFILLING --prefilled--> DECODING --finished--> ENDED (Complete)
        |  \\--placed, colocated----------------------^ |
-       |<-- BACKOFF <-- rejected, lost, failed and nothing sent yet
+       |<-- BACKOFF <-- rejected, lost, failed and nothing sent yet, or one that continues
        \\-- deadline, fatal failure, or failure after the first byte --> ENDED (Fail)
     any state -- client gone, or the gateway stopped it --> ENDED (Cancel or Complete)
 
 Every attempt is one placement; replies that name another attempt are stale and change nothing. Once a byte
-has left for the client an attempt is never repeated, so no client sees two answers in one stream.
+has left for the client an attempt is never repeated, so no client sees two answers in one stream; but a request that
+`continues` (can_continue() of shared/wire/requests.py) goes on in the next attempt behind the tokens that it has.
 """
 
 from dataclasses import dataclass, field
@@ -84,6 +85,10 @@ class Discard(Struct, frozen=True):
     """Output of the attempt was given up before the client saw any: forget it."""
 
 
+class GoOn(Struct, frozen=True):
+    """The attempt was given up; the next one goes on behind what the client has."""
+
+
 class Complete(Struct, frozen=True):
     """Terminal: the answer is whole."""
 
@@ -100,7 +105,7 @@ class Fail(Struct, frozen=True):
     retry_after_ms: int | None = None
 
 
-Action = SendPlace | SendGenerate | SendAbort | SendEnded | Discard | Complete | Cancel | Fail
+Action = SendPlace | SendGenerate | SendAbort | SendEnded | Discard | GoOn | Complete | Cancel | Fail
 
 
 @dataclass(slots=True)
@@ -113,7 +118,9 @@ class RequestFlow:
     )
     phase: Phase = Phase.PLACING
     attempt: int = 0
+    continues: bool = False  # output of one attempt can be the beginning of another's
     bytes_sent: bool = False  # set by mark_sent(): from then on no attempt is repeated
+    answered: bool = False  # set by mark_answered(): only the last stage's receipt is missing
     placed: Placed | None = None
     exclude: list[InstanceId] = field(default_factory=list)
     num_retries: int = 0
@@ -141,6 +148,10 @@ class RequestFlow:
     def mark_sent(self) -> None:
         """A byte of the answer has left for the client."""
         self.bytes_sent = True
+
+    def mark_answered(self) -> None:
+        """The last token of every choice has come."""
+        self.answered = True
 
     # ---- scheduler ----
 
@@ -212,7 +223,9 @@ class RequestFlow:
         if attempt != self.attempt or self.phase not in (Phase.PREFILLING, Phase.DECODING):
             return []
         actions = self._drop_attempt(gone=source)
-        if not retryable or self.bytes_sent:
+        if self.answered:
+            return [*actions, *self._end(Complete())]
+        if not retryable or (self.bytes_sent and not self.continues):
             return [*actions, *self._end(Fail(code, message))]
         if not self._may_retry(now_ms):
             return [*actions, *self._end(_over_budget(code, message))]
@@ -231,8 +244,10 @@ class RequestFlow:
         if instance not in needed:
             return []
         actions = self._drop_attempt(gone=instance)
+        if self.answered:
+            return [*actions, *self._end(Complete())]
         message = f"The instance {instance} that served this request is gone."
-        if self.bytes_sent:
+        if self.bytes_sent and not self.continues:
             return [*actions, *self._end(Fail("peer.gone", message))]
         if not self._may_retry(now_ms):
             return [*actions, *self._end(_over_budget("peer.gone", message))]
@@ -298,13 +313,14 @@ class RequestFlow:
         return self.budget is None or self.budget.take(now_ms)
 
     def _retry(self, message: str, now_ms: int) -> list[Action]:
-        """A running attempt was lost before the client saw a byte of it."""
+        """A running attempt was lost, before the client saw a byte of it or with one that can go on."""
+        lost = GoOn() if self.bytes_sent else Discard()
         self.last_failure = message
         self.num_retries += 1
         if self.num_retries == 1:  # the clock of a fresh placement; later losses do not lengthen it
             self._place_by_ms = now_ms + self.limits.placement_deadline_ms
-            return [Discard(), *self._place(now_ms)]
-        return [Discard(), *self._place_later(now_ms)]
+            return [lost, *self._place(now_ms)]
+        return [lost, *self._place_later(now_ms)]
 
     def _drop_attempt(self, *, gone: InstanceId | None) -> list[Action]:
         """Abort the attempt on every involved instance but the one that is known to have ended it."""

@@ -37,7 +37,9 @@ class Way(Struct, frozen=True, gc=False):
     decode: DecodeStage
     is_pair: bool
     handoff_ms: float
-    again_ms: float  # decode draws the first token again (wire/handoff.py, "resample")
+    again_ms: (
+        float  # decode draws the first token again (wire/handoff.py, "resample"); 0: it goes on behind it
+    )
     total_ms: float  # what is compared
     keeps_roles: bool  # no prefill or decode instance runs a whole request
 
@@ -238,7 +240,7 @@ def _likely_decodes(
 
 def _pair(predictor: Predictor, first: FirstStage, decode: DecodeStage) -> Way:
     handoff_ms = predictor.handoff_ms(first.candidate.known, decode)
-    again_ms = decode.step_ms if predictor.num_steps else 0.0
+    again_ms = decode.step_ms if predictor.num_steps and not predictor.request.continues else 0.0
     return Way(
         first, decode, True, handoff_ms, again_ms, _total_ms(first, handoff_ms, again_ms, decode), True
     )

@@ -25,6 +25,7 @@ class PlacementRequest(Struct, frozen=True):
     hit_tokens: dict[InstanceId, int] = {}  # in the instance's own memory
     dram_tokens: dict[InstanceId, int] = {}  # with the host memory behind it, where that has more
     explain: bool = True  # the answer names ways that were not taken
+    continues: bool = False  # a prefill stage's token is the client's
 
     def reach(self) -> dict[InstanceId, int]:
         """Leading prompt tokens within each instance's reach, as far as known."""
@@ -52,6 +53,7 @@ def from_wire(place: Place) -> PlacementRequest:
         hit_tokens=_clipped(((h.instance, h.tokens) for h in place.hits if h.medium != "dram"), num_tokens),
         dram_tokens=_clipped(((h.instance, h.tokens) for h in place.hits if h.medium == "dram"), num_tokens),
         explain=place.explain,
+        continues=place.continues,
     )
 
 
