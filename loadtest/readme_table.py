@@ -198,6 +198,14 @@ ROWS: list[tuple[str, str, str, str, str]] = [
         "",
     ),
     (
+        "placer",
+        "seconds_128_gpus_s",
+        "placing models on 128 GPUs so that lenders meet borrowers, slowest of 20 mixes",
+        "{:.1f} s",
+        "5",
+    ),
+    ("placer", "optimality_gap_ratio", "the same, widest gap to the proven bound", "{:.4f}", "0.02"),
+    (
         "two-host-transfer",
         "nixl_share_ratio",
         "pull between two hosts over TCP, share of raw NIXL",

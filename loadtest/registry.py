@@ -34,6 +34,7 @@ MEASURES = {  # result name: module
     "prompt-tree": "loadtest.bench_prompt_tree",
     "simulator": "loadtest.bench_simulator",
     "h200-disaggregation": "loadtest.bench_disaggregation",
+    "placer": "loadtest.bench_placer",
 }
 
 

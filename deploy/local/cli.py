@@ -12,6 +12,7 @@ from deploy.local import (
     cmd_kill,
     cmd_logs,
     cmd_model,
+    cmd_place,
     cmd_status,
     cmd_trace,
     cmd_up,
@@ -38,6 +39,7 @@ for _name, _command in (
     ("trace", cmd_trace.trace),
     ("doctor", cmd_doctor.doctor),
     ("advise", cmd_advise.advise),
+    ("place", cmd_place.place),
     ("kill", cmd_kill.kill),
     ("version", cmd_version.version),
 ):

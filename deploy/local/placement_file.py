@@ -1,0 +1,132 @@
+"""The file of `quire place`: servers and models in TOML or JSON, models also by the file that `quire profile` saved.
+
+[[servers]]
+name = "h100"                    # h100/0, h100/1, ... where there are several
+gpus = 8
+gpu_memory_bytes = "80 GB"       # a number of bytes, or text with a unit
+count = 16
+[[models]]
+model = "llama-8b"
+role = "producer"                # or consumer, neutral
+tp = 1
+bytes_per_gpu = "25 GB"          # that each GPU lends or needs
+count = 3
+[[models]]
+profile = "opt.json"             # model, role, tp and bytes_per_gpu from there
+count = 2
+"""
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from shared.errors import SettingsError
+from shared.wire.placer import PlacementQuestion, PlacerModel, PlacerServer
+
+MOST_FILE_BYTES = 16 << 20
+TABLES = ("servers", "models")
+PROFILE_KEYS = ("model", "role", "tp", "bytes_per_gpu")
+SIZES = ("gpu_memory_bytes", "bytes_per_gpu")
+UNITS = {"": 0, "b": 0, "kb": 3, "mb": 6, "gb": 9, "tb": 12}
+BINARY_UNITS = {"kib": 10, "mib": 20, "gib": 30, "tib": 40}
+SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
+
+Entry = TypeVar("Entry", PlacerServer, PlacerModel)
+
+
+def read(path: Path, *, time_limit_ms: int) -> PlacementQuestion:
+    """The question in a file. Raises: SettingsError that names the file, the entry and what would be right."""
+    data = _load(path)
+    _known(f"{path}", data, TABLES)
+    servers = [
+        _entry(path, "servers", n, item, PlacerServer) for n, item in enumerate(_rows(path, data, "servers"))
+    ]
+    models = [
+        _entry(path, "models", n, _with_profile(path, n, item), PlacerModel)
+        for n, item in enumerate(_rows(path, data, "models"))
+    ]
+    return PlacementQuestion(servers=servers, models=models, time_limit_ms=time_limit_ms)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MOST_FILE_BYTES + 1)
+        if len(raw) > MOST_FILE_BYTES:
+            raise SettingsError(f"{path} has more than {MOST_FILE_BYTES >> 20} MiB")
+        text = raw.decode()
+        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise SettingsError(f"{path} is nested too deeply") from error
+    except ValueError as error:  # of either format, and of what is no text
+        kind = "JSON" if path.suffix == ".json" else "TOML (JSON is called .json)"
+        raise SettingsError(f"{path} is not {kind}: {error}") from error
+    if not isinstance(found, dict):
+        raise SettingsError(f"{path} has to be an object with {' and '.join(TABLES)}")
+    return found
+
+
+def _rows(path: Path, data: dict[str, Any], table: str) -> list[dict[str, Any]]:
+    rows = data.get(table)
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise SettingsError(f"{path} needs [[{table}]] entries")
+    return rows
+
+
+def _with_profile(path: Path, number: int, item: dict[str, Any]) -> dict[str, Any]:
+    """An entry with what its profile says; its own keys go before the profile's."""
+    if "profile" not in item:
+        return item
+    named = item["profile"]
+    if not isinstance(named, str):
+        raise SettingsError(f"{path}: models[{number}].profile is the name of a file")
+    profile = _load((path.parent / named).with_suffix(Path(named).suffix or ".json"))
+    missing = [key for key in PROFILE_KEYS if key not in profile]
+    if missing:
+        raise SettingsError(f"{path}: models[{number}].profile {named!r} lacks {', '.join(missing)}")
+    rest = {key: value for key, value in item.items() if key != "profile"}
+    return {**{key: profile[key] for key in PROFILE_KEYS}, **rest}
+
+
+def _entry(path: Path, table: str, number: int, item: dict[str, Any], cls: type[Entry]) -> Entry:
+    where = f"{path}: {table}[{number}]"
+    fields = [field.name for field in msgspec.structs.fields(cls)]
+    _known(where, item, [*fields, "profile"] if cls is PlacerModel else fields)
+    values = {key: _bytes(f"{where}.{key}", value) if key in SIZES else value for key, value in item.items()}
+    try:
+        return msgspec.convert(values, cls)
+    except msgspec.ValidationError as error:
+        key = str(error).rpartition("$.")[2].rstrip("`") if "$." in str(error) else ""
+        text = str(error).partition(" - at")[0]
+        raise SettingsError(f"{where}{'.' + key if key else ''}: {text}") from error
+
+
+def _known(where: str, item: dict[str, Any], known: Iterable[str]) -> None:
+    for key in item:
+        if key not in known:
+            close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.4)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
+            raise SettingsError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def _bytes(where: str, value: Any) -> int:
+    """A count of bytes, from a number or from text with a unit."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and (found := SIZE.fullmatch(value.strip())):
+        number, unit = found[1], found[2].lower()
+        if unit in UNITS:
+            return round(float(number) * 10 ** UNITS[unit])
+        if unit in BINARY_UNITS:
+            return round(float(number) * 2 ** BINARY_UNITS[unit])
+    raise SettingsError(
+        f"{where}: {value!r} is no size; use a number of bytes or text such as '25 GB' or '24 GiB'"
+    )
