@@ -73,6 +73,7 @@ class OpenLoop:
         self._num_done = 0
         self._begin_s = 0.0
         self.most_in_flight = 0
+        self.gaps_ms: list[float] = []  # between tokens, of all answers
 
     async def run(self, requests: Sequence[Request]) -> list[Outcome]:
         """Send all and wait for all; outcomes in the order of the requests.
@@ -154,6 +155,7 @@ class OpenLoop:
         outcome.ttft_ms, outcome.jct_ms = round(times.ttft_ms, 3), round(times.last_ms, 3)
         outcome.tpot_ms = round(times.tpot_ms, 4)
         outcome.longest_gap_ms = max(times.gaps_ms, default=0.0)
+        self.gaps_ms += times.gaps_ms
         outcome.prompt_tokens, outcome.cached_tokens = times.prompt_tokens, times.cached_tokens
         outcome.output_tokens = times.output_tokens or len(times.token_ids) or times.num_events
         take_receipt(outcome, times.receipt)

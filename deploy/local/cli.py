@@ -13,6 +13,7 @@ from deploy.local import (
     cmd_logs,
     cmd_model,
     cmd_place,
+    cmd_profile,
     cmd_status,
     cmd_trace,
     cmd_up,
@@ -40,6 +41,7 @@ for _name, _command in (
     ("doctor", cmd_doctor.doctor),
     ("advise", cmd_advise.advise),
     ("place", cmd_place.place),
+    ("profile", cmd_profile.profile),
     ("kill", cmd_kill.kill),
     ("version", cmd_version.version),
 ):

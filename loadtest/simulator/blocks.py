@@ -41,6 +41,7 @@ class BlockStore:
         self.indexed_tokens = 0
         self.pinned_tokens = 0
         self.num_evicted = 0
+        self.num_refused = 0  # reserve() that found no room: somebody waits for memory
         self._dram_capacity_tokens = dram_tokens
         self._dram_used_tokens = 0
         self._index = Index()
@@ -85,6 +86,7 @@ class BlockStore:
     def reserve(self, num_tokens: int) -> bool:
         """Private memory for so many tokens; what was used longest ago makes room. False: nothing changed."""
         if num_tokens > self.room_tokens:
+            self.num_refused += 1
             return False
         self.private_tokens += num_tokens
         self._make_room()

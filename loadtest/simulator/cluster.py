@@ -57,7 +57,7 @@ class Simulation:
         self._names = [InstanceId(f"{role}-{n}") for n, role in enumerate(spec.roles)]
         self._numbers = {name: n for n, name in enumerate(self._names)}
         self._instances = Instances(spec.instances)
-        self._placer = Placer(self._instances, spec.policy, boot="simulated", cost=spec.cost)
+        self._placer = Placer(self._instances, spec.policy, "simulated", spec.placement, spec.cost)
         self._description = EngineDescription(
             model=MODEL, fingerprint=MODEL, dtype="bfloat16", layout="layers-blocks", backend="simulated",
             block_tokens=spec.block_tokens, max_model_len=1 << 30,

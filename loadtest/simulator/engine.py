@@ -11,7 +11,7 @@ from collections.abc import Callable
 from loadtest.simulator.blocks import ROOT, BlockStore, tokens_of
 from loadtest.simulator.events import EventQueue
 from loadtest.simulator.prices import Chunk, StepPrices
-from loadtest.simulator.task import EngineHooks, EngineLimits, Task
+from loadtest.simulator.task import EngineHooks, EngineLimits, OnSteps, Task
 from services.mempool.core.entry import Entry
 
 MAX_ROW_STEPS = 512
@@ -32,9 +32,9 @@ class Engine:
     ) -> None:
         self.number, self.store, self.limits = number, store, limits
         self.num_steps = self.num_preempted = 0
-        self.busy_ms = self.step_ms = 0.0
+        self.busy_ms = self.step_ms = self.queued_prefill_ms = 0.0
         self.unfinished_prefill_tokens = 0
-        self.queued_prefill_ms = 0.0
+        self.on_steps: OnSteps | None = None  # who watches: called at the end of a step or row of steps
         self.dead = False
         self._events, self._prices, self._hooks, self._noise = events, prices, hooks, noise
         self._waiting: deque[Task] = deque()
@@ -44,9 +44,8 @@ class Engine:
         self._ends: list[tuple[int, int, Task]] = []  # decodes by the step in which they end
         self._decoding: dict[tuple[str, int], Task] = {}
         self._context_tokens = 0  # of all decodes
-        self._num_admitted = 0
+        self._num_admitted = self._generation = 0
         self._run: tuple[float, int, int, float, list[tuple[Task, int]]] | None = None
-        self._generation = 0
 
     # -- from outside -----------------------------------------------------------------------------
 
@@ -197,6 +196,8 @@ class Engine:
         began_ms, num_steps, num_decodes, _, chunks = self._run
         self._run = None
         took_ms = self._events.now_ms - began_ms
+        if self.on_steps is not None:
+            self.on_steps(began_ms, took_ms, num_steps, num_decodes)
         self.busy_ms += took_ms
         self.step_ms = 0.8 * self.step_ms + 0.2 * took_ms / num_steps
         self.num_steps += num_steps

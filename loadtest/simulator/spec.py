@@ -9,6 +9,7 @@ from loadtest.simulator.task import EngineLimits
 from services.gateway.core.request_flow import Limits
 from services.mempool.core.pd_caching import PdCaching
 from services.scheduler.core.instances import InstanceLimits
+from services.scheduler.core.placement import PlacementLimits
 from services.scheduler.core.policies import PolicyName
 from services.scheduler.core.predict import CostSettings
 from shared.wire.reports import Role
@@ -35,6 +36,7 @@ class ClusterSpec:
     dram_tokens: int = 0
     policy: PolicyName = "cost"
     cost: CostSettings = field(default_factory=CostSettings)
+    placement: PlacementLimits = field(default_factory=PlacementLimits)
     limits: EngineLimits = field(default_factory=EngineLimits)
     pd_caching: PdCaching = PdCaching.FULL
     instances_per_host: int = 1

@@ -60,6 +60,9 @@ class Task:
         return self.joined_step + self.wanted_tokens - self.made
 
 
+OnSteps = Callable[
+    [float, float, int, int], None
+]  # begin of a row of steps and its ms, steps, decodes in each
 # the engine is named by its number
 Sink = Callable[[int, Task], None]
 

@@ -311,6 +311,8 @@ class WorkerShell:
             "step_ms": load.step_ms,
             "num_kv_blocks": self.engine.num_kv_blocks,
             "block_tokens": self.engine.description.block_tokens,
+            "block_bytes": self.engine.description.block_bytes,
+            "tensor_parallel": self.engine.description.tp_size,
             "messages_sent": self.front.outbox.num_messages,
             "chunks_sent": self.front.outbox.num_chunks,
             "cost": self.cost.status(),

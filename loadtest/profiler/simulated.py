@@ -1,0 +1,116 @@
+"""The profiler's runs in the simulator: one colocated instance with chunked prefill."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loadtest.profiler.runner import Observed, Spans
+from loadtest.registry import RESULTS
+from loadtest.simulator.cluster import Simulation
+from loadtest.simulator.hardware import MODELS, Machine, from_coefficients, from_data_sheet, model_shape
+from loadtest.simulator.prices import ModelPrices
+from loadtest.simulator.request import from_workload
+from loadtest.simulator.spec import ClusterSpec, roles_of
+from loadtest.simulator.task import EngineLimits
+from loadtest.workloads.request import Request
+from services.gateway.core.request_flow import Limits
+from services.scheduler.core.placement import PlacementLimits
+from shared.errors import InvalidRequest
+
+BLOCK_TOKENS = 64  # of an 8B shape's page
+MAX_RUNNING = 1 << 14  # memory and the chunk are the bounds, as AQUA 4.1 has it; nothing is shed
+DEADLINE_MS = 100_000_000  # of a request: a burst's last one is waited for
+GAP_DIGITS = 3  # of ms: equal gaps are counted together
+
+
+class SimulatedRunner:
+    """Args: chunk_tokens: of a step, prompts and decodes together. memory_tokens: of the whole instance."""
+
+    def __init__(self, machine: Machine, *, model: str, tp: int, chunk_tokens: int) -> None:
+        coefficients = msgspec.structs.replace(machine.prices.coefficients, max_batched_tokens=chunk_tokens)
+        self._prices = ModelPrices(coefficients)
+        self._memory_tokens, self._chunk_tokens = machine.memory_tokens, chunk_tokens
+        self.model, self.tp = model, tp
+        self.words, self.is_calibrated = f"simulated: {machine.words}", machine.calibrated
+        self.bytes_per_token = self._prices.kv_bytes_per_token / tp
+        self.pool_bytes = round(machine.memory_tokens * self.bytes_per_token)
+
+    def run(self, requests: Sequence[Request]) -> Observed:
+        """See Runner. Deterministic. Raises: InvalidRequest when a request could never fit."""
+        longest = max(one.prompt_tokens + one.output_tokens for one in requests)
+        if longest > self._memory_tokens:
+            raise InvalidRequest(
+                f"a request of {longest} tokens has no room in the {self._memory_tokens} of an instance: see --tp, "
+                "--gpu, --context"
+            )
+        spec = ClusterSpec(
+            roles_of(0, 0, 1),
+            block_tokens=BLOCK_TOKENS,
+            memory_tokens=self._memory_tokens,
+            limits=EngineLimits(MAX_RUNNING, self._chunk_tokens),
+            placement=PlacementLimits(max_prefill_tokens=1 << 40),
+            flow=Limits(request_deadline_ms=DEADLINE_MS),
+        )
+        simulation = Simulation(spec, self._prices, from_workload(requests, BLOCK_TOKENS))
+        watch = _Watch(simulation)
+        outcomes = simulation.run().outcomes
+        return Observed(
+            outcomes, list(watch.gaps.items()), round(watch.peak_share * self.pool_bytes), watch.full.spans
+        )
+
+
+class _Watch:
+    """Sees every step of the one engine: gaps between tokens, memory, and whether somebody waits for it."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        (engine,) = simulation.engines
+        engine.on_steps = self._see
+        self._store = engine.store
+        self._num_refused = 0
+        self.gaps: Counter[float] = Counter()
+        self.peak_share = 0.0
+        self.full = Spans()
+
+    def _see(self, began_ms: float, took_ms: float, num_steps: int, num_decodes: int) -> None:
+        store = self._store
+        self.peak_share = max(self.peak_share, store.used_share)
+        self.full.note(began_ms, began_ms + took_ms, holds=store.num_refused > self._num_refused)
+        self._num_refused = store.num_refused
+        if num_decodes:
+            self.gaps[round(took_ms / num_steps, GAP_DIGITS)] += num_steps * num_decodes
+
+
+def machine_of(gpu: str, model: str, tp: int, *, chunk_tokens: int, results: Path = RESULTS) -> Machine:
+    """Coefficients that `make measure NAME=cost-model` found on this GPU with this shape; else its data sheet.
+
+    Memory is the data sheet's either way. Raises: SettingsError on an unknown GPU or model, or no room for weights.
+    """
+    sheet = from_data_sheet(gpu, model, tp=tp, max_batched_tokens=chunk_tokens)
+    path = results / "cost-model.json"
+    for row in json.loads(path.read_text())["samples"] if path.is_file() else ():
+        if _fits(row, gpu, model, tp):
+            words = f"{model} on {tp} x {row['coefficients']['device']}, costs as measured"
+            found = from_coefficients(
+                row["coefficients"], memory_tokens=sheet.memory_tokens, source=path.name
+            )
+            return replace(found, words=words)
+    return sheet
+
+
+def known_models() -> list[str]:
+    """By name; a folder with a config.json is one too."""
+    return list(MODELS)
+
+
+def _fits(row: dict[str, Any], gpu: str, model: str, tp: int) -> bool:
+    """A model fitted to each point of the grid at its fastest (profile -1), of this GPU, shape and parallelism."""
+    if row.get("part") != "model" or row.get("profile") != -1 or row.get("tp") != tp:
+        return False
+    shape = msgspec.to_builtins(model_shape(model))
+    same = {**row["coefficients"]["shape"]}
+    return row["device"] == gpu.lower() and all(same.get(key, value) == value for key, value in shape.items())
