@@ -1,5 +1,6 @@
 """vLLM's KV cache manager over pages: allocation depends on the stock, a handed-off prompt may end in a held block."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -24,6 +25,7 @@ class PageKVCacheManager(KVCacheManager):
     block_pool: PageBlockPool
     unmet_blocks: int = 0  # what the last refused allocation lacked in stock
     tails: dict[str, LeasedTail]  # of waiting requests whose whole prompt is held
+    make_way: Callable[[Request, int], None] | None = None  # called when so many blocks are not even cached
     ahead_tokens: int = 0  # blocks are allocated for so many tokens more (layouts that map them ahead)
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
@@ -62,6 +64,8 @@ class PageKVCacheManager(KVCacheManager):
         missing = -(-end // block_tokens) - have - hits
         if hits and num_new_computed_tokens % block_tokens:
             missing += 1  # the private copy of a partial hit
+        if self.make_way is not None and missing > self.block_pool.get_num_free_blocks():
+            self.make_way(request, missing)
         if missing > len(self.block_pool.stock) and not self._wait_for(request, missing):
             self.unmet_blocks = max(self.unmet_blocks, missing)
             return None

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from shared.engine import page_scheduler
+from shared.engine import fair_scheduler, page_scheduler
 from shared.engine.cache_events import CacheEventReceiver
 from shared.engine.describe import describe_engine, why_not_in_pages
 from shared.engine.engine_sampling import asked_deltas, engine_spec
@@ -32,7 +32,7 @@ from shared.engine.preload import preload_architecture
 from shared.engine.rank_processes import host_ranks
 from shared.engine.sampling import honour_seeds, sampling_params
 from shared.engine.slot_settings import slot_arguments, slot_settings
-from shared.engine.worker_config import WorkerSettings, has_slots, works_in_pages
+from shared.engine.worker_config import WorkerSettings, fair_rules, has_slots, works_in_pages
 from shared.errors import InvalidRequest, PeerGone, SettingsError
 from shared.kv.model_files import check_split
 from shared.kv.transfer_mode import TransferMode
@@ -82,12 +82,14 @@ class VllmEngine:
             "kv_space": settings.instance if settings.kv_space == "own" else settings.kv_space,
             "keeps_cache": settings.role != "decode" or settings.pd_caching in ("2", "3"),
             **(slot_settings(settings) if has_slots(settings) else {}),
+            "fair": fair_rules(settings),
         }
         self.keeps_leases = works_in_pages(settings)
         self._reads_cache = settings.role == "decode" or settings.pd_caching != "basic"
         if self.keeps_leases:
             config.additional_config["quire"] = extra
             page_scheduler.install()
+            fair_scheduler.install()
         elif self.uses_pool:
             assert config.kv_transfer_config is not None
             config.kv_transfer_config.kv_connector_extra_config.update(extra)
@@ -301,9 +303,11 @@ def _by_layer(settings: WorkerSettings) -> bool:
 
 def _in_pages(settings: WorkerSettings) -> dict[str, Any]:
     slots = slot_arguments() if has_slots(settings) else {}
-    scheduler = (
-        "layer_scheduler.{}LayerScheduler" if _by_layer(settings) else "page_scheduler.{}PageScheduler"
-    )
+    scheduler = "page_scheduler.{}PageScheduler"
+    if _by_layer(settings):
+        scheduler = "layer_scheduler.{}LayerScheduler"
+    elif settings.local_policy == "cfs":
+        scheduler = "fair_scheduler.{}FairPageScheduler"
     if current_platform.is_cpu():
         return {
             "worker_cls": "shared.engine.page_worker_cpu.PageCPUWorker",

@@ -57,6 +57,12 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0  # 0: the model's own
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    # whose turn it is in the engine: fcfs (order of arrival) or cfs (fair slices where memory is short, shared/fair)
+    local_policy: Literal["fcfs", "cfs"] = "fcfs"
+    fair_slice_steps: int = 8  # engine steps between two plans
+    fair_max_switch_share: float = (
+        0.1  # of a slice's time; where moving pages takes more, the order is that of arrival
+    )
     kv_cache_bytes: int = 0  # 0: the engine's own choice
     gpu_memory_utilization: float = 0.0  # 0: the engine's own choice
     tensor_parallel_size: int = 1
@@ -92,14 +98,14 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _POSITIVE = (
-    "threads", "block_tokens", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size",
+    "threads", "fair_slice_steps", "block_tokens", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size",
     "max_inflight", "max_deadline_ms", "report_interval_ms", "acquire_timeout_ms", "fetch_wait_ms", "handoff_wait_ms",
     "handoff_ttl_ms", "lease_ttl_ms", "hello_timeout_ms", "mock_prefill_tokens_per_s", "mock_kv_blocks",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "max_model_len", "kv_cache_bytes", "gpu_memory_utilization", "drain_deadline_ms", "mock_step_ms",
     "mock_start_ms", "mock_eos_after_tokens", "mock_die_after_tokens", "mock_hang_after_tokens",
-    "mock_drop_first_steps",
+    "mock_drop_first_steps", "fair_max_switch_share",
 )  # fmt: skip
 
 
@@ -111,6 +117,14 @@ def works_in_pages(settings: WorkerSettings) -> bool:
 def has_slots(settings: WorkerSettings) -> bool:
     """Whether requests lie in slots of consecutive addresses, and attention reads them without a block table."""
     return works_in_pages(settings) and settings.kv_layout != "cross-layer"
+
+
+def fair_rules(settings: WorkerSettings) -> dict[str, float]:
+    """Fields of shared.fair.rules.FairRules."""
+    return {
+        "slice_steps": settings.fair_slice_steps,
+        "max_switch_share": settings.fair_max_switch_share,
+    }
 
 
 def _is_wildcard(listen: str) -> bool:
@@ -147,6 +161,11 @@ def for_role(found: WorkerSettings, *, role: Role, instance: str, port: int) -> 
         raise SettingsError(
             f"setting worker.transfer_mode: {found.transfer_mode!r} needs the pool's pages and layers that follow each "
             "other in them; set worker.mempool_socket, worker.kv_cache = pages and another kv_layout than token-major"
+        )
+    if found.local_policy == "cfs" and (not works_in_pages(found) or found.transfer_mode == "by-layer"):
+        raise SettingsError(
+            "setting worker.local_policy: 'cfs' needs the pool's pages and whole prompts; set worker.mempool_socket, "
+            "worker.kv_cache = pages and another transfer_mode than by-layer"
         )
     listen = found.listen or f"tcp://127.0.0.1:{port}"
     if not listen.startswith(("tcp://", "ipc://")):

@@ -35,7 +35,9 @@ class Plan:
 
 
 class FairSlices:
-    """Of one engine. Call plan() once per step, before it; started(), parked() and served() say what came of it."""
+    """Of one engine. Before each step call plan(), or what stands in for it where there is nothing to decide; what came
+    of it, started(), parked() and served() say.
+    """
 
     def __init__(self, rules: FairRules) -> None:
         self.rules = rules
@@ -43,6 +45,7 @@ class FairSlices:
         self.slice = 0  # plans so far
         self._steps_left = 0
         self._pays = False
+        self._was_calm = True  # nobody waited since the last plan
 
     # -- what happens ---------------------------------------------------------------------------------
 
@@ -74,6 +77,20 @@ class FairSlices:
 
     # -- what to do -----------------------------------------------------------------------------------
 
+    def calm_step(self) -> None:
+        """In place of plan(), where nobody waits. Cost: none."""
+        self._was_calm, self._pays = True, False
+        self._steps_left -= 1
+
+    def next_step(self, *, vacant: bool) -> bool:
+        """Whether plan() has something to decide for the step that comes: a slice ended, or a slot is vacant. Else
+        the step goes by without it.
+        """
+        if self._steps_left > 0 and not vacant:
+            self._steps_left -= 1
+            return False
+        return True
+
     def plan(self, room: Room) -> Plan:
         """For the step that comes. Cost: O(n log n) of all requests at a border, of those that wait between."""
         requests = self.accounts.requests.values()
@@ -82,9 +99,12 @@ class FairSlices:
         is_border = self._steps_left <= 0
         self._steps_left = (self.rules.slice_steps if is_border else self._steps_left) - 1
         self.slice += is_border
-        if not waiting or self._all_fit(running, waiting, room):
+        calm = not waiting or self._all_fit(running, waiting, room)
+        if calm or self._was_calm:
             self.accounts.level(None)
-            self._pays = self._pays and bool(waiting)
+        self._was_calm = calm
+        if calm:
+            self._pays = False
             return Plan(start=[a.request_id for a in _by_arrival(waiting) if a.ready])
         if is_border:
             fair = self._replan(running, waiting, room)

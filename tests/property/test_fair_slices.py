@@ -138,6 +138,22 @@ def test_who_was_idle_or_got_all_that_it_wanted_has_saved_nothing():
     assert max(served.values()) <= 1.1 * min(served.values()), served
 
 
+def test_what_was_served_while_nobody_waited_is_held_against_nobody():
+    engine = FairEngine(FairRules(slice_steps=4), ROOM)
+    for i in range(3):
+        engine.add(Job(f"early{i}", "early", 8, 5_000))
+    engine.add(Job("other", "other", 8, 5_000))
+    for _ in range(1_000):
+        engine.run_step()
+    before = Counter(engine.tokens)
+    for i in range(8):
+        engine.add(Job(f"late{i}", "other", 8, 2_000))
+    for _ in range(400):
+        engine.run_step()
+    served = {tenant: engine.tokens[tenant] - before[tenant] for tenant in ("early", "other")}
+    assert max(served.values()) <= 1.1 * min(served.values()), served
+
+
 def test_a_flood_of_prompts_takes_no_share_of_another_tenants_decodes():
     engine = FairEngine(FairRules(slice_steps=4), Room(slots=4, step_tokens=512))
     for i in range(8):

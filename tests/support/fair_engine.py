@@ -44,7 +44,7 @@ class FairEngine:
 
     def run_step(self) -> None:
         self.step += 1
-        plan = self.slices.plan(self.room)
+        plan = self._plan()
         self.plans.append(plan)
         assert not set(plan.park) & set(plan.start)
         for name in plan.park:
@@ -67,6 +67,15 @@ class FairEngine:
             count = min(job.prompt_left, left) if job.prompt_left else min(1, left)
             left -= count
             self._serve(job, count)
+
+    def _plan(self) -> Plan:
+        """As an engine asks: only where somebody waits, and something can change."""
+        if len(self.running) == len(self.jobs):
+            self.slices.calm_step()
+            return Plan()
+        if not self.slices.next_step(vacant=len(self.running) < self.room.slots):
+            return Plan(is_fair=True)
+        return self.slices.plan(self.room)
 
     def _serve(self, job: Job, count: int) -> None:
         self.tokens[job.tenant] += count

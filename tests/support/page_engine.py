@@ -25,6 +25,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from shared.engine import page_pool, page_scheduler
+from shared.engine.fair_scheduler import AsyncFairPageScheduler, FairPageScheduler
 from shared.engine.page_scheduler import AsyncPageScheduler, PageScheduler
 from shared.kv.page import PageState
 from shared.mempool import page_quota
@@ -84,6 +85,22 @@ class SimAsyncScheduler(_Sim, AsyncPageScheduler):
     """With steps ahead."""
 
 
+class SimFairScheduler(_Sim, FairPageScheduler):
+    """Synchronous, in fair slices."""
+
+
+class SimAsyncFairScheduler(_Sim, AsyncFairPageScheduler):
+    """With steps ahead, in fair slices."""
+
+
+KINDS = {
+    (1, False): SimScheduler,
+    (2, False): SimAsyncScheduler,
+    (1, True): SimFairScheduler,
+    (2, True): SimAsyncFairScheduler,
+}
+
+
 @dataclass
 class Row:
     """One request in the runner, or in a step: then `start` and `count` of its scheduled tokens."""
@@ -120,10 +137,22 @@ class Answer:
 
 
 class SimEngine:
-    """Args: depth: 1 for the synchronous scheduler; 2: one step is scheduled while another runs."""
+    """Args:
+    depth: 1 for the synchronous scheduler; 2: one step is scheduled while another runs.
+    slice_steps: of fair slices; 0: order of arrival.
+    pump_waits: messages arrive while the engine waits for pages.
+    """
 
     def __init__(
-        self, world: World, name: str, socket: str, *, depth: int = 1, v2_runner: bool = False
+        self,
+        world: World,
+        name: str,
+        socket: str,
+        *,
+        depth: int = 1,
+        v2_runner: bool = False,
+        slice_steps: int = 0,
+        pump_waits: bool = True,
     ) -> None:
         self.world, self.depth = world, depth
         self.process = world.number()
@@ -136,11 +165,12 @@ class SimEngine:
             "quire": {
                 "description": msgspec.json.encode(DESCRIPTION).decode(), "mempool_socket": socket,
                 "instance": self.instance, "handoff_ttl_ms": 1000,
+                "fair": {"slice_steps": slice_steps},
             }
         }  # fmt: skip
         spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
         kv_config = KVCacheConfig(world.num_pages + 1, [], [KVCacheGroupSpec(["layer"], spec)])
-        kind = SimScheduler if depth == 1 else SimAsyncScheduler
+        kind = KINDS[depth, slice_steps > 0]
         with (
             mock.patch.object(page_scheduler, "PageQuota", SimQuota),
             mock.patch.object(page_scheduler, "die_with_parent"),
@@ -149,6 +179,7 @@ class SimEngine:
         self.scheduler.structured_output_manager = SimpleNamespace(should_advance=lambda _: False)
         self.scheduler.use_v2_model_runner = v2_runner
         self.quota: SimQuota = self.scheduler.quota
+        self.quota.pump_waits = pump_waits
         self.pool = self.scheduler.pages
         self.pool.clock = lambda: world.now_ms / 1000
         world.watch.append(self.assert_fenced)
@@ -200,9 +231,13 @@ class SimEngine:
     def _rows_of(self, output: SchedulerOutput) -> list[Row]:
         for request_id in output.finished_req_ids:
             self.rows.pop(request_id, None)
+        if self.scheduler.use_v2_model_runner:  # it forgets them, and has no room for more
+            for request_id in output.preempted_req_ids:
+                self.rows.pop(request_id, None)
         for new in output.scheduled_new_reqs:
             self.rows[new.req_id] = Row(new.req_id, list(new.block_ids[0]), new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
+        assert not self.scheduler.use_v2_model_runner or len(self.rows) <= MAX_RUNNING
         for index, request_id in enumerate(cached.req_ids):
             row, blocks = self.rows[request_id], cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:

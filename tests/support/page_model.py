@@ -21,6 +21,7 @@ from shared.engine import page_scheduler
 from shared.ids import BlockHash, HandoffId
 from shared.kv.block_hash import hash_blocks, hash_tail, pack_tokens
 from shared.wire import mempool as wire
+from tests.support import page_turns
 from tests.support.page_engine import SimEngine
 from tests.support.page_memory_rules import MemoryRules
 from tests.support.page_world import World
@@ -82,11 +83,12 @@ class PagesModel(MemoryRules):
 
     @initialize(
         num_pages=st.sampled_from([16, 22, 30]), depths=st.tuples(st.sampled_from([1, 2]), st.just(2)),
-        v2=st.booleans(), pump_waits=st.booleans(),
+        v2=st.booleans(), pump_waits=st.booleans(), slice_steps=st.sampled_from([0, 1, 3]),
     )  # fmt: skip
-    def begin(self, num_pages, depths, v2, pump_waits):
+    def begin(self, num_pages, depths, v2, pump_waits, slice_steps):
         self.world = World(SOCKET, num_pages)
-        self.depths, self.v2, self.pump_waits = depths, v2, pump_waits
+        self.options = {"v2_runner": v2, "slice_steps": slice_steps, "pump_waits": pump_waits}
+        self.depths = depths
         self.attach(0)
 
     # -- engines come and go ------------------------------------------------------------------------------
@@ -96,8 +98,7 @@ class PagesModel(MemoryRules):
     def attach(self, slot):
         if slot in self.workers:
             return
-        engine = SimEngine(self.world, f"e{slot}", SOCKET, depth=self.depths[slot], v2_runner=self.v2)
-        engine.quota.pump_waits = self.pump_waits
+        engine = SimEngine(self.world, f"e{slot}", SOCKET, depth=self.depths[slot], **self.options)
         self.workers[slot] = Worker(engine, self.world.client(engine.instance))
 
     @rule(slot=slots, seldom=seldom)
@@ -377,7 +378,6 @@ class PagesModel(MemoryRules):
 def main() -> None:
     """See the module's docstring."""
     examples, *seeds = (int(word) for word in sys.argv[1:] if word != "--shrink")
-    phases = [Phase.generate, *([Phase.shrink] if "--shrink" in sys.argv else [])]
     for chosen in seeds:
         print(f"seed {chosen}", flush=True)
         run_state_machine_as_test(
@@ -388,10 +388,11 @@ def main() -> None:
                 database=None,
                 deadline=None,
                 report_multiple_bugs=False,
-                phases=phases,
+                phases=[Phase.generate, *([Phase.shrink] if "--shrink" in sys.argv else [])],
                 suppress_health_check=list(HealthCheck),
             ),
         )
+    page_turns.run_all()
     print(f"{examples} examples", flush=True)
 
 

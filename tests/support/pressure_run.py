@@ -39,12 +39,13 @@ B_WORKS_S = 3.0
 CROWD = "crowd-"  # cases that are asked together, before the rounds
 
 
-def settings(model: str, socket: str, instance: str) -> WorkerSettings:
-    return WorkerSettings(
-        model_dir=model, model_name="m", instance=instance, mempool_socket=socket, kv_cache="pages",
-        dtype="float32", device="cpu", max_model_len=MAX_MODEL_LEN, max_num_seqs=8, max_num_batched_tokens=512,
-        acquire_timeout_ms=2_000, gpu_memory_utilization=0.1,
-    )  # fmt: skip
+def settings(model: str, socket: str, instance: str, **changes: Any) -> WorkerSettings:
+    common = {
+        "model_dir": model, "model_name": "m", "instance": instance, "mempool_socket": socket, "kv_cache": "pages",
+        "dtype": "float32", "device": "cpu", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8,
+        "max_num_batched_tokens": 512, "acquire_timeout_ms": 2_000, "gpu_memory_utilization": 0.1,
+    }  # fmt: skip
+    return WorkerSettings(**common | changes)
 
 
 class Driver:
@@ -138,7 +139,7 @@ def run_a(config: WorkerSettings, cases: list[dict[str, Any]], out: Path, say: i
         rounds += [await beside, await driver.round(cases)]
         counters = {"preempted": preempted, "leases": driver.pages.num_leases}
         await driver.close()
-        _write(out, {"crowd": crowded, "rounds": rounds, "counters": counters})
+        write_whole(out, {"crowd": crowded, "rounds": rounds, "counters": counters})
 
     asyncio.run(run())
 
@@ -154,7 +155,7 @@ def run_b(config: WorkerSettings, cases: list[dict[str, Any]], out: Path, say: i
         while True:
             case = driver.rng.choice(cases)
             answers.append([case["id"], await driver.answer(case)])
-            _write(out, answers)
+            write_whole(out, answers)
 
     asyncio.run(run())
 
@@ -186,7 +187,7 @@ def main() -> None:
     folder = Path(out_path).parent
     cases = json.loads(Path(cases_path).read_text())
     parts = {name: folder / f"{name}.json" for name in ("stock", "a", "b")}
-    stock = forked(lambda: _write(parts["stock"], run_cases(model, cases)))
+    stock = forked(lambda: write_whole(parts["stock"], run_cases(model, cases)))
     assert ended(stock) == 0, "stock vLLM"
     from_a, say_a = os.pipe()
     hear, to_a = os.pipe()
@@ -208,7 +209,7 @@ def main() -> None:
     Path(out_path).write_text(json.dumps({"stock": found["stock"], "b": found.get("b", []), **found["a"]}))
 
 
-def _write(path: Path, found: Any) -> None:
+def write_whole(path: Path, found: Any) -> None:
     """Whole or not at all: the writer may be killed."""
     beside = path.with_suffix(".part")
     beside.write_text(json.dumps(found))

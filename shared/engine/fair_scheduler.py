@@ -1,0 +1,207 @@
+"""vLLM's schedulers over the mempool's pages with fair slices (`worker.local_policy = "cfs"`): AQUA section 7.
+
+shared/fair decides who runs; this carries it out. A request that loses its slot is parked: vLLM's own path of
+preempted requests, but its blocks stay in its block table and its computed tokens count on, so that it goes on where it
+was and nothing is computed twice (decision 0016). It comes back through vLLM's waiting queue, with all of its blocks.
+A request under way (asynchronous scheduling) may be parked, and comes back when its last step's output is in.
+
+Settings: those of page_scheduler.py, and `additional_config["quire"]["fair"]`: FairRules' fields.
+"""
+
+import time
+from collections import Counter
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreEventType
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request, RequestStatus
+
+from shared.engine.page_scheduler import PageSchedulerMixin, given
+from shared.fair.rules import FairRules, Room
+from shared.fair.slices import FairSlices
+
+
+class FairSchedulerMixin(PageSchedulerMixin):
+    """Turns around PageSchedulerMixin's steps.
+
+    `fair_counts`: since the start: times_parked, times_resumed; kept_tokens: of parked requests, each time;
+    computed_tokens: all; recomputed_tokens: those of a request that were computed before, for whatever reason;
+    times_dropped: parked requests whose pages were needed.
+    """
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        self.slices = FairSlices(FairRules(**vllm_config.additional_config["quire"]["fair"]))
+        self.fair_counts: Counter[str] = Counter()
+        self._parked: dict[str, Request] = {}  # they keep their blocks
+        self._computed: dict[str, int] = {}  # by request: so many of its tokens were computed
+        super().__init__(vllm_config, *args, **kwargs)
+        self.kv_cache_manager.make_way = self._make_way
+
+    # -- requests -----------------------------------------------------------------------------------
+
+    def _add_request(self, request: Request) -> None:
+        super()._add_request(request)
+        if request.request_id not in self.slices.accounts.requests:
+            params = given(request)
+            tenant, weight = params.get("tenant", ""), float(params.get("weight", 1.0))
+            self.slices.add(request.request_id, tenant, weight, request.num_prompt_tokens)
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        self.slices.remove(request.request_id)
+        self._parked.pop(request.request_id, None)
+        self._computed.pop(request.request_id, None)
+        return super()._free_request(request, delay_free_blocks)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """vLLM's; parked requests count as running."""
+        with self._turn:
+            if reset_running_requests:
+                for request in list(self._parked.values()):
+                    request.async_tokens_to_discard = request.num_output_placeholders
+                    request.num_output_placeholders = 0
+                    self._drop(request)
+            return super().reset_prefix_cache(reset_running_requests, reset_connector)
+
+    # -- steps --------------------------------------------------------------------------------------
+
+    def _schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        under_way = self._take_turns()
+        output = super()._schedule(*args, **kwargs)
+        self.waiting.extend(under_way)
+        self._note_served(output)
+        return output
+
+    def _take_turns(self) -> list[Request]:
+        """Park and reorder. Returns: parked requests that cannot start in this step, taken out of the queue."""
+        if self._pause_state != PauseState.UNPAUSED:
+            return []
+        self._promote()
+        if not self.waiting and not self.skipped_waiting:
+            self.slices.calm_step()
+            return []
+        if self.slices.next_step(vacant=len(self.running) < self.max_num_running_reqs):
+            plan = self.slices.plan(self._room())
+            for request_id in plan.park:
+                self._park(self.requests[request_id])
+            self._put_first(plan.start)
+        under_way = [request for request in self._parked.values() if self._in_flight(request)]
+        if under_way:
+            self.waiting.remove_requests(under_way)
+        return under_way
+
+    def _promote(self) -> None:
+        """Requests that waited for their grammar take their turn with the others."""
+        for request in list(self.skipped_waiting):
+            blocked = self._is_blocked_waiting_status(request.status)
+            if not blocked or self._try_promote_blocked_waiting_request(request):
+                self.skipped_waiting.remove_request(request)
+                self.waiting.add_request(request)
+
+    def _room(self) -> Room:
+        """What this step has. Tells the slices what every request has and needs. Cost: O(requests)."""
+        ahead = self.slices.rules.slice_steps + self.kv_cache_manager.ahead_tokens
+        resident = 0
+        for request_id, request in self.requests.items():
+            have = len(self.kv_cache_manager.get_blocks(request_id).blocks[0])
+            need = -(-min(request.num_tokens + ahead, self.max_model_len) // self.block_size)
+            blocked = self._is_blocked_waiting_status(request.status)
+            ready = not (blocked or request.is_finished() or self._in_flight(request))
+            self.slices.holds(request_id, max(need, have), have, ready=ready)
+            resident += have
+        return Room(
+            slots=self.max_num_running_reqs - self.num_waiting_for_streaming_input,
+            step_tokens=self.max_num_scheduled_tokens,
+            pages=self.pages.get_num_free_blocks() + resident,
+            page_bytes=self._block_bytes,
+        )
+
+    def _put_first(self, names: list[str]) -> None:
+        chosen = set(names)
+        rest = [request for request in self.waiting if request.request_id not in chosen]
+        self.waiting.clear()
+        self.waiting.extend(self.requests[request_id] for request_id in names)
+        self.waiting.extend(rest)
+
+    def _in_flight(self, request: Request) -> bool:
+        """Whether a step under way computes tokens of it."""
+        return request.last_sched_seq > self.processed_step_seq
+
+    def _park(self, request: Request) -> None:
+        """As vLLM's _preempt_request(), without freeing blocks and forgetting what is computed."""
+        self.running.remove(request)
+        self._inflight_prefills.discard(request)
+        request.status = RequestStatus.PREEMPTED
+        request.spec_token_ids = []
+        request.num_preemptions += 1
+        if self.log_stats:
+            request.record_event(EngineCoreEventType.PREEMPTED, time.monotonic())
+        self.waiting.add_request(request)
+        self.reset_preempted_req_ids.add(request.request_id)
+        self._parked[request.request_id] = request
+        self.slices.parked(request.request_id)
+        self.fair_counts["times_parked"] += 1
+        self.fair_counts["kept_tokens"] += request.num_computed_tokens
+
+    def _note_served(self, output: SchedulerOutput) -> None:
+        """Charge what the step computes."""
+        accounts = self.slices.accounts.requests
+        for request_id, count in output.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            if not accounts[request_id].running:
+                self.slices.started(request_id)
+                self.fair_counts["times_resumed"] += self._parked.pop(request_id, None) is not None
+            end = request.num_computed_tokens  # vLLM counts this step's already
+            self.slices.served(request_id, count, request.num_prompt_tokens - end)
+            before = self._computed.get(request_id, 0)
+            self.fair_counts["recomputed_tokens"] += max(0, min(before, end) - (end - count))
+            self.fair_counts["computed_tokens"] += count
+            self._computed[request_id] = max(before, end)
+
+    # -- pages are short ----------------------------------------------------------------------------
+
+    def _preempt_request(self, request: Request, timestamp: float) -> None:
+        """A running request gives its pages up: vLLM computes it again."""
+        super()._preempt_request(request, timestamp)
+        self.slices.parked(request.request_id)
+
+    def _make_way(self, request: Request, missing: int) -> None:
+        """A running request needs pages, or nobody would run: those parked furthest from their turn drop theirs.
+
+        A newcomer waits instead: its turn is worth no computing again.
+        """
+        if self.running and request.status != RequestStatus.RUNNING:
+            return
+        others = [r for r in self._parked.values() if r is not request and not self._in_flight(r)]
+        accounts = self.slices.accounts.requests
+        others.sort(key=lambda r: self.slices.order_key(accounts[r.request_id]))
+        while others and missing > self.pages.get_num_free_blocks():
+            self._drop(others.pop())
+
+    def _drop(self, request: Request) -> None:
+        self._free_request_blocks(request)
+        request.num_computed_tokens = 0
+        del self._parked[request.request_id]
+        self.fair_counts["times_dropped"] += 1
+
+
+class FairPageScheduler(FairSchedulerMixin, Scheduler):
+    """One step at a time."""
+
+
+class AsyncFairPageScheduler(FairSchedulerMixin, AsyncScheduler):
+    """The next step is scheduled while one runs."""
+
+
+def _fair_counts(core: EngineCore) -> dict[str, int]:
+    return dict(getattr(core.scheduler, "fair_counts", {}))
+
+
+def install() -> None:
+    """Before an engine core is made in this process, or in one that is forked from it: the question
+    `quire_fair_counts` that a worker's front may ask.
+    """
+    EngineCore.quire_fair_counts = _fair_counts

@@ -1,0 +1,68 @@
+"""Twelve requests take turns in four slots of an engine without a model (page_engine.py); pages are not short."""
+
+import itertools
+
+from tests.support.page_engine import MAX_RUNNING, SimEngine
+from tests.support.page_world import World
+
+NUM_PAGES = 400
+MOST_TURNS = 2_000
+
+
+def run_all() -> None:
+    """Both schedulers, for both of vLLM's model runners."""
+    for depth, v2_runner in itertools.product((1, 2), (False, True)):
+        run(depth=depth, v2_runner=v2_runner)
+
+
+def run(*, depth: int, v2_runner: bool) -> None:
+    """Every answer is right and no token is computed twice; then the same with clients that leave, and with an engine
+    that forgets all that it has computed.
+    """
+    world = World("turns", NUM_PAGES)
+    engine = SimEngine(world, "e", "turns", depth=depth, v2_runner=v2_runner, slice_steps=4)
+    counts = engine.scheduler.fair_counts
+    _ask(engine, "whole")
+    _finish(engine)
+    assert counts["times_parked"] >= 80, counts
+    assert (counts["recomputed_tokens"], counts["times_dropped"]) == (0, 0), counts
+    _ask(engine, "left")
+    for turn in range(40):
+        engine.turn()
+        world.pump()
+        parked = [name for name in engine.scheduler._parked if name in engine.unfinished]
+        if turn % 8 == 7 and parked:
+            engine.abort(parked[-1])
+    _finish(engine)
+    assert counts["recomputed_tokens"] == 0, counts
+    _ask(engine, "again")
+    for _ in range(30):
+        engine.turn()
+        world.pump()
+    engine.schedule()
+    assert engine.scheduler._parked
+    while engine.steps:  # a step whose output comes later would count tokens that its request has forgotten
+        engine.execute()
+        engine.finish()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert not engine.scheduler._parked
+    _finish(engine)
+    assert counts["recomputed_tokens"] > 0, counts
+    assert not engine.scheduler.slices.accounts.requests
+    assert not engine.scheduler._computed
+
+
+def _ask(engine: SimEngine, name: str) -> None:
+    for i in range(3 * MAX_RUNNING):
+        prompt = bytes((len(name) + i * j) % 3 for j in range(10 + i))
+        engine.add(f"{name}-{i}", prompt, 60, {"tenant": f"t{i % 2}"})
+
+
+def _finish(engine: SimEngine) -> None:
+    for _ in range(MOST_TURNS):
+        if not engine.unfinished and not engine.steps:
+            break
+        engine.turn()
+        engine.world.pump()
+    assert not engine.unfinished, engine.describe()
+    engine.assert_books()

@@ -1,0 +1,39 @@
+"""Which settings go with fair slices."""
+
+import msgspec
+import pytest
+
+from shared.engine.worker_config import WorkerSettings, fair_rules, for_role
+from shared.errors import SettingsError
+from shared.fair.rules import FairRules
+
+
+def made(tmp_path, **changes) -> WorkerSettings:
+    (tmp_path / "config.json").write_text("{}")
+    found = WorkerSettings(model_dir=str(tmp_path), mempool_socket="/run/pool", **changes)
+    return for_role(found, role="decode", instance="d", port=7000)
+
+
+def test_the_order_is_that_of_arrival_unless_told_otherwise(tmp_path):
+    assert made(tmp_path).local_policy == "fcfs"
+
+
+def test_rules_of_slices_come_from_the_settings(tmp_path):
+    settings = made(tmp_path, local_policy="cfs", fair_slice_steps=5, fair_max_switch_share=0.2)
+    rules = FairRules(**fair_rules(settings))
+    assert (rules.slice_steps, rules.max_switch_share) == (5, 0.2)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kv_cache": "copy"}, {"mempool_socket": ""}, {"transfer_mode": "by-layer"}]
+)
+def test_slices_need_the_pools_pages_and_whole_prompts(tmp_path, changes):
+    settings = made(tmp_path, local_policy="cfs")
+    with pytest.raises(SettingsError, match=r"worker\.local_policy"):
+        for_role(msgspec.structs.replace(settings, **changes), role="decode", instance="d", port=7000)
+
+
+@pytest.mark.parametrize("changes", [{"fair_slice_steps": 0}, {"fair_max_switch_share": -0.1}])
+def test_slices_have_steps_and_a_share(tmp_path, changes):
+    with pytest.raises(SettingsError, match="fair_"):
+        made(tmp_path, **changes)
