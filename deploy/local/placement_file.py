@@ -93,7 +93,11 @@ def _with_profile(path: Path, number: int, item: dict[str, Any]) -> dict[str, An
     if missing:
         raise SettingsError(f"{path}: models[{number}].profile {named!r} lacks {', '.join(missing)}")
     rest = {key: value for key, value in item.items() if key != "profile"}
-    return {**{key: profile[key] for key in PROFILE_KEYS}, **rest}
+    found = {key: profile[key] for key in PROFILE_KEYS}
+    need = found["bytes_per_gpu"]
+    if found["role"] == "consumer" and isinstance(need, int):
+        found["bytes_per_gpu"] = abs(need)  # `quire profile` writes a need as negative; here the role says so
+    return {**found, **rest}
 
 
 def _entry(path: Path, table: str, number: int, item: dict[str, Any], cls: type[Entry]) -> Entry:

@@ -7,8 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from deploy.local.cli import app
-from loadtest.profiler.core.profile import decode
+from loadtest.profiler.core.profile import Profile, decode, encode
 
+GB = 10**9
 FAST = (
     "--simulate", "llama-8b", "--rates", "8:16", "--max-rate", 16, "--step", 8, "--repeats", 1, "--seconds", 2,
     "--requests", 16, "--burst", "2", "--burst-s", 3, "--context", 2048,
@@ -36,6 +37,30 @@ def test_a_simulated_model_gets_a_file_a_table_plots_and_the_same_as_json(tmp_pa
         found.stable_rate_per_s,
     )
     assert "runs" not in read
+
+
+def test_the_placer_reads_what_a_lender_and_a_borrower_were_found_to_be(tmp_path):
+    for name, role, count in (
+        ("rich", "producer", 40 * GB),
+        ("poor", "consumer", -6 * GB),
+        ("idle", "neutral", 0),
+    ):
+        found = Profile(
+            model=name, tp=1, role=role, bytes_per_gpu=count, stable_rate_per_s=1.0, pool_bytes=0, peak_kv_bytes=0,
+            free_bytes=0,
+        )  # fmt: skip
+        (tmp_path / f"{name}.json").write_bytes(encode(found))
+    lines = ["[[servers]]", 'name = "a"', "gpus = 3", 'gpu_memory_bytes = "141 GB"']
+    for name in ("rich", "poor", "idle"):
+        lines += ["[[models]]", f'profile = "{name}.json"']
+    (tmp_path / "q.toml").write_text("\n".join(lines))
+    told = CliRunner().invoke(app, ["place", str(tmp_path / "q.toml"), "--json"])
+    assert told.exit_code == 0, told.output + str(told.exception)
+    placed = json.loads(told.stdout)
+    assert {one["model"]: one["role"] for one in placed["instances"]} == {
+        "rich": "producer", "poor": "consumer", "idle": "neutral"
+    }  # fmt: skip
+    assert len(placed["pairs"]) == 1
 
 
 def test_a_rate_that_nothing_keeps_is_exit_code_one_and_the_file_says_why(tmp_path):
