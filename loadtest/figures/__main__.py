@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadtest.figures import cluster, memserve, memserve_serving, pull_request, sheet, vattention
+from loadtest.figures import aqua, cluster, memserve, memserve_serving, pull_request, sheet, vattention
 from loadtest.registry import RESULTS
 
 DRAWN = Path(__file__).parent / "drawn"
@@ -17,6 +17,7 @@ SHEETS = (
     *memserve_serving.SHEETS,
     *memserve.SHEETS,
     *vattention.SHEETS,
+    *aqua.SHEETS,
     *pull_request.SHEETS,
 )
 

@@ -16,6 +16,7 @@ FOOTPRINT = [
 PROMISED = {
     *(f"memserve-{number:02}" for number in (8, 9, 10, 11, 12, 13, 14, 15)),
     *(f"vattention-{number:02}" for number in (2, 3, *range(7, 16))),
+    *(f"aqua-{number:02}" for number in (1, 4, *range(7, 14))),
     "pr38460-handler",
     "pr38460-serving",
 }

@@ -1,0 +1,153 @@
+"""AQUA's profiles in the simulator: which rates 8B models keep on three GPUs, what is free there, what bursts need.
+
+    make measure NAME=simulated-profile      writes results/simulated-profile.json; some two minutes on one core
+
+An H200 has measured costs (results/cost-model.json), an H100 and an A100 those of their data sheets. The consumer is
+the H200's model with KV memory for 1.3 times what it holds at its stable rate. Same seed, same figures.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loadtest.profiler.core.profile import Profile, Settings, Slo
+from loadtest.profiler.core.search import SearchLimits
+from loadtest.profiler.requests import SHAREGPT, of_workload
+from loadtest.profiler.runner import Profiler
+from loadtest.profiler.simulated import SimulatedRunner, machine_of
+from loadtest.registry import RESULTS, ROOT
+from loadtest.results import Metrics, Samples, write_result
+
+NAME = "simulated-profile"
+CLAIM = (
+    "The profiler finds, for an 8B model in the simulator, a rate that is kept and whose next step is not; the model "
+    "lends more than 10 GB on an H200, and with memory for 1.3 times its stable rate's it needs swap space in bursts."
+)
+CONTEXT_TOKENS = 8_192
+HEADROOM = 1.3  # of the consumer's memory
+MODEL = "llama-8b"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """ttft_share: of the requests that must keep 1 s; the paper names none."""
+
+    name: str
+    gpu: str
+    ttft_share: float = 0.9
+    bursts: tuple[float, ...] = ()
+    is_consumer: bool = False
+
+
+CASES = (
+    Case("h200", "h200"),
+    Case("h200_consumer", "h200", bursts=(2.0, 3.0, 5.0), is_consumer=True),
+    Case("h100", "h100"),
+    Case("h100_median", "h100", ttft_share=0.5),
+    Case("a100", "a100"),
+    Case("a100_median", "a100", ttft_share=0.5),
+)
+
+
+def metrics_from_samples(samples: Samples) -> Metrics:
+    """By case: the stable rate, free memory there, the need of bursts."""
+    out: Metrics = {}
+    for row in samples:
+        name = row["case"]
+        out[f"{name}_stable_requests_per_s"] = row["stable_rate_per_s"]
+        out[f"{name}_peak_kv_gb"] = row["peak_kv_bytes"] / 1e9
+        out[f"{name}_free_gb"] = row["free_bytes"] / 1e9
+        for factor, count in row["swap_bytes"].items():
+            out[f"{name}_swap_{factor.replace('.', '_')}x_gb"] = count / 1e9
+    out["runs_count"] = float(sum(len(row["runs"]) for row in samples))
+    return out
+
+
+def profile_of(case: Case, options: argparse.Namespace, memory_tokens: int) -> Profile:
+    """Args: memory_tokens: 0: what the data sheet leaves."""
+    settings = Settings(
+        slo=Slo(ttft_share=case.ttft_share),
+        bursts=case.bursts,
+        burst_s=options.burst_s,
+        seconds=options.seconds,
+        least_requests=options.requests,
+        seed=options.seed,
+        lengths=SHAREGPT,
+    )
+    found = machine_of(case.gpu, MODEL, 1, chunk_tokens=settings.chunk_tokens)
+    found = replace(found, memory_tokens=memory_tokens or found.memory_tokens)
+    runner = SimulatedRunner(found, model=MODEL, tp=1, chunk_tokens=settings.chunk_tokens)
+    lengths = of_workload(SHAREGPT, seed=options.seed, context_tokens=CONTEXT_TOKENS)
+    return Profiler(
+        runner,
+        lengths,
+        settings,
+        SearchLimits(most=options.max_rate),
+        tell=lambda text: print(f"  {text}", flush=True),
+    ).profile()
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All cases."""
+    samples: list[dict[str, Any]] = []
+    tokens = 0
+    for case in CASES[:2] if options.quick else CASES:
+        begin = time.monotonic()
+        memory = round(tokens * HEADROOM) if case.is_consumer else 0
+        found = profile_of(case, options, memory)
+        if case.name == "h200":
+            per_token = found.pool_bytes / machine_of(case.gpu, MODEL, 1, chunk_tokens=512).memory_tokens
+            tokens = round(found.peak_kv_bytes / per_token)
+        row = {
+            key: value
+            for key, value in msgspec.to_builtins(found).items()
+            if key not in ("machine", "batches")
+        }
+        samples.append({"case": case.name, **row})
+        print(
+            f"{case.name}: {found.stable_rate_per_s:g}/s, {found.free_bytes / 1e9:.1f} GB free, {found.role} "
+            f"({time.monotonic() - begin:.0f} s)",
+            flush=True,
+        )
+    return samples
+
+
+def main(argv: Sequence[str]) -> int:
+    """Simulate and write the result file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals of a run, at least")
+    parser.add_argument("--requests", type=int, default=150, help="of a run, at least")
+    parser.add_argument("--burst-s", type=float, default=60.0)
+    parser.add_argument("--max-rate", type=float, default=64.0)
+    parser.add_argument("--quick", action="store_true", help="the first two cases")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(argv)
+    samples = measure(options)
+    metrics = metrics_from_samples(samples)
+    path = write_result(
+        NAME,
+        claim=CLAIM,
+        command="python -m loadtest.bench_profile " + " ".join(argv),
+        settings={"model": MODEL, "seed": options.seed, "context_tokens": CONTEXT_TOKENS, "seconds": options.seconds,
+                  "least_requests": options.requests, "consumer_headroom": HEADROOM},
+        metrics=metrics,
+        samples=samples,
+        folder=options.out,
+    )  # fmt: skip
+    print(f"wrote {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
+    for key, value in sorted(metrics.items()):
+        print(f"{key:40} {value:10.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

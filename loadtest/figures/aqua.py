@@ -1,0 +1,109 @@
+"""AQUA, Figures 1, 4 and 7 to 13: responsiveness in bursts, profiles, reloads, long prompts, the lenders' cost."""
+
+from typing import Any
+
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+from loadtest.figures.profile_plots import memory_by_rate, requests_in_order
+from loadtest.figures.sheet import ACCENT, INK, PALE, Result, Sheet
+
+GB = 1e9
+PAPER_SWAP_GB = {"2": 6.0, "3": 15.0, "5": 40.0}  # Yi-34B, arXiv lengths, A100 (9.4)
+
+
+def _case(result: Result, name: str) -> dict[str, Any] | None:
+    return next((row for row in result["samples"] if row["case"] == name), None)
+
+
+def stable_and_next(result: Result) -> Figure | str:
+    """Figure 4, of the case with measured costs."""
+    found = _case(result, "h200")
+    return requests_in_order(found) if found else "simulated-profile lacks the case h200"
+
+
+def profile(result: Result) -> Figure | str:
+    """Figure 7b."""
+    found = _case(result, "h200")
+    return memory_by_rate(found) if found else "simulated-profile lacks the case h200"
+
+
+def swap_need(result: Result) -> Figure | str:
+    """The text of 9.4: swap space for bursts of several factors."""
+    found = _case(result, "h200_consumer")
+    if not found:
+        return "simulated-profile lacks the case h200_consumer"
+    figure, axes = plt.subplots(figsize=(6, 3.2))
+    names = [f"{float(factor):g}x" for factor in found["swap_bytes"]]
+    ours = [count / GB for count in found["swap_bytes"].values()]
+    paper = [PAPER_SWAP_GB.get(factor, 0.0) for factor in found["swap_bytes"]]
+    for place, (values, colour, label) in enumerate(
+        ((ours, ACCENT, "ours: 8B, ShareGPT's lengths"), (paper, PALE, "paper: 34B, arXiv's lengths"))
+    ):
+        bars = axes.bar(
+            [at - 0.2 + 0.4 * place for at in range(len(names))], values, 0.4, color=colour, label=label
+        )
+        axes.bar_label(bars, [f"{value:.0f}" for value in values], fontsize=7)
+    axes.axhline(found["pool_bytes"] / GB, color=INK, linestyle=":", linewidth=1, label="our KV memory")
+    axes.set_xticks(range(len(names)), names)
+    axes.set(ylabel="swap space, GB", xlabel="burst of a minute, times the stable rate")
+    axes.legend()
+    return figure
+
+
+def _awaited(number: int, title: str, paper: str, reason: str) -> Sheet:
+    return Sheet(f"aqua-{number:02}", f"AQUA Figure {number}: {title}", "", paper, "", reason=reason)
+
+
+BURST = "it compares FCFS with fair slices over host memory and over a peer's, on two H200s, which no script does yet."
+SHEETS = (
+    _awaited(1, "responsiveness and throughput in a burst", "FCFS has late first tokens, fair slices over PCIe double "
+             "the completion time, fair slices over NVLink do neither.", BURST),
+    Sheet(
+        "aqua-04",
+        "AQUA Figure 4: a rate that is kept and one that is not",
+        ours="8B shape on one H200, chunk 512, in the simulator with measured costs; the stable rate and a step more, "
+        "by when a request was sent; dotted: the limits.",
+        paper="Llama 3.1 8B on an A100: 2.5 requests/s keep a TTFT of 1 s, at 3 the queue grows to 5 to 6 s.",
+        differs="another GPU, simulated; the paper's rate is of its ShareGPT sample, ours of the statistics "
+        "that Sarathi-Serve has of it, cut at 8,192 tokens; 90% of ours must keep 1 s, the paper names no share.",
+        needs=("simulated-profile",),
+        draw=stable_and_next,
+    ),
+    Sheet(
+        "aqua-07",
+        "AQUA Figure 7: a profile",
+        ours="every run of the profiler: 8B shape on one H200, simulated with measured costs; green runs keep the SLO, "
+        "the line is the stable rate, dotted are the limits and the threshold above which a model lends.",
+        paper="(a) Stable Diffusion 3 peaks at a batch of 8 with 30 GB free; (b) Llama 8B keeps 5 requests/s on "
+        "an H100 with more than 25 GB free.",
+        differs="only (b); (a) is drawn of a callable by `quire profile --callable MODULE:FUNCTION --plots DIR`. What "
+        "is free is of the KV memory, which is what this engine could lend.",
+        needs=("simulated-profile",),
+        draw=profile,
+    ),
+    Sheet(
+        "aqua-swap-need",
+        "AQUA 9.4: swap space for bursts of 2, 3 and 5 times the stable rate",
+        ours="8B shape on a simulated H200 with KV memory for 1.3 times its stable rate's; an upper bound of what fair "
+        "slices hold beyond it.",
+        paper="6, 15 and 40 GB for Yi-34B on an A100 with arXiv's lengths.",
+        differs="model, lengths, GPU; the paper measures with its scheduler, ours is computed from a run without one.",
+        needs=("simulated-profile",),
+        draw=swap_need,
+    ),
+    _awaited(8, "TTFT and TPOT in a burst", "20 times lower TTFT than FCFS, TPOT up to 1.5 times lower than with "
+             "slices over PCIe.", BURST),
+    _awaited(9, "a cached context reloaded, and a prompt longer than memory", "TTFT 3.5 times lower with 100K cached "
+             "tokens, 4 times the throughput with 8,192 tokens under FlexGen.",
+             "overflow of the prefix cache and of one prompt to a peer are not there yet."),
+    _awaited(10, "what lending costs", "less than 5% of throughput, 4.5 ms of TPOT of two 8B models.",
+             "it needs a consumer on a second GPU, for which no script is there yet."),
+    _awaited(11, "what lending costs an engine of four GPUs", "5% of TPOT of a 70B model on four GPUs.",
+             "it needs four H200s and a consumer for each, for which no script is there yet."),
+    _awaited(12, "memory lent, taken back, lent again", "a consumer's throughput falls while its lender's load is "
+             "doubled and comes back with the memory, up to 6 times that without.",
+             "it needs a consumer on a second GPU, for which no script is there yet."),
+    _awaited(13, "a burst of long prompts", "arXiv's lengths at three times the stable rate: peak TTFT and TPOT "
+             "2 times lower.", BURST),
+)  # fmt: skip

@@ -1,0 +1,29 @@
+"""bench_profile: metrics from samples, the same samples each time, and the figures that are drawn from them."""
+
+import json
+
+from loadtest import bench_profile, verify_results
+from loadtest.figures import aqua, sheet
+from loadtest.results import check_metrics
+
+
+FAST = ["--quick", "--seconds", "2", "--requests", "24", "--burst-s", "2", "--max-rate", "10"]
+
+
+def test_a_quick_run_writes_a_file_that_its_samples_prove_and_figures_are_drawn_from(tmp_path, capsys):
+    assert bench_profile.main([*FAST, "--out", str(tmp_path)]) == 0
+    path = tmp_path / "simulated-profile.json"
+    assert verify_results.problems_of(path, root=tmp_path) == []
+    found = json.loads(path.read_text())
+    metrics = found["metrics"]
+    assert check_metrics(metrics) == []
+    assert [row["case"] for row in found["samples"]] == ["h200", "h200_consumer"]
+    assert metrics["h200_stable_requests_per_s"] > 0
+    assert metrics["h200_free_gb"] > metrics["h200_consumer_free_gb"]
+    assert {f"h200_consumer_swap_{factor}x_gb" for factor in (2, 3, 5)} <= set(metrics)
+    for one in aqua.SHEETS:
+        told = sheet.draw(one, sheet.Results(tmp_path), tmp_path / "drawn", ["svg"])
+        assert (told == "drawn") == bool(one.needs), told
+    assert "h200_consumer" in capsys.readouterr().out
+    for draw in (aqua.stable_and_next, aqua.profile, aqua.swap_need):
+        assert "lacks the case" in str(draw({"samples": []}))
