@@ -6,7 +6,6 @@ from loadtest import bench_profile, verify_results
 from loadtest.figures import aqua, sheet
 from loadtest.results import check_metrics
 
-
 FAST = ["--quick", "--seconds", "2", "--requests", "24", "--burst-s", "2", "--max-rate", "10"]
 
 
