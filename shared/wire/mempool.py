@@ -1,19 +1,16 @@
 """worker <-> mempool of the same host, over a unix stream socket (peer credentials are checked).
 
-Three kinds of connection. An *engine* attaches: it gets two fds with Attached, the pages (read-write) and the
-page table (read-only), then holds a quota of granted pages, writes them and sends Sealed. A *rank* is a process
-that computes for an engine: it gets the same fds and says nothing more; its end is the engine's too. A *client*
-(a worker's front, a tool) only calls.
+Three kinds of connection. An *engine* attaches: it gets two fds with Attached, the pages (read-write) and the page
+table (read-only), then holds a quota of granted pages, writes them and sends Sealed. A *rank* is a process that
+computes for an engine: it gets the same fds and says nothing more. A *client* (a front, a tool) only calls.
 
 An engine either copies (it seals pages that it filled from a cache of its own) or *works in the pages*
-(`works_in_pages`: its KV cache is the pool's memory). Of the latter, a page stays pinned from its grant until
-Unpin, sealed or not. Page lists travel as raw little-endian u32, epochs as u64, hashes as
-32 bytes each, inside `bytes` fields. Calls carry `call_id` and are answered once, with the same id.
-One-way, engine -> mempool: NeedPages, Writing, StepLayers, Sealed, LayersSealed, Unpin, HandoffReady, GiveBack,
-Detach, Vacated. One-way, mempool -> engine: Granted, Shrink, Vacate.
+(`works_in_pages`: its KV cache is the pool's memory). Of the latter, a page stays pinned from its grant until Unpin,
+sealed or not. Page lists travel as raw little-endian u32, epochs as u64, hashes as 32 bytes each, inside `bytes`
+fields. Calls carry `call_id` and are answered once, with the same id; what an engine says without one is one-way.
 
-Memory goes back to the system, and comes again, when a client says ReleaseMemory and RegainMemory. On GPUs a rank
-is told by Unmap and MapSlabs, and says Unmapped and Mapped; before its first Mapped it is told nothing.
+Memory goes back to the system, and comes again, when a client says ReleaseMemory and RegainMemory. On GPUs a rank is
+told by Unmap and MapSlabs, and says Unmapped and Mapped; before its first Mapped it is told nothing.
 """
 
 from typing import Literal
@@ -24,6 +21,7 @@ from shared.ids import Epoch, HandoffId, InstanceId, LeaseId
 from shared.kv.layout import EngineDescription
 from shared.wire.codec import Channel
 from shared.wire.mempool_layers import LayersSealed, LayerWords, LayerWordsCall, StepLayers
+from shared.wire.mempool_lending import LendingCall, LendingDone
 
 
 class HeldLease(Struct, frozen=True, kw_only=True):
@@ -377,6 +375,7 @@ ToMempool = (
     | Unmapped
     | Mapped
     | LayerWordsCall
+    | LendingCall
 )
 FromMempool = (
     Attached
@@ -393,6 +392,7 @@ FromMempool = (
     | Unmap
     | MapSlabs
     | LayerWords
+    | LendingDone
     | CallFailed
 )
 

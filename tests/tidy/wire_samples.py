@@ -75,6 +75,7 @@ from shared.wire.requests import (
 )
 from tests.tidy.wire_samples_lending import LENDING_SAMPLES
 from tests.tidy.wire_samples_mempool_api import MEMPOOL_API_SAMPLES
+from tests.tidy.wire_samples_mempool_lending import MEMPOOL_LENDING_SAMPLES
 from tests.tidy.wire_samples_mempool_peer import MEMPOOL_PEER_SAMPLES
 from tests.tidy.wire_samples_placement import PLACEMENT_SAMPLES
 
@@ -319,6 +320,7 @@ SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
 }
 
 SAMPLES |= MEMPOOL_API_SAMPLES
+SAMPLES |= MEMPOOL_LENDING_SAMPLES
 SAMPLES |= MEMPOOL_PEER_SAMPLES
 SAMPLES |= PLACEMENT_SAMPLES
 

@@ -46,8 +46,9 @@ class Spaces(Harness):
                 case CopyPages():
                     ahead = action.cut is not None and action.cut.step > 0  # of the seal (layered.py)
                     for source in action.sources:
-                        assert ahead or self.state_in(*source) is PageState.SEALED
-                    assert all(self.state_in(action.space, p) is PageState.WRITING for p in action.targets)
+                        assert ahead or self.state_in(*source) in (PageState.SEALED, PageState.LEASED)
+                    written = (PageState.WRITING, PageState.LEASED)
+                    assert all(self.state_in(action.space, p) in written for p in action.targets)
                     self.copies[action.copy_id] = action
             if hasattr(action, "words"):
                 self.words = {}

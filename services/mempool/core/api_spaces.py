@@ -13,7 +13,7 @@ from services.mempool.core import actions
 from services.mempool.core.actions import Action, ApiSend, PoolLimits
 from services.mempool.core.api import Api
 from services.mempool.core.api_state import ApiAction, ApiLimits, CallPeer, Home, MovePages, Reply
-from services.mempool.core.attachments import Claim
+from services.mempool.core.claims import Claim
 from services.mempool.core.dram import Dram
 from services.mempool.core.locations import Locations
 from services.mempool.core.own_pages import OwnPages
@@ -186,7 +186,7 @@ class ApiSpaces:
                 case CallPeer():
                     self._calls_of_peers.append(action)
                 case CopyPages():
-                    fast = action.target if action.target in self._dram.tiers else action.source
+                    fast = action.source if self._pools[action.target].is_behind else action.target
                     self._dram.perform(fast, [action])
                 case SwapDone():
                     pass  # of a caller that has left

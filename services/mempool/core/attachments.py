@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from services.mempool.core import space
 from services.mempool.core.actions import (
@@ -14,6 +13,7 @@ from services.mempool.core.actions import (
     WriteEntries,
     WriteWords,
 )
+from services.mempool.core.claims import Claim, Client
 from services.mempool.core.engines import Engine
 from services.mempool.core.entry import Entry
 from services.mempool.core.inheritance import Inheritance, NotInherited, pack_entry
@@ -24,32 +24,10 @@ from services.mempool.core.readers import Readers
 from services.mempool.core.releases import Releases
 from services.mempool.core.space import Memory
 from shared.errors import PeerProtocolError
-from shared.ids import Epoch, InstanceId, PageId
+from shared.ids import Epoch, InstanceId
 from shared.kv.layout import EngineDescription, num_blocks
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire import mempool as wire
-
-
-@dataclass(slots=True)
-class Client:
-    """A connection that only calls."""
-
-    connection: int
-    instance: InstanceId
-
-
-@dataclass(slots=True)
-class Claim:
-    """Pages that the mempool wants for itself, before any engine gets more. Granted, once they are here."""
-
-    wanted: int
-    pages: list[PageId] = field(default_factory=list)
-    asked: int = 0  # of engines, to give back
-
-    @property
-    def lacking(self) -> int:
-        """How many are still to come."""
-        return self.wanted - len(self.pages)
 
 
 class Attachments:
@@ -305,6 +283,11 @@ class Attachments:
         """Whether it is memory behind other spaces."""
         return self.memory is not None and self.memory.is_dram
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether no engine works here: host memory behind other spaces, or pages on loan."""
+        return self.memory is not None and self.memory.is_behind
+
     def has_member(self, connection: int) -> bool:
         """Whether it is a client, engine or rank of this pool."""
         return self.instance_of(connection) is not None
@@ -312,12 +295,12 @@ class Attachments:
     def shares_content(self, other: "Attachments") -> bool:
         """Whether blocks of the two pools hold the same, perhaps cut over other ranks."""
         mine, theirs = self.memory, other.memory
-        return mine is not None and theirs is not None and mine.family_key == theirs.family_key
+        return mine is not None and theirs is not None and mine.shares_content(theirs)
 
     def takes(self, message: wire.Attach, content_key: str) -> bool:
         """Whether this pool's pages are where this engine or rank needs them."""
         memory = self.memory
-        if memory is None or memory.content_key != content_key or memory.is_dram:
+        if memory is None or memory.content_key != content_key or memory.is_behind:
             return False
         is_mine = memory.engines.knows(message.instance)
         if message.kind == "engine" and is_mine:
@@ -355,9 +338,9 @@ class Attachments:
 
     def _fill(self, claim: Claim, memory: Memory) -> None:
         while claim.lacking:
-            granted = memory.table.grant()
+            granted = memory.table.lend() if claim.lends else memory.table.grant_page()
             if granted is not None:
-                claim.pages.append(granted[0])
+                claim.pages.append(granted)
             elif not self._make_room():
                 break
 

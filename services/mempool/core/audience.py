@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.mempool.core.dram import Dram
+from services.mempool.core.loan_pool import LoanPool
 from services.mempool.core.pool import Pool
 from shared.ids import InstanceId
 from shared.wire.placement import Medium
@@ -49,6 +50,9 @@ class Audience:
                 if other != number:
                     media.pop(instance, None)
             self._media[number].setdefault(instance, "dram")
+        for number, pool in self._pools.items():
+            if isinstance(pool, LoanPool):  # one copy away from whom the pages are lent to
+                self._media[number] = dict.fromkeys(self._media[pool.consumer.number], "dram")
         return {
             number: SpaceAudience(dict(self._media[number]), self._behind(number), pool.is_dram)
             for number, pool in self._pools.items()

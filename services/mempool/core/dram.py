@@ -47,6 +47,9 @@ class Dram:
         self._touched = touched
         self._now_ms = 0
         self.tiers: dict[int, Tiers] = {}  # by number of the engines' space
+        self.borrowed: Callable[[int], Sequence[int]] = (
+            lambda _: ()
+        )  # spaces of pages lent to one, to be filled now
         self.swapped: Callable[[int, Sequence[TierAction]], None] | None = None
         self._copies: dict[int, tuple[int, int]] = {}  # copy -> (space, its number there)
         self._out: list[Action] = []
@@ -56,7 +59,7 @@ class Dram:
     def wants(self, pool: Pool) -> bool:
         """Whether this space is to have DRAM behind it that does not exist yet."""
         memory = pool.memory
-        if memory is None or memory.is_dram or not self._limits.dram_bytes or pool.number in self.tiers:
+        if memory is None or memory.is_behind or not self._limits.dram_bytes or pool.number in self.tiers:
             return False
         on_gpus = memory.pages_per_slab > 0
         return (on_gpus or bool(memory.label and self._limits.dram_for_host)) and self._of(pool) is None
@@ -76,9 +79,10 @@ class Dram:
                 continue
             self.tiers[pool.number] = Tiers(
                 _own(pool), _own(dram), self._tier_limits(pool),
-                partial(self._is_elsewhere, pool), partial(self._ask_unpin, pool),
+                partial(self._is_elsewhere, pool), partial(self._ask_unpin, pool), partial(self._borrowed, pool),
             )  # fmt: skip
-            pool.outlet = partial(self._make_room, pool)
+            if not pool.memory.is_loan:
+                pool.outlet = partial(self._make_room, pool)
 
     def landing(self, pool: Pool) -> Pool | None:
         """Where blocks of other hosts come, and from where they are read: this space, or the DRAM behind its GPUs."""
@@ -102,7 +106,7 @@ class Dram:
         """The share that engines do not get is filled up again ahead of them, when half of it is used."""
         memory = pool.memory
         assert memory is not None
-        free = max(0.0, round(1.0 - self._limits.kept_share, 6))
+        free = 0.0 if memory.is_loan else max(0.0, round(1.0 - self._limits.kept_share, 6))
         in_flight = max(1, self._limits.out_in_flight_bytes // memory.page_bytes)
         return TierLimits(
             begin_free_ratio=free / 2,
@@ -118,6 +122,10 @@ class Dram:
             for other in self._pools.values()
             if other is not pool and other.shares_content(pool)
         )
+
+    def _borrowed(self, pool: Pool) -> Sequence[OwnPages]:
+        found = [self._pools[number] for number in self.borrowed(pool.number)]
+        return [_own(each) for each in found]
 
     def _ask_unpin(self, pool: Pool, count: int) -> int:
         self._touched(pool)
@@ -138,6 +146,10 @@ class Dram:
         pool.counters["pages_evicted"] += tiers.counters["blocks_evicted"] - evicted
         return is_free
 
+    def drain(self, number: int, count: int, now_ms: int) -> None:
+        """Have blocks of this space leave for host memory, as far as they can now. With the next advance()."""
+        self.tiers[number].drain(count, now_ms)
+
     def advance(self, now_ms: int) -> None:
         """After every event: what can leave, leaves."""
         self._now_ms = now_ms
@@ -157,7 +169,7 @@ class Dram:
             self._touch(number)
 
     def _as_action(self, copy_id: int, action: CopyPages) -> actions.CopyPages:
-        is_out = action.source in self.tiers
+        is_out = self._pools[action.target].is_behind
         timeout_ms = self._limits.out_timeout_ms if is_out else self._limits.copy_timeout_ms
         sources = [(int(action.source), page) for page in action.source_pages]
         return actions.CopyPages(copy_id, int(action.target), action.target_pages, sources, timeout_ms)
@@ -198,7 +210,8 @@ class Dram:
         """Of all spaces."""
         out: Counter[str] = Counter()
         for tiers in self.tiers.values():
-            out.update({f"dram_{name}": count for name, count in tiers.counters.items()})
+            for name, count in tiers.counters.items():
+                out[name if name.startswith("peer_") else f"dram_{name}"] += count
         return out
 
 

@@ -19,7 +19,7 @@ class Lifetimes(Attachments):
     def is_deserted(self) -> bool:
         """Whether no engine or rank of this space is left that lives, and nothing of it is on its way."""
         memory = self.memory
-        if memory is None or memory.is_dram or self.claims or self.inheritance is not None:
+        if memory is None or memory.is_behind or self.claims or self.inheritance is not None:
             return False
         engines = memory.engines
         mapped = self.releases is not None and bool(self.releases.mappers or self.releases.calls)

@@ -12,12 +12,13 @@ from itertools import count
 from services.mempool.core import parse, space
 from services.mempool.core.actions import Action, PoolLimits
 from services.mempool.core.api_spaces import ApiSpaces
-from services.mempool.core.attachments import Client
 from services.mempool.core.audience import Audience
+from services.mempool.core.claims import Client
 from services.mempool.core.dram import Dram
 from services.mempool.core.from_outside import FromOutside
 from services.mempool.core.layered import LayerPulls
 from services.mempool.core.leases import Fence
+from services.mempool.core.lending import Lending
 from services.mempool.core.pool import Pool
 from services.mempool.core.pulls import Pulls, Reader
 from services.mempool.core.remote import Remote
@@ -26,6 +27,7 @@ from shared.errors import PeerProtocolError
 from shared.ids import Epoch, HandoffId, InstanceId, PageId
 from shared.kv.layout import EngineDescription
 from shared.wire import mempool as wire
+from shared.wire.mempool_lending import LendingCall
 
 
 class Mempool(FromOutside):
@@ -48,6 +50,9 @@ class Mempool(FromOutside):
         self._members: dict[int, int] = {}  # connection of an engine or rank -> its space
         self._touched: dict[int, Pool] = {}  # by number: by answers since the last actions
         self.dram = Dram(limits, self.pools, self.copy_numbers, self._touch)
+        self.lending = Lending(
+            limits, boot_generation, self._fence, self.pools, self.dram, self._space_of.get, self._touch
+        )
         self.audience = Audience(self.pools, self._space_of, self.dram)
         landing = self.dram.landing
         self.remote = Remote(limits, self._bring, landing, self.pulls.elsewhere, self.counters)
@@ -175,6 +180,7 @@ class Mempool(FromOutside):
             actions += pool.on_process_dead(process, now_ms)
         self._mapped.discard(process)
         self.api.on_process_dead(process)
+        self.lending.on_process_dead(now_ms)
         self._touch(*self.pools.values())
         return actions + self._after(now_ms)
 
@@ -216,6 +222,8 @@ class Mempool(FromOutside):
                 self._change_memory(pool, connection, message, now_ms)
             case wire.StepLayers() | wire.LayersSealed():
                 self.layers.on_message(pool, connection, message, now_ms)
+            case _ if isinstance(message, LendingCall):
+                self.lending.on_call(pool, connection, message, now_ms)
             case wire.StatusCall():
                 actions += pool.tell(connection, self.status(message.call_id))
             case _:
@@ -310,8 +318,9 @@ class Mempool(FromOutside):
 
     def on_settled(self, number: int, pages: Sequence[PageId], now_ms: int) -> list[Action]:
         """Nothing can write these pages any more, which a failed copy had left in doubt."""
-        rest = self.api.on_settled(number, self.dram.on_settled(number, pages, now_ms))
-        self.pools[number].settled(rest)
+        for each, mine in self.lending.by_space(number, pages).items():
+            rest = self.api.on_settled(each, self.dram.on_settled(each, mine, now_ms))
+            self.pools[each].settled(rest)
         self._touch(*self.pools.values())
         return self._after(now_ms)
 
@@ -334,7 +343,7 @@ class Mempool(FromOutside):
     def next_deadline_ms(self) -> int | None:
         """When tick() has something to do, or earlier; None: not before the next event."""
         due = [self.remote.next_deadline_ms(), self.serve.next_deadline_ms(), self.api.next_deadline_ms()]
-        due += [self.pulls.next_deadline_ms(), self.dram.next_deadline_ms()]
+        due += [self.pulls.next_deadline_ms(), self.dram.next_deadline_ms(), self.lending.tick_at_ms()]
         due += [pool.next_deadline_ms() for pool in self.pools.values()]
         return min((when for when in due if when is not None), default=None)
 
@@ -351,16 +360,20 @@ class Mempool(FromOutside):
             copies += asked
             self._touch(*self.pools.values())
         out: list[Action] = []
+        self.lending.advance(now_ms)
         self.dram.advance(now_ms)
         self.api.advance(now_ms)
         while self._touched:  # pages that come free are granted, and that may have blocks leave
             while self._touched:
                 out += self._touched.pop(min(self._touched)).flush()
+            self.lending.advance(now_ms)
             self.dram.advance(now_ms)
-        return out + copies + self.dram.take_copies() + self.api.take_actions()
+        copies += self.dram.take_copies() + self.api.take_actions()
+        return out + [self.lending.physical(each) for each in copies]
 
     def status(self, call_id: int = 0) -> wire.PoolStatus:
         """All spaces together, and each."""
         parts = [pool.status() for pool in self.pools.values()]
         spaces = [found for pool in self.pools.values() if (found := pool.space_status()) is not None]
-        return space.total(parts, spaces, call_id, self.counters + self.dram.counters())
+        counters = self.counters + self.dram.counters() + self.lending.counters()
+        return space.total(parts, spaces, call_id, counters)

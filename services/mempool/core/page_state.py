@@ -58,7 +58,12 @@ WRITER: dict[PageState, str] = {
 _S, _E = PageState, PageEvent
 TABLE: tuple[Transition, ...] = (
     Transition(_S.FREE, _E.GRANT, _S.GRANTED, "an attached engine has room in its quota"),
-    Transition(_S.FREE, _E.LEND, _S.LEASED, "the page table accepts lease id and fencing token"),
+    Transition(
+        _S.FREE,
+        _E.LEND,
+        _S.LEASED,
+        "set aside for an offer, on which loans are taken (loans.py)",
+    ),
     Transition(_S.GRANTED, _E.WRITE, _S.WRITING, "the holder says so, under the page's epoch"),
     Transition(_S.GRANTED, _E.GIVE_BACK, _S.RETIRING, "the holder says that it will not write"),
     Transition(_S.GRANTED, _E.HOLDER_LOST, _S.QUARANTINED, "the holder's connection ended"),
@@ -68,7 +73,7 @@ TABLE: tuple[Transition, ...] = (
     Transition(_S.WRITING, _E.HOLDER_LOST, _S.QUARANTINED, "the holder's connection ended"),
     Transition(_S.SEALED, _E.RETIRE, _S.RETIRING, "no pin; out of the index"),
     Transition(_S.RETIRING, _E.DRAINED, _S.FREE, "no process maps it as an alias; epoch + 1"),
-    Transition(_S.LEASED, _E.LEASE_RETURNED, _S.RETIRING, "the borrower released and unmapped it"),
+    Transition(_S.LEASED, _E.LEASE_RETURNED, _S.RETIRING, "no loan has it, and no copy reads or writes it"),
     Transition(_S.LEASED, _E.HOLDER_LOST, _S.ORPHANED, "the borrower's lease ended unanswered"),
     Transition(_S.QUARANTINED, _E.ACKNOWLEDGED, _S.RETIRING, "the same process says that it writes no more"),
     Transition(_S.QUARANTINED, _E.HOLDER_DEAD, _S.RETIRING, "its pidfd says that the process is dead"),

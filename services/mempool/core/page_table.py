@@ -107,12 +107,24 @@ class PageTable:
 
     def grant(self) -> tuple[PageId, Epoch] | None:
         """A free page becomes granted; None when there is none."""
+        page = self._take(PageEvent.GRANT)
+        return (page, Epoch(self.epochs[page])) if page is not None else None
+
+    def grant_page(self) -> PageId | None:
+        """As grant()."""
+        return self._take(PageEvent.GRANT)
+
+    def lend(self) -> PageId | None:
+        """A free page becomes leased; None when there is none."""
+        return self._take(PageEvent.LEND)
+
+    def _take(self, event: PageEvent) -> PageId | None:
         pages = self._warm or self._cold
         if not pages:
             return None
         page = pages.pop()
-        self.apply(page, PageEvent.GRANT)
-        return page, Epoch(self.epochs[page])
+        self.apply(page, event)
+        return page
 
     def grant_many(self, count: int) -> tuple[list[PageId], list[Epoch]]:
         """Up to `count` free pages become granted, the warm ones first, as by grant() for each."""
@@ -124,6 +136,10 @@ class PageTable:
         self.apply_all(pages, PageEvent.GRANT)
         return pages, [Epoch(self.epochs[page]) for page in pages]
 
+    def some_free(self, count: int) -> list[PageId]:
+        """Up to `count` free pages; nothing changes."""
+        return [*self._warm[::-1][:count], *self._cold[::-1]][: max(0, count)]
+
     def free(self, page: PageId, event: PageEvent) -> None:
         """Retire a page by `event` and make it free, with a larger epoch; withdrawn at once if it is reserved.
 
@@ -134,8 +150,8 @@ class PageTable:
 
     @property
     def num_present(self) -> int:
-        """Pages that are in use or may be: all but the reserved ones."""
-        return self.num_pages - len(self.reserved)
+        """Pages that are in use here or may be: all but the reserved ones, and those that are lent."""
+        return self.num_pages - len(self.reserved) - self.counts[PageState.LEASED]
 
     def reserve(self, pages: Collection[PageId]) -> None:
         """Nobody gets these any more: they are withdrawn, the free ones now, the others when they come free.

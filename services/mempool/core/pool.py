@@ -18,7 +18,7 @@ from services.mempool.core.actions import (
     Disconnect,
     PunchPages,
 )
-from services.mempool.core.attachments import Claim
+from services.mempool.core.claims import Claim
 from services.mempool.core.engines import Engine
 from services.mempool.core.entry import Entry
 from services.mempool.core.lifetimes import Lifetimes
@@ -183,6 +183,13 @@ class Pool(Lifetimes):
         count = self.delete(self._hashes(call.hashes))
         self._send(connection, wire.Deleted(call_id=call.call_id, num_blocks=count))
 
+    def evict(self) -> bool:
+        """Forget the coldest block that nobody pins. Whether there was one."""
+        entry = self.index.evict()
+        if entry is not None:
+            self._free_entries([entry])
+        return entry is not None
+
     # -- for the spaces together ----------------------------------------------------------------------
 
     def delete(self, hashes: list[BlockHash]) -> int:
@@ -213,12 +220,12 @@ class Pool(Lifetimes):
 
     # -- pages that the mempool itself writes --------------------------------------------------------
 
-    def claim(self, count: int, *, ask: bool = True) -> Claim:
+    def claim(self, count: int, *, ask: bool = True, lends: bool = False) -> Claim:
         """Want pages, ahead of every engine; they come with this and later events. End it by take_in or cancel.
 
-        Args: ask: engines to give pages back, if it takes that.
+        Args: ask: engines to give pages back, if it takes that. lends: they become leased (lending.py).
         """
-        claim = Claim(count)
+        claim = Claim(count, lends=lends)
         self.claims.append(claim)
         self._serve()
         if ask:

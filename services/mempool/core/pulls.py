@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.mempool.core.actions import Action, CopyPages, LayerCut, PoolLimits
-from services.mempool.core.attachments import Claim
+from services.mempool.core.claims import Claim
 from services.mempool.core.entry import Entry
 from services.mempool.core.pd_caching import PdCaching, PushBack
 from services.mempool.core.pool import Pool
@@ -255,7 +255,7 @@ class Pulls:
             return self.layers.start(pull, now_ms)
         sources = [(source.number, entry.page) for source, entry in pull.sources]
         cut = None
-        if self._by_layers and not any(source.is_dram for source, _ in pull.sources):
+        if self._by_layers and not any(source.is_behind for source, _ in pull.sources):
             cut = cut_of(pull.pool, [source for source, _ in pull.sources])
         return CopyPages(
             pull.number, pull.pool.number, list(pull.claim.pages), sources, self.limits.copy_timeout_ms, cut
@@ -292,6 +292,8 @@ class Pulls:
             self.counters["blocks_pushed_back" if is_return else "blocks_pulled"] += len(entries)
             from_dram = sum(source.is_dram for source, _ in pull.sources)
             self.counters["blocks_pulled_from_dram"] += from_dram
+            borrowed = sum(source.is_behind for source, _ in pull.sources) - from_dram
+            self.counters["blocks_pulled_from_peer"] += borrowed
             for reader in pull.readers:
                 reader.came["dram"] += from_dram
                 reader.came["peer"] += len(entries) - from_dram
@@ -319,9 +321,9 @@ class Pulls:
             source.index.unpin([entry])
         if pull.is_push and pull.is_counted:
             self.push_back.ended(pull.sources[0][0], pull.pool)
-        for dram in {source for source, _ in pull.sources if source.is_dram}:
-            came = [e for s, e in pull.sources if s is dram and e.block_hash in pull.pool.index]
-            dram.index.age(came)  # the first to go: it leaves its new place without a copy
+        for behind in {source for source, _ in pull.sources if source.is_behind}:
+            came = [e for s, e in pull.sources if s is behind and e.block_hash in pull.pool.index]
+            behind.index.age(came)  # the first to go: it leaves its new place without a copy
 
     def forget(self, connection: int, now_ms: int) -> None:
         """The connection closed: nobody wants these answers. What is on its way still comes."""

@@ -18,7 +18,7 @@ from enum import Enum, auto
 
 from services.mempool.core import parse
 from services.mempool.core.actions import Action, AskPeer, PoolLimits, PullRemote
-from services.mempool.core.attachments import Claim
+from services.mempool.core.claims import Claim
 from services.mempool.core.entry import Entry
 from services.mempool.core.pool import Pool
 from services.mempool.core.pulls import Reader

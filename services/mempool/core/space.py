@@ -19,6 +19,7 @@ MAX_SLABS_PER_CALL = 128
 # of one rank: each is a descriptor in the keeper and an import in every process (the cost is per handle, not per byte)
 MAX_SLABS = 4_096
 DRAM_LABEL = "dram"  # of host memory behind other spaces (dram.py); no engine's
+LOAN_LABEL = "loan"  # of pages of one space that are lent to another (lending.py); no memory of their own
 
 
 @dataclass(slots=True)
@@ -45,6 +46,22 @@ class Memory:
     def is_dram(self) -> bool:
         """Whether this is memory behind other spaces, in which no engine works."""
         return self.label == DRAM_LABEL
+
+    @property
+    def is_loan(self) -> bool:
+        """Whether these are pages of another space, on loan."""
+        return self.label == LOAN_LABEL
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether no engine works here: blocks come from other spaces."""
+        return self.label in (DRAM_LABEL, LOAN_LABEL)
+
+    def shares_content(self, other: "Memory") -> bool:
+        """Whether blocks there hold the same, perhaps cut over other ranks: not where pages are copied as they are."""
+        if self.is_loan or other.is_loan:
+            return self.content_key == other.content_key
+        return self.family_key == other.family_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +90,7 @@ def described(message: Attach) -> EngineDescription:
     description = message.description
     if description is None or description.block_bytes <= 0 or description.block_tokens <= 0:
         raise PeerProtocolError(f"an {message.kind} describes itself, with block_bytes and block_tokens")
-    if label_of(message.device) == DRAM_LABEL:
+    if label_of(message.device) in (DRAM_LABEL, LOAN_LABEL):
         raise PeerProtocolError(f"device {message.device!r} is the mempool's own")
     return description
 
@@ -196,14 +213,15 @@ def of_space(number: int, memory: Memory | None, num_indexed: int, num_pinned: i
     """One space; None before it has memory."""
     if memory is None:
         return None
+    table = memory.table
     return SpaceStatus(
         number=number,
         content_key=memory.content_key,
         devices=[memory.devices[rank] for rank in sorted(memory.devices)]
         or [f"cpu:{memory.label}".strip(":")],
-        num_pages=memory.table.num_pages,
+        num_pages=table.num_present if memory.is_loan else table.num_pages,
         page_bytes=memory.page_bytes,
-        pages_by_state=memory.table.by_state(),
+        pages_by_state=table.by_state() | ({"withdrawn": 0} if memory.is_loan else {}),
         num_indexed=num_indexed,
         num_pinned=num_pinned,
         engines=sorted(str(engine) for engine in memory.engines.attached.values()),
@@ -250,10 +268,11 @@ class MemoryStatus(TypedDict):
 def status(memory: Memory | None, clients: list[str]) -> MemoryStatus:
     """Empty before there is memory."""
     engines = list(memory.engines.attached.values()) if memory else []
+    counted = memory is not None and not memory.is_loan  # what is lent is counted where it is
     return MemoryStatus(
-        num_pages=memory.table.num_pages if memory else 0,
-        page_bytes=memory.page_bytes if memory else 0,
-        pages_by_state=memory.table.by_state() if memory else {},
+        num_pages=memory.table.num_pages if memory and counted else 0,
+        page_bytes=memory.page_bytes if memory and counted else 0,
+        pages_by_state=memory.table.by_state() if memory and counted else {},
         attachments=sorted([str(engine) for engine in engines] + clients),
         num_kept=sum(entry is not None for engine in engines for entry in engine.pinned.values()),
     )

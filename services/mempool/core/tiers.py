@@ -35,6 +35,8 @@ class _Ticket:
 @dataclass(slots=True)
 class _Copy:
     ticket: _Ticket
+    source: OwnPages
+    target: OwnPages
     entries: list[Entry]  # of the source
     positions: list[int]  # in: of the ticket's `done`
     action: CopyPages
@@ -47,6 +49,7 @@ class Tiers:
         fast, slow: pages of the same kind of block. Several Tiers may have one slow space.
         is_elsewhere: whether a third space has a block; then it needs no copy to leave by itself.
         ask_unpin: asks whoever caches fast blocks without using them to unpin so many; how many that may be.
+        peers: pages lent by other spaces, the best first: what leaves by itself goes there while some are free.
     `counters`: blocks out, in, freed without a copy, dropped.
     """
 
@@ -57,14 +60,17 @@ class Tiers:
         limits: TierLimits,
         is_elsewhere: Callable[[BlockHash], bool] | None = None,
         ask_unpin: Callable[[int], int] | None = None,
+        peers: Callable[[], Sequence[OwnPages]] = tuple,
     ) -> None:
         self.fast = fast
         self.slow = slow
         self.limits = limits
         self._is_elsewhere = is_elsewhere
         self._ask_unpin = ask_unpin
+        self._peers = peers
         self.counters: Counter[str] = Counter()
         self.quarantined: dict[SpaceId, set[PageId]] = {fast.space: set(), slow.space: set()}
+        self._doubted: dict[SpaceId, OwnPages] = {}  # spaces with quarantined pages, once
         self._copies: dict[int, _Copy] = {}
         self._tickets: list[_Ticket] = []
         self._auto = _Ticket(0, "out")
@@ -121,6 +127,11 @@ class Tiers:
                 return True
         return self._num_leaving < lacking and self.make_room()
 
+    def drain(self, count: int, now_ms: int) -> None:
+        """So many blocks are to leave, the coldest first, as far as the limits let them; said again until they have."""
+        if now_ms >= self._failed_until_ms:
+            self._send_some(count - self._num_leaving)
+
     def tick(self, now_ms: int) -> list[TierAction]:
         """Begin what can begin. Call it after pages were granted, sealed or unpinned, and at next_deadline_ms()."""
         for ticket in sorted(
@@ -156,14 +167,15 @@ class Tiers:
             raise InvariantBroken(f"copy {copy_id} is not under way")
         self._num_in_flight -= len(copy.entries)
         copy.ticket.num_in_flight -= len(copy.entries)
-        source, target = (self.fast, self.slow) if copy.ticket.way == "out" else (self.slow, self.fast)
-        action = copy.action
+        source, target, action = copy.source, copy.target, copy.action
         stale = set(range(len(copy.entries)) if result.failed else result.stale)
         for i, entry in enumerate(copy.entries):
             if not source.is_current(entry.page, action.source_epochs[i]):
                 stale.add(i)
         quarantined = {page for page in action.target_pages if page in set(result.quarantined)}
-        self.quarantined[target.space] |= quarantined
+        if quarantined:
+            self._doubted[target.space] = target
+            self.quarantined.setdefault(target.space, set()).update(quarantined)
         arrived: list[Entry | None] = [None] * len(copy.entries)
         for i in reversed(range(len(copy.entries))):  # parents first: they make one branch
             page = action.target_pages[i]
@@ -190,8 +202,9 @@ class Tiers:
     def on_settled(self, space: SpaceId, pages: Collection[PageId], now_ms: int) -> list[TierAction]:
         """Nothing can write these quarantined targets any more."""
         settled = self.quarantined[space] & set(pages)
-        self.quarantined[space] -= settled
-        (self.fast if space == self.fast.space else self.slow).give_up(sorted(settled))
+        if settled:
+            self.quarantined[space] -= settled
+            self._doubted[space].give_up(sorted(settled))
         return self.tick(now_ms)
 
     def _end_out(self, copy: _Copy, arrived: list[Entry | None]) -> None:
@@ -201,6 +214,7 @@ class Tiers:
         self.fast.index.stayed([e for e, new in zip(copy.entries, arrived, strict=True) if new is None])
         self.fast.retire(gone)
         self.counters["blocks_out"] += len(gone)
+        self.counters["peer_blocks_out"] += len(gone) if copy.target is not self.slow else 0
         names = {entry.block_hash for entry in gone}
         copy.ticket.done += [new for new in arrived if new is not None and new.block_hash in names]
 
@@ -269,16 +283,27 @@ class Tiers:
             ticket.done += self.slow.index.prefix([entry.block_hash])  # marks it as used
 
     def _start_out(self, ticket: _Ticket, picked: list[Entry]) -> bool:
-        """False when DRAM could not take all of them."""
+        """False when DRAM could not take all of them. Who asked for a swap finds its blocks in DRAM."""
+        for peer in self._peers() if ticket is self._auto else ():
+            pages, epochs = peer.take(len(picked))
+            going, picked = picked[: len(pages)], picked[len(pages) :]
+            self._go(ticket, going, peer, pages, epochs)
+        if not picked:
+            return True
         while self.slow.num_free < len(picked) and self._drop():
             pass
         pages, epochs = self.slow.take(len(picked))
         going, staying = picked[: len(pages)], picked[len(pages) :]
         self.fast.index.stayed(staying)
+        self._go(ticket, going, self.slow, pages, epochs)
+        return not staying
+
+    def _go(
+        self, ticket: _Ticket, going: list[Entry], target: OwnPages, pages: list[PageId], epochs: list[Epoch]
+    ) -> None:
         if going:
             self._num_leaving += len(going)
-            self._start(ticket, going, [], self.fast, self.slow, pages, epochs)
-        return not staying
+            self._start(ticket, going, [], self.fast, target, pages, epochs)
 
     def _drop(self) -> bool:
         entry = self.slow.evict()
@@ -345,7 +370,7 @@ class Tiers:
             pages,
             epochs,
         )
-        self._copies[action.copy_id] = _Copy(ticket, entries, positions, action)
+        self._copies[action.copy_id] = _Copy(ticket, source, target, entries, positions, action)
         ticket.num_in_flight += len(entries)
         self._num_in_flight += len(entries)
         self._actions.append(action)

@@ -1,0 +1,28 @@
+"""Who only calls, and pages that the mempool wants for itself. No I/O."""
+
+from dataclasses import dataclass, field
+
+from shared.ids import InstanceId, PageId
+
+
+@dataclass(slots=True)
+class Client:
+    """A connection that only calls."""
+
+    connection: int
+    instance: InstanceId
+
+
+@dataclass(slots=True)
+class Claim:
+    """Pages that the mempool wants for itself, before any engine gets more. Granted, once they are here."""
+
+    wanted: int
+    pages: list[PageId] = field(default_factory=list)
+    asked: int = 0  # of engines, to give back
+    lends: bool = False  # they become leased, not granted
+
+    @property
+    def lacking(self) -> int:
+        """How many are still to come."""
+        return self.wanted - len(self.pages)

@@ -1,0 +1,271 @@
+"""Loans between the spaces of this mempool: where their pages come from, what lies in them, how they come back. No I/O.
+
+    Offer -> engines of the producer give pages back, which are set aside -> Grant: taken -> blocks that leave the
+    consumer's space are copied there first, host memory takes the rest; a reader gets them back as from any space
+    (pulls.py) -> over: no block comes any more, those there leave for host memory; forgotten at the deadline
+
+The rules are in loans.py. What is lent to one space by another is a space of its own (loan_pool.py), so that blocks are
+found, copied, published and evicted as everywhere; only copies are told the producer's pages. A consumer needs host
+memory behind it (`dram_bytes`), for what finds no lent page and for what has to leave one. AQUA, sections 6 and 7.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from services.mempool.core.actions import Action, CopyPages, PoolLimits
+from services.mempool.core.claims import Claim
+from services.mempool.core.dram import Dram
+from services.mempool.core.leases import Fence
+from services.mempool.core.loan_pool import LoanPool, may_lend
+from services.mempool.core.loans import Grant, Loan, LoanRefused, Loans, Offer, Shelf
+from services.mempool.core.pool import Pool
+from services.mempool.core.space import Memory
+from shared.ids import Epoch, InstanceId, PageId
+from shared.wire import lending as market
+from shared.wire import mempool as wire
+from shared.wire import mempool_lending as calls
+
+OFFER_PATIENCE_MS = (
+    2_000  # so long engines have to give back what is to be set aside; then the offer is worth less
+)
+MAX_TTL_MS = market.MAX_DURATION_MS
+
+
+@dataclass(slots=True)
+class _Collecting:
+    offer: Offer
+    claim: Claim
+    until_ms: int
+
+
+class Lending:
+    """Of one mempool.
+
+    Args:
+        pools: of all spaces; spaces of lent pages are added.
+        space_of: number of an instance's space; None when it has none here.
+        touched: called with every pool that a later flush() must bring up to date.
+    """
+
+    def __init__(
+        self,
+        limits: PoolLimits,
+        boot_generation: Epoch,
+        fence: Fence,
+        pools: dict[int, Pool],
+        dram: Dram,
+        space_of: Callable[[InstanceId], int | None],
+        touched: Callable[[Pool], None],
+    ) -> None:
+        self._limits, self._fence = limits, fence
+        self.loans = Loans(boot_generation)
+        self._pools, self._dram, self._space_of, self._touched = pools, dram, space_of, touched
+        self._collecting: dict[str, _Collecting] = {}
+        self._wire_offers: dict[str, market.Offer] = {}
+        self._wire_grants: dict[str, market.Grant] = {}
+        self._shelves: dict[int, Shelf] = {}  # by number of the space of lent pages
+        dram.borrowed = self.borrowed
+
+    # -- what is said -----------------------------------------------------------------------------
+
+    def on_call(self, pool: Pool, connection: int, call: calls.LendingCall, now_ms: int) -> None:
+        """Answered at once, by LendingDone or CallFailed."""
+        try:
+            num_bytes = self._decide(call, now_ms)
+        except LoanRefused as refused:
+            self.loans.counters["lending_refused"] += 1
+            failed = wire.CallFailed(call_id=call.call_id, code=refused.code, reason=refused.message)
+            pool.say(connection, failed)
+        else:
+            pool.say(connection, calls.LendingDone(call_id=call.call_id, num_bytes=num_bytes))
+        self._touched(pool)
+
+    def _decide(self, call: calls.LendingCall, now_ms: int) -> int:
+        match call:
+            case calls.PresentOffer():
+                offer = self.know(call.offer, now_ms)
+                return offer.limit * self._unit_bytes(offer.producer)
+            case calls.PresentGrant():
+                loan = self.take(call.grant, now_ms)
+                return loan.num_pages * self._unit_bytes(loan.offer.producer)
+            case calls.PresentReclaim():
+                self.reclaim(call.order, now_ms)
+            case calls.RenewLoan():
+                if not self.loans.renew(call.lease_id, min(max(0, call.ttl_ms), MAX_TTL_MS), now_ms):
+                    raise LoanRefused("lease.ended", f"{call.lease_id} is over, or on its way back")
+            case calls.ReleaseLoan():
+                self.loans.release(call.lease_id, now_ms)
+        return 0
+
+    def know(self, offer: market.Offer, now_ms: int) -> Offer:
+        """An offer of one of these spaces: its pages are set aside from now on, as engines give them back.
+
+        Raises: LoanRefused.
+        """
+        if offer.boot_generation != self.loans.boot_generation:
+            raise LoanRefused("epoch.stale", "the offer was made for an earlier mempool")
+        memory = self._memory(int(offer.space))
+        if memory is None or memory.is_behind:
+            raise LoanRefused("space.unknown", f"space {offer.space} has no memory to lend")
+        num_pages = min(offer.length_bytes // self._unit_bytes(int(offer.space)), memory.table.num_pages)
+        known = offer.offer_id in self.loans.offers
+        made = self.loans.know(offer.offer_id, int(offer.space), num_pages, memory.table)
+        if not known:
+            self._wire_offers[offer.offer_id] = offer
+            self._collect(made, now_ms)
+        return made
+
+    def take(self, grant: market.Grant, now_ms: int) -> Loan:
+        """Accept a grant for a space of this mempool. Raises: LoanRefused; nothing has changed then."""
+        consumer = self._space_of(grant.consumer)
+        offer = self.loans.offers.get(grant.offer_id)
+        if offer is None:
+            raise LoanRefused("offer.unknown", f"no offer {grant.offer_id}")
+        if consumer is None:
+            raise LoanRefused("consumer.unknown", f"{grant.consumer} has no space here")
+        if grant.purpose == "map":
+            raise LoanRefused("purpose.unsupported", "lent pages are not mapped: blocks are copied")
+        self._make_shelf(offer.producer, consumer)
+        loan = self.loans.take(
+            Grant(
+                grant.lease_id, grant.offer_id, grant.consumer, consumer,
+                grant.length_bytes // self._unit_bytes(offer.producer), grant.token, grant.boot_generation,
+                min(max(0, grant.ttl_ms), MAX_TTL_MS),
+            ),
+            now_ms,
+        )  # fmt: skip
+        self._wire_grants[grant.lease_id] = grant
+        return loan
+
+    def reclaim(self, order: market.ReclaimOrder, now_ms: int) -> None:
+        """The offer is worth less: its loans fit by the deadline. Raises: LoanRefused."""
+        offer = self.loans.offers.get(order.offer_id)
+        if offer is None:
+            raise LoanRefused("offer.unknown", f"no offer {order.offer_id}")
+        keep = order.keep_bytes // self._unit_bytes(offer.producer)
+        self.loans.reclaim(order.offer_id, keep, now_ms + max(0, order.deadline_ms), now_ms)
+        self._touched(self._pools[offer.producer])
+
+    def on_process_dead(self, now_ms: int) -> None:
+        """Somebody died: loans end whose consumers' processes are all gone."""
+        for number in {loan.space for loan in self.loans.loans.values()}:
+            memory = self._memory(number)
+            if memory is not None and not memory.engines.attached and not memory.engines.lost:
+                self.loans.consumer_dead(number, now_ms)
+
+    # -- pages ------------------------------------------------------------------------------------
+
+    def _collect(self, offer: Offer, now_ms: int) -> None:
+        claim = self._pools[offer.producer].claim(self.loans.lacking(offer), lends=True)
+        self._collecting[offer.offer_id] = _Collecting(offer, claim, now_ms + OFFER_PATIENCE_MS)
+        self._touched(self._pools[offer.producer])
+
+    def _set_aside(self, now_ms: int) -> None:
+        for offer_id, one in list(self._collecting.items()):
+            pool, claim = self._pools[one.offer.producer], one.claim
+            pages, claim.pages = claim.pages, []
+            self.loans.set_aside(one.offer, pages)
+            claim.wanted = self.loans.lacking(one.offer)
+            if claim.wanted and now_ms < one.until_ms:
+                continue
+            pool.claims.remove(claim)
+            self.loans.settle_for(one.offer)
+            del self._collecting[offer_id]
+            self._touched(pool)
+
+    def _make_shelf(self, producer: int, consumer: int) -> None:
+        """Raises: LoanRefused when the one cannot lend to the other."""
+        if (producer, consumer) in self.loans.shelves:
+            return
+        lender, borrower = self._pools[producer], self._pools[consumer]
+        if not may_lend(lender, borrower) or consumer not in self._dram.tiers:
+            raise LoanRefused("offer.unfit", f"space {producer} cannot lend to space {consumer}")
+        if len(self._pools) >= self._limits.max_spaces:
+            raise LoanRefused("loans.full", f"{len(self._pools)} spaces")
+        number = max(self._pools) + 1
+        made = LoanPool(self._limits, self.loans.boot_generation, number, self._fence, lender, borrower)
+        assert made.memory is not None
+        self._pools[number] = made
+        shelf = Shelf(number, producer, consumer, made.memory.table)
+        self.loans.shelves[producer, consumer] = self._shelves[number] = shelf
+        self._dram.link()
+
+    def borrowed(self, consumer: int) -> Sequence[int]:
+        """Spaces of pages lent to this one that take blocks now."""
+        return [
+            number
+            for number, shelf in self._shelves.items()
+            if shelf.consumer == consumer and shelf.lent and not self.loans.wanted_back(shelf)
+        ]
+
+    # -- every event ------------------------------------------------------------------------------
+
+    def advance(self, now_ms: int) -> None:
+        """Take everything as far as it goes. Cost: nothing without offers."""
+        if self._collecting:
+            self._set_aside(now_ms)
+        if not self.loans.loans:
+            return
+        self.loans.tick(now_ms)
+        for number, shelf in self._shelves.items():
+            if self.loans.wanted_back(shelf):
+                self._bring_back(self._pools[number], shelf, now_ms)
+        for lease_id in [x for x in self._wire_grants if x not in self.loans.loans]:
+            del self._wire_grants[lease_id]
+
+    def _bring_back(self, pool: Pool, shelf: Shelf, now_ms: int) -> None:
+        back = self.loans.collect(shelf)
+        dropping = self.loans.wanted_back(shelf, dropping=True)
+        while dropping > shelf.table.num_free and pool.evict():
+            self.loans.counters["blocks_dropped"] += 1
+        back += self.loans.collect(shelf)
+        if left := self.loans.wanted_back(shelf):
+            self._dram.drain(shelf.number, left, now_ms)
+        if back:
+            self._touched(self._pools[shelf.producer])
+
+    def tick_at_ms(self) -> int | None:
+        """When advance() has something to do without an event."""
+        due = [self.loans.next_deadline_ms(), *(one.until_ms for one in self._collecting.values())]
+        return min((when for when in due if when is not None), default=None)
+
+    # -- copies -----------------------------------------------------------------------------------
+
+    def physical(self, action: Action) -> Action:
+        """The same copy, of and into the pages that were lent."""
+        if not isinstance(action, CopyPages) or not self._shelves:
+            return action
+        target = self._shelves.get(action.space)
+        sources = [(self._producer(space), page) for space, page in action.sources]
+        if target is None and sources == action.sources:
+            return action
+        return replace(action, space=self._producer(action.space), sources=sources)
+
+    def _producer(self, number: int) -> int:
+        shelf = self._shelves.get(number)
+        return number if shelf is None else shelf.producer
+
+    def by_space(self, number: int, pages: Iterable[PageId]) -> Mapping[int, list[PageId]]:
+        """Pages of a space as copies know them, by the space whose they are."""
+        out: dict[int, list[PageId]] = {}
+        for page in pages:
+            mine = (n for n, s in self._shelves.items() if s.producer == number and page in s.lent)
+            out.setdefault(next(mine, number), []).append(page)
+        return out
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    def counters(self) -> Counter[str]:
+        """Of all loans."""
+        return Counter({f"lending_{name}": count for name, count in self.loans.counters.items()})
+
+    def _memory(self, number: int) -> Memory | None:
+        pool = self._pools.get(number)
+        return pool.memory if pool is not None else None
+
+    def _unit_bytes(self, number: int) -> int:
+        """Of a page of this space, on all ranks."""
+        memory = self._memory(number)
+        assert memory is not None
+        return memory.page_bytes * memory.num_ranks

@@ -1,0 +1,323 @@
+"""Pages that a space lends to another space of this mempool: offers, loans, and the fence. No I/O.
+
+    offer --pages set aside--> aside --take(grant)--> on loan --blocks gone--> aside, or the producer's again
+                                                                            (reclaimed, or the offer shrank)
+
+The mempool owns the pages, and it alone decides what is lent: a grant is a wish until take() accepts it against the
+pages that are set aside. Set-aside and lent pages are *leased* in the producer's page table: no engine gets them, and
+only the mempool writes them. The consumer never maps them, it has its blocks copied there and back. So the sum of loans
+on an offer is never more than was set aside for it, which is never more than was free. Counted in pages of the
+producer; one holds one block of the consumer. A loan ends by its consumer's word or death, by its time, or by a
+reclaim; in every case its blocks leave for host memory until a deadline, and are forgotten then: they are a cache.
+What may still be read or written by a copy on its way is waited for, whatever the time (ARCHITECTURE.md, rule 5).
+Source: AQUA, section 6, which has neither tokens nor deadlines; etcd's advice on locks (fencing).
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.mempool.core.loan_state import LoanEvent, LoanState, next_state
+from services.mempool.core.page_state import PageEvent
+from services.mempool.core.page_table import PageTable
+from shared.errors import ResourceError
+from shared.ids import Epoch, InstanceId, LeaseId, PageId
+from shared.wire.lending import Token
+
+GRACE_MS = 500  # so long the blocks of a loan that ended by itself may leave for host memory
+MAX_OFFERS = 1_024
+MAX_LOANS = 4_096
+MAX_ENDED = 65_536  # tokens of ended loans that the fence has not passed
+
+
+NO_TOKEN = Token(0, 0)
+
+
+class LoanRefused(ResourceError):
+    """A grant, renewal or order that this mempool does not accept; `code` says why."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What take() is asked: `num_pages` of an offer for a space. `boot_generation`: of the mempool it was made for."""
+
+    lease_id: LeaseId
+    offer_id: str
+    consumer: InstanceId
+    space: int  # the consumer's
+    num_pages: int
+    token: Token
+    boot_generation: Epoch
+    ttl_ms: int
+
+
+@dataclass(slots=True)
+class Offer:
+    """`aside`: pages that are set aside for it and on no loan."""
+
+    offer_id: str
+    producer: int  # number of the space
+    limit: int  # pages that it may lend
+    table: PageTable  # of the producer
+    aside: list[PageId] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Loan:
+    """`num_pages` counts until they are back; `keep` of them need not come back."""
+
+    lease_id: LeaseId
+    offer: Offer
+    consumer: InstanceId
+    space: int
+    num_pages: int
+    asked: int  # when it was taken
+    keep: int
+    token: Token
+    expires_at_ms: int
+    state: LoanState = LoanState.HELD
+    deadline_ms: int = 0  # while it returns
+
+
+class Shelf:
+    """Pages of one producer on loan to one consumer; loans of the same two spaces share it.
+
+    `table`: the consumer's side of them, page i here is page i there. Pages that are not on loan are withdrawn in it.
+    """
+
+    def __init__(self, number: int, producer: int, consumer: int, table: PageTable) -> None:
+        self.number, self.producer, self.consumer, self.table = number, producer, consumer, table
+        self.lent: set[PageId] = set()
+        table.reserve([PageId(page) for page in range(table.num_pages)])
+        table.take_withdrawn()
+
+    def add(self, pages: Iterable[PageId]) -> None:
+        """On loan from now on, and free for blocks."""
+        new = list(pages)
+        self.lent.update(new)
+        self.table.restore(new)
+
+    def take_free(self, count: int) -> list[PageId]:
+        """Up to `count` pages that hold nothing, on loan no more. Cost: one pass over the free pages."""
+        back = self.table.some_free(count)
+        self.table.reserve(back)
+        self.table.take_withdrawn()
+        self.lent.difference_update(back)
+        return back
+
+
+class Loans:
+    """Of one mempool. The caller finds pages for offers, has blocks leave, and says when pages of a shelf are free.
+
+    `shelves`: by (producer, consumer), made by the caller.
+    """
+
+    def __init__(self, boot_generation: Epoch) -> None:
+        self.boot_generation = boot_generation
+        self.fence = NO_TOKEN
+        self.offers: dict[str, Offer] = {}
+        self.loans: dict[LeaseId, Loan] = {}
+        self.shelves: dict[tuple[int, int], Shelf] = {}
+        self.counters: Counter[str] = Counter()
+        self._ended: dict[Token, LeaseId] = {}
+
+    # -- offers -----------------------------------------------------------------------------------
+
+    def know(self, offer_id: str, producer: int, num_pages: int, table: PageTable) -> Offer:
+        """An offer that loans may be taken on, once pages are set aside for it. Said again: nothing changes.
+
+        Raises: LoanRefused when it is of another space, or there are too many.
+        """
+        known = self.offers.get(offer_id)
+        if known is not None and known.producer != producer:
+            raise LoanRefused("offer.stale", f"offer {offer_id} is of space {known.producer}")
+        if known is not None:
+            return known
+        if len(self.offers) >= MAX_OFFERS:
+            raise LoanRefused("offers.full", f"{MAX_OFFERS} offers are known")
+        made = self.offers[offer_id] = Offer(offer_id, producer, max(0, num_pages), table)
+        return made
+
+    def lent(self, offer: Offer) -> int:
+        """Pages of it on loan, also those that are on their way back."""
+        return sum(loan.num_pages for loan in self.loans.values() if loan.offer is offer)
+
+    def lacking(self, offer: Offer) -> int:
+        """Pages that are to be set aside for it still."""
+        return max(0, offer.limit - len(offer.aside) - self.lent(offer))
+
+    def set_aside(self, offer: Offer, pages: Iterable[PageId]) -> None:
+        """Pages that table.lend() gave for it. What it does not need goes back."""
+        offer.aside += pages
+        self._give_back(offer)
+
+    def settle_for(self, offer: Offer) -> None:
+        """No more pages can be had: the offer is worth what is there."""
+        offer.limit = min(offer.limit, len(offer.aside) + self.lent(offer))
+
+    def reclaim(self, offer_id: str, keep: int, deadline_ms: int, now_ms: int) -> None:
+        """From now on the offer is worth `keep` pages, and by deadline_ms its loans fit; the newest give back first.
+
+        The smallest `keep` and the earliest deadline count. Raises: LoanRefused when nobody knows the offer.
+        """
+        offer = self.offers.get(offer_id)
+        if offer is None:
+            raise LoanRefused("offer.unknown", f"no offer {offer_id}")
+        offer.limit = min(offer.limit, max(0, keep))
+        left = offer.limit
+        for loan in sorted((x for x in self.loans.values() if x.offer is offer), key=lambda x: x.token):
+            share = min(loan.keep, left)
+            left -= share
+            if share < loan.keep or (loan.state is not LoanState.HELD and loan.keep < loan.num_pages):
+                self._end(loan, LoanEvent.RECLAIM, share, deadline_ms, now_ms)
+        self._give_back(offer)
+        self._forget(offer)
+
+    def _give_back(self, offer: Offer) -> None:
+        """Pages that were set aside beyond its worth are free again."""
+        over = len(offer.aside) + self.lent(offer) - offer.limit
+        for _ in range(min(over, len(offer.aside))):
+            offer.table.free(offer.aside.pop(), PageEvent.LEASE_RETURNED)
+            self.counters["pages_returned"] += 1
+
+    def _forget(self, offer: Offer) -> None:
+        if not offer.limit and not offer.aside and not self.lent(offer):
+            self.offers.pop(offer.offer_id, None)
+
+    # -- loans ------------------------------------------------------------------------------------
+
+    def raise_fence(self, token: Token) -> None:
+        """Grants below it are refused from now on. It never falls."""
+        self.fence = max(self.fence, token)
+        for old in [t for t in self._ended if t < self.fence]:
+            del self._ended[old]
+
+    def take(self, grant: Grant, now_ms: int) -> Loan:
+        """Accept a grant, or raise LoanRefused and change nothing. One whose loan is held is answered as before."""
+        if grant.boot_generation != self.boot_generation:
+            raise LoanRefused("epoch.stale", "the grant was made for an earlier mempool")
+        known = self.loans.get(grant.lease_id)
+        if known is not None and known.token == grant.token and known.asked == grant.num_pages:
+            return known
+        if known is not None:
+            raise LoanRefused("lease.stale", f"{grant.lease_id} is held under another token or length")
+        if grant.token < self.fence or grant.token == NO_TOKEN:
+            raise LoanRefused("lease.stale", f"{grant.token} is below {self.fence}")
+        if grant.token in self._ended or any(x.token == grant.token for x in self.loans.values()):
+            raise LoanRefused("lease.ended", f"{grant.token} was used")
+        offer = self.offers.get(grant.offer_id)
+        if offer is None:
+            raise LoanRefused("offer.unknown", f"no offer {grant.offer_id}")
+        shelf = self.shelves.get((offer.producer, grant.space))
+        if shelf is None:
+            raise LoanRefused("offer.unfit", f"space {offer.producer} cannot lend to space {grant.space}")
+        room = min(len(offer.aside), offer.limit - self.lent(offer))
+        if not 0 < grant.num_pages <= room:
+            raise LoanRefused("offer.exceeded", f"{grant.num_pages} pages of {room} that are left")
+        if len(self.loans) >= MAX_LOANS or len(self._ended) >= MAX_ENDED:
+            raise LoanRefused("loans.full", f"{len(self.loans)} loans are held")
+        pages = [offer.aside.pop() for _ in range(grant.num_pages)]
+        shelf.add(pages)
+        self.counters["loans_taken"] += 1
+        loan = self.loans[grant.lease_id] = Loan(
+            grant.lease_id, offer, grant.consumer, grant.space, len(pages), len(pages), len(pages),
+            grant.token, now_ms + grant.ttl_ms,
+        )  # fmt: skip
+        return loan
+
+    def renew(self, lease_id: LeaseId, ttl_ms: int, now_ms: int) -> bool:
+        """It ends ttl_ms from now, or later if it would anyway. False: it is over, or on its way back."""
+        loan = self.loans.get(lease_id)
+        if loan is None or not loan.keep or now_ms >= loan.expires_at_ms:
+            return False
+        if loan.state is LoanState.HELD:
+            loan.state = next_state(loan.state, LoanEvent.RENEW)
+        loan.expires_at_ms = max(loan.expires_at_ms, now_ms + ttl_ms)
+        return True
+
+    def release(self, lease_id: LeaseId, now_ms: int) -> bool:
+        """The consumer is done with it. False: it is over already, which is harmless."""
+        loan = self.loans.get(lease_id)
+        if loan is None:
+            return False
+        self._end(loan, LoanEvent.RELEASE, 0, now_ms + GRACE_MS, now_ms)
+        return True
+
+    def consumer_dead(self, space: int, now_ms: int) -> None:
+        """No process of this space lives."""
+        for loan in [x for x in self.loans.values() if x.space == space]:
+            self._end(loan, LoanEvent.CONSUMER_DEAD, 0, now_ms + GRACE_MS, now_ms)
+
+    def _end(self, loan: Loan, event: LoanEvent, keep: int, deadline_ms: int, now_ms: int) -> None:
+        was_returning = loan.state is not LoanState.HELD
+        loan.state = next_state(loan.state, event)
+        loan.keep = min(loan.keep, keep)
+        loan.deadline_ms = min(loan.deadline_ms, deadline_ms) if was_returning else deadline_ms
+        self.counters[f"loans_{event}"] += not was_returning
+        self._past(loan, now_ms)
+
+    def _past(self, loan: Loan, now_ms: int) -> None:
+        if loan.state is LoanState.RETURNING and now_ms >= loan.deadline_ms:
+            loan.state = next_state(loan.state, LoanEvent.DEADLINE)
+
+    def tick(self, now_ms: int) -> None:
+        """What is due: loans lapse, deadlines pass."""
+        for loan in list(self.loans.values()):
+            if now_ms >= loan.expires_at_ms and self._can_lapse(loan):
+                self._end(loan, LoanEvent.LAPSE, 0, loan.expires_at_ms + GRACE_MS, now_ms)
+            self._past(loan, now_ms)
+
+    def _can_lapse(self, loan: Loan) -> bool:
+        """Whether the end of its time brings its pages back sooner."""
+        return loan.keep > 0 or loan.deadline_ms > loan.expires_at_ms + GRACE_MS
+
+    def next_deadline_ms(self) -> int | None:
+        """When tick() has something to do."""
+        due = [x.expires_at_ms for x in self.loans.values() if self._can_lapse(x)]
+        due += [x.deadline_ms for x in self.loans.values() if x.state is LoanState.RETURNING]
+        return min(due, default=None)
+
+    # -- pages on their way back ------------------------------------------------------------------
+
+    def on_shelf(self, shelf: Shelf) -> list[Loan]:
+        """Loans whose pages are there, in the order in which they get theirs back."""
+        mine = [
+            x for x in self.loans.values() if (x.offer.producer, x.space) == (shelf.producer, shelf.consumer)
+        ]
+        return sorted(mine, key=lambda x: (x.deadline_ms, x.token))
+
+    def wanted_back(self, shelf: Shelf, *, dropping: bool = False) -> int:
+        """Pages that are to leave this shelf; of loans past their deadline only, if `dropping`."""
+        return sum(
+            x.num_pages - x.keep
+            for x in self.on_shelf(shelf)
+            if x.state is LoanState.DROPPING or (x.state is LoanState.RETURNING and not dropping)
+        )
+
+    def collect(self, shelf: Shelf) -> int:
+        """Take back what is wanted and holds nothing; loans whose pages are all back end. How many pages."""
+        wanted = self.wanted_back(shelf)
+        back = shelf.take_free(wanted) if wanted else []
+        left = list(back)
+        for loan in self.on_shelf(shelf) if wanted else ():
+            if loan.state is LoanState.HELD:
+                continue
+            mine = [left.pop() for _ in range(min(len(left), loan.num_pages - loan.keep))]
+            loan.num_pages -= len(mine)
+            self.set_aside(loan.offer, mine)
+            if loan.num_pages == loan.keep:
+                self._came_back(loan)
+        return len(back)
+
+    def _came_back(self, loan: Loan) -> None:
+        event = LoanEvent.SHRUNK if loan.keep else LoanEvent.RETURNED
+        loan.state = next_state(loan.state, event)
+        if loan.state is LoanState.ENDED:
+            del self.loans[loan.lease_id]
+            if loan.token >= self.fence:
+                self._ended[loan.token] = loan.lease_id
+            self._forget(loan.offer)

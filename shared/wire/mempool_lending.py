@@ -1,0 +1,57 @@
+"""What the coordinator's market answered, presented to the mempool that owns the pages (shared/wire/lending.py).
+
+Calls of clients, answered by LendingDone, or by CallFailed with the reason's code: what is presented has no effect
+before the mempool accepts it. Each may be said again: the answer is the same, and nothing happens twice.
+"""
+
+from msgspec import Struct
+
+from shared.ids import LeaseId
+from shared.wire.lending import Grant, Offer, ReclaimOrder
+
+
+class PresentOffer(Struct, frozen=True, kw_only=True, tag="present_offer"):
+    """By the producer: pages of its space are set aside from now on. `num_bytes` of the answer: what it is worth now;
+    less when engines do not give back as much."""
+
+    call_id: int
+    offer: Offer
+
+
+class PresentGrant(Struct, frozen=True, kw_only=True, tag="present_grant"):
+    """By the consumer: lend, if the grant is good. `num_bytes` of the answer: what is on loan."""
+
+    call_id: int
+    grant: Grant
+
+
+class PresentReclaim(Struct, frozen=True, kw_only=True, tag="present_reclaim"):
+    """By the producer: its offer is worth less, and its loans fit by the deadline."""
+
+    call_id: int
+    order: ReclaimOrder
+
+
+class RenewLoan(Struct, frozen=True, kw_only=True, tag="renew_loan"):
+    """By the consumer: it ends ttl_ms from now, or later if it would anyway."""
+
+    call_id: int
+    lease_id: LeaseId
+    ttl_ms: int
+
+
+class ReleaseLoan(Struct, frozen=True, kw_only=True, tag="release_loan"):
+    """By the consumer: it is done with it; blocks there leave for host memory."""
+
+    call_id: int
+    lease_id: LeaseId
+
+
+class LendingDone(Struct, frozen=True, kw_only=True, tag="lending_done"):
+    """It is so."""
+
+    call_id: int
+    num_bytes: int = 0
+
+
+LendingCall = PresentOffer | PresentGrant | PresentReclaim | RenewLoan | ReleaseLoan
