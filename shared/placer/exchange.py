@@ -14,6 +14,7 @@ from shared.placer.problem import Ints, Problem
 
 MOST_WAYS = 1 << 16
 SHAKEN_PAIRS = 4
+MOST_PARTNERS = 20
 Rank = tuple[int, int]  # bytes of imbalance above the level, bytes of memory; smaller is better
 
 
@@ -54,7 +55,7 @@ class Exchange:
         """Lower the largest memory towards `floor`, with no imbalance above `level` where that can be had.
 
         Returns: what is left of the imbalance above the level, and the largest memory.
-        Cost: `rounds` times num_servers pairs of at most a millisecond; ends early when `stop()` says so.
+        Cost: `rounds` times MOST_PARTNERS pairs of at most a millisecond; ends early when `stop()` says so.
         """
         self.level = level
         ranks = [self._rank(self.placed[s], s) for s in range(self.problem.num_servers)]
@@ -72,12 +73,13 @@ class Exchange:
         return max(0, imbalance - self.level), abs(int(contents @ self.problem.memory_bytes))
 
     def _relieve_worst(self, ranks: list[Rank]) -> bool:
-        """Divide the worst server's instances with the partner that helps most; False when none does."""
+        """Divide the worst server's instances with the partner that helps most, of 20 at most; False when none does."""
         worst = max(range(len(ranks)), key=lambda s: (ranks[s], s))
         best, found = ranks[worst], None
-        for other in range(len(ranks)):
-            if other == worst:
-                continue
+        others = [s for s in range(len(ranks)) if s != worst]
+        if len(others) > MOST_PARTNERS:
+            others = [int(s) for s in self.rng.permutation(others)[:MOST_PARTNERS]]
+        for other in others:
             ways = self._ways(worst, other)
             least = ways.over.min()
             memory = np.where(ways.over == least, ways.memory, np.iinfo(np.int64).max)

@@ -2,11 +2,17 @@
 
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shared.placer import assign
+from shared.placer.configuration import SMALL, Configuration, lower_limit
+from shared.placer.highs import solve_linear
+from shared.placer.patterns import choose_buckets
 from shared.placer.place import place
+from shared.placer.problem import Kind, Problem, Shape
 from shared.wire.placer import Placement, PlacementQuestion, Unplaceable
 from tests.support.placements import best_of_all, check_placement, question, small_question
 
@@ -29,6 +35,48 @@ def test_small_questions_are_answered_with_the_least_eq6_of_all_placements(first
             assert isinstance(answer, Placement), seed
             assert (answer.objective_bytes, answer.bound_bytes, answer.gap_ratio) == (best, best, 0.0), seed
             check_placement(asked, answer)
+
+
+@pytest.mark.parametrize("first", range(1000, 1060, 20))
+def test_without_the_exchange_programs_alone_find_and_prove_the_same(first, monkeypatch):
+    monkeypatch.setattr(assign, "ROUNDS", 0)
+    for seed in range(first, first + 20):
+        asked = small_question(seed)
+        best, answer = best_of_all(asked), place(asked, still)
+        if best is not None:
+            assert (answer.objective_bytes, answer.bound_bytes) == (best, best), seed
+
+
+def random_problem(rng):
+    kinds = {(rng.choice([1, 1, 2, 4]), rng.randint(-60, 60)): rng.randint(1, 3) for _ in range(9)}
+    return Problem([Kind(*kind, count) for kind, count in kinds.items()], [Shape(8, 80, 3), Shape(4, 80, 2)])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_columns_found_as_needed_say_the_same_as_all_of_them(seed):
+    rng = Random(seed)
+    problem = random_problem(rng)
+    buckets = choose_buckets(problem, rng.choice([300, 2000]))
+    tried, every = Configuration(problem, buckets), Configuration(problem, buckets)
+    for level in problem.levels():
+        for limit in every.limits(level, 0, 1 << 40)[:: rng.randint(10, 30)]:
+            columns = [np.flatnonzero((p.imbalance <= level) & (p.memory <= limit)) for p in every.sets]
+            enough = solve_linear(every._program(columns)).cost < SMALL
+            assert tried.possible(level, int(limit), lambda: False) == enough, (level, limit)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kinds_that_share_buckets_never_forbid_what_kinds_apart_allow(seed):
+    problem = random_problem(Random(seed))
+    apart = Configuration(problem, choose_buckets(problem, 100_000))
+    shared = [Configuration(problem, choose_buckets(problem, most)) for most in (200, 1000)]
+    assert apart.exact
+    assert not shared[0].exact
+    for level in problem.levels():
+        least = lower_limit(apart, level, 0, 1 << 40, lambda: False)
+        for coarse in shared:
+            found = lower_limit(coarse, level, 0, 1 << 40, lambda: False)
+            assert least is None or (found is not None and found <= least), (level, found, least)
 
 
 mixes = st.lists(

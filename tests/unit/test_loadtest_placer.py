@@ -32,12 +32,20 @@ def test_mixes_fill_every_gpu_with_groups_and_the_papers_shares(alike):
 def test_metrics_are_of_the_slowest_and_of_the_widest_gap():
     row = {"by": "placer", "equal": True, "needed_bytes": 10, "lent_bytes": 8, "lent_by_lot_bytes": 4}
     samples = [
-        {**row, "seconds": [1.0, 2.0], "objective_bytes": 100, "bound_bytes": 100},
-        {**row, "seconds": [0.5, 0.5], "objective_bytes": 100, "bound_bytes": 98, "equal": False},
+        {**row, "seconds": [1.0, 2.0], "cpu_seconds": [0.5, 0.7], "objective_bytes": 100, "bound_bytes": 100},
+        {
+            **row,
+            "seconds": [0.5, 0.5],
+            "cpu_seconds": [0.4, 0.4],
+            "objective_bytes": 100,
+            "bound_bytes": 98,
+            "equal": False,
+        },
         {"by": "direct", "seconds": [5.0], "objective_bytes": 100, "bound_bytes": 40},
     ]
     found = metrics_from_samples(samples)
     assert found["seconds_128_gpus_s"] == 2.0
+    assert found["cpu_seconds_128_gpus_s"] == 0.7
     assert found["optimality_gap_ratio"] == pytest.approx(0.02)
     assert found["direct_optimality_gap_ratio"] == pytest.approx(0.6)
     assert (found["proven_optimal_count"], found["equal_answers_ratio"], found["lent_ratio"]) == (
