@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shared.placer import assign
 from shared.placer.configuration import SMALL, Configuration, lower_limit
 from shared.placer.highs import solve_linear
-from shared.placer.patterns import choose_buckets
+from shared.placer.patterns import choose_buckets, exact
 from shared.placer.place import place
 from shared.placer.problem import Kind, Problem, Shape
 from shared.wire.placer import Placement, PlacementQuestion, Unplaceable
@@ -56,7 +56,8 @@ def random_problem(rng):
 def test_columns_found_as_needed_say_the_same_as_all_of_them(seed):
     rng = Random(seed)
     problem = random_problem(rng)
-    buckets = choose_buckets(problem, rng.choice([300, 2000]))
+    buckets = choose_buckets(problem, rng.choice([600, 2000]))
+    assert buckets
     tried, every = Configuration(problem, buckets), Configuration(problem, buckets)
     for level in problem.levels():
         for limit in every.limits(level, 0, 1 << 40)[:: rng.randint(10, 30)]:
@@ -69,9 +70,11 @@ def test_columns_found_as_needed_say_the_same_as_all_of_them(seed):
 def test_kinds_that_share_buckets_never_forbid_what_kinds_apart_allow(seed):
     problem = random_problem(Random(seed))
     apart = Configuration(problem, choose_buckets(problem, 100_000))
-    shared = [Configuration(problem, choose_buckets(problem, most)) for most in (200, 1000)]
+    coarsest = next(found for most in range(50, 5000, 50) if (found := choose_buckets(problem, most)))
+    finer = choose_buckets(problem, 1500) or coarsest
     assert apart.exact
-    assert not shared[0].exact
+    assert not exact(coarsest)
+    shared = [Configuration(problem, coarsest), Configuration(problem, finer)]
     for level in problem.levels():
         least = lower_limit(apart, level, 0, 1 << 40, lambda: False)
         for coarse in shared:
