@@ -9,6 +9,7 @@ from services.gateway.core.request_flow import (
     Complete,
     Discard,
     Fail,
+    GoOn,
     Limits,
     Phase,
     RequestFlow,
@@ -25,8 +26,8 @@ from shared.wire.placement import Placed, Rejected, Target
 DESCRIPTION = EngineDescription(model="m", fingerprint="f", dtype="float32", layout="l", backend="b")
 NAMES = ["a", "b", "c"]
 EVENTS = [
-    "placed", "colocated", "rejected", "scheduler_down", "prefilled", "no_handoff", "tokens", "finished",
-    "failed", "fatal", "down", "gone", "satisfied", "broken", "tick",
+    "placed", "colocated", "rejected", "scheduler_down", "prefilled", "no_handoff", "tokens", "last_token",
+    "finished", "failed", "fatal", "down", "gone", "satisfied", "broken", "tick",
 ]  # fmt: skip
 
 
@@ -37,8 +38,8 @@ def target(name: str) -> Target:
 class World:
     """Runs the machine and keeps the books that the claims are about."""
 
-    def __init__(self):
-        self.flow = RequestFlow(Limits(1_000, 200, 100, 5_000))
+    def __init__(self, continues):
+        self.flow = RequestFlow(Limits(1_000, 200, 100, 5_000), continues=continues)
         self.now_ms = 0
         self.outcomes = []
         self.working: set[tuple[int, str]] = set()  # (attempt, instance) told to generate, not told to stop
@@ -62,6 +63,9 @@ class World:
                 self.counted.discard(action.attempt)
             elif isinstance(action, Discard):
                 assert not self.flow.bytes_sent, "output was discarded after the client saw some"
+            elif isinstance(action, GoOn):
+                assert self.flow.bytes_sent, "nothing to go on behind"
+                assert self.flow.continues, "output that cannot be gone on behind"
 
     def event(self, name, a, b, stale, elapsed_ms):  # noqa: C901 - one branch for each kind of event
         flow = self.flow
@@ -91,11 +95,15 @@ class World:
         elif name in ("prefilled", "no_handoff"):
             if was is Phase.PREFILLING and not stale and flow.placed:
                 self.working.discard((attempt, flow.placed.prefill.instance))
+            if self.flow.continues and not stale:
+                flow.mark_sent()  # prefill's token is the client's
             handoff = HandoffState(handoff_id=HandoffId("h"), source=InstanceId(a), description=DESCRIPTION)
             self.take(flow.on_prefilled(attempt, handoff if name == "prefilled" else None, now_ms=now_ms))
-        elif name == "tokens":
+        elif name in ("tokens", "last_token"):
             if flow.accepts(attempt):
                 flow.mark_sent()
+                if name == "last_token":
+                    flow.mark_answered()
         elif name == "finished":
             if flow.accepts(attempt):
                 self.working.clear()
@@ -131,17 +139,21 @@ STEPS = st.lists(
 
 
 @settings(max_examples=400, deadline=None)
-@given(STEPS)
-def test_exactly_one_outcome_and_nothing_left_running(steps):
-    world = World()
+@given(STEPS, st.booleans())
+def test_exactly_one_outcome_and_nothing_left_running(steps, continues):
+    world = World(continues)
     for name, a, b, stale, elapsed_ms in steps:
-        sent_before = world.flow.bytes_sent
-        attempt_before = world.flow.attempt
+        sent_before, answered_before = world.flow.bytes_sent, world.flow.answered
+        attempt_before, ended_before = world.flow.attempt, bool(world.outcomes)
         world.event(name, a, b, stale, elapsed_ms)
         assert len(world.outcomes) <= 1
         assert (world.flow.phase is Phase.ENDED) == bool(world.outcomes)
-        if sent_before:
+        if sent_before and not continues:
             assert world.flow.attempt == attempt_before, "repeated after the client saw output"
+        if answered_before:
+            assert world.flow.attempt == attempt_before, "repeated after the last token"
+            if name in ("failed", "fatal", "down") and world.outcomes:
+                assert not isinstance(world.outcomes[0], Fail) or ended_before, "the client has all of it"
         assert world.flow.attempt <= MAX_ATTEMPTS
     for _ in range(200):  # nothing but time: the deadlines end it
         world.event("tick", "a", "b", False, 50)
