@@ -203,7 +203,7 @@ def redis_plan(found: ClusterSettings, ports: Ports, paths: Paths) -> tuple[tupl
             "--appendonly",
             "yes",
             "--appendfsync",
-            "everysec",
+            found.journal_fsync,
             "--dir",
             str(redis_folder(paths)),
         ),
@@ -260,6 +260,7 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
                 ("--policy", found.policy),
                 ("--disaggregation", "always" if found.topology == "disaggregated" else ""),
             ),
+            "coordinator": _optional(("--journal-fsync", "always" if found.journal_fsync == "always" else "")),
             "keeper": _optional(("--log-level", found.log_level)),
             "mempool": _optional(
                 ("--capacity-bytes", found.mempool_bytes),

@@ -53,7 +53,9 @@ async def run(settings: CoordinatorSettings) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
     listener = bind(settings.listen)
     logger = log.get_logger("coordinator")
-    coordinator = Coordinator(settings, MonotonicClock())
+    host, port = listener.getsockname()[:2]
+    url = settings.advertise or f"http://{host}:{port}"
+    coordinator = Coordinator(settings, MonotonicClock(), url=url)
     server = _Server(
         uvicorn.Config(
             create_app(coordinator, settings.api_keys),
@@ -73,7 +75,6 @@ async def run(settings: CoordinatorSettings) -> int:
         server.should_exit = True
 
     service.end_on_signal().add_done_callback(stop)
-    host, port = listener.getsockname()[:2]
     await coordinator.start()
     logger.info("listening", address=f"{host}:{port}")
     shown = msgspec.to_builtins(settings)

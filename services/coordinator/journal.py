@@ -61,6 +61,10 @@ class Journal:
             self._pending[entry.instance] = entry
             self._wake.set()
 
+    def read_again(self) -> None:
+        """Restore from the store once more, as after a new connection."""
+        self._on_up()
+
     async def close(self) -> None:
         """Write what is pending, if Redis answers, and stop."""
         if self._task is not None:

@@ -1,7 +1,9 @@
-"""The page at /: who is in the cluster, for people."""
+"""The page at /: who is in the cluster, and who lends what to whom, for people."""
 
 from html import escape
 
+from services.coordinator.page_market import render_market
+from shared.wire.lending import MarketView
 from shared.wire.membership import InstanceList, InstanceView
 
 _STYLE = """
@@ -24,15 +26,24 @@ _COLUMNS = (
 )
 
 
-def render(members: InstanceList) -> str:
-    """The whole page; it asks for itself again every 2 s."""
+def render(members: InstanceList, market: MarketView, *, leader_url: str = "") -> str:
+    """The whole page; it asks for itself again every 2 s. leader_url: while another coordinator leads."""
+    if leader_url:
+        link = escape(leader_url, quote=True)
+        return _page(f'<h1>Standing by</h1><p>The coordinator at <a href="{link}">{link}</a> leads.</p>')
     head = "".join(f"<th>{column}</th>" for column in _COLUMNS)
     rows = "".join(_row(view) for view in members.instances)
     empty = "" if members.instances else "<p>No instance has registered yet.</p>"
+    return _page(
+        f"<h1>Instances</h1><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{empty}"
+        + render_market(market)
+    )
+
+
+def _page(body: str) -> str:
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Quire: instances</title>'
-        f'<meta http-equiv="refresh" content="2"><style>{_STYLE}</style></head><body><h1>Instances</h1>'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{empty}"
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Quire: coordinator</title>'
+        f'<meta http-equiv="refresh" content="2"><style>{_STYLE}</style></head><body>{body}'
         '<p><a href="docs">API</a> · <a href="metrics">metrics</a></p></body></html>'
     )
 

@@ -1,4 +1,4 @@
-"""The coordinator without its HTTP: core, journal, clock, metrics."""
+"""The coordinator without its HTTP: membership, its journal, clock, metrics. The market: market_shell.py."""
 
 import asyncio
 import time
@@ -7,6 +7,7 @@ from typing import Any
 from services.coordinator.config import CoordinatorSettings
 from services.coordinator.core.membership import Full, JournalEntry, Membership, Stale, Unknown
 from services.coordinator.journal import Journal
+from services.coordinator.market_shell import MarketShell
 from shared.ids import Epoch, InstanceId
 from shared.observe.log import get_logger
 from shared.observe.metrics import counter, gauge
@@ -23,7 +24,7 @@ _members = gauge("quire_coordinator_members", "Members, by state.", ("state",))
 class Coordinator:
     """start() once, stop() once. Its methods answer one REST call each, without waiting."""
 
-    def __init__(self, settings: CoordinatorSettings, clock: Clock) -> None:
+    def __init__(self, settings: CoordinatorSettings, clock: Clock, *, url: str = "") -> None:
         self._clock = clock
         self._settings = settings
         self._membership = Membership(
@@ -35,9 +36,11 @@ class Coordinator:
         )
         self._journal = Journal(settings.redis_url, self._restore) if settings.redis_url else None
         self._ticking: asyncio.Task[None] | None = None
+        self.lending = MarketShell(settings, clock, url=url, unix_us=_unix_us, on_lead=self._lead)
 
     async def start(self) -> None:
         """Take over the journal if Redis answers soon, and go on without it if not."""
+        await self.lending.start(self._settings.journal_wait_ms)
         if self._journal is not None and not await self._journal.start(self._settings.journal_wait_ms):
             _log.warning("journal_not_reached", wait_ms=self._settings.journal_wait_ms)
         self._ticking = asyncio.create_task(self._tick(), name="coordinator-tick")
@@ -47,6 +50,7 @@ class Coordinator:
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
+        await self.lending.stop()
         if self._journal is not None:
             await self._journal.close()
 
@@ -89,9 +93,23 @@ class Coordinator:
         return True, {
             "members": len(self.listing().instances),
             "journal": self._journal.up if self._journal is not None else "none",
+            "role": self.lending.role(),
+            "term": self.lending.leadership.term,
         }
 
+    @property
+    def leader_url(self) -> str:
+        """Where the leader is, while this one stands by; else ""."""
+        return self.lending.leadership.leader_url if self.lending.role() == "standby" else ""
+
+    def _lead(self) -> None:
+        """A new term: others may have led, so the journal knows more than this process."""
+        if self._journal is not None:
+            self._journal.read_again()
+
     def _restore(self, entries: list[JournalEntry]) -> None:
+        if self.leader_url:
+            return  # the leader's members are its own affair
         num_added = self._membership.restore(entries, now_ms=self._clock.now_ms())
         _log.info("journal_restored", num_entries=len(entries), num_members_added=num_added)
         self._membership.journal_all()  # this Redis may be a new, empty one
@@ -99,18 +117,25 @@ class Coordinator:
 
     def _flush(self) -> None:
         entries = self._membership.take_journal()
-        if self._journal is not None:
+        if self._journal is not None and not self.leader_url:
             self._journal.note(entries)
 
     async def _tick(self) -> None:
         while True:
-            for instance, state in self._membership.tick(now_ms=self._clock.now_ms()):
-                _log.warning("member_silent", member=instance, state=state.value)
-            self._flush()
+            if not self.leader_url:
+                self._watch_members()
             states = [view.state for view in self.listing().instances]
             for state in ("live", "suspect", "dead"):
                 _members.labels(state).set(states.count(state))
             await asyncio.sleep(self._settings.heartbeat_interval_ms / 2000)
+
+    def _watch_members(self) -> None:
+        now_ms = self._clock.now_ms()
+        for instance, state in self._membership.tick(now_ms=now_ms):
+            _log.warning("member_silent", member=instance, state=state.value)
+        self._flush()
+        members = {view.instance: (view.epoch, view.state != "dead") for view in self.listing().instances}
+        self.lending.market.follow(members, now_ms=now_ms)
 
 
 def _unix_us() -> int:

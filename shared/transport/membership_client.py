@@ -6,73 +6,22 @@ on_event and tried again; a member keeps its epoch meanwhile, a reader its last 
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
-import httpx
-import msgspec
-
-from shared.errors import PeerError, PeerGone, PeerProtocolError, PeerTimeout
+from shared.errors import PeerError
 from shared.ids import Epoch
+from shared.transport.coordinator_api import CoordinatorApi, MustRegister
 from shared.wire.membership import Heartbeat, HeartbeatReply, InstanceList, Register, Registered
 
-REQUEST_TIMEOUT_S = 1.0
 RETRY_MIN_S = 0.1
 RETRY_MAX_S = 2.0
 MIN_INTERVAL_S = 0.02  # whatever the coordinator says
-MAX_REPLY_BYTES = 8 << 20
 
-T = TypeVar("T")
 Event = Callable[[str, dict[str, Any]], None]
 
 
-class MustRegister(PeerError):
-    """The coordinator does not know this member under its epoch (404, 409)."""
-
-
-class _Api:
-    """One connection pool to one coordinator."""
-
-    def __init__(self, url: str, key: str) -> None:
-        self._http = httpx.AsyncClient(
-            base_url=url.rstrip("/"),
-            headers={"x-api-key": key} if key else {},
-            timeout=REQUEST_TIMEOUT_S,
-            trust_env=False,
-        )
-
-    async def ask(self, method: str, path: str, reply: type[T], body: msgspec.Struct | None = None) -> T:
-        """Raises: PeerGone, PeerTimeout, PeerProtocolError, MustRegister."""
-        response = await self.send(method, path, body)
-        if len(response.content) > MAX_REPLY_BYTES:
-            raise PeerProtocolError(f"{len(response.content)} bytes from the coordinator")
-        try:
-            return msgspec.json.decode(response.content, type=reply)
-        except msgspec.MsgspecError as error:
-            raise PeerProtocolError(f"{method} {path}: {error}") from error
-
-    async def send(self, method: str, path: str, body: msgspec.Struct | None = None) -> httpx.Response:
-        """A reply of status 2xx. Raises: as ask()."""
-        content = msgspec.json.encode(body) if body is not None else None
-        try:
-            response = await self._http.request(
-                method, path, content=content, headers={"content-type": "application/json"}
-            )
-        except httpx.TimeoutException as error:
-            raise PeerTimeout(f"the coordinator did not answer {method} {path}") from error
-        except httpx.HTTPError as error:
-            raise PeerGone(f"{type(error).__name__}: {error}") from error
-        if response.status_code in (404, 409):
-            raise MustRegister(response.text[:200])
-        if not response.is_success:
-            raise PeerProtocolError(f"{method} {path}: {response.status_code} {response.text[:200]}")
-        return response
-
-    async def close(self) -> None:
-        await self._http.aclose()
-
-
-class _Background:
+class Background:
     """A task that runs until close()."""
 
     def __init__(self, on_event: Event | None) -> None:
@@ -104,7 +53,7 @@ class _Background:
             self._say("coordinator_reached" if reachable else "coordinator_lost", error=error)
 
 
-class MembershipClient(_Background):
+class MembershipClient(Background):
     """Keeps one instance a member: registers, beats, registers again when the coordinator forgot it.
 
     Args:
@@ -125,7 +74,7 @@ class MembershipClient(_Background):
     ) -> None:
         super().__init__(on_event)
         self.epoch: Epoch | None = None  # None until the first registration
-        self._api = _Api(coordinator_url, key)
+        self._api = CoordinatorApi(coordinator_url, key)
         self._register = register
         self._heartbeat = heartbeat
         self._on_epoch = on_epoch
@@ -133,7 +82,7 @@ class MembershipClient(_Background):
         self._path = f"/v1/instances/{quote(register.instance, safe='')}"
 
     async def close(self, *, leave: bool = True) -> None:
-        """Stop; `leave` also tells the coordinator, waiting at most REQUEST_TIMEOUT_S. Harmless when closed."""
+        """Stop; `leave` also tells the coordinator, waiting at most for one call's timeout. Harmless when closed."""
         await self._stop()
         if leave and self.epoch is not None and not self._closed:
             try:
@@ -184,7 +133,7 @@ class MembershipClient(_Background):
             await asyncio.sleep(next_s - loop.time())
 
 
-class MembershipPoller(_Background):
+class MembershipPoller(Background):
     """Asks for the list of members. on_list runs on the loop with every list that has a new version."""
 
     def __init__(
@@ -198,8 +147,8 @@ class MembershipPoller(_Background):
     ) -> None:
         super().__init__(on_event)
         self.last: InstanceList | None = None
-        self.asked = asyncio.Event()  # set after the first answer, or its failure: at most REQUEST_TIMEOUT_S
-        self._api = _Api(coordinator_url, key)
+        self.asked = asyncio.Event()  # set after the first answer, or its failure: at most a call's timeout
+        self._api = CoordinatorApi(coordinator_url, key)
         self._interval_s = interval_ms / 1000
         self._on_list = on_list
 

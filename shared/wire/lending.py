@@ -9,8 +9,8 @@ effect before the mempool takes it.
     mempool --MempoolReport (every interval)--> coordinator  consumer --Grant--> mempool: takes or refuses it
         <--- ReportReply: offers to know, reclaims, renewals, releases, the fence
 
-POST   /v1/offers                     OfferMemory -> OfferView         GET /v1/offers
-POST   /v1/leases                     AskLease -> Grant                GET /v1/leases
+POST   /v1/offers                     OfferMemory -> OfferView         GET /v1/offers -> OfferList
+POST   /v1/leases                     AskLease -> Grant                GET /v1/leases -> LeaseList
 POST   /v1/leases/{id}/renew          LeaseCall -> Renewed
 POST   /v1/leases/{id}/release        LeaseCall -> 204
 POST   /v1/reclaims                   AskReclaim -> ReclaimOrder       GET /v1/reclaims/{id} -> ReclaimView
@@ -311,6 +311,18 @@ class LeaseView(Struct, frozen=True, kw_only=True):
     deadline_ms: int = 0  # while reclaiming
 
 
+class OfferList(Struct, frozen=True, kw_only=True):
+    """GET /v1/offers."""
+
+    offers: list[OfferView]
+
+
+class LeaseList(Struct, frozen=True, kw_only=True):
+    """GET /v1/leases."""
+
+    leases: list[LeaseView]
+
+
 class MempoolView(Struct, frozen=True, kw_only=True):
     """A mempool as the coordinator sees it."""
 
@@ -361,9 +373,9 @@ class Placement(Struct, frozen=True, kw_only=True):
 class LendingRefused(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Body of every refusal; code and message as on all of the coordinator's routes.
 
-    Codes: market.rebuilding, market.standby (see `leader`), market.full, journal.down, offers.exhausted (see
-    `largest_bytes`), offer.unknown, offer.stale, lease.unknown, lease.ended, lease.stale, mempool.unknown,
-    epoch.stale, idempotency.mismatch, invalid_request, invalid_api_key.
+    Codes: market.rebuilding, market.standby (see `leader`), market.full, journal.down, journal.not_durable,
+    offers.exhausted (see `largest_bytes`), offer.unknown, offer.stale, lease.unknown, lease.ended, lease.stale,
+    reclaim.unknown, mempool.unknown, epoch.stale, idempotency.mismatch, invalid_request, invalid_api_key.
     """
 
     code: str

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from loadtest import readme_table
+from services.coordinator.core import market_table
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = subprocess.run(
@@ -42,3 +43,10 @@ def test_the_readmes_figures_are_those_of_the_result_files():
     text = (ROOT / "README.md").read_text()
     between = text.partition(readme_table.BEGIN)[2].partition(readme_table.END)[0]
     assert between == readme_table.render()
+
+
+def test_the_table_of_leases_is_the_codes():
+    """`python -c "from services.coordinator.core.market_table import as_markdown; print(as_markdown())"` prints it."""
+    text = (ROOT / "docs" / "memory-market.md").read_text()
+    between = text.partition("<!-- lease table -->\n")[2].partition("<!-- end of lease table -->")[0]
+    assert between == market_table.as_markdown()

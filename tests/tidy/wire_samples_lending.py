@@ -9,6 +9,7 @@ from shared.wire.lending import (
     Grant,
     HistoryEntry,
     LeaseCall,
+    LeaseList,
     LeaseReport,
     LeaseView,
     LendingRefused,
@@ -16,6 +17,7 @@ from shared.wire.lending import (
     MempoolReport,
     MempoolView,
     Offer,
+    OfferList,
     OfferMemory,
     OfferReport,
     OfferView,
@@ -163,6 +165,8 @@ LENDING_SAMPLES: dict[str, Any] = {
         reclaims=[RECLAIM_VIEW],
         history=[HistoryEntry(event="lease_granted", subject=LEASE, detail="decode-0", age_ms=15)],
     ),
+    "offers": OfferList(offers=[OFFER_VIEW]),
+    "leases": LeaseList(leases=[LEASE_VIEW]),
     "placement": Placement(pairs=[Pair(consumer=C, producer=P)]),
     "refused": LendingRefused(
         code="offers.exhausted", message="m", retry_after_ms=250, largest_bytes=1 << 20, leader="127.0.0.1:1"

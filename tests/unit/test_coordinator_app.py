@@ -4,8 +4,9 @@ import httpx
 import msgspec
 import pytest
 
-from services.coordinator.app import MAX_BODY_BYTES, create_app
+from services.coordinator.app import create_app
 from services.coordinator.config import CoordinatorSettings, load
+from services.coordinator.replies import MAX_BODY_BYTES
 from services.coordinator.shell import Coordinator
 from shared.errors import SettingsError
 from shared.transport.clock import ManualClock

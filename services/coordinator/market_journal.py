@@ -1,0 +1,185 @@
+"""Leadership and the market's journal in Redis. Whatever writes says who it is, and a leader of the past
+writes nothing.
+
+quire:coordinator:leader    hash: owner, boot, url, term; expires with the leader's lease
+quire:coordinator:term      the last term given; terms are at least the wall clock's microseconds, so they
+grow without it quire:coordinator:market    hash: field of core/market_records.py -> MarketEntry as JSON
+quire:coordinator:history   list of [event, subject, detail] as JSON, the newest last
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from services.coordinator.core.market_records import MarketEntry
+from shared.errors import ClusterError, PeerGone
+from shared.observe.log import get_logger
+from shared.observe.metrics import counter
+from shared.transport.redis_link import RedisLink, RedisRefused, Script
+
+DEADLINE_MS = 1_000
+MAX_HISTORY = 200
+MAX_FIELDS_PER_WRITE = 500
+
+_log = get_logger("coordinator")
+_failures = counter("quire_coordinator_market_journal_failures_total", "Market journal calls that failed.")
+
+_CLAIM = Script("""
+local leader = redis.call('HMGET', 'quire:coordinator:leader', 'owner', 'boot', 'term', 'url')
+if leader[1] and leader[1] ~= ARGV[1] then return {'0', leader[4]} end
+local last = tonumber(redis.call('GET', 'quire:coordinator:term') or '0')
+local term = tonumber(leader[3] or '0')
+if leader[2] ~= ARGV[2] or term < tonumber(ARGV[6]) then
+  term = math.max(last + 1, tonumber(ARGV[5]), tonumber(ARGV[6]))
+  local words = string.format('%.0f', term)
+  redis.call('SET', 'quire:coordinator:term', words)
+  redis.call('HSET', 'quire:coordinator:leader', 'owner', ARGV[1], 'boot', ARGV[2], 'url', ARGV[3], 'term', words)
+end
+redis.call('PEXPIRE', 'quire:coordinator:leader', ARGV[4])
+return {string.format('%.0f', term), ''}
+""")
+_IS_LEADER = """
+local leader = redis.call('HMGET', 'quire:coordinator:leader', 'owner', 'boot')
+if leader[1] ~= ARGV[1] or leader[2] ~= ARGV[2] then return 0 end
+"""
+_WRITE = Script(
+    _IS_LEADER
+    + """
+local next = 4
+for i = 1, tonumber(ARGV[3]) do
+  if ARGV[next + 1] == '' then redis.call('HDEL', 'quire:coordinator:market', ARGV[next])
+  else redis.call('HSET', 'quire:coordinator:market', ARGV[next], ARGV[next + 1]) end
+  next = next + 2
+end
+for i = next + 1, #ARGV do redis.call('RPUSH', 'quire:coordinator:history', ARGV[i]) end
+redis.call('LTRIM', 'quire:coordinator:history', -tonumber(ARGV[next]), -1)
+return 1
+"""
+)
+_RESIGN = Script(_IS_LEADER + "return redis.call('DEL', 'quire:coordinator:leader')")
+
+Event = tuple[str, str, str]
+
+
+class NotLeading(PeerGone):
+    """Another coordinator leads, or the leader's lease lapsed."""
+
+    code = "market.standby"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """`term` 0: another one leads, at leader_url."""
+
+    term: int
+    leader_url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What an earlier leader wrote."""
+
+    entries: list[MarketEntry]
+    history: list[Event]
+    knows_mempools: bool
+
+
+class MarketJournal:
+    """One process's connection. Every call has a deadline and raises ClusterError's PeerError on failure.
+
+    Args: owner: stays the same when the same process is started again, so that it need not wait for its own
+    lease; boot: differs then; url: where this coordinator is reached.
+    """
+
+    def __init__(self, redis_url: str, *, owner: str, boot: str, url: str, on_up: Callable[[], None]) -> None:
+        self._who = (owner, boot)
+        self._url = url
+        self._link = RedisLink(redis_url, on_up=on_up)
+        self._pending: dict[str, bytes] = {}  # b"": remove
+        self._events: list[bytes] = []
+        self._writing = asyncio.Lock()
+
+    @property
+    def up(self) -> bool:
+        """Whether Redis is connected."""
+        return self._link.up
+
+    def open(self) -> None:
+        """Start connecting."""
+        self._link.open()
+
+    async def close(self, *, resign: bool) -> None:
+        """Stop; `resign` lets a standby take over at once."""
+        if resign and self._link.up:
+            try:
+                await self._link.run(_RESIGN, *self._who, timeout_ms=DEADLINE_MS)
+            except ClusterError as error:
+                _log.warning("resign_failed", error=error.message)
+        await self._link.close()
+
+    async def fsync_policy(self) -> str:
+        """ "always", "everysec", "no", "off" (no append-only file), or "unknown" (it does not say)."""
+        try:
+            on, policy = [
+                (await self._link.call("CONFIG", "GET", name, timeout_ms=DEADLINE_MS))[1].decode()
+                for name in ("appendonly", "appendfsync")
+            ]
+        except (RedisRefused, IndexError):
+            return "unknown"
+        return policy if on == "yes" else "off"
+
+    async def claim(self, lease_ms: int, *, above_term: int) -> Claim:
+        """Begin to lead, or go on. above_term: terms up to this one are other leaders'."""
+        words = (*self._who, self._url, lease_ms, time.time_ns() // 1_000, above_term + 1)
+        term, url = await self._link.run(_CLAIM, *words, timeout_ms=DEADLINE_MS)
+        return Claim(int(term), url.decode())
+
+    async def read(self) -> Stored:
+        """Everything."""
+        fields = await self._link.call("HGETALL", "quire:coordinator:market", timeout_ms=DEADLINE_MS)
+        lines = await self._link.call("LRANGE", "quire:coordinator:history", 0, -1, timeout_ms=DEADLINE_MS)
+        entries = []
+        for raw in fields[1::2]:
+            try:
+                entries.append(msgspec.json.decode(raw, type=MarketEntry))
+            except msgspec.MsgspecError as error:
+                _log.warning("market_entry_bad", error=str(error))
+        knows = any(name.startswith(b"mempool:") for name in fields[::2])
+        return Stored(entries, [msgspec.json.decode(line, type=Event) for line in lines], knows)
+
+    def note(self, fields: Mapping[str, MarketEntry | None], events: list[Event]) -> None:
+        """To be written by the next flush(). Never waits."""
+        for name, entry in fields.items():
+            self._pending[name] = msgspec.json.encode(entry) if entry is not None else b""
+        self._events = (self._events + [msgspec.json.encode(event) for event in events])[-MAX_HISTORY:]
+
+    def forget(self) -> None:
+        """Drop what is not written: another one leads."""
+        self._pending, self._events = {}, []
+
+    async def flush(self) -> None:
+        """Returns when everything noted so far is stored (with appendfsync always: on disk).
+
+        Raises: NotLeading; PeerError. What was noted stays noted.
+        """
+        async with self._writing:
+            while self._pending or self._events:
+                fields = dict(list(self._pending.items())[:MAX_FIELDS_PER_WRITE])
+                events = list(self._events)
+                words = [word for pair in fields.items() for word in pair]
+                try:
+                    stored = await self._link.run(
+                        _WRITE, *self._who, len(fields), *words, MAX_HISTORY, *events, timeout_ms=DEADLINE_MS
+                    )
+                except ClusterError:
+                    _failures.inc()
+                    raise
+                if not stored:
+                    raise NotLeading("the journal has another leader")
+                for name, raw in fields.items():
+                    if self._pending.get(name) is raw:  # else a newer one came meanwhile
+                        del self._pending[name]
+                del self._events[: len(events)]

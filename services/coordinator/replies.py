@@ -1,0 +1,72 @@
+"""What every route shares: bodies in, JSON out, one shape of refusal, a line in the OpenAPI page."""
+
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+
+from shared.errors import BodyTooLarge, InvalidRequest
+
+MAX_BODY_BYTES = 64 << 10
+JSON = "application/json"
+
+T = TypeVar("T")
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Every refusal. `code` is a stable code of shared/errors.py, or names the HTTP status."""
+
+    code: str
+    message: str
+
+
+async def read_body(request: Request, kind: type[T], *, max_bytes: int = MAX_BODY_BYTES) -> T:
+    """Raises: BodyTooLarge, InvalidRequest."""
+    raw = bytearray()
+    async for piece in request.stream():
+        raw += piece
+        if len(raw) > max_bytes:
+            raise BodyTooLarge(f"the body exceeds {max_bytes} bytes")
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(str(error)) from error
+
+
+def json_reply(value: Any, status: int = 200) -> Response:
+    """A struct as JSON."""
+    return Response(msgspec.json.encode(value), status, media_type=JSON)
+
+
+def error_reply(status: int, code: str, message: str) -> Response:
+    """A refusal."""
+    return json_reply(ErrorBody(code=code, message=message), status)
+
+
+def documented(
+    summary: str, reply: Any, body: Any = None, *errors: int, keyed: bool = False
+) -> dict[str, Any]:
+    """Arguments of a route's decorator. reply None: 204; keyed: takes an Idempotency-Key."""
+
+    def content(kind: Any) -> dict[str, Any]:
+        return {JSON: {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+
+    responses: dict[int, Any] = {
+        code: {"description": "Refused", "content": content(ErrorBody)} for code in errors
+    }
+    if reply is None:
+        responses[204] = {"description": "Done"}
+    else:
+        responses[200] = {"description": "Done", "content": content(reply)}
+    out: dict[str, Any] = {"summary": summary, "responses": responses, "response_class": Response}
+    if reply is None:
+        out["status_code"] = 204
+    extra: dict[str, Any] = {}
+    if body is not None:
+        extra["requestBody"] = {"required": True, "content": content(body)}
+    if keyed:
+        header = {"name": "Idempotency-Key", "in": "header", "schema": {"type": "string", "maxLength": 128}}
+        extra["parameters"] = [header]
+    if extra:
+        out["openapi_extra"] = extra
+    return out

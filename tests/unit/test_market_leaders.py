@@ -1,0 +1,158 @@
+"""What survives a new leader of the memory market, with and without its journal: keys, leases, fences."""
+
+import pytest
+from msgspec.structs import replace
+
+from services.coordinator.core.market import Market
+from shared.ids import Epoch
+from shared.wire.lending import Grant, ReclaimOrder
+from tests.support.market_world import GIB, LIMITS
+from tests.unit.market_calls import ask, borrow, code, lease_of, led_world, offer, reclaim, the_offer
+
+
+@pytest.fixture
+def world():
+    return led_world()
+
+
+# --- keys
+
+
+def test_one_key_brings_one_grant_and_a_changed_wish_is_refused(world):
+    grant = ask(world, key="k")
+    assert ask(world, key="k") == grant
+    assert len(world.a.book.leases) == 1
+    assert code(ask(world, key="k", gib=0.5)) == "idempotency.mismatch"
+    assert ask(world, key="k", consumer="c1") != grant, "keys belong to who asks"
+    world.m0.present(grant, world.now_ms)
+    world.settle("a", 1)
+    assert ask(world, key="k") == grant
+    world.m0.give_back(grant.lease_id)
+    world.settle("a", 1)
+    assert code(ask(world, key="k")) == "lease.ended"
+
+
+def test_a_key_survives_a_new_leader_with_and_without_the_journal(world):
+    grant = borrow(world, key="k")
+    made = offer(world, key="o").offer
+    world.write("a")
+    for wiped in (False, True):
+        world.crash("a")
+        if wiped:
+            world.store.wipe()
+        world.store.until_ms = 0
+        world.elect("a", lease_ms=10**9)
+        world.a = world.coordinators["a"]
+        world.settle("a")
+        world.pass_ms(LIMITS.report_ttl_ms if wiped else 0)
+        world.settle("a")
+        assert ask(world, key="k").lease_id == grant.lease_id
+        assert offer(world, key="o").offer.offer_id == made.offer_id
+
+
+# --- leaders
+
+
+def test_a_new_leader_grants_nothing_before_every_mempool_it_knows_of_has_its_fence(world):
+    world.write("a")
+    world.store.until_ms = 0
+    world.elect("b", lease_ms=10**9)
+    b = world.coordinators["b"]
+    assert code(ask(world, name="b")) == "market.rebuilding"
+    world.report_to("m0", "b")
+    assert code(ask(world, name="b")) == "market.rebuilding", "its fence was not reported back yet"
+    world.report_to("m0", "b")
+    assert code(ask(world, name="b")) == "market.rebuilding", "m1 is awaited"
+    world.pass_ms(LIMITS.report_ttl_ms)
+    world.report_to("m0", "b")
+    assert b.why_not(world.now_ms) == "", "m1 was silent for its time to live"
+    assert isinstance(ask(world, name="b"), Grant)
+
+
+def test_without_a_journal_a_new_leader_waits_for_mempools_that_it_cannot_know_of(world):
+    world.store.wipe()
+    world.crash("b")
+    world.elect("b", lease_ms=10**9)
+    assert code(ask(world, name="b")) == "market.rebuilding"
+    world.settle("b")
+    assert code(ask(world, name="b")) == "market.rebuilding"
+    world.pass_ms(LIMITS.report_ttl_ms)
+    world.settle("b")
+    assert isinstance(ask(world, name="b"), Grant)
+
+
+def test_a_woken_leaders_grants_are_refused_by_their_term(world):
+    before = ask(world)
+    world.write("a")
+    world.store.until_ms = 0
+    world.elect("b", lease_ms=10**9)
+    world.settle("b")
+    after = ask(world)  # it does not know yet
+    assert isinstance(after, Grant)
+    for grant in (before, after):
+        assert not world.m0.present(grant, world.now_ms)
+    assert code(world.report_to("m0", "a")) == "market.standby"
+    assert code(ask(world)) == "market.standby", "the mempool's fence told it"
+    taken = ask(world, name="b", gib=4)
+    assert world.m0.present(taken, world.now_ms)
+
+
+def test_leases_are_found_again_after_everything_was_lost(world):
+    grant = borrow(world, gib=3)
+    world.store.wipe()
+    world.crash("a")
+    world.elect("a", lease_ms=10**9)
+    world.a = world.coordinators["a"]
+    world.settle("a")
+    world.pass_ms(LIMITS.report_ttl_ms)
+    world.settle("a")
+    found = lease_of(world, grant)
+    assert (found.state, found.held_bytes, found.producer) == ("held", 3 * GIB, "p0")
+    assert code(ask(world, gib=2)) == "offers.exhausted"
+    assert isinstance(ask(world, gib=1), Grant)
+
+
+def test_a_delayed_report_changes_nothing(world):
+    late = world.m0.report(world.now_ms)
+    grant = borrow(world)
+    world.a.report(world.m0.name, late, now_ms=world.now_ms)
+    assert lease_of(world, grant).state == "held"
+    older = replace(late, boot_generation=Epoch(world.m0.boot - 1), seq=999)
+    assert code(world.a.report(world.m0.name, older, now_ms=world.now_ms)) == "epoch.stale"
+
+
+def test_grants_for_an_earlier_boot_of_the_mempool_are_dead(world):
+    grant = ask(world, gib=4)
+    world.m0.restart(keeps=True)
+    world.settle("a")
+    assert lease_of(world, grant).state == "ended"
+    assert ask(world, gib=4).boot_generation == world.m0.boot
+
+
+def test_a_mempool_that_is_gone_for_long_is_forgotten_and_believed_when_it_is_back(world):
+    limits = replace_limits(forget_after_ms=2_000)
+    world.a.limits = world.a.book.limits = limits
+    grant = borrow(world)
+    world.pass_ms(2_000)
+    assert lease_of(world, grant).state == "ended"
+    assert the_offer(world).closed
+    world.settle("a")
+    assert lease_of(world, grant).state == "held"
+    assert the_offer(world).state == "open"
+
+
+def replace_limits(**more):
+    fields = {name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__}
+    return type(LIMITS)(**{**fields, **more})
+
+
+def test_nothing_is_granted_while_intentions_cannot_be_stored(world):
+    world.a.journal_trouble = "journal.down"
+    assert code(ask(world)) == "journal.down"
+    assert code(offer(world)) == "journal.down"
+    assert isinstance(reclaim(world, the_offer(world).offer.offer_id), ReclaimOrder)
+
+
+def test_who_never_led_answers_that_it_stands_by():
+    idle = Market(LIMITS)
+    assert idle.view(now_ms=0).why_not == "market.standby"
