@@ -2,8 +2,8 @@
 
     make measure NAME=simulated-profile      writes results/simulated-profile.json; some two minutes on one core
 
-An H200 has measured costs (results/cost-model.json), an H100 and an A100 those of their data sheets. The consumer is
-the H200's model with KV memory for 1.3 times what it holds at its stable rate. Same seed, same figures.
+An H200 has measured costs (results/cost-model.json), an H100 and an A100 those of their data sheets. `tight` cases have
+KV memory for 1.3 times what the case before them holds at its stable rate. Same seed, same figures.
 """
 
 import argparse
@@ -16,38 +16,44 @@ from typing import Any
 
 import msgspec
 
-from loadtest.profiler.core.profile import Profile, Settings, Slo
+from loadtest.profiler.core.profile import BURSTS, CHUNK_TOKENS, Profile, Settings, Slo
 from loadtest.profiler.core.search import SearchLimits
 from loadtest.profiler.requests import SHAREGPT, of_workload
 from loadtest.profiler.runner import Profiler
 from loadtest.profiler.simulated import SimulatedRunner, machine_of
 from loadtest.registry import RESULTS, ROOT
 from loadtest.results import Metrics, Samples, write_result
+from loadtest.simulator.hardware import MODELS
+from loadtest.simulator.prices import kv_bytes_per_token
 
 NAME = "simulated-profile"
 CLAIM = (
-    "The profiler finds, for an 8B model in the simulator, a rate that is kept and whose next step is not; the model "
-    "lends more than 10 GB on an H200, and with memory for 1.3 times its stable rate's it needs swap space in bursts."
+    "Simulated, an 8B model that keeps the SLO on an H200 lends more than 10 GB. With KV memory for 1.3 times its "
+    "stable rate's, bursts need swap space where a step takes 8,192 tokens, and none where it takes 512: there it is "
+    "the chunk that bounds them."
 )
 CONTEXT_TOKENS = 8_192
-HEADROOM = 1.3  # of the consumer's memory
+HEADROOM = 1.3  # of the tight cases' memory
 MODEL = "llama-8b"
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """ttft_share: of the requests that must keep 1 s; the paper names none."""
+    """ttft_share: of the requests that must keep 1 s; the paper names none. chunk_tokens: of a step."""
 
     name: str
     gpu: str
     ttft_share: float = 0.9
+    chunk_tokens: int = CHUNK_TOKENS
     bursts: tuple[float, ...] = ()
-    is_consumer: bool = False
+    is_tight: bool = False
 
 
 CASES = (
     Case("h200", "h200"),
-    Case("h200_consumer", "h200", bursts=(2.0, 3.0, 5.0), is_consumer=True),
+    Case("h200_tight", "h200", bursts=BURSTS, is_tight=True),
+    Case("h200_chunk8192", "h200", chunk_tokens=8_192),
+    Case("h200_chunk8192_tight", "h200", chunk_tokens=8_192, bursts=BURSTS, is_tight=True),
     Case("h100", "h100"),
     Case("h100_median", "h100", ttft_share=0.5),
     Case("a100", "a100"),
@@ -74,6 +80,7 @@ def profile_of(case: Case, options: argparse.Namespace, memory_tokens: int) -> P
     settings = Settings(
         slo=Slo(ttft_share=case.ttft_share),
         bursts=case.bursts,
+        chunk_tokens=case.chunk_tokens,
         burst_s=options.burst_s,
         seconds=options.seconds,
         least_requests=options.requests,
@@ -97,13 +104,11 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """All cases."""
     samples: list[dict[str, Any]] = []
     tokens = 0
-    for case in CASES[:2] if options.quick else CASES:
+    for case in CASES[2:4] if options.quick else CASES:
         begin = time.monotonic()
-        memory = round(tokens * HEADROOM) if case.is_consumer else 0
+        memory = round(tokens * HEADROOM) if case.is_tight else 0
         found = profile_of(case, options, memory)
-        if case.name == "h200":
-            per_token = found.pool_bytes / machine_of(case.gpu, MODEL, 1, chunk_tokens=512).memory_tokens
-            tokens = round(found.peak_kv_bytes / per_token)
+        tokens = round(found.peak_kv_bytes / kv_bytes_per_token(MODELS[MODEL]))
         row = {
             key: value
             for key, value in msgspec.to_builtins(found).items()
@@ -128,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--requests", type=int, default=150, help="of a run, at least")
     parser.add_argument("--burst-s", type=float, default=60.0)
     parser.add_argument("--max-rate", type=float, default=64.0)
-    parser.add_argument("--quick", action="store_true", help="the first two cases")
+    parser.add_argument("--quick", action="store_true", help="two cases alone")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     samples = measure(options)
@@ -138,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
         claim=CLAIM,
         command="python -m loadtest.bench_profile " + " ".join(argv),
         settings={"model": MODEL, "seed": options.seed, "context_tokens": CONTEXT_TOKENS, "seconds": options.seconds,
-                  "least_requests": options.requests, "consumer_headroom": HEADROOM},
+                  "least_requests": options.requests, "tight_headroom": HEADROOM},
         metrics=metrics,
         samples=samples,
         folder=options.out,

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from loadtest.profiler.runner import Runner, Told
 
 WORKERS = ("prefill-", "decode-", "colocated-")
-GB = 1e9
 BIG = ("runs", "series")  # of the file; `--json` leaves them out
 
 Url = Annotated[str, typer.Option(help="Gateway of a cluster that runs elsewhere. Default: the running one.")]
@@ -271,28 +270,28 @@ def _show(found: "Profile") -> None:
 
 
 def _rows(found: "Profile") -> list[tuple[str, str]]:
+    from loadtest.profiler.core.profile import size_text
+
     unit = "items/s" if found.batches else "requests/s"
     rate = f"{found.stable_rate_per_s:g} {unit}" if found.stable_rate_per_s else "none"
     rows: list[tuple[str, Any]] = [
         ("model", f"{found.model}, {found.source}"),
         ("stable rate", rate + (f" ({found.reason})" if found.reason else "")),
-        ("memory of a GPU" if found.batches else "KV memory of a GPU", _gb(found.pool_bytes)),
-        ("most in use there", _gb(found.peak_kv_bytes)),
-        ("free there", _gb(found.free_bytes)),
-        *((f"swap need at {factor}x", _gb(count)) for factor, count in found.swap_bytes.items()),
+        ("memory of a GPU" if found.batches else "KV memory of a GPU", size_text(found.pool_bytes)),
+        ("most in use there", size_text(found.peak_kv_bytes)),
+        ("free there", size_text(found.free_bytes)),
+        *((f"swap need at {factor}x", size_text(count)) for factor, count in found.swap_bytes.items()),
         ("role", _role(found)),
     ]
     return rows
 
 
 def _role(found: "Profile") -> str:
+    from loadtest.profiler.core.profile import size_text
+
     words = {
-        "producer": f"producer: lends {_gb(found.bytes_per_gpu)}",
-        "consumer": f"consumer: needs {_gb(-found.bytes_per_gpu)} of swap space",
+        "producer": f"producer: lends {size_text(found.bytes_per_gpu)} a GPU",
+        "consumer": f"consumer: needs {size_text(-found.bytes_per_gpu)} of swap space a GPU",
         "neutral": "neutral: lends nothing and needs nothing",
     }
-    return f"{words[found.role]} a GPU"
-
-
-def _gb(count: int) -> str:
-    return f"{count / GB:.2f} GB"
+    return words[found.role]

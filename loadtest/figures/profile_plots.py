@@ -52,7 +52,7 @@ def memory_by_rate(profile: Profile) -> Figure:
         axes[place].scatter([x for x, _ in points], [y for _, y in points], c=[c for _, c in answered], s=14)
         axes[place].axhline(slo[key], color=INK, linestyle=":", linewidth=1)
         share = slo["ttft_share" if key == "ttft_ms" else "tbt_share"]
-        axes[place].set(ylabel=f"P{100 * share:g} of {key[:4].upper()}, ms", yscale="log")
+        axes[place].set(ylabel=f"P{100 * share:g} of {key.removesuffix('_ms').upper()}, ms", yscale="log")
     for one in axes:
         one.axvline(profile["stable_rate_per_s"], color=PALE, linewidth=1)
         one.set_xlabel("requests/s")

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from loadtest.profiler.core.profile import Profile, Settings, label
+from loadtest.profiler.core.profile import Profile, Settings, label, size_text
 from loadtest.profiler.core.sweep import BatchPoint, BatchSweep, SweepLimits
 from loadtest.profiler.runner import Told
 from shared.engine.device_memory import DeviceMemory, open_device
@@ -95,8 +95,8 @@ def sweep_batches(work: Work, memory: DeviceMemory, limits: SweepLimits, tell: T
             continue
         sweep.record(point)
         tell(
-            f"batch {batch}: {point.items_per_s:.2f}/s, {point.used_bytes / 1e9:.2f} GB used, "
-            f"{point.free_bytes / 1e9:.2f} GB free"
+            f"batch {batch}: {point.items_per_s:.2f}/s, {size_text(point.used_bytes)} used, "
+            f"{size_text(point.free_bytes)} free"
         )
     return sweep
 

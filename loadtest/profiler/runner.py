@@ -17,6 +17,7 @@ from loadtest.profiler.core.profile import (
     judge,
     label,
     nearest_rank,
+    size_text,
 )
 from loadtest.profiler.core.search import RateSearch, SearchLimits
 from loadtest.profiler.requests import Lengths
@@ -24,6 +25,7 @@ from loadtest.workloads.request import Request
 
 MAX_SERIES = 400  # requests of a run that are kept for its plot
 FOR_EVER_MS = float("inf")
+NO_RATE = "no rate that was tried keeps the SLO: try a smaller step, looser limits or shorter requests"
 Told = Callable[[str], None]
 
 
@@ -137,7 +139,7 @@ class Profiler:
         verdict = "kept" if measured.kept else "missed"
         self._tell(
             f"{rate_per_s:g}/s: {verdict}; TTFT {measured.ttft_ms:.0f} ms, TBT {measured.tbt_ms:.1f} ms, "
-            f"{measured.peak_kv_bytes / 1e9:.2f} GB of KV, {measured.num_failed} failed"
+            f"{size_text(measured.peak_kv_bytes)} of KV, {measured.num_failed} failed"
         )
         return measured
 
@@ -156,8 +158,8 @@ class Profiler:
             num_failed=measured.num_failed,
         )
         self._tell(
-            f"{factor:g}x for {settings.burst_s:g} s: TTFT {burst.ttft_ms:.0f} ms, {burst.demand_bytes / 1e9:.2f} GB "
-            f"if nobody waited, {burst.swap_bytes / 1e9:.2f} GB more than there is"
+            f"{factor:g}x for {settings.burst_s:g} s: TTFT {burst.ttft_ms:.0f} ms, {size_text(burst.demand_bytes)} "
+            f"if nobody waited, {size_text(burst.swap_bytes)} more than there is"
         )
         return burst
 
@@ -181,7 +183,7 @@ class Profiler:
             free_bytes=free,
             swap_bytes=swap,
             settled=settled,
-            reason=reason if rate_per_s else reason or "no rate that was tried keeps the SLO",
+            reason=reason or ("" if rate_per_s else NO_RATE),
             source=runner.words,
             calibrated=runner.is_calibrated,
             settings=msgspec.to_builtins(settings),

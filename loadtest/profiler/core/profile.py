@@ -165,6 +165,11 @@ def factor_name(factor: float) -> str:
     return f"{factor:g}"
 
 
+def size_text(count: int) -> str:
+    """31.80 GB, 12.20 MB: for people, in the decimal units of data sheets."""
+    return f"{count / GB:.2f} GB" if not 0 < abs(count) < GB // 10 else f"{count * 1000 / GB:.2f} MB"
+
+
 def encode(profile: Profile) -> bytes:
     """The file: indented JSON, one line a run or request."""
     head = msgspec.to_builtins(profile)
