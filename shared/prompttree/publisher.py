@@ -76,6 +76,7 @@ class PromptTreePublisher:
         self._on_stale = on_stale
         self._tag = ""
         self._num_beats = 0
+        self._is_telling = False  # a batch is on its way
         self._asks_again = False  # although it was covered
         self._held_blocks = _held_blocks.labels(owner)
         self._ignored = _ignored.labels(owner)
@@ -86,7 +87,8 @@ class PromptTreePublisher:
     @property
     def in_sync(self) -> bool:
         """Whether Redis has been told everything."""
-        return self._link.up and (self.covered or (self.held.claimed and self.held.num_pending == 0))
+        is_told = self.held.claimed and self.held.num_pending == 0 and not self._is_telling
+        return self._link.up and (self.covered or is_told)
 
     def open(self) -> None:
         """Start connecting and publishing. Never waits."""
@@ -179,7 +181,11 @@ class PromptTreePublisher:
             if not await self._claim():
                 return
         while (batch := self.held.next_batch()) is not None:
-            verdict = await self._call(WRITE, self._tag, batch.stored, batch.removed)
+            self._is_telling = True
+            try:
+                verdict = await self._call(WRITE, self._tag, batch.stored, batch.removed)
+            finally:
+                self._is_telling = False
             if verdict != b"ok":
                 self._end_publication(verdict)
                 return
