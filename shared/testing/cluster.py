@@ -20,9 +20,9 @@ from types import TracebackType
 from typing import Literal
 
 from shared.prompttree.embedded import find_redis_server
-from shared.testing.processes import POLL_S, ProcessFailed, ServiceProcess, free_ports
+from shared.testing.processes import POLL_S, STOP_TIMEOUT_S, ProcessFailed, ServiceProcess, free_ports
 
-ENGINE_READY_TIMEOUT_S = {"mock": 20.0, "vllm": 240.0}
+ENGINE_READY_TIMEOUT_S = {"mock": 120.0, "vllm": 400.0}
 SERVICES = ("redis", "coordinator", "scheduler", "mempool")
 
 
@@ -183,7 +183,7 @@ class Cluster:
 
         def answers() -> bool:
             try:
-                with socket.create_connection(("127.0.0.1", self._ports["redis"]), timeout=0.5) as link:
+                with socket.create_connection(("127.0.0.1", self._ports["redis"]), timeout=5) as link:
                     link.sendall(b"PING\r\n")
                     return link.recv(64).startswith(b"+PONG")
             except OSError:
@@ -197,7 +197,7 @@ class Cluster:
         for process in reversed(self.processes.values()):
             if process.running:
                 process.process.terminate()  # pyright: ignore[reportOptionalMemberAccess]  it runs
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + STOP_TIMEOUT_S
         for process in reversed(self.processes.values()):
             if process.process is None:
                 continue

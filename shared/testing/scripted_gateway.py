@@ -95,14 +95,14 @@ class ScriptedGateway:
         """Say it once."""
         self.link.send(Alive())
 
-    async def end_of(self, request_id: str, timeout_s: float = 10.0) -> Terminal:
+    async def end_of(self, request_id: str, timeout_s: float = 30.0) -> Terminal:
         """The request's terminal message."""
         async with asyncio.timeout(timeout_s):
             while request_id not in self.ends:
                 await self._next()
         return self.ends[request_id]
 
-    async def has_tokens(self, request_id: str, count: int = 1, timeout_s: float = 10.0) -> None:
+    async def has_tokens(self, request_id: str, count: int = 1, timeout_s: float = 30.0) -> None:
         """Until choice 0 has at least `count` tokens."""
         async with asyncio.timeout(timeout_s):
             while len(self.tokens.get((request_id, 0), ())) < count:

@@ -98,7 +98,7 @@ def refuses(action) -> bool:
     return False
 
 
-def until(condition, seconds=5.0):
+def until(condition, seconds=30.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"

@@ -77,7 +77,7 @@ async def running(model_dir: Path, **changes):
     task = asyncio.create_task(server.serve(sockets=[listener]))
     await until(lambda: server.started and gateway.readiness()[0] and len(gateway.cluster.workers_up) == 2)
     base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    async with httpx.AsyncClient(base_url=base_url, timeout=10.0, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=base_url, timeout=30.0, trust_env=False) as client:
         yield Rig(gateway, base_url, coordinator, scheduler, workers, client)
     server.should_exit = True
     await task

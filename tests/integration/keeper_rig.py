@@ -46,7 +46,7 @@ class KeeperProcess:
                 stderr=log,
                 cwd=ROOT,
             )
-        until(lambda: "keeper_listening" in self.log.read_text(), "the keeper listens", 20)
+        until(lambda: "keeper_listening" in self.log.read_text(), "the keeper listens", 60)
 
     def client(self, generation: int, **more) -> KeeperClient:
         client = KeeperClient(self.socket, Epoch(generation), **more)
@@ -80,8 +80,12 @@ class RawPeer:
 
     def __init__(self, path: Path) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(5)
-        self.sock.connect(str(path))
+        self.sock.settimeout(30)
+        try:
+            self.sock.connect(str(path))
+        except OSError:
+            self.sock.close()
+            raise
 
     def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))] if fds else []

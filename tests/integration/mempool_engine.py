@@ -17,7 +17,7 @@ class Engine:
         self.socket = socket
         self.attachment = EngineAttachment(socket, InstanceId(instance), DESCRIPTION, quota)
         self.links = []
-        assert self.attachment.wait_connected(10)
+        assert self.attachment.wait_connected(30)
 
     def take(self, count: int) -> list[tuple[PageId, Epoch]]:
         pages = []

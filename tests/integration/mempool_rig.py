@@ -35,7 +35,7 @@ def content(block_hash: bytes) -> bytes:
     return (block_hash * (BLOCK_BYTES // 32 + 1))[:BLOCK_BYTES]
 
 
-def until(condition, what: str, timeout_s: float = 5.0) -> float:
+def until(condition, what: str, timeout_s: float = 30.0) -> float:
     """Seconds until the condition held."""
     started = time.monotonic()
     while not condition():
@@ -75,7 +75,7 @@ class MempoolProcess:
                 cwd=ROOT,
                 env=self._env,
             )
-        until(lambda: self._event("settings") or self.process.poll() is not None, "mempool starts", 20)
+        until(lambda: self._event("settings") or self.process.poll() is not None, "mempool starts", 60)
         assert self.process.poll() is None, self._log.read_text()
         self.admin = self._event("settings")["admin"]
 
@@ -94,7 +94,7 @@ class MempoolProcess:
         return {name: count for name, count in self.status()["pages_by_state"].items() if count}
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://{self.admin}{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{self.admin}{path}", timeout=30) as answer:
             return answer.read().decode()
 
     def kill(self) -> None:
@@ -103,7 +103,7 @@ class MempoolProcess:
 
     def terminate(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=5)
+        return self.process.wait(timeout=30)
 
     def stop(self) -> None:
         if self.process.poll() is None:

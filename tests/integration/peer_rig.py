@@ -40,7 +40,7 @@ class Host:
     async def connect(self) -> None:
         self.client = MempoolClient(self.mempool.socket, InstanceId(f"engine-{self.name}"))
         self.client.start()
-        assert await self.client.wait_connected(5_000)
+        assert await self.client.wait_connected(30_000)
 
     async def status(self):
         found = await self.client.status()
@@ -78,7 +78,7 @@ class Pair:
         self.a.engine.do("save", *names)
         self.a.engine.do("ready", handoff, *names)
 
-    async def until_at_rest(self, timeout_s: float = 10.0) -> None:
+    async def until_at_rest(self, timeout_s: float = 30.0) -> None:
         """No lease, no handoff, no page on its way or in doubt, at either end."""
         until_s = time.monotonic() + timeout_s
         while True:

@@ -53,6 +53,6 @@ def test_a_page_in_hand_from_an_earlier_attachment_is_not_taken_anew_before_it_i
         attachment.page_view(page)[:] = content(block_hash)
         attachment.seal([SealEntry(page, epoch, block_hash, SEED, 4)])
         with closing(EngineAttachment(mempool.socket, InstanceId("decode-0"), DESCRIPTION, 0)) as reader:
-            assert reader.wait_connected(5)
+            assert reader.wait_connected(30)
             until(lambda: reader.is_sealed(page, epoch), "the block is sealed")
             assert bytes(reader.page_view(page)) == content(block_hash)

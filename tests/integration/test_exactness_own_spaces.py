@@ -70,7 +70,7 @@ def test_a_prompt_that_another_instance_holds_is_fetched_or_computed_as_told(clu
 def worker_of(cluster, role):
     """(endpoint, epoch)."""
     _, admin = Ports(gateway=cluster.base + 90, base=cluster.base).worker(role, 0)
-    status = httpx.get(f"http://127.0.0.1:{admin}/status", timeout=5).json()
+    status = httpx.get(f"http://127.0.0.1:{admin}/status", timeout=30).json()
     return status["endpoint"], status["epoch"]
 
 

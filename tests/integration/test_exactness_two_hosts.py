@@ -72,7 +72,7 @@ def status_of(pool):
         client = MempoolClient(pool.socket, InstanceId("test"))
         client.start()
         try:
-            assert await client.wait_connected(5_000)
+            assert await client.wait_connected(30_000)
             return await client.status()
         finally:
             await client.close()
@@ -80,7 +80,7 @@ def status_of(pool):
     return asyncio.run(ask())
 
 
-def until_at_rest(pools, timeout_s=15.0):
+def until_at_rest(pools, timeout_s=60.0):
     """No lease, handoff or page on its way at either end; the last states."""
     until_s = time.monotonic() + timeout_s
     while True:

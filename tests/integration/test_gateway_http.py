@@ -130,7 +130,7 @@ async def test_a_stop_string_across_tokens_ends_the_answer_and_the_work(rig):
     body = (await rig.client.post("/v1/chat/completions", json=chat(stop=["n fox j"]))).json()
     assert body["choices"][0]["message"]["content"] == " the quick brow"
     assert body["choices"][0]["finish_reason"] == "stop"
-    await asyncio.wait_for(rig.a.abort_seen.wait(), 1)
+    await asyncio.wait_for(rig.a.abort_seen.wait(), 30)
     events = await stream(rig, "/v1/chat/completions", chat(stop="n fox j"))
     assert text_of(events[:-1]) == " the quick brow"
     assert events[-2]["choices"][0]["finish_reason"] == "stop"
@@ -336,7 +336,7 @@ async def test_a_reader_that_never_reads_is_cut_off_and_its_work_aborted(rig, mo
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         writers.append(writer)
-    await until(lambda: len(rig.a.aborted) == 3, 15)
+    await until(lambda: len(rig.a.aborted) == 3)
     await until(lambda: rig.gateway.admission.num_running == 0)
     for writer in writers:
         writer.close()

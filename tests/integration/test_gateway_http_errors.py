@@ -139,7 +139,7 @@ async def test_too_many_requests_are_shed_with_retry_after(model_dir):
 
 
 async def test_no_instance_is_503_with_retry_after(model_dir):
-    async with running(model_dir, placement_deadline_ms=300, shed_wait_ms=100) as rig:
+    async with running(model_dir, shed_wait_ms=100) as rig:
         rig.scheduler.decide = lambda place: Rejected(
             request_id=place.request_id, attempt=place.attempt, code="overloaded", reason="all full",
             retry_after_ms=2_500,

@@ -248,7 +248,7 @@ def test_a_loop_sees_a_dead_keeper_at_the_descriptor_and_restores(keeper):
     assert poll.poll(0) == []
     keeper.process.kill()
     keeper.process.wait()
-    assert poll.poll(2000)
+    assert poll.poll(30_000)
     keeper.start()
     assert client.restore()
     assert client.list_spaces() == []
@@ -267,13 +267,13 @@ def test_without_a_keeper_every_call_succeeds_and_keeps_nothing():
 def test_sigterm_ends_it_and_removes_its_socket(keeper):
     keeper.client(5)
     keeper.process.send_signal(signal.SIGTERM)
-    assert keeper.process.wait(5) == 0
+    assert keeper.process.wait(30) == 0
     assert not keeper.socket.exists()
 
 
 def test_two_keepers_never_share_a_socket(keeper):
     command = [sys.executable, "-m", "services.mempool.keeper", "--socket", str(keeper.socket)]
-    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert second.returncode == 2
     assert "another process serves" in second.stderr
     assert keeper.client(5).list_spaces() == []

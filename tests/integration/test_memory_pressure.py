@@ -29,7 +29,7 @@ async def press(socket, num_bytes: int, instance: str = "e", *, regain: bool = F
     client = MempoolClient(socket, InstanceId(instance))
     client.start()
     try:
-        assert await client.wait_connected(5_000)
+        assert await client.wait_connected(30_000)
         return await (client.regain_memory(num_bytes) if regain else client.release_memory(num_bytes))
     finally:
         await client.close()

@@ -95,7 +95,7 @@ async def read_all(mempool, worker: Worker, hashes: list[bytes], **options) -> t
     client = MempoolClient(mempool.socket, InstanceId("worker-1"))
     client.start()
     try:
-        assert await client.wait_connected(5000)
+        assert await client.wait_connected(30_000)
         got = await client.acquire(hashes, **options)
         return "".join(worker.read(page)[0] for page in u32_list(got.pages)), got
     finally:
@@ -105,7 +105,7 @@ async def read_all(mempool, worker: Worker, hashes: list[bytes], **options) -> t
 async def test_blocks_on_one_gpu_are_copied_to_a_reader_on_the_other(pool):
     mempool, _, (first, second) = pool
     first.write("abc", ABC)
-    text, _ = await read_all(mempool, second, ABC, timeout_ms=10_000)
+    text, _ = await read_all(mempool, second, ABC, timeout_ms=30_000)
     assert text == "abc"
     assert mempool.status()["counters"]["blocks_pulled"] == 3
     assert set(mempool.status()["copies"]["paths"]) == {"imported"}
@@ -114,7 +114,7 @@ async def test_blocks_on_one_gpu_are_copied_to_a_reader_on_the_other(pool):
 async def test_a_successor_adopts_the_pages_of_both_gpus_and_copies_between_them(pool):
     mempool, keeper, (first, second) = pool
     first.write("abc", ABC)
-    text, got = await read_all(mempool, second, ABC[:1], until_release=True, timeout_ms=10_000)
+    text, got = await read_all(mempool, second, ABC[:1], until_release=True, timeout_ms=30_000)
     assert text == "a"
     mempool.process.kill()
     mempool.process.wait()
@@ -127,7 +127,7 @@ async def test_a_successor_adopts_the_pages_of_both_gpus_and_copies_between_them
     assert [space["devices"] for space in status["spaces"]] == [[GPUS[0]], [GPUS[1]]]
     assert status["counters"]["pages_inherited"] == 4
     assert first.read(first.sealed[0].page) == "a" * PAGE
-    text, again = await read_all(mempool, second, ABC, timeout_ms=10_000)
+    text, again = await read_all(mempool, second, ABC, timeout_ms=30_000)
     assert text == "abc"
     assert u32_list(again.pages)[0] == u32_list(got.pages)[0]
     assert mempool.status()["counters"]["blocks_pulled"] == 2

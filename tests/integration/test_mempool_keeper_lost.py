@@ -35,7 +35,7 @@ def keep_me(kept: Kept) -> None:
 
 
 async def restored(kept: Kept, times: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while kept.client.num_reconnects < times or not kept.client.connected:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 

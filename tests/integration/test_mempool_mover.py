@@ -51,7 +51,7 @@ class Rig:
         self.mover.copy(copy_id, target, targets, parts, timeout_ms, future.set_result)
         return future
 
-    def close(self, timeout_s=5.0):
+    def close(self, timeout_s=30.0):
         idle = self.mover.close(timeout_s)
         for memory in self.memories.values():
             memory.close()
@@ -87,7 +87,7 @@ async def test_pages_of_two_spaces_arrive_on_every_rank_and_nothing_else_changes
     assert it.mover.status()["paths"]["shm"]["copies"] == 1
 
 
-async def until(condition, timeout_s=10.0):
+async def until(condition, timeout_s=30.0):
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  the condition is another thread's state
             await asyncio.sleep(0.002)
@@ -207,7 +207,7 @@ async def test_spaces_come_while_others_are_copied_and_a_copy_waits_for_its_own(
 
     def slow(number, regions, end):
         if number == 3:
-            mapping.wait(10)
+            mapping.wait(60)
         return real(number, regions, end)
 
     monkeypatch.setattr(it.mover._mapper, "map", slow)

@@ -189,13 +189,13 @@ def test_bounced_sets_larger_than_all_slots_arrive_and_failures_wait_for_what_ru
         return Copies.of(order + np.uint64(source.ctypes.data), order + np.uint64(target.ctypes.data), 700)
 
     first = copier.submit(copies(), Direction.PEER)
-    first.wait(10)
+    first.wait(30)
     assert np.array_equal(target, source)
     target[:] = 0
     gpus.drivers[1].fail_at["copy"] = 3
     with pytest.raises(CopyFailed):
-        copier.submit(copies(), Direction.PEER).wait(10)
-    copier.submit(copies(), Direction.PEER).wait(10)
+        copier.submit(copies(), Direction.PEER).wait(30)
+    copier.submit(copies(), Direction.PEER).wait(30)
     assert np.array_equal(target, source)
     copier.close()
     for engine in engines:

@@ -52,7 +52,7 @@ def layers_there(rig, rank):
     return whole.index(False) if False in whole else LAYERS
 
 
-async def reaches(condition, timeout_s=5.0):
+async def reaches(condition, timeout_s=30.0):
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  the condition is another thread's state
             await asyncio.sleep(0.002)

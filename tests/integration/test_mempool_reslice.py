@@ -92,9 +92,9 @@ async def test_blocks_arrive_cut_over_the_readers_ranks(mempool, source, target)
     client.start()
     try:
         prefill.save(ABC)
-        assert await client.wait_connected(5000)
+        assert await client.wait_connected(30_000)
         assert await client.match(ABC) == 3
-        got = await client.acquire(ABC, timeout_ms=10_000)
+        got = await client.acquire(ABC, timeout_ms=30_000)
         assert got.num_blocks == 3, mempool.status()
         for number, page in enumerate(u32_list(got.pages)):
             np.testing.assert_array_equal(decode.read(page), block(number))
@@ -114,7 +114,7 @@ async def test_another_models_blocks_are_no_family(mempool):
     client.start()
     try:
         prefill.save(ABC)
-        assert await client.wait_connected(5000)
+        assert await client.wait_connected(30_000)
         assert await client.match(ABC) == 0
     finally:
         await client.close()

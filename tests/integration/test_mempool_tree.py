@@ -23,14 +23,14 @@ def mempool(tmp_path, redis):
 
 @pytest.fixture
 async def tree(redis):
-    client = PromptTreeClient(redis.url, deadline_ms=2_000)
+    client = PromptTreeClient(redis.url, deadline_ms=10_000)
     client.open()
-    assert await client.wait_up(5_000)
+    assert await client.wait_up(30_000)
     yield client
     await client.close()
 
 
-async def found_soon(tree, hashes, wanted, within_s=5.0):
+async def found_soon(tree, hashes, wanted, within_s=30.0):
     seen = []
 
     async def as_wanted():
@@ -56,9 +56,9 @@ async def test_blocks_are_found_while_their_engine_lives_after_its_death_and_unt
     assert await tree.lookup(prompt, BLOCK_TOKENS) == [hit]
     client = MempoolClient(mempool.socket, InstanceId("prefill-0"))
     client.start()
-    assert await client.wait_connected(5_000)
+    assert await client.wait_connected(30_000)
     assert await client.delete(prompt[2:]) == 1
-    await found_soon(tree, prompt, [PrefixHit(InstanceId("prefill-0"), 2 * BLOCK_TOKENS, "dram")], 1.0)
+    await found_soon(tree, prompt, [PrefixHit(InstanceId("prefill-0"), 2 * BLOCK_TOKENS, "dram")])
     await client.close()
     assert mempool.terminate() == 0
     await found_soon(tree, prompt, [])
@@ -74,5 +74,5 @@ async def test_a_wiped_redis_learns_again_what_the_spaces_hold(mempool, tree, re
     assert await tree.lookup(prompt, BLOCK_TOKENS) == []
     assert mempool.status()["pages_by_state"]["sealed"] == 2  # nothing waits for Redis
     redis.start()
-    await found_soon(tree, prompt, [hit], 30.0)
+    await found_soon(tree, prompt, [hit], 60.0)
     engine.kill()

@@ -21,7 +21,7 @@ from shared.mempool.keeper_client import KeeperClient
 
 REPO = Path(__file__).resolve().parents[2]
 DUMMY = Path(__file__).with_name("supervised_dummy.py")
-LIMIT_S = 20
+LIMIT_S = 60
 
 
 def free_port() -> int:
@@ -175,7 +175,7 @@ def test_sigkill_of_the_supervisor_leaves_no_orphans(run):
     assert len(pids) == 4
     assert all(alive(pid) for pid in pids)
     run.process.kill()
-    eventually(lambda: not any(alive(pid) for pid in pids), "no orphans", limit_s=5)
+    eventually(lambda: not any(alive(pid) for pid in pids), "no orphans")
 
 
 def guard_of(run):
@@ -195,14 +195,14 @@ def test_the_guard_may_be_killed_and_orphans_still_do_not_stay(run):
     run.call(op="kill", name="a")
     run.wait_new("a", old)
     run.process.kill()
-    eventually(lambda: not any(alive(pid) for pid in run.pids()), "no orphans", limit_s=5)
+    eventually(lambda: not any(alive(pid) for pid in run.pids()), "no orphans")
 
 
 def test_services_die_with_the_supervisor_even_without_the_guard(run):
     run.add("a", "--deaf").start().wait_ready()
     os.kill(guard_of(run), signal.SIGKILL)
     run.process.kill()
-    eventually(lambda: not any(alive(pid) for pid in run.pids()), "no orphans", limit_s=5)
+    eventually(lambda: not any(alive(pid) for pid in run.pids()), "no orphans")
 
 
 def _read(path):
@@ -223,7 +223,7 @@ def test_stop_is_quick_and_ends_dependents_first(run):
     took_s = time.monotonic() - began
     assert 0.5 <= took_s < 3
     assert [name for name, _ in run.lines("stop")] == ["b", "a"]
-    assert run.process.wait(timeout=5) == 0
+    assert run.process.wait(timeout=30) == 0
     assert not any(alive(pid) for pid in run.pids())
     assert not run.paths.control.exists()
     with pytest.raises(PeerGone):
@@ -233,7 +233,7 @@ def test_stop_is_quick_and_ends_dependents_first(run):
 def test_sigterm_of_the_supervisor_is_an_orderly_stop(run):
     run.add("a").start().wait_ready()
     run.process.terminate()
-    assert run.process.wait(timeout=5) == 0
+    assert run.process.wait(timeout=30) == 0
     assert [name for name, _ in run.lines("stop")] == ["a"]
 
 
@@ -248,7 +248,7 @@ def test_a_service_that_cannot_start_is_reported_with_its_last_log_lines(run):
     assert last["name"] == "bad"
     assert last["log_tail"][-1] == "bad: the disk is on fire"
     assert last["log"].endswith("bad.log")
-    assert run.process.wait(timeout=5) == 1
+    assert run.process.wait(timeout=30) == 1
     assert [name for name, _ in run.lines("start")] == ["a", "bad", "bad", "bad"]
 
 
@@ -318,7 +318,7 @@ def test_workers_are_forked_by_the_zygote_and_follow_it(run):
     worker = run.wait_new("w", worker)["pid"]
     assert run.service("engine-zygote")["pid"] != zygote
     run.process.kill()
-    eventually(lambda: not any(alive(pid) for pid in run.pids()), "no orphans", limit_s=5)
+    eventually(lambda: not any(alive(pid) for pid in run.pids()), "no orphans")
 
 
 def test_a_busy_port_is_named_with_its_owner():

@@ -52,7 +52,7 @@ async def test_a_libzmq_dealer_talks_to_our_router(libzmq, tmp_path, where):
         raw.send_multipart(ASK.pack(Ask(number), seq=number, raw=[b"", b"x" * 255, b"y" * 256]))
     raw.send_multipart(ASK.pack(Ask(50), raw=[big]))
     for number in range(51):
-        assert await asyncio.to_thread(raw.poll, 5_000)
+        assert await asyncio.to_thread(raw.poll, 30_000)
         _, answer, extra = ANSWER.unpack(raw.recv_multipart())
         assert answer == Answer(number)
     assert extra == [big]
@@ -73,7 +73,7 @@ async def test_our_dealer_talks_to_a_libzmq_router(libzmq, tmp_path, where):
     await link.connect()
     big = os.urandom(5 << 20)
     link.send(Ask(1), [b"", big])
-    assert await asyncio.to_thread(raw.poll, 5_000)
+    assert await asyncio.to_thread(raw.poll, 30_000)
     identity, *frames = raw.recv_multipart()
     assert ASK.unpack(frames) == (0, Ask(1), [b"", big])
     raw.send_multipart([identity, *ANSWER.pack(Answer(2), raw=[big])])
@@ -83,7 +83,7 @@ async def test_our_dealer_talks_to_a_libzmq_router(libzmq, tmp_path, where):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"HEARTBEAT_IVL": 200, "HEARTBEAT_TIMEOUT": 600, "HEARTBEAT_TTL": 600}]
+    "options", [{}, {"HEARTBEAT_IVL": 200, "HEARTBEAT_TIMEOUT": 1500, "HEARTBEAT_TTL": 1500}]
 )
 async def test_a_quiet_connection_lives_on_heartbeats(libzmq, options):
     raw = libzmq(zmq.ROUTER, **options)
@@ -97,7 +97,7 @@ async def test_a_quiet_connection_lives_on_heartbeats(libzmq, options):
         on_down=lambda: downs.append(1),
     )
     await link.connect()
-    await asyncio.sleep(2.5)
+    await asyncio.sleep(3.5)
     assert link.up
     assert not downs
     link.close()
@@ -111,9 +111,9 @@ async def test_a_peer_that_says_nothing_is_given_up_after_its_greeting_or_before
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(begins_with)
         begin = time.monotonic()
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(30):
             await reader.read()  # PINGs nobody answers, then the end
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 10
         writer.close()
     server.close()
 
@@ -132,7 +132,7 @@ async def test_a_peer_that_breaks_the_protocol_is_cut_off_at_once(bytes_after_gr
     host, port = server.address.removeprefix("tcp://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(zmtp.GREETING + bytes_after_greeting)
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(30):
         await reader.read()
     writer.close()
     server.close()

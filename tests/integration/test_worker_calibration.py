@@ -119,7 +119,7 @@ async def test_no_trouble_fails_the_worker(settings, trouble, monkeypatch, tmp_p
     engine = await started(settings)
     if trouble == "no sizes":
         (tmp_path / "model" / "config.json").write_text("{}")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await calibrate(engine, settings, VOCABULARY) is None
     await engine.close()
 

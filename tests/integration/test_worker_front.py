@@ -78,7 +78,7 @@ async def running(model_dir, pages=None, **settings):
         await rig.engine.close()
 
 
-async def until(condition, timeout_s=2.0):
+async def until(condition, timeout_s=30.0):
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  the condition is another object's state
             await asyncio.sleep(0.005)
@@ -194,7 +194,7 @@ async def test_an_aborted_request_says_nothing_more_and_leaves_the_engine(model_
 async def test_a_request_past_its_deadline_fails_and_leaves_the_engine(model_dir):
     async with running(model_dir, mock_step_ms=5.0) as (rig, gateway):
         gateway.generate("r", [1, 2, 3], max_tokens=4000, deadline_ms=80)
-        end = await gateway.end_of("r", 2.0)
+        end = await gateway.end_of("r")
         assert isinstance(end, Failed)
         assert (end.code, end.retryable) == ("peer.timeout", False)
         assert rig.front.num_inflight == 0

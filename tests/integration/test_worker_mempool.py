@@ -83,7 +83,7 @@ class Side:
             on_invariant_broken=self.died.append,
         )
         endpoint = await self.front.start(context)
-        await self.client.wait_connected(5_000)
+        assert await self.client.wait_connected(30_000)
         await until(lambda: self.engine.pages_connected, "the engine's attachment")
         return endpoint
 

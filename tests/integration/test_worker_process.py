@@ -156,11 +156,11 @@ async def test_abort_stale_epoch_bad_frames_and_deadline(model_dir, tmp_path):
             gateway.generate("late", [3, 4], max_tokens=4000, deadline_ms=100)
             codes = {}
             for request_id in ("stale", "odd", "late"):
-                end = await gateway.end_of(request_id, 3.0)
+                end = await gateway.end_of(request_id)
                 assert isinstance(end, Failed)
                 codes[request_id] = end.code
             assert codes == {"stale": "epoch.stale", "odd": "invalid_request", "late": "peer.timeout"}
-            await until(lambda: worker.status()["num_running"] == 0, "an empty engine", 2.0)
+            await until(lambda: worker.status()["num_running"] == 0, "an empty engine")
             assert "gone" not in gateway.ends
 
 
@@ -189,7 +189,7 @@ async def test_what_does_not_finish_before_the_drain_deadline_fails_retryably(mo
             gateway.generate("r", [1, 2], max_tokens=4000)
             await gateway.has_tokens("r")
             worker.signal(signal.SIGTERM)
-            end = await gateway.end_of("r", 3.0)
+            end = await gateway.end_of("r")
             assert isinstance(end, Failed)
             assert (end.code, end.retryable) == ("peer.gone", True)
             assert await asyncio.to_thread(worker.wait) == 0
@@ -203,7 +203,7 @@ async def test_a_killed_worker_comes_back_under_a_larger_epoch_and_refuses_the_o
             gateway.generate("r", [1, 2], max_tokens=4000)
             await gateway.has_tokens("r")
             await asyncio.to_thread(worker.kill)
-            await until(lambda: not gateway.link.up, "the loss of the link", 2.0)
+            await until(lambda: not gateway.link.up, "the loss of the link")
         async with here.gateway_to(worker) as gateway:
             assert gateway.epoch > old
             gateway.generate("s", [1, 2], epoch=old)

@@ -9,7 +9,7 @@ from shared.mempool.api import MemPoolApi
 from tests.support.local_cluster import LocalCluster
 
 MANY = 1_000  # more than a test's space has
-EMPTY_TIMEOUT_S = 10
+EMPTY_TIMEOUT_S = 60
 DRAM_BYTES = 512 << 20
 BLOCK_TOKENS = 32
 

@@ -48,7 +48,7 @@ def register(name="prefill-0", role="prefill", **more):
     return Register(instance=name, role=role, **fields)
 
 
-async def until(condition, timeout_s=20.0):
+async def until(condition, timeout_s=30.0):
     """Wait for a plain condition; returns the seconds that it took."""
     start = time.monotonic()
     while not condition():
@@ -57,7 +57,7 @@ async def until(condition, timeout_s=20.0):
     return time.monotonic() - start
 
 
-async def until_async(condition, timeout_s=20.0):
+async def until_async(condition, timeout_s=30.0):
     """As until(), for a condition that must be awaited."""
     start = time.monotonic()
     while not await condition():
@@ -85,7 +85,7 @@ class ServiceProcess:
     def events(self):
         return [json.loads(line) for line in list(self.lines) if line.startswith("{")]
 
-    def wait_log(self, event, timeout_s=20.0):
+    def wait_log(self, event, timeout_s=30.0):
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             for found in self.events():
@@ -99,11 +99,11 @@ class ServiceProcess:
         """SIGKILL, harmless when it has ended."""
         self._end(signal.SIGKILL)
 
-    def stop(self, timeout_s=10.0):
+    def stop(self, timeout_s=30.0):
         """SIGTERM; the exit status."""
         return self._end(signal.SIGTERM, timeout_s)
 
-    def _end(self, number, timeout_s=10.0):
+    def _end(self, number, timeout_s=30.0):
         if self.process.poll() is None:
             self.process.send_signal(number)
         status = self.process.wait(timeout_s)
@@ -112,6 +112,6 @@ class ServiceProcess:
         return status
 
 
-def get_json(url, timeout_s=5.0):
+def get_json(url, timeout_s=30.0):
     with urllib.request.urlopen(url, timeout=timeout_s) as reply:
         return json.loads(reply.read())

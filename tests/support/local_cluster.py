@@ -83,7 +83,7 @@ class LocalCluster:
 
     def pool(self) -> dict[str, Any]:
         """The mempool's own status."""
-        return httpx.get(f"http://127.0.0.1:{self.base + 5}/status", timeout=2).json()
+        return httpx.get(f"http://127.0.0.1:{self.base + 5}/status", timeout=30).json()
 
     def pid_of(self, name: str) -> int:
         """Process id of a service, from the supervisor."""
@@ -95,7 +95,7 @@ class LocalCluster:
         os.kill(pid, signal.SIGKILL)
         return pid
 
-    def wait_replaced(self, name: str, old_pid: int, timeout_s: float = 60) -> float:
+    def wait_replaced(self, name: str, old_pid: int, timeout_s: float = 120) -> float:
         """Seconds until another process serves in its place and everything is ready again."""
         started = time.monotonic()
         while time.monotonic() - started < timeout_s:

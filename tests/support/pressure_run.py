@@ -61,7 +61,7 @@ class Driver:
     async def start(self) -> None:
         client = MempoolClient(self.config.mempool_socket, InstanceId(self.config.instance))
         client.start()
-        assert await client.wait_connected(5_000)
+        assert await client.wait_connected(30_000)
         self.client = client
         self.pages = PromptPages(client, self.engine.description, self.config, kept=True)
         await self.engine.start()

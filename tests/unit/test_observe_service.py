@@ -38,7 +38,7 @@ def raising() -> None:
 async def after_a_signal(_: Settings) -> int:
     ended = service.end_on_signal()
     os.kill(os.getpid(), signal.SIGTERM)
-    return await asyncio.wait_for(ended, 5)
+    return await asyncio.wait_for(ended, 30)
 
 
 async def after_a_bug(_: Settings) -> int:
@@ -51,7 +51,7 @@ async def after_a_bug(_: Settings) -> int:
 
     service.end_on_bug("x", ended, state)
     asyncio.get_running_loop().call_soon(raising)
-    status = await asyncio.wait_for(ended, 5)
+    status = await asyncio.wait_for(ended, 30)
     assert states == [1], "its state is logged"
     return status
 
@@ -63,7 +63,7 @@ async def after_a_lost_tasks_error(_: Settings) -> int:
     await asyncio.sleep(0.01)
     assert not ended.done(), "no callback raised"
     os.kill(os.getpid(), signal.SIGINT)
-    return await asyncio.wait_for(ended, 5)
+    return await asyncio.wait_for(ended, 30)
 
 
 async def with_a_taken_address(_: Settings) -> int:

@@ -152,7 +152,7 @@ def test_pulls_in_both_directions_at_once_bring_the_right_bytes_in_one_group_eac
     before = [memory.copy() for memory in memories]
     futures = [pull(links, end, [n, n + 4], [n + 8, n + 11]) for n in range(3) for end in (0, 1)]
     for future in futures:
-        assert future.result(10).num_bytes == 2 * PAGE
+        assert future.result(30).num_bytes == 2 * PAGE
     for end in (0, 1):
         for n in range(3):
             assert np.array_equal(memories[end][[n + 8, n + 11]], before[1 - end][[n, n + 4]])
@@ -183,8 +183,8 @@ def test_groups_are_answered_in_the_order_in_which_they_were_posted_whoever_is_p
 def test_a_refused_pull_does_not_disturb_the_next(pair):
     nccl, links, memories, _ = pair
     with pytest.raises(TransferError, match="not leased"):
-        pull(links, 0, [15], [1]).result(10)
-    pull(links, 0, [14], [1]).result(10)
+        pull(links, 0, [15], [1]).result(30)
+    pull(links, 0, [14], [1]).result(30)
     assert np.array_equal(memories[0][1], memories[1][14])
     assert not nccl.aborted
 
@@ -193,9 +193,9 @@ def test_a_deadline_ends_the_pair_and_later_pulls_are_refused(pair):
     nccl, links, _, channels = pair
     channels[0].link = None  # the source is frozen: it hears nothing
     with pytest.raises(TransferTimeout):
-        pull(links, 0, [1], [2], timeout_ms=50).result(10)
+        pull(links, 0, [1], [2], timeout_ms=50).result(30)
     assert len(set(nccl.aborted)) == 2
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while links[0].quarantined():
         assert time.monotonic() < deadline
     with pytest.raises(PeerLost):
