@@ -185,6 +185,7 @@ class CopyInstance(Instance):
     def __init__(self, zygote: Zygote, name: str, socket: Path, log: Path, *, has_front: bool) -> None:
         super().__init__(zygote, name, socket, log)
         self.parts = {f"{name}.{kind}": None for kind in (["engine", "front"] if has_front else ["engine"])}
+        self.ready_s = 0.0  # when it last said that a handoff is ready
 
     def start(self, clock: Clock) -> Iterator[str]:
         self.void()

@@ -18,7 +18,7 @@ from tests.fault.campaign_actors import BLOCK_BYTES, NUM_RANKS, Owned, pattern
 from tests.fault.campaign_rig import NUM_PAGES, PAGE_BYTES, Service
 
 HELD = (PageState.GRANTED, PageState.WRITING, PageState.QUARANTINED)
-STATUS_MS = 5_000
+STATUS_MS = 30_000
 
 
 class View:

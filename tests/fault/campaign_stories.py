@@ -17,7 +17,7 @@ from tests.integration.mempool_rig import SEED, chain
 MAX_IN_USE = 8  # pages that an engine keeps of its share, before it lets go of old ones
 HANDOFF_TTL_MS = LEASE_TTL_MS = 500
 HANDOFF_WAIT_MS = 1_500
-GRANT_S = 3.0
+GRANT_S = 30.0
 PATIENCE_S = 0.2
 
 
@@ -42,8 +42,8 @@ class Prompt:
 
 
 def expect(world: World, condition: bool, what: str) -> None:
-    """Without a fault it must be so; with one the story may end here."""
-    assert condition or world.faulted, what
+    """Without a fault, and in time, it must be so; else the story may end here."""
+    assert condition or world.faulted or world.late, what
     if not condition:
         raise Ended(what)
 
@@ -134,17 +134,21 @@ def handoff_in_pages(world: World) -> Iterator[str]:
     found = yield from lease(world, source, prompt.hashes[:-1], "")
     num_found = len(found.pages) if found else 0
     front, core = target.part("front"), target.part("core")
+    asked_s = time.monotonic()
     if early:
         yield "Acquire sent before the handoff is ready"
         target.acquiring = True
         front.ask("acquire", prompt.hashes, prompt.handoff, HANDOFF_WAIT_MS, 0)
     yield from compute(world, source, prompt.hashes[num_found:], prompt.parents[num_found:])
     yield "HandoffReady sent"
+    ready_s = time.monotonic()
     source.part("core").ask("ready", prompt.handoff, prompt.hashes, HANDOFF_TTL_MS)
     if early:
+        world.is_late(asked_s, HANDOFF_WAIT_MS)
         got = yield from _leased(world, target, prompt.hashes, front, core)
     else:
         got = yield from lease(world, target, prompt.hashes, prompt.handoff)
+        world.is_late(ready_s, HANDOFF_TTL_MS)
     got = got or Lease("", [])
     expect(world, len(got.pages) == len(prompt.hashes), "decode found less than all")
     yield "prefill: Release sent"
@@ -201,6 +205,7 @@ def save(world: World, instance: CopyInstance, prompt: Prompt) -> Iterator[str]:
     instance.writes.clear()
     engine.ask("seal", pages, hashes, prompt.parents)
     yield "copy: HandoffReady sent"
+    instance.ready_s = time.monotonic()
     engine.ask("ready", prompt.handoff, hashes, HANDOFF_TTL_MS)
 
 
@@ -212,7 +217,9 @@ def handoff_by_copy(world: World) -> Iterator[str]:
     evicted_before = num_evicted(world)
     yield from save(world, source, prompt)
     yield from drop(world)  # a handoff's blocks are pinned
+    leased_s = time.monotonic()
     lease_id, pages = yield from lease_to_copy(target, prompt)
+    world.is_late(source.ready_s, HANDOFF_TTL_MS)
     # nobody pins a copying engine's blocks between Sealed and HandoffReady
     is_all = len(pages) == len(prompt.hashes) or num_evicted(world) > evicted_before
     expect(world, is_all, "the copying decode found less than all")
@@ -221,7 +228,7 @@ def handoff_by_copy(world: World) -> Iterator[str]:
     engine.ask("begin_copy", pages, prompt.hashes[: len(pages)])
     yield from drop(world)
     yield "copy: reading, all copied"
-    check_copies(world, target, is_leased=True)
+    check_copies(world, target, is_leased=True, since_s=leased_s)
     yield "copy: Release sent"
     if lease_id:
         front.ask("release", lease_id)
@@ -274,10 +281,15 @@ def drop(world: World, *, always: bool = False) -> Iterator[str]:
         world.drop_unpinned()
 
 
-def check_copies(world: World, instance: CopyInstance, *, is_leased: bool) -> None:
-    """What the seqlock calls good must be right; while nothing went wrong it must call leased pages good."""
+def check_copies(world: World, instance: CopyInstance, *, is_leased: bool, since_s: float = 0.0) -> None:
+    """What the seqlock calls good must be right; while nothing went wrong it must call leased pages good.
+
+    Args: since_s: the lease is not older than that.
+    """
     instance.copying = False
-    for is_good, is_right, what in instance.part("engine").ask("end_copy"):
+    found = instance.part("engine").ask("end_copy")
+    is_leased = is_leased and not world.is_late(since_s, LEASE_TTL_MS)
+    for is_good, is_right, what in found:
         assert is_right or not is_good, f"{instance.name} believed a wrong copy of {what}"
         world.counters["copies good" if is_good else "copies refused"] += 1
         assert is_good or not is_leased or world.faulted, f"{instance.name} refused a good copy of {what}"

@@ -11,8 +11,8 @@ from tests.fault.campaign_instances import CopyInstance, Instance, PageInstance
 from tests.fault.campaign_oracle import Oracle
 from tests.fault.campaign_rig import Actor, Clock, Gone, Process, Refused, Service, Zygote, mempool_flags
 
-DETECTION_S = 2.0
-RECOVERY_S = 8.0
+PATIENCE_S = 30.0  # with what a death or a cut makes others do
+RECOVERY_S = 60.0
 SHORT_STOP_S, LONG_STOP_S = (0.005, 0.08), 1.2
 KILL, STOP, CUT = "kill", "stop", "cut"
 ACTIONS = (KILL, STOP, CUT)
@@ -39,6 +39,7 @@ class World:
         self.instances: list[Instance] = [self.prefill, self.decode, self.copy_prefill, self.copy_decode]
         self.damaged = False
         self.faulted = False  # in this episode
+        self.late = False  # in this episode the machine was slower than what a story has the time for
         self.detections_s: dict[str, list[float]] = {}
         self.recoveries_s: list[float] = []
         self.counters: Counter[str] = Counter()
@@ -67,6 +68,14 @@ class World:
         for service in (self.keeper, self.mempool):
             if not service.alive:
                 raise Gone(f"the {service.name} is dead")
+
+    def is_late(self, since_s: float, limit_ms: int) -> bool:
+        """Whether so much time has passed that what has this limit may be over, though nobody did anything wrong."""
+        if (time.monotonic() - since_s) * 1e3 > 0.8 * limit_ms:
+            self.late = True
+            self.counters["too late"] += 1
+            return True
+        return False
 
     # -- faults -----------------------------------------------------------------------------------
 
@@ -145,7 +154,7 @@ class World:
             if not process.alive or not self.mempool.alive or since != self.mempool.since or is_copying:
                 continue
             if name.endswith("core"):
-                self.clock.until(lambda p=process: p.ask("is_lost"), f"{name} sees the cut", DETECTION_S)
+                self.clock.until(lambda p=process: p.ask("is_lost"), f"{name} sees the cut", PATIENCE_S)
             else:
                 self.clock.until(
                     lambda p=process, n=count: self._num_attaches(p) > n, f"{name} attaches again", RECOVERY_S
@@ -241,7 +250,7 @@ class World:
     # -- detection --------------------------------------------------------------------------------
 
     def check_detection(self) -> None:
-        """Whoever has to notice each death so far has noticed it, within two seconds."""
+        """Whoever has to notice each death so far has noticed it."""
         waiting, self._undetected = self._undetected, []
         for name, process, since in waiting:
             if name == "mempool":
@@ -262,8 +271,7 @@ class World:
         return 0.0
 
     def _measure(self, name: str, process: Process, seen: Callable[[], object]) -> None:
-        left_s = DETECTION_S - (time.monotonic() - process.killed_at)
-        self.clock.until(lambda: bool(seen()), f"the death of {name} is noticed", max(0.2, left_s))
+        self.clock.until(lambda: bool(seen()), f"the death of {name} is noticed", PATIENCE_S)
         self.detections_s.setdefault(name, []).append(time.monotonic() - process.killed_at)
 
     # -- checks -----------------------------------------------------------------------------------
