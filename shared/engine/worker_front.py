@@ -46,6 +46,7 @@ class WorkerFront:
         self._attempts: dict[Key, tuple[Attempt, asyncio.Task[None]]] = {}
         self._last_alive: dict[bytes, float] = {}
         self._sweeper: asyncio.TimerHandle | None = None
+        self._swept_s = 0.0
         self._router: RouterServer[GatewayToWorker, WorkerToGateway] = RouterServer(
             listen,
             into=TO_WORKER,
@@ -176,7 +177,10 @@ class WorkerFront:
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
         self._sweeper = loop.call_later(SWEEP_INTERVAL_MS / 1000, self._sweep)
-        oldest_s = loop.time() - ALIVE_TIMEOUT_MS / 1000
+        before_s, self._swept_s = self._swept_s, loop.time()
+        if self._swept_s - before_s > 2 * SWEEP_INTERVAL_MS / 1000:
+            return  # this process stood still: what gateways said meanwhile is still to be read
+        oldest_s = self._swept_s - ALIVE_TIMEOUT_MS / 1000
         for identity in [i for i, at in self._last_alive.items() if at < oldest_s]:
             del self._last_alive[identity]
             self._abort_gateway(identity, "silent")
