@@ -16,9 +16,11 @@ from shared.placer.patterns import choose_buckets, exact
 from shared.placer.problem import Ints, Problem
 
 SEED = 6
-ROUNDS = 60  # of exchange at each level of imbalance
+ROUNDS = 100  # of exchange at each level of imbalance
 MOST_PATTERNS = (40_000, 160_000)  # of a shape: enough at first, and where the proof is not close
-CLOSE_RATIO = 0.005
+FEW_PATTERNS = 5_000  # for a first look at the levels
+CLOSE_RATIO = 0.005  # of the objective: near enough where no optimum can be proven
+NO_LIMIT = 1 << 62  # bytes
 LAST_SHARE = 0.8  # of the time limit: no new program begins after it
 
 
@@ -68,22 +70,33 @@ class Assigner:
         First exchanges, so that there is a good answer early; then proofs, which also say where to look again.
         """
         floor = self.problem.memory_floor()
-        levels = [level for level in self.problem.levels() if level >= self.problem.imbalance_floor()]
+        levels = self._possible_levels()
         for level in levels:
             if level + floor < self.objective():
                 self._improve(level, floor)
         proven = min(levels[0] + floor, self.objective()) if levels else self.objective()
         for most in MOST_PATTERNS:
-            close = self.objective() if most == MOST_PATTERNS[0] else (1 - CLOSE_RATIO) * self.objective()
-            if proven >= close or self.stop():
-                break
             buckets = choose_buckets(self.problem, most)
             if buckets is None:  # servers too large to enumerate so few
                 continue
+            enough = self.objective() if exact(buckets) else (1 - CLOSE_RATIO) * self.objective()
+            if proven >= enough or self.stop():
+                break
             proven = max(proven, self._prove(Configuration(self.problem, buckets), levels, floor))
             if exact(buckets):
                 break
         return Assignment(self.best, self.memory, self.imbalance, proven, self.timed_out)
+
+    def _possible_levels(self) -> list[int]:
+        """Levels of imbalance, ascending, without those below which the widths and roles alone forbid everything."""
+        levels = [level for level in self.problem.levels() if level >= self.problem.imbalance_floor()]
+        buckets = choose_buckets(self.problem, FEW_PATTERNS)
+        if buckets is None:
+            return levels
+        coarse = Configuration(self.problem, buckets)
+        while len(levels) > 1 and not coarse.possible(levels[0], NO_LIMIT, self.stop):
+            levels.pop(0)
+        return levels
 
     def _prove(self, configuration: Configuration, levels: list[int], floor: int) -> int:
         """A bound of eq 6 by these patterns; better placements, where the programs show that there are some."""
