@@ -44,7 +44,7 @@ def in_use(pool: dict) -> int:
 
 def test_every_case_equals_stock_vllm_token_for_token(reference, cluster):
     wrong = []
-    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+    with httpx.Client(base_url=cluster.url, timeout=180) as client:
         for name in FIRST_TURNS:
             answer = complete(client, CASES[name], reference[name])
             try:
@@ -61,7 +61,7 @@ def test_every_case_equals_stock_vllm_token_for_token(reference, cluster):
 @pytest.mark.parametrize("length", SECOND_TURNS_AFTER)
 def test_a_second_turn_finds_its_prefix_by_aliasing(reference, cluster, length):
     name = f"second-{length}"
-    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+    with httpx.Client(base_url=cluster.url, timeout=180) as client:
         complete(client, CASES[f"greedy-{length}"], reference[f"greedy-{length}"])
         answer = complete(client, CASES[name], reference[name])
     assert_same(name, answer, reference[name])
@@ -77,7 +77,7 @@ def test_eight_clients_at_once_get_what_each_would_get_alone(reference, cluster)
     names = [f"greedy-{n}" for n in (5, 33, 64, 100, 161, 257, 400, 777)]
 
     async def run() -> list[dict]:
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=180) as client:
             posts = [
                 client.post("/v1/completions", json=completion_body(CASES[n], reference[n])) for n in names
             ]
@@ -99,7 +99,7 @@ def test_aborted_requests_give_their_pages_back_and_disturb_nobody(reference, cl
                     return
 
     async def run() -> None:
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=180) as client:
             for _ in range(3):
                 await asyncio.gather(*(leave(client, name) for name in names))
             deadline = asyncio.get_running_loop().time() + 30
@@ -109,7 +109,7 @@ def test_aborted_requests_give_their_pages_back_and_disturb_nobody(reference, cl
 
     before = sum(cluster.pool()["pages_by_state"].values())
     asyncio.run(run())
-    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+    with httpx.Client(base_url=cluster.url, timeout=180) as client:
         for name in names:
             assert_same(name, complete(client, CASES[name], reference[name]), reference[name])
     assert sum(cluster.pool()["pages_by_state"].values()) == before

@@ -94,7 +94,7 @@ def num_computed_by_decode(name: str) -> object:
 def test_every_case_equals_stock_vllm_token_for_token(reference, cluster):
     """One after another, so that no batch mixes requests; second turns last."""
     wrong = []
-    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+    with httpx.Client(base_url=cluster.url, timeout=180) as client:
         for name in FIRST_TURNS:
             answer = complete(client, CASES[name], reference[name])
             try:
@@ -116,7 +116,7 @@ def test_every_case_equals_stock_vllm_token_for_token(reference, cluster):
 def test_a_second_turn_equals_stock_and_moves_no_whole_block(reference, cluster, length):
     """Both engines work in the same pages: prefill aliases the answer's blocks, decode the new turn's."""
     name = f"second-{length}"
-    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+    with httpx.Client(base_url=cluster.url, timeout=180) as client:
         complete(client, CASES[f"greedy-{length}"], reference[f"greedy-{length}"])
         answer = complete(client, CASES[name], reference[name])
     assert_same(name, answer, reference[name])
@@ -140,7 +140,7 @@ def test_a_second_turn_equals_stock_and_moves_no_whole_block(reference, cluster,
 
 def test_streaming_says_the_same_as_not_streaming(reference, cluster):
     names = ["greedy-100", "seeded-31", "stop-crossing", "n3-short", "eos-first", "max-tokens-1"]
-    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+    with httpx.Client(base_url=cluster.url, timeout=180) as client:
         for name in names:
             body = {**completion_body(CASES[name], reference[name]), "stream": True}
             tokens: dict[int, list[int]] = {}
@@ -162,7 +162,7 @@ def test_eight_clients_at_once_get_what_each_would_get_alone(reference, cluster)
     names = [f"greedy-{n}" for n in (5, 33, 64, 100, 161, 257, 400, 777)]
 
     async def run() -> list[dict]:
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=180) as client:
             posts = [
                 client.post("/v1/completions", json=completion_body(CASES[n], reference[n])) for n in names
             ]

@@ -22,14 +22,14 @@ def cluster(tmp_path_factory):
 
 
 def test_tokens_equal_stock_and_nothing_is_pulled_when_the_prompt_is_done(reference, cluster):
-    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+    with httpx.Client(base_url=cluster.url, timeout=180) as client:
         answers = {name: complete(client, CASES[name], reference[name]) for name in NAMES}
     for name, answer in answers.items():
         assert_same(name, answer, reference[name])
         decode = stage(answer, "decode")
         assert decode is not None
         assert decode["tokens_computed"] == 1 or CASES[name]["params"].get("n", 1) > 1, (name, decode)
-    pool = cluster.pool()
+    pool = cluster.pool_at_rest()
     counters = pool["counters"]
     assert counters["blocks_by_layer"] > 70
     assert not counters.get("blocks_by_layer_lost")
@@ -39,32 +39,41 @@ def test_tokens_equal_stock_and_nothing_is_pulled_when_the_prompt_is_done(refere
 
 
 def test_the_trace_shows_layers_arriving_while_later_ones_are_computed(cluster, reference):
-    with httpx.Client(base_url=cluster.url, timeout=60) as client:
-        complete(client, CASES["greedy-1280"], reference["greedy-1280"])
-    until_s = time.monotonic() + 10
-    layers = []
-    while not layers and time.monotonic() < until_s:
-        time.sleep(0.3)
-        spans = [
-            json.loads(line)
-            for path in cluster.home.rglob("*.jsonl")
-            for line in path.read_text().splitlines()
-        ]
-        layers = longest_trace(spans)
-    assert layers, "no span of a layer"
+    """Of one of some prompts: on a busy machine a short one may be computed before anything is copied."""
+    seen = {}
+    with httpx.Client(base_url=cluster.url, timeout=180) as client:
+        for name in ("greedy-1280", "greedy-1000", "greedy-640"):
+            request_id = complete(client, CASES[name], reference[name])["id"]
+            until_s = time.monotonic() + 30
+            while time.monotonic() < until_s:
+                computing, layers = spans_of(cluster, request_id)
+                seen[name] = layers
+                is_there = computing is not None and len(layers) > 1
+                if is_there and layers[0]["attributes"]["layers.first"] == 0:
+                    if any(span["end_ns"] < computing["end_ns"] for span in layers):
+                        return
+                    break
+                time.sleep(0.3)
+    raise AssertionError(f"every layer arrived after its prompt was computed, or is in no trace: {seen}")
+
+
+def spans_of(cluster, request_id):
+    """Of a request, as far as they are written yet: its prefill's computing, and layers in their order."""
+    spans = []
+    for path in cluster.home.rglob("*.jsonl"):
+        whole = path.read_text().rpartition("\n")[0]  # the last line may be on its way
+        spans += [json.loads(line) for line in whole.splitlines()]
     computing = next(
-        s for s in spans if s["name"] == "prefill.compute" and s["trace_id"] == layers[0]["trace_id"]
+        (
+            span
+            for span in spans
+            if span["name"] == "prefill.compute" and span["attributes"].get("quire.request_id") == request_id
+        ),
+        None,
     )
-    early = [s for s in layers if s["end_ns"] < computing["end_ns"]]
-    assert len(layers) > 1
-    assert early, "every layer arrived after the prompt was computed"
-    assert layers[0]["attributes"]["layers.first"] == 0
-
-
-def longest_trace(spans):
-    """Spans of layers in the trace that has the most of them, in order."""
-    found = {}
-    for span in spans:
-        if span["name"] == "mempool.layer":
-            found.setdefault(span["trace_id"], []).append(span)
-    return sorted(max(found.values(), key=len, default=[]), key=lambda span: span["start_ns"])
+    layers = [
+        span
+        for span in spans
+        if computing and span["name"] == "mempool.layer" and span["trace_id"] == computing["trace_id"]
+    ]
+    return computing, sorted(layers, key=lambda span: span["start_ns"])

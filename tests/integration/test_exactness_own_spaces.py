@@ -35,7 +35,7 @@ def cluster(tmp_path_factory):
 
 def test_every_case_equals_stock_and_blocks_are_copied_between_the_spaces(reference, cluster):
     wrong = []
-    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+    with httpx.Client(base_url=cluster.url, timeout=180) as client:
         for name in FIRST_TURNS:
             answer = complete(client, CASES[name], reference[name])
             try:
@@ -49,7 +49,7 @@ def test_every_case_equals_stock_and_blocks_are_copied_between_the_spaces(refere
         assert not pool["counters"].get("pulls_failed")
         for length in SECOND_TURNS_AFTER:
             second(client, length, reference)
-    assert cluster.pool()["num_leases"] == 0
+    assert cluster.pool_at_rest()["num_leases"] == 0
 
 
 def test_a_prompt_that_another_instance_holds_is_fetched_or_computed_as_told(cluster):
@@ -92,7 +92,7 @@ def test_tiny_spaces_under_load_answer_everything_as_stock_does(reference, tmp_p
     names = [name for name in FIRST_TURNS if CASES[name]["params"].get("temperature") == 0][:16]
     with LocalCluster(tmp_path / "home", *flags) as cluster:
         answers = asyncio.run(all_at_once(cluster.url, names, reference))
-        pool = cluster.pool()
+        pool = cluster.pool_at_rest()
     wrong = []
     for name, answer in zip(names, answers, strict=True):
         try:

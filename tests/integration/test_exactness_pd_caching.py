@@ -33,7 +33,7 @@ def test_each_mode_says_what_stock_says_and_finds_what_it_keeps(reference, tmp_p
     words = ["--set", "dtype=float32", "--set", "kv_space=own", "--set", f"pd_caching={mode}"]
     with (
         LocalCluster(tmp_path / "home", *words) as cluster,
-        httpx.Client(base_url=cluster.url, timeout=60) as client,
+        httpx.Client(base_url=cluster.url, timeout=180) as client,
     ):
         for name in FIRST:
             assert_same(name, complete(client, CASES[name], reference[name]), reference[name])
@@ -42,7 +42,7 @@ def test_each_mode_says_what_stock_says_and_finds_what_it_keeps(reference, tmp_p
             before = cluster.pool()["counters"].get("blocks_pushed_back", 0)
             assert_same(first, complete(client, CASES[first], reference[first]), reference[first])
             if mode == "3":  # before anybody asks
-                deadline = time.monotonic() + 5
+                deadline = time.monotonic() + 60
                 while cluster.pool()["counters"].get("blocks_pushed_back", 0) == before:
                     assert time.monotonic() < deadline, cluster.pool()["counters"]
                     time.sleep(0.02)
@@ -54,4 +54,4 @@ def test_each_mode_says_what_stock_says_and_finds_what_it_keeps(reference, tmp_p
         counters = cluster.pool()["counters"]
         assert bool(counters.get("blocks_pushed_back")) == (mode == "3")
         assert not counters.get("pulls_failed")
-        assert cluster.pool()["num_leases"] == 0
+        assert cluster.pool_at_rest()["num_leases"] == 0

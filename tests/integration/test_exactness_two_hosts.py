@@ -34,7 +34,7 @@ FIRST = [
 ]  # fmt: skip
 SECOND = "second-257"  # after greedy-257
 DURING_CUTS = [f"greedy-{n}" for n in (33, 47, 96, 100, 128, 161, 200, 320, 400, 511, 640, 777, 1000, 1280)]
-COMPUTE_S = 10.0  # a whole request, on a busy machine
+COMPUTE_S = 30.0  # a whole request, on a busy machine
 DETECTED_S = 2.0
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -95,7 +95,7 @@ def until_at_rest(pools, timeout_s=60.0):
 
 def test_tokens_equal_stock_and_prompts_are_not_computed_twice(reference, cluster, pools):
     wrong = []
-    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+    with httpx.Client(base_url=cluster.url, timeout=180) as client:
         for name in [*FIRST, SECOND]:
             answer = complete(client, CASES[name], reference[name])
             decode = stage(answer, "decode")
@@ -147,7 +147,7 @@ def test_no_token_is_wrong_and_nothing_hangs_while_the_link_is_cut_during_transf
     placements: list[str] = []
 
     def request(name: str) -> None:
-        with httpx.Client(base_url=cluster.url, timeout=60) as client:
+        with httpx.Client(base_url=cluster.url, timeout=180) as client:
             begun_s = time.monotonic()
             answer = complete(client, CASES[name], reference[name])
             seconds.append(time.monotonic() - begun_s)

@@ -112,7 +112,7 @@ def test_a_gpus_allocations_go_and_come_with_a_rank_attached(gpu_mempool, enviro
     answer = asyncio.run(press(mempool.socket, 12 * gpu.PAGE))
     assert answer.num_bytes == 12 * gpu.PAGE
     assert len(driver.mapped) == 5
-    assert keeper_fds(keeper) == kept - 12
+    until(lambda: keeper_fds(keeper) == kept - 12, "the keeper has let go")
     assert mempool.counts()["released"] == 12
     # a successor knows what is gone, and takes it again
     mempool.kill()
@@ -131,8 +131,8 @@ def test_a_gpus_allocations_go_and_come_with_a_rank_attached(gpu_mempool, enviro
 
     until(regained, "its rank is ready")
     assert again[0].num_bytes == 12 * gpu.PAGE
-    assert len(driver.mapped) == gpu.NUM_PAGES + 1
-    assert keeper_fds(keeper) == kept
+    until(lambda: len(driver.mapped) == gpu.NUM_PAGES + 1, "the rank has mapped them")
+    until(lambda: keeper_fds(keeper) == kept, "the keeper has them")
     memory.close()
 
 

@@ -213,7 +213,7 @@ async def test_a_copy_engine_that_stands_still_leaves_pages_quarantined_until_it
     assert (await it.copy(*way)).ok
     for driver in it.gpus.drivers.values():
         driver.eager = False
-    done = await it.copy(*way, timeout_ms=50)
+    done = await it.copy(*way, timeout_ms=400)
     assert (done.code, done.quarantined) == ("transfer.timeout", (0, 2, 20, 21))
     it.gpus.run()
     await until(lambda: it.settled)
@@ -233,7 +233,7 @@ async def test_a_page_is_in_one_transfer_at_a_time_whatever_its_path(rig, pin_ho
         await it.pinned()
     assert (await it.copy(1, 2)).ok
     it.gpus.drivers[0].eager = False
-    assert (await it.copy(1, 2, timeout_ms=50)).quarantined == (0, 2, 20, 21)
+    assert (await it.copy(1, 2, timeout_ms=400)).quarantined == (0, 2, 20, 21)
     with pytest.raises(TransferRefused):
         await it.copy(3, 2)
     it.mover._targets.settle(2, 0, [0, 2, 20, 21])  # the library's own book, beneath the mover's

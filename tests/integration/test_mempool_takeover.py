@@ -89,7 +89,7 @@ def test_a_mempool_that_still_lives_is_killed_before_its_pages_are_used(creator,
     began = time.monotonic()
     found = take_over(client, Epoch(NEW), wait_ms=200)
     assert creator.process.wait(30) == -signal.SIGKILL
-    assert 0.2 <= time.monotonic() - began < 2
+    assert 0.2 <= time.monotonic() - began < 10
     assert len(found.adopted) == 1
     assert [one.meta.kind for one in found.processes] == ["engine"]
     drop(found)

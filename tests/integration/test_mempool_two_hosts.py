@@ -9,13 +9,13 @@ import pytest
 from tests.integration.peer_rig import make_pair
 
 DETECTED_S = 2.0
-SPARE_S = 1.0  # of a busy machine
+SPARE_S = 5.0  # of a busy machine
 NUM_BLOCKS = 96
 CUTS = 5
 MOST_CUTS = 20
 LATEST_S = 0.06  # after the start of a transfer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ async def pull_fresh(pair, number, wait_ms=10_000):
 
 async def until_whole(pair, number):
     """Blocks come again; the next number."""
-    until_s = time.monotonic() + 15
+    until_s = time.monotonic() + 60
     while await pull_fresh(pair, number, wait_ms=3_000) < NUM_BLOCKS:
         assert time.monotonic() < until_s
         number += 1

@@ -37,7 +37,7 @@ def oracle(prompt, max_tokens):
 
 def complete(cluster, ids, max_tokens=12):
     body = {"model": cluster.model_name, "prompt": ids, "max_tokens": max_tokens, "temperature": 0}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=30)
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text + cluster.logs()
     return answer.json()
 
@@ -53,7 +53,8 @@ def test_a_whole_cluster_answers_with_the_oracle_and_leaves_nothing_behind(clust
     prefill, decode = cluster["prefill-0"], cluster["decode-0"]
     assert prefill.status()["num_accepted"] == decode.status()["num_accepted"] == 8
     assert decode.metric("quire_worker_kv_blocks_total") > 0
-    assert prefill.status()["num_leases"] == decode.status()["num_leases"] == 0
+    for worker in (prefill, decode):  # answers are out before leases are released
+        worker.wait_until(lambda worker=worker: not worker.status()["num_leases"], "leases end")
 
     again = complete(cluster, cases[0][0])
     assert again["choices"][0]["text"] == cases[0][1]

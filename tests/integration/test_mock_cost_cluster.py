@@ -19,7 +19,7 @@ FLAGS = {
 
 def ask(cluster, prompt, max_tokens=4):
     body = {"model": cluster.model_name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json={**body, "quire_receipt": True}, timeout=30)
+    answer = httpx.post(f"{cluster.url}/v1/completions", json={**body, "quire_receipt": True}, timeout=120)
     assert answer.status_code == 200, answer.text + cluster.logs()
     return answer.json()["quire_receipt"]
 

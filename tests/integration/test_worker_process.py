@@ -168,7 +168,7 @@ async def test_sigterm_finishes_what_runs_says_goodbye_and_leaves(model_dir, tmp
     async with world(model_dir, tmp_path) as here:
         worker = here.worker(mock_step_ms=10)
         async with here.gateway_to(worker) as gateway:
-            gateway.generate("r", [1, 2], max_tokens=60)
+            gateway.generate("r", [1, 2], max_tokens=300)  # three seconds, in which all of this happens
             await gateway.has_tokens("r")
             worker.signal(signal.SIGTERM)
             await until(lambda: here.scheduler.goodbyes, "goodbye")
@@ -177,7 +177,7 @@ async def test_sigterm_finishes_what_runs_says_goodbye_and_leaves(model_dir, tmp
             assert isinstance(refused, Failed)
             assert (refused.code, refused.retryable) == ("peer.gone", True)
             assert isinstance(await gateway.end_of("r"), Finished)
-            assert gateway.tokens["r", 0] == here.vocabulary.tokens([1, 2], 60)
+            assert gateway.tokens["r", 0] == here.vocabulary.tokens([1, 2], 300)
             assert await asyncio.to_thread(worker.wait) == 0
             assert here.coordinator.left == ["decode-0"]
 
@@ -229,7 +229,12 @@ async def test_without_a_coordinator_a_worker_waits_and_says_so(model_dir, tmp_p
         await here.coordinator.stop()
         worker = here.worker().start()
         await until(lambda: get_json(f"{worker.admin_url}/ready")[0] == 503, "/ready answers 503")
-        await until(lambda: get_json(f"{worker.admin_url}/ready")[1]["coordinator_problem"], "a reason")
+
+        def says_why():
+            code, state = get_json(f"{worker.admin_url}/ready")
+            return code == 503 and state["coordinator_problem"]
+
+        await until(says_why, "a reason")
         await here.coordinator.start()
         async with here.gateway_to(worker) as gateway:
             gateway.generate("r", [1, 2])
@@ -286,13 +291,17 @@ async def test_a_scheduler_that_forgot_gets_a_new_hello_and_a_stale_epoch_a_new_
         await here.ready(worker)
         await until(lambda: here.scheduler.reports, "a report")
         here.scheduler.unknown = True
-        await until(lambda: len(here.scheduler.hellos) == 2, "a second hello")
+        await until(lambda: len(here.scheduler.hellos) >= 2, "a second hello")
         here.scheduler.refuse_next()
-        await until(lambda: len(here.coordinator.registers) == 2, "a second registration")
+        await until(lambda: len(here.coordinator.registers) >= 2, "a second registration")
         here.scheduler.answer_hello = Welcome(report_interval_ms=50)
         count = len(here.scheduler.reports)
-        await until(lambda: len(here.scheduler.reports) > count, "reports go on")
-        assert here.scheduler.reports[-1].epoch == here.coordinator.members["decode-0"][0]
+
+        def goes_on():
+            later = here.scheduler.reports[count:]
+            return later and later[-1].epoch == here.coordinator.members["decode-0"][0]
+
+        await until(goes_on, "reports go on")
 
 
 async def test_a_scheduler_that_comes_back_on_its_address_is_greeted(model_dir, tmp_path):

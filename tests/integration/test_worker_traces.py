@@ -73,7 +73,7 @@ async def test_a_decode_shows_its_transfer_queue_and_first_token(model_dir, span
 
 async def test_a_request_that_waits_for_a_place_in_the_batch_shows_it_as_queue(model_dir, spans):
     async with running(model_dir, mock_step_ms=10, max_num_seqs=1) as (_, gateway):
-        gateway.generate("first", [5], max_tokens=10)
+        gateway.generate("first", [5], max_tokens=60)
         await gateway.has_tokens("first")
         gateway.generate("second", [6], stage="prefill", traceparent=PARENT)
         end = await gateway.end_of("second")
@@ -81,7 +81,7 @@ async def test_a_request_that_waits_for_a_place_in_the_batch_shows_it_as_queue(m
         queue = spans()["prefill.queue"]
         assert end.receipt.queue_ms == pytest.approx((queue.end_ns - queue.start_ns) / 1e6, abs=1.0)
         assert end.receipt.queue_ms >= 60
-        assert end.receipt.compute_ms < 40
+        assert end.receipt.compute_ms < end.receipt.queue_ms / 2
 
 
 async def test_a_failed_attempt_is_an_error(model_dir, spans):

@@ -85,6 +85,18 @@ class LocalCluster:
         """The mempool's own status."""
         return httpx.get(f"http://127.0.0.1:{self.base + 5}/status", timeout=30).json()
 
+    def pool_at_rest(self, timeout_s: float = 60) -> dict[str, Any]:
+        """The mempool's status once nothing is leased or handed over: answers are out before leases are released.
+
+        After the time whatever it is then, for the caller to say what is wrong.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            pool = self.pool()
+            if not pool["num_leases"] + pool["num_handoffs"] or time.monotonic() > deadline:
+                return pool
+            time.sleep(0.05)
+
     def pid_of(self, name: str) -> int:
         """Process id of a service, from the supervisor."""
         return next(s["pid"] for s in self.status()["services"] if s["name"] == name)
