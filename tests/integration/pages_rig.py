@@ -38,7 +38,7 @@ class PagesEngine:
             socket, out=wire.TO_MEMPOOL, into=wire.FROM_MEMPOOL, on_message=self._on_message
         )
         link.connect()
-        reply, _, fds = link.call(message)
+        reply, _, fds = link.call(message, timeout_ms=60_000)
         assert isinstance(reply, wire.Attached), reply
         link.start()
         self.links.append(link)

@@ -73,7 +73,9 @@ def status_of(pool):
         client.start()
         try:
             assert await client.wait_connected(30_000)
-            return await client.status()
+            found = await client.status()
+            assert found is not None
+            return found
         finally:
             await client.close()
 

@@ -94,20 +94,22 @@ def test_a_process_that_does_not_start_shows_its_log(tmp_path):
 @pytest.mark.slow
 def test_locust_reports_the_servers_own_times_and_a_line_per_request(upstream, tmp_path):
     _, system = upstream
-    for seconds in (3, 12, 48):  # a busy machine may need as long to start
+    for seconds in (3, 3, 12, 48):  # a busy machine may need as long to start, and be late itself
         lines = locust_lines(system, tmp_path, seconds)
-        if len(lines) >= 4:
+        assert {line["error"] for line in lines} <= {""}
+        with (tmp_path / "load_stats.csv").open() as stats:  # written once a second
+            rows = {row["Name"]: row for row in csv.DictReader(stats)}
+        if is_right := len(lines) >= 4 and are_the_servers(lines) and {"ttft", "tpot", "e2e"} <= set(rows):
             break
-    assert len(lines) >= 4
-    assert {line["error"] for line in lines} == {""}
-    middle = sorted(lines, key=lambda line: line["tpot_ms"])[len(lines) // 2]
-    assert 0.75 * STEP_MS < middle["tpot_ms"] < 2 * STEP_MS  # on a busy machine both ends may be late
-    assert 0 < min(line["ttft_ms"] for line in lines) < STEP_MS
-    with (tmp_path / "load_stats.csv").open() as stats:
-        rows = {row["Name"]: row for row in csv.DictReader(stats)}
-    assert {"ttft", "tpot", "e2e"} <= set(rows)
+    assert is_right, (lines, rows)
     assert int(rows["ttft"]["Failure Count"]) == 0
     assert (tmp_path / "load.html").stat().st_size > 10_000
+
+
+def are_the_servers(lines):
+    """Whether the times are those that the server takes."""
+    middle = sorted(lines, key=lambda line: line["tpot_ms"])[len(lines) // 2]
+    return middle["tpot_ms"] == pytest.approx(STEP_MS, rel=0.25) and 0 < middle["ttft_ms"] < STEP_MS
 
 
 def locust_lines(system, tmp_path, seconds):
