@@ -17,6 +17,16 @@ from shared.observe.log import get_logger
 from shared.transport.unix_channel import UnixLink
 from shared.transport.unix_socket import close_fds
 from shared.wire import mempool as wire
+from shared.wire.lending import Grant, Offer, ReclaimOrder
+from shared.wire.mempool_lending import (
+    LendingCall,
+    LendingDone,
+    PresentGrant,
+    PresentOffer,
+    PresentReclaim,
+    ReleaseLoan,
+    RenewLoan,
+)
 
 RETRY_MIN_MS, RETRY_MAX_MS = 20, 1_000
 CALL_TIMEOUT_MS = 1_000  # beyond what the pool itself was asked to wait
@@ -29,12 +39,21 @@ _ANSWERS = (
     wire.Deleted,
     wire.PoolStatus,
     wire.MemoryChanged,
+    LendingDone,
     wire.CallFailed,
 )
 _NO_HANDOFF = HandoffId("")
 _NO_EPOCH = Epoch(0)
 R = TypeVar("R", wire.Acquired, wire.Matched, wire.Deleted, wire.PoolStatus, wire.MemoryChanged)
-Call = wire.Acquire | wire.Match | wire.Delete | wire.StatusCall | wire.ReleaseMemory | wire.RegainMemory
+Call = (
+    wire.Acquire
+    | wire.Match
+    | wire.Delete
+    | wire.StatusCall
+    | wire.ReleaseMemory
+    | wire.RegainMemory
+    | LendingCall
+)
 
 
 class MempoolClient:
@@ -193,6 +212,33 @@ class MempoolClient:
         call = wire.RegainMemory(call_id=self._next_call(), num_bytes=num_bytes, wait_ms=wait_ms, space=space)
         return await self._call(call, wire.MemoryChanged, wait_ms + CALL_TIMEOUT_MS)
 
+    async def present(
+        self, what: Offer | Grant | ReclaimOrder, *, timeout_ms: int = CALL_TIMEOUT_MS
+    ) -> LendingDone | wire.CallFailed | None:
+        """What the memory market answered takes effect here, or is refused by CallFailed. None: no answer.
+
+        Said again it does nothing twice: after None, say it again.
+        """
+        call_id = self._next_call()
+        match what:
+            case Offer():
+                call = PresentOffer(call_id=call_id, offer=what)
+            case Grant():
+                call = PresentGrant(call_id=call_id, grant=what)
+            case _:
+                call = PresentReclaim(call_id=call_id, order=what)
+        return _lending(await self._ask(call, timeout_ms))
+
+    async def renew_loan(self, lease_id: LeaseId, ttl_ms: int) -> LendingDone | wire.CallFailed | None:
+        """It ends ttl_ms from now, or later if it would anyway. As present()."""
+        call = RenewLoan(call_id=self._next_call(), lease_id=lease_id, ttl_ms=ttl_ms)
+        return _lending(await self._ask(call, CALL_TIMEOUT_MS))
+
+    async def release_loan(self, lease_id: LeaseId) -> LendingDone | wire.CallFailed | None:
+        """Done with it: its blocks leave for host memory. As present()."""
+        call = ReleaseLoan(call_id=self._next_call(), lease_id=lease_id)
+        return _lending(await self._ask(call, CALL_TIMEOUT_MS))
+
     # -- parts ------------------------------------------------------------------------------------
 
     def _next_call(self) -> int:
@@ -206,6 +252,15 @@ class MempoolClient:
         timeout_ms: int,
     ) -> R | None:
         """The answer, or None for whatever reason; the reason is counted."""
+        reply = await self._ask(message, timeout_ms)
+        if reply is None or isinstance(reply, kind):
+            return reply
+        self.counters["calls_refused"] += 1
+        _log.warning("mempool_call_refused", answer=repr(reply))
+        return None
+
+    async def _ask(self, message: Call, timeout_ms: int) -> wire.FromMempool | None:
+        """Whatever is answered; None without an answer, which is counted."""
         self.counters["calls"] += 1
         if len(self._pending) >= MAX_PENDING or not self._send(message):
             self.counters["calls_unsent"] += 1
@@ -214,7 +269,7 @@ class MempoolClient:
         self._pending[message.call_id] = future
         try:
             async with asyncio.timeout(timeout_ms / 1000):
-                reply = await future
+                return await future
         except TimeoutError:
             self._abandon(future)
             self.counters["calls_timed_out"] += 1
@@ -227,11 +282,6 @@ class MempoolClient:
             return None
         finally:
             self._pending.pop(message.call_id, None)
-        if isinstance(reply, kind):
-            return reply
-        self.counters["calls_refused"] += 1
-        _log.warning("mempool_call_refused", answer=repr(reply))
-        return None
 
     def _abandon(self, future: asyncio.Future[wire.FromMempool]) -> None:
         """The caller gave up in the moment in which its answer came."""
@@ -294,3 +344,7 @@ class MempoolClient:
                 self.counters["connects_failed"] += 1
             await asyncio.sleep(retry_ms * random.uniform(0.5, 1.0) / 1000)
             retry_ms = min(2 * retry_ms, RETRY_MAX_MS)
+
+
+def _lending(reply: wire.FromMempool | None) -> LendingDone | wire.CallFailed | None:
+    return reply if isinstance(reply, LendingDone | wire.CallFailed) else None

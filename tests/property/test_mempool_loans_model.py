@@ -6,6 +6,7 @@ aside, what loans keep fits their offer, and no token below the fence took effec
 """
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -20,7 +21,7 @@ from shared.wire.lending import Token
 NUM_PAGES = 8
 PRODUCERS, CONSUMERS = (0, 1), (10, 11)
 BOOT = Epoch(1 << 32)
-OFFERS = {"a": 0, "b": 1, "c": 1}
+OFFERS = {"a": 0, "b": 1, "c": 1}  # one that was taken back is made anew under another name
 TTL_MS = 1000
 
 offers = st.sampled_from(sorted(OFFERS))
@@ -43,6 +44,8 @@ class LoansModel(RuleBasedStateMachine):
                 self.loans.shelves[p, c] = Shelf(100, p, c, PageTable(NUM_PAGES, BOOT))
                 self.blocks[p, c], self.copies[p, c] = [], []
         self.now_ms = 0
+        self.made = 0
+        self.names: dict[str, str] = {}
         self.highest = Token(1, 0)
         self.granted: dict[int, Grant] = {}
         self.due: dict[LeaseId, int] = {}  # when all of its pages must be back, copies apart
@@ -56,14 +59,20 @@ class LoansModel(RuleBasedStateMachine):
 
     @rule(offer=offers, count=st.integers(2, 5))
     def offered(self, offer: str, count: int) -> None:
+        if offer in self.names and self.names[offer] not in self.loans.offers:
+            with pytest.raises(LoanRefused):
+                self.loans.know(self.names[offer], OFFERS[offer], count, self.tables[OFFERS[offer]])
+        if self.names.get(offer) not in self.loans.offers:
+            self.names[offer] = f"{offer}{len(self.names)}-{self.now_ms}-{self.made}"
+            self.made += 1
         producer = OFFERS[offer]
-        self.loans.know(offer, producer, count, self.tables[producer])
+        self.loans.know(self.names[offer], producer, count, self.tables[producer])
         self.found(offer, True)
 
     @rule(offer=offers, patient=st.booleans())
     def found(self, offer: str, patient: bool) -> None:
         """Free pages are set aside, as many as there are."""
-        known = self.loans.offers.get(offer)
+        known = self.loans.offers.get(self.names[offer])
         if known is None:
             return
         table = self.tables[known.producer]
@@ -85,13 +94,12 @@ class LoansModel(RuleBasedStateMachine):
 
     @rule(offer=offers, keep=few, patience_ms=st.sampled_from([0, 100, 700]))
     def reclaimed(self, offer: str, keep: int, patience_ms: int) -> None:
-        if offer not in self.loans.offers:
-            return
-        self.loans.reclaim(offer, keep, self.now_ms + patience_ms, self.now_ms)
-        kept = sum(x.keep for x in self.loans.loans.values() if x.offer.offer_id == offer)
+        name = self.names[offer]
+        self.loans.reclaim(name, keep, self.now_ms + patience_ms, self.now_ms)
+        kept = sum(x.keep for x in self.loans.loans.values() if x.offer.offer_id == name)
         assert kept <= keep
         for loan in self.loans.loans.values():
-            if loan.offer.offer_id == offer and loan.state is not LoanState.HELD:
+            if loan.offer.offer_id == name and loan.state is not LoanState.HELD:
                 assert loan.deadline_ms <= max(self.now_ms + patience_ms, self.now_ms + GRACE_MS)
 
     # -- consumers --------------------------------------------------------------------------------
@@ -103,7 +111,9 @@ class LoansModel(RuleBasedStateMachine):
         token = Token(0, self.highest.number) if kind == "old leader" else self.highest
         boot = Epoch(BOOT - 1) if kind == "old mempool" else BOOT
         lease_id = LeaseId(f"l{slot}-{self.highest.term}-{self.highest.number}")
-        grant = Grant(lease_id, offer, InstanceId(f"i{consumer}"), consumer, count, token, boot, TTL_MS)
+        grant = Grant(
+            lease_id, self.names[offer], InstanceId(f"i{consumer}"), consumer, count, token, boot, TTL_MS
+        )
         self.granted[slot] = grant
         self.take(grant)
 

@@ -141,11 +141,10 @@ class Lending:
     def reclaim(self, order: market.ReclaimOrder, now_ms: int) -> None:
         """The offer is worth less: its loans fit by the deadline. Raises: LoanRefused."""
         offer = self.loans.offers.get(order.offer_id)
-        if offer is None:
-            raise LoanRefused("offer.unknown", f"no offer {order.offer_id}")
-        keep = order.keep_bytes // self._unit_bytes(offer.producer)
+        keep = order.keep_bytes // self._unit_bytes(offer.producer) if offer is not None else 0
         self.loans.reclaim(order.offer_id, keep, now_ms + max(0, order.deadline_ms), now_ms)
-        self._touched(self._pools[offer.producer])
+        if offer is not None:
+            self._touched(self._pools[offer.producer])
 
     def on_process_dead(self, now_ms: int) -> None:
         """Somebody died: loans end whose consumers' processes are all gone."""

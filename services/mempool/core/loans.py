@@ -13,7 +13,7 @@ What may still be read or written by a copy on its way is waited for, whatever t
 Source: AQUA, section 6, which has neither tokens nor deadlines; etcd's advice on locks (fencing).
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -27,6 +27,7 @@ from shared.wire.lending import Token
 GRACE_MS = 500  # so long the blocks of a loan that ended by itself may leave for host memory
 MAX_OFFERS = 1_024
 MAX_LOANS = 4_096
+MAX_CLOSED = 8_192
 MAX_ENDED = 65_536  # tokens of ended loans that the fence has not passed
 
 
@@ -124,19 +125,25 @@ class Loans:
         self.shelves: dict[tuple[int, int], Shelf] = {}
         self.counters: Counter[str] = Counter()
         self._ended: dict[Token, LeaseId] = {}
+        self._closed: OrderedDict[str, None] = OrderedDict()  # offers that were taken back, the last ones
 
     # -- offers -----------------------------------------------------------------------------------
 
     def know(self, offer_id: str, producer: int, num_pages: int, table: PageTable) -> Offer:
         """An offer that loans may be taken on, once pages are set aside for it. Said again: nothing changes.
 
-        Raises: LoanRefused when it is of another space, or there are too many.
+        Raises: LoanRefused when it is of another space, was taken back, or there are too many.
         """
+        if offer_id in self._closed:
+            raise LoanRefused("offer.ended", f"offer {offer_id} was taken back")
         known = self.offers.get(offer_id)
         if known is not None and known.producer != producer:
             raise LoanRefused("offer.stale", f"offer {offer_id} is of space {known.producer}")
         if known is not None:
             return known
+        if len(self.offers) >= MAX_OFFERS:
+            for idle in list(self.offers.values()):
+                self._forget(idle)
         if len(self.offers) >= MAX_OFFERS:
             raise LoanRefused("offers.full", f"{MAX_OFFERS} offers are known")
         made = self.offers[offer_id] = Offer(offer_id, producer, max(0, num_pages), table)
@@ -162,8 +169,11 @@ class Loans:
     def reclaim(self, offer_id: str, keep: int, deadline_ms: int, now_ms: int) -> None:
         """From now on the offer is worth `keep` pages, and by deadline_ms its loans fit; the newest give back first.
 
-        The smallest `keep` and the earliest deadline count. Raises: LoanRefused when nobody knows the offer.
+        The smallest `keep` and the earliest deadline count. Of an offer that was taken back nothing is left to do.
+        Raises: LoanRefused when nobody knows the offer.
         """
+        if offer_id in self._closed:
+            return
         offer = self.offers.get(offer_id)
         if offer is None:
             raise LoanRefused("offer.unknown", f"no offer {offer_id}")
@@ -187,6 +197,9 @@ class Loans:
     def _forget(self, offer: Offer) -> None:
         if not offer.limit and not offer.aside and not self.lent(offer):
             self.offers.pop(offer.offer_id, None)
+            self._closed[offer.offer_id] = None
+            if len(self._closed) > MAX_CLOSED:
+                self._closed.popitem(last=False)
 
     # -- loans ------------------------------------------------------------------------------------
 
