@@ -1,6 +1,6 @@
 """API keys: kept as SHA-256 digests, compared in constant time. A key may name a tenant.
 
-The tenant salts the block hashes, so two tenants never share KV, and it has its own concurrency limit.
+The tenant salts the block hashes, so two tenants never share KV, and it has its own concurrency limit and weight.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shared.errors import SettingsError, Unauthorized
+from shared.wire.requests import LARGEST_WEIGHT, LEAST_WEIGHT
 
 
 def _digest(key: str) -> bytes:
@@ -56,6 +57,24 @@ def parse_keys_file(text: str, source: str) -> list[tuple[str, str]]:
             raise SettingsError(f"{source}, line {number}: want `key` or `key tenant`")
         pairs.append((words[0], words[1] if len(words) == 2 else ""))
     return pairs
+
+
+def load_weights(entries: list[str]) -> dict[str, float]:
+    """Weights of tenants, from `tenant=weight`. Raises: SettingsError."""
+    weights: dict[str, float] = {}
+    for entry in entries:
+        tenant, sep, text = entry.rpartition("=")
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = 0.0
+        if not sep or tenant in weights or not LEAST_WEIGHT <= weight <= LARGEST_WEIGHT:
+            raise SettingsError(
+                f"setting gateway.tenant_weights: {entry!r}; want tenant=weight once a tenant, from {LEAST_WEIGHT} to "
+                f"{LARGEST_WEIGHT:g}, e.g. acme=4"
+            )
+        weights[tenant] = weight
+    return weights
 
 
 def load_keys(api_keys: list[str], api_keys_file: str) -> KeyRing:

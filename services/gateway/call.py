@@ -43,7 +43,7 @@ class Call:
     __slots__ = (
         "continues", "early_receipt", "explain", "first_ns", "flow", "hits", "num_prompt_tokens", "output_ids",
         "placed", "placed_ns", "prompt", "receipts", "request_id", "sampling", "schedule_span", "session", "sink",
-        "span", "targets", "tenant", "tenant_salt",
+        "span", "targets", "tenant", "tenant_salt", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +60,7 @@ class Call:
         limits: Limits,
         budget: RetryBudget | None = None,
         explain: bool = True,
+        weight: float = 1.0,
     ) -> None:
         self.request_id = request_id
         self.sink = sink
@@ -70,6 +71,7 @@ class Call:
         self.session = session
         self.tenant = tenant
         self.tenant_salt = tenant
+        self.weight = weight  # of its tenant
         self.span = span
         self.explain = explain  # somebody reads why it was placed as it was
         self.continues = can_continue(sampling)

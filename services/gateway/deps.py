@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.auth import KeyRing, load_keys
+from services.gateway.auth import KeyRing, load_keys, load_weights
 from services.gateway.cluster import Cluster
 from services.gateway.config import GatewaySettings
 from services.gateway.core.admission import Admission
@@ -32,6 +32,7 @@ class Gateway:
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
         self.keys: KeyRing = load_keys(settings.api_keys, settings.api_keys_file)
+        self.weights = load_weights(settings.tenant_weights)
         self.text = ModelText(settings.model_dir, threads=settings.tokenizer_threads)
         self.tool_format: ToolFormat = format_of(
             self.text.template_source or "", self.text.tokenizer.token_to_id

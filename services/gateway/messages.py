@@ -35,6 +35,7 @@ def generate_message(call: Call, action: SendGenerate) -> Generate:
         handoff_to=action.handoff_to,
         handoff=action.handoff,
         tenant_salt=call.tenant_salt,
+        weight=call.weight,
         deadline_ms=action.deadline_ms,
         traceparent=call.span.traceparent,
         kv=action.kv,

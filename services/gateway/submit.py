@@ -85,6 +85,7 @@ def make_call(
         hits=hits,
         session=session,
         tenant=tenant,
+        weight=gateway.weights.get(tenant, 1.0),
         span=span,
         limits=gateway.cluster.limits,
         budget=gateway.cluster.retry_budget,

@@ -40,6 +40,7 @@ class EngineRequest:
     handoff_id: HandoffId | None = None  # prefill: lease the prompt's blocks under this id when sealed
     traceparent: str = ""
     handoff_target: InstanceId | None = None  # prefill: who takes over, where that is known
+    weight: float = 1.0  # of its tenant, where requests take turns
     private: bool = False  # nobody else ever sees its blocks; they go with the next clear_cache()
     num_output_tokens: int = (
         0  # of prompt_token_ids, so many last ones are output already; `sampling` is of the rest
@@ -88,7 +89,9 @@ class EngineLoad:
     running_context_tokens: int = 0
     kv_used_share: float = 0.0
     step_ms: float = 0.0
-    num_preempted: int = 0  # since the start: how often a running request gave its cache up to another
+    num_preempted: int = 0  # since the start: how often a running request gave its slot up to another
+    num_kept_tokens: int = 0  # of these requests, each time: KV that stayed for when they go on
+    num_recomputed_tokens: int = 0  # computed again, where the engine counts them
 
 
 @dataclass(frozen=True, slots=True)

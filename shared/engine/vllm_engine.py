@@ -25,6 +25,7 @@ from shared.engine import fair_scheduler, page_scheduler
 from shared.engine.cache_events import CacheEventReceiver
 from shared.engine.describe import describe_engine, why_not_in_pages
 from shared.engine.engine_sampling import asked_deltas, engine_spec
+from shared.engine.fair_view import FairView
 from shared.engine.interface import CacheEvent, DecodeStep, EngineDelta, EngineLoad, EngineRequest, KvUse
 from shared.engine.load_view import LoadView
 from shared.engine.page_scheduler import EXTRA_ARGS_KEY
@@ -103,6 +104,7 @@ class VllmEngine:
         # endpoint instead would make vLLM set a provider of its own, with an exporter thread, before the fork.
         self._llm.output_processor.tracing_enabled = bool(settings.trace_endpoint or settings.trace_dir)
         self.num_kv_blocks = int(config.cache_config.num_gpu_blocks or 0)
+        self._fair = FairView(settings, self._llm.engine_core)
         self._events = CacheEventReceiver(events_address)
         self._event_callback: Callable[[CacheEvent], None] | None = None
         self._event_task: asyncio.Task[None] | None = None
@@ -155,6 +157,7 @@ class VllmEngine:
     async def start(self) -> None:
         """Begin to deliver cache events."""
         self._event_task = asyncio.create_task(self._poll_events())
+        self._fair.start()
 
     async def _poll_events(self) -> None:
         while True:
@@ -206,6 +209,7 @@ class VllmEngine:
         out: dict[str, Any] = {"seed": request.chain_seed, "handoff_id": request.handoff_id or ""}
         if request.handoff_target:
             out["handoff_target"] = request.handoff_target
+        out |= {"tenant": request.tenant_salt, "weight": request.weight}
         if request.private:
             out["private"] = True
         if request.handed_tokens:
@@ -240,6 +244,7 @@ class VllmEngine:
             kv_used_share=view.kv_used_share if view else 0.0,
             step_ms=view.step_ms if view else 0.0,
             num_preempted=view.preempted if view else 0,
+            **self._fair.of_load(),
         )
 
     def on_decode_step(self, callback: Callable[[DecodeStep], None]) -> None:
@@ -263,6 +268,7 @@ class VllmEngine:
         """Stops the engine core's process."""
         if self._event_task is not None:
             self._event_task.cancel()
+        self._fair.close()
         self._llm.shutdown()
         self._events.close()
         shutil.rmtree(self._events_dir, ignore_errors=True)

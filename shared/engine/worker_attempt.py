@@ -191,6 +191,7 @@ class Attempt:
             sampling=sampling,
             chain_seed=self._seed,
             tenant_salt=self.message.tenant_salt,
+            weight=self.message.weight,
             held=self._lease.held if self._lease is not None else None,
             handoff_id=handoff_id,
             handoff_target=self.message.handoff_to.target if self.message.handoff_to else None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from shared.errors import ClusterError, InvalidRequest, Overloaded, PeerGone, PromptTooLong, StaleEpoch
 from shared.ids import Epoch
 from shared.kv.block_hash import unpack_tokens
-from shared.wire.requests import Generate, can_continue
+from shared.wire.requests import LARGEST_WEIGHT, LEAST_WEIGHT, Generate, can_continue
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,8 @@ def check_prompt(message: Generate, raw: Sequence[bytes], *, limits: WorkerLimit
         return refusal(InvalidRequest, f"token id {largest} is not in a vocabulary of {limits.vocab_size}")
     if message.sampling.max_tokens < 0 or message.sampling.n < 1:
         return refusal(InvalidRequest, "max_tokens must not be negative, n at least 1")
+    if not LEAST_WEIGHT <= message.weight <= LARGEST_WEIGHT:
+        return refusal(InvalidRequest, f"a weight of {message.weight} is not one of a tenant")
     if count := message.num_output_tokens:
         if not 0 < count < min(num_tokens, message.sampling.max_tokens):
             text = f"{count} of {num_tokens} tokens cannot be output of at most {message.sampling.max_tokens}"

@@ -111,6 +111,12 @@ class WorkerShell:
                 ("kv_used_ratio", "Share of the engine's KV blocks in use."),
                 ("step_ms", "Engine step, smoothed."),
                 ("epoch", "Epoch that the coordinator granted."),
+                ("preempted", "Times that a running request gave its slot up, since the start."),
+                (
+                    "kept_tokens",
+                    "KV that stayed for requests that gave their slots up, in tokens, each time.",
+                ),
+                ("recomputed_tokens", "Tokens computed again, where requests take turns."),
             )
         }
 
@@ -309,6 +315,9 @@ class WorkerShell:
             "running_context_tokens": load.running_context_tokens,
             "kv_used_share": load.kv_used_share,
             "step_ms": load.step_ms,
+            "num_preempted": load.num_preempted,
+            "num_kept_tokens": load.num_kept_tokens,
+            "num_recomputed_tokens": load.num_recomputed_tokens,
             "num_kv_blocks": self.engine.num_kv_blocks,
             "block_tokens": self.engine.description.block_tokens,
             "block_bytes": self.engine.description.block_bytes,
@@ -323,4 +332,7 @@ class WorkerShell:
         self._gauges["running_requests"].set(load.num_running)
         self._gauges["waiting_requests"].set(load.num_waiting)
         self._gauges["kv_used_ratio"].set(load.kv_used_share)
+        self._gauges["preempted"].set(load.num_preempted)
+        self._gauges["kept_tokens"].set(load.num_kept_tokens)
+        self._gauges["recomputed_tokens"].set(load.num_recomputed_tokens)
         self._gauges["step_ms"].set(load.step_ms)

@@ -82,6 +82,9 @@ class KvPlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
     recompute: bool = False
 
 
+LEAST_WEIGHT, LARGEST_WEIGHT = 0.001, 1_000.0  # of a tenant
+
+
 class Generate(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):
     """Raw frame 0: prompt token ids, u32 little-endian, at least one.
 
@@ -101,6 +104,7 @@ class Generate(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="gener
     deadline_ms: int = 600_000  # a duration from receipt; then the worker aborts the request itself
     traceparent: str = ""
     kv: KvPlan | None = None  # prefill and colocated only; None: as with reach "host"
+    weight: float = 1.0  # of its tenant in an engine's fair slices: LEAST_WEIGHT..LARGEST_WEIGHT
     num_output_tokens: int = 0
 
 

@@ -60,8 +60,8 @@ def test_twelve_requests_in_four_slots_are_parked_eighty_times_and_nothing_is_co
     assert counts["times_resumed"] == counts["times_parked"]
     assert counts["recomputed_tokens"] == 0
     assert counts.get("times_dropped", 0) == 0
-    assert found["cfs"]["preempted"] == counts["times_parked"], "what the worker reports"
-    assert (found["fcfs"]["counts"], found["fcfs"]["preempted"]) == ({}, 0)
+    assert found["cfs"]["reported"] == [counts["times_parked"], counts["kept_tokens"], 0]
+    assert (found["fcfs"]["counts"], found["fcfs"]["reported"]) == ({}, [0, 0, 0])
 
 
 def test_every_answer_is_that_of_the_order_of_arrival(found):

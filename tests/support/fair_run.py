@@ -2,7 +2,7 @@
 
 vLLM is imported once; two engines with four slots are forked from here one after the other, on one mempool: "fcfs" and
 "cfs". Each is asked all cases at once, "cfs" then once more among requests whose clients leave. OUT gets, by policy,
-{"crowd", "counts", "preempted", "leases", and of the second time "again", "counts_again"}.
+{"crowd", "counts", "reported", "leases", and of the second time "again", "counts_again"}.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from tests.support.pressure_run import (
 
 SLOTS = 4
 SLICE_STEPS = 4
+MOST_POLLS = 1_200
 
 
 def run_engine(model: str, socket: str, policy: str, cases: list[dict[str, Any]], out: Path) -> None:
@@ -33,12 +34,17 @@ def run_engine(model: str, socket: str, policy: str, cases: list[dict[str, Any]]
         crowd = await driver.crowd(cases)
         core = driver.engine._llm.engine_core
         counts = await core.call_utility_async("quire_fair_counts")
-        preempted = driver.engine.load().num_preempted
+        for _ in range(MOST_POLLS):  # the front asks once a second
+            if driver.engine.load().num_kept_tokens >= counts.get("kept_tokens", 0):
+                break
+            await asyncio.sleep(0.05)
+        reported = driver.engine.load()
         again = await driver.round(cases) if policy == "cfs" else None
         found = {
-            "crowd": crowd, "again": again, "counts": counts, "preempted": preempted,
+            "crowd": crowd, "again": again, "counts": counts,
             "counts_again": await core.call_utility_async("quire_fair_counts"),
             "leases": driver.pages.num_leases,
+            "reported": [reported.num_preempted, reported.num_kept_tokens, reported.num_recomputed_tokens],
         }  # fmt: skip
         await driver.close()
         write_whole(out, found)

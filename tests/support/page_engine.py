@@ -138,7 +138,7 @@ class Answer:
 
 class SimEngine:
     """Args:
-    depth: 1 for the synchronous scheduler; 2: one step is scheduled while another runs.
+    depth: 1 for the synchronous scheduler; 2 and more: so many steps are scheduled before the first is over.
     slice_steps: of fair slices; 0: order of arrival.
     pump_waits: messages arrive while the engine waits for pages.
     """
@@ -170,7 +170,7 @@ class SimEngine:
         }  # fmt: skip
         spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
         kv_config = KVCacheConfig(world.num_pages + 1, [], [KVCacheGroupSpec(["layer"], spec)])
-        kind = KINDS[depth, slice_steps > 0]
+        kind = KINDS[min(depth, 2), slice_steps > 0]
         with (
             mock.patch.object(page_scheduler, "PageQuota", SimQuota),
             mock.patch.object(page_scheduler, "die_with_parent"),

@@ -13,6 +13,37 @@ def run_all() -> None:
     """Both schedulers, for both of vLLM's model runners."""
     for depth, v2_runner in itertools.product((1, 2), (False, True)):
         run(depth=depth, v2_runner=v2_runner)
+        run_one_too_many(depth=depth, v2_runner=v2_runner)
+    run_one_too_many(depth=3, v2_runner=False)
+    run_weights()
+
+
+def run_one_too_many(*, depth: int, v2_runner: bool) -> None:
+    """Five requests, slices of one step: whoever is parked with its step under way is the only one that waits."""
+    world = World("five", NUM_PAGES)
+    engine = SimEngine(world, "e", "five", depth=depth, v2_runner=v2_runner, slice_steps=1)
+    _ask(engine, "few", MAX_RUNNING + 1)
+    _finish(engine)
+    counts = engine.scheduler.fair_counts
+    assert counts["times_parked"] >= 20, counts
+    assert (counts["recomputed_tokens"], counts["times_dropped"]) == (0, 0), counts
+
+
+def run_weights() -> None:
+    """Tenants of weights 4 and 1, both with more than fits: so are the tokens that they are served."""
+    world = World("weights", NUM_PAGES)
+    engine = SimEngine(world, "e", "weights", slice_steps=2)
+    for i in range(4 * MAX_RUNNING):
+        tenant = {"tenant": "large", "weight": 4.0} if i % 2 else {"tenant": "small"}
+        engine.add(f"{tenant['tenant']}-{i}", bytes(i * j % 3 for j in range(8)), 60, tenant)
+    while not any(answer.finished for answer in engine.answers.values()):
+        engine.turn()
+        world.pump()
+    served = {"large": 0, "small": 0}
+    for name, answer in engine.answers.items():
+        served[name.partition("-")[0]] += len(answer.text)
+    assert 3.0 <= served["large"] / served["small"] <= 5.0, served
+    _finish(engine)
 
 
 def run(*, depth: int, v2_runner: bool) -> None:
@@ -52,8 +83,8 @@ def run(*, depth: int, v2_runner: bool) -> None:
     assert not engine.scheduler._computed
 
 
-def _ask(engine: SimEngine, name: str) -> None:
-    for i in range(3 * MAX_RUNNING):
+def _ask(engine: SimEngine, name: str, count: int = 3 * MAX_RUNNING) -> None:
+    for i in range(count):
         prompt = bytes((len(name) + i * j) % 3 for j in range(10 + i))
         engine.add(f"{name}-{i}", prompt, 60, {"tenant": f"t{i % 2}"})
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.auth import KeyRing, load_keys, parse_keys_file
+from services.gateway.auth import KeyRing, load_keys, load_weights, parse_keys_file
 from services.gateway.core.admission import Admission, Admitted, Shed
 from shared.errors import SettingsError, Unauthorized
 
@@ -70,3 +70,20 @@ def test_keys_file_names_the_line_but_not_the_key():
     with pytest.raises(SettingsError, match="line 2") as caught:
         parse_keys_file("a\nsecret t u\n", "f")
     assert "secret" not in str(caught.value)
+
+
+def test_tenants_have_the_weights_that_the_settings_say():
+    assert load_weights(["acme=4", "a=b=0.5"]) == {"acme": 4.0, "a=b": 0.5}
+
+
+@pytest.mark.parametrize(
+    "entry", ["acme", "acme=", "acme=x", "acme=0", "acme=-1", "acme=nan", "acme=inf", "acme=1e9"]
+)
+def test_a_weight_that_is_none_is_refused(entry):
+    with pytest.raises(SettingsError, match="tenant_weights"):
+        load_weights([entry])
+
+
+def test_a_tenant_has_one_weight():
+    with pytest.raises(SettingsError, match="once a tenant"):
+        load_weights(["acme=1", "acme=2"])

@@ -66,6 +66,13 @@ def test_length_and_vocabulary_are_checked_at_their_edges():
     assert unknown.code == "invalid_request"
 
 
+@pytest.mark.parametrize("weight", [0.0, -1.0, 1e9, float("nan"), float("inf")])
+def test_a_weight_that_no_tenant_has_is_refused(weight):
+    refused = check_prompt(message(weight=weight), [pack_tokens([1])], limits=LIMITS)
+    assert isinstance(refused, Refusal)
+    assert (refused.code, refused.retryable) == ("invalid_request", False)
+
+
 def test_senseless_sampling_and_a_prefill_without_a_successor_are_refused():
     raw = [pack_tokens([1])]
     for sampling in (SamplingSpec(max_tokens=-1), SamplingSpec(max_tokens=1, n=0)):

@@ -1,0 +1,43 @@
+"""What fair slices did in the engine core, as its front last heard."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from shared.engine.worker_config import WorkerSettings
+
+INTERVAL_S = 1.0
+
+
+class FairView:
+    """Asks the engine core once a second; does nothing where the order is that of arrival."""
+
+    def __init__(self, settings: WorkerSettings, engine_core: Any) -> None:
+        self._core = engine_core if settings.local_policy == "cfs" else None
+        self._counts: dict[str, int] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Needs the event loop."""
+        if self._core is not None:
+            self._task = asyncio.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        with contextlib.suppress(EngineDeadError, EngineGenerateError):  # then others say so
+            while True:
+                await asyncio.sleep(INTERVAL_S)
+                self._counts = await self._core.call_utility_async("quire_fair_counts")
+
+    def of_load(self) -> dict[str, int]:
+        """Fields of EngineLoad."""
+        return {
+            "num_kept_tokens": self._counts.get("kept_tokens", 0),
+            "num_recomputed_tokens": self._counts.get("recomputed_tokens", 0),
+        }
+
+    def close(self) -> None:
+        """Harmless when it was never started."""
+        if self._task is not None:
+            self._task.cancel()
