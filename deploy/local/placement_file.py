@@ -7,9 +7,9 @@ gpu_memory_bytes = "80 GB"       # a number of bytes, or text with a unit
 count = 16
 [[models]]
 model = "llama-8b"
-role = "producer"                # or consumer, neutral
 tp = 1
-bytes_per_gpu = "25 GB"          # that each GPU lends or needs
+bytes_per_gpu = "25 GB"          # that each GPU lends; below 0: needs
+role = "producer"                # or consumer, neutral; without it the sign says it
 count = 3
 [[models]]
 profile = "opt.json"             # model, role, tp and bytes_per_gpu from there
@@ -35,7 +35,7 @@ PROFILE_KEYS = ("model", "role", "tp", "bytes_per_gpu")
 SIZES = ("gpu_memory_bytes", "bytes_per_gpu")
 UNITS = {"": 0, "b": 0, "kb": 3, "mb": 6, "gb": 9, "tb": 12}
 BINARY_UNITS = {"kib": 10, "mib": 20, "gib": 30, "tib": 40}
-SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
+SIZE = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
 
 Entry = TypeVar("Entry", PlacerServer, PlacerModel)
 
@@ -93,11 +93,7 @@ def _with_profile(path: Path, number: int, item: dict[str, Any]) -> dict[str, An
     if missing:
         raise SettingsError(f"{path}: models[{number}].profile {named!r} lacks {', '.join(missing)}")
     rest = {key: value for key, value in item.items() if key != "profile"}
-    found = {key: profile[key] for key in PROFILE_KEYS}
-    need = found["bytes_per_gpu"]
-    if found["role"] == "consumer" and isinstance(need, int):
-        found["bytes_per_gpu"] = abs(need)  # `quire profile` writes a need as negative; here the role says so
-    return {**found, **rest}
+    return {**{key: profile[key] for key in PROFILE_KEYS}, **rest}
 
 
 def _entry(path: Path, table: str, number: int, item: dict[str, Any], cls: type[Entry]) -> Entry:
@@ -105,12 +101,26 @@ def _entry(path: Path, table: str, number: int, item: dict[str, Any], cls: type[
     fields = [field.name for field in msgspec.structs.fields(cls)]
     _known(where, item, [*fields, "profile"] if cls is PlacerModel else fields)
     values = {key: _bytes(f"{where}.{key}", value) if key in SIZES else value for key, value in item.items()}
+    if cls is PlacerModel:
+        values = _with_role(where, values)
     try:
         return msgspec.convert(values, cls)
     except msgspec.ValidationError as error:
         key = str(error).rpartition("$.")[2].rstrip("`") if "$." in str(error) else ""
         text = str(error).partition(" - at")[0]
         raise SettingsError(f"{where}{'.' + key if key else ''}: {text}") from error
+
+
+def _with_role(where: str, values: dict[str, Any]) -> dict[str, Any]:
+    """A profile's signed bytes (R_m of AQUA 5) as a role and a size; the two may not contradict each other."""
+    size = values.get("bytes_per_gpu", 0)
+    by_sign = "producer" if size > 0 else "consumer" if size < 0 else "neutral"
+    role = values.get("role", by_sign)
+    if size < 0 and role != "consumer":
+        raise SettingsError(
+            f"{where}.bytes_per_gpu: what is below 0 is needed, and role is {role!r}, not 'consumer'"
+        )
+    return {**values, "role": role, "bytes_per_gpu": abs(size)}
 
 
 def _known(where: str, item: dict[str, Any], known: Iterable[str]) -> None:
@@ -132,5 +142,5 @@ def _bytes(where: str, value: Any) -> int:
         if unit in BINARY_UNITS:
             return round(float(number) * 2 ** BINARY_UNITS[unit])
     raise SettingsError(
-        f"{where}: {value!r} is no size; use a number of bytes or text such as '25 GB' or '24 GiB'"
+        f"{where}: {value!r} is no size; use a number of bytes or text such as '25 GB' or '-24 GiB'"
     )

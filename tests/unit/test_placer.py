@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from deploy.local.cli import app
 from deploy.local.placement_file import read
+from loadtest.profiler.core.profile import Profile, encode
 from shared.errors import InvalidRequest, SettingsError
 from shared.placer.matching import Shard, match
 from shared.placer.place import place
@@ -149,7 +150,6 @@ gpus = 8
 gpu_memory_bytes = "80 GB"
 [[models]]
 model = "llama-8b"
-role = "producer"
 bytes_per_gpu = "25 GiB"
 count = 2
 [[models]]
@@ -160,7 +160,7 @@ PROFILE = {
     "model": "opt-30b",
     "role": "consumer",
     "tp": 2,
-    "bytes_per_gpu": 10 * GB,
+    "bytes_per_gpu": -10 * GB,
     "stable_rate_per_s": 2.5,
 }
 
@@ -191,6 +191,30 @@ def test_a_file_names_sizes_in_words_and_models_by_their_profile(file):
     assert read(same, time_limit_ms=5000) == asked
 
 
+def test_signed_sizes_say_the_role_themselves(file):
+    file.write_text(FILE.replace('"25 GiB"', '"-1.5 GB"').replace('profile = "opt.json"', 'model = "x"'))
+    assert [(m.role, m.bytes_per_gpu) for m in read(file, time_limit_ms=1).models] == [
+        ("consumer", 1_500_000_000),
+        ("neutral", 0),
+    ]
+
+
+def test_a_profile_as_the_profiler_writes_it_is_read(file):
+    found = Profile(
+        model="opt-30b", tp=2, role="consumer", bytes_per_gpu=-10 * GB, stable_rate_per_s=2.5,
+        pool_bytes=1, peak_kv_bytes=1, free_bytes=0,
+    )  # fmt: skip
+    (file.parent / "opt.json").write_bytes(encode(found))
+    opt = read(file, time_limit_ms=5000).models[1]
+    assert (opt.model, opt.tp, opt.role, opt.bytes_per_gpu, opt.count) == (
+        "opt-30b",
+        2,
+        "consumer",
+        10 * GB,
+        2,
+    )
+
+
 def test_the_command_shows_servers_and_pairs_or_the_same_as_json(file):
     told, read_back = quire(file), json.loads(quire(file, "--json").stdout)
     assert told.exit_code == 0
@@ -216,9 +240,11 @@ def test_what_has_no_room_exits_with_1_and_the_reason(file):
         ("[[models]]", "[[modells]]", "did you mean 'models'"),
         ('"80 GB"', '"80 parsec"', r"servers\[0\].gpu_memory_bytes: '80 parsec' is no size"),
         ("gpus = 8", "gpus = 'x'", r"servers\[0\].gpus: Expected `int`"),
-        ('"producer"', '"lender"', r"models\[0\].role: Invalid enum value 'lender'"),
+        ("count = 2", 'role = "lender"', r"models\[0\].role: Invalid enum value 'lender'"),
         ('"opt.json"', '"none.json"', "none.json cannot be read: No such file"),
         ('"opt.json"', "7", "is the name of a file"),
+        ('"opt.json"', '"opt.json"\nrole = "producer"', r"below 0 is needed, and role is 'producer'"),
+        ('"25 GiB"', '"-25 GiB"\nrole = "neutral"', r"below 0 is needed, and role is 'neutral'"),
         ("[[servers]]", "servers = 1\n[other]", r"unknown key 'other'|needs \[\[servers\]\]"),
         ('name = "h100"', "name =", "is not TOML"),
     ],
