@@ -3,6 +3,7 @@
 import resource
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,6 +18,9 @@ from shared.observe import log, service
 from shared.observe.admin import AdminServer
 from shared.transport.clock import MonotonicClock
 
+if TYPE_CHECKING:
+    from services.mempool.market import Market
+
 
 async def open_peers(shell: MempoolShell, settings: MempoolSettings) -> None:
     """Links to mempools of other hosts. Raises: SettingsError."""
@@ -27,6 +31,18 @@ async def open_peers(shell: MempoolShell, settings: MempoolSettings) -> None:
         settings.peer_listen, settings.instance,
         max_peers=settings.max_peers, pins_memory=pins_memory(settings),
     )  # fmt: skip
+
+
+def open_market(shell: MempoolShell, settings: MempoolSettings) -> "Market | None":
+    """Reports to the coordinator of what is lent; None where none is named."""
+    if not settings.coordinator_url:
+        return None
+    from services.mempool.market import Market  # brings an HTTP client
+
+    url, key = settings.coordinator_url, settings.coordinator_key
+    market = Market(url, key, settings.instance, settings.socket, shell)
+    market.open()
+    return market
 
 
 async def run(settings: MempoolSettings) -> int:
@@ -58,13 +74,17 @@ async def run(settings: MempoolSettings) -> int:
     await shell.start()
     tree = TreePublishers(settings.redis_url, settings.instance, settings.peer_listen, shell.pool)
     tree.open()
+    market = open_market(shell, settings)
     try:
         await admin.start()
-        log.get_logger("mempool").info("settings", admin=admin.address, **msgspec.to_builtins(settings))
+        shown = msgspec.to_builtins(settings) | {"coordinator_key": "***"}
+        log.get_logger("mempool").info("settings", admin=admin.address, **shown)
         return await ended
     finally:
         await admin.stop()
         await tree.close()
+        if market is not None:
+            await market.close()
         shell.close()
 
 

@@ -46,6 +46,9 @@ class MempoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     )
     ucx_tls: str = ""  # transports that UCX may use for them; "": all but shared memory
     ucx_port_range: str = ""  # e.g. "20000-20100"; "": any
+    # of the memory market, e.g. "http://127.0.0.1:8103": it is told what this mempool lends; "": nobody is
+    coordinator_url: str = ""
+    coordinator_key: str = ""
     allowed_uids: list[int] = []  # users that may connect; empty: only the mempool's own
 
     max_spaces: int = 64  # one for each GPU, named part of host memory and content of blocks

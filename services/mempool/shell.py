@@ -90,7 +90,7 @@ class MempoolShell:
         )
         self._processes = ProcessWatch(self._on_process_dead)
         self.api = ApiServer(
-            api_path, self.pool, self._processes, clock, self._perform, allowed_uids=allowed_uids
+            api_path, self.pool, self._processes, clock, self.perform, allowed_uids=allowed_uids
         )
         self._connections: dict[int, UnixConnection[wire.FromMempool]] = {}
         self._next_connection = 1
@@ -111,7 +111,7 @@ class MempoolShell:
         from services.mempool.peers import Peers  # a host that is alone needs none of it
 
         self.peers = Peers(
-            listen, instance, self.pool, self.spaces, self.clock, self._perform,
+            listen, instance, self.pool, self.spaces, self.clock, self.perform,
             max_peers=max_peers, pins_memory=pins_memory,
         )  # fmt: skip
         await self.peers.start()
@@ -145,7 +145,7 @@ class MempoolShell:
             instances=[InstanceId(one.instance) for one in mine.values()], mappers=mapping,
         )  # fmt: skip
         log.info("memory_adopted", space=meta.number, num_pages=meta.num_pages, num_awaited=len(mine))
-        self._perform(actions)
+        self.perform(actions)
 
     def _end_silent(self) -> None:
         """Rule 5: a holder past its deadline is killed; its pages return when its death is proven."""
@@ -209,7 +209,7 @@ class MempoolShell:
             self.server.num_malformed += 1
             log.warning("peer_protocol_error", connection=number, pid=connection.peer.pid, reason=str(error))
             actions = [Disconnect(number, error.code)]
-        self._perform(actions)
+        self.perform(actions)
 
     def _attach(self, connection: UnixConnection[wire.FromMempool], message: wire.Attach) -> list[Action]:
         process = 0
@@ -235,20 +235,20 @@ class MempoolShell:
         for key in [key for key in self._spans if key[0] == number]:
             self._spans.pop(key).fail("the caller left")
         log.info("peer_left", connection=number, pid=connection.peer.pid, error=str(error or ""))
-        self._perform(self.pool.on_closed(number, self.clock.now_ms()))
+        self.perform(self.pool.on_closed(number, self.clock.now_ms()))
 
     def _on_process_dead(self, process: int, pid: int) -> None:
         log.info("process_dead", process=process, pid=pid)
         self.kept.dead(pid)
-        self._perform(self.pool.on_process_dead(process, self.clock.now_ms()))
+        self.perform(self.pool.on_process_dead(process, self.clock.now_ms()))
 
     def _on_timer(self) -> None:
         self._timer = None
-        self._perform(self.pool.tick(self.clock.now_ms()))
+        self.perform(self.pool.tick(self.clock.now_ms()))
 
     # -- actions ----------------------------------------------------------------------------------
 
-    def _perform(self, actions: list[Action]) -> None:
+    def perform(self, actions: list[Action]) -> None:
         """In order, also when performing one causes an event with actions of its own."""
         self._actions.extend(actions)
         if self._performing or self._is_closed:
@@ -323,19 +323,19 @@ class MempoolShell:
 
     def _on_copied(self, copy_id: int, failed: bool, in_doubt: Sequence[int]) -> None:
         now_ms = self.clock.now_ms()
-        self._perform(self.pool.on_copied(copy_id, now_ms, failed=failed, in_doubt=in_doubt))
+        self.perform(self.pool.on_copied(copy_id, now_ms, failed=failed, in_doubt=in_doubt))
 
     def _on_settled(self, space: int, pages: Sequence[int]) -> None:
-        self._perform(self.pool.on_settled(space, [PageId(page) for page in pages], self.clock.now_ms()))
+        self.perform(self.pool.on_settled(space, [PageId(page) for page in pages], self.clock.now_ms()))
 
     def _change_memory(self, action: ReleaseUnits | RestoreUnits) -> None:
         number, units = action.space, action.units
 
         def released(failed: bool) -> None:
-            self._perform(self.pool.on_released(number, units, self.clock.now_ms(), failed=failed))
+            self.perform(self.pool.on_released(number, units, self.clock.now_ms(), failed=failed))
 
         def restored(num_made: int) -> None:
-            self._perform(self.pool.on_restored(number, units, num_made, self.clock.now_ms()))
+            self.perform(self.pool.on_restored(number, units, num_made, self.clock.now_ms()))
 
         if isinstance(action, RestoreUnits):
             self.spaces.restore(action, restored)

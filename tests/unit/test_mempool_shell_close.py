@@ -11,4 +11,4 @@ async def test_a_death_that_is_told_after_the_close_acts_on_nothing(tmp_path):
         tmp_path / "mempool.sock", PoolLimits(capacity_bytes=1 << 20), Epoch(1), MonotonicClock()
     )
     shell.close()
-    shell._perform([WriteWords(space=0, words=[])])  # there is no memory 0
+    shell.perform([WriteWords(space=0, words=[])])  # there is no memory 0

@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
 from services.mempool.core.actions import Action, PoolLimits
+from services.mempool.core.lending import Lending
+from services.mempool.core.lending_report import obey
 from services.mempool.core.pool import Pool
 from services.mempool.core.pulls import Pulls
 from services.mempool.core.remote import Remote
@@ -12,6 +14,7 @@ from services.mempool.core.remote_serve import RemoteServe
 from shared.errors import PeerProtocolError
 from shared.wire import mempool as wire
 from shared.wire import mempool_peer as peer_wire
+from shared.wire.lending import ReportReply
 
 
 class FromOutside(ABC):
@@ -22,6 +25,7 @@ class FromOutside(ABC):
     pulls: Pulls
     remote: Remote
     serve: RemoteServe
+    lending: Lending
 
     @abstractmethod
     def _touch(self, *pools: Pool) -> None: ...
@@ -61,6 +65,12 @@ class FromOutside(ABC):
     ) -> list[Action]:
         """Answer to PullRemote. `in_doubt`: targets that may still be written; on_settled follows."""
         self.remote.on_pulled(number, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
+        self._touch(*self.pools.values())
+        return self._after(now_ms)
+
+    def on_market_reply(self, reply: ReportReply, now_ms: int) -> list[Action]:
+        """The coordinator answered the newest report of what is lent."""
+        obey(self.lending, reply, now_ms)
         self._touch(*self.pools.values())
         return self._after(now_ms)
 

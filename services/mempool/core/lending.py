@@ -62,8 +62,11 @@ class Lending:
         self.loans = Loans(boot_generation)
         self._pools, self._dram, self._space_of, self._touched = pools, dram, space_of, touched
         self._collecting: dict[str, _Collecting] = {}
-        self._wire_offers: dict[str, market.Offer] = {}
-        self._wire_grants: dict[str, market.Grant] = {}
+        self.known_offers: dict[str, market.Offer] = {}
+        self.known_grants: dict[str, market.Grant] = {}
+        self.max_ttl_ms = MAX_TTL_MS
+        self.on_change: Callable[[], None] | None = None  # called when a report would say something new
+        self._num_changes = 0
         self._shelves: dict[int, Shelf] = {}  # by number of the space of lent pages
         dram.borrowed = self.borrowed
 
@@ -85,10 +88,10 @@ class Lending:
         match call:
             case calls.PresentOffer():
                 offer = self.know(call.offer, now_ms)
-                return offer.limit * self._unit_bytes(offer.producer)
+                return offer.limit * self.unit_bytes(offer.producer)
             case calls.PresentGrant():
                 loan = self.take(call.grant, now_ms)
-                return loan.num_pages * self._unit_bytes(loan.offer.producer)
+                return loan.num_pages * self.unit_bytes(loan.offer.producer)
             case calls.PresentReclaim():
                 self.reclaim(call.order, now_ms)
             case calls.RenewLoan():
@@ -108,11 +111,11 @@ class Lending:
         memory = self._memory(int(offer.space))
         if memory is None or memory.is_behind:
             raise LoanRefused("space.unknown", f"space {offer.space} has no memory to lend")
-        num_pages = min(offer.length_bytes // self._unit_bytes(int(offer.space)), memory.table.num_pages)
+        num_pages = min(offer.length_bytes // self.unit_bytes(int(offer.space)), memory.table.num_pages)
         known = offer.offer_id in self.loans.offers
         made = self.loans.know(offer.offer_id, int(offer.space), num_pages, memory.table)
         if not known:
-            self._wire_offers[offer.offer_id] = offer
+            self.known_offers[offer.offer_id] = offer
             self._collect(made, now_ms)
         return made
 
@@ -130,18 +133,18 @@ class Lending:
         loan = self.loans.take(
             Grant(
                 grant.lease_id, grant.offer_id, grant.consumer, consumer,
-                grant.length_bytes // self._unit_bytes(offer.producer), grant.token, grant.boot_generation,
+                grant.length_bytes // self.unit_bytes(offer.producer), grant.token, grant.boot_generation,
                 min(max(0, grant.ttl_ms), MAX_TTL_MS),
             ),
             now_ms,
         )  # fmt: skip
-        self._wire_grants[grant.lease_id] = grant
+        self.known_grants[grant.lease_id] = grant
         return loan
 
     def reclaim(self, order: market.ReclaimOrder, now_ms: int) -> None:
         """The offer is worth less: its loans fit by the deadline. Raises: LoanRefused."""
         offer = self.loans.offers.get(order.offer_id)
-        keep = order.keep_bytes // self._unit_bytes(offer.producer) if offer is not None else 0
+        keep = order.keep_bytes // self.unit_bytes(offer.producer) if offer is not None else 0
         self.loans.reclaim(order.offer_id, keep, now_ms + max(0, order.deadline_ms), now_ms)
         if offer is not None:
             self._touched(self._pools[offer.producer])
@@ -170,6 +173,7 @@ class Lending:
                 continue
             pool.claims.remove(claim)
             self.loans.settle_for(one.offer)
+            self.loans.counters["offers_settled"] += 1
             del self._collecting[offer_id]
             self._touched(pool)
 
@@ -202,16 +206,31 @@ class Lending:
 
     def advance(self, now_ms: int) -> None:
         """Take everything as far as it goes. Cost: nothing without offers."""
+        self._advance(now_ms)
+        num_changes = self.loans.counters.total()
+        if self.on_change is not None and num_changes != self._num_changes:
+            self.on_change()
+        self._num_changes = num_changes
+
+    def _advance(self, now_ms: int) -> None:
         if self._collecting:
             self._set_aside(now_ms)
+        if len(self.known_offers) > len(self.loans.offers):
+            self._forget()
         if not self.loans.loans:
             return
         self.loans.tick(now_ms)
         for number, shelf in self._shelves.items():
             if self.loans.wanted_back(shelf):
                 self._bring_back(self._pools[number], shelf, now_ms)
-        for lease_id in [x for x in self._wire_grants if x not in self.loans.loans]:
-            del self._wire_grants[lease_id]
+        self._forget()
+
+    def _forget(self) -> None:
+        """What is over."""
+        for lease_id in [x for x in self.known_grants if x not in self.loans.loans]:
+            del self.known_grants[lease_id]
+        for offer_id in [x for x in self.known_offers if x not in self.loans.offers]:
+            del self.known_offers[offer_id]
 
     def _bring_back(self, pool: Pool, shelf: Shelf, now_ms: int) -> None:
         back = self.loans.collect(shelf)
@@ -223,6 +242,10 @@ class Lending:
             self._dram.drain(shelf.number, left, now_ms)
         if back:
             self._touched(self._pools[shelf.producer])
+
+    def is_collecting(self, offer_id: str) -> bool:
+        """Whether engines still give back pages for this offer."""
+        return offer_id in self._collecting
 
     def tick_at_ms(self) -> int | None:
         """When advance() has something to do without an event."""
@@ -263,7 +286,7 @@ class Lending:
         pool = self._pools.get(number)
         return pool.memory if pool is not None else None
 
-    def _unit_bytes(self, number: int) -> int:
+    def unit_bytes(self, number: int) -> int:
         """Of a page of this space, on all ranks."""
         memory = self._memory(number)
         assert memory is not None
