@@ -42,6 +42,7 @@ class IntegerAnswer:
 
     values: Floats | None
     bound: float  # no solution costs less
+    optimal: bool
     infeasible: bool
 
 
@@ -72,7 +73,8 @@ def solve_integer(
     if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
         values = np.array(solver.getSolution().col_value)
         values[:num_integer] = np.rint(values[:num_integer])
-    return IntegerAnswer(values, info.mip_dual_bound, status == highspy.HighsModelStatus.kInfeasible)
+    optimal = status == highspy.HighsModelStatus.kOptimal
+    return IntegerAnswer(values, info.mip_dual_bound, optimal, status == highspy.HighsModelStatus.kInfeasible)
 
 
 def _solver(program: Program, num_integer: int = 0) -> highspy.Highs:

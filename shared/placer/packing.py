@@ -1,6 +1,7 @@
 """A first placement, or why there is none."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,11 +11,17 @@ from shared.placer.problem import Ints, Kind, Problem
 MOST_NODES = 5000
 
 
-def pack(problem: Problem, time_limit_s: float) -> Ints | None:
-    """Any placement [num_servers, num_kinds] within eqs 1 to 3: widest first, to the emptiest server; else by HiGHS.
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """As much as was placed within eqs 1 to 3 [num_servers, num_kinds]."""
 
-    None: not everything fits (or, within the limits, nothing was found: `left_over` then says the same).
-    """
+    placed: Ints
+    left: Ints  # instances of each kind that stay outside
+    proven: bool  # that no placement uses more GPUs
+
+
+def pack(problem: Problem, time_limit_s: float) -> Packing:
+    """A placement of everything, widest first, to the emptiest server; where that fails HiGHS places what it can."""
     placed = np.zeros((problem.num_servers, len(problem.kinds)), dtype=np.int64)
     free = [problem.shapes[s].gpus for s in problem.shape_of]
     for number, kind in enumerate(problem.kinds):
@@ -23,16 +30,11 @@ def pack(problem: Problem, time_limit_s: float) -> Ints | None:
                 s for s in range(problem.num_servers) if kind.tp <= free[s] and _allowed(problem, kind, s)
             ]
             if not fitting:
-                return _packed_by_solver(problem, time_limit_s)
+                return _most_placed(problem, time_limit_s)
             server = max(fitting, key=lambda s: (free[s], -s))
             free[server] -= kind.tp
             placed[server, number] += 1
-    return placed
-
-
-def left_over(problem: Problem, time_limit_s: float) -> Ints:
-    """Instances of each kind that stay outside where as many GPUs as possible are used."""
-    return problem.counts - _most_placed(problem, time_limit_s).sum(axis=0)
+    return Packing(placed, np.zeros_like(problem.counts), proven=True)
 
 
 def reasons(problem: Problem) -> list[str]:
@@ -72,12 +74,7 @@ def _allowed(problem: Problem, kind: Kind, server: int) -> bool:
     return problem.most(kind, problem.shapes[problem.shape_of[server]]) > 0
 
 
-def _packed_by_solver(problem: Problem, time_limit_s: float) -> Ints | None:
-    placed = _most_placed(problem, time_limit_s)
-    return placed if (placed.sum(axis=0) == problem.counts).all() else None
-
-
-def _most_placed(problem: Problem, time_limit_s: float) -> Ints:
+def _most_placed(problem: Problem, time_limit_s: float) -> Packing:
     """The placement that uses most GPUs, of everything that fits anywhere.
 
     Kinds of one width that fit the same shapes are one group here: what memory they need does not matter.
@@ -112,7 +109,7 @@ def _most_placed(problem: Problem, time_limit_s: float) -> Ints:
     )
     placed = np.zeros((num_servers, len(problem.kinds)), dtype=np.int64)
     if answer.values is None:
-        return placed
+        return Packing(placed, problem.counts, proven=False)
     left = {k: problem.kinds[k].count for k in range(len(problem.kinds))}
     for s, row in enumerate(answer.values.reshape(num_servers, num_groups)):
         for g, number in enumerate(row):
@@ -120,4 +117,4 @@ def _most_placed(problem: Problem, time_limit_s: float) -> Ints:
                 kind = next(k for k in members[g] if left[k])
                 left[kind] -= 1
                 placed[s, kind] += 1
-    return placed
+    return Packing(placed, problem.counts - placed.sum(axis=0), answer.optimal)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shared.errors import InvalidRequest
 from shared.placer.assign import Assigner, Assignment
 from shared.placer.matching import Shard, match
-from shared.placer.packing import left_over, pack, reasons
+from shared.placer.packing import Packing, pack, reasons
 from shared.placer.problem import Kind, Problem, Shape
 from shared.wire.placer import (
     LendingPair,
@@ -56,9 +56,9 @@ def place(question: PlacementQuestion, clock: Callable[[], float]) -> PlacerRepl
     named = _name(question)
     problem = named.problem
     start = pack(problem, PACKING_SHARE * limit_s)
-    if start is None:
-        return _unplaceable(named, PACKING_SHARE * limit_s)
-    return _placement(named, Assigner(problem, start, lambda: clock() - begin, limit_s).search())
+    if start.left.any():
+        return _unplaceable(named, start)
+    return _placement(named, Assigner(problem, start.placed, lambda: clock() - begin, limit_s).search())
 
 
 def _check(question: PlacementQuestion) -> None:
@@ -140,15 +140,21 @@ def _natural(name: str) -> tuple[str, int, str]:
     return (head, int(number), name) if number.isdecimal() else (name, -1, name)
 
 
-def _unplaceable(named: _Named, time_limit_s: float) -> Unplaceable:
+def _unplaceable(named: _Named, packed: Packing) -> Unplaceable:
     left: Counter[str] = Counter()
-    for kind, count in zip(named.problem.kinds, left_over(named.problem, time_limit_s), strict=True):
+    for kind, count in zip(named.problem.kinds, packed.left, strict=True):
         for _, model in named.instances[kind][len(named.instances[kind]) - int(count) :]:
             left[model.model] += 1
-    why = reasons(named.problem) or [
-        "the groups of shards do not divide into these servers: every one of them alone has room, together they do not "
-        "(eqs 2 and 3)"
-    ]
+    why = reasons(named.problem)
+    if not why and packed.proven:
+        why = [
+            "the groups of shards do not divide into these servers: every one of them alone has room, together they "
+            "do not (eqs 2 and 3)"
+        ]
+    elif not why:
+        why = [
+            "no way to divide the groups of shards into these servers was found; more time may find one (eqs 2, 3)"
+        ]
     return Unplaceable(reasons=why, left_out=dict(sorted(left.items())))
 
 

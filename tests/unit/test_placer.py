@@ -11,6 +11,8 @@ from deploy.local.cli import app
 from deploy.local.placement_file import read
 from loadtest.profiler.core.profile import Profile, encode
 from shared.errors import InvalidRequest, SettingsError
+from shared.placer import packing
+from shared.placer.highs import IntegerAnswer
 from shared.placer.matching import Shard, match
 from shared.placer.place import place
 from shared.wire.placer import Placement, PlacementQuestion, PlacerModel, PlacerReply, PlacerServer
@@ -87,6 +89,14 @@ def test_what_cannot_be_placed_is_explained_with_the_constraint_and_the_least_th
     assert not isinstance(answer, Placement)
     assert re.search(reason, "; ".join(answer.reasons))
     assert sum(answer.left_out.values()) == left
+
+
+def test_what_was_not_proven_to_have_no_room_is_not_said_to_have_none(monkeypatch):
+    unknown = IntegerAnswer(None, 0.0, optimal=False, infeasible=False)
+    monkeypatch.setattr(packing, "solve_integer", lambda *_, **__: unknown)
+    answer = place(question([(8, 80, 2)], [(5, 1, 2), (2, 1, 3)]), still)
+    assert not isinstance(answer, Placement)
+    assert "more time may find one" in answer.reasons[0]
 
 
 def test_groups_that_only_a_search_packs_are_placed():
