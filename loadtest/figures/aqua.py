@@ -85,8 +85,8 @@ SHEETS = (
     Sheet(
         "aqua-swap-need",
         "AQUA 9.4: swap space for bursts of 2, 3 and 5 times the stable rate",
-        ours="8B shape on a simulated H200, steps of 8,192 tokens, KV memory for 1.3 times its stable rate's; an upper "
-        "bound of what fair slices hold beyond it. With steps of 512 tokens the chunk is the bound, and the need is 0.",
+        ours="8B shape on a simulated H200, steps of 8,192 tokens, KV memory for 1.3 times its stable rate's; an "
+        "estimate of what fair slices hold beyond it. With steps of 512 tokens the chunk bounds bursts: no need.",
         paper="6, 15 and 40 GB for Yi-34B on an A100 with arXiv's lengths.",
         differs="model, lengths, GPU; the paper measures with its scheduler, ours is computed from a run without one.",
         needs=("simulated-profile",),

