@@ -10,7 +10,7 @@ model = "llama-8b"
 tp = 1
 bytes_per_gpu = "25 GB"          # that each GPU lends; below 0: needs
 role = "producer"                # or consumer, neutral; without it the sign says it
-count = 3
+count = 3                        # or the ids of running ones: instances = ["decode-0", "decode-1"]
 [[models]]
 profile = "opt.json"             # model, role, tp and bytes_per_gpu from there
 count = 2
@@ -120,7 +120,9 @@ def _with_role(where: str, values: dict[str, Any]) -> dict[str, Any]:
         raise SettingsError(
             f"{where}.bytes_per_gpu: what is below 0 is needed, and role is {role!r}, not 'consumer'"
         )
-    return {**values, "role": role, "bytes_per_gpu": abs(size)}
+    named = values.get("instances")
+    count = {"count": len(named)} if isinstance(named, list) and named and "count" not in values else {}
+    return {**values, **count, "role": role, "bytes_per_gpu": abs(size)}
 
 
 def _known(where: str, item: dict[str, Any], known: Iterable[str]) -> None:

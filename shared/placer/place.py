@@ -81,6 +81,7 @@ def _check(question: PlacementQuestion) -> None:
                 f"model {model.model!r}: role is 'producer' or 'consumer' where bytes_per_gpu is above 0",
                 param="models",
             )
+    _check_ids(question.models)
     _at_most("servers", sum(server.count for server in question.servers), MOST_SERVERS)
     _at_most("models", sum(model.count for model in question.models), MOST_INSTANCES)
     if any(model.tp > MOST_GPUS for model in question.models):
@@ -91,6 +92,25 @@ def _check(question: PlacementQuestion) -> None:
         raise InvalidRequest(f"two servers are called {min(twice)!r}", param="servers")
     if question.time_limit_ms < 1:
         raise InvalidRequest("time_limit_ms is at least 1", param="time_limit_ms")
+
+
+def _check_ids(models: list[PlacerModel]) -> None:
+    """Raises: InvalidRequest."""
+    for model in models:
+        if model.instances and len(model.instances) != model.count:
+            raise InvalidRequest(
+                f"model {model.model!r}: {len(model.instances)} instances are named and count is {model.count}",
+                param="models",
+            )
+    twice = [
+        name for name, count in Counter(name for m in models for name in m.instances).items() if count > 1
+    ]
+    numbered = {f"{m.model}/" for m in models if not m.instances}
+    for name in [
+        *twice,
+        *(name for m in models for name in m.instances if name[: name.rfind("/") + 1] in numbered),
+    ]:
+        raise InvalidRequest(f"two instances may be called {name!r}", param="models")
 
 
 def _positive(what: str, entry: PlacerServer | PlacerModel, names: tuple[str, ...]) -> None:
@@ -117,8 +137,11 @@ def _name(question: PlacementQuestion) -> _Named:
         names += _server_names([server])
     instances: dict[tuple[int, int], list[tuple[str, PlacerModel]]] = {}
     numbers: Counter[str] = Counter()
-    for model in sorted(question.models, key=lambda m: (m.model, m.tp, m.role, m.bytes_per_gpu)):
+    for model in sorted(question.models, key=lambda m: (m.model, m.tp, m.role, m.bytes_per_gpu, m.instances)):
         alike = instances.setdefault((model.tp, SIGN[model.role] * model.bytes_per_gpu), [])
+        if model.instances:
+            alike += [(name, model) for name in sorted(model.instances, key=_natural)]
+            continue
         for _ in range(model.count):
             alike.append((f"{model.model}/{numbers[model.model]}", model))
             numbers[model.model] += 1

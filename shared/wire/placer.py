@@ -1,6 +1,7 @@
 """What the placer is asked and answers (AQUA 5): a REST body, and a file of `quire place`.
 
-Bytes are of one GPU unless a name says otherwise. Names are the caller's; nothing here refers to running instances.
+Bytes are of one GPU unless a name says otherwise. Names are the caller's. Where they are ids of running instances, a
+Placement is a body of the coordinator's PUT /v1/placement too (shared/wire/lending.py reads its pairs).
 """
 
 from typing import Literal
@@ -27,6 +28,7 @@ class PlacerModel(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tp: int = 1  # GPUs of one instance, all in one server
     bytes_per_gpu: int = 0  # that each of its GPUs can lend (producer) or needs (consumer)
     count: int = 1
+    instances: list[str] = []  # ids of the running ones, `count` of them; otherwise model/0, model/1, ...
 
 
 class PlacementQuestion(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -40,7 +42,7 @@ class PlacementQuestion(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class PlacedInstance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One instance and its GPUs, by their numbers in the server."""
 
-    instance: str  # model/0, model/1, ...
+    instance: str  # the id that the question gave, or model/0, model/1, ...
     model: str
     role: PlacerRole
     server: str

@@ -15,6 +15,7 @@ from shared.placer import packing
 from shared.placer.highs import IntegerAnswer
 from shared.placer.matching import Shard, match
 from shared.placer.place import place
+from shared.wire import lending
 from shared.wire.placer import Placement, PlacementQuestion, PlacerModel, PlacerReply, PlacerServer
 from tests.support.placements import GB, check_placement, question
 
@@ -223,6 +224,26 @@ def test_a_profile_as_the_profiler_writes_it_is_read(file):
         10 * GB,
         2,
     )
+
+
+def test_with_ids_of_running_instances_the_answer_is_the_coordinators_placement(file):
+    named = FILE.replace("count = 2\n[[models]]", 'instances = ["a-10", "a-9"]\n[[models]]').replace(
+        'profile = "opt.json"\ncount = 2', 'profile = "opt.json"\ninstances = ["decode-1"]'
+    )
+    file.write_text(named)
+    body = msgspec.json.decode(quire(file, "--json").stdout, type=lending.Placement)
+    assert {(pair.consumer, pair.producer) for pair in body.pairs} == {
+        ("decode-1", "a-9"),
+        ("decode-1", "a-10"),
+    }
+    file.write_text(named.replace('"a-9"', '"decode-1"'))
+    assert "two instances may be called 'decode-1'" in str(quire(file).exception)
+    file.write_text(
+        named.replace('"decode-1"', '"llama-8b/0"').replace('instances = ["a-10", "a-9"]', "count = 1")
+    )
+    assert "two instances may be called 'llama-8b/0'" in str(quire(file).exception)
+    file.write_text(named.replace('["decode-1"]', '["decode-1"]\ncount = 3'))
+    assert "1 instances are named and count is 3" in str(quire(file).exception)
 
 
 def test_the_command_shows_servers_and_pairs_or_the_same_as_json(file):
