@@ -90,6 +90,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     transfer_mode: Literal["", "by-request-agg", "by-request", "by-layer"] = (
         ""  # in what pieces, and when, blocks go from prefill to decode
     )
+    memory_market: bool = False  # the mempool reports to the coordinator, so that instances may lend memory
     kv_space: str = ""  # own: every worker's pages in host memory apart from the others', for NUMA nodes
     gpu_memory_utilization: float = 0.0  # 0: the engine's own, divided where workers share a GPU
     threads: int = 0  # of each engine on CPU, of each of its ranks

@@ -260,7 +260,9 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
                 ("--policy", found.policy),
                 ("--disaggregation", "always" if found.topology == "disaggregated" else ""),
             ),
-            "coordinator": _optional(("--journal-fsync", "always" if found.journal_fsync == "always" else "")),
+            "coordinator": _optional(
+                ("--journal-fsync", "always" if found.journal_fsync == "always" else "")
+            ),
             "keeper": _optional(("--log-level", found.log_level)),
             "mempool": _optional(
                 ("--capacity-bytes", found.mempool_bytes),
@@ -274,6 +276,7 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
         secrets=_secrets(found, redis_url),
         address=found.address,
         join=parse_join(found.join),
+        memory_market=found.memory_market,
     )
 
 

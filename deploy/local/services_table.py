@@ -204,6 +204,7 @@ class Plan:
     secrets: Mapping[str, Mapping[str, str]]  # row -> environment: what must not be on a command line
     address: str = ""  # where other machines of the cluster reach this one; "": it is alone
     join: Joined | None = None  # the machine with the control plane; None: this one
+    memory_market: bool = False  # whether the mempool reports to the coordinator
 
 
 def build(plan: Plan) -> list[Service]:
@@ -340,6 +341,10 @@ def _mempool(plan: Plan) -> Service:
         *("--socket", f"{plan.sockets}/mempool.sock", "--admin-listen", f"{LOOPBACK}:{port}"),
         *("--keeper-socket", _keeper_socket(plan)),
     )
+    if plan.memory_market:
+        flags += ("--coordinator-url", _coordinator_url(plan))
+        if plan.join is not None:  # the first machine's has the plain name
+            flags += ("--market-name", "mempool-" + plan.address.replace(".", "-").replace(":", "-"))
     if plan.address:
         flags += ("--peer-listen", f"tcp://{in_url(plan.address)}:{plan.ports.mempool_peers}")
     return _service(plan, "mempool", "mempool", flags, probe=Probe("http", port=port), listens=(port,))

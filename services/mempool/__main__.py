@@ -40,7 +40,7 @@ def open_market(shell: MempoolShell, settings: MempoolSettings) -> "Market | Non
     from services.mempool.market import Market  # brings an HTTP client
 
     url, key = settings.coordinator_url, settings.coordinator_key
-    market = Market(url, key, settings.instance, settings.socket, shell)
+    market = Market(url, key, settings.market_name or settings.instance, settings.socket, shell)
     market.open()
     return market
 

@@ -49,6 +49,7 @@ class MempoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     # of the memory market, e.g. "http://127.0.0.1:8103": it is told what this mempool lends; "": nobody is
     coordinator_url: str = ""
     coordinator_key: str = ""
+    market_name: str = ""  # under which it reports there, unlike any other mempool's; "": mempool.instance
     allowed_uids: list[int] = []  # users that may connect; empty: only the mempool's own
 
     max_spaces: int = 64  # one for each GPU, named part of host memory and content of blocks

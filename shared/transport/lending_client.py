@@ -153,8 +153,14 @@ class MempoolReporter(Background):
         self._seq = 0
         self._hurry = asyncio.Event()
 
+    def open(self) -> None:
+        """Start in the background of the running loop. What a callback raises is raised into the loop: it is a bug."""
+        super().open()
+        assert self._task is not None
+        self._task.add_done_callback(_raise)
+
     def hurry(self) -> None:
-        """Report now: something was lent, given back, or reclaimed."""
+        """Report now, or MIN_INTERVAL_S after the last answer: something was lent, given back, or reclaimed."""
         self._hurry.set()
 
     async def close(self) -> None:
@@ -180,11 +186,17 @@ class MempoolReporter(Background):
                     self._set_reachable(True)
                     interval_s = max(MIN_INTERVAL_S, answer.interval_ms / 1000)
                     self._on_reply(answer)
+            await asyncio.sleep(MIN_INTERVAL_S)
             try:
                 async with asyncio.timeout(interval_s):
                     await self._hurry.wait()
             except TimeoutError:
                 continue
+
+
+def _raise(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.result()
 
 
 def _call(grant: Grant) -> LeaseCall:

@@ -269,6 +269,30 @@ def test_a_machine_that_joins_has_workers_a_mempool_and_no_control_plane():
     assert worker.env["QUIRE_WORKER_REDIS_URL"] == ""
 
 
+def test_mempools_report_to_the_memory_market_when_told_to_under_names_of_their_own():
+    assert "--coordinator-url" not in flags(of_name(build(a_plan()))["mempool"])
+    first = flags(of_name(build(a_plan(memory_market=True)))["mempool"])
+    assert first["--coordinator-url"] == "http://127.0.0.1:8103"
+    assert "--market-name" not in first
+    found = settings(
+        address="10.0.0.6", join="10.0.0.5:8100", num_prefill=0, engine="mock", memory_market=True
+    )
+    made = plan.make_plan(found, config.paths_of("/h"), plan.Model(folder="/m", name="m"))
+    second = flags(of_name(build(made))["mempool"])
+    assert second["--coordinator-url"] == "http://10.0.0.5:8103"
+    assert second["--market-name"] == "mempool-10-0-0-6"
+
+
+@pytest.mark.parametrize("fsync", ["everysec", "always"])
+def test_the_own_redis_writes_through_as_told_and_the_coordinator_then_insists_on_it(fsync):
+    found = settings(engine="mock", journal_fsync=fsync)
+    made = plan.make_plan(found, config.paths_of("/h"), plan.Model(folder="/m", name="m"))
+    command = made.redis_command
+    assert command[command.index("--appendfsync") + 1] == fsync
+    coordinator = flags(of_name(build(made))["coordinator"])
+    assert coordinator.get("--journal-fsync", "any") == ("always" if fsync == "always" else "any")
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from services.coordinator.core.market import Market
 from shared.ids import Epoch
-from shared.wire.lending import Grant, ReclaimOrder
+from shared.wire.lending import Grant, OfferReport, ReclaimOrder
 from tests.support.market_world import GIB, LIMITS
 from tests.unit.market_calls import ask, borrow, code, lease_of, led_world, offer, reclaim, the_offer
 
@@ -156,3 +156,11 @@ def test_nothing_is_granted_while_intentions_cannot_be_stored(world):
 def test_who_never_led_answers_that_it_stands_by():
     idle = Market(LIMITS)
     assert idle.view(now_ms=0).why_not == "market.standby"
+
+
+def test_an_offer_that_is_worth_nothing_and_forgotten_is_not_found_again_and_again(world):
+    empty = replace(the_offer(world).offer, offer_id="o-1-1", length_bytes=0)
+    report = world.m0.report(world.now_ms)
+    listed = replace(report, offers=[*report.offers, OfferReport(offer=empty, leased_bytes=0)])
+    world.a.report(world.m0.name, listed, now_ms=world.now_ms)
+    assert "o-1-1" not in world.a.book.offers

@@ -97,6 +97,8 @@ def reply(book: Book, record: MempoolRecord, seq: int, now_ms: int) -> ReportRep
 def _learn_offer(book: Book, mempool: MempoolRecord, report: OfferReport, now_ms: int) -> None:
     offer = report.offer
     record = book.offers.get(offer.offer_id)
+    if record is None and not offer.length_bytes and not report.leased_bytes:
+        return  # worth nothing, and forgotten here
     if record is None:
         record = book.offers[offer.offer_id] = OfferRecord(offer, offer.length_bytes, now_ms)
         book.set_key("offer", offer.producer, offer.key, offer.offer_id)
