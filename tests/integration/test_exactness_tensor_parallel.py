@@ -7,13 +7,13 @@ where they were not, the reference would have to be stock vLLM with as many rank
 import asyncio
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
+from deploy.local.services_table import Ports
 from tests.integration.mempool_rig import until
 from tests.integration.test_exactness import (
     BLOCK_TOKENS,
@@ -56,6 +56,11 @@ class Split:
         """Pages that no engine and no index has."""
         states = self.cluster.pool()["pages_by_state"]
         return sum(states[name] for name in ("retiring", "leased", "quarantined", "orphaned"))
+
+    def num_running(self, role: str) -> int:
+        """Requests in the engine's steps."""
+        _, admin = Ports(gateway=self.cluster.base + 90, base=self.cluster.base).worker(role, 0)
+        return httpx.get(f"http://127.0.0.1:{admin}/status", timeout=30).json()["num_running"]
 
     def spaces(self) -> dict[str, dict]:
         """By role."""
@@ -185,7 +190,7 @@ def test_a_rank_that_dies_ends_its_engine_and_the_next_one_finds_the_sealed_page
         if role == "decode":
             long = {"model": "quire-demo", "prompt": [5, 6, 7], "max_tokens": 2_000, "ignore_eos": True}
             threads.submit(httpx.post, f"{split.cluster.url}/v1/completions", json=long, timeout=180)
-            time.sleep(1.0)
+            until(lambda: split.num_running(role) > 0, "it is in a step")
         os.kill(pids[-1], signal.SIGKILL)
         until(lambda: all(is_gone(pid) for pid in pids), "the whole instance ends", DETECTION_S)
         split.cluster.wait_replaced(f"{role}-0", front)
@@ -195,7 +200,7 @@ def test_a_rank_that_dies_ends_its_engine_and_the_next_one_finds_the_sealed_page
     if not split.has_dram:
         assert not prefill["tokens_peer"] + prefill["tokens_dram"], "they are in its own space"
     until(lambda: not split.in_doubt(), "every page is accounted for")
-    assert not [path.name for path in Path("/dev/shm").glob("*-cpushm_*")]
+    until(lambda: not list(Path("/dev/shm").glob("*-cpushm_*")), "no shared memory is left")
 
 
 def is_gone(pid: int) -> bool:
