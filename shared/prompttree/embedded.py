@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shared.errors import PeerTimeout, SettingsError
 
-START_DEADLINE_S = 10.0
+START_DEADLINE_S = 30.0
 
 
 def find_redis_server() -> Path | None:

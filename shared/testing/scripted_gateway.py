@@ -46,7 +46,7 @@ class ScriptedGateway:
         )
 
     async def __aenter__(self) -> "ScriptedGateway":
-        await self.link.connect()
+        await self.link.connect(30_000)
         return self
 
     async def __aexit__(self, *_: object) -> None:

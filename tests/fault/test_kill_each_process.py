@@ -28,7 +28,7 @@ LONGEST_GAP_S = 8.0
 LONGEST_WAIT_S = 40.0
 VICTIMS = ["prefill-0", "decode-0", "scheduler", "coordinator", "keeper", "mempool", "redis"]
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cases, out = folder / "cases.json", folder / "out.json"
     cases.write_text(json.dumps(list(CASES.values())))
     command = [sys.executable, "-m", "tests.support.stock_reference", str(MODEL), str(cases), str(out)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=400)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=900)
     return json.loads(out.read_text())
 
 

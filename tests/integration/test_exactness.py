@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "deploy" / "models" / "quire-demo"
 BLOCK_TOKENS = 32
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def eos_token_id() -> int:

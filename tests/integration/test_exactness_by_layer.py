@@ -9,7 +9,7 @@ import pytest
 from tests.integration.test_exactness import CASES, assert_same, complete, stage
 from tests.support.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 NAMES = ["greedy-5", "greedy-64", "seeded-100", "greedy-777", "greedy-1500", "n3-short"]
 

@@ -22,7 +22,7 @@ from tests.support.cluster_dram import dram_behind_host_memory, empty, swap_out
 from tests.support.exactness_cases import ANSWER_TOKENS, LENGTHS_TOKENS, SECOND_TURNS_AFTER
 from tests.support.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 SPACE_BYTES = 14 << 20
 

@@ -23,7 +23,7 @@ from tests.integration.test_exactness import (
 from tests.support.exactness_cases import SECOND_TURNS_AFTER
 from tests.support.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")

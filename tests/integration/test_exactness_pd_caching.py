@@ -15,7 +15,7 @@ from tests.integration.test_exactness import (
 from tests.support.exactness_cases import ANSWER_TOKENS
 from tests.support.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 FIRST = ["greedy-33", "greedy-100", "seeded-100", "json-schema", "n3-seeded", "penalties", "max-tokens-1"]
 SECOND = [777, 1500]  # decode completes a block behind these prompts

@@ -37,7 +37,7 @@ DURING_CUTS = [f"greedy-{n}" for n in (33, 47, 96, 100, 128, 161, 200, 320, 400,
 COMPUTE_S = 30.0  # a whole request, on a busy machine
 DETECTED_S = 2.0
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ async def app(scope, receive, send):
 @pytest.fixture
 async def server():
     limits = {key: value for key, value in vars(Limits).items() if not key.startswith("_")}
-    Limits.header_timeout_s, Limits.body_idle_timeout_s, Limits.body_bytes = 0.2, 0.2, 1 << 20
+    Limits.header_timeout_s, Limits.body_idle_timeout_s, Limits.body_bytes = 0.8, 0.8, 1 << 20
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(

@@ -18,7 +18,7 @@ LATE_S = 4 * DETECTED_S  # far from the time that a reader would wait
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed"),
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
 ]
 
 

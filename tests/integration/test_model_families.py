@@ -17,7 +17,7 @@ from tests.integration.mempool_rig import MempoolProcess
 ROOT = Path(__file__).resolve().parents[2]
 IN_PAGES = ["llama", "qwen2", "qwen3", "mistral", "gemma"]
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1000)]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def found():
             pool.socket,
             folder / "out.json",
         ]
-        done = subprocess.run(words, cwd=ROOT, timeout=360, capture_output=True, text=True)
+        done = subprocess.run(words, cwd=ROOT, timeout=900, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-6_000:]
         yield {**json.loads((folder / "out.json").read_text()), "log": done.stdout + done.stderr}
     finally:

@@ -20,7 +20,7 @@ WEATHER = {
     },
 }
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

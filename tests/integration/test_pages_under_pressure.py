@@ -23,7 +23,7 @@ NUM_PAGES = 48
 PAGE_BYTES = 2 * 6 * 2 * 64 * 32 * 4  # K and V, layers, heads, their size, tokens, float32
 LONGEST = 1400  # tokens: 45 of the 47 pages that one engine may have
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1000)]
 
 
 def cases() -> list[dict]:
@@ -59,7 +59,7 @@ def found(tmp_path_factory):
         asked, out = folder / "cases.json", folder / "out.json"
         asked.write_text(json.dumps(cases()))
         words = [sys.executable, "-m", "tests.support.pressure_run", MODEL, pool.socket, asked, out]
-        done = subprocess.run(words, cwd=ROOT, timeout=360, capture_output=True, text=True)
+        done = subprocess.run(words, cwd=ROOT, timeout=900, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-6_000:]
         until(lambda: not pool.status()["attachments"], "everybody has left")
         yield {**json.loads(out.read_text()), "status": pool.status()}

@@ -27,7 +27,7 @@ CLONE_NEWNET = 0x40000000
 CUT_S = 3.0
 ANSWER_S = 120.0
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +89,13 @@ def test_a_cut_between_the_machines_ends_requests_in_time_and_the_cluster_goes_o
     hosts,
 ):
     def attempt(name):
-        """A right answer, or an error that says so."""
+        """A right answer, or an error that says so. Where it ran, or the error's status."""
         with httpx.Client(base_url=cluster.url, timeout=ANSWER_S) as client:
             response = client.post("/v1/completions", json=completion_body(CASES[name], reference[name]))
         if response.status_code == 200:
             assert_same(name, response.json(), reference[name])
-        else:
-            assert response.status_code in (500, 502, 503, 504), response.text
+            return response.json()["quire_receipt"]["placement"]
+        assert response.status_code in (500, 502, 503, 504), response.text
         return response.status_code
 
     pending = [on_first.submit(attempt, name) for name in AFTER[:3]]
@@ -106,7 +106,7 @@ def test_a_cut_between_the_machines_ends_requests_in_time_and_the_cluster_goes_o
     for each in pending:
         each.result(ANSWER_S)
     until_s = time.monotonic() + ANSWER_S
-    while on_first.submit(attempt, AFTER[3]).result() != 200:
+    while on_first.submit(attempt, AFTER[3]).result() != "disaggregated":  # the scheduler knows both again
         assert time.monotonic() < until_s
         time.sleep(0.5)
     assert on_first.submit(ask, cluster.url, AFTER[4], reference).result()["tokens_computed"] == 1

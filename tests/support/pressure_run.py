@@ -156,6 +156,7 @@ def run_b(config: WorkerSettings, cases: list[dict[str, Any]], out: Path, say: i
             case = driver.rng.choice(cases)
             answers.append([case["id"], await driver.answer(case)])
             write_whole(out, answers)
+            os.write(say, b"a")
 
     asyncio.run(run())
 
@@ -202,6 +203,7 @@ def main() -> None:
     os.write(to_a, b"b")
     assert os.read(from_a, 1) == b"2"
     time.sleep(B_WORKS_S)
+    assert os.read(from_b, 1) == b"a"  # it has answered something, however slow the machine is
     os.kill(b, signal.SIGKILL)
     ended(b)
     assert ended(a) == 0, "engine A"
