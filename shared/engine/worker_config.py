@@ -162,6 +162,10 @@ def for_role(found: WorkerSettings, *, role: Role, instance: str, port: int) -> 
             f"setting worker.transfer_mode: {found.transfer_mode!r} needs the pool's pages and layers that follow each "
             "other in them; set worker.mempool_socket, worker.kv_cache = pages and another kv_layout than token-major"
         )
+    if found.fair_max_switch_share > 1.0:
+        raise SettingsError(
+            f"setting worker.fair_max_switch_share: {found.fair_max_switch_share} is no share; try 0.1"
+        )
     if found.local_policy == "cfs" and (not works_in_pages(found) or found.transfer_mode == "by-layer"):
         raise SettingsError(
             "setting worker.local_policy: 'cfs' needs the pool's pages and whole prompts; set worker.mempool_socket, "

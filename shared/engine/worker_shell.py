@@ -10,6 +10,7 @@ Losing the coordinator, the scheduler, Redis or the mempool after SERVING change
 """
 
 import asyncio
+import dataclasses
 import signal
 from typing import Any, Protocol
 
@@ -254,14 +255,7 @@ class WorkerShell:
         waiting = self.front.num_waiting
         if not waiting:
             return seen
-        return EngineLoad(
-            num_running=seen.num_running,
-            num_waiting=seen.num_waiting + waiting,
-            unfinished_prefill_tokens=seen.unfinished_prefill_tokens,
-            running_context_tokens=seen.running_context_tokens,
-            kv_used_share=seen.kv_used_share,
-            step_ms=seen.step_ms,
-        )
+        return dataclasses.replace(seen, num_waiting=seen.num_waiting + waiting)
 
     def _hello(self, epoch: Epoch) -> Hello:
         return Hello(

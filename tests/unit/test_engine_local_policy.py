@@ -1,9 +1,14 @@
 """Which settings go with fair slices."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
+from shared.engine.interface import EngineLoad
 from shared.engine.worker_config import WorkerSettings, fair_rules, for_role
+from shared.engine.worker_shell import WorkerShell
 from shared.errors import SettingsError
 from shared.fair.rules import FairRules
 
@@ -33,7 +38,17 @@ def test_slices_need_the_pools_pages_and_whole_prompts(tmp_path, changes):
         for_role(msgspec.structs.replace(settings, **changes), role="decode", instance="d", port=7000)
 
 
-@pytest.mark.parametrize("changes", [{"fair_slice_steps": 0}, {"fair_max_switch_share": -0.1}])
+@pytest.mark.parametrize(
+    "changes", [{"fair_slice_steps": 0}, {"fair_max_switch_share": -0.1}, {"fair_max_switch_share": 1.1}]
+)
 def test_slices_have_steps_and_a_share(tmp_path, changes):
     with pytest.raises(SettingsError, match="fair_"):
         made(tmp_path, **changes)
+
+
+def test_what_waits_in_front_of_the_engine_changes_no_other_number_of_its_load():
+    load = EngineLoad(
+        num_running=4, num_waiting=3, num_preempted=9, num_kept_tokens=70, num_recomputed_tokens=1
+    )
+    worker = SimpleNamespace(engine=SimpleNamespace(load=lambda: load), front=SimpleNamespace(num_waiting=2))
+    assert WorkerShell.load(worker) == replace(load, num_waiting=5)
