@@ -9,6 +9,7 @@ from services.scheduler import config
 from services.scheduler.config import SchedulerSettings
 from services.scheduler.core.instances import Instance, Instances
 from services.scheduler.core.placement import Placer
+from services.scheduler.core.served import served_elsewhere
 from shared.errors import ClusterError
 from shared.observe.log import get_logger
 from shared.observe.metrics import counter, gauge, histogram_ms
@@ -211,6 +212,8 @@ class Scheduler:
         answer: SchedulerToWorker | None = None
         if isinstance(message, Report):
             answer = self.instances.report(message, now_ms=now_ms)
+            if answer is None and message.served:
+                answer = served_elsewhere(message, self.instances.live(now_ms=now_ms))
         elif isinstance(message, Hello):
             answer = self.instances.hello(message, now_ms=now_ms)
             _log.info(

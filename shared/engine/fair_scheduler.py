@@ -21,8 +21,11 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from shared.engine.page_scheduler import PageSchedulerMixin, given
+from shared.fair.elsewhere import Elsewhere, to_tell
 from shared.fair.rules import FairRules, Room
 from shared.fair.slices import FairSlices
+
+MAX_SERVED = 4_096  # tenants whose totals are kept
 
 
 class FairSchedulerMixin(PageSchedulerMixin):
@@ -36,6 +39,8 @@ class FairSchedulerMixin(PageSchedulerMixin):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self.slices = FairSlices(FairRules(**vllm_config.additional_config["quire"]["fair"]))
         self.fair_counts: Counter[str] = Counter()
+        self.served: Counter[str] = Counter()  # tokens by tenant
+        self._elsewhere = Elsewhere()
         self._parked: dict[str, Request] = {}  # they keep their blocks
         self._computed: dict[str, int] = {}  # by request: so many of its tokens were computed
         super().__init__(vllm_config, *args, **kwargs)
@@ -156,10 +161,22 @@ class FairSchedulerMixin(PageSchedulerMixin):
                 self.fair_counts["times_resumed"] += self._parked.pop(request_id, None) is not None
             end = request.num_computed_tokens  # vLLM counts this step's already
             self.slices.served(request_id, count, request.num_prompt_tokens - end)
+            self.served[accounts[request_id].tenant] += count
             before = self._computed.get(request_id, 0)
             self.fair_counts["recomputed_tokens"] += max(0, min(before, end) - (end - count))
             self.fair_counts["computed_tokens"] += count
             self._computed[request_id] = max(before, end)
+
+    def exchange(self, said: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+        """What other instances served, against what happened here."""
+        with self._turn:
+            for tenant, tokens in self._elsewhere.news(said).items():
+                self.slices.accounts.served_elsewhere(tenant, tokens)
+            if len(self.served) > MAX_SERVED:  # others take a total that fell for a beginning
+                self.served = Counter(
+                    {t: n for t, n in self.served.items() if t in self.slices.accounts.tenants}
+                )
+            return {"counts": dict(self.fair_counts), "served": to_tell(self.served)}
 
     # -- pages are short ----------------------------------------------------------------------------
 
@@ -200,8 +217,13 @@ def _fair_counts(core: EngineCore) -> dict[str, int]:
     return dict(getattr(core.scheduler, "fair_counts", {}))
 
 
+def _fair_exchange(core: EngineCore, said: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    return core.scheduler.exchange(said)
+
+
 def install() -> None:
-    """Before an engine core is made in this process, or in one that is forked from it: the question
-    `quire_fair_counts` that a worker's front may ask.
+    """Before an engine core is made in this process, or in one that is forked from it: the questions
+    `quire_fair_counts` and `quire_fair_exchange` that a worker's front may ask.
     """
     EngineCore.quire_fair_counts = _fair_counts
+    EngineCore.quire_fair_exchange = _fair_exchange

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -12,11 +13,13 @@ INTERVAL_S = 1.0
 
 
 class FairView:
-    """Asks the engine core once a second; does nothing where the order is that of arrival."""
+    """Asks the engine core once a second and tells it what others do; nothing where the order is that of arrival."""
 
     def __init__(self, settings: WorkerSettings, engine_core: Any) -> None:
         self._core = engine_core if settings.local_policy == "cfs" else None
         self._counts: dict[str, int] = {}
+        self._served: dict[str, int] = {}
+        self._elsewhere: Mapping[str, Mapping[str, int]] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -28,13 +31,19 @@ class FairView:
         with contextlib.suppress(EngineDeadError, EngineGenerateError):  # then others say so
             while True:
                 await asyncio.sleep(INTERVAL_S)
-                self._counts = await self._core.call_utility_async("quire_fair_counts")
+                said = await self._core.call_utility_async("quire_fair_exchange", self._elsewhere)
+                self._counts, self._served = said["counts"], said["served"]
 
-    def of_load(self) -> dict[str, int]:
+    def hear(self, served: Mapping[str, Mapping[str, int]]) -> None:
+        """What other instances said last; the engine core hears it with the next question."""
+        self._elsewhere = served
+
+    def of_load(self) -> dict[str, Any]:
         """Fields of EngineLoad."""
         return {
             "num_kept_tokens": self._counts.get("kept_tokens", 0),
             "num_recomputed_tokens": self._counts.get("recomputed_tokens", 0),
+            "served_tokens": self._served,
         }
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """What a worker asks of its engine. The vLLM adapter (vllm_engine.py) and the mock engine
 (shared/testing/mock_engine.py) implement it; the worker shell knows nothing else of them."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -92,6 +92,9 @@ class EngineLoad:
     num_preempted: int = 0  # since the start: how often a running request gave its slot up to another
     num_kept_tokens: int = 0  # of these requests, each time: KV that stayed for when they go on
     num_recomputed_tokens: int = 0  # computed again, where the engine counts them
+    served_tokens: Mapping[str, int] = field(
+        default_factory=dict
+    )  # by tenant, since the start, where requests take turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,10 @@ class Engine(Protocol):
 
     def load(self) -> EngineLoad:
         """Cheap; called for every report."""
+        ...
+
+    def served_elsewhere(self, served: Mapping[str, Mapping[str, int]]) -> None:
+        """The like of `served_tokens` of other instances, by instance. Cheap."""
         ...
 
     def on_cache_event(self, callback: Callable[[CacheEvent], None]) -> None:

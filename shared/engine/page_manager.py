@@ -64,8 +64,13 @@ class PageKVCacheManager(KVCacheManager):
         missing = -(-end // block_tokens) - have - hits
         if hits and num_new_computed_tokens % block_tokens:
             missing += 1  # the private copy of a partial hit
-        if self.make_way is not None and missing > self.block_pool.get_num_free_blocks():
-            self.make_way(request, missing)
+        if self.make_way is not None:
+            whole = (
+                0 if request.status == RequestStatus.RUNNING else min(request.num_tokens, self.max_model_len)
+            )
+            wanted = max(missing, -(-whole // block_tokens) - have - hits)  # vLLM admits whole prompts only
+            if wanted > self.block_pool.get_num_free_blocks():
+                self.make_way(request, wanted)
         if missing > len(self.block_pool.stock) and not self._wait_for(request, missing):
             self.unmet_blocks = max(self.unmet_blocks, missing)
             return None

@@ -105,6 +105,7 @@ class VllmEngine:
         self._llm.output_processor.tracing_enabled = bool(settings.trace_endpoint or settings.trace_dir)
         self.num_kv_blocks = int(config.cache_config.num_gpu_blocks or 0)
         self._fair = FairView(settings, self._llm.engine_core)
+        self.served_elsewhere = self._fair.hear
         self._events = CacheEventReceiver(events_address)
         self._event_callback: Callable[[CacheEvent], None] | None = None
         self._event_task: asyncio.Task[None] | None = None
@@ -207,9 +208,8 @@ class VllmEngine:
     def _extra_args(self, request: EngineRequest) -> dict[str, Any]:
         """Where Quire's scheduler, or the connector, looks for what the request brought."""
         out: dict[str, Any] = {"seed": request.chain_seed, "handoff_id": request.handoff_id or ""}
-        if request.handoff_target:
-            out["handoff_target"] = request.handoff_target
         out |= {"tenant": request.tenant_salt, "weight": request.weight}
+        out["handoff_target"] = request.handoff_target or ""
         if request.private:
             out["private"] = True
         if request.handed_tokens:

@@ -25,6 +25,7 @@ from shared.wire.reports import (
     Report,
     Resync,
     SchedulerToWorker,
+    ServedElsewhere,
     Welcome,
     WorkerToScheduler,
 )
@@ -41,6 +42,7 @@ class SchedulerReports:
     on_stale: the scheduler knows a larger epoch of this instance: register again.
     pool: where the instance's pages lie; links: how fast they came from elsewhere.
     on_welcome: the scheduler knows this instance and has its first report.
+    on_served: tokens by tenant of other instances, by instance.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class SchedulerReports:
         on_welcome: Callable[[], None] = lambda: None,
         pool: Callable[[], PoolPlace | None] = lambda: None,
         links: Callable[[], dict[str, LinkRate]] = dict,
+        on_served: Callable[[dict[str, dict[str, int]]], None] = lambda _: None,
     ) -> None:
         self._settings = settings
         self._hello = hello
@@ -63,6 +66,7 @@ class SchedulerReports:
         self._on_welcome = on_welcome
         self._pool = pool
         self._links = links
+        self._on_served = on_served
         self._epoch = Epoch(0)
         self._seq = 0
         self._interval_s = settings.report_interval_ms / 1000
@@ -140,6 +144,8 @@ class SchedulerReports:
                 _log.info("scheduler_welcomed", epoch=self._epoch)
                 self._report()
                 self._on_welcome()
+            case ServedElsewhere():
+                self._on_served(message.served)
             case Resync():
                 self._say_hello()
             case Refused():
@@ -174,6 +180,7 @@ class SchedulerReports:
             draining=self.draining,
             pool=self._pool(),
             links=self._links(),
+            served=dict(load.served_tokens),
             prefill_correction=round(self._cost.corrections["prefill"].factor, 4),
             decode_correction=round(self._cost.corrections["decode"].factor, 4),
             queued_prefill_ms=round(self._cost.queued_prefill_ms, 3),

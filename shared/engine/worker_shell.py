@@ -96,6 +96,7 @@ class WorkerShell:
             on_welcome=self._serve,
             pool=lambda: self.pages.place,
             links=lambda: self.pages.links,
+            on_served=engine.served_elsewhere,
         )
         self.front = WorkerFront(settings.listen, limits, self.reports.report_soon)
         pool = pages if engine.uses_pool else None

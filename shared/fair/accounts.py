@@ -45,6 +45,7 @@ class Tenant:
     name: str
     weight: float
     virtual: float = 0.0
+    ran_at: int = 0  # the last slice in which a request of it had a slot
     requests: dict[str, Account] = field(default_factory=dict)
 
 
@@ -66,7 +67,8 @@ class Accounts:
         self._arrivals += 1
         owner = self.tenants.get(tenant)
         if owner is None:
-            owner = Tenant(tenant, weight, max(self._idle.pop(tenant, 0.0), self._least()))
+            virtual = max(self._idle.pop(tenant, 0.0), self._least())
+            owner = Tenant(tenant, weight, virtual, now_slice)
             self.tenants[tenant] = owner
         owner.weight = weight
         account.virtual = _least_of_phase(owner.requests.values(), account)
@@ -96,6 +98,12 @@ class Accounts:
         was_prefill, account.prompt_left = account.in_prefill, max(0, prompt_left)
         if was_prefill and not account.in_prefill:
             account.virtual = _least_of_phase(owner.requests.values(), account)
+
+    def served_elsewhere(self, tenant: str, tokens: int) -> None:
+        """Another engine served the tenant. Who has no request here is not charged: it will start level."""
+        owner = self.tenants.get(tenant)
+        if owner is not None:
+            owner.virtual += tokens / owner.weight
 
     def level(self, backlogged: Iterable[str] | None) -> None:
         """Tenants with nobody waiting had all that they wanted: they keep no claim from it.

@@ -64,7 +64,9 @@ class FairSlices:
 
     def started(self, request_id: str) -> None:
         """It has a slot."""
-        self.accounts.requests[request_id].running = True
+        account = self.accounts.requests[request_id]
+        account.running = True
+        self.accounts.tenants[account.tenant].ran_at = self.slice
 
     def parked(self, request_id: str) -> None:
         """It has lost its slot."""
@@ -96,6 +98,8 @@ class FairSlices:
         requests = self.accounts.requests.values()
         running = [a for a in requests if a.running]
         waiting = [a for a in requests if not a.running]
+        for account in running:
+            self.accounts.tenants[account.tenant].ran_at = self.slice
         is_border = self._steps_left <= 0
         self._steps_left = (self.rules.slice_steps if is_border else self._steps_left) - 1
         self.slice += is_border
@@ -139,8 +143,9 @@ class FairSlices:
         ready = [a for a in waiting if a.ready]
         if vacant <= 0 or not ready:
             return Plan(is_fair=self._pays)
-        if not self._pays:
-            return Plan(start=[a.request_id for a in _by_arrival(ready)])
+        if not self._pays:  # who has pages here goes on first, as one that was never parked would have
+            ready.sort(key=lambda a: (not a.resident, a.arrival))
+            return Plan(start=[a.request_id for a in ready])
         tokens = max(0, room.step_tokens - len(running))
         pages = max(1, room.pages - sum(a.pages for a in running)) if room.pages else 0
         chosen = self._pick(ready, vacant, tokens, pages)
@@ -156,10 +161,12 @@ class FairSlices:
         expected = {name: self.accounts.tenants[name].virtual for name in queues}
         for queue in queues.values():
             queue.sort(self)
+        starving = {name for name in queues if self._starves(name)}
         chosen: list[Account] = []
         pages_left = pages
         while len(chosen) < slots and queues:
-            name = min(queues, key=lambda n: (expected[n], queues[n].first_arrival, n))
+            name = min(queues, key=lambda n: (n not in starving, expected[n], queues[n].first_arrival, n))
+            starving.discard(name)
             account = queues[name].pop(prefill_first=prefill_tokens > 0)
             if not queues[name]:
                 del queues[name]
@@ -183,6 +190,10 @@ class FairSlices:
         others = sum(a.resident for a in self.accounts.requests.values() if a.request_id not in names)
         out = max(0, others + sum(a.pages for a in chosen) - room.pages)
         return out + sum(a.away for a in chosen)
+
+    def _starves(self, tenant: str) -> bool:
+        """However much it was served elsewhere, it is not to wait without end here."""
+        return self.slice - self.accounts.tenants[tenant].ran_at > self.rules.patience_slices
 
     def order_key(self, account: Account) -> tuple[float, bool, int]:
         """Least served first; a running request keeps its slot against its equals."""

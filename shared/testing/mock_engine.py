@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 
 from shared.engine.interface import CacheEvent, DecodeStep, EngineDelta, EngineLoad, EngineRequest, KvUse
@@ -177,6 +177,9 @@ class MockEngine:
             kv_used_share=min(1.0, sum(lengths) / (self.num_kv_blocks * self.settings.block_tokens)),
             step_ms=self.settings.mock_step_ms if self._running else 0.0,
         )
+
+    def served_elsewhere(self, served: Mapping[str, Mapping[str, int]]) -> None:
+        """See Engine.served_elsewhere: here nobody takes turns."""
 
     def on_cache_event(self, callback: Callable[[CacheEvent], None]) -> None:
         """See Engine.on_cache_event."""

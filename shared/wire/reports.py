@@ -60,6 +60,7 @@ class Report(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="report"
     )
     links: dict[str, LinkRate] = {}  # measured here, by path
     pool: PoolPlace | None = None  # None: no mempool is connected
+    served: dict[str, int] = {}  # tokens by tenant since the instance's start, where requests take turns
 
 
 class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):
@@ -89,7 +90,13 @@ class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
     reason: str
 
 
-SchedulerToWorker = Welcome | Resync | Refused
+class ServedElsewhere(Struct, frozen=True, kw_only=True, tag="served_elsewhere"):
+    """To a report with `served`: the like of the other live instances of its role and model, by instance and epoch."""
+
+    served: dict[str, dict[str, int]]
+
+
+SchedulerToWorker = Welcome | Resync | Refused | ServedElsewhere
 
 REPORTS: Channel[WorkerToScheduler] = Channel(b"quire.report/1", WorkerToScheduler)
 REPORT_REPLIES: Channel[SchedulerToWorker] = Channel(b"quire.report-reply/1", SchedulerToWorker)

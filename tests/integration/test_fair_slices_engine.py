@@ -61,6 +61,7 @@ def test_twelve_requests_in_four_slots_are_parked_eighty_times_and_nothing_is_co
     assert counts["recomputed_tokens"] == 0
     assert counts.get("times_dropped", 0) == 0
     assert found["cfs"]["reported"] == [counts["times_parked"], counts["kept_tokens"], 0]
+    assert found["cfs"]["served"] == counts["computed_tokens"]
     assert (found["fcfs"]["counts"], found["fcfs"]["reported"]) == ({}, [0, 0, 0])
 
 

@@ -8,7 +8,7 @@ import pytest
 from shared.errors import PeerGone
 from shared.transport.zmq_channel import DealerLink
 from shared.wire.placement import FROM_SCHEDULER, TO_SCHEDULER, Ended, Placed, Rejected
-from shared.wire.reports import REPORT_REPLIES, REPORTS, Goodbye, Refused, Resync, Welcome
+from shared.wire.reports import REPORT_REPLIES, REPORTS, Goodbye, Refused, Resync, ServedElsewhere, Welcome
 from tests.support.control_plane import ServiceProcess, get_json, hello, place, report, until, until_async
 from tests.support.quickest import quickest_s
 
@@ -66,6 +66,7 @@ class Worker:
         self.seq = 0
         self.reported_s = 0.0  # when it last did
         self.reporting = True
+        self.served = {}
         self.link = DealerLink(
             address, out=REPORTS, into=REPORT_REPLIES, on_message=self._on_message, on_up=self._say_hello
         )
@@ -85,7 +86,7 @@ class Worker:
             await asyncio.sleep(INTERVAL_S)
             if self.reporting and self.link.up:
                 try:
-                    self.link.send(report(self.told.instance, self.told.epoch, self.seq))
+                    self.link.send(report(self.told.instance, self.told.epoch, self.seq, served=self.served))
                 except PeerGone:
                     continue
                 self.seq += 1
@@ -150,6 +151,18 @@ async def test_a_goodbye_works_at_once(scheduler, cluster):
 
     await until_async(is_nobody_left)
     assert gateway.answers["r2", 1].code == "no_instance"
+
+
+async def test_instances_of_a_role_hear_what_the_others_have_served(scheduler, cluster):
+    other = Worker(scheduler.report, "d1", "decode")
+    workers = [*cluster[1], other]
+    for number, worker in enumerate(workers):
+        worker.served = {"tenant": number + 1}
+    expected = [ServedElsewhere(served={name: {"tenant": n}}) for name, n in (("d1/1", 3), ("d0/1", 2))]
+    for worker, wanted in zip(workers[1:], expected, strict=True):
+        await until(lambda worker=worker, wanted=wanted: wanted in worker.replies)
+    assert not any(isinstance(reply, ServedElsewhere) for reply in workers[0].replies)
+    other.close()
 
 
 async def test_a_stale_epoch_is_refused_on_the_wire(scheduler, cluster):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.fair.elsewhere import Elsewhere
 from shared.fair.rules import FairRules, Room
 from tests.support.fair_engine import FairEngine, Job
 
@@ -185,3 +186,30 @@ def test_twelve_requests_in_four_slots_take_turns_and_all_hear_soon():
         engine.run_step()
     assert [job.first_step for job in all_jobs] == [1] * 4 + [9] * 4 + [17] * 4
     assert 76 <= engine.num_parked <= 92, engine.num_parked
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_share_of_four_to_one_stays_that_over_two_engines_of_which_one_serves_the_smaller(seed):
+    rng = random.Random(seed)
+    weights = {"large": 4.0, "small": 1.0}
+    engines = {name: FairEngine(FairRules(slice_steps=4), ROOM) for name in ("one", "two")}
+    heard = {name: Elsewhere() for name in engines}
+    wanted = {"one": ("large", "small"), "two": ("large",)}
+    count = 0
+    for step in range(2_000):
+        for name, engine in engines.items():
+            for tenant in wanted[name]:
+                while sum(job.tenant == tenant for job in engine.jobs.values()) < 2 * ROOM.slots:
+                    count += 1
+                    lengths = rng.randint(1, 30), rng.randint(20, 120)
+                    engine.add(Job(f"r{count}", tenant, *lengths, weights[tenant]))
+            engine.run_step()
+        if step % 10 == 0:
+            for name, other in (("one", "two"), ("two", "one")):
+                for tenant, tokens in heard[name].news({other: engines[other].tokens}).items():
+                    engines[name].slices.accounts.served_elsewhere(tenant, tokens)
+        if step == 200:
+            before = engines["one"].tokens + engines["two"].tokens
+    after = engines["one"].tokens + engines["two"].tokens
+    share = (after["large"] - before["large"]) / (after - before).total()
+    assert share == pytest.approx(0.8, rel=0.05), (seed, share)

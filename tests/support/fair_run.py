@@ -2,7 +2,7 @@
 
 vLLM is imported once; two engines with four slots are forked from here one after the other, on one mempool: "fcfs" and
 "cfs". Each is asked all cases at once, "cfs" then once more among requests whose clients leave. OUT gets, by policy,
-{"crowd", "counts", "reported", "leases", and of the second time "again", "counts_again"}.
+{"crowd", "counts", "reported", "served", "leases", and of the second time "again", "counts_again"}.
 """
 
 import asyncio
@@ -45,6 +45,7 @@ def run_engine(model: str, socket: str, policy: str, cases: list[dict[str, Any]]
             "counts_again": await core.call_utility_async("quire_fair_counts"),
             "leases": driver.pages.num_leases,
             "reported": [reported.num_preempted, reported.num_kept_tokens, reported.num_recomputed_tokens],
+            "served": sum(reported.served_tokens.values()),
         }  # fmt: skip
         await driver.close()
         write_whole(out, found)

@@ -4,6 +4,7 @@ import itertools
 
 from tests.support.page_engine import MAX_RUNNING, SimEngine
 from tests.support.page_world import World
+from tests.unit.mempool_harness import BLOCK_TOKENS
 
 NUM_PAGES = 400
 MOST_TURNS = 2_000
@@ -15,7 +16,22 @@ def run_all() -> None:
         run(depth=depth, v2_runner=v2_runner)
         run_one_too_many(depth=depth, v2_runner=v2_runner)
     run_one_too_many(depth=3, v2_runner=False)
+    run_one_too_long()
     run_weights()
+
+
+def run_one_too_long() -> None:
+    """A prompt that takes nearly all pages comes while others are parked in them: they go on first, then it runs."""
+    world = World("long", 26)
+    engine = SimEngine(world, "e", "long", slice_steps=1)
+    _ask(engine, "few", MAX_RUNNING + 2, prompt_tokens=3)
+    for _ in range(6):
+        engine.turn()
+        world.pump()
+    assert engine.scheduler._parked
+    engine.add("long", bytes(j % 3 for j in range(22 * BLOCK_TOKENS)), 4, {})
+    _ask(engine, "more", MAX_RUNNING, prompt_tokens=3)
+    _finish(engine)
 
 
 def run_one_too_many(*, depth: int, v2_runner: bool) -> None:
@@ -42,6 +58,11 @@ def run_weights() -> None:
     served = {"large": 0, "small": 0}
     for name, answer in engine.answers.items():
         served[name.partition("-")[0]] += len(answer.text)
+    told = engine.scheduler.exchange({"other/1": {"small": 10}})["served"]
+    assert sum(told.values()) == engine.scheduler.fair_counts["computed_tokens"]
+    before = engine.scheduler.slices.accounts.tenants["small"].virtual
+    engine.scheduler.exchange({"other/1": {"small": 17}})
+    assert engine.scheduler.slices.accounts.tenants["small"].virtual == before + 7
     assert 3.0 <= served["large"] / served["small"] <= 5.0, served
     _finish(engine)
 
@@ -83,10 +104,10 @@ def run(*, depth: int, v2_runner: bool) -> None:
     assert not engine.scheduler._computed
 
 
-def _ask(engine: SimEngine, name: str, count: int = 3 * MAX_RUNNING) -> None:
+def _ask(engine: SimEngine, name: str, count: int = 3 * MAX_RUNNING, prompt_tokens: int = 10) -> None:
     for i in range(count):
-        prompt = bytes((len(name) + i * j) % 3 for j in range(10 + i))
-        engine.add(f"{name}-{i}", prompt, 60, {"tenant": f"t{i % 2}"})
+        prompt = bytes((len(name) + i * j) % 3 for j in range(prompt_tokens + i))
+        engine.add(f"{name}-{i}", prompt, 6 * prompt_tokens, {"tenant": f"t{i % 2}"})
 
 
 def _finish(engine: SimEngine) -> None:

@@ -15,7 +15,7 @@ from shared.wire.placement import (
     PrefixHit,
     Target,
 )
-from shared.wire.reports import REPORTS, PoolPlace, Report
+from shared.wire.reports import REPORT_REPLIES, REPORTS, PoolPlace, Report, ServedElsewhere
 from shared.wire.requests import (
     TO_GATEWAY,
     TO_WORKER,
@@ -112,6 +112,8 @@ PLACEMENT_SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
         ),
         (),
     ),
+    "report-served": (REPORTS, Report(instance=P, epoch=Epoch(7), seq=6, served={"t": 1_000}), ()),
+    "report-reply-served": (REPORT_REPLIES, ServedElsewhere(served={"q/3": {"t": 5}}), ()),
     "acquire-own-space": (TO_MEMPOOL, Acquire(call_id=1, hashes=HASH, own_space_only=True), ()),
     "acquired-sources": (
         FROM_MEMPOOL,

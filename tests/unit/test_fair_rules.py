@@ -3,6 +3,7 @@
 import pytest
 
 from shared.fair.accounts import Accounts
+from shared.fair.elsewhere import MAX_TENANTS, Elsewhere, to_tell
 from shared.fair.rules import FairRules, Room, switch_share
 from shared.fair.slices import FairSlices
 
@@ -186,3 +187,50 @@ def test_rules_are_checked():
         FairRules(slice_steps=0)
     with pytest.raises(ValueError, match="share"):
         FairRules(max_switch_share=2.0)
+
+
+def test_words_of_others_count_by_what_they_grew_and_a_lost_or_repeated_one_changes_nothing():
+    elsewhere = Elsewhere()
+    assert elsewhere.news({"a": {"t": 100}}) == {}  # from before this engine heard of it
+    assert elsewhere.news({"a": {"t": 130, "u": 5}, "b": {"t": 7}}) == {"t": 30}
+    assert elsewhere.news({"a": {"t": 130, "u": 5}, "b": {"t": 7}}) == {}
+    assert elsewhere.news({"a": {"t": 140, "u": 9}, "b": {"t": 8}}) == {"t": 11, "u": 4}
+    assert elsewhere.news({"a": {"t": 2}}) == {}  # it began anew
+    assert elsewhere.news({"a": {"t": 3}, "b": {"t": 50}}) == {"t": 1}
+
+
+def test_an_engine_speaks_of_the_tenants_that_it_served_most():
+    said = to_tell({f"t{i}": i for i in range(200)})
+    assert len(said) == MAX_TENANTS
+    assert min(said.values()) == 200 - MAX_TENANTS
+
+
+def test_a_tenant_that_is_served_elsewhere_waits_here_but_not_without_end():
+    rules = FairRules(slice_steps=1, patience_slices=4)
+    slices = FairSlices(rules)
+    for i in range(8):
+        slices.add(f"r{i}", "ab"[i // 4], 1.0, 1)
+        slices.served(f"r{i}", 1, 0)
+    turns = []
+    for _ in range(24):
+        slices.accounts.served_elsewhere("b", 1_000)
+        plan = slices.plan(Room(2, 64))
+        for name in plan.park:
+            slices.parked(name)
+        for name in plan.start:
+            slices.started(name)
+        running = [a for a in slices.accounts.requests.values() if a.running]
+        turns.append(any(a.tenant == "b" for a in running))
+        for account in running:
+            slices.served(account.request_id, 1, 0)
+    longest = max(len(part) for part in "".join("-+"[turn] for turn in turns).split("+"))
+    assert rules.patience_slices <= longest <= rules.patience_slices + 2
+    assert sum(turns) < 8
+
+
+def test_where_switching_does_not_pay_who_has_pages_goes_on_before_who_never_ran():
+    slices = FairSlices(FairRules(slice_steps=1))
+    for name, pages, resident in (("long", 9, 0), ("parked", 3, 2), ("new", 1, 0)):
+        slices.add(name, "t", 1.0, 1)
+        slices.holds(name, pages, resident)
+    assert slices.plan(Room(4, 64, pages=10)).start == ["parked", "long", "new"]
