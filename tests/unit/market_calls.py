@@ -28,10 +28,11 @@ def offer(world, producer="p0", mempool="m0", gib=4, key="", **more):
     return world.a.offer(body, key, now_ms=world.now_ms)
 
 
-def ask(world, gib=1, consumer="c0", key="", name="a", mempools=("m0", "m1"), least_gib=0):
+def ask(world, gib=1, consumer="c0", key="", name="a", mempools=("m0", "m1"), least_gib=0, **more):
     body = AskLease(
         consumer=InstanceId(consumer), length_bytes=gib * GIB, min_bytes=least_gib * GIB, purpose="swap",
         spaces=[SpaceRef(mempool=InstanceId(m), space=SPACE) for m in mempools],
+        **more,
     )  # fmt: skip
     return world.coordinators[name].lease(body, key, now_ms=world.now_ms)
 

@@ -214,6 +214,15 @@ def test_what_a_dead_or_replaced_producer_offered_is_taken_back(world):
     assert [x.keep_bytes for x in world.a.book.reclaims.values()] == [0]
 
 
+def test_who_has_an_older_epoch_than_its_member_neither_offers_nor_borrows(world):
+    world.a.follow({InstanceId(name): (Epoch(8), True) for name in ("p1", "c0")}, now_ms=world.now_ms)
+    assert code(offer(world, producer="p1", producer_epoch=Epoch(7))) == "epoch.stale"
+    assert offer(world, producer="p1", producer_epoch=Epoch(8)).state == "proposed"
+    assert code(ask(world, consumer_epoch=Epoch(7))) == "epoch.stale"
+    for epoch in (Epoch(8), Epoch(0)):
+        assert isinstance(ask(world, consumer_epoch=epoch), Grant)
+
+
 def test_shares_of_a_reclaim_cut_the_newest_first():
     leases = [(Token(2, 1), "c", 5), (Token(1, 2), "b", 5), (Token(1, 1), "a", 5)]
     assert reclaim_shares(leases, 7) == {"a": 5, "b": 2, "c": 0}

@@ -12,7 +12,14 @@ from collections.abc import Iterable, Mapping
 from services.coordinator.core import market_reports
 from services.coordinator.core.market_book import Book
 from services.coordinator.core.market_choice import choose
-from services.coordinator.core.market_records import LeaseRecord, MarketEntry, MarketLimits, OfferRecord
+from services.coordinator.core.market_records import (
+    NO_BOOT,
+    LeaseRecord,
+    MarketEntry,
+    MarketLimits,
+    OfferRecord,
+)
+from services.coordinator.core.market_refusals import ended, full, mismatch, stale
 from shared.ids import Epoch, InstanceId, LeaseId
 from shared.wire.lending import (
     AskLease,
@@ -135,9 +142,11 @@ class Market:
         if refused := self._closed(now_ms):
             return refused
         book = self.book
+        if ask.producer_epoch and ask.producer_epoch < (epoch := book.epochs.get(ask.producer, NO_BOOT)):
+            return stale(ask.producer, ask.producer_epoch, epoch)
         known = book.offers.get(book.keys.get(("offer", ask.producer, key), "")) if key else None
         if known is not None:
-            return self.view_offer(known) if known.is_answer_to(ask) else _mismatch(key)
+            return self.view_offer(known) if known.is_answer_to(ask) else mismatch(key)
         mempool = book.mempools.get(ask.mempool)
         if mempool is None:
             message = f"mempool {ask.mempool} has not reported yet"
@@ -148,7 +157,7 @@ class Market:
             message = f"mempool {ask.mempool} has boot generation {mempool.boot_generation}: attach again"
             return LendingRefused(code="offer.stale", message=message)
         if len(book.offers) >= self.limits.max_offers:
-            return _full(f"{self.limits.max_offers} offers")
+            return full(f"{self.limits.max_offers} offers")
         offer = Offer(
             offer_id=book.make_id("o"),
             producer=ask.producer,
@@ -172,7 +181,7 @@ class Market:
         book = self.book
         known = book.reclaims.get(book.keys.get(("reclaim", ask.producer, key), "")) if key else None
         if known is not None:
-            return known.order(now_ms) if known.offer_id == ask.offer_id else _mismatch(key)
+            return known.order(now_ms) if known.offer_id == ask.offer_id else mismatch(key)
         offer = book.offers.get(ask.offer_id)
         if offer is None or offer.closed or offer.offer.producer != ask.producer:
             message = f"{ask.producer} has no open offer {ask.offer_id}"
@@ -182,6 +191,7 @@ class Market:
 
     def follow(self, members: Mapping[InstanceId, tuple[Epoch, bool]], *, now_ms: int) -> None:
         """Take back what dead or replaced producers offered. members: newest epoch, and whether it lives."""
+        self.book.epochs = {instance: epoch for instance, (epoch, _) in members.items()}
         if now_ms >= self._leads_until_ms:
             return
         for record in self.book.offers.values():
@@ -199,13 +209,15 @@ class Market:
         if refused := self._closed(now_ms):
             return refused
         book = self.book
+        if ask.consumer_epoch and ask.consumer_epoch < (epoch := book.epochs.get(ask.consumer, NO_BOOT)):
+            return stale(ask.consumer, ask.consumer_epoch, epoch)
         known = book.leases.get(LeaseId(book.keys.get(("lease", ask.consumer, key), ""))) if key else None
         if known is not None:
             if not known.is_answer_to(ask):
-                return _mismatch(key)
-            return known.grant if known.state != "ended" else _ended(known)
+                return mismatch(key)
+            return known.grant if known.state != "ended" else ended(known)
         if len(book.leases) >= self.limits.max_leases:
-            return _full(f"{self.limits.max_leases} leases")
+            return full(f"{self.limits.max_leases} leases")
         choice = choose(book, ask, now_ms)
         if choice.offer is None:
             return LendingRefused(
@@ -251,7 +263,7 @@ class Market:
         if isinstance(lease, LendingRefused):
             return lease
         if lease.state == "ended":
-            return _ended(lease)
+            return ended(lease)
         lease.wants_renewal = lease.was_listed and lease.state != "releasing"
         is_over = lease.state == "reclaiming"
         left_ms = lease.left_ms(now_ms) - self.limits.ttl_margin_ms
@@ -379,15 +391,3 @@ class Market:
 
 def _aged(entry: HistoryEntry, age_ms: int) -> HistoryEntry:
     return HistoryEntry(event=entry.event, subject=entry.subject, detail=entry.detail, age_ms=age_ms)
-
-
-def _mismatch(key: str) -> LendingRefused:
-    return LendingRefused(code="idempotency.mismatch", message=f"key {key!r} was used for something else")
-
-
-def _ended(lease: LeaseRecord) -> LendingRefused:
-    return LendingRefused(code="lease.ended", message=f"lease {lease.grant.lease_id} is over")
-
-
-def _full(what: str) -> LendingRefused:
-    return LendingRefused(code="market.full", message=f"{what} are the most", retry_after_ms=1_000)

@@ -19,7 +19,7 @@ from services.coordinator.core.market_records import (
     ReclaimRecord,
 )
 from services.coordinator.core.market_table import Event
-from shared.ids import InstanceId, LeaseId
+from shared.ids import Epoch, InstanceId, LeaseId
 from shared.wire.lending import HistoryEntry, Pair, reclaim_shares
 
 Kind = str  # "offer" | "lease" | "reclaim"
@@ -39,6 +39,7 @@ class Book:
     leases: dict[LeaseId, LeaseRecord] = field(default_factory=dict)
     by_offer: dict[str, dict[LeaseId, LeaseRecord]] = field(default_factory=dict)
     reclaims: dict[str, ReclaimRecord] = field(default_factory=dict)
+    epochs: dict[InstanceId, Epoch] = field(default_factory=dict)  # newest of each member
     pairs: list[Pair] = field(default_factory=list)
     keys: dict[tuple[Kind, InstanceId, str], str] = field(default_factory=dict)
     journal: dict[str, MarketEntry | None] = field(default_factory=dict)
