@@ -7,7 +7,6 @@ Every page has a part on each rank; a copy is done when all ranks have it. Until
 the copy; those that it reports as quarantined may still be written and come back by on_settled, or never (a copy
 engine that stands still). Spaces are mapped in the background when they are added, never in a copy (architecture,
 section 4, rule 8): a copy that comes earlier waits, within its own deadline.
-
 Public methods and callbacks run on the event loop; nothing here waits, but for close().
 """
 
@@ -214,9 +213,11 @@ class Mover:
         timeout_ms: int,
         on_done: OnDone,
         feed: Feed | None = None,
+        *,
+        raw: bool = False,
     ) -> None:
         """Copy pages of other spaces into `targets` of space `target`, position by position, on every rank. With a
-        `feed` layer by layer; the pages of the spaces are alike then.
+        `feed` layer by layer; the pages of the spaces are alike then. `raw`: never cut anew between unequal ends.
 
         `on_done` is called once, not before this returns, by the deadline and one pass of the loop.
         Raises: MoverBusy, MoverClosed, TransferRefused; then on_done is not called.
@@ -224,7 +225,7 @@ class Mover:
         self._check(copy_id, target, targets, parts)
         self._targets.claim(target, targets)
         now_s = time.monotonic()
-        copy = Copy(copy_id, target, targets, parts, on_done, now_s, now_s + timeout_ms / 1000, feed)
+        copy = Copy(copy_id, target, targets, parts, on_done, now_s, now_s + timeout_ms / 1000, feed, raw=raw)
         for number in copy.spaces:
             self._spaces[number].num_copies += 1
         copy.timer = self._loop.call_later(timeout_ms / 1000, self._expire, copy)
@@ -267,11 +268,10 @@ class Mover:
         num_pulls = len(copy.parts) * len(mapped.ranks)
         if self._num_pulls and self._num_pulls + num_pulls > MAX_RUNNING_PULLS:
             return False
-        copy.num_pulls = num_pulls
-        self._num_pulls += num_pulls
+        copy.num_pulls, self._num_pulls = num_pulls, self._num_pulls + num_pulls
         job = copy.job = Job(
             self._paths, self._thread, copy.target, copy.targets, copy.parts, copy.deadline_s,
-            lambda: self._tell(self._job_ended, copy), copy.feed,
+            lambda: self._tell(self._job_ended, copy), copy.feed, raw=copy.raw,
         )  # fmt: skip
         self._jobs.add(job)
         self._thread.post(job.run)

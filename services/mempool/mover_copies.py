@@ -87,6 +87,7 @@ class Copy:
     begun_s: float
     deadline_s: float
     feed: Feed | None = None  # it goes layer by layer
+    raw: bool = False  # never cut anew
     timer: asyncio.TimerHandle | None = None
     job: Job | None = None  # once it runs
     num_pulls: int = 0  # while it runs

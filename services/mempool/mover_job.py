@@ -30,8 +30,11 @@ class Job:
         deadline_s: float,
         on_end: Callable[[], None],
         feed: Feed | None = None,
+        *,
+        raw: bool = False,
     ) -> None:
-        """`feed`: the copy goes layer by layer."""
+        """`feed`: the copy goes layer by layer. `raw`: see Mover.copy."""
+        self._raw = raw
         self._paths = paths
         self._thread = thread
         self._target = target
@@ -54,7 +57,7 @@ class Job:
             self._next_layers(self._feed)
             return
         try:
-            self._rounds = self._paths.rounds(self._target, self._targets, self._parts)
+            self._rounds = self._paths.rounds(self._target, self._targets, self._parts, raw=self._raw)
         except Exception as error:  # noqa: BLE001  one copy's surprise must not end the thread of all
             self.error = error
             self._end()

@@ -100,8 +100,8 @@ class Paths:
             for transport in self._into(rank):
                 del transport.regions[rank.region.name]
 
-    def rounds(self, target: int, target_pages: Sequence[int], parts: Parts) -> Rounds:
-        """The pulls of one copy; part after part fills the target pages in order.
+    def rounds(self, target: int, target_pages: Sequence[int], parts: Parts, *, raw: bool = False) -> Rounds:
+        """The pulls of one copy; part after part fills the target pages in order. `raw`: see Mover.copy.
 
         Raises: TransferRefused for pages that do not fit each other.
         """
@@ -111,7 +111,7 @@ class Paths:
             into = target_pages[first : first + len(pages)]
             first += len(pages)
             for number, pulls in enumerate(
-                self._part(self._spaces[source], pages, self._spaces[target], into)
+                self._part(self._spaces[source], pages, self._spaces[target], into, raw=raw)
             ):
                 if number == len(found):
                     found.append([])
@@ -140,8 +140,10 @@ class Paths:
         source_pages: Sequence[int],
         target: MappedSpace,
         target_pages: Sequence[int],
+        *,
+        raw: bool,
     ) -> Rounds:
-        if source.end is not None and target.end is not None and source.end != target.end:
+        if not raw and source.end is not None and target.end is not None and source.end != target.end:
             return self._resliced(source, source_pages, target, target_pages)
         if len(source.ranks) != len(target.ranks):
             raise TransferRefused(

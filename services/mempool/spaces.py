@@ -160,7 +160,9 @@ class Spaces:
             return
         try:
             feed, ended = self._feed(action, by_space), self._ended
-            self._mover.copy(action.copy_id, action.space, ordered, parts, action.timeout_ms, ended, feed)
+            self._mover.copy(
+                action.copy_id, action.space, ordered, parts, action.timeout_ms, ended, feed, raw=action.raw
+            )
         except ClusterError as error:
             log.warning("copy_refused", copy_id=action.copy_id, code=error.code, reason=error.message)
             self._on_copied(action.copy_id, True, ())

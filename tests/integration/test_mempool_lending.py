@@ -8,10 +8,12 @@ import asyncio
 import os
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
 from shared.ids import Epoch, InstanceId, LeaseId, SpaceId
+from shared.kv.layout import EngineDescription
 from shared.kv.words import u32_list
 from shared.mempool.client import MempoolClient
 from shared.mempool.page_quota import PageQuota, SealedPage
@@ -33,10 +35,10 @@ LIMIT_S = 60.0
 class Engine:
     """One that works in the pages of a space of its own, and answers the mempool between two calls of the test."""
 
-    def __init__(self, pool: MempoolProcess, name: str) -> None:
+    def __init__(self, pool: MempoolProcess, name: str, model: EngineDescription = DESCRIPTION) -> None:
         self.name = InstanceId(name)
-        self.memory = RankMemory(pool.socket, self.name, DESCRIPTION, 0, device=f"cpu:{name}")
-        self.quota = PageQuota(pool.socket, self.name, DESCRIPTION, NUM_PAGES)
+        self.memory = RankMemory(pool.socket, self.name, model, 0, device=f"cpu:{name}")
+        self.quota = PageQuota(pool.socket, self.name, model, NUM_PAGES)
         self.header = self.quota.attach()
         self.stock: list = []
         self.client = MempoolClient(pool.socket, self.name)
@@ -148,8 +150,11 @@ def pool(tmp_path):
     made.stop()
 
 
-async def begin(pool: MempoolProcess) -> tuple[Engine, Engine, Market]:
-    consumer, producer = Engine(pool, "consumer"), Engine(pool, "producer")
+async def begin(
+    pool: MempoolProcess, model: EngineDescription = DESCRIPTION
+) -> tuple[Engine, Engine, Market]:
+    """Args: model: the producer's."""
+    consumer, producer = Engine(pool, "consumer"), Engine(pool, "producer", model)
     for engine in (consumer, producer):
         engine.client.start()
         assert await engine.client.wait_connected(20_000)
@@ -186,6 +191,33 @@ def test_blocks_go_to_an_idle_peers_pages_and_come_back_and_its_pages_return_whe
         assert set(mine) <= {page for page, _ in producer.stock}, "nobody asked for them again"
         assert all(producer.read(page) == b"p" * BLOCK_BYTES for page in mine)
         assert not pool.status()["counters"].get("lending_blocks_dropped")
+        await consumer.close()
+        await producer.close()
+
+    asyncio.run(run())
+
+
+def test_an_engine_of_another_model_lends_its_pages_too(pool):
+    """AQUA's producers serve other models: what lies in their pages is nobody's but the consumer's."""
+    other = msgspec.structs.replace(
+        DESCRIPTION, model="other", fingerprint="g", dtype="bfloat16", num_layers=3, num_kv_heads=2,
+        total_kv_heads=2, block_bytes=8_000,
+    )  # fmt: skip
+
+    async def run() -> None:
+        consumer, producer, market = await begin(pool, other)
+        offer_id, _ = await market.lend(NUM_LENT)
+        for hashes in PROMPTS:
+            await consumer.compute(hashes, producer)
+        for hashes in PROMPTS:
+            assert await consumer.acquired(hashes, producer) == len(hashes)
+        counters = pool.status()["counters"]
+        assert counters["peer_blocks_out"] > 0
+        assert counters["blocks_pulled_from_peer"] > 0
+        await market.reclaim(offer_id, 0, 30_000)
+        await producer.until(lambda: not leased(pool), "the pages return", consumer)
+        for hashes in PROMPTS:
+            assert await consumer.acquired(hashes, producer) == len(hashes)
         await consumer.close()
         await producer.close()
 

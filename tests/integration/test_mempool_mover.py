@@ -46,10 +46,10 @@ class Rig:
         raw = os.pread(memory.page_fd, memory.num_ranks * NUM * memory.page_bytes, 0)
         return np.frombuffer(raw, np.uint8).reshape(memory.num_ranks, NUM, memory.page_bytes)
 
-    def copy(self, copy_id, target, targets, parts, timeout_ms=5000):
+    def copy(self, copy_id, target, targets, parts, timeout_ms=5000, **how):
         """A future of the copy's CopyDone; a second on_done of one copy fails the test."""
         future = asyncio.get_running_loop().create_future()
-        self.mover.copy(copy_id, target, targets, parts, timeout_ms, future.set_result)
+        self.mover.copy(copy_id, target, targets, parts, timeout_ms, future.set_result, **how)
         return future
 
     def close(self, timeout_s=30.0):
@@ -352,6 +352,15 @@ async def test_ranks_of_unequal_tensor_parallelism_are_cut_anew(rig):
     assert (await it.copy(99, 14, [0], [(2, [7])])).ok
     assert (await it.copy(100, 11, [0], [(14, [0])])).ok
     assert np.array_equal(it.pages(11)[0, 0], it.pages(1)[0, 3])
+
+
+async def test_pages_on_loan_to_another_model_are_copied_as_they_are(rig):
+    it = rig()
+    it.add(1, KvEnd(2, 4, 3, 64), num_ranks=1)
+    it.add(2, KvEnd(3, 2, 3, 64), num_ranks=1, page_bytes=PAGE + 7)
+    assert (await it.copy(1, 2, [5, 6], [(1, [3, 4])], raw=True)).ok
+    assert (await it.copy(2, 1, [9, 8], [(2, [5, 6])], raw=True)).ok
+    assert np.array_equal(it.pages(1)[0, [9, 8]], it.pages(1)[0, [3, 4]])
 
 
 async def test_unequal_ranks_without_a_word_how_are_refused(rig):

@@ -159,7 +159,8 @@ class CopyPages:
     """Copy whole pages, every rank's, into `targets` of `space`; answer with Mempool.on_copied, always.
 
     `sources`: (space, page) for each target. They are sealed and pinned until the answer, but for those of a LayerCut
-    with a step, which are being written.
+    with a step, which are being written. `raw`: pages on loan may hold another content than their space's: they are
+    copied byte for byte, and never cut anew.
     """
 
     copy_id: int
@@ -168,6 +169,7 @@ class CopyPages:
     sources: list[tuple[int, PageId]]
     timeout_ms: int
     cut: LayerCut | None = None
+    raw: bool = False
 
 
 @dataclass(frozen=True, slots=True)

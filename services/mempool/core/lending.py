@@ -262,7 +262,7 @@ class Lending:
         sources = [(self._producer(space), page) for space, page in action.sources]
         if target is None and sources == action.sources:
             return action
-        return replace(action, space=self._producer(action.space), sources=sources)
+        return replace(action, space=self._producer(action.space), sources=sources, raw=True)
 
     def _producer(self, number: int) -> int:
         shelf = self._shelves.get(number)

@@ -63,8 +63,4 @@ def may_lend(producer: Pool, consumer: Pool) -> bool:
     lender, borrower = producer.memory, consumer.memory
     if lender is None or borrower is None or producer is consumer or lender.is_behind or borrower.is_behind:
         return False
-    return (
-        lender.num_ranks == borrower.num_ranks
-        and lender.page_bytes >= borrower.page_bytes
-        and lender.content_key == borrower.content_key
-    )
+    return lender.num_ranks == borrower.num_ranks and lender.page_bytes >= borrower.page_bytes

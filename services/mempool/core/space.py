@@ -58,7 +58,7 @@ class Memory:
         return self.label in (DRAM_LABEL, LOAN_LABEL)
 
     def shares_content(self, other: "Memory") -> bool:
-        """Whether blocks there hold the same, perhaps cut over other ranks: not where pages are copied as they are."""
+        """Whether blocks there hold the same, perhaps cut over other ranks; on loan: cut as the consumer's."""
         if self.is_loan or other.is_loan:
             return self.content_key == other.content_key
         return self.family_key == other.family_key
