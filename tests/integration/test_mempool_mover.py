@@ -43,14 +43,14 @@ class Rig:
     def pages(self, number):
         """uint8 [ranks, pages, page_bytes], as it is now."""
         memory = self.memories[number]
-        raw = os.pread(memory.page_fd, memory.num_ranks * NUM * memory.page_bytes, 0)
-        return np.frombuffer(raw, np.uint8).reshape(memory.num_ranks, NUM, memory.page_bytes)
+        shape = (memory.num_ranks, NUM, memory.page_bytes)
+        return np.frombuffer(os.pread(memory.page_fd, int(np.prod(shape)), 0), np.uint8).reshape(shape)
 
     def copy(self, copy_id, target, targets, parts, timeout_ms=5000, **how):
         """A future of the copy's CopyDone; a second on_done of one copy fails the test."""
-        future = asyncio.get_running_loop().create_future()
-        self.mover.copy(copy_id, target, targets, parts, timeout_ms, future.set_result, **how)
-        return future
+        done = asyncio.get_running_loop().create_future()
+        self.mover.copy(copy_id, target, targets, parts, timeout_ms, done.set_result, **how)
+        return done
 
     def close(self, timeout_s=30.0):
         idle = self.mover.close(timeout_s)
@@ -338,9 +338,8 @@ async def test_ranks_of_unequal_tensor_parallelism_are_cut_anew(rig):
     one = KvEnd(num_layers=2, num_kv_heads=4, block_tokens=3, row_bytes=64)
     ends = {tp: KvEnd(2, 4, 3, 64, tp_size=tp) for tp in (1, 2, 4)}
     page_bytes = {tp: one.block_bytes(0) // tp for tp in ends}
-    for tp, end in ends.items():
-        it.add(tp, end, num_ranks=tp, page_bytes=page_bytes[tp])
-        it.add(10 + tp, end, num_ranks=tp, page_bytes=page_bytes[tp])
+    for tp, number in [(tp, tp + n) for tp in ends for n in (0, 10)]:
+        it.add(number, ends[tp], num_ranks=tp, page_bytes=page_bytes[tp])
     for tp in (2, 4):
         there = await it.copy(tp, tp, [7, 8], [(1, [3, 4])])
         assert there.ok, there
@@ -358,8 +357,8 @@ async def test_pages_on_loan_to_another_model_are_copied_as_they_are(rig):
     it = rig()
     it.add(1, KvEnd(2, 4, 3, 64), num_ranks=1)
     it.add(2, KvEnd(3, 2, 3, 64), num_ranks=1, page_bytes=PAGE + 7)
-    assert (await it.copy(1, 2, [5, 6], [(1, [3, 4])], raw=True)).ok
-    assert (await it.copy(2, 1, [9, 8], [(2, [5, 6])], raw=True)).ok
+    for copy in ((1, 2, [5, 6], [(1, [3, 4])]), (2, 1, [9, 8], [(2, [5, 6])])):
+        assert (await it.copy(*copy, raw=True)).ok
     assert np.array_equal(it.pages(1)[0, [9, 8]], it.pages(1)[0, [3, 4]])
 
 
