@@ -35,7 +35,7 @@ def run_engine(model: str, socket: str, policy: str, cases: list[dict[str, Any]]
         core = driver.engine._llm.engine_core
         counts = await core.call_utility_async("quire_fair_counts")
         for _ in range(MOST_POLLS):  # the front asks once a second
-            if driver.engine.load().num_kept_tokens >= counts.get("kept_tokens", 0):
+            if sum(driver.engine.load().served_tokens.values()) >= counts.get("computed_tokens", 0):
                 break
             await asyncio.sleep(0.05)
         reported = driver.engine.load()
