@@ -15,6 +15,11 @@ PYTHON :=
 NAME :=
 ARGS :=
 
+# Random tests draw anew with every commit, and a run of one commit repeats; SEED=random draws at every run.
+SEED := $(shell printf '%d' "0x$$(git rev-parse --short=7 HEAD 2> /dev/null | cut -c -7)" 2> /dev/null)
+export QUIRE_TEST_SEED = $(filter-out random,$(SEED))
+PYTEST = $(VENV)/python -m pytest $(if $(QUIRE_TEST_SEED),--hypothesis-seed=$(QUIRE_TEST_SEED))
+
 # Machines for building often forbid bytecode: each of many processes would then compile vLLM anew (14 CPU-seconds).
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -41,7 +46,7 @@ install: ## install everything, for tests too
 
 test: ## the whole test suite
 	@$(BOOTSTRAP) dev $(INSTALL_FLAGS)
-	@$(PY) -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 check: ## format, lint, types, import rules, the quick tests, result files: under two minutes
 	@$(BOOTSTRAP) dev $(INSTALL_FLAGS)
@@ -49,16 +54,16 @@ check: ## format, lint, types, import rules, the quick tests, result files: unde
 
 # Two at a time, longest first: each takes 5 to 50 s of one core.
 check-units:
-	$(PY) -m pytest -q tests/unit
+	$(PYTEST) -q tests/unit
 
 check-types:
 	$(VENV)/pyright
 
 check-models:
-	$(PY) -m pytest -q tests/property
+	$(PYTEST) -q tests/property
 
 check-conformance:
-	$(PY) -m pytest -q tests/conformance tests/tidy shared/kernels
+	$(PYTEST) -q tests/conformance tests/tidy shared/kernels
 
 check-rules:
 	$(VENV)/ruff format --check .
