@@ -65,6 +65,8 @@ class MempoolSettings(msgspec.Struct, frozen=True, kw_only=True):
         256 << 20
     )  # on their way out of one space; beyond that blocks are evicted uncopied
     out_timeout_ms: int = 500  # of a copy out
+    # so long engines have to give back what an offer of their space is to lend; then it is worth what came
+    offer_patience_ms: int = 2_000
     # page-lock host memory once a GPU copies: at PCIe's rate, but all of it is taken at once and none is given back
     pin_host: bool = False
     # of the CPU, for copies between spaces in host memory: two saturate a small machine's memory, a server's takes more
@@ -101,7 +103,7 @@ def load(argv: Sequence[str]) -> MempoolSettings:
     if found.dram_bytes < 0:
         raise SettingsError("setting mempool.dram_bytes: must be 0 (none) or more, e.g. 8589934592")
     for name in (
-        "out_in_flight_bytes", "out_timeout_ms",
+        "out_in_flight_bytes", "out_timeout_ms", "offer_patience_ms",
         "capacity_bytes", "max_spaces", "pull_patience_ms", "copy_timeout_ms", "max_leases", "max_handoffs",
         "max_waiting", "max_blocks_per_call", "max_ttl_ms", "max_wait_ms", "max_peers", "mover_threads",
     ):  # fmt: skip

@@ -78,7 +78,7 @@ class Engine:
 
     async def acquired(self, hashes: list, *others: "Engine") -> int:
         """Read a prompt through the mempool; every byte must be the block's. How many blocks it found."""
-        call = asyncio.ensure_future(self.client.acquire(hashes, ttl_ms=30_000, wait_ms=5_000))
+        call = asyncio.ensure_future(self.client.acquire(hashes, ttl_ms=30_000, wait_ms=30_000))
         await self.until(call.done, "an answer", *others)
         got = call.result()
         assert got is not None
@@ -144,8 +144,11 @@ class Market:
 def pool(tmp_path):
     made = MempoolProcess(
         tmp_path,
-        **{"capacity-bytes": NUM_PAGES * PAGE_BYTES, "dram-bytes": 64 * PAGE_BYTES, "dram-for-host": "true"},
-    )
+        **{
+            "capacity-bytes": NUM_PAGES * PAGE_BYTES, "dram-bytes": 64 * PAGE_BYTES, "dram-for-host": "true",
+            "offer-patience-ms": 60_000, "copy-timeout-ms": 60_000, "out-timeout-ms": 60_000,
+        },
+    )  # fmt: skip
     yield made
     made.stop()
 

@@ -33,6 +33,7 @@ class PoolLimits:
         256 << 20
     )  # on their way out of one space; above it blocks are evicted uncopied
     out_timeout_ms: int = 500  # of a copy out: an engine may be waiting for its pages
+    offer_patience_ms: int = 2_000  # so long engines have to give back what an offer is to lend
     pd_caching: str = "3"  # a PdCaching (pd_caching.py)
     transfer_mode: str = "by-request-agg"  # a TransferMode; by-layer needs the workers' word for each step
     idle_punch_ms: int = 30_000  # quiet for so long: memory of free pages goes back; 0: never

@@ -26,9 +26,6 @@ from shared.wire import lending as market
 from shared.wire import mempool as wire
 from shared.wire import mempool_lending as calls
 
-OFFER_PATIENCE_MS = (
-    2_000  # so long engines have to give back what is to be set aside; then the offer is worth less
-)
 MAX_TTL_MS = market.MAX_DURATION_MS
 
 
@@ -160,7 +157,7 @@ class Lending:
 
     def _collect(self, offer: Offer, now_ms: int) -> None:
         claim = self._pools[offer.producer].claim(self.loans.lacking(offer), lends=True)
-        self._collecting[offer.offer_id] = _Collecting(offer, claim, now_ms + OFFER_PATIENCE_MS)
+        self._collecting[offer.offer_id] = _Collecting(offer, claim, now_ms + self._limits.offer_patience_ms)
         self._touched(self._pools[offer.producer])
 
     def _set_aside(self, now_ms: int) -> None:
