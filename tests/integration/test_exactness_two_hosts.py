@@ -18,7 +18,7 @@ from shared.mempool.client import MempoolClient
 from shared.testing.cluster import Cluster
 from shared.wire.requests import KvPlan
 from tests.integration.kv_plan_check import ask_both
-from tests.integration.mempool_rig import MempoolProcess
+from tests.integration.mempool_rig import MempoolProcess, until
 from tests.integration.test_exactness import (
     BLOCK_TOKENS,
     CASES,
@@ -160,6 +160,8 @@ def test_no_token_is_wrong_and_nothing_hangs_while_the_link_is_cut_during_transf
     try:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(request, DURING_CUTS))
+        # none of the cuts so far need have been long enough to be noticed
+        until(lambda: status_of(pools[1]).counters.get("remote_links_lost"), "a link is lost", 120)
     finally:
         stop.set()
         cutting.join()
