@@ -41,7 +41,7 @@ class Call:
     """One prompt on its way through the cluster."""
 
     __slots__ = (
-        "continues", "early_receipt", "explain", "first_ns", "flow", "hits", "num_prompt_tokens", "output_ids",
+        "early_receipt", "explain", "first_ns", "flow", "hits", "num_prompt_tokens", "output_ids",
         "placed", "placed_ns", "prompt", "receipts", "request_id", "sampling", "schedule_span", "session", "sink",
         "span", "targets", "tenant", "tenant_salt", "weight",
     )  # fmt: skip
@@ -74,9 +74,8 @@ class Call:
         self.weight = weight  # of its tenant
         self.span = span
         self.explain = explain  # somebody reads why it was placed as it was
-        self.continues = can_continue(sampling)
-        self.output_ids: list[int] = []  # delivered so far; only if it continues, to go on behind them
-        self.flow = RequestFlow(limits, budget, continues=self.continues)
+        self.output_ids: list[int] = []  # delivered so far; only if its flow continues, to go on behind them
+        self.flow = RequestFlow(limits, budget, continues=can_continue(sampling))
         self.schedule_span: Span | None = None
         self.placed: Placed | None = None
         self.placed_ns = 0  # monotonic; when the attempt was sent to its first instance

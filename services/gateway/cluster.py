@@ -178,7 +178,7 @@ class Cluster:
             return
         if not call.first_ns:
             call.first_ns = time.monotonic_ns()
-        if call.continues:
+        if call.flow.continues:
             call.output_ids += chunk.token_ids
             if chunk.finish_reason is not None:
                 call.flow.mark_answered()

@@ -41,9 +41,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     max_concurrent_requests: int = 1024  # per process
     max_concurrent_per_tenant: int = 0  # 0: no limit of its own
-    tenant_weights: list[
-        str
-    ] = []  # `tenant=weight`: of engines that are short (worker.local_policy); others: 1
+    # `tenant=weight`: of engines that are short (worker.local_policy); others: 1
+    tenant_weights: list[str] = []
     tokenizer_threads: int = 1
 
     tree_lookup_deadline_ms: int = 20

@@ -20,7 +20,7 @@ def place_message(call: Call, action: SendPlace, model: str) -> Place:
         exclude=action.exclude,
         traceparent=call.schedule_span.traceparent if call.schedule_span is not None else "",
         explain=call.explain,
-        continues=call.continues,
+        continues=call.flow.continues,
     )
 
 

@@ -42,12 +42,9 @@ class EngineRequest:
     handoff_target: InstanceId | None = None  # prefill: who takes over, where that is known
     weight: float = 1.0  # of its tenant, where requests take turns
     private: bool = False  # nobody else ever sees its blocks; they go with the next clear_cache()
-    num_output_tokens: int = (
-        0  # of prompt_token_ids, so many last ones are output already; `sampling` is of the rest
-    )
-    handed_tokens: int = (
-        0  # decode: how many tokens, a partial last block included, a hand-off covers; 0: all
-    )
+    # of prompt_token_ids, so many last ones are output already; `sampling` is of the rest
+    num_output_tokens: int = 0
+    handed_tokens: int = 0  # decode: how many tokens a hand-off covers, a partial last block too; 0: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +89,8 @@ class EngineLoad:
     num_preempted: int = 0  # since the start: how often a running request gave its slot up to another
     num_kept_tokens: int = 0  # of these requests, each time: KV that stayed for when they go on
     num_recomputed_tokens: int = 0  # computed again, where the engine counts them
-    served_tokens: Mapping[str, int] = field(
-        default_factory=dict
-    )  # by tenant, since the start, where requests take turns
+    # by tenant, since the start, where requests take turns
+    served_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,9 +60,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     # whose turn it is in the engine: fcfs (order of arrival) or cfs (fair slices where memory is short, shared/fair)
     local_policy: Literal["fcfs", "cfs"] = "fcfs"
     fair_slice_steps: int = 8  # engine steps between two plans
-    fair_max_switch_share: float = (
-        0.1  # of a slice's time; where moving pages takes more, the order is that of arrival
-    )
+    # of a slice's time; where moving pages takes more, the order is that of arrival
+    fair_max_switch_share: float = 0.1
     kv_cache_bytes: int = 0  # 0: the engine's own choice
     gpu_memory_utilization: float = 0.0  # 0: the engine's own choice
     tensor_parallel_size: int = 1

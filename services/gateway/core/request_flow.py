@@ -222,16 +222,7 @@ class RequestFlow:
         """A worker gave the attempt up. `source` is left out next time, unless only its epoch was stale."""
         if attempt != self.attempt or self.phase not in (Phase.PREFILLING, Phase.DECODING):
             return []
-        actions = self._drop_attempt(gone=source)
-        if self.answered:
-            return [*actions, *self._end(Complete())]
-        if not retryable or (self.bytes_sent and not self.continues):
-            return [*actions, *self._end(Fail(code, message))]
-        if not self._may_retry(now_ms):
-            return [*actions, *self._end(_over_budget(code, message))]
-        if source is not None and code != "epoch.stale":
-            self.exclude = [*self.exclude, source]
-        return [*actions, *self._retry(message, now_ms)]
+        return self._lost(source, code, message, retryable=retryable, now_ms=now_ms)
 
     def on_instance_down(self, instance: InstanceId, *, now_ms: int) -> list[Action]:
         """The link to an instance broke. Matters only if this request still needs that instance."""
@@ -243,16 +234,8 @@ class RequestFlow:
             needed.append(placed.prefill.instance)
         if instance not in needed:
             return []
-        actions = self._drop_attempt(gone=instance)
-        if self.answered:
-            return [*actions, *self._end(Complete())]
         message = f"The instance {instance} that served this request is gone."
-        if self.bytes_sent and not self.continues:
-            return [*actions, *self._end(Fail("peer.gone", message))]
-        if not self._may_retry(now_ms):
-            return [*actions, *self._end(_over_budget("peer.gone", message))]
-        self.exclude = [*self.exclude, instance]
-        return [*actions, *self._retry(message, now_ms)]
+        return self._lost(instance, "peer.gone", message, retryable=True, now_ms=now_ms)
 
     # ---- client and time ----
 
@@ -307,6 +290,21 @@ class RequestFlow:
         self.phase = Phase.BACKOFF
         self._wake_ms = now_ms + wait_ms
         return []
+
+    def _lost(
+        self, gone: InstanceId | None, code: str, message: str, *, retryable: bool, now_ms: int
+    ) -> list[Action]:
+        """The running attempt will bring no more: it was enough, another one follows, or the request fails."""
+        actions = self._drop_attempt(gone=gone)
+        if self.answered:
+            return [*actions, *self._end(Complete())]
+        if not retryable or (self.bytes_sent and not self.continues):
+            return [*actions, *self._end(Fail(code, message))]
+        if not self._may_retry(now_ms):
+            return [*actions, *self._end(_over_budget(code, message))]
+        if gone is not None and code != "epoch.stale":
+            self.exclude = [*self.exclude, gone]
+        return [*actions, *self._retry(message, now_ms)]
 
     def _may_retry(self, now_ms: int) -> bool:
         """Takes it from the budget: a cluster that loses its workers is not asked for everything again."""

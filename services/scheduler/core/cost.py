@@ -37,9 +37,7 @@ class Way(Struct, frozen=True, gc=False):
     decode: DecodeStage
     is_pair: bool
     handoff_ms: float
-    again_ms: (
-        float  # decode draws the first token again (wire/handoff.py, "resample"); 0: it goes on behind it
-    )
+    again_ms: float  # decode draws the first token again; 0: it goes on behind it (wire/handoff.py)
     total_ms: float  # what is compared
     keeps_roles: bool  # no prefill or decode instance runs a whole request
 
