@@ -17,8 +17,8 @@ ARGS :=
 
 # Random tests draw anew with every commit, and a run of one commit repeats; SEED=random draws at every run.
 SEED := $(shell printf '%d' "0x$$(git rev-parse --short=7 HEAD 2> /dev/null | cut -c -7)" 2> /dev/null)
-export QUIRE_TEST_SEED = $(filter-out random,$(SEED))
-PYTEST = $(VENV)/python -m pytest $(if $(QUIRE_TEST_SEED),--hypothesis-seed=$(QUIRE_TEST_SEED))
+FIXED := $(filter-out random,$(SEED))
+PYTEST = $(if $(FIXED),TEST_SEED=$(FIXED)) $(PY) -m pytest $(if $(FIXED),--hypothesis-seed=$(FIXED))
 
 # Machines for building often forbid bytecode: each of many processes would then compile vLLM anew (14 CPU-seconds).
 export PYTHONDONTWRITEBYTECODE :=
