@@ -1,6 +1,8 @@
 """What the gateway costs: CPU per request and per streamed chunk, added TTFT; beside vllm-router and LiteLLM.
 
-    python -m loadtest.bench_gateway [--quick] [--only quire]     writes loadtest/results/gateway-cpu.json
+    python -m loadtest.bench_gateway [--quick] [--only quire] [--processes N] [--out FOLDER] [--commit HEAD]
+
+It writes gateway-cpu.json. The gateway has as many processes as it takes by itself on this machine, or --processes.
 
 - CPU per request: closed loop, non-streaming chat requests with a 200-byte message, two output tokens,
   tokenizing and the chat template included; CPU time of the proxy's processes from /proc/<pid>/stat. Quire
@@ -31,9 +33,11 @@ from loadtest import systems
 from loadtest.http_client import Client
 from loadtest.load import chat, closed_loop, message, open_loop, paced_streams
 from loadtest.processes import Fleet, StartFailed
-from loadtest.registry import ROOT
+from loadtest.registry import RESULTS, ROOT
 from loadtest.results import Metrics, Samples, quantile, write_result
 from loadtest.systems import System, Unavailable
+from services.gateway.config import useful_processes
+from shared.cpus import usable_cpus
 
 NAME = "gateway-cpu"
 CLAIM = (
@@ -213,14 +217,19 @@ async def run(options: argparse.Namespace, work_dir: Path) -> Bench:
         bench = Bench(fleet, 0.1 if options.quick else 1.0, options.seed)
         rate = DEFAULT_RATE_PER_S
         if "quire" in only:
-            fast = systems.start_quire(fleet, model_dir, prefix="fast-", step_ms=0)
+            flags = ["--processes", str(options.processes)]
+            fast = systems.start_quire(fleet, model_dir, prefix="fast-", step_ms=0, gateway_flags=flags)
             bench.tokenizing(fast, model_dir)
-            paced = systems.start_quire(fleet, model_dir, prefix="paced-", step_ms=STEP_MS)
+            paced = systems.start_quire(
+                fleet, model_dir, prefix="paced-", step_ms=STEP_MS, gateway_flags=flags
+            )
             await measure_proxy(bench, fast, paced, weight=1.0, rate_per_s=float("inf"))
             for name in ("gateway", "decode", "prefill", "scheduler", "coordinator", "redis"):
                 fleet.stop(f"fast-{name}")
                 fleet.stop(f"paced-{name}")
-            solo = systems.start_quire(fleet, model_dir, prefix="solo-", step_ms=0, one_stage=True)
+            solo = systems.start_quire(
+                fleet, model_dir, prefix="solo-", step_ms=0, gateway_flags=flags, one_stage=True
+            )
             await bench.requests_closed(
                 solo, count=3_000, runs=3, num_bytes=MESSAGE_BYTES, series="closed_loop"
             )
@@ -260,7 +269,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--model-dir", default=str(ROOT / "deploy" / "models" / "quire-demo"))
     parser.add_argument("--only", default="", help="comma-separated: quire, direct, vllm_router, litellm")
     parser.add_argument("--quick", action="store_true", help="a tenth of the load; writes no result file")
+    parser.add_argument("--processes", type=int, default=0, help="of the gateway; 0: as it decides by itself")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", default=str(RESULTS))
+    parser.add_argument("--commit", default="", help="of this copy, where there is no repository")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
         bench = asyncio.run(run(options, Path(folder)))
@@ -279,13 +291,17 @@ def main(argv: Sequence[str]) -> int:
                 "num_streams": NUM_STREAMS,
                 "step_ms": STEP_MS,
                 "seed": options.seed,
+                "gateway_processes": options.processes or useful_processes(usable_cpus()),
+                "usable_cpus": usable_cpus(),
                 "topology": "1 prefill and 1 decode worker with mock engines, Redis, scheduler, coordinator",
                 "versions": systems.versions(),
             },
             metrics=metrics,
             samples=bench.samples,
+            folder=Path(options.out),
+            commit=options.commit,
         )
-        print(f"wrote {path.relative_to(ROOT)}")
+        print(f"wrote {path}")
     return 1 if metrics.get("failed_requests") else 0
 
 
