@@ -1,0 +1,135 @@
+"""Whether a space borrows: what it asks for when blocks leave it for lack of room, and when it returns that. No I/O.
+
+    content --ask_bytes left within window_ms--> asking --granted--> borrowing --renewed at half its time--> borrowing
+    asking --refused--> content, for pause_ms and twice as long each time     borrowing --idle_ms unused--> returned
+
+What leaves a space is both what AQUA calls swap space (pages of requests that wait their turn) and the overflow of its
+prefix cache: the mempool sees no difference, and lends the same pages for both. AQUA 4.1 (swap need) and 6.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.ids import LeaseId
+from shared.lending.load import MAX_READINGS
+from shared.lending.rules import EngineProfile, LendingRules
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A reading of one space. Totals since its start.
+
+    Args:
+        left_bytes: blocks that left it for lack of room, wherever they went.
+        moved_bytes: into and out of pages that are lent to it.
+    """
+
+    left_bytes: int
+    moved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """A loan to the space, as its mempool knows it."""
+
+    lease_id: LeaseId
+    length_bytes: int
+    remaining_ms: int
+    is_held: bool  # not on its way back
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask for so many bytes, least_bytes at least; answered by Consumer.answered()."""
+
+    length_bytes: int
+    least_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """It goes on for ttl_ms."""
+
+    lease_id: LeaseId
+    ttl_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """Nobody used it."""
+
+    lease_id: LeaseId
+
+
+class Consumer:
+    """Of one space. Same readings, same decisions.
+
+    Args: profiles: of the engines in the space; their need is the most that is asked for.
+    """
+
+    def __init__(self, rules: LendingRules, profiles: Sequence[EngineProfile] = ()) -> None:
+        self._rules = rules
+        self._limit_bytes = rules.borrow_bytes
+        if profiles:
+            self._limit_bytes = min(self._limit_bytes, sum(max(0, -each.num_bytes) for each in profiles))
+        self._left: deque[tuple[int, int]] = deque(
+            maxlen=MAX_READINGS
+        )  # (when, bytes since the reading before)
+        self._last: Need | None = None
+        self._used_at_ms: int | None = None
+        self._paused_until_ms = 0
+        self._pause_ms = rules.pause_ms
+        self.is_asking = False
+
+    def answered(self, now_ms: int, *, granted: bool, retry_after_ms: int = 0) -> None:
+        """Ask has its answer. Args: retry_after_ms: what the coordinator said; the pause is at least as long."""
+        self.is_asking = False
+        if granted:
+            self._pause_ms = self._rules.pause_ms
+            self._used_at_ms = now_ms
+            return
+        self._paused_until_ms = now_ms + max(self._pause_ms, min(retry_after_ms, self._rules.max_pause_ms))
+        self._pause_ms = min(2 * self._pause_ms, self._rules.max_pause_ms)
+
+    def lost(self, now_ms: int) -> None:
+        """A loan was taken back: whoever lent it needs it."""
+        self._paused_until_ms = max(self._paused_until_ms, now_ms + self._rules.pause_ms)
+
+    def decide(
+        self, need: Need, loans: Sequence[Borrowed], now_ms: int, *, lends: bool = False, lives: bool = True
+    ) -> list[Ask | Renew | Return]:
+        """Args: lends: the space has offers of its own; lives: its engines report. Who is silent renews nothing."""
+        self._note(need, now_ms)
+        held = [loan for loan in loans if loan.is_held]
+        if not lives:
+            return []
+        assert self._used_at_ms is not None
+        if held and now_ms - self._used_at_ms >= self._rules.idle_ms:
+            return [Return(loan.lease_id) for loan in held]
+        out: list[Ask | Renew | Return] = [
+            Renew(loan.lease_id, self._rules.ttl_ms)
+            for loan in held
+            if 0 < loan.remaining_ms <= self._rules.ttl_ms // 2
+        ]
+        return out + self._ask(loans, now_ms, lends=lends)
+
+    def _note(self, need: Need, now_ms: int) -> None:
+        before, self._last = self._last, need
+        if self._used_at_ms is None or (before is not None and need.moved_bytes != before.moved_bytes):
+            self._used_at_ms = now_ms
+        if before is not None and need.left_bytes > before.left_bytes:
+            self._left.append((now_ms, need.left_bytes - before.left_bytes))
+        while self._left and self._left[0][0] <= now_ms - self._rules.window_ms:
+            self._left.popleft()
+
+    def _ask(self, loans: Sequence[Borrowed], now_ms: int, *, lends: bool) -> list[Ask]:
+        left_bytes = sum(count for _, count in self._left)
+        room_bytes = self._limit_bytes - sum(loan.length_bytes for loan in loans)
+        wants = left_bytes >= self._rules.ask_bytes and room_bytes > 0
+        if not wants or lends or self.is_asking or now_ms < self._paused_until_ms:
+            return []
+        self.is_asking = True
+        self._left.clear()  # what has left is asked for once
+        length_bytes = min(room_bytes, max(left_bytes, self._rules.ask_bytes))
+        return [Ask(length_bytes, min(length_bytes, self._rules.ask_bytes))]
