@@ -114,7 +114,7 @@ def serve(options: argparse.Namespace, mode: TransferMode, folder: Path) -> list
     if options.device == "cuda":
         from loadtest.bench_pages import model_folder
 
-        flags += ["--model", options.model_dir or str(model_folder(folder.parent / "model-8b"))]
+        flags += ["--model", options.model_dir or str(model_folder(folder.with_name(f"{mode.value}-8b")))]
         pairs.append(f"max_model_len={max(options.prompts) + 64}")
         env["QUIRE_WORKER_ENFORCE_EAGER"] = "true"
         if not options.model_dir:

@@ -4,6 +4,8 @@
 
 A round: prompts that no cache knows fill the pool; requests begin to decode; once all do, and have for a while, a
 client presses for memory; later it is taken again. Nothing but decoding goes on from there to the end of the round.
+Behind each such round comes one with the same requests and waits in which nobody presses: contexts grow, so that later
+steps take longer than earlier ones anyway.
 Times are of CLOCK_MONOTONIC, which every process of the machine shares.
 """
 
@@ -62,10 +64,9 @@ class Driver:
             await asyncio.gather(*(self.ask(options.fill_tokens, 1) for _ in batch))
         return time.perf_counter() - begin
 
-    async def round(self, number: int) -> dict[str, Any]:
-        """One press under steady decoding, and the memory's way back."""
+    async def _begin(self) -> list[asyncio.Task[None]]:
+        """All requests decode, and have for a while."""
         options = self.options
-        fill_s = await self.fill()
         begun = [asyncio.Event() for _ in range(options.requests)]
         tasks = [
             asyncio.create_task(self.ask(options.prompt_tokens, options.max_tokens, event)) for event in begun
@@ -73,6 +74,28 @@ class Driver:
         for event in begun:
             await event.wait()
         await asyncio.sleep(SETTLE_S)
+        return tasks
+
+    async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def calm(self, like: dict[str, Any]) -> dict[str, Any]:
+        """A round without a press; its moments are as far apart as the other's."""
+        tasks = await self._begin()
+        begin_s = time.perf_counter()
+        moments = ("begin_s", "pressed_s", "answered_s", "regain_s", "regained_s")
+        at = {name: begin_s + like[name] - like["begin_s"] for name in moments}
+        await asyncio.sleep(max(0.0, at["regained_s"] - time.perf_counter()))
+        await self._end(tasks)
+        return {"round": like["round"], "is_pressed": False, **at}
+
+    async def round(self, number: int) -> dict[str, Any]:
+        """One press under steady decoding, and the memory's way back."""
+        options = self.options
+        fill_s = await self.fill()
+        tasks = await self._begin()
         at = [time.perf_counter()]
         await asyncio.sleep(options.window_s)
         before = await self.client.status()
@@ -83,15 +106,12 @@ class Driver:
         at.append(time.perf_counter())
         back = await self.client.regain_memory(wait_ms=20_000)
         at.append(time.perf_counter())
-        await asyncio.sleep(SETTLE_S)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._end(tasks)
         if changed is None or back is None or before is None:
             raise RuntimeError("the mempool refused, or did not answer")
         print(f"round {number}: {changed}, {back}, {before.pages_by_state}", flush=True)
         return {
-            "round": number,
+            "round": number, "is_pressed": True,
             "fill_s": round(fill_s, 3),
             "begin_s": at[0], "pressed_s": at[1], "answered_s": at[2], "regain_s": at[3], "regained_s": at[4],
             "released_bytes": changed.num_bytes, "regained_bytes": back.num_bytes,
@@ -103,7 +123,10 @@ class Driver:
         await self.engine.start()
         self.client.start()
         await self.client.wait_connected(10_000)
-        out = [await self.round(number) for number in range(self.options.rounds)]
+        out: list[dict[str, Any]] = []
+        for number in range(self.options.rounds):
+            out.append(await self.round(number))
+            out.append(await self.calm(out[-1]))
         await self.ask(8, FLUSH_TOKENS)
         await self.client.close()
         await self.engine.close()
@@ -111,9 +134,15 @@ class Driver:
 
 
 def add_steps(path: Path, samples: list[dict[str, Any]], num_requests: int) -> None:
-    """Steps before, during (until the memory was seen, at least until the answer) and after, in ms."""
+    """Steps before, during (until the memory was seen, at least until the answer) and after, in ms.
+
+    Rounds without a press: of the same lengths, counted from the moment at which the other was pressed.
+    """
+    took_s = 0.0
     for sample in samples:
-        seen_s = max(sample["answered_s"], sample["seen_s"])
+        if sample["is_pressed"]:
+            took_s = max(sample["answered_s"], sample["seen_s"]) - sample["pressed_s"]
+        seen_s = sample["pressed_s"] + took_s
         for name, begin, end in (
             ("before", sample["begin_s"], sample["pressed_s"]),
             ("during", sample["pressed_s"], seen_s),
@@ -132,12 +161,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("out")
     parser.add_argument("--mempool-socket", required=True)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--fill-tokens", type=int, default=4_096)
     parser.add_argument("--max-tokens", type=int, default=3_000)
-    parser.add_argument("--window-s", type=float, default=2.0)
+    parser.add_argument("--window-s", type=float, default=1.0)
     parser.add_argument("--release-bytes", type=int, default=32 << 30)
     parser.add_argument("--kv-cache-bytes", type=int, default=48 << 30)
     parser.add_argument("--block-tokens", type=int, default=64)

@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 EXTRA_ARGS_KEY = "quire"  # in SamplingParams.extra_args
 STOCK_STEPS = 2  # the stock is kept at what so many of the largest steps can take
 REATTACH_INTERVAL_S = 0.05
+ANSWER_PAUSE_S = (
+    0.001  # between two answers to the mempool: the thread of the steps wants the interpreter, too
+)
 EXIT_MEMORY_LOST = 3  # of the engine core: the worker's front sees it die and starts anew
 MAX_SEEN_LEASES = 65_536
 STALL_S = 0.1  # with nothing running for so long, waiting requests' leases are in each other's way
@@ -154,6 +157,7 @@ class PageSchedulerMixin:
                 time.sleep(REATTACH_INTERVAL_S)
             if asked:
                 self._answer_pool()
+                time.sleep(ANSWER_PAUSE_S)
 
     def _answer_pool(self) -> None:
         """Give back what the mempool asks for; when it is lost, report to its successor. Meanwhile the stock serves."""
