@@ -95,13 +95,13 @@ def make_plan(algorithm: Algorithm, num_tokens: int, world: int, rank: int) -> P
     return Plan(algorithm, num_tokens, *owned_rows(num_tokens, world, rank))
 
 
-def num_ctas(algorithm: Algorithm, num_tokens: int, world: int, rows_per_cta: int, most: int) -> int:
-    """CTAs of a launch: the same on every rank, because CTA c meets CTA c of the others; none without a row.
+def num_ctas(algorithm: Algorithm, num_tokens: int, world: int, most: int) -> int:
+    """CTAs of a launch: the same on every rank, because CTA c meets CTA c of the others.
 
-    `rows_per_cta` rows are in work in a CTA at a time. Ranks with a row fewer let their last CTA only meet.
+    CTA c takes every num_ctas-th row from its rank's c-th on; on ranks with a row fewer the last CTA only meets.
     """
     rows = num_tokens if algorithm is Algorithm.ONE_SHOT else -(-num_tokens // world)
-    return max(1, min(most, -(-rows // rows_per_cta)))
+    return max(1, min(most, rows))
 
 
 def check_shape(world: int, rank: int, hidden: int, max_tokens: int) -> None:

@@ -1,0 +1,193 @@
+"""NVRTC and the few driver calls of a launch, on plain integers. Importing this needs neither.
+
+cuda.bindings ships with torch; NVRTC's library does too (nvidia-cuda-nvrtc), so that a kernel compiles on a machine
+without a GPU. Binaries of a shape are kept in this process, not on disk: one takes about a second.
+"""
+
+import ctypes
+import importlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from shared.kernels.allreduce_rmsnorm.errors import FusedRefused, FusedUnavailable
+from shared.kernels.allreduce_rmsnorm.plan import MAX_WORLD
+from shared.kernels.allreduce_rmsnorm.shapes import KernelShape, Launch
+
+SOURCE = Path(__file__).with_name("fused.cu")
+FLAGS = ("--std=c++17", "-lineinfo")
+
+_Pointers = ctypes.c_uint64 * MAX_WORLD
+
+
+class Params(ctypes.Structure):
+    """fused.cu's Params, field by field; its static_assert compares the sizes."""
+
+    input: Any
+    out: Any
+    whole: Any
+    flags: Any
+    _fields_ = [
+        ("input", _Pointers),
+        ("out", _Pointers),
+        ("whole", _Pointers),
+        ("flags", _Pointers),
+        ("input_all", ctypes.c_uint64),
+        ("out_all", ctypes.c_uint64),
+        ("weight", ctypes.c_uint64),
+        ("residual", ctypes.c_uint64),
+        ("epochs", ctypes.c_uint64),
+        ("failed", ctypes.c_uint64),
+        ("report", ctypes.c_uint64),
+        ("timeout_ns", ctypes.c_uint64),
+        ("row_start", ctypes.c_int32),
+        ("row_stop", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("num_targets", ctypes.c_int32),
+        ("gemma", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class Binary:
+    """What a compilation gave: machine code, and the PTX that it came from."""
+
+    def __init__(self, cubin: bytes, ptx: str) -> None:
+        self.cubin = cubin
+        self.ptx = ptx
+
+
+def _nvrtc() -> Any:
+    try:
+        nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError, OSError) as error:
+        raise FusedUnavailable(f"no NVRTC: {(str(error).splitlines() or [''])[0]}") from error
+    return nvrtc
+
+
+@cache
+def compile_kernels(shape: KernelShape, arch: str) -> Binary:
+    """Machine code of fused.cu for one shape; `arch` as "sm_90a". Needs no GPU.
+
+    Raises: FusedUnavailable without NVRTC, FusedRefused with the compiler's log.
+    Cost: about a second, once a process and shape.
+    """
+    nvrtc = _nvrtc()
+    defines = {**shape.defines(), "PARAMS_BYTES": ctypes.sizeof(Params)}
+    options = [f"--gpu-architecture={arch}", *FLAGS, *(f"-D{key}={value}" for key, value in defines.items())]
+
+    def call(name: str, *args: Any) -> Any:
+        status, *values = getattr(nvrtc, name)(*args)
+        if int(status) != 0:
+            raise FusedRefused(f"{name}: {status.name}")
+        return values[0] if values else None
+
+    def text(kind: str) -> bytes:
+        size = call(f"nvrtcGet{kind}Size", program)
+        body = b" " * size
+        call(f"nvrtcGet{kind}", program, body)
+        return body
+
+    program = call("nvrtcCreateProgram", SOURCE.read_bytes(), SOURCE.name.encode(), 0, [], [])
+    encoded = [option.encode() for option in options]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+    if int(status) != 0:
+        log = text("ProgramLog").rstrip(b"\0").decode(errors="replace")
+        raise FusedRefused(f"{SOURCE.name} for {arch}: {status.name}\n{log}")
+    binary = Binary(text("CUBIN"), text("PTX").rstrip(b"\0").decode())
+    nvrtc.nvrtcDestroyProgram(program)
+    return binary
+
+
+class KernelDriver:
+    """One GPU's primary context, the one that torch uses; it has to exist already.
+
+    Raises: FusedUnavailable without the bindings, the driver or the device.
+    """
+
+    def __init__(self, device: int) -> None:
+        try:
+            self._cuda: Any = importlib.import_module("cuda.bindings.driver")
+            (status,) = self._cuda.cuInit(0)
+        except (ImportError, RuntimeError, OSError) as error:
+            raise FusedUnavailable(f"no CUDA driver: {(str(error).splitlines() or [''])[0]}") from error
+        if int(status) != 0:
+            raise FusedUnavailable(f"cuInit: {status.name}")
+        self._device = self._call("cuDeviceGet", device)
+        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        self._functions: dict[tuple[KernelShape, str], Any] = {}
+        self._modules: dict[KernelShape, Any] = {}
+        kind = self._cuda.CUdevice_attribute
+        major = self._attribute(kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+        minor = self._attribute(kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+        self.num_sms = self._attribute(kind.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+        self.capability = (major, minor)
+        self.arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+    def _call(self, name: str, *args: Any) -> Any:
+        status, *values = getattr(self._cuda, name)(*args)
+        if int(status) != 0:
+            raise FusedRefused(f"{name}: {getattr(status, 'name', status)}")
+        return values[0] if values else None
+
+    def _attribute(self, which: Any) -> int:
+        return int(self._call("cuDeviceGetAttribute", which, self._device))
+
+    def function(self, shape: KernelShape, name: str) -> Any:
+        """A kernel by name, compiled and loaded when it is asked for first: not while another one waits for a peer."""
+        key = (shape, name)
+        if key not in self._functions:
+            self._call("cuCtxSetCurrent", self._context)
+            if shape not in self._modules:
+                self._modules[shape] = self._call("cuModuleLoadData", compile_kernels(shape, self.arch).cubin)
+            found = self._call("cuModuleGetFunction", self._modules[shape], name.encode())
+            if name == "fused_bulk":
+                most = self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self._call("cuFuncSetAttribute", found, most, shape.shared_bytes)
+            self._call("cuFuncLoad", found)
+            self._functions[key] = found
+        return self._functions[key]
+
+    def launch(self, function: Any, launch: Launch, stream: int, params: Params) -> None:
+        """Parameters are copied before this returns."""
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        self._call(
+            "cuLaunchKernel", function, launch.ctas, 1, 1, launch.threads, 1, 1, launch.shared_bytes, stream,
+            ctypes.addressof(pointers), 0,
+        )  # fmt: skip
+
+    def allocate_word(self) -> "HostWord":
+        """A zero that kernels may set; the caller closes it."""
+        flags = self._cuda.CU_MEMHOSTALLOC_PORTABLE | self._cuda.CU_MEMHOSTALLOC_DEVICEMAP
+        return HostWord(int(self._call("cuMemHostAlloc", 4, flags)), self)
+
+    def free_word(self, address: int) -> None:
+        """Of allocate_word."""
+        self._call("cuMemFreeHost", address)
+
+    def close(self) -> None:
+        """Unload what was compiled, let go of the context."""
+        for module in self._modules.values():
+            self._call("cuModuleUnload", module)
+        self._modules.clear()
+        self._functions.clear()
+        self._call("cuDevicePrimaryCtxRelease", self._device)
+
+
+class HostWord:
+    """32 bits in pinned host memory; device and host know it by one address."""
+
+    def __init__(self, address: int, driver: KernelDriver) -> None:
+        self.address = address
+        self._driver = driver
+        self._word = ctypes.c_uint32.from_address(address)
+        self._word.value = 0
+
+    def read(self) -> int:
+        """Its value now."""
+        return self._word.value
+
+    def close(self) -> None:
+        """No kernel may write it any more."""
+        self._driver.free_word(self.address)

@@ -1,0 +1,417 @@
+// All-reduce + residual add + RMSNorm in one launch: every CTA takes rows that this rank owns, reads them from all ranks,
+// adds the residual, norms them and stores them into every rank's output. TokenWeave 3.2, 3.3, without the switch's help.
+//
+// CTA c of one rank meets CTA c of every other rank twice: before it reads (their inputs are written, and nobody reads the
+// old outputs any more) and when it is through (all rows have arrived, and nobody reads this rank's input any more).
+// Nothing else waits: rows of different CTAs are read, normed and sent while others still are on their way.
+//
+// Compiled by NVRTC, without headers. -D: WORLD HIDDEN BF16 ROW_THREADS ROWS_PER_CTA SEGMENT STAGES PARAMS_BYTES.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int kWorld = WORLD;
+constexpr int kMaxWorld = 8;
+constexpr int kVectors = HIDDEN / 8;  // 16 bytes each, in a row
+constexpr int kRowThreads = ROW_THREADS;
+constexpr int kRowsPerCta = ROWS_PER_CTA;
+constexpr int kPerThread = (kVectors + kRowThreads - 1) / kRowThreads;
+constexpr int kInFlight = 16;  // loads a thread has under way: with 512 threads 128 KiB an SM, what a far memory needs
+constexpr int kBatch = kWorld >= kInFlight ? 1 : (kInFlight / kWorld < kPerThread ? kInFlight / kWorld : kPerThread);
+static_assert(HIDDEN % 8 == 0 && kRowThreads % 32 == 0 && kRowThreads * kRowsPerCta <= 1024, "shape");
+
+struct Params {                  // launch.py has the same, field by field
+  const uint4* input[kMaxWorld];  // [num_tokens, HIDDEN] of every rank, mapped here
+  uint4* out[kMaxWorld];          // likewise
+  uint4* whole[kMaxWorld];        // likewise; the whole residual, or null
+  u32* flags[kMaxWorld];          // [max_ctas, kMaxWorld]: word r of CTA c is written by rank r's CTA c
+  const uint4* input_all;         // multicast addresses, or null
+  uint4* out_all;
+  const uint4* weight;  // [HIDDEN]
+  uint4* residual;      // [num_tokens, HIDDEN], this rank's
+  u32* epochs;          // [max_ctas], this rank's: two more with every call that CTA c took part in
+  u32* failed;          // this rank's: not 0 once a wait ran out; every later call returns at once
+  u32* report;          // the same word for the host, in its memory
+  u64 timeout_ns;
+  int row_start, row_stop;  // rows that this launch reads, norms and sends
+  int rank;
+  int num_targets;  // kWorld, or 1: one-shot keeps its rows to itself
+  int gemma;        // the weight is a distance from one
+  float eps;
+};
+static_assert(sizeof(Params) == PARAMS_BYTES, "launch.py packs another layout");
+
+enum Phase : u32 { kArrive = 1, kLeave = 2 };
+
+__device__ __forceinline__ uint4 load_far(const uint4* at) {  // read once: no place in L1
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+  return v;
+}
+__device__ __forceinline__ void store(uint4* at, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ u64 now_ns() {
+  u64 t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+
+#if BF16
+__device__ __forceinline__ float low(u32 pair) { return __int_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __int_as_float(pair & 0xffff0000u); }
+__device__ __forceinline__ u32 pack(float lo, float hi) {
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
+  return pair;
+}
+#else
+__device__ __forceinline__ float half_to_float(u32 bits) {
+  float f;
+  asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(f) : "r"(bits));
+  return f;
+}
+__device__ __forceinline__ float low(u32 pair) { return half_to_float(pair & 0xffffu); }
+__device__ __forceinline__ float high(u32 pair) { return half_to_float(pair >> 16); }
+__device__ __forceinline__ u32 pack(float lo, float hi) {
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
+  return pair;
+}
+#endif
+
+struct Eight {
+  float v[8];
+  __device__ __forceinline__ void set(uint4 x) {
+    v[0] = low(x.x), v[1] = high(x.x), v[2] = low(x.y), v[3] = high(x.y);
+    v[4] = low(x.z), v[5] = high(x.z), v[6] = low(x.w), v[7] = high(x.w);
+  }
+  __device__ __forceinline__ void add(uint4 x) {
+    v[0] += low(x.x), v[1] += high(x.x), v[2] += low(x.y), v[3] += high(x.y);
+    v[4] += low(x.z), v[5] += high(x.z), v[6] += low(x.w), v[7] += high(x.w);
+  }
+  __device__ __forceinline__ uint4 packed() const {
+    return make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
+  }
+  __device__ __forceinline__ float squares() const {
+    float s = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) s += v[i] * v[i];
+    return s;
+  }
+};
+
+// round(sum over ranks, in their order, + residual); its squares, of the rounded values, are added to `squares`.
+__device__ __forceinline__ uint4 summed(const uint4 (&in)[kWorld], uint4 residual, float& squares) {
+  Eight sum;
+  sum.set(in[0]);
+#pragma unroll
+  for (int r = 1; r < kWorld; r++) sum.add(in[r]);
+  sum.add(residual);
+  const uint4 kept = sum.packed();
+  sum.set(kept);
+  squares += sum.squares();
+  return kept;
+}
+__device__ __forceinline__ uint4 normed(uint4 kept, uint4 weight, float scale, float offset) {
+  Eight x, w;
+  x.set(kept), w.set(weight);
+#pragma unroll
+  for (int i = 0; i < 8; i++) x.v[i] = x.v[i] * scale * (w.v[i] + offset);
+  return x.packed();
+}
+__device__ __forceinline__ float over_warp(float v) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) v += __shfl_xor_sync(0xffffffffu, v, lanes);
+  return v;
+}
+__device__ __forceinline__ void sync_some(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+// Sum over kThreads threads, the same bits in each. One barrier: `partial` is another one in the next row (turn).
+template <int kThreads>
+__device__ __forceinline__ float over_row(float v, float* partial, int thread, int barrier) {
+  v = over_warp(v);
+  if constexpr (kThreads == 32) return v;
+  if (thread % 32 == 0) partial[thread / 32] = v;
+  sync_some(barrier, kThreads);
+  float sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; w++) sum += partial[w];
+  return sum;
+}
+
+__device__ __noinline__ void lose(const Params& p, u32 phase, u32 peer) {
+  const u32 word = 0x80000000u | phase << 24 | peer << 16 | blockIdx.x;  // errors.py reads it
+  if (atomicCAS(p.failed, 0u, word) == 0u) asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p.report), "r"(word) : "memory");
+}
+// Tell CTA c of every rank that this one is here, and wait until all of them are. All threads call it.
+// Words only grow, by wrapping: a peer may be one meeting ahead, never two, because it waits for this one too.
+__device__ __forceinline__ bool meet(const Params& p, u32 word, u32 phase, u32* lost) {
+  __syncthreads();  // what all threads read and wrote comes before the release
+  if (threadIdx.x < kWorld) {
+    u32* theirs = p.flags[threadIdx.x] + blockIdx.x * kMaxWorld + p.rank;
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(theirs), "r"(word) : "memory");
+    const u32* mine = p.flags[p.rank] + blockIdx.x * kMaxWorld + threadIdx.x;
+    const u64 begun = now_ns();
+    u32 seen;
+    while (true) {
+      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(mine) : "memory");
+      if (static_cast<int>(seen - word) >= 0) break;
+      if (now_ns() - begun > p.timeout_ns) {
+        lose(p, phase, threadIdx.x);
+        *lost = 1;
+        break;
+      }
+    }
+  }
+  __syncthreads();
+  return *lost == 0;
+}
+struct Meeting {
+  u32 epoch;
+  u32* lost;
+};
+__device__ __forceinline__ bool arrive(const Params& p, Meeting& m) {
+  __shared__ u32 shared_state[2];
+  if (threadIdx.x == 0) {
+    shared_state[0] = *p.failed;
+    shared_state[1] = p.epochs[blockIdx.x];
+  }
+  __syncthreads();
+  if (shared_state[0] != 0) return false;
+  m.lost = &shared_state[0], m.epoch = shared_state[1];
+  return meet(p, m.epoch + 1, kArrive, m.lost);
+}
+__device__ __forceinline__ void leave(const Params& p, const Meeting& m) {
+  if (meet(p, m.epoch + 2, kLeave, m.lost) && threadIdx.x == 0) p.epochs[blockIdx.x] = m.epoch + 2;
+}
+
+// Loads into registers: runs everywhere. A CTA has kRowsPerCta rows in work, kRowThreads threads each.
+extern "C" __global__ void __launch_bounds__(kRowThreads* kRowsPerCta, 1) fused_plain(const __grid_constant__ Params p) {
+  __shared__ float partial[2][kRowsPerCta][kRowThreads / 32];
+  Meeting m;
+  if (!arrive(p, m)) return;
+  const int group = threadIdx.x / kRowThreads, thread = threadIdx.x % kRowThreads;
+  const float offset = p.gemma ? 1.f : 0.f;
+  int turn = 0;
+  for (int row = p.row_start + group * gridDim.x + blockIdx.x; row < p.row_stop; row += gridDim.x * kRowsPerCta, turn ^= 1) {
+    const size_t base = static_cast<size_t>(row) * kVectors;
+    uint4 kept[kPerThread];
+    float squares = 0.f;
+#pragma unroll
+    for (int first = 0; first < kPerThread; first += kBatch) {
+      uint4 in[kBatch][kWorld], residual[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; i++) {
+        const int at = (first + i) * kRowThreads + thread;
+        if (first + i >= kPerThread || at >= kVectors) continue;
+#pragma unroll
+        for (int r = 0; r < kWorld; r++) in[i][r] = load_far(p.input[r] + base + at);
+        residual[i] = load_far(p.residual + base + at);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; i++) {
+        const int at = (first + i) * kRowThreads + thread;
+        if (first + i >= kPerThread || at >= kVectors) continue;
+        kept[first + i] = summed(in[i], residual[i], squares);
+        store(p.residual + base + at, kept[first + i]);
+      }
+    }
+    uint4 weight[kPerThread];  // on its way while the row's threads meet
+#pragma unroll
+    for (int i = 0; i < kPerThread; i++)
+      if (i * kRowThreads + thread < kVectors) weight[i] = __ldg(p.weight + i * kRowThreads + thread);
+    const float sum = over_row<kRowThreads>(squares, partial[turn][group], thread, 1 + group);
+    const float scale = rsqrtf(sum / HIDDEN + p.eps);
+#pragma unroll
+    for (int i = 0; i < kPerThread; i++) {
+      const int at = i * kRowThreads + thread;
+      if (at >= kVectors) continue;
+      const uint4 x = normed(kept[i], weight[i], scale, offset);
+      for (int k = 0; k < p.num_targets; k++) {  // each rank begins with itself, so that not all send to one at a time
+        const int to = p.rank + k < kWorld ? p.rank + k : p.rank + k - kWorld;
+        store(p.out[to] + base + at, x);
+        if (p.whole[to] != nullptr) store(p.whole[to] + base + at, kept[i]);
+      }
+    }
+  }
+  leave(p, m);
+}
+
+// This rank's rows of the residual to everybody.
+extern "C" __global__ void __launch_bounds__(512, 1) gather_rows(const __grid_constant__ Params p) {
+  Meeting m;
+  if (!arrive(p, m)) return;
+  for (int row = p.row_start + blockIdx.x; row < p.row_stop; row += gridDim.x)
+    for (int at = threadIdx.x; at < kVectors; at += blockDim.x) {
+      const size_t place = static_cast<size_t>(row) * kVectors + at;
+      const uint4 x = load_far(p.residual + place);
+      for (int k = 0; k < kWorld; k++) store(p.whole[(p.rank + k) % kWorld] + place, x);
+    }
+  leave(p, m);
+}
+
+#if __CUDA_ARCH__ >= 900
+// The copy engine of each SM (bulk copies) reads and sends: one warp asks, many bytes are under way without registers, so
+// that few SMs fill the links. A stage is a segment of a row from every rank and of the residual.
+constexpr int kSegment = SEGMENT;  // vectors; as many threads sum them
+constexpr int kSegments = (kVectors + kSegment - 1) / kSegment;
+constexpr int kStages = STAGES;
+constexpr int kSources = kWorld + 1;
+
+__device__ __forceinline__ u32 shared_at(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
+__device__ __forceinline__ void await(u64* barrier, u32 parity) {
+  u32 done = 0;
+  while (done == 0)
+    asm volatile("{.reg .pred q; mbarrier.try_wait.parity.shared::cta.b64 q, [%1], %2; selp.u32 %0, 1, 0, q;}"
+                 : "=r"(done) : "r"(shared_at(barrier)), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void bulk_load(uint4* to, const uint4* from, u32 bytes, u64* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(shared_at(to)), "l"(from), "r"(bytes), "r"(shared_at(barrier)) : "memory");
+}
+__device__ __forceinline__ void bulk_store(uint4* to, const uint4* from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_at(from)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ int segment_vectors(int segment) {
+  return segment < kSegments - 1 ? kSegment : kVectors - (kSegments - 1) * kSegment;
+}
+
+__device__ void read_rows(const Params& p, uint4* ring, u64* full, u64* empty) {  // the asking warp
+  const int lane = threadIdx.x % 32;
+  asm volatile("fence.proxy.async;" ::: "memory");  // peers wrote by ordinary stores, bulk copies read
+  const uint4* from = lane < kWorld ? p.input[lane] : p.residual;
+  u32 stage = 0, parity = 1;
+  for (int row = p.row_start + blockIdx.x; row < p.row_stop; row += gridDim.x)
+    for (int segment = 0; segment < kSegments; segment++) {
+      const u32 bytes = segment_vectors(segment) * 16;
+      await(&empty[stage], parity);
+      if (lane == 0)
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_at(&full[stage])), "r"(bytes * kSources) : "memory");
+      __syncwarp();
+      if (lane < kSources)
+        bulk_load(ring + (stage * kSources + lane) * kSegment, from + static_cast<size_t>(row) * kVectors + segment * kSegment, bytes, &full[stage]);
+      if (++stage == kStages) stage = 0, parity ^= 1;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kSegment + 32, 1) fused_bulk(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) uint4 memory[];
+  uint4* ring = memory;                                    // [kStages, kSources, kSegment]
+  uint4* ready = ring + kStages * kSources * kSegment;     // [2, kVectors]: normed rows on their way out
+  __shared__ float partial[2][kSegment / 32];
+  __shared__ __align__(8) u64 full[kStages], empty[kStages];
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; s++) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_at(&full[s])), "r"(1) : "memory");
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_at(&empty[s])), "r"(kSegment / 32) : "memory");
+    }
+    asm volatile("fence.proxy.async;" ::: "memory");
+  }
+  Meeting m;
+  if (!arrive(p, m)) return;
+  const int thread = threadIdx.x;
+  if (thread >= kSegment) {
+    read_rows(p, ring, full, empty);
+  } else {
+    const float offset = p.gemma ? 1.f : 0.f;
+    u32 stage = 0, parity = 0;
+    int turn = 0;
+    for (int row = p.row_start + blockIdx.x; row < p.row_stop; row += gridDim.x, turn ^= 1) {
+      const size_t base = static_cast<size_t>(row) * kVectors;
+      uint4 kept[kSegments];
+      float squares = 0.f;
+#pragma unroll
+      for (int segment = 0; segment < kSegments; segment++) {
+        const uint4* place = ring + stage * kSources * kSegment + thread;
+        await(&full[stage], parity);
+        if (thread < segment_vectors(segment)) {
+          uint4 in[kWorld];
+#pragma unroll
+          for (int r = 0; r < kWorld; r++) in[r] = place[r * kSegment];
+          kept[segment] = summed(in, place[kWorld * kSegment], squares);
+          store(p.residual + base + segment * kSegment + thread, kept[segment]);
+        }
+        __syncwarp();
+        if (thread % 32 == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_at(&empty[stage])) : "memory");
+        if (++stage == kStages) stage = 0, parity ^= 1;
+      }
+      uint4 weight[kSegments];
+#pragma unroll
+      for (int segment = 0; segment < kSegments; segment++)
+        if (segment * kSegment + thread < kVectors) weight[segment] = __ldg(p.weight + segment * kSegment + thread);
+      if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");  // the row before the last has left
+      const float sum = over_row<kSegment>(squares, partial[turn], thread, 1);
+      const float scale = rsqrtf(sum / HIDDEN + p.eps);
+#pragma unroll
+      for (int segment = 0; segment < kSegments; segment++) {
+        const int at = segment * kSegment + thread;
+        if (at >= kVectors) continue;
+        ready[turn * kVectors + at] = normed(kept[segment], weight[segment], scale, offset);
+        for (int to = 0; to < kWorld; to++)
+          if (p.whole[to] != nullptr) store(p.whole[to] + base + at, kept[segment]);
+      }
+      asm volatile("fence.proxy.async;" ::: "memory");  // written by ordinary stores, sent by bulk copies
+      sync_some(2, kSegment);
+      if (thread == 0) {
+        for (int k = 0; k < p.num_targets; k++)
+          bulk_store(p.out[(p.rank + k) % kWorld] + base, ready + turn * kVectors, kVectors * 16);
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      }
+    }
+    if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;\n\tfence.proxy.async;" ::: "memory");  // all have arrived
+  }
+  leave(p, m);
+}
+
+// TokenWeave's Listing 1: the switch adds and distributes. Only compiled and read by us: our machines have multicast off.
+#if BF16
+#define PAIRS "bf16x2"
+#else
+#define PAIRS "f16x2"
+#endif
+extern "C" __global__ void __launch_bounds__(kRowThreads* kRowsPerCta, 1) fused_multimem(const __grid_constant__ Params p) {
+  __shared__ float partial[2][kRowsPerCta][kRowThreads / 32];
+  Meeting m;
+  if (!arrive(p, m)) return;
+  const int group = threadIdx.x / kRowThreads, thread = threadIdx.x % kRowThreads;
+  const float offset = p.gemma ? 1.f : 0.f;
+  int turn = 0;
+  for (int row = p.row_start + group * gridDim.x + blockIdx.x; row < p.row_stop; row += gridDim.x * kRowsPerCta, turn ^= 1) {
+    const size_t base = static_cast<size_t>(row) * kVectors;
+    uint4 kept[kPerThread];
+    float squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < kPerThread; i++) {
+      const int at = i * kRowThreads + thread;
+      if (at >= kVectors) continue;
+      uint4 x;
+      asm volatile("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4." PAIRS " {%0,%1,%2,%3}, [%4];"
+                   : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p.input_all + base + at) : "memory");
+      Eight sum;
+      sum.set(x), sum.add(p.residual[base + at]);
+      kept[i] = sum.packed();
+      sum.set(kept[i]);
+      squares += sum.squares();
+      p.residual[base + at] = kept[i];
+    }
+    uint4 weight[kPerThread];  // on its way while the row's threads meet
+#pragma unroll
+    for (int i = 0; i < kPerThread; i++)
+      if (i * kRowThreads + thread < kVectors) weight[i] = __ldg(p.weight + i * kRowThreads + thread);
+    const float sum = over_row<kRowThreads>(squares, partial[turn][group], thread, 1 + group);
+    const float scale = rsqrtf(sum / HIDDEN + p.eps);
+#pragma unroll
+    for (int i = 0; i < kPerThread; i++) {
+      const int at = i * kRowThreads + thread;
+      if (at >= kVectors) continue;
+      const uint4 x = normed(kept[i], weight[i], scale, offset);
+      asm volatile("multimem.st.relaxed.sys.global.v4." PAIRS " [%0], {%1,%2,%3,%4};"
+                   ::"l"(p.out_all + base + at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+      for (int to = 0; to < kWorld; to++)
+        if (p.whole[to] != nullptr) store(p.whole[to] + base + at, kept[i]);
+    }
+  }
+  leave(p, m);
+}
+#endif

@@ -1,0 +1,233 @@
+"""The fused call on GPUs: checks, parameters, one launch. What is computed is in fused.cu."""
+
+from dataclasses import dataclass
+
+import torch
+
+from shared.errors import InvalidRequest
+from shared.kernels.allreduce_rmsnorm.arenas import Arena, addresses, rows_view
+from shared.kernels.allreduce_rmsnorm.driver import KernelDriver, Params
+from shared.kernels.allreduce_rmsnorm.errors import FusedUnavailable, error_of
+from shared.kernels.allreduce_rmsnorm.plan import (
+    ELEMENT_BYTES,
+    Algorithm,
+    Plan,
+    Times,
+    check_call,
+    check_shape,
+    make_plan,
+    pick,
+)
+from shared.kernels.allreduce_rmsnorm.shapes import ArenaLayout, Engine, KernelShape, Launch, arena_layout
+
+DTYPES = (torch.bfloat16, torch.float16)
+TIMEOUT_MS = 20_000  # a peer may compile a kernel or capture a graph meanwhile
+FIRST_BULK_CAPABILITY = (9, 0)
+MIN_BULK_HIDDEN = 2048  # shorter rows keep too few threads of the bulk engine busy
+_KERNELS = {
+    Engine.PLAIN: "fused_plain",
+    Engine.BULK: "fused_bulk",
+    Engine.MULTIMEM: "fused_multimem",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FusedSettings:
+    """What all ranks of a group agree on.
+
+    Args:
+        hidden: 1024..16384, a multiple of 8.
+        max_tokens: rows of a lane's buffers: max_tokens * hidden * 2 bytes twice, three times with whole_residual.
+        timeout_ms: how long a kernel waits for a peer's before it gives up.
+        times: rank 0's, of calibrate.py; None picks by the table in plan.py.
+        max_ctas: of any call, 0 for one an SM; less where something else must run beside it, e.g. another rank.
+        use_multicast: the caller knows that this machine's switch may be used; not run by us.
+    """
+
+    hidden: int
+    max_tokens: int
+    dtype: torch.dtype = torch.bfloat16
+    num_lanes: int = 1
+    whole_residual: bool = False
+    timeout_ms: int = TIMEOUT_MS
+    times: Times | None = None
+    max_ctas: int = 0
+    use_multicast: bool = False
+
+    def layout(self) -> ArenaLayout:
+        """Of every rank's arena. Raises: InvalidRequest."""
+        return arena_layout(self.hidden, self.max_tokens, self.num_lanes, whole_residual=self.whole_residual)
+
+
+class CudaFused:
+    """See FusedAllReduceNorm. One rank, one GPU; `arena` is zeroed and its owner's to close after this.
+
+    Raises: InvalidRequest; FusedUnavailable without a GPU or compiler; FusedRefused when the source does not compile.
+    Cost: a compilation of about a second the first time a process meets a shape.
+    """
+
+    def __init__(self, settings: FusedSettings, arena: Arena, rank: int, device: torch.device) -> None:
+        world, device = len(arena.bases), torch.device("cuda", device.index or 0)
+        check_shape(world, rank, settings.hidden, settings.max_tokens)
+        if settings.dtype not in DTYPES:
+            raise InvalidRequest(f"{settings.dtype}: one of {DTYPES}")
+        if settings.use_multicast and not arena.multicast:
+            raise FusedUnavailable("use_multicast: the arena has no multicast address")
+        self.rank, self.world, self.device = rank, world, device
+        self.hidden, self.max_tokens = settings.hidden, settings.max_tokens
+        self.dtype, self.num_lanes = settings.dtype, settings.num_lanes
+        self.settings = settings
+        self._arena, self._layout = arena, settings.layout()
+        if arena.own.numel() < self._layout.num_bytes:
+            raise InvalidRequest(f"an arena of {arena.own.numel()} B; {self._layout.num_bytes} are needed")
+        torch.cuda.current_stream(device)  # the context exists from here on
+        self.driver = KernelDriver(device.index)
+        self.num_sms = settings.max_ctas or self.driver.num_sms
+        self.shape = KernelShape(world, settings.hidden, settings.dtype is torch.bfloat16)
+        self._report = self.driver.allocate_word()
+        self._failure = 0
+        self._params = [self._lane_params(lane) for lane in range(settings.num_lanes)]
+        engines = [Engine.PLAIN, self.engine(Algorithm.TWO_SHOT)]
+        engines += [Engine.MULTIMEM] * settings.use_multicast
+        for name in ("gather_rows", *(_KERNELS[one] for one in engines)):
+            self.driver.function(self.shape, name)
+
+    def plan(self, num_tokens: int) -> Plan:
+        """See FusedAllReduceNorm."""
+        check_call(num_tokens, self.max_tokens, 0, 1, 0)
+        return make_plan(self._algorithm(num_tokens), num_tokens, self.world, self.rank)
+
+    def engine(self, algorithm: Algorithm) -> Engine:
+        """Who moves the bytes: a choice of speed alone, each gives the same bits."""
+        if algorithm is Algorithm.MULTIMEM:
+            return Engine.MULTIMEM
+        bulk = self.driver.capability >= FIRST_BULK_CAPABILITY and self.hidden >= MIN_BULK_HIDDEN
+        return Engine.BULK if bulk and algorithm is Algorithm.TWO_SHOT else Engine.PLAIN
+
+    def input(self, num_tokens: int, lane: int = 0) -> torch.Tensor:
+        """See FusedAllReduceNorm."""
+        check_call(num_tokens, self.max_tokens, lane, self.num_lanes, 0)
+        return rows_view(self._arena, self._layout.lanes[lane].input, num_tokens, self.hidden, self.dtype)
+
+    def run(
+        self,
+        partial: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        lane: int = 0,
+        num_sms: int = 0,
+        gemma: bool = False,
+        whole_residual: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See FusedAllReduceNorm."""
+        plan = self.plan(partial.shape[0])
+        return self.run_as(
+            plan, self.engine(plan.algorithm), partial, residual, weight, eps,
+            lane=lane, num_sms=num_sms, gemma=gemma, whole_residual=whole_residual,
+        )  # fmt: skip
+
+    def run_as(
+        self,
+        plan: Plan,
+        engine: Engine,
+        partial: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        lane: int = 0,
+        num_sms: int = 0,
+        gemma: bool = False,
+        whole_residual: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """run() in a given way, for measurements. Raises: as run()."""
+        check_call(plan.num_tokens, self.max_tokens, lane, self.num_lanes, num_sms)
+        self._check("partial", partial, (plan.num_tokens, self.hidden))
+        self._check("residual", residual, (plan.num_tokens, self.hidden))
+        self._check("weight", weight, (self.hidden,))
+        self.check()
+        scattered = plan.algorithm is not Algorithm.ONE_SHOT
+        staged = self.input(plan.num_tokens, lane)
+        if partial.data_ptr() != staged.data_ptr():
+            staged.copy_(partial)
+        params = self._call_params(lane, plan, residual, whole=whole_residual and scattered)
+        params.weight, params.eps, params.gemma = weight.data_ptr(), eps, int(gemma)
+        launch = self.shape.launch(engine, plan.algorithm, plan.num_tokens, num_sms or self.num_sms)
+        self._launch(_KERNELS[engine], launch, params)
+        where = self._layout.lanes[lane]
+        out = rows_view(self._arena, where.out, plan.num_tokens, self.hidden, self.dtype)
+        if whole_residual and scattered:
+            residual = rows_view(self._arena, where.whole, plan.num_tokens, self.hidden, self.dtype)
+        return out, residual
+
+    def gather_residual(self, residual: torch.Tensor, *, lane: int = 0) -> torch.Tensor:
+        """See FusedAllReduceNorm."""
+        plan = self.plan(residual.shape[0])
+        check_call(plan.num_tokens, self.max_tokens, lane, self.num_lanes, 0)
+        self._check("residual", residual, (plan.num_tokens, self.hidden))
+        self.check()
+        if plan.algorithm is Algorithm.ONE_SHOT:
+            return residual
+        params = self._call_params(lane, plan, residual, whole=True)
+        ctas = self.shape.launch(Engine.PLAIN, plan.algorithm, plan.num_tokens, self.num_sms).ctas
+        self._launch("gather_rows", Launch(ctas, 512, 0), params)
+        where = self._layout.lanes[lane]
+        return rows_view(self._arena, where.whole, plan.num_tokens, self.hidden, self.dtype)
+
+    def check(self) -> None:
+        """See FusedAllReduceNorm."""
+        self._failure = self._failure or self._report.read()
+        if (error := error_of(self._failure, self.rank, self.settings.timeout_ms)) is not None:
+            raise error
+
+    def close(self) -> None:
+        """See FusedAllReduceNorm. The arena is closed by who made it."""
+        torch.cuda.synchronize(self.device)
+        self._report.close()
+        self.driver.close()
+
+    def _algorithm(self, num_tokens: int) -> Algorithm:
+        num_bytes = num_tokens * self.hidden * ELEMENT_BYTES
+        settings = self.settings
+        return pick(num_bytes, self.world, settings.times, multicast=settings.use_multicast)
+
+    def _check(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+        right = tensor.dtype is self.dtype and tuple(tensor.shape) == shape and tensor.is_contiguous()
+        if not right or tensor.device != self.device or tensor.data_ptr() % 16:
+            raise InvalidRequest(
+                f"{name}: {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, contiguous and 16-byte aligned "
+                f"{self.dtype} {shape} on {self.device} is needed"
+            )
+
+    def _lane_params(self, lane: int) -> Params:
+        """What never changes."""
+        where, bases, params = self._layout.lanes[lane], self._arena.bases, Params()
+        for field, offset in (("input", where.input), ("out", where.out), ("flags", where.flags)):
+            getattr(params, field)[: self.world] = addresses(bases, offset)
+        if self._arena.multicast:
+            params.input_all = self._arena.multicast + where.input
+            params.out_all = self._arena.multicast + where.out
+        params.epochs = bases[self.rank] + where.epochs
+        params.failed = bases[self.rank] + self._layout.failed
+        params.report = self._report.address
+        params.timeout_ns = self.settings.timeout_ms * 1_000_000
+        params.rank = self.rank
+        return params
+
+    def _call_params(self, lane: int, plan: Plan, residual: torch.Tensor, *, whole: bool) -> Params:
+        params = self._params[lane]
+        offset = self._layout.lanes[lane].whole
+        if whole and offset < 0:
+            raise InvalidRequest("opened without whole_residual=True")
+        targets = addresses(self._arena.bases, offset) if whole else [0] * self.world
+        params.whole[: self.world] = targets
+        params.residual = residual.data_ptr()
+        params.row_start, params.row_stop = plan.start, plan.stop
+        params.num_targets = 1 if plan.algorithm is Algorithm.ONE_SHOT else self.world
+        return params
+
+    def _launch(self, name: str, launch: Launch, params: Params) -> None:
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        self.driver.launch(self.driver.function(self.shape, name), launch, stream, params)

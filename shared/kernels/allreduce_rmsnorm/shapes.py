@@ -1,0 +1,158 @@
+"""Sizes of a launch and of the memory that ranks share: numbers in, numbers out; no torch, no CUDA.
+
+arena of one rank:  lane 0: input | out | whole residual | flags | epochs    lane 1: ...    failed word
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shared.errors import InvalidRequest
+from shared.kernels.allreduce_rmsnorm.plan import (
+    ELEMENT_BYTES,
+    MAX_WORLD,
+    VECTOR_ELEMENTS,
+    Algorithm,
+    check_shape,
+    num_ctas,
+)
+
+VECTOR_BYTES = 16
+WARP_THREADS = 32
+MAX_CTAS = 256  # words of flags; no GPU that we know has as many SMs
+CTA_THREADS = 512  # with up to 128 registers each
+ROW_VECTORS = 4  # that a thread keeps of its row between sum and norm
+SEGMENT_VECTORS = 256
+MAX_STAGES = 12
+SHARED_BYTES = (227 << 10) - 1024  # of an SM of sm_90, less what the kernel declares itself
+ALIGN_BYTES = 512
+
+
+class Engine(StrEnum):
+    """Who reads and sends inside an SM."""
+
+    PLAIN = "plain"  # threads, through registers: any GPU
+    BULK = "bulk"  # the SM's copy engine, through shared memory: sm_90
+    MULTIMEM = "multimem"  # the switch: sm_90 with multicast
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShape:
+    """What a kernel is compiled for."""
+
+    world: int
+    hidden: int
+    bf16: bool
+
+    @property
+    def vectors(self) -> int:
+        """16-byte pieces of a row."""
+        return self.hidden // VECTOR_ELEMENTS
+
+    @property
+    def row_threads(self) -> int:
+        """Threads of a row in the plain engine."""
+        return _up(-(-self.vectors // ROW_VECTORS), WARP_THREADS)
+
+    @property
+    def rows_per_cta(self) -> int:
+        """Rows in work at a time in a CTA of the plain engine."""
+        return CTA_THREADS // self.row_threads
+
+    @property
+    def segment(self) -> int:
+        """Vectors of a bulk engine's stage, a consuming thread each."""
+        return min(SEGMENT_VECTORS, _up(self.vectors, WARP_THREADS))
+
+    @property
+    def stages(self) -> int:
+        """Segments under way in a CTA of the bulk engine: as many as fit."""
+        stage_bytes = (self.world + 1) * self.segment * VECTOR_BYTES
+        return min(MAX_STAGES, (SHARED_BYTES - self._ready_bytes) // stage_bytes)
+
+    @property
+    def _ready_bytes(self) -> int:
+        return 2 * self.vectors * VECTOR_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of the bulk engine."""
+        return self.stages * (self.world + 1) * self.segment * VECTOR_BYTES + self._ready_bytes
+
+    def defines(self) -> dict[str, int]:
+        """For the compiler, but PARAMS_BYTES."""
+        return {
+            "WORLD": self.world,
+            "HIDDEN": self.hidden,
+            "BF16": int(self.bf16),
+            "ROW_THREADS": self.row_threads,
+            "ROWS_PER_CTA": self.rows_per_cta,
+            "SEGMENT": self.segment,
+            "STAGES": self.stages,
+        }
+
+    def launch(self, engine: Engine, algorithm: Algorithm, num_tokens: int, most_ctas: int) -> "Launch":
+        """The same on every rank."""
+        ctas = num_ctas(algorithm, num_tokens, self.world, min(most_ctas, MAX_CTAS))
+        if engine is Engine.BULK:
+            return Launch(ctas, self.segment + WARP_THREADS, self.shared_bytes)
+        return Launch(ctas, self.row_threads * self.rows_per_cta, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Grid, block, dynamic shared memory."""
+
+    ctas: int
+    threads: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Offsets of one lane in a rank's arena; `whole` is -1 where there is none."""
+
+    input: int
+    out: int
+    whole: int
+    flags: int
+    epochs: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaLayout:
+    """Where everything lies in each rank's arena; the same on all ranks."""
+
+    lanes: tuple[Lane, ...]
+    failed: int
+    num_bytes: int
+
+
+def arena_layout(hidden: int, max_tokens: int, num_lanes: int, *, whole_residual: bool) -> ArenaLayout:
+    """Flags, epochs and the failed word start as zeros. Raises: InvalidRequest."""
+    check_shape(1, 0, hidden, max_tokens)
+    if not 1 <= num_lanes <= 8:
+        raise InvalidRequest(f"{num_lanes} lanes: 1 to 8")
+    place = 0
+
+    def take(num_bytes: int) -> int:
+        nonlocal place
+        here, place = place, place + _up(num_bytes, ALIGN_BYTES)
+        return here
+
+    rows_bytes = max_tokens * hidden * ELEMENT_BYTES
+    lanes = tuple(
+        Lane(
+            input=take(rows_bytes),
+            out=take(rows_bytes),
+            whole=take(rows_bytes) if whole_residual else -1,
+            flags=take(MAX_CTAS * MAX_WORLD * 4),
+            epochs=take(MAX_CTAS * 4),
+        )
+        for _ in range(num_lanes)
+    )
+    failed = take(4)
+    return ArenaLayout(lanes, failed, place)
