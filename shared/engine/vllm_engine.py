@@ -24,6 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from shared.engine import fair_scheduler, page_scheduler
 from shared.engine.cache_events import CacheEventReceiver
 from shared.engine.describe import describe_engine, why_not_in_pages
+from shared.engine.engine_arguments import by_copies, by_layer, in_pages
 from shared.engine.engine_sampling import asked_deltas, engine_spec
 from shared.engine.fair_view import FairView
 from shared.engine.interface import CacheEvent, DecodeStep, EngineDelta, EngineLoad, EngineRequest, KvUse
@@ -32,11 +33,11 @@ from shared.engine.page_scheduler import EXTRA_ARGS_KEY
 from shared.engine.preload import preload_architecture
 from shared.engine.rank_processes import host_ranks
 from shared.engine.sampling import honour_seeds, sampling_params
-from shared.engine.slot_settings import slot_arguments, slot_settings
+from shared.engine.slot_settings import slot_settings
+from shared.engine.weave_settings import weave_arguments
 from shared.engine.worker_config import WorkerSettings, fair_rules, has_slots, works_in_pages
 from shared.errors import InvalidRequest, PeerGone, SettingsError
 from shared.kv.model_files import check_split
-from shared.kv.transfer_mode import TransferMode
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire.requests import TokenLogprob
 
@@ -79,7 +80,7 @@ class VllmEngine:
             "quota_pages": self._quota_pages(settings),
             "events_address": events_address,
             "handoff_ttl_ms": settings.handoff_ttl_ms,
-            "follow_layers": _by_layer(settings),
+            "follow_layers": by_layer(settings),
             "kv_space": settings.instance if settings.kv_space == "own" else settings.kv_space,
             "keeps_cache": settings.role != "decode" or settings.pd_caching in ("2", "3"),
             **(slot_settings(settings) if has_slots(settings) else {}),
@@ -125,9 +126,10 @@ class VllmEngine:
         if settings.kv_cache_bytes:
             optional["kv_cache_memory_bytes"] = settings.kv_cache_bytes
         if with_pool:
-            optional.update(_in_pages(settings) if works_in_pages(settings) else _by_copies())
+            optional.update(in_pages(settings) if works_in_pages(settings) else by_copies())
         else:
             optional["async_scheduling"] = False
+        optional.update(weave_arguments(settings, optional))
         if settings.gpu_memory_utilization:
             optional["gpu_memory_utilization"] = settings.gpu_memory_utilization
         return AsyncEngineArgs(
@@ -300,46 +302,6 @@ def _without_pool(settings: WorkerSettings, reason: str) -> WorkerSettings:
         reason,
     )
     return msgspec.structs.replace(settings, mempool_socket="", kv_cache="copy")
-
-
-def _by_layer(settings: WorkerSettings) -> bool:
-    """Whether prompts leave layer by layer while they are computed."""
-    return settings.transfer_mode == TransferMode.BY_LAYER and settings.role == "prefill"
-
-
-def _in_pages(settings: WorkerSettings) -> dict[str, Any]:
-    slots = slot_arguments() if has_slots(settings) else {}
-    scheduler = "page_scheduler.{}PageScheduler"
-    if _by_layer(settings):
-        scheduler = "layer_scheduler.{}LayerScheduler"
-    elif settings.local_policy == "cfs":
-        scheduler = "fair_scheduler.{}FairPageScheduler"
-    if current_platform.is_cpu():
-        return {
-            "worker_cls": "shared.engine.page_worker_cpu.PageCPUWorker",
-            "scheduler_cls": "shared.engine." + scheduler.format(""),
-            "async_scheduling": False,
-            **slots,
-        }
-    return {
-        "worker_cls": "shared.engine.page_worker_gpu.PageGPUWorker",
-        "scheduler_cls": "shared.engine." + scheduler.format("Async"),
-        "async_scheduling": True,
-        **slots,
-    }
-
-
-def _by_copies() -> dict[str, Any]:
-    return {
-        "async_scheduling": False,
-        "kv_transfer_config": {
-            "kv_connector": "QuireConnector",
-            "kv_connector_module_path": "shared.engine.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {},
-        },
-    }
 
 
 def _deltas(output: RequestOutput, num_prompt_tokens: int) -> list[EngineDelta]:

@@ -62,6 +62,11 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     fair_slice_steps: int = 8  # engine steps between two plans
     # of a slice's time; where moving pages takes more, the order is that of arrival
     fair_max_switch_share: float = 0.1
+    # how ranks add up: off (vLLM's way), fuse (with residual and norm in one operation), full (and steps of at least
+    # weave_min_tokens in two parts, one's sum under the other's compute); 0: from where it was measured to pay
+    weave: Literal["off", "fuse", "full"] = "off"
+    weave_min_tokens: int = 0
+    weave_sms: int = 16  # multiprocessors that a part's sum takes from the other's compute
     kv_cache_bytes: int = 0  # 0: the engine's own choice
     gpu_memory_utilization: float = 0.0  # 0: the engine's own choice
     tensor_parallel_size: int = 1
@@ -104,8 +109,11 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "max_model_len", "kv_cache_bytes", "gpu_memory_utilization", "drain_deadline_ms", "mock_step_ms",
     "mock_start_ms", "mock_eos_after_tokens", "mock_die_after_tokens", "mock_hang_after_tokens",
-    "mock_drop_first_steps", "fair_max_switch_share",
+    "mock_drop_first_steps", "fair_max_switch_share", "weave_min_tokens",
 )  # fmt: skip
+
+
+MOST_WEAVE_SMS = 32  # what the fused operation can be told
 
 
 def works_in_pages(settings: WorkerSettings) -> bool:
@@ -133,6 +141,19 @@ def _is_wildcard(listen: str) -> bool:
         return host == "*" or ipaddress.ip_address(host).is_unspecified
     except ValueError:  # a name, or an ipc path
         return False
+
+
+def _check_weave(found: WorkerSettings) -> None:
+    """Raises: SettingsError."""
+    if not 1 <= found.weave_sms <= MOST_WEAVE_SMS:
+        raise SettingsError(
+            f"setting worker.weave_sms: {found.weave_sms} is not in 1..{MOST_WEAVE_SMS}; try 16"
+        )
+    if found.weave == "full" and (found.kv_layout != "cross-layer" or found.transfer_mode == "by-layer"):
+        raise SettingsError(
+            "setting worker.weave: 'full' computes each layer twice, for a part of the step each; it needs kv_layout = "
+            "cross-layer and whole prompts (transfer_mode by-request-agg or by-request); try fuse"
+        )
 
 
 def for_role(found: WorkerSettings, *, role: Role, instance: str, port: int) -> WorkerSettings:
@@ -170,6 +191,7 @@ def for_role(found: WorkerSettings, *, role: Role, instance: str, port: int) -> 
             "setting worker.local_policy: 'cfs' needs the pool's pages and whole prompts; set worker.mempool_socket, "
             "worker.kv_cache = pages and another transfer_mode than by-layer"
         )
+    _check_weave(found)
     listen = found.listen or f"tcp://127.0.0.1:{port}"
     if not listen.startswith(("tcp://", "ipc://")):
         raise SettingsError(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from shared.errors import InvalidRequest, PeerTimeout
 from shared.kernels.allreduce_rmsnorm.plan import (
     ELEMENT_BYTES,
+    MIN_HIDDEN,
     Algorithm,
     Plan,
     check_call,
@@ -24,7 +25,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class GlooFused:
-    """See FusedAllReduceNorm. float32 too, so that engines can be compared token by token.
+    """See FusedAllReduceNorm. float32 and narrow rows too, so that engines can be compared token by token.
 
     Args:
         group: of the ranks, on a CPU backend; None is the default group.
@@ -45,7 +46,7 @@ class GlooFused:
         one_shot_bytes: int = -1,
     ) -> None:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        check_shape(self.world, self.rank, hidden, max_tokens)
+        check_shape(self.world, self.rank, max(hidden, MIN_HIDDEN), max_tokens)
         if dtype not in DTYPES:
             raise InvalidRequest(f"{dtype}: one of {DTYPES}")
         self.hidden, self.max_tokens, self.dtype, self.num_lanes = hidden, max_tokens, dtype, num_lanes

@@ -1,0 +1,51 @@
+"""What AsyncEngineArgs are told for an engine in the pool's pages, and for one that copies."""
+
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from shared.engine.slot_settings import slot_arguments
+from shared.engine.worker_config import WorkerSettings, has_slots
+from shared.kv.transfer_mode import TransferMode
+
+
+def by_layer(settings: WorkerSettings) -> bool:
+    """Whether prompts leave layer by layer while they are computed."""
+    return settings.transfer_mode == TransferMode.BY_LAYER and settings.role == "prefill"
+
+
+def in_pages(settings: WorkerSettings) -> dict[str, Any]:
+    """Of an engine whose cache is the pool's pages."""
+    slots = slot_arguments() if has_slots(settings) else {}
+    scheduler = "page_scheduler.{}PageScheduler"
+    if by_layer(settings):
+        scheduler = "layer_scheduler.{}LayerScheduler"
+    elif settings.local_policy == "cfs":
+        scheduler = "fair_scheduler.{}FairPageScheduler"
+    if current_platform.is_cpu():
+        return {
+            "worker_cls": "shared.engine.page_worker_cpu.PageCPUWorker",
+            "scheduler_cls": "shared.engine." + scheduler.format(""),
+            "async_scheduling": False,
+            **slots,
+        }
+    return {
+        "worker_cls": "shared.engine.page_worker_gpu.PageGPUWorker",
+        "scheduler_cls": "shared.engine." + scheduler.format("Async"),
+        "async_scheduling": True,
+        **slots,
+    }
+
+
+def by_copies() -> dict[str, Any]:
+    """Of an engine with a cache of its own, whose blocks are copied to and from pages."""
+    return {
+        "async_scheduling": False,
+        "kv_transfer_config": {
+            "kv_connector": "QuireConnector",
+            "kv_connector_module_path": "shared.engine.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {},
+        },
+    }

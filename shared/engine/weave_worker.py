@@ -1,0 +1,44 @@
+"""vLLM workers whose ranks fuse, or weave, what they add up; weave_worker_cpu.py and _gpu.py have the classes."""
+
+from typing import Any
+
+from shared.engine.weave_host import HostedWeave
+from shared.weave.threshold import WeaveRule
+
+
+class WeaveWorkerMixin:
+    """Over any of our workers, or vLLM's own."""
+
+    _woven: HostedWeave | None = None
+
+    def load_model(self: Any, **kwargs: Any) -> None:
+        """vLLM's; then its layers are changed, before anything ran through them and before memory is measured."""
+        super().load_model(**kwargs)
+        self._woven = HostedWeave(self.model_runner.get_model(), self.vllm_config, self.device)
+
+    def initialize_from_config(self: Any, kv_cache_config: Any) -> None:
+        """vLLM's."""
+        super().initialize_from_config(kv_cache_config)
+        self._woven.watch(self.model_runner.attn_groups)
+
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        """vLLM's. Raises: PeerTimeout, besides."""
+        output = super().execute_model(scheduler_output)
+        self._woven.check()
+        return output
+
+    def shutdown(self: Any) -> None:
+        """vLLM's."""
+        if self._woven is not None:
+            self._woven.close()
+        super().shutdown()
+
+    def quire_weave_from(self, fuse_min_tokens: int, full_min_tokens: int) -> None:
+        """For tests and measurements, while nothing runs: another rule (0: never) from the next step on."""
+        if self._woven is not None:
+            rule = WeaveRule(fuse_min_tokens=fuse_min_tokens, full_min_tokens=full_min_tokens)
+            self._woven.follow(rule)
+
+    def quire_weave_counters(self) -> dict[str, int]:
+        """For tests and measurements: fused operations of whole steps, woven steps, whole steps."""
+        return dict(self._woven.sums.counters) if self._woven and self._woven.sums else {}

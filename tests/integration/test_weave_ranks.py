@@ -1,0 +1,48 @@
+"""Two ranks that fuse, and weave, in pages say what stock vLLM's two ranks say: tests/support/weave_run.py."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.integration.mempool_rig import MempoolProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+SUMS_A_STEP = 12  # two for each of the demo model's six layers
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def found():
+    folder = Path(tempfile.mkdtemp(prefix="quire-"))
+    pool = MempoolProcess(folder, **{"capacity-bytes": 64 << 20})
+    try:
+        words = [sys.executable, "-m", "tests.support.weave_run", pool.socket, folder / "out.json"]
+        done = subprocess.run(words, cwd=ROOT, timeout=800, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-6_000:]
+        yield json.loads((folder / "out.json").read_text())
+    finally:
+        pool.stop()
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("mode", ["full", "fuse", "off"])
+def test_every_answer_equals_stock(found, mode):
+    assert found[mode]["crowd"] == found["stock"]
+    assert found[mode]["alone"] == found["stock"]
+
+
+def test_full_computes_steps_in_two_parts_and_fuse_none(found):
+    for rank in found["full"]["counters"]:
+        assert rank["woven"] > 0
+        assert rank["fused"] == rank["whole"] * SUMS_A_STEP, "small steps are fused, too"
+    for rank in found["fuse"]["counters"]:
+        assert not rank["woven"]
+        assert rank["fused"] == rank["whole"] * SUMS_A_STEP > 0
+    for rank in found["off"]["counters"]:
+        assert not rank["woven"] + rank["fused"]

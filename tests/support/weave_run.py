@@ -1,0 +1,86 @@
+"""Two ranks that fuse and weave: `python -m tests.support.weave_run SOCKET OUT`.
+
+vLLM is imported once. Forked from here, one after another: stock vLLM with two ranks, then an engine in the pool's
+pages with two ranks and worker.weave = full. The same prompts are asked all at once, so that steps hold several
+requests, a prompt's chunk and decodes, and the cut goes through a request; and then one by one. OUT gets {"stock":
+answers, "full", "fuse", "off": {"crowd", "alone": answers, "counters": of the ranks}}.
+"""
+
+import asyncio
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support.pressure_run import (
+    Driver,
+    ended,
+    forked,
+    settings,
+)  # first: it prepares vLLM's environment
+
+from shared.engine.preload import preload_architecture  # isort: skip
+from shared.engine.vllm_setup import die_with_parent  # isort: skip
+from tests.support.stock_reference import run_cases  # isort: skip
+
+MODEL = Path(__file__).resolve().parents[2] / "deploy" / "models" / "quire-demo"
+LENGTHS = (3, 40, 77, 130, 301, 700)  # the last one is computed in chunks
+RANKS = 2
+MIN_TOKENS = 8
+OPTIONS = {"tensor_parallel_size": RANKS, "max_model_len": 1472, "max_num_batched_tokens": 512}
+
+
+def cases() -> list[dict[str, Any]]:
+    """Greedy."""
+    rng = random.Random(7)
+    stem = [rng.randrange(3, 4096) for _ in range(max(LENGTHS))]
+    greedy = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    return [{"id": f"greedy-{n}", "prompt": [*stem[: n - 1], 5 + n], "params": greedy} for n in LENGTHS]
+
+
+def stock(out: Path) -> None:
+    die_with_parent()
+    preload_architecture(str(MODEL))
+    found = run_cases(str(MODEL), cases(), distributed_executor_backend="mp", **OPTIONS)
+    out.write_text(
+        json.dumps({name: [c["token_ids"] for c in one["choices"]] for name, one in found.items()})
+    )
+
+
+def woven(socket: str, out: Path) -> None:
+    """The same engine with steps in two parts, then whole and fused, then vLLM's way; nothing is cached between."""
+    changes = {"weave": "full", "weave_min_tokens": MIN_TOKENS, **OPTIONS}
+    driver = Driver(settings(str(MODEL), socket, "woven-0", **changes))
+    rpc = driver.engine._llm.collective_rpc
+
+    async def run() -> dict[str, Any]:
+        await driver.start()
+        asked, found = cases(), {}
+        for name, rule in {"full": (1, MIN_TOKENS), "fuse": (1, 0), "off": (0, 0)}.items():
+            await rpc("quire_weave_from", args=rule)
+            assert await driver.engine.clear_cache()
+            before = await rpc("quire_weave_counters")
+            crowd = await driver.crowd(asked)
+            alone = {case["id"]: await driver.answer(case) for case in asked}
+            after = await rpc("quire_weave_counters")
+            grown = [{k: b[k] - a[k] for k in a} for a, b in zip(before, after, strict=True)]
+            found[name] = {"crowd": crowd, "alone": alone, "counters": grown}
+        await driver.close()
+        return found
+
+    out.write_text(json.dumps(asyncio.run(run())))
+
+
+def main() -> None:
+    """See the module's docstring."""
+    socket, out = sys.argv[1], Path(sys.argv[2])
+    parts = {name: out.with_suffix(f".{name}") for name in ("stock", "woven")}
+    assert ended(forked(lambda: stock(parts["stock"]))) == 0, "stock"
+    assert ended(forked(lambda: woven(socket, parts["woven"]))) == 0, "woven"
+    answers = {name: json.loads(part.read_text()) for name, part in parts.items()}
+    out.write_text(json.dumps({"stock": answers["stock"], **answers["woven"]}))
+
+
+if __name__ == "__main__":
+    main()
