@@ -1,0 +1,132 @@
+"""The kernel's source without a GPU: it compiles for sm_80 and sm_90a, says what the protocol needs, and fits."""
+
+import ctypes
+import re
+from itertools import pairwise
+
+import pytest
+
+from shared.errors import InvalidRequest, PeerTimeout
+from shared.kernels.allreduce_rmsnorm import driver
+from shared.kernels.allreduce_rmsnorm.errors import Phase, error_of, pack
+from shared.kernels.allreduce_rmsnorm.plan import Algorithm
+from shared.kernels.allreduce_rmsnorm.shapes import (
+    CTA_THREADS,
+    MAX_CTAS,
+    SHARED_BYTES,
+    Engine,
+    KernelShape,
+    arena_layout,
+)
+
+
+def ptx_of(arch: str, name: str) -> str:
+    """One kernel's text."""
+    text = driver.compile_kernels(KernelShape(4, 8192, True), arch).ptx
+    begin = text.index(f".entry {name}(")
+    end = text.find(".entry ", begin + 1)
+    return text[begin : end if end > 0 else None]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(("world", "hidden", "bf16"), [(2, 1032, False), (8, 16384, True)])
+def test_the_source_compiles_to_machine_code_without_a_gpu(arch, world, hidden, bf16):
+    binary = driver.compile_kernels(KernelShape(world, hidden, bf16), arch)
+    assert binary.cubin[:4] == b"\x7fELF"
+    kernels = set(re.findall(r"\.entry (\w+)\(", binary.ptx))
+    everywhere = {"fused_plain", "gather_rows"}
+    assert kernels == everywhere | ({"fused_bulk", "fused_multimem"} if arch == "sm_90a" else set())
+
+
+def test_python_and_the_kernel_agree_on_every_field_of_the_parameters():
+    """The compiler compares the sizes; here are order and types."""
+    body = re.search(r"struct Params \{(.*?)\n\};", driver.SOURCE.read_text(), re.DOTALL)
+    assert body
+    sizes = {"u64": 8, "int": 4, "float": 4}
+    declared = []
+    for line in re.findall(r"^  ([^/\n]*);", body[1], re.MULTILINE):
+        kind, names = re.fullmatch(r"((?:const )?\w+\*?) (.*)", line).groups()
+        for name in names.split(", "):
+            count = 8 if name.endswith("[kMaxWorld]") else 1
+            declared.append((name.partition("[")[0], count * (8 if kind.endswith("*") else sizes[kind])))
+    assert declared == [(name, ctypes.sizeof(kind)) for name, kind in driver.Params._fields_]
+
+
+@pytest.mark.parametrize("name", ["fused_plain", "gather_rows", "fused_bulk", "fused_multimem"])
+def test_every_kernel_meets_its_peers_twice_by_release_and_acquire_for_the_system(name):
+    text = ptx_of("sm_90a", name)
+    assert text.count("st.release.sys.global.u32") == 2
+    assert text.count("ld.acquire.sys.global.u32") == 2
+    assert text.count("%globaltimer") >= 4, "every wait is bounded"
+
+
+def test_all_loads_of_a_batch_are_asked_for_before_the_first_is_used():
+    text = ptx_of("sm_90a", "fused_plain")
+    loads = [match.start() for match in re.finditer(r"ld\.global\.L1::no_allocate\.v4\.u32", text)]
+    assert len(loads) == 4 * (4 + 1), "four vectors a thread, of four ranks and the residual"
+    assert text.find("cvt.rn.bf16x2.f32") > loads[-1]
+
+
+def test_the_bulk_kernel_reads_and_sends_by_bulk_copies_and_waits_until_they_have_arrived():
+    text = ptx_of("sm_90a", "fused_bulk")
+    assert "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes" in text
+    assert "cp.async.bulk.global.shared::cta.bulk_group" in text
+    arrived = text.index("cp.async.bulk.wait_group 0")
+    assert text.rindex("st.release.sys.global.u32") > arrived
+
+
+def test_the_multimem_kernel_lets_the_switch_add_in_float32_and_distribute():
+    text = ptx_of("sm_90a", "fused_multimem")
+    assert "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2" in text
+    assert "multimem.st.relaxed.sys.global.v4.bf16x2" in text
+    plain = ptx_of("sm_90a", "fused_plain") + ptx_of("sm_90a", "fused_bulk")
+    assert "multimem." not in plain
+
+
+def test_a_source_that_does_not_compile_is_refused_with_the_compilers_words(monkeypatch, tmp_path):
+    source = tmp_path / "broken.cu"
+    source.write_text("nonsense;")
+    monkeypatch.setattr(driver, "SOURCE", source)
+    with pytest.raises(driver.FusedRefused, match="nonsense"):
+        driver.compile_kernels.__wrapped__(KernelShape(2, 1024, True), "sm_80")
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+@pytest.mark.parametrize("hidden", [1024, 1032, 2880, 4096, 8192, 16384])
+def test_every_shape_fits_an_sm(world, hidden):
+    shape = KernelShape(world, hidden, True)
+    assert shape.row_threads * shape.rows_per_cta <= CTA_THREADS
+    assert shape.row_threads == 32 or shape.rows_per_cta <= 15, "a named barrier a row"
+    assert shape.stages >= 2
+    assert shape.shared_bytes <= SHARED_BYTES
+    for engine in Engine:
+        for num_tokens in (1, 7, 65_536):
+            launch = shape.launch(engine, Algorithm.TWO_SHOT, num_tokens, 300)
+            assert 1 <= launch.ctas <= MAX_CTAS
+            assert launch.threads % 32 == 0
+
+
+def test_nothing_in_an_arena_overlaps():
+    layout = arena_layout(1032, 17, 2, whole_residual=True)
+    rows = 17 * 1032 * 2
+    places = []
+    for lane in layout.lanes:
+        places += [(lane.input, rows), (lane.out, rows), (lane.whole, rows)]
+        places += [(lane.flags, MAX_CTAS * 8 * 4), (lane.epochs, MAX_CTAS * 4)]
+    places = sorted([*places, (layout.failed, 4)])
+    assert all(a + size <= b for (a, size), (b, _) in pairwise(places))
+    assert places[-1][0] + places[-1][1] <= layout.num_bytes
+    assert all(place % 16 == 0 for place, _ in places)
+
+
+def test_a_failed_word_names_the_peer_and_an_empty_one_nobody():
+    assert error_of(0, 1, 500) is None
+    error = error_of(pack(Phase.ARRIVE, 3, 17), 1, 500)
+    assert isinstance(error, PeerTimeout)
+    assert "rank 1 waited 500 ms for rank 3, which never came" in error.message
+    assert "CTA 17" in error.message
+    left = error_of(pack(Phase.LEAVE, 0, 0), 1, 500)
+    assert left is not None
+    assert "never left" in left.message
+    with pytest.raises(InvalidRequest):
+        pack(Phase.ARRIVE, 256, 0)
