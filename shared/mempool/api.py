@@ -61,6 +61,7 @@ class MemPoolApi:
         block_tokens: tokens in a page.
         on_delivered: gets what is transferred to `instance`; it must not raise or wait. Pages that were not
             inserted are this connection's from then on.
+        on_evacuated: hears which leased pages went back to their owner; it must not raise or wait.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class MemPoolApi:
         seed: BlockHash,
         block_tokens: int,
         on_delivered: Callable[[wire.Delivered], None] | None = None,
+        on_evacuated: Callable[[wire.Evacuated], None] | None = None,
     ) -> None:
         self.instance = instance
         self.seed = seed
         self.block_tokens = block_tokens
         self._memory = HashMemory(block_tokens)
         self._on_delivered = on_delivered
+        self._on_evacuated = on_evacuated
         self._link: UnixLink[wire.ToMempoolApi, wire.FromMempoolApi] = UnixLink(
             Path(socket),
             out=wire.TO_MEMPOOL_API,
@@ -102,7 +105,11 @@ class MemPoolApi:
     async def alloc_mem(
         self, size: int, mem_type: wire.MemType = "hbm", instance: InstanceId | None = None
     ) -> list[PageAddress]:
-        """`size` pages (one block each) of an instance, by default this one: all of them, or OutOfPages."""
+        """`size` pages (one block each) of an instance, by default this one: all of them, or OutOfPages.
+
+        "leased": pages that a peer lends to the instance, and behind them as many in DRAM, in which their bytes are
+        once on_evacuated names them.
+        """
         call = wire.AllocMem(
             call_id=self._next(), num_blocks=size, mem_type=mem_type, instance=instance or self.instance
         )
@@ -292,6 +299,10 @@ class MemPoolApi:
         if isinstance(message, wire.Delivered):
             if self._on_delivered is not None:
                 self._on_delivered(message)
+            return
+        if isinstance(message, wire.Evacuated):
+            if self._on_evacuated is not None:
+                self._on_evacuated(message)
             return
         future = self._pending.get(message.call_id)
         if future is not None and not future.done():

@@ -23,7 +23,7 @@ from shared.wire.codec import Channel
 ADDRESS_BYTES = 24
 ADDRESS_VERSION = 1
 MAX_PRIVATE_BYTES = 1 << 20
-MemType = Literal["hbm", "dram", "mixed"]
+MemType = Literal["hbm", "dram", "mixed", "leased"]  # leased: a peer's pages, see AllocMem
 
 
 class Medium(IntEnum):
@@ -134,7 +134,11 @@ class ApiHello(Struct, frozen=True, kw_only=True, tag="api_hello"):
 
 
 class AllocMem(Struct, frozen=True, kw_only=True, tag="api_alloc"):
-    """Take pages of an instance, here or remote. Answered by Addresses, all of them or none."""
+    """Take pages of an instance, here or remote. Answered by Addresses, all of them or none.
+
+    "leased": pages that a peer lends to this instance, which must be of this mempool. As many pages in DRAM come
+    behind them in the answer: when a leased page goes back, its bytes are copied to its own first (Evacuated).
+    """
 
     call_id: int
     num_blocks: int
@@ -252,10 +256,18 @@ class Delivered(Struct, frozen=True, kw_only=True, tag="api_delivered"):
     hashes: bytes = b""
 
 
+class Evacuated(Struct, frozen=True, kw_only=True, tag="api_evacuated"):
+    """Leased pages of yours went back to their owner; each one's bytes are in the page in DRAM that came with it.
+    `lost`: so did these, without: their page in DRAM was given up before, or could not be written."""
+
+    addresses: bytes
+    lost: bytes = b""
+
+
 ApiCall = AllocMem | FreeMem | InsertBlocks | MatchBlocks | DeleteBlocks | SwapOut | SwapIn | Transfer
 ApiReply = Addresses | Counted | ApiFailed
 ToMempoolApi = ApiHello | ApiCall | PullPages
-FromMempoolApi = ApiReply | Delivered
+FromMempoolApi = ApiReply | Delivered | Evacuated
 
 TO_MEMPOOL_API: Channel[ToMempoolApi] = Channel(b"quire.mempool-api/1", ToMempoolApi)
 FROM_MEMPOOL_API: Channel[FromMempoolApi] = Channel(b"quire.mempool-api-reply/1", FromMempoolApi)

@@ -14,6 +14,7 @@ from shared.wire.mempool_api import (
     Counted,
     DeleteBlocks,
     Delivered,
+    Evacuated,
     FreeMem,
     InsertBlocks,
     MatchBlocks,
@@ -55,6 +56,7 @@ MEMPOOL_API_SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
     "api-addresses": (FROM_MEMPOOL_API, Addresses(call_id=1, addresses=PAGES, num_known=1), ()),
     "api-counted": (FROM_MEMPOOL_API, Counted(call_id=2, count=4), ()),
     "api-failed": (FROM_MEMPOOL_API, ApiFailed(call_id=3, code="pages.exhausted", reason="r"), ()),
+    "api-evacuated": (FROM_MEMPOOL_API, Evacuated(addresses=PAGES, lost=PAGES), ()),
     "api-delivered": (
         FROM_MEMPOOL_API,
         Delivered(source=P, addresses=PAGES, private=b"\x00\xff", inserted=True, hashes=HASHES),

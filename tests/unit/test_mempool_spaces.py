@@ -29,6 +29,8 @@ ABC = chain("a", "b", "c")
 class Spaces(Harness):
     """A mempool whose actions are kept by space; copies end when the test says so."""
 
+    readable = (PageState.SEALED, PageState.LEASED)  # what copies may read
+
     def __init__(self, num_pages: int = 8, **limits: object) -> None:
         super().__init__(num_pages, **limits)
         options = {"granted_share": 1.0, "kept_share": 1.0, "idle_punch_ms": 0} | limits
@@ -46,7 +48,7 @@ class Spaces(Harness):
                 case CopyPages():
                     ahead = action.cut is not None and action.cut.step > 0  # of the seal (layered.py)
                     for source in action.sources:
-                        assert ahead or self.state_in(*source) in (PageState.SEALED, PageState.LEASED)
+                        assert ahead or self.state_in(*source) in self.readable
                     written = (PageState.WRITING, PageState.LEASED)
                     assert all(self.state_in(action.space, p) in written for p in action.targets)
                     self.copies[action.copy_id] = action

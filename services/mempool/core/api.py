@@ -45,6 +45,7 @@ class Api:
         self.moves = Moves(self)
         self._swaps = Swaps(self)
         self.out: list[ApiAction] = []
+        self.beside: state.Beside = state.nothing_beside
 
     # -- who is there -------------------------------------------------------------------------------
 
@@ -156,6 +157,7 @@ class Api:
             self.moves.forward(holder, call.instance, call, now_ms)
             return
         raw = self.allocate(holder, self.homes[call.instance], call.num_blocks, call.mem_type)
+        raw += self.beside(holder, self.homes[call.instance], raw)
         self.answer(holder, wire.Addresses(call_id=call.call_id, addresses=raw))
 
     def allocate(self, holder: Holder, home: Home, count: int, mem_type: wire.MemType) -> bytes:
@@ -170,11 +172,9 @@ class Api:
         parts: list[bytes] = []
         left = count
         for medium, space in home.spaces():
-            if left and mem_type in ("mixed", medium.name.lower()):
-                room = int(self.limits.max_held_ratio * space.num_pages) - len(
-                    holder.owned.get(space.space, ())
-                )
-                wanted = min(left, max(0, room))
+            if left and state.serves(mem_type, medium):
+                num_held = len(holder.owned.get(space.space, ()))
+                wanted = min(left, home.room(medium, space, num_held, self.limits.max_held_ratio))
                 while space.num_free < wanted and space.evict() is not None:
                     self.counters["pages_evicted"] += 1
                 pages, epochs = space.take(wanted)

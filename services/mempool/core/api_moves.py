@@ -97,7 +97,12 @@ class Moves:
         if idle:
             free(idle)
 
-    def _release(self, pages: Collection[Page]) -> None:
+    def touch(self, pages: Collection[Page]) -> None:
+        """A copy reads or writes these, until release()."""
+        self._busy.update(pages)
+
+    def release(self, pages: Collection[Page]) -> None:
+        """It does so no more: what was given up meanwhile is free."""
         for page in pages:
             self._busy[page] -= 1
             if not self._busy[page]:
@@ -112,7 +117,7 @@ class Moves:
 
     def on_settled(self, space: SpaceId, pages: Sequence[PageId]) -> None:
         """See Api."""
-        self._release([(space, page) for page in pages if (space, page) in self._busy])
+        self.release([(space, page) for page in pages if (space, page) in self._busy])
 
     # -- the source's end ---------------------------------------------------------------------------
 
@@ -152,7 +157,7 @@ class Moves:
                     self._api.give_up(address.space, [address.page])
                 elif sources.holder.pinned(address):
                     self._api.unpin(sources.holder, address.space, address.page)
-        self._release([p for a in sources.addresses if (p := (a.space, a.page)) not in pinned])
+        self.release([p for a in sources.addresses if (p := (a.space, a.page)) not in pinned])
 
     # -- calls to peers -----------------------------------------------------------------------------
 
@@ -320,7 +325,7 @@ class Moves:
         move.holder.num_open -= 1
         error = self._error_of(move, result)
         quarantined = set(result.quarantined)
-        self._release(
+        self.release(
             [p for a in move.targets if (p := (a.space, a.page))[1] not in quarantined and self._busy[p]]
         )
         if error is None:

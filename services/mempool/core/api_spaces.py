@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from services.mempool.core import actions
 from services.mempool.core.actions import Action, ApiSend, PoolLimits
 from services.mempool.core.api import Api
+from services.mempool.core.api_leased import Leased
 from services.mempool.core.api_state import ApiAction, ApiLimits, CallPeer, Home, MovePages, Reply
 from services.mempool.core.claims import Claim
 from services.mempool.core.dram import Dram
@@ -54,6 +55,7 @@ class ApiSpaces:
         numbers: of copies, shared with whoever else orders some.
         mapped: processes that have mapped pages and live.
         touched: called with every pool that a later flush() must bring up to date.
+        wanted: how many pages of a space of lent pages are to leave it.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class ApiSpaces:
         numbers: Iterator[int],
         mapped: Collection[int],
         touched: Callable[[Pool], None],
+        wanted: Callable[[int], int] = lambda number: 0,
     ) -> None:
         self._limits = limits
         self._pools = pools
@@ -79,6 +82,7 @@ class ApiSpaces:
         self._moves: dict[int, _Move] = {}
         self._waiting: list[_Waiting] = []
         self.api = Api(ApiLimits(max_blocks_per_call=limits.max_blocks_per_call))
+        self._leased = Leased(self.api, pools, numbers, wanted, touched, limits.copy_timeout_ms)
         dram.swapped = self._on_swapped
 
     # -- callers --------------------------------------------------------------------------------------
@@ -113,6 +117,8 @@ class ApiSpaces:
             self._waiting.remove(waiting)
             waiting.pool.cancel(waiting.claim)
         holder = self.api.holders.get(connection)
+        if holder is not None:
+            self._leased.on_closed(holder)
         if holder is not None and holder.process not in self._mapped:
             holder.process = None  # it cannot write pages
         self._perform(self.api.disconnect(connection))
@@ -126,6 +132,8 @@ class ApiSpaces:
             known = self.api.homes.get(instance)
             pool, tiers = self._pools[number], self._dram.tiers.get(number)
             is_current = known is not None and known.hbm is not None and known.hbm.space == number
+            if known is not None:
+                self._leased.find(known, number)
             if pool.memory is None or (is_current and known is not None and known.tiers is tiers):
                 continue
             hbm = OwnPages(SpaceId(number), pool.memory.table, pool.index, pool.note)
@@ -134,6 +142,8 @@ class ApiSpaces:
                 indexes[tiers.slow.space] = tiers.slow.index
             slow = tiers.slow if tiers is not None else None
             home = Home(instance, Locations(indexes), hbm, slow, tiers, pool.memory.block_tokens)
+            home.is_for_callers = not any(e.quota for e in pool.memory.engines.attached.values())
+            self._leased.find(home, number)
             try:
                 self.api.add_home(home)
             except InvalidRequest:
@@ -171,6 +181,7 @@ class ApiSpaces:
             self._waiting.remove(waiting)
             waiting.pool.cancel(waiting.claim)  # its pages are free: nobody else comes in between
             self._perform(self.api.on_call(waiting.connection, waiting.call, now_ms))
+        self._leased.advance()
 
     # -- copies -----------------------------------------------------------------------------------------
 
@@ -210,6 +221,8 @@ class ApiSpaces:
 
     def on_copied(self, copy_id: int, *, failed: bool, in_doubt: Collection[int]) -> bool:
         """False: not a copy of ours."""
+        if self._leased.on_copied(copy_id, failed=failed, in_doubt=in_doubt):
+            return True
         found = self._copies.pop(copy_id, None)
         if found is None:
             return False
@@ -254,7 +267,7 @@ class ApiSpaces:
 
     def take_actions(self) -> list[Action]:
         """To perform behind the words of their pages."""
-        out, self._out = self._out, []
+        out, self._out = self._out + self._leased.take_actions(), []
         return out
 
     def take_calls_of_peers(self) -> list[CallPeer]:

@@ -1,6 +1,6 @@
 """What the nine calls act on: homes of instances, what each connection holds, actions and bounds. No I/O."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
@@ -69,6 +69,8 @@ class Home:
     dram: Allocator | None = None
     tiers: Tiers | None = None
     block_tokens: int = 16
+    leased: Sequence[Allocator] = ()  # pages lent to it, a space for each lender
+    is_for_callers: bool = False  # no engine works in its pages: callers may hold all of them
 
     @property
     def key(self) -> int:
@@ -81,6 +83,13 @@ class Home:
             yield Medium.HBM, self.hbm
         if self.dram is not None:
             yield Medium.DRAM, self.dram
+        for lent in self.leased:
+            yield Medium.LEASED, lent
+
+    def room(self, medium: Medium, space: Allocator, num_held: int, max_ratio: float) -> int:
+        """How many more pages of a space one caller may take."""
+        ratio = 1.0 if self.is_for_callers or medium is Medium.LEASED else max_ratio
+        return max(0, int(ratio * space.num_pages) - num_held)
 
     def space(self, number: SpaceId) -> tuple[Medium, Allocator]:
         """Raises: InvalidRequest for a space that is not of this instance."""
@@ -97,6 +106,7 @@ class Home:
 
 
 Page = tuple[SpaceId, PageId]
+Beside = Callable[["Holder", Home, bytes], bytes]  # what a caller gets with pages that it took
 
 
 @dataclass(slots=True)
@@ -160,6 +170,16 @@ class MovePages:
 
 
 ApiAction = Reply | CallPeer | MovePages | TierAction
+
+
+def nothing_beside(_holder: "Holder", _home: Home, _taken: bytes) -> bytes:
+    """Pages that were taken come alone."""
+    return b""
+
+
+def serves(mem_type: wire.MemType, medium: Medium) -> bool:
+    """Whether memory of this type may be of this medium: mixed is the instance's own."""
+    return mem_type == medium.name.lower() or (mem_type == "mixed" and medium is not Medium.LEASED)
 
 
 def stretches(addresses: Sequence[PageAddress]) -> Iterator[tuple[SpaceId, list[PageAddress]]]:

@@ -199,6 +199,11 @@ class Lending:
             if shelf.consumer == consumer and shelf.lent and not self.loans.wanted_back(shelf)
         ]
 
+    def wanted_back(self, number: int) -> int:
+        """Pages that are to leave this space of lent pages."""
+        shelf = self._shelves.get(number)
+        return self.loans.wanted_back(shelf) if shelf is not None else 0
+
     # -- every event ------------------------------------------------------------------------------
 
     def advance(self, now_ms: int) -> None:

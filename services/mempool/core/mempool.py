@@ -59,8 +59,9 @@ class Mempool(FromOutside):
         self.serve = RemoteServe(limits, self.pools, landing, self.pulls.want, self.counters)
         self._mapped: set[int] = set()  # processes that have mapped pages
         self.api = ApiSpaces(
-            limits, self.pools, self._space_of, self.dram, self.copy_numbers, self._mapped, self._touch
-        )
+            limits, self.pools, self._space_of, self.dram, self.copy_numbers, self._mapped, self._touch,
+            self.lending.wanted_back,
+        )  # fmt: skip
 
     # -- connections ------------------------------------------------------------------------------
 
