@@ -1,0 +1,101 @@
+"""Leases that a consumer holds: asked of the market, presented to its host's mempool, renewed. No torch.
+
+What is reclaimed is not this class's to give back: the mempool takes it, and copies what lies there (AQUA 6 has the
+library test every few iterations and copy by itself; a process that sleeps would hold up its lender).
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from shared.errors import PeerError
+from shared.ids import InstanceId, LeaseId
+from shared.mempool.client import MempoolClient
+from shared.observe.log import get_logger
+from shared.transport.lending_client import LendingClient
+from shared.wire.lending import AskLease, Grant, LendingRefused, SpaceRef
+from shared.wire.mempool import CallFailed
+from shared.wire.mempool_lending import LendingDone
+
+log = get_logger("aqua.borrower")
+
+
+class Borrower:
+    """Keeps `wanted_bytes` borrowed, as far as peers of this host offer them. run() on a loop until cancelled.
+
+    Args:
+        on_change: called on the loop with the bytes that came (positive) or went (negative).
+        min_bytes: that one lease must have.
+    """
+
+    def __init__(
+        self,
+        instance: InstanceId,
+        client: MempoolClient,
+        market: LendingClient,
+        on_change: Callable[[int], None],
+        *,
+        wanted_bytes: int,
+        min_bytes: int,
+        ttl_ms: int,
+        every_ms: int,
+    ) -> None:
+        self._instance, self._client, self._market, self._on_change = instance, client, market, on_change
+        self._wanted_bytes, self._min_bytes = wanted_bytes, min_bytes
+        self._ttl_ms, self._every_s = ttl_ms, every_ms / 1000
+        self._held: dict[LeaseId, tuple[Grant, int]] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Borrowed now, as last heard."""
+        return sum(num_bytes for _, num_bytes in self._held.values())
+
+    async def run(self) -> None:
+        """Renew, and ask for what lacks, every so often."""
+        while True:
+            try:
+                await self._renew()
+                if self._wanted_bytes - self.held_bytes >= self._min_bytes:
+                    await self._ask()
+            except PeerError as error:
+                log.info("market_unreachable", instance=self._instance, error=error.message)
+            await asyncio.sleep(self._every_s)
+
+    async def give_back(self) -> None:
+        """Done with all of them; what is not heard ends with its time."""
+        while self._held:
+            lease_id, _ = self._held.popitem()
+            await self._client.release_loan(lease_id)
+
+    async def _renew(self) -> None:
+        for lease_id, (_, num_bytes) in list(self._held.items()):
+            answer = await self._client.renew_loan(lease_id, self._ttl_ms)
+            if isinstance(answer, CallFailed):  # over, or on its way back
+                del self._held[lease_id]
+                self._on_change(-num_bytes)
+
+    async def _ask(self) -> None:
+        view = await self._market.market()
+        if isinstance(view, LendingRefused):
+            return
+        mine = {m.mempool for m in view.mempools if m.boot_generation == self._client.boot_generation}
+        spaces = [
+            SpaceRef(mempool=each.offer.mempool, space=each.offer.space)
+            for each in view.offers
+            if each.offer.mempool in mine and each.offer.producer != self._instance and each.state == "open"
+            and each.limit_bytes - each.leased_bytes >= self._min_bytes
+        ]  # fmt: skip
+        if not spaces:
+            return
+        ask = AskLease(
+            consumer=self._instance, length_bytes=self._wanted_bytes - self.held_bytes,
+            min_bytes=self._min_bytes, purpose="swap", spaces=list(dict.fromkeys(spaces)), ttl_ms=self._ttl_ms,
+        )  # fmt: skip
+        grant = await self._market.lease(ask)
+        if isinstance(grant, LendingRefused):
+            return
+        taken = await self._client.present(grant)
+        if isinstance(taken, LendingDone):
+            self._held[grant.lease_id] = grant, taken.num_bytes
+            self._on_change(taken.num_bytes)
+        else:
+            log.info("grant_refused", instance=self._instance, lease=grant.lease_id, answer=repr(taken))

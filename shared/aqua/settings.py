@@ -1,0 +1,43 @@
+"""What a consumer says about itself, and what it is told of its memory."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class AquaSettings:
+    """Args:
+    socket, api_socket: of the host's mempool, which needs `dram_bytes`, and on a CPU `dram_for_host`.
+    instance: name, unlike any other's on the host.
+    device: torch's; tensors in use are there.
+    local_bytes: of this device, for tensors in use. A GPU's are taken at once.
+    borrow_bytes: wanted of peers; 0: host memory only.
+    page_bytes: a lender's pages are at least as large. On a GPU a multiple of 2 MiB.
+    address_bytes: of all tensors together; 0: 64 times local_bytes.
+    step_bytes: that one step() moves at most, or one tensor.
+    ttl_ms: of a loan that this process does not renew. every_ms: between two looks at the market.
+    """
+
+    socket: str
+    api_socket: str
+    instance: str
+    local_bytes: int
+    device: str = "cpu"
+    borrow_bytes: int = 0
+    page_bytes: int = 8 << 20
+    address_bytes: int = 0
+    coordinator_url: str = ""
+    coordinator_key: str = ""
+    ttl_ms: int = 30_000
+    every_ms: int = 500
+    step_bytes: int = 256 << 20
+    timeout_ms: int = 30_000
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEvent:
+    """What step() returns. borrowed, returned: of loans; evacuated: peer to host memory, by the mempool; promoted: host
+    memory to a peer, by step(); lost: nowhere."""
+
+    kind: Literal["borrowed", "returned", "evacuated", "promoted", "lost"]
+    num_bytes: int

@@ -1,0 +1,125 @@
+"""Tensors of a PyTorch process between its own memory, a peer's and the host's: real mempool, coordinator and Redis."""
+
+import time
+
+import pytest
+import torch
+
+from shared.aqua.consumer import Aqua
+from shared.aqua.errors import AquaClosed
+from shared.aqua.lender import Lender
+from shared.aqua.tensor import AquaTensor
+from shared.errors import InvalidRequest, OutOfPages, Overloaded
+from tests.support.aqua_rig import NUM_PAGES, PAGE_BYTES, AquaRig
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+LIMIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory):
+    made = AquaRig(tmp_path_factory.mktemp("aqua"))
+    yield made
+    made.close()
+
+
+def lend(lender: Lender, num_bytes: int) -> int:
+    """Once the coordinator has heard of the mempool."""
+    end_s = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            return lender.lend(num_bytes)
+        except Overloaded:
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+
+
+def step_until(aqua: Aqua, condition) -> list:
+    events = []
+    end_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end_s, events
+        events += aqua.step()
+        time.sleep(0.005)
+    return events + aqua.step()
+
+
+def test_tensors_go_to_a_peer_and_leave_it_when_it_wants_its_memory(rig):
+    with Lender(rig.lender()) as lender, Aqua(rig.consumer()) as aqua:
+        data = torch.arange(3 * PAGE_BYTES // 8 - 5, dtype=torch.float64)
+        first = AquaTensor.from_tensor(data)
+        assert first.location == "dram", "nobody lends yet"
+        assert lend(lender, 20 * PAGE_BYTES) == 20 * PAGE_BYTES
+        events = step_until(aqua, lambda: first.location == "peer")
+        assert {event.kind for event in events} >= {"borrowed", "promoted"}
+
+        second = AquaTensor.from_tensor(data[::2])
+        assert second.location == "peer"
+        x = first.to_compute()
+        assert first.location == "local"
+        assert x.data_ptr() == first.address
+        assert torch.equal(x, data)
+        x += 1
+        first.offload()
+        assert first.location == "peer"
+
+        took_s = lender.reclaim(60_000)
+        assert took_s < 60
+        assert rig.mempool.counts().get("leased", 0) == 0
+        assert first.location == second.location == "dram", "no step of the consumer was needed"
+        events = aqua.step()
+        assert sum(e.num_bytes for e in events if e.kind == "evacuated") == 5 * PAGE_BYTES
+        with first.compute(changed=False) as x:
+            assert x.data_ptr() == first.address, "its address stays"
+            assert torch.equal(x, data + 1)
+        with second.compute() as y:
+            assert torch.equal(y, data[::2])
+
+        assert lend(lender, 20 * PAGE_BYTES) > 0, "the memory comes again"
+        step_until(aqua, lambda: first.location == second.location == "peer")
+        assert torch.equal(first.to_compute(), data + 1)
+
+
+def test_what_cannot_be_is_refused_and_changes_nothing(rig):
+    with Aqua(rig.consumer("small", borrow_bytes=0, local_bytes=4 * PAGE_BYTES)) as aqua:
+        with pytest.raises(InvalidRequest):
+            AquaTensor.from_tensor(torch.empty(0))
+        with pytest.raises(OutOfPages, match="local_bytes"):
+            AquaTensor.from_tensor(torch.zeros(5 * PAGE_BYTES, dtype=torch.uint8))
+        one = AquaTensor.from_tensor(torch.full((4 * PAGE_BYTES,), 7, dtype=torch.uint8))
+        two = AquaTensor.from_tensor(torch.full((PAGE_BYTES,), 9, dtype=torch.uint8))
+        one.to_compute()
+        with pytest.raises(OutOfPages, match="offload others"):
+            two.to_compute()
+        one.offload(changed=False)
+        assert bool((two.to_compute() == 9).all())
+        two.close()
+        two.close()
+        with pytest.raises(AquaClosed):
+            two.to_compute()
+        pair = torch.ones(2 * PAGE_BYTES, dtype=torch.uint8)
+        many = [AquaTensor.from_tensor(pair) for _ in range((NUM_PAGES - 4) // 2)]
+        with pytest.raises(OutOfPages):
+            AquaTensor.from_tensor(pair)
+        del many
+        aqua.step()
+        AquaTensor.from_tensor(pair).close()
+        other = Aqua(rig.consumer("another", borrow_bytes=0))
+        with pytest.raises(InvalidRequest, match="2 Aquas"):
+            AquaTensor.from_tensor(torch.ones(1))
+        other.close()
+        assert bool((one.to_compute() == 7).all())
+    with pytest.raises(AquaClosed):
+        one.to_compute()
+
+
+def test_a_lender_refuses_what_it_cannot_do(rig):
+    with Lender(rig.lender("other-lender")) as lender:
+        assert lender.reclaim(10) < LIMIT_S, "nothing is lent"
+        with pytest.raises(InvalidRequest):
+            lender.lend(PAGE_BYTES // 2)
+        lend(lender, 4 * PAGE_BYTES)
+        with pytest.raises(InvalidRequest):
+            lender.lend(PAGE_BYTES)
+    with pytest.raises(AquaClosed):
+        lender.lend(PAGE_BYTES)
