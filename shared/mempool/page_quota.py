@@ -22,6 +22,7 @@ from shared.kv.words import u32_bytes, u32_list, u64_bytes, u64_list
 from shared.transport.unix_blocking import BlockingUnixLink
 from shared.transport.unix_socket import close_fds
 from shared.wire import mempool as wire
+from shared.wire.mempool_swap import SwapDrop, SwapIn, SwapOut, SwappedIn, SwappedOut
 
 ATTACH_TIMEOUT_MS = 10_000
 PAGES_PER_MESSAGE = 8_192
@@ -78,6 +79,7 @@ class PageQuota:
         self._shrink = 0
         self._uncache = 0
         self._vacates: deque[wire.Vacate] = deque()  # at most as many as the pool has pages under way
+        self._swapped: deque[SwappedOut | SwappedIn] = deque()  # one for each call
         self._unsent_releases: list[
             LeaseId
         ] = []  # the successor may have made them before this engine was back
@@ -175,6 +177,30 @@ class PageQuota:
         asked = self._vacates.popleft()
         epochs = map(Epoch, u64_list(asked.epochs))
         return asked.number, list(zip(map(PageId, u32_list(asked.pages)), epochs, strict=False))
+
+    def take_swapped(self) -> list[SwappedOut | SwappedIn]:
+        """Answers to swap_out() and swap_in() since the last call, in order. Cost: nothing when there are none."""
+        out: list[SwappedOut | SwappedIn] = []
+        while self._swapped:
+            out.append(self._swapped.popleft())
+        return out
+
+    def swap_out(self, swap: int, hashes: Sequence[BlockHash]) -> None:
+        """After the seals of these blocks: keep them elsewhere, under a new number. At most PAGES_PER_MESSAGE."""
+        self._send(SwapOut(swap=swap, hashes=b"".join(hashes)))
+
+    def swap_in(self, swap: int, hashes: Sequence[BlockHash], pages: Sequence[Owned]) -> None:
+        """Bring blocks back; as many pages, as for give_back(), are this engine's no more. As swap_out()."""
+        self._send(
+            SwapIn(
+                swap=swap, hashes=b"".join(hashes),
+                pages=u32_bytes(p for p, _ in pages), epochs=u64_bytes(e for _, e in pages),
+            )
+        )  # fmt: skip
+
+    def swap_drop(self, swap: int) -> None:
+        """Nobody wants the swap's blocks back."""
+        self._send(SwapDrop(swap=swap))
 
     def vacated(self, number: int) -> None:
         """All that is possible of take_vacate() has been said."""
@@ -286,6 +312,8 @@ class PageQuota:
             with self._arrived:
                 self._vacates.append(message)
                 self._arrived.notify_all()
+        elif isinstance(message, SwappedOut | SwappedIn):
+            self._swapped.append(message)
 
     def _on_down(self, error: Exception | None) -> None:
         if self.closed:

@@ -22,6 +22,8 @@ from shared.kv.layout import EngineDescription
 from shared.wire.codec import Channel
 from shared.wire.mempool_layers import LayersSealed, LayerWords, LayerWordsCall, StepLayers
 from shared.wire.mempool_lending import LendingCall, LendingDone
+from shared.wire.mempool_slabs import Mapped, MapSlabs, Unmap, Unmapped
+from shared.wire.mempool_swap import SwapCall, SwappedIn, SwappedOut
 
 
 class HeldLease(Struct, frozen=True, kw_only=True):
@@ -320,30 +322,6 @@ class Vacated(Struct, frozen=True, kw_only=True, tag="vacated"):
     number: int
 
 
-class Unmap(Struct, frozen=True, kw_only=True, tag="unmap"):
-    """To a rank: nobody's step touches these slabs, begun or to come. Unmap them, then say Unmapped."""
-
-    slabs: bytes  # u32 each
-
-
-class Unmapped(Struct, frozen=True, kw_only=True, tag="unmapped"):
-    """This process maps these slabs no more."""
-
-    slabs: bytes
-
-
-class MapSlabs(Struct, frozen=True, kw_only=True, tag="map_slabs"):
-    """To a rank: these slabs have memory again; a descriptor of each comes with it. Map them, then say Mapped."""
-
-    slabs: bytes
-
-
-class Mapped(Struct, frozen=True, kw_only=True, tag="mapped"):
-    """These slabs are mapped. The first one, with none named: all that there were; from then on it may be told."""
-
-    slabs: bytes = b""
-
-
 class CallFailed(Struct, frozen=True, kw_only=True, tag="call_failed"):
     """The call was understood and refused."""
 
@@ -376,6 +354,7 @@ ToMempool = (
     | Mapped
     | LayerWordsCall
     | LendingCall
+    | SwapCall
 )
 FromMempool = (
     Attached
@@ -393,6 +372,8 @@ FromMempool = (
     | MapSlabs
     | LayerWords
     | LendingDone
+    | SwappedOut
+    | SwappedIn
     | CallFailed
 )
 

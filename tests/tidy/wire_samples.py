@@ -77,6 +77,7 @@ from tests.tidy.wire_samples_lending import LENDING_SAMPLES
 from tests.tidy.wire_samples_mempool_api import MEMPOOL_API_SAMPLES
 from tests.tidy.wire_samples_mempool_lending import MEMPOOL_LENDING_SAMPLES
 from tests.tidy.wire_samples_mempool_peer import MEMPOOL_PEER_SAMPLES
+from tests.tidy.wire_samples_mempool_swap import MEMPOOL_SWAP_SAMPLES
 from tests.tidy.wire_samples_placement import PLACEMENT_SAMPLES
 
 R, P, D = RequestId("chatcmpl-1"), InstanceId("prefill-0"), InstanceId("decode-0")
@@ -322,6 +323,7 @@ SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
 SAMPLES |= MEMPOOL_API_SAMPLES
 SAMPLES |= MEMPOOL_LENDING_SAMPLES
 SAMPLES |= MEMPOOL_PEER_SAMPLES
+SAMPLES |= MEMPOOL_SWAP_SAMPLES
 SAMPLES |= PLACEMENT_SAMPLES
 
 

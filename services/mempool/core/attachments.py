@@ -284,6 +284,11 @@ class Attachments:
         return self.memory is not None and self.memory.is_dram
 
     @property
+    def is_loan(self) -> bool:
+        """Whether its pages are another space's, on loan."""
+        return self.memory is not None and self.memory.is_loan
+
+    @property
     def is_behind(self) -> bool:
         """Whether no engine works here: host memory behind other spaces, or pages on loan."""
         return self.memory is not None and self.memory.is_behind

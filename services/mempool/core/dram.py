@@ -84,6 +84,11 @@ class Dram:
             if not pool.memory.is_loan:
                 pool.outlet = partial(self._make_room, pool)
 
+    def behind(self, number: int) -> list[int]:
+        """Spaces that take blocks of this one now: lent pages, then host memory."""
+        dram = self._of(self._pools[number])
+        return [*self.borrowed(number), *([dram.number] if dram is not None else [])]
+
     def landing(self, pool: Pool) -> Pool | None:
         """Where blocks of other hosts come, and from where they are read: this space, or the DRAM behind its GPUs."""
         on_gpus = pool.memory is not None and pool.memory.pages_per_slab > 0

@@ -63,6 +63,8 @@ class Lending:
         self.known_grants: dict[str, market.Grant] = {}
         self.max_ttl_ms = MAX_TTL_MS
         self.on_change: Callable[[], None] | None = None  # called when a report would say something new
+        # called with a space that is to be emptied, whether that is overdue, and the time
+        self.on_wanted_back: Callable[[int, bool, int], None] | None = None
         self._num_changes = 0
         self._shelves: dict[int, Shelf] = {}  # by number of the space of lent pages
         dram.borrowed = self.borrowed
@@ -235,6 +237,8 @@ class Lending:
             del self.known_offers[offer_id]
 
     def _bring_back(self, pool: Pool, shelf: Shelf, now_ms: int) -> None:
+        if self.on_wanted_back is not None:
+            self.on_wanted_back(shelf.number, self.loans.wanted_back(shelf, dropping=True) > 0, now_ms)
         back = self.loans.collect(shelf)
         dropping = self.loans.wanted_back(shelf, dropping=True)
         while dropping > shelf.table.num_free and pool.evict():

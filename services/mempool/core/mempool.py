@@ -23,11 +23,13 @@ from services.mempool.core.pool import Pool
 from services.mempool.core.pulls import Pulls, Reader
 from services.mempool.core.remote import Remote
 from services.mempool.core.remote_serve import RemoteServe
+from services.mempool.core.swaps import Swaps
 from shared.errors import PeerProtocolError
 from shared.ids import Epoch, HandoffId, InstanceId, PageId
 from shared.kv.layout import EngineDescription
 from shared.wire import mempool as wire
 from shared.wire.mempool_lending import LendingCall
+from shared.wire.mempool_swap import SwapCall
 
 
 class Mempool(FromOutside):
@@ -53,6 +55,8 @@ class Mempool(FromOutside):
         self.lending = Lending(
             limits, boot_generation, self._fence, self.pools, self.dram, self._space_of.get, self._touch
         )
+        self.swaps = Swaps(limits, self.pools, self.dram.behind, self.copy_numbers, self._touch)
+        self.lending.on_wanted_back = self._leave_loan
         self.audience = Audience(self.pools, self._space_of, self.dram)
         landing = self.dram.landing
         self.remote = Remote(limits, self._bring, landing, self.pulls.elsewhere, self.counters)
@@ -106,6 +110,11 @@ class Mempool(FromOutside):
     def _touch(self, *pools: Pool) -> None:
         """Their actions are due with the next ones that are returned."""
         self._touched.update((pool.number, pool) for pool in pools)
+
+    def _leave_loan(self, number: int, is_overdue: bool, now_ms: int) -> None:
+        self.swaps.let_go(number)
+        if is_overdue:
+            self._touch(*self.pulls.let_go(number, now_ms))
 
     def space_of(self, instance: InstanceId) -> int:
         """Number of the space that the instance's engine is in, or would be."""
@@ -168,6 +177,7 @@ class Mempool(FromOutside):
         self._members.pop(connection, None)
         self.pulls.forget(connection, now_ms)
         self.remote.forget(connection)
+        self.swaps.forget(connection)
         actions: list[Action] = []
         for pool in self.pools.values():
             if pool.has_member(connection):
@@ -182,6 +192,7 @@ class Mempool(FromOutside):
         self._mapped.discard(process)
         self.api.on_process_dead(process)
         self.lending.on_process_dead(now_ms)
+        self.swaps.prune()
         self._touch(*self.pools.values())
         return actions + self._after(now_ms)
 
@@ -225,6 +236,8 @@ class Mempool(FromOutside):
                 self.layers.on_message(pool, connection, message, now_ms)
             case _ if isinstance(message, LendingCall):
                 self.lending.on_call(pool, connection, message, now_ms)
+            case _ if isinstance(message, SwapCall):
+                self.swaps.on_message(pool, connection, message)
             case wire.StatusCall():
                 actions += pool.tell(connection, self.status(message.call_id))
             case _:
@@ -310,9 +323,11 @@ class Mempool(FromOutside):
         self, copy_id: int, now_ms: int, *, failed: bool = False, in_doubt: Collection[int] = ()
     ) -> list[Action]:
         """Answer to CopyPages. `in_doubt`: targets that may still be written; on_settled follows."""
-        if not self.dram.on_copied(
-            copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms
-        ) and not self.api.on_copied(copy_id, failed=failed, in_doubt=in_doubt):
+        if not (
+            self.dram.on_copied(copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
+            or self.api.on_copied(copy_id, failed=failed, in_doubt=in_doubt)
+            or self.swaps.on_copied(copy_id, failed=failed, in_doubt=in_doubt)
+        ):
             self.pulls.on_copied(copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
         self._touch(*self.pools.values())
         return self._after(now_ms)
@@ -361,6 +376,7 @@ class Mempool(FromOutside):
             copies += asked
             self._touch(*self.pools.values())
         out: list[Action] = []
+        self.swaps.advance()
         self.lending.advance(now_ms)
         self.dram.advance(now_ms)
         self.api.advance(now_ms)
@@ -369,7 +385,7 @@ class Mempool(FromOutside):
                 out += self._touched.pop(min(self._touched)).flush()
             self.lending.advance(now_ms)
             self.dram.advance(now_ms)
-        copies += self.dram.take_copies() + self.api.take_actions()
+        copies += self.dram.take_copies() + self.api.take_actions() + self.swaps.take_actions()
         return out + [self.lending.physical(each) for each in copies]
 
     def status(self, call_id: int = 0) -> wire.PoolStatus:
@@ -377,4 +393,5 @@ class Mempool(FromOutside):
         parts = [pool.status() for pool in self.pools.values()]
         spaces = [found for pool in self.pools.values() if (found := pool.space_status()) is not None]
         counters = self.counters + self.dram.counters() + self.lending.counters()
+        counters += self.swaps.counters
         return space.total(parts, spaces, call_id, counters)

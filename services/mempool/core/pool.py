@@ -297,6 +297,12 @@ class Pool(Lifetimes):
             self.memory.table.free(page, PageEvent.GIVE_BACK)
         claim.pages = []
 
+    def trim(self, claim: Claim, count: int) -> None:
+        """It wants no more than `count` pages; none of them is written yet."""
+        assert self.memory is not None
+        while len(claim.pages) > count:
+            self.memory.table.free(claim.pages.pop(), PageEvent.GIVE_BACK)
+
     def quarantine(self, pages: list[PageId]) -> None:
         """A copy failed that may still write these."""
         assert self.memory is not None

@@ -263,7 +263,10 @@ class Pulls:
 
     def _shorten(self, pull: Pull) -> None:
         """To its first blocks, for which there are pages."""
-        count = len(pull.claim.pages)
+        self._cut(pull, len(pull.claim.pages))
+
+    def _cut(self, pull: Pull, count: int) -> None:
+        """To its first `count` blocks."""
         left, pull.sources = pull.sources[count:], pull.sources[:count]
         pull.claim.wanted = count
         self.counters["pulls_shortened"] += bool(left)
@@ -272,6 +275,25 @@ class Pulls:
                 del self._arriving[pull.pool.number, entry.block_hash]
             source.index.unpin([entry])
         pull.hashes = [entry.block_hash for _, entry in pull.sources]
+
+    def let_go(self, number: int, now_ms: int) -> list[Pool]:
+        """Lent pages of this space are overdue: who still waits for pages to copy them into reads none of them.
+
+        Returns: pools that this changed.
+        """
+        changed: list[Pool] = []
+        for pull in [p for p in self.pulls.values() if not p.copying and p.handoff_id is None]:
+            at = next((i for i, (source, _) in enumerate(pull.sources) if source.number == number), None)
+            if at is None:
+                continue
+            changed.append(pull.pool)
+            if at == 0:
+                pull.pool.cancel(pull.claim)
+                self.end(pull, now_ms)
+                continue
+            pull.pool.trim(pull.claim, at)
+            self._cut(pull, at)
+        return changed
 
     def on_copied(self, copy_id: int, *, failed: bool, in_doubt: Collection[int], now_ms: int) -> None:
         """The copy has ended. A failed one may still write the pages `in_doubt`, until settled."""
