@@ -3,7 +3,7 @@
 import resource
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -11,14 +11,16 @@ from services.mempool import config
 from services.mempool.collector import PoolCollector
 from services.mempool.config import MempoolSettings
 from services.mempool.kept import Kept
+from services.mempool.lending_keys import lending_rules, read_profiles
 from services.mempool.shell import MempoolShell
 from services.mempool.tree import TreePublishers
-from shared.ids import Epoch
+from shared.ids import Epoch, InstanceId
 from shared.observe import log, service
 from shared.observe.admin import AdminServer
 from shared.transport.clock import MonotonicClock
 
 if TYPE_CHECKING:
+    from services.mempool.desk_loop import DeskLoop
     from services.mempool.market import Market
 
 
@@ -45,6 +47,19 @@ def open_market(shell: MempoolShell, settings: MempoolSettings) -> "Market | Non
     return market
 
 
+def open_desk(shell: MempoolShell, settings: MempoolSettings) -> "DeskLoop | None":
+    """Lending by itself, before anybody attaches; None where it is off. Raises: SettingsError about a profile."""
+    if not settings.coordinator_url or settings.lending == "off":
+        return None
+    from services.mempool.desk_loop import DeskLoop  # brings an HTTP client
+    from services.mempool.lending_metrics import LendingCollector
+
+    name, interval_ms = InstanceId(settings.market_name or settings.instance), settings.lending_interval_ms
+    desk = shell.pool.open_desk(lending_rules(settings), read_profiles(settings), name, interval_ms)
+    LendingCollector(shell.pool, desk)
+    return DeskLoop(settings.coordinator_url, settings.coordinator_key, shell, desk, interval_ms)
+
+
 async def run(settings: MempoolSettings) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
     ended = service.end_on_signal()
@@ -66,7 +81,12 @@ async def run(settings: MempoolSettings) -> int:
     )
     service.end_on_bug("mempool", ended, shell.status)
     PoolCollector(shell)
-    admin = AdminServer(settings.admin_listen, ready=lambda: (True, {}), status=shell.status)
+    desk = open_desk(shell, settings)
+
+    def status() -> dict[str, Any]:
+        return shell.status() | ({"lending": desk.status()} if desk is not None else {})
+
+    admin = AdminServer(settings.admin_listen, ready=lambda: (True, {}), status=status)
     shell.adopt(found)
     kept.watch()
     if settings.peer_listen:
@@ -75,6 +95,8 @@ async def run(settings: MempoolSettings) -> int:
     tree = TreePublishers(settings.redis_url, settings.instance, settings.peer_listen, shell.pool)
     tree.open()
     market = open_market(shell, settings)
+    if desk is not None:
+        desk.open()
     try:
         await admin.start()
         shown = msgspec.to_builtins(settings) | {"coordinator_key": "***"}
@@ -83,6 +105,8 @@ async def run(settings: MempoolSettings) -> int:
     finally:
         await admin.stop()
         await tree.close()
+        if desk is not None:
+            await desk.close()
         if market is not None:
             await market.close()
         shell.close()

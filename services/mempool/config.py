@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from services.mempool.core.actions import PoolLimits
+from services.mempool.lending_keys import LendingKeys, lending_rules
 from services.mempool.system_memory import CopyOptions
 from shared import settings
 from shared.errors import SettingsError
@@ -17,7 +18,7 @@ MAX_MOVER_THREADS = 64
 MAX_FLOOR_GB_PER_S = 2_000.0  # more than any two GPUs copy
 
 
-class MempoolSettings(msgspec.Struct, frozen=True, kw_only=True):
+class MempoolSettings(LendingKeys, frozen=True, kw_only=True):
     """Effective settings of one mempool process."""
 
     instance: str = "mempool-0"
@@ -109,6 +110,7 @@ def load(argv: Sequence[str]) -> MempoolSettings:
     ):  # fmt: skip
         if getattr(found, name) < 1:
             raise SettingsError(f"setting mempool.{name}: {getattr(found, name)} must be at least 1")
+    lending_rules(found)
     if found.peer_listen:
         _check_peer_listen(found.peer_listen)
     for name, example in (("idle_punch_ms", 30_000), ("space_idle_ms", 600_000)):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shared.engine.interface import CacheEvent
 from shared.engine.worker_config import WorkerSettings
+from shared.engine.worker_loads import LoadReports
 from shared.engine.worker_membership import MembershipKeeper
 from shared.engine.worker_shell import WorkerShell
 from shared.ids import Epoch, InstanceId
@@ -67,6 +68,7 @@ class Wires:
 
     settings: WorkerSettings
     pages: MempoolClient | None = None
+    loads: LoadReports | None = None
 
     def attach(self, shell: WorkerShell) -> None:
         """Give the shell its membership and its publisher."""
@@ -86,9 +88,17 @@ class Wires:
         )
         if self.settings.redis_url:
             shell.publisher = TreeOfInstance(self.settings, shell.role, shell.membership.register_again)
+        if self.pages is not None and shell.engine.uses_pool:
+            self.loads = LoadReports(
+                self.pages, shell.engine.description.model,
+                load=shell.load, num_arrived=lambda: shell.front.num_accepted, epoch=lambda: shell.epoch,
+            )  # fmt: skip
+            self.loads.open()
 
     async def close(self) -> None:
         """After the shell's end."""
+        if self.loads is not None:
+            await self.loads.close()
         if self.pages is not None:
             await self.pages.close()
 

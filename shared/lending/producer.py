@@ -77,6 +77,10 @@ class Producer:
         if retry_after_ms:
             self._held_until_ms = max(self._held_until_ms, now_ms + retry_after_ms)
 
+    def wants_offer(self, now_ms: int) -> bool:
+        """Whether memory that was to be offered still is: load may have risen while the coordinator was asked."""
+        return now_ms >= self._held_until_ms
+
     def decide(
         self, load: Load | None, offers: Sequence[OnOffer], now_ms: int, *, borrows: bool = False
     ) -> list[MakeOffer | TakeBack]:

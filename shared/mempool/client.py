@@ -21,11 +21,13 @@ from shared.wire.lending import Grant, Offer, ReclaimOrder
 from shared.wire.mempool_lending import (
     LendingCall,
     LendingDone,
+    MemoryShares,
     PresentGrant,
     PresentOffer,
     PresentReclaim,
     ReleaseLoan,
     RenewLoan,
+    ReportLoad,
 )
 
 RETRY_MIN_MS, RETRY_MAX_MS = 20, 1_000
@@ -74,6 +76,9 @@ class MempoolClient:
         self.counters: Counter[str] = Counter()
         self.memory_id = _NO_EPOCH  # of the pool's pages: equal after a restart that kept them; 0: none yet
         self.peer_address = ""  # where other hosts' mempools reach the pool; "": they do not
+        self.load_interval_ms = 0  # how often the pool wants to hear report_load(); 0: never
+        self.memory: MemoryShares | None = None  # of the instance's space, as the pool said last
+        self.on_memory: Callable[[MemoryShares], None] | None = None  # called with each change
         self._boot = _NO_EPOCH  # of the pool that it is, or last was, connected to
         self._path = Path(socket)
         self._attach = wire.Attach(kind="client", instance=instance, instance_epoch=instance_epoch)
@@ -239,6 +244,10 @@ class MempoolClient:
         call = ReleaseLoan(call_id=self._next_call(), lease_id=lease_id)
         return _lending(await self._ask(call, CALL_TIMEOUT_MS))
 
+    def report_load(self, message: ReportLoad) -> None:
+        """How busy the instance's engine is. Never fails: a pool that is gone hears the next one."""
+        self._send(message)
+
     # -- parts ------------------------------------------------------------------------------------
 
     def _next_call(self) -> int:
@@ -306,7 +315,7 @@ class MempoolClient:
             self._up.set()
             self._boot = message.boot_generation
             self.memory_id = message.memory_id
-            self.peer_address = message.peer_address
+            self.peer_address, self.load_interval_ms = message.peer_address, message.load_interval_ms
             self.counters["connections"] += 1
             if self._on_up is not None:
                 self._on_up()
@@ -316,6 +325,10 @@ class MempoolClient:
                 future.set_result(message)
             elif isinstance(message, wire.Acquired) and message.lease_id:
                 self.release(message.lease_id)  # its caller gave up
+        elif isinstance(message, MemoryShares):
+            self.memory = message
+            if self.on_memory is not None:
+                self.on_memory(message)
         elif isinstance(message, wire.AttachRefused):
             _log.warning("mempool_refused", code=message.code, reason=message.reason)
 
@@ -324,6 +337,7 @@ class MempoolClient:
             self.counters["losses"] += 1
             _log.info("mempool_lost", error=str(error or ""))
         self._up.clear()
+        self.load_interval_ms, self.memory = 0, None
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(PeerGone("the mempool's connection ended"))

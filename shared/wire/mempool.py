@@ -21,7 +21,7 @@ from shared.ids import Epoch, HandoffId, InstanceId, LeaseId
 from shared.kv.layout import EngineDescription
 from shared.wire.codec import Channel
 from shared.wire.mempool_layers import LayersSealed, LayerWords, LayerWordsCall, StepLayers
-from shared.wire.mempool_lending import LendingCall, LendingDone
+from shared.wire.mempool_lending import FromLending, ToLending
 from shared.wire.mempool_slabs import Mapped, MapSlabs, Unmap, Unmapped
 from shared.wire.mempool_swap import SwapCall, SwappedIn, SwappedOut
 
@@ -57,8 +57,7 @@ class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
     quota_pages: int = 0  # how many granted pages an engine wants to hold
     lets_go: bool = False  # this process writes no page that it got by earlier attachments of this instance
     works_in_pages: bool = False  # of an engine: see the module's docstring
-    # of a rank:
-    capacity_bytes: int = 0  # what pages may take on all ranks together; 0: the pool's own limit
+    capacity_bytes: int = 0  # of a rank: what pages may take on all ranks together; 0: the pool's own limit
     # where its pages lie: "cuda:" and the GPU's UUID in hex without dashes; "cpu", or "cpu:" and a name for host
     # memory apart from other host memory (of one NUMA node, say)
     device: str = "cpu"
@@ -83,6 +82,7 @@ class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
     memory_id: Epoch = Epoch(0)  # of the pool's pages, equal after a restart that kept them; 0: none yet
     absent_slabs: bytes = b""  # for a rank: these have no memory now, or lose it; u32 each
     peer_address: str = ""  # for a client: where mempools of other hosts reach this one; "": they do not
+    load_interval_ms: int = 0  # for a client: say ReportLoad so often; 0: nobody wants to hear it
 
 
 class AttachRefused(Struct, frozen=True, kw_only=True, tag="attach_refused"):
@@ -353,7 +353,7 @@ ToMempool = (
     | Unmapped
     | Mapped
     | LayerWordsCall
-    | LendingCall
+    | ToLending
     | SwapCall
 )
 FromMempool = (
@@ -371,7 +371,7 @@ FromMempool = (
     | Unmap
     | MapSlabs
     | LayerWords
-    | LendingDone
+    | FromLending
     | SwappedOut
     | SwappedIn
     | CallFailed

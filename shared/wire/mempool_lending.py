@@ -2,11 +2,14 @@
 
 Calls of clients, answered by LendingDone, or by CallFailed with the reason's code: what is presented has no effect
 before the mempool accepts it. Each may be said again: the answer is the same, and nothing happens twice.
+
+Where a mempool asks the market by itself (Attached.load_interval_ms), fronts of engines report their load to it, and
+hear what memory their engine has after each change (AQUA 6, northbound interface). Both are one-way.
 """
 
 from msgspec import Struct
 
-from shared.ids import LeaseId
+from shared.ids import Epoch, LeaseId
 from shared.wire.lending import Grant, Offer, ReclaimOrder
 
 
@@ -54,4 +57,32 @@ class LendingDone(Struct, frozen=True, kw_only=True, tag="lending_done"):
     num_bytes: int = 0
 
 
+class ReportLoad(Struct, frozen=True, kw_only=True, tag="report_load"):
+    """By the front of an engine, every load_interval_ms. Totals are since its start.
+
+    `instance_epoch`: of its membership, 0 without one. `kv_used_share`: of the pages that the engine has, as requests
+    that run use them; cached ones are not used.
+    """
+
+    instance_epoch: Epoch = Epoch(0)
+    model: str = ""
+    num_running: int = 0
+    num_waiting: int = 0
+    num_arrived: int = 0
+    num_preempted: int = 0
+    kv_used_share: float = 0.0
+
+
+class MemoryShares(Struct, frozen=True, kw_only=True, tag="memory_shares"):
+    """To who reports load, after a change: of its engine's space, all ranks together. What is offered is lent or set
+    aside."""
+
+    total_bytes: int
+    offered_bytes: int = 0
+    lent_bytes: int = 0
+    borrowed_bytes: int = 0
+
+
 LendingCall = PresentOffer | PresentGrant | PresentReclaim | RenewLoan | ReleaseLoan
+ToLending = LendingCall | ReportLoad
+FromLending = LendingDone | MemoryShares

@@ -5,11 +5,13 @@ from shared.wire.lending import Grant, Offer, ReclaimOrder, Token
 from shared.wire.mempool import FROM_MEMPOOL, TO_MEMPOOL
 from shared.wire.mempool_lending import (
     LendingDone,
+    MemoryShares,
     PresentGrant,
     PresentOffer,
     PresentReclaim,
     ReleaseLoan,
     RenewLoan,
+    ReportLoad,
 )
 
 OFFER = Offer(
@@ -29,5 +31,23 @@ MEMPOOL_LENDING_SAMPLES = {
     "present-reclaim": (TO_MEMPOOL, PresentReclaim(call_id=3, order=ORDER), ()),
     "renew-loan": (TO_MEMPOOL, RenewLoan(call_id=4, lease_id=LeaseId("l1"), ttl_ms=10_000), ()),
     "release-loan": (TO_MEMPOOL, ReleaseLoan(call_id=5, lease_id=LeaseId("l1")), ()),
+    "report-load": (
+        TO_MEMPOOL,
+        ReportLoad(
+            instance_epoch=Epoch(3),
+            model="m",
+            num_running=2,
+            num_waiting=1,
+            num_arrived=70,
+            num_preempted=4,
+            kv_used_share=0.25,
+        ),
+        (),
+    ),
+    "memory-shares": (
+        FROM_MEMPOOL,
+        MemoryShares(total_bytes=9 << 30, offered_bytes=4 << 30, lent_bytes=3 << 30, borrowed_bytes=1 << 30),
+        (),
+    ),
     "lending-done": (FROM_MEMPOOL, LendingDone(call_id=2, num_bytes=4 << 30), ()),
 }

@@ -51,6 +51,7 @@ class Attachments:
         self.counters: Counter[str] = Counter()
         self.readers = Readers(limits, self.index, self.leases, self.counters)
         self.peer_address = ""  # for clients: where mempools of other hosts reach this one
+        self.load_interval_ms = 0  # for clients: how often they report the load of their engine; 0: never
         self.memory_id = Epoch(0)  # the generation in which the memory was made, plus its number
         self.inheritance: Inheritance | None = None
         self.engine_processes: set[int] = set()  # of those that are awaited, the ones that hold pages
@@ -129,7 +130,7 @@ class Attachments:
             self.clients[connection] = Client(connection, message.instance)
             attached = wire.Attached(
                 boot_generation=self.boot_generation, attachment=connection, memory_id=self.memory_id,
-                peer_address=self.peer_address,
+                peer_address=self.peer_address, load_interval_ms=self.load_interval_ms,
             )  # fmt: skip
             self._send(connection, attached)
             return self._done()

@@ -2,9 +2,10 @@
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from services.mempool.core.actions import Action, PoolLimits
+from services.mempool.core.desk import Answer, Desk, Wish
 from services.mempool.core.lending import Lending
 from services.mempool.core.lending_report import obey
 from services.mempool.core.pool import Pool
@@ -12,9 +13,12 @@ from services.mempool.core.pulls import Pulls
 from services.mempool.core.remote import Remote
 from services.mempool.core.remote_serve import RemoteServe
 from shared.errors import PeerProtocolError
+from shared.ids import InstanceId
+from shared.lending.rules import EngineProfile, LendingRules
 from shared.wire import mempool as wire
 from shared.wire import mempool_peer as peer_wire
 from shared.wire.lending import ReportReply
+from shared.wire.mempool_lending import ReportLoad, ToLending
 
 
 class FromOutside(ABC):
@@ -26,6 +30,9 @@ class FromOutside(ABC):
     remote: Remote
     serve: RemoteServe
     lending: Lending
+    desk: Desk | None = None
+    load_interval_ms: int = 0
+    _space_of: dict[InstanceId, int]
 
     @abstractmethod
     def _touch(self, *pools: Pool) -> None: ...
@@ -72,6 +79,62 @@ class FromOutside(ABC):
         """The coordinator answered the newest report of what is lent."""
         obey(self.lending, reply, now_ms)
         self._touch(*self.pools.values())
+        return self._after(now_ms)
+
+    # -- the market, asked by itself ------------------------------------------------------------------
+
+    def open_desk(
+        self,
+        rules: LendingRules,
+        profiles: Mapping[str, EngineProfile],
+        name: InstanceId,
+        load_interval_ms: int,
+    ) -> Desk:
+        """From now on engines are asked for their load, and lend and borrow by it. Before anybody attaches."""
+        self.lending.copies.limit(rules.budget_bytes_per_s)
+        self.load_interval_ms = load_interval_ms
+        self.desk = Desk(self.lending, self.pools, rules, profiles, name, self.space_number, self._touch)
+        return self.desk
+
+    def space_number(self, instance: InstanceId) -> int | None:
+        """Of the space that the instance's engine is in, or was; None: it never had one."""
+        return self._space_of.get(instance)
+
+    def _on_lending(self, pool: Pool, connection: int, message: ToLending, now_ms: int) -> None:
+        """Something of the market is presented, or the front of an engine says how busy it is."""
+        if not isinstance(message, ReportLoad):
+            self.lending.on_call(pool, connection, message, now_ms)
+            return
+        instance = pool.instance_of(connection)
+        if self.desk is not None and instance is not None:
+            self.desk.on_load(connection, instance, message, now_ms)
+
+    def _begin(self, copies: Sequence[Action], now_ms: int) -> list[Action]:
+        """Copies that may begin now, and what comes of those that may not at all."""
+        out, refused = self.lending.issue(copies, now_ms, self.pulls.pulls.__contains__)
+        for copy_id in refused:
+            out += self.on_copied(copy_id, now_ms, failed=True)
+        return out
+
+    @abstractmethod
+    def on_copied(
+        self, copy_id: int, now_ms: int, *, failed: bool = False, in_doubt: Collection[int] = ()
+    ) -> list[Action]: ...
+
+    def forget_load(self, connection: int) -> None:
+        """The connection ended."""
+        if self.desk is not None:
+            self.desk.on_closed(connection)
+
+    def decide_market(self, now_ms: int) -> tuple[list[Wish], list[Action]]:
+        """What the coordinator is to hear, and what is to be done here, of what the desk decides now."""
+        wishes = self.desk.decide(now_ms) if self.desk is not None else []
+        return wishes, self._after(now_ms)
+
+    def on_wish_answered(self, wish: Wish, answer: Answer, now_ms: int) -> list[Action]:
+        """The coordinator's answer; None: none came in time."""
+        if self.desk is not None:
+            self.desk.answered(wish, answer, now_ms)
         return self._after(now_ms)
 
     # -- memory of the system's -----------------------------------------------------------------------

@@ -11,12 +11,13 @@ memory behind it (`dram_bytes`), for what finds no lent page and for what has to
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from services.mempool.core.actions import Action, CopyPages, PoolLimits
+from services.mempool.core.actions import Action, PoolLimits
 from services.mempool.core.claims import Claim
 from services.mempool.core.dram import Dram
 from services.mempool.core.leases import Fence
+from services.mempool.core.lending_copies import LendingCopies
 from services.mempool.core.loan_pool import LoanPool, may_lend
 from services.mempool.core.loans import Grant, Loan, LoanRefused, Loans, Offer, Shelf
 from services.mempool.core.pool import Pool
@@ -67,6 +68,8 @@ class Lending:
         self.on_wanted_back: Callable[[int, bool, int], None] | None = None
         self._num_changes = 0
         self._shelves: dict[int, Shelf] = {}  # by number of the space of lent pages
+        self.copies = LendingCopies(self._shelves, self.unit_bytes, limits.pull_patience_ms)
+        self._now_ms = 0
         dram.borrowed = self.borrowed
 
     # -- what is said -----------------------------------------------------------------------------
@@ -198,7 +201,10 @@ class Lending:
         return [
             number
             for number, shelf in self._shelves.items()
-            if shelf.consumer == consumer and shelf.lent and not self.loans.wanted_back(shelf)
+            if shelf.consumer == consumer
+            and shelf.lent
+            and not self.loans.wanted_back(shelf)
+            and self.copies.is_open(shelf.producer, self._now_ms)
         ]
 
     def wanted_back(self, number: int) -> int:
@@ -206,10 +212,17 @@ class Lending:
         shelf = self._shelves.get(number)
         return self.loans.wanted_back(shelf) if shelf is not None else 0
 
+    def distance(self, pool: Pool) -> int:
+        """Which of two spaces that have a block is read: engines' first, then lent pages, then host memory."""
+        if isinstance(pool, LoanPool):
+            return 1 if self.copies.is_open(pool.producer.number, self._now_ms) else 3
+        return 2 if pool.is_dram else 0
+
     # -- every event ------------------------------------------------------------------------------
 
     def advance(self, now_ms: int) -> None:
         """Take everything as far as it goes. Cost: nothing without offers."""
+        self._now_ms = now_ms
         self._advance(now_ms)
         num_changes = self.loans.counters.total()
         if self.on_change is not None and num_changes != self._num_changes:
@@ -244,7 +257,8 @@ class Lending:
         while dropping > shelf.table.num_free and pool.evict():
             self.loans.counters["blocks_dropped"] += 1
         back += self.loans.collect(shelf)
-        if left := self.loans.wanted_back(shelf):
+        left = self.loans.wanted_back(shelf)
+        if left and self.copies.is_open(shelf.producer, now_ms):
             self._dram.drain(shelf.number, left, now_ms)
         if back:
             self._touched(self._pools[shelf.producer])
@@ -256,23 +270,22 @@ class Lending:
     def tick_at_ms(self) -> int | None:
         """When advance() has something to do without an event."""
         due = [self.loans.next_deadline_ms(), *(one.until_ms for one in self._collecting.values())]
+        due.append(self.copies.next_ms(self._now_ms))
         return min((when for when in due if when is not None), default=None)
 
     # -- copies -----------------------------------------------------------------------------------
 
-    def physical(self, action: Action) -> Action:
-        """The same copy, of and into the pages that were lent."""
-        if not isinstance(action, CopyPages) or not self._shelves:
-            return action
-        target = self._shelves.get(action.space)
-        sources = [(self._producer(space), page) for space, page in action.sources]
-        if target is None and sources == action.sources:
-            return action
-        return replace(action, space=self._producer(action.space), sources=sources, raw=True)
+    def issue(
+        self, copies: Iterable[Action], now_ms: int, has_reader: Callable[[int], bool]
+    ) -> tuple[list[Action], list[int]]:
+        """Copies that begin now, of and into the pages that were lent, and numbers of those that are refused.
 
-    def _producer(self, number: int) -> int:
-        shelf = self._shelves.get(number)
-        return number if shelf is None else shelf.producer
+        Args: has_reader: of the copy with this number.
+        """
+        return self.copies.issue(
+            copies, now_ms, has_reader=has_reader,
+            dropping=lambda shelf: self.loans.wanted_back(shelf, dropping=True) > 0,
+        )  # fmt: skip
 
     def by_space(self, number: int, pages: Iterable[PageId]) -> Mapping[int, list[PageId]]:
         """Pages of a space as copies know them, by the space whose they are."""
@@ -286,7 +299,21 @@ class Lending:
 
     def counters(self) -> Counter[str]:
         """Of all loans."""
-        return Counter({f"lending_{name}": count for name, count in self.loans.counters.items()})
+        found = Counter({f"lending_{name}": count for name, count in self.loans.counters.items()})
+        if self.copies.num_refused:
+            found["lending_copies_refused"] = self.copies.num_refused
+        return found
+
+    def num_left(self, number: int) -> int | None:
+        """Blocks that left this space for lack of room, since its start. None: there is no host memory behind it."""
+        tiers = self._dram.tiers.get(number)
+        names = ("blocks_out", "blocks_freed", "blocks_evicted")
+        return sum(tiers.counters[name] for name in names) if tiers is not None else None
+
+    def num_moved(self, number: int) -> int:
+        """Blocks that were copied into and out of pages lent to this space."""
+        mine = (shelf.number for shelf in self._shelves.values() if shelf.consumer == number)
+        return sum(self.copies.num_moved.get(each, 0) for each in mine)
 
     def _memory(self, number: int) -> Memory | None:
         pool = self._pools.get(number)

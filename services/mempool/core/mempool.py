@@ -28,7 +28,7 @@ from shared.errors import PeerProtocolError
 from shared.ids import Epoch, HandoffId, InstanceId, PageId
 from shared.kv.layout import EngineDescription
 from shared.wire import mempool as wire
-from shared.wire.mempool_lending import LendingCall
+from shared.wire.mempool_lending import ToLending
 from shared.wire.mempool_swap import SwapCall
 
 
@@ -53,10 +53,11 @@ class Mempool(FromOutside):
         self._touched: dict[int, Pool] = {}  # by number: by answers since the last actions
         self.dram = Dram(limits, self.pools, self.copy_numbers, self._touch)
         self.lending = Lending(
-            limits, boot_generation, self._fence, self.pools, self.dram, self._space_of.get, self._touch
+            limits, boot_generation, self._fence, self.pools, self.dram, self.space_number, self._touch
         )
         self.swaps = Swaps(limits, self.pools, self.dram.behind, self.copy_numbers, self._touch)
         self.lending.on_wanted_back = self._leave_loan
+        self.pulls.distance = self.lending.distance
         self.audience = Audience(self.pools, self._space_of, self.dram)
         landing = self.dram.landing
         self.remote = Remote(limits, self._bring, landing, self.pulls.elsewhere, self.counters)
@@ -126,7 +127,7 @@ class Mempool(FromOutside):
             raise PeerProtocolError("attached already")
         if message.kind == "client":
             pool = self.pools[self.space_of(message.instance)]
-            pool.peer_address = self.peer_address
+            pool.peer_address, pool.load_interval_ms = self.peer_address, self.load_interval_ms
             actions = pool.on_attach(connection, process, message, now_ms)
             self._clients[connection] = message.instance
             return actions
@@ -178,6 +179,7 @@ class Mempool(FromOutside):
         self.pulls.forget(connection, now_ms)
         self.remote.forget(connection)
         self.swaps.forget(connection)
+        self.forget_load(connection)
         actions: list[Action] = []
         for pool in self.pools.values():
             if pool.has_member(connection):
@@ -234,8 +236,8 @@ class Mempool(FromOutside):
                 self._change_memory(pool, connection, message, now_ms)
             case wire.StepLayers() | wire.LayersSealed():
                 self.layers.on_message(pool, connection, message, now_ms)
-            case _ if isinstance(message, LendingCall):
-                self.lending.on_call(pool, connection, message, now_ms)
+            case _ if isinstance(message, ToLending):
+                self._on_lending(pool, connection, message, now_ms)
             case _ if isinstance(message, SwapCall):
                 self.swaps.on_message(pool, connection, message)
             case wire.StatusCall():
@@ -386,7 +388,7 @@ class Mempool(FromOutside):
             self.lending.advance(now_ms)
             self.dram.advance(now_ms)
         copies += self.dram.take_copies() + self.api.take_actions() + self.swaps.take_actions()
-        return out + [self.lending.physical(each) for each in copies]
+        return out + self._begin(copies, now_ms)
 
     def status(self, call_id: int = 0) -> wire.PoolStatus:
         """All spaces together, and each."""

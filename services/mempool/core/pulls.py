@@ -111,6 +111,7 @@ class Pulls:
         self._arriving: dict[tuple[int, BlockHash], Pull] = {}
         self.push_back = PushBack(PdCaching(limits.pd_caching), pools, self.push, counters)
         self.layers: Layered | None = None  # they set it
+        self.distance: Callable[[Pool], int] = lambda _: 0  # of equals the nearest is read
 
     def elsewhere(
         self, pool: Pool, hashes: Sequence[BlockHash], *, for_handoff: bool = False
@@ -126,6 +127,7 @@ class Pulls:
             and p.shares_content(pool)
             and not self.push_back.hides(pool, p, for_handoff=for_handoff)
         ]
+        others.sort(key=self.distance)
         found: list[tuple[Pool, Entry]] = []
         while others and len(found) < len(hashes):
             rest = hashes[len(found) :]

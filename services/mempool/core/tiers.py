@@ -261,17 +261,21 @@ class Tiers:
                     ticket.left = 0
                 return
             ticket.left -= len(picked)
-            known = [entry for entry in picked if self._is_kept(ticket, entry.block_hash)]
-            unknown = [entry for entry in picked if not self._is_kept(ticket, entry.block_hash)]
+            peers = [peer for peer in self._peers() if peer.num_free] if ticket is self._auto else []
+            known = [entry for entry in picked if self._is_kept(ticket, entry.block_hash, peers)]
+            unknown = [entry for entry in picked if not self._is_kept(ticket, entry.block_hash, peers)]
             self._free_copied(ticket, known)
-            if unknown and not self._start_out(ticket, unknown):
+            if unknown and not self._start_out(ticket, unknown, peers):
                 ticket.left = 0
                 return
 
-    def _is_kept(self, ticket: _Ticket, block_hash: BlockHash) -> bool:
-        """Whether it may leave without a copy. Who asked for a swap is told where in DRAM each block is."""
+    def _is_kept(self, ticket: _Ticket, block_hash: BlockHash, peers: Sequence[OwnPages]) -> bool:
+        """Whether it may leave without a copy. Who asked for a swap is told where in DRAM each block is.
+
+        A block that only DRAM has is worth a copy to a peer with room: it comes back sooner (AQUA 9.4 moves it there).
+        """
         if block_hash in self.slow.index:
-            return True
+            return not peers or any(block_hash in peer.index for peer in peers)
         return ticket is self._auto and self._is_elsewhere is not None and self._is_elsewhere(block_hash)
 
     def _free_copied(self, ticket: _Ticket, known: list[Entry]) -> None:
@@ -282,12 +286,15 @@ class Tiers:
         for entry in gone:
             ticket.done += self.slow.index.prefix([entry.block_hash])  # marks it as used
 
-    def _start_out(self, ticket: _Ticket, picked: list[Entry]) -> bool:
+    def _start_out(self, ticket: _Ticket, picked: list[Entry], peers: Sequence[OwnPages]) -> bool:
         """False when DRAM could not take all of them. Who asked for a swap finds its blocks in DRAM."""
-        for peer in self._peers() if ticket is self._auto else ():
+        for peer in peers:
             pages, epochs = peer.take(len(picked))
             going, picked = picked[: len(pages)], picked[len(pages) :]
             self._go(ticket, going, peer, pages, epochs)
+        if peers:
+            self._free_copied(ticket, [entry for entry in picked if entry.block_hash in self.slow.index])
+            picked = [entry for entry in picked if entry.block_hash not in self.slow.index]
         if not picked:
             return True
         while self.slow.num_free < len(picked) and self._drop():

@@ -1,0 +1,143 @@
+"""Copies from and to lent pages: which producer's pages they touch, and when its budget lets them begin. No I/O.
+
+Every copy that the mempool orders passes here last. One that touches lent pages is charged to their producers' budgets
+(shared/lending/budget.py) and held while one of them is in debt: in order, for as long as it takes. One that a reader
+waits for is refused when that would be longer than readers wait for pages, and so is every held copy of a loan past its
+deadline: the producer's pages come back without it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from services.mempool.core.actions import Action, CopyPages
+from services.mempool.core.loans import Shelf
+from shared.lending.budget import Budget
+
+BURST_PARTS = 10  # a rested budget lets a tenth of a second's bytes pass at once
+
+
+@dataclass(slots=True)
+class _Held:
+    action: CopyPages
+    until_ms: int | None  # refused then; None: nobody waits for it
+
+
+class LendingCopies:
+    """Of one mempool.
+
+    Args:
+        shelves: by number of the space of lent pages, a view.
+        unit_bytes: of a page of a space, on all ranks.
+        patience_ms: so long a copy is held for a reader.
+    """
+
+    def __init__(
+        self, shelves: Mapping[int, Shelf], unit_bytes: Callable[[int], int], patience_ms: int
+    ) -> None:
+        self._shelves, self._unit_bytes, self._patience_ms = shelves, unit_bytes, patience_ms
+        self._bytes_per_s = 0
+        self._budgets: dict[int, Budget] = {}  # by number of the producer
+        self._held: deque[_Held] = deque()
+        self.num_moved: dict[int, int] = {}  # pages in and out, by number of the space of lent pages
+        self.num_refused = 0
+
+    def limit(self, bytes_per_s: int) -> None:
+        """Of each producer from now on; 0: none."""
+        self._bytes_per_s = bytes_per_s
+        self._budgets.clear()
+
+    def is_open(self, producer: int, now_ms: int) -> bool:
+        """Whether a copy of this producer's lent pages could begin now."""
+        budget = self._budgets.get(producer)
+        return (budget is None or budget.is_open(now_ms)) and not any(
+            producer in self._producers(held.action) for held in self._held
+        )
+
+    def issue(
+        self,
+        copies: Iterable[Action],
+        now_ms: int,
+        *,
+        has_reader: Callable[[int], bool],
+        dropping: Callable[[Shelf], bool],
+    ) -> tuple[list[Action], list[int]]:
+        """What begins now, and numbers of copies that are refused.
+
+        Args: has_reader: of a copy; dropping: whether a shelf's pages are overdue.
+        """
+        out: list[Action] = []
+        refused: list[int] = []
+        waiting, self._held = self._held, deque()
+        blocked: set[int] = set()
+        for held in waiting:
+            overdue = any(dropping(shelf) for shelf in self._touched(held.action))
+            if overdue or (held.until_ms is not None and now_ms >= held.until_ms):
+                refused.append(held.action.copy_id)
+            else:
+                self._pass(held, now_ms, blocked, out)
+        for action in copies:
+            if not isinstance(action, CopyPages) or not self._shelves or not self._touched(action):
+                out.append(action)
+                continue
+            until_ms = now_ms + self._patience_ms if has_reader(action.copy_id) else None
+            self._pass(_Held(action, until_ms), now_ms, blocked, out)
+        self.num_refused += len(refused)
+        return out, refused
+
+    def _pass(self, held: _Held, now_ms: int, blocked: set[int], out: list[Action]) -> None:
+        """It begins, unless a producer of it is in debt or has one held that came before."""
+        producers = self._producers(held.action)
+        if blocked & producers or not all(self._budget(each).is_open(now_ms) for each in producers):
+            blocked |= producers
+            self._held.append(held)
+            return
+        for shelf, count in self._touched(held.action).items():
+            self._budget(shelf.producer).spend(count * self._unit_bytes(shelf.number), now_ms)
+            self.num_moved[shelf.number] = self.num_moved.get(shelf.number, 0) + count
+        out.append(self._physical(held.action))
+
+    def _budget(self, producer: int) -> Budget:
+        known = self._budgets.get(producer)
+        if known is None:
+            known = self._budgets[producer] = Budget(self._bytes_per_s, self._bytes_per_s // BURST_PARTS)
+        return known
+
+    def next_ms(self, now_ms: int) -> int | None:
+        """When a held copy may begin or is refused."""
+        due = [held.until_ms for held in self._held if held.until_ms is not None]
+        for held in self._held:
+            opens = (self._budget(each).opens_at_ms(now_ms) for each in self._producers(held.action))
+            due.append(max((when for when in opens if when is not None), default=now_ms))
+        return min(due, default=None)
+
+    def _touched(self, action: CopyPages) -> dict[Shelf, int]:
+        """Shelves, and how many of their pages it reads or writes."""
+        out: dict[Shelf, int] = {}
+        if (target := self._shelves.get(action.space)) is not None:
+            out[target] = len(action.sources)
+        for space, _ in action.sources:
+            if (source := self._shelves.get(space)) is not None:
+                out[source] = out.get(source, 0) + 1
+        return out
+
+    def _producers(self, action: CopyPages) -> set[int]:
+        return {shelf.producer for shelf in self._touched(action)}
+
+    def _physical(self, action: CopyPages) -> CopyPages:
+        """The same copy, of and into the pages that were lent."""
+        sources = [(self._producer(space), page) for space, page in action.sources]
+        return replace(action, space=self._producer(action.space), sources=sources, raw=True)
+
+    def _producer(self, number: int) -> int:
+        shelf = self._shelves.get(number)
+        return number if shelf is None else shelf.producer
+
+    def spent_bytes(self) -> dict[int, int]:
+        """By number of the producer."""
+        return {number: budget.spent_bytes for number, budget in self._budgets.items()}
+
+    @property
+    def num_held(self) -> int:
+        """Copies that wait for a budget."""
+        return len(self._held)

@@ -1,0 +1,152 @@
+"""A real coordinator and a real mempool: engines only report load, and memory goes where it is short and comes home.
+
+Nobody presents an offer or a grant: the mempool asks the market by itself. The engines are the test's, with real pages
+in which every block has its own pattern; they answer the mempool between two of their steps.
+"""
+
+import asyncio
+import random
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from shared.ids import Epoch
+from shared.prompttree.embedded import EmbeddedRedis
+from shared.transport.lending_client import LendingClient
+from shared.wire.lending import MarketView
+from shared.wire.mempool_lending import MemoryShares, ReportLoad
+from tests.integration.mempool_rig import MempoolProcess
+from tests.integration.test_coordinator_market import Coordinator
+from tests.integration.test_mempool_lending import NUM_PAGES, PAGE_BYTES, PROMPTS, Engine, begin, leased
+from tests.support.market_rig import until_market
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+LIMIT_S = 60.0
+COPY_TIMEOUT_MS = 60_000
+DEADLINE_MS = 5_000
+QUICK: dict[str, Any] = {
+    "lending-interval-ms": 10, "lending-threshold-bytes": 4 * PAGE_BYTES, "lending-steady-ms": 30,
+    "lending-hold-ms": 30, "lending-window-ms": 1_000, "lending-peak-ms": 50, "lending-silent-ms": 30_000,
+    "lending-reclaim-deadline-ms": DEADLINE_MS, "lending-ask-bytes": 2 * PAGE_BYTES, "lending-pause-ms": 20,
+    "lending-max-pause-ms": 100, "lending-idle-ms": 600_000, "lending-ttl-ms": 600_000,
+}  # fmt: skip
+
+
+@pytest.fixture
+def coordinator(tmp_path):
+    redis = EmbeddedRedis(0, tmp_path / "redis", appendonly=True)
+    redis.start()
+    made = Coordinator(redis, "c0", 60_000).start().wait()
+    yield made
+    made.process.kill()
+    redis.kill()
+
+
+@pytest.fixture
+def start(tmp_path, coordinator):
+    made = []
+
+    def pool(**settings: Any):
+        flags: dict[str, Any] = {
+            "capacity-bytes": NUM_PAGES * PAGE_BYTES, "dram-bytes": 64 * PAGE_BYTES, "dram-for-host": "true",
+            "offer-patience-ms": 60_000, "copy-timeout-ms": COPY_TIMEOUT_MS, "out-timeout-ms": COPY_TIMEOUT_MS,
+            "coordinator-url": coordinator.url, "instance": "mempool-0",
+        }  # fmt: skip
+        made.append(MempoolProcess(tmp_path, **flags | QUICK | settings))
+        return made[-1]
+
+    yield pool
+    for one in made:
+        one.stop()
+
+
+class Cluster:
+    """Two engines and what their fronts say. The consumer never lends: its queue is long."""
+
+    def __init__(self, pool, consumer: Engine, producer: Engine) -> None:
+        self.pool, self.consumer, self.producer = pool, consumer, producer
+        self.waiting = 0  # at the producer
+        self.reporting = [consumer, producer]
+        self.task = asyncio.ensure_future(self.report())
+
+    @classmethod
+    async def begin(cls, pool) -> "Cluster":
+        consumer, producer, _ = await begin(pool)
+        assert producer.client.load_interval_ms == QUICK["lending-interval-ms"]
+        return cls(pool, consumer, producer)
+
+    async def report(self) -> None:
+        while True:
+            for engine in self.reporting:
+                waiting = self.waiting if engine is self.producer else 99
+                engine.client.report_load(
+                    ReportLoad(instance_epoch=Epoch(1), model=engine.name, num_waiting=waiting)
+                )
+                engine.answer()
+            await asyncio.sleep(0.005)
+
+    @property
+    def shares(self) -> MemoryShares:
+        """What the producer's front was told last."""
+        return self.producer.client.memory or MemoryShares(total_bytes=0)
+
+    async def until(self, condition, what):
+        return await self.producer.until(condition, what, self.consumer)
+
+    async def lent(self) -> None:
+        """Work until the producer's pages hold something of the consumer."""
+        await self.until(lambda: self.shares.offered_bytes, "an offer")
+        async with asyncio.timeout(LIMIT_S):
+            while not self.shares.lent_bytes:
+                await self.work(random.Random(1))
+
+    async def work(self, chance: random.Random) -> None:
+        """One prompt: read if it is known, computed otherwise. Every byte is compared."""
+        hashes = chance.choice(PROMPTS)
+        found = await self.consumer.acquired(hashes, self.producer)
+        if found < len(hashes):
+            await self.consumer.compute(hashes, self.producer)
+
+    async def close(self) -> None:
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+        for engine in (self.consumer, self.producer):
+            with suppress(OSError):
+                await engine.close()
+
+
+def test_an_idle_engine_lends_its_queue_takes_back_and_the_market_shows_both(start, coordinator):
+    async def run() -> None:
+        cluster = await Cluster.begin(start())
+        client = LendingClient(coordinator.url, patience_ms=60_000)
+        await cluster.lent()
+        for _ in range(3):
+            for hashes in PROMPTS:
+                if await cluster.consumer.acquired(hashes, cluster.producer) < len(hashes):
+                    await cluster.consumer.compute(hashes, cluster.producer)
+        view = await client.market()
+        assert isinstance(view, MarketView)
+        assert [offer.offer.producer for offer in view.offers if offer.state == "open"] == ["producer"]
+        assert {lease.consumer for lease in view.leases if lease.state == "held"} == {"consumer"}
+        counters = cluster.pool.status()["counters"]
+        assert counters["peer_blocks_out"] > 0
+        assert counters["blocks_pulled_from_peer"] > 0
+        spaces = cluster.pool.status()["lending"]["spaces"].values()
+        (lender,) = [space for space in spaces if space["instances"] == ["producer"]]
+        assert lender["lent_bytes"] == cluster.shares.lent_bytes > 0
+        assert 'share="lent"' in cluster.pool.get("/metrics")
+        cluster.waiting = 9
+        await cluster.until(lambda: not leased(cluster.pool), "the pages return")
+        await cluster.until(lambda: not cluster.shares.offered_bytes, "its front is told")
+        for hashes in PROMPTS:
+            assert await cluster.consumer.acquired(hashes, cluster.producer) == len(hashes)
+        await until_market(client, lambda view: all(offer.state == "closed" for offer in view.offers))
+        cluster.waiting = 0
+        await cluster.until(lambda: cluster.shares.offered_bytes, "it lends again when load is steady")
+        await client.close()
+        await cluster.close()
+
+    asyncio.run(run())
