@@ -36,6 +36,7 @@ MEASURES = {  # result name: module
     "simulator": "loadtest.bench_simulator",
     "h200-disaggregation": "loadtest.bench_disaggregation",
     "placer": "loadtest.bench_placer",
+    "h200-fused-norm": "loadtest.bench_fused_norm",
 }
 
 

@@ -238,6 +238,40 @@ extern "C" __global__ void __launch_bounds__(kRowThreads* kRowsPerCta, 1) fused_
   leave(p, m);
 }
 
+// Add and norm alone, in place in p.out[p.rank]: what follows somebody else's all-reduce.
+extern "C" __global__ void __launch_bounds__(kRowThreads* kRowsPerCta, 2) add_norm(const __grid_constant__ Params p) {
+  __shared__ float partial[kRowsPerCta][kRowThreads / 32];
+  const int group = threadIdx.x / kRowThreads, thread = threadIdx.x % kRowThreads;
+  const int row = blockIdx.x * kRowsPerCta + group;
+  if (row >= p.row_stop) return;
+  uint4* const rows = p.out[p.rank] + static_cast<size_t>(row) * kVectors;
+  uint4* const residual = p.residual + static_cast<size_t>(row) * kVectors;
+  uint4 kept[kPerThread], weight[kPerThread];
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < kPerThread; i++) {
+    const int at = i * kRowThreads + thread;
+    if (at < kVectors) kept[i] = load_far(rows + at), weight[i] = load_far(residual + at);
+  }
+#pragma unroll
+  for (int i = 0; i < kPerThread; i++) {
+    const int at = i * kRowThreads + thread;
+    if (at >= kVectors) continue;
+    Eight sum;
+    sum.set(kept[i]), sum.add(weight[i]);
+    kept[i] = sum.packed();
+    sum.set(kept[i]);
+    squares += sum.squares();
+    store(residual + at, kept[i]);
+    weight[i] = __ldg(p.weight + at);
+  }
+  const float sum = over_row<kRowThreads>(squares, partial[group], thread, 1 + group);
+  const float scale = rsqrtf(sum / HIDDEN + p.eps), offset = p.gemma ? 1.f : 0.f;
+#pragma unroll
+  for (int i = 0; i < kPerThread; i++)
+    if (i * kRowThreads + thread < kVectors) store(rows + i * kRowThreads + thread, normed(kept[i], weight[i], scale, offset));
+}
+
 // This rank's rows of the residual to everybody.
 extern "C" __global__ void __launch_bounds__(512, 1) gather_rows(const __grid_constant__ Params p) {
   Meeting m;

@@ -89,7 +89,7 @@ class CudaFused:
         self._params = [self._lane_params(lane) for lane in range(settings.num_lanes)]
         engines = [Engine.PLAIN, self.engine(Algorithm.TWO_SHOT)]
         engines += [Engine.MULTIMEM] * settings.use_multicast
-        for name in ("gather_rows", *(_KERNELS[one] for one in engines)):
+        for name in ("gather_rows", "add_norm", *(_KERNELS[one] for one in engines)):
             self.driver.function(self.shape, name)
 
     def plan(self, num_tokens: int) -> Plan:
@@ -161,6 +161,16 @@ class CudaFused:
         if whole_residual and scattered:
             residual = rows_view(self._arena, where.whole, plan.num_tokens, self.hidden, self.dtype)
         return out, residual
+
+    def add_norm(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """vLLM's fused_add_rms_norm, both in place: after an all-reduce that somebody else made. Raises: as run()."""
+        shape = (rows.shape[0], self.hidden)
+        self._check("rows", rows, shape)
+        self._check("residual", residual, shape)
+        params = Params(residual=residual.data_ptr(), weight=weight.data_ptr(), row_stop=shape[0], eps=eps)
+        params.out[0] = rows.data_ptr()
+        each = self.shape.rows_per_cta
+        self._launch("add_norm", Launch(-(-shape[0] // each), self.shape.row_threads * each, 0), params)
 
     def gather_residual(self, residual: torch.Tensor, *, lane: int = 0) -> torch.Tensor:
         """See FusedAllReduceNorm."""

@@ -34,7 +34,7 @@ def test_the_source_compiles_to_machine_code_without_a_gpu(arch, world, hidden, 
     binary = driver.compile_kernels(KernelShape(world, hidden, bf16), arch)
     assert binary.cubin[:4] == b"\x7fELF"
     kernels = set(re.findall(r"\.entry (\w+)\(", binary.ptx))
-    everywhere = {"fused_plain", "gather_rows"}
+    everywhere = {"fused_plain", "gather_rows", "add_norm"}
     assert kernels == everywhere | ({"fused_bulk", "fused_multimem"} if arch == "sm_90a" else set())
 
 
@@ -45,11 +45,13 @@ def test_python_and_the_kernel_agree_on_every_field_of_the_parameters():
     sizes = {"u64": 8, "int": 4, "float": 4}
     declared = []
     for line in re.findall(r"^  ([^/\n]*);", body[1], re.MULTILINE):
-        kind, names = re.fullmatch(r"((?:const )?\w+\*?) (.*)", line).groups()
-        for name in names.split(", "):
+        found = re.fullmatch(r"((?:const )?\w+\*?) (.*)", line)
+        assert found, line
+        kind = found[1]
+        for name in found[2].split(", "):
             count = 8 if name.endswith("[kMaxWorld]") else 1
             declared.append((name.partition("[")[0], count * (8 if kind.endswith("*") else sizes[kind])))
-    assert declared == [(name, ctypes.sizeof(kind)) for name, kind in driver.Params._fields_]
+    assert declared == [(field[0], ctypes.sizeof(field[1])) for field in driver.Params._fields_]
 
 
 @pytest.mark.parametrize("name", ["fused_plain", "gather_rows", "fused_bulk", "fused_multimem"])
