@@ -1,6 +1,6 @@
 """The fused all-reduce + RMSNorm beside NCCL, vLLM's custom all-reduce and torch's symmetric memory, each with a norm.
 
-    python -m loadtest.bench_fused_norm [--worlds 2 4 8] [--budget-s 500]    writes loadtest/results/h200-fused-norm.json
+    python -m loadtest.bench_fused_norm [--worlds 2 4 8] [--budget-s 500]  writes loadtest/results/h200-fused-norm.json
 
 Groups of 2, 4 and 8 GPUs of one host, as many as there are; hidden 8192 in bf16, 1 to 32K tokens; without multicast.
 The kernel's times are of 2 to 32 SMs and of all, without dispatch to a rival. A group that fails or takes too long
