@@ -110,16 +110,22 @@ class WovenForward:
         hidden = self._inner.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds.clone()
         return self.weave(hidden, positions, cut)
 
-    def weave(self, hidden: torch.Tensor, positions: torch.Tensor | None, cut: CutStep) -> torch.Tensor:
-        """All layers and the last norm. `hidden`: [tokens, hidden], becomes the residual and is overwritten."""
+    def weave(
+        self, hidden: torch.Tensor, positions: torch.Tensor | None, cut: CutStep, end_layer: int = 0
+    ) -> torch.Tensor:
+        """All layers, or those before `end_layer`, and the last norm.
+
+        Args: hidden: [tokens, hidden], becomes the residual and is overwritten.
+        """
         assert positions is not None
         inner, sums, streams = self._inner, self._sums, self._streams
+        end_layer = end_layer or inner.end_layer
         residual = [hidden[tokens] for tokens in cut.tokens]
         place = [positions[tokens] for tokens in cut.tokens]
         normed = [inner.layers[inner.start_layer].input_layernorm.plain(rows) for rows in residual]
         partial = list(normed)  # kept until communication has read it
         streams.begin()
-        for step in woven_order(inner.start_layer, inner.end_layer):
+        for step in woven_order(inner.start_layer, end_layer):
             part, layer = step.part, inner.layers[step.layer]
             if step.waits_for_own:
                 streams.wait(part)
@@ -130,7 +136,7 @@ class WovenForward:
                 norm = layer.post_attention_layernorm
             else:
                 partial[part] = layer.mlp(normed[part])
-                is_last = step.layer + 1 == inner.end_layer
+                is_last = step.layer + 1 == end_layer
                 norm = inner.norm if is_last else inner.layers[step.layer + 1].input_layernorm
             streams.send(part)
             normed[part], _ = sums.fused.run(

@@ -5,6 +5,7 @@ the log, by the first rank, and the engine goes on with vLLM's own all-reduce an
 """
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,37 +15,42 @@ from vllm.distributed import get_tp_group
 from shared.engine.weave_cuts import StepCuts
 from shared.engine.weave_forward import OneAfterTheOther, Streams, TwoStreams, WovenForward
 from shared.engine.weave_layers import FusedSums, fuse_layers
+from shared.engine.weave_open import Opened, open_fused
 from shared.engine.weave_settings import EXPERTS
 from shared.engine.weave_support import why_not_fused, why_not_woven
-from shared.errors import ClusterError, ResourceError
-from shared.kernels.allreduce_rmsnorm.gloo import GlooFused
-from shared.kernels.allreduce_rmsnorm.interface import FusedAllReduceNorm
+from shared.errors import ClusterError
 from shared.weave.smart_split import SmartSplit, SplitRules, TokenSplit
 from shared.weave.threshold import WeaveRule
 from shared.weave.tiles import DEFAULT_TILE
-from shared.weave.waves import layer_gemms
+from shared.weave.waves import Tile, layer_gemms
 
 logger = logging.getLogger(__name__)
 
-CPU_TIMEOUT_MS = 60_000  # of one exchange: ranks share cores with others
-CPU_SMS = 1
-MAX_EXTRA_RATIO = 0.05  # of a layer's waves; what one part's communication saves is more
-NUM_LANES = 2
+MAX_EXTRA_RATIO = (
+    0.05  # of a layer's waves; a part's communication is more than that where weaving pays at all
+)
+CPU_MIN_TOKENS = 256  # nothing is won there, so nothing is measured
 NEVER = 1 << 30  # tokens
 
 
 class HostedWeave:
-    """One rank's. `sums` is None where vLLM's own way is taken."""
+    """One rank's. `sums` is None where vLLM's own way is taken, `forward` where steps stay whole."""
 
     def __init__(self, model: Any, config: Any, device: torch.device) -> None:
         """Raises: nothing that a fallback can answer."""
         wanted: dict[str, Any] = config.additional_config["quire_weave"]
+        self.model, self.config, self.device = model, config, device
         self.mode: str = wanted["mode"]
+        self.num_sms: int = wanted["sms"]
         self.sums: FusedSums | None = None
         self.cuts: StepCuts | None = None
-        self._rank = get_tp_group().rank_in_group
-        self._min_tokens = max(2, int(wanted["min_tokens"]))
-        if reason := why_not_fused(model, config) or self._open(config, device):
+        self.forward: WovenForward | None = None
+        self.rank = get_tp_group().rank_in_group
+        self._close: Callable[[], None] = _nothing
+        self._min_tokens = int(wanted["min_tokens"]) or NEVER
+        if device.type == "cpu":
+            self._min_tokens = int(wanted["min_tokens"]) or CPU_MIN_TOKENS
+        if reason := why_not_fused(model, config) or self._open():
             self._fall_back("vLLM's own all-reduce and norm are used", reason)
             return
         assert self.sums is not None
@@ -53,24 +59,47 @@ class HostedWeave:
             if reason := why_not_woven(model, config):
                 self._fall_back("steps are fused and stay whole", reason)
                 return
-            split = SmartSplit(
-                _gemms(config), SplitRules(_num_sms(device, wanted["sms"]), max_extra_ratio=MAX_EXTRA_RATIO)
-            )
-            self.cuts = StepCuts(self._choose(split, device))
+            self.cut_by([DEFAULT_TILE])
+            self.cuts = StepCuts(self._choose)
             streams: Streams = OneAfterTheOther() if device.type == "cpu" else TwoStreams(device)
-            self.forward = WovenForward(model, self.sums, self.cuts, streams, wanted["sms"])
+            self.forward = WovenForward(model, self.sums, self.cuts, streams, self.num_sms)
             model.forward = self.forward
+
+    @property
+    def min_tokens(self) -> int:
+        """Steps of so many tokens are woven."""
+        return self._min_tokens
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether from where on weaving pays is to be found out."""
+        return self.forward is not None and self._min_tokens == NEVER
 
     def watch(self, attn_groups: Any) -> None:
         """Once the cache is there."""
         if self.cuts is not None and (reason := self.cuts.watch(attn_groups)):
             self._fall_back("steps are fused and stay whole", reason)
+            self.forward = None
+
+    def cut_by(self, tiles: Sequence[Tile]) -> None:
+        """Of the products of a layer; one for all, or one each."""
+        rules = SplitRules(self._compute_sms(), max_extra_ratio=MAX_EXTRA_RATIO)
+        self._split = SmartSplit(_gemms(self.config, tiles), rules)
 
     def follow(self, rule: WeaveRule) -> None:
         """From the next step on: what is fused, and what is woven. The same on every rank."""
         if self.sums is not None:
             self.sums.min_tokens = rule.fuse_min_tokens or NEVER
-            self._min_tokens = max(2, rule.full_min_tokens or NEVER)
+            self._min_tokens = rule.full_min_tokens or NEVER
+
+    def split_of(self, num_tokens: int) -> TokenSplit | None:
+        """Where a step with so many tokens is cut, if it is woven."""
+        if self.sums is None or num_tokens < 2 or not self.sums.takes(num_tokens):
+            return None
+        if self.device.type == "cpu":  # it has no waves; the order of work is what is tested there
+            first = num_tokens // 2
+            return TokenSplit(first, num_tokens - first, 0, 0, 0.0)
+        return self._split.choose(num_tokens)
 
     def check(self) -> None:
         """After a step. Raises: PeerTimeout when a rank was awaited in vain."""
@@ -79,58 +108,53 @@ class HostedWeave:
 
     def close(self) -> None:
         """At the engine's end."""
-        if self.sums is not None:
-            self.sums.fused.close()
+        self._close()
+        self._close = _nothing
+
+    def _choose(self, num_tokens: int) -> TokenSplit | None:
+        return self.split_of(num_tokens) if num_tokens >= self._min_tokens else None
 
     def _fall_back(self, what: str, reason: str) -> None:
-        if self._rank == 0:
+        if self.rank == 0:
             logger.warning("worker.weave = %s: %s: %s", self.mode, what, reason)
 
-    def _open(self, config: Any, device: torch.device) -> str:
+    def _open(self) -> str:
         """Fills `sums`; or says why some rank could not."""
-        reason = ""
-        fused: FusedAllReduceNorm | None = None
+        reason, opened = "", None
         try:
-            fused = _open_fused(config, device)
+            opened = open_fused(self.config, self.device)
         except ClusterError as error:
             reason = error.message
-        group = get_tp_group().cpu_group
-        failed = torch.tensor([int(fused is None)])
-        dist.all_reduce(failed, group=group)
-        if not int(failed):
-            assert fused is not None
-            self.sums = FusedSums(fused)
-            return ""
-        if fused is not None:
-            fused.close()
-        return reason or "another rank cannot"
+        if any_rank(opened is None):
+            if opened is not None:
+                opened[1]()
+            return reason or "another rank cannot"
+        self.sums, self._close = _sums_of(opened)
+        return ""
 
-    def _choose(self, split: SmartSplit, device: torch.device) -> Any:
-        def choose(num_tokens: int) -> TokenSplit | None:
-            assert self.sums is not None
-            if num_tokens < self._min_tokens or not self.sums.takes(num_tokens):
-                return None
-            if device.type == "cpu":  # nothing is won; the order of work is what is tested
-                first = num_tokens // 2
-                return TokenSplit(first, num_tokens - first, 0, 0, 0.0)
-            return split.choose(num_tokens)
-
-        return choose
+    def _compute_sms(self) -> int:
+        if self.device.type == "cpu":
+            return 1
+        return max(1, torch.cuda.get_device_properties(self.device).multi_processor_count - self.num_sms)
 
 
-def _open_fused(config: Any, device: torch.device) -> FusedAllReduceNorm:
-    """Raises: ClusterError when this rank cannot have it."""
-    if device.type != "cpu":
-        raise ResourceError("no fused operation for GPUs is hosted yet")
-    hidden = config.model_config.get_hidden_size()
-    max_tokens = config.scheduler_config.max_num_batched_tokens
-    dtype = config.model_config.dtype
-    return GlooFused(
-        get_tp_group().cpu_group, hidden, max_tokens, dtype, num_lanes=NUM_LANES, timeout_ms=CPU_TIMEOUT_MS
-    )
+def any_rank(is_so: bool) -> bool:
+    """The same answer on every rank of the engine."""
+    found = torch.tensor([int(is_so)])
+    dist.all_reduce(found, group=get_tp_group().cpu_group)
+    return bool(int(found))
 
 
-def _gemms(config: Any) -> Any:
+def _sums_of(opened: Opened | None) -> tuple[FusedSums, Callable[[], None]]:
+    assert opened is not None
+    return FusedSums(opened[0]), opened[1]
+
+
+def _nothing() -> None:
+    """Nothing is open."""
+
+
+def _gemms(config: Any, tiles: Sequence[Tile]) -> Any:
     model, parallel = config.model_config, config.parallel_config
     text = model.hf_text_config
     return layer_gemms(
@@ -140,11 +164,5 @@ def _gemms(config: Any) -> Any:
         num_kv_heads=model.get_total_num_kv_heads(),
         head_dim=model.get_head_size(),
         tp=parallel.tensor_parallel_size,
-        tiles=[DEFAULT_TILE],
+        tiles=tiles,
     )
-
-
-def _num_sms(device: torch.device, taken: int) -> int:
-    if device.type == "cpu":
-        return CPU_SMS
-    return max(1, torch.cuda.get_device_properties(device).multi_processor_count - taken)

@@ -1,7 +1,9 @@
 """vLLM workers whose ranks fuse, or weave, what they add up; weave_worker_cpu.py and _gpu.py have the classes."""
 
+import os
 from typing import Any
 
+from shared.engine.weave_calibration import calibrate
 from shared.engine.weave_host import HostedWeave
 from shared.weave.threshold import WeaveRule
 
@@ -10,6 +12,11 @@ class WeaveWorkerMixin:
     """Over any of our workers, or vLLM's own."""
 
     _woven: HostedWeave | None = None
+
+    def init_device(self: Any) -> None:
+        """vLLM's; torch's symmetric memory leaves multicast alone, which nothing here needs."""
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # noqa: TID251  torch's, not ours
+        super().init_device()
 
     def load_model(self: Any, **kwargs: Any) -> None:
         """vLLM's; then its layers are changed, before anything ran through them and before memory is measured."""
@@ -20,6 +27,12 @@ class WeaveWorkerMixin:
         """vLLM's."""
         super().initialize_from_config(kv_cache_config)
         self._woven.watch(self.model_runner.attn_groups)
+
+    def compile_or_warm_up_model(self: Any) -> Any:
+        """vLLM's; before it captures anything, what pays is measured where no setting says it."""
+        if self._woven.is_measured:
+            calibrate(self._woven)
+        return super().compile_or_warm_up_model()
 
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         """vLLM's. Raises: PeerTimeout, besides."""
@@ -38,6 +51,12 @@ class WeaveWorkerMixin:
         if self._woven is not None:
             rule = WeaveRule(fuse_min_tokens=fuse_min_tokens, full_min_tokens=full_min_tokens)
             self._woven.follow(rule)
+
+    def quire_weave_calibrate(self) -> int:
+        """For tests, while nothing runs: measure, or read what was; tokens from which steps are cut from then on."""
+        assert self._woven is not None
+        calibrate(self._woven)
+        return self._woven.min_tokens
 
     def quire_weave_counters(self) -> dict[str, int]:
         """For tests and measurements: fused operations of whole steps, woven steps, whole steps."""

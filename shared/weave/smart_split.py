@@ -57,14 +57,16 @@ class SmartSplit:
             raise ValueError("no products to cut")
         self._gemms = tuple(gemms)
         self._rules = rules
-        self._step = lcm(*(gemm.tile.tokens for gemm in gemms))
+        step = lcm(*(gemm.tile.tokens for gemm in gemms))
+        self._step = step if step <= LARGEST_STEP else max(gemm.tile.tokens for gemm in gemms)
         self._found: dict[int, TokenSplit | None] = {}
 
     def choose(self, num_tokens: int) -> TokenSplit | None:
         """The cut with the cheapest extra waves, of those the most equal one; None: leave the step whole.
 
-        Cuts lie between tiles, so that no tile is computed twice. Cost: at most num_tokens / tile tokens cuts are
-        looked at, the first time; most often the first one without an extra wave is near the middle.
+        Cuts lie between tiles, so that no tile is computed twice, unless tiles are too odd for that. Cost: at most
+        num_tokens / tile tokens cuts are looked at, the first time; most often the first one without an extra wave is
+        near the middle.
         """
         if num_tokens not in self._found:
             if len(self._found) >= MAX_REMEMBERED:
@@ -111,4 +113,5 @@ class SmartSplit:
                 up += step
 
 
+LARGEST_STEP = 1024  # tokens between two cuts that are looked at
 MAX_REMEMBERED = 4096  # sizes of steps; forgotten all at once

@@ -2,12 +2,14 @@
 
 What was measured is kept in a file, for the next start of the same engine on the same machine:
 
-    {"version": 1, "key": "<24 hex>", "timings": [{"num_tokens": 1024, "off_us": 900.0, "fuse_us": 860.0,
-                                                   "full_us": 700.0}, ...]}
+    {"version": 1, "key": "<24 hex>",
+     "timings": [{"num_tokens": 1024, "off_us": 900.0, "fuse_us": 860.0, "full_us": 700.0}, ...],
+     "tiles": [[256, 128], ...]}
 
-`key` says what the times belong to (the caller makes it: model, ranks, GPU, kernel); the rule is made from the times
-anew at each reading, so a better rule needs no new measurement. Another version or key, or bytes that are no such
-file, count as no file. full_us 0: not measured at this size, because it cannot be cut.
+`tiles`: [tokens, columns] that a CTA computes, of the products qkv, o, gate and up, down. `key` says what the times
+belong to (the caller makes it: model, ranks, GPU, kernel); the rule is made from the times anew at each reading, so a
+better rule needs no new measurement. Another version or key, or bytes that are no such file, count as no file.
+full_us 0: not measured at this size, because it cannot be cut.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +18,7 @@ from typing import Literal
 import msgspec
 
 FILE_VERSION = 1
+NUM_TILES = 4
 MARGIN_RATIO = 0.02  # what a way must win to be taken: two measurements of one thing differ by about that
 
 Mode = Literal["off", "fuse", "full"]
@@ -45,10 +48,18 @@ class WeaveRule(msgspec.Struct, frozen=True, kw_only=True):
         return "off"
 
 
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What a start found out. `tiles`: (tokens, columns) of a layer's four products."""
+
+    timings: list[Timing]
+    tiles: list[tuple[int, int]]
+
+
 class _ThresholdFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: int
     key: str
     timings: list[Timing]
+    tiles: list[tuple[int, int]]
 
 
 def decide(timings: Sequence[Timing], margin_ratio: float = MARGIN_RATIO) -> WeaveRule:
@@ -77,17 +88,21 @@ def _from_where(ordered: Sequence[Timing], wins: Callable[[Timing], bool]) -> in
     return found
 
 
-def pack_timings(key: str, timings: Sequence[Timing]) -> bytes:
+def pack_measured(key: str, found: Measured) -> bytes:
     """The file's bytes."""
-    found = _ThresholdFile(version=FILE_VERSION, key=key, timings=list(timings))
-    return msgspec.json.format(msgspec.json.encode(found), indent=2)
+    whole = _ThresholdFile(version=FILE_VERSION, key=key, timings=found.timings, tiles=found.tiles)
+    return msgspec.json.format(msgspec.json.encode(whole), indent=2)
 
 
-def unpack_timings(data: bytes, key: str) -> list[Timing] | None:
-    """The times in a file's bytes; None where they are of something else, or cannot be read."""
+def unpack_measured(data: bytes, key: str) -> Measured | None:
+    """What a file's bytes hold; None where they are of something else, or cannot be read."""
     try:
         found = msgspec.json.decode(data, type=_ThresholdFile)
         decide(found.timings)
     except (msgspec.MsgspecError, ValueError):
         return None
-    return found.timings if found.version == FILE_VERSION and found.key == key else None
+    if found.version != FILE_VERSION or found.key != key or len(found.tiles) != NUM_TILES:
+        return None
+    if min(min(tile) for tile in found.tiles) < 1:
+        return None
+    return Measured(timings=found.timings, tiles=found.tiles)

@@ -25,7 +25,8 @@ def found():
         words = [sys.executable, "-m", "tests.support.weave_run", pool.socket, folder / "out.json"]
         done = subprocess.run(words, cwd=ROOT, timeout=800, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-6_000:]
-        yield json.loads((folder / "out.json").read_text())
+        kept = [path.read_bytes() for path in folder.glob("weave-*.json")]
+        yield {**json.loads((folder / "out.json").read_text()), "kept": kept}
     finally:
         pool.stop()
         shutil.rmtree(folder)
@@ -46,3 +47,10 @@ def test_full_computes_steps_in_two_parts_and_fuse_none(found):
         assert rank["fused"] == rank["whole"] * SUMS_A_STEP > 0
     for rank in found["off"]["counters"]:
         assert not rank["woven"] + rank["fused"]
+
+
+def test_every_rank_finds_the_same_threshold_in_what_was_measured_and_kept(found):
+    measured, read = found["calibrated"]
+    assert len({*measured, *read}) == 1, "the second time nothing is measured"
+    (kept,) = found["kept"]
+    assert [timing["num_tokens"] for timing in json.loads(kept)["timings"]] == [512]

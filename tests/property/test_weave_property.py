@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from shared.weave.batch_cut import cut_batch
 from shared.weave.smart_split import SmartSplit, SplitRules
-from shared.weave.threshold import Timing, decide, pack_timings, unpack_timings
+from shared.weave.threshold import Measured, Timing, decide, pack_measured, unpack_measured
 from shared.weave.waves import Gemm, Tile, split_ctas
 from shared.weave.woven_order import PARTS, woven_order
 
@@ -147,4 +147,5 @@ def test_no_measured_size_gets_a_way_that_lost_there(found, margin):
         if mode == "fuse":
             assert timing.fuse_us <= (1 - margin) * timing.off_us
     assert decide(list(reversed(found)), margin) == rule
-    assert unpack_timings(pack_timings("k", found), "k") == found
+    whole = Measured(timings=found, tiles=[(128, 256)] * 4)
+    assert unpack_measured(pack_measured("k", whole), "k") == whole

@@ -3,7 +3,8 @@
 vLLM is imported once. Forked from here, one after another: stock vLLM with two ranks, then an engine in the pool's
 pages with two ranks and worker.weave = full. The same prompts are asked all at once, so that steps hold several
 requests, a prompt's chunk and decodes, and the cut goes through a request; and then one by one. OUT gets {"stock":
-answers, "full", "fuse", "off": {"crowd", "alone": answers, "counters": of the ranks}}.
+answers, "full", "fuse", "off": {"crowd", "alone": answers, "counters": of the ranks}, "calibrated": twice, the
+threshold of each rank}.
 """
 
 import asyncio
@@ -49,8 +50,11 @@ def stock(out: Path) -> None:
 
 
 def woven(socket: str, out: Path) -> None:
-    """The same engine with steps in two parts, then whole and fused, then vLLM's way; nothing is cached between."""
-    changes = {"weave": "full", "weave_min_tokens": MIN_TOKENS, **OPTIONS}
+    """The same engine with steps in two parts, then whole and fused, then vLLM's way; nothing is cached between.
+
+    Last, what pays is measured, and then read from what was kept.
+    """
+    changes = {"weave": "full", "weave_min_tokens": MIN_TOKENS, "state_dir": str(out.parent), **OPTIONS}
     driver = Driver(settings(str(MODEL), socket, "woven-0", **changes))
     rpc = driver.engine._llm.collective_rpc
 
@@ -66,6 +70,7 @@ def woven(socket: str, out: Path) -> None:
             after = await rpc("quire_weave_counters")
             grown = [{k: b[k] - a[k] for k in a} for a, b in zip(before, after, strict=True)]
             found[name] = {"crowd": crowd, "alone": alone, "counters": grown}
+        found["calibrated"] = [await rpc("quire_weave_calibrate") for _ in range(2)]
         await driver.close()
         return found
 

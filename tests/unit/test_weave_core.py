@@ -6,16 +6,18 @@ from shared.weave.batch_cut import Part, cut_batch
 from shared.weave.smart_split import SmartSplit, SplitRules
 from shared.weave.threshold import (
     FILE_VERSION,
+    Measured,
     Timing,
     WeaveRule,
     decide,
-    pack_timings,
-    unpack_timings,
+    pack_measured,
+    unpack_measured,
 )
 from shared.weave.tiles import tile_of
 from shared.weave.waves import Gemm, Tile, layer_gemms, split_ctas
 
 SMS = 132
+TILES = [(256, 128), (128, 128), (128, 256), (64, 128)]
 LLAMA_70B = {"hidden": 8192, "intermediate": 28672, "num_heads": 64, "num_kv_heads": 8, "head_dim": 128}
 
 
@@ -109,12 +111,18 @@ def test_a_way_that_wins_by_less_than_noise_or_was_not_measured_is_not_taken():
 
 def test_kept_times_are_read_for_the_same_engine_only():
     times = [timing(1024, 100, 90, 80), timing(2048, 200, 180)]
-    data = pack_timings("abc", times)
-    assert unpack_timings(data, "abc") == times
-    assert unpack_timings(data, "abd") is None
-    assert unpack_timings(data.replace(b'"version": %d' % FILE_VERSION, b'"version": 99'), "abc") is None
-    assert unpack_timings(data[:-5], "abc") is None
-    assert unpack_timings(pack_timings("abc", [timing(1024, 0, 0)]), "abc") is None
+    found = Measured(timings=times, tiles=TILES)
+    data = pack_measured("abc", found)
+    assert unpack_measured(data, "abc") == found
+    assert unpack_measured(data, "abd") is None
+    assert unpack_measured(data.replace(b'"version": %d' % FILE_VERSION, b'"version": 99'), "abc") is None
+    assert unpack_measured(data[:-5], "abc") is None
+    for wrong in (
+        Measured(timings=[timing(1024, 0, 0)], tiles=TILES),
+        Measured(timings=times, tiles=TILES[:3]),
+        Measured(timings=times, tiles=[(0, 128)] * 4),
+    ):
+        assert unpack_measured(pack_measured("abc", wrong), "abc") is None
 
 
 @pytest.mark.parametrize(
