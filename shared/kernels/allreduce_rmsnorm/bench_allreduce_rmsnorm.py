@@ -13,8 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,73 +22,18 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from shared.kernels.allreduce_rmsnorm.arenas import torch_arena
+from shared.kernels.allreduce_rmsnorm.calibrate import calibrate
 from shared.kernels.allreduce_rmsnorm.fused import CudaFused, FusedSettings
 from shared.kernels.allreduce_rmsnorm.plan import ELEMENT_BYTES, Algorithm, make_plan
 from shared.kernels.allreduce_rmsnorm.rivals import EPS, QUIET, Place, Rival, all_rivals
 from shared.kernels.allreduce_rmsnorm.shapes import Engine
+from shared.kernels.allreduce_rmsnorm.timing import Call, Clock
 
 HIDDEN = 8192
 TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 BUDGETS = (2, 4, 8, 16, 32)
 ONE_SHOT_MOST_TOKENS = 512
 BUDGETS_FROM_BYTES = 8 << 20
-ROUNDS = 9
-WARM_ROUNDS = 2
-REPLAY_US = 4000.0  # a replay holds so many calls that it takes about this long
-MOST_CALLS = 40
-
-Call = Callable[[], Any]
-
-
-class Clock:
-    """Times calls on this rank's stream, beside the other ranks."""
-
-    def __init__(self, device: torch.device, world: int) -> None:
-        self._device, self._world = device, world
-        self._stream = torch.cuda.Stream(device)
-        self._word = torch.zeros(1, device=device)
-
-    def _together(self) -> None:
-        dist.all_reduce(self._word)
-        torch.cuda.synchronize(self._device)
-
-    def _replays(
-        self, call: Call, count: int, rounds: int, capture: AbstractContextManager[None]
-    ) -> list[float]:
-        """us a call of each replay, of this rank."""
-        graph = torch.cuda.CUDAGraph()
-        with capture, torch.cuda.graph(graph, stream=self._stream):
-            for _ in range(count):
-                call()
-        times = []
-        for _ in range(rounds):
-            self._together()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            with torch.cuda.stream(self._stream):
-                dist.all_reduce(self._word)  # all ranks begin as one
-                begin.record()
-                graph.replay()
-                end.record()
-            torch.cuda.synchronize(self._device)
-            times.append(begin.elapsed_time(end) * 1000 / count)
-        return times
-
-    def _slowest(self, times: Sequence[float]) -> list[float]:
-        mine = torch.tensor(times, dtype=torch.float64, device=self._device)
-        dist.all_reduce(mine, dist.ReduceOp.MAX)
-        return mine.tolist()
-
-    def measure(
-        self, call: Call, capture: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> list[float]:
-        """us of a call, a value a replay, the slowest rank's."""
-        with torch.cuda.stream(self._stream):
-            call()
-        torch.cuda.synchronize(self._device)
-        guess = min(self._slowest(self._replays(call, 2, 2, capture())))
-        count = max(1, min(MOST_CALLS, int(REPLAY_US / guess)))
-        times = self._replays(call, count, WARM_ROUNDS + ROUNDS, capture())
-        return [round(one, 2) for one in self._slowest(times)[WARM_ROUNDS:]]
 
 
 class Bench:
@@ -101,7 +45,7 @@ class Bench:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.device, self.options = device, options
         self.until = time.monotonic() + options.budget_s
-        self.clock = Clock(device, self.world)
+        self.clock = Clock(device)
         most = max(options.tokens)
         settings = FusedSettings(HIDDEN, most)
         self.fused = CudaFused(settings, torch_arena(settings.layout().num_bytes, device), self.rank, device)
@@ -114,6 +58,7 @@ class Bench:
         )  # sums stay finite
         self.place = Place(self.fused, rows, residual, weight)
         self.rivals, self.notes = all_rivals(self.place, cpu_group, with_flashinfer=options.flashinfer)
+        self.fused.use(calibrate(self.fused))
         self.samples: list[dict[str, Any]] = []
 
     def over(self) -> bool:

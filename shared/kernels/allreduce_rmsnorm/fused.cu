@@ -340,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(kSegment + 32, 1) fused_bulk(const 
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_at(&full[s])), "r"(1) : "memory");
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_at(&empty[s])), "r"(kSegment / 32) : "memory");
     }
-    asm volatile("fence.proxy.async;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   Meeting m;
   if (!arrive(p, m)) return;
@@ -385,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(kSegment + 32, 1) fused_bulk(const 
         for (int to = 0; to < kWorld; to++)
           if (p.whole[to] != nullptr) store(p.whole[to] + base + at, kept[segment]);
       }
-      asm volatile("fence.proxy.async;" ::: "memory");  // written by ordinary stores, sent by bulk copies
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // written by ordinary stores, sent by bulk copies
       sync_some(2, kSegment);
       if (thread == 0) {
         for (int k = 0; k < p.num_targets; k++)

@@ -86,6 +86,7 @@ class CudaFused:
         self.shape = KernelShape(world, settings.hidden, settings.dtype is torch.bfloat16)
         self._report = self.driver.allocate_word()
         self._failure = 0
+        self._times = settings.times
         self._params = [self._lane_params(lane) for lane in range(settings.num_lanes)]
         engines = [Engine.PLAIN, self.engine(Algorithm.TWO_SHOT)]
         engines += [Engine.MULTIMEM] * settings.use_multicast
@@ -96,6 +97,10 @@ class CudaFused:
         """See FusedAllReduceNorm."""
         check_call(num_tokens, self.max_tokens, 0, 1, 0)
         return make_plan(self._algorithm(num_tokens), num_tokens, self.world, self.rank)
+
+    def use(self, times: Times) -> None:
+        """Pick by these from now on (calibrate.py); on all ranks, between two steps."""
+        self._times = times
 
     def engine(self, algorithm: Algorithm) -> Engine:
         """Who moves the bytes: a choice of speed alone, each gives the same bits."""
@@ -200,8 +205,7 @@ class CudaFused:
 
     def _algorithm(self, num_tokens: int) -> Algorithm:
         num_bytes = num_tokens * self.hidden * ELEMENT_BYTES
-        settings = self.settings
-        return pick(num_bytes, self.world, settings.times, multicast=settings.use_multicast)
+        return pick(num_bytes, self.world, self._times, multicast=self.settings.use_multicast)
 
     def _check(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
         right = tensor.dtype is self.dtype and tuple(tensor.shape) == shape and tensor.is_contiguous()
