@@ -61,6 +61,7 @@ def _show(found: dict[str, Any]) -> None:
         )
     out.print(table)
     _show_pages(found["mempool"])
+    _show_lending(found["mempool"])
     _show_queues(found["workers"])
 
 
@@ -71,6 +72,23 @@ def _show_pages(pool: dict[str, Any] | None) -> None:
     counts = ", ".join(f"{count} {state}" for state, count in pool["pages_by_state"].items() if count)
     size = f" of {bytes_text(pool['page_bytes'])}" if pool.get("page_bytes") else ""
     out.print(f"pages    {pool.get('num_pages', 0)}{size}: {counts or 'none yet'}", markup=False)
+
+
+def _show_lending(pool: dict[str, Any] | None) -> None:
+    """Nothing where the memory market is off."""
+    spaces = (pool or {}).get("lending", {}).get("spaces", {})
+    for space in spaces.values():
+        parts = [
+            f"{bytes_text(space[f'{share}_bytes'])} {share}"
+            for share in ("offered", "lent", "borrowed")
+            if space[f"{share}_bytes"]
+        ]
+        role = "" if space["may_lend"] else ", no producer by its profile"
+        names = ", ".join(space["instances"]) or "engines that are gone"
+        out.print(
+            f"lending  {names}: {', '.join(parts) or 'nothing'} of {bytes_text(space['total_bytes'])}{role}",
+            markup=False,
+        )
 
 
 def _show_queues(workers: dict[str, dict[str, Any] | None]) -> None:

@@ -46,6 +46,7 @@ CLUSTER_KEYS = {
     "peer_listen": "cluster.address",
     "processes": "cluster.gateway_processes",
     "capacity_bytes": "cluster.mempool_bytes",
+    "dram_for_host": "cluster.dram_bytes",
     "pd_caching": "cluster.pd_caching",
     "transfer_mode": "cluster.transfer_mode",
     "state_dir": "cluster.home",
@@ -90,7 +91,12 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     transfer_mode: Literal["", "by-request-agg", "by-request", "by-layer"] = (
         ""  # in what pieces, and when, blocks go from prefill to decode
     )
-    memory_market: bool = False  # the mempool reports to the coordinator, so that instances may lend memory
+    # instances lend memory to each other by themselves (docs/memory-market.md); on CPU with kv_space own, as each lends
+    # to another space than its own
+    memory_market: bool = False
+    lending_profiles: list[str] = []  # files of `quire profile`: who lends, how much, up to which rate
+    # of host memory behind the engines' pages, of each model; 0: none, with memory_market as much as mempool_bytes
+    dram_bytes: int = 0
     kv_space: str = ""  # own: every worker's pages in host memory apart from the others', for NUMA nodes
     gpu_memory_utilization: float = 0.0  # 0: the engine's own, divided where workers share a GPU
     threads: int = 0  # of each engine on CPU, of each of its ranks
@@ -159,9 +165,9 @@ def check(found: ClusterSettings) -> ClusterSettings:
             f"setting cluster.port: {found.port} is among the services' own ports "
             f"({found.base_port} to {found.base_port + 59}); set --base-port too"
         )
-    for name in ("log_cap_bytes", "ready_timeout_s"):
-        if getattr(found, name) < 1:
-            raise SettingsError(f"setting cluster.{name}: must be at least 1")
+    for name, least in (("log_cap_bytes", 1), ("ready_timeout_s", 1), ("dram_bytes", 0)):
+        if getattr(found, name) < least:
+            raise SettingsError(f"setting cluster.{name}: must be at least {least}")
     for name, good in (("trace_sample_ratio", 1), ("gpu_memory_utilization", 0.9)):
         if not 0.0 <= getattr(found, name) <= 1.0:
             raise SettingsError(f"setting cluster.{name}: must be 0 to 1; try {good}")

@@ -24,6 +24,7 @@ CPU_KV_SEQUENCES = 4
 CPU_VALUE_BYTES = 4  # fp32, the widest
 CPU_MIN_KV_BYTES = 256 << 20
 CPU_MAX_KV_BYTES = 4 << 30
+DEFAULT_DRAM_BYTES = 1 << 30  # the mempool's own capacity
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -268,6 +269,7 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
                 ("--capacity-bytes", found.mempool_bytes),
                 ("--pd-caching", found.pd_caching),
                 ("--transfer-mode", found.transfer_mode),
+                *_lending(found),
             ),
             "gateway": _optional(("--processes", found.gateway_processes)),
             "prefill": (*worker_flags, *_ranks(found, "prefill")),
@@ -278,6 +280,17 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
         join=parse_join(found.join),
         memory_market=found.memory_market,
     )
+
+
+def _lending(found: ClusterSettings) -> list[tuple[str, str | float]]:
+    """Who borrows has host memory behind its pages: what finds no lent page goes there, and what has to leave one."""
+    dram_bytes = found.dram_bytes or (found.memory_market and (found.mempool_bytes or DEFAULT_DRAM_BYTES))
+    profiles = [str(Path(name).expanduser().absolute()) for name in found.lending_profiles]
+    return [
+        ("--dram-bytes", dram_bytes),
+        ("--dram-for-host", "true" if dram_bytes else ""),
+        ("--lending-profiles", ",".join(profiles)),
+    ]
 
 
 def _ranks(found: ClusterSettings, role: str) -> tuple[str, ...]:

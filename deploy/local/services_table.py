@@ -204,7 +204,7 @@ class Plan:
     secrets: Mapping[str, Mapping[str, str]]  # row -> environment: what must not be on a command line
     address: str = ""  # where other machines of the cluster reach this one; "": it is alone
     join: Joined | None = None  # the machine with the control plane; None: this one
-    memory_market: bool = False  # whether the mempool reports to the coordinator
+    memory_market: bool = False  # whether the mempool reports to the coordinator, and lends by itself
 
 
 def build(plan: Plan) -> list[Service]:

@@ -82,9 +82,11 @@ class Producer:
         return now_ms >= self._held_until_ms
 
     def decide(
-        self, load: Load | None, offers: Sequence[OnOffer], now_ms: int, *, borrows: bool = False
+        self, load: Load | None, offers: Sequence[OnOffer], now_ms: int, *, keeps: bool = False
     ) -> list[MakeOffer | TakeBack]:
-        """Args: load: a new reading, None: nothing was reported since; borrows: the space has loans itself."""
+        """Args: load: a new reading, None: nothing was reported since; keeps: nothing is offered: the space borrows
+        itself, or nobody could borrow from it.
+        """
         if load is None:
             return self._on_silence(offers, now_ms)
         self._heard_at_ms = now_ms
@@ -100,7 +102,7 @@ class Producer:
             return []
         if self._steady_since_ms is None:
             self._steady_since_ms = now_ms
-        return self._offer(load, offered_bytes, now_ms, borrows=borrows)
+        return self._offer(load, offered_bytes, now_ms, keeps=keeps)
 
     # -- parts ------------------------------------------------------------------------------------
 
@@ -159,11 +161,11 @@ class Producer:
         self._held_until_ms = max(self._held_until_ms, now_ms + self._rules.hold_ms)
 
     def _offer(
-        self, load: Load, offered_bytes: int, now_ms: int, *, borrows: bool
+        self, load: Load, offered_bytes: int, now_ms: int, *, keeps: bool
     ) -> list[MakeOffer | TakeBack]:
         assert self._steady_since_ms is not None
         is_steady = now_ms - self._steady_since_ms >= self._rules.steady_ms
-        if not is_steady or now_ms < self._held_until_ms or self.is_asking or borrows or not self.may_lend:
+        if not is_steady or now_ms < self._held_until_ms or self.is_asking or keeps or not self.may_lend:
             return []
         spare_bytes = self.spare_bytes(load, self._window.peak_bytes(now_ms))
         if self._profiles:

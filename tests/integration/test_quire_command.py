@@ -100,7 +100,16 @@ def test_doctor_names_what_is_wrong_and_exits_one(quire):
 def test_a_cluster_from_up_to_down(quire):
     base = free_base_port()
     up = ["up", "--engine", "mock", "--port", str(base + 90), "--base-port", str(base)]
-    up += ["--set", "api_keys=sk-one", "--model", str(DEMO_MODEL), "--topology", "disaggregated"]
+    up += [
+        "--set",
+        "memory_market=true",
+        "--set",
+        "api_keys=sk-one",
+        "--model",
+        str(DEMO_MODEL),
+        "--topology",
+        "disaggregated",
+    ]
     url = f"http://127.0.0.1:{base + 90}"
     try:
         first = quire(*up)
@@ -124,6 +133,11 @@ def test_a_cluster_from_up_to_down(quire):
         assert models["prefill-0"]["coefficients"]["step_overhead_ms"] == 10.0
         assert models["decode-0"]["corrections"]["decode"]["num_observed"] > 0
         assert re.search(r"per step, ms +10 +10", quire("model", "show").stdout)
+
+        # both engines are in one space: there is nobody to lend to
+        while not (lending := re.search(r"lending  decode-0, prefill-0: (.*)", quire("status").stdout)):
+            continue
+        assert lending.group(1).startswith("nothing of 1.0 GiB")
 
         status = json.loads(quire("status", "--json").stdout)
         old = next(s["pid"] for s in status["services"] if s["name"] == "decode-0")

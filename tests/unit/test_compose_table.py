@@ -20,7 +20,7 @@ PORTS = Ports(gateway=8000, base=8100)
 # What containers need beyond the table: their own settings, secrets and the address that they are reached by.
 COMPOSE_ONLY = {
     "trace_endpoint", "redis_url", "api_keys", "coordinator_key", "advertise", "capacity_bytes",
-    "kv_cache_bytes", "threads", "disaggregation",
+    "kv_cache_bytes", "threads", "disaggregation", "lending", "dram_bytes",
 }  # fmt: skip
 IMAGES = {"runtime": "quire/runtime", "engine": "quire/engine", "redis": "redis:"}
 
@@ -44,7 +44,7 @@ def table() -> dict[str, Service]:
         host="127.0.0.1", ports=PORTS, python="python", workers=(Worker("prefill", 0), Worker("decode", 0)),
         launcher="exec", device="cpu", engine="vllm", model_dir="/model", model_name="quire-demo",
         redis_command=("redis-server",), sockets="/run/quire", threads=1, common_flags=(),
-        row_flags={}, secrets={},
+        row_flags={}, secrets={}, memory_market=True,
     )  # fmt: skip
     return {service.row: service for service in build(plan)}
 

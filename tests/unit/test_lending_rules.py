@@ -141,7 +141,7 @@ def test_who_lends_borrows_nothing_and_the_other_way_round():
     consumer = Consumer(rules)
     consumer.decide(Need(0, 0), [], 0)
     assert not consumer.decide(Need(9, 0), [], 1, lends=True)
-    assert not Producer(rules).decide(Load(100, 0), [], 0, borrows=True)
+    assert not Producer(rules).decide(Load(100, 0), [], 0, keeps=True)
     assert Producer(rules).decide(Load(100, 0), [], 0)
 
 

@@ -274,6 +274,16 @@ def test_mempools_report_to_the_memory_market_when_told_to_under_names_of_their_
     first = flags(of_name(build(a_plan(memory_market=True)))["mempool"])
     assert first["--coordinator-url"] == "http://127.0.0.1:8103"
     assert "--market-name" not in first
+    lone = plan.make_plan(settings(engine="mock"), config.paths_of("/h"), plan.Model(folder="/m", name="m"))
+    assert not {"--dram-bytes", "--lending-profiles"} & flags(of_name(build(lone))["mempool"]).keys()
+    asked = settings(
+        engine="mock", memory_market=True, mempool_bytes=5 << 20, lending_profiles=["/p/a.json", "/b"]
+    )
+    made = plan.make_plan(asked, config.paths_of("/h"), plan.Model(folder="/m", name="m"))
+    lends = flags(of_name(build(made))["mempool"])
+    assert lends["--dram-bytes"] == str(5 << 20), "who borrows has host memory behind it"
+    assert lends["--dram-for-host"] == "true"
+    assert lends["--lending-profiles"] == "/p/a.json,/b"
     found = settings(
         address="10.0.0.6", join="10.0.0.5:8100", num_prefill=0, engine="mock", memory_market=True
     )

@@ -200,7 +200,8 @@ class Desk:
         load = self._load(number, instances, party, now_ms)
         offers = self.offers_of(number)
         loans = self.loans_of(number, now_ms)
-        for one in party.producer.decide(load, offers, now_ms, borrows=bool(loans)):
+        keeps = bool(loans) or not self._has_takers(number)
+        for one in party.producer.decide(load, offers, now_ms, keeps=keeps):
             if isinstance(one, TakeBack):
                 self._take_back(number, one, now_ms)
             else:
@@ -363,6 +364,13 @@ class Desk:
                 if self._space_of(instance) == number:
                     self._pools[number].say(report.connection, shares)
                     self._touched(self._pools[number])
+
+    def _has_takers(self, number: int) -> bool:
+        """Whether some space of this mempool could borrow from this one: memory is not set aside for nobody."""
+        return any(
+            may_lend(self._pools[number], pool) and self._lending.num_left(other) is not None
+            for other, pool in self._pools.items()
+        )
 
     def _on_gpus(self, number: int) -> bool:
         memory = self._pools[number].memory
