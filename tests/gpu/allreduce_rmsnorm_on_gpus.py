@@ -1,6 +1,7 @@
 """The fused all-reduce on GPUs against float64: `python -m tests.gpu.allreduce_rmsnorm_on_gpus`; status 1 when wrong.
 
     --world N      N processes on N GPUs           --shapes 1000   random shapes       --replays 10000  of a graph
+    --pages        with --world: memory by our own descriptors instead of torch's symmetric memory
     --virtual N    N ranks as streams on one GPU   --seed S        printed             --bench          times at the end
 
 Errors are compared with those of an all-reduce in the tensors' type (NCCL's; with --virtual a sum in rank order) and
@@ -158,7 +159,15 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
     dist.init_process_group(
         "nccl", init_method=f"file://{folder}/store", rank=rank, world_size=options.world, device_id=device
     )
-    bed = Bed(options.world, [rank], device, 0, {rank: torch.cuda.Stream(device)}, False)
+    bed = Bed(
+        options.world,
+        [rank],
+        device,
+        0,
+        {rank: torch.cuda.Stream(device)},
+        False,
+        Path(folder) if options.pages else None,
+    )
     bed.budget = torch.cuda.get_device_properties(device).multi_processor_count
     good = run_all(bed, options)
     Path(folder, f"good{rank}").write_text(str(int(good)))
@@ -176,6 +185,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--replays", type=int, default=500)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(30))
     parser.add_argument("--bench", action="store_true")
+    parser.add_argument("--pages", action="store_true")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("not run: no GPU")

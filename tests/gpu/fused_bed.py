@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shared.engine.fused_pages import page_arena
 from shared.kernels.allreduce_rmsnorm.arenas import Arena, local_arenas, torch_arena
 from shared.kernels.allreduce_rmsnorm.fused import CudaFused, FusedSettings
 from shared.kernels.allreduce_rmsnorm.plan import Algorithm
@@ -30,12 +32,16 @@ class Bed:
     budget: int  # SMs of a rank at most
     streams: dict[int, torch.cuda.Stream]
     virtual: bool
+    folder: Path | None = None  # where ranks hand each other pages of our own; None: torch's symmetric memory
 
     def arenas(self, num_bytes: int) -> dict[int, Arena]:
         """Zeroed."""
         if self.virtual:
             return dict(enumerate(local_arenas(self.world, num_bytes, self.device)))
-        return {self.local[0]: torch_arena(num_bytes, self.device)}
+        rank = self.local[0]
+        if self.folder is None:
+            return {rank: torch_arena(num_bytes, self.device)}
+        return {rank: page_arena(num_bytes, self.device, rank, self.world, self.folder)}
 
     def open(self, settings: FusedSettings, arenas: dict[int, Arena]) -> dict[int, CudaFused]:
         """One end a local rank, over arenas that are zeroed again."""
