@@ -1,0 +1,83 @@
+"""A model's spare memory on loan while its load is steady, and back when its queue or rate rises (AQUA 6).
+
+The rules are those of engines' spaces (shared/lending); here a thread acts on them, because lending and taking back
+wait for the mempool, and the model's loop must not.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from shared.errors import ClusterError
+from shared.lending.load import Load
+from shared.lending.producer import MakeOffer, OnOffer, Producer
+from shared.lending.rules import LendingRules
+from shared.observe.log import get_logger
+
+LOOK_S = 0.02
+RETRY_MS = 1_000
+
+log = get_logger("producers.idle")
+
+
+class Lends(Protocol):
+    """Lender (shared/aqua/lender.py)."""
+
+    def lend(self, num_bytes: int) -> int: ...
+
+    def reclaim(self, deadline_ms: int) -> float: ...
+
+
+class LendsWhenIdle:
+    """From construction to close(), on a thread of its own. `reclaims`: (reason, seconds) of each.
+
+    Args: most_bytes: spare while nothing unusual goes on; clock_ms: of any start.
+    """
+
+    def __init__(
+        self,
+        lender: Lends,
+        most_bytes: int,
+        rules: LendingRules,
+        clock_ms: Callable[[], int] = lambda: int(time.monotonic() * 1_000),
+    ) -> None:
+        self.lent_bytes = 0
+        self.reclaims: list[tuple[str, float]] = []
+        self._lender, self._most_bytes, self._clock_ms = lender, most_bytes, clock_ms
+        self._producer = Producer(rules)
+        self._load: Load | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lends-when-idle", daemon=True)
+        self._thread.start()
+
+    def report(self, num_waiting: int, num_arrived: int) -> None:
+        """The model's load now. Called between its steps; never waits."""
+        self._load = Load(self._most_bytes, 0, num_waiting=num_waiting, num_arrived=num_arrived)
+
+    def _run(self) -> None:
+        while not self._closing.wait(LOOK_S):
+            load, self._load = self._load, None
+            offers = [OnOffer("mine", self.lent_bytes)] if self.lent_bytes else []
+            for decision in self._producer.decide(load, offers, self._clock_ms()):
+                try:
+                    if isinstance(decision, MakeOffer):
+                        self._lend(decision.length_bytes)
+                    else:
+                        self.reclaims.append((decision.reason, self._lender.reclaim(decision.deadline_ms)))
+                        self.lent_bytes = 0
+                except ClusterError as error:  # the next look decides again
+                    log.info("lending_failed", decision=type(decision).__name__, error=error.message)
+
+    def _lend(self, num_bytes: int) -> None:
+        try:
+            self.lent_bytes = self._lender.lend(num_bytes)
+        except ClusterError:
+            self._producer.answered(self._clock_ms(), retry_after_ms=RETRY_MS)
+            raise
+        self._producer.answered(self._clock_ms())
+
+    def close(self) -> None:
+        """Nothing more is decided; what is lent stays so."""
+        self._closing.set()
+        self._thread.join()

@@ -1,0 +1,168 @@
+"""Producers' models, their loop of work, and when they lend."""
+
+import json
+import threading
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from deploy.local.cli import app
+from loadtest.producers import audio, models, serve, unet
+from loadtest.producers.idle import LendsWhenIdle
+from loadtest.profiler.core.profile import decode
+from shared.errors import PeerGone
+from shared.lending.rules import LendingRules
+
+
+def test_the_diffusion_model_has_the_published_shape():
+    with torch.device("meta"):
+        model = unet.UNet(unet.SDXL)
+        out = model(
+            torch.empty(2, 4, 128, 128), torch.empty(2), torch.empty(2, 77, 2048), torch.empty(2, 2816)
+        )
+    assert sum(weight.numel() for weight in model.parameters()) == 2_567_463_684
+    assert out.shape == (2, 4, 128, 128)
+
+
+def test_the_audio_model_has_medium_size():
+    with torch.device("meta"):
+        model = audio.AudioTransformer(audio.MEDIUM)
+    assert 1.7e9 < sum(weight.numel() for weight in model.parameters()) < 1.9e9
+
+
+def test_tiny_models_compute_a_batch():
+    images = models.KINDS["tiny-unet"].run(models.build("tiny-unet", "cpu"), 3)
+    assert images.shape == (3, 4, unet.TINY.latent, unet.TINY.latent)
+    assert bool(images.isfinite().all())
+    clips = models.KINDS["tiny-audio"].run(models.build("tiny-audio", "cpu"), 2)
+    assert clips.shape == (2, audio.TINY.codebooks, audio.TINY.steps)
+    assert int(clips.max()) < audio.TINY.cardinality
+
+
+def test_every_audio_step_sees_the_steps_before_it():
+    torch.manual_seed(1)
+    shape = audio.AudioShape(1, 32, 4, 2, 16, 3, 0.1)
+    layer = audio.AudioTransformer(shape).layers[0]
+    assert isinstance(layer, torch.nn.Module)
+    x, text = torch.randn(2, shape.steps, 32), torch.randn(2, 3, 32)
+    cache = torch.zeros(2, 2, 4, shape.steps, 8)
+    with torch.inference_mode():
+        first = [layer(x[:, at : at + 1], cache, at, text) for at in range(shape.steps)]
+        changed = x.clone()
+        changed[:, 0] *= -1
+        cache.zero_()
+        second = [layer(changed[:, at : at + 1], cache, at, text) for at in range(shape.steps)]
+    assert not torch.allclose(first[-1], second[-1]), "the first step is seen by the last"
+    assert bool(cache[:, :, :, -1].abs().sum() > 0)
+
+
+@pytest.mark.parametrize("name", ["tiny_unet", "tiny_audio"])
+def test_quire_profile_runs_on_them(name, tmp_path):
+    target = tmp_path / "profile.json"
+    words = [
+        "profile",
+        "--callable",
+        f"loadtest.producers.models:{name}",
+        "--max-batch",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    told = CliRunner().invoke(app, [*words, "--out", str(target), "--json", "--threshold-bytes", "1"])
+    assert told.exit_code == 0, told.output + str(told.exception)
+    found = decode(target.read_bytes())
+    assert json.loads(told.stdout)["model"] == found.model
+    assert found.stable_rate_per_s > 0
+    assert found.batches[0]["batch"] == 1
+
+
+def test_jobs_arrive_evenly_and_a_burst_at_once():
+    queue = serve.Queue(10.0, batch=4)
+    assert queue.num_waiting(0.35) == 3
+    assert queue.take(0.35) == 3
+    assert queue.take(0.36) == 0
+    queue.burst(6)
+    assert (queue.num_waiting(0.4), queue.num_arrived(0.4)) == (7, 10)
+    assert (queue.take(0.4), queue.take(0.4), queue.take(0.4)) == (4, 3, 0)
+
+
+def test_a_batch_always_waits_where_no_rate_is_given():
+    queue = serve.Queue(0.0, batch=2)
+    assert [queue.take(at_s) for at_s in (0.0, 0.0, 9.0)] == [2, 2, 2]
+    queue.burst(3)
+    assert queue.num_waiting(9.0) == 5
+    assert [queue.take(9.0) for _ in range(3)] == [2, 2, 2]
+    assert queue.num_waiting(9.0) == 2
+
+
+def test_a_run_ends_and_is_summed_up():
+    done = []
+    loop = serve.Loop(done.append, serve.Queue(0.0, 3), None, lambda line: None)
+
+    def work(count):
+        done.append(count)
+        if len(done) == 5:
+            loop.stop()
+
+    loop._work = work
+    told = serve.summary(loop.run(3_600.0), [("queue grew to 9", 0.25)])
+    assert told["jobs"] == 15
+    assert told["jobs_per_s"] > 0
+    assert told["reclaims"] == [{"reason": "queue grew to 9", "seconds": 0.25}]
+    assert serve.summary(serve.Served(), [])["jobs_per_s"] == 0.0
+
+
+class FakeLender:
+    """Refuses once."""
+
+    def __init__(self):
+        self.calls = []
+        self.happened = threading.Condition()
+        self.refusals = 1
+
+    def _note(self, *what):
+        with self.happened:
+            self.calls.append(what)
+            self.happened.notify_all()
+
+    def lend(self, num_bytes):
+        if self.refusals:
+            self.refusals -= 1
+            self._note("refused")
+            raise PeerGone("no coordinator")
+        self._note("lend", num_bytes)
+        return num_bytes
+
+    def reclaim(self, deadline_ms):
+        self._note("reclaim", deadline_ms)
+        return 0.5
+
+    def wait(self, count):
+        with self.happened:
+            assert self.happened.wait_for(lambda: len(self.calls) >= count, 60), self.calls
+
+
+def test_memory_is_lent_while_load_is_steady_and_taken_back_when_the_queue_grows():
+    lender, now_ms = FakeLender(), 0
+    rules = LendingRules(
+        threshold_bytes=0, reserve_share=0.0, steady_ms=0, hold_ms=600_000, window_ms=10_000, peak_ms=10_000,
+        queue_limit=4, silent_ms=3_600_000, reclaim_deadline_ms=700,
+    )  # fmt: skip
+    idle = LendsWhenIdle(lender, 1_000, rules, clock_ms=lambda: now_ms)
+    idle.report(0, 0)
+    lender.wait(1)
+    while len(lender.calls) < 2:
+        now_ms += 2_000  # the pause behind a refusal
+        idle.report(0, 0)
+        with lender.happened:
+            lender.happened.wait(0.05)
+    assert lender.calls[:2] == [("refused",), ("lend", 1_000)]
+    while len(lender.calls) < 3:
+        idle.report(9, 9)
+        with lender.happened:
+            lender.happened.wait(0.05)
+    idle.close()
+    assert lender.calls[2] == ("reclaim", 700)
+    assert [(reason, seconds) for reason, seconds in idle.reclaims] == [("queue grew to 9", 0.5)]
+    assert idle.lent_bytes == 0
