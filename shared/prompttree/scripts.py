@@ -4,6 +4,7 @@
     quire:pt:spaces                    hash: a mempool's space -> "<tag> <epoch> <behind> <audience>" (hits.py)
     quire:pt:held:<owner>:<tag>        set of 16-byte block hashes, and one marker; it has the TTL
     quire:pt:version                   grows with every retraction, for gateways that remember look-ups
+    quire:pt:fence:<table>:<owner>     epoch of a row that is gone, for a day: no older process claims the name
 
 Every owner (an engine's instance, or a space of a mempool) writes its own set only. The tag (16 hex digits, random)
 names one publication of its blocks: a new epoch, an emptied cache or a lost Redis gets a new tag, which ends the
@@ -32,6 +33,7 @@ OWNERS = "owners"  # engines
 SPACES = "spaces"  # of mempools
 IS_DRAM = "dram"  # `behind` of memory that is itself behind others
 NONE_BEHIND = "-"
+FENCE_S = 86_400  # an older process that is still there after a day would be heard
 
 _COMMON = """
 local call, sub = redis.call, string.sub
@@ -43,6 +45,15 @@ local function unpacked(blob)
   return unpack(hashes)
 end
 local function row_epoch(row) return tonumber(string.match(row, '^%x+ (%d+)') or 0) end
+"""
+
+# Before a row goes: its owner's epoch outlives it.
+_FENCE = f"""
+local function fence_key(owner) return 'quire:pt:fence:' .. ARGV[1] .. ':' .. owner end
+local function fence_of(owner) return tonumber(call('GET', fence_key(owner)) or 0) end
+local function keep_fence(owner, epoch)
+  if tonumber(epoch) >= fence_of(owner) then call('SET', fence_key(owner), epoch, 'EX', {FENCE_S}) end
+end
 """
 
 # 'lost' also when the set was evicted or expired: then the publication is over.
@@ -72,6 +83,7 @@ local function covered(owner)
   return false
 end
 local function withdraw(owner, row)
+  keep_fence(owner, string.match(row, '^%x+ (%d+)') or 0)
   call('UNLINK', held(owner, sub(row, 1, 16)))
   call('HDEL', 'quire:pt:' .. ARGV[1], owner)
   call('INCR', VERSION)
@@ -153,10 +165,12 @@ return {engines, spaces, tonumber(call('GET', VERSION) or 0)}
 # there is none to begin.
 CLAIM = Script(
     _COMMON
+    + _FENCE
     + _COVERED
     + """
 local ROWS = 'quire:pt:' .. ARGV[1]
 local owner, epoch, tag, ttl, rest = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+if fence_of(owner) > tonumber(epoch) then return 'stale' end
 local row = call('HGET', ROWS, owner)
 if row then
   if row_epoch(row) > tonumber(epoch) then return 'stale' end
@@ -193,6 +207,7 @@ return 'ok'
 BEAT = Script(
     _COMMON
     + _GUARD
+    + _FENCE
     + _COVERED
     + """
 local verdict, row = check(ARGV[2], ARGV[3], ARGV[4])
@@ -208,7 +223,10 @@ if row ~= now then call('HSET', ROWS, ARGV[2], now) end
 if ARGV[7] == '1' then
   local rows = call('HGETALL', ROWS)
   for r = 1, #rows, 2 do
-    if call('EXISTS', held(rows[r], sub(rows[r + 1], 1, 16))) == 0 then call('HDEL', ROWS, rows[r]) end
+    if call('EXISTS', held(rows[r], sub(rows[r + 1], 1, 16))) == 0 then
+      keep_fence(rows[r], string.match(rows[r + 1], '^%x+ (%d+)') or 0)
+      call('HDEL', ROWS, rows[r])
+    end
   end
 end
 return call('SCARD', key) - 1
@@ -219,8 +237,10 @@ return call('SCARD', key) - 1
 RELEASE = Script(
     _COMMON
     + _GUARD
+    + _FENCE
     + """
 if check(ARGV[2], ARGV[3], ARGV[4]) ~= 'ok' then return 'lost' end
+keep_fence(ARGV[2], ARGV[3])
 call('UNLINK', held(ARGV[2], ARGV[4]))
 call('HDEL', ROWS, ARGV[2])
 call('INCR', VERSION)

@@ -212,6 +212,30 @@ async def test_rows_of_dead_owners_are_dropped_by_the_living(redis, opened):
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.parametrize("gone", ["swept", "released"])
+async def test_an_older_process_cannot_claim_after_the_row_of_the_newer_one_is_gone(redis, opened, gone):
+    client = await make_client(redis, opened)
+    newer = make_publisher(redis, opened, epoch=6, ttl_s=1, beat_ms=100)
+    await published(newer, *chain(3))
+    if gone == "released":
+        await newer.close()
+    else:
+        newer._task.cancel()
+    living = make_publisher(redis, opened, "living", beat_ms=50, ttl_s=5)
+    await published(living, *chain(2))
+    deadline = time.monotonic() + 30
+    while await living._link.call("HEXISTS", "quire:pt:owners", "p0", timeout_ms=PATIENCE_MS):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    late = make_publisher(redis, opened, epoch=5)
+    late.stored(chain(40))
+    await until(lambda: late.stale or late.in_sync)
+    assert late.stale
+    assert await depths(client, chain(40), BLOCK_TOKENS) == {"living": 2 * BLOCK_TOKENS}
+    await published(make_publisher(redis, opened, epoch=7), *chain(4))
+    assert (await depths(client, chain(40), BLOCK_TOKENS))["p0"] == 4 * BLOCK_TOKENS
+
+
 @pytest.mark.parametrize(
     "command", [("FLUSHALL",), ("DEL", "quire:pt:owners"), ("SREM", "held", "x")], ids=["all", "row", "one"]
 )

@@ -2,7 +2,7 @@
 
 - After a quiet time the tree says of every living owner exactly what it holds, and nothing of the dead.
 - At every moment a block that the tree gives to an owner was held by it within the last TTL (and a call's deadline).
-- What the tree says of an owner was published under the largest epoch that claimed its name since its row is there.
+- What the tree says of an owner was published under the largest epoch that ever claimed its name in this Redis.
 The server is a model of scripts.py (test_prompttree_redis.py runs the Lua); the owners run the real HeldBlocks in turns
 of the publisher. A call may run although its answer is lost, and one that timed out may run late.
 """
@@ -52,6 +52,7 @@ class Server:
 
     now_ms: int = 0
     rows: dict = field(default_factory=dict)
+    fences: dict = field(default_factory=dict)  # of rows that are gone
     sets: dict = field(default_factory=dict)  # (name, tag) -> (members, expires_ms)
 
     def members(self, name, tag):
@@ -72,7 +73,7 @@ class Server:
 
     def claim(self, name, epoch, tag):
         row = self.rows.get(name)
-        if row is not None and row.epoch > epoch:
+        if self.fences.get(name, 0) > epoch or (row is not None and row.epoch > epoch):
             return "stale"
         if row is not None:
             self.sets.pop((name, row.tag), None)
@@ -94,7 +95,7 @@ class Server:
         members, _ = self.sets[name, tag]
         self.sets[name, tag] = (members, self.now_ms + TTL_MS)
         for other in [n for n, row in self.rows.items() if self.members(n, row.tag) is None]:
-            del self.rows[other]
+            self.fences[other] = max(self.fences.get(other, 0), self.rows.pop(other).epoch)
         return len(members)
 
 
@@ -142,10 +143,8 @@ class Tree(RuleBasedStateMachine):
 
     def perform(self, method, name, epoch, args):
         verdict = getattr(self.server, method)(name, epoch, *args)
-        for swept in self.claimed_epoch.keys() - self.server.rows.keys():
-            del self.claimed_epoch[swept]  # with its fence; the owner finds itself lost and claims again
         if method == "claim" and verdict == "ok":
-            assert epoch >= self.claimed_epoch.get(name, 0) or name not in self.claimed_epoch
+            assert epoch >= self.claimed_epoch.get(name, 0)
             self.claimed_epoch[name] = epoch
         return verdict
 
@@ -224,6 +223,7 @@ class Tree(RuleBasedStateMachine):
             self.start(name)
         elif incident == "wiped":
             self.server.rows.clear()
+            self.server.fences.clear()
             self.server.sets.clear()
             self.claimed_epoch.clear()
         elif incident == "set evicted" and row is not None:
