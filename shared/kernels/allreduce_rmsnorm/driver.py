@@ -8,7 +8,7 @@ import ctypes
 import importlib
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from shared.kernels.allreduce_rmsnorm.errors import FusedRefused, FusedUnavailable
 from shared.kernels.allreduce_rmsnorm.plan import MAX_WORLD
@@ -100,6 +100,37 @@ def compile_kernels(shape: KernelShape, arch: str) -> Binary:
     return binary
 
 
+class FusedDriver(Protocol):
+    """What a launch needs of a GPU. Every call raises FusedRefused when the driver refuses."""
+
+    num_sms: int
+    capability: tuple[int, int]
+
+    def function(self, shape: KernelShape, name: str) -> Any:
+        """A kernel by name, ready to be launched."""
+        ...
+
+    def launch(self, function: Any, launch: Launch, stream: int, params: Params) -> None:
+        """Stream-ordered; parameters are copied before this returns."""
+        ...
+
+    def allocate_word(self) -> "HostWord":
+        """A zero in host memory that kernels may set; the caller closes it."""
+        ...
+
+    def free_word(self, address: int) -> None:
+        """Of allocate_word."""
+        ...
+
+    def synchronize(self) -> None:
+        """Until everything on the device is done."""
+        ...
+
+    def close(self) -> None:
+        """Nothing of this driver runs any more."""
+        ...
+
+
 class KernelDriver:
     """One GPU's primary context, the one that torch uses; it has to exist already.
 
@@ -150,7 +181,7 @@ class KernelDriver:
         return self._functions[key]
 
     def launch(self, function: Any, launch: Launch, stream: int, params: Params) -> None:
-        """Parameters are copied before this returns."""
+        """See FusedDriver."""
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         self._call(
             "cuLaunchKernel", function, launch.ctas, 1, 1, launch.threads, 1, 1, launch.shared_bytes, stream,
@@ -158,13 +189,18 @@ class KernelDriver:
         )  # fmt: skip
 
     def allocate_word(self) -> "HostWord":
-        """A zero that kernels may set; the caller closes it."""
+        """See FusedDriver."""
         flags = self._cuda.CU_MEMHOSTALLOC_PORTABLE | self._cuda.CU_MEMHOSTALLOC_DEVICEMAP
         return HostWord(int(self._call("cuMemHostAlloc", 4, flags)), self)
 
     def free_word(self, address: int) -> None:
-        """Of allocate_word."""
+        """See FusedDriver."""
         self._call("cuMemFreeHost", address)
+
+    def synchronize(self) -> None:
+        """See FusedDriver."""
+        self._call("cuCtxSetCurrent", self._context)
+        self._call("cuCtxSynchronize")
 
     def close(self) -> None:
         """Unload what was compiled, let go of the context."""
@@ -178,7 +214,7 @@ class KernelDriver:
 class HostWord:
     """32 bits in pinned host memory; device and host know it by one address."""
 
-    def __init__(self, address: int, driver: KernelDriver) -> None:
+    def __init__(self, address: int, driver: FusedDriver) -> None:
         self.address = address
         self._driver = driver
         self._word = ctypes.c_uint32.from_address(address)

@@ -6,7 +6,7 @@ import torch
 
 from shared.errors import InvalidRequest
 from shared.kernels.allreduce_rmsnorm.arenas import Arena, addresses, rows_view
-from shared.kernels.allreduce_rmsnorm.driver import KernelDriver, Params
+from shared.kernels.allreduce_rmsnorm.driver import FusedDriver, KernelDriver, Params
 from shared.kernels.allreduce_rmsnorm.errors import FusedUnavailable, error_of
 from shared.kernels.allreduce_rmsnorm.plan import (
     ELEMENT_BYTES,
@@ -62,26 +62,35 @@ class FusedSettings:
 class CudaFused:
     """See FusedAllReduceNorm. One rank, one GPU; `arena` is zeroed and its owner's to close after this.
 
+    `driver` is a GPU's own unless a test brings one that acts the kernels out on the CPU (acted_driver.py).
+
     Raises: InvalidRequest; FusedUnavailable without a GPU or compiler; FusedRefused when the source does not compile.
     Cost: a compilation of about a second the first time a process meets a shape.
     """
 
-    def __init__(self, settings: FusedSettings, arena: Arena, rank: int, device: torch.device) -> None:
-        world, device = len(arena.bases), torch.device("cuda", device.index or 0)
+    def __init__(
+        self,
+        settings: FusedSettings,
+        arena: Arena,
+        rank: int,
+        device: torch.device,
+        *,
+        driver: FusedDriver | None = None,
+    ) -> None:
+        world = len(arena.bases)
         check_shape(world, rank, settings.hidden, settings.max_tokens)
         if settings.dtype not in DTYPES:
             raise InvalidRequest(f"{settings.dtype}: one of {DTYPES}")
         if settings.use_multicast and not arena.multicast:
             raise FusedUnavailable("use_multicast: the arena has no multicast address")
-        self.rank, self.world, self.device = rank, world, device
+        self.rank, self.world, self.device = rank, world, arena.own.device
         self.hidden, self.max_tokens = settings.hidden, settings.max_tokens
         self.dtype, self.num_lanes = settings.dtype, settings.num_lanes
         self.settings = settings
         self._arena, self._layout = arena, settings.layout()
         if arena.own.numel() < self._layout.num_bytes:
             raise InvalidRequest(f"an arena of {arena.own.numel()} B; {self._layout.num_bytes} are needed")
-        torch.cuda.current_stream(device)  # the context exists from here on
-        self.driver = KernelDriver(device.index)
+        self.driver: FusedDriver = driver or _driver_of(device)
         self.num_sms = settings.max_ctas or self.driver.num_sms
         self.shape = KernelShape(world, settings.hidden, settings.dtype is torch.bfloat16)
         self._report = self.driver.allocate_word()
@@ -199,7 +208,7 @@ class CudaFused:
 
     def close(self) -> None:
         """See FusedAllReduceNorm. The arena is closed by who made it."""
-        torch.cuda.synchronize(self.device)
+        self.driver.synchronize()
         self._report.close()
         self.driver.close()
 
@@ -243,5 +252,11 @@ class CudaFused:
         return params
 
     def _launch(self, name: str, launch: Launch, params: Params) -> None:
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+        on_gpu = self.device.type == "cuda"
+        stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
         self.driver.launch(self.driver.function(self.shape, name), launch, stream, params)
+
+
+def _driver_of(device: torch.device) -> KernelDriver:
+    torch.cuda.current_stream(device)  # the context exists from here on
+    return KernelDriver(device.index or 0)

@@ -1,0 +1,139 @@
+"""The launcher over kernels acted out on the CPU: float64's rows on every rank; wrong calls are refused."""
+
+import ctypes
+
+import pytest
+import torch
+
+from shared.errors import InvalidRequest, PeerTimeout
+from shared.kernels.allreduce_rmsnorm.acted_driver import ActedDriver, ActedGroup
+from shared.kernels.allreduce_rmsnorm.arenas import Arena
+from shared.kernels.allreduce_rmsnorm.errors import FusedUnavailable, Phase, pack
+from shared.kernels.allreduce_rmsnorm.fused import CudaFused, FusedSettings
+from shared.kernels.allreduce_rmsnorm.plan import Algorithm, make_plan, times_from_rows
+from shared.kernels.allreduce_rmsnorm.reference import reference
+from shared.kernels.allreduce_rmsnorm.shapes import Engine
+
+HIDDEN, MOST, EPS = 1032, 9, 1e-5
+CPU = torch.device("cpu")
+
+
+def open_group(world: int, **more) -> tuple[list[CudaFused], ActedGroup]:
+    settings = FusedSettings(HIDDEN, MOST, num_lanes=2, **{"whole_residual": True, **more})
+    memories = [torch.zeros(settings.layout().num_bytes, dtype=torch.uint8) for _ in range(world)]
+    bases = tuple(one.data_ptr() for one in memories)
+    group = ActedGroup(world)
+    arenas = [Arena(one, bases, 0, lambda: None) for one in memories]
+    return [
+        CudaFused(settings, arena, rank, CPU, driver=ActedDriver(group)) for rank, arena in enumerate(arenas)
+    ], group
+
+
+def tensors(world: int, num_tokens: int, seed: int):
+    made = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=made).bfloat16()
+
+    return [normal(num_tokens, HIDDEN) for _ in range(world)], normal(num_tokens, HIDDEN), normal(HIDDEN)
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.ONE_SHOT, Algorithm.TWO_SHOT])
+@pytest.mark.parametrize(("world", "num_tokens"), [(1, 1), (2, 1), (2, 9), (3, 2), (4, 7)])
+@pytest.mark.parametrize(("whole", "gemma"), [(False, False), (True, True)])
+def test_rows_of_every_rank_are_float64s_and_lanes_do_not_touch(algorithm, world, num_tokens, whole, gemma):
+    fused, group = open_group(world)
+    for lane in (0, 1):
+        partials, residual, weight = tensors(world, num_tokens, lane)
+        held = [residual.clone() for _ in range(world)]
+        found = []
+        for rank, one in enumerate(fused):
+            plan = make_plan(algorithm, num_tokens, world, rank)
+            more = {"lane": lane, "gemma": gemma, "whole_residual": whole}
+            found.append(one.run_as(plan, Engine.PLAIN, partials[rank], held[rank], weight, EPS, **more))
+        want, want_residual = reference(partials, residual, weight, EPS, gemma=gemma)
+        for rank, (normed, carried) in enumerate(found):
+            assert torch.equal(normed, found[0][0])
+            assert (normed.double() - want).abs().max() < 0.02 * want.abs().max()
+            plan = make_plan(algorithm, num_tokens, world, rank)
+            others = torch.ones(num_tokens, dtype=torch.bool)
+            others[plan.start : plan.stop] = False
+            assert torch.equal(held[rank][others], residual[others]), "rows of others stay"
+            right = slice(None) if whole else slice(plan.start, plan.stop)
+            assert torch.allclose(carried[right].double(), want_residual[right], rtol=0.01, atol=0.01)
+        if lane == 1:
+            assert torch.equal(fused[0].input(num_tokens, 1), partials[0])
+            assert not torch.equal(fused[0].input(num_tokens, 0), partials[0])
+    assert {name for name, _ in group.launches} == {"fused_plain"}
+
+
+def test_the_input_view_is_not_copied_and_gathered_residuals_are_whole():
+    fused, group = open_group(
+        2, times=times_from_rows([(1, {Algorithm.ONE_SHOT: 2.0, Algorithm.TWO_SHOT: 1.0})])
+    )
+    partials, residual, weight = tensors(2, 5, 7)
+    held = [residual.clone() for _ in fused]
+    for rank, one in enumerate(fused):
+        one.input(5).copy_(partials[rank])
+        one.run(one.input(5), held[rank], weight, EPS, num_sms=2)
+    gathered = [one.gather_residual(held[rank]) for rank, one in enumerate(fused)]
+    _, want = reference(partials, residual, weight, EPS)
+    assert torch.equal(gathered[0], gathered[1])
+    assert torch.allclose(gathered[0].double(), want, rtol=0.01, atol=0.01)
+    assert [name for name, _ in group.launches] == ["fused_plain"] * 2 + ["gather_rows"] * 2
+    assert all(launch.ctas == 2 for name, launch in group.launches if name == "fused_plain")
+    for one in fused:
+        one.close()
+
+
+def test_add_norm_is_the_same_without_a_sum():
+    fused, _ = open_group(1)
+    (rows,), residual, weight = tensors(1, 4, 3)
+    want, want_residual = reference([rows], residual, weight, EPS)
+    fused[0].add_norm(rows, residual, weight, EPS)
+    assert torch.allclose(rows.double(), want, rtol=0.02, atol=0.02)
+    assert torch.allclose(residual.double(), want_residual, rtol=0.01, atol=0.01)
+
+
+def test_long_rows_of_many_tokens_go_to_the_bulk_engine_and_short_ones_to_registers():
+    fused, _ = open_group(2)
+    assert fused[0].engine(Algorithm.TWO_SHOT) is Engine.PLAIN
+    wide = FusedSettings(8192, 4)
+    memory = torch.zeros(wide.layout().num_bytes, dtype=torch.uint8)
+    arena = Arena(memory, (memory.data_ptr(), memory.data_ptr()), 0, lambda: None)
+    one = CudaFused(wide, arena, 0, CPU, driver=ActedDriver(ActedGroup(2)))
+    assert one.engine(Algorithm.TWO_SHOT) is Engine.BULK
+    assert one.engine(Algorithm.ONE_SHOT) is Engine.PLAIN
+
+
+def test_wrong_tensors_are_refused_before_anything_starts():
+    fused, group = open_group(2, whole_residual=False)
+    partials, residual, weight = tensors(2, 4, 1)
+    for wrong in (
+        (partials[0].half(), residual, weight), (partials[0][:, :1024], residual, weight),
+        (partials[0], residual[:3], weight), (partials[0], residual.t().contiguous().t(), weight),
+        (partials[0], residual, weight[:8]), (partials[0], residual, weight.float()),
+    ):  # fmt: skip
+        with pytest.raises(InvalidRequest):
+            fused[0].run(*wrong, EPS)
+    plan = make_plan(Algorithm.TWO_SHOT, 4, 2, 0)
+    with pytest.raises(InvalidRequest, match="whole_residual"):
+        fused[0].run_as(plan, Engine.PLAIN, partials[0], residual, weight, EPS, whole_residual=True)
+    with pytest.raises(FusedUnavailable, match="multicast"):
+        open_group(2, use_multicast=True)
+    assert not group.launches
+
+
+def test_a_peer_that_did_not_come_is_named_by_check_and_by_every_later_call():
+    fused, _ = open_group(2)
+    fused[0].check()
+    partials, residual, weight = tensors(2, 4, 1)
+    word = ctypes.c_uint32.from_address(fused[0]._report.address)
+    word.value = pack(Phase.ARRIVE, 1, 0)
+    for _ in range(2):
+        with pytest.raises(PeerTimeout, match="for rank 1"):
+            fused[0].check()
+    with pytest.raises(PeerTimeout):
+        fused[0].run(partials[0], residual, weight, EPS)
+    with pytest.raises(PeerTimeout):
+        fused[0].gather_residual(residual)
