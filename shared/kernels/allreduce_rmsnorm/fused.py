@@ -97,6 +97,12 @@ class CudaFused:
         self._failure = 0
         self._times = settings.times
         self._params = [self._lane_params(lane) for lane in range(settings.num_lanes)]
+        self._views = {
+            (kind, lane): rows_view(arena, offset, self.max_tokens, self.hidden, self.dtype)
+            for lane, where in enumerate(self._layout.lanes)
+            for kind, offset in (("input", where.input), ("out", where.out), ("whole", where.whole))
+            if offset >= 0
+        }
         engines = [Engine.PLAIN, self.engine(Algorithm.TWO_SHOT)]
         engines += [Engine.MULTIMEM] * settings.use_multicast
         for name in ("gather_rows", "add_norm", *(_KERNELS[one] for one in engines)):
@@ -121,7 +127,7 @@ class CudaFused:
     def input(self, num_tokens: int, lane: int = 0) -> torch.Tensor:
         """See FusedAllReduceNorm."""
         check_call(num_tokens, self.max_tokens, lane, self.num_lanes, 0)
-        return rows_view(self._arena, self._layout.lanes[lane].input, num_tokens, self.hidden, self.dtype)
+        return self._views["input", lane][:num_tokens]
 
     def run(
         self,
@@ -163,17 +169,15 @@ class CudaFused:
         self._check("weight", weight, (self.hidden,))
         self.check()
         scattered = plan.algorithm is not Algorithm.ONE_SHOT
-        staged = self.input(plan.num_tokens, lane)
-        if partial.data_ptr() != staged.data_ptr():
-            staged.copy_(partial)
+        if partial.data_ptr() != self._params[lane].input[self.rank]:
+            self.input(plan.num_tokens, lane).copy_(partial)
         params = self._call_params(lane, plan, residual, whole=whole_residual and scattered)
         params.weight, params.eps, params.gemma = weight.data_ptr(), eps, int(gemma)
         launch = self.shape.launch(engine, plan.algorithm, plan.num_tokens, num_sms or self.num_sms)
         self._launch(_KERNELS[engine], launch, params)
-        where = self._layout.lanes[lane]
-        out = rows_view(self._arena, where.out, plan.num_tokens, self.hidden, self.dtype)
+        out = self._views["out", lane][: plan.num_tokens]
         if whole_residual and scattered:
-            residual = rows_view(self._arena, where.whole, plan.num_tokens, self.hidden, self.dtype)
+            residual = self._views["whole", lane][: plan.num_tokens]
         return out, residual
 
     def add_norm(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
@@ -197,8 +201,7 @@ class CudaFused:
         params = self._call_params(lane, plan, residual, whole=True)
         ctas = self.shape.launch(Engine.PLAIN, plan.algorithm, plan.num_tokens, self.num_sms).ctas
         self._launch("gather_rows", Launch(ctas, 512, 0), params)
-        where = self._layout.lanes[lane]
-        return rows_view(self._arena, where.whole, plan.num_tokens, self.hidden, self.dtype)
+        return self._views["whole", lane][: plan.num_tokens]
 
     def check(self) -> None:
         """See FusedAllReduceNorm."""

@@ -5,6 +5,7 @@ arena of one rank:  lane 0: input | out | whole residual | flags | epochs    lan
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from shared.errors import InvalidRequest
 from shared.kernels.allreduce_rmsnorm.plan import (
@@ -94,6 +95,7 @@ class KernelShape:
             "STAGES": self.stages,
         }
 
+    @lru_cache(maxsize=1024)  # noqa: B019  shapes live as long as the process
     def launch(self, engine: Engine, algorithm: Algorithm, num_tokens: int, most_ctas: int) -> "Launch":
         """The same on every rank."""
         ctas = num_ctas(algorithm, num_tokens, self.world, min(most_ctas, MAX_CTAS))
