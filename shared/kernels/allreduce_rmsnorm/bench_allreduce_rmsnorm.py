@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from shared.kernels.allreduce_rmsnorm.timing import Call, Clock
 
 HIDDEN = 8192
 TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+SWEEP_TOKENS = (512, 4096, 16384)
 BUDGETS = (2, 4, 8, 16, 32)
 ONE_SHOT_MOST_TOKENS = 512
 BUDGETS_FROM_BYTES = 8 << 20
@@ -112,6 +114,30 @@ class Bench:
             self.fused.check()
             say(f"{num_tokens:>6} tokens, us: " + "; ".join(line))
 
+    def sweep(self) -> None:
+        """The same call of kernels that are cut up otherwise."""
+        plain = self.fused.shape
+        variants: list[tuple[Engine, dict[str, int]]] = [
+            *((Engine.BULK, {"segment_vectors": width, "max_stages": 64}) for width in (64, 128, 256, 512)),
+            *((Engine.BULK, {"segment_vectors": 256, "max_stages": stages}) for stages in (2, 3, 4, 6)),
+            *((Engine.PLAIN, {"in_flight": loads}) for loads in (8, 16, 24)),
+        ]
+        for num_tokens in SWEEP_TOKENS:
+            for engine, cut in variants:
+                if self.over():
+                    return
+                self.fused.shape = replace(plain, **cut)
+                if engine is Engine.BULK and self.fused.shape.stages < 2:
+                    continue
+                calls = {
+                    sms: self.ours(num_tokens, Algorithm.TWO_SHOT, engine, sms)
+                    for sms in (2, 4, 8, 16, 32, 0)
+                }
+                figures = {sms: statistics.median(self.clock.measure(call)) for sms, call in calls.items()}
+                text = " ".join(f"{sms or 'all'}:{us:.1f}" for sms, us in figures.items())
+                say(f"sweep {num_tokens} tokens {engine} {cut} stages {self.fused.shape.stages}: {text}")
+        self.fused.shape = plain
+
     def _rival(self, rival: Rival, num_tokens: int) -> str:
         times = self.clock.measure(lambda: rival.call(num_tokens), rival.capture)
         self.place.rows.clamp_(-8, 8)
@@ -134,7 +160,10 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
     cpu_group = dist.new_group(backend="gloo")
     assert isinstance(cpu_group, dist.ProcessGroup)
     bench = Bench(options, device, cpu_group)
-    bench.run()
+    if options.sweep:
+        bench.sweep()
+    else:
+        bench.run()
     if rank == 0:
         found = {
             "samples": bench.samples,
@@ -156,6 +185,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--budget-s", type=float, default=240.0)
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
+    parser.add_argument("--sweep", action="store_true", help="no rivals: other ways to cut the kernel up")
     parser.add_argument("--flashinfer", action="store_true", help="its kernels are compiled first: minutes")
     options = parser.parse_args(argv)
     if torch.cuda.device_count() < options.world:

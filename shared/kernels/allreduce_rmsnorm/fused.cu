@@ -5,7 +5,8 @@
 // old outputs any more) and when it is through (all rows have arrived, and nobody reads this rank's input any more).
 // Nothing else waits: rows of different CTAs are read, normed and sent while others still are on their way.
 //
-// Compiled by NVRTC, without headers. -D: WORLD HIDDEN BF16 ROW_THREADS ROWS_PER_CTA SEGMENT STAGES PARAMS_BYTES.
+// Compiled by NVRTC, without headers. -D: WORLD HIDDEN BF16 ROW_THREADS ROWS_PER_CTA IN_FLIGHT SEGMENT STAGES
+// PARAMS_BYTES.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -15,7 +16,7 @@ constexpr int kVectors = HIDDEN / 8;  // 16 bytes each, in a row
 constexpr int kRowThreads = ROW_THREADS;
 constexpr int kRowsPerCta = ROWS_PER_CTA;
 constexpr int kPerThread = (kVectors + kRowThreads - 1) / kRowThreads;
-constexpr int kInFlight = 16;  // loads a thread has under way: with 512 threads 128 KiB an SM, what a far memory needs
+constexpr int kInFlight = IN_FLIGHT;  // loads a thread has under way
 constexpr int kBatch = kWorld >= kInFlight ? 1 : (kInFlight / kWorld < kPerThread ? kInFlight / kWorld : kPerThread);
 static_assert(HIDDEN % 8 == 0 && kRowThreads % 32 == 0 && kRowThreads * kRowsPerCta <= 1024, "shape");
 

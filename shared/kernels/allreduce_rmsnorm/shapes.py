@@ -24,6 +24,7 @@ CTA_THREADS = 512  # with up to 128 registers each
 ROW_VECTORS = 4  # that a thread keeps of its row between sum and norm
 SEGMENT_VECTORS = 256
 MAX_STAGES = 12
+IN_FLIGHT = 16  # loads that a thread of the plain engine has under way: with 512 threads 128 KiB an SM
 SHARED_BYTES = (227 << 10) - 1024  # of an SM of sm_90, less what the kernel declares itself
 ALIGN_BYTES = 512
 
@@ -42,11 +43,14 @@ def _up(value: int, step: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """What a kernel is compiled for."""
+    """What a kernel is compiled for; how it is cut up within, with defaults (bench_allreduce_rmsnorm.py --sweep)."""
 
     world: int
     hidden: int
     bf16: bool
+    segment_vectors: int = SEGMENT_VECTORS
+    max_stages: int = MAX_STAGES
+    in_flight: int = IN_FLIGHT
 
     @property
     def vectors(self) -> int:
@@ -66,13 +70,13 @@ class KernelShape:
     @property
     def segment(self) -> int:
         """Vectors of a bulk engine's stage, a consuming thread each."""
-        return min(SEGMENT_VECTORS, _up(self.vectors, WARP_THREADS))
+        return min(self.segment_vectors, _up(self.vectors, WARP_THREADS))
 
     @property
     def stages(self) -> int:
         """Segments under way in a CTA of the bulk engine: as many as fit."""
         stage_bytes = (self.world + 1) * self.segment * VECTOR_BYTES
-        return min(MAX_STAGES, (SHARED_BYTES - self._ready_bytes) // stage_bytes)
+        return min(self.max_stages, (SHARED_BYTES - self._ready_bytes) // stage_bytes)
 
     @property
     def _ready_bytes(self) -> int:
@@ -93,6 +97,7 @@ class KernelShape:
             "ROWS_PER_CTA": self.rows_per_cta,
             "SEGMENT": self.segment,
             "STAGES": self.stages,
+            "IN_FLIGHT": self.in_flight,
         }
 
     @lru_cache(maxsize=1024)  # noqa: B019  shapes live as long as the process
