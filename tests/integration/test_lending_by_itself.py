@@ -6,6 +6,7 @@ in which every block has its own pattern; they answer the mempool between two of
 
 import asyncio
 import random
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -25,7 +26,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LIMIT_S = 60.0
 COPY_TIMEOUT_MS = 60_000
-DEADLINE_MS = 5_000
+DEADLINE_MS, SHORT_DEADLINE_MS = 5_000, 100
+SEEDS = (1, 2)
+RECLAIMS_PER_SEED = 100
 QUICK: dict[str, Any] = {
     "lending-interval-ms": 10, "lending-threshold-bytes": 4 * PAGE_BYTES, "lending-steady-ms": 30,
     "lending-hold-ms": 30, "lending-window-ms": 1_000, "lending-peak-ms": 50, "lending-silent-ms": 30_000,
@@ -87,6 +90,10 @@ class Cluster:
                 engine.answer()
             await asyncio.sleep(0.005)
 
+    def press(self) -> None:
+        """The producer's queue grows."""
+        self.waiting = 9
+
     @property
     def shares(self) -> MemoryShares:
         """What the producer's front was told last."""
@@ -147,6 +154,44 @@ def test_an_idle_engine_lends_its_queue_takes_back_and_the_market_shows_both(sta
         cluster.waiting = 0
         await cluster.until(lambda: cluster.shares.offered_bytes, "it lends again when load is steady")
         await client.close()
+        await cluster.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_reclaims_at_any_moment_change_no_byte_and_memory_is_home_by_the_deadline(start, seed):
+    """The producer's queue grows in the middle of whatever is being copied, and is short again once its pages are home.
+
+    200 times over the seeds. The bar on time is that of a machine that stands still now and then; what the deadline
+    itself does is tested with a clock of its own (tests/property/test_mempool_lending_model.py).
+    """
+    chance = random.Random(seed)
+
+    async def run() -> None:
+        cluster = await Cluster.begin(start(**{"lending-reclaim-deadline-ms": SHORT_DEADLINE_MS}))
+        worst_s = 0.0
+        for _ in range(RECLAIMS_PER_SEED):
+            await cluster.lent()
+            for _ in range(chance.randrange(3)):
+                await cluster.work(chance)
+            asyncio.get_running_loop().call_later(chance.uniform(0.0, 0.02), cluster.press)
+            while not cluster.waiting:
+                await cluster.work(chance)
+            began_s = time.monotonic()
+            while cluster.shares.offered_bytes or cluster.shares.lent_bytes:
+                await cluster.work(chance)
+                assert time.monotonic() - began_s < SHORT_DEADLINE_MS / 1_000 + LIMIT_S
+            worst_s = max(worst_s, time.monotonic() - began_s)
+            cluster.waiting = 0
+        counters = cluster.pool.status()["counters"]
+        assert counters["lending_loans_reclaim"] >= RECLAIMS_PER_SEED
+        assert counters["peer_blocks_out"] > 0
+        assert counters["blocks_pulled_from_peer"] > 0
+        for hashes in PROMPTS:  # also what was dropped at a deadline can be computed again
+            if await cluster.consumer.acquired(hashes, cluster.producer) < len(hashes):
+                await cluster.consumer.compute(hashes, cluster.producer)
+        print(f"seed {seed}: the slowest of {RECLAIMS_PER_SEED} reclaims took {worst_s * 1000:.0f} ms")
         await cluster.close()
 
     asyncio.run(run())
