@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.forward_context import ForwardContext
 from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
@@ -52,10 +52,11 @@ class StepCuts:
             return f"{len(groups)} kinds of attention"
         builder = groups[0].get_metadata_builder(0)
         self._layers = list(groups[0].layer_names)
-        self._builders = [
-            type(builder)(builder.kv_cache_spec, builder.layer_names, builder.vllm_config, builder.device)
-            for _ in range(2)
-        ]
+        with set_current_vllm_config(builder.vllm_config):
+            self._builders = [
+                type(builder)(builder.kv_cache_spec, builder.layer_names, builder.vllm_config, builder.device)
+                for _ in range(2)
+            ]
         stock, capture = builder.build, builder.build_for_cudagraph_capture
 
         def build(common_prefix_len: int, common_attn_metadata: Any, **kwargs: Any) -> Any:

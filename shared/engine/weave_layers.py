@@ -25,6 +25,7 @@ class FusedSums:
     fused: FusedAllReduceNorm
     min_tokens: int = 1
     lane: int = 0
+    is_alone: bool = False  # for measurements: what goes vLLM's way is not added up at all
     counters: dict[str, int] = field(default_factory=lambda: {"fused": 0, "woven": 0, "whole": 0})
 
     def takes(self, num_tokens: int) -> bool:
@@ -56,7 +57,7 @@ class FusedNorm(torch.nn.Module):
         if residual is None:
             return self.plain(x)
         if not self._sums.takes(x.shape[0]):
-            return self.plain(tensor_model_parallel_all_reduce(x), residual)
+            return self.plain(x if self._sums.is_alone else tensor_model_parallel_all_reduce(x), residual)
         normed, residual = self._sums.fused.run(x, residual, self.weight.data, self.eps, lane=self._sums.lane)
         self._sums.counters["fused"] += 1
         return (normed.clone() if self._is_last else normed), residual

@@ -1,0 +1,150 @@
+"""For measurements only: a vLLM engine of several ranks, stock or woven, and its forward passes' times."""
+
+import os
+import time
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import GroupCoordinator
+
+KINDS = ("weave", "stock", "stock-alone", "stock-fused")
+MODES = {  # of an engine of kind weave: (fuse_min_tokens, full_min_tokens, without sums)
+    "full": (1, 2, False),
+    "fuse": (1, 0, False),
+    "off": (0, 0, False),  # vLLM's own operations, eager as the others
+    "alone": (0, 0, True),
+}
+KV_BYTES = 2 << 30
+SPARE_TOKENS = 64
+_HERE = "shared.engine.weave_measured"
+
+
+class ForwardTimes:
+    """vLLM's `worker_extension_cls`: calls for every rank."""
+
+    def quire_time_forwards(self: Any) -> None:
+        """Once, when the engine is ready: from now on every forward pass of the model is timed on its stream."""
+        model = self.model_runner.get_model()
+        stock = model.forward
+        self._quire_times = []
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = _mark()
+            out = stock(*args, **kwargs)
+            self._quire_times.append((out.shape[0], begin, _mark()))
+            return out
+
+        model.forward = timed
+
+    def quire_forward_ms(self: Any) -> list[tuple[int, float]]:
+        """(tokens, ms) of the passes since it was asked before. Waits for the device."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        found = [(rows, _between_ms(begin, end)) for rows, begin, end in self._quire_times]
+        self._quire_times.clear()
+        return found
+
+    def quire_adds_up(self) -> bool:
+        """False in a rank of a process that has left sums out."""
+        return GroupCoordinator.all_reduce is not _nothing_to_add
+
+    def quire_without_sums(self: Any, is_without: bool) -> None:
+        """Of a woven worker in vLLM's way: nothing is added up over ranks, and answers mean nothing."""
+        if self._woven.sums is not None:
+            self._woven.sums.is_alone = is_without
+
+
+def leave_sums_out() -> None:
+    """In a process whose engine's ranks are forked from it: the counterfactual without communication."""
+    GroupCoordinator.all_reduce = _nothing_to_add
+
+
+def _nothing_to_add(_self: Any, input_: torch.Tensor) -> torch.Tensor:
+    return input_
+
+
+class MeasuredEngine:
+    """Random weights, no prefix cache. Make it in a process of its own.
+
+    Args: kind: one of KINDS; longest: tokens of a step.
+    """
+
+    def __init__(self, kind: str, model_dir: str, tp: int, longest: int, num_sms: int, device: str) -> None:
+        environ = os.environ  # noqa: TID251  vLLM's and torch's settings, not ours
+        environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        from vllm import LLM, SamplingParams
+
+        self.kind = kind
+        self._params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+        options: dict[str, Any] = {
+            "worker_extension_cls": f"{_HERE}.ForwardTimes",
+            "additional_config": {"quire_measured": kind},  # compiled graphs are kept by it
+        }
+        if kind == "stock-alone":
+            leave_sums_out()
+        elif kind == "stock-fused":
+            options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": True}}
+        elif kind == "weave":
+            options |= _woven(model_dir, tp, num_sms)
+        if device == "cpu":
+            options |= {"dtype": "float32", "enforce_eager": True, "distributed_executor_backend": "mp"}
+        self._llm = LLM(
+            model=model_dir, load_format="dummy", tensor_parallel_size=tp, seed=0, enable_prefix_caching=False,
+            max_model_len=longest + SPARE_TOKENS, max_num_batched_tokens=longest + SPARE_TOKENS, max_num_seqs=8,
+            kv_cache_memory_bytes=KV_BYTES, skip_tokenizer_init=True, **options,
+        )  # fmt: skip
+        self._llm.collective_rpc("quire_time_forwards")
+        adds_up = self._llm.collective_rpc("quire_adds_up")
+        assert not any(adds_up) if kind == "stock-alone" else all(adds_up), "ranks are not forked from here"
+
+    @property
+    def modes(self) -> list[str]:
+        """What one engine can be switched between."""
+        return list(MODES) if self.kind == "weave" else [self.kind]
+
+    def switch(self, mode: str) -> None:
+        """From the next step on."""
+        if self.kind == "weave":
+            fuse, full, is_alone = MODES[mode]
+            self._llm.collective_rpc("quire_weave_from", args=(fuse, full))
+            self._llm.collective_rpc("quire_without_sums", args=(is_alone,))
+
+    def woven_steps(self) -> int:
+        """So far, of the first rank."""
+        return (
+            self._llm.collective_rpc("quire_weave_counters")[0].get("woven", 0) if self.kind == "weave" else 0
+        )
+
+    def prefill_ms(self, prompt: list[int]) -> float:
+        """The forward pass of a step that is this prompt, on the slowest rank; 0 where there was none."""
+        self._llm.generate({"prompt_token_ids": prompt}, self._params, use_tqdm=False)
+        ranks = self._llm.collective_rpc("quire_forward_ms")
+        return max((ms for rank in ranks for rows, ms in rank if rows >= len(prompt)), default=0.0)
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def _woven(model_dir: str, tp: int, num_sms: int) -> dict[str, Any]:
+    from shared.engine.weave_settings import weave_arguments
+    from shared.engine.worker_config import WorkerSettings
+
+    settings = WorkerSettings(
+        model_dir=model_dir, tensor_parallel_size=tp, weave="full", weave_min_tokens=2, weave_sms=num_sms
+    )
+    return weave_arguments(settings, {})
+
+
+def _mark() -> Any:
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between_ms(begin: Any, end: Any) -> float:
+    return (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
