@@ -107,7 +107,7 @@ class PageBlockPool(BlockPool):
             self._evict(count - len(spare))
             self.num_expected = expected  # what is asked back is not replaced
         self._evict(self.quota.take_uncache())
-        if asked := self.quota.take_vacate():  # one at a time: a step may be waiting for this thread
+        if asked := self.quota.take_vacate():  # one at a time: a step waits meanwhile
             self._vacate(asked[1])
             self.quota.vacated(asked[0])
 

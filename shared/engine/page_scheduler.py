@@ -44,9 +44,7 @@ logger = logging.getLogger(__name__)
 EXTRA_ARGS_KEY = "quire"  # in SamplingParams.extra_args
 STOCK_STEPS = 2  # the stock is kept at what so many of the largest steps can take
 REATTACH_INTERVAL_S = 0.05
-ANSWER_PAUSE_S = (
-    0.001  # between two answers to the mempool: the thread of the steps wants the interpreter, too
-)
+IDLE_S = 0.02  # without a step for so long, a thread of its own answers the mempool, else the steps' does
 EXIT_MEMORY_LOST = 3  # of the engine core: the worker's front sees it die and starts anew
 MAX_SEEN_LEASES = 65_536
 STALL_S = 0.1  # with nothing running for so long, waiting requests' leases are in each other's way
@@ -129,6 +127,7 @@ class PageSchedulerMixin:
         self._handoff_ttl_ms = int(extra["handoff_ttl_ms"])
         config = self.scheduler_config
         largest_step = config.max_num_batched_tokens // description.block_tokens + config.max_num_seqs
+        self._stepped_s = 0.0
         self._stalled_since_s: float | None = None
         self._low_stock = min(STOCK_STEPS * largest_step, max(1, header.num_pages // 4))
         self._leases: dict[str, tuple[LeaseId, list[KVCacheBlock]]] = {}
@@ -155,9 +154,11 @@ class PageSchedulerMixin:
             asked = self.quota.wait_asked(REATTACH_INTERVAL_S)
             if self.quota.lost:
                 time.sleep(REATTACH_INTERVAL_S)
-            if asked:
+            idle_s = time.monotonic() - self._stepped_s
+            if asked and (idle_s >= IDLE_S or self.quota.lost):
                 self._answer_pool()
-                time.sleep(ANSWER_PAUSE_S)
+            elif asked:  # two threads that share an interpreter: steps would take longer
+                time.sleep(IDLE_S - idle_s)
 
     def _answer_pool(self) -> None:
         """Give back what the mempool asks for; when it is lost, report to its successor. Meanwhile the stock serves."""
@@ -297,6 +298,7 @@ class PageSchedulerMixin:
             return self._schedule(*args, **kwargs)
 
     def _schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._stepped_s = time.monotonic()
         self.pages.absorb()
         manager: PageKVCacheManager = self.kv_cache_manager
         output = super().schedule(*args, **kwargs)

@@ -1,10 +1,9 @@
 """The pool's slabs of one GPU mapped side by side behind a private null page; see page_window.py.
 
 Descriptors are closed as soon as they are imported: only mempool and keeper hold them for longer. Slabs whose memory
-goes back to the system are unmapped by a thread of their own, while kernels run: no step knows their blocks any more.
+goes back to the system are unmapped while kernels run: no step knows their blocks any more.
 """
 
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,9 +14,6 @@ from shared.mempool.rank_memory import RankMemory
 from shared.transport.unix_socket import close_fds
 from shared.vmm.cuda_driver import CudaVmmDriver, VmmDriver
 from shared.vmm.cuda_pages import DeviceSpan
-
-UNMAP_BYTES = 32 << 20  # by one call: the driver holds its lock for 14 to 135 us an allocation
-UNMAP_PAUSE_S = 50e-6  # between two calls, for the kernels' launches
 
 
 class CudaWindow:
@@ -65,15 +61,12 @@ class CudaWindow:
             self._driver.set_access(self._at + first * self._slab_bytes, count * self._slab_bytes, access)
 
     def unmap(self, slabs: Sequence[int]) -> None:
-        """See SlabUser. Does not wait for kernels. Cost: one call for every UNMAP_BYTES, and a short pause."""
+        """See SlabUser. Does not wait for kernels. Cost: one call for every slab."""
         self._driver.make_current()
-        most = max(1, UNMAP_BYTES // self._slab_bytes)
-        for first, count in _runs([slab for slab in slabs if slab in self._mapped]):
-            for begin in range(first, first + count, most):
-                part = min(most, first + count - begin)
-                self._driver.unmap(self._at + begin * self._slab_bytes, part * self._slab_bytes)
-                self._mapped.difference_update(range(begin, begin + part))
-                time.sleep(UNMAP_PAUSE_S)
+        for slab in slabs:
+            if slab in self._mapped:
+                self._driver.unmap(self._at + slab * self._slab_bytes, self._slab_bytes)
+                self._mapped.discard(slab)
 
     def map(self, slabs: Sequence[int], fds: Sequence[int]) -> None:
         """See SlabUser."""

@@ -18,7 +18,8 @@ from shared.errors import ClusterError, ResourceError
 from shared.ids import Epoch, InstanceId
 from shared.kv.layout import EngineDescription, num_slabs
 from shared.kv.page_table import TableHeader
-from shared.kv.words import u32_list
+from shared.kv.words import u32_bytes, u32_list
+from shared.mempool.slab_unmaps import SlabUnmaps, Unmapper
 from shared.transport.unix_blocking import BlockingUnixLink
 from shared.transport.unix_socket import close_fds
 from shared.wire import mempool as wire
@@ -31,8 +32,8 @@ _NO_EPOCH = Epoch(0)
 logger = logging.getLogger(__name__)
 
 
-class SlabUser(Protocol):
-    """Whoever maps the slabs of a rank. Called on the link's thread; raises ClusterError or OSError."""
+class SlabUser(Unmapper, Protocol):
+    """Whoever maps the slabs of a rank; raises ClusterError or OSError. One call at a time, but not on one thread."""
 
     def unmap(self, slabs: Sequence[int]) -> None:
         """No step touches these (in order), begun or to come. Those that are not mapped already are left out."""
@@ -89,6 +90,7 @@ class RankMemory:
         self._memory_id = reply.memory_id
         self._absent = frozenset(u32_list(reply.absent_slabs))
         self._slabs: SlabUser | None = None
+        self._unmaps: SlabUnmaps | None = None
         os.close(fds[-1])  # the table's
         self.fd = fds[0] if wanted == 2 else -1
         self.offset_bytes = rank * reply.num_pages * reply.page_bytes
@@ -117,13 +119,20 @@ class RankMemory:
     def stay_attached(self, slabs: "SlabUser | None" = None) -> None:
         """From now on attach to the mempool's successors too, on a thread of its own. After slab_fds().
 
-        Args: slabs: unmaps allocations whose memory shall go, and maps them again, on the link's thread. Without
-            it no memory of this space can be given back to the system.
+        Args: slabs: unmaps allocations whose memory shall go (slab_unmaps.py), and maps them again, on the link's
+            thread. Without it no memory of this space can be given back to the system.
         """
         self._slabs = slabs
+        if slabs is not None:
+            self._unmaps = SlabUnmaps(slabs, lambda done: self._say(wire.Unmapped(slabs=u32_bytes(done))))
         self._link.start()
         self._say_mapped()
         threading.Thread(target=self._reattach_forever, name="quire-rank", daemon=True).start()
+
+    def step_launched(self) -> None:
+        """By the thread of the steps, behind each step's last launch: see SlabUnmaps."""
+        if self._unmaps is not None:
+            self._unmaps.step_launched()
 
     def _reattach_forever(self) -> None:
         again = msgspec.structs.replace(self._attach, memory_id=self._memory_id)
@@ -161,13 +170,13 @@ class RankMemory:
     def _on_message(self, _seq: int, message: wire.FromMempool, _raw: list[bytes], fds: list[int]) -> None:
         """A driver that refuses leaves this process mapped: the mempool waits for its end then."""
         try:
-            if self._slabs is None:
+            if self._slabs is None or self._unmaps is None:
                 return
             if isinstance(message, wire.Unmap):
-                self._slabs.unmap(u32_list(message.slabs))
-                self._say(wire.Unmapped(slabs=message.slabs))
+                self._unmaps.add(u32_list(message.slabs))
             elif isinstance(message, wire.MapSlabs):
-                self._slabs.map(u32_list(message.slabs), fds)
+                with self._unmaps.lock:
+                    self._slabs.map(u32_list(message.slabs), fds)
                 self._say(wire.Mapped(slabs=message.slabs))
         except (ClusterError, OSError) as error:
             logger.error("mempool %s: %s failed: %s", self._path, type(message).__name__, error)
@@ -204,6 +213,8 @@ class RankMemory:
     def close(self) -> None:
         """Ends the connection and closes the descriptor; mappings stay."""
         self._closing = True
+        if self._unmaps is not None:
+            self._unmaps.close()
         self._link.close()
         if self.fd >= 0:
             os.close(self.fd)

@@ -24,7 +24,7 @@ from shared.kv.page import PageState
 from shared.kv.words import u32_bytes, u32_list, u64_bytes
 from shared.wire import mempool as wire
 
-PAGES_PER_VACATE = 16  # an engine answers so many in about 0.1 ms, in which its steps' thread waits
+PAGES_PER_VACATE = 48  # an engine answers so many in about 0.35 ms, between two steps
 MAX_PAGES_UNDER_WAY = 512  # chosen and not gone yet
 SLABS_PER_MESSAGE = 64
 MAX_CALLS = 64
