@@ -14,8 +14,10 @@ import random
 import statistics
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from torch.multiprocessing.spawn import spawn
 from shared.errors import ClusterError
 from shared.kernels.allreduce_rmsnorm.fused import FusedSettings
 from shared.kernels.allreduce_rmsnorm.plan import Algorithm, make_plan
-from tests.gpu.fused_bed import EPS, WAYS, Bed, say
+from tests.gpu.fused_bed import CAPTURE, EPS, WAYS, Bed, say
 from tests.gpu.fused_checks import check_peers, check_replays, check_shapes
 
 OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -38,7 +40,7 @@ def time_of(bed: Bed, call: Callable[[int], Any], repeats: int = 20, rounds: int
     graphs = {}
     for rank in bed.local:
         graphs[rank] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[rank], stream=bed.streams[rank]):
+        with torch.cuda.graph(graphs[rank], stream=bed.streams[rank], capture_error_mode=CAPTURE):
             for _ in range(repeats):
                 call(rank)
     times = []
@@ -57,7 +59,7 @@ def time_of(bed: Bed, call: Callable[[int], Any], repeats: int = 20, rounds: int
     return statistics.median(times[2:])
 
 
-def bench(bed: Bed) -> None:
+def bench(bed: Bed) -> bool:
     """us of each way by tokens and SMs, hidden 8192; beside it the link's limit and NCCL + norm."""
     hidden = 8192
     most = 8192 if not bed.virtual else 4096
@@ -116,28 +118,35 @@ def bench(bed: Bed) -> None:
             )
     for one in fused.values():
         one.close()
+    return True
 
 
 def run_all(bed: Bed, options: argparse.Namespace) -> bool:
-    """Every check; one that breaks is told and the next one runs."""
-    small, large = 16, 1024 if not bed.virtual else 256
-    checks: list[Callable[[], bool]] = [lambda: check_shapes(bed, options.shapes, options.seed)]
-    checks += [
-        lambda way=way: check_replays(
-            bed, options.replays, way, small if way[0] is Algorithm.ONE_SHOT else large, 8192
-        )
-        for way in WAYS
+    """Every check, each with its seconds. Ranks of one process go on after one that breaks; processes end together,
+    because a rank that goes on alone would wait for the others at the wrong place."""
+    large = 1024 if not bed.virtual else 256
+    checks: list[tuple[str, Callable[[], bool]]] = [
+        ("shapes", lambda: check_shapes(bed, options.shapes, options.seed))
     ]
-    checks += [lambda: check_peers(bed)]
+    for way in WAYS:
+        tokens = 16 if way[0] is Algorithm.ONE_SHOT else large
+        replays = partial(check_replays, bed, options.replays, way, tokens, 8192)
+        checks.append((f"replays {way[0]}/{way[1]}", replays))
+    checks.append(("peers", lambda: check_peers(bed)))
+    if options.bench:
+        checks.append(("bench", lambda: bench(bed)))
     good = True
-    for one in checks:
+    for name, check in checks:
+        begun = time.monotonic()
+        say(bed, f"-- {name} begins")
         try:
-            good &= one()
+            good &= check()
         except (ClusterError, RuntimeError, AssertionError):
+            if not bed.virtual:
+                raise
             traceback.print_exc()
             good = False
-    if options.bench:
-        bench(bed)
+        say(bed, f"-- {name} ends after {time.monotonic() - begun:.1f} s")
     return good
 
 

@@ -34,7 +34,8 @@ class Clock:
     ) -> list[float]:
         """us a call of each replay, of this rank."""
         graph = torch.cuda.CUDAGraph()
-        with capture, torch.cuda.graph(graph, stream=self._stream):
+        # thread_local: NCCL's watchdog asks after its events meanwhile
+        with capture, torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             for _ in range(count):
                 call()
         times = []
