@@ -18,6 +18,15 @@ HIDDEN, MOST, EPS = 1032, 9, 1e-5
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Rows are short; threads of several test processes would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def open_group(world: int, **more) -> tuple[list[CudaFused], ActedGroup]:
     settings = FusedSettings(HIDDEN, MOST, num_lanes=2, **{"whole_residual": True, **more})
     memories = [torch.zeros(settings.layout().num_bytes, dtype=torch.uint8) for _ in range(world)]
