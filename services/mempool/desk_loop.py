@@ -3,7 +3,8 @@
 import asyncio
 from typing import Any
 
-from services.mempool.core.desk import Answer, Desk, Wish
+from services.mempool.core.desk import Desk
+from services.mempool.core.wishes import Answer, Wish
 from services.mempool.shell import MempoolShell
 from shared.errors import PeerError
 from shared.observe.log import get_logger

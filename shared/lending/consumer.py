@@ -1,10 +1,11 @@
-"""Whether a space borrows: what it asks for when blocks leave it for lack of room, and when it returns that. No I/O.
+"""Whether a space borrows: what it asks for when blocks come back from host memory, and when it returns that. No I/O.
 
-    content --ask_bytes left within window_ms--> asking --granted--> borrowing --renewed at half its time--> borrowing
+    content --ask_bytes came back in window_ms--> asking --granted--> borrowing --renewed at half its time--> borrowing
     asking --refused--> content, for pause_ms and twice as long each time     borrowing --idle_ms unused--> returned
 
-What leaves a space is both what AQUA calls swap space (pages of requests that wait their turn) and the overflow of its
-prefix cache: the mempool sees no difference, and lends the same pages for both. AQUA 4.1 (swap need) and 6.
+What comes back had left for lack of room and is wanted again: pages of requests that waited for their turn (AQUA's swap
+space), and prefixes that overflowed; the mempool lends the same pages for both. What only leaves says nothing: a cache
+that is full turns over. AQUA 4.1 (swap need) and 6.
 """
 
 from collections import deque
@@ -21,11 +22,11 @@ class Need:
     """A reading of one space. Totals since its start.
 
     Args:
-        left_bytes: blocks that left it for lack of room, wherever they went.
+        back_bytes: blocks that came back to it from host memory.
         moved_bytes: into and out of pages that are lent to it.
     """
 
-    left_bytes: int
+    back_bytes: int
     moved_bytes: int
 
 
@@ -73,7 +74,7 @@ class Consumer:
         self._limit_bytes = rules.borrow_bytes
         if profiles:
             self._limit_bytes = min(self._limit_bytes, sum(max(0, -each.num_bytes) for each in profiles))
-        self._left: deque[tuple[int, int]] = deque(
+        self._back: deque[tuple[int, int]] = deque(
             maxlen=MAX_READINGS
         )  # (when, bytes since the reading before)
         self._last: Need | None = None
@@ -96,15 +97,20 @@ class Consumer:
         """A loan was taken back: whoever lent it needs it."""
         self._paused_until_ms = max(self._paused_until_ms, now_ms + self._rules.pause_ms)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether so much came back within the window that memory is to be asked for."""
+        return sum(count for _, count in self._back) >= self._rules.ask_bytes
+
     def decide(
-        self, need: Need, loans: Sequence[Borrowed], now_ms: int, *, lends: bool = False, lives: bool = True
+        self, loans: Sequence[Borrowed], now_ms: int, *, lends: bool = False, lives: bool = True
     ) -> list[Ask | Renew | Return]:
-        """Args: lends: the space has offers of its own; lives: its engines report. Who is silent renews nothing."""
-        self._note(need, now_ms)
+        """After note(). Args: lends: the space has offers of its own; lives: its engines report. Who is silent renews
+        nothing.
+        """
         held = [loan for loan in loans if loan.is_held]
-        if not lives:
+        if not lives or self._used_at_ms is None:
             return []
-        assert self._used_at_ms is not None
         if held and now_ms - self._used_at_ms >= self._rules.idle_ms:
             return [Return(loan.lease_id) for loan in held]
         out: list[Ask | Renew | Return] = [
@@ -114,22 +120,22 @@ class Consumer:
         ]
         return out + self._ask(loans, now_ms, lends=lends)
 
-    def _note(self, need: Need, now_ms: int) -> None:
+    def note(self, need: Need, now_ms: int) -> None:
+        """A reading."""
         before, self._last = self._last, need
         if self._used_at_ms is None or (before is not None and need.moved_bytes != before.moved_bytes):
             self._used_at_ms = now_ms
-        if before is not None and need.left_bytes > before.left_bytes:
-            self._left.append((now_ms, need.left_bytes - before.left_bytes))
-        while self._left and self._left[0][0] <= now_ms - self._rules.window_ms:
-            self._left.popleft()
+        if before is not None and need.back_bytes > before.back_bytes:
+            self._back.append((now_ms, need.back_bytes - before.back_bytes))
+        while self._back and self._back[0][0] <= now_ms - self._rules.window_ms:
+            self._back.popleft()
 
     def _ask(self, loans: Sequence[Borrowed], now_ms: int, *, lends: bool) -> list[Ask]:
-        left_bytes = sum(count for _, count in self._left)
+        back_bytes = sum(count for _, count in self._back)
         room_bytes = self._limit_bytes - sum(loan.length_bytes for loan in loans)
-        wants = left_bytes >= self._rules.ask_bytes and room_bytes > 0
-        if not wants or lends or self.is_asking or now_ms < self._paused_until_ms:
+        if not self.is_short or room_bytes <= 0 or lends or self.is_asking or now_ms < self._paused_until_ms:
             return []
         self.is_asking = True
-        self._left.clear()  # what has left is asked for once
-        length_bytes = min(room_bytes, max(left_bytes, self._rules.ask_bytes))
+        self._back.clear()  # what came back is asked for once
+        length_bytes = min(room_bytes, max(back_bytes, self._rules.ask_bytes))
         return [Ask(length_bytes, min(length_bytes, self._rules.ask_bytes))]

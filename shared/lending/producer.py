@@ -2,6 +2,7 @@
 
     silent --reports--> watching --steady for steady_ms, enough to spare--> offering
     offering --queue or rate rises, or silence--> everything back --hold_ms--> watching
+    offering --its own blocks come back from host memory--> everything back --hold_ms, longer each time--> watching
     offering --running requests need more--> as much back as they need --hold_ms--> watching
 
 The truth about offers is the mempool's: every decision is told what is on offer now, so that a lost answer, a settled
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 
 from shared.lending.load import Load, LoadWindow
 from shared.lending.rules import EngineProfile, LendingRules
+
+MAX_HOLDS = 64  # times hold_ms, for who lent what its own cache needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class Producer:
         self._profiles = tuple(profiles)
         self._window = LoadWindow(rules.window_ms, rules.peak_ms)
         self._steady_since_ms: int | None = None
-        self._held_until_ms = 0
+        self._held_until_ms, self._hold_ms = 0, rules.hold_ms
         self._heard_at_ms: int | None = None
         self._offered_rate: float | None = None  # at which memory was offered
         self.is_asking = False  # an offer is on its way to the coordinator
@@ -82,10 +85,16 @@ class Producer:
         return now_ms >= self._held_until_ms
 
     def decide(
-        self, load: Load | None, offers: Sequence[OnOffer], now_ms: int, *, keeps: bool = False
+        self,
+        load: Load | None,
+        offers: Sequence[OnOffer],
+        now_ms: int,
+        *,
+        keeps: bool = False,
+        is_short: bool = False,
     ) -> list[MakeOffer | TakeBack]:
         """Args: load: a new reading, None: nothing was reported since; keeps: nothing is offered: the space borrows
-        itself, or nobody could borrow from it.
+        itself, or nobody could borrow from it; is_short: what was cached in the space is wanted again.
         """
         if load is None:
             return self._on_silence(offers, now_ms)
@@ -93,6 +102,8 @@ class Producer:
         self._window.add(load, now_ms)
         if reason := self._rises(load, now_ms):
             return self._take_all_back(offers, now_ms, reason)
+        if is_short:
+            return self._on_short(offers, now_ms)
         spare_bytes = self.spare_bytes(load, load.needed_bytes)
         offered_bytes = sum(offer.length_bytes for offer in offers)
         if offers and offered_bytes > spare_bytes:
@@ -131,6 +142,13 @@ class Producer:
         self._window.clear()
         return self._take_all_back(offers, now_ms, "no load report")
 
+    def _on_short(self, offers: Sequence[OnOffer], now_ms: int) -> list[MakeOffer | TakeBack]:
+        """It lent what its own cache needs: it is so the next time too, so that is later each time."""
+        out = self._take_all_back(offers, now_ms, "its own blocks come back from host memory")
+        if out:
+            self._hold_ms = min(2 * self._hold_ms, MAX_HOLDS * self._rules.hold_ms)
+        return out
+
     def _take_all_back(
         self, offers: Sequence[OnOffer], now_ms: int, reason: str
     ) -> list[MakeOffer | TakeBack]:
@@ -158,7 +176,7 @@ class Producer:
         return TakeBack(offer.offer_id, keep_bytes, self._rules.deadline_ms(lent_bytes), reason)
 
     def _hold(self, now_ms: int) -> None:
-        self._held_until_ms = max(self._held_until_ms, now_ms + self._rules.hold_ms)
+        self._held_until_ms = max(self._held_until_ms, now_ms + self._hold_ms)
 
     def _offer(
         self, load: Load, offered_bytes: int, now_ms: int, *, keeps: bool

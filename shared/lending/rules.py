@@ -28,7 +28,7 @@ class LendingRules:
         silent_ms: an engine that reported nothing for so long gets its memory back.
         reclaim_deadline_ms: for lent memory to come home, beside what `budget_bytes_per_s` takes.
         budget_bytes_per_s: copies from and to a producer's lent pages, at most; 0: no limit (AQUA 5).
-        ask_bytes: what left a space for lack of room within window_ms before it asks for memory, and asks at least for.
+        ask_bytes: what came back to a space from host memory within window_ms before it asks; asked for at least.
         borrow_bytes: most that one space borrows; 0: nothing. A consumer's profile says less.
         idle_ms: a loan into and out of which nothing moved for so long is returned.
         pause_ms: after a refusal or a loss nothing is asked for so long, twice as long each time up to max_pause_ms.

@@ -186,7 +186,8 @@ def test_a_consumer_borrows_no_more_than_it_may_and_asks_one_thing_at_a_time(nee
                 refused_at = now
             pending = None
         held = [Borrowed(LeaseId(n), size, end - now, is_held=True) for n, (size, end) in loans.items()]
-        decided = consumer.decide(Need(left, moved), held, now)
+        consumer.note(Need(left, moved), now)
+        decided = consumer.decide(held, now)
         asks = [one for one in decided if isinstance(one, Ask)]
         assert not asks or pending is None
         assert not (asks and refused_at and now - refused_at < RULES.pause_ms)

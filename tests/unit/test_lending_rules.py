@@ -25,7 +25,7 @@ class Story:
 
     def __init__(self, *profiles, rules=None):
         self.producer = Producer(rules or LendingRules(), profiles)
-        self.now_ms, self.arrived, self.offers = 0, 0.0, []
+        self.now_ms, self.arrived, self.offers, self.short = 0, 0.0, [], False
 
     def run(self, seconds, *, rate=2.0, waiting=0, needed=10 * GB):
         """What it decides within so long, with when."""
@@ -34,7 +34,7 @@ class Story:
             self.now_ms += 250
             self.arrived += rate / 4
             load = Load(TOTAL, needed, num_waiting=waiting, num_arrived=int(self.arrived))
-            for one in self.producer.decide(load, self.offers, self.now_ms):
+            for one in self.producer.decide(load, self.offers, self.now_ms, is_short=self.short):
                 out.append((self.now_ms, one))
                 if isinstance(one, MakeOffer):
                     self.producer.answered(self.now_ms)
@@ -51,6 +51,11 @@ class Story:
                     ]
                     self.offers = [o for o in self.offers if o.length_bytes]
         return out
+
+
+def decide(consumer, need, loans, now_ms, **more):
+    consumer.note(need, now_ms)
+    return consumer.decide(loans, now_ms, **more)
 
 
 def test_a_producer_offers_at_steady_load_takes_back_when_it_doubles_and_offers_again():
@@ -94,6 +99,22 @@ def test_requests_that_need_more_take_back_what_they_need_and_no_more():
     assert not story.run(10, needed=21 * GB)
 
 
+def test_who_lent_what_its_own_cache_needs_takes_it_back_and_lends_later_each_time():
+    story, gaps = Story(rules=LendingRules(hold_ms=1_000, steady_ms=250)), []
+    for _ in range(4):
+        while not story.offers:
+            story.run(0.25)
+        story.short = True
+        [(taken_ms, taken)] = story.run(0.25)
+        assert "host memory" in taken.reason
+        story.short = False
+        while not story.offers:
+            story.run(0.25)
+        gaps.append(story.now_ms - taken_ms)
+    assert gaps == sorted(gaps)
+    assert gaps[-1] >= 4 * gaps[0]
+
+
 @pytest.mark.parametrize(("role", "size"), [("consumer", -GB), ("neutral", 0)])
 def test_whom_the_profile_calls_no_producer_lends_nothing(role, size):
     profile = msgspec.structs.replace(decode_profile(PROFILE, "test"), role=role, bytes_per_gpu=size)
@@ -105,21 +126,21 @@ def test_less_than_the_threshold_is_not_offered():
     assert Story(rules=LendingRules(threshold_bytes=5 * GB)).run(120, needed=27 * GB)
 
 
-def test_a_consumer_asks_for_what_left_it_renews_while_it_uses_that_and_returns_it_when_idle():
+def test_a_consumer_asks_for_what_came_back_renews_while_it_uses_that_and_returns_it_when_idle():
     rules = LendingRules()
     consumer = Consumer(rules)
-    assert not consumer.decide(Need(0, 0), [], 0)
-    assert not consumer.decide(Need(rules.ask_bytes - 1, 0), [], 1_000)
-    assert consumer.decide(Need(3 * rules.ask_bytes, 0), [], 2_000) == [
+    assert not decide(consumer, Need(0, 0), [], 0)
+    assert not decide(consumer, Need(rules.ask_bytes - 1, 0), [], 1_000)
+    assert decide(consumer, Need(3 * rules.ask_bytes, 0), [], 2_000) == [
         Ask(3 * rules.ask_bytes, rules.ask_bytes)
     ]
     consumer.answered(2_100, granted=True)
     loan = Borrowed(LeaseId("l"), 3 * rules.ask_bytes, rules.ttl_ms, is_held=True)
-    assert not consumer.decide(Need(3 * rules.ask_bytes, 0), [loan], 3_000)
+    assert not decide(consumer, Need(3 * rules.ask_bytes, 0), [loan], 3_000)
     old = Borrowed(LeaseId("l"), 3 * rules.ask_bytes, rules.ttl_ms // 2, is_held=True)
-    assert consumer.decide(Need(3 * rules.ask_bytes, 9), [old], 4_000) == [Renew(LeaseId("l"), rules.ttl_ms)]
-    assert not consumer.decide(Need(3 * rules.ask_bytes, 9), [old], 5_000, lives=False), "nobody renews"
-    assert consumer.decide(Need(3 * rules.ask_bytes, 9), [loan], 4_000 + rules.idle_ms) == [
+    assert decide(consumer, Need(3 * rules.ask_bytes, 9), [old], 4_000) == [Renew(LeaseId("l"), rules.ttl_ms)]
+    assert not decide(consumer, Need(3 * rules.ask_bytes, 9), [old], 5_000, lives=False), "nobody renews"
+    assert decide(consumer, Need(3 * rules.ask_bytes, 9), [loan], 4_000 + rules.idle_ms) == [
         Return(LeaseId("l"))
     ]
 
@@ -129,7 +150,7 @@ def test_refusals_make_pauses_longer_up_to_a_limit():
     consumer, now_ms, left, pauses = Consumer(rules), 0, 0, []
     for _ in range(4):
         since_ms = now_ms
-        while not consumer.decide(Need(left, 0), [], now_ms):
+        while not decide(consumer, Need(left, 0), [], now_ms):
             now_ms, left = now_ms + 10, left + 1
         pauses.append(now_ms - since_ms)
         consumer.answered(now_ms, granted=False)
@@ -139,8 +160,8 @@ def test_refusals_make_pauses_longer_up_to_a_limit():
 def test_who_lends_borrows_nothing_and_the_other_way_round():
     rules = LendingRules(threshold_bytes=1, steady_ms=0, ask_bytes=1)
     consumer = Consumer(rules)
-    consumer.decide(Need(0, 0), [], 0)
-    assert not consumer.decide(Need(9, 0), [], 1, lends=True)
+    decide(consumer, Need(0, 0), [], 0)
+    assert not decide(consumer, Need(9, 0), [], 1, lends=True)
     assert not Producer(rules).decide(Load(100, 0), [], 0, keeps=True)
     assert Producer(rules).decide(Load(100, 0), [], 0)
 

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from services.mempool.core.actions import CopyPages, Send
-from services.mempool.core.desk import Answer, Wish
+from services.mempool.core.wishes import Answer, Wish
 from shared.ids import Epoch, InstanceId, LeaseId
 from shared.lending.rules import EngineProfile, LendingRules
 from shared.wire import lending as market
@@ -11,7 +11,7 @@ from shared.wire import mempool as wire
 from shared.wire.mempool_lending import MemoryShares, ReportLoad
 from tests.unit.mempool_harness import BOOT, PAGE_BYTES
 from tests.unit.test_mempool_lending import ABCD, LENDER, SELLER, WXYZ, Market
-from tests.unit.test_mempool_spaces import FRONT
+from tests.unit.test_mempool_spaces import FRONT, PREFILL
 
 NAME = InstanceId("m")
 CONSUMER = EngineProfile(
@@ -54,16 +54,17 @@ class Rig(Market):
             self.wishes += wishes
             if replies:
                 self.reply()
-            self.give()
+            self.give(LENDER)
+            self.give(PREFILL)
             self.copied()
             self.counts()
 
-    def give(self) -> None:
-        shrinks = [m for m in self.sent[LENDER] if isinstance(m, wire.Shrink) and not m.cached]
+    def give(self, engine: int) -> None:
+        shrinks = [m for m in self.sent[engine] if isinstance(m, wire.Shrink) and not m.cached]
         asked = sum(m.count for m in shrinks)
-        self.sent[LENDER] = [m for m in self.sent[LENDER] if m not in shrinks]
+        self.sent[engine] = [m for m in self.sent[engine] if m not in shrinks]
         if asked:
-            self.give_back(LENDER, self.take(LENDER, min(asked, len(self.granted[LENDER]))))
+            self.give_back(engine, self.take(engine, min(asked, len(self.granted[engine]))))
 
     def reply(self) -> None:
         wishes, self.wishes = self.wishes, []
@@ -144,6 +145,23 @@ def test_an_idle_engine_lends_to_one_that_overflows_and_has_everything_back_when
     assert not rig.core.lending.loans.loans
     assert (rig.read(ABCD), rig.read(WXYZ)) == ("abcd", "wxyz"), "host memory has what was lent"
     assert not rig.offers, "the coordinator heard of it"
+
+
+def test_of_two_idle_engines_that_both_offer_the_one_whose_blocks_come_back_withdraws_and_borrows():
+    rig = Rig()
+    rig.load[FRONT] = ReportLoad(instance_epoch=Epoch(1))  # no profile says who it is
+    rig.overflow()
+    rig.step(12)
+    offering = {offer.producer for offer in rig.core.lending.loans.offers.values()}
+    assert offering == {0, rig.producer}
+    for hashes, names in ((ABCD, "abcd"), (WXYZ, "wxyz")) * 10:
+        assert names.startswith(rig.read(hashes))
+        rig.step()
+        if rig.core.lending.loans.loans:
+            break
+    (loan,) = rig.core.lending.loans.loans.values()
+    assert (loan.offer.producer, loan.space) == (rig.producer, 0)
+    assert {offer.producer for offer in rig.core.lending.loans.offers.values()} == {rig.producer}
 
 
 def test_memory_comes_home_without_a_coordinator():

@@ -11,7 +11,7 @@ desk touches only offers and loans of its own; what others present through the m
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from services.mempool.core.lending import Lending
 from services.mempool.core.loan_pool import may_lend
@@ -19,6 +19,7 @@ from services.mempool.core.loan_state import LoanState
 from services.mempool.core.loans import LoanRefused
 from services.mempool.core.page_table import PageTable
 from services.mempool.core.pool import Pool
+from services.mempool.core.wishes import Answer, Wish, Word
 from shared.ids import InstanceId, LeaseId, SpaceId
 from shared.kv.page import PageState
 from shared.lending.consumer import Ask, Borrowed, Consumer, Need, Renew, Return
@@ -30,7 +31,6 @@ from shared.wire.lending import (
     AskLease,
     AskReclaim,
     Grant,
-    LendingRefused,
     OfferMemory,
     OfferView,
     ReclaimOrder,
@@ -39,24 +39,6 @@ from shared.wire.lending import (
 from shared.wire.mempool_lending import MemoryShares, ReportLoad
 
 ANSWERS_LATE_MS = 1_000  # nobody answered: not before
-
-
-Answer = OfferView | Grant | ReclaimOrder | LendingRefused | None
-
-
-class Wish(NamedTuple):
-    """To be said to the coordinator, under `key`; the answer goes to Desk.answered()."""
-
-    space: int
-    body: OfferMemory | AskLease | AskReclaim
-    key: str
-
-
-class Word(NamedTuple):
-    """Something that was decided, for the log: event and ids."""
-
-    event: str
-    ids: dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -200,8 +182,11 @@ class Desk:
         load = self._load(number, instances, party, now_ms)
         offers = self.offers_of(number)
         loans = self.loans_of(number, now_ms)
-        keeps = bool(loans) or not self._has_takers(number)
-        for one in party.producer.decide(load, offers, now_ms, keeps=keeps):
+        need = self._need(number)
+        if need is not None:
+            party.consumer.note(need, now_ms)
+        keeps, is_short = bool(loans) or not self._has_takers(number), party.consumer.is_short
+        for one in party.producer.decide(load, offers, now_ms, keeps=keeps, is_short=is_short):
             if isinstance(one, TakeBack):
                 self._take_back(number, one, now_ms)
             else:
@@ -212,10 +197,9 @@ class Desk:
         party.held = held
         lends = bool(offers) or party.producer.is_asking
         lives = bool(instances) and all(self._is_fresh(name, now_ms) for name in instances)
-        need = self._need(number)
         if need is None:
             return
-        for one in party.consumer.decide(need, loans, now_ms, lends=lends, lives=lives):
+        for one in party.consumer.decide(loans, now_ms, lends=lends, lives=lives):
             match one:
                 case Renew():
                     self._lending.loans.renew(one.lease_id, one.ttl_ms, now_ms)
@@ -297,11 +281,11 @@ class Desk:
 
     def _need(self, number: int) -> Need | None:
         """None: a space without host memory behind it cannot borrow."""
-        left = self._lending.num_left(number)
-        if left is None:
+        back = self._lending.num_back(number)
+        if back is None:
             return None
         unit = self._lending.unit_bytes(number)
-        return Need(left * unit, self._lending.num_moved(number) * unit)
+        return Need(back * unit, self._lending.num_moved(number) * unit)
 
     def offers_of(self, number: int) -> list[OnOffer]:
         """Offers of this desk, oldest first."""
@@ -368,7 +352,7 @@ class Desk:
     def _has_takers(self, number: int) -> bool:
         """Whether some space of this mempool could borrow from this one: memory is not set aside for nobody."""
         return any(
-            may_lend(self._pools[number], pool) and self._lending.num_left(other) is not None
+            may_lend(self._pools[number], pool) and self._lending.num_back(other) is not None
             for other, pool in self._pools.items()
         )
 

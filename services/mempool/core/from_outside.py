@@ -5,13 +5,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 
 from services.mempool.core.actions import Action, PoolLimits
-from services.mempool.core.desk import Answer, Desk, Wish
+from services.mempool.core.desk import Desk
 from services.mempool.core.lending import Lending
 from services.mempool.core.lending_report import obey
 from services.mempool.core.pool import Pool
 from services.mempool.core.pulls import Pulls
 from services.mempool.core.remote import Remote
 from services.mempool.core.remote_serve import RemoteServe
+from services.mempool.core.wishes import Answer, Wish
 from shared.errors import PeerProtocolError
 from shared.ids import InstanceId
 from shared.lending.rules import EngineProfile, LendingRules

@@ -68,7 +68,9 @@ class Lending:
         self.on_wanted_back: Callable[[int, bool, int], None] | None = None
         self._num_changes = 0
         self._shelves: dict[int, Shelf] = {}  # by number of the space of lent pages
-        self.copies = LendingCopies(self._shelves, self.unit_bytes, limits.pull_patience_ms)
+        self.copies = LendingCopies(
+            self._shelves, self.unit_bytes, lambda number: pools[number].is_dram, limits.pull_patience_ms
+        )
         self._now_ms = 0
         dram.borrowed = self.borrowed
 
@@ -304,11 +306,9 @@ class Lending:
             found["lending_copies_refused"] = self.copies.num_refused
         return found
 
-    def num_left(self, number: int) -> int | None:
-        """Blocks that left this space for lack of room, since its start. None: there is no host memory behind it."""
-        tiers = self._dram.tiers.get(number)
-        names = ("blocks_out", "blocks_freed", "blocks_evicted")
-        return sum(tiers.counters[name] for name in names) if tiers is not None else None
+    def num_back(self, number: int) -> int | None:
+        """Blocks that this space had back from host memory, since its start. None: there is none behind it."""
+        return self.copies.num_back[number] if number in self._dram.tiers else None
 
     def num_moved(self, number: int) -> int:
         """Blocks that were copied into and out of pages lent to this space."""

@@ -6,7 +6,7 @@ waits for is refused when that would be longer than readers wait for pages, and 
 deadline: the producer's pages come back without it.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -29,17 +29,24 @@ class LendingCopies:
     Args:
         shelves: by number of the space of lent pages, a view.
         unit_bytes: of a page of a space, on all ranks.
+        is_dram: whether a space is host memory behind others.
         patience_ms: so long a copy is held for a reader.
     """
 
     def __init__(
-        self, shelves: Mapping[int, Shelf], unit_bytes: Callable[[int], int], patience_ms: int
+        self,
+        shelves: Mapping[int, Shelf],
+        unit_bytes: Callable[[int], int],
+        is_dram: Callable[[int], bool],
+        patience_ms: int,
     ) -> None:
         self._shelves, self._unit_bytes, self._patience_ms = shelves, unit_bytes, patience_ms
+        self._is_dram = is_dram
         self._bytes_per_s = 0
         self._budgets: dict[int, Budget] = {}  # by number of the producer
         self._held: deque[_Held] = deque()
         self.num_moved: dict[int, int] = {}  # pages in and out, by number of the space of lent pages
+        self.num_back: Counter[int] = Counter()  # blocks that host memory gave back, by number of the space
         self.num_refused = 0
 
     def limit(self, bytes_per_s: int) -> None:
@@ -77,6 +84,8 @@ class LendingCopies:
             else:
                 self._pass(held, now_ms, blocked, out)
         for action in copies:
+            if isinstance(action, CopyPages) and not self._is_dram(action.space):
+                self.num_back[action.space] += sum(self._is_dram(space) for space, _ in action.sources)
             if not isinstance(action, CopyPages) or not self._shelves or not self._touched(action):
                 out.append(action)
                 continue
