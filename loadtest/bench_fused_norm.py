@@ -4,7 +4,7 @@
 
 Groups of 2, 4 and 8 GPUs of one host, as many as there are; hidden 8192 in bf16, 1 to 32K tokens; without multicast.
 The kernel's times are of 2 to 32 SMs and of all, without dispatch to a rival. A group that fails or takes too long
-says so and leaves no samples. Times are made by shared/kernels/allreduce_rmsnorm/bench_allreduce_rmsnorm.py, which see.
+says so and leaves the sizes that it came to. shared/kernels/allreduce_rmsnorm/bench_allreduce_rmsnorm.py takes times.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def metrics_from_samples(samples: Samples) -> Metrics:
 
 
 def measure_group(world: int, budget_s: float, more: Sequence[str]) -> dict[str, Any] | None:
-    """What one group found; None when it failed or did not end in time. Its processes are gone then."""
+    """What one group found, the sizes that it came to; None when it found nothing. Its processes are gone then."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "samples.json"
         flags = ["--world", str(world), "--json", str(path), "--budget-s", str(budget_s), *more]
@@ -107,10 +107,9 @@ def measure_group(world: int, budget_s: float, more: Sequence[str]) -> dict[str,
             status = "too late"
         finally:
             end_group(child)
-        if status != 0 or not path.exists():
-            print(f"world {world}: not measured ({status})", flush=True)
-            return None
-        return json.loads(path.read_text())
+        if status != 0:
+            print(f"world {world}: cut off ({status})", flush=True)
+        return json.loads(path.read_text()) if path.exists() else None
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:

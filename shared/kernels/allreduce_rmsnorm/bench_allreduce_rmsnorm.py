@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ class Bench:
                 say(f"the budget is spent before {num_tokens} tokens")
                 break
             num_bytes = num_tokens * HIDDEN * ELEMENT_BYTES
-            line = [self._rival(one, num_tokens) for one in self.rivals if num_bytes <= one.most_bytes]
+            line = [self._rival(one, num_tokens) for one in [*self.rivals] if num_bytes <= one.most_bytes]
             ways = [(Algorithm.TWO_SHOT, Engine.PLAIN), (Algorithm.TWO_SHOT, Engine.BULK)]
             if num_tokens <= ONE_SHOT_MOST_TOKENS:
                 ways.insert(0, (Algorithm.ONE_SHOT, Engine.PLAIN))
@@ -113,10 +114,19 @@ class Bench:
             line.append(f"run() {self.keep('ours', num_tokens, 0, times):.1f}")
             self.fused.check()
             say(f"{num_tokens:>6} tokens, us: " + "; ".join(line))
+            self.write()
 
     def sweep(self) -> None:
         """The same call of kernels that are cut up otherwise."""
         plain = self.fused.shape
+        for num_tokens in (1, 16, 64, 256):
+            row = []
+            for relaxed in (False, True):
+                self.fused.shape = replace(plain, relaxed_arrival=relaxed)
+                for way in ((Algorithm.ONE_SHOT, Engine.PLAIN), (Algorithm.TWO_SHOT, Engine.BULK)):
+                    us = statistics.median(self.clock.measure(self.ours(num_tokens, *way, 0)))
+                    row.append(f"{way[0]} relaxed={relaxed} {us:.1f}")
+            say(f"sweep {num_tokens} tokens: {'; '.join(row)}")
         variants: list[tuple[Engine, dict[str, int]]] = [
             *((Engine.BULK, {"segment_vectors": width, "max_stages": 64}) for width in (64, 128, 256, 512)),
             *((Engine.BULK, {"segment_vectors": 256, "max_stages": stages}) for stages in (2, 3, 4, 6)),
@@ -138,8 +148,27 @@ class Bench:
                 say(f"sweep {num_tokens} tokens {engine} {cut} stages {self.fused.shape.stages}: {text}")
         self.fused.shape = plain
 
+    def write(self) -> None:
+        """What there is so far: a later size may not come to its end."""
+        if self.rank == 0:
+            found = {
+                "samples": self.samples,
+                "notes": self.notes,
+                "gpu": torch.cuda.get_device_name(self.device),
+                "torch": torch.__version__,
+            }
+            new = self.options.json.with_suffix(".new")
+            new.write_text(json.dumps(found))
+            new.replace(self.options.json)
+
     def _rival(self, rival: Rival, num_tokens: int) -> str:
-        times = self.clock.measure(lambda: rival.call(num_tokens), rival.capture)
+        """Its time. One that refuses a size, as it does on every rank, is not asked again."""
+        try:
+            times = self.clock.measure(lambda: rival.call(num_tokens), rival.capture)
+        except RuntimeError as error:
+            self.notes[rival.name] = f"from {num_tokens} tokens on: {str(error).splitlines()[0]}"
+            self.rivals.remove(rival)
+            return f"{rival.name} refused"
         self.place.rows.clamp_(-8, 8)
         return f"{rival.name} {self.keep(rival.name, num_tokens, 0, times):.1f}"
 
@@ -157,21 +186,13 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
     dist.init_process_group(
         "nccl", init_method=f"file://{folder}/store", rank=rank, world_size=options.world, device_id=device
     )
-    cpu_group = dist.new_group(backend="gloo")
+    cpu_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
     assert isinstance(cpu_group, dist.ProcessGroup)
     bench = Bench(options, device, cpu_group)
     if options.sweep:
         bench.sweep()
     else:
         bench.run()
-    if rank == 0:
-        found = {
-            "samples": bench.samples,
-            "notes": bench.notes,
-            "gpu": torch.cuda.get_device_name(device),
-            "torch": torch.__version__,
-        }
-        options.json.write_text(json.dumps(found))
     bench.fused.close()
     dist.destroy_process_group()
 

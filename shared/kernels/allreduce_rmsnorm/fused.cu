@@ -6,7 +6,7 @@
 // Nothing else waits: rows of different CTAs are read, normed and sent while others still are on their way.
 //
 // Compiled by NVRTC, without headers. -D: WORLD HIDDEN BF16 ROW_THREADS ROWS_PER_CTA IN_FLIGHT SEGMENT STAGES
-// PARAMS_BYTES.
+// RELAXED_ARRIVAL PARAMS_BYTES.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -151,7 +151,10 @@ __device__ __forceinline__ bool meet(const Params& p, u32 word, u32 phase, u32* 
   __syncthreads();  // what all threads read and wrote comes before the release
   if (threadIdx.x < kWorld) {
     u32* theirs = p.flags[threadIdx.x] + blockIdx.x * kMaxWorld + p.rank;
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(theirs), "r"(word) : "memory");
+    if (RELAXED_ARRIVAL && phase == kArrive)  // as Listing 1, line 6: a launch ends with its writes where peers read them
+      asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(theirs), "r"(word) : "memory");
+    else
+      asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(theirs), "r"(word) : "memory");
     const u32* mine = p.flags[p.rank] + blockIdx.x * kMaxWorld + threadIdx.x;
     const u64 begun = now_ns();
     u32 seen;

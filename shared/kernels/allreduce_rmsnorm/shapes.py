@@ -51,6 +51,7 @@ class KernelShape:
     segment_vectors: int = SEGMENT_VECTORS
     max_stages: int = MAX_STAGES
     in_flight: int = IN_FLIGHT
+    relaxed_arrival: bool = False
 
     @property
     def vectors(self) -> int:
@@ -98,6 +99,7 @@ class KernelShape:
             "SEGMENT": self.segment,
             "STAGES": self.stages,
             "IN_FLIGHT": self.in_flight,
+            "RELAXED_ARRIVAL": int(self.relaxed_arrival),
         }
 
     @lru_cache(maxsize=1024)  # noqa: B019  shapes live as long as the process

@@ -62,6 +62,13 @@ def test_every_kernel_meets_its_peers_twice_by_release_and_acquire_for_the_syste
     assert text.count("%globaltimer") >= 4, "every wait is bounded"
 
 
+def test_an_arrival_may_be_relaxed_a_leave_never():
+    text = driver.compile_kernels(KernelShape(2, 1024, True, relaxed_arrival=True), "sm_80").ptx
+    kernels = text.count(".entry ") - 1  # add_norm meets nobody
+    assert text.count("st.relaxed.sys.global.u32") == kernels + 1, "and the host's word"
+    assert text.count("st.release.sys.global.u32") == kernels
+
+
 def test_all_loads_of_a_batch_are_asked_for_before_the_first_is_used():
     text = ptx_of("sm_90a", "fused_plain")
     loads = [match.start() for match in re.finditer(r"ld\.global\.L1::no_allocate\.v4\.u32", text)]
