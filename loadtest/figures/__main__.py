@@ -8,7 +8,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadtest.figures import aqua, cluster, memserve, memserve_serving, pull_request, sheet, vattention
+from loadtest.figures import (
+    aqua,
+    cluster,
+    memserve,
+    memserve_serving,
+    pull_request,
+    sheet,
+    tokenweave,
+    vattention,
+)
 from loadtest.registry import RESULTS
 
 DRAWN = Path(__file__).parent / "drawn"
@@ -18,6 +27,7 @@ SHEETS = (
     *memserve.SHEETS,
     *vattention.SHEETS,
     *aqua.SHEETS,
+    *tokenweave.SHEETS,
     *pull_request.SHEETS,
 )
 

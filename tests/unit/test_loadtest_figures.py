@@ -5,7 +5,7 @@ import json
 import pytest
 
 from loadtest import bench_footprint, bench_offload
-from loadtest.figures import sheet, vattention
+from loadtest.figures import sheet, tokenweave, vattention
 from loadtest.figures.__main__ import SHEETS, main
 from loadtest.registry import MEASURES, RESULTS
 
@@ -17,6 +17,7 @@ PROMISED = {
     *(f"memserve-{number:02}" for number in (8, 9, 10, 11, 12, 13, 14, 15)),
     *(f"vattention-{number:02}" for number in (2, 3, *range(7, 16))),
     *(f"aqua-{number:02}" for number in (1, 4, *range(7, 14))),
+    *(f"tokenweave-{number:02}" for number in (1, 4, *range(9, 17))),
     "pr38460-handler",
     "pr38460-serving",
 }
@@ -96,6 +97,36 @@ def test_figures_of_kernels_without_a_block_table_are_drawn_once_they_are_measur
     assert sheet.draw(one, sheet.Results(tmp_path), tmp_path, ["svg"]) == "drawn"
     write(tmp_path, "h200-contiguous", [])
     assert "has no samples" in sheet.draw(one, sheet.Results(tmp_path), tmp_path, ["svg"])
+
+
+def woven() -> dict[str, list[dict]]:
+    """Samples of h200-fused-norm and h200-weave."""
+    kernel = [
+        {"world": world, "who": who, "tokens": tokens, "bytes": tokens << 14, "sms": sms, "us": [us * tokens / 512]}
+        for world in (2, 4)
+        for tokens in (512, 4096)
+        for who, sms, us in (
+            ("ours", 0, 50.0), ("nccl", 0, 90.0), ("torch two-shot", 0, 70.0),
+            ("two_shot/bulk", 0, 50.0), ("two_shot/bulk", 16, 60.0), ("two_shot/plain", 16, 65.0),
+        )
+    ]  # fmt: skip
+    steps = [
+        {"kind": "step", "shape": "70b", "layers": 4, "ranks": 4, "tokens": tokens, "mode": mode, "ms": ms * tokens}
+        for tokens in (4096, 8192)
+        for mode, ms in (
+            ("stock", 1.0), ("stock-alone", 0.8), ("off", 1.1), ("fuse", 0.95), ("full", 0.9), ("alone", 0.85),
+        )
+    ]  # fmt: skip
+    return {"h200-fused-norm": kernel, "h200-weave": [*steps, {"kind": "failed", "engine": "stock-fused"}]}
+
+
+@pytest.mark.parametrize("one", [one for one in tokenweave.SHEETS if one.needs], ids=lambda one: one.name)
+def test_figures_of_woven_steps_are_drawn_once_they_are_measured(tmp_path, one):
+    (name,) = one.needs
+    write(tmp_path / "full", name, woven()[name])
+    assert sheet.draw(one, sheet.Results(tmp_path / "full"), tmp_path, ["svg"]) == "drawn"
+    write(tmp_path / "empty", name, [])
+    assert "has no" in sheet.draw(one, sheet.Results(tmp_path / "empty"), tmp_path, ["svg"])
 
 
 def test_the_footprint_is_the_median_start_and_the_largest_memory():
