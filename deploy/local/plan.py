@@ -295,7 +295,8 @@ def _lending(found: ClusterSettings) -> list[tuple[str, str | float]]:
 
 def _ranks(found: ClusterSettings, role: str) -> tuple[str, ...]:
     count = num_ranks(found, role)
-    return ("--tensor-parallel-size", str(count)) if count > 1 else ()
+    weave = found.prefill_weave if role == "prefill" else found.decode_weave
+    return (*_optional(("--weave", weave)), *(("--tensor-parallel-size", str(count)) if count > 1 else ()))
 
 
 def _common_flags(found: ClusterSettings, paths: Paths) -> tuple[str, ...]:

@@ -67,11 +67,12 @@ def frame_of(engine: Engine, settings: WorkerSettings) -> CostCoefficients:
 def key_of(frame: CostCoefficients, engine: Engine, settings: WorkerSettings) -> str:
     """Equal for engines whose times are the same: model, machine and everything of the settings that changes speed."""
     description = engine.description
+    woven = (settings.weave, settings.weave_min_tokens, settings.weave_sms) if settings.weave != "off" else ()
     parts = (
         VERSION, frame, description.fingerprint, description.dtype, description.layout, description.backend,
         description.isa, description.block_tokens, description.max_model_len, engine.max_running, settings.threads,
         settings.enforce_eager, settings.kv_cache, settings.mempool_socket != "", settings.slot_kernel,
-        _processor_name(), os.cpu_count(),
+        _processor_name(), os.cpu_count(), *woven,
     )  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:24]
 

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shared.engine import weave_support
+from shared.engine import weave_host, weave_support
 from shared.engine.weave_cuts import StepCuts
 from shared.engine.weave_layers import FusedNorm, FusedSums
 from shared.engine.weave_settings import weave_arguments
 from shared.engine.worker_config import WorkerSettings, for_role
+from shared.kernels.allreduce_rmsnorm.errors import FusedUnavailable
 from shared.weave.smart_split import TokenSplit
 
 LLAMA = {"architectures": ["LlamaForCausalLM"]}
@@ -148,6 +149,43 @@ def test_a_connector_that_is_not_ours_and_unknown_attention_keep_steps_whole():
         get_name=lambda: "QUIRE_SLOTS"
     )
     assert "QUIRE_SLOTS" in weave_support.why_not_woven(odd, config_of())
+
+
+def hosted(monkeypatch, opener, is_any_other: bool):
+    """A host over a fake model, whose ranks open what `opener` gives."""
+    monkeypatch.setattr(weave_host, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
+    monkeypatch.setattr(weave_host, "any_rank", lambda is_so: is_so or is_any_other)
+    monkeypatch.setattr(weave_host, "open_fused", opener)
+    config = config_of()
+    config.additional_config = {"quire_weave": {"mode": "full", "min_tokens": 8, "sms": 16}}
+    model = model_of()
+    before = dict(vars(model.model.layers[0]))
+    host = weave_host.HostedWeave(model, config, torch.device("cpu"))
+    assert vars(model.model.layers[0]) == before, "the model is as it was"
+    assert model.model.layers[0].self_attn.o_proj.reduce_results
+    return host
+
+
+def test_gpus_that_cannot_map_each_others_memory_keep_vllms_way_and_say_so(monkeypatch, caplog):
+    def refuse(*_):
+        raise FusedUnavailable("no symmetric memory: these GPUs have no way to each other")
+
+    host = hosted(monkeypatch, refuse, False)
+    host.check()
+    host.close()
+    assert host.sums is None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == (
+        "worker.weave = full: vLLM's own all-reduce and norm are used: no symmetric memory: these GPUs have no way to "
+        "each other"
+    )
+
+
+def test_where_another_rank_cannot_this_one_closes_what_it_opened(monkeypatch, caplog):
+    closed = []
+    host = hosted(monkeypatch, lambda *_: (Recording(), lambda: closed.append(1)), True)
+    assert (host.sums, closed) == (None, [1])
+    assert "another rank cannot" in caplog.text
 
 
 # -- layers and cuts ------------------------------------------------------------------------------------------

@@ -175,6 +175,20 @@ def test_engines_are_told_how_many_ranks_they_have():
     assert "tensor_parallel_size" in managed_keys(build(made))["worker"]
 
 
+def test_prefill_and_decode_add_up_over_their_ranks_each_in_its_own_way():
+    found = settings(
+        redis_url="redis://there:1/0",
+        tensor_parallel=2,
+        prefill_weave="full",
+        decode_weave="fuse",
+        engine="mock",
+    )
+    made = plan.make_plan(found, config.paths_of("/h"), plan.Model(folder="/m", name="m"))
+    said = {s.name: flags(s).get("--weave") for s in build(made)}
+    assert (said["prefill-0"], said["decode-0"]) == ("full", "fuse")
+    assert "weave" in managed_keys(build(made))["worker"]
+
+
 def test_a_colocated_worker_says_so():
     (worker,) = (s for s in build(a_plan(workers=(Worker("colocated", 0),))) if s.name == "colocated-0")
     assert (worker.module, flags(worker)["--role"]) == ("services.decode", "colocated")
