@@ -1,6 +1,6 @@
 """What a routing decision costs: prompt trees in Redis, the scheduler's placement, and other routers' beside it.
 
-    python -m loadtest.bench_prompt_tree [--quick] [--out FOLDER] [--commit HEAD]      writes prompt-tree.json
+    python -m loadtest.bench_prompt_tree [--quick]      writes loadtest/results/prompt-tree.json
 
 A prompt has 256 blocks of 16 tokens: a document of 250 that some instances hold to some depth, and a question.
 
@@ -46,7 +46,7 @@ import uvloop
 
 from loadtest import tree_peers
 from loadtest.processes import Fleet, StartFailed
-from loadtest.registry import RESULTS
+from loadtest.registry import ROOT
 from loadtest.results import Metrics, Samples, quantile, write_result
 from loadtest.systems import Unavailable
 from loadtest.tree_placement import cpu_us, placements, start_scheduler
@@ -63,7 +63,6 @@ from loadtest.tree_rig import (
     timed_us,
     until,
 )
-from shared.cpus import usable_cpus
 from shared.ids import Epoch
 from shared.prompttree.client import PromptTreeClient
 from shared.prompttree.lookup_cache import LookupCache
@@ -363,8 +362,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--policy", default="", help="of the scheduler; its default without")
     parser.add_argument("--realtime", action="store_true", help="before everybody else's processes (root)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", default=str(RESULTS))
-    parser.add_argument("--commit", default="", help="of this copy, where there is no repository")
     options = parser.parse_args(argv)
     begin_load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="quire-tree-") as folder:
@@ -391,14 +388,11 @@ def main(argv: Sequence[str]) -> int:
                 "machine_was_shared": begin_load > 0.5,
                 "realtime": options.realtime,
                 "seed": options.seed,
-                "usable_cpus": usable_cpus(),
             },
             metrics=metrics,
             samples=bench.samples,
-            folder=Path(options.out),
-            commit=options.commit,
         )
-        print(f"wrote {path}")
+        print(f"wrote {path.relative_to(ROOT)}")
     return 1 if metrics.get("failed_requests") else 0
 
 

@@ -5,6 +5,7 @@ what the script's metrics_from_samples makes of the samples, nothing else. Metri
 """
 
 import json
+import lzma
 import math
 import os
 import platform
@@ -49,7 +50,7 @@ def write_result(
     folder: Path = RESULTS,
     commit: str = "",
 ) -> Path:
-    """Write `folder`/NAME.json; the file of before moves to history/. Raises: ValueError on bad metrics.
+    """Write `folder`/NAME.json; the file of before moves to history/, compressed. Raises: ValueError on bad metrics.
 
     `commit` names the checkout where there is only a copy of its files: a GPU machine without the repository.
     """
@@ -88,9 +89,10 @@ def _dump(head: Mapping[str, Any], samples: Samples) -> str:
 def _retire(path: Path) -> None:
     old = json.loads(path.read_text())
     stamp = re.sub(r"[^0-9T]", "", old["date"].partition("+")[0])
-    target = path.parent / "history" / f"{path.stem}-{stamp}-{(old['commit'] or 'nocommit')[:8]}.json"
+    target = path.parent / "history" / f"{path.stem}-{stamp}-{(old['commit'] or 'nocommit')[:8]}.json.xz"
     target.parent.mkdir(exist_ok=True)
-    path.replace(target)
+    target.write_bytes(lzma.compress(path.read_bytes()))  # samples of every call are long: `xzcat` shows them
+    path.unlink()
 
 
 def commit_of(root: Path) -> tuple[str, bool]:
