@@ -11,6 +11,10 @@ norm (FlashInfer; absent where it cannot be had). stock-alone: ranks add nothing
 modes: off (vLLM's operations), fuse, full, alone. `prefill_gain_ratio`: the better stock over full, median over 4K to
 32K tokens, of the 70B shape on the most ranks that were measured (`prefill_gain_ranks_count`);
 `communication_recovered_ratio`: of the time that stock loses to communication, there.
+
+`--parts serving` (beside steps, with layers enough that they matter: 70b:4:16): requests of ShareGPT's lengths asked at
+once, in steps of `--chunks` tokens (Figures 12 and 13): stock against fuse and full, whose steps from 1K tokens on are
+cut. `serving_gain_CHUNK_ratio`: tokens per second of full over stock's.
 """
 
 import argparse
@@ -92,7 +96,24 @@ def metrics_from_samples(samples: Samples) -> Metrics:
             out.pop("communication_recovered_ratio", None)
             if found["recovered"]:
                 out["communication_recovered_ratio"] = median(found["recovered"])
+    out |= _serving(samples)
     out["failed_count"] = float(sum(sample["kind"] == "failed" for sample in samples))
+    return out
+
+
+def _serving(samples: Samples) -> Metrics:
+    rates: dict[tuple[str, int, int], dict[str, list[float]]] = {}
+    for sample in samples:
+        if sample["kind"] == "serving":
+            key = (f"{sample['shape']}_{sample['layers']}_layers", sample["ranks"], sample["step_tokens"])
+            rates.setdefault(key, {}).setdefault(sample["mode"], []).append(sample["tokens"] / sample["s"])
+    out: Metrics = {}
+    for (shape, ranks, chunk), modes in rates.items():
+        found = {mode: median(values) for mode, values in modes.items()}
+        for mode, rate in found.items():
+            out[f"{shape}_tp{ranks}_serving_{chunk}_{mode}_tokens_per_s"] = rate
+        if "stock" in found and "full" in found:
+            out[f"{shape}_tp{ranks}_serving_gain_{chunk}_ratio"] = found["full"] / found["stock"]
     return out
 
 
@@ -119,11 +140,19 @@ def model_folder(folder: Path, shape: str, layers: int) -> Path:
 
 
 def run_engine(
-    engine: str, group: tuple[str, int, int], folder: Path, options: argparse.Namespace, left_s: float
+    engine: str,
+    group: tuple[str, int, int],
+    folder: Path,
+    options: argparse.Namespace,
+    left_s: float,
+    chunk: int = 0,
 ) -> list[dict[str, Any]]:
-    """Samples of one engine's process; a failure is one, too. Nothing of it is left behind."""
+    """Samples of one engine's process; a failure is one, too. Nothing of it is left behind.
+
+    `chunk`: tokens of the steps in which it serves; 0: it computes single steps.
+    """
     shape, ranks, layers = group
-    out, log = folder / f"{engine}-{shape}-{ranks}-{layers}.json", folder / "engine.log"
+    out, log = folder / f"{engine}-{shape}-{ranks}-{layers}-{chunk}.json", folder / "engine.log"
     words = [sys.executable, "-m", "loadtest.weave_engine", engine, str(model_folder(folder, shape, layers))]
     words += [str(out), "--tp", str(ranks), "--tokens", options.tokens, "--rounds", str(options.rounds)]
     words += [
@@ -134,6 +163,8 @@ def run_engine(
         "--device",
         options.device,
     ]
+    if chunk:
+        words += ["--serve", str(options.requests), "--step-tokens", str(chunk)]
     begin, why = time.monotonic(), ""
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -157,7 +188,8 @@ def run_engine(
         f"{engine} {shape} on {ranks}: {time.monotonic() - begin:.0f} s, ready {found['ready_s']} s",
         flush=True,
     )
-    return [{"kind": "step", **about, **sample} for sample in found["samples"]]
+    kind = "serving" if chunk else "step"
+    return [{"kind": kind, **about, **sample} for sample in found["samples"]]
 
 
 def _end_group(process: "subprocess.Popen[bytes]") -> None:
@@ -186,6 +218,11 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--groups", type=groups_of, default=groups_of("70b:4:4,8b:2:32"))
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--tokens", default=TOKENS)
+    parser.add_argument("--parts", default="steps", help="steps,serving")
+    parser.add_argument(
+        "--chunks", type=lambda text: [int(n) for n in text.split(",")], default=[1024, 2048, 4096, 8192]
+    )
+    parser.add_argument("--requests", type=int, default=64, help="that are served at once")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
         "--sms", type=int, default=16, help="for the sums of a part under the other's compute"
@@ -204,14 +241,26 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Samples of all engines for which there is time, the most important first."""
     samples: list[dict[str, Any]] = []
     deadline = time.monotonic() + options.budget_s
+    jobs = [
+        (group, engine, 0)
+        for group in options.groups
+        for engine in options.engines.split(",")
+        if "steps" in options.parts
+    ]
+    jobs += [
+        (group, engine, chunk)
+        for group in options.groups
+        for chunk in options.chunks
+        for engine in ("weave", "stock")
+        if "serving" in options.parts
+    ]
     with tempfile.TemporaryDirectory(prefix="quire-weave-") as name:
-        for group in options.groups:
-            for engine in options.engines.split(","):
-                left_s = deadline - time.monotonic()
-                if left_s < START_S:
-                    print(f"no time left for {engine} {group}", flush=True)
-                    continue
-                samples += run_engine(engine, group, Path(name), options, left_s)
+        for group, engine, chunk in jobs:
+            left_s = deadline - time.monotonic()
+            if left_s < START_S:
+                print(f"no time left for {engine} {group} {chunk or ''}", flush=True)
+                continue
+            samples += run_engine(engine, group, Path(name), options, left_s, chunk)
     return samples
 
 
@@ -228,7 +277,7 @@ def main(argv: Sequence[str]) -> int:
             command=shlex.join(["python", "-m", "loadtest.bench_weave", *argv]),
             settings={
                 "groups": options.groups, "tokens": options.tokens, "sms": options.sms, "shapes": SHAPES,
-                "engines": options.engines,
+                "engines": options.engines, "parts": options.parts, "requests": options.requests,
             },
             metrics=dict(metrics),
             samples=samples,
@@ -238,10 +287,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"wrote {path.name}")
     print(*table(samples), sep="\n")
     for key in sorted(metrics):
-        if key.endswith(("_ratio", "_count")):
+        if key.endswith(("_ratio", "_count", "_tokens_per_s")):
             print(f"{key:48} {metrics[key]:8.3f}")
     print(f"{time.monotonic() - began:.0f} s")
-    return int(not any(sample["kind"] == "step" for sample in samples))
+    return int(not any(sample["kind"] in ("step", "serving") for sample in samples))
 
 
 if __name__ == "__main__":

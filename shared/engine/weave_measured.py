@@ -14,7 +14,8 @@ MODES = {  # of an engine of kind weave: (fuse_min_tokens, full_min_tokens, with
     "off": (0, 0, False),  # vLLM's own operations, eager as the others
     "alone": (0, 0, True),
 }
-KV_BYTES = 2 << 30
+KV_BYTES, SERVE_KV_BYTES = 2 << 30, 8 << 30
+LEAST_WOVEN_TOKENS = 1024  # of steps that serve: TokenWeave 4.2.2 weaves hybrid batches from there on
 SPARE_TOKENS = 64
 _HERE = "shared.engine.weave_measured"
 
@@ -66,10 +67,22 @@ def _nothing_to_add(_self: Any, input_: torch.Tensor) -> torch.Tensor:
 class MeasuredEngine:
     """Random weights, no prefix cache. Make it in a process of its own.
 
-    Args: kind: one of KINDS; longest: tokens of a step.
+    Args: kind: one of KINDS; longest: tokens of a request; step_tokens: of a step, 0 for a whole request's;
+        max_seqs: requests that run at once.
     """
 
-    def __init__(self, kind: str, model_dir: str, tp: int, longest: int, num_sms: int, device: str) -> None:
+    def __init__(
+        self,
+        kind: str,
+        model_dir: str,
+        tp: int,
+        longest: int,
+        num_sms: int,
+        device: str,
+        *,
+        step_tokens: int = 0,
+        max_seqs: int = 8,
+    ) -> None:
         environ = os.environ  # noqa: TID251  vLLM's and torch's settings, not ours
         environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -92,8 +105,9 @@ class MeasuredEngine:
             options |= {"dtype": "float32", "enforce_eager": True, "distributed_executor_backend": "mp"}
         self._llm = LLM(
             model=model_dir, load_format="dummy", tensor_parallel_size=tp, seed=0, enable_prefix_caching=False,
-            max_model_len=longest + SPARE_TOKENS, max_num_batched_tokens=longest + SPARE_TOKENS, max_num_seqs=8,
-            kv_cache_memory_bytes=KV_BYTES, skip_tokenizer_init=True, **options,
+            max_model_len=longest + SPARE_TOKENS, max_num_batched_tokens=step_tokens or longest + SPARE_TOKENS,
+            max_num_seqs=max_seqs, kv_cache_memory_bytes=SERVE_KV_BYTES if step_tokens else KV_BYTES,
+            skip_tokenizer_init=True, **options,
         )  # fmt: skip
         self._llm.collective_rpc("quire_time_forwards")
         adds_up = self._llm.collective_rpc("quire_adds_up")
@@ -122,6 +136,23 @@ class MeasuredEngine:
         self._llm.generate({"prompt_token_ids": prompt}, self._params, use_tqdm=False)
         ranks = self._llm.collective_rpc("quire_forward_ms")
         return max((ms for rank in ranks for rows, ms in rank if rows >= len(prompt)), default=0.0)
+
+    def serve_s(self, prompts: list[list[int]], output_tokens: list[int], is_woven: bool) -> float:
+        """Until all of them, asked at once, are answered. Decode steps of a woven engine are fused, as captured."""
+        from vllm import SamplingParams
+
+        if self.kind == "weave":
+            self._llm.collective_rpc("quire_weave_from", args=(1, LEAST_WOVEN_TOKENS if is_woven else 0))
+        params = [
+            SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False)
+            for count in output_tokens
+        ]
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        begin = time.perf_counter()
+        self._llm.generate(asked, params, use_tqdm=False)
+        taken_s = time.perf_counter() - begin
+        self._llm.collective_rpc("quire_forward_ms")  # forgets them
+        return taken_s
 
     def close(self) -> None:
         """Ends the ranks."""

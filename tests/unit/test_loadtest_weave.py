@@ -3,6 +3,7 @@
 import pytest
 
 from loadtest import bench_weave as bench
+from loadtest import weave_engine
 from loadtest.results import check_metrics
 
 
@@ -62,3 +63,24 @@ def test_groups_are_shapes_ranks_and_layers():
     assert bench.groups_of("70b:4:1,8b:2:32") == [("70b", 4, 1), ("8b", 2, 32)]
     with pytest.raises(ValueError, match="13b"):
         bench.groups_of("13b:2:4")
+
+
+def test_serving_is_said_by_chunk():
+    samples = [
+        {"kind": "serving", "shape": "70b", "ranks": 4, "layers": 16, "step_tokens": 2048, "tokens": 1000, "mode": mode,
+         "s": s}
+        for mode, s in (("full", 1.0), ("full", 3.0), ("full", 2.0), ("fuse", 2.2), ("stock", 2.5))
+    ]  # fmt: skip
+    metrics = bench.metrics_from_samples(samples)
+    assert check_metrics(metrics) == []
+    assert metrics["70b_16_layers_tp4_serving_2048_full_tokens_per_s"] == 500
+    assert metrics["70b_16_layers_tp4_serving_gain_2048_ratio"] == pytest.approx(1.25)
+
+
+def test_served_lengths_are_sharegpts():
+    lengths = weave_engine.sharegpt_lengths(4_000, 1)
+    prompts, answers = (sorted(values) for values in zip(*lengths, strict=True))
+    assert abs(prompts[2_000] / 1730 - 1) < 0.1
+    assert abs(answers[2_000] / 415 - 1) < 0.1
+    assert abs(answers[3_600] / 834 - 1) < 0.1
+    assert lengths == weave_engine.sharegpt_lengths(4_000, 1)
