@@ -21,6 +21,7 @@ def place_message(call: Call, action: SendPlace, model: str) -> Place:
         traceparent=call.schedule_span.traceparent if call.schedule_span is not None else "",
         explain=call.explain,
         continues=call.flow.continues,
+        weight=call.weight,
     )
 
 

@@ -40,6 +40,7 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="place"):
     traceparent: str = ""
     explain: bool = True  # somebody will read the ways that were not taken
     continues: bool = False  # the prefill stage's token is final: no decode instance draws it again
+    weight: float = 1.0  # of the tenant, where all instances are full
 
 
 class Ended(Struct, frozen=True, kw_only=True, tag="ended"):

@@ -4,7 +4,8 @@
     2. a prefill and a decode instance whose raw KV fits together (equal content keys)
     3. no such pair: one full engine, role colocated before decode before prefill
     4. nothing left after the exclusions: again with them
-    5. nothing at all: Rejected no_instance; only full ones: Rejected overloaded
+    5. only full ones: above the bound, where the tenant has less than its share of the places (tenants.py)
+    6. nothing at all: Rejected no_instance; only full ones: Rejected overloaded
 Every worker is a full engine, so one live instance is enough to serve (ARCHITECTURE.md).
 """
 
@@ -17,6 +18,7 @@ from services.scheduler.core.policies import Candidate, Choice, PolicyName, choo
 from services.scheduler.core.policies import cost as load_cost
 from services.scheduler.core.predict import CostSettings, Holders, Predictor
 from services.scheduler.core.request import AttemptKey, PlacementRequest, Stage, from_wire
+from services.scheduler.core.tenants import Tenants
 from shared.errors import Overloaded
 from shared.ids import HandoffId, InstanceId
 from shared.wire.placement import Alternative, Ended, Place, Placed, Rejected
@@ -32,6 +34,7 @@ class PlacementLimits:
     """When an instance is full, and what is said then."""
 
     overload_factor: float = 4.0  # requests on an instance / requests in one step of it
+    excess_factor: float = 2.0  # of overload_factor: the bound for tenants that have less than their share
     max_prefill_tokens: int = 1 << 20  # waiting on one instance
     overloaded_retry_ms: int = 250
     no_instance_retry_ms: int = 300
@@ -51,6 +54,7 @@ class Placer:
     limits: PlacementLimits = field(default_factory=PlacementLimits)
     cost: CostSettings = field(default_factory=CostSettings)
     num_placed: int = 0
+    tenants: Tenants = field(default_factory=Tenants)
     _open: dict[AttemptKey, tuple[InstanceId, ...]] = field(default_factory=dict)
 
     @property
@@ -79,13 +83,13 @@ class Placer:
     def _place_on(
         self, request: PlacementRequest, usable: Sequence[Instance], now_ms: int
     ) -> Placed | Rejected:
+        self.tenants.asks(request.tenant, request.weight, now_ms)
         free = self._free(request, usable, now_ms)
-        predictor = self._predictor(request, usable, now_ms)
-        if self.policy == "cost" and None not in [c.known.model for c in free]:
-            decision = self._decide(request, usable, free, predictor)
-            if decision is not None:
-                return self._by_cost(request, decision, now_ms)
-        elif placed := self._by_policy(request, usable, free, predictor, now_ms):
+        placed = self._place_among(request, usable, free, now_ms)
+        if placed is None and (share := self.tenants.share(request.tenant, now_ms)):
+            free += self._claimed(request, usable, share, now_ms)
+            placed = self._place_among(request, usable, free, now_ms)
+        if placed is not None:
             return placed
         return Rejected(
             request_id=request.key[0],
@@ -94,6 +98,37 @@ class Placer:
             reason="Every instance that could take the request is full.",
             retry_after_ms=self.limits.overloaded_retry_ms,
         )
+
+    def _place_among(
+        self, request: PlacementRequest, usable: Sequence[Instance], free: list[Candidate], now_ms: int
+    ) -> Placed | None:
+        """None: these do not do."""
+        predictor = self._predictor(request, usable, now_ms)
+        if self.policy == "cost" and None not in [c.known.model for c in free]:
+            decision = self._decide(request, usable, free, predictor)
+            return self._by_cost(request, decision, now_ms) if decision is not None else None
+        return self._by_policy(request, usable, free, predictor, now_ms)
+
+    def _claimed(
+        self, request: PlacementRequest, usable: Sequence[Instance], share: float, now_ms: int
+    ) -> list[Candidate]:
+        """Full ones on which the tenant holds fewer places than its share, up to excess_factor."""
+        held, limits = self.tenants.held(request.tenant), self.limits
+        reach = request.reach()
+        found = []
+        for known in usable:
+            view, name = known.load.view(now_ms=now_ms), known.instance
+            is_full = view.requests_share >= limits.overload_factor
+            most = limits.overload_factor * limits.excess_factor
+            places = limits.overload_factor * known.load.max_running
+            if (
+                is_full
+                and view.requests_share < most
+                and view.prefill_tokens < limits.max_prefill_tokens
+                and held.get(name, 0) < share * places
+            ):
+                found.append(Candidate(known, view, reach.get(name, 0), name))
+        return found
 
     def _predictor(self, request: PlacementRequest, usable: Sequence[Instance], now_ms: int) -> Predictor:
         found = [self.instances.get(name) for name in request.holders() - request.exclude]
@@ -193,9 +228,9 @@ class Placer:
         )
         if is_pair:
             then.known.load.add_handoff(request.key, context_tokens=num_tokens, now_ms=now_ms)
-            self._note(request.key, first.known, then.known)
+            self._note(request, first.known, then.known)
         else:
-            self._note(request.key, first.known)
+            self._note(request, first.known)
         handoff_id = HandoffId(f"{self.boot}-{self.num_placed - 1}") if is_pair else HandoffId("")
         return Placed(
             request_id=request.key[0],
@@ -245,15 +280,18 @@ class Placer:
             and view.prefill_tokens < most_tokens
         ]
 
-    def _note(self, key: AttemptKey, *chosen: Instance) -> None:
+    def _note(self, request: PlacementRequest, *chosen: Instance) -> None:
+        key = request.key
         self.num_placed += 1
         for known in chosen:
             known.chosen_at = self.num_placed
-        self._open[key] = tuple(known.instance for known in chosen)
+        self._open[key] = names = tuple(known.instance for known in chosen)
+        self.tenants.holds(key, request.tenant, names)
         if len(self._open) > self.limits.max_open:
             self._forget(next(iter(self._open)))
 
     def _forget(self, key: AttemptKey) -> None:
+        self.tenants.ended(key)
         for instance in self._open.pop(key, ()):
             known = self.instances.get(instance)
             if known is not None:

@@ -1,5 +1,6 @@
 """A placement request as the policies see it: what the wire allows, cut to what can be."""
 
+import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -26,6 +27,8 @@ class PlacementRequest(Struct, frozen=True):
     dram_tokens: dict[InstanceId, int] = {}  # with the host memory behind it, where that has more
     explain: bool = True  # the answer names ways that were not taken
     continues: bool = False  # a prefill stage's token is the client's
+    tenant: str = ""
+    weight: float = 1.0  # above 0
 
     def reach(self) -> dict[InstanceId, int]:
         """Leading prompt tokens within each instance's reach, as far as known."""
@@ -54,6 +57,8 @@ def from_wire(place: Place) -> PlacementRequest:
         dram_tokens=_clipped(((h.instance, h.tokens) for h in place.hits if h.medium == "dram"), num_tokens),
         explain=place.explain,
         continues=place.continues,
+        tenant=place.tenant,
+        weight=place.weight if 0.0 < place.weight < math.inf else 1.0,
     )
 
 
