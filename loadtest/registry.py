@@ -37,6 +37,7 @@ MEASURES = {  # result name: module
     "simulator": "loadtest.bench_simulator",
     "h200-disaggregation": "loadtest.bench_disaggregation",
     "placer": "loadtest.bench_placer",
+    "fair-shares": "loadtest.bench_fair_shares",
     "h200-fused-norm": "loadtest.bench_fused_norm",
 }
 

@@ -40,6 +40,7 @@ class Cluster:
     Args:
         model_dir: holds config.json and tokenizer.json (and weights for "vllm").
         num_prefill, num_decode: 0 prefill makes the decode workers colocated.
+        num_gateways: `gateway`, `gateway-1`, ...; their addresses are in `urls`.
         flags: more flags by service name or module name ("gateway", "worker", "scheduler", ...).
     """
 
@@ -51,6 +52,7 @@ class Cluster:
         engine: Literal["mock", "vllm"] = "mock",
         num_prefill: int = 1,
         num_decode: int = 1,
+        num_gateways: int = 1,
         model_name: str = "quire-demo",
         mempool_bytes: int = 256 << 20,
         flags: Mapping[str, Sequence[str]] | None = None,
@@ -65,7 +67,7 @@ class Cluster:
         self.run_dir = Path(tempfile.mkdtemp(prefix="quire-"))
         self.trace_dir = log_dir / "traces"
         roles = [("prefill", i) for i in range(num_prefill)] + [("decode", i) for i in range(num_decode)]
-        ports = free_ports(7 + 2 * len(roles))
+        ports = free_ports(7 + 2 * len(roles) + num_gateways - 1)
         self._ports = dict(
             zip(
                 ("redis", "coordinator", "place", "reports", "scheduler", "mempool", "gateway"),
@@ -75,7 +77,9 @@ class Cluster:
         )
         self.redis_url = f"redis://127.0.0.1:{self._ports['redis']}/0"
         self.coordinator_url = f"http://127.0.0.1:{self._ports['coordinator']}"
-        self.url = f"http://127.0.0.1:{self._ports['gateway']}"
+        gateway_ports = [self._ports["gateway"], *ports[7 + 2 * len(roles) :]]
+        self.urls = [f"http://127.0.0.1:{port}" for port in gateway_ports]
+        self.url = self.urls[0]
         self._add_redis()
         self._add_control()
         self._add_mempool(mempool_bytes)
@@ -83,7 +87,8 @@ class Cluster:
             self._add_worker(
                 role, index, ports[7 + 2 * number], ports[8 + 2 * number], colocated=not num_prefill
             )
-        self._add_gateway()
+        for number, port in enumerate(gateway_ports):
+            self._add_gateway(f"gateway-{number}" if number else "gateway", port)
 
     # -- the processes ------------------------------------------------------------------------------
 
@@ -137,12 +142,16 @@ class Cluster:
             f"{role}-{index}", f"services.{role}", admin_port, flags + ["--role", "colocated"] * colocated
         )
 
-    def _add_gateway(self) -> None:
-        port = self._ports["gateway"]
+    def _add_gateway(self, name: str, port: int) -> None:
         flags = ["--listen", f"127.0.0.1:{port}", "--scheduler", f"tcp://127.0.0.1:{self._ports['place']}"]
         flags += ["--coordinator-url", self.coordinator_url, "--redis-url", self.redis_url]
         flags += ["--model-dir", self._model_dir, "--model-name", self.model_name]
-        self._add("gateway", "services.gateway", port, flags)
+        self._add(name, "services.gateway", port, flags)
+
+    @property
+    def gateways(self) -> list[ServiceProcess]:
+        """All of them."""
+        return [p for name, p in self.processes.items() if name.startswith("gateway")]
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -162,12 +171,14 @@ class Cluster:
             self[name].start()
         for worker in self.workers:
             worker.start()
-        self["gateway"].start()
+        for gateway in self.gateways:
+            gateway.start()
         for name in ("coordinator", "scheduler", "mempool"):
             self[name].wait_ready()
         for worker in self.workers:
             worker.wait_ready(ENGINE_READY_TIMEOUT_S[self.engine])
-        self["gateway"].wait_ready()
+        for gateway in self.gateways:
+            gateway.wait_ready()
         return self
 
     def restart(self, name: str) -> ServiceProcess:
