@@ -23,6 +23,7 @@ from tests.support.pressure_run import (
 
 from shared.engine.preload import preload_architecture  # isort: skip
 from shared.engine.vllm_setup import die_with_parent  # isort: skip
+from shared.kv.block_hash import chain_seed  # isort: skip
 from tests.support.stock_reference import run_cases  # isort: skip
 
 MODEL = Path(__file__).resolve().parents[2] / "deploy" / "models" / "quire-demo"
@@ -50,7 +51,7 @@ def stock(out: Path) -> None:
 
 
 def woven(socket: str, out: Path) -> None:
-    """The same engine with steps in two parts, then whole and fused, then vLLM's way; nothing is cached between.
+    """The same engine with steps in two parts, then whole and fused, then vLLM's way; neither finds the other's blocks.
 
     Last, what pays is measured, and then read from what was kept.
     """
@@ -63,7 +64,7 @@ def woven(socket: str, out: Path) -> None:
         asked, found = cases(), {}
         for name, rule in {"full": (1, MIN_TOKENS), "fuse": (1, 0), "off": (0, 0)}.items():
             await rpc("quire_weave_from", args=rule)
-            assert await driver.engine.clear_cache()
+            driver.seed = chain_seed("fingerprint", name)  # what one way computed is no other's prefix
             before = await rpc("quire_weave_counters")
             crowd = await driver.crowd(asked)
             alone = {case["id"]: await driver.answer(case) for case in asked}
