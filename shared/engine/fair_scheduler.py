@@ -5,7 +5,9 @@ preempted requests, but its blocks stay in its block table and its computed toke
 was and nothing is computed twice (decision 0016). It comes back through vLLM's waiting queue, with all of its blocks.
 A request under way (asynchronous scheduling) may be parked, and comes back when its last step's output is in.
 
-Settings: those of page_scheduler.py, and `additional_config["quire"]["fair"]`: FairRules' fields.
+Where pages are short, blocks of parked requests leave for swap space and come back: swap_scheduler.py.
+
+Settings: those of page_scheduler.py and swap_scheduler.py, `additional_config["quire"]["fair"]`: FairRules' fields.
 """
 
 import time
@@ -20,7 +22,8 @@ from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
-from shared.engine.page_scheduler import PageSchedulerMixin, given
+from shared.engine.page_scheduler import given
+from shared.engine.swap_scheduler import SwapSchedulerMixin
 from shared.fair.elsewhere import Elsewhere, to_tell
 from shared.fair.rules import FairRules, Room
 from shared.fair.slices import FairSlices
@@ -28,12 +31,13 @@ from shared.fair.slices import FairSlices
 MAX_SERVED = 4_096  # tenants whose totals are kept
 
 
-class FairSchedulerMixin(PageSchedulerMixin):
-    """Turns around PageSchedulerMixin's steps.
+class FairSchedulerMixin(SwapSchedulerMixin):
+    """Turns around the steps of PageSchedulerMixin and SwapSchedulerMixin.
 
     `fair_counts`: since the start: times_parked, times_resumed; kept_tokens: of parked requests, each time;
     computed_tokens: all; recomputed_tokens: those of a request that were computed before, for whatever reason;
-    times_dropped: parked requests whose pages were needed.
+    times_dropped: parked requests whose pages were needed. Of fair_swap.py: swapped_{out,in}_{blocks,bytes},
+    swap_blocks_lost, swaps_refused, swaps_given_up.
     """
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -41,7 +45,8 @@ class FairSchedulerMixin(PageSchedulerMixin):
         self.fair_counts: Counter[str] = Counter()
         self.served: Counter[str] = Counter()  # tokens by tenant
         self._elsewhere = Elsewhere()
-        self._parked: dict[str, Request] = {}  # they keep their blocks
+        self._parked: dict[str, Request] = {}  # they keep their blocks, here or in swap space
+        self._times_parked: Counter[str] = Counter()
         self._computed: dict[str, int] = {}  # by request: so many of its tokens were computed
         super().__init__(vllm_config, *args, **kwargs)
         self.kv_cache_manager.make_way = self._make_way
@@ -56,10 +61,17 @@ class FairSchedulerMixin(PageSchedulerMixin):
             self.slices.add(request.request_id, tenant, weight, request.num_prompt_tokens)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        self.slices.remove(request.request_id)
-        self._parked.pop(request.request_id, None)
-        self._computed.pop(request.request_id, None)
-        return super()._free_request(request, delay_free_blocks)
+        request_id = request.request_id
+        self.swapper.forget(request_id)
+        self.slices.remove(request_id)
+        self._reserved.pop(request_id, None)
+        self._parked.pop(request_id, None)
+        self._computed.pop(request_id, None)
+        params, ec_params = super()._free_request(request, delay_free_blocks)
+        said = {"times_parked": self._times_parked.pop(request_id, 0)}
+        if swaps := self.swapper.noted.pop(request_id, None):
+            said["swaps"] = swaps
+        return {**(params or {}), **said}, ec_params
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """vLLM's; parked requests count as running."""
@@ -81,22 +93,34 @@ class FairSchedulerMixin(PageSchedulerMixin):
         return output
 
     def _take_turns(self) -> list[Request]:
-        """Park and reorder. Returns: parked requests that cannot start in this step, taken out of the queue."""
+        """Park and reorder. Returns: requests that cannot start in this step, taken out of the queue."""
+        self.swapper.hear(self.requests)
         if self._pause_state != PauseState.UNPAUSED:
             return []
         self._promote()
+        self._note_step()
         if not self.waiting and not self.skipped_waiting:
             self.slices.calm_step()
             return []
-        if self.slices.next_step(vacant=len(self.running) < self.max_num_running_reqs):
+        start: list[str] = []
+        taken = len(self.running) + len(self._reserved)
+        if self.slices.next_step(vacant=taken < self.max_num_running_reqs):
             plan = self.slices.plan(self._room())
             for request_id in plan.park:
                 self._park(self.requests[request_id])
-            self._put_first(plan.start)
-        under_way = [request for request in self._parked.values() if self._in_flight(request)]
-        if under_way:
-            self.waiting.remove_requests(under_way)
-        return under_way
+            start = plan.start
+        if self._swaps:
+            self._park_for_growth()
+            start = self._swap(start if self.running or self._reserved else self._who_can(start))
+        if start:
+            self._put_first(start)
+        stay = [r for r in self._parked.values() if self._in_flight(r) or not self._is_here(r)]
+        if self._reserved:
+            known = {*start, *(r.request_id for r in stay)}
+            stay += [r for r in self.waiting if r.request_id not in known]
+        if stay:
+            self.waiting.remove_requests(stay)
+        return stay
 
     def _promote(self) -> None:
         """Requests that waited for their grammar take their turn with the others."""
@@ -111,17 +135,23 @@ class FairSchedulerMixin(PageSchedulerMixin):
         ahead = self.slices.rules.slice_steps + self.kv_cache_manager.ahead_tokens
         resident = 0
         for request_id, request in self.requests.items():
-            have = len(self.kv_cache_manager.get_blocks(request_id).blocks[0])
+            away = self.swapper.absences.num_away(request_id)
+            have = self._held(request_id)
             need = -(-min(request.num_tokens + ahead, self.max_model_len) // self.block_size)
             blocked = self._is_blocked_waiting_status(request.status)
             ready = not (blocked or request.is_finished() or self._in_flight(request))
-            self.slices.holds(request_id, max(need, have), have, ready=ready)
+            self.slices.holds(request_id, max(need, have + away), have, away, ready=ready)
             resident += have
         return Room(
             slots=self.max_num_running_reqs - self.num_waiting_for_streaming_input,
             step_tokens=self.max_num_scheduled_tokens,
-            pages=self.pages.get_num_free_blocks() + resident,
+            pages=self.pages.get_num_free_blocks()
+            + self.pages.num_expected
+            + self.swapper.absences.num_coming
+            + resident,
             page_bytes=self._block_bytes,
+            swap_bytes_per_s=self.swapper.rate.value(time.monotonic()) if self._swaps else 0.0,
+            step_ms=self._step_ms,
         )
 
     def _put_first(self, names: list[str]) -> None:
@@ -137,6 +167,9 @@ class FairSchedulerMixin(PageSchedulerMixin):
 
     def _park(self, request: Request) -> None:
         """As vLLM's _preempt_request(), without freeing blocks and forgetting what is computed."""
+        if request.request_id in self._reserved:
+            self._unreserve(request.request_id)
+            return
         self.running.remove(request)
         self._inflight_prefills.discard(request)
         request.status = RequestStatus.PREEMPTED
@@ -148,6 +181,7 @@ class FairSchedulerMixin(PageSchedulerMixin):
         self.reset_preempted_req_ids.add(request.request_id)
         self._parked[request.request_id] = request
         self.slices.parked(request.request_id)
+        self._times_parked[request.request_id] += 1
         self.fair_counts["times_parked"] += 1
         self.fair_counts["kept_tokens"] += request.num_computed_tokens
 
@@ -156,9 +190,12 @@ class FairSchedulerMixin(PageSchedulerMixin):
         accounts = self.slices.accounts.requests
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
-            if not accounts[request_id].running:
+            assert self._is_here(request), f"{request_id} runs without its blocks"
+            if not accounts[request_id].running or request_id in self._reserved:
                 self.slices.started(request_id)
+                self._reserved.pop(request_id, None)
                 self.fair_counts["times_resumed"] += self._parked.pop(request_id, None) is not None
+                self.swapper.forget(request_id)  # its blocks may have been leaving
             end = request.num_computed_tokens  # vLLM counts this step's already
             self.slices.served(request_id, count, request.num_prompt_tokens - end)
             self.served[accounts[request_id].tenant] += count
@@ -190,15 +227,18 @@ class FairSchedulerMixin(PageSchedulerMixin):
 
         A newcomer waits instead: its turn is worth no computing again.
         """
-        if self.running and request.status != RequestStatus.RUNNING:
+        if request.status != RequestStatus.RUNNING and (self.running or not self._is_stuck(request)):
             return
         others = [r for r in self._parked.values() if r is not request and not self._in_flight(r)]
         accounts = self.slices.accounts.requests
-        others.sort(key=lambda r: self.slices.order_key(accounts[r.request_id]))
+        others.sort(key=lambda r: (self._is_here(r), self.slices.order_key(accounts[r.request_id])))
         while others and missing > self.pages.get_num_free_blocks():
             self._drop(others.pop())
 
     def _drop(self, request: Request) -> None:
+        """It is computed again; what of it is cached here is found."""
+        self.swapper.forget(request.request_id)
+        self._unreserve(request.request_id)
         self._free_request_blocks(request)
         request.num_computed_tokens = 0
         del self._parked[request.request_id]

@@ -43,6 +43,9 @@ class FairView:
         return {
             "num_kept_tokens": self._counts.get("kept_tokens", 0),
             "num_recomputed_tokens": self._counts.get("recomputed_tokens", 0),
+            "swapped_out_bytes": self._counts.get("swapped_out_bytes", 0),
+            "swapped_in_bytes": self._counts.get("swapped_in_bytes", 0),
+            "swap_lost_blocks": self._counts.get("swap_blocks_lost", 0),
             "served_tokens": self._served,
         }
 

@@ -1,9 +1,9 @@
 """What a worker asks of its engine. The vLLM adapter (vllm_engine.py) and the mock engine
 (shared/testing/mock_engine.py) implement it; the worker shell knows nothing else of them."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, PageId
 from shared.kv.layout import EngineDescription
@@ -47,6 +47,15 @@ class EngineRequest:
     handed_tokens: int = 0  # decode: how many tokens a hand-off covers, a partial last block too; 0: all
 
 
+class Swapped(NamedTuple):
+    """Blocks of a request without a slot left the engine's memory, or came back."""
+
+    way: str  # "out" | "in"
+    begin_ns: int  # since the epoch: asked
+    end_ns: int  # done
+    num_blocks: int
+
+
 @dataclass(frozen=True, slots=True)
 class KvUse:
     """Where the prompt's KV came from, known with the first output."""
@@ -60,6 +69,8 @@ class KvUse:
     fetch_ms: float = 0.0
     failed_blocks: int = 0  # a changed epoch or a lost pool: recomputed
     queue_ms: float = 0.0  # from generate() to the first step that ran it, where the engine says so
+    times_parked: int = 0  # its slot was another's for a while; with the last delta, as `swaps`
+    swaps: Sequence[Swapped] = ()
 
 
 @dataclass(slots=True)
@@ -89,6 +100,9 @@ class EngineLoad:
     num_preempted: int = 0  # since the start: how often a running request gave its slot up to another
     num_kept_tokens: int = 0  # of these requests, each time: KV that stayed for when they go on
     num_recomputed_tokens: int = 0  # computed again, where the engine counts them
+    swapped_out_bytes: int = 0  # of requests without a slot, since the start
+    swapped_in_bytes: int = 0
+    swap_lost_blocks: int = 0  # computed again
     # by tenant, since the start, where requests take turns
     served_tokens: Mapping[str, int] = field(default_factory=dict)
 

@@ -29,13 +29,12 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
+from shared.engine.page_swaps import GROUP, LEASED, SEALED, STOCK, UNKNOWN, WRITING, SwapPages
 from shared.ids import BlockHash, Epoch, PageId
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.mempool.page_quota import Owned, PageQuota, SealedPage
 from shared.wire.mempool import HeldLease, Holding
 
-UNKNOWN, STOCK, WRITING, SEALED, LEASED = range(5)
-_GROUP = 0  # one KV cache group: the adapter refuses others
 EXPECT_S = 0.02  # the mempool replaces an unpinned page in a fraction of this, if it does at all
 
 
@@ -46,7 +45,7 @@ class StepSeals:
     blocks: dict[int, SealedPage] = field(default_factory=dict)
 
 
-class PageBlockPool(BlockPool):
+class PageBlockPool(SwapPages, BlockPool):
     """See the module. Everything runs on the engine core's thread.
 
     `on_cache_event`: ("stored" | "removed" | "cleared", hashes), for the prompt tree.
@@ -209,7 +208,7 @@ class PageBlockPool(BlockPool):
             else:
                 self.touch([block])
             if block.block_hash is None:
-                self._insert_block_hash(make_block_hash_with_group_id(block_hash, _GROUP), block, None)
+                self._insert_block_hash(make_block_hash_with_group_id(block_hash, GROUP), block, None)
             self.lease_counts[block.block_id] = self.lease_counts.get(block.block_id, 0) + 1
             blocks.append(block)
         return blocks

@@ -3,9 +3,11 @@
 from typing import Any
 
 import msgspec
+import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from shared.errors import InvalidRequest
 from shared.wire.requests import SamplingSpec, StructuredSpec
@@ -61,9 +63,54 @@ def sampling_params(spec: SamplingSpec, extra_args: dict[str, Any]) -> SamplingP
         raise InvalidRequest(str(error)) from error
 
 
+class RewindableGenerator(torch.Generator):
+    """A CPU generator whose last draw can be taken back.
+
+    vLLM draws for every request of a batch and takes back what it drew for prompts that are not computed to their end,
+    by moving the generator's offset: CPU generators have none, and the engine died of it.
+    """
+
+    _before: torch.Tensor | None = None
+
+    @classmethod
+    def like(cls, other: torch.Generator) -> "RewindableGenerator":
+        """One that goes on where `other` is."""
+        made = cls()
+        made.set_state(other.get_state())
+        return made
+
+    def keep(self) -> None:
+        """The next draw may be taken back."""
+        self._before = self.get_state()
+
+    def get_offset(self) -> int:
+        """CUDA's meaning is not kept: only the difference to set_offset() counts."""
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """Take the last draw back. Raises: nothing; without a draw nothing happens."""
+        if offset < 0 and self._before is not None:
+            self.set_state(self._before)
+
+
 def honour_seeds() -> None:
     """Have vLLM's CPU sampler draw by a request's seed beside requests that have none, as its CUDA sampler does.
 
-    Stock forward_cpu ignores every seed of a batch unless all its requests have one.
+    Stock forward_cpu ignores every seed of a batch unless all its requests have one; and see RewindableGenerator.
     """
-    TopKTopPSampler.forward_cpu = TopKTopPSampler.forward_native  # type: ignore[method-assign]
+    native, add_request = TopKTopPSampler.forward_native, InputBatch.add_request
+
+    def draw(self: Any, logits: Any, generators: dict[int, torch.Generator], k: Any, p: Any) -> Any:
+        for generator in generators.values():
+            if isinstance(generator, RewindableGenerator):
+                generator.keep()
+        return native(self, logits, generators, k, p)
+
+    def add(self: Any, request: Any) -> int:
+        generator = request.generator
+        if type(generator) is torch.Generator and generator.device.type == "cpu":
+            request.generator = RewindableGenerator.like(generator)
+        return add_request(self, request)
+
+    TopKTopPSampler.forward_cpu = draw  # type: ignore[method-assign]
+    InputBatch.add_request = add  # type: ignore[method-assign]

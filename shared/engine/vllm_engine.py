@@ -27,7 +27,15 @@ from shared.engine.describe import describe_engine, why_not_in_pages
 from shared.engine.engine_arguments import by_copies, by_layer, in_pages
 from shared.engine.engine_sampling import asked_deltas, engine_spec
 from shared.engine.fair_view import FairView
-from shared.engine.interface import CacheEvent, DecodeStep, EngineDelta, EngineLoad, EngineRequest, KvUse
+from shared.engine.interface import (
+    CacheEvent,
+    DecodeStep,
+    EngineDelta,
+    EngineLoad,
+    EngineRequest,
+    KvUse,
+    Swapped,
+)
 from shared.engine.load_view import LoadView
 from shared.engine.page_scheduler import EXTRA_ARGS_KEY
 from shared.engine.preload import preload_architecture
@@ -35,7 +43,7 @@ from shared.engine.rank_processes import host_ranks
 from shared.engine.sampling import honour_seeds, sampling_params
 from shared.engine.slot_settings import slot_settings
 from shared.engine.weave_settings import weave_arguments
-from shared.engine.worker_config import WorkerSettings, fair_rules, has_slots, works_in_pages
+from shared.engine.worker_config import WorkerSettings, fair_rules, fair_swap, has_slots, works_in_pages
 from shared.errors import InvalidRequest, PeerGone, SettingsError
 from shared.kv.model_files import check_split
 from shared.kv.words import u32_bytes, u64_bytes
@@ -85,6 +93,7 @@ class VllmEngine:
             "keeps_cache": settings.role != "decode" or settings.pd_caching in ("2", "3"),
             **(slot_settings(settings) if has_slots(settings) else {}),
             "fair": fair_rules(settings),
+            "swap": fair_swap(settings),
         }
         self.keeps_leases = works_in_pages(settings)
         self._reads_cache = settings.role == "decode" or settings.pd_caching != "basic"
@@ -359,4 +368,6 @@ def _kv_use(output: RequestOutput, num_prompt_tokens: int) -> KvUse:
         bytes_moved=int(said.get("bytes_loaded", 0)),
         fetch_ms=float(said.get("fetch_ms", 0.0)),
         failed_blocks=int(said.get("failed_blocks", 0)),
+        times_parked=int(said.get("times_parked", 0)),
+        swaps=[Swapped(*each) for each in said.get("swaps", ())],
     )

@@ -62,6 +62,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     fair_slice_steps: int = 8  # engine steps between two plans
     # of a slice's time; where moving pages takes more, the order is that of arrival
     fair_max_switch_share: float = 0.1
+    fair_stay_ratio: float = 1.5  # slices that pay go on until moving takes so many times that share
+    # whether blocks of parked requests leave for swap space (lent pages, host memory) where pages are short
+    fair_swap: Literal["auto", "off"] = "auto"
+    fair_swap_gb_per_s: float = 0.0  # of that space, for the decision whether slices pay; 0: as measured
     # how ranks add up: off (vLLM's way), fuse (with residual and norm in one operation), full (and steps of at least
     # weave_min_tokens in two parts, one's sum under the other's compute); 0: from where it was measured to pay
     weave: Literal["off", "fuse", "full"] = "off"
@@ -131,7 +135,13 @@ def fair_rules(settings: WorkerSettings) -> dict[str, float]:
     return {
         "slice_steps": settings.fair_slice_steps,
         "max_switch_share": settings.fair_max_switch_share,
+        "stay_ratio": settings.fair_stay_ratio,
     }
+
+
+def fair_swap(settings: WorkerSettings) -> dict[str, float]:
+    """Of swap space, for the engine's scheduler: `is_on`, and `bytes_per_s` (0: as measured)."""
+    return {"is_on": float(settings.fair_swap == "auto"), "bytes_per_s": settings.fair_swap_gb_per_s * 1e9}
 
 
 def _is_wildcard(listen: str) -> bool:
@@ -186,6 +196,8 @@ def for_role(found: WorkerSettings, *, role: Role, instance: str, port: int) -> 
         raise SettingsError(
             f"setting worker.fair_max_switch_share: {found.fair_max_switch_share} is no share; try 0.1"
         )
+    if found.fair_stay_ratio < 1.0:
+        raise SettingsError(f"setting worker.fair_stay_ratio: {found.fair_stay_ratio} is below 1; try 1.5")
     if found.local_policy == "cfs" and (not works_in_pages(found) or found.transfer_mode == "by-layer"):
         raise SettingsError(
             "setting worker.local_policy: 'cfs' needs the pool's pages and whole prompts; set worker.mempool_socket, "

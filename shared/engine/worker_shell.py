@@ -119,6 +119,9 @@ class WorkerShell:
                     "KV that stayed for requests that gave their slots up, in tokens, each time.",
                 ),
                 ("recomputed_tokens", "Tokens computed again, where requests take turns."),
+                ("swapped_out_bytes", "KV of requests without a slot that left, since the start."),
+                ("swapped_in_bytes", "KV that came back to such requests."),
+                ("swap_lost_blocks", "Blocks that did not come back: computed again."),
             )
         }
 
@@ -313,6 +316,9 @@ class WorkerShell:
             "num_preempted": load.num_preempted,
             "num_kept_tokens": load.num_kept_tokens,
             "num_recomputed_tokens": load.num_recomputed_tokens,
+            "swapped_out_bytes": load.swapped_out_bytes,
+            "swapped_in_bytes": load.swapped_in_bytes,
+            "swap_lost_blocks": load.swap_lost_blocks,
             "num_kv_blocks": self.engine.num_kv_blocks,
             "block_tokens": self.engine.description.block_tokens,
             "block_bytes": self.engine.description.block_bytes,
@@ -330,4 +336,6 @@ class WorkerShell:
         self._gauges["preempted"].set(load.num_preempted)
         self._gauges["kept_tokens"].set(load.num_kept_tokens)
         self._gauges["recomputed_tokens"].set(load.num_recomputed_tokens)
+        for name in ("swapped_out_bytes", "swapped_in_bytes", "swap_lost_blocks"):
+            self._gauges[name].set(getattr(load, name))
         self._gauges["step_ms"].set(load.step_ms)

@@ -125,18 +125,29 @@ class AttemptClock:
             if not decoding and self._first:
                 tokens = {"tokens_computed": use.tokens_computed, "tokens_engine": use.tokens_engine}
                 self._child("prefill.compute", phases.scheduled, phases.first, tokens)
+            if use.times_parked:
+                self.span.set("quire.times_parked", use.times_parked)
+            for swap in use.swaps:
+                self._wall_child(
+                    f"kv.swap_{swap.way}", swap.begin_ns, swap.end_ns, {"blocks": swap.num_blocks}
+                )
         self.span.end(self._wall_ns + phases.ended)
 
     def _child(
         self, name: str, start: int, end: int, attributes: Mapping[str, int | str] | None = None
     ) -> None:
+        self._wall_child(name, self._wall_ns + start, self._wall_ns + end, attributes)
+
+    def _wall_child(
+        self, name: str, start_ns: int, end_ns: int, attributes: Mapping[str, int | str] | None
+    ) -> None:
         span = start_span(
             name,
             parent=self.span.traceparent,
             attributes={"quire.request_id": self._message.request_id, **(attributes or {})},
-            start_ns=self._wall_ns + start,
+            start_ns=start_ns,
         )
-        span.end(self._wall_ns + end)
+        span.end(end_ns)
 
 
 def _ms(nanoseconds: int) -> float:

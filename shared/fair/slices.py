@@ -77,6 +77,11 @@ class FairSlices:
         """A step computes so many of its tokens; so many of its prompt are left then."""
         self.accounts.served(request_id, tokens, prompt_left)
 
+    @property
+    def pays(self) -> bool:
+        """Whether the last plan took turns, and pages may move for it."""
+        return self._pays
+
     # -- what to do -----------------------------------------------------------------------------------
 
     def calm_step(self) -> None:
@@ -143,8 +148,10 @@ class FairSlices:
         ready = [a for a in waiting if a.ready]
         if vacant <= 0 or not ready:
             return Plan(is_fair=self._pays)
-        if not self._pays:  # who has pages here goes on first, as one that was never parked would have
-            ready.sort(key=lambda a: (not a.resident, a.arrival))
+        if (
+            not self._pays
+        ):  # who has pages goes on first, as one that was never parked would have: here, then elsewhere
+            ready.sort(key=lambda a: (not (a.resident or a.away), a.away > 0, a.arrival))
             return Plan(start=[a.request_id for a in ready])
         tokens = max(0, room.step_tokens - len(running))
         pages = max(1, room.pages - sum(a.pages for a in running)) if room.pages else 0

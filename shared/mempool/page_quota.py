@@ -7,6 +7,7 @@ sealed or not, counts against its share; the pool fills a share up by itself whe
 
 import logging
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -79,7 +80,7 @@ class PageQuota:
         self._shrink = 0
         self._uncache = 0
         self._vacates: deque[wire.Vacate] = deque()  # at most as many as the pool has pages under way
-        self._swapped: deque[SwappedOut | SwappedIn] = deque()  # one for each call
+        self._swapped: deque[tuple[SwappedOut | SwappedIn, float]] = deque()  # one for each call
         self._unsent_releases: list[
             LeaseId
         ] = []  # the successor may have made them before this engine was back
@@ -178,9 +179,9 @@ class PageQuota:
         epochs = map(Epoch, u64_list(asked.epochs))
         return asked.number, list(zip(map(PageId, u32_list(asked.pages)), epochs, strict=False))
 
-    def take_swapped(self) -> list[SwappedOut | SwappedIn]:
-        """Answers to swap_out() and swap_in() since the last call, in order. Cost: nothing when there are none."""
-        out: list[SwappedOut | SwappedIn] = []
+    def take_swapped(self) -> list[tuple[SwappedOut | SwappedIn, float]]:
+        """Answers to swap_out() and swap_in() since the last call, and when each came (time.monotonic())."""
+        out: list[tuple[SwappedOut | SwappedIn, float]] = []
         while self._swapped:
             out.append(self._swapped.popleft())
         return out
@@ -313,7 +314,7 @@ class PageQuota:
                 self._vacates.append(message)
                 self._arrived.notify_all()
         elif isinstance(message, SwappedOut | SwappedIn):
-            self._swapped.append(message)
+            self._swapped.append((message, time.monotonic()))
 
     def _on_down(self, error: Exception | None) -> None:
         if self.closed:

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant, precondition, rule
 
+from shared.fair.away import Absences, Block, SwapState
 from shared.ids import BlockHash
 from shared.kv.page import PageState
 from shared.kv.words import u32_list, u64_list
@@ -15,38 +16,29 @@ from shared.wire import mempool as wire
 from shared.wire.mempool_swap import NO_PAGE, SwapDrop, SwapIn, SwapOut, SwappedIn, SwappedOut
 from tests.property.test_mempool_lending_model import LendingModel, own_prompt
 from tests.property.test_mempool_spaces_model import Worker, workers
-from tests.unit.mempool_harness import Owned, page_lists
-
-
-class Parked:
-    """One swap as its engine sees it. `away`: kept elsewhere, and unpinned here."""
-
-    def __init__(self, hashes: list[BlockHash]) -> None:
-        self.hashes = hashes
-        self.away: list[BlockHash] = []
-        self.is_answered = False
-        self.coming: list[BlockHash] = []
+from tests.unit.mempool_harness import SEED, Owned, page_lists
 
 
 class SwapModel(LendingModel):
     def __init__(self) -> None:
         super().__init__()
-        self.swaps: dict[int, dict[int, Parked]] = {}  # by connection of the engine
+        self.books: dict[int, Absences] = {}  # what each engine knows, by its connection
         self.doubles: dict[int, list[tuple[BlockHash, Owned]]] = {}  # pages of blocks that it has twice
-        self.swap_number = 0
+        self.request_number = 0
 
-    def parked(self, worker: Worker) -> dict[int, Parked]:
-        return self.swaps.setdefault(worker.engine, {})
+    def book(self, worker: Worker) -> Absences:
+        return self.books.setdefault(worker.engine, Absences())
 
     # -- what engines say -------------------------------------------------------------------------
 
     @rule(slot=workers, count=st.integers(1, 4))
     def swap_out(self, slot: int, count: int) -> None:
+        """A request with some of the engine's blocks is parked."""
         worker = self.workers[slot]
-        hashes = list(worker.pinned)[:count]
-        self.swap_number += 1
-        self.parked(worker)[self.swap_number] = Parked(hashes)
-        self.spaces.say(worker.engine, SwapOut(swap=self.swap_number, hashes=b"".join(hashes)))
+        blocks = {i: Block(h, SEED) for i, h in enumerate(list(worker.pinned)[:count])}
+        self.request_number += 1
+        swap = self.book(worker).leave(f"r{self.request_number}", blocks, 0.0)
+        self.spaces.say(worker.engine, SwapOut(swap=swap.number, hashes=b"".join(swap.hashes())))
         self.hear()
 
     @rule(slot=workers, name=st.integers(1, 3), done=st.booleans())
@@ -62,7 +54,9 @@ class SwapModel(LendingModel):
         self.lend_what_is_idle(slot, to, count, 0)
         self.leave((slot + to) % 3, name, True)
 
-    @precondition(lambda self: any(p.away for parked in self.swaps.values() for p in parked.values()))
+    @precondition(
+        lambda self: any(book.may_come(s.request_id) for book in self.books.values() for s in book.all())
+    )
     @rule(pick=st.integers(0, 3), short=st.sampled_from([0, 0, 0, 1]), ends=st.booleans())
     def come_back(self, pick: int, short: int, ends: bool) -> None:
         for slot in range(3):
@@ -74,25 +68,25 @@ class SwapModel(LendingModel):
     def swap_in(self, slot: int, pick: int, short: int) -> None:
         """Sometimes with fewer pages than blocks."""
         worker = self.workers[slot]
-        ready = [n for n, p in self.parked(worker).items() if p.away and not p.coming]
-        if not ready:
+        book = self.book(worker)
+        away = [swap.request_id for swap in book.all() if book.may_come(swap.request_id)]
+        if not away:
             return
-        number = ready[pick % len(ready)]
-        parked = self.parked(worker)[number]
+        swap = book.come(away[pick % len(away)], 0.0)
         stock = self.spaces.granted[worker.engine]
-        given = [stock.pop() for _ in range(min(len(stock), len(parked.away) - short))]
-        parked.coming, parked.away = parked.away, []
-        call = SwapIn(swap=number, hashes=b"".join(parked.coming), **page_lists(given))
-        self.spaces.say(worker.engine, call)
+        given = [stock.pop() for _ in range(min(len(stock), len(swap.blocks) - short))]
+        self.spaces.say(
+            worker.engine, SwapIn(swap=swap.number, hashes=b"".join(swap.hashes()), **page_lists(given))
+        )
         self.hear()
 
     @rule(slot=workers, pick=st.integers(0, 3))
-    def swap_drop(self, slot: int, pick: int) -> None:
+    def forget(self, slot: int, pick: int) -> None:
+        """A request that is not wholly here is aborted, or goes on with what was leaving."""
         worker = self.workers[slot]
-        if numbers := list(self.parked(worker)):
-            number = numbers[pick % len(numbers)]
+        if swaps := self.book(worker).all():
+            number = self.book(worker).forget(swaps[pick % len(swaps)].request_id)
             self.spaces.say(worker.engine, SwapDrop(swap=number))
-            self.parked(worker)[number].away.clear()
             self.hear()
 
     @rule(slot=workers)
@@ -117,24 +111,28 @@ class SwapModel(LendingModel):
                     self.on_swapped_in(worker, message)
 
     def on_swapped_out(self, worker: Worker, message: SwappedOut) -> None:
-        parked = self.parked(worker)[message.swap]
-        assert not parked.is_answered, "answered twice"
-        parked.is_answered = True
-        for block_hash, is_kept in zip(parked.hashes, message.kept, strict=True):
-            if is_kept and block_hash in worker.pinned:
-                self.spaces.say(worker.engine, wire.Unpin(**page_lists([worker.pinned.pop(block_hash)])))
-                parked.away.append(block_hash)
+        book = self.book(worker)
+        swap, positions = book.left(message.swap, message.kept)
+        assert swap is not None, "answered twice"
+        if swap.is_forgotten:
+            return
+        stay = [p for p in positions if swap.blocks[p].block_hash not in worker.pinned]
+        for position in set(positions) - set(stay):
+            page = worker.pinned.pop(swap.blocks[position].block_hash)
+            self.spaces.say(worker.engine, wire.Unpin(**page_lists([page])))
+        book.stays(swap, stay)
 
     def on_swapped_in(self, worker: Worker, message: SwappedIn) -> None:
-        parked = self.parked(worker).pop(message.swap)
+        swap = self.book(worker).came(message.swap)
+        assert swap is not None, "answered twice"
         pages = zip(u32_list(message.pages), u64_list(message.epochs), strict=True)
-        for block_hash, page in zip(parked.coming, pages, strict=True):
+        for block, page in zip(swap.blocks.values(), pages, strict=True):
             if page[0] == NO_PAGE:
                 continue
-            if block_hash in worker.pinned:
-                self.doubles.setdefault(worker.engine, []).append((block_hash, page))
+            if block.block_hash in worker.pinned or swap.is_forgotten:
+                self.doubles.setdefault(worker.engine, []).append((block.block_hash, page))
             else:
-                worker.pinned[block_hash] = page
+                worker.pinned[block.block_hash] = page
 
     # -- what must hold ---------------------------------------------------------------------------
 
@@ -155,15 +153,24 @@ class SwapModel(LendingModel):
     def what_is_away_is_kept_or_on_its_way(self) -> None:
         core = self.spaces.core
         for worker in self.workers.values():
-            for number, parked in self.parked(worker).items():
-                swap = core.swaps._swaps.get((worker.engine, number))
-                for block_hash in parked.away:
-                    assert swap is not None
-                    assert block_hash in swap.kept or block_hash in swap.adrift
-                    if block_hash in swap.kept:
-                        place, entry = swap.kept[block_hash]
+            for swap in self.book(worker).all():
+                if swap.state is not SwapState.AWAY:
+                    continue
+                theirs = core.swaps._swaps.get((worker.engine, swap.number))
+                assert theirs is not None
+                for block_hash in swap.hashes():
+                    assert block_hash in theirs.kept or block_hash in theirs.adrift
+                    if block_hash in theirs.kept:
+                        place, entry = theirs.kept[block_hash]
                         assert place.index.get(block_hash) is entry
                         assert entry.pins > 0
+
+    @invariant()
+    def every_call_is_answered_once_nothing_is_on_its_way(self) -> None:
+        if self.spaces.copies or self.in_doubt:
+            return
+        for worker in self.workers.values():
+            assert not self.book(worker).is_waiting
 
     def teardown(self) -> None:
         super().teardown()

@@ -1,0 +1,268 @@
+"""Parked requests' whole blocks leave the engine's memory and come back: what fair_scheduler.py needs for it.
+
+Asks the mempool through the quota's one-way messages and hears its answers at step boundaries; nothing here waits
+(decision 0003). Blocks leave only when the mempool has said that they are kept elsewhere, and only those that nobody
+else here uses; the last, partial block stays, and private blocks do. While a request is away its block table has vLLM's
+null block in their places; it is scheduled when all of them are back, and its worker then hears its table anew, as of
+every resumed request. A block that was lost makes the request compute from there on again, and is counted.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
+
+from shared.engine.page_pool import LEASED, SEALED, PageBlockPool
+from shared.engine.page_swaps import GROUP
+from shared.fair.away import MAX_HASHES, Absences, Block, Swap, SwapRate, SwapState
+from shared.ids import BlockHash, Epoch, LeaseId, PageId
+from shared.kv.words import u32_list, u64_list
+from shared.mempool.page_quota import PageQuota, SealedPage
+from shared.wire.mempool_swap import NO_PAGE, SwappedIn, SwappedOut
+
+NO_SPACE_S = 1.0  # swap space that took nothing is tried again
+PROBE_INTERVAL_S = 10.0  # what was measured so long ago is measured again, while somebody waits
+PROBE_BYTES = 256 << 20
+PATIENCE_S = 15.0  # who waits so long for its blocks is computed again: the mempool may stand still
+MAX_NOTED = 64  # swaps of one request that its trace tells of
+
+Lease = tuple[LeaseId, list[KVCacheBlock]]
+
+
+class Swapper:
+    """Of one engine core; its thread alone, but for `lost_pool()`, under the scheduler's lock.
+
+    Args:
+        tables: block tables by request.
+        lost: called with a request of which a block was lost, or did not come: it must be computed again.
+        end_lease: called with a request's id whose lease serves it no more.
+    """
+
+    def __init__(
+        self,
+        quota: PageQuota,
+        pages: PageBlockPool,
+        tables: dict[str, list[KVCacheBlock]],
+        block_tokens: int,
+        block_bytes: int,
+        counts: Counter[str],
+        rate: SwapRate,
+        *,
+        lost: Callable[[Request], None],
+        end_lease: Callable[[str], None],
+    ) -> None:
+        self._quota, self._pages, self._tables = quota, pages, tables
+        self._block_tokens, self._block_bytes = block_tokens, block_bytes
+        self.counts, self.rate = counts, rate
+        self._lost, self._end_lease = lost, end_lease
+        self.absences = Absences()
+        # by request, for its trace: (way, begin, end, blocks), times in ns since the epoch
+        self.noted: dict[str, list[tuple[str, int, int, int]]] = {}
+
+    # -- out ------------------------------------------------------------------------------------------
+
+    def begin_out(self, request: Request, lease: Lease | None) -> int:
+        """Ask for everything of a parked request that may leave. Returns: how many blocks that is.
+
+        The request is in no step, begun or to come.
+        """
+        request_id = request.request_id
+        if self.absences.state(request_id) is not None or self._quota.lost:
+            return 0
+        if lease is not None and not any(self._pages.kinds[b.block_id] == LEASED for b in lease[1]):
+            self._end_lease(request_id)  # all of its blocks are this engine's own
+            lease = None
+        blocks = self._movable(request, lease)
+        if blocks:
+            swap = self.absences.leave(request_id, blocks, time.monotonic())
+            self._quota.swap_out(swap.number, swap.hashes())
+        return len(blocks)
+
+    def _movable(self, request: Request, lease: Lease | None) -> dict[int, Block]:
+        """Whole blocks that no one else here uses: sealed ones, and leased ones if they all may go."""
+        table = self._tables.get(request.request_id, [])
+        whole = min(request.num_computed_tokens // self._block_tokens, len(request.block_hashes), len(table))
+        leased = self._leased_alone(table, lease)
+        kinds, counts = self._pages.kinds, self._pages.lease_counts
+        found: dict[int, Block] = {}
+        for position, block in enumerate(table[:whole]):
+            own = kinds[block.block_id] == SEALED and block.ref_cnt == 1 and block.block_id not in counts
+            if not block.is_null and (own or block.block_id in leased):
+                found[position] = _block(request, position)
+            if len(found) == MAX_HASHES:
+                break
+        return found
+
+    def _leased_alone(self, table: list[KVCacheBlock], lease: Lease | None) -> set[int]:
+        """Blocks that the request's own lease brought, where nobody else uses any of them."""
+        if lease is None:
+            return set()
+        mine = {block.block_id for block in table}
+        leased = [b for b in lease[1] if self._pages.kinds[b.block_id] == LEASED]
+        alone = all(
+            self._pages.lease_counts[b.block_id] == 1 and b.ref_cnt <= 1 + (b.block_id in mine)
+            for b in leased
+        )
+        return {b.block_id for b in leased} if alone else set()
+
+    def probe(self, request: Request) -> None:
+        """Measure the way out with blocks that stay, the newest first: older ones may be there already."""
+        table = self._tables.get(request.request_id, [])
+        most = min(MAX_HASHES, max(1, PROBE_BYTES // self._block_bytes))
+        found: dict[int, Block] = {}
+        for position in reversed(range(min(len(table), len(request.block_hashes)))):
+            if self._pages.kinds[table[position].block_id] == SEALED and len(found) < most:
+                found[position] = _block(request, position)
+        if found and not self._quota.lost:
+            swap = self.absences.probe(found, time.monotonic())
+            self._quota.swap_out(swap.number, swap.hashes())
+
+    # -- in -------------------------------------------------------------------------------------------
+
+    def bring(self, request: Request, spare: int) -> bool:
+        """Ask for everything that is away, if there are pages for it beyond `spare`. False: not yet."""
+        request_id = request.request_id
+        table = self._tables[request_id]
+        swap = self.absences.of(request_id)
+        if swap is None or swap.state is SwapState.COMING:
+            return True
+        if self._quota.lost or not self.absences.may_come(request_id):
+            return False
+        for position, block in list(swap.blocks.items()):
+            cached = self._pages.get_cached_block(block.block_hash, [GROUP])
+            if cached is not None:  # somebody else computed it, or brought it
+                self._pages.touch(cached)
+                table[position] = cached[0]
+                self.absences.found(request_id, position)
+        if not swap.blocks:
+            self._quota.swap_drop(swap.number)
+            return True
+        count = len(swap.blocks)
+        if count + spare > len(self._pages.stock):
+            self._pages.refill(count + spare)
+            return False
+        self.absences.come(request_id, time.monotonic())
+        self._quota.swap_in(swap.number, swap.hashes(), self._pages.give(count))
+        return True
+
+    def forget(self, request_id: str) -> None:
+        """It is over, runs with blocks that were leaving, or is computed again."""
+        number = self.absences.forget(request_id)
+        if number is not None:
+            self._quota.swap_drop(number)
+
+    # -- what the mempool answers ---------------------------------------------------------------------
+
+    def hear(self, requests: dict[str, Request]) -> None:
+        """Answers since the last call. At a step boundary."""
+        for message, at_s in self._quota.take_swapped():
+            if isinstance(message, SwappedOut):
+                self._on_out(message, at_s, requests)
+            else:
+                self._on_in(message, at_s, requests)
+        if self.absences.is_waiting:
+            self._give_up_late_ones(requests)
+
+    def _on_out(self, message: SwappedOut, at_s: float, requests: dict[str, Request]) -> None:
+        swap, positions = self.absences.left(message.swap, message.kept)
+        if swap is None:
+            return
+        self.rate.add(message.blocks_copied * self._block_bytes, at_s - swap.asked_s, at_s)
+        if message.kept and not any(message.kept) and not (swap.is_forgotten and not swap.is_probe):
+            self.rate.none_until_s = at_s + NO_SPACE_S
+            self.counts["swaps_refused"] += 1
+        if swap.is_probe:
+            self.rate.probed(at_s)
+            self._quota.swap_drop(swap.number)
+        if swap.is_forgotten or swap.state is not SwapState.AWAY or not positions:
+            return
+        gone = self._let_go(swap, positions)
+        self._count("out", gone, swap, at_s)
+
+    def _let_go(self, swap: Swap, positions: list[int]) -> int:
+        """Blocks that are kept elsewhere leave the block table and this engine's memory."""
+        table, kinds = self._tables[swap.request_id], self._pages.kinds
+        owned, leased, stay = [], [], []
+        for position in positions:
+            block = table[position]
+            if kinds[block.block_id] == SEALED and block.ref_cnt == 1:
+                owned.append(position)
+            elif kinds[block.block_id] == LEASED and block.ref_cnt == 2:
+                leased.append(position)
+            else:
+                stay.append(position)  # another request came with the same prefix
+        if any(kinds[b.block_id] == LEASED for i, b in enumerate(table) if i not in leased):
+            stay, leased = stay + leased, []  # the lease is still needed
+        going = [table[position] for position in owned]
+        for position in leased:
+            table[position].ref_cnt -= 1
+        for position in (*owned, *leased):
+            table[position] = self._pages.null_block
+        self._pages.leave(going)
+        if leased:
+            self._end_lease(swap.request_id)
+        self.absences.stays(swap, stay)
+        if not swap.blocks:
+            self._quota.swap_drop(swap.number)
+        return len(owned) + len(leased)
+
+    def _on_in(self, message: SwappedIn, at_s: float, requests: dict[str, Request]) -> None:
+        swap = self.absences.came(message.swap)
+        if swap is None:
+            return
+        request = requests.get(swap.request_id)
+        pages = zip(u32_list(message.pages), u64_list(message.epochs), strict=True)
+        num_lost = num_came = 0
+        for (position, named), (page, epoch) in zip(swap.blocks.items(), pages, strict=True):
+            if page == NO_PAGE:
+                num_lost += 1
+                continue
+            num_came += 1
+            sealed = SealedPage(
+                PageId(page), Epoch(epoch), named.block_hash, named.parent, self._block_tokens
+            )
+            block = self._pages.adopt(sealed)
+            if swap.is_forgotten or request is None:
+                self._pages.free_blocks([block])  # a cached block like others
+            else:
+                self._tables[swap.request_id][position] = block
+        self.rate.add(
+            (message.blocks_dram + message.blocks_peer) * self._block_bytes, at_s - swap.asked_s, at_s
+        )
+        self.counts["swap_blocks_lost"] += num_lost
+        self._count("in", num_came, swap, at_s)
+        if num_lost and request is not None and not swap.is_forgotten:
+            self._lost(request)
+
+    def _give_up_late_ones(self, requests: dict[str, Request]) -> None:
+        now_s = time.monotonic()
+        for swap in self.absences.all():
+            if swap.state is SwapState.COMING and now_s - swap.asked_s > PATIENCE_S:
+                self.counts["swaps_given_up"] += 1
+                self._lost(requests[swap.request_id])
+
+    def lost_pool(self) -> None:
+        """The engine is attached to the mempool's successor: it is asked to keep what is away, as far as it has it."""
+        for request_id in self.absences.lost_pool():
+            swap = self.absences.again(request_id, time.monotonic())
+            self._quota.swap_out(swap.number, swap.hashes())
+
+    def _count(self, way: str, num_blocks: int, swap: Swap, at_s: float) -> None:
+        self.counts[f"swapped_{way}_blocks"] += num_blocks
+        self.counts[f"swapped_{way}_bytes"] += num_blocks * self._block_bytes
+        if swap.is_forgotten or not num_blocks:
+            return
+        noted = self.noted.setdefault(swap.request_id, [])
+        if len(noted) < MAX_NOTED:
+            wall_s = time.time() - time.monotonic()
+            begin, end = (int((wall_s + s) * 1e9) for s in (swap.asked_s, at_s))
+            noted.append((way, begin, end, num_blocks))
+
+
+def _block(request: Any, position: int) -> Block:
+    hashes = request.block_hashes
+    parent = hashes[position - 1] if position else request.quire_seed
+    return Block(BlockHash(hashes[position]), BlockHash(parent))

@@ -1,0 +1,45 @@
+"""Pages of blocks that leave an engine's memory and come back: the part of PageBlockPool that swaps need."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
+
+from shared.mempool.page_quota import Owned, SealedPage
+
+UNKNOWN, STOCK, WRITING, SEALED, LEASED = range(5)  # what a block is: page_pool.py
+GROUP = 0  # one KV cache group: the adapter refuses others
+
+
+class SwapPages:
+    """Methods of PageBlockPool."""
+
+    def give(self: Any, count: int) -> list[Owned]:
+        """Pages of the stock that the mempool is to fill: they are this engine's no more. There are so many."""
+        blocks = [self.stock.pop() for _ in range(count)]
+        owned = [self.own(block) for block in blocks]
+        self._forget(blocks)
+        return owned
+
+    def leave(self: Any, blocks: Sequence[KVCacheBlock]) -> None:
+        """Sealed blocks that one block table alone had, and has no more: their pages are the mempool's."""
+        for block in blocks:
+            assert self.kinds[block.block_id] == SEALED, block
+            assert block.ref_cnt == 1, block
+            block.ref_cnt = 0
+            self._maybe_evict_cached_block(block)
+        self._let_go(blocks)
+
+    def adopt(self: Any, page: SealedPage) -> KVCacheBlock:
+        """A block that the mempool brought is this engine's, sealed, and in one block table."""
+        block: KVCacheBlock = self.blocks[page.page + 1]
+        assert self.kinds[block.block_id] in (UNKNOWN, LEASED), block  # a lease of it may have come first
+        self.kinds[block.block_id] = SEALED
+        self.epochs[block.block_id] = page.epoch
+        self.sealed_pages[block.block_id] = page
+        self.num_owned += 1
+        block.ref_cnt += 1
+        if block.block_hash is None:
+            self._insert_block_hash(make_block_hash_with_group_id(page.block_hash, GROUP), block, None)
+            self.on_cache_event("stored", [page.block_hash])
+        return block

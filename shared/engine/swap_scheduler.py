@@ -1,0 +1,179 @@
+"""Swap space in an engine's turns: who leaves, who comes back, whose slot is kept meanwhile (AQUA 7).
+
+Between PageSchedulerMixin and FairSchedulerMixin, which decides who runs. Who is chosen for a slot and is away
+*reserves* it: the slot stays vacant until all of its blocks are back, and nobody else is admitted to it. Blocks of
+parked requests leave, the furthest from their turn first, as far as those with a slot lack pages for their slice.
+
+Settings: `additional_config["quire"]["swap"]`: `is_on`, `bytes_per_s` (0: as measured).
+"""
+
+import time
+from collections import Counter
+from typing import Any
+
+from vllm.v1.request import Request
+
+from shared.engine.fair_swap import PROBE_INTERVAL_S, Swapper
+from shared.engine.page_pool import LEASED
+from shared.engine.page_scheduler import PageSchedulerMixin
+from shared.fair.away import SwapRate, SwapState
+from shared.fair.slices import FairSlices
+
+RESERVE_S = 2.0  # a slot is kept so long for who finds no pages to come back into
+# with nothing running for so long, a newcomer's pages are worth somebody's computing again: when this engine has all
+# pages that it ever had, and when some may still be on their way
+STUCK_S, STUCK_WITHOUT_ITS_PAGES_S = 0.3, 5.0
+STEP_WEIGHT = 0.2  # of the newest step, in the mean of their times
+
+
+class SwapSchedulerMixin(PageSchedulerMixin):
+    """Uses FairSchedulerMixin's `slices`, `_parked`, `fair_counts`, `_park()`, `_drop()`, `_in_flight()`."""
+
+    slices: FairSlices
+    fair_counts: Counter[str]
+    _parked: dict[str, Request]
+
+    swapper: Swapper | None = None
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        swap = vllm_config.additional_config["quire"].get("swap", {})
+        self._swaps = bool(swap.get("is_on", False))
+        self._reserved: dict[str, float] = {}  # slots of requests that come back, since when
+        self._most_pages = 0  # at once
+        self._step_ms = self._last_step_s = self._idle_since_s = 0.0
+        self.swapper = Swapper(
+            self.quota, self.pages, self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks,
+            self.block_size, self._block_bytes, self.fair_counts, SwapRate(float(swap.get("bytes_per_s", 0.0))),
+            lost=self._drop, end_lease=self._end_lease_of,
+        )  # fmt: skip
+
+    def _is_here(self, request: Request) -> bool:
+        return self.swapper.absences.is_here(request.request_id)
+
+    def _swap(self, start: list[str]) -> list[str]:
+        """Carry a plan out for those whose blocks are not all here. Returns: who may start in this step."""
+        now_s = time.monotonic()
+        room = self.max_num_running_reqs - len(self.running) - len(self._reserved)
+        ready = [r for r in self._reserved if self._is_here(self.requests[r])]
+        for request_id in [r for r in start if r not in self._reserved][: max(0, room)]:
+            if self.swapper.absences.state(request_id) is SwapState.LEAVING:
+                self.swapper.forget(request_id)
+            if self._is_here(self.requests[request_id]):
+                ready.append(request_id)
+            else:
+                self._reserved[request_id] = now_s
+                self.slices.started(request_id)
+        spare = len(self.running)
+        for request_id, since_s in list(self._reserved.items()):
+            if self.swapper.bring(self.requests[request_id], spare):
+                continue
+            ready = [r for r in ready if self._held(r)]  # a newcomer would take the pages
+            if now_s - since_s > RESERVE_S:
+                self._unreserve(request_id)
+        self._send_out(ready)
+        if self.swapper.rate.wants_probe(now_s, PROBE_INTERVAL_S) and not self.swapper.absences.is_waiting:
+            for request in [*self.running, *self._parked.values()][:1]:
+                self.swapper.probe(request)
+        return ready
+
+    def _who_can(self, start: list[str]) -> list[str]:
+        """Nothing runs: who was parked goes on before newcomers, if there are no pages for any of these."""
+        accounts, free = self.slices.accounts.requests, self.pages.get_num_free_blocks()
+        newcomers = [r for r in start if r not in self._parked]
+        if not newcomers or any(accounts[r].pages <= free for r in newcomers):
+            return start
+        parked = [r for r in self._parked.values() if not self._in_flight(r)]
+        parked.sort(key=lambda r: (not self._is_here(r), self.slices.order_key(accounts[r.request_id])))
+        return [r.request_id for r in parked] + newcomers
+
+    def _park_for_growth(self) -> None:
+        """Who would find no page in this step gives its slot up, while pages are on their way or can leave."""
+        if not self.slices.pays and not self.swapper.absences.is_waiting:
+            return
+        self.pages.absorb()  # what the mempool asks back is no part of the stock
+        free, tokens = len(self.pages.stock), self.max_num_scheduled_tokens
+        for request in list(self.running):
+            new = max(1, min(request.num_tokens - request.num_computed_tokens, tokens))
+            tokens -= new
+            end = request.num_computed_tokens + new + self.kv_cache_manager.ahead_tokens
+            have = len(self.kv_cache_manager.get_blocks(request.request_id).blocks[0])
+            missing = -(-min(end, self.max_model_len) // self.block_size) - have
+            if missing > free:
+                self._park(request)
+                self.fair_counts["times_parked_for_pages"] += 1
+            free -= max(0, min(missing, free))
+
+    def _unreserve(self, request_id: str) -> None:
+        """It keeps its place in the order and gives the slot up; what is on its way comes nonetheless."""
+        if self._reserved.pop(request_id, None) is not None:
+            self.slices.parked(request_id)
+
+    def _send_out(self, ready: list[str]) -> None:
+        """Blocks of parked requests, the furthest from their turn first, make room for who has a slot, for a slice."""
+        accounts = self.slices.accounts.requests
+        if not self.slices.pays or not self._parked or not self.swapper.rate.value(time.monotonic()):
+            return
+        needs = [accounts[r.request_id] for r in self.running]
+        needs += [accounts[r] for r in (*self._reserved, *ready) if r in accounts]
+        wanted = sum(max(0, a.pages - self._held(a.request_id)) for a in {id(a): a for a in needs}.values())
+        coming = self.swapper.absences.num_coming
+        on_the_way = self.pages.num_expected + self.swapper.absences.num_leaving + coming
+        short = wanted - self.pages.get_num_free_blocks() - on_the_way
+        others = [
+            r
+            for r in self._parked.values()
+            if r.request_id not in self._reserved and r.request_id not in ready
+        ]
+        others = [r for r in others if not self._in_flight(r)]
+        others.sort(key=lambda r: self.slices.order_key(accounts[r.request_id]))
+        while others and short > 0:
+            request = others.pop()
+            short -= self.swapper.begin_out(request, self._leases.get(request.request_id))
+
+    def _held(self, request_id: str) -> int:
+        """Blocks of it that are here."""
+        return len(self.kv_cache_manager.get_blocks(request_id).blocks[0]) - self.swapper.absences.num_away(
+            request_id
+        )
+
+    def _end_lease_of(self, request_id: str) -> None:
+        self.kv_cache_manager.tails.pop(request_id, None)
+        if (lease := self._leases.pop(request_id, None)) is not None:
+            self._end_lease(lease, fence=0)
+
+    def _num_pages(self) -> int:
+        """Pages that are this engine's, or leased for its requests."""
+        return self.pages.num_owned + self.pages.kinds.count(LEASED)
+
+    def _note_step(self) -> None:
+        """Mean time of a step, from one to the next while there is work."""
+        now_s = time.monotonic()
+        if self.running and self._last_step_s:
+            took_ms = (now_s - self._last_step_s) * 1e3
+            self._step_ms += (took_ms - self._step_ms) * (STEP_WEIGHT if self._step_ms else 1.0)
+        self._last_step_s = now_s if self.running else 0.0
+        self._most_pages = max(self._most_pages, self._num_pages())
+        is_idle = not self.running and self.sched_step_seq <= self.processed_step_seq
+        self._idle_since_s = (self._idle_since_s or now_s) if is_idle else 0.0
+
+    def _answer_pool(self) -> None:
+        with self._turn:
+            was_lost = self.quota.lost
+            if self.swapper is not None:  # the thread that watches the mempool was there first
+                self.swapper.hear(self.requests)
+            super()._answer_pool()
+            if self.swapper is not None and was_lost and not self.quota.lost:
+                self.swapper.lost_pool()
+
+    def _is_stuck(self, request: Request) -> bool:
+        """Whether nobody runs, and pages will not come of themselves. Leases of others that wait end first."""
+        held = [r.request_id for r in self.waiting if r.request_id in self._leases and r is not request]
+        held = [request_id for request_id in held if request_id not in self._parked]
+        if held:
+            self.quota.counters["leases_dropped"] += 1
+            self._end_lease_of(held[-1])
+        if held or self.swapper.absences.is_waiting or not self._idle_since_s:
+            return False
+        patience_s = STUCK_S if self._num_pages() >= self._most_pages else STUCK_WITHOUT_ITS_PAGES_S
+        return not self._swaps or time.monotonic() - self._idle_since_s > patience_s
