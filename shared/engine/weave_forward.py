@@ -139,10 +139,17 @@ class WovenForward:
                 is_last = step.layer + 1 == end_layer
                 norm = inner.norm if is_last else inner.layers[step.layer + 1].input_layernorm
             streams.send(part)
-            normed[part], _ = sums.fused.run(
-                partial[part], residual[part], norm.weight.data, norm.eps, lane=part, num_sms=self._num_sms
-            )
-            streams.sent(part)
+            try:
+                normed[part], _ = sums.fused.run(
+                    partial[part],
+                    residual[part],
+                    norm.weight.data,
+                    norm.eps,
+                    lane=part,
+                    num_sms=self._num_sms,
+                )
+            finally:
+                streams.sent(part)
         sums.lane = 0
         for part in PARTS:
             streams.wait(part)
