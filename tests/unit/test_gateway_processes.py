@@ -9,9 +9,9 @@ from shared.cpus import usable_cpus
 
 
 @pytest.mark.parametrize(
-    ("cores", "processes"), [(0.5, 1), (1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (32, 8), (192, 8)]
+    ("cores", "processes"), [(0.5, 1), (1, 1), (2, 1), (15, 1), (16, 2), (32, 4), (192, 8)]
 )
-def test_a_gateway_has_a_process_for_every_four_cores(cores, processes):
+def test_a_gateway_has_a_process_for_every_eight_cores(cores, processes):
     assert useful_processes(cores) == processes
 
 
