@@ -40,7 +40,7 @@ class Rig:
     def on_offer(self, lent):
         return [OnOffer(name, size, min(size, lent)) for name, size in self.offers.items()]
 
-    def step(self, dt, load, lent, delay, share):
+    def step(self, dt, load, lent, delay, share, *, short=False):
         self.now_ms += dt
         for size, at_ms in list(self.asked):
             if at_ms <= self.now_ms:
@@ -51,7 +51,7 @@ class Rig:
                     self.number += 1
                     self.offers[f"o{self.number}"] = size * share // 4  # engines gave less
         before = dict(self.offers)
-        decided = self.producer.decide(load, self.on_offer(lent), self.now_ms)
+        decided = self.producer.decide(load, self.on_offer(lent), self.now_ms, is_short=short)
         for one in decided:
             if isinstance(one, MakeOffer):
                 self.made_at_ms.append(self.now_ms)
@@ -77,34 +77,33 @@ step = st.tuples(
     st.integers(0, TOTAL),  # lent
     st.sampled_from([0, 0, 300, 900]),  # the coordinator's delay
     st.integers(0, 4),  # quarters of an offer that engines give; 0: refused
+    st.sampled_from([False, False, False, True]),  # its own blocks come back from host memory
 )
 calm = st.tuples(
     st.just(250), st.integers(0, 300), st.integers(0, 1), st.just(0), st.just(0), st.just(True),
-    st.integers(0, TOTAL), st.sampled_from([0, 300]), st.integers(1, 4),
+    st.integers(0, TOTAL), st.sampled_from([0, 300]), st.integers(1, 4), st.just(False),
 )  # fmt: skip
 story = st.lists(st.one_of(st.lists(calm, min_size=3, max_size=12), st.lists(step, max_size=6)), max_size=12)
 
 
 def readings(parts, rig):
-    for dt, needed, waiting, arrivals, least, reports, lent, delay, share in (
-        x for part in parts for x in part
-    ):
+    for dt, needed, waiting, arrivals, least, reports, *rest in (x for part in parts for x in part):
         rig.arrived += arrivals
-        load = Load(TOTAL, needed, least, waiting, rig.arrived) if reports else None
-        yield dt, load, lent, delay, share
+        yield dt, Load(TOTAL, needed, least, waiting, rig.arrived) if reports else None, *rest
 
 
 @settings(deadline=None)
 @given(parts=story, profiled=st.booleans())
 def test_offers_never_reach_into_what_requests_need_and_the_reserve(parts, profiled):
     rig = Rig(Producer(RULES, [PROFILE] if profiled else []))
-    for dt, load, lent, delay, share in readings(parts, rig):
-        rig.step(dt, load, lent, delay, share)
+    for dt, load, lent, delay, share, short in readings(parts, rig):
+        rig.step(dt, load, lent, delay, share, short=short)
         if load is None:
             continue
         spare = TOTAL - load.needed_bytes - max(load.least_bytes, TOTAL // 10)
         coming = sum(size for size, at_ms in rig.asked if at_ms - delay == rig.now_ms)
         assert sum(rig.offers.values()) <= max(0, spare)
+        assert not (short and rig.offers)
         assert not coming or sum(rig.offers.values()) + coming <= spare
         assert not profiled or sum(rig.offers.values()) + coming <= PROFILE.bytes_per_gpu or not coming
 
@@ -114,8 +113,8 @@ def test_offers_never_reach_into_what_requests_need_and_the_reserve(parts, profi
 def test_memory_is_offered_after_a_calm_time_only_and_never_soon_after_it_was_taken_back(parts):
     rig = Rig(Producer(RULES))
     calm_since = None
-    for dt, load, lent, delay, share in readings(parts, rig):
-        _, decided = rig.step(dt, load, lent, delay, share)
+    for dt, load, lent, delay, share, short in readings(parts, rig):
+        _, decided = rig.step(dt, load, lent, delay, share, short=short)
         taken = any(isinstance(one, TakeBack) for one in decided)
         if load is not None and (load.num_waiting > RULES.queue_limit or taken):
             calm_since = None
@@ -134,8 +133,8 @@ def test_memory_is_offered_after_a_calm_time_only_and_never_soon_after_it_was_ta
 @given(parts=story, grown=st.integers(RULES.queue_limit + 1, 20), lent=st.integers(0, TOTAL))
 def test_a_queue_that_grows_takes_everything_back_at_once_by_a_deadline_within_the_budget(parts, grown, lent):
     rig = Rig(Producer(RULES))
-    for dt, load, lent_then, delay, share in readings(parts, rig):
-        rig.step(dt, load, lent_then, delay, share)
+    for dt, load, lent_then, delay, share, short in readings(parts, rig):
+        rig.step(dt, load, lent_then, delay, share, short=short)
     rig.asked.clear()
     rig.step(10, Load(TOTAL, 0, 0, 0, rig.arrived), 0, 0, 4)
     before, decided = rig.step(10, Load(TOTAL, 0, 0, grown, rig.arrived), lent, 0, 4)
@@ -152,8 +151,8 @@ def test_a_queue_that_grows_takes_everything_back_at_once_by_a_deadline_within_t
 @given(parts=story)
 def test_a_silent_engine_gets_its_memory_back(parts):
     rig = Rig(Producer(RULES))
-    for dt, load, lent, delay, share in readings(parts, rig):
-        rig.step(dt, load, lent, delay, share)
+    for dt, load, lent, delay, share, short in readings(parts, rig):
+        rig.step(dt, load, lent, delay, share, short=short)
     rig.step(RULES.silent_ms, None, 0, 0, 4)
     rig.step(RULES.silent_ms, None, 0, 0, 4)
     assert not rig.offers
