@@ -6,9 +6,9 @@ writes loadtest/results/h200-weave.json; a short table last (TokenWeave's Figure
 SHAPE:RANKS:LAYERS, random weights. Each engine (weave_engine.py) is a process; what is timed is the model's forward
 pass of a step that is one new prompt, on the slowest rank, embedding and last norm included, sampling not.
 
-stock: vLLM as it comes, compiled, its own choice of all-reduce. stock-fused: with its own fusion of all-reduce and
-norm (FlashInfer; absent where it cannot be had). stock-alone: ranks add nothing up. weave: one eager engine in four
-modes: off (vLLM's operations), fuse, full, alone. `prefill_gain_ratio`: the better stock over full, median over 4K to
+stock: vLLM as it comes, compiled, its own choice of all-reduce, but without its fusion of all-reduce and norm.
+stock-fused: with it (FlashInfer; failed where it is not installed). Nothing asks for multicast.
+stock-alone: ranks add nothing up. weave: one eager engine in four modes: off (vLLM's operations), fuse, full, alone. `prefill_gain_ratio`: the better stock over full, median over 4K to
 32K tokens, of the 70B shape on the most ranks that were measured (`prefill_gain_ranks_count`);
 `communication_recovered_ratio`: of the time that stock loses to communication, there.
 

@@ -2,10 +2,13 @@
 
 import os
 import time
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
+
+from shared.errors import SettingsError
 
 KINDS = ("weave", "stock", "stock-alone", "stock-fused")
 MODES = {  # of an engine of kind weave: (fuse_min_tokens, full_min_tokens, without sums)
@@ -18,6 +21,13 @@ KV_BYTES, SERVE_KV_BYTES = 2 << 30, 8 << 30
 LEAST_WOVEN_TOKENS = 1024  # of steps that serve: TokenWeave 4.2.2 weaves hybrid batches from there on
 SPARE_TOKENS = 64
 _HERE = "shared.engine.weave_measured"
+# Many machines have multicast off; nothing here may ask for it.
+NO_MULTICAST = {
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",  # the other one is multicast's
+}
 
 
 class ForwardTimes:
@@ -86,7 +96,8 @@ class MeasuredEngine:
         environ = os.environ  # noqa: TID251  vLLM's and torch's settings, not ours
         environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        for name, value in NO_MULTICAST.items():
+            environ.setdefault(name, value)
         from vllm import LLM, SamplingParams
 
         self.kind = kind
@@ -97,10 +108,14 @@ class MeasuredEngine:
         }
         if kind == "stock-alone":
             leave_sums_out()
-        elif kind == "stock-fused":
-            options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": True}}
+        elif kind == "stock-fused" and find_spec("flashinfer") is None:
+            raise SettingsError(
+                "vLLM's own fusion of all-reduce and norm needs FlashInfer, which is not installed"
+            )
         elif kind == "weave":
             options |= _woven(model_dir, tp, num_sms)
+        if kind != "weave":
+            options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": kind == "stock-fused"}}
         if device == "cpu":
             options |= {"dtype": "float32", "enforce_eager": True, "distributed_executor_backend": "mp"}
         self._llm = LLM(

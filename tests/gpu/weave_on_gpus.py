@@ -12,6 +12,7 @@ token's log probability.
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -107,10 +108,14 @@ def child(kind: str, model: str, out: str, mode: str, ranks: int, device: str = 
     from shared.engine.vllm_setup import prepare_environment
 
     prepare_environment(device, 1, in_pages=True)
+    from shared.engine.weave_measured import NO_MULTICAST
+
+    for name, value in NO_MULTICAST.items():
+        os.environ.setdefault(name, value)
     from vllm import LLM
 
     dtype, _, graphs = mode.partition("+")
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}}
     if kind == "weave":
         from shared.engine.weave_settings import weave_arguments
         from shared.engine.worker_config import WorkerSettings
