@@ -8,9 +8,12 @@ pass of a step that is one new prompt, on the slowest rank, embedding and last n
 
 stock: vLLM as it comes, compiled, its own choice of all-reduce, but without its fusion of all-reduce and norm.
 stock-fused: with it (FlashInfer; failed where it is not installed). Nothing asks for multicast.
-stock-alone: ranks add nothing up. weave: one eager engine in four modes: off (vLLM's operations), fuse, full, alone. `prefill_gain_ratio`: the better stock over full, median over 4K to
-32K tokens, of the 70B shape on the most ranks that were measured (`prefill_gain_ranks_count`);
-`communication_recovered_ratio`: of the time that stock loses to communication, there.
+stock-alone: ranks add nothing up.
+weave: one eager engine in four modes: off (vLLM's operations), fuse, full, alone.
+
+`prefill_gain_ratio`: the better stock over full, median over 4K to 32K tokens, of the 70B shape on the most ranks that
+were measured (`prefill_gain_ranks_count`); `communication_recovered_ratio`: of the time that stock loses to
+communication, there.
 
 `--parts serving` (beside steps, with layers enough that they matter: 70b:4:16): requests of ShareGPT's lengths asked at
 once, in steps of `--chunks` tokens (Figures 12 and 13): stock against fuse and full, whose steps from 1K tokens on are
