@@ -10,47 +10,21 @@ import time
 import pytest
 
 from shared.errors import PeerGone, PeerTimeout, SettingsError
-from shared.kv.block_hash import chain_seed, hash_blocks, pack_tokens
 from shared.prompttree import scripts
 from shared.prompttree.breaker import Breaker
-from shared.prompttree.client import DEADLINE_MS, PromptTreeClient
+from shared.prompttree.client import DEADLINE_MS
 from shared.prompttree.embedded import find_redis_server
-from shared.prompttree.publisher import PromptTreePublisher
 from shared.transport.redis_link import RedisLink, parse_redis_url
 from tests.support.control_plane import until
-
-BLOCK_TOKENS = 32
-PATIENCE_MS = 30_000
-
-
-def chain(num_blocks, seed=b"x"):
-    return hash_blocks(chain_seed(seed.decode(), ""), pack_tokens(range(num_blocks)), 1)
-
-
-async def depths(client, hashes, block_tokens):
-    """Of every instance, of what it holds itself."""
-    return {hit.instance: hit.tokens for hit in await client.lookup(hashes, block_tokens)}
-
-
-async def make_client(redis, opened, *, deadline_ms=PATIENCE_MS, **more):
-    """Patient, where the test is not about time: other processes have the machine too."""
-    client = PromptTreeClient(redis.url, deadline_ms=deadline_ms, **more)
-    opened.append(client)
-    client.open()
-    assert await client.wait_up(PATIENCE_MS)
-    return client
-
-
-def make_publisher(redis, opened, name="p0", epoch=1, **more):
-    publisher = PromptTreePublisher(redis.url, owner=name, epoch=epoch, row="prefill", **more)
-    opened.append(publisher)
-    publisher.open()
-    return publisher
-
-
-async def published(publisher, *hashes):
-    publisher.stored(hashes)
-    await until(lambda: publisher.in_sync)
+from tests.support.prompttree_rig import (
+    BLOCK_TOKENS,
+    PATIENCE_MS,
+    chain,
+    depths,
+    make_client,
+    make_publisher,
+    published,
+)
 
 
 async def test_each_instance_gets_the_depth_that_it_holds(redis, opened):
@@ -140,100 +114,6 @@ async def test_redis_holds_exactly_the_short_hashes_and_a_marker(redis, opened):
     members = set(await link.call("SMEMBERS", key, timeout_ms=PATIENCE_MS))
     assert members == {b"marker", *(h[: scripts.SHORT_HASH_BYTES] for h in prompt[:60])}
     assert 0 < await link.call("TTL", key, timeout_ms=PATIENCE_MS) <= 120
-
-
-async def test_a_new_epoch_ends_the_old_entries_and_silences_the_old_process(redis, opened):
-    client = await make_client(redis, opened)
-    stale = []
-    old = make_publisher(redis, opened, epoch=5, on_stale=lambda: stale.append(True))
-    await published(old, *chain(40))
-    new = make_publisher(redis, opened, epoch=6)
-    await published(new, *chain(3))
-    assert await depths(client, chain(40), BLOCK_TOKENS) == {"p0": 3 * BLOCK_TOKENS}
-    old.stored(chain(9, b"late"))
-    await until(lambda: stale)
-    assert old.stale
-    assert await depths(client, chain(9, b"late"), BLOCK_TOKENS) == {}
-    assert await depths(client, chain(40), BLOCK_TOKENS) == {"p0": 3 * BLOCK_TOKENS}
-    link = RedisLink(redis.url)
-    opened.append(link)
-    link.open()
-    await link.wait_up(PATIENCE_MS)
-    assert len(await link.call("KEYS", "quire:pt:held:*", timeout_ms=PATIENCE_MS)) == 1  # the old set is gone
-
-
-async def test_a_process_with_an_older_epoch_cannot_claim(redis, opened):
-    client = await make_client(redis, opened)
-    await published(make_publisher(redis, opened, epoch=6), *chain(3))
-    late = make_publisher(redis, opened, epoch=5)
-    late.stored(chain(40))
-    await until(lambda: late.stale)
-    assert await depths(client, chain(40), BLOCK_TOKENS) == {"p0": 3 * BLOCK_TOKENS}
-
-
-async def test_a_renewed_epoch_publishes_everything_again(redis, opened):
-    client = await make_client(redis, opened)
-    publisher = make_publisher(redis, opened, epoch=5)
-    await published(publisher, *chain(40))
-    publisher.renew(8)
-    await until(lambda: publisher.held.num_claims == 2 and publisher.in_sync)
-    assert await depths(client, chain(40), BLOCK_TOKENS) == {"p0": 40 * BLOCK_TOKENS}
-    with pytest.raises(ValueError, match="below"):
-        publisher.renew(7)
-
-
-async def test_an_orderly_end_withdraws_and_a_silent_one_expires(redis, opened):
-    client = await make_client(redis, opened)
-    leaving = make_publisher(redis, opened, "leaving")
-    dying = make_publisher(redis, opened, "dying", ttl_s=1, beat_ms=100)
-    await published(leaving, *chain(4))
-    await published(dying, *chain(4))
-    await asyncio.sleep(1.2)  # longer than its TTL: the beats keep it
-    assert set(await depths(client, chain(4), BLOCK_TOKENS)) == {"leaving", "dying"}
-    await leaving.close()
-    assert set(await depths(client, chain(4), BLOCK_TOKENS)) == {"dying"}
-    dying._task.cancel()
-    deadline = time.monotonic() + 30
-    while await depths(client, chain(4), BLOCK_TOKENS):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
-
-
-async def test_rows_of_dead_owners_are_dropped_by_the_living(redis, opened):
-    link = RedisLink(redis.url)
-    opened.append(link)
-    link.open()
-    await link.wait_up(PATIENCE_MS)
-    await link.call("HSET", "quire:pt:owners", "ghost", "00000000000000aa 7 prefill", timeout_ms=PATIENCE_MS)
-    await published(make_publisher(redis, opened, beat_ms=50, ttl_s=5), *chain(4))
-    deadline = time.monotonic() + 30
-    while await link.call("HEXISTS", "quire:pt:owners", "ghost", timeout_ms=PATIENCE_MS):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
-@pytest.mark.parametrize("gone", ["swept", "released"])
-async def test_an_older_process_cannot_claim_after_the_row_of_the_newer_one_is_gone(redis, opened, gone):
-    client = await make_client(redis, opened)
-    newer = make_publisher(redis, opened, epoch=6, ttl_s=1, beat_ms=100)
-    await published(newer, *chain(3))
-    if gone == "released":
-        await newer.close()
-    else:
-        newer._task.cancel()
-    living = make_publisher(redis, opened, "living", beat_ms=50, ttl_s=5)
-    await published(living, *chain(2))
-    deadline = time.monotonic() + 30
-    while await living._link.call("HEXISTS", "quire:pt:owners", "p0", timeout_ms=PATIENCE_MS):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-    late = make_publisher(redis, opened, epoch=5)
-    late.stored(chain(40))
-    await until(lambda: late.stale or late.in_sync)
-    assert late.stale
-    assert await depths(client, chain(40), BLOCK_TOKENS) == {"living": 2 * BLOCK_TOKENS}
-    await published(make_publisher(redis, opened, epoch=7), *chain(4))
-    assert (await depths(client, chain(40), BLOCK_TOKENS))["p0"] == 4 * BLOCK_TOKENS
 
 
 @pytest.mark.parametrize(
