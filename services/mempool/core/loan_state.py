@@ -4,9 +4,8 @@ A pair (state, event) that has no row is our bug. Source: AQUA, section 6; ARCHI
 """
 
 from enum import StrEnum
-from typing import NamedTuple
 
-from shared.errors import InvariantBroken
+from services.mempool.core.step_table import Step, StepTable
 
 
 class LoanState(StrEnum):
@@ -31,15 +30,6 @@ class LoanEvent(StrEnum):
     RETURNED = "returned"
 
 
-class LoanStep(NamedTuple):
-    """One row: `proof` is what the mempool must know before it applies the event."""
-
-    state: LoanState
-    event: LoanEvent
-    target: LoanState
-    proof: str
-
-
 HOLDS: dict[LoanState, str] = {
     LoanState.HELD: "blocks that leave the consumer's space",
     LoanState.RETURNING: "blocks on their way to host memory; no new ones come",
@@ -48,44 +38,30 @@ HOLDS: dict[LoanState, str] = {
 }
 
 _S, _E = LoanState, LoanEvent
-TABLE: tuple[LoanStep, ...] = (
-    LoanStep(_S.HELD, _E.RENEW, _S.HELD, "the loan is known, and its time is not over"),
-    LoanStep(_S.HELD, _E.RELEASE, _S.RETURNING, "the consumer says that it is done with it"),
-    LoanStep(_S.HELD, _E.LAPSE, _S.RETURNING, "its time is over by this mempool's clock"),
-    LoanStep(_S.HELD, _E.CONSUMER_DEAD, _S.RETURNING, "no process of the consumer's space lives (pidfd)"),
-    LoanStep(_S.HELD, _E.RECLAIM, _S.RETURNING, "its offer is worth less from now on"),
-    LoanStep(_S.RETURNING, _E.RELEASE, _S.RETURNING, "as above; the earliest deadline counts"),
-    LoanStep(_S.RETURNING, _E.LAPSE, _S.RETURNING, "as above"),
-    LoanStep(_S.RETURNING, _E.CONSUMER_DEAD, _S.RETURNING, "as above"),
-    LoanStep(_S.RETURNING, _E.RECLAIM, _S.RETURNING, "as above"),
-    LoanStep(_S.RETURNING, _E.DEADLINE, _S.DROPPING, "its deadline has passed"),
-    LoanStep(_S.RETURNING, _E.SHRUNK, _S.HELD, "what was to come back is back, and it keeps some"),
-    LoanStep(_S.RETURNING, _E.RETURNED, _S.ENDED, "no page of it is left"),
-    LoanStep(_S.DROPPING, _E.RELEASE, _S.DROPPING, "as above"),
-    LoanStep(_S.DROPPING, _E.LAPSE, _S.DROPPING, "as above"),
-    LoanStep(_S.DROPPING, _E.CONSUMER_DEAD, _S.DROPPING, "as above"),
-    LoanStep(_S.DROPPING, _E.RECLAIM, _S.DROPPING, "as above"),
-    LoanStep(_S.DROPPING, _E.SHRUNK, _S.HELD, "as above"),
-    LoanStep(_S.DROPPING, _E.RETURNED, _S.ENDED, "no page of it is left: no copy reads or writes one"),
+TABLE: tuple[Step[LoanState, LoanEvent], ...] = (
+    Step(_S.HELD, _E.RENEW, _S.HELD, "the loan is known, and its time is not over"),
+    Step(_S.HELD, _E.RELEASE, _S.RETURNING, "the consumer says that it is done with it"),
+    Step(_S.HELD, _E.LAPSE, _S.RETURNING, "its time is over by this mempool's clock"),
+    Step(_S.HELD, _E.CONSUMER_DEAD, _S.RETURNING, "no process of the consumer's space lives (pidfd)"),
+    Step(_S.HELD, _E.RECLAIM, _S.RETURNING, "its offer is worth less from now on"),
+    Step(_S.RETURNING, _E.RELEASE, _S.RETURNING, "as above; the earliest deadline counts"),
+    Step(_S.RETURNING, _E.LAPSE, _S.RETURNING, "as above"),
+    Step(_S.RETURNING, _E.CONSUMER_DEAD, _S.RETURNING, "as above"),
+    Step(_S.RETURNING, _E.RECLAIM, _S.RETURNING, "as above"),
+    Step(_S.RETURNING, _E.DEADLINE, _S.DROPPING, "its deadline has passed"),
+    Step(_S.RETURNING, _E.SHRUNK, _S.HELD, "what was to come back is back, and it keeps some"),
+    Step(_S.RETURNING, _E.RETURNED, _S.ENDED, "no page of it is left"),
+    Step(_S.DROPPING, _E.RELEASE, _S.DROPPING, "as above"),
+    Step(_S.DROPPING, _E.LAPSE, _S.DROPPING, "as above"),
+    Step(_S.DROPPING, _E.CONSUMER_DEAD, _S.DROPPING, "as above"),
+    Step(_S.DROPPING, _E.RECLAIM, _S.DROPPING, "as above"),
+    Step(_S.DROPPING, _E.SHRUNK, _S.HELD, "as above"),
+    Step(_S.DROPPING, _E.RETURNED, _S.ENDED, "no page of it is left: no copy reads or writes one"),
 )
-_TARGETS = {(row.state, row.event): row.target for row in TABLE}
-assert len(_TARGETS) == len(TABLE), "two rows for one (state, event)"
-
-
-def next_state(state: LoanState, event: LoanEvent) -> LoanState:
-    """Raises: InvariantBroken when the table has no such row."""
-    target = _TARGETS.get((state, event))
-    if target is None:
-        raise InvariantBroken(f"no loan goes through {event} in state {state}")
-    return target
+_LIFE = StepTable("loan", TABLE)
+next_state = _LIFE.next
 
 
 def diagram() -> str:
     """The table as Markdown: a Mermaid state diagram, what lies in the pages, and what each step needs."""
-    lines = ["```mermaid", "stateDiagram-v2", "    [*] --> held: take"]
-    lines += [f"    {r.state} --> {r.target}: {r.event}" for r in TABLE if r.state != r.target]
-    lines += ["```", "", "| loan | what its pages hold, which only the mempool writes |", "|---|---|"]
-    lines += [f"| {state} | {HOLDS[state]} |" for state in LoanState]
-    lines += ["", "| loan | event | next | proof |", "|---|---|---|---|"]
-    lines += [f"| {r.state} | {r.event} | {r.target} | {r.proof} |" for r in TABLE]
-    return "\n".join(lines) + "\n"
+    return _LIFE.diagram("held: take", HOLDS, "what its pages hold, which only the mempool writes")
