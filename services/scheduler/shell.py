@@ -40,6 +40,7 @@ from shared.wire.reports import (
 )
 
 TICK_S = 0.1
+MAX_TENANTS_SHOWN = 64
 
 _log = get_logger("scheduler")
 _placed = counter("quire_scheduler_placed_total", "Placements.", ("kind", "policy"))
@@ -140,6 +141,7 @@ class Scheduler:
             "num_placed": self.placer.num_placed,
             "num_open": self.placer.num_open,
             "instances": [self._instance_status(known, now_ms) for known in self.instances],
+            "places": self.placer.tenants.places(MAX_TENANTS_SHOWN),
         }
 
     def readiness(self) -> tuple[bool, dict[str, Any]]:
@@ -164,6 +166,7 @@ class Scheduler:
             "queue_ms": view.queue_ms,
             "num_decodes": view.num_decodes,
             "has_model": known.model is not None,
+            "served_tokens": dict(known.load.report.served) if known.load.report is not None else {},
         }
 
     # ---- gateways ----

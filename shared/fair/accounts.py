@@ -105,6 +105,15 @@ class Accounts:
         if owner is not None:
             owner.virtual += tokens / owner.weight
 
+    def forgive(self, tenant: str) -> None:
+        """It waited long enough for what others served it: level with the least served here from now on.
+
+        Engines begin to hear of each other at different times, and so disagree by a constant about how far a tenant
+        is ahead. Nothing else would ever make up for that: one engine would serve it all of its share, another none.
+        """
+        owner = self.tenants[tenant]
+        owner.virtual = min(owner.virtual, self._least())
+
     def level(self, backlogged: Iterable[str] | None) -> None:
         """Tenants with nobody waiting had all that they wanted: they keep no claim from it.
 

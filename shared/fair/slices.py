@@ -165,10 +165,12 @@ class FairSlices:
         queues: dict[str, _Queue] = {}
         for account in candidates:
             queues.setdefault(account.tenant, _Queue()).add(account)
-        expected = {name: self.accounts.tenants[name].virtual for name in queues}
         for queue in queues.values():
             queue.sort(self)
         starving = {name for name in queues if self._starves(name)}
+        for name in starving:
+            self.accounts.forgive(name)
+        expected = {name: self.accounts.tenants[name].virtual for name in queues}
         chosen: list[Account] = []
         pages_left = pages
         while len(chosen) < slots and queues:

@@ -162,3 +162,16 @@ def test_two_engines_serve_4_2_1_at_three_times_what_they_can_do():
     model.run(45)
     assert min(model.shed.values()) > 0
     assert model.worst_error(12, 45, 30) < 0.05
+
+
+def test_engines_that_disagree_about_a_tenants_lead_still_both_serve_it():
+    """One began to hear of the other later: it holds the tenant for far ahead, and nothing it hears says otherwise."""
+    model = FairCluster(WEIGHTS, dict.fromkeys(WEIGHTS, 33.0), (32, 48), seed=3)
+    model.run(4)
+    model.engines["b"].slices.accounts.served_elsewhere("bronze", 20_000)
+    model.run(10)
+    before = model.engines["b"].tokens.copy()
+    model.run(42)
+    served = model.engines["b"].tokens - before
+    assert served["bronze"] > 0.5 * sum(served.values()) / 7
+    assert model.worst_error(10, 42, 30) < 0.05

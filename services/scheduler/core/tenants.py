@@ -74,6 +74,11 @@ class Tenants:
         known = self._known.get(tenant)
         return known.held if known is not None else {}
 
+    def places(self, most: int) -> dict[str, dict[InstanceId, int]]:
+        """For people: who holds how many where, the `most` that hold the most."""
+        held = sorted(self._known.items(), key=lambda item: (-item[1].held.total(), item[0]))
+        return {name: dict(known.held) for name, known in held[:most] if known.held}
+
     def _forget(self) -> None:
         """The longest silent half of those that hold nothing."""
         idle = sorted((known.asked_at_ms, name) for name, known in self._known.items() if not known.held)
