@@ -40,7 +40,8 @@ class Rig(Market):
             SELLER: ReportLoad(instance_epoch=Epoch(1)),
             FRONT: ReportLoad(instance_epoch=Epoch(1), model="c"),
         }
-        self.wishes: list[Wish] = []
+        self.wishes: list[Wish] = []  # not answered yet
+        self.said: list[Wish] = []
         self.offers: dict[str, market.Offer] = {}
 
     def step(self, times: int = 1, *, replies: bool = True) -> None:
@@ -52,6 +53,7 @@ class Rig(Market):
             wishes, actions = self.core.decide_market(self.now_ms)
             self.run(actions)
             self.wishes += wishes
+            self.said += wishes
             if replies:
                 self.reply()
             self.give(LENDER)
@@ -267,6 +269,18 @@ def test_after_refusals_it_is_asked_again_later_and_nobody_is_asked_twice_at_onc
     assert len(asked_at) > 1
     gaps = [later - earlier for earlier, later in pairwise(asked_at)]
     assert all(gap >= RULES.pause_ms for gap in gaps)
+
+
+def test_nobody_is_asked_where_no_other_space_could_lend():
+    rig = Rig()
+    rig.core.pools.pop(rig.producer)
+    rig.load.pop(SELLER)
+    for _ in range(10):
+        rig.overflow()
+    back = rig.core.lending.num_back(0)
+    assert back is not None
+    assert back * PAGE_BYTES > RULES.ask_bytes
+    assert not rig.said
 
 
 class Slow(Rig):

@@ -38,8 +38,6 @@ from shared.wire.lending import (
 )
 from shared.wire.mempool_lending import MemoryShares, ReportLoad
 
-ANSWERS_LATE_MS = 1_000  # nobody answered: not before
-
 
 @dataclass(slots=True)
 class _Report:
@@ -114,7 +112,7 @@ class Desk:
             party.consumer.answered(now_ms, granted=self._take(wish, answer, now_ms))
             self._tell()
         else:
-            later_ms = max(1, answer.retry_after_ms) if answer is not None else ANSWERS_LATE_MS
+            later_ms = max(self.rules.pause_ms, answer.retry_after_ms if answer is not None else 0)
             code = answer.code if answer is not None else "no answer"
             self._say("memory_wish_refused", space=wish.space, wish=type(wish.body).__name__, code=code)
             if isinstance(wish.body, OfferMemory):
@@ -208,7 +206,7 @@ class Desk:
                     self._say("memory_returned", space=number, lease_id=one.lease_id)
                     self._lending.loans.release(one.lease_id, now_ms)
                 case Ask():
-                    self._ask(number, instances, party, one)
+                    self._ask(number, instances, party, one, now_ms)
 
     def _offer(self, number: int, instances: Sequence[InstanceId], offer: MakeOffer) -> None:
         report = self._reports[instances[0]].message
@@ -234,12 +232,17 @@ class Desk:
             body = AskReclaim(offer_id=one.offer_id, producer=known.producer, deadline_ms=one.deadline_ms)
             self._wish(number, body)
 
-    def _ask(self, number: int, instances: Sequence[InstanceId], party: _Party, ask: Ask) -> None:
+    def _ask(
+        self, number: int, instances: Sequence[InstanceId], party: _Party, ask: Ask, now_ms: int
+    ) -> None:
         mine = self._pools[number]
         lenders = sorted(
             (n for n, pool in self._pools.items() if may_lend(pool, mine)),
             key=lambda n: (not self._on_gpus(n), n),
         )
+        if not lenders:
+            party.consumer.answered(now_ms, granted=False)
+            return
         preempted = sum(self._reports[name].message.num_preempted for name in instances)
         purpose = "swap" if preempted > party.preempted else "overflow"
         party.preempted = preempted
