@@ -46,6 +46,7 @@ class Tenant:
     weight: float
     virtual: float = 0.0
     ran_at: int = 0  # the last slice in which a request of it had a slot
+    turn_at: int = 0  # the last slice in which it got one because it was the least served
     requests: dict[str, Account] = field(default_factory=dict)
 
 
@@ -68,7 +69,7 @@ class Accounts:
         owner = self.tenants.get(tenant)
         if owner is None:
             virtual = max(self._idle.pop(tenant, 0.0), self._least())
-            owner = Tenant(tenant, weight, virtual, now_slice)
+            owner = Tenant(tenant, weight, virtual, now_slice, now_slice)
             self.tenants[tenant] = owner
         owner.weight = weight
         account.virtual = _least_of_phase(owner.requests.values(), account)

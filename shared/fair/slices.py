@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from shared.fair.accounts import Account, Accounts
 from shared.fair.rules import FairRules, Room, switch_share
 
+FORGIVE_AFTER = 8  # times patience_slices: far longer than engines take to hear of each other
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -114,6 +116,8 @@ class FairSlices:
         self._was_calm = calm
         if calm:
             self._pays = False
+            for tenant in self.accounts.tenants.values():
+                tenant.turn_at = self.slice
             return Plan(start=[a.request_id for a in _by_arrival(waiting) if a.ready])
         if is_border:
             fair = self._replan(running, waiting, room)
@@ -168,14 +172,18 @@ class FairSlices:
         for queue in queues.values():
             queue.sort(self)
         starving = {name for name in queues if self._starves(name)}
-        for name in starving:
-            self.accounts.forgive(name)
+        for name in queues:
+            if self.slice - self.accounts.tenants[name].turn_at > FORGIVE_AFTER * self.rules.patience_slices:
+                self.accounts.forgive(name)
         expected = {name: self.accounts.tenants[name].virtual for name in queues}
         chosen: list[Account] = []
         pages_left = pages
         while len(chosen) < slots and queues:
             name = min(queues, key=lambda n: (n not in starving, expected[n], queues[n].first_arrival, n))
-            starving.discard(name)
+            if name in starving:
+                starving.discard(name)
+            else:
+                self.accounts.tenants[name].turn_at = self.slice
             account = queues[name].pop(prefill_first=prefill_tokens > 0)
             if not queues[name]:
                 del queues[name]
