@@ -15,6 +15,7 @@ from shared.kernels.allreduce_rmsnorm.plan import MAX_WORLD
 from shared.kernels.allreduce_rmsnorm.shapes import KernelShape, Launch
 
 SOURCE = Path(__file__).with_name("fused.cu")
+HEADER = Path(__file__).with_name("ptx.cuh")
 FLAGS = ("--std=c++17", "-lineinfo")
 
 _Pointers = ctypes.c_uint64 * MAX_WORLD
@@ -89,7 +90,8 @@ def compile_kernels(shape: KernelShape, arch: str) -> Binary:
         call(f"nvrtcGet{kind}", program, body)
         return body
 
-    program = call("nvrtcCreateProgram", SOURCE.read_bytes(), SOURCE.name.encode(), 0, [], [])
+    headers, names = [HEADER.read_bytes()], [HEADER.name.encode()]
+    program = call("nvrtcCreateProgram", SOURCE.read_bytes(), SOURCE.name.encode(), 1, headers, names)
     encoded = [option.encode() for option in options]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
     if int(status) != 0:

@@ -7,8 +7,11 @@
 //
 // Compiled by NVRTC, without headers. -D: WORLD HIDDEN BF16 ROW_THREADS ROWS_PER_CTA IN_FLIGHT SEGMENT STAGES
 // RELAXED_ARRIVAL PARAMS_BYTES.
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#if EMULATED  // on a CPU, for tests
+#include "emulated.h"
+#else
+#include "ptx.cuh"
+#endif
 
 constexpr int kWorld = WORLD;
 constexpr int kMaxWorld = 8;
@@ -43,41 +46,14 @@ static_assert(sizeof(Params) == PARAMS_BYTES, "launch.py packs another layout");
 
 enum Phase : u32 { kArrive = 1, kLeave = 2 };
 
-__device__ __forceinline__ uint4 load_far(const uint4* at) {  // read once: no place in L1
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
-  return v;
-}
-__device__ __forceinline__ void store(uint4* at, uint4 v) {
-  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-__device__ __forceinline__ u64 now_ns() {
-  u64 t;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-  return t;
-}
-
 #if BF16
 __device__ __forceinline__ float low(u32 pair) { return __int_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __int_as_float(pair & 0xffff0000u); }
-__device__ __forceinline__ u32 pack(float lo, float hi) {
-  u32 pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
-  return pair;
-}
+__device__ __forceinline__ u32 pack(float lo, float hi) { return bf16_pair(lo, hi); }
 #else
-__device__ __forceinline__ float half_to_float(u32 bits) {
-  float f;
-  asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(f) : "r"(bits));
-  return f;
-}
 __device__ __forceinline__ float low(u32 pair) { return half_to_float(pair & 0xffffu); }
 __device__ __forceinline__ float high(u32 pair) { return half_to_float(pair >> 16); }
-__device__ __forceinline__ u32 pack(float lo, float hi) {
-  u32 pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
-  return pair;
-}
+__device__ __forceinline__ u32 pack(float lo, float hi) { return half_pair(lo, hi); }
 #endif
 
 struct Eight {
@@ -125,9 +101,6 @@ __device__ __forceinline__ float over_warp(float v) {
   for (int lanes = 16; lanes > 0; lanes /= 2) v += __shfl_xor_sync(0xffffffffu, v, lanes);
   return v;
 }
-__device__ __forceinline__ void sync_some(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
 // Sum over kThreads threads, the same bits in each. One barrier: `partial` is another one in the next row (turn).
 template <int kThreads>
 __device__ __forceinline__ float over_row(float v, float* partial, int thread, int barrier) {
@@ -143,7 +116,7 @@ __device__ __forceinline__ float over_row(float v, float* partial, int thread, i
 
 __device__ __noinline__ void lose(const Params& p, u32 phase, u32 peer) {
   const u32 word = 0x80000000u | phase << 24 | peer << 16 | blockIdx.x;  // errors.py reads it
-  if (atomicCAS(p.failed, 0u, word) == 0u) asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p.report), "r"(word) : "memory");
+  if (atomicCAS(p.failed, 0u, word) == 0u) store_relaxed(p.report, word);
 }
 // Tell CTA c of every rank that this one is here, and wait until all of them are. All threads call it.
 // Words only grow, by wrapping: a peer may be one meeting ahead, never two, because it waits for this one too.
@@ -152,15 +125,12 @@ __device__ __forceinline__ bool meet(const Params& p, u32 word, u32 phase, u32* 
   if (threadIdx.x < kWorld) {
     u32* theirs = p.flags[threadIdx.x] + blockIdx.x * kMaxWorld + p.rank;
     if (RELAXED_ARRIVAL && phase == kArrive)  // as Listing 1, line 6: a launch ends with its writes where peers read them
-      asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(theirs), "r"(word) : "memory");
+      store_relaxed(theirs, word);
     else
-      asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(theirs), "r"(word) : "memory");
+      store_release(theirs, word);
     const u32* mine = p.flags[p.rank] + blockIdx.x * kMaxWorld + threadIdx.x;
     const u64 begun = now_ns();
-    u32 seen;
-    while (true) {
-      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(mine) : "memory");
-      if (static_cast<int>(seen - word) >= 0) break;
+    while (static_cast<int>(load_acquire(mine) - word) < 0) {
       if (now_ns() - begun > p.timeout_ns) {
         lose(p, phase, threadIdx.x);
         *lost = 1;
@@ -171,28 +141,31 @@ __device__ __forceinline__ bool meet(const Params& p, u32 word, u32 phase, u32* 
   __syncthreads();
   return *lost == 0;
 }
+struct MeetingState {
+  u32 lost, epoch;
+};
 struct Meeting {
   u32 epoch;
   u32* lost;
 };
 __device__ __forceinline__ bool arrive(const Params& p, Meeting& m) {
-  __shared__ u32 shared_state[2];
-  if (threadIdx.x == 0) {
-    shared_state[0] = *p.failed;
-    shared_state[1] = p.epochs[blockIdx.x];
-  }
+  SHARED(MeetingState, state);
+  if (threadIdx.x == 0) state.lost = *p.failed, state.epoch = p.epochs[blockIdx.x];
   __syncthreads();
-  if (shared_state[0] != 0) return false;
-  m.lost = &shared_state[0], m.epoch = shared_state[1];
+  if (state.lost != 0) return false;
+  m.lost = &state.lost, m.epoch = state.epoch;
   return meet(p, m.epoch + 1, kArrive, m.lost);
 }
 __device__ __forceinline__ void leave(const Params& p, const Meeting& m) {
   if (meet(p, m.epoch + 2, kLeave, m.lost) && threadIdx.x == 0) p.epochs[blockIdx.x] = m.epoch + 2;
 }
 
+struct RowSums {
+  float of[2][kRowsPerCta][kRowThreads / 32];  // of warps; rows take turns
+};
 // Loads into registers: runs everywhere. A CTA has kRowsPerCta rows in work, kRowThreads threads each.
 extern "C" __global__ void __launch_bounds__(kRowThreads* kRowsPerCta, 1) fused_plain(const __grid_constant__ Params p) {
-  __shared__ float partial[2][kRowsPerCta][kRowThreads / 32];
+  SHARED(RowSums, sums);
   Meeting m;
   if (!arrive(p, m)) return;
   const int group = threadIdx.x / kRowThreads, thread = threadIdx.x % kRowThreads;
@@ -225,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads* kRowsPerCta, 1) fused_
 #pragma unroll
     for (int i = 0; i < kPerThread; i++)
       if (i * kRowThreads + thread < kVectors) weight[i] = __ldg(p.weight + i * kRowThreads + thread);
-    const float sum = over_row<kRowThreads>(squares, partial[turn][group], thread, 1 + group);
+    const float sum = over_row<kRowThreads>(squares, sums.of[turn][group], thread, 1 + group);
     const float scale = rsqrtf(sum / HIDDEN + p.eps);
 #pragma unroll
     for (int i = 0; i < kPerThread; i++) {
@@ -244,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads* kRowsPerCta, 1) fused_
 
 // Add and norm alone, in place in p.out[p.rank]: what follows somebody else's all-reduce.
 extern "C" __global__ void __launch_bounds__(kRowThreads* kRowsPerCta, 2) add_norm(const __grid_constant__ Params p) {
-  __shared__ float partial[kRowsPerCta][kRowThreads / 32];
+  SHARED(RowSums, sums);
   const int group = threadIdx.x / kRowThreads, thread = threadIdx.x % kRowThreads;
   const int row = blockIdx.x * kRowsPerCta + group;
   if (row >= p.row_stop) return;
@@ -269,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads* kRowsPerCta, 2) add_no
     store(residual + at, kept[i]);
     weight[i] = __ldg(p.weight + at);
   }
-  const float sum = over_row<kRowThreads>(squares, partial[group], thread, 1 + group);
+  const float sum = over_row<kRowThreads>(squares, sums.of[0][group], thread, 1 + group);
   const float scale = rsqrtf(sum / HIDDEN + p.eps), offset = p.gemma ? 1.f : 0.f;
 #pragma unroll
   for (int i = 0; i < kPerThread; i++)
@@ -297,35 +270,25 @@ constexpr int kSegments = (kVectors + kSegment - 1) / kSegment;
 constexpr int kStages = STAGES;
 constexpr int kSources = kWorld + 1;
 
-__device__ __forceinline__ u32 shared_at(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
-__device__ __forceinline__ void await(u64* barrier, u32 parity) {
-  u32 done = 0;
-  while (done == 0)
-    asm volatile("{.reg .pred q; mbarrier.try_wait.parity.shared::cta.b64 q, [%1], %2; selp.u32 %0, 1, 0, q;}"
-                 : "=r"(done) : "r"(shared_at(barrier)), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void bulk_load(uint4* to, const uint4* from, u32 bytes, u64* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(shared_at(to)), "l"(from), "r"(bytes), "r"(shared_at(barrier)) : "memory");
-}
-__device__ __forceinline__ void bulk_store(uint4* to, const uint4* from, u32 bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_at(from)), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ int segment_vectors(int segment) {
   return segment < kSegments - 1 ? kSegment : kVectors - (kSegments - 1) * kSegment;
 }
 
+struct BulkShared {
+  u64 full[kStages], empty[kStages];
+  float sums[2][kSegment / 32];
+};
+
 __device__ void read_rows(const Params& p, uint4* ring, u64* full, u64* empty) {  // the asking warp
   const int lane = threadIdx.x % 32;
-  asm volatile("fence.proxy.async;" ::: "memory");  // peers wrote by ordinary stores, bulk copies read
+  fence_before_bulk();
   const uint4* from = lane < kWorld ? p.input[lane] : p.residual;
   u32 stage = 0, parity = 1;
   for (int row = p.row_start + blockIdx.x; row < p.row_stop; row += gridDim.x)
     for (int segment = 0; segment < kSegments; segment++) {
       const u32 bytes = segment_vectors(segment) * 16;
-      await(&empty[stage], parity);
-      if (lane == 0)
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_at(&full[stage])), "r"(bytes * kSources) : "memory");
+      barrier_await(&empty[stage], parity);
+      if (lane == 0) barrier_expect(&full[stage], bytes * kSources);
       __syncwarp();
       if (lane < kSources)
         bulk_load(ring + (stage * kSources + lane) * kSegment, from + static_cast<size_t>(row) * kVectors + segment * kSegment, bytes, &full[stage]);
@@ -334,23 +297,19 @@ __device__ void read_rows(const Params& p, uint4* ring, u64* full, u64* empty) {
 }
 
 extern "C" __global__ void __launch_bounds__(kSegment + 32, 1) fused_bulk(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) uint4 memory[];
+  DYNAMIC_SHARED(uint4, memory);
+  SHARED(BulkShared, shared);
   uint4* ring = memory;                                    // [kStages, kSources, kSegment]
   uint4* ready = ring + kStages * kSources * kSegment;     // [2, kVectors]: normed rows on their way out
-  __shared__ float partial[2][kSegment / 32];
-  __shared__ __align__(8) u64 full[kStages], empty[kStages];
   if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; s++) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_at(&full[s])), "r"(1) : "memory");
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_at(&empty[s])), "r"(kSegment / 32) : "memory");
-    }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    for (int s = 0; s < kStages; s++) barrier_init(&shared.full[s], 1), barrier_init(&shared.empty[s], kSegment / 32);
+    fence_before_bulk_of_shared();
   }
   Meeting m;
   if (!arrive(p, m)) return;
   const int thread = threadIdx.x;
   if (thread >= kSegment) {
-    read_rows(p, ring, full, empty);
+    read_rows(p, ring, shared.full, shared.empty);
   } else {
     const float offset = p.gemma ? 1.f : 0.f;
     u32 stage = 0, parity = 0;
@@ -362,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(kSegment + 32, 1) fused_bulk(const 
 #pragma unroll
       for (int segment = 0; segment < kSegments; segment++) {
         const uint4* place = ring + stage * kSources * kSegment + thread;
-        await(&full[stage], parity);
+        barrier_await(&shared.full[stage], parity);
         if (thread < segment_vectors(segment)) {
           uint4 in[kWorld];
 #pragma unroll
@@ -371,15 +330,15 @@ extern "C" __global__ void __launch_bounds__(kSegment + 32, 1) fused_bulk(const 
           store(p.residual + base + segment * kSegment + thread, kept[segment]);
         }
         __syncwarp();
-        if (thread % 32 == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_at(&empty[stage])) : "memory");
+        if (thread % 32 == 0) barrier_arrive(&shared.empty[stage]);
         if (++stage == kStages) stage = 0, parity ^= 1;
       }
       uint4 weight[kSegments];
 #pragma unroll
       for (int segment = 0; segment < kSegments; segment++)
         if (segment * kSegment + thread < kVectors) weight[segment] = __ldg(p.weight + segment * kSegment + thread);
-      if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");  // the row before the last has left
-      const float sum = over_row<kSegment>(squares, partial[turn], thread, 1);
+      if (thread == 0) bulk_wait_all_but_one_read();  // the row before the last has left its place in `ready`
+      const float sum = over_row<kSegment>(squares, shared.sums[turn], thread, 1);
       const float scale = rsqrtf(sum / HIDDEN + p.eps);
 #pragma unroll
       for (int segment = 0; segment < kSegments; segment++) {
@@ -389,27 +348,22 @@ extern "C" __global__ void __launch_bounds__(kSegment + 32, 1) fused_bulk(const 
         for (int to = 0; to < kWorld; to++)
           if (p.whole[to] != nullptr) store(p.whole[to] + base + at, kept[segment]);
       }
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // written by ordinary stores, sent by bulk copies
+      fence_before_bulk_of_shared();
       sync_some(2, kSegment);
       if (thread == 0) {
         for (int k = 0; k < p.num_targets; k++)
           bulk_store(p.out[(p.rank + k) % kWorld] + base, ready + turn * kVectors, kVectors * 16);
-        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        bulk_commit();
       }
     }
-    if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;\n\tfence.proxy.async;" ::: "memory");  // all have arrived
+    if (thread == 0) bulk_wait_arrived();
   }
   leave(p, m);
 }
 
 // TokenWeave's Listing 1: the switch adds and distributes. Only compiled and read by us: our machines have multicast off.
-#if BF16
-#define PAIRS "bf16x2"
-#else
-#define PAIRS "f16x2"
-#endif
 extern "C" __global__ void __launch_bounds__(kRowThreads* kRowsPerCta, 1) fused_multimem(const __grid_constant__ Params p) {
-  __shared__ float partial[2][kRowsPerCta][kRowThreads / 32];
+  SHARED(RowSums, sums);
   Meeting m;
   if (!arrive(p, m)) return;
   const int group = threadIdx.x / kRowThreads, thread = threadIdx.x % kRowThreads;
@@ -423,11 +377,8 @@ extern "C" __global__ void __launch_bounds__(kRowThreads* kRowsPerCta, 1) fused_
     for (int i = 0; i < kPerThread; i++) {
       const int at = i * kRowThreads + thread;
       if (at >= kVectors) continue;
-      uint4 x;
-      asm volatile("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4." PAIRS " {%0,%1,%2,%3}, [%4];"
-                   : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p.input_all + base + at) : "memory");
       Eight sum;
-      sum.set(x), sum.add(p.residual[base + at]);
+      sum.set(multimem_add(p.input_all + base + at)), sum.add(p.residual[base + at]);
       kept[i] = sum.packed();
       sum.set(kept[i]);
       squares += sum.squares();
@@ -437,15 +388,14 @@ extern "C" __global__ void __launch_bounds__(kRowThreads* kRowsPerCta, 1) fused_
 #pragma unroll
     for (int i = 0; i < kPerThread; i++)
       if (i * kRowThreads + thread < kVectors) weight[i] = __ldg(p.weight + i * kRowThreads + thread);
-    const float sum = over_row<kRowThreads>(squares, partial[turn][group], thread, 1 + group);
+    const float sum = over_row<kRowThreads>(squares, sums.of[turn][group], thread, 1 + group);
     const float scale = rsqrtf(sum / HIDDEN + p.eps);
 #pragma unroll
     for (int i = 0; i < kPerThread; i++) {
       const int at = i * kRowThreads + thread;
       if (at >= kVectors) continue;
       const uint4 x = normed(kept[i], weight[i], scale, offset);
-      asm volatile("multimem.st.relaxed.sys.global.v4." PAIRS " [%0], {%1,%2,%3,%4};"
-                   ::"l"(p.out_all + base + at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+      multimem_store(p.out_all + base + at, x);
       for (int to = 0; to < kWorld; to++)
         if (p.whole[to] != nullptr) store(p.whole[to] + base + at, kept[i]);
     }
