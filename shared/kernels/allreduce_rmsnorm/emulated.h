@@ -139,18 +139,21 @@ inline u32 bf16_bits(float f) {
   memcpy(&bits, &f, 4);
   return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
 }
-inline u32 half_bits(float f) {
-  const _Float16 half = static_cast<_Float16>(f);
-  unsigned short bits;
-  memcpy(&bits, &half, 2);
-  return bits;
+inline u32 half_bits(float f) {  // to the nearest, ties to even; no NaN
+  const float size = std::fabs(f);
+  const u32 sign = std::signbit(f) ? 0x8000u : 0u;
+  if (size >= 65520.f) return sign | 0x7c00u;
+  if (size < 0x1p-14f) return sign | static_cast<u32>(std::nearbyint(std::ldexp(size, 24)));
+  int exponent;
+  std::frexp(size, &exponent);  // size = [0.5, 1) * 2^exponent
+  return sign | (static_cast<u32>(exponent + 14) << 10) + static_cast<u32>(std::nearbyint(std::ldexp(size, 11 - exponent))) - 1024u;
 }
 inline u32 bf16_pair(float lo, float hi) { return bf16_bits(hi) << 16 | bf16_bits(lo); }
 inline u32 half_pair(float lo, float hi) { return half_bits(hi) << 16 | half_bits(lo); }
 inline float half_to_float(u32 bits) {
-  _Float16 half;
-  memcpy(&half, &bits, 2);
-  return half;
+  const int exponent = bits >> 10 & 31u, fraction = bits & 1023u;
+  const float size = exponent == 31 ? INFINITY : std::ldexp(float(exponent ? fraction + 1024 : fraction), (exponent ? exponent : 1) - 25);
+  return bits & 0x8000u ? -size : size;
 }
 inline void sync_some(int barrier, int threads) { meet_at(world.now->block->barriers[barrier], threads); }
 inline void store_release(u32* at, u32 word) { touch(at, 4), *at = word; }
