@@ -150,7 +150,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
             + self.swapper.absences.num_coming
             + resident,
             page_bytes=self._block_bytes,
-            swap_bytes_per_s=self.swapper.rate.value(time.monotonic()) if self._swaps else 0.0,
+            swap_bytes_per_s=self.swapper.rate.value(self.pages.clock()) if self._swaps else 0.0,
             step_ms=self._step_ms,
         )
 
@@ -187,6 +187,8 @@ class FairSchedulerMixin(SwapSchedulerMixin):
 
     def _note_served(self, output: SchedulerOutput) -> None:
         """Charge what the step computes."""
+        if output.total_num_scheduled_tokens:
+            self._busy_step = self.sched_step_seq
         accounts = self.slices.accounts.requests
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.requests[request_id]

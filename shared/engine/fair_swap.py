@@ -77,7 +77,7 @@ class Swapper:
             lease = None
         blocks = self._movable(request, lease)
         if blocks:
-            swap = self.absences.leave(request_id, blocks, time.monotonic())
+            swap = self.absences.leave(request_id, blocks, self._pages.clock())
             self._quota.swap_out(swap.number, swap.hashes())
         return len(blocks)
 
@@ -117,7 +117,7 @@ class Swapper:
             if self._pages.kinds[table[position].block_id] == SEALED and len(found) < most:
                 found[position] = _block(request, position)
         if found and not self._quota.lost:
-            swap = self.absences.probe(found, time.monotonic())
+            swap = self.absences.probe(found, self._pages.clock())
             self._quota.swap_out(swap.number, swap.hashes())
 
     # -- in -------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Swapper:
         if count + spare > len(self._pages.stock):
             self._pages.refill(count + spare)
             return False
-        self.absences.come(request_id, time.monotonic())
+        self.absences.come(request_id, self._pages.clock())
         self._quota.swap_in(swap.number, swap.hashes(), self._pages.give(count))
         return True
 
@@ -238,7 +238,7 @@ class Swapper:
             self._lost(request)
 
     def _give_up_late_ones(self, requests: dict[str, Request]) -> None:
-        now_s = time.monotonic()
+        now_s = self._pages.clock()
         for swap in self.absences.all():
             if swap.state is SwapState.COMING and now_s - swap.asked_s > PATIENCE_S:
                 self.counts["swaps_given_up"] += 1
@@ -247,7 +247,7 @@ class Swapper:
     def lost_pool(self) -> None:
         """The engine is attached to the mempool's successor: it is asked to keep what is away, as far as it has it."""
         for request_id in self.absences.lost_pool():
-            swap = self.absences.again(request_id, time.monotonic())
+            swap = self.absences.again(request_id, self._pages.clock())
             self._quota.swap_out(swap.number, swap.hashes())
 
     def _count(self, way: str, num_blocks: int, swap: Swap, at_s: float) -> None:
@@ -257,7 +257,7 @@ class Swapper:
             return
         noted = self.noted.setdefault(swap.request_id, [])
         if len(noted) < MAX_NOTED:
-            wall_s = time.time() - time.monotonic()
+            wall_s = time.time() - self._pages.clock()
             begin, end = (int((wall_s + s) * 1e9) for s in (swap.asked_s, at_s))
             noted.append((way, begin, end, num_blocks))
 

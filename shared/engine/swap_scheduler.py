@@ -7,7 +7,6 @@ parked requests leave, the furthest from their turn first, as far as those with 
 Settings: `additional_config["quire"]["swap"]`: `is_on`, `bytes_per_s` (0: as measured).
 """
 
-import time
 from collections import Counter
 from typing import Any
 
@@ -41,6 +40,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         self._swaps = bool(swap.get("is_on", False))
         self._reserved: dict[str, float] = {}  # slots of requests that come back, since when
         self._most_pages = 0  # at once
+        self._busy_step = 0  # the last one that computes anything
         self._step_ms = self._last_step_s = self._idle_since_s = 0.0
         self.swapper = Swapper(
             self.quota, self.pages, self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks,
@@ -53,7 +53,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
 
     def _swap(self, start: list[str]) -> list[str]:
         """Carry a plan out for those whose blocks are not all here. Returns: who may start in this step."""
-        now_s = time.monotonic()
+        now_s = self.pages.clock()
         room = self.max_num_running_reqs - len(self.running) - len(self._reserved)
         ready = [r for r in self._reserved if self._is_here(self.requests[r])]
         for request_id in [r for r in start if r not in self._reserved][: max(0, room)]:
@@ -64,17 +64,27 @@ class SwapSchedulerMixin(PageSchedulerMixin):
             else:
                 self._reserved[request_id] = now_s
                 self.slices.started(request_id)
-        spare = len(self.running)
-        for request_id, since_s in list(self._reserved.items()):
-            if self.swapper.bring(self.requests[request_id], spare):
-                continue
-            ready = [r for r in ready if self._held(r)]  # a newcomer would take the pages
-            if now_s - since_s > RESERVE_S:
-                self._unreserve(request_id)
+        ready = self._bring(ready)
         self._send_out(ready)
         if self.swapper.rate.wants_probe(now_s, PROBE_INTERVAL_S) and not self.swapper.absences.is_waiting:
             for request in [*self.running, *self._parked.values()][:1]:
                 self.swapper.probe(request)
+        return ready
+
+    def _bring(self, ready: list[str]) -> list[str]:
+        """Have those with a reserved slot come back, as far as there are pages. Returns: of `ready`, who may start."""
+        spare, now_s = len(self.running), self.pages.clock()
+        starved = [r for r in self._reserved if not self.swapper.bring(self.requests[r], spare)]
+        if not starved:
+            return ready
+        ready = [r for r in ready if self._held(r)]  # a newcomer would take the pages
+        for request_id in [r for r in starved if now_s - self._reserved[r] > RESERVE_S]:
+            self._unreserve(request_id)
+        if not ready and not self.running and self._is_stuck(None):  # each waits for another's pages
+            accounts = self.slices.accounts.requests
+            parked = [r for r in self._parked.values() if not self._in_flight(r)]
+            self._drop(max(parked, key=lambda r: self.slices.order_key(accounts[r.request_id])))
+            self._idle_since_s = now_s
         return ready
 
     def _who_can(self, start: list[str]) -> list[str]:
@@ -112,7 +122,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
     def _send_out(self, ready: list[str]) -> None:
         """Blocks of parked requests, the furthest from their turn first, make room for who has a slot, for a slice."""
         accounts = self.slices.accounts.requests
-        if not self.slices.pays or not self._parked or not self.swapper.rate.value(time.monotonic()):
+        if not self.slices.pays or not self._parked or not self.swapper.rate.value(self.pages.clock()):
             return
         needs = [accounts[r.request_id] for r in self.running]
         needs += [accounts[r] for r in (*self._reserved, *ready) if r in accounts]
@@ -148,13 +158,13 @@ class SwapSchedulerMixin(PageSchedulerMixin):
 
     def _note_step(self) -> None:
         """Mean time of a step, from one to the next while there is work."""
-        now_s = time.monotonic()
+        now_s = self.pages.clock()
         if self.running and self._last_step_s:
             took_ms = (now_s - self._last_step_s) * 1e3
             self._step_ms += (took_ms - self._step_ms) * (STEP_WEIGHT if self._step_ms else 1.0)
         self._last_step_s = now_s if self.running else 0.0
         self._most_pages = max(self._most_pages, self._num_pages())
-        is_idle = not self.running and self.sched_step_seq <= self.processed_step_seq
+        is_idle = not self.running and self._busy_step <= self.processed_step_seq
         self._idle_since_s = (self._idle_since_s or now_s) if is_idle else 0.0
 
     def _answer_pool(self) -> None:
@@ -166,8 +176,11 @@ class SwapSchedulerMixin(PageSchedulerMixin):
             if self.swapper is not None and was_lost and not self.quota.lost:
                 self.swapper.lost_pool()
 
-    def _is_stuck(self, request: Request) -> bool:
-        """Whether nobody runs, and pages will not come of themselves. Leases of others that wait end first."""
+    def _is_stuck(self, request: Request | None) -> bool:
+        """Whether nobody runs, and pages for a newcomer, or for who is away, will not come of themselves.
+
+        Leases of others that wait end first.
+        """
         held = [r.request_id for r in self.waiting if r.request_id in self._leases and r is not request]
         held = [request_id for request_id in held if request_id not in self._parked]
         if held:
@@ -176,4 +189,4 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         if held or self.swapper.absences.is_waiting or not self._idle_since_s:
             return False
         patience_s = STUCK_S if self._num_pages() >= self._most_pages else STUCK_WITHOUT_ITS_PAGES_S
-        return not self._swaps or time.monotonic() - self._idle_since_s > patience_s
+        return not self._swaps or self.pages.clock() - self._idle_since_s > patience_s

@@ -63,6 +63,10 @@ class SimQuota(page_quota.PageQuota):
     def _new_link(self) -> SimLink:
         return SimLink(self._path, on_message=self._on_message, on_down=self._on_down)
 
+    def take_swapped(self) -> list:
+        """In the world's time."""
+        return [(message, self._link.world.now_ms / 1000) for message, _ in super().take_swapped()]
+
     def wait_granted(self, timeout_s: float) -> bool:
         """What is on its way arrives, if the world lets it; then time is up."""
         if self.pump_waits:
@@ -140,6 +144,7 @@ class SimEngine:
     """Args:
     depth: 1 for the synchronous scheduler; 2 and more: so many steps are scheduled before the first is over.
     slice_steps: of fair slices; 0: order of arrival.
+    swaps: blocks of parked requests leave where pages are short.
     pump_waits: messages arrive while the engine waits for pages.
     """
 
@@ -152,6 +157,7 @@ class SimEngine:
         depth: int = 1,
         v2_runner: bool = False,
         slice_steps: int = 0,
+        swaps: bool = False,
         pump_waits: bool = True,
     ) -> None:
         self.world, self.depth = world, depth
@@ -165,7 +171,7 @@ class SimEngine:
             "quire": {
                 "description": msgspec.json.encode(DESCRIPTION).decode(), "mempool_socket": socket,
                 "instance": self.instance, "handoff_ttl_ms": 1000,
-                "fair": {"slice_steps": slice_steps},
+                "fair": {"slice_steps": slice_steps}, "swap": {"is_on": swaps, "bytes_per_s": 1e300},
             }
         }  # fmt: skip
         spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -176,6 +182,8 @@ class SimEngine:
             mock.patch.object(page_scheduler, "die_with_parent"),
         ):
             self.scheduler = kind(config, kv_config, SimpleNamespace(), BLOCK_TOKENS)
+        if swaps:
+            self.scheduler._step_ms = 10.0  # the world's time does not pass in steps
         self.scheduler.structured_output_manager = SimpleNamespace(should_advance=lambda _: False)
         self.scheduler.use_v2_model_runner = v2_runner
         self.quota: SimQuota = self.scheduler.quota
@@ -315,7 +323,7 @@ class SimEngine:
         return (
             f"{self.instance}: {kinds}, {pool.free_block_queue.num_free_blocks} cached, {pool.num_expected} expected, "
             f"running {running}, waiting {waiting}, leases {leases}, deferred {scheduler.deferred_frees}, "
-            f"{dict(self.quota.counters)}"
+            f"{dict(self.quota.counters)}, {dict(getattr(scheduler, 'fair_counts', {}))}"
         )
 
     def turn(self) -> None:

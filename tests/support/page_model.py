@@ -84,10 +84,16 @@ class PagesModel(MemoryRules):
     @initialize(
         num_pages=st.sampled_from([16, 22, 30]), depths=st.tuples(st.sampled_from([1, 2]), st.just(2)),
         v2=st.booleans(), pump_waits=st.booleans(), slice_steps=st.sampled_from([0, 1, 3]),
+        swap_pages=st.sampled_from([0, 6, 60, 60]),
     )  # fmt: skip
-    def begin(self, num_pages, depths, v2, pump_waits, slice_steps):
-        self.world = World(SOCKET, num_pages)
-        self.options = {"v2_runner": v2, "slice_steps": slice_steps, "pump_waits": pump_waits}
+    def begin(self, num_pages, depths, v2, pump_waits, slice_steps, swap_pages):
+        self.world = World(SOCKET, num_pages, swap_pages=swap_pages)
+        self.options = {
+            "v2_runner": v2,
+            "slice_steps": slice_steps,
+            "pump_waits": pump_waits,
+            "swaps": swap_pages > 0,
+        }
         self.depths = depths
         self.attach(0)
 
@@ -270,23 +276,6 @@ class PagesModel(MemoryRules):
         if seldom and slot in self.workers:
             self.workers[slot].engine.pool.reset_prefix_cache()
 
-    @rule(count=st.integers(1, 6), cached=st.booleans())
-    @precondition(lambda self: self.world.mempool is not None and self.workers)
-    def claim(self, count, cached):
-        """The mempool wants pages for itself, or cached ones unpinned, from engines that have them all."""
-        pool = self.world.mempool.pool
-        if cached:
-            pool.ask_unpin(count)
-        elif len(self.claims) < 2 and pool.memory is not None:
-            self.claims.append(pool.claim(count))
-        self.world.mempool.run(pool.flush())
-
-    @rule()
-    @precondition(lambda self: self.claims)
-    def end_claim(self):
-        self.world.mempool.pool.cancel(self.claims.pop(0))
-        self.world.mempool.run(self.world.mempool.pool.flush())
-
     @rule(by_ms=st.sampled_from([1, 500, 1500]))
     def wait(self, by_ms):
         self.world.advance(by_ms)
@@ -332,10 +321,9 @@ class PagesModel(MemoryRules):
         world = self.world
         if world.mempool is None:
             self.start_successor(True)
-        while self.claims:
-            self.end_claim()
-        while self.dying:
-            self.bury()
+        self.let_copies_end()
+        while self.claims or self.dying:
+            (self.end_claim if self.claims else self.bury)()
         for slot, worker in list(self.workers.items()):
             while worker.asks:
                 self.submit(slot, 0, 1)

@@ -15,6 +15,8 @@ def run_all() -> None:
     for depth, v2_runner in itertools.product((1, 2), (False, True)):
         run(depth=depth, v2_runner=v2_runner)
         run_one_too_many(depth=depth, v2_runner=v2_runner)
+        run_short_of_pages(depth=depth, v2_runner=v2_runner)
+        run_lost_blocks(depth=depth, v2_runner=v2_runner)
     run_one_too_many(depth=3, v2_runner=False)
     run_one_too_long()
     run_weights()
@@ -43,6 +45,59 @@ def run_one_too_many(*, depth: int, v2_runner: bool) -> None:
     counts = engine.scheduler.fair_counts
     assert counts["times_parked"] >= 20, counts
     assert (counts["recomputed_tokens"], counts["times_dropped"]) == (0, 0), counts
+
+
+def run_short_of_pages(*, depth: int, v2_runner: bool) -> None:
+    """Memory for about four of twelve: their blocks leave and come back, and nothing is computed twice."""
+    world = World("short", 80, swap_pages=NUM_PAGES)
+    engine = SimEngine(world, "e", "short", depth=depth, v2_runner=v2_runner, slice_steps=4, swaps=True)
+    counts = engine.scheduler.fair_counts
+    _ask(engine, "whole")
+    _finish(engine)
+    assert counts["times_parked"] >= 80, counts
+    assert counts["swapped_in_blocks"] >= 100, counts
+    assert (counts["recomputed_tokens"], counts["times_dropped"], counts["swap_blocks_lost"]) == (0, 0, 0), (
+        counts
+    )
+    _ask(engine, "left")
+    for turn in range(40):
+        engine.turn()
+        world.pump()
+        absences = engine.scheduler.swapper.absences
+        gone = [swap.request_id for swap in absences.all() if swap.request_id in engine.unfinished]
+        if turn % 8 == 7 and gone:
+            engine.abort(gone[-1])
+    _finish(engine)
+    assert counts["recomputed_tokens"] == 0, counts
+    assert not engine.scheduler.swapper.absences.all()
+    assert world.mempool.swap.swaps.num_kept == 0
+
+
+def run_lost_blocks(*, depth: int, v2_runner: bool) -> None:
+    """Copies fail, then the mempool dies with all that it kept: what is lost is computed again, answers stay right."""
+    world = World("lost", 80, swap_pages=NUM_PAGES)
+    engine = SimEngine(world, "e", "lost", depth=depth, v2_runner=v2_runner, slice_steps=4, swaps=True)
+    counts = engine.scheduler.fair_counts
+    _ask(engine, "whole")
+    world.holds_copies = True
+    for turn in range(60):
+        engine.turn()
+        world.pump()
+        world.end_copy(turn, failed=turn % 3 == 2)
+        world.settle()
+    world.holds_copies = False
+    while not any(s.state == "away" for s in engine.scheduler.swapper.absences.all()):
+        engine.turn()
+        world.pump()
+    world.lose_mempool()
+    for _ in range(3):
+        engine.turn()
+    world.start_successor()
+    engine.scheduler._answer_pool()
+    _finish(engine)
+    assert counts["swap_blocks_lost"] > 0, counts
+    assert counts["recomputed_tokens"] > 0, counts
+    assert not engine.scheduler.swapper.absences.all()
 
 
 def run_weights() -> None:

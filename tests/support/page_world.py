@@ -23,6 +23,8 @@ from shared.ids import Epoch, InstanceId
 from shared.kv.page import PageState, unpack_word
 from shared.kv.page_table import ENTRY
 from shared.wire import mempool as wire
+from shared.wire.mempool_swap import SwapCall
+from tests.support.page_swap_space import SwapSpace
 from tests.unit.mempool_harness import BLOCK_TOKENS, BOOT, DESCRIPTION, PAGE_BYTES, Harness
 
 Slots = list[bytes | None]
@@ -39,6 +41,30 @@ class _Boot(Harness):
         self.to_pool: defaultdict[int, deque[wire.ToMempool]] = defaultdict(deque)
         self.to_peer: defaultdict[int, deque[wire.FromMempool]] = defaultdict(deque)
         self.system: deque[ReleaseUnits | RestoreUnits] = deque()  # asked of the operating system
+        self.swap = SwapSpace(self.pool, boot, world.swap_pages, world.slots)
+
+    def say(self, connection: int, message: wire.ToMempool) -> None:
+        if isinstance(message, SwapCall):
+            self.swap.say(connection, message)
+            self.go_on()
+        else:
+            super().say(connection, message)
+            self.go_on()
+
+    def go_on(self) -> None:
+        """What swaps can do now."""
+        self.swap.advance()
+        self.run(self.pool.flush())
+
+    def closed(self, connection: int) -> None:
+        self.swap.swaps.forget(connection)
+        super().closed(connection)
+        self.go_on()
+
+    def dead(self, process: int) -> None:
+        super().dead(process)
+        self.swap.swaps.prune()
+        self.go_on()
 
     def run(self, actions: list[Action]) -> None:
         for action in actions:
@@ -61,8 +87,9 @@ class _Boot(Harness):
 class World:
     """`watch`: called after every event of the pool, e.g. to look for pages that were freed too early."""
 
-    def __init__(self, name: str, num_pages: int, kept_share: float = 0.99) -> None:
-        self.num_pages = num_pages
+    def __init__(self, name: str, num_pages: int, kept_share: float = 0.99, swap_pages: int = 0) -> None:
+        self.num_pages, self.swap_pages = num_pages, swap_pages
+        self.holds_copies = False  # they end by end_copy() only
         self.kept_share = kept_share
         self.slots: list[Slots] = [[None] * BLOCK_TOKENS for _ in range(num_pages)]
         self.entries = bytearray(num_pages * ENTRY.size)
@@ -91,6 +118,26 @@ class World:
             return
         for one in [connection] if connection is not None else [*self.mempool.to_pool, *self.links]:
             self._pump_one(one, count)
+        if connection is None and not self.holds_copies and self.mempool.swap.copies:
+            while self.end_copy():
+                continue
+            self.pump()
+
+    def end_copy(self, pick: int = 0, *, failed: bool = False) -> bool:
+        """Of swapped blocks. False: there is none."""
+        mempool = self.mempool
+        if mempool is None or not mempool.swap.end_copy(pick, failed=failed):
+            return False
+        mempool.go_on()
+        self.look()
+        return True
+
+    def settle(self) -> None:
+        """Failed copies write no more."""
+        if self.mempool is not None:
+            self.mempool.swap.settle()
+            self.mempool.go_on()
+            self.look()
 
     def _pump_one(self, connection: int, count: int) -> None:
         mempool = self.mempool
