@@ -15,7 +15,6 @@ import pytest
 from shared.ids import Epoch
 from shared.prompttree.embedded import EmbeddedRedis
 from shared.transport.lending_client import LendingClient
-from shared.wire.lending import MarketView
 from shared.wire.mempool_lending import MemoryShares, ReportLoad
 from tests.integration.mempool_rig import MempoolProcess
 from tests.integration.test_coordinator_market import Coordinator
@@ -26,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LIMIT_S = 60.0
 COPY_TIMEOUT_MS = 60_000
-DEADLINE_MS, SHORT_DEADLINE_MS = 5_000, 100
+DEADLINE_MS, SHORT_DEADLINE_MS = 60_000, 100  # nothing is dropped within the one
 SEEDS = (1, 2)
 RECLAIMS_PER_SEED = 100
 QUICK: dict[str, Any] = {
@@ -90,6 +89,10 @@ class Cluster:
                 engine.answer()
             await asyncio.sleep(0.005)
 
+    def used(self) -> set[str]:
+        """Names of counters that are not 0."""
+        return {name for name, count in self.pool.status()["counters"].items() if count}
+
     def press(self) -> None:
         """The producer's queue grows."""
         self.waiting = 9
@@ -126,25 +129,25 @@ class Cluster:
 
 
 def test_an_idle_engine_lends_its_queue_takes_back_and_the_market_shows_both(start, coordinator):
+    chance = random.Random(3)
+
     async def run() -> None:
         cluster = await Cluster.begin(start())
         client = LendingClient(coordinator.url, patience_ms=60_000)
         await cluster.lent()
-        for _ in range(3):
-            for hashes in PROMPTS:
-                if await cluster.consumer.acquired(hashes, cluster.producer) < len(hashes):
-                    await cluster.consumer.compute(hashes, cluster.producer)
-        view = await client.market()
-        assert isinstance(view, MarketView)
-        assert [offer.offer.producer for offer in view.offers if offer.state == "open"] == ["producer"]
+        async with asyncio.timeout(LIMIT_S):
+            while not {"peer_blocks_out", "blocks_pulled_from_peer"} <= cluster.used():
+                await cluster.work(chance)
+        view = await until_market(client, lambda view: any(one.state == "held" for one in view.leases))
+        assert {offer.offer.producer for offer in view.offers if offer.state == "open"} == {"producer"}
         assert {lease.consumer for lease in view.leases if lease.state == "held"} == {"consumer"}
-        counters = cluster.pool.status()["counters"]
-        assert counters["peer_blocks_out"] > 0
-        assert counters["blocks_pulled_from_peer"] > 0
         spaces = cluster.pool.status()["lending"]["spaces"].values()
         (lender,) = [space for space in spaces if space["instances"] == ["producer"]]
-        assert lender["lent_bytes"] == cluster.shares.lent_bytes > 0
+        assert lender["lent_bytes"] > 0
         assert 'share="lent"' in cluster.pool.get("/metrics")
+        for hashes in PROMPTS:
+            if await cluster.consumer.acquired(hashes, cluster.producer) < len(hashes):
+                await cluster.consumer.compute(hashes, cluster.producer)
         cluster.waiting = 9
         await cluster.until(lambda: not leased(cluster.pool), "the pages return")
         await cluster.until(lambda: not cluster.shares.offered_bytes, "its front is told")
