@@ -70,10 +70,7 @@ struct Eight {
     return make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
   }
   __device__ __forceinline__ float squares() const {
-    float s = 0.f;
-#pragma unroll
-    for (int i = 0; i < 8; i++) s += v[i] * v[i];
-    return s;
+    return v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3] + v[4] * v[4] + v[5] * v[5] + v[6] * v[6] + v[7] * v[7];
   }
 };
 
@@ -131,11 +128,9 @@ __device__ __forceinline__ bool meet(const Params& p, u32 word, u32 phase, u32* 
     const u32* mine = p.flags[p.rank] + blockIdx.x * kMaxWorld + threadIdx.x;
     const u64 begun = now_ns();
     while (static_cast<int>(load_acquire(mine) - word) < 0) {
-      if (now_ns() - begun > p.timeout_ns) {
-        lose(p, phase, threadIdx.x);
-        *lost = 1;
-        break;
-      }
+      if (now_ns() - begun <= p.timeout_ns) continue;
+      lose(p, phase, threadIdx.x), *lost = 1;
+      break;
     }
   }
   __syncthreads();
@@ -206,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads* kRowsPerCta, 1) fused_
       if (at >= kVectors) continue;
       const uint4 x = normed(kept[i], weight[i], scale, offset);
       for (int k = 0; k < p.num_targets; k++) {  // each rank begins with itself, so that not all send to one at a time
-        const int to = p.rank + k < kWorld ? p.rank + k : p.rank + k - kWorld;
+        const int to = (p.rank + k) % kWorld;
         store(p.out[to] + base + at, x);
         if (p.whole[to] != nullptr) store(p.whole[to] + base + at, kept[i]);
       }
