@@ -98,7 +98,7 @@ class MempoolShell:
         self._actions: deque[Action] = deque()
         self._performing = False
         self._is_closed = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: tuple[float, asyncio.Handle] | None = None  # uvloop makes no timer of what is due now
 
     async def start(self) -> None:
         """Listen. Raises: SettingsError when the socket cannot be had."""
@@ -160,7 +160,7 @@ class MempoolShell:
         """End every connection. Peers keep the memory that they mapped, and reconnect to the next mempool."""
         self._is_closed = True  # what the loop still calls finds no memory to act on
         if self._timer is not None:
-            self._timer.cancel()
+            self._timer[1].cancel()
         self.server.close()
         if self.peers is not None:
             self.peers.close()
@@ -378,10 +378,10 @@ class MempoolShell:
         loop = asyncio.get_running_loop()
         at = loop.time() + max(1, due_ms - self.clock.now_ms()) / 1000
         if self._timer is not None:
-            if self._timer.when() <= at + 0.001:
+            if self._timer[0] <= at + 0.001:
                 return
-            self._timer.cancel()
-        self._timer = loop.call_at(at, self._on_timer)
+            self._timer[1].cancel()
+        self._timer = at, loop.call_at(at, self._on_timer)
 
     def _trace(self, number: int, call: wire.Acquire) -> None:
         attributes = {"blocks.asked": len(call.hashes) // 32, "handoff_id": call.handoff_id}
