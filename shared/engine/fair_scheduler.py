@@ -133,7 +133,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
     def _room(self) -> Room:
         """What this step has. Tells the slices what every request has and needs. Cost: O(requests)."""
         ahead = self.slices.rules.slice_steps + self.kv_cache_manager.ahead_tokens
-        resident = 0
+        resident = wanted = 0
         for request_id, request in self.requests.items():
             away = self.swapper.absences.num_away(request_id)
             have = self._held(request_id)
@@ -142,13 +142,14 @@ class FairSchedulerMixin(SwapSchedulerMixin):
             ready = not (blocked or request.is_finished() or self._in_flight(request))
             self.slices.holds(request_id, max(need, have + away), have, away, ready=ready)
             resident += have
+            wanted += max(need, have + away)
+        on_the_way = self.pages.num_expected + self.swapper.absences.num_coming
+        pages = self.pages.get_num_free_blocks() + on_the_way + resident
+        self._is_short = wanted > pages
         return Room(
             slots=self.max_num_running_reqs - self.num_waiting_for_streaming_input,
             step_tokens=self.max_num_scheduled_tokens,
-            pages=self.pages.get_num_free_blocks()
-            + self.pages.num_expected
-            + self.swapper.absences.num_coming
-            + resident,
+            pages=pages,
             page_bytes=self._block_bytes,
             swap_bytes_per_s=self.swapper.rate.value(self.pages.clock()) if self._swaps else 0.0,
             step_ms=self._step_ms,

@@ -25,7 +25,7 @@ from shared.wire.mempool_swap import NO_PAGE, SwappedIn, SwappedOut
 
 NO_SPACE_S = 1.0  # swap space that took nothing is tried again
 PROBE_INTERVAL_S = 10.0  # what was measured so long ago is measured again, while somebody waits
-PROBE_BYTES = 256 << 20
+PROBE_BYTES = 64 << 20
 PATIENCE_S = 15.0  # who waits so long for its blocks is computed again: the mempool may stand still
 MAX_NOTED = 64  # swaps of one request that its trace tells of
 

@@ -39,6 +39,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         swap = vllm_config.additional_config["quire"].get("swap", {})
         self._swaps = bool(swap.get("is_on", False))
         self._reserved: dict[str, float] = {}  # slots of requests that come back, since when
+        self._is_short = False  # of pages, when the last plan was made
         self._most_pages = 0  # at once
         self._busy_step = 0  # the last one that computes anything
         self._step_ms = self._last_step_s = self._idle_since_s = 0.0
@@ -66,7 +67,8 @@ class SwapSchedulerMixin(PageSchedulerMixin):
                 self.slices.started(request_id)
         ready = self._bring(ready)
         self._send_out(ready)
-        if self.swapper.rate.wants_probe(now_s, PROBE_INTERVAL_S) and not self.swapper.absences.is_waiting:
+        may_probe = self._is_short and not self.swapper.absences.is_waiting
+        if may_probe and self.swapper.rate.wants_probe(now_s, PROBE_INTERVAL_S):
             for request in [*self.running, *self._parked.values()][:1]:
                 self.swapper.probe(request)
         return ready
