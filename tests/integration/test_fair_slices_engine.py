@@ -1,21 +1,14 @@
 """Twelve requests in a real engine's four slots take turns: each goes on where it was, and says what it says in turn.
 
-See tests/support/fair_run.py. Among the twelve are prompts that share pages, sampled ones and one with a grammar.
+See fair_rig.py. Among the twelve are prompts that share pages, sampled ones and one with a grammar.
 """
-
-import json
-import shutil
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 
-from tests.integration.mempool_rig import MempoolProcess, until
-from tests.integration.test_exactness import MODEL, ROOT
+from tests.integration.fair_rig import assert_everything_came_back, both_policies, mixed_cases
+from tests.integration.test_exactness import MODEL
 from tests.integration.test_pages_under_pressure import PAGE_BYTES
-from tests.support.exactness_cases import SCHEMA, prompts
+from tests.support.exactness_cases import prompts
 
 NUM_PAGES = 400
 ANSWER_TOKENS = 64
@@ -23,34 +16,12 @@ ANSWER_TOKENS = 64
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def cases() -> list[dict]:
-    texts = prompts(MODEL)
-    greedy = {"temperature": 0.0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
-    sampled = {"temperature": 0.9, "top_p": 0.95, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
-    shared = [[*texts[257], *texts[n]] for n in (5, 17, 33)]
-    out = [{"id": f"shared-{i}", "prompt": prompt, "params": greedy} for i, prompt in enumerate(shared)]
-    out += [{"id": f"greedy-{n}", "prompt": texts[n], "params": greedy} for n in (5, 9, 31, 47, 64, 100)]
-    out += [{"id": f"seeded-{n}", "prompt": texts[n], "params": {**sampled, "seed": n}} for n in (65, 200)]
-    json_params = {"temperature": 0.0, "max_tokens": ANSWER_TOKENS}
-    return [*out, {"id": "json", "prompt": texts[161], "params": json_params, "structured": SCHEMA}]
-
-
 @pytest.fixture(scope="module")
 def found():
-    folder = Path(tempfile.mkdtemp(prefix="quire-"))
-    pool = MempoolProcess(folder, **{"capacity-bytes": NUM_PAGES * PAGE_BYTES})
-    try:
-        asked, out = folder / "cases.json", folder / "out.json"
-        asked.write_text(json.dumps(cases()))
-        words = [sys.executable, "-m", "tests.support.fair_run", MODEL, pool.socket, asked, out]
-        done = subprocess.run(words, cwd=ROOT, timeout=280, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-6_000:]
-        until(lambda: not pool.status()["attachments"], "everybody has left")
-        print(out.read_text()[-600:])
-        yield {**json.loads(out.read_text()), "status": pool.status()}
-    finally:
-        pool.stop()
-        shutil.rmtree(folder)
+    texts = prompts(MODEL)
+    cases = mixed_cases([texts[n] for n in (5, 9, 31, 47, 64, 100)], (65, 200), ANSWER_TOKENS)
+    with both_policies(cases, {"capacity-bytes": NUM_PAGES * PAGE_BYTES}, {}) as found:
+        yield found
 
 
 def test_twelve_requests_in_four_slots_are_parked_eighty_times_and_nothing_is_computed_twice(found):
@@ -76,7 +47,4 @@ def test_clients_that_leave_while_their_requests_are_parked_change_no_answer(fou
 
 
 def test_every_page_and_lease_came_back(found):
-    status = found["status"]
-    assert found["cfs"]["leases"] == 0
-    assert (status["num_pinned"], status["num_leases"], status["num_handoffs"]) == (0, 0, 0)
-    assert {name for name, count in status["pages_by_state"].items() if count} <= {"free", "sealed"}
+    assert_everything_came_back(found)

@@ -1,8 +1,9 @@
-"""Real engines in fair slices and in order of arrival: `python -m tests.support.fair_run MODEL SOCKET CASES OUT`.
+"""Real engines in fair slices and in order of arrival: `python -m tests.support.fair_run MODEL SOCKET CASES OUT MORE`.
 
 vLLM is imported once; two engines with four slots are forked from here one after the other, on one mempool: "fcfs" and
-"cfs". Each is asked all cases at once, "cfs" then once more among requests whose clients leave. OUT gets, by policy,
-{"crowd", "counts", "reported", "served", "leases", and of the second time "again", "counts_again"}.
+"cfs", with the worker settings MORE (JSON) besides. Each is asked all cases at once, "cfs" then once more among
+requests whose clients leave. OUT gets, by policy, {"crowd", "counts", "reported", "served", "leases", and of the second time
+"again", "counts_again"}.
 """
 
 import asyncio
@@ -24,9 +25,11 @@ SLICE_STEPS = 4
 MOST_POLLS = 1_200
 
 
-def run_engine(model: str, socket: str, policy: str, cases: list[dict[str, Any]], out: Path) -> None:
+def run_engine(
+    model: str, socket: str, policy: str, more: dict[str, Any], cases: list[dict[str, Any]], out: Path
+) -> None:
     """All cases at once; in slices, once more."""
-    changes = {"max_num_seqs": SLOTS, "local_policy": policy, "fair_slice_steps": SLICE_STEPS}
+    changes = {"max_num_seqs": SLOTS, "local_policy": policy, "fair_slice_steps": SLICE_STEPS, **more}
     driver = Driver(settings(model, socket, policy, **changes))
 
     async def run() -> None:
@@ -55,12 +58,13 @@ def run_engine(model: str, socket: str, policy: str, cases: list[dict[str, Any]]
 
 def main() -> None:
     """See the module's docstring."""
-    model, socket, cases_path, out_path = sys.argv[1:5]
+    model, socket, cases_path, out_path, more = sys.argv[1:6]
     cases = json.loads(Path(cases_path).read_text())
     found = {}
     for policy in ("fcfs", "cfs"):
         part = Path(out_path).parent / f"{policy}.json"
-        work = forked(lambda policy=policy, part=part: run_engine(model, socket, policy, cases, part))
+        words = (model, socket, policy, json.loads(more), cases, part)
+        work = forked(lambda words=words: run_engine(*words))
         assert ended(work) == 0, policy
         found[policy] = json.loads(part.read_text())
     Path(out_path).write_text(json.dumps(found))

@@ -1,0 +1,68 @@
+"""Twelve requests by real engines in fair slices and in order of arrival: what tests/support/fair_run.py finds."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.integration.mempool_rig import MempoolProcess, until
+from tests.integration.test_exactness import MODEL, ROOT
+from tests.support.exactness_cases import SCHEMA, prompts
+
+
+def mixed_cases(greedy: list[list[int]], seeded: tuple[int, ...], answer_tokens: int) -> list[dict[str, Any]]:
+    """Three prompts that share pages, these greedy ones, sampled ones of these lengths, and one with a grammar."""
+    texts = prompts(MODEL)
+    plain = {"temperature": 0.0, "max_tokens": answer_tokens, "ignore_eos": True}
+    sampled = {"temperature": 0.9, "top_p": 0.95, "max_tokens": answer_tokens, "ignore_eos": True}
+    shared = [[*texts[257], *texts[n]] for n in (5, 17, 33)]
+    out = [{"id": f"shared-{i}", "prompt": prompt, "params": plain} for i, prompt in enumerate(shared)]
+    out += [{"id": f"greedy-{i}", "prompt": prompt, "params": plain} for i, prompt in enumerate(greedy)]
+    out += [{"id": f"seeded-{n}", "prompt": texts[n], "params": {**sampled, "seed": n}} for n in seeded]
+    json_params = {"temperature": 0.0, "max_tokens": answer_tokens}
+    return [*out, {"id": "json", "prompt": texts[161], "params": json_params, "structured": SCHEMA}]
+
+
+@contextmanager
+def both_policies(
+    cases: list[dict[str, Any]], pool_flags: dict[str, Any], worker: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """What fair_run found, and the mempool's "status" when all engines have left."""
+    folder = Path(tempfile.mkdtemp(prefix="quire-"))
+    pool = MempoolProcess(folder, **pool_flags)
+    try:
+        asked, out = folder / "cases.json", folder / "out.json"
+        asked.write_text(json.dumps(cases))
+        words = [
+            sys.executable,
+            "-m",
+            "tests.support.fair_run",
+            MODEL,
+            pool.socket,
+            asked,
+            out,
+            json.dumps(worker),
+        ]
+        done = subprocess.run(words, cwd=ROOT, timeout=280, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-6_000:]
+        until(lambda: not pool.status()["attachments"], "everybody has left")
+        found = json.loads(out.read_text())
+        print({name: part["counts"] for name, part in found.items()})
+        yield {**found, "status": pool.status()}
+    finally:
+        pool.stop()
+        shutil.rmtree(folder)
+
+
+def assert_everything_came_back(found: dict[str, Any]) -> None:
+    """No page is in use, pinned or lost, and no lease is left."""
+    status = found["status"]
+    assert found["cfs"]["leases"] == 0
+    assert (status["num_pinned"], status["num_leases"], status["num_handoffs"]) == (0, 0, 0)
+    assert {name for name, count in status["pages_by_state"].items() if count} <= {"free", "sealed"}
+    assert sum(status["pages_by_state"].values()) == status["num_pages"]
