@@ -2,8 +2,8 @@
 
 vLLM is imported once; two engines with four slots are forked from here one after the other, on one mempool: "fcfs" and
 "cfs", with the worker settings MORE (JSON) besides. Each is asked all cases at once, "cfs" then once more among
-requests whose clients leave. OUT gets, by policy, {"crowd", "counts", "reported", "served", "leases", and of the second time
-"again", "counts_again"}.
+requests whose clients leave. OUT gets, by policy, {"crowd", "counts", "reported", "served", "leases", and of the second
+time "again", "counts_again"}.
 """
 
 import asyncio
