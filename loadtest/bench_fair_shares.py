@@ -33,7 +33,7 @@ OVERLOAD = 3.0
 SLOTS = 8  # of each engine
 PLACES_PER_SLOT = 8  # what waits in an engine outlasts a pause of whoever brings more
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 48
-MAX_LATE_S = 1.0  # that a request may go out behind its time
+MAX_LATE_S = WINDOW_S / 10  # that a request may go out behind its time: every window still asks for too much
 
 
 def metrics_from_samples(samples: Samples) -> Metrics:

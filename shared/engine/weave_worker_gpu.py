@@ -2,7 +2,7 @@
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from shared.engine.page_worker import PageWorkerMixin
+from shared.engine.page_worker_gpu import PageGPUWorker
 from shared.engine.slot_worker import SlotWorkerMixin
 from shared.engine.weave_worker import WeaveWorkerMixin
 
@@ -11,7 +11,7 @@ class WeaveGPUWorker(WeaveWorkerMixin, Worker):
     """With a cache of its own."""
 
 
-class WeavePageGPUWorker(WeaveWorkerMixin, PageWorkerMixin, Worker):
+class WeavePageGPUWorker(WeaveWorkerMixin, PageGPUWorker):
     """Over the pool's pages of its device."""
 
 
