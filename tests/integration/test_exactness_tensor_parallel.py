@@ -43,6 +43,7 @@ class Split:
 
     def __init__(self, prefill: int, decode: int, has_dram: bool, home: Path) -> None:
         self.has_dram = has_dram
+        self.strangers = shared_memory()  # of whoever else uses vLLM on this machine
         self.ranks = {"prefill": prefill, "decode": decode}
         flags = ["dtype=float32", "kv_space=own"]
         flags += [f"{role}_tensor_parallel={count}" for role, count in self.ranks.items()]
@@ -200,7 +201,11 @@ def test_a_rank_that_dies_ends_its_engine_and_the_next_one_finds_the_sealed_page
     if not split.has_dram:
         assert not prefill["tokens_peer"] + prefill["tokens_dram"], "they are in its own space"
     until(lambda: not split.in_doubt(), "every page is accounted for")
-    until(lambda: not list(Path("/dev/shm").glob("*-cpushm_*")), "no shared memory is left")
+    until(lambda: shared_memory() <= split.strangers, "no shared memory is left")
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("*-cpushm_*")}
 
 
 def is_gone(pid: int) -> bool:
