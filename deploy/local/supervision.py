@@ -193,7 +193,7 @@ class Supervision:
         entry = self.entries[name]
         entry.pid, entry.health = 0, Health.SILENT
         entry.last_exit = describe_exit(returncode)
-        if entry.state is State.STOPPING:
+        if entry.state is State.STOPPING or self.stopping:  # the latter: before its turn to be stopped
             if entry.restart_asked and not self.stopping:
                 entry.restart_asked = False
                 entry.restarts += 1

@@ -15,6 +15,7 @@ SPECS = [
 NAMES = [spec.name for spec in SPECS]
 BY_NAME = {spec.name: spec for spec in SPECS}
 RULES = Rules(max_start_failures=1000, silent_ms=4000)
+LONGEST_STOP_MS = sum(spec.stop_grace_ms for spec in SPECS)  # one after another, all of them deaf
 
 steps = st.lists(
     st.tuples(
@@ -80,10 +81,23 @@ def test_gates_hold_and_a_stop_ends_with_no_process_left(history, deaf):
         machine.do(*step)
         assert set(machine.running) == {n for n, e in machine.core.entries.items() if e.pid}
     machine.follow(machine.core.stop(now_ms=machine.now_ms))
-    for _ in range(40):
+    for _ in range(LONGEST_STOP_MS // 500 + len(SPECS)):
         machine.do("tick", "a", 500)
     assert machine.core.stopped
     assert not machine.running
+
+
+def test_a_service_that_dies_before_its_turn_to_be_stopped_holds_up_no_stop():
+    machine = Machine(set())
+    machine.follow(machine.core.start(now_ms=0))
+    for name in ("a", "b", "z"):
+        machine.probe(name, Health.OK)
+    machine.deaf = {"c"}
+    machine.follow(machine.core.stop(now_ms=0))
+    machine.follow(machine.exit("a"))
+    for _ in range(LONGEST_STOP_MS // 500):
+        machine.do("tick", "a", 500)
+    assert machine.core.stopped
 
 
 @given(steps, st.sets(st.sampled_from(NAMES)))

@@ -32,7 +32,6 @@ RANKS = 2
 MIN_TOKENS = 8
 OPTIONS = {"tensor_parallel_size": RANKS, "max_model_len": 1472, "max_num_batched_tokens": 512}
 
-
 SHARED_MEMORY, CPU_SUMS = Path("/dev/shm"), "*-cpushm_*"
 
 
