@@ -204,6 +204,13 @@ ROWS: list[tuple[str, str, str, str, str]] = [
         "{:.1f} s",
         "5",
     ),
+    (
+        "fair-shares",
+        "worst_share_error_ratio",
+        "tenants 4:2:1 at 3x overload, two gateways: worst share in any 30 s, off by",
+        "{:.3f}",
+        "0.05",
+    ),
     ("placer", "optimality_gap_ratio", "the same, widest gap to the proven bound", "{:.4f}", "0.02"),
     (
         "two-host-transfer",
