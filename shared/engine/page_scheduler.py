@@ -37,6 +37,7 @@ from shared.kv.block_hash import chain_seed, hash_blocks, hash_tail, pack_tokens
 from shared.kv.layout import EngineDescription, num_blocks
 from shared.kv.words import u32_bytes, u32_list, u64_bytes, u64_list
 from shared.mempool.page_quota import PageQuota, SealedPage
+from shared.mempool.slab_unmaps import IDLE_S
 from shared.wire.mempool import HeldLease
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,6 @@ logger = logging.getLogger(__name__)
 EXTRA_ARGS_KEY = "quire"  # in SamplingParams.extra_args
 STOCK_STEPS = 2  # the stock is kept at what so many of the largest steps can take
 REATTACH_INTERVAL_S = 0.05
-IDLE_S = 0.02  # without a step for so long, a thread of its own answers the mempool, else the steps' does
 EXIT_MEMORY_LOST = 3  # of the engine core: the worker's front sees it die and starts anew
 MAX_SEEN_LEASES = 65_536
 STALL_S = 0.1  # with nothing running for so long, waiting requests' leases are in each other's way

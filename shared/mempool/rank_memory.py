@@ -35,10 +35,6 @@ logger = logging.getLogger(__name__)
 class SlabUser(Unmapper, Protocol):
     """Whoever maps the slabs of a rank; raises ClusterError or OSError. One call at a time, but not on one thread."""
 
-    def unmap(self, slabs: Sequence[int]) -> None:
-        """No step touches these (in order), begun or to come. Those that are not mapped already are left out."""
-        ...
-
     def map(self, slabs: Sequence[int], fds: Sequence[int]) -> None:
         """These have memory again; the descriptors stay the caller's."""
         ...

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from shared.errors import ClusterError
 
-IDLE_S = 0.02  # without a step for so long, the thread unmaps
+IDLE_S = 0.02  # without a step for so long, a thread of its own does what is left for steps to do
 STEP_SHARE = 0.15  # of the time between two steps is for unmapping: 40 GiB/s in steps of 5 ms
 MAX_STEP_S = 0.001
 PAUSE_S = 50e-6  # of the thread, between two slabs: whoever launches kernels now goes first
@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 class Unmapper(Protocol):
     """Raises ClusterError or OSError when the driver refuses; the slab stays mapped then."""
 
-    def unmap(self, slabs: Sequence[int]) -> None: ...
+    def unmap(self, slabs: Sequence[int]) -> None:
+        """No step touches these (in order), begun or to come. Those that are not mapped already are left out."""
+        ...
 
 
 class SlabUnmaps:

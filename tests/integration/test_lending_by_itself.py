@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from shared.ids import Epoch
-from shared.prompttree.embedded import EmbeddedRedis
 from shared.transport.lending_client import LendingClient
 from shared.wire.mempool_lending import MemoryShares, ReportLoad
+from tests.integration.lending_rig import coordinator, pool_flags
 from tests.integration.mempool_rig import MempoolProcess
-from tests.integration.test_coordinator_market import Coordinator
-from tests.integration.test_mempool_lending import NUM_PAGES, PAGE_BYTES, PROMPTS, Engine, begin, leased
+from tests.integration.test_mempool_lending import PAGE_BYTES, PROMPTS, Engine, begin, leased
 from tests.support.market_rig import until_market
+
+__all__ = ["coordinator"]  # a fixture
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LIMIT_S = 60.0
-COPY_TIMEOUT_MS = 60_000
 DEADLINE_MS, SHORT_DEADLINE_MS = 60_000, 100  # nothing is dropped within the one
 SEEDS = (1, 2)
 RECLAIMS_PER_SEED = 100
@@ -37,26 +37,11 @@ QUICK: dict[str, Any] = {
 
 
 @pytest.fixture
-def coordinator(tmp_path):
-    redis = EmbeddedRedis(0, tmp_path / "redis", appendonly=True)
-    redis.start()
-    made = Coordinator(redis, "c0", 60_000).start().wait()
-    yield made
-    made.process.kill()
-    redis.kill()
-
-
-@pytest.fixture
 def start(tmp_path, coordinator):
     made = []
 
     def pool(**settings: Any):
-        flags: dict[str, Any] = {
-            "capacity-bytes": NUM_PAGES * PAGE_BYTES, "dram-bytes": 64 * PAGE_BYTES, "dram-for-host": "true",
-            "offer-patience-ms": 60_000, "copy-timeout-ms": COPY_TIMEOUT_MS, "out-timeout-ms": COPY_TIMEOUT_MS,
-            "coordinator-url": coordinator.url, "instance": "mempool-0",
-        }  # fmt: skip
-        made.append(MempoolProcess(tmp_path, **flags | QUICK | settings))
+        made.append(MempoolProcess(tmp_path, **pool_flags(coordinator) | QUICK | settings))
         return made[-1]
 
     yield pool

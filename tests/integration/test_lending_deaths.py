@@ -16,8 +16,9 @@ import pytest
 
 from shared.ids import Epoch
 from shared.wire.mempool_lending import MemoryShares, ReportLoad
+from tests.integration.lending_rig import coordinator
 from tests.integration.mempool_rig import BLOCK_BYTES
-from tests.integration.test_lending_by_itself import coordinator, start
+from tests.integration.test_lending_by_itself import start
 from tests.integration.test_mempool_lending import PROMPTS, Engine, leased
 
 __all__ = ["coordinator", "start"]  # fixtures

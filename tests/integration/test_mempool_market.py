@@ -7,15 +7,13 @@ from itertools import count
 import pytest
 
 from shared.ids import Epoch, InstanceId, SpaceId
-from shared.prompttree.embedded import EmbeddedRedis
 from shared.transport.lending_client import LendingClient
 from shared.wire.lending import AskLease, AskReclaim, Grant, OfferMemory, OfferView, ReclaimView, SpaceRef
 from shared.wire.mempool_lending import LendingDone
+from tests.integration.lending_rig import coordinator, pool_flags
 from tests.integration.mempool_rig import MempoolProcess
-from tests.integration.test_coordinator_market import Coordinator
 from tests.integration.test_mempool_lending import (
     NUM_LENT,
-    NUM_PAGES,
     PAGE_BYTES,
     PROMPTS,
     Engine,
@@ -23,31 +21,16 @@ from tests.integration.test_mempool_lending import (
     leased,
 )
 
+__all__ = ["coordinator"]  # a fixture
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 MEMPOOL = InstanceId("mempool-0")
 
 
 @pytest.fixture
-def coordinator(tmp_path):
-    redis = EmbeddedRedis(0, tmp_path / "redis", appendonly=True)
-    redis.start()
-    made = Coordinator(redis, "c0", 60_000).start().wait()
-    yield made
-    made.process.kill()
-    redis.kill()
-
-
-@pytest.fixture
 def pool(tmp_path, coordinator):
-    made = MempoolProcess(
-        tmp_path,
-        **{
-            "capacity-bytes": NUM_PAGES * PAGE_BYTES, "dram-bytes": 64 * PAGE_BYTES, "dram-for-host": "true",
-            "offer-patience-ms": 60_000, "copy-timeout-ms": 60_000, "out-timeout-ms": 60_000,
-            "coordinator-url": coordinator.url, "instance": MEMPOOL,
-        },
-    )  # fmt: skip
+    made = MempoolProcess(tmp_path, **pool_flags(coordinator))
     yield made
     made.stop()
 
