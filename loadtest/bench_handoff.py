@@ -2,7 +2,7 @@
 
     python -m loadtest.bench_handoff [--quick] [--out FOLDER] [--commit HEAD]   writes h200x2-handoff.json
 
-`quire up` with prefill and decode on a GPU each, 8B shape, random weights, eager; one request at a time over HTTP.
+`quire up` with prefill and decode on a GPU each, 8B shape, random weights, graphs, one request at a time over HTTP.
 `handoff`: time to the decode worker's first token, less what prefill computed: the copy of the pages, one decode step,
 and everything that passes the messages on. Where decode goes on behind prefill's token (decision 0017) that is the
 second of the answer, and `ttft` lies before the handoff. `fetch`: the part in which the decode worker waits for pages,
@@ -103,7 +103,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     flags = ["--device", options.device, "--topology", "disaggregated", "--model", str(model)]
     for pair in options.set:
         flags += ["--set", pair]
-    env = {"HF_HUB_OFFLINE": "1", "QUIRE_WORKER_ENFORCE_EAGER": "true"}
+    env = {"HF_HUB_OFFLINE": "1", **({"QUIRE_WORKER_ENFORCE_EAGER": "true"} if options.eager else {})}
     if not options.model_dir:
         env["QUIRE_WORKER_LOAD_FORMAT"] = "dummy"
     lengths = [int(word) for word in options.lengths.split(",")]
@@ -134,6 +134,7 @@ def measure_nixl(options: argparse.Namespace, folder: Path) -> tuple[list[dict[s
     model = Path(options.model_dir) if options.model_dir else model_folder(folder / "model-8b-nixl")
     lengths = [int(word) for word in options.lengths.split(",")]
     flags = ["--max-model-len", str(max(lengths) + 64), *shlex.split(options.nixl_flags)]
+    flags += ["--eager"] if options.eager else []
     rng = random.Random(options.seed)
     samples: list[dict[str, Any]] = []
     try:
@@ -166,6 +167,9 @@ def main(argv: Sequence[str]) -> int:
         "--nixl-flags", default="", help="for handoff_nixl, e.g. '--kv-cache-bytes 8589934592'"
     )
     parser.add_argument("--no-nixl", action="store_true")
+    parser.add_argument(
+        "--eager", action="store_true", help="no graphs, in either: a step then waits for two launches"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", default=str(RESULTS))
     parser.add_argument("--commit", default="")
@@ -184,7 +188,7 @@ def main(argv: Sequence[str]) -> int:
     if not options.quick:
         settings = {
             "shape": "8B" if not options.model_dir else Path(options.model_dir).name, "lengths": options.lengths,
-            "repeats": options.repeats, "output_tokens": OUTPUT_TOKENS, "cluster": options.set, "eager": True,
+            "repeats": options.repeats, "output_tokens": OUTPUT_TOKENS, "cluster": options.set, "eager": options.eager,
             "nixl_connector": missing or "ran",
         }  # fmt: skip
         path = write_result(

@@ -66,7 +66,7 @@ def serve(options: argparse.Namespace) -> int:
         {"kv_cache_memory_bytes": options.kv_cache_bytes} if options.kv_cache_bytes else {}
     )
     engine = measured_nixl.NixlEngine(
-        options.model_dir, role, max_model_len=options.max_model_len, enforce_eager=True, max_num_seqs=8,
+        options.model_dir, role, max_model_len=options.max_model_len, enforce_eager=options.eager, max_num_seqs=8,
         max_num_batched_tokens=8_192, gpu_memory_utilization=options.utilization, block_size=options.block_tokens,
         enable_prefix_caching=False, **sizes,
     )  # fmt: skip
@@ -181,6 +181,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("end", choices=("prefill", "decode"))
     parser.add_argument("model_dir")
+    parser.add_argument("--eager", action="store_true")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--max-model-len", type=int, default=32_832)
