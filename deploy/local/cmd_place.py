@@ -17,7 +17,7 @@ from shared.wire.placer import Placement, PlacementQuestion, Unplaceable
 
 def place(
     file: Annotated[
-        Path, typer.Argument(help="TOML or JSON: [[servers]] and [[models]], or models' saved profiles.")
+        Path, typer.Argument(help="TOML or JSON: tables `servers` and `models`, or models' saved profiles.")
     ],
     time_limit: Annotated[float, typer.Option(help="Seconds for the search at most.")] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,

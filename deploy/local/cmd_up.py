@@ -37,6 +37,9 @@ def up(
         int, typer.Option(help="First of the other ports. Default: 8100.", show_default=False)
     ] = 0,
     engine: Annotated[str, typer.Option(help="vllm, or mock for experiments without a model.")] = "",
+    pd_caching: Annotated[
+        str, typer.Option(help="Which end keeps context: basic, 1, 2 or 3 (MemServe 5.1). Default: 3.")
+    ] = "",
     settings_file: Annotated[
         Path | None, typer.Option("--config", help="TOML file. Default: QUIRE_CONFIG.")
     ] = None,
@@ -47,13 +50,13 @@ def up(
 ) -> None:
     """Start the cluster on this machine and wait until it serves.
 
-    Flags win over QUIRE_CLUSTER_* variables, those win over the TOML file's [cluster] section.
+    Flags win over QUIRE_CLUSTER_* variables, those win over the TOML file's section `cluster`.
 
     One service's own settings: QUIRE_GATEWAY_*, QUIRE_WORKER_* and so on, or its section of the file.
     """
     flags: dict[str, Any] = {"model": model, "device": device, "topology": topology, "host": host}
     flags |= {"port": port, "base_port": base_port, "num_prefill": prefill, "num_decode": decode}
-    flags |= {"engine": engine}
+    flags |= {"engine": engine, "pd_caching": pd_caching}
     argv = [word for key, value in flags.items() if value for word in (f"--{key}", str(value))]
     for pair in more or []:
         key, sep, value = pair.partition("=")

@@ -7,8 +7,10 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from deploy.local.cli import app
@@ -60,6 +62,7 @@ def test_wrong_usage_is_exit_code_two(quire):
     assert "QUIRE_REDIS_URL" in quire("up", env={"QUIRE_REDIS_ULR": "x"}, code=2).stderr
     assert "cluster.port" in quire("up", env={"QUIRE_GATEWAY_LISTEN": "127.0.0.1:1"}, code=2).stderr
     assert "no folder" in quire("up", "--model", "./none", code=2).stderr
+    assert "cluster.pd_caching" in quire("up", "--pd-caching", "4", code=2).stderr
 
 
 def test_every_command_explains_itself():
@@ -68,6 +71,13 @@ def test_every_command_explains_itself():
     for command in ("up", "down", "status", "logs", "chat", "trace", "doctor", "kill", "version"):
         assert command in words
         assert "Exit codes: 0 ok" in runner.invoke(app, [command, "--help"]).stdout
+
+
+def test_no_help_text_has_brackets_which_the_console_would_leave_out():
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        texts = [command.help or "", *(getattr(each, "help", None) or "" for each in command.params)]
+        assert not [text for text in texts if "[" in text], name
 
 
 def test_a_taken_port_is_refused_with_its_owner(quire):
