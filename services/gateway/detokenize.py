@@ -35,6 +35,7 @@ def _byte_alphabet() -> dict[int, int]:
 
 _BYTE_OF = _byte_alphabet()
 _STAND_INS = frozenset(map(chr, _BYTE_OF))
+STAND_IN_OF = {byte: chr(code) for code, byte in _BYTE_OF.items()}  # for str.translate of an ASCII text
 
 
 def spelled_bytes(token: str) -> bytes:

@@ -31,7 +31,7 @@ CHUNK_CHARS = 1024
 _LINE_END = re.compile(
     r"\n(?<=[A-Za-z0-9\u00df-\u00f6\u00f8-\u024f\u0410-\u044f\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3]\n)"
 )
-_PATTERNS = {
+KNOWN_PATTERNS = {
     # Llama 3; Qwen 2 and 3. GPT-2's is built into ByteLevel.
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -110,10 +110,10 @@ class Borders:
 
 def borders_of(tokenizer: Tokenizer) -> Borders | None:
     """The tokenizer's borders; None when its pieces depend on their neighbours or it has none."""
-    if not _is_local(_state(tokenizer.pre_tokenizer)):
+    if not _is_local(state_of(tokenizer.pre_tokenizer)):
         return None
     special: dict[str, int] = {}
-    lines = _cuts_at_lines(_state(tokenizer.pre_tokenizer)) and _keeps_lines(_state(tokenizer.normalizer))
+    lines = _cuts_at_lines(pre_tokenizers_of(tokenizer)) and _keeps_lines(state_of(tokenizer.normalizer))
     for token_id, added in tokenizer.get_added_tokens_decoder().items():
         lines = lines and "\n" not in added.content
         if added.normalized or not added.content:
@@ -124,7 +124,8 @@ def borders_of(tokenizer: Tokenizer) -> Borders | None:
     return Borders(special, lines=lines) if special or lines else None
 
 
-def _state(part: Any) -> dict[str, Any] | None:
+def state_of(part: Any) -> dict[str, Any] | None:
+    """What a part of a tokenizer is, as its file says it."""
     return None if part is None else json.loads(part.__getstate__())
 
 
@@ -136,14 +137,21 @@ def _is_local(state: dict[str, Any] | None) -> bool:
     return state["type"] == "Metaspace" and state.get("prepend_scheme") in ("always", "never")
 
 
-def _cuts_at_lines(state: dict[str, Any] | None) -> bool:
-    """Whether this pre-tokenizer cuts between a word and a newline, and goes on from there as from a start."""
-    parts = [] if state is None else state["pretokenizers"] if state["type"] == "Sequence" else [state]
+def pre_tokenizers_of(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """One after the other, possibly none."""
+    state = state_of(tokenizer.pre_tokenizer)
+    return [] if state is None else state["pretokenizers"] if state["type"] == "Sequence" else [state]
+
+
+def _cuts_at_lines(parts: list[dict[str, Any]]) -> bool:
+    """Whether these pre-tokenizers cut between a word and a newline, and go on from there as from a start."""
     splits = 0
     for part in parts:
         if part["type"] == "ByteLevel" and not part["add_prefix_space"]:
             splits += bool(part["use_regex"])
-        elif part["type"] == "Split" and part["pattern"].get("Regex") in _PATTERNS and not part["invert"]:
+        elif (
+            part["type"] == "Split" and part["pattern"].get("Regex") in KNOWN_PATTERNS and not part["invert"]
+        ):
             splits += part["behavior"] == "Isolated"
         elif part["type"] != "Digits":
             return False

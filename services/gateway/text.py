@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.detokenize import Detokenizer, TokenTexts
 from services.gateway.segment_cache import SegmentCache, borders_of
+from services.gateway.word_ids import words_of
 from shared.errors import InvalidRequest, PromptTooLong, SettingsError
 from shared.kv import model_files
 from shared.observe.log import get_logger
@@ -53,6 +54,7 @@ class ModelText:
             self._template = ChatTemplate(self.template_source, _special_tokens(tokenizer_config))
         self.cache = SegmentCache(cache_bytes)
         self._borders = borders_of(self.tokenizer) if cache_bytes else None
+        self._words = words_of(self.tokenizer) if self._borders is not None else None
         self._frames = _frames(self.tokenizer)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
         self._check_borders()
@@ -106,7 +108,7 @@ class ModelText:
         """The same without a thread."""
         found, missing = self._look_up(text)
         if missing:
-            self._fill(found, missing, self._tokenize(missing))
+            self._fill(found, missing, self._tokenize_here(missing))
         return self._join(found, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -159,7 +161,11 @@ class ModelText:
 
     def _tokenize_here(self, pieces: list[str]) -> "list[array[int]]":
         """Short ones, one by one: a batch of two goes to the library's own threads, at up to twice the CPU."""
-        return [self._tokenize([piece])[0] for piece in pieces]
+        words = self._words
+        return [
+            words.ids(piece) if words is not None and piece.isascii() else self._tokenize([piece])[0]
+            for piece in pieces
+        ]
 
     def _tokenize(self, pieces: list[str]) -> "list[array[int]]":
         # The batch call lets go of the interpreter lock, encode() does not.
@@ -207,7 +213,7 @@ class ModelText:
         plain = self.tokenizer.encode(sample, add_special_tokens=False).ids
         if self.encode_now(sample, add_special_tokens=False).tolist() != plain:
             _log.warning("tokenizer_not_cached", model=str(self.folder))
-            self._borders = None
+            self._borders = self._words = None
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:

@@ -40,7 +40,7 @@ def watch_threads(model: ModelText) -> list[str]:
 
 async def test_long_new_text_is_tokenized_on_a_thread_and_only_once(text):
     names = watch_threads(text)
-    short, long = "the fox", "the dog " * (INLINE_CHARS // 4)
+    short, long = "the föx", "the dog " * (INLINE_CHARS // 4)
     await text.encode(short, add_special_tokens=False)
     first = await text.encode(long, add_special_tokens=False)
     assert await text.encode(long, add_special_tokens=False) == first
@@ -52,10 +52,18 @@ async def test_a_chats_next_turn_tokenizes_only_what_is_new(text):
     await text.encode(text.render_chat(messages), add_special_tokens=False)
     known = len(text.cache)
     names = watch_threads(text)
-    messages += [{"role": "assistant", "content": "jumps"}, {"role": "user", "content": "the dog"}]
+    messages += [{"role": "assistant", "content": "jumps é"}, {"role": "user", "content": "the dög"}]
     await text.encode(text.render_chat(messages), add_special_tokens=False)
     assert len(names) == 2  # short pieces are tokenized one by one
     assert len(text.cache) - known == 2  # the two new turns; the prompt for the answer was there
+
+
+async def test_a_short_ascii_text_is_looked_up_word_by_word(text):
+    names = watch_threads(text)
+    for words in ("the fox", "the fox's 12 dogs"):
+        plain = text.tokenizer.encode(words, add_special_tokens=False).ids
+        assert (await text.encode(words, add_special_tokens=False)).tolist() == plain
+    assert names == []
 
 
 async def test_concurrent_requests_with_the_same_new_text_agree(text):
