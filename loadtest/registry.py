@@ -32,6 +32,7 @@ MEASURES = {  # result name: module
     "locality": "loadtest.bench_locality",
     "simulated-locality": "loadtest.bench_locality",
     "trace-replay": "loadtest.bench_trace_replay",
+    "cluster-trace-replay": "loadtest.bench_trace_cluster",
     "simulated-profile": "loadtest.bench_profile",
     "prompt-tree": "loadtest.bench_prompt_tree",
     "simulator": "loadtest.bench_simulator",
