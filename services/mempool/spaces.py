@@ -1,7 +1,8 @@
 """The memory of every space of this mempool, and what the core asks to be done with it."""
 
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from services.mempool.core.actions import CopyPages, CreateMemory, CreateSlabs, ReleaseUnits, RestoreUnits
@@ -77,6 +78,9 @@ class Spaces:
         self._system = SystemMemory(lambda number: self._mover.windows(number) if self._mover else [])
         self.layer_words: dict[tuple[int, InstanceId, int], LayerMemory] = {}  # by space, instance, rank
         self._followed: dict[int, tuple[Gate, str]] = {}  # copies on their way by layer, and traceparents
+        self._returns: dict[
+            int, tuple[int, Mapping[str, int]]
+        ] = {}  # copies of blocks that go back: since when, whose
 
     # -- making and taking over -----------------------------------------------------------------------
 
@@ -158,6 +162,8 @@ class Spaces:
         if self._mover is None:  # ranks are on their way: no space is whole
             self._on_copied(action.copy_id, True, ())
             return
+        if action.returns:
+            self._returns[action.copy_id] = time.time_ns(), action.returns
         try:
             feed, ended = self._feed(action, by_space), self._ended
             self._mover.copy(
@@ -165,6 +171,7 @@ class Spaces:
             )
         except ClusterError as error:
             log.warning("copy_refused", copy_id=action.copy_id, code=error.code, reason=error.message)
+            self._returns.pop(action.copy_id, None)
             self._on_copied(action.copy_id, True, ())
 
     def _feed(self, action: CopyPages, sources: Iterable[int]) -> "Feed | None":
@@ -215,8 +222,21 @@ class Spaces:
             part.end(each.end_ns)
         span.end(done.sent[-1].end_ns)
 
+    def _trace_return(self, done: "CopyDone") -> None:
+        """In the trace of each request whose blocks the copy brought back from decode to prefill, a span of it."""
+        begin_ns, returns = self._returns.pop(done.copy_id, (0, {}))
+        for parent, num_blocks in returns.items():
+            span = start_span(
+                "kv.return", parent=parent, start_ns=begin_ns,
+                attributes={"blocks": num_blocks, "path": done.path, "copy_bytes": done.num_bytes},
+            )  # fmt: skip
+            if not done.ok:
+                span.fail(done.reason)
+            span.end()
+
     def _ended(self, done: "CopyDone") -> None:
         self._trace(done)
+        self._trace_return(done)
         if not done.ok:
             log.warning("copy_failed", copy_id=done.copy_id, code=done.code, reason=done.reason)
         self._on_copied(done.copy_id, not done.ok, done.quarantined)

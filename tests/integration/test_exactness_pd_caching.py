@@ -14,6 +14,7 @@ from tests.integration.test_exactness import (
 )
 from tests.support.exactness_cases import ANSWER_TOKENS
 from tests.support.local_cluster import LocalCluster
+from tests.support.spans import spans_of_request
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -40,12 +41,17 @@ def test_each_mode_says_what_stock_says_and_finds_what_it_keeps(reference, tmp_p
         for length in SECOND:
             first, second = f"greedy-{length}", f"second-{length}"
             before = cluster.pool()["counters"].get("blocks_pushed_back", 0)
-            assert_same(first, complete(client, CASES[first], reference[first]), reference[first])
+            told = complete(client, CASES[first], reference[first])
+            assert_same(first, told, reference[first])
             if mode == "3":  # before anybody asks
                 deadline = time.monotonic() + 60
                 while cluster.pool()["counters"].get("blocks_pushed_back", 0) == before:
                     assert time.monotonic() < deadline, cluster.pool()["counters"]
                     time.sleep(0.02)
+                spans = spans_of_request(cluster.home, told["id"], until="kv.return")
+                returned = [span["attributes"] for span in spans if span["name"] == "kv.return"]
+                assert returned[0]["blocks"] == 1, returned
+                assert returned[0]["copy_bytes"] > 0, returned
             answer = complete(client, CASES[second], reference[second])
             assert_same(second, answer, reference[second])
             prefill = stage(answer, "prefill")

@@ -22,7 +22,7 @@ def handed_over(mode: str, *, prompt: list = ABC, quota: int = 4, decode_quota: 
     rig.fill(PREFILL, 0, prompt, "abc"[: len(prompt)])
     ready = wire.HandoffReady(handoff_id=HandoffId("h"), hashes=b"".join(prompt), ttl_ms=10_000)
     rig.say(PREFILL, ready)
-    acquire(rig, prompt, handoff_id=HandoffId("h"), wait_ms=1_000)
+    acquire(rig, prompt, handoff_id=HandoffId("h"), wait_ms=1_000, traceparent="trace-1")
     rig.copied()
     assert answers(rig, FRONT, wire.Acquired)[0].num_blocks == len(prompt)
     return rig
@@ -49,6 +49,16 @@ def test_what_decode_completes_goes_back_at_once():
     assert rig.core.status().counters["blocks_pushed_back"] == 2
     assert not answers(rig, PREFILL, wire.Shrink), "no engine is asked for anything"
     rig.counts()
+
+
+def test_what_goes_back_is_in_the_trace_of_the_request_that_decode_took_it_for():
+    rig = handed_over("3", decode_quota=8)
+    decode_seals(rig, MORE, 3, "de")
+    (copy,) = rig.copies.values()
+    assert copy.returns == {"trace-1": 2}
+    rig.copied()
+    rig.say(PREFILL_FRONT, wire.Acquire(call_id=5, hashes=b"".join(chain("x")), traceparent="trace-2"))
+    assert not any(copy.returns for copy in rig.copies.values())
 
 
 def test_the_block_in_which_the_prompt_ends_goes_back_when_decode_has_completed_it():

@@ -1,6 +1,7 @@
 """What the pool asks its shell to do, in order, and its bounds. No I/O."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from shared.ids import Epoch, InstanceId, PageId
 from shared.kv.layout import EngineDescription
@@ -161,7 +162,8 @@ class CopyPages:
 
     `sources`: (space, page) for each target. They are sealed and pinned until the answer, but for those of a LayerCut
     with a step, which are being written. `raw`: pages on loan may hold another content than their space's: they are
-    copied byte for byte, and never cut anew.
+    copied byte for byte, and never cut anew. `returns`: of how many of its blocks going back from decode to prefill
+    each trace is told.
     """
 
     copy_id: int
@@ -171,6 +173,7 @@ class CopyPages:
     timeout_ms: int
     cut: LayerCut | None = None
     raw: bool = False
+    returns: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

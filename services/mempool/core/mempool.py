@@ -304,7 +304,7 @@ class Mempool(FromOutside):
         pool.answer(reader.connection, reader.instance, reader.call, now_ms, reader.came)
         self._touch(pool)
         if reader.call.handoff_id:
-            self.pulls.taken(reader.call.handoff_id, pool, reader.hashes)
+            self.pulls.taken(pool, reader)
             for other in self.pools.values():
                 if other is not pool:
                     other.leases.close_handoff(reader.call.handoff_id)

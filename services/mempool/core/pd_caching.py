@@ -18,6 +18,7 @@ are one space, what D names is P's at once, in every mode but basic.
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 from services.mempool.core.pool import Pool
 from shared.ids import BlockHash, HandoffId
@@ -42,17 +43,25 @@ class PdCaching(StrEnum):
     FULL = "3"
 
 
+class Chain(NamedTuple):
+    """A block that D took or completed behind one: where such go back to, and in whose trace."""
+
+    source: int
+    traceparent: str
+
+
 class PushBack:
     """What D completes behind a chain that P handed over is copied into P's space as it is sealed.
 
-    Args: push: begins a copy into the second pool of these blocks of the first; the number of its blocks, or 0.
+    Args: push: begins a copy into the second pool of these blocks of the first, each with the trace that it is of
+        ("": none); the number of its blocks, or 0.
     """
 
     def __init__(
         self,
         mode: PdCaching,
         pools: Mapping[int, Pool],
-        push: Callable[[Pool, Pool, Sequence[BlockHash], int], int],
+        push: Callable[[Pool, Pool, Mapping[BlockHash, str], int], int],
         counters: Counter[str],
     ) -> None:
         self.mode = mode
@@ -60,10 +69,8 @@ class PushBack:
         self._push = push
         self._counters = counters
         self._sources: OrderedDict[HandoffId, int] = OrderedDict()
-        self._chains: OrderedDict[tuple[int, BlockHash], int] = (
-            OrderedDict()
-        )  # (D's space, block) -> P's space
-        self._waiting: dict[Pair, OrderedDict[BlockHash, None]] = {}
+        self._chains: OrderedDict[tuple[int, BlockHash], Chain] = OrderedDict()  # by D's space and block
+        self._waiting: dict[Pair, OrderedDict[BlockHash, str]] = {}
         self._open: Counter[Pair] = Counter()
         self.takers: set[int] = set()  # spaces that took a handoff of another
 
@@ -75,7 +82,9 @@ class PushBack:
         """P says that a prompt is ready."""
         _remember(self._sources, handoff_id, source.number, MAX_HANDOFFS)
 
-    def taken(self, handoff_id: HandoffId, taker: Pool, hashes: Sequence[BlockHash]) -> None:
+    def taken(
+        self, handoff_id: HandoffId, taker: Pool, hashes: Sequence[BlockHash], traceparent: str
+    ) -> None:
         """D has the blocks of a handoff, the last one perhaps partial."""
         source = self._sources.pop(handoff_id, taker.number)
         if source == taker.number:
@@ -85,7 +94,7 @@ class PushBack:
             return
         for entry in taker.index.prefix(hashes)[-2:]:
             for block_hash in (entry.parent, entry.block_hash):
-                _remember(self._chains, (taker.number, block_hash), source, MAX_CHAINS)
+                _remember(self._chains, (taker.number, block_hash), Chain(source, traceparent), MAX_CHAINS)
 
     def on_sealed(self, pool: Pool, message: Sealed) -> None:
         """An engine has sealed blocks; the message was checked."""
@@ -94,12 +103,12 @@ class PushBack:
         for block_hash, parent in zip(
             split_hashes(message.hashes), split_hashes(message.parents), strict=True
         ):
-            source = self._chains.get((pool.number, parent))
-            if source is None:
+            chain = self._chains.get((pool.number, parent))
+            if chain is None:
                 continue
-            _remember(self._chains, (pool.number, block_hash), source, MAX_CHAINS)
-            waiting = self._waiting.setdefault((pool.number, source), OrderedDict())
-            waiting[block_hash] = None
+            _remember(self._chains, (pool.number, block_hash), chain, MAX_CHAINS)
+            waiting = self._waiting.setdefault((pool.number, chain.source), OrderedDict())
+            waiting[block_hash] = chain.traceparent
             if len(waiting) > MAX_WAITING:
                 waiting.popitem(last=False)
                 self._counters["push_backs_dropped"] += 1
@@ -108,8 +117,8 @@ class PushBack:
         """After every event: begin copies."""
         for pair, waiting in list(self._waiting.items()):
             while waiting and self._open[pair] < MAX_COPIES:
-                hashes = [waiting.popitem(last=False)[0] for _ in range(min(MAX_BLOCKS, len(waiting)))]
-                if self._push(self._pools[pair[0]], self._pools[pair[1]], hashes, now_ms):
+                blocks = dict(waiting.popitem(last=False) for _ in range(min(MAX_BLOCKS, len(waiting))))
+                if self._push(self._pools[pair[0]], self._pools[pair[1]], blocks, now_ms):
                     self._open[pair] += 1
             if not waiting:
                 del self._waiting[pair]

@@ -58,6 +58,9 @@ class Pull:
     ask_ms: int = 0  # when engines are asked for pages again
     short_ms: int | None = None  # from then on it is content with the pages that it has; None: all or nothing
     hashes: list[BlockHash] = field(default_factory=list)  # of the blocks that it brings
+    traces: Mapping[BlockHash, str] = field(
+        default_factory=dict
+    )  # of returns: in whose trace each block is seen
 
 
 class Layered(Protocol):
@@ -109,7 +112,7 @@ class Pulls:
         self.numbers = numbers
         self.pulls: dict[int, Pull] = {}
         self._arriving: dict[tuple[int, BlockHash], Pull] = {}
-        self.push_back = PushBack(PdCaching(limits.pd_caching), pools, self.push, counters)
+        self.push_back = PushBack(PdCaching(limits.pd_caching), pools, self._push_back, counters)
         self.layers: Layered | None = None  # they set it
         self.distance: Callable[[Pool], int] = lambda _: 0  # of equals the nearest is read
 
@@ -189,6 +192,7 @@ class Pulls:
         now_ms: int,
         *,
         handoff_id: HandoffId | None = None,
+        traces: Mapping[BlockHash, str] | None = None,
     ) -> int:
         """Nobody waits for it, and no engine is asked for pages. How many blocks it brings.
 
@@ -205,8 +209,13 @@ class Pulls:
         pull = self._begin(target, [], found, now_ms + self.limits.pull_patience_ms, ask=False)
         pull.short_ms = pull.until_ms if handoff_id is None else None
         pull.is_push, pull.is_counted, pull.handoff_id = True, handoff_id is None, handoff_id
+        pull.traces = traces or {}
         self.counters["push_backs"] += pull.is_counted
         return len(found)
+
+    def _push_back(self, source: Pool, target: Pool, blocks: Mapping[BlockHash, str], now_ms: int) -> int:
+        """See PushBack: push() of blocks with their traces."""
+        return self.push(source, target, list(blocks), now_ms, traces=blocks)
 
     def is_new(self, target: Pool, block_hash: BlockHash) -> bool:
         """Whether the block is neither there nor on its way there."""
@@ -217,9 +226,10 @@ class Pulls:
         self.pulls[pull.number] = pull
         self._expect(pull, hashes)
 
-    def taken(self, handoff_id: HandoffId, pool: Pool, hashes: Sequence[BlockHash]) -> None:
+    def taken(self, pool: Pool, reader: Reader) -> None:
         """The reader of a handoff has its answer, and what is in it is leased."""
-        self.push_back.taken(handoff_id, pool, hashes)
+        handoff_id = reader.call.handoff_id
+        self.push_back.taken(handoff_id, pool, reader.hashes, reader.call.traceparent)
         if self.layers is not None:
             self.layers.let_go(handoff_id)
 
@@ -260,8 +270,9 @@ class Pulls:
         if self._by_layers and not any(source.is_behind for source, _ in pull.sources):
             cut = cut_of(pull.pool, [source for source, _ in pull.sources])
         return CopyPages(
-            pull.number, pull.pool.number, list(pull.claim.pages), sources, self.limits.copy_timeout_ms, cut
-        )
+            pull.number, pull.pool.number, list(pull.claim.pages), sources, self.limits.copy_timeout_ms, cut,
+            returns=Counter(trace for each in pull.hashes if (trace := pull.traces.get(each))),
+        )  # fmt: skip
 
     def _shorten(self, pull: Pull) -> None:
         """To its first blocks, for which there are pages."""
