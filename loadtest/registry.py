@@ -40,6 +40,7 @@ MEASURES = {  # result name: module
     "placer": "loadtest.bench_placer",
     "fair-shares": "loadtest.bench_fair_shares",
     "h200-fused-norm": "loadtest.bench_fused_norm",
+    "h200x2-producer-cost": "loadtest.bench_producer_cost",
 }
 
 

@@ -1,0 +1,120 @@
+"""bench_producer_cost: figures come from samples, pieces are known to be finished, children answer or say why not."""
+
+import pytest
+
+from loadtest import bench_producer_cost as bench
+from loadtest import producer_cost
+from loadtest.child_commands import Child, ChildFailed
+from loadtest.lending_rig import RigSettings, mempool_words
+from loadtest.progress import Progress
+from loadtest.results import check_metrics
+from services.mempool.config import load
+
+GIB = 1 << 30
+
+
+def arm(items: float, tpot_ms: float = 0.0) -> dict:
+    more = {"tpot_mean_ms": tpot_ms, "tpot_p50_ms": tpot_ms, "tpot_p99_ms": 2 * tpot_ms} if tpot_ms else {}
+    return {"items": items, "seconds": 2.0, **more}
+
+
+def round_of(producer: str, mode: str, number: int, off: dict, on: dict) -> dict:
+    return {
+        "kind": "round", "producer": producer, "mode": mode, "round": number, "off": off, "on": on,
+        "unit": "tokens" if producer == "engine" else "images", "moved_bytes": 4e9, "moved_s": 2.0,
+        "lent_bytes": 8 * GIB,
+    }  # fmt: skip
+
+
+def reclaim(number: int, seconds: float) -> dict:
+    return {
+        "kind": "reclaim", "producer": "engine", "mode": "full", "round": number, "bytes": 8 * GIB, "seconds": seconds,
+        "copy_bytes": 8 * GIB, "copy_s": 0.19, "step_s": 0.01, "lost": 0,
+    }  # fmt: skip
+
+
+SAMPLES = [
+    round_of("engine", "budget", 0, arm(100, 10.0), arm(97, 10.3)),
+    round_of("engine", "budget", 1, arm(100, 10.0), arm(99, 10.1)),
+    round_of("engine", "budget", 2, arm(100, 10.0), arm(98, 10.2)),
+    round_of("diffusion", "budget", 0, arm(10), arm(9.9)),
+    round_of("engine", "full", 0, arm(100, 10.0), arm(90, 11.0)),
+    {"kind": "ceiling", "producer": "diffusion", "mode": "full", "bytes": 3e11, "seconds": 1.0},
+    reclaim(0, 0.1),
+    reclaim(1, 0.3),
+    reclaim(2, 0.2),
+]
+
+
+def test_ratios_are_medians_over_rounds_and_the_headline_is_the_worst_producer_with_a_budget():
+    found = bench.metrics_from_samples(SAMPLES)
+    assert found["engine_throughput_ratio"] == pytest.approx(0.98)
+    assert found["engine_throughput_worst_ratio"] == pytest.approx(0.97)
+    assert found["diffusion_throughput_ratio"] == pytest.approx(0.99)
+    assert found["throughput_ratio"] == pytest.approx(0.98)
+    assert found["full_throughput_ratio"] == found["engine_full_throughput_ratio"] == pytest.approx(0.9)
+    assert found["engine_tpot_mean_ratio"] == pytest.approx(1.02)
+    assert found["engine_full_tpot_mean_ratio"] == pytest.approx(1.1)
+    assert found["engine_moved_gb_per_s"] == pytest.approx(2.0)
+    assert found["copy_alone_gb_per_s"] == pytest.approx(300.0)
+    assert check_metrics(found) == []
+
+
+def test_a_reclaim_is_held_against_its_bytes_over_the_same_copies_rate_and_one_step():
+    found = bench.metrics_from_samples(SAMPLES)
+    assert found["reclaim_bound_ms"] == pytest.approx(200.0)
+    assert found["reclaim_ms"] == pytest.approx(200.0)
+    assert found["reclaim_over_bound_ratio"] == pytest.approx(1.0)
+    assert found["reclaim_over_bound_worst_ratio"] == pytest.approx(1.5)
+
+
+def test_a_producer_without_a_budget_gives_no_headline():
+    with pytest.raises(ValueError, match="budget"):
+        bench.metrics_from_samples([one for one in SAMPLES if one.get("mode") == "full"])
+    assert producer_cost.metrics_so_far([SAMPLES[4]])["full_throughput_ratio"] == pytest.approx(0.9)
+
+
+def test_a_piece_is_finished_when_all_of_its_rounds_and_reclaims_are_kept(tmp_path):
+    plan = bench.plan_of("engine", "cuda", quick=False)
+    keep = tmp_path / "keep.jsonl"
+    progress = Progress(keep, bench.said)
+    for number in range(plan.rounds):
+        progress.add(round_of("engine", "full", number, arm(100), arm(99)))
+    assert not bench.is_finished("engine", "full", plan, progress)
+    for number in range(plan.reclaims):
+        progress.add(reclaim(number, 0.2))
+    again = Progress(keep, bench.said)
+    assert bench.is_finished("engine", "full", plan, again)
+    assert not bench.is_finished("engine", "budget", plan, again)
+    assert not bench.is_finished("audio", "full", bench.plan_of("audio", "cuda", quick=False), again)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("producer", [*producer_cost.MAIN, "tp4"])
+def test_every_plan_lends_whole_batches_that_host_memory_has_room_for(device, producer):
+    plan = bench.plan_of(producer, device, quick=False)
+    assert plan.lend_bytes % (plan.page_bytes * plan.batch_pages) == 0
+    assert plan.dram_bytes >= plan.lend_bytes
+    assert bench.plan_of(producer, device, quick=True).rounds == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_mempool_of_a_measurement_takes_its_flags(device, tmp_path):
+    settings = RigSettings(device, 1 << 30, 1 << 28, budget_bytes_per_s=5, pin_host=True)
+    found = load(mempool_words(settings, tmp_path, "http://127.0.0.1:1", "127.0.0.1:0"))
+    assert found.lending_budget_bytes_per_s == 5
+    assert found.pin_host
+    assert found.dram_for_host == (device == "cpu")
+
+
+def test_a_child_answers_and_a_failure_is_an_error_with_its_words(tmp_path):
+    child = Child("echo", ["tests.support.answering_child"], tmp_path / "log")
+    try:
+        assert child.ask("echo", number=1) == {"number": 1}
+        with pytest.raises(ChildFailed, match="told so"):
+            child.ask("fail")
+        with pytest.raises(ChildFailed, match=r"ended|does not listen"):
+            child.ask("echo")
+    finally:
+        child.close()
+    assert "for the log" in (tmp_path / "log").read_text()
