@@ -86,8 +86,8 @@ def plan_of(producer: str, device: str, *, quick: bool) -> Plan:
         small = Plan((), 8 * MIB, 64 << 10, 16, 1.5, 3, dram_bytes=13 * MIB, capacity_bytes=32 * MIB)
         engine = (
             "loadtest.producers.lending_engine", "{model}", "--device", "cpu", "--requests", "4",
-            "--prompt-tokens", "32", "--output-tokens", "32", "--block-tokens", "32", "--max-model-len", "256", "--settle-s", "1",
-            "--kv-cache-bytes", str(40 * MIB),
+            "--prompt-tokens", "32", "--output-tokens", "32", "--block-tokens", "32", "--max-model-len", "256",
+            "--settle-s", "1", "--kv-cache-bytes", str(40 * MIB),
         )  # fmt: skip
         model = ("loadtest.producers.lending_model", "--device", "cpu", "--batch", "1")
         paged = replace(

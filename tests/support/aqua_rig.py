@@ -1,6 +1,7 @@
 """A coordinator, a mempool and what a PyTorch process needs to lend or to borrow there, for tests."""
 
 from pathlib import Path
+from typing import Any
 
 from shared.aqua.lender import LenderSettings
 from shared.aqua.settings import AquaSettings
@@ -13,9 +14,12 @@ NUM_PAGES = 64  # of each space, and of host memory behind each
 
 
 class AquaRig:
-    """Started from construction to close(). `num_pages`: of each space in host memory, and behind each."""
+    """Started from construction to close(). `num_pages`: of each space in host memory, and behind each; `pool`: more
+    settings of the mempool."""
 
-    def __init__(self, folder: Path, page_bytes: int = PAGE_BYTES, num_pages: int = NUM_PAGES) -> None:
+    def __init__(
+        self, folder: Path, page_bytes: int = PAGE_BYTES, num_pages: int = NUM_PAGES, **pool: Any
+    ) -> None:
         self.page_bytes = page_bytes
         self.redis = EmbeddedRedis(0, folder / "redis", appendonly=True)
         self.redis.start()
@@ -27,7 +31,8 @@ class AquaRig:
                 "capacity-bytes": num_pages * page_bytes, "dram-bytes": num_pages * page_bytes,
                 "dram-for-host": "true", "api-socket": self.api_socket, "copy-timeout-ms": 60_000,
                 "out-timeout-ms": 60_000, "coordinator-url": self.coordinator.url,
-            },
+            }
+            | pool,
         )  # fmt: skip
 
     def consumer(self, name: str = "consumer", **changed: object) -> AquaSettings:
