@@ -44,6 +44,7 @@ BLOCK_TOKENS = TRACE_BLOCK_TOKENS // SCALE  # of engines on CPU
 NUM_PREFILL = 2
 KV_BYTES_PER_TOKEN = 3072  # of the demo model
 CONTEXT_TOKENS = 4096
+LEAST_TOKENS = CONTEXT_TOKENS + CONTEXT_TOKENS // 16  # an engine has room for its longest request
 MEMORIES = (2.0, 0.5, 0.1)
 
 
@@ -135,7 +136,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trace", type=Path)
-    parser.add_argument("--share", type=int, default=14, help="one session in so many")
+    parser.add_argument("--share", type=int, default=12, help="one session in so many")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the arrivals take")
     parser.add_argument("--memories", default=",".join(f"{one:g}" for one in MEMORIES))
     parser.add_argument("--engine", default="vllm", choices=("vllm", "mock"))
@@ -165,7 +166,7 @@ def main(argv: Sequence[str]) -> int:
     progress = Progress(options.resume, lambda row: f"memory {row['memory']:g}: hits {hit_percent(row):.1f}%")
     for memory in options.memories:
         if progress.has(memory=memory) is None:
-            tokens = max(round(memory * bound.footprint_tokens / NUM_PREFILL), 2 * CONTEXT_TOKENS)
+            tokens = max(round(memory * bound.footprint_tokens / NUM_PREFILL), LEAST_TOKENS)
             progress.add(sample_of(memory, tokens, bound, replay(requests, tokens, options)))
     metrics = metrics_from_samples(progress.samples)
     for key, value in sorted(metrics.items()):

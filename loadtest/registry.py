@@ -29,6 +29,8 @@ MEASURES = {  # result name: module
     "h200x2-transfer-modes": "loadtest.bench_transfer_modes",
     "two-host-transfer": "loadtest.bench_two_hosts",
     "cost-model": "loadtest.bench_cost_model",
+    "context-caching": "loadtest.bench_caching",
+    "h200-context-caching": "loadtest.bench_caching",
     "locality": "loadtest.bench_locality",
     "simulated-locality": "loadtest.bench_locality",
     "trace-replay": "loadtest.bench_trace_replay",
