@@ -6,6 +6,7 @@ admission's places back, ends the root span and counts; the routes wait in wait_
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from services.gateway import metrics
@@ -54,6 +55,7 @@ class Answer(ABC):
         self._scope = scope
         self._received_ns = received_ns
         self._num_done = 0
+        self._on_end: Callable[[int], None] | None = None
 
     def run(self, calls: list[Call]) -> None:
         """Start every call; their sinks belong to this answer."""
@@ -71,6 +73,14 @@ class Answer(ABC):
                 if not self.ended:
                     self.client_gone()
                 return
+
+    def run_alone(self, on_end: Callable[[int], None]) -> None:
+        """Instead of wait_for_end(): `on_end` hears the status, a client that leaves is noticed by callback."""
+        if self.ended:
+            on_end(self._scope[STATUS])
+            return
+        self._on_end = on_end
+        self.push.when_gone(self.client_gone)
 
     def client_gone(self) -> None:
         """Stop all work for a client that left."""
@@ -139,6 +149,8 @@ class Answer(ABC):
         # counts free a request at once.
         self.calls, self.choices = [], []
         self._scope.pop(PUSH_KEY, None)
+        if self._on_end is not None:
+            self._on_end(status)
 
     @property
     def num_output_tokens(self) -> int:

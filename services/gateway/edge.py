@@ -1,9 +1,10 @@
 """The outermost layer of every HTTP request: key, request id, metrics, and errors as OpenAI's bodies."""
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,9 +13,9 @@ from starlette.types import ASGIApp
 
 from services.gateway import metrics
 from services.gateway.auth import KeyRing
-from services.gateway.http_body import ClientGone, Message, Receive, Scope, Send
+from services.gateway.http_body import ClientGone, Message, Receive, Scope, Send, check_body, header
 from services.gateway.http_errors import HttpFailure, describe, header_block, plain_http
-from services.gateway.http_protocol import REFUSED_KEY
+from services.gateway.http_protocol import PUSH_KEY, REFUSED_KEY
 from shared.errors import ClusterError, InvariantBroken
 from shared.observe.log import get_logger
 
@@ -35,6 +36,25 @@ def _requests_counter(route: str, status: int) -> Any:
     return metrics.REQUESTS.labels(route, str(status))
 
 
+class Running(Protocol):
+    """An answer that has begun."""
+
+    def run_alone(self, on_end: Callable[[int], None]) -> None:
+        """Nobody waits for it: `on_end` hears its status."""
+
+
+class Endpoint(Protocol):
+    """An ASGI application that can also be given a request whose body is whole."""
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """One request."""
+        ...
+
+    def begin(self, scope: Scope, raw: bytes, received_ns: int) -> Awaitable[Running]:
+        """Start the answer. Raises: ClusterErrors."""
+        ...
+
+
 class Edge:
     """ASGI middleware. Handlers below raise ClusterErrors; what they answer themselves passes through."""
 
@@ -45,49 +65,92 @@ class Edge:
         self._keys = keys
         self._random_bytes = random_bytes
 
+    def _enter(self, scope: Scope) -> str:
+        path: str = scope["path"]
+        scope[REQUEST_ID] = _PREFIXES.get(path, "req-") + self._random_bytes(16).hex()
+        scope[STATUS] = 0
+        return path
+
+    def _admit(self, scope: Scope) -> None:
+        """Raises: Unauthorized; HttpFailure 431."""
+        if scope.get(REFUSED_KEY):
+            raise HttpFailure(431, "header_too_large", "The request's headers are too large.")
+        if scope["path"] not in OPEN_PATHS:
+            scope[TENANT] = self._keys.tenant_of(header(scope, b"authorization"))
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        path = scope["path"]
-        scope[REQUEST_ID] = _PREFIXES.get(path, "req-") + self._random_bytes(16).hex()
-        scope[STATUS] = 0
-
-        async def send_and_note(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                scope[STATUS] = message["status"]
-                message["headers"] = [
-                    *message.get("headers", ()),
-                    (b"x-request-id", scope[REQUEST_ID].encode()),
-                ]
-            await send(message)
-
+        path = self._enter(scope)
+        noting = _noting(scope, send)
         try:
-            if scope.get(REFUSED_KEY):
-                raise HttpFailure(431, "header_too_large", "The request's headers are too large.")
-            if path not in OPEN_PATHS:
-                scope[TENANT] = self._keys.tenant_of(_authorization(scope))
-            await self.app(scope, receive, send_and_note)
-        except ClientGone:
-            metrics.ABORTS.inc()
-        except ClusterError as error:
-            if isinstance(error, InvariantBroken):
-                raise
-            await _answer(error, scope, send_and_note)
-        except Exception as error:  # noqa: BLE001 - the last resort of one request: logged, answered with 500
-            _log.error("request_failed", request=scope[REQUEST_ID], error=repr(error), exc_info=True)
-            await _answer(HttpFailure(500, "cluster.error", "Internal error."), scope, send_and_note)
+            self._admit(scope)
+            await self.app(scope, receive, noting)
+        except Exception as error:  # noqa: BLE001 - the last resort of one request
+            await _fail(error, scope, noting)
         finally:
             route = path if path in KNOWN_ROUTES else "other"
             _requests_counter(route, scope[STATUS]).inc()
 
 
-def _authorization(scope: Scope) -> bytes | None:
-    for key, value in scope["headers"]:
-        if key == b"authorization":
-            return value
-    return None
+class DirectEdge(Edge):
+    """The same for an endpoint whose requests came whole: nobody waits for their ends, callbacks see to them.
+
+    ASGI's way for such a request is a queue, an event and a task that is woken once more at the end: 40 us.
+    """
+
+    def __init__(self, endpoint: Endpoint, keys: KeyRing, max_body_bytes: int) -> None:
+        super().__init__(endpoint, keys)
+        self._begin = endpoint.begin
+        self._max_body_bytes = max_body_bytes
+
+    async def direct(self, scope: Scope, body: bytes) -> None:
+        """One request; returns when its answer runs. The connection's cycle is scope[PUSH_KEY]."""
+        received_ns = time.monotonic_ns()
+        path, cycle = self._enter(scope), scope[PUSH_KEY]
+        try:
+            self._admit(scope)
+            check_body(scope, body, self._max_body_bytes)
+            answer = await self._begin(scope, body, received_ns)
+        except Exception as error:  # noqa: BLE001 - as above
+            try:
+                await _fail(error, scope, _noting(scope, cycle.send))
+            except BaseException:
+                cycle.transport.abort()
+                raise
+            _requests_counter(path, scope[STATUS]).inc()
+            return
+        answer.run_alone(lambda status: _requests_counter(path, status).inc())
+
+
+def _noting(scope: Scope, send: Send) -> Send:
+    """`send`, which names the request in the response's headers and notes its status."""
+
+    async def send_and_note(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            scope[STATUS] = message["status"]
+            message["headers"] = [
+                *message.get("headers", ()),
+                (b"x-request-id", scope[REQUEST_ID].encode()),
+            ]
+        await send(message)
+
+    return send_and_note
+
+
+async def _fail(error: Exception, scope: Scope, send: Send) -> None:
+    """What a handler raised, answered. Raises: InvariantBroken, as it is."""
+    if isinstance(error, ClientGone):
+        metrics.ABORTS.inc()
+    elif isinstance(error, InvariantBroken):
+        raise error
+    elif isinstance(error, ClusterError):
+        await _answer(error, scope, send)
+    else:
+        _log.error("request_failed", request=scope[REQUEST_ID], error=repr(error), exc_info=error)
+        await _answer(HttpFailure(500, "cluster.error", "Internal error."), scope, send)
 
 
 async def _answer(error: ClusterError, scope: Scope, send: Send) -> None:

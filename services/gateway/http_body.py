@@ -23,12 +23,8 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return None
 
 
-async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The whole body, not parsed.
-
-    Raises: BodyTooLarge by the announced length or while reading; InvalidRequest on another content
-        type; ClientGone.
-    """
+def check_headers(scope: Scope, max_bytes: int) -> None:
+    """Raises: BodyTooLarge by the announced length; InvalidRequest on another content type."""
     for key, value in scope["headers"]:
         if key == b"content-length":
             if not value.isdigit():
@@ -42,6 +38,21 @@ async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> byte
                 raise InvalidRequest("The content-type must be application/json.")
         elif key == b"content-encoding" and value.lower() != b"identity":
             raise InvalidRequest("Compressed request bodies are not supported.")
+
+
+def check_body(scope: Scope, body: bytes, max_bytes: int) -> None:
+    """For a body that is whole. Raises: as check_headers(); BodyTooLarge."""
+    check_headers(scope, max_bytes)
+    if len(body) > max_bytes:
+        raise BodyTooLarge(f"The request body exceeds {max_bytes} bytes.")
+
+
+async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """The whole body, not parsed.
+
+    Raises: as check_headers(); BodyTooLarge while reading; ClientGone.
+    """
+    check_headers(scope, max_bytes)
     message = await receive()
     if message["type"] == "http.disconnect":
         raise ClientGone

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 
+from services.gateway.answer import Answer
 from services.gateway.choices import ChoiceSpec
 from services.gateway.deps import Gateway
 from services.gateway.http_body import Receive, Scope, Send, read_json_body
@@ -22,9 +23,15 @@ class ChatEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request. Raises: ClusterErrors until the answer has begun."""
         del send  # answers are written by callbacks, see http_protocol.Push
-        gateway = self._gateway
         received_ns = time.monotonic_ns()
-        body = parse_body(ChatBody, await read_json_body(scope, receive, gateway.settings.max_body_bytes))
+        raw = await read_json_body(scope, receive, self._gateway.settings.max_body_bytes)
+        answer = await self.begin(scope, raw, received_ns)
+        await answer.wait_for_end(receive)
+
+    async def begin(self, scope: Scope, raw: bytes, received_ns: int) -> Answer:
+        """A request whose body is whole; its answer runs when this returns. Raises: as above."""
+        gateway = self._gateway
+        body = parse_body(ChatBody, raw)
         check_model(gateway, body.model)
         with Incoming(gateway, scope, body, received_ns) as incoming:
             ids = await chat_token_ids(gateway, body, incoming)
@@ -39,8 +46,7 @@ class ChatEndpoint:
                 return_token_ids=bool(body.return_token_ids),
                 tool_plan=plan,
             )
-            answer = await begin(incoming, "chat", spec, [Prompt(ids, pack_tokens(ids))])
-        await answer.wait_for_end(receive)
+            return await begin(incoming, "chat", spec, [Prompt(ids, pack_tokens(ids))])
 
 
 async def chat_token_ids(gateway: Gateway, body: ChatBody, incoming: Incoming) -> Sequence[int]:

@@ -2,6 +2,7 @@
 
 import time
 
+from services.gateway.answer import Answer
 from services.gateway.choices import ChoiceSpec
 from services.gateway.deps import Gateway
 from services.gateway.http_body import Receive, Scope, Send, read_json_body
@@ -21,9 +22,14 @@ class CompletionEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request. Raises: ClusterErrors until the answer has begun."""
         del send  # answers are written by callbacks, see http_protocol.Push
-        gateway = self._gateway
         received_ns = time.monotonic_ns()
-        raw = await read_json_body(scope, receive, gateway.settings.max_body_bytes)
+        raw = await read_json_body(scope, receive, self._gateway.settings.max_body_bytes)
+        answer = await self.begin(scope, raw, received_ns)
+        await answer.wait_for_end(receive)
+
+    async def begin(self, scope: Scope, raw: bytes, received_ns: int) -> Answer:
+        """A request whose body is whole; its answer runs when this returns. Raises: as above."""
+        gateway = self._gateway
         body = parse_body(CompletionBody, raw)
         check_model(gateway, body.model)
         with Incoming(gateway, scope, body, received_ns, num_prompts=len(body.prompts)) as incoming:
@@ -37,8 +43,7 @@ class CompletionEndpoint:
                 num_top_logprobs=body.num_logprobs,
                 return_token_ids=bool(body.return_token_ids),
             )
-            answer = await begin(incoming, "text", spec, prompts)
-        await answer.wait_for_end(receive)
+            return await begin(incoming, "text", spec, prompts)
 
 
 async def completion_prompts(gateway: Gateway, body: CompletionBody, incoming: Incoming) -> list[Prompt]:
