@@ -42,13 +42,15 @@ class Arm:
 
     name: str
     policy: str
-    settings: Mapping[str, str]
+    settings: Mapping[str, Any]
 
 
 class LocalityCluster:
     """`with LocalityCluster(home, up_flags, sections) as cluster:`; one at a time on a machine.
 
-    Args: sections: TOML sections by name, of plain values. Raises: RuntimeError with what `quire` said.
+    Args: sections: TOML sections by name, of plain values. env: more variables of its processes. base: of its
+    ports; 0: any that are free.
+    Raises: RuntimeError with what `quire` said.
     """
 
     def __init__(
@@ -59,21 +61,24 @@ class LocalityCluster:
         first: Arm,
         *,
         max_lag_ms: float = 100.0,
+        env: Mapping[str, str] | None = None,
+        base: int = 0,
     ) -> None:
         self._home = home
+        self._env = dict(env or {})
         self._flags = list(up_flags)
         self._sections = {name: dict(body) for name, body in sections.items()}
-        self._base = free_base_port()
+        self.base = base or free_base_port()
         self._config = home / "locality.toml"
         self._arm = first
         self._max_lag_ms = max_lag_ms
-        self.url = f"http://127.0.0.1:{self._base + 90}"
+        self.url = f"http://127.0.0.1:{self.base + 90}"
 
     def __enter__(self) -> "LocalityCluster":
         self._home.mkdir(parents=True, exist_ok=True)
         self._write(self._arm)
         try:
-            ports = ["--port", str(self._base + 90), "--base-port", str(self._base)]
+            ports = ["--port", str(self.base + 90), "--base-port", str(self.base)]
             self._quire("up", "--config", str(self._config), *ports, *self._flags)
         except BaseException:
             self._quire("down", check=False)
@@ -137,7 +142,7 @@ class LocalityCluster:
 
     def scheduler(self) -> dict[str, Any]:
         """Its /status. Raises: OSError, ValueError."""
-        url = f"http://127.0.0.1:{self._base + SCHEDULER_ADMIN}/status"
+        url = f"http://127.0.0.1:{self.base + SCHEDULER_ADMIN}/status"
         with urllib.request.urlopen(url, timeout=2) as reply:
             return json.load(reply)
 
@@ -163,7 +168,7 @@ class LocalityCluster:
 
     def _quire(self, *words: str, check: bool = True) -> str:
         env = {key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")}  # noqa: TID251
-        env |= {"QUIRE_HOME": str(self._home), "HF_HUB_OFFLINE": "1"}
+        env |= {"QUIRE_HOME": str(self._home), "HF_HUB_OFFLINE": "1", **self._env}
         done = subprocess.run(
             [sys.executable, "-m", "deploy.local.cli", *words],
             cwd=ROOT,

@@ -43,6 +43,8 @@ MEASURES = {  # result name: module
     "fair-shares": "loadtest.bench_fair_shares",
     "h200-fused-norm": "loadtest.bench_fused_norm",
     "h200x2-producer-cost": "loadtest.bench_producer_cost",
+    "h200x2-burst": "loadtest.bench_burst",
+    "h200x2-context-reload": "loadtest.bench_context_reload",
 }
 
 

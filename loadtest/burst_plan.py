@@ -1,0 +1,109 @@
+"""What bench_burst.py compares: systems, the loads of each, and in which order the points are measured.
+
+A point is a run of its own: a system, a seed, a load. Points of one step need different engines and different GPUs, so
+that they may run side by side; no step has a system that borrows memory beside one that uses the lender's GPU hard.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loadtest.profiler.requests import WARM, Lengths, of_workload
+from loadtest.workloads.distributions import Draws, Lognormal
+from loadtest.workloads.request import Request, salted
+
+FCFS, DRAM, PEER = "fcfs", "cfs_dram", "cfs_peer"
+SYSTEMS = (FCFS, DRAM, PEER)
+BURST, STABLE = "burst", "stable"
+HEADROOM = 1.3  # of the KV memory, over the most that the stable rate holds
+FACTORS = {"sharegpt": 2.0, "arxiv": 3.0}  # AQUA 9.3, Figures 8 and 13
+ARXIV_PROMPT = Lognormal.of_mean(7_900, 0.5)  # AQUA 9.1, 9.4: a median of some 7,000 tokens
+ARXIV_OUTPUT = Lognormal.of_mean(348, 0.8)
+DRAWN = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run. load: the burst of AQUA 9.3, or the stable rate alone."""
+
+    workload: str
+    load: str
+    system: str
+    seed: int
+
+    @property
+    def engine(self) -> str:
+        """Which of the two engines serves it: fair slices with and without a lender are one."""
+        return FCFS if self.system == FCFS else "cfs"
+
+
+@dataclass(frozen=True, slots=True)
+class Stable:
+    """A workload's stable rate, and the KV memory that it holds at most. source: who found both."""
+
+    workload: str
+    rate_per_s: float
+    peak_kv_bytes: int
+    source: str
+
+    @property
+    def pool_bytes(self) -> int:
+        """KV memory of each engine."""
+        return round(self.peak_kv_bytes * HEADROOM)
+
+
+def steps(workload: str, seeds: Sequence[int], systems: Sequence[str]) -> Iterator[list[Point]]:
+    """The most telling first: a seed's burst in all systems, then its stable rate, then the next seed."""
+    for seed in seeds:
+        for load, together in ((BURST, (FCFS, DRAM)), (BURST, (PEER,)), (STABLE, (FCFS, PEER))):
+            some = [Point(workload, load, name, seed) for name in together if name in systems]
+            if some:
+                yield some
+
+
+def lengths(workload: str, scale: float, context_tokens: int) -> Lengths:
+    """Pairs of lengths. Raises: SettingsError on an unknown workload."""
+    if workload != "arxiv":
+        return of_workload(workload, scale=scale, context_tokens=context_tokens)
+    prompt, output = Draws("arxiv prompt"), Draws("arxiv output")
+    pairs = []
+    for _ in range(DRAWN):
+        answer = min(max(1, round(output.of(ARXIV_OUTPUT) * scale)), context_tokens // 2)
+        asked = min(max(1, round(prompt.of(ARXIV_PROMPT) * scale)), context_tokens - answer)
+        pairs.append((asked, answer))
+    return Lengths("arxiv" + (f" x {scale:g}" if scale != 1.0 else ""), pairs)
+
+
+def requests(
+    point: Point, pairs: Lengths, rate_per_s: float, *, factor: float, burst_s: float, stable_s: float
+) -> list[Request]:
+    """The same for every system, in tokens that only this point has."""
+    if point.load == BURST:
+        found = pairs.burst(rate_per_s, factor, burst_s, point.seed)
+    else:
+        found = pairs.at_rate(rate_per_s, stable_s, WARM, point.seed)
+    return salted(found, point.workload, point.load, point.system, point.seed)
+
+
+def expected_s(point: Point, rate_per_s: float, *, factor: float, burst_s: float, stable_s: float) -> float:
+    """What a point takes, before one like it was measured: its arrivals, and what is left to serve behind them."""
+    if point.load == STABLE:
+        return max(stable_s, WARM / rate_per_s) + 15.0
+    return WARM / rate_per_s + factor * burst_s + 15.0
+
+
+def stable_from(path: Path, case: str, workload: str) -> Stable:
+    """Of a profile's file (`quire profile`), or of a case of a result file with many. Raises: KeyError, OSError."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    if case:
+        found = next(row for row in found["samples"] if row["case"] == case)
+    source = f"{path.stem}{':' * bool(case)}{case}"
+    return Stable(workload, float(found["stable_rate_per_s"]), int(found["peak_kv_bytes"]), source)
+
+
+def warm(stable: Stable, pairs: Lengths, engine: str) -> list[Request]:
+    """Some requests that are not measured: kernels are made, connections opened."""
+    found = pairs.at_rate(max(stable.rate_per_s, 2.0), 3.0, 4, seed=9_999)[:8]
+    return salted(found, "warm", engine)
