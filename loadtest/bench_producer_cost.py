@@ -9,12 +9,13 @@ batches go out and come back through the mempool without pause, every byte compa
 `full`: the budget is off; else the mempool holds copies to --budget-gb-per-s of each lender. Producers: a vLLM engine
 of 8B shape with random weights, which lends pages of its KV pool under a closed loop of requests; SD-XL's UNet; an
 audio transformer; `tp4`: an engine of 70B shape on four GPUs, needs five.
-`throughput_ratio`: the worst of the producers', median over rounds of on over off, with the budget.
+`throughput_ratio`: the worst of the producers', median over rounds of on over off, with the budget (of one that was
+measured without it alone, without). The models' throughput and memory by batch are AQUA's Figure 3.
 Behind the engine's last round, must-show 3: it takes 8 GiB back that hold a consumer's bytes, under load.
 `reclaim_ms`: from the call to the moment at which no page is lent any more, all of them in the engine's stock again;
 the bound is bytes over the rate of the same copies alone (lent pages to host memory, as many at once), and a step.
 --keep FILE has what is finished: pieces may be different calls, and one that broke off goes on there. The result file
-is written by the call that completes all three.
+is written by the call after which the engine is measured in both modes, the others in one.
 """
 
 import argparse
@@ -49,6 +50,7 @@ LLAMA_70B = LLAMA_8B | {
 GIB, MIB = 1 << 30, 1 << 20
 SETTLE_S = 0.3  # of traffic, before a window begins
 CEILING_S = 1.0
+SWEEP_STEPS = 2
 STEP_S = 1.0  # of load, in which a step is measured
 
 metrics_from_samples = producer_cost.metrics_from_samples
@@ -66,6 +68,7 @@ class Plan:
     rounds: int
     gpus: tuple[int, ...] = ()
     reclaims: int = 0
+    sweep: tuple[int, ...] = ()  # batches, in SWEEP_STEPS of its items
     dram_bytes: int = 0
     capacity_bytes: int = 0
 
@@ -78,8 +81,12 @@ def plan_of(producer: str, device: str, *, quick: bool) -> Plan:
         model = ("loadtest.producers.lending_model", "--device", "cuda")
         made = {
             "engine": replace(gpu, words=engine, reclaims=3),
-            "diffusion": replace(gpu, words=(*model, "--model", "sdxl", "--batch", "2")),
-            "audio": replace(gpu, words=(*model, "--model", "audiogen", "--batch", "16")),
+            "diffusion": replace(
+                gpu, words=(*model, "--model", "sdxl", "--batch", "2"), sweep=(1, 2, 4, 8, 16)
+            ),
+            "audio": replace(
+                gpu, words=(*model, "--model", "audiogen", "--batch", "16"), sweep=(1, 4, 16, 64, 128)
+            ),
             "tp4": replace(gpu, words=(*engine, "--ranks", "4", "--lenders", "4"), gpus=(1, 2, 3, 4)),
         }[producer]
     else:
@@ -95,8 +102,8 @@ def plan_of(producer: str, device: str, *, quick: bool) -> Plan:
         )
         made = {
             "engine": replace(paged, reclaims=2),
-            "diffusion": replace(small, words=(*model, "--model", "tiny-unet")),
-            "audio": replace(small, words=(*model, "--model", "tiny-audio")),
+            "diffusion": replace(small, words=(*model, "--model", "tiny-unet"), sweep=(1, 2)),
+            "audio": replace(small, words=(*model, "--model", "tiny-audio"), sweep=(1, 2)),
             "tp4": replace(small, words=(*engine, "--lenders", "2")),
         }[producer]
     return replace(made, rounds=1, reclaims=min(1, made.reclaims), window_s=1.0) if quick else made
@@ -125,6 +132,9 @@ class Piece:
             moved = self._moved(lambda: time.sleep(CEILING_S))[1]
             self._take_back()
             self._add({"kind": "ceiling", "bytes": moved[0], "seconds": moved[1]})
+        if plan.sweep and self._mode == "full" and not self._progress.has(kind="sweep", producer=self._name):
+            rows = self._producer.ask("sweep", batches=plan.sweep, num_steps=SWEEP_STEPS)["rows"]
+            self._add({"kind": "sweep", "unit": self._unit, "rows": rows})
         self._producer.ask("load")
 
     def _add(self, sample: dict[str, Any]) -> None:
@@ -271,10 +281,7 @@ def main(argv: Sequence[str]) -> int:
     progress = Progress(options.keep, said)
     for mode in options.modes.split(","):
         measure(options, mode, progress)
-    left = [
-        f"{name} ({mode})" for name in MAIN for mode in MODES
-        if not is_finished(name, mode, plan_of(name, options.device, quick=options.quick), progress)
-    ]  # fmt: skip
+    left = missing(options, progress)
     if not options.quick and options.device == "cuda" and not left:
         path = write_result(
             NAME, claim=CLAIM, command=shlex.join(["python", "-m", "loadtest.bench_producer_cost", *argv]),
@@ -290,11 +297,25 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def missing(options: argparse.Namespace, progress: Progress) -> list[str]:
+    """What the result file cannot do without: the engine in both modes, the others in one."""
+    out: list[str] = []
+    for name in MAIN:
+        plan = plan_of(name, options.device, quick=options.quick)
+        lacks = [mode for mode in MODES if not is_finished(name, mode, plan, progress)]
+        if lacks and (name == "engine" or len(lacks) == len(MODES)):
+            out += [f"{name} ({mode})" for mode in lacks]
+    return out
+
+
 def said(sample: dict[str, Any]) -> str:
     """A line for a sample."""
     name = f"{sample['producer']}, {sample['mode']}"
     if sample["kind"] == "ceiling":
         return f"{name}: {sample['bytes'] / sample['seconds'] / 1e9:.2f} GB/s alone"
+    if sample["kind"] == "sweep":
+        best = max(sample["rows"], key=lambda row: row["items_per_s"])
+        return f"{name}: {best['items_per_s']:.2f} {sample['unit']}/s in batches of {best['batch']}"
     if sample["kind"] == "reclaim":
         took_ms, bound_ms = 1e3 * sample["seconds"], 1e3 * producer_cost.bound_s(sample)
         return f"{name}: {sample['bytes'] / GIB:.3f} GiB back in {took_ms:.1f} ms, bound {bound_ms:.1f} ms"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from loadtest.figures import (
     aqua,
+    aqua_lending,
     cluster,
     memserve,
     memserve_serving,
@@ -27,6 +28,7 @@ SHEETS = (
     *memserve.SHEETS,
     *vattention.SHEETS,
     *aqua.SHEETS,
+    *aqua_lending.SHEETS,
     *tokenweave.SHEETS,
     *pull_request.SHEETS,
 )

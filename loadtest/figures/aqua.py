@@ -1,4 +1,4 @@
-"""AQUA, Figures 1, 4 and 7 to 13: responsiveness in bursts, profiles, reloads, long prompts, the lenders' cost."""
+"""AQUA, Figures 1, 4, 7 to 9, 12 and 13: responsiveness in bursts, profiles, reloads, long prompts."""
 
 from typing import Any
 
@@ -77,8 +77,8 @@ SHEETS = (
         "the line is the stable rate, dotted are the limits and the threshold above which a model lends.",
         paper="(a) Stable Diffusion 3 peaks at a batch of 8 with 30 GB free; (b) Llama 8B keeps 5 requests/s on "
         "an H100 with more than 25 GB free.",
-        differs="only (b); (a) is drawn of a callable by `quire profile --callable MODULE:FUNCTION --plots DIR`. What "
-        "is free is of the KV memory, which is what this engine could lend.",
+        differs="only (b); (a) is in aqua-03, and of any callable by `quire profile --callable MODULE:FUNCTION --plots "
+        "DIR`. What is free is of the KV memory, which is what this engine could lend.",
         needs=("simulated-profile",),
         draw=profile,
     ),
@@ -97,10 +97,6 @@ SHEETS = (
     _awaited(9, "a cached context reloaded, and a prompt longer than memory", "TTFT 3.5 times lower with 100K cached "
              "tokens, 4 times the throughput with 8,192 tokens under FlexGen.",
              "overflow of the prefix cache and of one prompt to a peer are not there yet."),
-    _awaited(10, "what lending costs", "less than 5% of throughput, 4.5 ms of TPOT of two 8B models.",
-             "it needs a consumer on a second GPU, for which no script is there yet."),
-    _awaited(11, "what lending costs an engine of four GPUs", "5% of TPOT of a 70B model on four GPUs.",
-             "it needs four H200s and a consumer for each, for which no script is there yet."),
     _awaited(12, "memory lent, taken back, lent again", "a consumer's throughput falls while its lender's load is "
              "doubled and comes back with the memory, up to 6 times that without.",
              "it needs a consumer on a second GPU, for which no script is there yet."),

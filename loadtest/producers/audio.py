@@ -92,8 +92,11 @@ class AudioTransformer(nn.Module):
 
 
 @torch.inference_mode()
-def clips(model: AudioTransformer, batch: int) -> Tensor:
-    """Tokens [B, K, steps] of `batch` clips, drawn from the model's noise."""
+def clips(model: AudioTransformer, batch: int, num_steps: int = 0) -> Tensor:
+    """Tokens [B, K, steps] of `batch` clips, drawn from the model's noise.
+
+    Args: num_steps: so many in the middle of the clips alone, with the memory of whole ones; 0: all.
+    """
     shape, weight = model.shape, model.norm.weight
     make = {"device": weight.device, "dtype": weight.dtype}
     text = torch.zeros(batch, shape.text_tokens, shape.dim, **make)
@@ -101,7 +104,8 @@ def clips(model: AudioTransformer, batch: int) -> Tensor:
     caches = [torch.zeros(2, batch, shape.heads, shape.steps, head_dim, **make) for _ in range(shape.layers)]
     tokens = torch.full((batch, shape.codebooks), shape.cardinality, device=weight.device)
     out = []
-    for at in range(shape.steps):
+    first = (shape.steps - num_steps) // 2 if num_steps else 0
+    for at in range(first, first + (num_steps or shape.steps)):
         chances = model(tokens, caches, at, text).float().softmax(dim=2)
         tokens = torch.multinomial(chances.flatten(0, 1), 1).view(batch, shape.codebooks)
         out.append(tokens)

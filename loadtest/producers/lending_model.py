@@ -2,8 +2,8 @@
 
     python -m loadtest.producers.lending_model --model sdxl --batch 4 --device cuda --socket PATH --coordinator-url URL
 
-Commands (child_commands.py): open, load (nothing), lend, window, reclaim. In a window a batch is always waiting, and
-each is waited for.
+Commands (child_commands.py): open, load (nothing), sweep, lend, window, reclaim. In a window a batch is always waiting,
+and each is waited for.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Model:
     async def open(self, most_bytes: int, page_bytes: int) -> dict[str, Any]:
         """Weights, two batches to warm up, and a connection for lending."""
         options = self._options
-        self._model = build(options.model, options.device)
+        self._model: Any = build(options.model, options.device)
         for _ in range(2):
             self._batch()
         self._lender = Lender(
@@ -53,8 +53,34 @@ class Model:
 
     def _batch(self) -> None:
         self._kind.run(self._model, self._options.batch)
+        self._wait()
+
+    def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    async def sweep(self, batches: list[int], num_steps: int) -> dict[str, Any]:
+        """Throughput and memory by batch (AQUA Figures 3, 7a), of some steps of whole items."""
+        share = num_steps / self._model.shape.steps
+        rows: list[dict[str, Any]] = []
+        for batch in batches:
+            self._kind.run(self._model, batch, num_steps)
+            self._wait()
+            began_s = time.perf_counter()
+            self._kind.run(self._model, batch, num_steps)
+            self._wait()
+            rate = batch * share / (time.perf_counter() - began_s)
+            rows.append({"batch": batch, "items_per_s": rate, **self._memory()})
+        return {"rows": rows}
+
+    def _memory(self) -> dict[str, int]:
+        """Of the device: what the model took at most since the last time, and all there is. 0: not known of a CPU."""
+        if self._device.type != "cuda":
+            return {"used_bytes": 0, "total_bytes": 0}
+        used = torch.cuda.max_memory_reserved(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return {"used_bytes": used, "total_bytes": torch.cuda.mem_get_info(self._device)[1]}
 
     async def lend(self, num_bytes: int) -> dict[str, Any]:
         """On offer, as soon as the market knows the mempool."""
@@ -93,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--coordinator-url", required=True)
     options = parser.parse_args(argv)
     model = Model(options)
-    names = ("open", "load", "lend", "window", "reclaim")
+    names = ("open", "load", "sweep", "lend", "window", "reclaim")
     asyncio.run(serve({name: getattr(model, name) for name in names}))
     return 0
 

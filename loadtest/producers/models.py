@@ -6,7 +6,6 @@ Weights are random, and made on the first call: on a GPU where PyTorch has one.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -15,10 +14,10 @@ from loadtest.producers import audio, unet
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`make` builds the model, `run` computes one batch of `unit`s with it."""
+    """`make` builds the model, `run` computes one batch of `unit`s with it: (model, batch, steps of each; 0: all)."""
 
     make: Callable[[], torch.nn.Module]
-    run: Callable[[Any, int], object]
+    run: Callable[..., object]
     unit: str
 
 

@@ -1,10 +1,13 @@
 """bench_producer_cost: figures come from samples, pieces are known to be finished, children answer or say why not."""
 
+import json
+
 import pytest
 
 from loadtest import bench_producer_cost as bench
 from loadtest import producer_cost
 from loadtest.child_commands import Child, ChildFailed
+from loadtest.figures import aqua_lending, sheet
 from loadtest.lending_rig import RigSettings, mempool_words
 from loadtest.progress import Progress
 from loadtest.results import check_metrics
@@ -21,7 +24,7 @@ def arm(items: float, tpot_ms: float = 0.0) -> dict:
 def round_of(producer: str, mode: str, number: int, off: dict, on: dict) -> dict:
     return {
         "kind": "round", "producer": producer, "mode": mode, "round": number, "off": off, "on": on,
-        "unit": "tokens" if producer == "engine" else "images", "moved_bytes": 4e9, "moved_s": 2.0,
+        "unit": "tokens" if producer in ("engine", "tp4") else "images", "moved_bytes": 4e9, "moved_s": 2.0,
         "lent_bytes": 8 * GIB,
     }  # fmt: skip
 
@@ -68,10 +71,31 @@ def test_a_reclaim_is_held_against_its_bytes_over_the_same_copies_rate_and_one_s
     assert found["reclaim_over_bound_worst_ratio"] == pytest.approx(1.5)
 
 
-def test_a_producer_without_a_budget_gives_no_headline():
-    with pytest.raises(ValueError, match="budget"):
-        bench.metrics_from_samples([one for one in SAMPLES if one.get("mode") == "full"])
-    assert producer_cost.metrics_so_far([SAMPLES[4]])["full_throughput_ratio"] == pytest.approx(0.9)
+def test_a_producer_that_has_no_rounds_with_a_budget_counts_without():
+    without = round_of("audio", "full", 0, arm(100), arm(95))
+    assert bench.metrics_from_samples([*SAMPLES, without])["throughput_ratio"] == pytest.approx(0.95)
+    with pytest.raises(ValueError, match="no rounds"):
+        bench.metrics_from_samples(SAMPLES[-3:])
+
+
+SWEEP = {
+    "kind": "sweep", "producer": "audio", "mode": "full", "unit": "clips",
+    "rows": [{"batch": n, "items_per_s": 2.0 * n, "used_bytes": n * GIB, "total_bytes": 140 * GIB} for n in (1, 2, 4)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("one", aqua_lending.SHEETS, ids=lambda one: one.name)
+def test_figures_of_lending_are_drawn_of_what_there_is_and_say_what_lacks(tmp_path, one):
+    (name,) = one.needs
+    head = {"name": name, "commit": "c" * 40, "date": "2026-01-01", "machine": {"cpu": "c", "gpu": ["g"]}}
+    course = {"course": [[1.0, 9], [2.0, 4]]}
+    samples = [one | course if one["kind"] == "reclaim" else one for one in SAMPLES]
+    samples += [SWEEP, round_of("tp4", "full", 0, arm(100, 10.0), arm(97, 10.3))]
+    for folder, found in (("full", samples), ("empty", [])):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{name}.json").write_text(json.dumps(head | {"samples": found}))
+    assert sheet.draw(one, sheet.Results(tmp_path / "full"), tmp_path, ["svg"]) == "drawn"
+    assert "has no" in sheet.draw(one, sheet.Results(tmp_path / "empty"), tmp_path, ["svg"])
 
 
 def test_a_piece_is_finished_when_all_of_its_rounds_and_reclaims_are_kept(tmp_path):
