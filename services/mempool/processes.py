@@ -1,13 +1,18 @@
 """Which living process is behind a connection, and proof of its death: a pidfd that became readable."""
 
 import asyncio
+import contextlib
 import os
 import select
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared.observe.log import get_logger
 from shared.transport.unix_channel import UnixConnection
+
+log = get_logger("mempool")
 
 
 @dataclass(slots=True)
@@ -59,6 +64,14 @@ class ProcessWatch:
     def pidfd_of(self, number: int) -> tuple[int, int] | None:
         """(pid, pidfd) of a living process; the pidfd stays this object's."""
         return next(((w.key[0], w.pidfd) for w in self._watched.values() if w.number == number), None)
+
+    def kill(self, number: int, reason: str) -> None:
+        """Rule 5: it held on beyond a deadline. What it holds returns when its death is proven."""
+        found = self.pidfd_of(number)
+        if found is not None:
+            log.warning("process_killed", process=number, pid=found[0], reason=reason)
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(found[1], signal.SIGKILL)
 
     def _died(self, watched: Watched) -> None:
         asyncio.get_running_loop().remove_reader(watched.pidfd)

@@ -1,9 +1,7 @@
 """The mempool's event loop: frames, deaths and time in, the pool decides, its actions out."""
 
 import asyncio
-import contextlib
 import os
-import signal
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +18,8 @@ from services.mempool.core.actions import (
     CreateMemory,
     CreateSlabs,
     Disconnect,
+    KillProcess,
+    MapFarPages,
     OfferSlabs,
     PoolLimits,
     PullRemote,
@@ -33,7 +33,7 @@ from services.mempool.core.actions import (
     TellPeer,
     WriteEntries,
     WriteWords,
-)
+)  # fmt: skip
 from services.mempool.core.mempool import Mempool
 from services.mempool.core.space import Plan
 from services.mempool.kept import Kept
@@ -148,13 +148,8 @@ class MempoolShell:
         self.perform(actions)
 
     def _end_silent(self) -> None:
-        """Rule 5: a holder past its deadline is killed; its pages return when its death is proven."""
         for number in sorted(self.pool.awaited()):
-            found = self._processes.pidfd_of(number)
-            if found is not None:
-                log.warning("silent_process_killed", process=number, pid=found[0])
-                with contextlib.suppress(OSError):
-                    signal.pidfd_send_signal(found[1], signal.SIGKILL)
+            self._processes.kill(number, "silent")
 
     def close(self) -> None:
         """End every connection. Peers keep the memory that they mapped, and reconnect to the next mempool."""
@@ -306,6 +301,10 @@ class MempoolShell:
                 self._send_fds(action.connection, wire.LayerWords(call_id=action.call_id), fds)
             case ReleaseUnits() | RestoreUnits():
                 self._change_memory(action)
+            case MapFarPages():
+                self._send_fds(action.connection, *self.spaces.far_pages(action))
+            case KillProcess():
+                self._processes.kill(action.process, action.reason)
 
     def _punch(self, action: PunchPages) -> None:
         if self.peers is None or self.peers.may_punch(action.space):

@@ -1,11 +1,19 @@
 """The memory of every space of this mempool, and what the core asks to be done with it."""
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from services.mempool.core.actions import CopyPages, CreateMemory, CreateSlabs, ReleaseUnits, RestoreUnits
+from services.mempool.core.actions import (
+    CopyPages,
+    CreateMemory,
+    CreateSlabs,
+    MapFarPages,
+    ReleaseUnits,
+    RestoreUnits,
+)
 from services.mempool.kept import Kept
 from services.mempool.memory import PoolMemory
 from services.mempool.slabs import DeviceSlabs, KeptSlabs
@@ -14,8 +22,10 @@ from services.mempool.takeover import Adopted, SpaceMeta
 from shared.errors import ClusterError, ResourceError
 from shared.ids import Epoch, InstanceId, PageId
 from shared.kv.layout import EngineDescription, slabs_per_page
+from shared.kv.words import u32_bytes, u64_bytes
 from shared.observe.log import get_logger
 from shared.observe.trace import start_span
+from shared.wire.mempool_far import MapFar
 
 if TYPE_CHECKING:
     from services.mempool.mover import CopyDone, Mover
@@ -132,6 +142,18 @@ class Spaces:
     def export(self, number: int, rank: int, which: Iterable[int]) -> list[int]:
         """Descriptors of one rank's slabs, the caller's to close."""
         return [self.slabs[number, rank].export(slab) for slab in which]
+
+    def far_pages(self, action: MapFarPages) -> tuple[MapFar, list[int]]:
+        """What a rank is told to map them, and descriptors, the caller's to close; of host memory a read-only one."""
+        places = u32_bytes(action.places)
+        if self.has_slabs(action.space):
+            fds = self.export(action.space, action.rank, action.pages)
+            return MapFar(number=action.number, places=places), fds
+        memory = self.memories[action.space]
+        first = action.rank * memory.num_pages
+        offsets = u64_bytes((first + page) * memory.page_bytes for page in action.pages)
+        fd = os.open(f"/proc/self/fd/{memory.page_fd}", os.O_RDONLY | os.O_CLOEXEC)
+        return MapFar(number=action.number, places=places, offsets=offsets), [fd]
 
     def adopt(self, found: Adopted) -> None:
         """An earlier mempool's space."""

@@ -23,7 +23,7 @@ from shared.wire.codec import Channel
 from shared.wire.mempool_layers import LayersSealed, LayerWords, LayerWordsCall, StepLayers
 from shared.wire.mempool_lending import FromLending, ToLending
 from shared.wire.mempool_slabs import Mapped, MapSlabs, Unmap, Unmapped
-from shared.wire.mempool_swap import SwapCall, SwappedIn, SwappedOut
+from shared.wire.mempool_swap import FromSwaps, SwapCall
 
 
 class HeldLease(Struct, frozen=True, kw_only=True):
@@ -65,6 +65,7 @@ class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
     # of an engine or a rank that has the memory already: refused ("memory.replaced") by a pool with other memory
     memory_id: Epoch = Epoch(0)
     holding: Holding | None = None
+    far_places: int = 0  # of a rank: it can map so many pages from elsewhere (mempool_far.py)
 
 
 class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
@@ -372,8 +373,7 @@ FromMempool = (
     | MapSlabs
     | LayerWords
     | FromLending
-    | SwappedOut
-    | SwappedIn
+    | FromSwaps
     | CallFailed
 )
 

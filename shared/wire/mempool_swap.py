@@ -7,6 +7,8 @@ also after SwapDrop, and not in order. Nobody waits: an engine acts on an answer
 
 from msgspec import Struct
 
+from shared.wire.mempool_far import FarDrop, FarMapped, FarMoved, FarOut, FarPlaced, MapFar, UnmapFar
+
 NO_PAGE = 0xFFFFFFFF  # in SwappedIn: the block is nowhere any more
 
 
@@ -60,4 +62,5 @@ class SwapDrop(Struct, frozen=True, kw_only=True, tag="swap_drop"):
     swap: int
 
 
-SwapCall = SwapOut | SwapIn | SwapDrop
+SwapCall = SwapOut | SwapIn | SwapDrop | FarOut | FarDrop | FarMapped
+FromSwaps = SwappedOut | SwappedIn | FarPlaced | FarMoved | MapFar | UnmapFar

@@ -75,6 +75,7 @@ from shared.wire.requests import (
 )
 from tests.tidy.wire_samples_lending import LENDING_SAMPLES
 from tests.tidy.wire_samples_mempool_api import MEMPOOL_API_SAMPLES
+from tests.tidy.wire_samples_mempool_far import MEMPOOL_FAR_SAMPLES
 from tests.tidy.wire_samples_mempool_lending import MEMPOOL_LENDING_SAMPLES
 from tests.tidy.wire_samples_mempool_peer import MEMPOOL_PEER_SAMPLES
 from tests.tidy.wire_samples_mempool_swap import MEMPOOL_SWAP_SAMPLES
@@ -324,6 +325,7 @@ SAMPLES |= MEMPOOL_API_SAMPLES
 SAMPLES |= MEMPOOL_LENDING_SAMPLES
 SAMPLES |= MEMPOOL_PEER_SAMPLES
 SAMPLES |= MEMPOOL_SWAP_SAMPLES
+SAMPLES |= MEMPOOL_FAR_SAMPLES
 SAMPLES |= PLACEMENT_SAMPLES
 
 

@@ -249,6 +249,26 @@ class ApiSend:
 
 
 @dataclass(frozen=True, slots=True)
+class MapFarPages:
+    """Send a rank a MapFar with descriptors of these pages of a space, in the order of its places."""
+
+    connection: int
+    number: int
+    places: list[int]
+    space: int
+    rank: int
+    pages: list[PageId]
+
+
+@dataclass(frozen=True, slots=True)
+class KillProcess:
+    """Rule 5: it held on to memory beyond the deadline. The pool goes on when its death is proven."""
+
+    process: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Disconnect:
     """End a connection. The pool has forgotten it already."""
 
@@ -271,6 +291,8 @@ Action = (
     | SendLayerWords
     | StepOver
     | ApiSend
+    | MapFarPages
+    | KillProcess
     | Disconnect
     | AskPeer
     | TellPeer

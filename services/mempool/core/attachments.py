@@ -29,6 +29,8 @@ from shared.kv.layout import EngineDescription, num_blocks
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire import mempool as wire
 
+MAX_FAR_PLACES = 65_536  # of one rank
+
 
 class Attachments:
     """State of a pool, and its connections. Pool adds what they say.
@@ -146,7 +148,8 @@ class Attachments:
         if memory is not None and (reason := space.other_device(memory, message)):
             return self._refuse(connection, "device.mismatch", reason)
         if memory is not None:
-            memory.engines.attach_rank(connection, process, message.instance, message.rank)
+            places = min(max(0, message.far_places), MAX_FAR_PLACES)
+            memory.engines.attach_rank(connection, process, message.instance, message.rank, places)
             assert self.releases is not None
             self.releases.attached(process)
             created += space.slabs_of(memory, self.number, connection, message)

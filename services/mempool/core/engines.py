@@ -51,6 +51,7 @@ class Rank:
     process: int
     instance: InstanceId
     number: int
+    far_places: int = 0
 
 
 @dataclass(slots=True)
@@ -85,9 +86,11 @@ class Engines:
         }
         self.attached[engine.connection] = engine
 
-    def attach_rank(self, connection: int, process: int, instance: InstanceId, number: int) -> None:
+    def attach_rank(
+        self, connection: int, process: int, instance: InstanceId, number: int, far_places: int = 0
+    ) -> None:
         """A process that computes for the engine of this instance, attached already or soon."""
-        self.ranks[connection] = Rank(process, instance, number)
+        self.ranks[connection] = Rank(process, instance, number, far_places)
         for engine in self.of_instance(instance):
             engine.ranks.add(process)
 

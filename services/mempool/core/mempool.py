@@ -113,7 +113,7 @@ class Mempool(FromOutside):
         self._touched.update((pool.number, pool) for pool in pools)
 
     def _leave_loan(self, number: int, is_overdue: bool, now_ms: int) -> None:
-        self.swaps.let_go(number)
+        self.swaps.let_go(number, is_overdue)
         if is_overdue:
             self._touch(*self.pulls.let_go(number, now_ms))
 
@@ -395,5 +395,5 @@ class Mempool(FromOutside):
         parts = [pool.status() for pool in self.pools.values()]
         spaces = [found for pool in self.pools.values() if (found := pool.space_status()) is not None]
         counters = self.counters + self.dram.counters() + self.lending.counters()
-        counters += self.swaps.counters
+        counters += self.swaps.counters + self.swaps.far.counters
         return space.total(parts, spaces, call_id, counters)

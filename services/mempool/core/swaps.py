@@ -18,12 +18,14 @@ from services.mempool.core.actions import Action, CopyPages, PoolLimits
 from services.mempool.core.claims import Claim
 from services.mempool.core.engines import Engine
 from services.mempool.core.entry import Entry
+from services.mempool.core.far import Far
 from services.mempool.core.page_state import PageEvent
 from services.mempool.core.pool import Pool
 from services.mempool.core.swap_state import Copy, Job, Place, Swap
 from shared.errors import PeerProtocolError
 from shared.ids import BlockHash, Epoch, PageId
 from shared.kv.words import u32_bytes, u64_bytes
+from shared.wire.mempool_far import FarDrop, FarMapped, FarOut
 from shared.wire.mempool_swap import NO_PAGE, SwapCall, SwapDrop, SwapIn, SwapOut, SwappedIn, SwappedOut
 
 MAX_SWAPS = 4_096  # of all engines: beyond it nothing is kept
@@ -56,11 +58,15 @@ class Swaps:
         self._copies: dict[int, Copy] = {}
         self._in_flight: Counter[tuple[int, bool]] = Counter()  # pages, by the engine's space and way
         self._out: list[Action] = []
+        self.far = Far(limits, pools, behind, numbers, touched)
 
     # -- what engines say -----------------------------------------------------------------------------
 
     def on_message(self, pool: Pool, connection: int, message: SwapCall) -> None:
         """Raises: PeerProtocolError from anybody but an engine that works in the pages; nothing has changed."""
+        if isinstance(message, FarOut | FarDrop | FarMapped):
+            self.far.on_message(pool, connection, message)
+            return
         engine = pool.memory.engines.attached.get(connection) if pool.memory is not None else None
         if engine is None or not engine.works_in_pages:
             raise PeerProtocolError(f"{type(message).__name__} from who does not work in the pages")
@@ -167,11 +173,13 @@ class Swaps:
         for job in [job for job in self._jobs if job.swap.connection == connection]:
             self._give_up(job)
             self._jobs.remove(job)
+        self.far.forget(connection)
 
     def prune(self) -> None:
         """Engines may be gone whose connections still end."""
         for swap in [swap for swap in self._swaps.values() if not self._is_here(swap)]:
             self.forget(swap.connection)
+        self.far.prune()
 
     def _is_here(self, swap: Swap) -> bool:
         memory = swap.pool.memory
@@ -193,6 +201,7 @@ class Swaps:
 
     def advance(self) -> None:
         """Take everything as far as it goes. Cost: nothing without swaps."""
+        self.far.advance()
         for swap in [swap for swap in self._swaps.values() if swap.adrift]:
             for block_hash in list(swap.adrift):
                 if (there := self._kept_at(swap.pool, block_hash)) is not None:
@@ -206,8 +215,9 @@ class Swaps:
             self._jobs.remove(job)
             self._answer(job)
 
-    def let_go(self, number: int) -> None:
+    def let_go(self, number: int, is_overdue: bool = False) -> None:
         """Lent pages of this space are wanted back: its blocks leave for host memory without a pin."""
+        self.far.let_go(number, is_overdue)
         for swap in [swap for swap in self._swaps.values() if number in swap.loans]:
             swap.loans.discard(number)
             for block_hash, (place, entry) in list(swap.kept.items()):
@@ -270,7 +280,7 @@ class Swaps:
 
     def take_actions(self) -> list[Action]:
         """Copies, to perform behind the words of their pages."""
-        out, self._out = self._out, []
+        out, self._out = self._out + self.far.take_actions(), []
         return out
 
     # -- answers --------------------------------------------------------------------------------------
@@ -279,7 +289,7 @@ class Swaps:
         """False: not a copy of ours. Pages `in_doubt` may still be written; Pool.settled follows."""
         copy = self._copies.pop(copy_id, None)
         if copy is None:
-            return False
+            return self.far.on_copied(copy_id, failed=failed, in_doubt=in_doubt)
         job, target = copy.job, copy.target
         job.num_in_flight -= len(copy.items)
         self._in_flight[job.swap.pool.number, job.is_in] -= len(copy.items)

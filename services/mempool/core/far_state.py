@@ -1,0 +1,77 @@
+"""What far.py keeps of an engine with far places, of its calls, and of what its ranks were asked. No I/O."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from services.mempool.core.engines import Engine
+from services.mempool.core.entry import Entry
+from services.mempool.core.pool import Pool
+from shared.ids import BlockHash, PageId
+
+Where = tuple[Pool, Entry]
+
+
+class PlaceState(StrEnum):
+    """Of a place that is not free."""
+
+    MAPPING = "mapping"  # its ranks were asked
+    MAPPED = "mapped"  # the engine may read there
+    LEAVING = "leaving"  # as mapped, but the page is wanted back
+    UNMAPPING = "unmapping"  # the engine reads there no more; its ranks were asked
+
+
+@dataclass(slots=True)
+class Place:
+    """`where`: the page that is mapped, pinned there."""
+
+    where: Where
+    state: PlaceState
+
+
+@dataclass(slots=True, eq=False)
+class User:
+    """An engine, the living connections of its ranks, and its places."""
+
+    engine: Engine
+    pool: Pool
+    ranks: dict[int, int]  # connection -> rank
+    free: list[int]
+    places: dict[int, Place] = field(default_factory=dict)
+    is_gone: bool = False  # its connection ended: nobody hears answers, and its processes may still read
+    is_killed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A FarOut, or places that are wanted back, until it is answered. Lists are by position."""
+
+    user: User
+    number: int
+    hashes: list[BlockHash]
+    old: list[tuple[int, Place]] = field(default_factory=list)  # that are wanted back
+    waiting: deque[tuple[int, Where]] = field(default_factory=deque)  # to be copied; pinned there
+    num_under_way: int = 0
+    found: dict[int, int] = field(default_factory=dict)  # position -> place
+
+
+@dataclass(frozen=True, slots=True)
+class FarCopy:
+    """`items` as in Job.waiting; `places`: kept free for what arrives."""
+
+    job: Job
+    target: Pool
+    items: list[tuple[int, Where]]
+    pages: list[PageId]
+    places: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """Of a user's ranks: to map (with a job) or unmap these. `items`: (position in the job, place)."""
+
+    user: User
+    job: Job | None
+    items: list[tuple[int, int]]
+    ranks: set[int]  # connections that have not answered
+    is_ok: bool = True

@@ -1,0 +1,256 @@
+"""Copies of a running request's blocks at far places: mapped before they are read, unmapped before they are free."""
+
+from typing import Any
+
+import pytest
+
+from services.mempool.core.actions import Action, KillProcess, MapFarPages
+from shared.errors import PeerProtocolError
+from shared.ids import InstanceId
+from shared.kv.words import u32_bytes, u32_list
+from shared.wire import mempool as wire
+from shared.wire.mempool_far import NO_PLACE, FarDrop, FarMapped, FarMoved, FarOut, FarPlaced, UnmapFar
+from tests.unit.mempool_harness import DESCRIPTION, page_lists
+from tests.unit.test_mempool_lending import ABCD, WXYZ, Market
+from tests.unit.test_mempool_spaces import FRONT, PREFILL
+
+RANK = 100 + PREFILL
+
+
+class FarMarket(Market):
+    """The consumer's rank can map `places` pages; `maps` is what it maps, (space, page) by place."""
+
+    def __init__(self, *, places: int = 6, **options: Any) -> None:
+        self.maps: dict[int, tuple[int, int]] = {}
+        self.asked: list[tuple[int, Any]] = []  # (number, what the rank shall do)
+        self.killed: set[int] = set()
+        self.obeys = True
+        self.places = places
+        super().__init__(**options)
+
+    def worker(self, connection: int, device: str, *, quota: int = 4, **more: Any) -> None:
+        if connection != PREFILL:
+            super().worker(connection, device, quota=quota, **more)
+            return
+        name = InstanceId(f"i{PREFILL}")
+        rank = wire.Attach(
+            kind="rank", instance=name, description=DESCRIPTION, device=device, far_places=self.places
+        )
+        self.run(self.core.on_attach(RANK, PREFILL, rank, self.now_ms))
+        self.engine(connection, quota=quota, instance=name, works_in_pages=True)
+
+    def run(self, actions: list[Action]) -> None:
+        super().run(actions)
+        for action in actions:
+            if isinstance(action, KillProcess):
+                self.killed.add(action.process)
+            elif isinstance(action, MapFarPages):
+                assert action.connection == RANK
+                where = [(action.space, page) for page in action.pages]
+                self.asked.append((action.number, dict(zip(action.places, where, strict=True))))
+        unmaps = [m for m in self.sent[RANK] if isinstance(m, UnmapFar)]
+        self.sent[RANK] = [m for m in self.sent[RANK] if not isinstance(m, UnmapFar)]
+        self.asked += [(m.number, u32_list(m.places)) for m in unmaps]
+        if self.obeys:
+            self.obey()
+
+    def obey(self, *, is_ok: bool = True) -> None:
+        """The rank does what it was asked, in order."""
+        while self.asked:
+            number, what = self.asked.pop(0)
+            if is_ok and isinstance(what, dict):
+                assert not set(what) & set(self.maps), "a place is mapped twice"
+                self.maps |= what
+            elif is_ok:
+                for place in what:
+                    del self.maps[place]
+            self.say(RANK, FarMapped(number=number, is_ok=is_ok))
+
+    def out(self, number: int, hashes: list, names: str) -> list[int]:
+        """Compute, send far, and unpin what is there. Places."""
+        pages = self.fill(PREFILL, 0, hashes, names)
+        self.say(PREFILL, FarOut(number=number, hashes=b"".join(hashes)))
+        self.copied()
+        places = self.placed(number)
+        self.say(PREFILL, wire.Unpin(**self.lists(pages, places)))
+        return places
+
+    @staticmethod
+    def lists(pages: list, places: list[int]) -> dict[str, bytes]:
+        return page_lists([page for page, place in zip(pages, places, strict=True) if place != NO_PLACE])
+
+    def placed(self, number: int) -> list[int]:
+        found = [m for m in self.sent[PREFILL] if isinstance(m, FarPlaced) and m.number == number]
+        assert len(found) == 1
+        return u32_list(found[0].places)
+
+    def moved(self) -> list[tuple[int, int]]:
+        found = [m for m in self.sent[PREFILL] if isinstance(m, FarMoved)]
+        return [pair for m in found for pair in zip(u32_list(m.places), u32_list(m.to), strict=True)]
+
+    def drop(self, *places: int) -> None:
+        self.say(PREFILL, FarDrop(places=u32_bytes(places)))
+
+    def seen(self, places: list[int]) -> str:
+        """What attention would read there."""
+        return "".join(self.bytes[self.maps[place]] for place in places)
+
+    @property
+    def num_placed(self) -> int:
+        return self.core.swaps.far.num_placed
+
+
+def test_blocks_are_read_where_their_copies_are_mapped_and_nothing_evicts_those():
+    rig = FarMarket(dram_pages=4)
+    places = rig.out(1, ABCD, "abcd")
+    assert rig.seen(places) == "abcd"
+    rig.leave(WXYZ, "wxyz")  # host memory is full of the others
+    rig.copied()
+    assert rig.seen(places) == "abcd"
+    assert rig.counters()["far_blocks_out_dram"] == 4
+
+
+def test_lent_pages_take_them_first_and_host_memory_the_rest():
+    rig = FarMarket()
+    rig.lend(3)
+    places = rig.out(1, ABCD, "abcd")
+    assert [rig.maps[place][0] == rig.producer for place in places].count(True) == 3
+    assert rig.seen(places) == "abcd"
+
+
+def test_what_is_kept_outside_already_is_mapped_without_a_copy():
+    rig = FarMarket()
+    first = rig.out(1, ABCD, "abcd")
+    rig.drop(*first)
+    rig.say(PREFILL, FarOut(number=2, hashes=b"".join(ABCD)))
+    assert not rig.copies
+    assert rig.seen(rig.placed(2)) == "abcd"
+
+
+def test_places_that_are_no_more_come_back_as_no_place_and_their_blocks_stay_with_the_engine():
+    rig = FarMarket(places=3)
+    places = rig.out(1, ABCD, "abcd")
+    assert places.count(NO_PLACE) == 1
+    assert rig.num_placed == 3
+    rig.drop(*[place for place in places if place != NO_PLACE])
+    assert rig.num_placed == 0
+    assert not rig.maps
+
+
+def test_an_engine_whose_ranks_map_nothing_gets_no_place():
+    rig = FarMarket(places=0)
+    assert rig.out(1, ABCD, "abcd") == [NO_PLACE] * 4
+
+
+def test_a_place_is_free_only_after_its_rank_has_unmapped_it():
+    rig = FarMarket(places=4, dram_pages=4)
+    places = rig.out(1, ABCD, "abcd")
+    rig.obeys = False
+    rig.drop(*places)
+    assert rig.num_placed == 4
+    rig.leave(WXYZ, "wxyz")
+    rig.copied()
+    assert rig.seen(places) == "abcd", "the rank maps them still"
+    rig.obey()
+    assert rig.num_placed == 0
+
+
+def test_a_rank_that_cannot_map_leaves_the_blocks_with_the_engine_and_pins_nothing():
+    rig = FarMarket()
+    pages = rig.fill(PREFILL, 0, ABCD, "abcd")
+    rig.obeys = False
+    rig.say(PREFILL, FarOut(number=1, hashes=b"".join(ABCD)))
+    rig.copied()
+    rig.obey(is_ok=False)
+    assert rig.placed(1) == [NO_PLACE] * 4
+    assert rig.counters()["far_maps_failed"] == 4
+    assert len(pages) == 4
+
+
+def test_a_reclaim_brings_bytes_to_host_memory_and_the_lender_gets_its_pages_after_the_drop():
+    rig = FarMarket(places=8)
+    rig.lend(4)
+    places = rig.out(1, ABCD, "abcd")
+    rig.reclaim(0, 1000)
+    rig.copied()
+    moved = dict(rig.moved())
+    assert sorted(moved) == sorted(places)
+    assert rig.seen(places) == rig.seen([moved[place] for place in places]) == "abcd"
+    assert rig.leased() == 4, "they are mapped still"
+    rig.drop(*places)
+    assert rig.leased() == 0
+    assert rig.seen([moved[place] for place in places]) == "abcd"
+    assert not rig.killed
+
+
+def test_a_consumer_that_misses_the_deadline_is_killed_and_the_pages_return_at_its_proven_death():
+    rig = FarMarket(places=8)
+    rig.lend(4)
+    rig.out(1, ABCD, "abcd")
+    rig.reclaim(0, 1000)
+    rig.copied()
+    rig.advance(999)
+    assert not rig.killed
+    rig.advance(1)
+    assert rig.killed == {PREFILL}
+    assert rig.leased() == 4, "a killed process may run on until it is proven dead"
+    rig.closed(RANK)
+    rig.closed(PREFILL)
+    assert rig.leased() == 4
+    rig.dead(PREFILL)
+    rig.advance(1)
+    assert rig.leased() == 0
+    assert rig.num_placed == 0
+
+
+def test_a_reclaim_without_room_elsewhere_says_no_place():
+    rig = FarMarket(places=8, dram_pages=4)
+    rig.lend(4)
+    lent = rig.out(1, ABCD, "abcd")
+    rig.out(2, WXYZ, "wxyz")  # host memory is full, and read
+    rig.reclaim(0, 1000)
+    assert dict(rig.moved()) == dict.fromkeys(lent, NO_PLACE)
+    rig.drop(*lent)
+    rig.advance(1000)  # what nobody reads any more is forgotten then
+    assert rig.leased() == 0
+    assert not rig.killed
+
+
+def test_what_was_dropped_while_it_was_moved_is_nobodys_and_no_place_changes_its_meaning():
+    rig = FarMarket(places=8)
+    rig.lend(4)
+    lent = rig.out(1, ABCD, "abcd")
+    rig.reclaim(0, 1000)
+    rig.drop(*lent[:3])
+    rig.copied()
+    assert [place for place, _ in rig.moved()] == lent[3:]
+    assert rig.num_placed == 2
+    rig.drop(lent[3], rig.moved()[0][1])
+    assert rig.num_placed == 0
+    assert rig.leased() == 0
+
+
+def test_an_engine_that_dies_in_the_middle_of_everything_leaves_no_pin():
+    rig = FarMarket(places=8)
+    rig.lend(2)
+    rig.fill(PREFILL, 0, ABCD, "abcd")
+    rig.obeys = False
+    rig.say(PREFILL, FarOut(number=1, hashes=b"".join(ABCD)))
+    rig.closed(RANK)
+    rig.closed(PREFILL)
+    rig.dead(PREFILL)
+    rig.copied()
+    assert rig.num_placed == 0
+    assert rig.core.status().num_pinned == 0
+
+
+def test_only_engines_that_work_in_the_pages_and_their_ranks_have_a_say():
+    rig = FarMarket()
+    with pytest.raises(PeerProtocolError):
+        rig.say(FRONT, FarOut(number=1, hashes=b""))
+    with pytest.raises(PeerProtocolError):
+        rig.say(PREFILL, FarMapped(number=1))
+    places = rig.out(1, ABCD, "abcd")
+    rig.drop(77)
+    assert rig.counters()["messages_stale"] == 1
+    assert rig.seen(places) == "abcd"
