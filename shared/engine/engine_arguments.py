@@ -22,6 +22,8 @@ def in_pages(settings: WorkerSettings) -> dict[str, Any]:
         scheduler = "layer_scheduler.{}LayerScheduler"
     elif settings.local_policy == "cfs":
         scheduler = "fair_scheduler.{}FairPageScheduler"
+    elif settings.far_bytes:
+        scheduler = "far_scheduler.{}FarPageScheduler"
     if current_platform.is_cpu():
         return {
             "worker_cls": "shared.engine.page_worker_cpu.PageCPUWorker",

@@ -6,7 +6,8 @@ Stock vLLM owns all of its blocks from the start. Here a block is
 - in stock: granted to this engine and in no block table;
 - writing: granted, in a block table (or in the cache until its seal is sent);
 - sealed: this engine's, pinned in the pool until unpinned; in a block table or in the engine's cache;
-- leased: sealed by whichever engine, pinned by leases of requests that are here.
+- leased: sealed by whichever engine, pinned by leases of requests that are here;
+- far: a copy outside this engine's memory, mapped behind it for one request (far_scheduler.py).
 
 Prefix hits, reference counts and LRU order are vLLM's own. A full block is sealed once the step that wrote it is
 over. Aliasing a prefix, also one that another engine of this host computed, is the same block id in another
@@ -29,7 +30,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
-from shared.engine.page_swaps import GROUP, LEASED, SEALED, STOCK, UNKNOWN, WRITING, SwapPages
+from shared.engine.page_swaps import FAR, GROUP, LEASED, SEALED, STOCK, UNKNOWN, WRITING, SwapPages
 from shared.ids import BlockHash, Epoch, PageId
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.mempool.page_quota import Owned, PageQuota, SealedPage
@@ -76,6 +77,8 @@ class PageBlockPool(SwapPages, BlockPool):
         self.num_owned = 0
         self.on_steps_done: Callable[[int], None] | None = None  # behind the seals
         self.keeps = True  # blocks that no request uses, for later hits
+        self.far_room = 0  # blocks that could leave for far places
+        self.far_freed: list[int] = []  # far block ids that no block table has any more
         self.num_expected = 0  # pages that were unpinned and whose replacement has not come
         self.clock: Callable[[], float] = time.monotonic  # seconds
         self._expected_until_s = 0.0
@@ -231,12 +234,16 @@ class PageBlockPool(SwapPages, BlockPool):
     # -- what vLLM calls --------------------------------------------------------------------------------
 
     def get_num_free_blocks(self) -> int:
-        """Blocks that are free or cached and unused, as vLLM counts; allocation also needs them in stock."""
-        return len(self.stock) + self.free_block_queue.num_free_blocks
+        """Blocks that are free or cached and unused, or that far places could make free, as vLLM counts.
+
+        Allocation also needs them in stock.
+        """
+        return len(self.stock) + self.free_block_queue.num_free_blocks + self.far_room
 
     def get_usage(self) -> float:
         """Share of this engine's own pages that requests use."""
-        return 1.0 - self.get_num_free_blocks() / self.num_owned if self.num_owned else 0.0
+        unused = len(self.stock) + self.free_block_queue.num_free_blocks
+        return 1.0 - unused / self.num_owned if self.num_owned else 0.0
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """From the stock only. The caller has made sure that it suffices (PageKVCacheManager)."""
@@ -268,6 +275,9 @@ class PageBlockPool(SwapPages, BlockPool):
             if kind == LEASED:
                 self._maybe_evict_cached_block(block)
                 self.kinds[block.block_id] = UNKNOWN
+            elif kind == FAR:
+                self.kinds[block.block_id] = UNKNOWN
+                self.far_freed.append(block.block_id)
             elif block.block_hash is not None:
                 cached.append(block)
             elif kind == SEALED:

@@ -99,14 +99,12 @@ class PageSchedulerMixin:
         die_with_parent()
         extra: dict[str, Any] = vllm_config.additional_config["quire"]
         description = msgspec.json.decode(extra["description"], type=EngineDescription)
+        num_pages = kv_cache_config.num_blocks - 1 - int(extra.get("far_places", 0))
         quota = PageQuota(
-            extra["mempool_socket"],
-            InstanceId(extra["instance"]),
-            description,
-            quota_pages=kv_cache_config.num_blocks - 1,
+            extra["mempool_socket"], InstanceId(extra["instance"]), description, quota_pages=num_pages
         )
         header = quota.attach()
-        assert header.num_pages + 1 == kv_cache_config.num_blocks, (header, kv_cache_config.num_blocks)
+        assert header.num_pages == num_pages, (header, kv_cache_config.num_blocks)
         events = CacheEventSender(extra["events_address"]) if extra.get("events_address") else None
         self._events = events
         make_pool = functools.partial(PageBlockPool, quota, self._on_cache_event)

@@ -7,7 +7,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group
 
 from shared.mempool.page_quota import Owned, SealedPage
 
-UNKNOWN, STOCK, WRITING, SEALED, LEASED = range(5)  # what a block is: page_pool.py
+UNKNOWN, STOCK, WRITING, SEALED, LEASED, FAR = range(6)  # what a block is: page_pool.py
 GROUP = 0  # one KV cache group: the adapter refuses others
 
 
@@ -29,6 +29,14 @@ class SwapPages:
             block.ref_cnt = 0
             self._maybe_evict_cached_block(block)
         self._let_go(blocks)
+
+    def place_far(self: Any, block_id: int) -> KVCacheBlock:
+        """A block behind this engine's own ones, where its ranks map a copy, is in one block table."""
+        block: KVCacheBlock = self.blocks[block_id]
+        assert self.kinds[block_id] == UNKNOWN, block
+        self.kinds[block_id] = FAR
+        block.ref_cnt = 1
+        return block
 
     def adopt(self: Any, page: SealedPage) -> KVCacheBlock:
         """A block that the mempool brought is this engine's, sealed, and in one block table."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from shared.engine.far_window import FarPlaces, HostFar
 from shared.mempool.rank_memory import RankMemory, SlabUser
 
 _MAP_FIXED = 0x10
@@ -22,11 +23,15 @@ _libc.mmap.argtypes = (
 
 
 class PageWindow(NamedTuple):
-    """`tensor`: int8 [(num_pages + 1) * page_bytes], valid while `owner` lives. `slabs`: of a GPU's window."""
+    """`tensor`: int8 [blocks * page_bytes], valid while `owner` lives; far places behind the pages.
+
+    `slabs`: of a GPU's window. `far`: None without far places.
+    """
 
     tensor: torch.Tensor
     owner: object
     slabs: SlabUser | None = None
+    far: FarPlaces | None = None
 
 
 def device_name(device: torch.device, host_space: str = "") -> str:
@@ -37,19 +42,20 @@ def device_name(device: torch.device, host_space: str = "") -> str:
     return f"cuda:{bytes(uuid.bytes).hex()}"
 
 
-def open_window(memory: RankMemory, device: torch.device) -> PageWindow:
-    """Map the null page and all pages.
+def open_window(memory: RankMemory, device: torch.device, far_places: int = 0) -> PageWindow:
+    """Map the null page and all pages, and keep addresses for far places behind them.
 
     Raises: OSError when the kernel refuses; ResourceError when the GPU's driver does.
     """
     if memory.pages_per_slab:
         from shared.engine.page_window_cuda import open_cuda_window  # needs CUDA's bindings
 
-        tensor, window = open_cuda_window(memory, device)
-        return PageWindow(tensor, window, window)
+        tensor, window = open_cuda_window(memory, device, far_places)
+        return PageWindow(tensor, window, window, window.far)
     header = memory.header
     size = (header.num_pages + 1) * header.page_bytes
-    owner = mmap.mmap(-1, size)  # private and untouched: only the first page of it stays
+    far_bytes = far_places * header.page_bytes
+    owner = mmap.mmap(-1, size + far_bytes)  # private and untouched: only the first page of it stays
     base = ctypes.addressof(ctypes.c_char.from_buffer(owner))
     at = _libc.mmap(
         base + header.page_bytes, size - header.page_bytes, mmap.PROT_READ | mmap.PROT_WRITE,
@@ -57,4 +63,5 @@ def open_window(memory: RankMemory, device: torch.device) -> PageWindow:
     )  # fmt: skip
     if at == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return PageWindow(torch.frombuffer(owner, dtype=torch.int8), owner)
+    far = HostFar(base + size, header.page_bytes, far_places) if far_places else None
+    return PageWindow(torch.frombuffer(owner, dtype=torch.int8), owner, far=far)

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
+from shared.engine.far_tables import change_tables
 from shared.engine.layer_progress import LayerProgress, open_word
 from shared.engine.page_warmup import use_null_block
 from shared.engine.page_window import PageWindow, device_name, open_window
@@ -61,6 +62,8 @@ class PageWorkerMixin:
         """vLLM's."""
         if self._warming_up:
             use_null_block(scheduler_output)
+        elif changes := getattr(scheduler_output, "quire_far", None):
+            change_tables(self.model_runner, scheduler_output, changes, self._window.far.block_of)
         if self._progress is None or self._warming_up:
             return super().execute_model(scheduler_output)
         self._progress.begin(scheduler_output.quire_step)
@@ -76,6 +79,7 @@ class PageWorkerMixin:
         found_bytes = super().determine_available_memory()
         extra: dict[str, Any] = self.vllm_config.additional_config["quire"]
         description = msgspec.json.decode(extra["description"], type=EngineDescription)
+        far_places = int(extra.get("far_places", 0))
         self._memory = RankMemory(
             extra["mempool_socket"],
             InstanceId(extra["instance"]),
@@ -85,19 +89,21 @@ class PageWorkerMixin:
             capacity_bytes=(found_bytes - CONTEXT_BYTES) * description.tp_size
             if self.device.type == "cuda"
             else 0,
+            far_places=far_places,
         )
         if extra.get("follow_layers"):
             self._progress = LayerProgress(open_word(self._memory.layer_words(), self.device))
-        return (self._memory.header.num_pages + 1) * description.block_bytes
+        return (self._memory.header.num_pages + 1 + far_places) * description.block_bytes
 
     def initialize_from_config(self: Any, kv_cache_config: KVCacheConfig) -> None:
         """Lay the cache over the pool's pages instead of allocating it."""
         assert self._memory is not None
         header = self._memory.header
-        if kv_cache_config.num_blocks != header.num_pages + 1:
+        far_places = kv_cache_config.num_blocks - header.num_pages - 1
+        if far_places != int(self.vllm_config.additional_config["quire"].get("far_places", 0)):
             raise ValueError(f"{kv_cache_config.num_blocks} blocks for {header.num_pages} pages")
-        self._window = open_window(self._memory, self.device)
-        self._memory.stay_attached(self._window.slabs)
+        self._window = open_window(self._memory, self.device, far_places)
+        self._memory.stay_attached(self._window.slabs, self._window.far)
         packed = packed_config(kv_cache_config, header.page_bytes)
         with _cache_from(self.model_runner, self._window.tensor):
             super().initialize_from_config(packed)

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from shared.engine import fair_scheduler, page_scheduler
+from shared.engine import fair_scheduler, far_scheduler, page_scheduler
 from shared.engine.cache_events import CacheEventReceiver
 from shared.engine.describe import describe_engine, why_not_in_pages
 from shared.engine.engine_arguments import by_copies, by_layer, in_pages
@@ -43,7 +43,14 @@ from shared.engine.rank_processes import host_ranks
 from shared.engine.sampling import honour_seeds, sampling_params
 from shared.engine.slot_settings import slot_settings
 from shared.engine.weave_settings import weave_arguments
-from shared.engine.worker_config import WorkerSettings, fair_rules, fair_swap, has_slots, works_in_pages
+from shared.engine.worker_config import (
+    WorkerSettings,
+    fair_rules,
+    fair_swap,
+    far_places,
+    has_slots,
+    works_in_pages,
+)
 from shared.errors import InvalidRequest, PeerGone, SettingsError
 from shared.kv.model_files import check_split
 from shared.kv.words import u32_bytes, u64_bytes
@@ -94,6 +101,7 @@ class VllmEngine:
             **(slot_settings(settings) if has_slots(settings) else {}),
             "fair": fair_rules(settings),
             "swap": fair_swap(settings),
+            **far_places(settings, self.description.block_bytes),
         }
         self.keeps_leases = works_in_pages(settings)
         self._reads_cache = settings.role == "decode" or settings.pd_caching != "basic"
@@ -101,6 +109,7 @@ class VllmEngine:
             config.additional_config["quire"] = extra
             page_scheduler.install()
             fair_scheduler.install()
+            far_scheduler.install()
         elif self.uses_pool:
             assert config.kv_transfer_config is not None
             config.kv_transfer_config.kv_connector_extra_config.update(extra)

@@ -71,6 +71,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     weave: Literal["off", "fuse", "full"] = "off"
     weave_min_tokens: int = 0
     weave_sms: int = 16  # multiprocessors that a part's sum takes from the other's compute
+    # of running requests' blocks that may lie outside the engine's memory (in lent pages, host memory), where attention
+    # reads them in place: prompts may be longer than that memory; 0: none
+    far_bytes: int = 0
     kv_cache_bytes: int = 0  # 0: the engine's own choice
     gpu_memory_utilization: float = 0.0  # 0: the engine's own choice
     tensor_parallel_size: int = 1
@@ -113,10 +116,11 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "max_model_len", "kv_cache_bytes", "gpu_memory_utilization", "drain_deadline_ms", "mock_step_ms",
     "mock_start_ms", "mock_eos_after_tokens", "mock_die_after_tokens", "mock_hang_after_tokens",
-    "mock_drop_first_steps", "fair_max_switch_share", "weave_min_tokens",
+    "mock_drop_first_steps", "fair_max_switch_share", "weave_min_tokens", "far_bytes",
 )  # fmt: skip
 
 
+MOST_FAR_MOVES = 64  # at once
 MOST_WEAVE_SMS = 32  # what the fused operation can be told
 
 
@@ -144,6 +148,12 @@ def fair_swap(settings: WorkerSettings) -> dict[str, float]:
     return {"is_on": float(settings.fair_swap == "auto"), "bytes_per_s": settings.fair_swap_gb_per_s * 1e9}
 
 
+def far_places(settings: WorkerSettings, block_bytes: int) -> dict[str, int]:
+    """For the engine's scheduler and ranks: `far_blocks` at once, and places beyond these for blocks that move."""
+    blocks = settings.far_bytes // block_bytes
+    return {"far_blocks": blocks, "far_places": blocks + min(blocks, MOST_FAR_MOVES)}
+
+
 def _is_wildcard(listen: str) -> bool:
     """Every interface of the machine: no address that somebody else could connect to."""
     host = listen.removeprefix("tcp://").rpartition(":")[0].strip("[]")
@@ -163,6 +173,16 @@ def _check_weave(found: WorkerSettings) -> None:
         raise SettingsError(
             "setting worker.weave: 'full' computes each layer twice, for a part of the step each; it needs kv_layout = "
             "cross-layer and whole prompts (transfer_mode by-request-agg or by-request); try fuse"
+        )
+
+
+def _check_far(found: WorkerSettings) -> None:
+    """Raises: SettingsError."""
+    by_layer, is_fair = found.transfer_mode == "by-layer", found.local_policy == "cfs"
+    if found.far_bytes and (not works_in_pages(found) or has_slots(found) or is_fair or by_layer):
+        raise SettingsError(
+            "setting worker.far_bytes: only with the pool's pages, kv_layout cross-layer, local_policy fcfs and whole "
+            "prompts (no transfer_mode by-layer); try 0"
         )
 
 
@@ -203,6 +223,7 @@ def for_role(found: WorkerSettings, *, role: Role, instance: str, port: int) -> 
             "setting worker.local_policy: 'cfs' needs the pool's pages and whole prompts; set worker.mempool_socket, "
             "worker.kv_cache = pages and another transfer_mode than by-layer"
         )
+    _check_far(found)
     _check_weave(found)
     listen = found.listen or f"tcp://127.0.0.1:{port}"
     if not listen.startswith(("tcp://", "ipc://")):

@@ -23,6 +23,7 @@ from shared.kv.words import u32_bytes, u32_list, u64_bytes, u64_list
 from shared.transport.unix_blocking import BlockingUnixLink
 from shared.transport.unix_socket import close_fds
 from shared.wire import mempool as wire
+from shared.wire.mempool_far import FarDrop, FarMoved, FarOut, FarPlaced
 from shared.wire.mempool_swap import SwapDrop, SwapIn, SwapOut, SwappedIn, SwappedOut
 
 ATTACH_TIMEOUT_MS = 10_000
@@ -81,6 +82,7 @@ class PageQuota:
         self._uncache = 0
         self._vacates: deque[wire.Vacate] = deque()  # at most as many as the pool has pages under way
         self._swapped: deque[tuple[SwappedOut | SwappedIn, float]] = deque()  # one for each call
+        self._far: deque[FarPlaced | FarMoved] = deque()
         self._unsent_releases: list[
             LeaseId
         ] = []  # the successor may have made them before this engine was back
@@ -203,6 +205,26 @@ class PageQuota:
         """Nobody wants the swap's blocks back."""
         self._send(SwapDrop(swap=swap))
 
+    def take_far(self) -> list[FarPlaced | FarMoved]:
+        """Answers to far_out(), and places that are wanted back, since the last call, in order."""
+        out: list[FarPlaced | FarMoved] = []
+        while self._far:
+            out.append(self._far.popleft())
+        return out
+
+    def wait_far(self, timeout_s: float) -> bool:
+        """Whether take_far() or take_granted() has something, or will within the time; also when the pool is lost."""
+        with self._arrived:
+            return self._arrived.wait_for(lambda: bool(self._far or self._granted) or self.lost, timeout_s)
+
+    def far_out(self, number: int, hashes: Sequence[BlockHash]) -> None:
+        """After the seals of these blocks: map copies of them at far places, under a new number."""
+        self._send(FarOut(number=number, hashes=b"".join(hashes)))
+
+    def far_drop(self, places: Sequence[int]) -> None:
+        """No step, begun or to come, reads these far places."""
+        self._send(FarDrop(places=u32_bytes(places)))
+
     def vacated(self, number: int) -> None:
         """All that is possible of take_vacate() has been said."""
         self._send(wire.Vacated(number=number))
@@ -211,7 +233,10 @@ class PageQuota:
         """Whether the pool asks for pages back, or does so within the time; also when the pool is lost."""
         with self._arrived:
             return self._arrived.wait_for(
-                lambda: self._shrink + self._uncache > 0 or bool(self._vacates) or self.lost, timeout_s
+                lambda: (
+                    self._shrink + self._uncache > 0 or bool(self._vacates) or bool(self._far) or self.lost
+                ),
+                timeout_s,
             )
 
     def wait_granted(self, timeout_s: float) -> bool:
@@ -312,6 +337,10 @@ class PageQuota:
         elif isinstance(message, wire.Vacate):
             with self._arrived:
                 self._vacates.append(message)
+                self._arrived.notify_all()
+        elif isinstance(message, FarPlaced | FarMoved):
+            with self._arrived:
+                self._far.append(message)
                 self._arrived.notify_all()
         elif isinstance(message, SwappedOut | SwappedIn):
             self._swapped.append((message, time.monotonic()))

@@ -18,11 +18,12 @@ from shared.errors import ClusterError, ResourceError
 from shared.ids import Epoch, InstanceId
 from shared.kv.layout import EngineDescription, num_slabs
 from shared.kv.page_table import TableHeader
-from shared.kv.words import u32_bytes, u32_list
+from shared.kv.words import u32_bytes, u32_list, u64_list
 from shared.mempool.slab_unmaps import SlabUnmaps, Unmapper
 from shared.transport.unix_blocking import BlockingUnixLink
 from shared.transport.unix_socket import close_fds
 from shared.wire import mempool as wire
+from shared.wire.mempool_far import FarMapped, MapFar, UnmapFar
 
 ATTACH_TIMEOUT_MS = 30_000  # the first one makes the pool create its memory
 SLABS_PER_CALL = 128
@@ -40,6 +41,18 @@ class SlabUser(Unmapper, Protocol):
         ...
 
 
+class FarUser(Protocol):
+    """Whoever maps pages from elsewhere, read-only; raises ClusterError, OSError or ValueError with nothing changed."""
+
+    def map(self, places: Sequence[int], fds: Sequence[int], offsets: Sequence[int]) -> None:
+        """Nothing is mapped there. With offsets, all lie in one descriptor of host memory; they stay the caller's."""
+        ...
+
+    def unmap(self, places: Sequence[int]) -> None:
+        """No step reads these, begun or to come. Those that are not mapped are left out."""
+        ...
+
+
 class RankMemory:
     """Attached from construction to close(). In host memory, `fd` holds `header.num_pages` pages, the first at
     `offset_bytes`; on a GPU, `pages_per_slab` is positive and slab_fds() gets descriptors of the slabs.
@@ -47,6 +60,7 @@ class RankMemory:
     Args:
         device: as in wire.Attach.
         capacity_bytes: what all ranks' pages together may take; only the first attachment decides it.
+        far_places: the most pages from elsewhere that this process maps (stay_attached).
     Raises: ResourceError when the pool refuses; ClusterError when it cannot be reached.
     """
 
@@ -60,6 +74,7 @@ class RankMemory:
         device: str = "cpu",
         capacity_bytes: int = 0,
         instance_epoch: Epoch = _NO_EPOCH,
+        far_places: int = 0,
     ) -> None:
         self._path = Path(socket)
         self._down = threading.Event()
@@ -73,6 +88,7 @@ class RankMemory:
             capacity_bytes=capacity_bytes,
             device=device,
             rank=rank,
+            far_places=far_places,
         )
         self._link.connect()
         reply, _, fds = self._link.call(attach, timeout_ms=ATTACH_TIMEOUT_MS)
@@ -86,6 +102,7 @@ class RankMemory:
         self._memory_id = reply.memory_id
         self._absent = frozenset(u32_list(reply.absent_slabs))
         self._slabs: SlabUser | None = None
+        self._far: FarUser | None = None
         self._unmaps: SlabUnmaps | None = None
         os.close(fds[-1])  # the table's
         self.fd = fds[0] if wanted == 2 else -1
@@ -112,13 +129,14 @@ class RankMemory:
             raise ResourceError(f"the mempool sent no layer words: {reply}")
         return fds[0]
 
-    def stay_attached(self, slabs: "SlabUser | None" = None) -> None:
+    def stay_attached(self, slabs: "SlabUser | None" = None, far: "FarUser | None" = None) -> None:
         """From now on attach to the mempool's successors too, on a thread of its own. After slab_fds().
 
         Args: slabs: unmaps allocations whose memory shall go (slab_unmaps.py), and maps them again, on the link's
             thread. Without it no memory of this space can be given back to the system.
+            far: maps pages from elsewhere, on the same thread; needed with far places.
         """
-        self._slabs = slabs
+        self._slabs, self._far = slabs, far
         if slabs is not None:
             self._unmaps = SlabUnmaps(slabs, lambda done: self._say(wire.Unmapped(slabs=u32_bytes(done))))
         self._link.start()
@@ -157,7 +175,7 @@ class RankMemory:
         if self._slabs is not None:
             self._say(wire.Mapped())
 
-    def _say(self, message: wire.Mapped | wire.Unmapped) -> None:
+    def _say(self, message: wire.Mapped | wire.Unmapped | FarMapped) -> None:
         try:
             self._link.send(message)
         except ClusterError as error:  # the successor asks again
@@ -166,6 +184,9 @@ class RankMemory:
     def _on_message(self, _seq: int, message: wire.FromMempool, _raw: list[bytes], fds: list[int]) -> None:
         """A driver that refuses leaves this process mapped: the mempool waits for its end then."""
         try:
+            if isinstance(message, MapFar | UnmapFar):
+                self._say(FarMapped(number=message.number, is_ok=self._change_far(message, fds)))
+                return
             if self._slabs is None or self._unmaps is None:
                 return
             if isinstance(message, wire.Unmap):
@@ -178,6 +199,20 @@ class RankMemory:
             logger.error("mempool %s: %s failed: %s", self._path, type(message).__name__, error)
         finally:
             close_fds(fds)
+
+    def _change_far(self, message: MapFar | UnmapFar, fds: list[int]) -> bool:
+        try:
+            if self._far is None:
+                return False
+            places = u32_list(message.places)
+            if isinstance(message, UnmapFar):
+                self._far.unmap(places)
+            else:
+                self._far.map(places, fds, u64_list(message.offsets))
+        except (ClusterError, OSError, ValueError) as error:
+            logger.error("mempool %s: %s failed: %s", self._path, type(message).__name__, error)
+            return False
+        return True
 
     @property
     def num_slabs(self) -> int:

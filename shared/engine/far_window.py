@@ -1,0 +1,78 @@
+"""Far places in a window (page_window.py): single pages from elsewhere, mapped read-only behind the engine's own.
+
+In host memory a place that maps nothing cannot be touched at all: a step that reads what was unmapped ends the engine
+instead of computing with other bytes.
+"""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+_MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
+_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
+)  # fmt: skip
+
+
+class FarPlaces(Protocol):
+    """See shared.mempool.rank_memory.FarUser."""
+
+    def map(self, places: Sequence[int], fds: Sequence[int], offsets: Sequence[int]) -> None: ...
+
+    def unmap(self, places: Sequence[int]) -> None: ...
+
+    def block_of(self, block_id: int) -> int:
+        """The block of the cache's tensor in which an engine's block id lies."""
+        ...
+
+
+class HostFar:
+    """`num_places` places of `page_bytes` from `address` on, in a mapping of the caller's that lives as long.
+
+    Cost: 3 us a place.
+    """
+
+    def __init__(self, address: int, page_bytes: int, num_places: int) -> None:
+        self._address, self._page_bytes, self._num_places = address, page_bytes, num_places
+        self._mapped: set[int] = set()
+        _map(address, num_places * page_bytes, _PROT_NONE)
+
+    def map(self, places: Sequence[int], fds: Sequence[int], offsets: Sequence[int]) -> None:
+        """See FarUser. What an earlier mempool had mapped there gives way."""
+        if len(fds) != 1 or len(offsets) != len(places):
+            raise ValueError(f"{len(fds)} descriptors and {len(offsets)} offsets for places {list(places)}")
+        self.unmap(places)
+        try:
+            for place, offset in zip(places, offsets, strict=True):
+                _map(self._at(place), self._page_bytes, mmap.PROT_READ, fds[0], offset)
+                self._mapped.add(place)
+        except OSError:
+            self.unmap(places)
+            raise
+
+    def unmap(self, places: Sequence[int]) -> None:
+        """See FarUser."""
+        for place in self._mapped.intersection(places):
+            _map(self._at(place), self._page_bytes, _PROT_NONE)
+            self._mapped.discard(place)
+
+    def block_of(self, block_id: int) -> int:
+        """Each in its own place."""
+        return block_id
+
+    def _at(self, place: int) -> int:
+        if not 0 <= place < self._num_places:
+            raise ValueError(f"place {place} of {self._num_places}")
+        return self._address + place * self._page_bytes
+
+
+def _map(address: int, num_bytes: int, protection: int, fd: int = -1, offset: int = 0) -> None:
+    """Over whatever was there; without a descriptor, nothing. Raises: OSError."""
+    flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    if _libc.mmap(address, num_bytes, protection, flags | _MAP_FIXED, fd, offset) == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
