@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import unquote, urlsplit
 
 import hiredis
@@ -79,11 +79,24 @@ class RedisRefused(PeerProtocolError):
     """The server answered with an error."""
 
 
+class _Asked(NamedTuple):
+    """A command whose reply has not come. Times are the loop's."""
+
+    future: asyncio.Future[Any]
+    sent_s: float
+    due_s: float
+
+
 class _Connection(asyncio.Protocol):
     """Bytes to replies. One per TCP connection; a new connection gets a new one."""
 
     def __init__(self, on_lost: Callable[["_Connection"], None]) -> None:
-        self.waiting: deque[tuple[asyncio.Future[Any], float]] = deque()  # with the time of sending
+        self.waiting: deque[_Asked] = deque()
+        self._timer: asyncio.TimerHandle | None = (
+            None  # one for all: most replies come long before their deadline
+        )
+        self._timer_s = 0.0
+        self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._reader = hiredis.Reader()
         self._on_lost = on_lost
@@ -101,7 +114,7 @@ class _Connection(asyncio.Protocol):
                 return
             if reply is False or not self.waiting:
                 return
-            future, _ = self.waiting.popleft()
+            future = self.waiting.popleft().future
             if not future.done():
                 if isinstance(reply, hiredis.ReplyError):
                     future.set_exception(RedisRefused(str(reply)))
@@ -109,16 +122,52 @@ class _Connection(asyncio.Protocol):
                     future.set_result(reply)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         while self.waiting:
-            future, _ = self.waiting.popleft()
+            future = self.waiting.popleft().future
             if not future.done():
                 future.set_exception(PeerGone("Redis closed the connection"))
         self._on_lost(self)
 
-    def send(self, words: tuple[Word, ...], future: asyncio.Future[Any], now_s: float) -> None:
+    def ask(self, words: tuple[Word, ...], timeout_s: float) -> asyncio.Future[Any]:
+        """A command's reply. Its exceptions: those of RedisLink.call()."""
         assert self._transport is not None
-        self.waiting.append((future, now_s))
+        future: asyncio.Future[Any] = self._loop.create_future()
+        now_s = self._loop.time()
+        asked = _Asked(future, now_s, now_s + timeout_s)
+        self.waiting.append(asked)
         self._transport.write(hiredis.pack_command(words))  # type: ignore[arg-type]  its stub says 1-tuple
+        if self._timer is None:
+            self._arm(asked.due_s)
+        elif asked.due_s < self._timer_s:
+            self._timer.cancel()
+            self._arm(asked.due_s)
+        return future
+
+    def _arm(self, due_s: float) -> None:
+        self._timer_s = due_s
+        self._timer = self._loop.call_at(due_s, self._expire)
+
+    def _expire(self) -> None:
+        """Give up what is overdue; its place in the queue stays, for its late reply."""
+        self._timer = None
+        now_s = self._loop.time()
+        next_s = 0.0
+        for future, sent_s, due_s in self.waiting:
+            if future.done():
+                continue
+            if due_s <= now_s:
+                text = f"no answer from Redis within {(due_s - sent_s) * 1000:.0f} ms"
+                future.set_exception(PeerTimeout(text))
+            elif not next_s or due_s < next_s:
+                next_s = due_s
+        if self.waiting and now_s - self.waiting[0].sent_s > STALL_S:
+            with suppress(RuntimeError):  # the loop is closing
+                self.abort()
+        elif next_s:
+            self._arm(next_s)
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -172,12 +221,15 @@ class RedisLink:
         Raises: PeerGone when down; PeerTimeout; Overloaded at MAX_IN_FLIGHT; RedisRefused on an error reply.
         After PeerTimeout or PeerGone the command may or may not have run.
         """
+        return await self._ask(words, timeout_ms)
+
+    def _ask(self, words: tuple[Word, ...], timeout_ms: float) -> asyncio.Future[Any]:
         connection = self._connection
         if connection is None:
             raise PeerGone("Redis is not connected")
         if len(connection.waiting) >= MAX_IN_FLIGHT:
             raise Overloaded("too many commands wait for Redis", retry_after_ms=100)
-        return await _send(connection, words, timeout_ms / 1000)
+        return connection.ask(words, timeout_ms / 1000)
 
     async def run(self, script: Script, *args: Word, timeout_ms: float) -> Any:
         """A script without declared keys, by digest; loaded on the first use after a server's start.
@@ -185,11 +237,11 @@ class RedisLink:
         Raises: as call().
         """
         try:
-            return await self.call("EVALSHA", script.sha, 0, *args, timeout_ms=timeout_ms)
+            return await self._ask(("EVALSHA", script.sha, 0, *args), timeout_ms)
         except RedisRefused as error:
             if not error.message.startswith("NOSCRIPT"):
                 raise
-        return await self.call("EVAL", script.source, 0, *args, timeout_ms=timeout_ms)
+        return await self._ask(("EVAL", script.source, 0, *args), timeout_ms)
 
     async def _keep(self) -> None:
         wait_s = RECONNECT_MIN_S
@@ -226,10 +278,10 @@ class RedisLink:
         try:
             if where.password:
                 login = (where.user, where.password) if where.user else (where.password,)
-                await _send(connection, ("AUTH", *login), CONNECT_TIMEOUT_S)
+                await connection.ask(("AUTH", *login), CONNECT_TIMEOUT_S)
             # A server that still loads its file accepts connections and refuses this one command.
-            await _send(connection, ("SELECT", where.db), CONNECT_TIMEOUT_S)
-            await _send(connection, ("EXISTS", "quire"), CONNECT_TIMEOUT_S)
+            await connection.ask(("SELECT", where.db), CONNECT_TIMEOUT_S)
+            await connection.ask(("EXISTS", "quire"), CONNECT_TIMEOUT_S)
         except BaseException:
             transport.abort()
             raise
@@ -240,24 +292,3 @@ class RedisLink:
             self._connection = None
             self._was_up.clear()
             self._lost.set()
-
-
-async def _send(connection: _Connection, words: tuple[Word, ...], timeout_s: float) -> Any:
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-    connection.send(words, future, loop.time())
-    timer = loop.call_later(timeout_s, _expire, connection, future, timeout_s)
-    try:
-        return await future
-    finally:
-        timer.cancel()
-
-
-def _expire(connection: _Connection, future: asyncio.Future[Any], timeout_s: float) -> None:
-    if not future.done():
-        future.set_exception(PeerTimeout(f"no answer from Redis within {timeout_s * 1000:.0f} ms"))
-    if connection.waiting:
-        _, sent_s = connection.waiting[0]
-        if asyncio.get_running_loop().time() - sent_s > STALL_S:
-            with suppress(RuntimeError):  # the loop is closing
-                connection.abort()
