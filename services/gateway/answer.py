@@ -132,7 +132,7 @@ class Answer(ABC):
         now_ns = time.monotonic_ns()
         num_output = self.num_output_tokens
         self._admission.leave(self._ticket, now_ms=now_ns // 1_000_000)
-        metrics.IN_FLIGHT.dec(len(self.calls))
+        metrics.IN_FLIGHT.inc(-len(self.calls))
         if self.first_ns:
             metrics.TTFT.observe((self.first_ns - self._received_ns) / 1e6)
             if num_output > 1 and status == 200:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from services.gateway import metrics
+from services.gateway import metrics, tally
 from services.gateway.call import Call, PromptLogprobs
 from services.gateway.core.request_flow import (
     Action,
@@ -371,6 +371,7 @@ class Cluster:
             await asyncio.sleep(ALIVE_INTERVAL_MS / 1000)
             self._tick(lambda flow: True)
             self._count_retries()
+            tally.settle()
             for endpoint in self.workers_up:
                 self._send_worker(endpoint, Alive())
             now_ms = _now_ms()

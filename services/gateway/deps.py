@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from services.gateway import tally
 from services.gateway.auth import KeyRing, load_keys, load_weights
 from services.gateway.cluster import Cluster
 from services.gateway.config import GatewaySettings
@@ -108,6 +109,7 @@ class Gateway:
         if self.tree is not None:
             await self.tree.close()
         self.text.close()
+        tally.settle()
 
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         """Whether a request could be served now, and why not."""

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from services.gateway.auth import KeyRing
 from services.gateway.http_body import ClientGone, Message, Receive, Scope, Send, check_body, header
 from services.gateway.http_errors import HttpFailure, describe, header_block, plain_http
 from services.gateway.http_protocol import PUSH_KEY, REFUSED_KEY
+from services.gateway.tally import CountTally
 from shared.errors import ClusterError, InvariantBroken
 from shared.observe.log import get_logger
 
@@ -32,8 +33,8 @@ _log = get_logger("gateway.http")
 
 
 @lru_cache(maxsize=256)
-def _requests_counter(route: str, status: int) -> Any:
-    return metrics.REQUESTS.labels(route, str(status))
+def _requests_counter(route: str, status: int) -> CountTally:
+    return CountTally(metrics.REQUESTS.labels(route, str(status)))
 
 
 class Running(Protocol):

@@ -1,12 +1,13 @@
-"""The gateway's metrics, each once."""
+"""The gateway's metrics, each once. What every request touches is a tally (tally.py)."""
 
+from services.gateway.tally import CountTally, HistogramTally, LevelTally
 from shared.observe.metrics import counter, gauge, histogram_ms, histogram_ratio
 
 REQUESTS = counter(
     "quire_gateway_requests_total", "Requests answered, by route and HTTP status.", ("route", "status")
 )
 ERRORS = counter("quire_gateway_errors_total", "Errors answered or streamed, by stable code.", ("code",))
-IN_FLIGHT = gauge("quire_gateway_requests_in_flight", "Admitted requests without an outcome.")
+IN_FLIGHT = LevelTally(gauge("quire_gateway_requests_in_flight", "Admitted requests without an outcome."))
 RETRIES = counter("quire_gateway_retries_total", "Attempts given up and placed again.")
 CONTINUED = counter(
     "quire_gateway_continued_total", "Of them, those that went on behind tokens that the client had."
@@ -15,21 +16,31 @@ RETRIES_REFUSED = counter(
     "quire_gateway_retries_refused_total", "Attempts not repeated because the retry budget was spent."
 )
 RETRY_BUDGET = gauge("quire_gateway_retry_budget", "Retries that could be made at once.")
-TTFT_PREDICTION = histogram_ratio(
-    "quire_gateway_ttft_prediction_ratio",
-    "First token: measured from placement / predicted by the scheduler.",
+TTFT_PREDICTION = HistogramTally(
+    histogram_ratio(
+        "quire_gateway_ttft_prediction_ratio",
+        "First token: measured from placement / predicted by the scheduler.",
+    )
 )
 ABORTS = counter("quire_gateway_client_aborts_total", "Requests whose client left before the end.")
 SLOW_READERS = counter("quire_gateway_slow_readers_total", "Streams cut because the client did not read.")
 STALE = counter("quire_gateway_stale_messages_total", "Messages of attempts that were given up.")
-PROMPT_TOKENS = counter("quire_gateway_prompt_tokens_total", "Prompt tokens of completed requests.")
-CACHED_TOKENS = counter("quire_gateway_cached_tokens_total", "Prompt tokens that no stage had to compute.")
-OUTPUT_TOKENS = counter("quire_gateway_output_tokens_total", "Output tokens of completed requests.")
-TTFT = histogram_ms("quire_gateway_ttft_ms", "Request received to first token leaving.")
-TPOT = histogram_ms(
-    "quire_gateway_tpot_ms",
-    "Time per output token after the first.",
-    buckets=(1, 2, 5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 200, 500, 1_000),
+PROMPT_TOKENS = CountTally(
+    counter("quire_gateway_prompt_tokens_total", "Prompt tokens of completed requests.")
 )
-TOKENIZE = histogram_ms("quire_gateway_tokenize_ms", "Template and tokenizing.")
-LOOKUP = histogram_ms("quire_gateway_tree_lookup_ms", "Prompt-tree look-ups.")
+CACHED_TOKENS = CountTally(
+    counter("quire_gateway_cached_tokens_total", "Prompt tokens that no stage had to compute.")
+)
+OUTPUT_TOKENS = CountTally(
+    counter("quire_gateway_output_tokens_total", "Output tokens of completed requests.")
+)
+TTFT = HistogramTally(histogram_ms("quire_gateway_ttft_ms", "Request received to first token leaving."))
+TPOT = HistogramTally(
+    histogram_ms(
+        "quire_gateway_tpot_ms",
+        "Time per output token after the first.",
+        buckets=(1, 2, 5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 200, 500, 1_000),
+    )
+)
+TOKENIZE = HistogramTally(histogram_ms("quire_gateway_tokenize_ms", "Template and tokenizing."))
+LOOKUP = HistogramTally(histogram_ms("quire_gateway_tree_lookup_ms", "Prompt-tree look-ups."))

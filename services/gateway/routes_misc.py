@@ -7,6 +7,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
+from services.gateway import tally
 from services.gateway.config import shared_metrics_folder
 from services.gateway.deps import Gateway
 from services.gateway.http_body import read_json_body
@@ -44,7 +45,8 @@ async def ready(gateway: Here) -> Response:
 
 @router.get("/metrics", summary="Prometheus metrics.")
 async def metrics() -> Response:
-    """Of all processes of this gateway."""
+    """Of all processes of this gateway; what the others counted in the last half second may be missing."""
+    tally.settle()
     folder = shared_metrics_folder()
     return Response(
         observed.render() if not folder else _render_shared(folder),
