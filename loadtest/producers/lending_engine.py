@@ -230,7 +230,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=256)
     parser.add_argument("--settle-s", type=float, default=3.0)
-    parser.add_argument("--kv-cache-bytes", type=int, default=48 << 30)
+    parser.add_argument("--kv-cache-bytes", type=int, default=64 << 30)
     parser.add_argument("--block-tokens", type=int, default=64)
     parser.add_argument("--max-model-len", type=int, default=2_048)
     parser.add_argument("--utilization", type=float, default=0.85)

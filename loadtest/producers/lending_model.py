@@ -52,7 +52,7 @@ class Model:
         return {}
 
     def _batch(self) -> None:
-        self._kind.run(self._model, self._options.batch)
+        self._kind.run(self._model, self._options.batch, self._options.steps)
         self._wait()
 
     def _wait(self) -> None:
@@ -100,7 +100,10 @@ class Model:
         while time.perf_counter() - began_s < seconds:
             await asyncio.to_thread(self._batch)
             count += 1
-        return {"items": count * self._options.batch, "seconds": time.perf_counter() - began_s}
+        took_s = time.perf_counter() - began_s
+        num_steps = self._model.shape.steps
+        share = (self._options.steps or num_steps) / num_steps
+        return {"items": count * self._options.batch * share, "seconds": took_s}
 
     async def reclaim(self) -> dict[str, Any]:
         """The device has its memory again."""
@@ -114,6 +117,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--model", choices=sorted(KINDS), required=True)
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument(
+        "--steps", type=int, default=0, help="of each item, in the memory of whole ones; 0: all"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--coordinator-url", required=True)

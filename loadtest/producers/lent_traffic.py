@@ -59,6 +59,7 @@ class Traffic:
         self._is_stopping = False
         self._bytes = self._evacuated = self._lost = 0
         self._evacuated_s = 0.0
+        self._shift = 0
 
     def _on_evacuated(self, message: Evacuated) -> None:
         self._evacuated += len(message.addresses) // ADDRESS_BYTES
@@ -157,10 +158,11 @@ class Traffic:
             if not torch.equal(self._view(left), self._view(came)):
                 raise ValueError(f"page {left.page} came back with other bytes")
 
-    async def fill(self) -> dict[str, Any]:
-        """Every lent page has bytes of a batch."""
+    async def fill(self, shift: int) -> dict[str, Any]:
+        """Every lent page has bytes of a batch: which, changes with `shift`."""
+        self._shift = shift
         for number, lent in enumerate(self._lent):
-            await self._move(self._out[number % NUM_LOOPS], lent)
+            await self._move(self._out[(number + shift) % NUM_LOOPS], lent)
         return {"pages": sum(map(len, self._lent))}
 
     async def to_dram(self) -> dict[str, Any]:
@@ -196,7 +198,7 @@ class Traffic:
         for number, beside in enumerate(self._beside):
             back = self._back[number % NUM_LOOPS]
             await self._move(beside, back)
-            self._compare(self._out[number % NUM_LOOPS], back)
+            self._compare(self._out[(number + self._shift) % NUM_LOOPS], back)
         return {"pages": self._evacuated, "lost": self._lost, "at_s": self._evacuated_s}
 
     async def give_back(self) -> dict[str, Any]:
