@@ -269,6 +269,21 @@ ROWS: list[tuple[str, str, str, str, str]] = [
         "3.5",
     ),
     ("h200x2-context-reload", "peer_reload_gb_per_s", "the same: reload from the peer", "{:.0f} GB/s", ""),
+    (
+        "h200x2-producer-cost",
+        "throughput_ratio",
+        "a lender's throughput while a consumer uses its memory without pause, the worst of three models",
+        "{:.3f}",
+        "0.95",
+    ),
+    ("h200x2-producer-cost", "full_throughput_ratio", "the same, without a budget", "{:.3f}", ""),
+    (
+        "h200x2-producer-cost",
+        "reclaim_over_bound_ratio",
+        "8 GiB back under load, over their bytes at the copies' rate and one step",
+        "{:.2f}",
+        "1",
+    ),
     ("placer", "optimality_gap_ratio", "the same, widest gap to the proven bound", "{:.4f}", "0.02"),
     (
         "two-host-transfer",

@@ -11,6 +11,7 @@ from pathlib import Path
 from loadtest.figures import (
     aqua,
     aqua_lending,
+    aqua_response,
     cluster,
     memserve,
     memserve_serving,
@@ -29,6 +30,7 @@ SHEETS = (
     *vattention.SHEETS,
     *aqua.SHEETS,
     *aqua_lending.SHEETS,
+    *aqua_response.SHEETS,
     *tokenweave.SHEETS,
     *pull_request.SHEETS,
 )

@@ -1,4 +1,4 @@
-"""AQUA, Figures 1, 4, 7 to 9, 12 and 13: responsiveness in bursts, profiles, reloads, long prompts."""
+"""AQUA, Figures 4, 7 to 9, 12 and 13: responsiveness in bursts, profiles, reloads, long prompts."""
 
 from typing import Any
 
@@ -57,8 +57,6 @@ def _awaited(number: int, title: str, paper: str, reason: str) -> Sheet:
 
 BURST = "it compares FCFS with fair slices over host memory and over a peer's, on two H200s, which no script does yet."
 SHEETS = (
-    _awaited(1, "responsiveness and throughput in a burst", "FCFS has late first tokens, fair slices over PCIe double "
-             "the completion time, fair slices over NVLink do neither.", BURST),
     Sheet(
         "aqua-04",
         "AQUA Figure 4: a rate that is kept and one that is not",

@@ -7,7 +7,7 @@ import pytest
 from loadtest import bench_producer_cost as bench
 from loadtest import producer_cost
 from loadtest.child_commands import Child, ChildFailed
-from loadtest.figures import aqua_lending, sheet
+from loadtest.figures import aqua_lending, aqua_response, sheet
 from loadtest.lending_rig import RigSettings, mempool_words
 from loadtest.progress import Progress
 from loadtest.results import check_metrics
@@ -96,6 +96,26 @@ def test_figures_of_lending_are_drawn_of_what_there_is_and_say_what_lacks(tmp_pa
         (tmp_path / folder / f"{name}.json").write_text(json.dumps(head | {"samples": found}))
     assert sheet.draw(one, sheet.Results(tmp_path / "full"), tmp_path, ["svg"]) == "drawn"
     assert "has no" in sheet.draw(one, sheet.Results(tmp_path / "empty"), tmp_path, ["svg"])
+
+
+def test_figure_1_needs_a_seed_that_all_systems_have(tmp_path):
+    (one,) = aqua_response.SHEETS
+    head = {
+        "name": "h200x2-burst",
+        "commit": "c" * 40,
+        "date": "2026-01-01",
+        "machine": {"cpu": "c", "gpu": ["g"]},
+    }
+    points = [
+        {"kind": "point", "workload": "sharegpt", "load": "burst", "system": system, "seed": seed, "at_ms": [0.0, 9.0],
+         "ttft_ms": [5.0, 6.0], "rct_ms": [50.0, 60.0], "burst_from_ms": 4.0}
+        for system, seed in (("fcfs", 1), ("cfs_dram", 1), ("cfs_peer", 2), ("cfs_peer", 1))
+    ]  # fmt: skip
+    for folder, found in (("full", points), ("less", points[:3])):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "h200x2-burst.json").write_text(json.dumps(head | {"samples": found}))
+    assert sheet.draw(one, sheet.Results(tmp_path / "full"), tmp_path, ["svg"]) == "drawn"
+    assert "no seed" in sheet.draw(one, sheet.Results(tmp_path / "less"), tmp_path, ["svg"])
 
 
 def test_a_piece_is_finished_when_all_of_its_rounds_and_reclaims_are_kept(tmp_path):
