@@ -26,7 +26,8 @@ class ChoiceTotals:
         self._so_far: OrderedDict[str, Said] = OrderedDict()
 
     def add(self, request_id: str, said: Said) -> Said:
-        """A choice ended, or an only choice: what all of the request's that have ended did. Figures are numbers."""
+        """A choice ended, or an only choice: what all of the request's that have ended did. Figures are numbers or
+        lists."""
         child = _CHILD.match(request_id)
         if child is None:
             return said
@@ -40,6 +41,6 @@ class ChoiceTotals:
 def _joined(one: Said, other: Said) -> Said:
     out = dict(one)
     for name, value in other.items():
-        before = out.get(name, 0)
+        before = out.get(name, type(value)())
         out[name] = max(before, value) if name in _LARGEST else before + value
     return out

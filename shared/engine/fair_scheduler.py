@@ -23,6 +23,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from shared.engine.page_scheduler import given
+from shared.engine.preempt_times import note_preempted
 from shared.engine.swap_scheduler import SwapSchedulerMixin
 from shared.fair.elsewhere import Elsewhere, to_tell
 from shared.fair.rules import FairRules, Room
@@ -171,6 +172,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         if request.request_id in self._reserved:
             self._unreserve(request.request_id)
             return
+        note_preempted(request)
         self.running.remove(request)
         self._inflight_prefills.discard(request)
         request.status = RequestStatus.PREEMPTED

@@ -71,6 +71,7 @@ class KvUse:
     queue_ms: float = 0.0  # from generate() to the first step that ran it, where the engine says so
     times_parked: int = 0  # its slot was another's for a while; with the last delta, as `swaps`
     swaps: Sequence[Swapped] = ()
+    preempted_ns: Sequence[int] = ()  # since the epoch: when its slot, or its pages, became another's
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ from shared.engine.cache_events import CacheEventSender
 from shared.engine.choice_totals import ChoiceTotals
 from shared.engine.page_manager import LeasedTail, PageKVCacheManager
 from shared.engine.page_pool import LEASED, PageBlockPool
+from shared.engine.preempt_times import note_preempted, preempted_ns
 from shared.engine.vllm_setup import die_with_parent
 from shared.errors import ResourceError, SettingsError
 from shared.ids import BlockHash, HandoffId, InstanceId, LeaseId
@@ -134,9 +135,7 @@ class PageSchedulerMixin:
         self._handoffs: dict[str, HandoffId] = {}  # prompts that are not computed yet
         self._ready: deque[tuple[int, HandoffId, list[BlockHash]]] = deque()
         self._use: dict[str, LeaseUse] = {}
-        self._turn = (
-            threading.RLock()
-        )  # held wherever pages change hands: a report to a new mempool waits for it
+        self._turn = threading.RLock()  # where pages change hands: a report to a new mempool waits for it
         self._totals = ChoiceTotals()
         self._block_bytes = description.block_bytes
         self._watch_pool()
@@ -208,9 +207,7 @@ class PageSchedulerMixin:
         request.quire_seed = seed_of(request)
         request.quire_private = bool(params.get("private"))
         lease_id = params.get("lease_id")
-        if (
-            lease_id and lease_id not in self._seen_leases
-        ):  # of n choices the first takes it, the others share
+        if lease_id and lease_id not in self._seen_leases:  # of n choices the first takes it, others share
             self._take_lease(request, params)
         if params.get("handoff_id"):
             self._handoffs[request.request_id] = HandoffId(params["handoff_id"])
@@ -272,8 +269,13 @@ class PageSchedulerMixin:
             "blocks_local": use.num_aliased,
             "blocks_loaded": use.num_copied,
             "bytes_loaded": use.num_copied * self._block_bytes,
+            "preempted_ns": preempted_ns(request),
         }
         return {**(params or {}), **self._totals.add(request_id, said)}, ec_params
+
+    def _preempt_request(self, request: Request, timestamp: float) -> None:
+        note_preempted(request)
+        super()._preempt_request(request, timestamp)
 
     def _end_lease(self, lease: tuple[LeaseId, list[KVCacheBlock]], fence: int) -> None:
         self._ended_leases.append((fence, *lease))
@@ -339,7 +341,6 @@ class PageSchedulerMixin:
         self._use[request_id] = LeaseUse(aliased * self.block_size + rest, aliased, num_copied=int(rest > 0))
 
     def _find_ready(self, output: SchedulerOutput) -> None:
-        step = self.sched_step_seq
         for request_id in [r for r in self._handoffs if r in output.num_scheduled_tokens]:
             request = self.requests[request_id]
             if request.num_computed_tokens < request.num_prompt_tokens:
@@ -352,9 +353,9 @@ class PageSchedulerMixin:
                 page, epoch = self.pages.own(block)
                 tail = self._tail_hash(request, request.num_prompt_tokens)
                 parent = hashes[-1] if hashes else request.quire_seed
-                self.pages.keep_tail(step, block, SealedPage(page, epoch, tail, parent, valid))
+                self.pages.keep_tail(self.sched_step_seq, block, SealedPage(page, epoch, tail, parent, valid))
                 hashes.append(tail)
-            self._ready.append((step, self._handoffs.pop(request_id), hashes))
+            self._ready.append((self.sched_step_seq, self._handoffs.pop(request_id), hashes))
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         """vLLM's, then what the finished step makes final: seals, hand-offs, ended leases."""

@@ -379,4 +379,5 @@ def _kv_use(output: RequestOutput, num_prompt_tokens: int) -> KvUse:
         failed_blocks=int(said.get("failed_blocks", 0)),
         times_parked=int(said.get("times_parked", 0)),
         swaps=[Swapped(*each) for each in said.get("swaps", ())],
+        preempted_ns=said.get("preempted_ns", ()),
     )

@@ -24,7 +24,10 @@ class _Phases:
 class AttemptClock:
     """Marks are ns after receipt, on the monotonic clock; spans get wall times computed from them."""
 
-    def __init__(self, message: Generate, instance: InstanceId, num_prompt_tokens: int) -> None:
+    def __init__(
+        self, message: Generate, instance: InstanceId, num_prompt_tokens: int, page_path: str = "memfd"
+    ) -> None:
+        self._page_path = page_path  # of blocks that are copied from pages
         self._wall_ns = time.time_ns()
         self._start_ns = time.perf_counter_ns()
         self._message = message
@@ -91,7 +94,7 @@ class AttemptClock:
             blocks_moved=use.blocks_moved,
             blocks_reused=use.blocks_reused,
             bytes_moved=use.bytes_moved,
-            path="memfd" if use.blocks_moved else "",
+            path=self._page_path if use.blocks_moved else "",
             handoff_mode=message.handoff.mode if message.handoff is not None else "",
             tokens_peer=peer,
             tokens_dram=dram,
@@ -111,7 +114,7 @@ class AttemptClock:
             if self._asked_pool or self._message.handoff is not None:
                 moved = {
                     "bytes": use.bytes_moved,
-                    "path": "memfd" if use.blocks_moved else "none",
+                    "path": self._page_path if use.blocks_moved else "none",
                     "blocks_moved": use.blocks_moved,
                     "blocks_reused": use.blocks_reused,
                     "blocks_failed": use.failed_blocks,
@@ -127,6 +130,8 @@ class AttemptClock:
                 self._child("prefill.compute", phases.scheduled, phases.first, tokens)
             if use.times_parked:
                 self.span.set("quire.times_parked", use.times_parked)
+            for at_ns in use.preempted_ns:
+                self.span.event("preempt", at_ns=at_ns)
             for swap in use.swaps:
                 self._wall_child(
                     f"kv.swap_{swap.way}", swap.begin_ns, swap.end_ns, {"blocks": swap.num_blocks}

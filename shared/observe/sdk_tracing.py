@@ -42,8 +42,8 @@ class RecordedSpan(Span):
     def set(self, key: str, value: Any) -> None:
         self._span.set_attribute(key, value)
 
-    def event(self, name: str, attributes: Mapping[str, Any] | None = None) -> None:
-        self._span.add_event(name, attributes)
+    def event(self, name: str, attributes: Mapping[str, Any] | None = None, at_ns: int | None = None) -> None:
+        self._span.add_event(name, attributes, at_ns)
 
     def fail(self, message: str) -> None:
         self._span.set_status(StatusCode.ERROR, message)

@@ -33,8 +33,8 @@ class Span:
     def set(self, key: str, value: Any) -> None:
         """Set an attribute: str, bool, int, float or a list of one of them."""
 
-    def event(self, name: str, attributes: Mapping[str, Any] | None = None) -> None:
-        """A point in time, e.g. "first_token"."""
+    def event(self, name: str, attributes: Mapping[str, Any] | None = None, at_ns: int | None = None) -> None:
+        """A point in time, e.g. "first_token": now, or at `at_ns` (Unix time)."""
 
     def fail(self, message: str) -> None:
         """Mark the span as an error."""

@@ -164,7 +164,7 @@ class StageReceipt(Struct, frozen=True, kw_only=True, omit_defaults=True):
     blocks_moved: int = 0
     blocks_reused: int = 0
     bytes_moved: int = 0
-    path: str = ""  # e.g. "memfd"
+    path: str = ""  # "memfd", or "cuda" for pages on a GPU
     handoff_mode: str = ""
     bytes_fetched: int = 0  # brought into the instance's space by its mempool, for this request
     fetch_path: str = ""  # "peer", "dram", "remote", or several with "+"

@@ -27,6 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 from shared.engine import page_pool, page_scheduler
 from shared.engine.fair_scheduler import AsyncFairPageScheduler, FairPageScheduler
 from shared.engine.page_scheduler import AsyncPageScheduler, PageScheduler
+from shared.engine.preempt_times import MAX_TIMES
 from shared.kv.page import PageState
 from shared.mempool import page_quota
 from tests.support.page_world import SimLink, World, instance
@@ -298,9 +299,13 @@ class SimEngine:
         sampled = [[next_token(self._text(row))] if row.samples else [] for row in step.rows]
         names = [row.request_id for row in step.rows]
         result = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
+        preemptions = {name: request.num_preemptions for name, request in self.scheduler.requests.items()}
         outputs = self.scheduler.update_from_output(step.output, result)
         for one in (o for client in outputs.values() for o in client.outputs):
             answer = self.answers[one.request_id]
+            if one.finish_reason is not None:  # each preemption is told
+                told = (one.kv_transfer_params or {})["preempted_ns"]
+                assert len(told) == min(preemptions[one.request_id], MAX_TIMES), told
             answer.text += bytes(one.new_token_ids)
             answer.finished |= one.finish_reason is not None
             if answer.finished:
