@@ -33,6 +33,9 @@ async def open_peers(shell: MempoolShell, settings: MempoolSettings) -> None:
         settings.peer_listen, settings.instance,
         max_peers=settings.max_peers, pins_memory=pins_memory(settings),
     )  # fmt: skip
+    own = shell.pool.peer_address
+    shell.pool.api.peers.addresses = tuple(each for each in settings.api_peers if each != own)
+    shell.perform(shell.pool.tick(shell.clock.now_ms()))
 
 
 def open_market(shell: MempoolShell, settings: MempoolSettings) -> "Market | None":

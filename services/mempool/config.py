@@ -42,6 +42,9 @@ class MempoolSettings(LendingKeys, frozen=True, kw_only=True):
     # tcp://HOST:PORT for mempools of other hosts, one address, never all; "": this host is alone
     peer_listen: str = ""
     max_peers: int = 64  # that read here, and that are read from
+    # peer_listen of the mempools whose instances callers of the nine calls may name here, and that call for theirs; the
+    # same list on all hosts
+    api_peers: list[str] = []
     ucx_net_devices: str = (
         ""  # for pages to other hosts, e.g. "eth0" or "mlx5_0:1"; "": the device of peer_listen
     )
@@ -111,8 +114,7 @@ def load(argv: Sequence[str]) -> MempoolSettings:
         if getattr(found, name) < 1:
             raise SettingsError(f"setting mempool.{name}: {getattr(found, name)} must be at least 1")
     lending_rules(found)
-    if found.peer_listen:
-        _check_peer_listen(found.peer_listen)
+    _check_peers(found)
     for name, example in (("idle_punch_ms", 30_000), ("space_idle_ms", 600_000)):
         if getattr(found, name) < 0:
             raise SettingsError(f"setting mempool.{name}: must be 0 (never) or more, e.g. {example}")
@@ -133,15 +135,26 @@ def copy_options(found: MempoolSettings) -> CopyOptions:
     return CopyOptions(found.pin_host, found.mover_threads, found.mover_floor_gb_per_s)
 
 
-def _check_peer_listen(listen: str) -> None:
-    """Peers are told this address, and UCX listens on its device: it must be one of this host's."""
+def _check_peers(found: MempoolSettings) -> None:
+    if found.peer_listen:
+        _check_address("peer_listen", found.peer_listen)
+    if found.api_peers and not found.peer_listen:
+        raise SettingsError(
+            "setting mempool.api_peers: they must reach this mempool too; set mempool.peer_listen"
+        )
+    for address in found.api_peers:
+        _check_address("api_peers", address)
+
+
+def _check_address(name: str, listen: str) -> None:
+    """Peers are told this address, and UCX listens on its device: it must be one of one host's."""
     host, _, port = listen.removeprefix("tcp://").rpartition(":")
     wrong = not listen.startswith("tcp://") or not port.isdigit() or not host
     with contextlib.suppress(ValueError):  # a name
         wrong = wrong or host == "*" or ipaddress.ip_address(host.strip("[]")).is_unspecified
     if wrong:
         raise SettingsError(
-            f"setting mempool.peer_listen: {listen!r}; name one address of this host, e.g. tcp://10.0.0.5:8107"
+            f"setting mempool.{name}: {listen!r}; name one address of a host, e.g. tcp://10.0.0.5:8107"
         )
 
 

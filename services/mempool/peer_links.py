@@ -114,7 +114,7 @@ class PeerLink:
         """See AskPeer."""
         self.used_s = self._loop.time()
         if not self._say(action.message) and isinstance(
-            action.message, wire.RemoteAcquire | wire.CheckEpochs
+            action.message, wire.RemoteAcquire | wire.CheckEpochs | wire.PeerCall
         ):
             self._owner.lost(self.address)
             return

@@ -134,7 +134,7 @@ class Peers:
         link = self._link(action.address)
         if link is not None:
             link.ask(action)
-        elif isinstance(action.message, wire.RemoteAcquire | wire.CheckEpochs):
+        elif isinstance(action.message, wire.RemoteAcquire | wire.CheckEpochs | wire.PeerCall):
             self.lost(action.address)
 
     def pull(self, action: PullRemote) -> None:
@@ -270,7 +270,8 @@ class Peers:
         path = reader.paths[call.path_id] = ServedPath()
 
         def may_send(region: str, pages: frozenset[int]) -> bool:
-            return self._core.serve.may_read(reader.number, space_and_rank(region)[0], pages)
+            space, core = space_and_rank(region)[0], self._core
+            return core.serve.may_read(reader.number, space, pages) or core.api.peers.may_read(space, pages)
 
         name = f"{self._hello.instance}-to-{reader.number}-{call.path_id}"
         self._background.make(name, spaces, partial(self._made, reader, path, call), may_send=may_send)

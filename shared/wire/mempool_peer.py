@@ -9,6 +9,8 @@ The *reader's* mempool connects (DEALER) to the address of the *source's* (ROUTE
         PathBytes: the transfer library's own questions and answers, both ways, beside the bytes themselves
     CheckEpochs(pages, epochs), after DONE -> EpochsChecked(stale)
     RemoteRelease --------------------------> the pins end
+    WhoIsHere ------------------------------> Here(instances)                of the nine calls (core/api_peers.py)
+    PeerCall(alloc_mem, transfer, ...) -----> PeerReply
 
 A lease ends by its release, at its time, or when the link is lost (heartbeats: within 2 s). Ending it early is safe:
 the reader asks for the epochs after its last byte, and takes nothing whose page is not sealed under the same one.
@@ -18,8 +20,9 @@ Page lists travel as in wire/mempool.py.
 
 from msgspec import Struct
 
-from shared.ids import Epoch, HandoffId, LeaseId
+from shared.ids import Epoch, HandoffId, InstanceId, LeaseId
 from shared.wire.codec import Channel
+from shared.wire.mempool_api import AllocMem, ApiReply, FreeMem, PullPages
 
 VERSION = 1
 
@@ -112,12 +115,16 @@ class RemoteAcquired(Struct, frozen=True, kw_only=True, tag="remote_acquired"):
 
 
 class CheckEpochs(Struct, frozen=True, kw_only=True, tag="check_epochs"):
-    """reader -> source, after the last byte: are these pages still sealed under these epochs?"""
+    """reader -> source, after the last byte: are these pages still sealed under these epochs?
+
+    held: of pages that callers of the nine calls hold, perhaps not sealed yet: under the same epochs will do.
+    """
 
     call_id: int
     space: int
     pages: bytes
     epochs: bytes
+    held: bool = False
 
 
 class EpochsChecked(Struct, frozen=True, kw_only=True, tag="epochs_checked"):
@@ -141,7 +148,42 @@ class CallRefused(Struct, frozen=True, kw_only=True, tag="call_refused"):
     reason: str
 
 
-ToSource = PeerHello | OpenPath | ClosePath | PathBytes | RemoteAcquire | CheckEpochs | RemoteRelease
+class WhoIsHere(Struct, frozen=True, kw_only=True, tag="who_is_here"):
+    """Which instances may be named in a PeerCall to you? Answered by Here."""
+
+
+class Here(Struct, frozen=True, kw_only=True, tag="here"):
+    """Answer to WhoIsHere: instances whose pages are in this mempool."""
+
+    instances: list[InstanceId]
+
+
+CallOfPeer = AllocMem | FreeMem | PullPages
+
+
+class PeerCall(Struct, frozen=True, kw_only=True, tag="peer_call"):
+    """One of the nine calls about an instance there, for callers of this mempool. Answered by PeerReply."""
+
+    call: CallOfPeer
+
+
+class PeerReply(Struct, frozen=True, kw_only=True, tag="peer_reply"):
+    """Answer to PeerCall."""
+
+    reply: ApiReply
+
+
+ToSource = (
+    PeerHello
+    | OpenPath
+    | ClosePath
+    | PathBytes
+    | RemoteAcquire
+    | CheckEpochs
+    | RemoteRelease
+    | WhoIsHere
+    | PeerCall
+)
 ToReader = (
     PeerWelcome
     | PeerRefused
@@ -151,6 +193,8 @@ ToReader = (
     | RemoteAcquired
     | EpochsChecked
     | CallRefused
+    | Here
+    | PeerReply
 )
 
 TO_SOURCE: Channel[ToSource] = Channel(b"quire.mempool-peer/1", ToSource)

@@ -8,6 +8,7 @@ from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire.codec import Channel
 from shared.wire.handoff import HandoffState
 from shared.wire.mempool import FROM_MEMPOOL, TO_MEMPOOL, Acquire, Attached
+from shared.wire.mempool_api import Addresses, AllocMem, PullPages, Transfer
 from shared.wire.mempool_peer import (
     TO_READER,
     TO_SOURCE,
@@ -15,16 +16,20 @@ from shared.wire.mempool_peer import (
     CheckEpochs,
     ClosePath,
     EpochsChecked,
+    Here,
     OpenPath,
     PathBytes,
     PathFailed,
     PathOpened,
+    PeerCall,
     PeerHello,
     PeerRefused,
+    PeerReply,
     PeerWelcome,
     RemoteAcquire,
     RemoteAcquired,
     RemoteRelease,
+    WhoIsHere,
 )
 from shared.wire.requests import TO_GATEWAY, Prefilled, StageReceipt, TokenChunk
 
@@ -65,6 +70,24 @@ MEMPOOL_PEER_SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
     "peer-epochs-checked": (TO_READER, EpochsChecked(call_id=3, stale=u32_bytes([1])), ()),
     "peer-remote-release": (TO_SOURCE, RemoteRelease(lease_id=LeaseId("l")), ()),
     "peer-call-refused": (TO_READER, CallRefused(call_id=4, code="overloaded", reason="r"), ()),
+    "peer-check-held-epochs": (
+        TO_SOURCE, CheckEpochs(call_id=3, space=1, pages=PAGES, epochs=EPOCHS, held=True), (),
+    ),
+    "peer-who-is-here": (TO_SOURCE, WhoIsHere(), ()),
+    "peer-here": (TO_READER, Here(instances=[InstanceId("decode-0"), InstanceId("decode-1")]), ()),
+    "peer-call-alloc": (
+        TO_SOURCE,
+        PeerCall(call=AllocMem(call_id=5, num_blocks=3, mem_type="mixed", instance=InstanceId("decode-0"))),
+        (),
+    ),
+    "peer-call-pull": (
+        TO_SOURCE,
+        PeerCall(call=PullPages(call_id=6, source=InstanceId("prefill-0"), order=Transfer(
+            call_id=7, target=InstanceId("decode-0"), sources=b"\x01" * 28, private=b"p",
+        ))),
+        (),
+    ),
+    "peer-reply": (TO_READER, PeerReply(reply=Addresses(call_id=6, addresses=b"\x02" * 28, num_known=1)), ()),
     "mempool-attached-peer": (
         FROM_MEMPOOL,
         Attached(boot_generation=Epoch(7), attachment=1, memory_id=Epoch(8), peer_address=ADDRESS),

@@ -80,7 +80,7 @@ class Moves:
     def __init__(self, api: "Api") -> None:
         self._api = api
         self._moves: dict[int, _Move] = {}
-        self._forwarded: dict[int, _Forwarded] = {}
+        self.forwarded: dict[int, _Forwarded] = {}
         self._late: OrderedDict[int, InstanceId] = OrderedDict()  # allocations whose caller waits no more
         self._busy: Counter[Page] = Counter()
         self._dying: dict[Page, Free] = {}
@@ -126,7 +126,7 @@ class Moves:
         addresses = self._api.addresses(call.sources)
         home = self._api.home_of(addresses)
         held([holder], home, addresses)
-        if len(self._moves) + len(self._forwarded) >= self._api.limits.max_moves:
+        if len(self._moves) + len(self.forwarded) >= self._api.limits.max_moves:
             raise Overloaded(f"{self._api.limits.max_moves} transfers are under way")
         sources = self._hold(holder, home, addresses)
         try:
@@ -180,7 +180,7 @@ class Moves:
             message = wire.PullPages(call_id=self._next_number, source=sources.home.instance, order=call)
         else:
             message = msgspec.structs.replace(call, call_id=self._next_number)
-        self._forwarded[self._number()] = _Forwarded(
+        self.forwarded[self._number()] = _Forwarded(
             holder, call.call_id, instance, now_ms + timeout_ms, call, sources
         )
         holder.num_open += 1
@@ -191,7 +191,7 @@ class Moves:
         late = self._late.pop(reply.call_id, None)
         if late is not None and isinstance(reply, wire.Addresses):
             self._api.out.append(CallPeer(late, wire.FreeMem(call_id=0, addresses=reply.addresses)))
-        waiting = self._forwarded.pop(reply.call_id, None)
+        waiting = self.forwarded.pop(reply.call_id, None)
         if waiting is None:
             return
         holder, call = waiting.holder, waiting.call
@@ -210,17 +210,17 @@ class Moves:
 
     def expire(self, now_ms: int) -> None:
         """See Api.tick."""
-        for number in [n for n, waiting in self._forwarded.items() if waiting.deadline_ms <= now_ms]:
-            instance = self._forwarded[number].instance
+        for number in [n for n, waiting in self.forwarded.items() if waiting.deadline_ms <= now_ms]:
+            instance = self.forwarded[number].instance
             self._give_up_call(number, PeerTimeout(f"the mempool of {instance} did not answer in time"))
 
     def lose_peer(self, instances: Collection[InstanceId]) -> None:
         """Nobody answers for these any more."""
-        for number in [n for n, waiting in self._forwarded.items() if waiting.instance in instances]:
+        for number in [n for n, waiting in self.forwarded.items() if waiting.instance in instances]:
             self._give_up_call(number, PeerGone("the connection to the target's mempool ended"))
 
     def _give_up_call(self, number: int, error: ClusterError) -> None:
-        waiting = self._forwarded.pop(number)
+        waiting = self.forwarded.pop(number)
         waiting.holder.num_open -= 1
         if waiting.sources is not None:
             self._let_go(waiting.sources)
@@ -232,7 +232,7 @@ class Moves:
 
     def next_deadline_ms(self) -> int | None:
         """See Api."""
-        return min((waiting.deadline_ms for waiting in self._forwarded.values()), default=None)
+        return min((waiting.deadline_ms for waiting in self.forwarded.values()), default=None)
 
     # -- the target's end ---------------------------------------------------------------------------
 

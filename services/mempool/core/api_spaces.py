@@ -8,11 +8,13 @@ are granted like an engine's; when it leaves they are free, or, if its process h
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from services.mempool.core import actions
 from services.mempool.core.actions import Action, ApiSend, PoolLimits
 from services.mempool.core.api import Api
 from services.mempool.core.api_leased import Leased
+from services.mempool.core.api_peers import FIRST_CONNECTION, ApiPeers
 from services.mempool.core.api_state import ApiAction, ApiLimits, CallPeer, Home, MovePages, Reply
 from services.mempool.core.claims import Claim
 from services.mempool.core.dram import Dram
@@ -23,6 +25,7 @@ from services.mempool.core.tiers import CopyPages, CopyResult, SwapDone, TierAct
 from shared.errors import InvalidRequest
 from shared.ids import InstanceId, PageId, SpaceId
 from shared.wire import mempool_api as wire
+from shared.wire import mempool_peer as peer_wire
 from shared.wire.mempool_api import ADDRESS_BYTES, TransferFlags
 
 MAX_WAITING = 256  # calls that wait for engines to give pages back; more are decided at once
@@ -31,7 +34,7 @@ MAX_WAITING = 256  # calls that wait for engines to give pages back; more are de
 @dataclass(slots=True)
 class _Waiting:
     connection: int
-    call: wire.ApiCall
+    call: wire.ApiCall | wire.PullPages
     pool: Pool
     claim: Claim
     until_ms: int
@@ -44,6 +47,7 @@ class _Move:
     targets: dict[SpaceId, list[PageId]]
     open: set[int] = field(default_factory=set)
     failed: bool = False
+    stale: bool = False
     in_doubt: dict[SpaceId, set[PageId]] = field(default_factory=dict)
 
 
@@ -77,11 +81,11 @@ class ApiSpaces:
         self._mapped = mapped
         self._touched = touched
         self._out: list[Action] = []
-        self._calls_of_peers: list[CallPeer] = []
         self._copies: dict[int, tuple[int, SpaceId]] = {}  # copy -> move, targets' space
         self._moves: dict[int, _Move] = {}
         self._waiting: list[_Waiting] = []
         self.api = Api(ApiLimits(max_blocks_per_call=limits.max_blocks_per_call))
+        self.peers = ApiPeers(self.api, self._on_pull_ended)
         self._leased = Leased(self.api, pools, numbers, wanted, touched, limits.copy_timeout_ms)
         dram.swapped = self._on_swapped
 
@@ -102,8 +106,8 @@ class ApiSpaces:
     def on_call(self, connection: int, call: wire.ApiCall | wire.PullPages, now_ms: int) -> None:
         """Any call after the first message. Raises: PeerProtocolError; end the connection."""
         self._find_homes()
-        wanted = None if isinstance(call, wire.PullPages) else self._wanted(call)
-        if wanted is None or isinstance(call, wire.PullPages) or len(self._waiting) >= MAX_WAITING:
+        wanted = self._wanted(call.order if isinstance(call, wire.PullPages) else call)
+        if wanted is None or len(self._waiting) >= MAX_WAITING:
             self._perform(self.api.on_call(connection, call, now_ms))
             return
         pool, count = wanted
@@ -190,12 +194,17 @@ class ApiSpaces:
             self._touched(pool)
         for action in decided:
             match action:
+                case Reply() if action.connection >= FIRST_CONNECTION:
+                    self.peers.reply(action.connection, action.message)
                 case Reply():
                     self._out.append(ApiSend(action.connection, action.message))
+                case MovePages() if action.source not in self.api.homes:
+                    move = self._moves[action.move_id] = _Move({})
+                    self.peers.move(action, partial(self._begin_copy, action.move_id, move))
                 case MovePages():
                     self._move(action)
                 case CallPeer():
-                    self._calls_of_peers.append(action)
+                    self.peers.call(action)
                 case CopyPages():
                     fast = action.source if self._pools[action.target].is_behind else action.target
                     self._dram.perform(fast, [action])
@@ -208,16 +217,23 @@ class ApiSpaces:
         move = self._moves[action.move_id] = _Move({})
         for space in {target.space for target in targets}:
             pairs = [(s, t) for s, t in zip(sources, targets, strict=True) if t.space == space]
-            copy_id = next(self._numbers)
-            move.targets[space] = [t.page for _, t in pairs]
-            move.open.add(copy_id)
-            self._copies[copy_id] = (action.move_id, space)
+            copy_id, into = next(self._numbers), [t.page for _, t in pairs]
+            self._begin_copy(action.move_id, move, copy_id, space, into)
             self._out.append(
                 actions.CopyPages(
-                    copy_id, int(space), move.targets[space],
+                    copy_id, int(space), into,
                     [(int(s.space), s.page) for s, _ in pairs], action.timeout_ms,
                 )
             )  # fmt: skip
+
+    def _begin_copy(self, move_id: int, move: _Move, copy_id: int, space: int, into: list[PageId]) -> None:
+        move.targets.setdefault(SpaceId(space), []).extend(into)
+        move.open.add(copy_id)
+        self._copies[copy_id] = (move_id, SpaceId(space))
+
+    def _on_pull_ended(self, copy_id: int, failed: bool, in_doubt: Collection[int], stale: bool) -> None:
+        self._moves[self._copies[copy_id][0]].stale |= stale
+        self.on_copied(copy_id, failed=failed, in_doubt=in_doubt)
 
     def on_copied(self, copy_id: int, *, failed: bool, in_doubt: Collection[int]) -> bool:
         """False: not a copy of ours."""
@@ -230,11 +246,12 @@ class ApiSpaces:
         move = self._moves[number]
         move.open.discard(copy_id)
         move.failed |= failed
-        move.in_doubt[space] = {PageId(page) for page in in_doubt}
+        move.in_doubt.setdefault(space, set()).update(PageId(page) for page in in_doubt)
         if not move.open:
             del self._moves[number]
             doubted = set().union(*move.in_doubt.values())
-            self._perform(self.api.on_moved(number, CopyResult(failed=move.failed, quarantined=doubted)))
+            result = CopyResult((0,) if move.stale else (), move.failed, doubted)
+            self._perform(self.api.on_moved(number, result))
             for (
                 each,
                 pages,
@@ -257,20 +274,49 @@ class ApiSpaces:
     # -- time, and what is to be done -------------------------------------------------------------------
 
     def tick(self, now_ms: int) -> None:
-        """Fail calls to peers that wait too long."""
+        """Fail calls to peers that wait too long, and ask peers who they serve."""
         self._perform(self.api.tick(now_ms))
+        self.peers.expire(self.api.moves.forwarded)
+        self.peers.tick(now_ms)
 
     def next_deadline_ms(self) -> int | None:
         """When tick() or advance() has something to do."""
         due = [self.api.next_deadline_ms(), *(waiting.until_ms for waiting in self._waiting)]
+        due.append(self.peers.next_deadline_ms())
         return min((when for when in due if when is not None), default=None)
 
     def take_actions(self) -> list[Action]:
         """To perform behind the words of their pages."""
-        out, self._out = self._out + self._leased.take_actions(), []
+        out, self._out = self._out + self._leased.take_actions() + self.peers.take_actions(), []
         return out
 
-    def take_calls_of_peers(self) -> list[CallPeer]:
-        """For the links to other mempools; none where no peer was added (Api.add_peer)."""
-        out, self._calls_of_peers = self._calls_of_peers, []
-        return out
+    # -- other hosts ------------------------------------------------------------------------------------
+
+    def on_peer_call(self, link: int, message: peer_wire.PeerCall | peer_wire.WhoIsHere, now_ms: int) -> None:
+        """A mempool of another host calls, for callers of its own, or asks which instances it may name."""
+        self._find_homes()
+        if isinstance(message, peer_wire.WhoIsHere):
+            self.peers.tell_who_is_here(link)
+            return
+        connection = self.peers.connection_of(link)
+        if not self.knows(connection):
+            self.api.connect(connection, InstanceId(f"link-{link}"), is_mempool=True)
+        self.on_call(connection, message.call, now_ms)
+
+    def on_peer_gone(self, link: int) -> None:
+        """It calls no more: what it held is given up."""
+        self.on_closed(self.peers.connection_of(link))
+
+    def on_peer_answer(self, address: str, message: peer_wire.ToReader, now_ms: int) -> bool:
+        """False: not an answer to what was asked here."""
+        if not self.peers.is_mine(message):
+            return False
+        reply = self.peers.on_answer(address, message, now_ms)
+        if reply is not None:
+            self._perform(self.api.on_peer_reply(reply))
+        return True
+
+    def on_peer_lost(self, address: str) -> None:
+        """The mempool is not reached, or not any more."""
+        for number in self.peers.on_lost(address):
+            self._perform(self.api.lose_peer(number))

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 
 from services.mempool.core.actions import Action, PoolLimits
+from services.mempool.core.api_spaces import ApiSpaces
 from services.mempool.core.desk import Desk
 from services.mempool.core.lending import Lending
 from services.mempool.core.lending_report import obey
@@ -31,6 +32,7 @@ class FromOutside(ABC):
     remote: Remote
     serve: RemoteServe
     lending: Lending
+    api: ApiSpaces
     desk: Desk | None = None
     load_interval_ms: int = 0
     _space_of: dict[InstanceId, int]
@@ -45,26 +47,33 @@ class FromOutside(ABC):
 
     def on_peer_call(self, link: int, message: peer_wire.ToSource, now_ms: int) -> list[Action]:
         """A reader of another host calls. Raises: PeerProtocolError; end its connection."""
-        self.serve.on_message(link, message, now_ms)
+        if isinstance(message, peer_wire.PeerCall | peer_wire.WhoIsHere):
+            self.api.on_peer_call(link, message, now_ms)
+            self._touch(*self.pools.values())
+        else:
+            self.serve.on_message(link, message, now_ms)
         return self._after(now_ms)
 
     def on_peer_gone(self, link: int, now_ms: int) -> list[Action]:
         """A reader's connection ended."""
         self.serve.on_lost(link)
+        self.api.on_peer_gone(link)
         self.pulls.forget(-link, now_ms)
         self._touch(*self.pools.values())
         return self._after(now_ms)
 
     def on_peer_answer(self, address: str, message: peer_wire.ToReader, now_ms: int) -> list[Action]:
         """Answer to AskPeer. One that cannot be right costs its readers a miss, and is counted."""
-        with contextlib.suppress(PeerProtocolError):
-            self.remote.on_message(address, message, now_ms)
+        if not self.api.on_peer_answer(address, message, now_ms):
+            with contextlib.suppress(PeerProtocolError):
+                self.remote.on_message(address, message, now_ms)
         self._touch(*self.pools.values())
         return self._after(now_ms)
 
     def on_peer_lost(self, address: str, now_ms: int) -> list[Action]:
         """The mempool at the address cannot be reached."""
         self.remote.on_lost(address, now_ms)
+        self.api.on_peer_lost(address)
         self._touch(*self.pools.values())
         return self._after(now_ms)
 
@@ -72,7 +81,8 @@ class FromOutside(ABC):
         self, number: int, now_ms: int, *, failed: bool = False, in_doubt: Collection[int] = ()
     ) -> list[Action]:
         """Answer to PullRemote. `in_doubt`: targets that may still be written; on_settled follows."""
-        self.remote.on_pulled(number, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
+        if not self.api.peers.on_pulled(number, failed=failed, in_doubt=in_doubt, now_ms=now_ms):
+            self.remote.on_pulled(number, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
         self._touch(*self.pools.values())
         return self._after(now_ms)
 

@@ -240,7 +240,7 @@ class RemoteServe:
             for position, (page, epoch) in enumerate(pages)
             if table is None
             or page >= table.num_pages
-            or table.states[page] != PageState.SEALED
+            or (table.states[page] != PageState.SEALED and not call.held)
             or table.epochs[page] != epoch
         ]
         self._counters["peer_pages_stale"] += len(stale)

@@ -1,0 +1,214 @@
+"""Instances of other hosts' mempools in the nine calls: who is asked, what may be read, how transfers end."""
+
+import pytest
+
+from services.mempool.core.actions import AskPeer, PullRemote, TellPeer
+from services.mempool.core.api_peers import CHECK_TIMEOUT_MS, FIRST_CONNECTION, FIRST_NUMBER, ApiPeers
+from services.mempool.core.api_state import CallPeer, MovePages
+from shared.errors import PeerProtocolError
+from shared.ids import Epoch, InstanceId, PageId, SpaceId
+from shared.kv.words import u32_bytes, u32_list, u64_list
+from shared.wire import mempool_api as wire
+from shared.wire import mempool_peer as peer_wire
+from shared.wire.mempool_api import Medium
+from tests.unit.mempool_api_rig import ApiRig, D, P, Q
+
+HERE, THERE = "tcp://10.0.0.1:1", "tcp://10.0.0.2:1"
+
+
+class Peers:
+    """Of a mempool that serves P; two others are named to it."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[int, bool, list[int], bool]] = []
+        self.api = ApiRig(P).api
+        self.core = ApiPeers(
+            self.api, lambda n, failed, doubt, stale: self.ends.append((n, failed, [*doubt], stale))
+        )
+        self.core.addresses = (HERE, THERE)
+        self.taken: list[tuple[int, int, list[PageId]]] = []
+
+    def here(self, *instances: InstanceId, address: str = THERE) -> None:
+        assert self.core.on_answer(address, peer_wire.Here(instances=list(instances)), 0) is None
+
+    def actions(self, kind: type) -> list:
+        return [action for action in self.core.take_actions() if isinstance(action, kind)]
+
+    def move(self, *pairs: tuple[int, int]) -> list[PullRemote]:
+        """Pages 5, 6, ... of these (source space, target space)."""
+        sources, targets = (
+            b"".join(packed(space, 5 + at, 100 + at) for at, space in enumerate(column))
+            for column in zip(*pairs, strict=True)
+        )
+        action = MovePages(1, D, sources, P, targets, 900)
+        self.core.move(action, lambda number, space, pages: self.taken.append((number, space, pages)))
+        return self.actions(PullRemote)
+
+
+def packed(space: int, page: int, epoch: int) -> bytes:
+    return wire.pack_addresses(7, Medium.HBM, SpaceId(space), [PageId(page)], [Epoch(epoch)])
+
+
+@pytest.fixture
+def peers():
+    found = Peers()
+    found.here(D)
+    found.actions(object)
+    return found
+
+
+def test_every_peer_is_asked_each_second_and_its_instances_may_be_named_then(peers):
+    peers.core.tick(0)
+    asked = peers.actions(AskPeer)
+    assert [(each.address, each.message) for each in asked] == [
+        (a, peer_wire.WhoIsHere()) for a in (HERE, THERE)
+    ]
+    assert peers.core.next_deadline_ms() == 1_000
+    peers.core.tick(999)
+    assert not peers.actions(AskPeer)
+    peers.here(Q, address=HERE)
+    assert peers.api.peers == {D: 1, Q: 0}
+
+
+def test_what_is_served_here_is_nobody_elses_and_strangers_are_not_believed(peers):
+    peers.here(D, P)
+    peers.here(Q, address="tcp://10.0.0.9:1")
+    assert peers.api.peers == {D: 1}
+
+
+def test_a_successor_that_serves_others_is_another_mempool(peers):
+    peers.here(Q)
+    assert peers.api.peers == {Q: 1}
+
+
+def test_a_lost_peer_is_unknown_until_it_answers_again(peers):
+    for number in peers.core.on_lost(THERE):
+        peers.api.lose_peer(number)
+    assert peers.api.peers == {}
+    peers.here(D)
+    assert peers.api.peers == {D: 1}
+
+
+def test_a_pull_for_each_pair_of_spaces_and_the_sources_word_behind_the_last_byte(peers):
+    pulls = peers.move((1, 1), (2, 1), (1, 1))
+    assert [(p.address, p.source_space, p.space, p.sources, p.targets) for p in pulls] == [
+        (THERE, 1, 1, [5, 7], [5, 7]),
+        (THERE, 2, 1, [6], [6]),
+    ]
+    assert peers.taken == [(p.number, p.space, p.targets) for p in pulls]
+    first, second = (p.number for p in pulls)
+    assert first >= FIRST_NUMBER
+    for number in (first, second):
+        assert peers.core.on_pulled(number, failed=False, in_doubt=(), now_ms=0)
+    questions = [each.message for each in peers.actions(AskPeer)]
+    assert all(question.held for question in questions)
+    assert [u32_list(q.pages) for q in questions] == [[5, 7], [6]]
+    assert [u64_list(q.epochs) for q in questions] == [[100, 102], [101]]
+    peers.core.on_answer(THERE, peer_wire.EpochsChecked(call_id=first), 0)
+    peers.core.on_answer(THERE, peer_wire.EpochsChecked(call_id=second, stale=u32_bytes([0])), 0)
+    assert peers.ends == [(first, False, [], False), (second, False, [], True)]
+    peers.core.on_answer(THERE, peer_wire.EpochsChecked(call_id=second), 0)
+    assert len(peers.ends) == 2, "a second answer changes nothing"
+
+
+def ends_by_failing(peers, number):
+    peers.core.on_pulled(number, failed=True, in_doubt=[6], now_ms=0)
+    return [6]
+
+
+def ends_by_refusal(peers, number):
+    peers.core.on_pulled(number, failed=False, in_doubt=(), now_ms=0)
+    peers.core.on_answer(THERE, peer_wire.CallRefused(call_id=number, code="overloaded", reason=""), 0)
+    return []
+
+
+def ends_by_nonsense(peers, number):
+    peers.core.on_pulled(number, failed=False, in_doubt=(), now_ms=0)
+    peers.core.on_answer(THERE, peer_wire.EpochsChecked(call_id=number, stale=b"odd"), 0)
+    return []
+
+
+def ends_by_time(peers, number):
+    peers.core.on_pulled(number, failed=False, in_doubt=(), now_ms=0)
+    peers.core.tick(CHECK_TIMEOUT_MS - 1)
+    assert not peers.ends
+    peers.core.tick(CHECK_TIMEOUT_MS)
+    return []
+
+
+def ends_by_loss(peers, number):
+    peers.core.on_pulled(number, failed=False, in_doubt=(), now_ms=0)
+    peers.core.on_lost(HERE)
+    assert not peers.ends
+    peers.core.on_lost(THERE)
+    return []
+
+
+@pytest.mark.parametrize(
+    "end", [ends_by_failing, ends_by_refusal, ends_by_nonsense, ends_by_time, ends_by_loss]
+)
+def test_a_transfer_without_the_sources_word_has_failed_once(peers, end):
+    (pull,) = peers.move((1, 1))
+    assert peers.core.is_mine(peer_wire.EpochsChecked(call_id=pull.number))
+    in_doubt = end(peers, pull.number)
+    assert peers.ends == [(pull.number, True, in_doubt, False)]
+    assert peers.core.on_pulled(pull.number, failed=False, in_doubt=(), now_ms=0), "it was ours"
+    assert len(peers.ends) == 1
+
+
+def test_pulls_of_other_parts_and_their_answers_are_not_touched(peers):
+    assert not peers.core.on_pulled(3, failed=False, in_doubt=(), now_ms=0)
+    assert not peers.core.is_mine(peer_wire.EpochsChecked(call_id=3))
+    assert not peers.core.is_mine(peer_wire.RemoteAcquired(call_id=3))
+
+
+def test_a_source_that_nobody_serves_any_more_fails_at_once(peers):
+    peers.api.lose_peer(1)
+    assert peers.move((1, 1), (2, 1)) == []
+    assert [failed for _, failed, _, _ in peers.ends] == [True, True]
+
+
+def order(call_id: int, *pages: int) -> CallPeer:
+    sources = b"".join(packed(1, page, 100) for page in pages)
+    given = wire.Transfer(call_id=9, target=D, sources=sources)
+    return CallPeer(D, wire.PullPages(call_id=call_id, source=P, order=given))
+
+
+def test_only_pages_that_a_transfer_under_way_names_may_be_read(peers):
+    peers.core.call(order(4, 5, 6))
+    peers.core.call(order(5, 6))
+    (ask, _) = peers.actions(AskPeer)
+    assert isinstance(ask.message, peer_wire.PeerCall)
+    assert peers.core.may_read(1, [5, 6])
+    assert not peers.core.may_read(1, [5, 7])
+    assert not peers.core.may_read(2, [5])
+    reply = wire.Addresses(call_id=4, addresses=b"")
+    assert peers.core.on_answer(THERE, peer_wire.PeerReply(reply=reply), 0) == reply
+    assert not peers.core.may_read(1, [5])
+    assert peers.core.may_read(1, [6])
+    peers.core.expire([5])
+    assert peers.core.may_read(1, [6])
+    peers.core.expire([])
+    assert not peers.core.may_read(1, [6])
+    peers.core.call(order(6, 7))
+    peers.core.on_lost(THERE)
+    assert not peers.core.may_read(1, [7])
+
+
+def test_calls_to_a_peer_that_was_lost_meanwhile_go_nowhere(peers):
+    peers.api.lose_peer(1)
+    peers.core.call(order(4, 5))
+    assert not peers.actions(AskPeer)
+    assert not peers.core.may_read(1, [5])
+
+
+def test_answers_to_callers_on_other_hosts_go_to_their_mempool(peers):
+    counted = wire.Counted(call_id=4, count=1)
+    peers.core.reply(ApiPeers.connection_of(3), counted)
+    (told,) = peers.actions(TellPeer)
+    assert (told.link, told.message) == (3, peer_wire.PeerReply(reply=counted))
+    with pytest.raises(PeerProtocolError):
+        peers.core.reply(FIRST_CONNECTION + 3, wire.Evacuated(addresses=b""))
+    peers.core.tell_who_is_here(3)
+    (told,) = peers.actions(TellPeer)
+    assert told.message == peer_wire.Here(instances=[P])
