@@ -3,12 +3,10 @@
     make measure NAME=cluster-trace-replay ARGS="--trace mooncake_synthetic_trace.jsonl [--memories 2,0.5,0.1]
         [--resume FILE]"                                            writes results/cluster-trace-replay.json
 
-`quire up` with two prefill workers and one decode worker (vLLM, the demo model), each with pages of its own, policy
-cost. Every SHARE-th session of the trace with all its turns, in the order and at the times of the trace, so many times
+`quire up` with a prefill and a decode worker (vLLM, the demo model), each with pages of its own, policy cost. Every SHARE-th session of the trace with all its turns, in the order and at the times of the trace, so many times
 faster that it takes --seconds; prompts and outputs are 1/SCALE as long, so that a block of the trace is a block of the
-engines. What would not fit into the model's context is left out, in the bound too. Memory 2 means that both prefill
-workers together have room for twice the distinct tokens of what is sent: each alone could hold all. For each memory a
-cluster of its own. A hit is a prompt token that was not computed, by the receipts.
+engines. What would not fit into the model's context is left out, in the bound too. Memory 2 means that each worker has room for
+twice the distinct tokens of what is sent. For each memory a cluster of its own. A hit is a prompt token that was not computed, by the receipts.
 In full, and with other policies, the trace goes through the simulator: bench_trace_replay.py.
 """
 
@@ -41,7 +39,6 @@ CLAIM = (
 ARM = Arm("cost", "cost", {})
 SCALE = 16
 BLOCK_TOKENS = TRACE_BLOCK_TOKENS // SCALE  # of engines on CPU
-NUM_PREFILL = 2
 KV_BYTES_PER_TOKEN = 3072  # of the demo model
 CONTEXT_TOKENS = 4096
 LEAST_TOKENS = CONTEXT_TOKENS + CONTEXT_TOKENS // 16  # an engine has room for its longest request
@@ -105,18 +102,15 @@ def sample_of(
 
 
 def replay(requests: Sequence[Request], tokens: int, options: argparse.Namespace) -> list[Outcome]:
-    """Through a cluster of its own. Args: tokens: that each prefill worker, and the decode worker, has room for."""
-    words = ["--topology", "disaggregated", "--prefill", str(NUM_PREFILL), "--decode", "1"]
+    """Through a cluster of its own. Args: tokens: that each worker has room for."""
+    words = ["--topology", "disaggregated", "--prefill", "1", "--decode", "1"]
     start = Start("cpu", options.engine, cache_bytes=tokens * KV_BYTES_PER_TOKEN)
     with tempfile.TemporaryDirectory(prefix="quire-trace-") as folder:
         flags = start.flags(Path(folder), words)
         with LocalityCluster(
             Path(folder) / "home", flags, start.sections(), ARM, max_lag_ms=250.0
         ) as cluster:
-            warm = [
-                Request(n, 100.0 * n, f"warm-{n}", 0, requests[0].prompt[:1], 4)
-                for n in range(2 * NUM_PREFILL)
-            ]
+            warm = [Request(n, 100.0 * n, f"warm-{n}", 0, requests[0].prompt[:1], 4) for n in range(4)]
             cluster.run([_other_tokens(one) for one in warm], is_measured=False)
             return cluster.run(requests)
 
@@ -136,7 +130,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trace", type=Path)
-    parser.add_argument("--share", type=int, default=12, help="one session in so many")
+    parser.add_argument("--share", type=int, default=8, help="one session in so many")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the arrivals take")
     parser.add_argument("--memories", default=",".join(f"{one:g}" for one in MEMORIES))
     parser.add_argument("--engine", default="vllm", choices=("vllm", "mock"))
@@ -166,7 +160,7 @@ def main(argv: Sequence[str]) -> int:
     progress = Progress(options.resume, lambda row: f"memory {row['memory']:g}: hits {hit_percent(row):.1f}%")
     for memory in options.memories:
         if progress.has(memory=memory) is None:
-            tokens = max(round(memory * bound.footprint_tokens / NUM_PREFILL), LEAST_TOKENS)
+            tokens = max(round(memory * bound.footprint_tokens), LEAST_TOKENS)
             progress.add(sample_of(memory, tokens, bound, replay(requests, tokens, options)))
     metrics = metrics_from_samples(progress.samples)
     for key, value in sorted(metrics.items()):
@@ -184,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
             "session_share": options.share,
             "scale": SCALE,
             "seconds": options.seconds,
-            "prefill": NUM_PREFILL,
+            "prefill": 1,
             "decode": 1,
             "engine": options.engine,
             "model": "quire-demo",
