@@ -3,10 +3,12 @@
     make measure NAME=cluster-trace-replay ARGS="--trace mooncake_synthetic_trace.jsonl [--memories 2,0.5,0.1]
         [--resume FILE]"                                            writes results/cluster-trace-replay.json
 
-`quire up` with a prefill and a decode worker (vLLM, the demo model), each with pages of its own, policy cost. Every SHARE-th session of the trace with all its turns, in the order and at the times of the trace, so many times
-faster that it takes --seconds; prompts and outputs are 1/SCALE as long, so that a block of the trace is a block of the
-engines. What would not fit into the model's context is left out, in the bound too. Memory 2 means that each worker has room for
-twice the distinct tokens of what is sent. For each memory a cluster of its own. A hit is a prompt token that was not computed, by the receipts.
+`quire up` with a prefill and a decode worker (vLLM, the demo model), each with pages of its own, policy cost. Every
+SHARE-th session of the trace with all its turns, in the order and at the times of the trace, so many times faster that
+it takes --seconds; prompts and outputs are 1/SCALE as long, so that a block of the trace is a block of the engines.
+What would not fit into the model's context is left out, in the bound too. Memory 2 means that each worker has room for
+twice the distinct tokens of what is sent. For each memory a cluster of its own. A hit is a prompt token that was not
+computed, by the receipts.
 In full, and with other policies, the trace goes through the simulator: bench_trace_replay.py.
 """
 
