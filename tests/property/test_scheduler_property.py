@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.core.instances import InstanceLimits, Instances
-from services.scheduler.core.load import VIEW_GRAIN_MS, InstanceLoad
+from services.scheduler.core.load import InstanceLoad
 from services.scheduler.core.placement import PlacementLimits, Placer
 from shared.wire.placement import Ended, Placed
 from shared.wire.reports import Goodbye, Welcome
@@ -201,8 +201,8 @@ def test_a_view_that_only_drained_is_the_view(events):
     """What is kept of the last view is what looking at everything again gives."""
     load = InstanceLoad(8, 1_024, arrive_ms=60, forget_ms=150)
     now_ms = 0
-    for what, number, grains in events:
-        now_ms += grains * VIEW_GRAIN_MS
+    for what, number, steps in events:
+        now_ms += 5 * steps
         key = (f"r{number}", 0)
         if what in ("direct", "decodes"):
             load.add_direct(
@@ -220,5 +220,5 @@ def test_a_view_that_only_drained_is_the_view(events):
         elif what == "report":
             load.on_report(report("p0", num_running=number, queued_prefill_ms=9.0 * number), now_ms=now_ms)
         anew = deepcopy(load)
-        anew._seen = None
+        anew._drained = None
         assert load.view(now_ms=now_ms) == anew.view(now_ms=now_ms)

@@ -9,25 +9,25 @@ of the longest prefix is not left for a small gain, which would scatter a sessio
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
-from operator import itemgetter
+from operator import attrgetter
 
 from msgspec import Struct
 
-from services.scheduler.core.instances import Instance, PoolKey, SpaceKey
+from services.scheduler.core.instances import PoolKey, SpaceKey
 from services.scheduler.core.policies import Candidate
 from services.scheduler.core.predict import CostSettings, DecodeStage, FirstStage, Predictor
 from services.scheduler.core.request import Stage
+from services.scheduler.core.shortlist import Shortlist, tried
+from services.scheduler.core.standing import Field
 from shared.wire.placement import Alternative, Predicted
-from shared.wire.reports import Role
 
-MAX_LIKELY = 6  # instances that a rough score finds, and
-MAX_IDLE = 2  # those with the shortest queues: they may fetch; the others are not predicted
-MAX_PAIRED = 6  # first stages that are paired,
-MAX_DECODES = 4  # each with so many decode instances, and the nearest ones
+MAX_PAIRED = 6  # first stages that are paired, each with its best decode instance
 
-Ranked = tuple[float, int, str, int, Candidate]  # rough score, last turn, name, tokens of its own space
-_local = itemgetter(3)
+# what ways are compared by: total, whether it breaks roles, when its first instance was chosen, that one's name; then
+# whether it is a pair, its stages, hand-off, drawing the first token again
+Ranked = tuple[float, bool, int, str, bool, FirstStage, DecodeStage, float, float]
+_local_tokens = attrgetter("local_tokens")
+Place = tuple[str, PoolKey | None, SpaceKey | None]  # where an instance's KV is
 
 
 class Way(Struct, frozen=True, gc=False):
@@ -73,219 +73,167 @@ class Decision(Struct, frozen=True):
     alternatives: list[Alternative]
 
 
-def decide(
-    predictor: Predictor,
-    candidates: Sequence[Candidate],
-    *,
-    must_colocate: bool,
-) -> Decision:
-    """The best way over these candidates, of which there is at least one, all with a model.
+def decide(predictor: Predictor, field: Field, *, must_colocate: bool) -> Decision | None:
+    """The best way over the field, in which all have a model. None: nobody is there.
 
-    Cost: a rough score of each, then at most 4 * (MAX_LIKELY + MAX_IDLE) predictions, whatever their number.
+    Cost: a shortlist, then at most 4 * (MAX_LIKELY + MAX_IDLE) predictions, however many there are.
     """
     settings = predictor.settings
-    most_ms = settings.panic_queue_ms
-    in_panic = [c for c in candidates if c.view.queue_ms > most_ms]
-    calm = [c for c in candidates if c.view.queue_ms <= most_ms] if in_panic else candidates
-    ways = _ways(predictor, calm, must_colocate=must_colocate) if calm else []
-    lacks_pair = (
-        settings.disaggregation == "always" and not must_colocate and not any(w.is_pair for w in ways)
-    )
-    if not ways or (in_panic and lacks_pair):
-        in_panic = []
-        ways = _ways(predictor, candidates, must_colocate=must_colocate)
-    ways.sort(key=_order)
-    chosen, why = _with_roles(ways, settings)
-    chosen, why = _with_hysteresis(ways, chosen, why, settings)
+    calm = field.calm(settings.panic_queue_ms)
+    ways = _ways(predictor, calm, must_colocate=must_colocate)
+    lacks_pair = settings.disaggregation == "always" and not must_colocate and not any(w[4] for w in ways)
+    in_panic: list[Candidate] = []
+    if calm is not field:
+        if not ways or lacks_pair:
+            ways = _ways(predictor, field, must_colocate=must_colocate)
+        else:
+            in_panic = field.beyond(settings.panic_queue_ms)
+    if not ways:
+        return None
+    ways.sort()
+    taken, why = _with_roles(ways, settings)
+    taken, why = _with_hysteresis(ways, taken, why, settings)
+    chosen = _way(taken)
     reason = f"{_describe(chosen)}{why}"
     most = settings.max_alternatives if predictor.request.explain else 0
-    return Decision(chosen, reason, _alternatives(ways, chosen, in_panic, most) if most else [])
+    return Decision(chosen, reason, _alternatives(map(_way, ways), chosen, in_panic, most) if most else [])
 
 
 def predict_way(predictor: Predictor, first: Candidate, decode: Candidate) -> Way:
     """What another policy's choice is expected to take."""
     stage, then = predictor.first(first), predictor.decode(decode)
     if first is not decode:
-        return _pair(predictor, stage, then)
-    total_ms = _total_ms(stage, 0.0, 0.0, then)
-    return Way(stage, then, False, 0.0, 0.0, total_ms, first.known.role == "colocated")
+        return _way(_pair(stage, then, *_between(predictor, stage, then)))
+    return _way(_alone(stage, then))
 
 
-def _ways(predictor: Predictor, candidates: Sequence[Candidate], *, must_colocate: bool) -> list[Way]:
-    settings = predictor.settings
-    ranked = _ranked(predictor, candidates)
-    decodes, prefills, colocated = ranked["decode"], ranked["prefill"], ranked["colocated"]
-    pairs: list[Way] = []
-    if prefills and decodes and not must_colocate and settings.disaggregation != "never":
-        families = {row[-1].known.family_key for row in decodes}
-        paired = [row for row in prefills if row[-1].known.family_key in families]
-        if paired:
-            firsts = _first_stages(predictor, paired)[:MAX_PAIRED]
-            pairs = _pairs(predictor, firsts, [row[-1] for row in decodes])
-    if settings.disaggregation == "always" and pairs and not must_colocate:
-        return pairs
-    others = sorted(prefills + decodes)
-    return pairs + [predict_way(predictor, c, c) for c in (*_likely(colocated), *_likely(others))]
+def _way(ranked: Ranked) -> Way:
+    total_ms, breaks_roles, _, _, is_pair, first, decode, handoff_ms, again_ms = ranked
+    return Way(first, decode, is_pair, handoff_ms, again_ms, total_ms, not breaks_roles)
 
 
-def _ranked(predictor: Predictor, candidates: Sequence[Candidate]) -> dict[Role, list[Ranked]]:
-    """By role, by queue and what their own prefix leaves to compute. Cost: grows with the cluster, so short."""
-    x, held = predictor.request.num_prompt_tokens, predictor.holders.held(candidates)
-    by_role: dict[Role, list[Candidate]] = {"prefill": [], "decode": [], "colocated": []}
-    for candidate in candidates:
-        by_role[candidate.known.role].append(candidate)
-    out: dict[Role, list[Ranked]] = {}
-    for role, found in by_role.items():
-        token_ms = predictor.exec_ms(found[0].known, 0) / max(1, x) if found else 0.0
-        rows = out[role] = []
-        for candidate in found:
-            tokens = held.get(name := candidate.name, 0)
-            score_ms = candidate.view.queue_ms + (x - tokens) * token_ms
-            rows.append((score_ms, candidate.known.chosen_at, name, tokens, candidate))
-        rows.sort()
-    return out
-
-
-def _likely(rows: Sequence[Ranked]) -> list[Candidate]:
-    """Those that can win: the first ones, and the idlest of the others."""
-    if len(rows) <= MAX_LIKELY + MAX_IDLE:
-        return [row[-1] for row in rows]
-    picked, rest = list(rows[:MAX_LIKELY]), rows[MAX_LIKELY:]
-    longest = max(rows, key=_local)  # hysteresis may want it
-    if longest[3] and longest[3] > max(map(_local, picked)):
-        picked[-1] = longest
-        rest = [row for row in rows[MAX_LIKELY - 1 :] if row is not longest]
-    idle = [(c.view.queue_ms, c.view.num_decodes, turn, name, c) for _, turn, name, _, c in rest]
-    idle.sort()
-    return [row[-1] for row in (*picked, *idle[:MAX_IDLE])]
-
-
-def _first_stages(predictor: Predictor, rows: Sequence[Ranked]) -> list[FirstStage]:
-    found = [predictor.first(c) for c in _likely(rows)]
-    found.sort(key=lambda f: (f.latency_ms + f.slowdown_ms, *_turn(f.candidate)))
-    longest = max(found, key=lambda f: f.local_tokens)
-    if longest.local_tokens and all(f is not longest for f in found[:MAX_PAIRED]):  # hysteresis may want it
-        return [longest, *(f for f in found if f is not longest)]
-    return found
-
-
-def _pairs(predictor: Predictor, firsts: Sequence[FirstStage], decodes: Sequence[Candidate]) -> list[Way]:
-    """Each first stage with its best decode instance."""
-    stages = [predictor.decode(c) for c in _likely_decodes(predictor, firsts, decodes)]
-    stages.sort(key=lambda d: (d.decode_ms + d.slowdown_ms, -d.local_tokens, *_turn(d.candidate)))
-    by_family: dict[str, list[DecodeStage]] = {}
-    for stage in stages:
-        by_family.setdefault(stage.candidate.known.family_key, []).append(stage)
-    out = []
-    for first in firsts:
-        fitting = by_family.get(first.candidate.known.family_key, [])
-        best: Way | None = None
-        for decode in _tried(first.candidate.known, fitting):
-            way = _pair(predictor, first, decode)
-            if best is None or way.total_ms < best.total_ms or (
-                way.total_ms == best.total_ms and _turn(decode.candidate) < _turn(best.decode.candidate)
-            ):  # fmt: skip
-                best = way
-        if best is not None:
-            out.append(best)
-    return out
-
-
-def _tried(prefill: Instance, stages: Sequence[DecodeStage]) -> list[DecodeStage]:
-    """The first ones, the first in the same memory, and the first in the same mempool's other memory."""
-    out = list(stages[:MAX_DECODES])
-    pool, space = prefill.pool_key, prefill.space_key
-    if pool is None:
-        return out
-    here = [d for d in stages if d.candidate.known.pool_key == pool]
-    near = _nearest(space, [d.candidate for d in here])
-    return out + [d for d in here if any(d.candidate is c for c in near) and all(d is not o for o in out)]
-
-
-def _nearest(space: SpaceKey | None, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of those of the same mempool, the first that works in this memory of it, and the first that does not."""
-    same = (c for c in candidates if space is not None and c.known.space_key == space)
-    other = (c for c in candidates if space is None or c.known.space_key != space)
-    return [*islice(same, 1), *islice(other, 1)]
-
-
-def _likely_decodes(
-    predictor: Predictor, firsts: Sequence[FirstStage], decodes: Sequence[Candidate]
-) -> list[Candidate]:
-    """The least busy, those that hold most, and of each prefill's own host the least busy."""
-    if len(decodes) <= MAX_LIKELY + MAX_IDLE:
-        return list(decodes)
-    free = sorted(
-        [
-            (c.view.requests_share + c.view.kv_used_share, c.known.chosen_at, c.known.instance, c)
-            for c in decodes
-        ]
-    )
-    picked = {row[2]: row[3] for row in free[:MAX_LIKELY]}
-    local = predictor.holders.local
-    holding = sorted([c for c in decodes if c.hit_tokens], key=lambda c: -local(c.known))
-    picked.update((c.name, c) for c in holding[:MAX_IDLE])
-    pools: dict[PoolKey | None, list[Candidate]] = {f.candidate.known.pool_key: [] for f in firsts}
-    pools.pop(None, None)
-    if pools:
-        for _, _, _, candidate in free:
-            if (here := pools.get(candidate.known.pool_key)) is not None:
-                here.append(candidate)
-    for pool, space in {(f.candidate.known.pool_key, f.candidate.known.space_key) for f in firsts}:
-        picked.update((c.name, c) for c in _nearest(space, pools.get(pool, ())))
-    return list(picked.values())
-
-
-def _pair(predictor: Predictor, first: FirstStage, decode: DecodeStage) -> Way:
-    handoff_ms = predictor.handoff_ms(first.candidate.known, decode)
-    again_ms = decode.step_ms if predictor.num_steps and not predictor.request.continues else 0.0
-    return Way(
-        first, decode, True, handoff_ms, again_ms, _total_ms(first, handoff_ms, again_ms, decode), True
-    )
-
-
-def _total_ms(first: FirstStage, handoff_ms: float, again_ms: float, decode: DecodeStage) -> float:
-    return (
+def _pair(first: FirstStage, decode: DecodeStage, handoff_ms: float, again_ms: float) -> Ranked:
+    total_ms = (
         first.latency_ms + first.slowdown_ms + handoff_ms + again_ms + decode.decode_ms + decode.slowdown_ms
     )
+    chosen_at, name = first.candidate.known.chosen_at, first.candidate.name
+    return total_ms, False, chosen_at, name, True, first, decode, handoff_ms, again_ms
 
 
-def _with_roles(ways: Sequence[Way], settings: CostSettings) -> tuple[Way, str]:
+def _alone(first: FirstStage, decode: DecodeStage) -> Ranked:
+    candidate = first.candidate
+    known = candidate.known
+    total_ms = first.latency_ms + first.slowdown_ms + decode.decode_ms + decode.slowdown_ms
+    breaks_roles = known.role != "colocated"
+    return total_ms, breaks_roles, known.chosen_at, candidate.name, False, first, decode, 0.0, 0.0
+
+
+def _ways(predictor: Predictor, field: Field, *, must_colocate: bool) -> list[Ranked]:
+    settings = predictor.settings
+    shortlist = Shortlist(predictor, field)
+    pairs: list[Ranked] = []
+    if not must_colocate and settings.disaggregation != "never":
+        families = field.pairs()
+        if families:
+            firsts = _first_stages(predictor.firsts(shortlist.likely(("prefill",), families)))
+            pairs = _pairs(predictor, shortlist, firsts)
+    if settings.disaggregation == "always" and pairs and not must_colocate:
+        return pairs
+    alone = shortlist.likely(("colocated",)) + shortlist.likely(("prefill", "decode"))
+    return pairs + list(map(_alone, predictor.firsts(alone), predictor.decodes(alone)))
+
+
+def _first_stages(found: Sequence[FirstStage]) -> list[FirstStage]:
+    """The first MAX_PAIRED, and among them the one that holds most."""
+    ranked = [(f.latency_ms + f.slowdown_ms, f.candidate.known.chosen_at, f.candidate.name, f) for f in found]
+    ranked.sort()
+    out = [row[3] for row in ranked]
+    if len(out) > MAX_PAIRED:
+        longest = max(out, key=_local_tokens)
+        if longest.local_tokens > max(map(_local_tokens, out[:MAX_PAIRED])):  # hysteresis may want it
+            out.insert(0, longest)
+    return out[:MAX_PAIRED]
+
+
+def _pairs(predictor: Predictor, shortlist: Shortlist, firsts: Sequence[FirstStage]) -> list[Ranked]:
+    """Each first stage with its best decode instance, which is the same for those whose KV is in one place."""
+    stages = [
+        (d.decode_ms + d.slowdown_ms, -d.local_tokens, d.candidate.known.chosen_at, d.candidate.name, d)
+        for d in predictor.decodes(shortlist.likely_decodes(firsts))
+    ]
+    stages.sort()
+    by_family: dict[str, list[DecodeStage]] = {}
+    for *_, stage in stages:
+        by_family.setdefault(stage.candidate.known.family_key, []).append(stage)
+    best: dict[Place, tuple[DecodeStage, float, float] | None] = {}
+    out = []
+    for first in firsts:
+        known = first.candidate.known
+        place = known.family_key, known.pool_key, known.space_key
+        if place not in best:
+            best[place] = _best_decode(predictor, first, by_family.get(known.family_key, ()))
+        found = best[place]
+        if found is not None:
+            out.append(_pair(first, *found))
+    return out
+
+
+def _best_decode(
+    predictor: Predictor, first: FirstStage, stages: Sequence[DecodeStage]
+) -> tuple[DecodeStage, float, float] | None:
+    """(stage, hand-off, drawing the first token again); None: there is none."""
+    least: tuple[float, int, str] | None = None
+    best = None
+    for decode in tried(first.candidate.known, stages):
+        handoff_ms, again_ms = _between(predictor, first, decode)
+        order = (
+            handoff_ms + again_ms + decode.decode_ms + decode.slowdown_ms,
+            decode.candidate.known.chosen_at,
+            decode.candidate.name,
+        )
+        if least is None or order < least:
+            least, best = order, (decode, handoff_ms, again_ms)
+    return best
+
+
+def _between(predictor: Predictor, first: FirstStage, decode: DecodeStage) -> tuple[float, float]:
+    """(hand-off, drawing the first token again)."""
+    again_ms = decode.step_ms if predictor.num_steps and not predictor.request.continues else 0.0
+    return predictor.handoff_ms(first.candidate.known, decode), again_ms
+
+
+def _with_roles(ways: Sequence[Ranked], settings: CostSettings) -> tuple[Ranked, str]:
     """The cheapest; against roles only by a margin."""
     best = ways[0]
-    proper = next((w for w in ways if w.keeps_roles), None)
-    if best.keeps_roles or proper is None:
+    if not best[1]:
         return best, ""
-    gain_ms = proper.total_ms - best.total_ms
+    proper = next((way for way in ways if not way[1]), None)
+    if proper is None:
+        return best, ""
+    gain_ms = proper[0] - best[0]
     if gain_ms < _margin_ms(proper, settings.role_margin_ms, settings.role_margin_share):
         return proper, f"; one instance would gain only {gain_ms:.1f} ms"
     return best, f"; one instance saves {gain_ms:.1f} ms"
 
 
-def _with_hysteresis(ways: Sequence[Way], chosen: Way, why: str, settings: CostSettings) -> tuple[Way, str]:
-    like = [w for w in ways if w.keeps_roles == chosen.keeps_roles and w.is_pair == chosen.is_pair]
-    holder = max(like, key=lambda w: w.first.local_tokens)
-    gain_ms = holder.total_ms - chosen.total_ms
-    if holder.first.local_tokens <= chosen.first.local_tokens or gain_ms >= _margin_ms(
-        holder, settings.hysteresis_ms, settings.hysteresis_share
-    ):
+def _with_hysteresis(
+    ways: Sequence[Ranked], chosen: Ranked, why: str, settings: CostSettings
+) -> tuple[Ranked, str]:
+    breaks_roles, is_pair, held = chosen[1], chosen[4], chosen[5].local_tokens
+    holder = chosen
+    for way in ways:
+        tokens = way[5].local_tokens
+        if tokens > held and way[1] == breaks_roles and way[4] == is_pair:
+            holder, held = way, tokens
+    gain_ms = holder[0] - chosen[0]
+    if holder is chosen or gain_ms >= _margin_ms(holder, settings.hysteresis_ms, settings.hysteresis_share):
         return chosen, why
-    kept = f"; it holds {holder.first.local_tokens} tokens, leaving it would gain only {gain_ms:.1f} ms"
-    return holder, why + kept
+    return holder, f"{why}; it holds {held} tokens, leaving it would gain only {gain_ms:.1f} ms"
 
 
-def _margin_ms(way: Way, least_ms: float, share: float) -> float:
+def _margin_ms(ranked: Ranked, least_ms: float, share: float) -> float:
     """What a gain must reach, of the time until the way's first token."""
-    return max(least_ms, share * way.ttft_ms)
-
-
-def _turn(candidate: Candidate) -> tuple[int, str]:
-    """Equals take turns."""
-    return candidate.known.chosen_at, candidate.name
-
-
-def _order(way: Way) -> tuple[float, bool, int, str]:
-    return way.total_ms, not way.keeps_roles, *_turn(way.first.candidate)
+    return max(least_ms, share * _way(ranked).ttft_ms)
 
 
 def _describe(way: Way) -> str:

@@ -127,6 +127,7 @@ class Instances:
     # by model, "": all; empty: to be found anew
     _live: dict[str, list[Instance]] = field(default_factory=dict)
     _live_until_ms: int = 0
+    _listeners: list[set[InstanceId]] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._known.values())
@@ -134,6 +135,15 @@ class Instances:
     def get(self, instance: InstanceId) -> Instance | None:
         """The known instance of that name, dead or alive."""
         return self._known.get(instance)
+
+    def listen(self, changed: set[InstanceId]) -> None:
+        """From now on names are added to it whose load, place or turn changes, until the answer of live() does."""
+        self._listeners.append(changed)
+
+    def touch(self, known: Instance) -> None:
+        """Its load or its turn has changed."""
+        for changed in self._listeners:
+            changed.add(known.instance)
 
     def hello(self, hello: Hello, *, now_ms: int) -> Welcome | Refused:
         """A worker introduces itself. The same epoch again keeps the load; a larger one starts anew."""
@@ -145,10 +155,7 @@ class Instances:
             return Refused(code=Overloaded.code, reason=f"{len(self._known)} instances are the most")
         if known is not None and known.epoch == hello.epoch:
             load = known.load
-            load.max_running, load.max_batched_tokens = (
-                max(1, hello.max_running),
-                max(1, hello.max_batched_tokens),
-            )
+            load.resize(max(1, hello.max_running), max(1, hello.max_batched_tokens))
         else:
             known = None
             load = InstanceLoad(
@@ -171,7 +178,7 @@ class Instances:
             seen_at_ms=now_ms,
             pool=known.pool if known is not None else None,
         )
-        self._live.clear()
+        self._forget_live()
         self._give_models(family_key, hello)
         _remember(self._epochs, hello.instance, hello.epoch)
         return Welcome(report_interval_ms=self.limits.report_interval_ms)
@@ -196,7 +203,7 @@ class Instances:
         if known is None or known.epoch != report.epoch:
             return Resync()
         if now_ms - known.seen_at_ms >= self.limits.dead_after_ms:
-            self._live.clear()  # it is back
+            self._forget_live()  # it is back
         known.seen_at_ms = now_ms
         known.dead = False
         if report.seq <= known.last_seq:
@@ -206,13 +213,14 @@ class Instances:
         known.last_seq = report.seq
         if known.draining != report.draining:
             known.draining = report.draining
-            self._live.clear()
+            self._forget_live()
         known.prefill_correction = known.prefill_said.now(report.prefill_correction, now_ms)
         known.decode_correction = known.decode_said.now(report.decode_correction, now_ms)
         if known.pool != report.pool:
             known.move_to(report.pool)
         known.links = LinkRates(report.links)  # it falls back to careful rates, path by path
         known.load.on_report(report, now_ms=now_ms)
+        self.touch(known)
         return Resync() if self._is_fenced(known) else None
 
     def goodbye(self, goodbye: Goodbye) -> bool:
@@ -221,14 +229,14 @@ class Instances:
         if known is None or known.epoch != goodbye.epoch:
             return False
         del self._known[goodbye.instance]
-        self._live.clear()
+        self._forget_live()
         return True
 
     def fence(self, instance: InstanceId, epoch: Epoch) -> None:
         """The coordinator granted this epoch: processes with smaller ones are not placed any more."""
         if epoch > self._fences.get(instance, Epoch(-1)):
             _remember(self._fences, instance, epoch)
-            self._live.clear()
+            self._forget_live()
 
     def tick(self, *, now_ms: int) -> list[Instance]:
         """Instances found dead now, each once per death. Long dead ones are forgotten."""
@@ -240,7 +248,7 @@ class Instances:
                 died.append(known)
             if silent_ms >= self.limits.forget_after_ms:
                 del self._known[known.instance]
-                self._live.clear()
+                self._forget_live()
         return died
 
     def is_live(self, known: Instance, *, now_ms: int) -> bool:
@@ -249,16 +257,26 @@ class Instances:
         return silent_ms < self.limits.dead_after_ms and not known.draining and not self._is_fenced(known)
 
     def live(self, model: str = "", *, now_ms: int) -> Sequence[Instance]:
-        """Instances on which something may be placed. Args: model: only those that serve it; "": any."""
+        """Instances on which something may be placed. Args: model: only those that serve it; "": any.
+
+        The same object as the last time as long as they are the same and nobody said Hello.
+        """
         if now_ms >= self._live_until_ms or not self._live:
             found = [known for known in self._known.values() if self.is_live(known, now_ms=now_ms)]
-            self._live = {"": found}
-            for known in found:
-                if known.description.model:
-                    self._live.setdefault(known.description.model, []).append(known)
+            before = self._live.get("", [])
+            if len(found) != len(before) or any(a is not b for a, b in zip(found, before, strict=True)):
+                self._forget_live()
+                self._live[""] = found
+                for known in found:
+                    if known.description.model:
+                        self._live.setdefault(known.description.model, []).append(known)
             silent_since_ms = min((known.seen_at_ms for known in found), default=now_ms)
             self._live_until_ms = silent_since_ms + self.limits.dead_after_ms
         return self._live.get(model, ())
+
+    def _forget_live(self) -> None:
+        self._live.clear()
+        self._listeners.clear()
 
     def _is_fenced(self, known: Instance) -> bool:
         return known.epoch < self._fences.get(known.instance, Epoch(-1))

@@ -15,9 +15,6 @@ from msgspec import Struct
 from services.scheduler.core.request import AttemptKey
 from shared.wire.reports import Report
 
-VIEW_GRAIN_MS = 5  # queues drain by so little meanwhile
-IDLE_GRAIN_MS = 1_000  # time alone changes nothing
-
 
 class LoadView(Struct, frozen=True):
     """Load now. Shares are of the instance's own limits and may exceed 1."""
@@ -63,14 +60,21 @@ class InstanceLoad:
     _colocated: dict[AttemptKey, int] = field(default_factory=dict)  # whole requests: when they were placed
     _young_context_tokens: int = 0
     _old_context_tokens: int = 0
-    _seen: LoadView | None = None  # the last view, until something changes or it is VIEW_GRAIN_MS old
-    _seen_until_ms: int = 0
+    _drained: LoadView | None = (
+        None  # the view once the reported queue is worked off, until something changes
+    )
+    _drained_at_ms: float = 0.0  # when that is
     _grows_old_at_ms: float = 0.0  # until then time alone shortens the queue, and changes nothing else
 
     @property
     def num_open(self) -> int:
         """Placed stages that are still counted on top of, or against, the report."""
         return len(self._unreported) + len(self._young) + len(self._old) + len(self._colocated)
+
+    def resize(self, max_running: int, max_batched_tokens: int) -> None:
+        """Other limits of its engine."""
+        self._drained = None
+        self.max_running, self.max_batched_tokens = max_running, max_batched_tokens
 
     def add_direct(
         self,
@@ -83,20 +87,20 @@ class InstanceLoad:
         decodes: bool = False,
     ) -> None:
         """A prefill or colocated stage was placed here. `decodes`: it stays after its prompt."""
-        self._seen = None
+        self._drained = None
         self._unreported[key] = OpenStage(now_ms, prefill_tokens, context_tokens, prefill_ms)
         if decodes:
             self._colocated[key] = now_ms
 
     def add_handoff(self, key: AttemptKey, *, context_tokens: int, now_ms: int) -> None:
         """A decode stage was placed here; its request is prefilled elsewhere first."""
-        self._seen = None
+        self._drained = None
         self._young[key] = OpenStage(now_ms, 0, context_tokens)
         self._young_context_tokens += context_tokens
 
     def end(self, key: AttemptKey) -> None:
         """The request left. Unknown keys are ignored."""
-        self._seen = None
+        self._drained = None
         self._unreported.pop(key, None)
         self._colocated.pop(key, None)
         if (young := self._young.pop(key, None)) is not None:
@@ -106,7 +110,7 @@ class InstanceLoad:
 
     def on_report(self, report: Report, *, now_ms: int) -> None:
         """The worker said how busy it is."""
-        self._seen = None
+        self._drained = None
         self.report, self.reported_at_ms = report, now_ms
         while self._unreported:  # in the order of placement
             key, stage = next(iter(self._unreported.items()))
@@ -115,59 +119,48 @@ class InstanceLoad:
             del self._unreported[key]
 
     def view(self, *, now_ms: int) -> LoadView:
-        """Best estimate, at most VIEW_GRAIN_MS old. Cost: O(direct stages placed since the last report)."""
-        if self._seen is None or now_ms >= self._seen_until_ms:
-            if self._seen is None or now_ms >= self._grows_old_at_ms:
-                self._seen = self._view(now_ms)
-                self._grows_old_at_ms = self._next_growth_ms()
-            else:
-                self._seen = self._drained(self._seen, now_ms)
-            idle = not (self._seen.queue_ms or self._young or self._old or self._colocated)
-            self._seen_until_ms = now_ms + (IDLE_GRAIN_MS if idle else VIEW_GRAIN_MS)
-        return self._seen
-
-    def _drained(self, seen: LoadView, now_ms: int) -> LoadView:
-        """The same a little later: nothing was placed, ended or reported, so only the queue is shorter."""
-        queue_ms = self._reported_queue_ms(now_ms)
-        for stage in self._unreported.values():
-            queue_ms += stage.prefill_ms
-        if queue_ms == seen.queue_ms:
-            return seen
+        """Best estimate. Cost: O(direct stages placed since the last report) behind a change, else O(1)."""
+        rest, drained_at_ms, _ = self.standing(now_ms=now_ms)
+        if now_ms >= drained_at_ms:
+            return rest
         return LoadView(
-            seen.num_requests, seen.prefill_tokens, seen.context_tokens, seen.kv_used_share,
-            seen.requests_share, seen.prefill_share, queue_ms, seen.num_decodes,
+            rest.num_requests, rest.prefill_tokens, rest.context_tokens, rest.kv_used_share, rest.requests_share,
+            rest.prefill_share, drained_at_ms + rest.queue_ms - now_ms, rest.num_decodes,
         )  # fmt: skip
 
-    def _view(self, now_ms: int) -> LoadView:
-        self._grow_old(now_ms)
+    def standing(self, *, now_ms: int) -> tuple[LoadView, float, float]:
+        """What time alone does not change: (the view as it is when what was reported as queued is worked off, when
+        that is, when the view changes by age alone). Until then queue_ms is longer by what is left of the time.
+        """
+        if self._drained is None or now_ms >= self._grows_old_at_ms:
+            self._grow_old(now_ms)
+            self._drained = self._view()
+            self._drained_at_ms = self._queue_end_ms()
+            self._grows_old_at_ms = self._next_growth_ms()
+        return self._drained, self._drained_at_ms, self._grows_old_at_ms
+
+    def _view(self) -> LoadView:
         report = self.report
         seen = max(0, report.num_running) + max(0, report.num_waiting) if report else 0
         seen_context = max(0, report.running_context_tokens) if report else 0
         prefill = max(0, report.unfinished_prefill_tokens) if report else 0
         context = max(seen_context, min(self._old_context_tokens, seen_context) + self._young_context_tokens)
         num_requests = max(seen, min(len(self._old), seen) + len(self._young)) + len(self._unreported)
-        queue_ms = self._reported_queue_ms(now_ms)
+        queue_ms = 0.0
         for stage in self._unreported.values():
             prefill += stage.prefill_tokens
             context += stage.context_tokens
             queue_ms += stage.prefill_ms
         return LoadView(
-            num_requests=num_requests,
-            prefill_tokens=prefill,
-            context_tokens=context,
-            kv_used_share=_share(report.kv_used_share) if report else 0.0,
-            requests_share=num_requests / self.max_running,
-            prefill_share=prefill / self.max_batched_tokens,
-            queue_ms=queue_ms,
-            num_decodes=num_requests if self.only_decodes else self._num_decodes(seen),
-        )
+            num_requests, prefill, context, _share(report.kv_used_share) if report else 0.0,
+            num_requests / self.max_running, prefill / self.max_batched_tokens, queue_ms,
+            num_requests if self.only_decodes else self._num_decodes(seen),
+        )  # fmt: skip
 
-    def _reported_queue_ms(self, now_ms: int) -> float:
-        """What was queued when the worker said so, less what it has worked off since."""
-        queued = self.report.queued_prefill_ms if self.report is not None else 0.0
-        if not math.isfinite(queued):
-            return 0.0
-        return max(0.0, queued - (now_ms - self.reported_at_ms))
+    def _queue_end_ms(self) -> float:
+        """When the worker has worked off what it said was queued."""
+        queued_ms = self.report.queued_prefill_ms if self.report is not None else 0.0
+        return self.reported_at_ms + max(0.0, queued_ms) if math.isfinite(queued_ms) else 0.0
 
     def _num_decodes(self, seen: int) -> int:
         """Of an instance that prefills too: what was placed to decode here, as long as the report allows it."""

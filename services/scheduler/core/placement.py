@@ -9,15 +9,17 @@
 Every worker is a full engine, so one live instance is enough to serve (ARCHITECTURE.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import merge
+from itertools import islice
 
 from services.scheduler.core.cost import Decision, Way, decide, predict_way
 from services.scheduler.core.instances import Instance, Instances
 from services.scheduler.core.policies import Candidate, Choice, PolicyName, choose
-from services.scheduler.core.policies import cost as load_cost
 from services.scheduler.core.predict import CostSettings, Holders, Predictor
 from services.scheduler.core.request import AttemptKey, PlacementRequest, Stage, from_wire
+from services.scheduler.core.standing import Families, Field, Standing
 from services.scheduler.core.tenants import Tenants
 from shared.errors import Overloaded
 from shared.ids import HandoffId, InstanceId
@@ -56,6 +58,7 @@ class Placer:
     num_placed: int = 0
     tenants: Tenants = field(default_factory=Tenants)
     _open: dict[AttemptKey, tuple[InstanceId, ...]] = field(default_factory=dict)
+    _standing: dict[str, tuple[Sequence[Instance], Standing]] = field(default_factory=dict)  # by model
 
     @property
     def num_open(self) -> int:
@@ -74,21 +77,43 @@ class Placer:
         wanted = fitting
         if request.exclude:
             wanted = [i for i in fitting if i.instance not in request.exclude] or fitting
-        return self._place_on(request, wanted, now_ms)
+        return self._place_on(request, wanted, self._field(request, fitting, wanted, now_ms))
 
     def ended(self, ended: Ended) -> None:
         """An attempt left its instances. Unknown ones are ignored."""
         self._forget((ended.request_id, ended.attempt))
 
+    def _field(
+        self, request: PlacementRequest, fitting: Sequence[Instance], wanted: Sequence[Instance], now_ms: int
+    ) -> Field:
+        """Those that are wanted and not full."""
+        standing = self._standing.get(request.model)
+        if standing is None or standing[0] is not fitting:
+            made = Standing(
+                fitting,
+                most_share=self.limits.overload_factor,
+                most_tokens=self.limits.max_prefill_tokens,
+            )
+            self._standing = {
+                name: old
+                for name, old in self._standing.items()
+                if old[0] is self.instances.live(name, now_ms=now_ms)
+            }
+            self._standing[request.model] = standing = fitting, made
+            self.instances.listen(made.changed)
+        standing[1].refresh(now_ms=now_ms)
+        without = request.exclude if wanted is not fitting else ()
+        return Field(standing[1], request.reach(), now_ms=now_ms, without=without)
+
     def _place_on(
-        self, request: PlacementRequest, usable: Sequence[Instance], now_ms: int
+        self, request: PlacementRequest, usable: Sequence[Instance], field: Field
     ) -> Placed | Rejected:
-        self.tenants.asks(request.tenant, request.weight, now_ms)
-        free = self._free(request, usable, now_ms)
-        placed = self._place_among(request, usable, free, now_ms)
-        if placed is None and (share := self.tenants.share(request.tenant, now_ms)):
-            free += self._claimed(request, usable, share, now_ms)
-            placed = self._place_among(request, usable, free, now_ms)
+        self.tenants.asks(request.tenant, request.weight, field.now_ms)
+        placed = self._place_in(request, usable, field)
+        if placed is None and (share := self.tenants.share(request.tenant, field.now_ms)):
+            free = [row.known for row in field.rows()]
+            claimed = self._claimed(request, usable, share, field.now_ms)
+            placed = self._place_in(request, usable, self._only(field, free + claimed))
         if placed is not None:
             return placed
         return Rejected(
@@ -99,25 +124,28 @@ class Placer:
             retry_after_ms=self.limits.overloaded_retry_ms,
         )
 
-    def _place_among(
-        self, request: PlacementRequest, usable: Sequence[Instance], free: list[Candidate], now_ms: int
-    ) -> Placed | None:
+    def _only(self, field: Field, instances: Iterable[Instance]) -> Field:
+        """Of these, whether they are full or not."""
+        standing = Standing(instances)
+        standing.refresh(now_ms=field.now_ms)
+        return Field(standing, field.reach, now_ms=field.now_ms)
+
+    def _place_in(self, request: PlacementRequest, usable: Sequence[Instance], field: Field) -> Placed | None:
         """None: these do not do."""
-        predictor = self._predictor(request, usable, now_ms)
-        if self.policy == "cost" and None not in [c.known.model for c in free]:
-            decision = self._decide(request, usable, free, predictor)
-            return self._by_cost(request, decision, now_ms) if decision is not None else None
-        return self._by_policy(request, usable, free, predictor, now_ms)
+        predictor = self._predictor(request, field.now_ms)
+        if self.policy == "cost" and not field.lacks_models():
+            decision = self._decide(request, usable, field, predictor)
+            return self._by_cost(request, decision, field.now_ms) if decision is not None else None
+        return self._by_policy(request, usable, field, predictor)
 
     def _claimed(
         self, request: PlacementRequest, usable: Sequence[Instance], share: float, now_ms: int
-    ) -> list[Candidate]:
+    ) -> list[Instance]:
         """Full ones on which the tenant holds fewer places than its share, up to excess_factor."""
         held, limits = self.tenants.held(request.tenant), self.limits
-        reach = request.reach()
         found = []
         for known in usable:
-            view, name = known.load.view(now_ms=now_ms), known.instance
+            view = known.load.view(now_ms=now_ms)
             is_full = view.requests_share >= limits.overload_factor
             most = limits.overload_factor * limits.excess_factor
             places = limits.overload_factor * known.load.max_running
@@ -125,12 +153,12 @@ class Placer:
                 is_full
                 and view.requests_share < most
                 and view.prefill_tokens < limits.max_prefill_tokens
-                and held.get(name, 0) < share * places
+                and held.get(known.instance, 0) < share * places
             ):
-                found.append(Candidate(known, view, reach.get(name, 0), name))
+                found.append(known)
         return found
 
-    def _predictor(self, request: PlacementRequest, usable: Sequence[Instance], now_ms: int) -> Predictor:
+    def _predictor(self, request: PlacementRequest, now_ms: int) -> Predictor:
         found = [self.instances.get(name) for name in request.holders() - request.exclude]
         holders = Holders(
             (i, request.hit_tokens.get(i.instance, 0), request.dram_tokens.get(i.instance, 0))
@@ -143,14 +171,14 @@ class Placer:
         self,
         request: PlacementRequest,
         usable: Sequence[Instance],
-        free: Sequence[Candidate],
+        field: Field,
         predictor: Predictor,
     ) -> Decision | None:
         colocate = request.must_colocate or self.cost.disaggregation == "never"
         always = not colocate and self.cost.disaggregation == "always"
-        if always and _has_pair(usable) and not _has_pair([c.known for c in free]):
-            free = [c for c in free if c.known.role == "colocated"]  # as the other policies
-        return decide(predictor, free, must_colocate=colocate) if free else None
+        if always and not field.pairs() and _has_pair(usable):
+            field = self._only(field, [row.known for row in field.rows("colocated")])  # as the other policies
+        return decide(predictor, field, must_colocate=colocate)
 
     def _by_cost(self, request: PlacementRequest, decision: Decision, now_ms: int) -> Placed:
         way = decision.way
@@ -159,22 +187,18 @@ class Placer:
                             alternatives=decision.alternatives)  # fmt: skip
 
     def _by_policy(
-        self,
-        request: PlacementRequest,
-        usable: Sequence[Instance],
-        free: Sequence[Candidate],
-        predictor: Predictor,
-        now_ms: int,
+        self, request: PlacementRequest, usable: Sequence[Instance], field: Field, predictor: Predictor
     ) -> Placed | None:
         first, then, why = None, None, ""
+        roles = COLOCATED_ORDER
         if not request.must_colocate and self.cost.disaggregation != "never":
-            if pair := self._choose_pair(request, free):
+            if pair := self._choose_pair(request, field):
                 first, then = pair
                 why = f"{first.reason}; {then.reason}"
             elif _has_pair(usable):  # but its free half has nobody to work with
-                free = [c for c in free if c.known.role == "colocated"]
-        for role in COLOCATED_ORDER if first is None else ():
-            if candidates := [c for c in free if c.known.role == role]:
+                roles = ("colocated",)
+        for role in roles if first is None else ():
+            if candidates := self._considered(request, field, role, "colocated"):
                 first = then = choose(self.policy, "colocated", request, candidates)
                 why = f"{_why_colocated(request, usable, self.cost)}; {first.reason}"
                 break
@@ -182,25 +206,47 @@ class Placer:
             return None
         by, way = self.policy, None
         if self.policy == "cost":
-            names = sorted(c.name for c in free if c.known.model is None)
-            by = f"cost, as prompt_tree because {names[0]} sent no coefficients"
+            by = f"cost, as prompt_tree because {field.lacks_models()} sent no coefficients"
         elif first.candidate.known.model is not None and then.candidate.known.model is not None:
             way = predict_way(predictor, first.candidate, then.candidate)
-        return self._placed(request, first.candidate, then.candidate, f"By {by}: {why}.", way, now_ms=now_ms,
-                            alternatives=self._others(free, first.candidate, then.candidate)
-                            if request.explain else [])  # fmt: skip
+        chosen = first.candidate, then.candidate
+        return self._placed(
+            request, *chosen, f"By {by}: {why}.", way, now_ms=field.now_ms,
+            alternatives=self._others(field, *chosen) if request.explain else [],
+        )  # fmt: skip
 
-    def _choose_pair(
-        self, request: PlacementRequest, free: Sequence[Candidate]
-    ) -> tuple[Choice, Choice] | None:
-        decodes = [c for c in free if c.known.role == "decode"]
-        keys = {c.known.family_key for c in decodes}
-        prefills = [c for c in free if c.known.role == "prefill" and c.known.family_key in keys]
-        if not prefills:
+    def _considered(
+        self,
+        request: PlacementRequest,
+        field: Field,
+        role: Role,
+        stage: Stage,
+        families: Families | None = None,
+    ) -> list[Candidate]:
+        """Those among which the policy's choice is what it would be among all of the role.
+
+        A session's instance may be any. Otherwise only holders and the least loaded are ever chosen; the second least
+        loaded says that there is more than one.
+        """
+        if stage != role or (self.policy == "session" and request.session):
+            rows = field.rows(role)
+        else:
+            rows = [key[-1] for key in islice(field.by_load(role, families), 2)]
+            rows += [row for name in field.reach if (row := field.find(name)) is not None and row not in rows]
+        return [
+            field.candidate(row)
+            for row in rows
+            if row.known.role == role and (families is None or row.known.family_key in families)
+        ]
+
+    def _choose_pair(self, request: PlacementRequest, field: Field) -> tuple[Choice, Choice] | None:
+        families = field.pairs()
+        if not families:
             return None
+        prefills = self._considered(request, field, "prefill", "prefill", families)
         prefill = choose(self.policy, "prefill", request, prefills)
-        key = prefill.candidate.known.family_key
-        partners = [c for c in decodes if c.known.family_key == key]
+        family = (prefill.candidate.known.family_key,)
+        partners = self._considered(request, field, "decode", "decode", family)
         return prefill, choose(self.policy, "decode", request, partners)
 
     def _placed(
@@ -255,29 +301,16 @@ class Placer:
             return KvPlan(reach="own")
         return way.first.kv if way is not None and self.policy in ("cost", "prompt_tree") else None
 
-    def _others(self, free: Sequence[Candidate], *chosen: Candidate) -> list[Alternative]:
+    def _others(self, field: Field, *chosen: Candidate) -> list[Alternative]:
         """The next best ones by load, of the same roles."""
-        names, roles = {c.name for c in chosen}, {c.known.role for c in chosen}
-        rest = [
-            (load_cost(c.known.role, c.view), c)
-            for c in free
-            if c.name not in names and c.known.role in roles
-        ]
-        rest.sort(key=lambda item: (item[0], item[1].name))
+        names = {c.name for c in chosen}
+        roles: set[Role] = {c.known.role for c in chosen}
+        walk = merge(*(field.by_load(role) for role in roles))
+        rest = islice((key for key in walk if key[-2] not in names), self.cost.max_alternatives)
         return [
-            Alternative(c.name, c.known.role, c.hit_tokens, None, f"load {load:.2f}")
-            for load, c in rest[: self.cost.max_alternatives]
-        ]
-
-    def _free(self, request: PlacementRequest, usable: Sequence[Instance], now_ms: int) -> list[Candidate]:
-        """Those that are not full. Cost: the part of a placement that grows with the cluster, so no calls in it."""
-        most_share, most_tokens = self.limits.overload_factor, self.limits.max_prefill_tokens
-        reach = request.reach()
-        return [
-            Candidate(known, view, reach.get(name := known.instance, 0), name)
-            for known in usable
-            if (view := known.load.view(now_ms=now_ms)).requests_share < most_share
-            and view.prefill_tokens < most_tokens
+            Alternative(c.name, c.known.role, c.hit_tokens, None, f"load {key[0]:.2f}")
+            for key in rest
+            if (c := field.candidate(key[-1]))
         ]
 
     def _note(self, request: PlacementRequest, *chosen: Instance) -> None:
@@ -285,6 +318,7 @@ class Placer:
         self.num_placed += 1
         for known in chosen:
             known.chosen_at = self.num_placed
+            self.instances.touch(known)
         self._open[key] = names = tuple(known.instance for known in chosen)
         self.tenants.holds(key, request.tenant, names)
         if len(self._open) > self.limits.max_open:
@@ -296,6 +330,7 @@ class Placer:
             known = self.instances.get(instance)
             if known is not None:
                 known.load.end(key)
+                self.instances.touch(known)
 
     def _no_instance(self, request: PlacementRequest, reason: str) -> Rejected:
         return Rejected(

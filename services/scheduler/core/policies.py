@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from services.scheduler.core.instances import Instance
 from services.scheduler.core.load import LoadView
+from services.scheduler.core.rates import Rates
 from services.scheduler.core.request import PlacementRequest, Stage
 from shared.ids import InstanceId
 
@@ -29,6 +30,7 @@ class Candidate(Struct, frozen=True, gc=False):
     view: LoadView
     hit_tokens: int
     name: InstanceId  # of the instance: read more often than anything else
+    rates: Rates | None  # None: it sent no coefficients
 
 
 class Choice(Struct, frozen=True):

@@ -7,16 +7,15 @@ Beyond the paper: eq 2 is decided for every candidate before eq 1 chooses among 
 a request to an idle instance; decode's step, what a request costs those that run already, and the hand-off count too.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 from msgspec import Struct
 
 from services.scheduler.core.instances import Instance, PoolKey, SpaceKey
-from services.scheduler.core.load import LoadView
 from services.scheduler.core.policies import Candidate
+from services.scheduler.core.rates import Rates
 from services.scheduler.core.request import PlacementRequest
 from shared.costmodel.model import CostModel
 from shared.costmodel.transfer import should_fetch
@@ -24,8 +23,6 @@ from shared.ids import InstanceId
 from shared.wire.requests import KvPlan
 
 Path = Literal["alias", "peer", "dram", "remote"]
-_MANY_TOKENS = 1_000_000
-KV_FULL_SHARE = 0.95  # of an instance's KV blocks: beyond it a new request waits for another's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +85,6 @@ def moved_bytes(known: Instance, tokens: int) -> int:
     return -(-tokens // layout.block_tokens) * layout.block_bytes * max(1, layout.tp_size)
 
 
-@lru_cache(maxsize=65_536)
-def _step_parts(model: CostModel, num_requests: int) -> tuple[float, float]:
-    """(ms without context, ms per context token) of a decode step, which is linear in its context."""
-    fixed_ms = model.decode_step_ms(num_requests, 0)
-    return fixed_ms, (model.decode_step_ms(num_requests, _MANY_TOKENS) - fixed_ms) / _MANY_TOKENS
-
-
 class Holders:
     """Who holds a prefix of one prompt, looked up by where the reader is.
 
@@ -103,42 +93,35 @@ class Holders:
     """
 
     def __init__(self, holders: Iterable[tuple[Instance, int, int]]) -> None:
-        self._tokens: dict[InstanceId, int] = {}
-        self._space: dict[SpaceKey, int] = {}
-        self._pools: dict[str, dict[PoolKey, list[tuple[int, Instance, Path]]]] = {}  # by family
+        self.tokens: dict[InstanceId, int] = {}
+        self.spaces: dict[SpaceKey, int] = {}
+        self.pools: dict[str, dict[PoolKey, list[tuple[int, Instance, Path]]]] = {}  # by family
         for known, tokens, with_dram in holders:
-            self._tokens[known.instance] = tokens
+            self.tokens[known.instance] = tokens
             if known.pool_key is None:
                 continue
             space = known.space_key
             if space is not None:
-                self._space[space] = max(tokens, self._space.get(space, 0))
-            found = self._pools.setdefault(known.family_key, {}).setdefault(known.pool_key, [])
+                self.spaces[space] = max(tokens, self.spaces.get(space, 0))
+            found = self.pools.setdefault(known.family_key, {}).setdefault(known.pool_key, [])
             found.append((tokens, known, "peer"))
             if with_dram > tokens:
                 found.append((with_dram, known, "dram"))
 
     def local(self, reader: Instance) -> int:
         """Tokens in the reader's own space, by whichever engine of it."""
-        own = self._tokens.get(reader.instance, 0)
-        if reader.space_key is None or not self._space:
+        own = self.tokens.get(reader.instance, 0)
+        if reader.space_key is None or not self.spaces:
             return own
-        return max(own, self._space.get(reader.space_key, 0))
-
-    def held(self, candidates: Iterable[Candidate]) -> Mapping[InstanceId, int]:
-        """local() of all of them but for those that have none of it."""
-        if not self._space:
-            return self._tokens
-        readers = [c.known for c in candidates if c.known.space_key in self._space or c.name in self._tokens]
-        return {reader.instance: self.local(reader) for reader in readers}
+        return max(own, self.spaces.get(reader.space_key, 0))
 
     def sources(self, reader: Instance) -> list[tuple[int, Instance, Path]]:
         """By path, the holder of most tokens that come by it. Empty where the reader has no mempool."""
         mine = reader.pool_key
-        if mine is None or not self._pools:
+        if mine is None or not self.pools:
             return []
         best: dict[Path, tuple[int, Instance, Path]] = {}
-        for pool, found in self._pools.get(reader.family_key, {}).items():
+        for pool, found in self.pools.get(reader.family_key, {}).items():
             if pool != mine and not (
                 pool[2] and mine[2]
             ):  # hosts without an address reach each other in no way
@@ -168,11 +151,14 @@ class Predictor:
     def exec_ms(self, known: Instance, cached_tokens: int) -> float:
         """MemServe's exec(x, y) on this instance, corrected by what it measured. At least one token is computed."""
         assert known.model is not None
-        key = known.model, cached_tokens
+        return self._exec_ms(known.model, cached_tokens) * known.prefill_correction
+
+    def _exec_ms(self, model: CostModel, cached_tokens: int) -> float:
+        key = model, cached_tokens
         found = self._exec.get(key)
         if found is None:
-            found = self._exec[key] = known.model.prefill_ms(self.request.num_prompt_tokens, cached_tokens)
-        return found * known.prefill_correction
+            found = self._exec[key] = model.prefill_ms(self.request.num_prompt_tokens, cached_tokens)
+        return found
 
     def transfer_ms(self, reader: Instance, path: Path, tokens: int) -> float:
         """KV of so many tokens into the reader's space."""
@@ -182,37 +168,45 @@ class Predictor:
 
     def first(self, candidate: Candidate) -> FirstStage:
         """The prompt on this instance, with eq 2's verdict."""
-        found = self._firsts.get(candidate.name)
-        if found is None:
-            found = self._firsts[candidate.name] = self._first(candidate)
-        return found
+        return self.firsts((candidate,))[0]
 
-    def _first(self, candidate: Candidate) -> FirstStage:
-        known, view = candidate.known, candidate.view
-        local = self.holders.local(known)
-        alone_ms, fetch_ms, cached, kv = self._fetch_or_recompute(known, local)
-        compute_ms = alone_ms
-        others = view.num_decodes
-        if others:  # they share its steps
-            compute_ms += self._shared_steps_ms(known, cached, alone_ms, view)
-        return FirstStage(
-            candidate=candidate,
-            local_tokens=local,
-            cached_tokens=cached,
-            queue_ms=view.queue_ms,
-            fetch_ms=fetch_ms,
-            compute_ms=compute_ms,
-            latency_ms=view.queue_ms + fetch_ms + compute_ms,
-            slowdown_ms=self.settings.slowdown_weight * others * alone_ms,
-            kv=kv,
-        )
+    def firsts(self, candidates: Iterable[Candidate]) -> list[FirstStage]:
+        """first() of each. Cost: no call for an instance that has nothing to fetch, and no others that decode."""
+        out, known_firsts, execs = [], self._firsts, self._exec
+        holders, weight = self.holders, self.settings.slowdown_weight
+        tokens_of = None if holders.spaces else holders.tokens
+        may_fetch = bool(holders.pools)
+        own = KvPlan(reach="own") if self.settings.fetch == "never" else None
+        for candidate in candidates:
+            found = known_firsts.get(candidate.name)
+            if found is None:
+                known, rates, name = candidate.known, candidate.rates, candidate.name
+                assert rates is not None, "the caller checks"
+                local = tokens_of.get(name, 0) if tokens_of is not None else holders.local(known)
+                fetch_ms, cached, kv = 0.0, local, own
+                if may_fetch:
+                    alone_ms, fetch_ms, cached, kv = self._fetch_or_recompute(known, local)
+                else:
+                    exec_ms = execs.get((rates.model, local))
+                    if exec_ms is None:
+                        exec_ms = self._exec_ms(rates.model, local)
+                    alone_ms = exec_ms * rates.prefill_correction
+                compute_ms, slowdown_ms, queue_ms = alone_ms, 0.0, candidate.view.queue_ms
+                if rates.num_decodes:  # they share its steps
+                    compute_ms += self._shared_steps_ms(known, rates, cached, alone_ms)
+                    slowdown_ms = weight * rates.num_decodes * alone_ms
+                found = known_firsts[name] = FirstStage(
+                    candidate, local, cached, queue_ms, fetch_ms, compute_ms,
+                    queue_ms + fetch_ms + compute_ms, slowdown_ms, kv,
+                )  # fmt: skip
+            out.append(found)
+        return out
 
-    def _shared_steps_ms(self, known: Instance, cached: int, alone_ms: float, view: LoadView) -> float:
+    def _shared_steps_ms(self, known: Instance, rates: Rates, cached: int, alone_ms: float) -> float:
         """How much longer the prompt's steps take with requests that decode in them: a row and a context each."""
         new = max(1, self.request.num_prompt_tokens - cached)
         num_steps = -(-new // known.load.max_batched_tokens)
-        reading_ms = self._step_ms(known, 1, view.context_tokens) - self._step_ms(known, 1, 0)
-        return num_steps * (reading_ms + view.num_decodes * alone_ms / new)
+        return num_steps * (rates.reading_ms + rates.num_decodes * alone_ms / new)
 
     def _fetch_or_recompute(self, known: Instance, local: int) -> tuple[float, float, int, KvPlan | None]:
         """Eq 2: (ms of computing, ms of fetching, tokens cached then, what to tell the instance)."""
@@ -244,30 +238,30 @@ class Predictor:
 
     def decode(self, candidate: Candidate) -> DecodeStage:
         """The output on this instance, on top of what decodes there."""
-        found = self._decodes.get(candidate.name)
-        if found is None:
-            found = self._decodes[candidate.name] = self._decode(candidate)
-        return found
+        return self.decodes((candidate,))[0]
 
-    def _decode(self, candidate: Candidate) -> DecodeStage:
-        known, view = candidate.known, candidate.view
-        n, context = view.num_decodes, view.context_tokens
-        step_ms = self._step_ms(known, n + 1, context + self.request.num_prompt_tokens)
-        before_ms = self._step_ms(known, n, context) if n else 0.0
-        own_ms = self.num_steps * step_ms
-        wait_ms = 0.0
-        if n >= known.load.max_running:  # for a place in the batch
-            wait_ms = own_ms * (n + 1 - known.load.max_running) / known.load.max_running
-        if view.kv_used_share >= KV_FULL_SHARE:
-            wait_ms = max(wait_ms, own_ms)
-        return DecodeStage(
-            candidate=candidate,
-            local_tokens=self.holders.local(known),
-            wait_ms=wait_ms,
-            step_ms=step_ms,
-            decode_ms=wait_ms + own_ms,
-            slowdown_ms=self.settings.slowdown_weight * n * max(0.0, step_ms - before_ms) * self.num_steps,
-        )
+    def decodes(self, candidates: Iterable[Candidate]) -> list[DecodeStage]:
+        """decode() of each."""
+        out, known_decodes, holders = [], self._decodes, self.holders
+        steps, x, weight = self.num_steps, self.request.num_prompt_tokens, self.settings.slowdown_weight
+        tokens_of = None if holders.spaces else holders.tokens
+        for candidate in candidates:
+            name = candidate.name
+            found = known_decodes.get(name)
+            if found is None:
+                rates = candidate.rates
+                assert rates is not None, "the caller checks"
+                step_ms = rates.step_ms + rates.token_ms * x
+                own_ms, slowdown_ms = steps * step_ms, 0.0
+                if rates.num_decodes and step_ms > rates.before_ms:
+                    slowdown_ms = weight * rates.num_decodes * (step_ms - rates.before_ms) * steps
+                wait_ms = own_ms * rates.wait_share
+                local = tokens_of.get(name, 0) if tokens_of is not None else holders.local(candidate.known)
+                found = known_decodes[name] = DecodeStage(
+                    candidate, local, wait_ms, step_ms, wait_ms + own_ms, slowdown_ms
+                )
+            out.append(found)
+        return out
 
     def handoff_ms(self, prefill: Instance, decode: DecodeStage) -> float:
         """From prefill's first token until decode can run: the pages that it lacks, or computing them again."""
@@ -279,8 +273,3 @@ class Predictor:
             return self.settings.handoff_ms + self.exec_ms(known, local)
         lacking = self.request.num_prompt_tokens - local
         return self.settings.handoff_ms + self.transfer_ms(known, path, lacking)
-
-    def _step_ms(self, known: Instance, num_requests: int, context_tokens: int) -> float:
-        assert known.model is not None
-        fixed_ms, token_ms = _step_parts(known.model, num_requests)
-        return (fixed_ms + token_ms * context_tokens) * known.decode_correction
