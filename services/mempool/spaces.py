@@ -47,9 +47,9 @@ def kv_end(description: EngineDescription) -> "KvEnd | None":
     num_rows = description.num_layers * description.num_kv_heads * description.block_tokens * 2
     try:
         end = KvEnd(
-            description.num_layers, description.total_kv_heads, description.block_tokens,
+            description.num_layers * description.pp_size, description.total_kv_heads, description.block_tokens,
             description.block_bytes // max(1, num_rows), tp_size=description.tp_size,
-            order=Order(description.order),
+            pp_size=description.pp_size, order=Order(description.order),
         )  # fmt: skip
     except (ClusterError, ValueError) as error:
         log.warning("geometry_unknown", reason=str(error))

@@ -32,6 +32,12 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     # 0 and "": unknown, so that blocks are never cut anew
     total_kv_heads: int = 0
     order: str = ""
+    total_layers: int = 0  # of the whole model, of which each pipeline rank has num_layers; 0: unknown
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the engine: pp_rank * tp_size + tp_rank counts them. Each has a page of every block."""
+        return max(1, self.tp_size) * max(1, self.pp_size)
 
     @property
     def content_key(self) -> str:
@@ -45,11 +51,14 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def family_key(self) -> str:
-        """As content_key, but equal for engines of one model that differ in tensor parallelism only."""
-        if not self.total_kv_heads or not self.order or self.pp_size > 1 or self.layout != "layers-blocks":
+        """As content_key, but equal for engines of one model that differ only in how many ranks have it. Pipeline
+        ranks must have as many layers each."""
+        uneven = self.pp_size > 1 and self.total_layers != self.num_layers * self.pp_size
+        if not self.total_kv_heads or not self.order or uneven or self.layout != "layers-blocks":
             return self.content_key
+        num_layers = self.total_layers if self.pp_size > 1 else self.num_layers
         parts = (
-            "family", self.fingerprint, self.dtype, self.layout, self.backend, self.isa, self.num_layers,
+            "family", self.fingerprint, self.dtype, self.layout, self.backend, self.isa, num_layers,
             self.total_kv_heads, self.head_dim, self.block_tokens, self.order,
         )  # fmt: skip
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Spaces of unequal tensor parallelism in one mempool: a reader gets the blocks cut as its own ranks need them."""
+"""Spaces of unequal tensor or pipeline parallelism in one mempool: a reader gets blocks cut as its ranks need them."""
 
 import os
 
@@ -14,16 +14,17 @@ from shared.mempool.page_quota import PageQuota, SealedPage
 from shared.mempool.rank_memory import RankMemory
 from tests.integration.mempool_rig import SEED, MempoolProcess, chain, until
 
-LAYERS, HEADS, TOKENS, DIM = 3, 4, 16, 8
+LAYERS, HEADS, TOKENS, DIM = 6, 4, 16, 8
 ABC = chain("a", "b", "c")
 
 
-def described(tp_size: int) -> EngineDescription:
-    heads = HEADS // tp_size
+def described(tp_size: int, pp_size: int = 1) -> EngineDescription:
+    heads, layers = HEADS // tp_size, LAYERS // pp_size
     return EngineDescription(
         model="m", fingerprint="f", dtype="float32", layout="layers-blocks", backend="none", tp_size=tp_size,
-        num_layers=LAYERS, num_kv_heads=heads, total_kv_heads=HEADS, order="HND", head_dim=DIM,
-        block_tokens=TOKENS, block_bytes=LAYERS * heads * TOKENS * 2 * DIM * 4,
+        num_layers=layers, num_kv_heads=heads, total_kv_heads=HEADS, order="HND", head_dim=DIM,
+        block_tokens=TOKENS, block_bytes=layers * heads * TOKENS * 2 * DIM * 4, pp_size=pp_size,
+        total_layers=LAYERS if pp_size > 1 else 0,
     )  # fmt: skip
 
 
@@ -36,16 +37,22 @@ def block(number: int) -> np.ndarray:
 class Instance:
     """Ranks that share a process here, and their engine."""
 
-    def __init__(self, socket, name: str, tp_size: int) -> None:
+    def __init__(self, socket, name: str, tp_size: int, pp_size: int = 1) -> None:
         self.name, self.tp_size = name, tp_size
-        self.description = described(tp_size)
+        self.description = described(tp_size, pp_size)
         self.ranks = [
             RankMemory(socket, InstanceId(name), self.description, rank, device=f"cpu:{name}")
-            for rank in range(tp_size)
+            for rank in range(self.description.num_ranks)
         ]
         self.quota = PageQuota(socket, InstanceId(name), self.description, 4)
         self.header = self.quota.attach()
         self.stock: list = []
+
+    def _part(self, rank: int) -> tuple[slice, slice]:
+        """Layers and heads of the rank."""
+        layers, heads = self.description.num_layers, self.description.num_kv_heads
+        pp_rank, tp_rank = divmod(rank, self.tp_size)
+        return slice(pp_rank * layers, (pp_rank + 1) * layers), slice(tp_rank * heads, (tp_rank + 1) * heads)
 
     def _at(self, rank: int, page: int) -> int:
         return self.ranks[rank].offset_bytes + page * self.header.page_bytes
@@ -56,21 +63,20 @@ class Instance:
         for number, block_hash in enumerate(hashes):
             page, epoch = self.stock.pop()
             self.quota.writing([(page, epoch)])
-            each = HEADS // self.tp_size
             for rank, memory in enumerate(self.ranks):
-                mine = np.ascontiguousarray(block(number)[:, rank * each : (rank + 1) * each])
+                mine = np.ascontiguousarray(block(number)[self._part(rank)])
                 os.pwrite(memory.fd, mine.tobytes(), self._at(rank, page))
             sealed.append(SealedPage(page, epoch, block_hash, parent, TOKENS))
             parent = block_hash
         self.quota.seal(sealed)
 
     def read(self, page: int) -> np.ndarray:
-        each = HEADS // self.tp_size
-        parts = [
-            np.frombuffer(os.pread(memory.fd, self.description.block_bytes, self._at(rank, page)), np.float32)
-            for rank, memory in enumerate(self.ranks)
-        ]
-        return np.concatenate([part.reshape(LAYERS, each, TOKENS, 2 * DIM) for part in parts], axis=1)
+        whole = np.full((LAYERS, HEADS, TOKENS, 2 * DIM), -1, np.float32)
+        for rank, memory in enumerate(self.ranks):
+            raw = os.pread(memory.fd, self.description.block_bytes, self._at(rank, page))
+            part = whole[self._part(rank)]
+            part[:] = np.frombuffer(raw, np.float32).reshape(part.shape)
+        return whole
 
     def close(self) -> None:
         self.quota.close()
@@ -85,9 +91,16 @@ def mempool(tmp_path):
     process.stop()
 
 
-@pytest.mark.parametrize(("source", "target"), [(2, 1), (1, 2), (2, 4), (4, 2), (4, 1)])
+# (tensor ranks, pipeline ranks)
+ENDS = [
+    ((2, 1), (1, 1)), ((1, 1), (2, 1)), ((2, 1), (4, 1)), ((4, 1), (2, 1)), ((4, 1), (1, 1)),
+    ((1, 1), (1, 2)), ((1, 2), (1, 1)), ((2, 1), (1, 2)), ((1, 2), (2, 2)), ((1, 2), (1, 3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "target"), ENDS)
 async def test_blocks_arrive_cut_over_the_readers_ranks(mempool, source, target):
-    prefill, decode = Instance(mempool.socket, "p", source), Instance(mempool.socket, "d", target)
+    prefill, decode = Instance(mempool.socket, "p", *source), Instance(mempool.socket, "d", *target)
     client = MempoolClient(mempool.socket, InstanceId("d"))
     client.start()
     try:
@@ -102,6 +115,14 @@ async def test_blocks_arrive_cut_over_the_readers_ranks(mempool, source, target)
         await client.close()
         prefill.close()
         decode.close()
+
+
+def test_pipeline_ranks_of_unequal_or_unknown_layers_are_no_family():
+    whole, halves = described(1), described(1, 2)
+    assert whole.family_key == halves.family_key == described(2, 3).family_key
+    unknown = msgspec.structs.replace(halves, total_layers=0)
+    uneven = msgspec.structs.replace(halves, total_layers=LAYERS + 1)
+    assert {unknown.family_key, uneven.family_key} == {halves.content_key}
 
 
 async def test_another_models_blocks_are_no_family(mempool):

@@ -67,7 +67,7 @@ class Dram:
     def plan(self, pool: Pool, description: EngineDescription) -> space.Plan:
         """For DRAM behind this space. Its pages are of the same size: they are copied as a whole."""
         assert pool.memory is not None
-        num_ranks = max(1, description.tp_size)
+        num_ranks = description.num_ranks
         page_bytes = pool.memory.page_bytes
         return space.Plan(self._limits.dram_bytes // (page_bytes * num_ranks), page_bytes, num_ranks)
 

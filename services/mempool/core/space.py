@@ -100,7 +100,7 @@ def plan(description: EngineDescription, message: Attach, limits: PoolLimits) ->
 
     On a GPU the first rank's word counts: it knows what the model left free there.
     """
-    num_ranks = max(1, description.tp_size)
+    num_ranks = description.num_ranks
     wanted_bytes = message.capacity_bytes
     if is_host(message.device):
         page_bytes, pages_per_slab = page_bytes_for(description.block_bytes), 0

@@ -82,7 +82,7 @@ def moved_bytes(known: Instance, tokens: int) -> int:
     layout = known.description
     if layout.block_tokens <= 0 or tokens <= 0:
         return 0
-    return -(-tokens // layout.block_tokens) * layout.block_bytes * max(1, layout.tp_size)
+    return -(-tokens // layout.block_tokens) * layout.block_bytes * layout.num_ranks
 
 
 class Holders:
