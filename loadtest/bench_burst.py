@@ -139,7 +139,7 @@ def row_of(options: argparse.Namespace, point: Point, stable: Stable, ran: Ran) 
         "prompt_tokens": sum(one.prompt_tokens for one in good),
         "output_tokens": sum(one.output_tokens for one in good),
         "tbt_p99_ms": round(ran.tbt_p99_ms, 2), "lag_p99_ms": round(lag_p99_ms(ran.outcomes), 2),
-        "pool_bytes": stable.pool_bytes, "peak_kv_bytes": round(ran.peak_share * stable.pool_bytes),
+        "pool_bytes": ran.pool_bytes, "peak_kv_bytes": round(ran.peak_share * ran.pool_bytes),
         "counts": ran.counts, "seconds": round(max(one.ended_ms for one in good) / 1000, 2),
     }  # fmt: skip
 
@@ -253,6 +253,8 @@ def setup_of(options: argparse.Namespace, stable: Stable) -> Setup:
     }  # fmt: skip
     fair = {
         "fair_slice_steps": options.slice_steps,
+        "fair_quantum_tokens": options.quantum_tokens,
+        "fair_patience_slices": options.patience_slices,
         **({"fair_swap_gb_per_s": options.swap_gb_per_s} if options.swap_gb_per_s else {}),
     }
     mempool = {"out_in_flight_bytes": options.in_flight_bytes, "pin_host": options.device == "cuda"}
@@ -264,20 +266,6 @@ def setup_of(options: argparse.Namespace, stable: Stable) -> Setup:
 
 
 # -- the command ----------------------------------------------------------------------------------------
-
-DEFAULTS: dict[str, dict[str, Any]] = {  # by device
-    "cuda": {
-        "burst_s": 60.0, "stable_s": 20.0, "scale": 1.0, "context_tokens": 8_192, "slots": 256, "chunk_tokens": 8_192,
-        "slice_steps": 8, "swap_bytes": 80_000_000_000, "in_flight_bytes": 1 << 30, "seeds": "1,2,3",
-        "max_lag_ms": 100.0,
-    },
-    "cpu": {
-        "burst_s": 10.0, "stable_s": 5.0, "scale": 0.2, "context_tokens": 1_536, "slots": 32, "chunk_tokens": 512,
-        "slice_steps": 8, "swap_bytes": 256 << 20, "in_flight_bytes": 64 << 20, "seeds": "1", "max_lag_ms": 500.0,
-    },
-}  # fmt: skip
-CPU_STABLE = {"sharegpt": (5.0, 9 << 20), "arxiv": (2.0, 8 << 20)}
-PROFILE = {"sharegpt": "simulated-profile.json:h200_chunk8192"}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -299,7 +287,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--peak-bytes", type=int, default=0, help="KV memory that it holds at most")
     for name in ("burst-s", "stable-s", "scale", "max-lag-ms"):
         parser.add_argument(f"--{name}", type=float, default=None)
-    for name in ("context-tokens", "slots", "chunk-tokens", "slice-steps", "swap-bytes", "in-flight-bytes"):
+    for name in (
+        "context-tokens",
+        "slots",
+        "chunk-tokens",
+        "slice-steps",
+        "quantum-tokens",
+        "patience-slices",
+        "swap-bytes",
+        "in-flight-bytes",
+    ):
         parser.add_argument(f"--{name}", type=int, default=None)
     parser.add_argument(
         "--swap-gb-per-s",
@@ -315,7 +312,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit", default="")
     options = parser.parse_args(argv)
-    defaults = dict(DEFAULTS[options.device])
+    defaults = dict(burst_plan.DEFAULTS[options.device])
     if options.quick:
         defaults |= {"seeds": "1", "burst_s": min(15.0, defaults["burst_s"]), "stable_s": 5.0}
     for name, value in defaults.items():
@@ -337,8 +334,8 @@ def stable_of(options: argparse.Namespace, workload: str) -> Stable:
     if options.rate and options.peak_bytes:
         return Stable(workload, options.rate, options.peak_bytes, "given")
     if options.device == "cpu" and not options.profile:
-        return Stable(workload, *CPU_STABLE[workload], "chosen for two cores")
-    name = options.profile or PROFILE.get(workload, "")
+        return Stable(workload, *burst_plan.CPU_STABLE[workload], "chosen for two cores")
+    name = options.profile or burst_plan.PROFILE.get(workload, "")
     if not name:
         raise SystemExit(f"no profile of {workload}: give --profile, or --rate and --peak-bytes")
     file, _, case = name.partition(":")

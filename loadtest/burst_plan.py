@@ -22,6 +22,23 @@ FACTORS = {"sharegpt": 2.0, "arxiv": 3.0}  # AQUA 9.3, Figures 8 and 13
 ARXIV_PROMPT = Lognormal.of_mean(7_900, 0.5)  # AQUA 9.1, 9.4: a median of some 7,000 tokens
 ARXIV_OUTPUT = Lognormal.of_mean(348, 0.8)
 DRAWN = 1_024
+DEFAULTS: dict[str, dict[str, Any]] = {  # of the options, by device
+    "cuda": {
+        "burst_s": 60.0, "stable_s": 20.0, "scale": 1.0, "context_tokens": 8_192, "slots": 256, "chunk_tokens": 8_192,
+        "slice_steps": 8, "quantum_tokens": 1_024, "patience_slices": 256,
+        "swap_bytes": 80_000_000_000, "in_flight_bytes": 1 << 30, "seeds": "1,2,3",
+        "max_lag_ms": 100.0,
+    },
+    "cpu": {
+        "burst_s": 10.0, "stable_s": 5.0, "scale": 0.2, "context_tokens": 1_024, "slots": 32, "chunk_tokens": 512,
+        "slice_steps": 8, "quantum_tokens": 1_024, "patience_slices": 256,
+        "swap_bytes": 256 << 20, "in_flight_bytes": 64 << 20, "seeds": "1", "max_lag_ms": 500.0,
+    },
+}  # fmt: skip
+# rate and bytes at most on two cores
+CPU_STABLE = {"sharegpt": (5.0, 18 << 20), "arxiv": (2.0, 18 << 20)}
+# file and case of the stable rate on a GPU
+PROFILE = {"sharegpt": "simulated-profile.json:h200_chunk8192"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from loadtest.workloads.request import Request
 
 INSTANCE = "colocated-0"
 BASE_OFFSETS = {"cfs": 0, "fcfs": 6_000}  # of ports: both are chosen before one listens
+CONTEXT_BYTES = 640 << 20  # that an engine leaves the mempool of what it has (shared/engine/page_worker.py)
 READ_S, GET_TIMEOUT_S = 0.2, 5.0
 SETTLE_S = 1.3  # an engine's counts are told once a second
 IDLE_LIMIT_S = 120.0
@@ -101,11 +102,12 @@ class Engine:
         mempool: dict[str, Any] = {"lending": "off", **setup.mempool}
         if setup.device == "cuda":
             worker |= {} if setup.model_dir else {"load_format": "dummy"}
-            mempool |= {"device_capacity_bytes": setup.pool_bytes}
+            # not mempool.device_capacity_bytes, which would bound the lender's pages too
+            worker |= {"kv_cache_bytes": setup.pool_bytes + CONTEXT_BYTES}
         if self._is_fair:
             worker |= {"local_policy": "cfs", **setup.fair}
         else:
-            mempool = {"device_capacity_bytes": setup.pool_bytes} if setup.device == "cuda" else {}
+            mempool = {}
         return {"worker": worker, "mempool": mempool}
 
     def __enter__(self) -> "Engine":
@@ -195,17 +197,22 @@ class Engine:
         grown = {
             name: after[name] - before.get(name, 0) for name in after if after[name] - before.get(name, 0)
         }
-        return Ran(outcomes, tbt_p99_ms, watch.peak, grown)
+        found = self.status()
+        pool_bytes = found["num_kv_blocks"] * found["block_bytes"]
+        return Ran(outcomes, tbt_p99_ms, watch.peak, grown, pool_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A run. peak_share: of the engine's pages, the most in use by requests. counts: what grew meanwhile."""
+    """A run. peak_share: of the engine's pages, the most in use by requests. counts: what grew meanwhile. pool_bytes:
+    of the engine's pages.
+    """
 
     outcomes: list[Outcome]
     tbt_p99_ms: float
     peak_share: float
     counts: dict[str, int]
+    pool_bytes: int
 
 
 class Watch:

@@ -147,6 +147,9 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         on_the_way = self.pages.num_expected + self.swapper.absences.num_coming
         pages = self.pages.get_num_free_blocks() + on_the_way + resident
         self._is_short = wanted > pages
+        if self._is_short and self._swaps and self.slices.rules.has_units:
+            # who comes back leaves a page to each that runs, and the last block of who is parked stays where it is
+            pages = max(1, pages - len(self.running) - len(self._parked))
         return Room(
             slots=self.max_num_running_reqs - self.num_waiting_for_streaming_input,
             step_tokens=self.max_num_scheduled_tokens,

@@ -60,6 +60,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     # whose turn it is in the engine: fcfs (order of arrival) or cfs (fair slices where memory is short, shared/fair)
     local_policy: Literal["fcfs", "cfs"] = "fcfs"
     fair_slice_steps: int = 8  # engine steps between two plans
+    # least served first, compared in units of so many tokens; within one, who came first. 1: to the token
+    fair_quantum_tokens: int = 1
+    fair_patience_slices: int = 32  # who waited so many goes first
     # of a slice's time; where moving pages takes more, the order is that of arrival
     fair_max_switch_share: float = 0.1
     fair_stay_ratio: float = 1.5  # slices that pay go on until moving takes so many times that share
@@ -109,7 +112,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _POSITIVE = (
-    "threads", "fair_slice_steps", "block_tokens", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size",
+    "threads", "fair_slice_steps", "fair_quantum_tokens", "fair_patience_slices",
+    "block_tokens", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size",
     "max_inflight", "max_deadline_ms", "report_interval_ms", "acquire_timeout_ms", "fetch_wait_ms", "handoff_wait_ms",
     "handoff_ttl_ms", "lease_ttl_ms", "hello_timeout_ms", "mock_prefill_tokens_per_s", "mock_kv_blocks",
 )  # fmt: skip
@@ -140,6 +144,8 @@ def fair_rules(settings: WorkerSettings) -> dict[str, float]:
         "slice_steps": settings.fair_slice_steps,
         "max_switch_share": settings.fair_max_switch_share,
         "stay_ratio": settings.fair_stay_ratio,
+        "quantum_tokens": settings.fair_quantum_tokens,
+        "patience_slices": settings.fair_patience_slices,
     }
 
 

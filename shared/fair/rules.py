@@ -13,6 +13,9 @@ class FairRules:
         stay_ratio: slices that pay already go on until the share is so many times that (hysteresis).
         hysteresis_tokens: a running request gives its slot only to one that is so much further behind.
         patience_slices: who waited so many slices goes first among its tenant's requests.
+        quantum_tokens: what requests were served is compared in units of so many tokens, and who came first goes first
+            within one: fewer switches, and answers end nearly as soon as in order of arrival; a slice takes as many
+            prompts as fit into all of its steps. 1: to the token.
     """
 
     slice_steps: int = 8
@@ -20,11 +23,19 @@ class FairRules:
     stay_ratio: float = 1.5
     hysteresis_tokens: int = 0
     patience_slices: int = 32
+    quantum_tokens: int = 1
+
+    @property
+    def has_units(self) -> bool:
+        """Whether service is compared in units of several tokens."""
+        return self.quantum_tokens > 1
 
     def __post_init__(self) -> None:
         """Raises: ValueError naming the setting."""
-        if self.slice_steps < 1 or self.patience_slices < 1 or self.hysteresis_tokens < 0:
-            raise ValueError("slice_steps and patience_slices begin at 1, hysteresis_tokens at 0")
+        if min(self.slice_steps, self.patience_slices, self.quantum_tokens) < 1 or self.hysteresis_tokens < 0:
+            raise ValueError(
+                "slice_steps, patience_slices and quantum_tokens begin at 1, hysteresis_tokens at 0"
+            )
         if not 0.0 <= self.max_switch_share <= 1.0 or self.stay_ratio < 1.0:
             raise ValueError("max_switch_share is a share, stay_ratio at least 1")
 

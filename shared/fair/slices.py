@@ -4,8 +4,9 @@
 
 A plan is made every k steps; between two plans only vacant slots are filled. Source: AQUA 7 (slices of k iterations;
 p = b - d tokens for the prefills that were computed least, d = as many decodes as fit, those that generated least
-first, spare slots to prefills). Two departures: tenants come before phases, so that a flood of prompts takes no
-decode's share; and who has waited `patience_slices` goes first in its tenant, so that every wait is bounded.
+first, spare slots to prefills; with units of service p is that of all k). Two departures: tenants come before phases,
+so that a flood of prompts takes no decode's share; and who has waited `patience_slices` goes first in its tenant, so
+that every wait is bounded.
 
 Where all requests fit, and where moving pages would cost too much, the order is that of arrival and nobody is parked.
 """
@@ -166,6 +167,8 @@ class FairSlices:
         """AQUA 7's partition, tenant by tenant. Who does not fit into the pages is passed over until overdue."""
         steps = self.rules.slice_steps
         prefill_tokens = max(0, step_tokens - slots)  # p; d = slots is what decodes can take
+        if self.rules.has_units:
+            prefill_tokens *= steps
         queues: dict[str, _Queue] = {}
         for account in candidates:
             queues.setdefault(account.tenant, _Queue()).add(account)
@@ -193,9 +196,9 @@ class FairSlices:
                 continue
             pages_left -= account.pages
             chosen.append(account)
-            per_step = min(account.prompt_left, max(1, prefill_tokens)) if account.in_prefill else 1
-            prefill_tokens -= per_step if account.in_prefill else 0
-            tokens = min(account.prompt_left, per_step * steps) if account.in_prefill else steps
+            taken = min(account.prompt_left, max(1, prefill_tokens)) if account.in_prefill else 1
+            prefill_tokens -= taken if account.in_prefill else 0
+            tokens = min(account.prompt_left, taken * steps) if account.in_prefill else steps
             expected[name] += tokens / self.accounts.tenants[name].weight
         return chosen
 
@@ -213,8 +216,12 @@ class FairSlices:
         return self.slice - self.accounts.tenants[tenant].ran_at > self.rules.patience_slices
 
     def order_key(self, account: Account) -> tuple[float, bool, int]:
-        """Least served first; a running request keeps its slot against its equals."""
+        """Least served first; a running request keeps its slot against its equals. In units of several tokens: whoever
+        came first, so that slots change hands only where somebody is a whole unit ahead.
+        """
         held = self.rules.hysteresis_tokens if account.running else 0
+        if self.rules.has_units:
+            return (account.virtual - held) // self.rules.quantum_tokens, False, account.arrival
         return account.virtual - held, not account.running, account.arrival
 
     def is_overdue(self, account: Account) -> bool:

@@ -24,9 +24,11 @@ def test_the_order_is_that_of_arrival_unless_told_otherwise(tmp_path):
 
 
 def test_rules_of_slices_come_from_the_settings(tmp_path):
-    settings = made(tmp_path, local_policy="cfs", fair_slice_steps=5, fair_max_switch_share=0.2)
+    asked = {"fair_slice_steps": 5, "fair_quantum_tokens": 64, "fair_patience_slices": 7}
+    settings = made(tmp_path, local_policy="cfs", fair_max_switch_share=0.2, **asked)
     rules = FairRules(**fair_rules(settings))
     assert (rules.slice_steps, rules.max_switch_share) == (5, 0.2)
+    assert (rules.quantum_tokens, rules.patience_slices) == (64, 7)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,13 @@ def test_slices_need_the_pools_pages_and_whole_prompts(tmp_path, changes):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"fair_slice_steps": 0}, {"fair_max_switch_share": -0.1}, {"fair_max_switch_share": 1.1}]
+    "changes",
+    [
+        {"fair_slice_steps": 0},
+        {"fair_quantum_tokens": 0},
+        {"fair_max_switch_share": -0.1},
+        {"fair_max_switch_share": 1.1},
+    ],
 )
 def test_slices_have_steps_and_a_share(tmp_path, changes):
     with pytest.raises(SettingsError, match="fair_"):

@@ -94,6 +94,51 @@ def test_prompts_come_first_while_their_tokens_last_and_decodes_fill_the_rest():
     assert len(plan.start) >= 4, "spare slots go to prompts"
 
 
+def test_with_units_a_slice_takes_as_many_prompts_as_fit_into_all_of_its_steps():
+    slices = FairSlices(FairRules(slice_steps=3, quantum_tokens=100))
+    for i in range(2):
+        slices.add(f"decode{i}", "t", 1.0, 1)
+        slices.served(f"decode{i}", 1, 0)
+    for i in range(6):
+        slices.add(f"prompt{i}", "t", 1.0, 40)
+    plan = slices.plan(
+        Room(slots=6, step_tokens=56)
+    )  # 50 a step, 150 in all: the fourth prompt takes the rest
+    assert plan.start == ["prompt0", "prompt1", "prompt2", "prompt3", "decode0", "decode1"]
+
+
+def test_within_a_unit_of_service_who_came_first_goes_first_and_a_whole_unit_ahead_gives_its_slot():
+    slices = FairSlices(FairRules(slice_steps=1, quantum_tokens=8, patience_slices=1_000))
+    for i in range(3):
+        slices.add(f"r{i}", "t", 1.0, 1)
+        slices.served(f"r{i}", 1, 0)
+    room = Room(1, 8)
+    assert slices.plan(room).start == ["r0"]
+    slices.started("r0")
+    slices.served("r0", 6, 0)
+    assert slices.plan(room).park == []  # r1 and r2 were served less, but not by a unit
+    slices.served("r0", 8, 0)
+    plan = slices.plan(room)
+    assert (plan.park, plan.start) == (["r0"], ["r1"])
+
+
+def test_who_comes_gets_its_first_slice_at_once_and_then_waits_for_those_before_it():
+    slices = FairSlices(FairRules(slice_steps=1, quantum_tokens=1_000, patience_slices=1_000))
+    for i in range(2):
+        slices.add(f"old{i}", "t", 1.0, 1)
+        slices.served(f"old{i}", 1, 0)
+        slices.started(f"old{i}")
+    slices.add("new", "t", 1.0, 10)
+    room = Room(2, 64)
+    plan = slices.plan(room)
+    assert (plan.park, plan.start) == (["old1"], ["new"])
+    slices.parked("old1")
+    slices.started("new")
+    slices.served("new", 10, 0)
+    plan = slices.plan(room)
+    assert (plan.park, plan.start) == (["new"], ["old1"])
+
+
 def test_who_is_not_ready_gets_no_slot():
     slices = contended(Room(4, 64))
     slices.holds("r4", 1, 0, ready=False)
