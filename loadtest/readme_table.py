@@ -284,6 +284,13 @@ ROWS: list[tuple[str, str, str, str, str]] = [
         "{:.2f}",
         "1",
     ),
+    (
+        "h200x2-long-prompt",
+        "throughput_gain_ratio",
+        "prompt longer than the GPU's KV memory, decode: the rest on a peer GPU over in host memory",
+        "{:.2f}",
+        "4",
+    ),
     ("placer", "optimality_gap_ratio", "the same, widest gap to the proven bound", "{:.4f}", "0.02"),
     (
         "two-host-transfer",

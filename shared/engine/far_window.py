@@ -5,18 +5,23 @@ instead of computing with other bytes.
 """
 
 import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Sequence
 from typing import Protocol
 
-_MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
+_MAP_FIXED, _MAP_FIXED_NOREPLACE, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x100000, 0x4000, 0
+_STEP_BYTES = 16 << 30  # from one try for free addresses to the next
+_LOW_ADDRESS = 1 << 40  # above what drivers and libraries take
+_END_OF_ADDRESSES = 0x7FFF_FFFF_F000  # of a process
 _FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
 )  # fmt: skip
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class FarPlaces(Protocol):
@@ -69,6 +74,39 @@ class HostFar:
         if not 0 <= place < self._num_places:
             raise ValueError(f"place {place} of {self._num_places}")
         return self._address + place * self._page_bytes
+
+
+def reserve_above(address: int, num_bytes: int, multiple: int) -> int:
+    """Addresses of this process that nobody uses and nothing is mapped at: the lowest that were tried from `address`
+    on, a multiple of `multiple` away from it. Raises: OSError when there are none."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
+    at = address
+    step = -(-_STEP_BYTES // multiple) * multiple
+    while at + num_bytes < _END_OF_ADDRESSES:
+        if _libc.mmap(at, num_bytes, _PROT_NONE, flags, -1, 0) == at:
+            return at
+        at += step
+    raise OSError(errno.ENOMEM, f"no {num_bytes} bytes of addresses above {address:#x}")
+
+
+def free_addresses(num_bytes: int, multiple: int) -> int:
+    """Where so many are free now, with room above them; 0: nowhere. Nothing is reserved."""
+    try:
+        at = reserve_above(-(-_LOW_ADDRESS // multiple) * multiple, num_bytes, multiple)
+    except OSError:
+        return 0
+    _libc.munmap(at, num_bytes)
+    return at
+
+
+def map_shared(address: int, num_bytes: int, fd: int, offset: int, *, writable: bool = False) -> None:
+    """Over whatever was there. Raises: OSError."""
+    _map(address, num_bytes, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0), fd, offset)
+
+
+def map_nothing(address: int, num_bytes: int) -> None:
+    """Over whatever was there; the addresses stay this process's. Raises: OSError."""
+    _map(address, num_bytes, _PROT_NONE)
 
 
 def _map(address: int, num_bytes: int, protection: int, fd: int = -1, offset: int = 0) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from shared.engine.far_window import free_addresses
+from shared.engine.far_window_cuda import MAX_HOST_BYTES, CudaFar
 from shared.mempool.rank_memory import RankMemory
 from shared.transport.unix_socket import close_fds
 from shared.vmm.cuda_driver import CudaVmmDriver, VmmDriver
@@ -23,13 +25,16 @@ class CudaWindow:
     Cost: about 80 us a slab to import and map, one call for access to each run of them.
     """
 
-    def __init__(self, memory: RankMemory, driver: VmmDriver) -> None:
+    def __init__(self, memory: RankMemory, driver: VmmDriver, far_places: int = 0) -> None:
         header = memory.header
         self._driver = driver
         self._slab_bytes = memory.pages_per_slab * header.page_bytes
         granularity = driver.granularity_bytes
         null_bytes = -(-header.page_bytes // granularity) * granularity
-        base = driver.reserve(null_bytes + memory.num_slabs * self._slab_bytes)
+        own_bytes = memory.num_slabs * self._slab_bytes
+        size_bytes = null_bytes + own_bytes + far_places * header.page_bytes
+        hint = free_addresses(size_bytes + MAX_HOST_BYTES, granularity) if far_places else 0
+        base = driver.reserve(size_bytes, hint) if hint else driver.reserve(size_bytes)
         self._at = base + null_bytes
         self._mapped: set[int] = set()
         null = driver.create(null_bytes)
@@ -43,7 +48,11 @@ class CudaWindow:
                 close_fds(fds)
         self._allow(sorted(self._mapped))
         self.address = self._at - header.page_bytes
-        self.size_bytes = (header.num_pages + 1) * header.page_bytes
+        self.size_bytes = (header.num_pages + 1 + far_places) * header.page_bytes
+        self.far: CudaFar | None = None
+        if far_places:
+            self.far = CudaFar(driver, self.address, header.page_bytes, header.num_pages + 1, far_places)
+            self.size_bytes = self.far.end - self.address
         driver.zero(self.address, header.page_bytes)
 
     def _import(self, slabs: Sequence[int], fds: Sequence[int]) -> None:
@@ -89,8 +98,10 @@ def _runs(slabs: Sequence[int]) -> list[tuple[int, int]]:
     return [(start, end - start + 1) for start, end in zip(starts, ends, strict=True)]
 
 
-def open_cuda_window(memory: RankMemory, device: torch.device) -> tuple[torch.Tensor, CudaWindow]:
+def open_cuda_window(
+    memory: RankMemory, device: torch.device, far_places: int = 0
+) -> tuple[torch.Tensor, CudaWindow]:
     """(int8 tensor over the window, its owner). Call with the device's context current."""
     torch.cuda.current_stream(device)  # the context exists and is current from here on
-    window = CudaWindow(memory, CudaVmmDriver(device.index or 0))
+    window = CudaWindow(memory, CudaVmmDriver(device.index or 0), far_places)
     return torch.as_tensor(window.span(), device=device), window

@@ -51,8 +51,8 @@ class VmmDriver(Protocol):
         """A handle; the descriptor stays open and is still the caller's."""
         ...
 
-    def reserve(self, size_bytes: int) -> int:
-        """cuMemAddressReserve."""
+    def reserve(self, size_bytes: int, hint: int = 0) -> int:
+        """cuMemAddressReserve, at `hint` if the driver can and likes to."""
         ...
 
     def free_reservation(self, address: int, size_bytes: int) -> None:
@@ -77,6 +77,14 @@ class VmmDriver(Protocol):
 
     def zero(self, address: int, size_bytes: int) -> None:
         """Write zeros and wait until they are there."""
+        ...
+
+    def register_host(self, address: int, size_bytes: int, *, writable: bool) -> None:
+        """cuMemHostRegister: this process's memory there is page-locked; this device reads it at the same address."""
+        ...
+
+    def unregister_host(self, address: int) -> None:
+        """cuMemHostUnregister. Does not wait for kernels: the caller has."""
         ...
 
     def entry_points(self) -> dict[int, int]:
@@ -153,9 +161,9 @@ class CudaVmmDriver:
         """See VmmDriver."""
         return int(self._call("cuMemImportFromShareableHandle", fd, self._kind))
 
-    def reserve(self, size_bytes: int) -> int:
+    def reserve(self, size_bytes: int, hint: int = 0) -> int:
         """See VmmDriver."""
-        return int(self._call("cuMemAddressReserve", size_bytes, 0, 0, 0))
+        return int(self._call("cuMemAddressReserve", size_bytes, 0, hint, 0))
 
     def free_reservation(self, address: int, size_bytes: int) -> None:
         """See VmmDriver."""
@@ -182,6 +190,20 @@ class CudaVmmDriver:
         self.make_current()
         self._call("cuMemsetD8", address, 0, size_bytes)
         self._call("cuStreamSynchronize", 0)
+
+    def register_host(self, address: int, size_bytes: int, *, writable: bool) -> None:
+        """See VmmDriver. Cost: about 0.1 ms a MiB; page-locked memory of others is not locked twice as fast."""
+        flags = self._cuda.CU_MEMHOSTREGISTER_PORTABLE | self._cuda.CU_MEMHOSTREGISTER_DEVICEMAP
+        flags |= 0 if writable else self._cuda.CU_MEMHOSTREGISTER_READ_ONLY
+        self._call("cuMemHostRegister", address, size_bytes, flags)
+        seen = int(self._call("cuMemHostGetDevicePointer", address, 0))
+        if seen != address:
+            self.unregister_host(address)
+            raise VmmError(f"host memory at {address:#x} is at {seen:#x} for the device")
+
+    def unregister_host(self, address: int) -> None:
+        """See VmmDriver."""
+        self._call("cuMemHostUnregister", address)
 
     def entry_points(self) -> dict[int, int]:
         """See VmmDriver."""

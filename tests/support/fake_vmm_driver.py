@@ -29,6 +29,8 @@ class FakeVmmDriver:
         self.reservations: dict[int, int] = {}
         self.next_handle = 1
         self.used_bytes = 0
+        self.registered: set[int] = set()
+        self.registers_read_only = True
 
     def make_current(self):
         self.calls.append(("cuCtxSetCurrent",))
@@ -73,9 +75,9 @@ class FakeVmmDriver:
         self.imported.add(handle)
         return handle
 
-    def reserve(self, size_bytes):
+    def reserve(self, size_bytes, hint=0):
         self.calls.append(("cuMemAddressReserve", size_bytes))
-        address = _libc.mmap(None, size_bytes, 0, _ANONYMOUS, -1, 0)
+        address = _libc.mmap(hint or None, size_bytes, 0, _ANONYMOUS, -1, 0)
         self.reservations[address] = size_bytes
         return address
 
@@ -126,6 +128,17 @@ class FakeVmmDriver:
 
     def zero(self, address, size_bytes):
         ctypes.memset(address, 0, size_bytes)
+
+    def register_host(self, address, size_bytes, *, writable):
+        self.calls.append(("cuMemHostRegister", address, size_bytes, writable))
+        if not writable and not self.registers_read_only:
+            raise VmmError("cuMemHostRegister: CUDA_ERROR_NOT_SUPPORTED")
+        assert address not in self.registered, "registered twice"
+        self.registered.add(address)
+
+    def unregister_host(self, address):
+        self.calls.append(("cuMemHostUnregister", address))
+        self.registered.remove(address)
 
     def entry_points(self):
         return {}

@@ -1,0 +1,143 @@
+"""Far places on a GPU (far_window.py): another GPU's pages behind the window's own, host memory further up.
+
+A page on a GPU is an allocation: its descriptor is imported, mapped at its place, and this GPU alone may read it; its
+bytes stay where they are, SMs read them over the link. Host memory cannot be mapped at addresses of the driver: it is
+mapped where this process has addresses, a multiple of the page size above the window, and registered, which lets the
+GPU read it under the same address. So its block id is another one than the engine's, and block_of() says which.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+from shared.engine.far_window import map_nothing, map_shared, reserve_above
+from shared.errors import ClusterError
+from shared.vmm.cuda_driver import VmmDriver
+
+MAX_HOST_BYTES = 1 << 40  # of the host memory that can be mapped: addresses only
+
+logger = logging.getLogger(__name__)
+
+
+class CudaFar:
+    """Of one rank.
+
+    Args:
+        address: of block 0. first: block id of the first place. host_bytes: of the host memory that can be mapped.
+        reserve: where its addresses come from (reserve_above).
+    `end`: where the last block may end.
+    Cost: 0.1 ms a page on a GPU, about 1 ms a page in host memory.
+    """
+
+    def __init__(
+        self,
+        driver: VmmDriver,
+        address: int,
+        page_bytes: int,
+        first: int,
+        num_places: int,
+        *,
+        host_bytes: int = MAX_HOST_BYTES,
+        reserve: Callable[[int, int, int], int] = reserve_above,
+    ) -> None:
+        self._driver, self._address, self._page_bytes = driver, address, page_bytes
+        self._first, self._num_places = first, num_places
+        self._on_gpu: set[int] = set()
+        self._in_host: dict[int, int] = {}  # place -> offset of its page in host memory
+        self._users: dict[int, int] = {}  # places by offset
+        self._host_bytes = host_bytes
+        self._is_read_only = True  # what is registered, as long as the driver can do that
+        self.end = address + (first + num_places) * page_bytes
+        try:
+            self._host = reserve(self.end, host_bytes, page_bytes)
+            self.end = self._host + host_bytes
+        except OSError as error:  # blocks go to other GPUs only
+            logger.error("host memory cannot be mapped at far places: %s", error)
+            self._host_bytes = self._host = 0
+
+    def map(self, places: Sequence[int], fds: Sequence[int], offsets: Sequence[int]) -> None:
+        """See FarUser. What an earlier mempool had mapped there gives way."""
+        if any(not 0 <= place < self._num_places for place in places):
+            raise ValueError(f"places {list(places)} of {self._num_places}")
+        if len(fds) != (1 if offsets else len(places)) or len(offsets) not in (0, len(places)):
+            raise ValueError(f"{len(fds)} descriptors and {len(offsets)} offsets for {len(places)} places")
+        self._driver.make_current()
+        self.unmap(places)
+        try:
+            if offsets:
+                for place, offset in zip(places, offsets, strict=True):
+                    self._map_host(place, fds[0], offset)
+            else:
+                for place, fd in zip(places, fds, strict=True):
+                    self._map_page(place, fd)
+        except (ClusterError, OSError, ValueError):
+            self.unmap(places)
+            raise
+
+    def _map_page(self, place: int, fd: int) -> None:
+        handle = self._driver.import_fd(fd)
+        try:
+            self._driver.map(self._at(place), self._page_bytes, handle)
+        finally:
+            self._driver.release(handle)  # the mapping keeps the memory
+        self._on_gpu.add(place)
+        self._driver.set_access(self._at(place), self._page_bytes, self._driver.access_address(False))
+
+    def _map_host(self, place: int, fd: int, offset: int) -> None:
+        if offset % self._page_bytes or not 0 <= offset <= self._host_bytes - self._page_bytes:
+            raise ValueError(f"a page of host memory at {offset}")
+        if offset not in self._users:
+            self._register(fd, offset)
+        self._in_host[place] = offset
+        self._users[offset] = self._users.get(offset, 0) + 1
+
+    def _register(self, fd: int, offset: int) -> None:
+        at, size = self._host + offset, self._page_bytes
+        if self._is_read_only:
+            map_shared(at, size, fd, offset)
+            try:
+                self._driver.register_host(at, size, writable=False)
+                return
+            except ClusterError as error:
+                logger.warning("host memory is registered writable, though nobody writes there: %s", error)
+                self._is_read_only = False
+        mine = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            map_shared(at, size, mine, offset, writable=True)
+        finally:
+            os.close(mine)
+        try:
+            self._driver.register_host(at, size, writable=True)
+        except ClusterError:
+            map_nothing(at, size)
+            raise
+
+    def unmap(self, places: Sequence[int]) -> None:
+        """See FarUser."""
+        self._driver.make_current()
+        for place in self._on_gpu.intersection(places):
+            self._driver.unmap(self._at(place), self._page_bytes)
+            self._on_gpu.discard(place)
+        for place in [place for place in places if place in self._in_host]:
+            offset = self._in_host.pop(place)
+            self._users[offset] -= 1
+            if not self._users[offset]:
+                del self._users[offset]
+                self._driver.unregister_host(self._host + offset)
+                map_nothing(self._host + offset, self._page_bytes)
+
+    def block_of(self, block_id: int) -> int:
+        """See FarPlaces. A block in host memory is there as long as it is mapped."""
+        offset = self._in_host.get(block_id - self._first)
+        if offset is None:
+            return block_id
+        return (self._host + offset - self._address) // self._page_bytes
+
+    def close(self) -> None:
+        """Nothing is mapped any more; no step reads anything."""
+        with contextlib.suppress(ClusterError):
+            self.unmap(range(self._num_places))
+
+    def _at(self, place: int) -> int:
+        return self._address + (self._first + place) * self._page_bytes
