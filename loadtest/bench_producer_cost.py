@@ -93,7 +93,7 @@ def plan_of(producer: str, device: str, *, quick: bool) -> Plan:
             "tp4": replace(gpu, words=(*engine, "--ranks", "4", "--lenders", "4"), gpus=(1, 2, 3, 4)),
         }[producer]
     else:
-        small = Plan((), 8 * MIB, 64 << 10, 16, 1.5, 3, dram_bytes=13 * MIB, capacity_bytes=32 * MIB)
+        small = Plan((), 8 * MIB, 64 << 10, 16, 1.5, 3, dram_bytes=8 * MIB, capacity_bytes=8 * MIB)
         engine = (
             "loadtest.producers.lending_engine", "{model}", "--device", "cpu", "--requests", "4",
             "--prompt-tokens", "32", "--output-tokens", "32", "--block-tokens", "32", "--max-model-len", "256",
@@ -101,7 +101,12 @@ def plan_of(producer: str, device: str, *, quick: bool) -> Plan:
         )  # fmt: skip
         model = ("loadtest.producers.lending_model", "--device", "cpu", "--batch", "1")
         paged = replace(
-            small, words=engine, page_bytes=192 << 10, lend_bytes=12 * MIB, capacity_bytes=48 * MIB
+            small,
+            words=engine,
+            page_bytes=192 << 10,
+            lend_bytes=12 * MIB,
+            capacity_bytes=48 * MIB,
+            dram_bytes=12 * MIB,
         )
         made = {
             "engine": replace(paged, reclaims=2),
@@ -121,6 +126,7 @@ class Piece:
         self._name, self._mode, self._plan = name, mode, plan
         self._consumer, self._producer, self._progress = rig.consumer, producer, progress
         self._unit, self._space = "", -1
+        self._began_s = time.monotonic()
 
     def open(self) -> None:
         """The producer first: its pages say how large the consumer's are."""
@@ -129,7 +135,9 @@ class Piece:
             "open", most_bytes=plan.lend_bytes, page_bytes=plan.page_bytes, timeout_s=240
         )
         self._unit, self._space = found["unit"], found.get("space", -1)
+        self._say("the producer runs")
         self._consumer.ask("open", page_bytes=found["page_bytes"], batch_pages=plan.batch_pages)
+        self._say("the consumer runs")
         if self._mode == "full" and not self._progress.has(kind="ceiling", producer=self._name):
             self._lend()
             moved = self._moved(lambda: time.sleep(CEILING_S))[1]
@@ -140,7 +148,11 @@ class Piece:
             self._add({"kind": "sweep", "unit": self._unit, "rows": rows})
         self._producer.ask("load")
 
+    def _say(self, what: str) -> None:
+        print(f"  {time.monotonic() - self._began_s:6.1f} s  {what}", flush=True)
+
     def _add(self, sample: dict[str, Any]) -> None:
+        self._say(f"{sample['kind']} {sample.get('round', '')}")
         self._progress.add({"producer": self._name, "mode": self._mode, **sample})
 
     def _lend(self) -> int:
@@ -200,14 +212,15 @@ class Piece:
         )  # fmt: skip
 
     def _copied(self) -> dict[str, Any]:
-        """The last of copies into host memory, once it is there and page-locked: none is much faster than the next."""
-        rates: list[float] = []
+        """The middle one of three copies into host memory, once it is there and page-locked: when none is much faster
+        than the others."""
+        copies: list[dict[str, Any]] = []
         while True:
-            copy = self._consumer.ask("to_dram")
-            rates.append(copy["bytes"] / copy["seconds"])
-            settled = len(rates) > 2 and max(rates[-3:]) < STEADY * min(rates[-3:])
-            if settled or len(rates) == MAX_COPIES:
-                return copy
+            copies.append(self._consumer.ask("to_dram"))
+            last = sorted(copies[-3:], key=lambda copy: copy["seconds"])
+            settled = len(copies) > 2 and last[-1]["seconds"] < STEADY * last[0]["seconds"]
+            if settled or len(copies) == MAX_COPIES:
+                return last[len(last) // 2]
 
     def run(self) -> None:
         """What is not finished yet."""

@@ -106,15 +106,18 @@ class Traffic:
         self._renewing = asyncio.create_task(self._borrower.run())
         count = num_bytes // self._page_bytes
         batch = self._batch_pages
-        async with asyncio.timeout(TIMEOUT_MS / 1000):
-            while len(self._lent) * batch < count - batch + 1:
-                try:
-                    found = await self._api.alloc_mem(batch, "leased")
-                except ClusterError:  # not lent yet
-                    await asyncio.sleep(0.02)
-                    continue
-                self._lent.append(found[:batch])
-                self._beside.append(found[batch:])
+        end_s = time.monotonic() + TIMEOUT_MS / 1000
+        while len(self._lent) * batch < count - batch + 1:
+            try:
+                found = await self._api.alloc_mem(batch, "leased")
+            except ClusterError as error:  # not lent yet
+                if time.monotonic() > end_s:
+                    held = self._borrower.held_bytes
+                    raise TimeoutError(f"{held} of {num_bytes} bytes were borrowed: {error}") from error
+                await asyncio.sleep(0.02)
+                continue
+            self._lent.append(found[:batch])
+            self._beside.append(found[batch:])
         return {"lent_bytes": len(self._lent) * batch * self._page_bytes}
 
     async def start(self) -> dict[str, Any]:
