@@ -164,6 +164,20 @@ def test_structured_output_is_valid_by_its_schema(client):
     assert 0 <= value["n"] <= 9
 
 
+def test_an_answer_in_json_is_an_object_though_the_model_would_have_said_something_else(client):
+    question = {
+        "model": MODEL,
+        "messages": ask("Which module has deque?"),
+        "temperature": 0,
+        "max_tokens": 200,
+    }
+    said = client.chat.completions.create(**question).choices[0].message.content
+    assert "collections" in (said or "")
+    answer = client.chat.completions.create(**question, response_format={"type": "json_object"})
+    assert isinstance(json.loads(answer.choices[0].message.content or ""), dict)
+    assert answer.choices[0].finish_reason == "stop"
+
+
 def test_several_greedy_choices_are_the_one_greedy_choice(client):
     fields = {"model": MODEL, "messages": ask("Count to 20."), "temperature": 0}
     one = client.chat.completions.create(**fields)
