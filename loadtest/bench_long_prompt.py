@@ -37,7 +37,6 @@ CLAIM = (
 )
 TIERS = ("dram", "peer")  # in this order: what is measured first has no loan
 TIMEOUT_S = 160.0
-CONTEXT_BYTES = 640 << 20  # that the engine leaves to the mempool's context (shared/engine/page_worker.py)
 POOL_SPARE_BLOCKS = 4  # blocks that the pool has beyond the engine's
 
 
@@ -190,13 +189,11 @@ def setup_of(options: argparse.Namespace) -> Setup:
     worker = {
         "max_model_len": int(longest * options.own_tokens) + options.answer_tokens + 64, "max_num_seqs": 4,
         "max_num_batched_tokens": options.chunk_tokens, "block_tokens": options.block_tokens, "far_bytes": far_bytes,
-        "report_interval_ms": 500,
-        **({"enforce_eager": True, "kv_cache_bytes": options.pool_bytes + CONTEXT_BYTES} if on_gpu else {}),
+        "report_interval_ms": 500, **({"enforce_eager": True} if on_gpu else {}),
     }  # fmt: skip
     mempool = {"copy_timeout_ms": 60_000, "out_timeout_ms": 60_000, "pin_host": on_gpu}
     return Setup(
-        device=options.device, gpus=2 if on_gpu else 0,
-        pool_bytes=room_bytes if on_gpu else options.pool_bytes,  # of any space: of GPUs the engine's is smaller
+        device=options.device, gpus=2 if on_gpu else 0, pool_bytes=options.pool_bytes,
         swap_bytes=room_bytes, worker=worker, fair={"local_policy": "fcfs"}, mempool=mempool,
         cluster=options.set, model_dir=options.model_dir,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 _MAP_FIXED, _MAP_FIXED_NOREPLACE, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x100000, 0x4000, 0
-_STEP_BYTES = 16 << 30  # from one try for free addresses to the next
+_STEP_BYTES = 4 << 30  # from one try for free addresses to the next
 _LOW_ADDRESS = 1 << 40  # above what drivers and libraries take
 _END_OF_ADDRESSES = 0x7FFF_FFFF_F000  # of a process
 _FAILED = ctypes.c_void_p(-1).value

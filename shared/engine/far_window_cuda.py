@@ -16,6 +16,7 @@ from shared.errors import ClusterError
 from shared.vmm.cuda_driver import VmmDriver
 
 MAX_HOST_BYTES = 1 << 40  # of the host memory that can be mapped: addresses only
+LESS_HOST_BYTES = (1 << 38, 1 << 36, 1 << 34)  # where there are not so many
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +47,16 @@ class CudaFar:
         self._on_gpu: set[int] = set()
         self._in_host: dict[int, int] = {}  # place -> offset of its page in host memory
         self._users: dict[int, int] = {}  # places by offset
-        self._host_bytes = host_bytes
         self._is_read_only = True  # what is registered, as long as the driver can do that
-        self.end = address + (first + num_places) * page_bytes
-        try:
-            self._host = reserve(self.end, host_bytes, page_bytes)
-            self.end = self._host + host_bytes
-        except OSError as error:  # blocks go to other GPUs only
-            logger.error("host memory cannot be mapped at far places: %s", error)
-            self._host_bytes = self._host = 0
+        self.end = self._host = address + (first + num_places) * page_bytes
+        self._host_bytes = 0
+        for size in (host_bytes, *(less for less in LESS_HOST_BYTES if less < host_bytes)):
+            with contextlib.suppress(OSError):
+                self._host = reserve(self.end, size, page_bytes)
+                self._host_bytes, self.end = size, self._host + size
+                break
+        else:  # blocks go to other GPUs only
+            logger.error("host memory cannot be mapped at far places: no addresses above %#x", address)
 
     def map(self, places: Sequence[int], fds: Sequence[int], offsets: Sequence[int]) -> None:
         """See FarUser. What an earlier mempool had mapped there gives way."""

@@ -16,6 +16,7 @@ from shared.mempool.rank_memory import RankMemory
 from shared.transport.unix_socket import close_fds
 from shared.vmm.cuda_driver import CudaVmmDriver, VmmDriver
 from shared.vmm.cuda_pages import DeviceSpan
+from shared.vmm.errors import VmmError
 
 
 class CudaWindow:
@@ -33,8 +34,7 @@ class CudaWindow:
         null_bytes = -(-header.page_bytes // granularity) * granularity
         own_bytes = memory.num_slabs * self._slab_bytes
         size_bytes = null_bytes + own_bytes + far_places * header.page_bytes
-        hint = free_addresses(size_bytes + MAX_HOST_BYTES, granularity) if far_places else 0
-        base = driver.reserve(size_bytes, hint) if hint else driver.reserve(size_bytes)
+        base = _reserve(driver, size_bytes) if far_places else driver.reserve(size_bytes)
         self._at = base + null_bytes
         self._mapped: set[int] = set()
         null = driver.create(null_bytes)
@@ -87,6 +87,15 @@ class CudaWindow:
     def span(self) -> Any:
         """What torch takes over without copying: the null page and all slabs."""
         return DeviceSpan(self.address, self.size_bytes, self)
+
+
+def _reserve(driver: VmmDriver, size_bytes: int) -> int:
+    """With room for host memory above it, if the driver takes a wish."""
+    wish = free_addresses(size_bytes + MAX_HOST_BYTES, driver.granularity_bytes)
+    try:
+        return driver.reserve(size_bytes, wish)
+    except VmmError:
+        return driver.reserve(size_bytes)
 
 
 def _runs(slabs: Sequence[int]) -> list[tuple[int, int]]:

@@ -97,8 +97,8 @@ CUresult cuMemImportFromShareableHandle(Handle *handle, void *descriptor, int ty
     return new_handle(handle, fd, (size_t)status.st_size, strstr(name, "gpu1") != NULL);
 }
 CUresult cuMemAddressReserve(CUdeviceptr *out, size_t size, size_t alignment, CUdeviceptr wish, unsigned long long flags) {
-    if (!size || size % GRANULARITY || alignment || wish || flags) return INVALID_VALUE;
-    void *at = mmap(NULL, size + GRANULARITY, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (!size || size % GRANULARITY || alignment || wish % GRANULARITY || flags) return INVALID_VALUE;
+    void *at = mmap((void *)wish, size + GRANULARITY, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     *out = ((uintptr_t)at + GRANULARITY - 1) / GRANULARITY * GRANULARITY;
     return at == MAP_FAILED ? OUT_OF_MEMORY : SUCCESS;
 }
@@ -189,8 +189,13 @@ CUresult cuMemHostAlloc(void **address, size_t size, unsigned flags) {
 CUresult cuMemFreeHost(void *address) { free(address); return SUCCESS; }
 CUresult cuMemHostRegister(void *address, size_t size, unsigned flags) {
     NEED_CONTEXT;
-    return (uintptr_t)address % 4096 || !size || flags != 1 ? INVALID_VALUE : SUCCESS;
+    return (uintptr_t)address % 4096 || !size || !(flags & 1) || flags & ~11u ? INVALID_VALUE : SUCCESS;
 }
+CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *out, void *address, unsigned flags) {
+    *out = (CUdeviceptr)(uintptr_t)address;
+    return flags ? INVALID_VALUE : SUCCESS;
+}
+#define cuMemHostGetDevicePointer cuMemHostGetDevicePointer_v2
 CUresult cuMemHostUnregister(void *address) { NEED_CONTEXT; return address ? SUCCESS : INVALID_VALUE; }
 static CUresult copy(CUdeviceptr target, CUdeviceptr source, size_t size) {
     if (!may(HERE, source, size, READ) || !may(HERE, target, size, READ_WRITE)) return ILLEGAL_ADDRESS;
@@ -216,6 +221,11 @@ CUresult cuMemcpyHtoD(CUdeviceptr target, const void *source, size_t size) {
     return may(HERE, target, size, READ_WRITE) ? (memcpy((void *)target, source, size), SUCCESS) : ILLEGAL_ADDRESS;
 }
 
+CUresult cuMemsetD8_v2(CUdeviceptr at, unsigned char byte, size_t size) {
+    return may(HERE, at, size, READ_WRITE) ? (memset((void *)at, byte, size), SUCCESS) : ILLEGAL_ADDRESS;
+}
+#define cuMemsetD8 cuMemsetD8_v2
+
 #define ENTRY(symbol, since) { #symbol, since, (void *)symbol }
 static const struct { const char *name; int since; void *function; } entries[] = {
     ENTRY(cuInit, 2000), ENTRY(cuDriverGetVersion, 2020), ENTRY(cuDeviceGet, 2000), ENTRY(cuDeviceGetCount, 2000),
@@ -228,7 +238,7 @@ static const struct { const char *name; int since; void *function; } entries[] =
     ENTRY(cuStreamSynchronize, 2000), ENTRY(cuStreamWaitEvent, 3020), ENTRY(cuEventCreate, 2000),
     ENTRY(cuEventDestroy, 2000), ENTRY(cuEventRecord, 2000), ENTRY(cuEventQuery, 2000), ENTRY(cuMemHostAlloc, 2020),
     ENTRY(cuMemFreeHost, 2000), ENTRY(cuMemHostRegister, 4000), ENTRY(cuMemHostUnregister, 4000),
-    ENTRY(cuMemcpyAsync, 4000), ENTRY(cuMemcpyBatchAsync, 13000), ENTRY(cuMemcpyDtoH, 2000), ENTRY(cuMemcpyHtoD, 2000),
+    ENTRY(cuMemHostGetDevicePointer, 3020), ENTRY(cuMemsetD8, 2000), ENTRY(cuMemcpyAsync, 4000), ENTRY(cuMemcpyBatchAsync, 13000), ENTRY(cuMemcpyDtoH, 2000), ENTRY(cuMemcpyHtoD, 2000),
 };
 
 CUresult cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status) {
