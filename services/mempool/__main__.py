@@ -18,6 +18,7 @@ from shared.ids import Epoch, InstanceId
 from shared.observe import log, service
 from shared.observe.admin import AdminServer
 from shared.transport.clock import MonotonicClock
+from shared.transport.heap import settle_heap
 
 if TYPE_CHECKING:
     from services.mempool.desk_loop import DeskLoop
@@ -102,6 +103,7 @@ async def run(settings: MempoolSettings) -> int:
         desk.open()
     try:
         await admin.start()
+        settle_heap()
         shown = msgspec.to_builtins(settings) | {"coordinator_key": "***"}
         log.get_logger("mempool").info("settings", admin=admin.address, **shown)
         return await ended

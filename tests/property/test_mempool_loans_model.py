@@ -76,7 +76,7 @@ class LoansModel(RuleBasedStateMachine):
         if known is None:
             return
         table = self.tables[known.producer]
-        pages = [page for _ in range(self.loans.lacking(known)) if (page := table.lend()) is not None]
+        pages = table.take_many(self.loans.lacking(known), PageEvent.LEND)
         self.loans.set_aside(known, pages)
         if not patient:
             self.loans.settle_for(known)

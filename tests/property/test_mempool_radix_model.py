@@ -117,6 +117,25 @@ class RadixModel(RuleBasedStateMachine):
                 self.use(entry.block_hash)
             assert entry.page == self.known[entry.block_hash].page
 
+    @rule(path=paths, first=picks, gap=picks)
+    def insert_all(self, path, first, gap):
+        """What a pull brought: a stretch of a path, sometimes with a block left out."""
+        first %= len(path)
+        lines = list(zip(path, [SEED, *path], strict=False))[first:]
+        if gap % 3 == 0:
+            del lines[gap % len(lines)]
+        entries = [Entry(block_hash, parent, self.page(), 16) for block_hash, parent in lines]
+        found = self.index.insert_all(entries)
+        for entry, here in zip(entries, found, strict=True):
+            if entry.block_hash in self.known:
+                assert here is self.index.get(entry.block_hash)
+                assert here.page == self.known[entry.block_hash].page != entry.page
+            else:
+                assert here is entry
+                self.tick += 1
+                self.known[entry.block_hash] = Known(entry.parent, entry.page)
+                self.use(entry.block_hash)
+
     @rule(path=paths, first=picks)
     def match(self, path, first):
         path = path[first % len(path) :]

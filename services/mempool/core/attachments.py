@@ -346,11 +346,10 @@ class Attachments:
         return entry is not None
 
     def _fill(self, claim: Claim, memory: Memory) -> None:
+        event = PageEvent.LEND if claim.lends else PageEvent.GRANT
         while claim.lacking:
-            granted = memory.table.lend() if claim.lends else memory.table.grant_page()
-            if granted is not None:
-                claim.pages.append(granted)
-            elif not self._make_room():
+            claim.pages += memory.table.take_many(claim.lacking, event)
+            if claim.lacking and not self._make_room():
                 break
 
     def _free_entries(self, entries: list[Entry]) -> None:

@@ -9,6 +9,7 @@ deadline: the producer's pages come back without it.
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from services.mempool.core.actions import Action, CopyPages
 from services.mempool.core.loans import Shelf
@@ -85,7 +86,9 @@ class LendingCopies:
                 self._pass(held, now_ms, blocked, out)
         for action in copies:
             if isinstance(action, CopyPages) and not self._is_dram(action.space):
-                self.num_back[action.space] += sum(self._is_dram(space) for space, _ in action.sources)
+                by_space = Counter(map(itemgetter(0), action.sources))
+                from_dram = sum(count for space, count in by_space.items() if self._is_dram(space))
+                self.num_back[action.space] += from_dram
             if not isinstance(action, CopyPages) or not self._shelves or not self._touched(action):
                 out.append(action)
                 continue

@@ -158,7 +158,7 @@ class Loans:
         return max(0, offer.limit - len(offer.aside) - self.lent(offer))
 
     def set_aside(self, offer: Offer, pages: Iterable[PageId]) -> None:
-        """Pages that table.lend() gave for it. What it does not need goes back."""
+        """Pages that table.take_many() gave for it. What it does not need goes back."""
         offer.aside += pages
         self._give_back(offer)
 

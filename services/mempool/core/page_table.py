@@ -114,10 +114,6 @@ class PageTable:
         """As grant()."""
         return self._take(PageEvent.GRANT)
 
-    def lend(self) -> PageId | None:
-        """A free page becomes leased; None when there is none."""
-        return self._take(PageEvent.LEND)
-
     def _take(self, event: PageEvent) -> PageId | None:
         pages = self._warm or self._cold
         if not pages:
@@ -128,13 +124,18 @@ class PageTable:
 
     def grant_many(self, count: int) -> tuple[list[PageId], list[Epoch]]:
         """Up to `count` free pages become granted, the warm ones first, as by grant() for each."""
+        pages = self.take_many(count, PageEvent.GRANT)
+        return pages, [Epoch(self.epochs[page]) for page in pages]
+
+    def take_many(self, count: int, event: PageEvent) -> list[PageId]:
+        """Up to `count` free pages, the warm ones first, become what `event` (GRANT or LEND) makes of them."""
         pages: list[PageId] = []
         for stock in (self._warm, self._cold):
             if left := count - len(pages):
                 pages += stock[: -left - 1 : -1]
                 del stock[-left:]
-        self.apply_all(pages, PageEvent.GRANT)
-        return pages, [Epoch(self.epochs[page]) for page in pages]
+        self.apply_all(pages, event)
+        return pages
 
     def some_free(self, count: int) -> list[PageId]:
         """Up to `count` free pages; nothing changes."""

@@ -266,8 +266,7 @@ class Pool(Lifetimes):
         """A copy writes the claimed pages from now on."""
         self.claims.remove(claim)
         assert self.memory is not None
-        for page in claim.pages:
-            self.memory.table.apply(page, PageEvent.WRITE)
+        self.memory.table.apply_all(claim.pages, PageEvent.WRITE)
 
     def take_in(self, entries: list[Entry]) -> list[Entry]:
         """Claimed pages are complete: index them. A page whose block came otherwise meanwhile is free again.
@@ -275,17 +274,15 @@ class Pool(Lifetimes):
         Returns: what is indexed now of these blocks, by whichever page.
         """
         assert self.memory is not None
-        out: list[Entry] = []
-        for entry in entries:
-            if self.index.insert(entry):
-                self.memory.table.apply(entry.page, PageEvent.SEAL)
+        table, new = self.memory.table, list[PageId]()
+        out = self.index.insert_all(entries)
+        for entry, known in zip(entries, out, strict=True):
+            if known is entry:
+                new.append(entry.page)
                 self.note(entry)
-                out.append(entry)
             else:
-                self.memory.table.free(entry.page, PageEvent.DISCARD)
-                known = self.index.get(entry.block_hash)
-                assert known is not None
-                out.append(known)
+                table.free(entry.page, PageEvent.DISCARD)
+        table.apply_all(new, PageEvent.SEAL)
         return out
 
     def cancel(self, claim: Claim) -> None:

@@ -12,6 +12,8 @@ short, the first blocks come: when three quarters of the time are over, those fo
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Protocol
 
 from services.mempool.core.actions import Action, CopyPages, LayerCut, PoolLimits
@@ -171,8 +173,8 @@ class Pulls:
         *,
         ask: bool = True,
     ) -> Pull:
-        for source, entry in sources:
-            source.index.pin([entry])
+        for source, entries in _by_pool(sources):
+            source.index.pin(entries)
         # not before the pins: to make room, it may have blocks leave for the host memory that has the sources
         claim = pool.claim(len(sources), ask=ask)
         number = next(self.numbers)
@@ -267,11 +269,12 @@ class Pulls:
             return self.layers.start(pull, now_ms)
         sources = [(source.number, entry.page) for source, entry in pull.sources]
         cut = None
-        if self._by_layers and not any(source.is_behind for source, _ in pull.sources):
-            cut = cut_of(pull.pool, [source for source, _ in pull.sources])
+        if self._by_layers:
+            pools = [source for source, _ in _by_pool(pull.sources)]
+            cut = cut_of(pull.pool, pools) if not any(source.is_behind for source in pools) else None
         return CopyPages(
             pull.number, pull.pool.number, list(pull.claim.pages), sources, self.limits.copy_timeout_ms, cut,
-            returns=Counter(trace for each in pull.hashes if (trace := pull.traces.get(each))),
+            returns=Counter(filter(None, map(pull.traces.get, pull.hashes))) if pull.traces else Counter(),
         )  # fmt: skip
 
     def _shorten(self, pull: Pull) -> None:
@@ -325,9 +328,10 @@ class Pulls:
                 self.layers.hold(pull.handoff_id, pool, here, now_ms)
             is_return = pull.is_push and pull.is_counted
             self.counters["blocks_pushed_back" if is_return else "blocks_pulled"] += len(entries)
-            from_dram = sum(source.is_dram for source, _ in pull.sources)
+            from_dram = sum(len(entries) for source, entries in _by_pool(pull.sources) if source.is_dram)
             self.counters["blocks_pulled_from_dram"] += from_dram
-            borrowed = sum(source.is_behind for source, _ in pull.sources) - from_dram
+            behind = sum(len(entries) for source, entries in _by_pool(pull.sources) if source.is_behind)
+            borrowed = behind - from_dram
             self.counters["blocks_pulled_from_peer"] += borrowed
             for reader in pull.readers:
                 reader.came["dram"] += from_dram
@@ -352,13 +356,14 @@ class Pulls:
                 continue  # it wants more than what came
             self._answer(pull.pool, reader, now_ms)
         pull.pool.index.unpin(pull.own)
-        for source, entry in pull.sources:
-            source.index.unpin([entry])
+        for source, entries in _by_pool(pull.sources):
+            source.index.unpin(entries)
         if pull.is_push and pull.is_counted:
             self.push_back.ended(pull.sources[0][0], pull.pool)
-        for behind in {source for source, _ in pull.sources if source.is_behind}:
-            came = [e for s, e in pull.sources if s is behind and e.block_hash in pull.pool.index]
-            behind.index.age(came)  # the first to go: it leaves its new place without a copy
+        for source, entries in _by_pool(pull.sources):
+            if source.is_behind:
+                came = [entry for entry in entries if entry.block_hash in pull.pool.index]
+                source.index.age(came)  # the first to go: it leaves its new place without a copy
 
     def forget(self, connection: int, now_ms: int) -> None:
         """The connection closed: nobody wants these answers. What is on its way still comes."""
@@ -375,6 +380,11 @@ class Pulls:
         if self.layers is not None and (later := self.layers.next_deadline_ms()) is not None:
             due.append(later)
         return min(due, default=None)
+
+
+def _by_pool(sources: Sequence[tuple[Pool, Entry]]) -> list[tuple[Pool, list[Entry]]]:
+    """Stretches of one pool each, in order: what is asked of pools is asked a few times and not for each block."""
+    return [(pool, [entry for _, entry in part]) for pool, part in groupby(sources, key=itemgetter(0))]
 
 
 def cut_of(target: Pool, sources: Sequence[Pool]) -> LayerCut | None:

@@ -86,6 +86,28 @@ class Index:
             self.watch.stored([entry])
         return True
 
+    def insert_all(self, entries: Sequence[Entry]) -> list[Entry]:
+        """As insert() of each. Returns: what is indexed under each hash now. Cost: a third, for a run of new blocks."""
+        if self._insert_run(entries):
+            return list(entries)
+        return [entry if self.insert(entry) else self._entries[entry.block_hash] for entry in entries]
+
+    def _insert_run(self, new: Sequence[Entry]) -> bool:
+        """Consecutive blocks, each named once, of which none is indexed and none is waited for; else nothing."""
+        hashes = [entry.block_hash for entry in new]
+        if not new or [e.parent for e in new[1:]] != hashes[:-1] or len(set(hashes)) != len(hashes):
+            return False
+        if not (self._entries.keys().isdisjoint(hashes) and self._roots.keys().isdisjoint(hashes)):
+            return False
+        assert not any(entry.pins for entry in new)
+        self._tick += 1
+        above = self._entries.get(new[0].parent)
+        self._entries.update(zip(hashes, new, strict=True))
+        self._hang(above, new[0].parent, list(new))
+        if self.watch is not None:
+            self.watch.stored(list(new))
+        return True
+
     def insert_path(
         self,
         parent: BlockHash,
@@ -117,13 +139,7 @@ class Index:
         ]
         if last_tokens:
             new[-1].valid_tokens = last_tokens
-        if self._entries.keys().isdisjoint(fresh) and self._roots.keys().isdisjoint(fresh):
-            self._tick += 1
-            above = self._entries.get(before[0])
-            self._entries.update(zip(fresh, new, strict=True))
-            self._hang(above, before[0], new)
-            if self.watch is not None:
-                self.watch.stored(new)
+        if self._insert_run(new):
             return out + new
         out += [entry if self.insert(entry) else self._entries[entry.block_hash] for entry in new]
         self.prefix(hashes)  # blocks that had waited for these are used too
@@ -148,9 +164,7 @@ class Index:
                 self._append(branch, new)
         branch.last_used = self._tick
         orphans = self._roots.get(new[-1].block_hash)
-        if (
-            orphans is not None and self._root_of(branch) not in orphans
-        ):  # a chain of hashes that bites its tail
+        if orphans is not None and self._root_of(branch) not in orphans:  # else a chain that bites its tail
             del self._roots[new[-1].block_hash]
             branch.below = orphans
             for orphan in orphans:
