@@ -3,12 +3,12 @@
     make measure NAME=cluster-trace-replay ARGS="--trace mooncake_synthetic_trace.jsonl [--memories 2,0.5,0.1]
         [--resume FILE]"                                            writes results/cluster-trace-replay.json
 
-`quire up` with a prefill and a decode worker (vLLM, the demo model), each with pages of its own, policy cost. Every
-SHARE-th session of the trace with all its turns, in the order and at the times of the trace, so many times faster that
-it takes --seconds; prompts and outputs are 1/SCALE as long, so that a block of the trace is a block of the engines.
-What would not fit into the model's context is left out, in the bound too. Memory 2 means that each worker has room for
-twice the distinct tokens of what is sent. For each memory a cluster of its own. A hit is a prompt token that was not
-computed, by the receipts.
+`quire up` with two colocated workers (vLLM, the demo model), each with pages of its own, policy cost: the topology of
+bench_trace_replay.py. Every SHARE-th session of the trace with all its turns, in the order and at the times of the
+trace, so many times faster that it takes --seconds; prompts and outputs are 1/SCALE as long, so that a block of the
+trace is a block of the engines. What would not fit into the model's context is left out, in the bound too. Memory 1
+means that both workers together have room for the distinct tokens of what is sent. For each memory a cluster of its
+own. A hit is a prompt token that was not computed, by the receipts.
 In full, and with other policies, the trace goes through the simulator: bench_trace_replay.py.
 """
 
@@ -43,6 +43,7 @@ SCALE = 16
 BLOCK_TOKENS = TRACE_BLOCK_TOKENS // SCALE  # of engines on CPU
 KV_BYTES_PER_TOKEN = 3072  # of the demo model
 CONTEXT_TOKENS = 4096
+NUM_WORKERS = 2
 LEAST_TOKENS = CONTEXT_TOKENS + CONTEXT_TOKENS // 16  # an engine has room for its longest request
 MEMORIES = (2.0, 0.5, 0.1)
 
@@ -105,7 +106,7 @@ def sample_of(
 
 def replay(requests: Sequence[Request], tokens: int, options: argparse.Namespace) -> list[Outcome]:
     """Through a cluster of its own. Args: tokens: that each worker has room for."""
-    words = ["--topology", "disaggregated", "--prefill", "1", "--decode", "1"]
+    words = ["--topology", "colocated", "--decode", str(NUM_WORKERS)]
     start = Start("cpu", options.engine, cache_bytes=tokens * KV_BYTES_PER_TOKEN)
     with tempfile.TemporaryDirectory(prefix="quire-trace-") as folder:
         flags = start.flags(Path(folder), words)
@@ -133,7 +134,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--share", type=int, default=8, help="one session in so many")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long the arrivals take")
+    parser.add_argument("--seconds", type=float, default=90.0, help="how long the arrivals take")
     parser.add_argument("--memories", default=",".join(f"{one:g}" for one in MEMORIES))
     parser.add_argument("--engine", default="vllm", choices=("vllm", "mock"))
     parser.add_argument("--resume", type=Path, help="JSON lines of finished runs")
@@ -162,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
     progress = Progress(options.resume, lambda row: f"memory {row['memory']:g}: hits {hit_percent(row):.1f}%")
     for memory in options.memories:
         if progress.has(memory=memory) is None:
-            tokens = max(round(memory * bound.footprint_tokens), LEAST_TOKENS)
+            tokens = max(round(memory * bound.footprint_tokens / NUM_WORKERS), LEAST_TOKENS)
             progress.add(sample_of(memory, tokens, bound, replay(requests, tokens, options)))
     metrics = metrics_from_samples(progress.samples)
     for key, value in sorted(metrics.items()):
@@ -180,8 +181,7 @@ def main(argv: Sequence[str]) -> int:
             "session_share": options.share,
             "scale": SCALE,
             "seconds": options.seconds,
-            "prefill": 1,
-            "decode": 1,
+            "colocated": NUM_WORKERS,
             "engine": options.engine,
             "model": "quire-demo",
         },
