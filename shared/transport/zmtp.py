@@ -123,9 +123,23 @@ class Reader:
 
         Raises: PeerProtocolError when the stream cannot be right; it is of no use afterwards.
         """
-        data, pos = self._data, self._pos
-        while (left := len(data) - pos) >= 2:
+        data, pos, frames = self._data, self._pos, self._frames
+        size, most = len(data), self._max_frames
+        while (left := size - pos) >= 2:
             flags = data[pos]
+            if flags < LONG and self._max_frame_bytes > 255:  # nearly every frame: short, and of a message
+                start = pos + 2
+                end = start + data[pos + 1]
+                if end > size:
+                    return self._wait(pos, end - size)
+                if len(frames) < most:
+                    frames.append(data[start:end])
+                pos = end
+                if not flags:
+                    self._pos = pos
+                    self._frames = []
+                    return frames
+                continue
             if flags & LONG:
                 if left < 9:
                     return self._wait(pos, 9 - left)
@@ -137,8 +151,8 @@ class Reader:
             if length > self._max_frame_bytes or flags > 7:
                 raise PeerProtocolError(f"frame with flags {flags} and {length} bytes")
             end = start + length
-            if end > len(data):
-                return self._wait(pos, end - len(data))
+            if end > size:
+                return self._wait(pos, end - size)
             frame = data[start:end]
             pos = end
             if flags & COMMAND:
@@ -146,11 +160,11 @@ class Reader:
                     raise PeerProtocolError(f"command with flags {flags} and {length} bytes")
                 self._pos = pos
                 return frame
-            if len(self._frames) < self._max_frames:
-                self._frames.append(frame)
+            if len(frames) < most:
+                frames.append(frame)
             if not flags & MORE:
                 self._pos = pos
-                frames, self._frames = self._frames, []
+                self._frames = []
                 return frames
         return self._wait(pos, 2 - left)
 
