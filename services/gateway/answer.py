@@ -139,8 +139,9 @@ class Answer(ABC):
                 gap_ms = (now_ns - self.first_ns) / 1e6 / (num_output - 1)
                 metrics.TPOT.observe(gap_ms)
         if status == 200:
-            metrics.PROMPT_TOKENS.inc(sum(call.num_prompt_tokens for call in self.calls))
-            metrics.CACHED_TOKENS.inc(sum(call.cached_tokens for call in self.calls))
+            num_prompt, num_cached = self._num_input_tokens()
+            metrics.PROMPT_TOKENS.inc(num_prompt)
+            metrics.CACHED_TOKENS.inc(num_cached)
             metrics.OUTPUT_TOKENS.inc(num_output)
         self.span.set("http.status_code", status)
         self.span.set("quire.output_tokens", num_output)
@@ -155,16 +156,21 @@ class Answer(ABC):
     @property
     def num_output_tokens(self) -> int:
         """Over all choices, the tokens that ended them included."""
-        return sum(choice.num_tokens for choice in self.choices)
+        return sum([choice.num_tokens for choice in self.choices])
+
+    def _num_input_tokens(self) -> tuple[int, int]:
+        """Over all prompts, and those of them that no stage computed."""
+        calls = self.calls
+        return sum([call.num_prompt_tokens for call in calls]), sum([call.cached_tokens for call in calls])
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object over all prompts and choices."""
-        prompt, output = sum(call.num_prompt_tokens for call in self.calls), self.num_output_tokens
+        (prompt, cached), output = self._num_input_tokens(), self.num_output_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
-            "prompt_tokens_details": {"cached_tokens": sum(call.cached_tokens for call in self.calls)},
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
     def receipt(self) -> list[dict[str, Any]] | dict[str, Any]:

@@ -133,7 +133,8 @@ class ChatTemplate:
     def _bounded(self, variables: dict[str, Any]) -> str:
         out: list[str] = []
         num_chars = 0
-        for piece in self._template.generate(variables):
+        # what its generate() does, without a generator around this one
+        for piece in self._template.root_render_func(self._template.new_context(variables)):
             num_chars += len(piece)
             if num_chars > MAX_RENDERED_CHARS:
                 raise InvalidRequest(

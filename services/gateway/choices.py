@@ -1,8 +1,9 @@
 """One choice of an answer: its token chunks become text, log probabilities, tool calls and a finish reason."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from services.gateway.core.stop import StopSearch
 from services.gateway.core.tools import (
@@ -19,8 +20,7 @@ from services.gateway.text import ModelText
 from shared.wire.requests import TokenChunk, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceSpec:
+class ChoiceSpec(Struct, frozen=True):
     """What all choices of a request have in common."""
 
     is_chat: bool

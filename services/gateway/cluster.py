@@ -7,7 +7,6 @@ given up find no call, or a call with another attempt number, and are dropped.
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
@@ -17,7 +16,6 @@ from services.gateway.core.request_flow import (
     Action,
     Cancel,
     Complete,
-    Discard,
     Fail,
     GoOn,
     Limits,
@@ -53,6 +51,7 @@ from shared.wire.requests import (
 )
 
 QUICK_TICK_MS = 50
+_OUTCOMES = (Complete, Cancel, Fail)
 FORGET_LINK_AFTER_MS = 30_000
 
 _log = get_logger("gateway.cluster")
@@ -252,29 +251,28 @@ class Cluster:
     # ---- what goes out ----
 
     def _run(self, call: Call, actions: list[Action]) -> None:
-        todo = deque(actions)
-        while todo:
-            todo.extend(self._do(call, todo.popleft()))
-        if call.flow.wants_quick_ticks and self._quick_timer is None:
+        for action in actions:  # what an action leads to comes behind the others: the list grows
+            actions += self._do(call, action)
+        if self._quick_timer is None and call.flow.wants_quick_ticks:
             self._quick_timer = asyncio.get_running_loop().call_later(
                 QUICK_TICK_MS / 1000, self._tick_quickly
             )
 
     def _do(self, call: Call, action: Action) -> list[Action]:
-        if isinstance(action, SendPlace):
-            return self._place(call, action)
         if isinstance(action, SendGenerate):
             return self._generate(call, action)
-        if isinstance(action, SendAbort):
-            abort = Abort(request_id=call.request_id, attempt=action.attempt, handoff_id=action.handoff_id)
-            self._send_worker(action.target.endpoint, abort)
-        elif isinstance(action, SendEnded):
+        if isinstance(action, SendPlace):
+            return self._place(call, action)
+        if isinstance(action, SendEnded):
             self._scheduler.ended(call.request_id, action.attempt)
             self._leave_targets(call)
-        elif isinstance(action, Discard | GoOn):
-            self._again(call, goes_on=isinstance(action, GoOn))
-        else:
+        elif isinstance(action, _OUTCOMES):
             self._end(call, action)
+        elif isinstance(action, SendAbort):
+            abort = Abort(request_id=call.request_id, attempt=action.attempt, handoff_id=action.handoff_id)
+            self._send_worker(action.target.endpoint, abort)
+        else:
+            self._again(call, goes_on=isinstance(action, GoOn))
         return []
 
     def _again(self, call: Call, *, goes_on: bool) -> None:

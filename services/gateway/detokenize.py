@@ -33,6 +33,7 @@ def _byte_alphabet() -> dict[int, int]:
     return out
 
 
+_Utf8 = codecs.getincrementaldecoder("utf-8")
 _BYTE_OF = _byte_alphabet()
 _STAND_INS = frozenset(map(chr, _BYTE_OF))
 STAND_IN_OF = {byte: chr(code) for code, byte in _BYTE_OF.items()}  # for str.translate of an ASCII text
@@ -104,7 +105,7 @@ class ByteDetokenizer:
         else:
             self._texts = table.texts
         self._fragments = table.fragments
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder: codecs.IncrementalDecoder | None = None  # most choices never split a character
         self._is_split = False  # the decoder holds the beginning of a character
 
     def feed(self, token_id: int) -> str:
@@ -117,6 +118,8 @@ class ByteDetokenizer:
             return text
         if text == "":  # a special token does not end a character
             return ""
+        if self._decoder is None:
+            self._decoder = _Utf8("replace")
         out = self._decoder.decode(self._fragments[token_id] if text is None else text.encode())
         self._is_split = bool(self._decoder.getstate()[0])
         return out
@@ -124,7 +127,7 @@ class ByteDetokenizer:
     def flush(self) -> str:
         """See Detokenizer."""
         self._is_split = False
-        return self._decoder.decode(b"", final=True)
+        return self._decoder.decode(b"", final=True) if self._decoder is not None else ""
 
 
 class StreamDetokenizer:

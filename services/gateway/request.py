@@ -5,9 +5,10 @@ import random
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+
+from msgspec import Struct
 
 from services.gateway import metrics
 from services.gateway.answer import Answer
@@ -31,8 +32,7 @@ _TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0
 MAX_TOTAL_CHOICES = 2_048  # prompts times n
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(Struct, frozen=True):
     """Token ids, the same packed, and the text that `echo` puts before the answer."""
 
     ids: Sequence[int]
