@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from loadtest.bench_cost_model import BEST, arch_ms, fastest
+from loadtest.figures.caching import DRAWN_PANELS, through_the_cluster
 from loadtest.figures.sheet import ACCENT, COLOURS, INK, PALE, Result, Sheet
 from shared.costmodel.model import CostModel
 from shared.costmodel.observation import predict
@@ -90,17 +91,24 @@ def _fastest(rows: Sequence[Mapping[str, Any]], tokens: int) -> dict[float, floa
     return best
 
 
-def caching(result: Result) -> Figure | str:
-    """Time of a prompt with so much cached over its time with nothing cached, by length; a panel for each device."""
+def caching(serving: Result, result: Result, on_gpu: Result | None) -> Figure | str:
+    """A row for each device through the cluster, (a) to (d); then the engines alone, by length, a panel for each."""
     singles = [
         row
         for row in result["samples"]
         if row["part"] in ("grid", "off") and row.get("kind") == "prefill" and row["tp"] == 1
     ]
     devices = sorted({row["device"] for row in singles})
-    figure, panels = plt.subplots(1, len(devices), figsize=(5.5 * len(devices), 3.2), squeeze=False)
+    served = [("CPU", serving), *([("H200", on_gpu)] if on_gpu is not None else [])]
+    figure, grid = plt.subplots(
+        len(served) + 1, DRAWN_PANELS, figsize=(14, 3.0 * (len(served) + 1)), squeeze=False
+    )
+    for (words, each), row in zip(served, grid, strict=False):
+        through_the_cluster(row, each, words)
+    for axes in grid[-1][len(devices) :]:
+        axes.axis("off")
     num_lines = 0
-    for device, axes in zip(devices, panels[0], strict=True):
+    for device, axes in zip(devices, grid[-1], strict=False):
         mine = [row for row in singles if row["device"] == device]
         lengths = sorted({row["prompts"][0][0] for row in mine})
         lines = {
@@ -120,7 +128,9 @@ def caching(result: Result) -> Figure | str:
         num_lines += len(lines)
         axes.axhline(0, color=INK, linewidth=0.5)
         axes.set(
-            xlabel="cached, % of the prompt", ylabel="time saved, %", title=f"(a) by prompt length, {device}"
+            xlabel="cached, % of the prompt",
+            ylabel="time saved, %",
+            title=f"engine alone, by length, {device}",
         )
         axes.legend()
     if not num_lines:
@@ -202,11 +212,14 @@ SHEETS = (
     Sheet(
         "memserve-13",
         "MemServe Figure 13: what context caching saves",
-        ours="single prompts on one engine, fastest round of each, from the cost model's calibration grid.",
-        paper="the saving grows with the cached share; longer prompts save more at the same share.",
-        differs="only (a), prompt length, is drawn: batches were measured without cached parts, one block size was "
-        "measured, and cached blocks always lie in the engine's own memory, so (b), (c) and (d) are not there.",
-        needs=("cost-model",),
+        ours="time to the first token through gateway and cluster, one colocated worker, fastest round of each; below, "
+        "single prompts on one engine alone, from the cost model's calibration grid.",
+        paper="the saving grows with the cached share; longer prompts save more at the same share, and so do batches; "
+        "from DRAM it pays from some share on.",
+        differs="on CPU the engine is a small model, and both places of (d) are host memory, with a copy between them; "
+        "what is cached is asked for just before, and evicted by hand in (d).",
+        needs=("context-caching", "cost-model"),
+        also=("h200-context-caching",),
         draw=caching,
     ),
     Sheet(
