@@ -63,7 +63,7 @@ class FarMarket(Market):
                 self.maps |= what
             elif is_ok:
                 for place in what:
-                    del self.maps[place]
+                    self.maps.pop(place, None)  # what could not be mapped is told to be unmapped, too
             self.say(RANK, FarMapped(number=number, is_ok=is_ok))
 
     def out(self, number: int, hashes: list, names: str) -> list[int]:
