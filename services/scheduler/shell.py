@@ -13,7 +13,7 @@ from services.scheduler.core.served import served_elsewhere
 from shared.errors import ClusterError
 from shared.observe.log import get_logger
 from shared.observe.metrics import counter, gauge, histogram_ms
-from shared.observe.trace import start_span
+from shared.observe.trace import start_span, would_record
 from shared.transport.clock import Clock
 from shared.transport.membership_client import MembershipPoller
 from shared.transport.zmq_channel import RouterServer
@@ -188,24 +188,30 @@ class Scheduler:
             _log.info("answer_unsent", request=message.request_id, error=error.message)
 
     def _record(self, place: Place, answer: SchedulerToGateway, start_ns: int) -> None:
+        if isinstance(answer, Placed):
+            _placed_counter(answer.kind, answer.policy).inc()
+            _note_verdicts(answer)
+        else:
+            _rejected.labels(answer.code).inc()
+            _log.info("rejected", request=place.request_id, code=answer.code, reason=answer.reason)
+        if would_record(place.traceparent):
+            self._trace(place, answer, start_ns)
+
+    def _trace(self, place: Place, answer: SchedulerToGateway, start_ns: int) -> None:
         ids = {"quire.request_id": place.request_id, "attempt": place.attempt}
         with start_span(
             "schedule.decide", parent=place.traceparent, attributes=ids, start_ns=start_ns
         ) as span:
-            if isinstance(answer, Placed):
-                _placed_counter(answer.kind, answer.policy).inc()
-                span.set("kind", answer.kind)
-                span.set("decode", answer.decode.instance)
-                if answer.prefill is not None:
-                    span.set("prefill", answer.prefill.instance)
-                if span.recording:
-                    for name, value in explain(answer).items():
-                        span.set(name, value)
-                _note_verdicts(answer)
+            if not isinstance(answer, Placed):
+                span.fail(answer.reason)
                 return
-            _rejected.labels(answer.code).inc()
-            span.fail(answer.reason)
-        _log.info("rejected", request=place.request_id, code=answer.code, reason=answer.reason)
+            span.set("kind", answer.kind)
+            span.set("decode", answer.decode.instance)
+            if answer.prefill is not None:
+                span.set("prefill", answer.prefill.instance)
+            if span.recording:
+                for name, value in explain(answer).items():
+                    span.set(name, value)
 
     # ---- workers ----
 

@@ -13,7 +13,7 @@ from shared.observe.span import Span
 if TYPE_CHECKING:
     from shared.observe.sdk_tracing import Recorder
 
-__all__ = ["Span", "setup", "shutdown", "start_span"]
+__all__ = ["Span", "setup", "shutdown", "start_span", "would_record"]
 
 _UNSAMPLED = frozenset("02468ace")  # last digit of a traceparent whose sampled flag is off
 _recorder: "Recorder | None" = None
@@ -36,6 +36,11 @@ def setup(service: str, instance: str, *, endpoint: str, directory: str, sample_
         )
 
 
+def would_record(parent: str) -> bool:
+    """Whether a child of this traceparent may be recorded: else nobody has to prepare what it would say."""
+    return _recorder is not None and not (parent and parent[-1] in _UNSAMPLED)
+
+
 def start_span(
     name: str,
     *,
@@ -49,7 +54,7 @@ def start_span(
         parent: a traceparent; "" for a new trace, and so counts a malformed one.
         start_ns: Unix time, if it began earlier.
     """
-    if _recorder is None or (parent and parent[-1] in _UNSAMPLED):
+    if _recorder is None or not would_record(parent):
         return Span(parent)
     return _recorder.start(name, parent, attributes, start_ns)
 

@@ -32,6 +32,7 @@ class Shortlist:
         self._predictor = predictor
         self._num_tokens = predictor.request.num_prompt_tokens
         self._held, self._holders = self._who_holds()
+        self._all_scored: dict[Role, list[Scored]] = {}  # of all families
 
     def _who_holds(self) -> tuple[dict[InstanceId, int], dict[Role, list[Row]]]:
         """Tokens in their own space, and the rows, of those that hold any, or whose space is a holder's."""
@@ -47,9 +48,11 @@ class Shortlist:
     def likely(self, roles: Sequence[Role], families: Families | None = None) -> list[Candidate]:
         """Those that can win: the first ones by score, and the idlest of the others."""
         field = self.field
+        if families is not None and all(len(families) == field.num_families(role) for role in roles):
+            families = None  # all there are
         idle = field.idlest(roles, families, MAX_LIKELY + MAX_IDLE + 1)
         if len(idle) <= MAX_LIKELY + MAX_IDLE:
-            return [field.candidate(key[4]) for key in idle]
+            return field.candidates([key[4] for key in idle])
         rows: list[Scored] = []
         num_holders = 0
         for role in roles:
@@ -61,17 +64,24 @@ class Shortlist:
             longest = max(rows, key=_tokens_of)  # hysteresis may want it
             if longest[3] > max(map(_tokens_of, picked)):
                 picked[-1] = longest
-        names = [row[2] for row in picked]
-        found = [field.candidate(row[4]) for row in picked]
+        found = [row[4] for row in picked]
         for key in idle:
-            if key[3] not in names:
-                found.append(field.candidate(key[4]))
+            if key[4] not in found:
+                found.append(key[4])
                 if len(found) == MAX_LIKELY + MAX_IDLE:
                     break
-        return found
+        return field.candidates(found)
 
     def _scored(self, role: Role, families: Families | None) -> list[Scored]:
         """Holders, and the first MAX_LIKELY of the others."""
+        if families is not None:
+            return self._score(role, families)
+        rows = self._all_scored.get(role)
+        if rows is None:
+            rows = self._all_scored[role] = self._score(role, None)
+        return rows
+
+    def _score(self, role: Role, families: Families | None) -> list[Scored]:
         x, held, field = self._num_tokens, self._held, self.field
         idlest = next(iter(field.by_queue(role)), None)
         if idlest is None:
@@ -97,7 +107,7 @@ class Shortlist:
         field = self.field
         free = list(islice(field.by_load("decode"), MAX_LIKELY + MAX_IDLE + 1))
         if len(free) <= MAX_LIKELY + MAX_IDLE:
-            return [field.candidate(key[3]) for key in free]
+            return field.candidates([key[3] for key in free])
         found = [key[3] for key in free[:MAX_LIKELY]]
         holding = [row for row in self._holders["decode"] if field.reach.get(row.known.instance)]
         if holding:
@@ -106,7 +116,7 @@ class Shortlist:
         for place in {(f.candidate.known.pool_key, f.candidate.known.space_key) for f in firsts}:
             found += _nearest(place[1], field.of_pool(place[0]))
         picked = {row.known.instance: row for row in found}
-        return [field.candidate(row) for row in picked.values()]
+        return field.candidates(picked.values())
 
     def _by_tokens(self, row: Row) -> tuple[int, float, int, InstanceId]:
         known = row.known

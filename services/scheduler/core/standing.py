@@ -246,6 +246,10 @@ class Field:
             return groups.keys()
         return [family for family in groups if any(True for _ in self.by_load(role, (family,)))]
 
+    def num_families(self, role: Role) -> int:
+        """At most: of all that are not full."""
+        return len(self.standing.groups[role])
+
     def by_queue(self, role: Role, families: Families | None = None) -> Iterable[Key]:
         """(queue, turn, name, row), the shortest queue first."""
         walks = [g.queued.walk(self.now_ms, self.most_queue_ms) for g in self._groups(role, families)]
@@ -253,13 +257,17 @@ class Field:
 
     def idlest(self, roles: Iterable[Role], families: Families | None, most: int) -> list[Key]:
         """The first `most` by (queue, how many decode there, turn, name, row)."""
-        walks = [
-            group.idle.walk(self.now_ms, self.most_queue_ms)
-            for role in roles
-            for group in self._groups(role, families)
-        ]
-        found = [key for walk in walks for key in islice(self._wanted([walk]), most)]
-        if len(walks) > 1:
+        found: list[Key] = []
+        num_walks = 0
+        for role in roles:
+            for group in self._groups(role, families):
+                walk = group.idle.walk(self.now_ms, self.most_queue_ms)
+                if type(walk) is list and not self._without:
+                    found += walk[:most]
+                else:
+                    found += islice(self._wanted([walk]), most)
+                num_walks += 1
+        if num_walks > 1:
             found.sort()
         return found[:most]
 
@@ -294,6 +302,16 @@ class Field:
         if row.through_ms <= self.now_ms:
             return row.queue_ms
         return row.through_ms + row.queue_ms - self.now_ms
+
+    def candidates(self, rows: Iterable[Row]) -> list[Candidate]:
+        """candidate() of each. Cost: none for one that holds nothing and whose queue does not drain."""
+        reach = self.reach
+        return [
+            row.candidate
+            if row.candidate is not None and row.known.instance not in reach
+            else self.candidate(row)
+            for row in rows
+        ]
 
     def candidate(self, row: Row) -> Candidate:
         """One object for an instance, however often it is asked for."""
