@@ -24,6 +24,8 @@ def in_pages(settings: WorkerSettings) -> dict[str, Any]:
         scheduler = "fair_scheduler.{}FairPageScheduler"
     elif settings.far_bytes:
         scheduler = "far_scheduler.{}FarPageScheduler"
+    elif settings.role == "prefill" and settings.handoff_ahead and not slots:
+        scheduler = "ahead_scheduler.{}AheadPageScheduler"
     if current_platform.is_cpu():
         return {
             "worker_cls": "shared.engine.page_worker_cpu.PageCPUWorker",

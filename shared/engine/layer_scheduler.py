@@ -6,55 +6,29 @@ them it sealed. All of it is a help: without a word of it the decode side gets t
 """
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
-from shared.engine.page_scheduler import PageSchedulerMixin, given
-from shared.ids import BlockHash, HandoffId, InstanceId
+from shared.engine.destinations import DestinationsMixin
+from shared.ids import BlockHash
 from shared.mempool.page_quota import PAGES_PER_MESSAGE, SealedPage
 
 
-class Destination(NamedTuple):
-    """Where a prompt goes when it is computed."""
-
-    handoff_id: HandoffId
-    target: InstanceId
-    traceparent: str
-
-
-class LayerSchedulerMixin(PageSchedulerMixin):
+class LayerSchedulerMixin(DestinationsMixin):
     """Announcements around PageSchedulerMixin's steps."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._destinations: dict[str, Destination] = {}  # of prompts that are not handed over yet
-        self._told_cached: set[str] = set()  # of these, whose cached blocks were named
+        self._told_cached: set[str] = set()  # of those with a destination, whose cached blocks were named
         self._announced: deque[tuple[int, list[SealedPage]]] = deque()  # of steps under way
         self.pages.on_steps_done = self._say_sealed
 
-    def _add_request(self, request: Request) -> None:
-        params = given(request)
-        if params.get("handoff_id") and params.get("handoff_target"):
-            self._destinations[request.request_id] = Destination(
-                HandoffId(params["handoff_id"]),
-                InstanceId(params["handoff_target"]),
-                (request.trace_headers or {}).get("traceparent", ""),
-            )
-        super()._add_request(request)
-
-    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        destination = self._destinations.get(request.request_id)
-        if destination is not None and request.status == RequestStatus.FINISHED_ABORTED:
-            self.quota.layers_given_up(destination.handoff_id, destination.target)
-        self._forget(request.request_id)
-        return super()._free_request(request, delay_free_blocks)
-
     def _forget(self, request_id: str) -> None:
-        self._destinations.pop(request_id, None)
+        super()._forget(request_id)
         self._told_cached.discard(request_id)
 
     def _schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:

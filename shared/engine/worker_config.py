@@ -96,6 +96,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     fetch_wait_ms: int = 1_000  # for pages that the scheduler wants fetched; then the prompt is computed
     # prefill: its token is the client's, wherever a request allows that; or decode always draws it again
     handoff_mode: Literal["continue", "resample"] = "continue"
+    handoff_ahead: bool = True  # prefill: blocks of a long prompt leave while the rest of it is computed
     handoff_wait_ms: int = 2_000  # decode: how long the pool waits for the prefill side's pages
     handoff_ttl_ms: int = 10_000  # prefill: how long the pool holds pages that nobody fetches
     lease_ttl_ms: int = 30_000

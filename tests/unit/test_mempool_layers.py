@@ -70,6 +70,31 @@ def test_nothing_is_in_the_target_before_both_the_copy_and_the_step_are_over(two
     two.counts()
 
 
+def test_sealed_blocks_of_a_prompt_under_way_go_ahead_where_pages_have_no_layers_apart_and_the_rest_follows():
+    it = Spaces()
+    for connection, device in ((PREFILL, "cpu:0"), (DECODE, "cpu:1")):
+        it.worker(connection, device)
+    it.client(FRONT, f"i{DECODE}")
+    it.save(PREFILL, ABC[:2])
+    say_layers(it, [], [], cached=b"".join(ABC[:2]))
+    (copy,) = it.copies.values()
+    assert (len(copy.targets), copy.cut) == (2, None)
+    it.copied()
+    assert len(in_target(it, ABC)) == 2
+    assert it.core.pools[1].index.num_pinned == 2, "they wait for their reader"
+    pages = it.take(PREFILL, 1)
+    it.write(PREFILL, pages)
+    it.seal(PREFILL, pages, ABC, first=2)
+    it.ready(PREFILL, H, ABC)
+    acquire(it, ABC, handoff_id=H, wait_ms=100)
+    (copy,) = it.copies.values()
+    assert len(copy.targets) == 1, "only what had not come yet"
+    it.copied()
+    assert answers(it, FRONT, wire.Acquired)[-1].num_blocks == 3
+    assert [entry.pins for entry in in_target(it, ABC)] == [1, 1, 1], "the lease's; nothing is held besides"
+    it.counts()
+
+
 def test_a_step_that_is_over_first_pins_its_blocks_until_the_copy_has_ended(two):
     pages = announce(two, ABC)
     two.seal(PREFILL, pages, ABC)

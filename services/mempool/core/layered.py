@@ -97,12 +97,17 @@ class LayerPulls:
             self._given_up(message.handoff_id)
             return
         target = self._pools.get(self._space_of.get(message.target, -1))
-        if target is None or target is pool or (cut := cut_of(target, [pool])) is None:
+        cut = cut_of(target, [pool]) if target is not None else None
+        is_alike = target is not None and (target.shares_content(pool) if not pages else cut is not None)
+        if target is None or target is pool or not is_alike:
             self._pulls.counters["layers_not_for_here"] += 1
             return
         here = [entry for h in (*cached, *hashes) if (entry := target.index.get(h)) is not None]
         self.hold(message.handoff_id, target, here, now_ms)
-        self._pulls.push(pool, target, cached, now_ms, handoff_id=message.handoff_id)
+        ahead = self._pulls.push(pool, target, cached, now_ms, handoff_id=message.handoff_id)
+        self._pulls.counters["blocks_ahead"] += ahead
+        if not pages or cut is None:
+            return
         announced = [(page, Epoch(epoch), h) for (page, epoch), h in zip(pages, hashes, strict=True)]
         cut = replace(
             cut, instance=self._instance(pool, connection), step=message.step, traceparent=message.traceparent
