@@ -31,7 +31,7 @@ TENANTS = (Tenant("gold", 4.0), Tenant("silver", 2.0), Tenant("bronze", 1.0))
 WINDOW_S = 30
 OVERLOAD = 3.0
 SLOTS = 8  # of each engine
-PLACES_PER_SLOT = 8  # what waits in an engine outlasts a pause of whoever brings more
+PLACES_PER_SLOT = 16  # what waits in an engine outlasts MAX_LATE_S without anybody who brings more
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 48
 MAX_LATE_S = WINDOW_S / 10  # that a request may go out behind its time: every window still asks for too much
 

@@ -5,6 +5,7 @@ Time is in engine steps of STEP_MS. Engines are tests/support/fair_engine.py's, 
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.scheduler.core.instances import Instances
@@ -32,14 +33,22 @@ class Asking:
 
 
 class FairCluster:
-    """`served`: tokens by second and tenant."""
+    """`served`: tokens by second and tenant. `pauses`: times from and to which clients and gateways stand still."""
 
     def __init__(
-        self, weights: dict[str, float], rates: dict[str, float], tokens: tuple[int, int], seed: int
+        self,
+        weights: dict[str, float],
+        rates: dict[str, float],
+        tokens: tuple[int, int],
+        seed: int,
+        *,
+        limits: PlacementLimits | None = None,
+        pauses: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.weights, self.rates, self.tokens = weights, rates, tokens
         self.chance = random.Random(seed)
-        self.placer = Placer(Instances(), "least_load", "boot", PlacementLimits())
+        self.placer = Placer(Instances(), "least_load", "boot", limits or PlacementLimits())
+        self.pauses = pauses
         self.engines = {name: FairEngine(FairRules(), Room(SLOTS, 512)) for name in ("a", "b")}
         self.elsewhere = {name: Elsewhere() for name in self.engines}
         self.served: Counter[tuple[int, str]] = Counter()
@@ -54,8 +63,9 @@ class FairCluster:
     def run(self, seconds: int) -> None:
         while self.now_ms < seconds * 1_000:
             self.now_ms += STEP_MS
-            self.arrive()
-            self.ask()
+            if not any(begin <= self.now_ms < end for begin, end in self.pauses):
+                self.arrive()
+                self.ask()
             for name, engine in self.engines.items():
                 self.step(name, engine)
             if not self.now_ms % REPORT_MS:

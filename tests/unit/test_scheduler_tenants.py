@@ -164,6 +164,15 @@ def test_two_engines_serve_4_2_1_at_three_times_what_they_can_do():
     assert model.worst_error(12, 45, 30) < 0.05
 
 
+def test_shares_outlast_pauses_of_those_who_bring_requests():
+    """Clients stand still for up to 3 s; what waits in the engines meanwhile is served by weight."""
+    limits = PlacementLimits(overload_factor=16.0)
+    pauses = ((16_000, 18_400), (27_000, 28_500), (41_000, 43_900), (47_500, 49_000))
+    model = FairCluster(WEIGHTS, dict.fromkeys(WEIGHTS, 33.0), (32, 48), seed=5, limits=limits, pauses=pauses)
+    model.run(62)
+    assert model.worst_error(14, 62, 30) < 0.03, "with 8 places a slot it is 0.04"
+
+
 def test_engines_that_disagree_about_a_tenants_lead_still_both_serve_it():
     """One began to hear of the other later: it holds the tenant for far ahead, and nothing it hears says otherwise."""
     model = FairCluster(WEIGHTS, dict.fromkeys(WEIGHTS, 33.0), (32, 48), seed=3)
