@@ -27,7 +27,7 @@ from loadtest.simulator.tree import SimTree
 from loadtest.workloads.request import Answer, Request, Segment
 from loadtest.workloads.trace_files import read
 from shared.prompttree.publisher import BATCH_WINDOW_MS
-from tests.support.simulated import BLOCK_TOKENS, mooncake_lines, names, plain
+from tests.support.simulated import BLOCK_TOKENS, PRICES, conversations, mooncake_lines, names, plain
 
 HAND = LinearPrices(
     step_base_ms=10.0, token_ms=1.0, context_ms=0.0, decode_ms_per_request=0.0, kv_bytes_per_token=1
@@ -52,6 +52,19 @@ def test_a_transfer_waits_for_both_of_its_ends():
     assert (
         Links(peer=Rate(1.0, 0.0), instances_per_host=2).send(0, 1, 100, 7.0) == 7.0
     )  # the same pages: nothing moves
+
+
+def test_a_thousand_instances_serve_what_ten_do_and_find_what_each_other_computed():
+    requests = conversations(5, sessions=10, turns=3)
+    ends = {}
+    for count in (10, 1_000):
+        found = simulate(
+            ClusterSpec(roles_of(0, 0, count), block_tokens=BLOCK_TOKENS), PRICES, requests
+        ).outcomes
+        assert all(outcome.ok for outcome in found)
+        ends[count] = [outcome.output_tokens for outcome in found]
+        assert summarize(found).hit_ratio > 0.3
+    assert ends[10] == ends[1_000] == [request.output_tokens for request in requests]
 
 
 def test_the_tree_knows_what_was_told_not_what_is_held():
