@@ -61,6 +61,14 @@ ROWS: list[tuple[str, str, str, str, str]] = [
     ("h200-vmm", "step_p99_ratio", "the same, p99 of a decode step", "{:.3f}", "1.02"),
     ("h200-vmm", "ttft_ratio", "the same, median time to first token", "{:.3f}", "1.02"),
     ("h200-vmm", "capacity_ratio", "the same, KV capacity per byte of GPU memory", "{:.3f}", "0.97"),
+    (
+        "h200-release",
+        "release_gib_per_s",
+        "memory given back under pressure, seen by another process",
+        "{:.0f} GiB/s",
+        "40",
+    ),
+    ("h200-release", "release_step_p99_ratio", "the same, p99 of a decode step meanwhile", "{:.2f}", "1.02"),
     ("h200x2-transfer", "page_pull_2mib_gb_per_s", "64 pages of 2 MiB from GPU to GPU", "{:.0f} GB/s", "300"),
     ("h200x2-transfer", "page_pull_8mib_gb_per_s", "64 pages of 8 MiB from GPU to GPU", "{:.0f} GB/s", "300"),
     ("h200x2-transfer", "nixl_gb_per_s", "the same, NIXL on its own slabs, 2 MiB", "{:.0f} GB/s", ""),
@@ -319,7 +327,7 @@ def render() -> str:
         machine = found["machine"]
         machines.add(f"{machine.get('cpu', 'unknown CPU')}, {machine.get('num_cpus', '?')} cores")
         value = found["metrics"][metric]
-        shown = form.format(value / (1 << 30) if "GiB" in form else value)
+        shown = form.format(value / (1 << 30) if metric.endswith("_bytes") else value)
         lines.append(f"| {what} | {shown} | {bar} | [{name}](loadtest/results/{name}.json) |")
     if len(lines) == 2:
         return "\n"
