@@ -5,6 +5,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
+from loadtest.figures import aqua_burst
 from loadtest.figures.profile_plots import memory_by_rate, requests_in_order
 from loadtest.figures.sheet import ACCENT, INK, PALE, Result, Sheet
 
@@ -55,7 +56,11 @@ def _awaited(number: int, title: str, paper: str, reason: str) -> Sheet:
     return Sheet(f"aqua-{number:02}", f"AQUA Figure {number}: {title}", "", paper, "", reason=reason)
 
 
-BURST = "it compares FCFS with fair slices over host memory and over a peer's, on two H200s, which no script does yet."
+OURS_BURST = (
+    "8B shape, random weights, on one H200, another one lends; ShareGPT-like lengths, 25 prompts at the stable rate, "
+    "then twice the rate; KV memory for 1.3 times what the stable rate holds; one engine for both kinds of swap space."
+)
+DIFFERS_BURST = "model, GPU; nothing is redirected behind the burst: all requests are served here."
 SHEETS = (
     Sheet(
         "aqua-04",
@@ -90,14 +95,35 @@ SHEETS = (
         needs=("simulated-profile",),
         draw=swap_need,
     ),
-    _awaited(8, "TTFT and TPOT in a burst", "20 times lower TTFT than FCFS, TPOT up to 1.5 times lower than with "
-             "slices over PCIe.", BURST),
-    _awaited(9, "a cached context reloaded, and a prompt longer than memory", "TTFT 3.5 times lower with 100K cached "
-             "tokens, 4 times the throughput with 8,192 tokens under FlexGen.",
-             "overflow of the prefix cache and of one prompt to a peer are not there yet."),
+    Sheet(
+        "aqua-08",
+        "AQUA Figure 8: TTFT and TPOT in a burst",
+        ours=OURS_BURST + " The first seed; dotted: the burst begins.",
+        paper="20 times lower TTFT than FCFS, TPOT up to 1.5 times lower than with slices over PCIe.",
+        differs=DIFFERS_BURST,
+        needs=("h200x2-burst",),
+        draw=aqua_burst.burst,
+    ),
+    Sheet(
+        "aqua-09",
+        "AQUA Figure 9a: a cached context of 100K tokens reloaded",
+        ours="8B shape with random weights, 256 new tokens behind the context, one request at a time; medians; right: "
+        "the reload's rate beside plain copies of as many bytes.",
+        paper="(a) TTFT 3.5 times lower from a peer than from DRAM; (b) 4 times the throughput of prompts of 8,192.",
+        differs="model, GPU; no other requests meanwhile. (b), a prompt longer than memory, is not drawn here.",
+        needs=("h200x2-context-reload",),
+        draw=aqua_burst.reload,
+    ),
     _awaited(12, "memory lent, taken back, lent again", "a consumer's throughput falls while its lender's load is "
              "doubled and comes back with the memory, up to 6 times that without.",
              "it needs a consumer on a second GPU, for which no script is there yet."),
-    _awaited(13, "a burst of long prompts", "arXiv's lengths at three times the stable rate: peak TTFT and TPOT "
-             "2 times lower.", BURST),
+    Sheet(
+        "aqua-13",
+        "AQUA Figure 13: a burst of long prompts",
+        ours="as Figure 8, with lengths like arXiv's (median 7,000 tokens) at three times the stable rate.",
+        paper="peak TTFT and TPOT 2 times lower.",
+        differs=DIFFERS_BURST,
+        needs=("h200x2-burst",),
+        draw=aqua_burst.long_burst,
+    ),
 )  # fmt: skip

@@ -30,6 +30,7 @@ from shared.fair.rules import FairRules, Room
 from shared.fair.slices import FairSlices
 
 MAX_SERVED = 4_096  # tenants whose totals are kept
+FREE_SHARES = 128  # of the engine's pages: one more or one less of them free is worth a plan
 
 
 class FairSchedulerMixin(SwapSchedulerMixin):
@@ -48,6 +49,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         self._elsewhere = Elsewhere()
         self._parked: dict[str, Request] = {}  # they keep their blocks, here or in swap space
         self._times_parked: Counter[str] = Counter()
+        self._seen = (0, 0, 0)  # what the last look for vacant slots found
         self._computed: dict[str, int] = {}  # by request: so many of its tokens were computed
         super().__init__(vllm_config, *args, **kwargs)
         self.kv_cache_manager.make_way = self._make_way
@@ -104,8 +106,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
             self.slices.calm_step()
             return []
         start: list[str] = []
-        taken = len(self.running) + len(self._reserved)
-        if self.slices.next_step(vacant=taken < self.max_num_running_reqs):
+        if self.slices.next_step(vacant=self._may_fill()):
             plan = self.slices.plan(self._room())
             for request_id in plan.park:
                 self._park(self.requests[request_id])
@@ -123,6 +124,18 @@ class FairSchedulerMixin(SwapSchedulerMixin):
             self.waiting.remove_requests(stay)
         return stay
 
+    def _may_fill(self) -> bool:
+        """Whether a slot is vacant. With units of service, where pages are short: and something changed since the last
+        look, as a plan costs as much as a step when hundreds wait.
+        """
+        taken = len(self.running) + len(self._reserved)
+        share = max(1, self._most_pages // FREE_SHARES)
+        seen = taken, len(self.requests), self.pages.get_num_free_blocks() // share
+        was, self._seen = self._seen, seen
+        if self._is_short and self.slices.rules.has_units and seen == was:
+            return False
+        return taken < self.max_num_running_reqs
+
     def _promote(self) -> None:
         """Requests that waited for their grammar take their turn with the others."""
         for request in list(self.skipped_waiting):
@@ -134,16 +147,18 @@ class FairSchedulerMixin(SwapSchedulerMixin):
     def _room(self) -> Room:
         """What this step has. Tells the slices what every request has and needs. Cost: O(requests)."""
         ahead = self.slices.rules.slice_steps + self.kv_cache_manager.ahead_tokens
+        most, block_size, tables = self.max_model_len, self.block_size, self._tables
+        num_away, holds = self.swapper.absences.num_away, self.slices.holds
         resident = wanted = 0
         for request_id, request in self.requests.items():
-            away = self.swapper.absences.num_away(request_id)
-            have = self._held(request_id)
-            need = -(-min(request.num_tokens + ahead, self.max_model_len) // self.block_size)
+            away = num_away(request_id)
+            have = len(tables.get(request_id, ())) - away
+            need = max(-(-min(request.num_tokens + ahead, most) // block_size), have + away)
             blocked = self._is_blocked_waiting_status(request.status)
             ready = not (blocked or request.is_finished() or self._in_flight(request))
-            self.slices.holds(request_id, max(need, have + away), have, away, ready=ready)
+            holds(request_id, need, have, away, ready=ready)
             resident += have
-            wanted += max(need, have + away)
+            wanted += need
         on_the_way = self.pages.num_expected + self.swapper.absences.num_coming
         pages = self.pages.get_num_free_blocks() + on_the_way + resident
         self._is_short = wanted > pages

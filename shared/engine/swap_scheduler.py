@@ -43,9 +43,10 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         self._most_pages = 0  # at once
         self._busy_step = 0  # the last one that computes anything
         self._step_ms = self._last_step_s = self._idle_since_s = 0.0
+        self._tables = self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
         self.swapper = Swapper(
-            self.quota, self.pages, self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks,
-            self.block_size, self._block_bytes, self.fair_counts, SwapRate(float(swap.get("bytes_per_s", 0.0))),
+            self.quota, self.pages, self._tables, self.block_size, self._block_bytes, self.fair_counts,
+            SwapRate(float(swap.get("bytes_per_s", 0.0))),
             lost=self._drop, end_lease=self._end_lease_of,
         )  # fmt: skip
 
@@ -109,7 +110,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
             new = max(1, min(request.num_tokens - request.num_computed_tokens, tokens))
             tokens -= new
             end = request.num_computed_tokens + new + self.kv_cache_manager.ahead_tokens
-            have = len(self.kv_cache_manager.get_blocks(request.request_id).blocks[0])
+            have = len(self._tables.get(request.request_id, ()))
             missing = -(-min(end, self.max_model_len) // self.block_size) - have
             if missing > free:
                 self._park(request)
@@ -132,6 +133,8 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         coming = self.swapper.absences.num_coming
         on_the_way = self.pages.num_expected + self.swapper.absences.num_leaving + coming
         short = wanted - self.pages.get_num_free_blocks() - on_the_way
+        if short <= 0:
+            return
         others = [
             r
             for r in self._parked.values()
@@ -144,10 +147,8 @@ class SwapSchedulerMixin(PageSchedulerMixin):
             short -= self.swapper.begin_out(request, self._leases.get(request.request_id))
 
     def _held(self, request_id: str) -> int:
-        """Blocks of it that are here."""
-        return len(self.kv_cache_manager.get_blocks(request_id).blocks[0]) - self.swapper.absences.num_away(
-            request_id
-        )
+        """Blocks of it that are here. Asked of every request in every plan: the table itself, not vLLM's copy of it."""
+        return len(self._tables.get(request_id, ())) - self.swapper.absences.num_away(request_id)
 
     def _end_lease_of(self, request_id: str) -> None:
         self.kv_cache_manager.tails.pop(request_id, None)

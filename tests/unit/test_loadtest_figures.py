@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from loadtest import bench_footprint, bench_offload
+from loadtest import bench_burst, bench_context_reload, bench_footprint, bench_offload
 from loadtest.figures import sheet, tokenweave, vattention
 from loadtest.figures.__main__ import SHEETS, main
 from loadtest.registry import MEASURES, RESULTS
@@ -148,3 +148,38 @@ def test_the_serving_table_has_a_row_for_each_measured_figure(tmp_path):
     write(tmp_path, "h200-offload", rows, metrics=bench_offload.metrics_from_samples(rows))
     (one,) = [one for one in SHEETS if one.name == "pr38460-serving"]
     assert sheet.draw(one, sheet.Results(tmp_path), tmp_path, ["svg", "png"]) == "drawn"
+
+
+def drawn(folder, name: str) -> str:
+    (folder / "results").mkdir(exist_ok=True)
+    (found,) = [one for one in SHEETS if one.name == name]
+    return sheet.draw(found, sheet.Results(folder / "results"), folder / "drawn", ("svg",))
+
+
+def point(workload: str, system: str, seed: int = 1) -> dict:
+    return {
+        "kind": "point", "workload": workload, "load": "burst", "system": system, "seed": seed, "failed": 0,
+        "burst_from_ms": 15.0, "at_ms": [0.0, 10.0, 20.0], "ttft_ms": [5.0, 9.0, 70.0], "rct_ms": [9.0, 9.0, 90.0],
+        "tpot_ms": [1.0, 2.0, 3.0], "tbt_p99_ms": 4.0, "peak_kv_bytes": 1, "counts": {},
+    }  # fmt: skip
+
+
+def test_bursts_are_drawn_of_a_seed_that_all_systems_have_and_long_ones_say_what_is_missing(tmp_path):
+    systems = ("fcfs", "cfs_dram", "cfs_peer")
+    samples = [point("sharegpt", name) for name in systems] + [point("arxiv", "fcfs")]
+    metrics = bench_burst.metrics_from_samples(samples)
+    write(tmp_path / "results", "h200x2-burst", samples, metrics=metrics)
+    assert drawn(tmp_path, "aqua-01") == drawn(tmp_path, "aqua-08") == "drawn"
+    assert "arxiv" in drawn(tmp_path, "aqua-13")
+
+
+def test_a_reload_is_drawn_with_its_parts_and_its_ceilings(tmp_path):
+    head = {"kind": "reload", "prompt_tokens": 100, "ttft_ms": 9.0, "queue_ms": 0.0}
+    row = {**head, "fetch_ms": 5.0, "compute_ms": 3.0, "bytes_moved": 10**9}
+    samples = [row | {"tier": tier, "sources": {tier: 90}} for tier in ("peer", "dram")]
+    assert "not measured" in drawn(tmp_path, "aqua-09")
+    metrics = bench_context_reload.metrics_from_samples(samples)
+    write(tmp_path / "results", "h200x2-context-reload", samples, metrics=metrics)
+    found = sheet.Results(tmp_path / "results")
+    (one,) = [one for one in SHEETS if one.name == "aqua-09"]
+    assert sheet.draw(one, found, tmp_path / "drawn", ("svg",)) == "drawn"
