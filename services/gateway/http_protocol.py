@@ -240,7 +240,7 @@ class GatewayProtocol(HttpToolsProtocol):
         assert parser is not None, "it called this"
         if (
             direct is not None
-            and self._head_bytes + self._piece_bytes <= Limits.header_bytes
+            and not self._head_is_too_large()
             and (self.cycle is None or self.cycle.response_complete)
             and not self.expect_100_continue
             and parser.get_method() == b"POST"
@@ -251,15 +251,19 @@ class GatewayProtocol(HttpToolsProtocol):
         else:
             self._start_asgi()
 
+    def _head_is_too_large(self) -> bool:
+        """Counted only where the pieces, which may hold a body, too, leave a doubt."""
+        return self._head_bytes + self._piece_bytes > Limits.header_bytes and (
+            len(self.url) + sum(len(n) + len(v) + 4 for n, v in self.headers) > Limits.header_bytes
+        )
+
     def _start_asgi(self) -> None:
         """uvicorn's on_headers_complete(), behind what its on_message_begin() would have done."""
         url, headers, expects = self.url, self.headers, self.expect_100_continue
         super().on_message_begin()
         self.url, self.headers, self.expect_100_continue = url, headers, expects
         self.scope["headers"] = headers
-        if self._head_bytes + self._piece_bytes > Limits.header_bytes and (
-            len(url) + sum(len(n) + len(v) + 4 for n, v in headers) > Limits.header_bytes
-        ):
+        if self._head_is_too_large():
             self.scope[REFUSED_KEY] = True  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self.scope[PUSH_KEY] = self.cycle  # type: ignore[typeddict-unknown-key]  # the handler makes a Push of it

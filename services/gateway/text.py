@@ -152,7 +152,7 @@ class ModelText:
             if place % 2:
                 found.append(borders.ids[piece])
             elif piece:
-                for part in borders.cut(piece):
+                for part in borders.cut(piece) if len(piece) > borders.chunk_chars else (piece,):
                     ids = self.cache.get(part)
                     if ids is None:
                         missing[part] = None

@@ -90,6 +90,8 @@ async def test_a_whole_request_is_direct_and_one_in_pieces_is_not(server):
     for number in range(3):
         writer.write(post(b"whole %d" % number))
         assert (await read_answer(reader)).endswith(b"whole %d" % number)
+    writer.write(post(b"x" * 20_000))  # more than a head may have
+    assert (await read_answer(reader)).endswith(b"x" * 20_000)
     request = post(b"in two pieces")
     for cut in (5, len(request) - 13, len(request) - 4):  # in the head, behind it, in the body
         writer.write(request[:cut])
@@ -100,8 +102,8 @@ async def test_a_whole_request_is_direct_and_one_in_pieces_is_not(server):
         assert (await read_answer(reader)).endswith(b"in two pieces")
     writer.close()
     assert server.app.ways[:3] == ["direct"] * 3
-    assert len(server.app.ways) == 6
-    assert server.server_state.total_requests == 6
+    assert len(server.app.ways) == 7
+    assert server.server_state.total_requests == 7
 
 
 @pytest.mark.parametrize(
