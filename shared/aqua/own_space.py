@@ -85,7 +85,7 @@ class OwnSpace:
 
 
 class _MapsNothing(SlabUser):
-    def unmap(self, slabs: object) -> None:
+    def unmap(self, slabs: object, bytes_per_s: int = 0) -> None:
         """None is mapped."""
 
     def map(self, slabs: object, fds: object) -> None:

@@ -17,6 +17,10 @@ from shared.transport.unix_socket import close_fds
 from shared.vmm.cuda_driver import CudaVmmDriver, VmmDriver
 from shared.vmm.cuda_pages import DeviceSpan
 from shared.vmm.errors import VmmError
+from shared.vmm.interface import OP_CUDA_UNMAP, OP_PAUSE, Op
+from shared.vmm.mapper import Mapper, open_mapper
+
+UNMAP_US = 110  # that a slab takes besides the pause asked for: the call, and how late a sleeper wakes
 
 
 class CudaWindow:
@@ -37,6 +41,8 @@ class CudaWindow:
         base = _reserve(driver, size_bytes) if far_places else driver.reserve(size_bytes)
         self._at = base + null_bytes
         self._mapped: set[int] = set()
+        self._mapper: Mapper | None = open_mapper(self)  # calls that take no interpreter lock
+        self._num_ops = 0  # submitted to it
         null = driver.create(null_bytes)
         driver.map(base, null_bytes, null)
         driver.release(null)  # the mapping keeps it
@@ -69,13 +75,40 @@ class CudaWindow:
         for first, count in _runs(slabs):
             self._driver.set_access(self._at + first * self._slab_bytes, count * self._slab_bytes, access)
 
-    def unmap(self, slabs: Sequence[int]) -> None:
-        """See SlabUser. Does not wait for kernels. Cost: one call for every slab."""
+    def unmap(self, slabs: Sequence[int], bytes_per_s: int = 0) -> None:
+        """See SlabUser. Does not wait for kernels. Cost: one call for every slab, 30 to 60 us while kernels run."""
+        mapped = [slab for slab in slabs if slab in self._mapped]
+        ops = [Op(OP_CUDA_UNMAP, self._at + slab * self._slab_bytes, self._slab_bytes) for slab in mapped]
+        if bytes_per_s and self._mapper is not None:
+            pause_us = max(1, int(self._slab_bytes / bytes_per_s * 1e6) - UNMAP_US)
+            paused = [each for op in ops for each in (op, Op(OP_PAUSE, pause_us, 0))]
+            try:
+                self._mapper.wait(self._mapper.submit(paused))
+                self._mapped.difference_update(mapped)
+                return
+            except VmmError:
+                done, self._mapper = self._mapper.done, None  # it stopped at what was refused
+                self._mapped.difference_update(mapped[: max(0, done - self._num_ops) // 2])
+                raise
+            finally:
+                self._num_ops += len(paused)
         self._driver.make_current()
-        for slab in slabs:
-            if slab in self._mapped:
-                self._driver.unmap(self._at + slab * self._slab_bytes, self._slab_bytes)
-                self._mapped.discard(slab)
+        for slab, op in zip(mapped, ops, strict=True):
+            self.apply([op])
+            self._mapped.discard(slab)
+
+    def apply(self, ops: Sequence[Op]) -> None:
+        """One after the other; all unmap."""
+        for op in ops:
+            self._driver.unmap(op.address, op.size_bytes)
+
+    def entry_points(self) -> dict[int, int]:
+        """See PageWindow."""
+        return self._driver.entry_points()
+
+    def prepare_thread(self) -> None:
+        """See PageWindow."""
+        self._driver.make_current()
 
     def map(self, slabs: Sequence[int], fds: Sequence[int]) -> None:
         """See SlabUser."""

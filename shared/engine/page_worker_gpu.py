@@ -11,7 +11,7 @@ class PageGPUWorker(PageWorkerMixin, Worker):
     """The GPU worker over the pool's pages of its device."""
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's. Nothing of the step is launched behind it: time for what memory under pressure needs."""
+        """vLLM's. A step was launched: memory under pressure is unmapped with care."""
         output = super().sample_tokens(*args, **kwargs)
         if self._memory is not None:
             self._memory.step_launched()

@@ -1,8 +1,8 @@
 """Slabs whose memory goes back to the system, unmapped where an engine's steps feel it least.
 
-The driver holds a lock for 14 to 135 us while it unmaps a slab; a thread that unmaps back to back doubles the steps
-beside it, which launch kernels. So while steps are run, their own thread unmaps a few behind each launch, when it would
-only wait for the GPU; without steps, a thread of its own does. docs/decisions/0013.
+The driver holds a lock for 30 to 60 us while it unmaps a slab, for which kernels that are launched wait; and the thread
+of the steps has no time left that it could give. So another thread does it, one slab at a time with pauses, at no more
+than STEPS_BYTES_PER_S while steps are run; the user's calls need no interpreter lock. docs/decisions/0013.
 """
 
 import logging
@@ -14,19 +14,21 @@ from typing import Protocol
 
 from shared.errors import ClusterError
 
-IDLE_S = 0.02  # without a step for so long, a thread of its own does what is left for steps to do
-STEP_SHARE = 0.15  # of the time between two steps is for unmapping: 40 GiB/s in steps of 5 ms
-MAX_STEP_S = 0.001
-PAUSE_S = 50e-6  # of the thread, between two slabs: whoever launches kernels now goes first
+IDLE_S = 0.02  # without a step for so long, nobody minds how it is done
+STEPS_BYTES_PER_S = 46 << 30
+BATCH = 8  # slabs of which the mempool is told at once: 5 ms of 32 MiB each
 
 logger = logging.getLogger(__name__)
 
 
 class Unmapper(Protocol):
-    """Raises ClusterError or OSError when the driver refuses; the slab stays mapped then."""
+    """Raises ClusterError or OSError when the driver refuses; the slabs may stay mapped then."""
 
-    def unmap(self, slabs: Sequence[int]) -> None:
-        """No step touches these (in order), begun or to come. Those that are not mapped already are left out."""
+    def unmap(self, slabs: Sequence[int], bytes_per_s: int = 0) -> None:
+        """No step touches these (in order), begun or to come. Those that are not mapped already are left out.
+
+        Args: bytes_per_s: pauses between two make it no faster; 0: as fast as it goes.
+        """
         ...
 
 
@@ -60,15 +62,8 @@ class SlabUnmaps:
         self._arrived.set()
 
     def step_launched(self) -> None:
-        """By the thread of the steps, behind a step's last launch. Cost: 0.2 us when nothing waits, else STEP_SHARE of
-        the time since the last step, MAX_STEP_S at most, and one slab at least."""
-        now = self._clock()
-        since, self._stepped_s = now - self._stepped_s, now
-        if self._waiting and self.lock.acquire(blocking=False):
-            try:
-                self._unmap(now + min(MAX_STEP_S, STEP_SHARE * since), pause_s=0.0)
-            finally:
-                self.lock.release()
+        """By the thread of the steps, behind a step's last launch. Cost: 0.1 us."""
+        self._stepped_s = self._clock()
 
     def close(self) -> None:
         """The thread ends."""
@@ -80,25 +75,24 @@ class SlabUnmaps:
             self._arrived.wait()
             self._arrived.clear()
             while self._waiting and not self._closed:
-                idle_s = self._clock() - self._stepped_s
-                if idle_s < IDLE_S:
-                    time.sleep(IDLE_S - idle_s)
-                    continue
+                batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
                 with self.lock:
-                    self._unmap(self._stepped_s + idle_s + MAX_STEP_S, PAUSE_S)
+                    done = self._unmap(batch)
+                if done:
+                    self._say(done)
 
-    def _unmap(self, until_s: float, pause_s: float) -> None:
+    def _unmap(self, batch: list[int]) -> list[int]:
+        steps_run = self._clock() - self._stepped_s < IDLE_S
+        try:
+            self._user.unmap(batch, STEPS_BYTES_PER_S if steps_run else 0)
+            return batch
+        except (ClusterError, OSError) as error:
+            logger.error("slabs %s could not be unmapped at once: %s", batch, error)
         done: list[int] = []
-        while self._waiting:
-            slab = self._waiting.popleft()
+        for slab in batch:
             try:
                 self._user.unmap([slab])
                 done.append(slab)
             except (ClusterError, OSError) as error:  # the mempool waits for this process's end then
                 logger.error("slab %d could not be unmapped: %s", slab, error)
-            if self._clock() >= until_s:
-                break
-            if pause_s:
-                time.sleep(pause_s)
-        if done:
-            self._say(done)
+        return done

@@ -25,6 +25,9 @@ OP_MMAP = 1
 OP_CUDA_MAP = 2
 OP_CUDA_ACCESS = 3
 OP_CUDA_UNMAP = 4
+OP_PAUSE = (
+    5  # address: microseconds; of mappers only (mapper.py), so that whoever launches kernels goes first
+)
 
 
 class PageSource(Protocol):

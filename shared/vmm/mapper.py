@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from shared.vmm.errors import VmmError, VmmUnavailable
-from shared.vmm.interface import OP_CUDA_UNMAP, Op, PageWindow
+from shared.vmm.interface import OP_PAUSE, Op
 
 RING_ROWS = 1 << 14  # ops that may wait; a submitter waits for room beyond that
 WAIT_TIMEOUT_S = 30.0
@@ -59,13 +59,23 @@ class Mapper(Protocol):
         ...
 
 
+class Calls(Protocol):
+    """Of a window, what a mapper needs: see PageWindow."""
+
+    def entry_points(self) -> dict[int, int]: ...
+
+    def prepare_thread(self) -> None: ...
+
+    def apply(self, ops: Sequence[Op]) -> None: ...
+
+
 class NativeMapper:
     """See Mapper. Cost: submit() about 5 us a batch and 0.5 us an op.
 
     Raises: VmmUnavailable without numba, or when the window has no C functions to call.
     """
 
-    def __init__(self, window: PageWindow) -> None:
+    def __init__(self, window: Calls) -> None:
         from shared.vmm import native_calls  # compiles: only for who maps in the background
 
         entries = window.entry_points()
@@ -76,7 +86,8 @@ class NativeMapper:
         self._ring = np.zeros((RING_ROWS, native_calls.COLUMNS), np.int64)
         self._control = np.zeros(40, np.int64)
         self._buffer = np.zeros(2, np.int64)
-        self._functions = np.zeros(OP_CUDA_UNMAP + 1, np.int64)
+        self._functions = np.zeros(OP_PAUSE + 1, np.int64)
+        self._functions[OP_PAUSE] = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value or 0
         for code, address in entries.items():
             self._functions[code] = address
         self._head = 0
@@ -185,7 +196,7 @@ class NativeMapper:
 class ThreadMapper:
     """See Mapper: without numba."""
 
-    def __init__(self, window: PageWindow) -> None:
+    def __init__(self, window: Calls) -> None:
         self._window = window
         self._ops: deque[Op] = deque()
         self._changed = threading.Condition()
@@ -205,7 +216,10 @@ class ThreadMapper:
                     return
                 op = self._ops.popleft()
             try:
-                self._window.apply([op])
+                if op.code == OP_PAUSE:
+                    time.sleep(op.address / 1e6)
+                else:
+                    self._window.apply([op])
             except VmmError as error:
                 with self._changed:
                     self._failure = f"op {self._done} failed in the background: {error.message}"
@@ -267,7 +281,7 @@ class ThreadMapper:
         self._thread.join(WAIT_TIMEOUT_S)
 
 
-def open_mapper(window: PageWindow, *, native: bool = True) -> Mapper:
+def open_mapper(window: Calls, *, native: bool = True) -> Mapper:
     """The native one where it can be, else a Python thread."""
     if native:
         try:

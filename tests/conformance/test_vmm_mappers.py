@@ -1,13 +1,14 @@
 """Both background mappers over host memory, and the Python thread over a fake GPU."""
 
 import threading
+import time
 
 import pytest
 
 from shared.vmm import mapper as mappers
 from shared.vmm.cuda_pages import CudaPages
 from shared.vmm.errors import VmmError
-from shared.vmm.interface import OP_MMAP, Op
+from shared.vmm.interface import OP_MMAP, OP_PAUSE, Op
 from shared.vmm.mapper import NativeMapper, ThreadMapper, open_mapper
 from shared.vmm.memfd_pages import MemfdPages
 from tests.support.fake_vmm_driver import GRANULARITY_BYTES, FakeVmmDriver
@@ -52,6 +53,15 @@ def test_run_comes_after_everything_before_it(mapper, window):
     mapper.run(window.plan_map(0, range(64)))
     window.as_memoryview()[:] = bytes(64 * PAGE)
     assert mapper.done == mapper.submitted
+
+
+def test_pauses_lie_between_the_ops_around_them(mapper, window):
+    pause = Op(OP_PAUSE, 20_000, 0)
+    begin_s = time.monotonic()
+    first = mapper.submit(window.plan_map(0, [5]))
+    mapper.wait(mapper.submit([pause, *window.plan_unmap(0), pause, pause]))
+    assert time.monotonic() - begin_s >= 0.06
+    assert mapper.done == mapper.submitted == first + 4
 
 
 def test_a_full_ring_makes_the_submitter_wait(mapper, window, monkeypatch):

@@ -1,93 +1,74 @@
-"""Slabs under pressure: few behind each step, all of them by a thread while no steps are run."""
+"""Slabs under pressure: a thread of its own unmaps them, slowly while steps are run, as fast as it goes without."""
 
 import threading
 import time
 
 from shared.errors import ResourceError
-from shared.mempool.slab_unmaps import IDLE_S, MAX_STEP_S, STEP_SHARE, SlabUnmaps
-
-SLAB_S = 0.0001
+from shared.mempool.slab_unmaps import BATCH, IDLE_S, STEPS_BYTES_PER_S, SlabUnmaps
 
 
 class Rig:
-    """A driver that takes SLAB_S a slab, on a clock that only it and the test move."""
+    """A driver on a clock that only the test moves."""
 
     def __init__(self, broken: int = -1) -> None:
         self.now = 100.0
         self.broken = broken
-        self.gone: list[tuple[int, str]] = []
+        self.gone: list[int] = []
+        self.calls: list[tuple[int, int, str]] = []  # how many, at which rate, on which thread
         self.said: list[list[int]] = []
         self.unmaps = SlabUnmaps(self, lambda done: self.said.append(list(done)), clock=lambda: self.now)
 
-    def unmap(self, slabs):
+    def unmap(self, slabs, bytes_per_s=0):
+        self.calls.append((len(slabs), bytes_per_s, threading.current_thread().name))
         for slab in slabs:
             if slab == self.broken:
                 raise ResourceError("the driver refuses")
-            self.now += SLAB_S
-            self.gone.append((slab, threading.current_thread().name))
+            if slab not in self.gone:
+                self.gone.append(slab)
 
     def wait_for(self, count: int) -> None:
         end = time.monotonic() + 30
-        while len(self.gone) < count and time.monotonic() < end:
+        while sum(map(len, self.said)) < count and time.monotonic() < end:
             time.sleep(0.001)
-        assert len(self.gone) >= count
+        assert [slab for part in self.said for slab in part] == self.gone
+        assert len(self.gone) == count
 
 
-def test_a_step_unmaps_for_a_share_of_its_time_and_never_for_longer_than_a_millisecond():
+def test_while_steps_are_run_slabs_go_in_small_batches_at_a_bounded_rate():
     rig = Rig()
-    rig.unmaps.step_launched()  # steps are run: the thread keeps away
-    rig.unmaps.add(range(100))
-    for step_s, most_s in ((0.002, 0.002 * STEP_SHARE), (0.005, 0.005 * STEP_SHARE), (0.015, MAX_STEP_S)):
-        assert step_s < IDLE_S, "longer, and the thread might have its turn"
-        done = len(rig.gone)
-        rig.now = stepped = rig.now + step_s
-        rig.unmaps.step_launched()
-        assert 1 <= len(rig.gone) - done <= most_s / SLAB_S + 1.001
-        rig.now = stepped
-    assert {thread for _, thread in rig.gone} == {"MainThread"}
+    rig.now += 1
+    rig.unmaps.step_launched()
+    rig.unmaps.add(range(3 * BATCH + 1))
+    rig.wait_for(3 * BATCH + 1)
+    assert [count for count, _, _ in rig.calls] == [BATCH, BATCH, BATCH, 1]
+    assert {rate for _, rate, _ in rig.calls} == {STEPS_BYTES_PER_S}
+    assert {thread for _, _, thread in rig.calls} == {"quire-unmap"}
     rig.unmaps.close()
 
 
-def test_without_steps_the_thread_unmaps_everything_and_says_so():
+def test_without_steps_they_go_as_fast_as_the_driver_takes_them():
     rig = Rig()
+    rig.unmaps.step_launched()
+    rig.now += 1.5 * IDLE_S
     rig.unmaps.add([1, 2, 3])
     rig.wait_for(3)
-    assert {thread for _, thread in rig.gone} == {"quire-unmap"}
-    end = time.monotonic() + 30
-    while sum(map(len, rig.said)) < 3 and time.monotonic() < end:
-        time.sleep(0.001)
-    assert sorted(slab for part in rig.said for slab in part) == [1, 2, 3]
+    assert {rate for _, rate, _ in rig.calls} == {0}
     rig.unmaps.close()
 
 
 def test_a_slab_that_the_driver_keeps_is_not_said_to_be_unmapped_and_holds_up_no_other():
     rig = Rig(broken=2)
-    rig.unmaps.step_launched()
     rig.unmaps.add([1, 2, 3])
-    rig.now += 0.01
-    rig.unmaps.step_launched()
+    rig.wait_for(2)
     assert rig.said == [[1, 3]]
     rig.unmaps.close()
 
 
-def test_a_step_does_not_wait_while_another_thread_maps():
+def test_nothing_is_unmapped_while_another_thread_maps():
     rig = Rig()
-    rig.unmaps.step_launched()
-    rig.unmaps.add([1])
-    held, free = threading.Event(), threading.Event()
-
-    def map_slabs() -> None:
-        with rig.unmaps.lock:
-            held.set()
-            free.wait(30)
-
-    thread = threading.Thread(target=map_slabs)
-    thread.start()
-    held.wait(30)
-    rig.unmaps.step_launched()
-    assert rig.gone == []
-    free.set()
-    thread.join()
-    rig.unmaps.step_launched()
-    assert [slab for slab, _ in rig.gone] == [1]
+    with rig.unmaps.lock:
+        rig.unmaps.add([1])
+        time.sleep(0.05)
+        assert rig.calls == []
+    rig.wait_for(1)
     rig.unmaps.close()
