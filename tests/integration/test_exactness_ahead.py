@@ -1,4 +1,4 @@
-"""Blocks of a prompt that takes several steps leave for decode's space while the rest is computed; tokens are stock's."""
+"""Blocks of a prompt that takes several steps leave for decode's space meanwhile; tokens are stock's."""
 
 import httpx
 import pytest

@@ -1,4 +1,4 @@
-"""Far places under random engines, ranks, lenders, failures and deaths: what is mapped stays as it is; all comes back."""
+"""Far places under random engines, ranks, lenders, failures and deaths: what is mapped stays; all comes back."""
 
 import random
 
