@@ -2,8 +2,8 @@
 
 vLLM is imported once; stock vLLM and an engine with far places are forked from here. The engine, with the worker
 settings MORE (JSON) besides, says "ready" on standard output, waits for a line, and is asked all cases one after
-another, then all at once, then among requests whose clients leave. OUT gets {"stock", "alone", "crowd", "again"
-(answers), "counts", "counts_alone" (after the first), "leases"}.
+another, then all at once. OUT gets {"stock", "alone", "crowd" (answers), "counts", "counts_alone" (after the first),
+"leases"}.
 """
 
 import asyncio
@@ -36,11 +36,10 @@ def run_engine(model: str, socket: str, more: dict[str, Any], cases: list[dict[s
         core = driver.engine._llm.engine_core
         counts_alone = await core.call_utility_async("quire_far_counts")
         crowd = await driver.crowd(cases)
-        again = await driver.round(cases)
         counts = await core.call_utility_async("quire_far_counts")
         leases = driver.pages.num_leases
         await driver.close()
-        found = {"alone": alone, "crowd": crowd, "again": again, "leases": leases}
+        found = {"alone": alone, "crowd": crowd, "leases": leases}
         found |= {"counts": counts, "counts_alone": counts_alone}
         write_whole(out, found)
 

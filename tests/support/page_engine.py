@@ -38,6 +38,7 @@ MAX_MODEL_LEN = 96
 STEP_TOKENS = 16
 MAX_RUNNING = 4
 NUM_WORDS = 3
+MORE: dict[str, Any] = {}  # of an engine's settings
 _KINDS = ("unknown", "stock", "writing", "sealed", "leased")
 
 
@@ -67,6 +68,12 @@ class SimQuota(page_quota.PageQuota):
     def take_swapped(self) -> list:
         """In the world's time."""
         return [(message, self._link.world.now_ms / 1000) for message, _ in super().take_swapped()]
+
+    def wait_far(self, timeout_s: float) -> bool:
+        """As wait_granted()."""
+        if self.pump_waits:
+            self._link.world.pump()
+        return bool(self._far or self._granted) or self.lost
 
     def wait_granted(self, timeout_s: float) -> bool:
         """What is on its way arrives, if the world lets it; then time is up."""
@@ -172,7 +179,7 @@ class SimEngine:
             "quire": {
                 "description": msgspec.json.encode(DESCRIPTION).decode(), "mempool_socket": socket,
                 "instance": self.instance, "handoff_ttl_ms": 1000,
-                "fair": {"slice_steps": slice_steps}, "swap": {"is_on": swaps, "bytes_per_s": 1e300},
+                "fair": {"slice_steps": slice_steps}, "swap": {"is_on": swaps, "bytes_per_s": 1e300}, **MORE,
             }
         }  # fmt: skip
         spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)

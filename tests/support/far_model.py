@@ -1,0 +1,196 @@
+"""Engines with far places in page_world.py, without a model: `python -m tests.support.far_model EXAMPLES SEED...`.
+
+The scheduler, the block pool, the wire's messages and the mempool's decisions are the real ones; copies and mappings
+end when the example lets them, steps are one or two deep, clients leave, and places are wanted back at any moment.
+Every step reads every slot of its requests through the block table as the ranks know it.
+"""
+
+import random
+import sys
+from typing import Any
+from unittest import mock
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from services.mempool.core.actions import MapFarPages, Send
+from shared.engine.far_scheduler import AsyncFarPageScheduler, FarPageScheduler
+from shared.kv.words import u32_list
+from shared.wire.mempool_far import FarMapped, UnmapFar
+from tests.support import page_engine
+from tests.support.page_engine import Row, SimEngine
+from tests.support.page_world import World
+
+NUM_PAGES, FAR_BLOCKS, FAR_PLACES, DRAM_PAGES = 12, 24, 32, 60
+RANK = 10_000  # connection
+NUM_TURNS = 90
+
+
+class Slots(list):
+    """Of own pages by number; behind them, of far places, what is mapped there."""
+
+    far: "FarWorld"
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int) and index >= NUM_PAGES:
+            space, page = self.far.maps[index - NUM_PAGES]
+            return self.far.mempool.swap._slots[space][page]
+        return super().__getitem__(index)
+
+
+class FarWorld(World):
+    """With one rank. `maps`: (space, page) by place."""
+
+    def __init__(self, name: str) -> None:
+        self.maps: dict[int, tuple[int, int]] = {}
+        self.asked: list[tuple[int, Any]] = []
+        self.holds_maps = False
+        super().__init__(name, NUM_PAGES, swap_pages=DRAM_PAGES)
+        own = Slots(self.slots)
+        own.far = self
+        self.slots = own
+        swaps, take = self.mempool.swap.swaps, self.mempool.swap.swaps.take_actions
+
+        def taken() -> list[Any]:
+            actions = take()
+            for action in actions:
+                if isinstance(action, MapFarPages):
+                    where = [(action.space, page) for page in action.pages]
+                    self.asked.append((action.number, dict(zip(action.places, where, strict=True))))
+                elif isinstance(action, Send) and isinstance(action.message, UnmapFar):
+                    self.asked.append((action.message.number, u32_list(action.message.places)))
+            return actions
+
+        swaps.take_actions = taken
+
+    def attach_rank(self, engine: SimEngine) -> None:
+        self.mempool.pool.memory.engines.attach_rank(RANK, engine.process, engine.instance, 0, FAR_PLACES)
+
+    def map_one(self) -> bool:
+        """The rank does what it was asked first."""
+        if not self.asked:
+            return False
+        number, what = self.asked.pop(0)
+        if isinstance(what, dict):
+            assert not set(what) & set(self.maps)
+            self.maps |= what
+        else:
+            for place in what:
+                del self.maps[place]
+        self.mempool.say(RANK, FarMapped(number=number))
+        return True
+
+    def pump(self, connection: int | None = None, count: int = 1_000) -> None:
+        super().pump(connection, count)
+        if connection is None and not self.holds_maps and self.asked:
+            while self.map_one():
+                continue
+            self.pump()
+
+    def want_back(self) -> None:
+        """What is mapped now shall move."""
+        self.mempool.swap.swaps.far.let_go(1, False)
+        self.mempool.go_on()
+
+    def assert_unchanged(self, page: int, epoch: int, why: str) -> None:
+        """Of a far place: it is mapped still."""
+        if page >= NUM_PAGES:
+            assert page - NUM_PAGES in self.maps, f"place {page - NUM_PAGES} was unmapped: {why}"
+        else:
+            super().assert_unchanged(page, epoch, why)
+
+
+class _SimFar(page_engine._Sim, FarPageScheduler):
+    """Synchronous."""
+
+
+class _SimAsyncFar(page_engine._Sim, AsyncFarPageScheduler):
+    """With steps ahead."""
+
+
+class FarEngine(SimEngine):
+    """See SimEngine."""
+
+    def __init__(self, world: FarWorld, socket: str, *, depth: int, v2_runner: bool) -> None:
+        extra = {"far_places": FAR_PLACES, "far_blocks": FAR_BLOCKS}
+        kinds = {(1, False): _SimFar, (2, False): _SimAsyncFar}
+        num_blocks = NUM_PAGES + 1 + FAR_PLACES
+        with (
+            mock.patch.object(page_engine, "KINDS", kinds),
+            mock.patch.object(page_engine, "KVCacheConfig", lambda *a: KVCacheConfig(num_blocks, *a[1:])),
+            mock.patch.object(page_engine, "MORE", extra),
+        ):
+            super().__init__(world, "far", socket, depth=depth, v2_runner=v2_runner)
+        world.attach_rank(self)
+
+    def _rows_of(self, output: SchedulerOutput) -> list[Row]:
+        gone = set(output.finished_req_ids) | set(output.preempted_req_ids or ())
+        for change in getattr(output, "quire_far", ()):
+            row = self.rows.get(change.request_id)
+            if row is not None and change.request_id not in gone:
+                end = change.position + len(change.block_ids)
+                assert end <= len(row.blocks)
+                row.blocks[change.position : end] = change.block_ids
+        return super()._rows_of(output)
+
+
+def example(rng: random.Random, number: int) -> dict[str, int]:
+    """One engine's life. Returns: what it counted."""
+    name = f"far-{number}"
+    world = FarWorld(name)
+    engine = FarEngine(world, name, depth=rng.choice([1, 2, 2]), v2_runner=rng.random() < 0.5)
+    world.pump()
+    num = 0
+    for _ in range(NUM_TURNS):
+        world.holds_copies, world.holds_maps = rng.random() < 0.3, rng.random() < 0.3
+        if len(engine.unfinished) < 3 and rng.random() < 0.4:
+            num += 1
+            length = rng.choice([6, 20, 44, 70, 80])
+            text = bytes(rng.randrange(3) for _ in range(length))
+            engine.add(f"r{num}", text, rng.randint(1, 14), {})
+        if engine.unfinished and rng.random() < 0.05:
+            engine.abort(rng.choice(engine.unfinished))
+        if rng.random() < 0.1:
+            world.want_back()
+        turns = [engine.schedule, engine.execute, engine.finish, world.pump, world.map_one, world.end_copy]
+        for turn in rng.choices(turns, weights=[4, 4, 4, 3, 1, 1], k=6):
+            turn()
+        world.advance(rng.choice([1, 30]))
+    world.holds_copies = world.holds_maps = False
+    for _ in range(3_000):
+        if not engine.unfinished:
+            break
+        world.pump()
+        engine.turn()
+        world.advance(5)
+    else:
+        raise AssertionError(f"no end: {engine.describe()}, {vars(engine.scheduler.far)}")
+    for _ in range(8):
+        engine.turn()
+        world.pump()
+        engine.scheduler._answer_pool()
+    far = world.mempool.swap.swaps.far
+    assert not engine.scheduler.far.in_use, vars(engine.scheduler.far)
+    assert (far.num_placed, world.maps, world.asked) == (0, {}, []), (far.num_placed, world.maps)
+    assert not engine.scheduler._fenced
+    return dict(engine.scheduler.far_counts)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    totals: dict[str, int] = {}
+    for seed in map(int, sys.argv[2:]):
+        for number in range(int(sys.argv[1])):
+            try:
+                found = example(random.Random(f"{seed}-{number}"), number)
+            except BaseException:
+                print(f"seed {seed}, example {number}", file=sys.stderr)
+                raise
+            for key, count in found.items():
+                totals[key] = totals.get(key, 0) + count
+    print(totals)
+    assert all(totals.get(name) for name in ("blocks_out", "blocks_moved", "steps_without_pages")), totals
+
+
+if __name__ == "__main__":
+    main()
