@@ -26,7 +26,7 @@ from vllm.v1.request import Request
 from shared.engine.far_tables import runs
 from shared.engine.page_pool import SEALED
 from shared.engine.page_scheduler import EXIT_MEMORY_LOST, PageSchedulerMixin
-from shared.fair.far import MAX_ASKED, Candidate, FarBook, Moved, choose
+from shared.fair.far import MAX_ASKED, PATIENCE_S, Candidate, FarBook, Moved, choose
 from shared.ids import BlockHash
 from shared.kv.words import u32_list
 from shared.wire.mempool_far import NO_PLACE, FarMoved, FarPlaced
@@ -49,6 +49,8 @@ class FarSchedulerMixin(PageSchedulerMixin):
         self._fenced: deque[tuple[int, list[KVCacheBlock]]] = deque()  # out of their table since this step
         self._dropping: deque[tuple[int, list[int]]] = deque()  # far places, likewise
         self._changed: dict[str, dict[int, int]] = {}  # entries that the ranks' tables do not have yet
+        self._most_owned = 0  # pages at once
+        self._left_at_s = -PATIENCE_S  # when own pages were last given for far ones
         # more than half of the memory in one step would leave too little that is sealed, and may leave
         most_tokens = max(1, self._num_pages // 2) * self.block_size
         self.max_num_scheduled_tokens = min(self.max_num_scheduled_tokens, most_tokens)
@@ -111,7 +113,10 @@ class FarSchedulerMixin(PageSchedulerMixin):
     def _starved(self) -> list[Request]:
         """Running requests that would find no page in this step, while some may come free yet."""
         assert self.far is not None
-        if not (self.far.is_worth_waiting(self.pages.clock()) or self.pages.num_expected or self._fenced):
+        now_s = self.pages.clock()
+        self._most_owned = max(self._most_owned, self.pages.num_owned)
+        is_owed = self.pages.num_owned < self._most_owned and now_s - self._left_at_s < PATIENCE_S
+        if not (is_owed or self._fenced or self.pages.num_expected or self.far.is_worth_waiting(now_s)):
             return []
         free, tokens = len(self.pages.stock), self.max_num_scheduled_tokens
         held: list[Request] = []
@@ -252,6 +257,7 @@ class FarSchedulerMixin(PageSchedulerMixin):
         """Own pages and far places that only steps knew which are over."""
         while self._fenced and self._fenced[0][0] <= self.processed_step_seq:
             self.pages.leave(self._fenced.popleft()[1])
+            self._left_at_s = self.pages.clock()
         if self.pages.far_freed:
             freed, self.pages.far_freed = self.pages.far_freed, []
             places = [block_id - 1 - self._num_pages for block_id in freed]

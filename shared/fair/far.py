@@ -15,7 +15,7 @@ from shared.ids import BlockHash
 from shared.wire.mempool_far import NO_PLACE
 
 MAX_ASKED = 64  # blocks of one call: each is a descriptor on a GPU
-PATIENCE_S = 2.0  # requests wait so long for places that are refused, before anything is computed again
+PATIENCE_S = 10.0  # requests wait so long for places, or for pages, before anything is computed again
 RETRY_S = 0.05
 
 

@@ -1,5 +1,5 @@
-"""Whatever happens in whatever order to engines whose blocks are read outside their memory: no step finds wrong bytes, no
-page or place that a step knows is free, every request is answered, every place comes back.
+"""Whatever happens in whatever order to engines whose blocks are read outside their memory: no step finds wrong bytes,
+no page or place that a step knows is free, every request is answered, every place comes back.
 
 The model is tests/support/far_model.py; it runs in a process of its own, because importing vLLM takes longer than it.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = 25
+EXAMPLES = 15
 OTHER = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(1 << 30))
 SEEDS = [1, OTHER]  # one that is always tried, and the commit's (Makefile) or a random one
 

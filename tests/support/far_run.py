@@ -2,8 +2,7 @@
 
 vLLM is imported once; stock vLLM and an engine with far places are forked from here. The engine, with the worker
 settings MORE (JSON) besides, says "ready" on standard output, waits for a line, and is asked all cases one after
-another, then all at once. OUT gets {"stock", "alone", "crowd" (answers), "counts", "counts_alone" (after the first),
-"leases"}.
+another, then all at once. OUT gets {"stock", "alone", "crowd" (answers), "counts", "leases"}.
 """
 
 import asyncio
@@ -34,13 +33,12 @@ def run_engine(model: str, socket: str, more: dict[str, Any], cases: list[dict[s
         for case in cases:
             alone |= await driver.crowd([case])
         core = driver.engine._llm.engine_core
-        counts_alone = await core.call_utility_async("quire_far_counts")
         crowd = await driver.crowd(cases)
         counts = await core.call_utility_async("quire_far_counts")
         leases = driver.pages.num_leases
         await driver.close()
         found = {"alone": alone, "crowd": crowd, "leases": leases}
-        found |= {"counts": counts, "counts_alone": counts_alone}
+        found |= {"counts": counts}
         write_whole(out, found)
 
     asyncio.run(run())
