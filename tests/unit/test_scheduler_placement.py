@@ -1,11 +1,14 @@
 """Placer: pairs, fallbacks, exclusions, refusals, account of what was placed."""
 
+import math
+
 import pytest
 
 from services.scheduler.core.instances import Instances
 from services.scheduler.core.placement import PlacementLimits, Placer
 from shared.wire.placement import Ended, Placed, Rejected
 from tests.support.control_plane import description, hello, place, report
+from tests.support.cost_view import View, coefficients
 
 
 def placer(*hellos, policy="prompt_tree", now_ms=0, **limits):
@@ -131,3 +134,20 @@ def test_hits_from_the_wire_are_cut_to_the_prompt():
     assert (placed.prefill_hit_tokens, placed.decode_hit_tokens) == (100, 0)
     assert made.instances.get("p0").view(now_ms=0).prefill_tokens == 0
     assert made.place(place("r2", tokens=-5), now_ms=0).kind == "disaggregated"
+
+
+@pytest.mark.parametrize("nonsense", [math.nan, math.inf, -math.inf])
+def test_predictions_that_make_no_sense_do_not_disturb_who_stands_where(nonsense):
+    view = View()
+    for number in range(12):
+        view.add(f"c{number}", "colocated", cost=coefficients(prefill_ms=nonsense), host=number + 1)
+    for number in range(60):
+        answer = view.placer.place(place(f"r{number}"), now_ms=number)
+        assert isinstance(answer, Placed)
+        view.now_ms = number
+        view.say(f"c{number % 12}", queued_prefill_ms=nonsense, kv_used_share=nonsense)
+        if number % 2:
+            view.placer.ended(Ended(request_id=f"r{number - 1}", attempt=1))
+    for standing in [standing for _, standing in view.placer._standing.values()]:
+        for group in standing.groups["colocated"].values():
+            assert sorted(key[2] for key in group.loaded) == sorted(f"c{number}" for number in range(12))

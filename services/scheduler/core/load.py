@@ -88,6 +88,8 @@ class InstanceLoad:
     ) -> None:
         """A prefill or colocated stage was placed here. `decodes`: it stays after its prompt."""
         self._drained = None
+        if not math.isfinite(prefill_ms):  # of coefficients that make no sense: it must not get into an order
+            prefill_ms = 0.0
         self._unreported[key] = OpenStage(now_ms, prefill_tokens, context_tokens, prefill_ms)
         if decodes:
             self._colocated[key] = now_ms
