@@ -30,6 +30,7 @@ from shared.fair.rules import FairRules, Room
 from shared.fair.slices import FairSlices
 
 MAX_SERVED = 4_096  # tenants whose totals are kept
+PARKED_PAGES = 8  # of the engine's for each that is parked, or newcomers wait
 FREE_SHARES = 128  # of the engine's pages: one more or one less of them free is worth a plan
 
 
@@ -150,12 +151,15 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         most, block_size, tables = self.max_model_len, self.block_size, self._tables
         num_away, holds = self.swapper.absences.num_away, self.slices.holds
         resident = wanted = 0
+        # each that is parked keeps its last block here: with too many of them there is no memory to run in
+        may_come = not self.slices.rules.has_units or len(self._parked) * PARKED_PAGES <= self._most_pages
         for request_id, request in self.requests.items():
             away = num_away(request_id)
             have = len(tables.get(request_id, ())) - away
             need = max(-(-min(request.num_tokens + ahead, most) // block_size), have + away)
             blocked = self._is_blocked_waiting_status(request.status)
             ready = not (blocked or request.is_finished() or self._in_flight(request))
+            ready = ready and (may_come or have + away > 0)
             holds(request_id, need, have, away, ready=ready)
             resident += have
             wanted += need

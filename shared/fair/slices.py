@@ -111,7 +111,9 @@ class FairSlices:
         is_border = self._steps_left <= 0
         self._steps_left = (self.rules.slice_steps if is_border else self._steps_left) - 1
         self.slice += is_border
-        calm = not waiting or self._all_fit(running, waiting, room)
+        fits = self._all_fit(running, waiting, room)
+        # with a slot and without its pages somebody waits, too; without units that is left to who looks for pages
+        calm = fits or not (waiting or self.rules.has_units)
         if calm or self._was_calm:
             self.accounts.level(None)
         self._was_calm = calm

@@ -139,6 +139,18 @@ def test_who_comes_gets_its_first_slice_at_once_and_then_waits_for_those_before_
     assert (plan.park, plan.start) == (["new"], ["old1"])
 
 
+def test_with_units_a_slot_without_its_pages_counts_as_waiting_and_who_came_last_gives_way():
+    room = Room(slots=4, step_tokens=64, pages=10, page_bytes=1, swap_bytes_per_s=1e9, step_ms=10.0)
+    for quantum, parked in ((100, ["r2"]), (1, [])):
+        slices = FairSlices(FairRules(slice_steps=1, quantum_tokens=quantum))
+        for i in range(3):
+            slices.add(f"r{i}", "t", 1.0, 1)
+            slices.served(f"r{i}", 1, 0)
+            slices.started(f"r{i}")
+            slices.holds(f"r{i}", 4, 1 if i == 1 else 4, 3 if i == 1 else 0)
+        assert slices.plan(room).park == parked
+
+
 def test_who_is_not_ready_gets_no_slot():
     slices = contended(Room(4, 64))
     slices.holds("r4", 1, 0, ready=False)
