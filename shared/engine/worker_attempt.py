@@ -108,7 +108,7 @@ class Attempt:
         self._prompt = prompt
         self._tokens = tokens
         self._engine_id = f"{message.request_id}-{message.attempt}-{number}"
-        page_path = "memfd" if context.settings.device == "cpu" else "cuda"
+        page_path = "memfd" if context.engine.device in ("cpu", "mock") else "cuda"
         self._clock = AttemptClock(message, context.instance, len(tokens), page_path)
         self._lease: PageLease | None = None
         self._use = KvUse()
