@@ -23,7 +23,7 @@ def test_a_handoff_waits_for_the_last_steps_blocks_only(reference, tmp_path):
         assert_same(name, answer, reference[name])
         assert stage(answer, "decode") is not None
     counters = pool["counters"]
-    # of 777, 1,000 and 1,500 tokens: all whole steps but the last; one copy each, or one for several steps
-    assert counters["blocks_ahead"] >= (777 + 1_000 + 1_500) // 2 // 32, counters
+    # of 777, 1,000 and 1,500 tokens: whole steps but the last, as far as half of the free pages take them
+    assert counters["blocks_ahead"] >= 24, counters
     assert not counters.get("pulls_failed")
     assert (pool["num_leases"], pool["num_handoffs"]) == (0, 0)

@@ -27,6 +27,7 @@ from shared.wire import mempool as wire
 MAX_OPEN = 64  # copies by layer, waiting or running; beyond them a prompt goes when it is computed
 PATIENCE_MS = 30_000  # of a copy: the longest step that it waits for
 HOLD_MS = 30_000  # after the last of a prompt's copies: so long its blocks wait for the reader
+FREE_PART = 2  # such a part of a space's free pages may go to blocks whose prompt is not done
 MAX_HELD = 1024  # prompts whose blocks do; the oldest are let go
 
 Announced = tuple[PageId, Epoch, BlockHash]
@@ -102,17 +103,30 @@ class LayerPulls:
         if target is None or target is pool or not is_alike:
             self._pulls.counters["layers_not_for_here"] += 1
             return
+        if not pages or cut is None:
+            self._send_ahead(pool, target, cached, message.handoff_id, now_ms)
+            return
         here = [entry for h in (*cached, *hashes) if (entry := target.index.get(h)) is not None]
         self.hold(message.handoff_id, target, here, now_ms)
-        ahead = self._pulls.push(pool, target, cached, now_ms, handoff_id=message.handoff_id)
-        self._pulls.counters["blocks_ahead"] += ahead
-        if not pages or cut is None:
-            return
+        self._pulls.push(pool, target, cached, now_ms, handoff_id=message.handoff_id)
         announced = [(page, Epoch(epoch), h) for (page, epoch), h in zip(pages, hashes, strict=True)]
         cut = replace(
             cut, instance=self._instance(pool, connection), step=message.step, traceparent=message.traceparent
         )
         self._begin(pool, target, connection, announced, message.handoff_id, cut, now_ms)
+
+    def _send_ahead(
+        self, pool: Pool, target: Pool, hashes: Sequence[BlockHash], handoff_id: HandoffId, now_ms: int
+    ) -> None:
+        """Sealed blocks of a prompt that is not done, where there is room: until it is, they are in nobody's way."""
+        assert target.memory is not None
+        here = [entry for h in hashes if (entry := target.index.get(h)) is not None]
+        self.hold(handoff_id, target, here, now_ms)
+        new = [h for h in hashes if self._pulls.is_new(target, h)]
+        room = target.memory.table.num_free // FREE_PART
+        self._pulls.counters["blocks_ahead_refused"] += max(0, len(new) - room)
+        sent = self._pulls.push(pool, target, new[:room], now_ms, handoff_id=handoff_id, waits=False)
+        self._pulls.counters["blocks_ahead"] += sent
 
     @staticmethod
     def _instance(pool: Pool, connection: int) -> InstanceId:

@@ -195,11 +195,10 @@ class Pulls:
         *,
         handoff_id: HandoffId | None = None,
         traces: Mapping[BlockHash, str] | None = None,
+        waits: bool = True,
     ) -> int:
-        """Nobody waits for it, and no engine is asked for pages. How many blocks it brings.
-
-        Args: handoff_id: none for what PushBack counts.
-        """
+        """Nobody waits for it, and no engine is asked for pages; `waits`: for pages, if they are not there at once.
+        Without a handoff_id it is what PushBack counts. How many blocks it brings."""
         found = [
             (source, entry)
             for h in hashes
@@ -213,7 +212,12 @@ class Pulls:
         pull.is_push, pull.is_counted, pull.handoff_id = True, handoff_id is None, handoff_id
         pull.traces = traces or {}
         self.counters["push_backs"] += pull.is_counted
-        return len(found)
+        if not waits and pull.claim.lacking:
+            self._shorten(pull)
+            if not pull.sources:
+                target.cancel(pull.claim)
+                self.end(pull, now_ms)
+        return len(pull.sources)
 
     def _push_back(self, source: Pool, target: Pool, blocks: Mapping[BlockHash, str], now_ms: int) -> int:
         """See PushBack: push() of blocks with their traces."""
