@@ -14,12 +14,10 @@ from itertools import pairwise
 
 from shared.ids import Epoch
 from shared.kv.page_table import ENTRY, HEADER_WORDS, TableHeader, file_bytes, table_bytes, write_header
+from shared.vmm.host_calls import libc
 
 F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; the fcntl module does not name it yet
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class PoolMemory:
@@ -119,7 +117,7 @@ class PoolMemory:
         ]
         for first, count in found:
             start, length = first * self.page_bytes, count * self.page_bytes
-            if _libc.fallocate(self.page_fd, _PUNCH_HOLE_KEEP_SIZE, start, length) != 0:
+            if libc.fallocate(self.page_fd, _PUNCH_HOLE_KEEP_SIZE, start, length) != 0:
                 error = ctypes.get_errno()
                 raise OSError(error, f"cannot punch {length} bytes at {start}: {os.strerror(error)}")
         return len(found)

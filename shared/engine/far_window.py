@@ -11,17 +11,12 @@ import os
 from collections.abc import Sequence
 from typing import Protocol
 
-_MAP_FIXED, _MAP_FIXED_NOREPLACE, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x100000, 0x4000, 0
+from shared.vmm.host_calls import FAILED, MAP_FIXED, MAP_FIXED_NOREPLACE, MAP_NORESERVE, libc
+
+_PROT_NONE = 0
 _STEP_BYTES = 4 << 30  # from one try for free addresses to the next
 _LOW_ADDRESS = 1 << 40  # above what drivers and libraries take
 _END_OF_ADDRESSES = 0x7FFF_FFFF_F000  # of a process
-_FAILED = ctypes.c_void_p(-1).value
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
-)  # fmt: skip
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class FarPlaces(Protocol):
@@ -79,11 +74,11 @@ class HostFar:
 def reserve_above(address: int, num_bytes: int, multiple: int) -> int:
     """Addresses of this process that nobody uses and nothing is mapped at: the lowest that were tried from `address`
     on, a multiple of `multiple` away from it. Raises: OSError when there are none."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE
     at = address
     step = -(-_STEP_BYTES // multiple) * multiple
     while at + num_bytes < _END_OF_ADDRESSES:
-        if _libc.mmap(at, num_bytes, _PROT_NONE, flags, -1, 0) == at:
+        if libc.mmap(at, num_bytes, _PROT_NONE, flags, -1, 0) == at:
             return at
         at += step
     raise OSError(errno.ENOMEM, f"no {num_bytes} bytes of addresses above {address:#x}")
@@ -95,7 +90,7 @@ def free_addresses(num_bytes: int, multiple: int) -> int:
         at = reserve_above(-(-_LOW_ADDRESS // multiple) * multiple, num_bytes, multiple)
     except OSError:
         return 0
-    _libc.munmap(at, num_bytes)
+    libc.munmap(at, num_bytes)
     return at
 
 
@@ -111,6 +106,6 @@ def map_nothing(address: int, num_bytes: int) -> None:
 
 def _map(address: int, num_bytes: int, protection: int, fd: int = -1, offset: int = 0) -> None:
     """Over whatever was there; without a descriptor, nothing. Raises: OSError."""
-    flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    if _libc.mmap(address, num_bytes, protection, flags | _MAP_FIXED, fd, offset) == _FAILED:
+    flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    if libc.mmap(address, num_bytes, protection, flags | MAP_FIXED, fd, offset) == FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

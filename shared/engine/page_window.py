@@ -12,14 +12,7 @@ import torch
 
 from shared.engine.far_window import FarPlaces, HostFar
 from shared.mempool.rank_memory import RankMemory, SlabUser
-
-_MAP_FIXED = 0x10
-_FAILED = ctypes.c_void_p(-1).value
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
-)  # fmt: skip
+from shared.vmm.host_calls import FAILED, MAP_FIXED, libc
 
 
 class PageWindow(NamedTuple):
@@ -57,11 +50,11 @@ def open_window(memory: RankMemory, device: torch.device, far_places: int = 0) -
     far_bytes = far_places * header.page_bytes
     owner = mmap.mmap(-1, size + far_bytes)  # private and untouched: only the first page of it stays
     base = ctypes.addressof(ctypes.c_char.from_buffer(owner))
-    at = _libc.mmap(
+    at = libc.mmap(
         base + header.page_bytes, size - header.page_bytes, mmap.PROT_READ | mmap.PROT_WRITE,
-        mmap.MAP_SHARED | _MAP_FIXED, memory.fd, memory.offset_bytes,
+        mmap.MAP_SHARED | MAP_FIXED, memory.fd, memory.offset_bytes,
     )  # fmt: skip
-    if at == _FAILED:
+    if at == FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     far = HostFar(base + size, header.page_bytes, far_places) if far_places else None
     return PageWindow(torch.frombuffer(owner, dtype=torch.int8), owner, far=far)

@@ -14,23 +14,13 @@ import numpy as np
 from shared.errors import OutOfPages
 from shared.vmm.book import HOLE, PRIVATE, WindowBook, page_keys, runs
 from shared.vmm.errors import BadMapping, VmmError
+from shared.vmm.host_calls import FAILED, MAP_FIXED, MAP_NORESERVE, libc
 from shared.vmm.interface import OP_MMAP, Op
 from shared.vmm.map_budget import MapBudget, process_budget
 
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
-_MAP_FIXED = 0x10
-_MAP_NORESERVE = 0x4000
 _RW = mmap.PROT_READ | mmap.PROT_WRITE
-_HOLE_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-_FAILED = ctypes.c_void_p(-1).value
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
-)  # fmt: skip
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_HOLE_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED
 
 
 class MemfdPages:
@@ -105,7 +95,7 @@ class MemfdPages:
 
     def _fallocate(self, mode: int, page: int, count: int) -> None:
         at, size = self.offset_bytes + page * self.page_bytes, count * self.page_bytes
-        while _libc.fallocate(self.fd, mode, at, size) != 0:
+        while libc.fallocate(self.fd, mode, at, size) != 0:
             number = ctypes.get_errno()
             if number == errno.EINTR:
                 continue
@@ -165,9 +155,9 @@ class MemfdWindow:
         self._book = WindowBook(num_indices)
         self._budget = process_budget() if budget is None else budget
         self._budget.change(1)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        base = _libc.mmap(None, self.size_bytes, 0, flags, -1, 0)
-        if base in (None, _FAILED):
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        base = libc.mmap(None, self.size_bytes, 0, flags, -1, 0)
+        if base in (None, FAILED):
             self._budget.change(-1)
             raise VmmError(f"reserving {self.size_bytes} B: {os.strerror(ctypes.get_errno())}")
         self.address = int(base)
@@ -204,7 +194,7 @@ class MemfdWindow:
         """See PageWindow."""
         self._book.check_free(index, count)
         self._enter(index, np.full(count, PRIVATE, np.int64))
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
         self._apply_or_undo([self._op(index, count, _RW, flags, -1, 0)], index, count)
 
     def unmap(self, index: int, count: int = 1) -> None:
@@ -221,7 +211,7 @@ class MemfdWindow:
             raise BadMapping(f"page {absent} has no memory")
         self._enter(index, page_keys(pages, writable=writable))
         protection = _RW if writable else mmap.PROT_READ
-        flags = mmap.MAP_SHARED | _MAP_FIXED
+        flags = mmap.MAP_SHARED | MAP_FIXED
         fd, start, size = self.source.fd, self.source.offset_bytes, self.page_bytes
         return [
             self._op(index + at, count, protection, flags, fd, start + page * size)
@@ -237,13 +227,13 @@ class MemfdWindow:
     def apply(self, ops: Sequence[Op]) -> None:
         """See PageWindow."""
         for op in ops:
-            at = _libc.mmap(op.address, op.size_bytes, op.a, op.b, op.c, op.d)
-            if at == _FAILED:
+            at = libc.mmap(op.address, op.size_bytes, op.a, op.b, op.c, op.d)
+            if at == FAILED:
                 raise VmmError(f"mmap of {op.size_bytes} B: {os.strerror(ctypes.get_errno())}")
 
     def entry_points(self) -> dict[int, int]:
         """See PageWindow."""
-        return {OP_MMAP: ctypes.cast(_libc.mmap, ctypes.c_void_p).value or 0}
+        return {OP_MMAP: ctypes.cast(libc.mmap, ctypes.c_void_p).value or 0}
 
     def prepare_thread(self) -> None:
         """See PageWindow. Nothing to do."""
@@ -301,5 +291,5 @@ def _close(fd: int) -> None:
 
 
 def _give_back(address: int, size_bytes: int, budget: MapBudget, mappings: list[int]) -> None:
-    _libc.munmap(address, size_bytes)
+    libc.munmap(address, size_bytes)
     budget.change(-mappings[0])

@@ -6,7 +6,7 @@ import os
 
 from shared.errors import OutOfPages
 from shared.vmm.errors import VmmError
-from shared.vmm.memfd_pages import _libc
+from shared.vmm.host_calls import libc
 
 GRANULARITY_BYTES = 64 << 10  # small, so that tests stay quick
 _FIXED = 0x10
@@ -77,7 +77,7 @@ class FakeVmmDriver:
 
     def reserve(self, size_bytes, hint=0):
         self.calls.append(("cuMemAddressReserve", size_bytes))
-        address = _libc.mmap(hint or None, size_bytes, 0, _ANONYMOUS, -1, 0)
+        address = libc.mmap(hint or None, size_bytes, 0, _ANONYMOUS, -1, 0)
         self.reservations[address] = size_bytes
         return address
 
@@ -87,7 +87,7 @@ class FakeVmmDriver:
             "something is still mapped"
         )
         assert self.reservations.pop(address) == size_bytes
-        _libc.munmap(address, size_bytes)
+        libc.munmap(address, size_bytes)
 
     def map(self, address, size_bytes, handle):
         self.calls.append(("cuMemMap", address, size_bytes, handle))
@@ -100,7 +100,7 @@ class FakeVmmDriver:
 
     def _mmap(self, address, size_bytes, protection, fd):
         flags = mmap.MAP_SHARED | _FIXED if fd >= 0 else _ANONYMOUS | _FIXED
-        at = _libc.mmap(address, size_bytes, protection, flags, fd, 0)
+        at = libc.mmap(address, size_bytes, protection, flags, fd, 0)
         assert at == address, ctypes.get_errno()
         if fd >= 0:
             os.close(fd)

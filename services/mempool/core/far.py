@@ -155,11 +155,8 @@ class Far:
             if not _can_map(pool, place) or (place.is_loan and not loans):
                 continue
             wanted = min(count, place.memory.table.num_free) if place.is_loan else count
-            claim = place.claim(wanted, ask=False)
-            claim.wanted = len(claim.pages)
-            place.begin_writing(claim)
-            if claim.pages:
-                return place, claim.pages
+            if pages := place.claim_now(wanted):
+                return place, pages
         return pool, []
 
     def on_copied(self, copy_id: int, *, failed: bool, in_doubt: Collection[int]) -> bool:

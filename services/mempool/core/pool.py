@@ -268,6 +268,13 @@ class Pool(Lifetimes):
         assert self.memory is not None
         self.memory.table.apply_all(claim.pages, PageEvent.WRITE)
 
+    def claim_now(self, count: int) -> list[PageId]:
+        """Up to `count` pages, to be written from now on: what is free or unused, and nothing that engines have."""
+        claim = self.claim(count, ask=False)
+        claim.wanted = len(claim.pages)
+        self.begin_writing(claim)
+        return claim.pages
+
     def take_in(self, entries: list[Entry]) -> list[Entry]:
         """Claimed pages are complete: index them. A page whose block came otherwise meanwhile is free again.
 

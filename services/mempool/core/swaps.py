@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from services.mempool.core import parse
 from services.mempool.core.actions import Action, CopyPages, PoolLimits
-from services.mempool.core.claims import Claim
 from services.mempool.core.engines import Engine
 from services.mempool.core.entry import Entry
 from services.mempool.core.far import Far
@@ -266,11 +265,8 @@ class Swaps:
             place = self._pools[number]
             assert place.memory is not None
             wanted = min(count, place.memory.table.num_free) if place.is_loan else count
-            claim: Claim = place.claim(wanted, ask=False)
-            claim.wanted = len(claim.pages)
-            place.begin_writing(claim)
-            if claim.pages:
-                return place, claim.pages
+            if pages := place.claim_now(wanted):
+                return place, pages
         return pool, []
 
     def _begin_writing(self, pool: Pool, pages: Sequence[PageId]) -> None:
