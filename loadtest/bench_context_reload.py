@@ -16,9 +16,7 @@ the same run.
 import argparse
 import json
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,10 +24,11 @@ from typing import Any
 
 import httpx
 
+from loadtest import tier_measure
 from loadtest.burst_rig import Engine, Setup, make_model
 from loadtest.outcomes import sources_of
-from loadtest.registry import RESULTS, ROOT
-from loadtest.results import Metrics, Samples, quantile, write_result
+from loadtest.results import Metrics, Samples, quantile
+from loadtest.tier_measure import add
 
 NAME = "h200x2-context-reload"
 CLAIM = (
@@ -40,7 +39,6 @@ TIERS = ("peer", "dram")
 PARTS = ("reload", "prefill", "queue", "other")  # of a time to first token
 FILL_TOKENS = {"cuda": 4_096, "cpu": 256}  # of each prompt that pushes the context out
 TIMEOUT_S = 180.0
-CEILING_S = 150.0
 
 
 def metrics_from_samples(samples: Samples) -> Metrics:
@@ -121,16 +119,10 @@ class Asker:
             "ignore_eos": True, "quire_receipt": True, "return_token_ids": True,
         }  # fmt: skip
         begin_s, ttft_ms, receipt = time.perf_counter(), 0.0, None
-        with self._client.stream("POST", "/v1/completions", json=body) as response:
-            for line in response.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise RuntimeError(str(event["error"]))
-                receipt = event.get("quire_receipt") or receipt
-                if not ttft_ms and event["choices"] and event["choices"][0].get("token_ids"):
-                    ttft_ms = (time.perf_counter() - begin_s) * 1e3
+        for event in tier_measure.streamed(self._client, body):
+            receipt = event.get("quire_receipt") or receipt
+            if not ttft_ms and event["choices"] and event["choices"][0].get("token_ids"):
+                ttft_ms = (time.perf_counter() - begin_s) * 1e3
         if receipt is None:
             raise RuntimeError("the answer has no receipt")
         stage = receipt["stages"][0]
@@ -153,7 +145,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     begin_s = time.monotonic()
     samples: list[dict[str, Any]] = []
     with Engine("cfs", setup, folder) as engine:
-        print(f"ready after {time.monotonic() - begin_s:.0f} s", flush=True)
+        tier_measure.say_since("ready", begin_s)
         asker = Asker(engine, options.seed)
         try:
             others = [asker.tokens(options.fill_tokens) for _ in range(num_fills(options))]
@@ -174,30 +166,15 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             asker.close()
         engine.swap_to(peer=False)
         moved = [s["bytes_moved"] for s in samples if s["kind"] == "reload"]
-        for row in ceilings(options, max(moved, default=0) or options.context_bytes):
+        for row in tier_measure.ceilings(options.device, max(moved, default=0) or options.context_bytes):
             add(samples, row)
-    print(f"all after {time.monotonic() - begin_s:.0f} s", flush=True)
+    tier_measure.say_since("all", begin_s)
     return samples
 
 
 def num_fills(options: argparse.Namespace) -> int:
     """Other prompts, one after the other, until the engine's memory holds nothing of the context."""
     return -(-options.pool_tokens // options.fill_tokens) + 1
-
-
-def add(samples: list[dict[str, Any]], sample: dict[str, Any]) -> None:
-    """Keep it and say it."""
-    samples.append(sample)
-    print(f"  {json.dumps(sample)}", flush=True)
-
-
-def ceilings(options: argparse.Namespace, num_bytes: int) -> list[dict[str, Any]]:
-    """Of plain copies, by a process of its own."""
-    words = [sys.executable, "-m", "loadtest.plain_copies", options.device, str(num_bytes)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=CEILING_S, check=False)
-    if done.returncode:
-        raise RuntimeError(f"plain copies failed:\n{done.stderr[-2000:]}")
-    return [{"kind": "ceiling", **row} for row in json.loads(done.stdout)]
 
 
 def setup_of(options: argparse.Namespace) -> Setup:
@@ -237,30 +214,10 @@ TIER_SHARE = 2.5  # of a tier, over the engine's memory: the context and what pu
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Options with the device's defaults filled in."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="two turns of each tier; writes no result file")
-    parser.add_argument("--model-dir", default="", help="a real model instead of the 8B shape")
+    parser = tier_measure.parser_of(__doc__, list(DEFAULTS["cuda"]), "two turns of each tier")
     parser.add_argument("--tiers", default=",".join(TIERS))
-    for name in (
-        "context-tokens",
-        "tail-tokens",
-        "repeats",
-        "chunk-tokens",
-        "token-bytes",
-        "in-flight-bytes",
-    ):
-        parser.add_argument(f"--{name}", type=int, default=None)
-    parser.add_argument("--set", action="append", default=[], help="cluster setting, e.g. dtype=bfloat16")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--commit", default="")
     options = parser.parse_args(argv)
-    for name, value in DEFAULTS[options.device].items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    tier_measure.fill_in(options, DEFAULTS[options.device])
     if options.quick:
         options.repeats = min(2, options.repeats)
     options.tiers = options.tiers.split(",")
@@ -273,23 +230,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     """Measure and write the result file."""
-    options = parse(argv)
-    with tempfile.TemporaryDirectory(prefix="quire-reload-") as name:
-        samples = measure(options, Path(name))
-    metrics = metrics_from_samples(samples)
-    for key, value in sorted(metrics.items()):
-        print(f"{key:36} {value:12.3f}")
-    if not options.quick:
-        settings = {
-            key: value for key, value in vars(options).items() if key not in ("out", "commit", "quick")
-        }
-        settings |= {"shape": options.model_dir or "8B", "eager": options.device == "cuda"}
-        path = write_result(
-            NAME, claim=CLAIM, command="python -m loadtest.bench_context_reload " + " ".join(argv),
-            settings=settings, metrics=metrics, samples=samples, folder=options.out, commit=options.commit,
-        )  # fmt: skip
-        print(f"wrote {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
-    return 0
+    return tier_measure.run(
+        NAME, CLAIM, "loadtest.bench_context_reload", argv, parse(argv), measure, metrics_from_samples
+    )
 
 
 if __name__ == "__main__":

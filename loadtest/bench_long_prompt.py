@@ -17,7 +17,6 @@ import argparse
 import json
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,10 +24,10 @@ from typing import Any
 
 import httpx
 
-from loadtest.bench_context_reload import add, ceilings
+from loadtest import tier_measure
 from loadtest.burst_rig import Engine, Setup, make_model
-from loadtest.registry import RESULTS, ROOT
-from loadtest.results import Metrics, Samples, quantile, write_result
+from loadtest.results import Metrics, Samples, quantile
+from loadtest.tier_measure import add
 
 NAME = "h200x2-long-prompt"
 CLAIM = (
@@ -116,16 +115,10 @@ class Asker:
         before = self._far()
         begin_s = time.perf_counter()
         came: list[tuple[float, int]] = []  # when, how many tokens
-        with self._client.stream("POST", "/v1/completions", json=body) as response:
-            for line in response.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise RuntimeError(str(event["error"]))
-                ids = event["choices"][0].get("token_ids") if event["choices"] else None
-                if ids:
-                    came.append((time.perf_counter() - begin_s, len(ids)))
+        for event in tier_measure.streamed(self._client, body):
+            ids = event["choices"][0].get("token_ids") if event["choices"] else None
+            if ids:
+                came.append((time.perf_counter() - begin_s, len(ids)))
         if len(came) < 2:
             raise RuntimeError(f"{len(came)} deltas in an answer of {answer_tokens} tokens")
         gone = {name: count - before[name] for name, count in self._far().items()}
@@ -152,14 +145,14 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     begin_s = time.monotonic()
     samples: list[dict[str, Any]] = []
     with Engine("cfs", setup, folder) as engine:
-        print(f"ready after {time.monotonic() - begin_s:.0f} s", flush=True)
+        tier_measure.say_since("ready", begin_s)
         asker = Asker(engine, options.seed)
         try:
             half = options.own_tokens // 2
             asker.ask("own", 0.5, half, 4)  # warms up
             add(samples, asker.ask("own", 0.5, half, options.answer_tokens))
             biggest = int((max(options.ratios) - 1) * options.pool_bytes)
-            samples += ceilings(options, min(biggest, 2 << 30))
+            samples += tier_measure.ceilings(options.device, min(biggest, 2 << 30))
             took_s, last = 0.0, 1.0
             for ratio in sorted(options.ratios):
                 # what reads far blocks while a prompt is computed grows with the square of what is far
@@ -177,7 +170,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             print(json.dumps({k: v for k, v in engine.pool()["counters"].items() if "far_" in k}), flush=True)
         finally:
             asker.close()
-    print(f"all after {time.monotonic() - begin_s:.0f} s", flush=True)
+    tier_measure.say_since("all", begin_s)
     return samples
 
 
@@ -214,24 +207,11 @@ RATIOS = {"cuda": "1.5,2,3,4", "cpu": "1.5,2,3"}
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Options with the device's defaults filled in."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="two lengths; writes no result file")
-    parser.add_argument("--model-dir", default="", help="a real model instead of the 8B shape")
+    parser = tier_measure.parser_of(__doc__, list(DEFAULTS["cuda"]), "two lengths")
     parser.add_argument("--ratios", default="", help="of prompts to the engine's memory, e.g. 1.5,2,4")
     parser.add_argument("--budget-s", type=float, default=170.0, help="from the engine's start")
-    for name in ("own-tokens", "answer-tokens", "chunk-tokens", "block-tokens", "token-bytes"):
-        parser.add_argument(f"--{name}", type=int, default=None)
-    parser.add_argument("--set", action="append", default=[], help="cluster setting, e.g. dtype=bfloat16")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--commit", default="")
     options = parser.parse_args(argv)
-    for name, value in DEFAULTS[options.device].items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    tier_measure.fill_in(options, DEFAULTS[options.device])
     options.ratios = [float(word) for word in (options.ratios or RATIOS[options.device]).split(",")]
     if min(options.ratios) <= 1.0:
         parser.error("--ratios: a prompt that fits has nothing far")
@@ -243,23 +223,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     """Measure and write the result file."""
-    options = parse(argv)
-    with tempfile.TemporaryDirectory(prefix="quire-long-") as name:
-        samples = measure(options, Path(name))
-    metrics = metrics_from_samples(samples)
-    for key, value in sorted(metrics.items()):
-        print(f"{key:36} {value:12.3f}")
-    if not options.quick:
-        settings = {
-            key: value for key, value in vars(options).items() if key not in ("out", "commit", "quick")
-        }
-        settings |= {"shape": options.model_dir or "8B", "eager": options.device == "cuda"}
-        path = write_result(
-            NAME, claim=CLAIM, command="python -m loadtest.bench_long_prompt " + " ".join(argv),
-            settings=settings, metrics=metrics, samples=samples, folder=options.out, commit=options.commit,
-        )  # fmt: skip
-        print(f"wrote {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
-    return 0
+    return tier_measure.run(
+        NAME, CLAIM, "loadtest.bench_long_prompt", argv, parse(argv), measure, metrics_from_samples
+    )
 
 
 if __name__ == "__main__":
