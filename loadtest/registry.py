@@ -25,6 +25,7 @@ MEASURES = {  # result name: module
     "slot-batch": "loadtest.bench_slot_batch",
     "h200-offload": "loadtest.bench_offload",
     "h200x2-transfer": "loadtest.bench_transfer",
+    "h200x2-pool-transfer": "loadtest.bench_pool_transfer",
     "transfer-modes": "loadtest.bench_transfer_modes",
     "h200x2-transfer-modes": "loadtest.bench_transfer_modes",
     "two-host-transfer": "loadtest.bench_two_hosts",
