@@ -46,10 +46,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Measured us of each algorithm at ascending sizes, one world size and dtype size; what was not run is absent."""
+    """Measured us of each algorithm at ascending sizes, one world size and dtype size; what was not run is absent.
+
+    most_plain_bytes: up to here a two-shot sum on all SMs is faster through registers than by bulk copies.
+    """
 
     sizes_bytes: tuple[int, ...]
     times_us: Mapping[Algorithm, tuple[float, ...]]
+    most_plain_bytes: int = 0
 
     def at(self, algorithm: Algorithm, num_bytes: int) -> float:
         """Between measured sizes straight in the logarithms, beyond them by the nearest one's rate."""
@@ -131,11 +135,28 @@ def two_shot_limit_us(num_bytes: int, world: int, link_gb_per_s: float) -> float
     return 2 * (world - 1) / world * num_bytes / (link_gb_per_s * 1e3)
 
 
-def times_from_rows(rows: Sequence[tuple[int, Mapping[Algorithm, float]]]) -> Times:
-    """Rows of (bytes, us by algorithm), any order; algorithms that miss a size are left out."""
+def most_plain_bytes(rows: Sequence[tuple[int, float, float]]) -> int:
+    """The largest size from which down registers never lose to bulk copies; 0: nowhere.
+
+    Args: rows: (bytes, us through registers, us by bulk copies) of two-shot sums on all SMs, any order.
+    """
+    found = 0
+    for num_bytes, plain_us, bulk_us in sorted(rows):
+        if plain_us > bulk_us:
+            break
+        found = num_bytes
+    return found
+
+
+def times_from_rows(rows: Sequence[tuple[int, Mapping[Algorithm, float]]], plain_bytes: int = 0) -> Times:
+    """Rows of (bytes, us by algorithm), any order; algorithms that miss a size are left out.
+
+    Args: plain_bytes: see Times.most_plain_bytes.
+    """
     ordered = sorted(rows, key=lambda row: row[0])
     common = set.intersection(*(set(row[1]) for row in ordered))
     return Times(
         tuple(row[0] for row in ordered),
         {one: tuple(row[1][one] for row in ordered) for one in sorted(common)},
+        plain_bytes,
     )

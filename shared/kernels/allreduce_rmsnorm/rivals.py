@@ -151,6 +151,8 @@ def all_rivals(
     ]
     if with_flashinfer:
         tries.append(("flashinfer", lambda: [flashinfer(place)]))
+    else:
+        missing["flashinfer"] = "not asked for: its kernels are compiled at their first use, for minutes"
     for label, make in tries:
         rivals: list[Rival] = []
         reason = ""

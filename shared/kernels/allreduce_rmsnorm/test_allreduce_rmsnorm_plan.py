@@ -13,6 +13,7 @@ from shared.kernels.allreduce_rmsnorm.plan import (
     check_call,
     check_shape,
     make_plan,
+    most_plain_bytes,
     num_ctas,
     owned_rows,
     pick,
@@ -71,6 +72,13 @@ def test_the_faster_of_the_measured_ways_is_picked_and_two_shot_when_they_tie():
 def test_multimem_is_picked_only_where_multicast_is_reported(num_bytes, world):
     assert pick(num_bytes, world) is not Algorithm.MULTIMEM
     assert pick(num_bytes, world, multicast=True) is not Algorithm.TWO_SHOT
+
+
+def test_registers_are_taken_up_to_the_size_where_bulk_copies_first_win():
+    rows = [(1 << 22, 30.0, 32.0), (1 << 14, 7.0, 8.0), (1 << 23, 55.0, 54.0), (1 << 24, 105.0, 106.0)]
+    assert most_plain_bytes(rows) == 1 << 22
+    assert most_plain_bytes([]) == most_plain_bytes([(1, 2.0, 1.0)]) == 0
+    assert most_plain_bytes([(8, 1.0, 1.0)]) == 8
 
 
 def test_times_between_sizes_lie_between_and_grow_beyond_the_last():
