@@ -45,7 +45,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     tenant_weights: list[str] = []
     tokenizer_threads: int = 1
 
-    tree_lookup_deadline_ms: int = 20
+    tree_lookup_deadline_ms: int = 20  # a look-up has returned by then, timers' lateness included
     tree_max_blocks: int = 4096
     tree_cache_answers: int = 0  # look-ups that a process remembers; 0: each asks Redis (decision 0012)
     tree_cache_age_ms: int = 250  # for so long

@@ -234,14 +234,17 @@ class RedisLink:
     async def run(self, script: Script, *args: Word, timeout_ms: float) -> Any:
         """A script without declared keys, by digest; loaded on the first use after a server's start.
 
-        Raises: as call().
+        Both calls that this may take share one deadline. Raises: as call().
         """
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         try:
             return await self._ask(("EVALSHA", script.sha, 0, *args), timeout_ms)
         except RedisRefused as error:
             if not error.message.startswith("NOSCRIPT"):
                 raise
-        return await self._ask(("EVAL", script.source, 0, *args), timeout_ms)
+        left_ms = timeout_ms - 1000 * (loop.time() - began_s)
+        return await self._ask(("EVAL", script.source, 0, *args), max(0.0, left_ms))
 
     async def _keep(self) -> None:
         wait_s = RECONNECT_MIN_S

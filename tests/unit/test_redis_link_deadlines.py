@@ -5,7 +5,10 @@ import asyncio
 import pytest
 
 from shared.errors import PeerGone, PeerTimeout
-from shared.transport.redis_link import _Connection
+from shared.ids import BlockHash
+from shared.prompttree.client import PromptTreeClient
+from shared.prompttree.scripts import LOOKUP
+from shared.transport.redis_link import RedisLink, _Connection
 
 
 class Wire(asyncio.Transport):
@@ -54,3 +57,45 @@ async def test_what_waits_when_the_connection_ends_ends_with_it(connection):
     connection.connection_lost(None)
     with pytest.raises(PeerGone):
         await asked
+
+
+def timers_of(monkeypatch):
+    """(when made, when due) of every timer from now on, in seconds of the loop."""
+    loop, found = asyncio.get_running_loop(), []
+    call_at = loop.call_at
+
+    def noting(when, *args, **more):
+        found.append((loop.time(), when))
+        return call_at(when, *args, **more)
+
+    monkeypatch.setattr(loop, "call_at", noting)
+    return found
+
+
+@pytest.mark.parametrize(("deadline_ms", "waits_ms"), [(20, 17.5), (100, 97.5), (3, 1.5)])
+async def test_a_look_ups_deadline_has_room_for_a_timer_that_is_late(
+    connection, monkeypatch, deadline_ms, waits_ms
+):
+    client = PromptTreeClient("redis://127.0.0.1:1/0", deadline_ms=deadline_ms)
+    client._link._connection = connection
+    timers = timers_of(monkeypatch)
+    assert await client.lookup([BlockHash(bytes(32))], 16) == []
+    [(made_s, due_s)] = timers
+    assert (due_s - made_s) * 1000 == pytest.approx(waits_ms, abs=0.5)
+    assert client.num_failures == 1
+
+
+async def test_a_script_that_must_be_loaded_first_has_no_more_time_than_others(connection, monkeypatch):
+    link = RedisLink("redis://127.0.0.1:1/0")
+    link._connection = connection
+    loop = asyncio.get_running_loop()
+    timers, time = timers_of(monkeypatch), loop.time
+    running = asyncio.ensure_future(link.run(LOOKUP, "x", timeout_ms=40))
+    await asyncio.sleep(0)
+    monkeypatch.setattr(loop, "time", lambda: time() + 0.02)
+    connection.data_received(b"-NOSCRIPT No matching script.\r\n")
+    with pytest.raises(PeerTimeout, match="within 20 ms"):
+        await running
+    made_s, due_s = timers[0]
+    assert (due_s - made_s) * 1000 == pytest.approx(40, abs=1)
+    assert all(due <= due_s + 0.001 for _, due in timers)
