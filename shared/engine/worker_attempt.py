@@ -116,6 +116,9 @@ class Attempt:
         self._seed = _seed(context.engine.description.fingerprint, message.tenant_salt)
         self._prompt_logprobs: PromptLogprobs | None = None
         self._engine_done = False  # the engine said that the request is over
+        self._unclaimed: HandoffId | None = (
+            None  # a hand-off that the engine makes ready and nobody will claim
+        )
         self.is_waiting = True  # not in the engine yet
 
     async def run(self) -> None:
@@ -144,6 +147,8 @@ class Attempt:
             self._fail(ClusterError.code, "the engine could not run this request", retryable=False)
         finally:
             self._release()
+            if self._unclaimed is not None:
+                self._context.pages.drop_handoff(self._unclaimed)
             self._context.cost.end(self._engine_id)
             self._clock.end(self._use, error=error_text)
             _METRICS.ended(self.message.stage, end).inc()
@@ -247,7 +252,11 @@ class Attempt:
         handoff_id = message.handoff_to.handoff_id
         sampling = first_token_sampling(self._sampling)
         parts: list[EngineDelta] = []
-        async with aclosing(self._deltas(sampling, handoff_id)) as deltas:
+        is_whole = ends_with_first_token(
+            self._sampling, None
+        )  # known before: then nothing is held for a reader
+        self._unclaimed = None if is_whole else handoff_id
+        async with aclosing(self._deltas(sampling, None if is_whole else handoff_id)) as deltas:
             parts = [delta async for delta in deltas]
         first = _joined(parts)
         handoff = None
@@ -276,6 +285,8 @@ class Attempt:
             handoff=handoff,
             prompt_logprobs=self._prompt_logprobs,
         )
+        if handoff is not None:
+            self._unclaimed = None
         self._context.outbox.terminal(self.identity, prefilled)
 
     async def _decode(self) -> None:
