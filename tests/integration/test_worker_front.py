@@ -347,8 +347,8 @@ async def test_an_abort_that_names_a_handoff_lets_its_pages_go(model_dir, has_en
             await until(lambda: rig.front.num_inflight == 1)
         gateway.abort("p")
         gateway.abort("p", handoff_id="h-p")
-        await until(lambda: rig.front.num_inflight == 0 and pages.dropped)
-        assert pages.dropped == (["h-p"] if has_ended else ["h-p", "h-p"]), "by the first where none will be told"
+        await until(lambda: rig.front.num_inflight == 0 and len(pages.dropped) >= 2 - has_ended)
+        assert pages.dropped == ["h-p"] * (2 - has_ended)
         pages.connected = False
         gateway.abort("p", handoff_id="h-q")
         gateway.generate("d", [5], max_tokens=1)
