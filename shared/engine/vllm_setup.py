@@ -61,6 +61,23 @@ def prepare_environment(device: str, threads: int, *, in_pages: bool) -> None:
         env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
+def check_platform(device: str) -> None:
+    """After prepare_environment(): it imports vLLM. Raises: SettingsError when that finds another device, or none."""
+    from vllm.platforms import current_platform
+
+    found = current_platform.device_type  # "": neither built for CPU nor sees a GPU
+    if not found:
+        raise SettingsError(
+            "setting worker.device: this process sees no NVIDIA GPU, and the CUDA build of vLLM runs on nothing else; "
+            "install the NVIDIA driver (for containers its container toolkit too, see deploy/compose/gpu.yaml), "
+            "or the CPU build: `make install DEVICE=cpu`"
+        )
+    if found != device:
+        raise SettingsError(
+            f"setting worker.device: {device!r}, but vLLM is installed for {found!r}; use {found!r}"
+        )
+
+
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent dies: no engine outlives its worker."""
     libc = ctypes.CDLL(None, use_errno=True)

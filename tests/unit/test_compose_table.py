@@ -13,6 +13,7 @@ from services.gateway.config import GatewaySettings
 from services.mempool.config import MempoolSettings
 from services.mempool.keeper.config import KeeperSettings
 from services.scheduler.config import SchedulerSettings
+from shared.engine.vllm_setup import VLLM_VERSION
 from shared.engine.worker_config import WorkerSettings
 
 COMPOSE = Path(__file__).parents[2] / "deploy" / "compose"
@@ -178,9 +179,34 @@ def test_workers_have_no_way_out_of_the_cluster_network():
     assert reaching_out == {"gateway", "jaeger"}
 
 
-@pytest.mark.parametrize("overlay", ["gpu.yaml", "ci/mounted-engine.yaml"])
-def test_an_overlay_changes_only_the_workers(overlay):
-    assert load(overlay)["services"].keys() == {"prefill", "decode"}
+def test_for_tests_only_the_workers_change():
+    assert load("ci/mounted-engine.yaml")["services"].keys() == {"prefill", "decode"}
+
+
+def test_with_gpus_the_workers_and_the_mempool_that_makes_their_pages_have_them_and_nobody_else():
+    overlay = load("gpu.yaml")["services"]
+    assert overlay.keys() == {"prefill", "decode", "mempool"}
+    for service in overlay.values():
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"]
+        assert "quire/engine-cuda" in service["image"]
+        assert service["build"]["args"]["REQUIREMENTS"] == "engine-cuda.txt"
+    assert overlay["mempool"]["deploy"]["resources"]["reservations"]["devices"][0]["count"] == "all"
+    assert overlay["mempool"]["build"]["dockerfile"].endswith("Dockerfile.engine"), (
+        "the small image has no CUDA"
+    )
+
+
+def test_the_cuda_image_is_the_hosted_vllm_with_what_the_mempool_needs_for_gpu_pages():
+    lock = (COMPOSE.parents[1] / "requirements" / "engine-cuda.txt").read_text("utf-8").splitlines()
+    pinned = dict(
+        line.split(" ")[0].split("==") for line in lock if "==" in line and not line.startswith("#")
+    )
+    assert pinned["vllm"] == VLLM_VERSION
+    runtime = (COMPOSE.parents[1] / "requirements" / "runtime.txt").read_text("utf-8").splitlines()
+    small = {line.split("==")[0] for line in runtime if "==" in line and not line.startswith("#")}
+    assert small <= pinned.keys(), "the mempool and its keeper run from this image too"
+    assert "cuda-bindings" in pinned
 
 
 @pytest.mark.parametrize("name", ["Dockerfile.runtime", "Dockerfile.engine"])

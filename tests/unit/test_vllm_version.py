@@ -1,6 +1,8 @@
 """Exactly one version of vLLM is hosted; any other is refused in words that name both."""
 
+import sys
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,3 +42,24 @@ def test_no_vllm_at_all_is_told_with_what_to_do(monkeypatch):
     install(monkeypatch)
     with pytest.raises(SettingsError, match="run `make install`"):
         vllm_setup.check_version()
+
+
+def on_platform(monkeypatch, device_type: str) -> None:
+    """vLLM, not imported here, finds this platform; "" is its CUDA build where there is no GPU."""
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(device_type=device_type))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=platforms))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_cuda_build_without_a_gpu_is_told_with_what_to_do(monkeypatch, device):
+    on_platform(monkeypatch, "")
+    with pytest.raises(SettingsError, match=r"no NVIDIA GPU.*container toolkit.*make install DEVICE=cpu"):
+        vllm_setup.check_platform(device)
+
+
+def test_a_device_that_the_installed_vllm_is_not_for_is_refused_by_name(monkeypatch):
+    on_platform(monkeypatch, "cpu")
+    vllm_setup.check_platform("cpu")
+    with pytest.raises(SettingsError, match=r"worker\.device: 'cuda', but vLLM is installed for 'cpu'"):
+        vllm_setup.check_platform("cuda")
