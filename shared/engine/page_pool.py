@@ -83,6 +83,7 @@ class PageBlockPool(SwapPages, BlockPool):
         self.clock: Callable[[], float] = time.monotonic  # seconds
         self._expected_until_s = 0.0
         self._written: list[Owned] = []
+        self._removed: list[BlockHash] = []  # from the cache, and nobody was told yet
         self._begun = bytearray(self.num_gpu_blocks)  # 1: the mempool knows that the page is being written
 
     # -- pages come and go ----------------------------------------------------------------------------
@@ -109,9 +110,10 @@ class PageBlockPool(SwapPages, BlockPool):
             self._evict(count - len(spare))
             self.num_expected = expected  # what is asked back is not replaced
         self._evict(self.quota.take_uncache())
-        if asked := self.quota.take_vacate():  # one at a time: a step waits meanwhile
-            self._vacate(asked[1])
-            self.quota.vacated(asked[0])
+        numbers, pages = self.quota.take_vacates()
+        if numbers:
+            self._vacate(pages)
+            self.quota.vacated(numbers)
 
     def _vacate(self, pages: list[Owned]) -> None:
         """Let go of those that are in stock, or sealed and used by no request; they are not replaced."""
@@ -324,12 +326,22 @@ class PageBlockPool(SwapPages, BlockPool):
             self.seals.blocks[block.block_id] = SealedPage(page, epoch, hashes[index], parent, block_size)
 
     def _emit_block_removed_events(self, removed_hashes: list[BlockHashWithGroupId]) -> None:
-        self.on_cache_event("removed", [BlockHash(get_block_hash(h)) for h in removed_hashes])
+        self._removed += [BlockHash(get_block_hash(h)) for h in removed_hashes]
+
+    def tell_removed(self) -> None:
+        """One event for all blocks that left the cache since the last: each costs a message, and a step waits for it.
+
+        Before anything is said to be stored, before pages are unpinned, and with every step.
+        """
+        if self._removed:
+            removed, self._removed = self._removed, []
+            self.on_cache_event("removed", removed)
 
     # -- steps --------------------------------------------------------------------------------------------
 
     def step_scheduled(self, step: int) -> None:
         """The step is about to run: say what it writes, keep what it seals until it is over."""
+        self.tell_removed()
         written, self._written = self._written, []
         self.quota.writing(written)
         if self.seals.blocks:
@@ -362,6 +374,7 @@ class PageBlockPool(SwapPages, BlockPool):
                 self.kinds[block_id] = SEALED
             self.sealed_pages.update(seals.blocks)
             self.quota.seal(list(seals.blocks.values()))
+            self.tell_removed()
             self.on_cache_event("stored", [sealed.block_hash for sealed in seals.blocks.values()])
         self.quota.seal([page for _, page in tails])
         if self.on_steps_done is not None:
@@ -381,6 +394,7 @@ class PageBlockPool(SwapPages, BlockPool):
 
     def _let_go(self, blocks: list[KVCacheBlock]) -> None:
         """Sealed blocks that nobody here uses: the mempool fills this engine's share up again."""
+        self.tell_removed()
         if blocks:
             owned = [self.own(block) for block in blocks]
             self._forget(blocks)

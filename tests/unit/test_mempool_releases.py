@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from services.mempool.core.releases import MAX_PAGES_UNDER_WAY, PAGES_PER_VACATE
 from services.mempool.core.space import Plan
 from shared.errors import PeerProtocolError
 from shared.ids import Epoch, InstanceId
@@ -357,3 +358,27 @@ def test_who_wants_all_memory_back_hears_of_a_release_that_failed():
     rig.settle()
     assert rig.counts() == {"free": 4}
     assert (len(rig.answers), rig.answers[-1].num_bytes) == (2, 0)
+
+
+def test_what_goes_in_small_parts_is_asked_for_in_large_ones():
+    rig = ReleaseRig(MAX_PAGES_UNDER_WAY)  # twice as many pages
+    rig.two_ranks()
+    rig.pages_engine(3, quota=2 * MAX_PAGES_UNDER_WAY)
+    rig.need(3, 2 * MAX_PAGES_UNDER_WAY)
+    rig.press(2 * MAX_PAGES_UNDER_WAY * UNIT_BYTES)
+    sizes = []
+    while rig.vacates or rig.pending or any(rank.inbox for rank in rig.ranks.values()):
+        if rig.vacates:
+            sizes.append(len(rig.vacates[0][1].pages) // 4)
+            rig.vacate()
+        for connection, rank in rig.ranks.items():
+            while rank.inbox:  # a word for each slab
+                slabs = u32_list(rank.inbox.popleft().slabs)
+                rank.slabs.difference_update(slabs)
+                for slab in slabs:
+                    rig.say(connection, wire.Unmapped(slabs=u32_bytes([slab])))
+        while rig.system():
+            pass
+    least = -(-sum(sizes) // PAGES_PER_VACATE)
+    assert sum(sizes) >= MAX_PAGES_UNDER_WAY
+    assert len(sizes) <= least + 2, sizes

@@ -225,6 +225,8 @@ class Releases:
         room = max(0, MAX_PAGES_UNDER_WAY - under_way) // self.pages_per_unit
         if not room and not under_way:
             room = 1  # a unit of very many pages
+        if under_way and room < lacking and room * self.pages_per_unit < PAGES_PER_VACATE:
+            return 0  # engines answer a message a step: what comes free in small parts is asked for in large ones
         most, busy = min(lacking, room, self._choice.most()), self._busy() | self.vacating.keys()
         if call.candidates is None and room:
             call.candidates = self._choice.search(busy)
