@@ -13,13 +13,14 @@ import json
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from loadtest import core_steps
 
 Stream = Callable[[str, list[int], int], AsyncIterator[int]]  # id, prompt, max_tokens -> tokens per output
+Work = Callable[[Stream, argparse.Namespace], Awaitable[list[dict[str, Any]]]]  # samples
 
 
 async def one(stream: Stream, name: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
@@ -80,6 +81,7 @@ async def rounds(stream: Stream, options: argparse.Namespace) -> list[dict[str, 
     await burst("flush", 0, prompts())  # the recorder writes in batches
     for sample, (begin, end) in zip(out, spans, strict=False):
         sample["steps_ms"] = core_steps.decode_steps(options.steps, begin, end, options.requests)
+        sample["driver_calls"] = core_steps.driver_calls(options.steps, begin, end, options.requests)
     return out
 
 
@@ -90,7 +92,7 @@ def decode_gaps(done: list[dict[str, Any]], most: int = 4_000) -> list[float]:
     return gaps[::stride]
 
 
-async def with_stock(options: argparse.Namespace) -> dict[str, Any]:
+async def with_stock(options: argparse.Namespace, work: Work = rounds) -> dict[str, Any]:
     """vLLM as it comes: its own runner, asynchronous scheduling, prefix caching."""
     from shared.engine import measured
 
@@ -101,14 +103,18 @@ async def with_stock(options: argparse.Namespace) -> dict[str, Any]:
         max_num_batched_tokens=options.batched_tokens,
         gpu_memory_utilization=options.utilization,
         kv_cache_bytes=options.kv_cache_bytes,
+        enforce_eager=options.eager,
     )
     facts = {**stock.facts(), "used_bytes": measured.used_bytes()}
-    out = {**facts, "samples": await rounds(stock.stream, options)}
+    samples = await work(stock.stream, options)
+    facts["used_after_bytes"] = measured.used_bytes()
     stock.close()
-    return out
+    return {**facts, "samples": samples}
 
 
-async def with_pages(options: argparse.Namespace, engine: Any, client: Any) -> dict[str, Any]:
+async def with_pages(
+    options: argparse.Namespace, engine: Any, client: Any, work: Work = rounds
+) -> dict[str, Any]:
     """As a worker does: lease what the mempool knows of the prompt, then generate."""
     from shared.engine import measured
     from shared.engine.interface import EngineRequest
@@ -135,19 +141,33 @@ async def with_pages(options: argparse.Namespace, engine: Any, client: Any) -> d
         if lease is not None:
             pages.settle(lease.lease_id, engine, done)
 
-    status = await client.status()
+    status = await all_granted(client)
     facts = {
         "block_tokens": engine.description.block_tokens,
         "num_blocks": status.counters["pages_granted"] if status else 0,  # what the pool lets one engine have
         "page_bytes": status.page_bytes if status else 0,
         "used_bytes": measured.used_bytes(),
     }
-    samples = await rounds(stream, options)
+    samples = await work(stream, options)
+    facts["used_after_bytes"] = measured.used_bytes()
     status = await client.status()
     counters = status.counters if status else {}
     await client.close()
     await engine.close()
     return {**facts, "samples": samples, "counters": counters}
+
+
+async def all_granted(client: Any, patience_s: float = 10.0) -> Any:
+    """The pool's status once it has stopped granting pages: many small ones come in several messages."""
+    end_s = time.monotonic() + patience_s
+    status = await client.status()
+    while time.monotonic() < end_s:
+        await asyncio.sleep(0.3)
+        now = await client.status()
+        if now and status and now.counters["pages_granted"] == status.counters["pages_granted"]:
+            return now
+        status = now
+    return status
 
 
 def device_first(options: argparse.Namespace) -> None:
@@ -178,11 +198,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--block-tokens", type=int, default=64)
     parser.add_argument("--utilization", type=float, default=0.85)
     parser.add_argument("--kv-cache-bytes", type=int, default=0)
+    parser.add_argument("--eager", action="store_true", help="neither torch.compile nor CUDA graphs")
+    parser.add_argument("--go", default="", help="make no engine before this file exists")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--mempool-socket", default="")
     options = parser.parse_args(argv)
     options.steps = Path(options.out).with_suffix(".steps")
     device_first(options)
+    while options.go and not Path(options.go).exists():
+        time.sleep(0.05)
     options.vocabulary = json.loads(Path(options.model_dir, "config.json").read_text())["vocab_size"]
     if options.engine == "stock":
         result = asyncio.run(with_stock(options))
@@ -198,6 +222,7 @@ def main(argv: list[str]) -> int:
             block_tokens=options.block_tokens, max_model_len=options.max_model_len,
             max_num_seqs=options.requests, max_num_batched_tokens=options.batched_tokens,
             gpu_memory_utilization=options.utilization, kv_cache_bytes=options.kv_cache_bytes,
+            enforce_eager=options.eager,
         )  # fmt: skip
         engine = make_engine(settings)
         client = MempoolClient(options.mempool_socket, InstanceId("bench"))

@@ -14,6 +14,7 @@ MEASURES = {  # result name: module
     "cluster-footprint": "loadtest.bench_footprint",
     "h200-swap": "loadtest.bench_swap",
     "h200-contiguous": "loadtest.bench_contiguous",
+    "h200-arxiv-long": "loadtest.bench_arxiv_long",
     "h200-weave": "loadtest.bench_weave",
     "h200-vmm": "loadtest.bench_pages",
     "h200-release": "loadtest.bench_release",

@@ -18,11 +18,16 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from shared.engine.measured_driver_calls import count_driver_calls
+
 
 def record_steps(path: Path) -> None:
-    """From now on every engine core made here appends "end_s interval_ms num_requests num_tokens" per step."""
+    """From now on every engine core made here appends a line for every step: "end_s interval_ms num_requests num_tokens
+    inline background", the last two as in DriverCalls, since counting began.
+    """
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # noqa: TID251  vLLM's setting: a spawned core has no recorder
     stock = scheduler_module.Scheduler.update_from_output
+    calls = count_driver_calls()
     lines: list[str] = []
     last = 0.0
 
@@ -32,7 +37,9 @@ def record_steps(path: Path) -> None:
         now = time.perf_counter()
         scheduled = scheduler_output.num_scheduled_tokens
         total = scheduler_output.total_num_scheduled_tokens
-        lines.append(f"{now:.6f} {(now - last) * 1e3:.4f} {len(scheduled)} {total}\n")
+        lines.append(
+            f"{now:.6f} {(now - last) * 1e3:.4f} {len(scheduled)} {total} {calls.inline} {calls.background}\n"
+        )
         last = now
         if total == 0 or len(lines) >= 500:  # idle, or enough for one write
             with path.open("a") as file:

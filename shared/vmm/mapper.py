@@ -23,6 +23,7 @@ from shared.vmm.errors import VmmError, VmmUnavailable
 from shared.vmm.interface import OP_PAUSE, Op
 
 RING_ROWS = 1 << 14  # ops that may wait; a submitter waits for room beyond that
+MAPPER_THREAD = "quire-mapper"
 WAIT_TIMEOUT_S = 30.0
 
 
@@ -97,7 +98,7 @@ class NativeMapper:
         self._poll.register(self._done_fd, select.POLLIN)
         self._closed = False
         self._warm_up()
-        self._thread = threading.Thread(target=self._serve, name="quire-mapper", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=MAPPER_THREAD, daemon=True)
         self._thread.start()
 
     def _word(self, index: int) -> int:
@@ -203,7 +204,7 @@ class ThreadMapper:
         self._submitted = self._done = 0
         self._failure = ""
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="quire-mapper", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=MAPPER_THREAD, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
