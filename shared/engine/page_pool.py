@@ -23,14 +23,13 @@ from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
-    BlockHashWithGroupId,
     FreeKVCacheBlockQueue,
     KVCacheBlock,
-    get_block_hash,
     make_block_hash_with_group_id,
 )
 
 from shared.engine.page_swaps import FAR, GROUP, LEASED, SEALED, STOCK, UNKNOWN, WRITING, SwapPages
+from shared.engine.pool_events import PoolEvents
 from shared.ids import BlockHash, Epoch, PageId
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.mempool.page_quota import Owned, PageQuota, SealedPage
@@ -46,7 +45,7 @@ class StepSeals:
     blocks: dict[int, SealedPage] = field(default_factory=dict)
 
 
-class PageBlockPool(SwapPages, BlockPool):
+class PageBlockPool(PoolEvents, SwapPages, BlockPool):
     """See the module. Everything runs on the engine core's thread.
 
     `on_cache_event`: ("stored" | "removed" | "cleared", hashes), for the prompt tree.
@@ -83,7 +82,7 @@ class PageBlockPool(SwapPages, BlockPool):
         self.clock: Callable[[], float] = time.monotonic  # seconds
         self._expected_until_s = 0.0
         self._written: list[Owned] = []
-        self._removed: list[BlockHash] = []  # from the cache, and nobody was told yet
+        self.removed: list[BlockHash] = []  # from the cache, and nobody was told yet
         self._begun = bytearray(self.num_gpu_blocks)  # 1: the mempool knows that the page is being written
 
     # -- pages come and go ----------------------------------------------------------------------------
@@ -325,18 +324,6 @@ class PageBlockPool(SwapPages, BlockPool):
             parent = hashes[index - 1] if index else request.quire_seed
             self.seals.blocks[block.block_id] = SealedPage(page, epoch, hashes[index], parent, block_size)
 
-    def _emit_block_removed_events(self, removed_hashes: list[BlockHashWithGroupId]) -> None:
-        self._removed += [BlockHash(get_block_hash(h)) for h in removed_hashes]
-
-    def tell_removed(self) -> None:
-        """One event for all blocks that left the cache since the last: each costs a message, and a step waits for it.
-
-        Before anything is said to be stored, before pages are unpinned, and with every step.
-        """
-        if self._removed:
-            removed, self._removed = self._removed, []
-            self.on_cache_event("removed", removed)
-
     # -- steps --------------------------------------------------------------------------------------------
 
     def step_scheduled(self, step: int) -> None:
@@ -374,8 +361,7 @@ class PageBlockPool(SwapPages, BlockPool):
                 self.kinds[block_id] = SEALED
             self.sealed_pages.update(seals.blocks)
             self.quota.seal(list(seals.blocks.values()))
-            self.tell_removed()
-            self.on_cache_event("stored", [sealed.block_hash for sealed in seals.blocks.values()])
+            self.tell_stored([sealed.block_hash for sealed in seals.blocks.values()])
         self.quota.seal([page for _, page in tails])
         if self.on_steps_done is not None:
             self.on_steps_done(step)

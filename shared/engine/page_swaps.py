@@ -49,6 +49,5 @@ class SwapPages:
         block.ref_cnt += 1
         if block.block_hash is None:
             self._insert_block_hash(make_block_hash_with_group_id(page.block_hash, GROUP), block, None)
-            self.tell_removed()
-            self.on_cache_event("stored", [page.block_hash])
+            self.tell_stored([page.block_hash])
         return block

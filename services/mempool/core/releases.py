@@ -143,7 +143,7 @@ class Releases:
 
     def tick(self, now_ms: int) -> None:
         """End the call whose time is over."""
-        for call in [call for call in self.calls if now_ms >= call.until_ms]:
+        for call in [c for c in self.calls if now_ms >= c.until_ms]:
             if call is self.calls[0] and not call.regains:
                 for unit in [u for u in self.vacating if u in call.units]:
                     self._keep(unit)
@@ -190,8 +190,6 @@ class Releases:
                 left.discard(page)
         read = {page // self.pages_per_unit for page in self._memory.read_early}
         whole = sorted(unit for unit, left in self.vacating.items() if not left and unit not in read)
-        if not whole:
-            return
         mappers = self.mappers if self._memory.pages_per_slab else set[int]()
         for unit in whole:
             del self.vacating[unit]
@@ -200,7 +198,7 @@ class Releases:
         if mappers:
             for connection in self.ready:
                 self._tell(connection, whole, ())
-        else:
+        elif whole:
             self._free(whole)
 
     def _free(self, units: Sequence[int]) -> None:
@@ -226,7 +224,7 @@ class Releases:
         if not room and not under_way:
             room = 1  # a unit of very many pages
         if under_way and room < lacking and room * self.pages_per_unit < PAGES_PER_VACATE:
-            return 0  # engines answer a message a step: what comes free in small parts is asked for in large ones
+            return 0  # engines answer a message a step
         most, busy = min(lacking, room, self._choice.most()), self._busy() | self.vacating.keys()
         if call.candidates is None and room:
             call.candidates = self._choice.search(busy)

@@ -1,0 +1,28 @@
+"""What a block pool says about its prefix cache, for the prompt tree: few messages, and in order."""
+
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_block_hash
+
+from shared.ids import BlockHash
+
+
+class PoolEvents:
+    """Part of PageBlockPool. `on_cache_event`: ("stored" | "removed" | "cleared", hashes)."""
+
+    def _emit_block_removed_events(self: Any, removed_hashes: list[BlockHashWithGroupId]) -> None:
+        self.removed += [BlockHash(get_block_hash(h)) for h in removed_hashes]
+
+    def tell_removed(self: Any) -> None:
+        """One event for all blocks that left the cache since the last: each costs a message, and a step waits for it.
+
+        Before anything is said to be stored, before pages are unpinned, and with every step.
+        """
+        if self.removed:
+            removed, self.removed = self.removed, []
+            self.on_cache_event("removed", removed)
+
+    def tell_stored(self: Any, hashes: list[BlockHash]) -> None:
+        """These are in the cache now."""
+        self.tell_removed()
+        self.on_cache_event("stored", hashes)
