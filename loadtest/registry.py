@@ -35,6 +35,7 @@ MEASURES = {  # result name: module
     "h200-context-caching": "loadtest.bench_caching",
     "locality": "loadtest.bench_locality",
     "simulated-locality": "loadtest.bench_locality",
+    "cluster-locality": "loadtest.bench_locality_cluster",
     "trace-replay": "loadtest.bench_trace_replay",
     "cluster-trace-replay": "loadtest.bench_trace_cluster",
     "simulated-profile": "loadtest.bench_profile",

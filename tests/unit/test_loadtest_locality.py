@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from loadtest import bench_locality, verify_results
+from loadtest import bench_locality, bench_locality_cluster, verify_results
 from loadtest.bench_locality import ARMS, Progress, capacity_per_s, metrics_from_samples, sample_of, workload
 from loadtest.figures import memserve
 from loadtest.locality_cluster import LocalityCluster
@@ -44,6 +44,29 @@ def test_ratios_are_medians_of_runs_with_the_same_requests():
     assert check_metrics(found) == []
     without_cost = [row for row in samples() if row.get("arm") != "cost"]
     assert metrics_from_samples(without_cost)["p99_ttft_vs_session_ratio"] == 0.5
+
+
+def test_the_order_on_the_cpu_cluster_is_compared_with_the_figures_where_documents_are_shared():
+    rows = samples()  # cost is beside session in its P99, and both arms hit as session does
+    found = bench_locality_cluster.metrics_from_samples(rows)
+    assert bench_locality_cluster.order_of(found) == {
+        "share2 cost: lower P99 of TTFT": True,
+        "share2 cost: more hits": False,
+        "share2 prompt_tree: lower P99 of TTFT": True,
+        "share2 prompt_tree: more hits": False,
+    }
+    assert found["figure15_order_ratio"] == 0.5
+    assert check_metrics(found) == []
+    assert found.items() >= metrics_from_samples(rows).items()
+    unshared = [row | {"ratio": 1} for row in rows]
+    assert "figure15_order_ratio" not in bench_locality_cluster.metrics_from_samples(unshared)
+
+
+@pytest.mark.parametrize("words", [["--device", "cuda"], ["--simulate", "h200"], ["--cost", "file"]])
+def test_the_measurement_on_the_cpu_cluster_refuses_other_places(words):
+    with pytest.raises(SystemExit, match="the CPU cluster only"):
+        bench_locality_cluster.parse(words)
+    assert bench_locality_cluster.parse(["--scale", "0.5"]).max_lag_ms == bench_locality_cluster.MAX_LAG_MS
 
 
 def test_every_arm_gets_the_same_requests_in_tokens_of_its_own():
