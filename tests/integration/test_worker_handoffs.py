@@ -1,11 +1,14 @@
 """A worker's hand-offs: whose pages wait for decode, and whose for nobody."""
 
+import asyncio
+
 import pytest
 
 from shared.wire.requests import SamplingSpec
 from tests.integration.test_worker_front import FakePages, model_dir, running, until
+from tests.integration.test_worker_mempool import disaggregated, pool, sides
 
-__all__ = ["model_dir"]  # a fixture
+__all__ = ["model_dir", "pool"]  # fixtures
 
 
 @pytest.mark.parametrize("end", ["one token asked for", "first token stops", "deadline", "gateway gone"])
@@ -52,3 +55,22 @@ async def test_a_hand_off_that_was_told_keeps_its_pages(model_dir):
         gateway.generate("q", list(range(3, 103)), stage="prefill", max_tokens=1)
         await gateway.end_of("q")
         assert pages.dropped == []
+
+
+async def test_a_running_mempool_pins_nothing_behind_prompts_that_their_first_token_ends(model_dir, pool):
+    async with sides(model_dir, pool[1]) as (made, prefill, decode):
+        vocabulary = made[0].engine.vocabulary
+        for number in range(8):
+            prompt = list(range(3 + number, 203 + number))
+            stop = vocabulary.tokens(prompt, 1)
+            stops = SamplingSpec(max_tokens=9, temperature=0.0, stop_token_ids=stop)
+            prefill.generate(f"one-{number}", prompt, stage="prefill", max_tokens=1)
+            prefill.generate(f"stop-{number}", prompt, stage="prefill", sampling=stops)
+            assert (await prefill.end_of(f"one-{number}")).handoff is None
+            assert (await prefill.end_of(f"stop-{number}")).handoff is None
+        await disaggregated(prefill, decode, "whole", list(range(400, 500)))
+
+        async with asyncio.timeout(5):  # of the 10 s for which a hand-off waits
+            while (status := await made[0].client.status()).num_handoffs or status.num_pinned:  # noqa: ASYNC110 - of another process
+                await asyncio.sleep(0.01)
+        assert not status.counters.get("handoffs_expired")
