@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,9 @@ class Supervisor:
             event["log"] = str(self._log(notice.name))
             start = self._log_starts.get(notice.name, 0)
             event["log_tail"] = tail(self._log(notice.name), lines=TAIL_LINES, start=start)
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S")
+        stamp = (
+            datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        )  # as services' logs
         print(f"{stamp} {notice.event} {notice.name}: {notice.text}", file=sys.stderr, flush=True)
         self._control.publish(event)
         self._write_state()

@@ -179,6 +179,9 @@ class Cluster:
             call.first_ns = time.monotonic_ns()
         if call.flow.continues:
             call.output_ids += chunk.token_ids
+            if call.flow.resume_by_ms:
+                spare_ms = call.flow.mark_resumed(now_ms=_now_ms())
+                _log.info("resumed", request=call.request_id, spare_ms=spare_ms)
             if chunk.finish_reason is not None:
                 call.flow.mark_answered()
         try:

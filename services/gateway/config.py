@@ -54,6 +54,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     shed_wait_ms: int = 1_000  # how long a request waits when every instance is full
     place_reply_ms: int = 1_000
     request_deadline_ms: int = 600_000
+    resume_deadline_ms: int = (
+        1_800  # a begun stream that lost its instance: to its next token, else one error event
+    )
     # attempts that are placed again when an instance fails, per process: this share of the requests, ...
     retry_share: float = 0.2
     retry_floor_per_s: float = 5.0  # ... and so many a second, ...
@@ -82,7 +85,7 @@ def _check(found: GatewaySettings) -> None:
     split_listen(found.listen)
     for name in (
         "processes", "max_body_bytes", "max_header_bytes", "max_concurrent_requests", "placement_deadline_ms",
-        "place_reply_ms", "request_deadline_ms", "header_timeout_ms", "body_idle_timeout_ms",
+        "place_reply_ms", "request_deadline_ms", "resume_deadline_ms", "header_timeout_ms", "body_idle_timeout_ms",
         "tree_lookup_deadline_ms", "tree_cache_age_ms", "membership_interval_ms", "keep_alive_timeout_ms",
         "slow_reader_bytes",
     ):  # fmt: skip

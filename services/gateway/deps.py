@@ -47,6 +47,7 @@ class Gateway:
             shed_wait_ms=settings.shed_wait_ms,
             place_reply_ms=settings.place_reply_ms,
             request_deadline_ms=settings.request_deadline_ms,
+            resume_deadline_ms=settings.resume_deadline_ms,
         )
         budget = RetryBudget(settings.retry_share, settings.retry_floor_per_s, settings.retry_burst)
         self.cluster = Cluster(

@@ -74,11 +74,11 @@ async def world():
         await each.stop()
 
 
-def submit(cluster, sink, n=1, limits=LIMITS) -> Call:
+def submit(cluster, sink, n=1, limits=LIMITS, temperature=1.0) -> Call:
     call = Call(
         RequestId("r1"), sink, prompt=pack_tokens(list(range(20))),
-        sampling=SamplingSpec(max_tokens=100, n=n), hits=[], session="", tenant="", span=start_span("t"),
-        limits=limits,
+        sampling=SamplingSpec(max_tokens=100, n=n, temperature=temperature),
+        hits=[], session="", tenant="", span=start_span("t"), limits=limits,
     )  # fmt: skip
     sink.call = call
     cluster.submit(call)
@@ -136,6 +136,27 @@ async def test_a_worker_that_dies_after_output_fails_the_call_within_two_seconds
     sink = ListSink()
     submit(cluster, sink)
     assert await ended(sink, 2.0) == ["peer.gone"]
+
+
+async def test_a_begun_stream_whose_next_instance_is_silent_ends_and_stops_its_work(world):
+    cluster, scheduler, a, b = world
+    scheduler.decide = colocate(a, b)
+
+    async def die(worker, identity, gen, prompt):
+        worker.tokens(identity, gen, [1])
+        await asyncio.sleep(0.05)
+        worker.die()
+
+    async def say_nothing(worker, identity, gen, prompt):
+        await asyncio.Event().wait()
+
+    a.script, b.script = die, say_nothing
+    sink = ListSink()
+    submit(cluster, sink, temperature=0.0)
+    assert await ended(sink) == ["peer.gone"], "not the request's own deadline, which is much later"
+    assert b.prompts == [[*range(20), 1]], "it was asked to go on behind what the client has"
+    await until(lambda: [abort.attempt for abort in b.aborted] == [2])
+    await until(lambda: [e.attempt for e in scheduler.ended] == [1, 2])
 
 
 async def test_a_worker_that_cannot_be_reached_is_replaced(world):

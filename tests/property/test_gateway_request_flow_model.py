@@ -25,6 +25,7 @@ from shared.wire.placement import Placed, Rejected, Target
 
 DESCRIPTION = EngineDescription(model="m", fingerprint="f", dtype="float32", layout="l", backend="b")
 NAMES = ["a", "b", "c"]
+RESUME_MS = 300
 EVENTS = [
     "placed", "colocated", "rejected", "scheduler_down", "prefilled", "no_handoff", "tokens", "last_token",
     "finished", "failed", "fatal", "down", "gone", "satisfied", "broken", "tick",
@@ -48,8 +49,9 @@ class World:
     """Runs the machine and keeps the books that the claims are about."""
 
     def __init__(self, continues):
-        self.flow = RequestFlow(Limits(1_000, 200, 100, 5_000), continues=continues)
+        self.flow = RequestFlow(Limits(1_000, 200, 100, 5_000, RESUME_MS), continues=continues)
         self.now_ms = 0
+        self.lost_ms: int | None = None  # since when a client that reads waits for what comes next
         self.outcomes = []
         self.working: set[tuple[int, str]] = set()  # (attempt, instance) told to generate, not told to stop
         self.counted: set[int] = set()  # attempts in the scheduler's load view
@@ -75,6 +77,11 @@ class World:
             elif isinstance(action, GoOn):
                 assert self.flow.bytes_sent, "nothing to go on behind"
                 assert self.flow.continues, "output that cannot be gone on behind"
+                self.lost_ms = self.now_ms if self.lost_ms is None else self.lost_ms
+
+    def went_on(self):
+        self.flow.mark_resumed(now_ms=self.now_ms)
+        self.lost_ms = None
 
     def event(self, name, a, b, stale, elapsed_ms):  # noqa: C901 - one branch for each kind of event
         flow = self.flow
@@ -106,11 +113,14 @@ class World:
                 self.working.discard((attempt, flow.placed.prefill.instance))
             if self.flow.continues and not stale:
                 flow.mark_sent()  # prefill's token is the client's
+                if was is Phase.PREFILLING:
+                    self.went_on()
             handoff = HandoffState(handoff_id=HandoffId("h"), source=InstanceId(a), description=DESCRIPTION)
             self.take(flow.on_prefilled(attempt, handoff if name == "prefilled" else None, now_ms=now_ms))
         elif name in ("tokens", "last_token"):
             if flow.accepts(attempt):
                 flow.mark_sent()
+                self.went_on()
                 if name == "last_token":
                     flow.mark_answered()
         elif name == "finished":
@@ -160,6 +170,8 @@ def test_exactly_one_outcome_and_nothing_left_running(steps, continues):
         world.event(name, a, b, stale, elapsed_ms)
         assert len(world.outcomes) <= 1
         assert (world.flow.phase is Phase.ENDED) == bool(world.outcomes)
+        if name == "tick" and world.lost_ms is not None and not world.outcomes:
+            assert world.now_ms < world.lost_ms + RESUME_MS, "a client that reads was left waiting"
         if sent_before and not continues:
             assert world.flow.attempt == attempt_before, "repeated after the client saw output"
         if answered_before:

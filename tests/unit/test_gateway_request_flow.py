@@ -19,7 +19,13 @@ from shared.kv.layout import EngineDescription
 from shared.wire.handoff import HandoffState
 from shared.wire.placement import Placed, Rejected, Target
 
-LIMITS = Limits(placement_deadline_ms=1_000, shed_wait_ms=200, place_reply_ms=100, request_deadline_ms=10_000)
+LIMITS = Limits(
+    placement_deadline_ms=1_000,
+    shed_wait_ms=200,
+    place_reply_ms=100,
+    request_deadline_ms=10_000,
+    resume_deadline_ms=900,
+)
 P0 = Target(instance=InstanceId("p0"), epoch=Epoch(1), role="prefill", endpoint="tcp://p0")
 D0 = Target(instance=InstanceId("d0"), epoch=Epoch(1), role="decode", endpoint="tcp://d0")
 DESCRIPTION = EngineDescription(model="m", fingerprint="f", dtype="float32", layout="l", backend="b")
@@ -66,6 +72,51 @@ def test_a_request_that_continues_goes_on_behind_what_the_client_has():
     flow.on_placed(placed(2, prefill=None, decode=P0), now_ms=4)
     actions = flow.on_failed(2, "x", "text", False, now_ms=5, source=P0.instance)
     assert actions[-1] == Fail("x", "text"), "what can never run is not tried again"
+
+
+def begun_and_lost() -> RequestFlow:
+    """A stream that goes on: it lost its instance at 3 ms and waits for attempt 2."""
+    flow = RequestFlow(LIMITS, continues=True)
+    flow.start(now_ms=0)
+    flow.on_placed(placed(1), now_ms=1)
+    flow.on_prefilled(1, HANDOFF, now_ms=2)
+    flow.mark_sent()
+    flow.on_instance_down(D0.instance, now_ms=3)
+    return flow
+
+
+def test_a_begun_stream_that_no_instance_takes_ends_within_the_resume_deadline():
+    flow, now_ms = begun_and_lost(), 3
+    while flow.phase is not Phase.ENDED:
+        flow.on_rejected(rejected(flow.attempt), now_ms=now_ms)
+        assert flow.wants_quick_ticks
+        now_ms += 50
+        actions = flow.on_tick(now_ms=now_ms)
+    assert actions[-1].code == "peer.gone"
+    assert 3 + LIMITS.resume_deadline_ms <= now_ms <= 3 + LIMITS.resume_deadline_ms + 50
+
+
+def test_a_begun_stream_ends_in_time_also_when_its_new_instance_is_silent_or_lost_again():
+    flow = begun_and_lost()
+    flow.on_placed(placed(2, prefill=None, decode=P0), now_ms=10)
+    assert flow.wants_quick_ticks
+    flow.on_instance_down(P0.instance, now_ms=400)
+    flow.on_tick(now_ms=500)
+    flow.on_placed(placed(3, prefill=None, decode=D0), now_ms=510)
+    due_ms = 3 + LIMITS.resume_deadline_ms
+    assert flow.on_tick(now_ms=due_ms - 1) == []
+    *aborts, ended, fail = flow.on_tick(now_ms=due_ms)
+    assert aborts == [SendAbort(3, D0)]
+    assert ended == SendEnded(3)
+    assert fail.code == "peer.gone"
+
+
+def test_a_stream_that_went_on_owes_nothing_more():
+    flow = begun_and_lost()
+    flow.on_placed(placed(2, prefill=None, decode=P0), now_ms=10)
+    assert flow.mark_resumed(now_ms=100) == 3 + LIMITS.resume_deadline_ms - 100
+    assert not flow.wants_quick_ticks
+    assert flow.on_tick(now_ms=5_000) == []
 
 
 def test_an_answer_whose_last_token_has_come_is_complete_though_its_instance_is_gone():

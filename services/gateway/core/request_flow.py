@@ -8,7 +8,8 @@
 
 Every attempt is one placement; replies that name another attempt are stale and change nothing. Once a byte
 has left for the client an attempt is never repeated, so no client sees two answers in one stream; but a request that
-`continues` (can_continue() of shared/wire/requests.py) goes on in the next attempt behind the tokens that it has.
+`continues` (can_continue() of shared/wire/requests.py) goes on in the next attempt behind the tokens that it has. It
+has `resume_deadline_ms` for its next token: who reads a stream hears within two seconds how it goes on or ends.
 """
 
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class Limits:
     shed_wait_ms: int = 1_000
     place_reply_ms: int = 1_000
     request_deadline_ms: int = 600_000
+    resume_deadline_ms: int = 1_800  # of a begun stream, from the loss of its instance to its next token
 
 
 class SendPlace(Struct, frozen=True):
@@ -130,6 +132,9 @@ class RequestFlow:
     _shed_by_ms: int = 0
     _wake_ms: int = 0  # PLACING: the answer is overdue; BACKOFF: place again
     _backoff_ms: int = BACKOFF_FIRST_MS
+    resume_by_ms: int = (
+        0  # a begun stream lost its instance: its next token must come by then; 0: nothing is owed
+    )
 
     def start(self, *, now_ms: int) -> list[Action]:
         """First placement."""
@@ -152,6 +157,11 @@ class RequestFlow:
     def mark_answered(self) -> None:
         """The last token of every choice has come."""
         self.answered = True
+
+    def mark_resumed(self, *, now_ms: int) -> int:
+        """A stream that had lost its instance has its next token. Returns the ms that were left."""
+        spare_ms, self.resume_by_ms = self.resume_by_ms - now_ms, 0
+        return spare_ms
 
     # ---- scheduler ----
 
@@ -258,6 +268,10 @@ class RequestFlow:
         if now_ms >= self._deadline_ms:
             fail = Fail("peer.timeout", "The request's deadline passed.")
             return self._stop(fail)
+        if 0 < self.resume_by_ms <= now_ms:
+            return self._stop(
+                Fail("peer.gone", "The instance is gone, and no other went on with this in time.")
+            )
         if self.phase is Phase.PLACING and now_ms >= self._wake_ms:
             self.last_failure = "the scheduler does not answer"
             return [SendEnded(self.attempt), *self._place_later(now_ms)]
@@ -267,8 +281,10 @@ class RequestFlow:
 
     @property
     def wants_quick_ticks(self) -> bool:
-        """True while some wait shorter than a second is running."""
-        return self.phase in (Phase.PLACING, Phase.BACKOFF)
+        """True while some wait shorter than a second is running, or one that must end to the tenth of a second."""
+        return self.phase in (Phase.PLACING, Phase.BACKOFF) or (
+            self.resume_by_ms > 0 and self.phase is not Phase.ENDED
+        )
 
     # ---- inside ----
 
@@ -313,6 +329,10 @@ class RequestFlow:
     def _retry(self, message: str, now_ms: int) -> list[Action]:
         """A running attempt was lost, before the client saw a byte of it or with one that can go on."""
         lost = GoOn() if self.bytes_sent else Discard()
+        if (
+            self.bytes_sent and not self.resume_by_ms
+        ):  # another loss before the next token does not lengthen it
+            self.resume_by_ms = now_ms + self.limits.resume_deadline_ms
         self.last_failure = message
         self.num_retries += 1
         if self.num_retries == 1:  # the clock of a fresh placement; later losses do not lengthen it
