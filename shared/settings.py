@@ -105,8 +105,8 @@ def load(
         if name.startswith(prefix):
             key = name.removeprefix(prefix).lower()
             if key not in known:
-                near = _nearest(key, known)
-                raise SettingsError(f"unknown variable {name}{near}")
+                variables = [prefix + each.upper() for each in known]
+                raise SettingsError(f"unknown variable {name}{_nearest(name, variables)}")
             values[key] = _listed(cls, key, value)
     for key, value in parse_flags(argv, known).items():
         values[key] = _listed(cls, key, value)

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from deploy.local import config, receipt_text
-from deploy.local.terminal import bytes_text, err, fail, out, status_or_none
+from deploy.local.terminal import bytes_text, err, fail, out, program, status_or_none
 from shared.errors import PeerGone
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -116,7 +116,7 @@ class Reply:
             err.print(_receipt_table(self._receipt))
             for line in receipt_text.lines(self._receipt):
                 err.print(line, style="dim", markup=False)
-        err.print(f"quire trace {self._id}", style="dim", markup=False)
+        err.print(f"{program()} trace {self._id}", style="dim", markup=False)
 
 
 def _receipt_table(receipt: dict[str, Any]) -> Table:

@@ -15,7 +15,7 @@ from deploy.local import config, plan, run_supervisor
 from deploy.local.control import ControlClient
 from deploy.local.launch import tail
 from deploy.local.progress import Progress
-from deploy.local.terminal import fail, out, shorten, show_log_tail
+from deploy.local.terminal import fail, out, program, shorten, show_log_tail
 from shared.errors import PeerGone, SettingsError
 
 SUPERVISOR_START_S = 20.0
@@ -62,7 +62,7 @@ def up(
         key, sep, value = pair.partition("=")
         if not sep:
             raise SettingsError(f"--set {pair!r}: want KEY=VALUE; keys: {', '.join(config.cluster_keys())}")
-        argv += [f"--{key}", value]
+        argv += [f"--{config.cluster_key(key)}", value]
     if settings_file is not None:
         config.use_config_file(settings_file)
     found = config.load(argv)
@@ -190,11 +190,13 @@ def _summary(status: dict[str, Any]) -> None:
     key = " -H 'Authorization: Bearer KEY'" if status["authenticated"] else ""
     out.print()
     out.print(f"Quire serves [bold]{model}[/bold] at [bold]{url}/v1[/bold]")
-    out.print("  try     quire chat 'What is a list in Python?'", markup=False)
+    out.print(f"  try     {program()} chat 'What is a list in Python?'", markup=False)
     out.print(f"  curl    curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\")
     out.print(f"            -d '{msgspec.json.encode(body).decode()}'", markup=False)
     if status["trace_endpoint"]:
-        out.print(f"  traces  {status['trace_endpoint']} (OTLP); `quire trace REQUEST_ID --jaeger URL`")
+        out.print(f"  traces  {status['trace_endpoint']} (OTLP); `{program()} trace REQUEST_ID --jaeger URL`")
     else:
-        out.print(f"  traces  {shorten(status['traces'])}; `quire trace REQUEST_ID`")
-    out.print(f"  logs    {shorten(status['logs'])}; `quire logs`, `quire status`, `quire down`")
+        out.print(f"  traces  {shorten(status['traces'])}; `{program()} trace REQUEST_ID`")
+    out.print(
+        f"  logs    {shorten(status['logs'])}; `{program()} logs`, `{program()} status`, `{program()} down`"
+    )

@@ -4,7 +4,7 @@ import difflib
 import hashlib
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -213,12 +213,32 @@ def check_variable_names(env: Mapping[str, str]) -> None:
         if name.startswith("QUIRE_") and name not in settings.GLOBAL_VARIABLES:
             if name.startswith(prefixes):
                 continue  # settings.load() of its section checks the rest
-            known = [*settings.GLOBAL_VARIABLES, *(f"QUIRE_CLUSTER_{key.upper()}" for key in cluster_keys())]
+            known = [*settings.GLOBAL_VARIABLES, *_section_variables()]
             close = [f"QUIRE_CLUSTER_{name.removeprefix('QUIRE_')}"]
             if close[0] not in known:
                 close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
             near = f"; did you mean {close[0]}?" if close else f"; known prefixes: {', '.join(prefixes)}"
             raise SettingsError(f"unknown variable {name}{near}")
+
+
+def _section_variables() -> Iterator[str]:
+    for section, keys in [("cluster", cluster_keys()), *((s, section_keys(s)) for s in SECTION_CONFIGS)]:
+        yield from (f"QUIRE_{section.upper()}_{key.upper()}" for key in keys)
+
+
+def section_keys(section: str) -> list[str]:
+    """Names of all settings of one service; [] for a section without one."""
+    struct = section_struct(SECTION_CONFIGS[section])
+    return [field.name for field in msgspec.structs.fields(struct)] if struct is not None else []
+
+
+def cluster_key(name: str) -> str:
+    """`port` or `cluster.port` -> `port`. Raises: SettingsError for a service's own, with the variable that sets it."""
+    section, dot, key = name.partition(".")
+    if dot and section in SECTION_CONFIGS:
+        variable = f"QUIRE_{section}_{key}".replace("-", "_").upper()
+        raise SettingsError(f"--set {name}: that is a setting of one service; set {variable}")
+    return key if section == "cluster" else name
 
 
 def cluster_keys() -> list[str]:

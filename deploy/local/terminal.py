@@ -1,6 +1,7 @@
 """What every command shares: the consoles, exit codes, and errors as one sentence."""
 
 import json
+import shutil
 import sys
 import urllib.error
 import urllib.request
@@ -35,6 +36,12 @@ def fail(message: str, code: int = FAILED) -> NoReturn:
     """Print `error: ...` and exit."""
     err.print(f"error: {message}", style="red", markup=False)
     sys.exit(code)
+
+
+def program() -> str:
+    """`quire`, or its path as it was typed where the shell would not find the name: hints are there to be copied."""
+    typed = Path(sys.argv[0])
+    return str(typed) if typed.name == "quire" and shutil.which("quire") is None else "quire"
 
 
 def connect() -> ControlClient:

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deploy.local import config, plan
+from deploy.local import config, plan, terminal
 from deploy.local.config import ClusterSettings
 from shared.errors import SettingsError
 
@@ -33,9 +33,11 @@ def test_flags_beat_variables_and_variables_beat_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("env", "right"),
     [
-        ({"QUIRE_CLUSTER_MODLE": "x"}, "'model'"),
-        ({"QUIRE_GATEWAY_PROCESES": "2"}, "'processes'"),
-        ({"QUIRE_WORKER_DTYP": "x"}, "'dtype'"),
+        ({"QUIRE_CLUSTER_MODLE": "x"}, "QUIRE_CLUSTER_MODEL"),
+        ({"QUIRE_CLUSTER_PROT": "1"}, "QUIRE_CLUSTER_PORT"),
+        ({"QUIRE_GATEWAY_PROCESES": "2"}, "QUIRE_GATEWAY_PROCESSES"),
+        ({"QUIRE_GATWAY_LISTEN": "x"}, "QUIRE_GATEWAY_LISTEN"),
+        ({"QUIRE_WORKER_DTYP": "x"}, "QUIRE_WORKER_DTYPE"),
         ({"QUIRE_REDIS_ULR": "x"}, "QUIRE_REDIS_URL"),
         ({"QUIRE_MODEL": "x"}, "QUIRE_CLUSTER_MODEL"),
     ],
@@ -44,6 +46,12 @@ def test_unknown_variables_of_every_section_are_refused_with_the_nearest_right_o
     with pytest.raises(SettingsError, match="unknown variable") as refused:
         load(env=env)
     assert right in refused.value.message
+
+
+def test_set_takes_cluster_settings_with_or_without_their_section_and_names_the_variable_of_others():
+    assert config.cluster_key("port") == config.cluster_key("cluster.port") == "port"
+    with pytest.raises(SettingsError, match="set QUIRE_GATEWAY_TOKENIZER_THREADS"):
+        config.cluster_key("gateway.tokenizer-threads")
 
 
 @pytest.mark.parametrize(
@@ -114,3 +122,11 @@ def test_a_model_is_a_folder_with_a_config_or_an_id(tmp_path):
     found = plan.find_model(load(["--model", str(tmp_path)]))
     assert (found.folder, found.name) == (str(tmp_path.resolve()), tmp_path.name)
     assert plan.find_model(load(["--model", str(tmp_path), "--model-name", "mine"])).name == "mine"
+
+
+def test_a_hint_names_the_command_as_the_shell_finds_it(monkeypatch):
+    monkeypatch.setattr("sys.argv", [".venv/bin/quire", "up"])
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert terminal.program() == ".venv/bin/quire"
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/quire")
+    assert terminal.program() == "quire"
