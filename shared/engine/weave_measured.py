@@ -1,5 +1,6 @@
 """For measurements only: a vLLM engine of several ranks, stock or woven, and its forward passes' times."""
 
+import multiprocessing
 import os
 import time
 from importlib.util import find_spec
@@ -17,7 +18,8 @@ MODES = {  # of an engine of kind weave: (fuse_min_tokens, full_min_tokens, with
     "off": (0, 0, False),  # vLLM's own operations, eager as the others
     "alone": (0, 0, True),
 }
-KV_BYTES, SERVE_KV_BYTES = 2 << 30, 8 << 30
+KV_BYTES = {"cuda": 24 << 30, "cpu": 256 << 20}  # of each rank
+CAPTURED = [1, 2, 4, *range(8, 65, 8)]  # decode steps that are replayed; stock's and ours
 LEAST_WOVEN_TOKENS = 1024  # of steps that serve: TokenWeave 4.2.2 weaves hybrid batches from there on
 SPARE_TOKENS = 64
 _HERE = "shared.engine.weave_measured"
@@ -28,6 +30,14 @@ NO_MULTICAST = {
     "NVSHMEM_DISABLE_NVLS": "1",
     "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",  # the other one is multicast's
 }
+
+
+def preload() -> None:
+    """Before engines are forked: the measured shapes' class is known, so that no process has to look at it."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
 
 
 class ForwardTimes:
@@ -77,8 +87,8 @@ def _nothing_to_add(_self: Any, input_: torch.Tensor) -> torch.Tensor:
 class MeasuredEngine:
     """Random weights, no prefix cache. Make it in a process of its own.
 
-    Args: kind: one of KINDS; longest: tokens of a request; step_tokens: of a step, 0 for a whole request's;
-        max_seqs: requests that run at once.
+    Args: kind: one of KINDS; longest: tokens of a request, and of a step until chunk() says otherwise; max_seqs:
+        requests that run at once.
     """
 
     def __init__(
@@ -90,7 +100,6 @@ class MeasuredEngine:
         num_sms: int,
         device: str,
         *,
-        step_tokens: int = 0,
         max_seqs: int = 8,
     ) -> None:
         environ = os.environ  # noqa: TID251  vLLM's and torch's settings, not ours
@@ -99,6 +108,7 @@ class MeasuredEngine:
         for name, value in NO_MULTICAST.items():
             environ.setdefault(name, value)
         from vllm import LLM, SamplingParams
+        from vllm.v1.executor import multiproc_executor
 
         self.kind = kind
         self._params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -116,12 +126,17 @@ class MeasuredEngine:
             options |= _woven(model_dir, tp, num_sms)
         if kind != "weave":
             options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": kind == "stock-fused"}}
-        if device == "cpu":
+        if device != "cpu":
+            sizes = [size for size in CAPTURED if size <= max_seqs]
+            options["compilation_config"]["cudagraph_capture_sizes"] = sizes
+        else:
             options |= {"dtype": "float32", "enforce_eager": True, "distributed_executor_backend": "mp"}
+            # vLLM spawns a CPU's ranks, whatever it is told: they would import it anew, and know of no sum left out
+            multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
         self._llm = LLM(
             model=model_dir, load_format="dummy", tensor_parallel_size=tp, seed=0, enable_prefix_caching=False,
-            max_model_len=longest + SPARE_TOKENS, max_num_batched_tokens=step_tokens or longest + SPARE_TOKENS,
-            max_num_seqs=max_seqs, kv_cache_memory_bytes=SERVE_KV_BYTES if step_tokens else KV_BYTES,
+            max_model_len=longest + SPARE_TOKENS, max_num_batched_tokens=longest + SPARE_TOKENS,
+            max_num_seqs=max_seqs, kv_cache_memory_bytes=KV_BYTES["cpu" if device == "cpu" else "cuda"],
             skip_tokenizer_init=True, **options,
         )  # fmt: skip
         self._llm.collective_rpc("quire_time_forwards")
@@ -152,10 +167,17 @@ class MeasuredEngine:
         ranks = self._llm.collective_rpc("quire_forward_ms")
         return max((ms for rank in ranks for rows, ms in rank if rows >= len(prompt)), default=0.0)
 
-    def serve_s(self, prompts: list[list[int]], output_tokens: list[int], is_woven: bool) -> float:
-        """Until all of them, asked at once, are answered. Decode steps of a woven engine are fused, as captured."""
+    def serve_s(
+        self, prompts: list[list[int]], output_tokens: list[int], chunk: int, is_woven: bool
+    ) -> float:
+        """Until all of them, asked at once, are answered, in steps of at most `chunk` tokens.
+
+        Decode steps of a woven engine are fused, as captured.
+        """
         from vllm import SamplingParams
 
+        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler  # in this process
+        whole, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, chunk
         if self.kind == "weave":
             self._llm.collective_rpc("quire_weave_from", args=(1, LEAST_WOVEN_TOKENS if is_woven else 0))
         params = [
@@ -166,6 +188,7 @@ class MeasuredEngine:
         begin = time.perf_counter()
         self._llm.generate(asked, params, use_tqdm=False)
         taken_s = time.perf_counter() - begin
+        scheduler.max_num_scheduled_tokens = whole
         self._llm.collective_rpc("quire_forward_ms")  # forgets them
         return taken_s
 

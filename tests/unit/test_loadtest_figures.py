@@ -117,7 +117,19 @@ def woven() -> dict[str, list[dict]]:
             ("stock", 1.0), ("stock-alone", 0.8), ("off", 1.1), ("fuse", 0.95), ("full", 0.9), ("alone", 0.85),
         )
     ]  # fmt: skip
-    return {"h200-fused-norm": kernel, "h200-weave": [*steps, {"kind": "failed", "engine": "stock-fused"}]}
+    served = [
+        {"kind": "serving", "shape": "70b", "layers": 4, "ranks": 4, "workload": "sharegpt", "step_tokens": chunk,
+         "mode": mode, "tokens": 1000, "s": s}
+        for chunk in (1024, 2048)
+        for mode, s in (("stock", 1.2), ("fuse", 1.1), ("full", 1.0))
+    ]  # fmt: skip
+    cut = [
+        {"kind": "ffn", "shape": "70b", "layers": 4, "ranks": 4, "tokens": tokens,
+         "us": {"whole": [10.0], "equal": [12.0], "smart": [10.5]}}
+        for tokens in (1024, 2048)
+    ]  # fmt: skip
+    failed = {"kind": "failed", "engine": "stock-fused"}
+    return {"h200-fused-norm": kernel, "h200-weave": [*steps, *served, *cut, failed]}
 
 
 @pytest.mark.parametrize("one", [one for one in tokenweave.SHEETS if one.needs], ids=lambda one: one.name)
