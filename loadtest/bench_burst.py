@@ -255,6 +255,7 @@ def setup_of(options: argparse.Namespace, stable: Stable) -> Setup:
         "fair_slice_steps": options.slice_steps,
         "fair_quantum_tokens": options.quantum_tokens,
         "fair_patience_slices": options.patience_slices,
+        "fair_spread_ms": options.spread_ms,
         **({"fair_swap_gb_per_s": options.swap_gb_per_s} if options.swap_gb_per_s else {}),
     }
     mempool = {"out_in_flight_bytes": options.in_flight_bytes, "pin_host": options.device == "cuda"}
@@ -285,7 +286,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--profile", default="", help="FILE[:CASE] of the stable rate; of the first workload")
     parser.add_argument("--rate", type=float, default=0.0, help="the stable rate, with --peak-bytes")
     parser.add_argument("--peak-bytes", type=int, default=0, help="KV memory that it holds at most")
-    for name in ("burst-s", "stable-s", "scale", "max-lag-ms"):
+    for name in ("burst-s", "stable-s", "scale", "max-lag-ms", "spread-ms"):
         parser.add_argument(f"--{name}", type=float, default=None)
     for name in (
         "context-tokens",

@@ -25,13 +25,13 @@ DRAWN = 1_024
 DEFAULTS: dict[str, dict[str, Any]] = {  # of the options, by device
     "cuda": {
         "burst_s": 60.0, "stable_s": 20.0, "scale": 1.0, "context_tokens": 8_192, "slots": 256, "chunk_tokens": 8_192,
-        "slice_steps": 8, "quantum_tokens": 1_024, "patience_slices": 256,
+        "slice_steps": 8, "quantum_tokens": 1 << 20, "patience_slices": 128, "spread_ms": 500.0,
         "swap_bytes": 80_000_000_000, "in_flight_bytes": 1 << 30, "seeds": "1,2,3",
         "max_lag_ms": 100.0,
     },
     "cpu": {
         "burst_s": 10.0, "stable_s": 5.0, "scale": 0.2, "context_tokens": 1_024, "slots": 32, "chunk_tokens": 512,
-        "slice_steps": 8, "quantum_tokens": 1_024, "patience_slices": 256,
+        "slice_steps": 8, "quantum_tokens": 1 << 20, "patience_slices": 128, "spread_ms": 500.0,
         "swap_bytes": 256 << 20, "in_flight_bytes": 64 << 20, "seeds": "1", "max_lag_ms": 500.0,
     },
 }  # fmt: skip

@@ -51,6 +51,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         self._parked: dict[str, Request] = {}  # they keep their blocks, here or in swap space
         self._times_parked: Counter[str] = Counter()
         self._seen = (0, 0, 0)  # what the last look for vacant slots found
+        self._step_tokens = 0  # of the step that comes
         self._computed: dict[str, int] = {}  # by request: so many of its tokens were computed
         super().__init__(vllm_config, *args, **kwargs)
         self.kv_cache_manager.make_way = self._make_way
@@ -91,7 +92,11 @@ class FairSchedulerMixin(SwapSchedulerMixin):
 
     def _schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         under_way = self._take_turns()
-        output = super()._schedule(*args, **kwargs)
+        most, self.max_num_scheduled_tokens = self.max_num_scheduled_tokens, self._step_tokens
+        try:
+            output = super()._schedule(*args, **kwargs)
+        finally:
+            self.max_num_scheduled_tokens = most
         self.waiting.extend(under_way)
         self._note_served(output)
         return output
@@ -99,6 +104,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
     def _take_turns(self) -> list[Request]:
         """Park and reorder. Returns: requests that cannot start in this step, taken out of the queue."""
         self.swapper.hear(self.requests)
+        self._step_tokens = self.max_num_scheduled_tokens
         if self._pause_state != PauseState.UNPAUSED:
             return []
         self._promote()
@@ -115,6 +121,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         if self._swaps:
             self._park_for_growth()
             start = self._swap(start if self.running or self._reserved else self._who_can(start))
+        self._pace(start)
         if start:
             self._put_first(start)
         stay = [r for r in self._parked.values() if self._in_flight(r) or not self._is_here(r)]
@@ -124,6 +131,17 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         if stay:
             self.waiting.remove_requests(stay)
         return stay
+
+    def _pace(self, start: list[str]) -> None:
+        """Decodes go first, a token each; prompts have p of the step (FairSlices.prompt_tokens). Cost: O(running)."""
+        chunk = self._chunk_tokens()
+        if chunk >= self.max_num_scheduled_tokens:
+            return
+        self.running.sort(key=_in_prefill)
+        start.sort(key=lambda request_id: _in_prefill(self.requests[request_id]))
+        both = [*self.running, *(self.requests[request_id] for request_id in start)]
+        decodes = sum(1 + len(request.spec_token_ids) for request in both if not _in_prefill(request))
+        self._step_tokens = min(self.max_num_scheduled_tokens, chunk + decodes)
 
     def _may_fill(self) -> bool:
         """Whether a slot is vacant. With units of service, where pages are short: and something changed since the last
@@ -278,6 +296,10 @@ class FairPageScheduler(FairSchedulerMixin, Scheduler):
 
 class AsyncFairPageScheduler(FairSchedulerMixin, AsyncScheduler):
     """The next step is scheduled while one runs."""
+
+
+def _in_prefill(request: Request) -> bool:
+    return request.num_computed_tokens < request.num_prompt_tokens
 
 
 def _fair_counts(core: EngineCore) -> dict[str, int]:

@@ -105,10 +105,11 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         if not self.slices.pays and not self.swapper.absences.is_waiting:
             return
         self.pages.absorb()  # what the mempool asks back is no part of the stock
-        free, tokens = len(self.pages.stock), self.max_num_scheduled_tokens
+        free, tokens = len(self.pages.stock), self._chunk_tokens()
         for request in list(self.running):
-            new = max(1, min(request.num_tokens - request.num_computed_tokens, tokens))
-            tokens -= new
+            left = request.num_tokens - request.num_computed_tokens
+            new = max(1, min(left, tokens))
+            tokens -= new if left > 1 else 0
             end = request.num_computed_tokens + new + self.kv_cache_manager.ahead_tokens
             have = len(self._tables.get(request.request_id, ()))
             missing = -(-min(end, self.max_model_len) // self.block_size) - have
@@ -116,6 +117,10 @@ class SwapSchedulerMixin(PageSchedulerMixin):
                 self._park(request)
                 self.fair_counts["times_parked_for_pages"] += 1
             free -= max(0, min(missing, free))
+
+    def _chunk_tokens(self) -> int:
+        """Of the next step, that prompts may take."""
+        return self.slices.prompt_tokens(self.max_num_scheduled_tokens, self._step_ms)
 
     def _unreserve(self, request_id: str) -> None:
         """It keeps its place in the order and gives the slot up; what is on its way comes nonetheless."""

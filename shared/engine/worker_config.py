@@ -60,9 +60,13 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     # whose turn it is in the engine: fcfs (order of arrival) or cfs (fair slices where memory is short, shared/fair)
     local_policy: Literal["fcfs", "cfs"] = "fcfs"
     fair_slice_steps: int = 8  # engine steps between two plans
-    # least served first, compared in units of so many tokens; within one, who came first. 1: to the token
+    # least served first, compared in units of so many tokens; within one, who came first. 1: to the token; more than an
+    # answer has: order of arrival behind everybody's first slice
     fair_quantum_tokens: int = 1
     fair_patience_slices: int = 32  # who waited so many goes first
+    # while turns are taken, prompts that wait are computed over about so long, beside the decodes; 0: at once
+    fair_spread_ms: float = 0.0
+    fair_chunk_tokens: int = 512  # the least of a step that they then have
     # of a slice's time; where moving pages takes more, the order is that of arrival
     fair_max_switch_share: float = 0.1
     fair_stay_ratio: float = 1.5  # slices that pay go on until moving takes so many times that share
@@ -113,7 +117,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _POSITIVE = (
-    "threads", "fair_slice_steps", "fair_quantum_tokens", "fair_patience_slices",
+    "threads", "fair_slice_steps", "fair_quantum_tokens", "fair_patience_slices", "fair_chunk_tokens",
     "block_tokens", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size",
     "max_inflight", "max_deadline_ms", "report_interval_ms", "acquire_timeout_ms", "fetch_wait_ms", "handoff_wait_ms",
     "handoff_ttl_ms", "lease_ttl_ms", "hello_timeout_ms", "mock_prefill_tokens_per_s", "mock_kv_blocks",
@@ -121,7 +125,7 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "max_model_len", "kv_cache_bytes", "gpu_memory_utilization", "drain_deadline_ms", "mock_step_ms",
     "mock_start_ms", "mock_eos_after_tokens", "mock_die_after_tokens", "mock_hang_after_tokens",
-    "mock_drop_first_steps", "fair_max_switch_share", "weave_min_tokens", "far_bytes",
+    "mock_drop_first_steps", "fair_max_switch_share", "fair_spread_ms", "weave_min_tokens", "far_bytes",
 )  # fmt: skip
 
 
@@ -147,6 +151,8 @@ def fair_rules(settings: WorkerSettings) -> dict[str, float]:
         "stay_ratio": settings.fair_stay_ratio,
         "quantum_tokens": settings.fair_quantum_tokens,
         "patience_slices": settings.fair_patience_slices,
+        "spread_ms": settings.fair_spread_ms,
+        "chunk_tokens": settings.fair_chunk_tokens,
     }
 
 

@@ -56,6 +56,7 @@ class Accounts:
     def __init__(self) -> None:
         self.requests: dict[str, Account] = {}
         self.tenants: dict[str, Tenant] = {}
+        self.prompt_left = 0  # tokens of all prompts that are here
         self._idle: dict[str, float] = {}  # tenants without requests, that are ahead of the floor
         self._floor = 0.0  # where the least served tenant was when somebody last left
         self._arrivals = 0
@@ -74,12 +75,14 @@ class Accounts:
         owner.weight = weight
         account.virtual = _least_of_phase(owner.requests.values(), account)
         owner.requests[request_id] = self.requests[request_id] = account
+        self.prompt_left += account.prompt_left
 
     def remove(self, request_id: str) -> None:
         """It is over, or aborted; also when it is not here."""
         account = self.requests.pop(request_id, None)
         if account is None:
             return
+        self.prompt_left -= account.prompt_left
         owner = self.tenants[account.tenant]
         del owner.requests[request_id]
         if owner.requests:
@@ -96,7 +99,9 @@ class Accounts:
         owner = self.tenants[account.tenant]
         owner.virtual += tokens / owner.weight
         account.virtual += tokens
-        was_prefill, account.prompt_left = account.in_prefill, max(0, prompt_left)
+        was_prefill, before = account.in_prefill, account.prompt_left
+        account.prompt_left = max(0, prompt_left)
+        self.prompt_left += account.prompt_left - before
         if was_prefill and not account.in_prefill:
             account.virtual = _least_of_phase(owner.requests.values(), account)
 

@@ -16,6 +16,9 @@ class FairRules:
         quantum_tokens: what requests were served is compared in units of so many tokens, and who came first goes first
             within one: fewer switches, and answers end nearly as soon as in order of arrival; a slice takes as many
             prompts as fit into all of its steps. 1: to the token.
+        spread_ms: while turns are taken, prompts that wait are computed over about so long, in chunks beside the
+            decodes: those who decode go on, and newcomers hear that much later. 0: as many at once as a step takes.
+        chunk_tokens: the least of such a chunk; so many beside decodes are nearly free (AQUA 4.1, Sarathi-Serve).
     """
 
     slice_steps: int = 8
@@ -24,6 +27,8 @@ class FairRules:
     hysteresis_tokens: int = 0
     patience_slices: int = 32
     quantum_tokens: int = 1
+    spread_ms: float = 0.0
+    chunk_tokens: int = 512
 
     @property
     def has_units(self) -> bool:
@@ -36,6 +41,8 @@ class FairRules:
             raise ValueError(
                 "slice_steps, patience_slices and quantum_tokens begin at 1, hysteresis_tokens at 0"
             )
+        if self.chunk_tokens < 1 or self.spread_ms < 0.0:
+            raise ValueError("chunk_tokens begin at 1, spread_ms at 0")
         if not 0.0 <= self.max_switch_share <= 1.0 or self.stay_ratio < 1.0:
             raise ValueError("max_switch_share is a share, stay_ratio at least 1")
 

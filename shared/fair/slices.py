@@ -13,6 +13,7 @@ Where all requests fit, and where moving pages would cost too much, the order is
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import ceil
 
 from shared.fair.accounts import Account, Accounts
 from shared.fair.rules import FairRules, Room, switch_share
@@ -101,6 +102,18 @@ class FairSlices:
             return False
         return True
 
+    def prompt_tokens(self, step_tokens: int, step_ms: float) -> int:
+        """p of AQUA 7: what prompts may take of the step that comes, beside a token for each that decodes.
+
+        While turns are taken what waits is spread over `spread_ms`, so that a burst of prompts neither stops those who
+        decode nor is computed far ahead of its turn; chunks of `chunk_tokens` go beside decodes at next to no cost.
+        """
+        rules = self.rules
+        if not rules.spread_ms or not self._pays:
+            return step_tokens
+        paced = self.accounts.prompt_left * step_ms / rules.spread_ms
+        return min(step_tokens, max(rules.chunk_tokens, ceil(paced)))
+
     def plan(self, room: Room) -> Plan:
         """For the step that comes. Cost: O(n log n) of all requests at a border, of those that wait between."""
         requests = self.accounts.requests.values()
@@ -128,6 +141,9 @@ class FairSlices:
                 return fair
         return self._fill(running, waiting, room)
 
+    def _prompt_tokens(self, room: Room, num_decodes: int) -> int:
+        return min(self.prompt_tokens(room.step_tokens, room.step_ms), max(0, room.step_tokens - num_decodes))
+
     def _all_fit(self, running: Sequence[Account], waiting: Sequence[Account], room: Room) -> bool:
         """Whether memory is not short: nobody has to wait for another's slot or pages."""
         live = [*running, *waiting]
@@ -136,7 +152,8 @@ class FairSlices:
     def _replan(self, running: Sequence[Account], waiting: Sequence[Account], room: Room) -> Plan | None:
         """All slots anew; None where switching does not pay."""
         ready = [a for a in waiting if a.ready]
-        chosen = self._pick([*running, *ready], room.slots, room.step_tokens, room.pages)
+        tokens = self._prompt_tokens(room, room.slots)  # d = slots is what decodes can take
+        chosen = self._pick([*running, *ready], room.slots, tokens, room.pages)
         names = {a.request_id for a in chosen}
         park = [a for a in _by_arrival(running) if a.request_id not in names]
         start = [a for a in chosen if not a.running]
@@ -160,15 +177,16 @@ class FairSlices:
         ):  # who has pages goes on first, as one that was never parked would have: here, then elsewhere
             ready.sort(key=lambda a: (not (a.resident or a.away), a.away > 0, a.arrival))
             return Plan(start=[a.request_id for a in ready])
-        tokens = max(0, room.step_tokens - len(running))
+        tokens = self._prompt_tokens(room, len(running))
         pages = max(1, room.pages - sum(a.pages for a in running)) if room.pages else 0
         chosen = self._pick(ready, vacant, tokens, pages)
         return Plan(start=[a.request_id for a in chosen], is_fair=True)
 
-    def _pick(self, candidates: Sequence[Account], slots: int, step_tokens: int, pages: int) -> list[Account]:
+    def _pick(
+        self, candidates: Sequence[Account], slots: int, prefill_tokens: int, pages: int
+    ) -> list[Account]:
         """AQUA 7's partition, tenant by tenant. Who does not fit into the pages is passed over until overdue."""
         steps = self.rules.slice_steps
-        prefill_tokens = max(0, step_tokens - slots)  # p; d = slots is what decodes can take
         if self.rules.has_units:
             prefill_tokens *= steps
         queues: dict[str, _Queue] = {}

@@ -11,7 +11,11 @@ from shared.fair.elsewhere import Elsewhere
 from shared.fair.rules import FairRules, Room
 from tests.support.fair_engine import FairEngine, Job
 
-ROOM = Room(slots=4, step_tokens=64)
+ROOM = Room(slots=4, step_tokens=64, step_ms=10.0)
+# as bench_burst has them: order of arrival behind the first slice, prompts beside decodes
+BURST = FairRules(
+    slice_steps=8, quantum_tokens=1 << 20, patience_slices=128, spread_ms=500.0, chunk_tokens=16
+)
 jobs = st.tuples(
     st.integers(0, 40), st.sampled_from("abc"), st.integers(1, 200), st.integers(1, 60)
 )  # arrival step, tenant, prompt, answer
@@ -34,11 +38,12 @@ def run(
     return engine, all_jobs
 
 
+@pytest.mark.parametrize("rules", [FairRules(slice_steps=8), BURST], ids=["to_the_token", "burst"])
 @pytest.mark.parametrize("seed", range(6))
-def test_three_tenants_that_always_want_more_get_shares_like_their_weights(seed):
+def test_three_tenants_that_always_want_more_get_shares_like_their_weights(seed, rules):
     weights = {"a": 4.0, "b": 2.0, "c": 1.0}
     rng = random.Random(seed)
-    engine = FairEngine(FairRules(slice_steps=8), Room(slots=rng.choice((3, 4, 7, 16)), step_tokens=128))
+    engine = FairEngine(rules, Room(slots=rng.choice((3, 4, 7, 16)), step_tokens=128, step_ms=10.0))
     count = 0
 
     def top_up() -> None:
@@ -101,11 +106,18 @@ def test_where_switching_does_not_pay_the_order_is_that_of_arrival(found):
     assert started == names
 
 
+@pytest.mark.parametrize(
+    "rules",
+    [
+        FairRules(slice_steps=4, patience_slices=8),
+        FairRules(slice_steps=4, patience_slices=8, quantum_tokens=1 << 20, spread_ms=100.0, chunk_tokens=16),
+    ],
+    ids=["to_the_token", "burst"],
+)
 @pytest.mark.parametrize("seed", range(6))
-def test_no_request_waits_longer_than_its_patience_and_one_turn_of_the_others(seed):
+def test_no_request_waits_longer_than_its_patience_and_one_turn_of_the_others(seed, rules):
     """Newcomers never stop coming; one old request of the same tenant gets its turn again and again."""
     rng = random.Random(seed)
-    rules = FairRules(slice_steps=4, patience_slices=8)
     engine = FairEngine(rules, ROOM)
     old = Job("old", "a", 10, 150)
     engine.add(old)

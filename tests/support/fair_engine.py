@@ -36,6 +36,7 @@ class FairEngine:
         self.num_parked = 0
         self.plans: list[Plan] = []
         self.idle_slots_with_work = 0
+        self.prompt_tokens: list[int] = []  # that the slices gave prompts, by step
 
     def add(self, job: Job) -> None:
         self.jobs[job.name] = job
@@ -60,13 +61,23 @@ class FairEngine:
         assert len(self.running) <= self.room.slots
         waiting = len(self.jobs) - len(self.running)
         self.idle_slots_with_work += min(waiting, self.room.slots - len(self.running))
-        left = self.room.step_tokens
+        left = self._pace()
         for name in list(self.running):
             job = self.jobs[name]
             job.ran.append(self.step)
             count = min(job.prompt_left, left) if job.prompt_left else min(1, left)
             left -= count
             self._serve(job, count)
+
+    def _pace(self) -> int:
+        """Tokens of the step. As in an engine: decodes first, prompts share what the slices give them."""
+        chunk = self.slices.prompt_tokens(self.room.step_tokens, self.room.step_ms)
+        self.prompt_tokens.append(chunk)
+        if chunk >= self.room.step_tokens:
+            return chunk
+        self.running.sort(key=lambda name: self.jobs[name].prompt_left > 0)
+        decodes = sum(not self.jobs[name].prompt_left for name in self.running)
+        return min(self.room.step_tokens, chunk + decodes)
 
     def _plan(self) -> Plan:
         """As an engine asks: only where somebody waits, and something can change."""

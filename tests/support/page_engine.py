@@ -9,9 +9,10 @@ import copy
 import functools
 import zlib
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -151,7 +152,7 @@ class Answer:
 class SimEngine:
     """Args:
     depth: 1 for the synchronous scheduler; 2 and more: so many steps are scheduled before the first is over.
-    slice_steps: of fair slices; 0: order of arrival.
+    slice_steps: of fair slices; 0: order of arrival. rules: more fields of FairRules.
     swaps: blocks of parked requests leave where pages are short.
     pump_waits: messages arrive while the engine waits for pages.
     """
@@ -165,6 +166,7 @@ class SimEngine:
         depth: int = 1,
         v2_runner: bool = False,
         slice_steps: int = 0,
+        rules: Mapping[str, float] = MappingProxyType({}),
         swaps: bool = False,
         pump_waits: bool = True,
     ) -> None:
@@ -179,7 +181,7 @@ class SimEngine:
             "quire": {
                 "description": msgspec.json.encode(DESCRIPTION).decode(), "mempool_socket": socket,
                 "instance": self.instance, "handoff_ttl_ms": 1000,
-                "fair": {"slice_steps": slice_steps}, "swap": {"is_on": swaps, "bytes_per_s": 1e300}, **MORE,
+                "fair": {"slice_steps": slice_steps, **rules}, "swap": {"is_on": swaps, "bytes_per_s": 1e300}, **MORE,
             }
         }  # fmt: skip
         spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)

@@ -2,7 +2,7 @@
 
 import itertools
 
-from tests.support.page_engine import MAX_RUNNING, SimEngine
+from tests.support.page_engine import MAX_RUNNING, STEP_TOKENS, SimEngine
 from tests.support.page_world import World
 from tests.unit.mempool_harness import BLOCK_TOKENS
 
@@ -16,6 +16,7 @@ def run_all() -> None:
         run(depth=depth, v2_runner=v2_runner)
         run_one_too_many(depth=depth, v2_runner=v2_runner)
         run_short_of_pages(depth=depth, v2_runner=v2_runner)
+        run_by_the_rules_of_a_burst(depth=depth, v2_runner=v2_runner)
         run_lost_blocks(depth=depth, v2_runner=v2_runner)
     run_one_too_many(depth=3, v2_runner=False)
     run_one_too_long()
@@ -71,6 +72,32 @@ def run_short_of_pages(*, depth: int, v2_runner: bool) -> None:
     assert counts["recomputed_tokens"] == 0, counts
     assert not engine.scheduler.swapper.absences.all()
     assert world.mempool.swap.swaps.num_kept == 0
+
+
+def run_by_the_rules_of_a_burst(*, depth: int, v2_runner: bool) -> None:
+    """The same memory; order of arrival behind the first slices, prompts in chunks beside the decodes."""
+    world = World("burst", 80, swap_pages=NUM_PAGES)
+    rules = {"quantum_tokens": 1 << 20, "patience_slices": 2, "spread_ms": 50.0, "chunk_tokens": 2}
+    engine = SimEngine(
+        world, "e", "burst", depth=depth, v2_runner=v2_runner, slice_steps=4, rules=rules, swaps=True
+    )
+    counts, num_paced = engine.scheduler.fair_counts, 0
+    _ask(engine, "whole")
+    for turn in range(MOST_TURNS):
+        engine.turn()
+        world.pump()
+        num_paced += engine.scheduler._step_tokens < STEP_TOKENS
+        if turn == 30:
+            _ask(engine, "late")
+        if not engine.unfinished:
+            break
+    _finish(engine)
+    assert num_paced >= 20, num_paced
+    assert counts["times_parked"] >= 24, counts
+    assert counts["swapped_in_blocks"] >= 50, counts
+    assert (counts["recomputed_tokens"], counts["times_dropped"], counts["swap_blocks_lost"]) == (0, 0, 0), (
+        counts
+    )
 
 
 def run_lost_blocks(*, depth: int, v2_runner: bool) -> None:

@@ -107,6 +107,47 @@ def test_with_units_a_slice_takes_as_many_prompts_as_fit_into_all_of_its_steps()
     assert plan.start == ["prompt0", "prompt1", "prompt2", "prompt3", "decode0", "decode1"]
 
 
+def waiting_prompts(**rules) -> FairSlices:
+    """Four that decode in four slots, and 30 prompts of 100 tokens behind them."""
+    slices = FairSlices(FairRules(slice_steps=4, quantum_tokens=1 << 20, **rules))
+    for i in range(34):
+        slices.add(f"r{i}", "t", 1.0, 1 if i < 4 else 100)
+    for i in range(4):
+        slices.served(f"r{i}", 1, 0)
+        slices.started(f"r{i}")
+    return slices
+
+
+def test_prompts_that_wait_are_spread_over_the_time_that_is_given_for_them():
+    room = Room(slots=4, step_tokens=512, step_ms=10.0)
+    slices = waiting_prompts(spread_ms=100.0, chunk_tokens=32)
+    assert slices.prompt_tokens(512, 10.0) == 512, "no turns were taken yet"
+    assert slices.plan(room).is_fair
+    assert slices.prompt_tokens(512, 10.0) == 300  # 3,000 tokens in ten steps
+    for i in range(4, 32):
+        slices.served(f"r{i}", 100, 0)
+    slices.remove("r32")
+    assert slices.prompt_tokens(512, 10.0) == 32  # 100 tokens are left: the least
+    slices.calm_step()
+    assert slices.prompt_tokens(512, 10.0) == 512
+
+
+def test_prompts_are_computed_at_once_where_nothing_is_to_be_spread():
+    slices = waiting_prompts()
+    slices.plan(Room(slots=4, step_tokens=512, step_ms=10.0))
+    assert slices.prompt_tokens(512, 10.0) == 512
+
+
+def test_a_slice_takes_the_prompts_that_its_steps_are_given():
+    slices = waiting_prompts(spread_ms=100.0, chunk_tokens=32)
+    room = Room(slots=16, step_tokens=512, step_ms=10.0)
+    slices.plan(room)
+    for _ in range(3):
+        slices.next_step(vacant=False)
+    chosen = slices.plan(room).start  # 300 a step, four steps: twelve prompts of 100
+    assert len([name for name in chosen if int(name[1:]) >= 4]) == 12
+
+
 def test_within_a_unit_of_service_who_came_first_goes_first_and_a_whole_unit_ahead_gives_its_slot():
     slices = FairSlices(FairRules(slice_steps=1, quantum_tokens=8, patience_slices=1_000))
     for i in range(3):
@@ -242,6 +283,10 @@ def test_weights_are_positive(weight):
 def test_rules_are_checked():
     with pytest.raises(ValueError, match="slice_steps"):
         FairRules(slice_steps=0)
+    with pytest.raises(ValueError, match="spread_ms"):
+        FairRules(spread_ms=-1.0)
+    with pytest.raises(ValueError, match="chunk_tokens"):
+        FairRules(chunk_tokens=0)
     with pytest.raises(ValueError, match="share"):
         FairRules(max_switch_share=2.0)
 
