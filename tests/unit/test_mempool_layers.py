@@ -361,3 +361,33 @@ def test_a_prompt_that_is_given_up_pins_nothing_neither_what_came_nor_what_is_on
     assert len(target.prefix(ABC)) == 3
     assert target.num_pinned == 0
     two.counts()
+
+
+@pytest.mark.parametrize("when", ["copy under way", "word on its way"])
+def test_a_hand_off_that_is_over_pins_nothing_of_what_still_comes_ahead_of_it(when):
+    """Its first token ended the request, say: no reader will come for the 30 s that blocks wait for theirs."""
+    it = without_layers()
+    it.save(PREFILL, ABC)
+    drop = wire.Acquire(call_id=9, hashes=b"", handoff_id=H)  # as MempoolClient.drop_handoff
+    if when == "word on its way":
+        it.say(FRONT, drop)
+    say_layers(it, [], [], cached=b"".join(ABC[:2]))
+    if when == "copy under way":
+        assert len(it.copies) == 1
+        it.say(FRONT, drop)
+        it.copied()
+    assert not it.copies, "nothing leaves for nobody"
+    assert len(in_target(it, ABC)) == (2 if when == "copy under way" else 0)
+    assert it.core.pools[1].index.num_pinned == 0
+    it.counts()
+
+
+def test_layers_of_a_hand_off_that_is_over_stay_and_pin_nothing(two):
+    two.say(FRONT, wire.Acquire(call_id=9, hashes=b"", handoff_id=H))
+    pages = announce(two, ABC)
+    assert not two.copies
+    two.seal(PREFILL, pages, ABC)
+    over(two, pages)
+    assert two.core.pools[1].index.num_pinned == 0
+    assert in_target(two, ABC) == []
+    two.counts()

@@ -98,6 +98,8 @@ class LayerPulls:
             self._given_up(message.handoff_id)
             return
         target = self._pools.get(self._space_of.get(message.target, -1))
+        if target is not None and target.leases.is_closed(message.handoff_id):
+            return  # its reader has come, or never will
         cut = cut_of(target, [pool]) if target is not None else None
         is_alike = target is not None and (target.shares_content(pool) if not pages else cut is not None)
         if target is None or target is pool or not is_alike:
@@ -255,8 +257,11 @@ class LayerPulls:
         return min(due, default=None)
 
     def hold(self, handoff_id: HandoffId, pool: Pool, entries: Sequence[Entry], now_ms: int) -> None:
-        """Pin what came, or was there, until the reader has it: whatever its space needs room for meanwhile."""
-        if not entries:
+        """Pin what came, or was there, until the reader has it: whatever its space needs room for meanwhile.
+
+        What was on its way when the hand-off ended waits for nobody.
+        """
+        if not entries or pool.leases.is_closed(handoff_id):
             return
         held = self._held.setdefault(handoff_id, Held(pool))
         self._held.move_to_end(handoff_id)
