@@ -44,7 +44,7 @@ class FarSchedulerMixin(PageSchedulerMixin):
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         extra = vllm_config.additional_config["quire"]
-        self._num_pages = kv_cache_config.num_blocks - 1 - int(extra["far_places"])
+        self._num_own = kv_cache_config.num_blocks - 1 - int(extra["far_places"])
         self.far_counts: Counter[str] = Counter()
         self._fenced: deque[tuple[int, list[KVCacheBlock]]] = deque()  # out of their table since this step
         self._dropping: deque[tuple[int, list[int]]] = deque()  # far places, likewise
@@ -52,7 +52,7 @@ class FarSchedulerMixin(PageSchedulerMixin):
         self._most_owned = 0  # pages at once
         self._left_at_s = -PATIENCE_S  # when own pages were last given for far ones
         # more than half of the memory in one step would leave too little that is sealed, and may leave
-        most_tokens = max(1, self._num_pages // 2) * self.block_size
+        most_tokens = max(1, self._num_own // 2) * self.block_size
         self.max_num_scheduled_tokens = min(self.max_num_scheduled_tokens, most_tokens)
         self.far = FarBook(int(extra["far_blocks"]))
 
@@ -118,15 +118,18 @@ class FarSchedulerMixin(PageSchedulerMixin):
         is_owed = self.pages.num_owned < self._most_owned and now_s - self._left_at_s < PATIENCE_S
         if not (is_owed or self._fenced or self.pages.num_expected or self.far.is_worth_waiting(now_s)):
             return []
-        free, tokens = len(self.pages.stock), self.max_num_scheduled_tokens
+        free, tokens, wanted = len(self.pages.stock), self.max_num_scheduled_tokens, 0
         held: list[Request] = []
         for request in self.running:
             missing, new = self._missing(request, tokens)
+            wanted += max(0, missing)
             if missing > free:
                 held.append(request)
             else:
                 free -= max(0, missing)
                 tokens -= new
+        if held:  # nobody asks for pages in its name meanwhile
+            self.pages.refill(wanted)
         return held
 
     def _missing(self, request: Request, tokens: int) -> tuple[int, int]:
@@ -142,7 +145,7 @@ class FarSchedulerMixin(PageSchedulerMixin):
         """Ask so many blocks to leave that the next steps of those that run find pages."""
         assert self.far is not None
         tokens, wanted = self.max_num_scheduled_tokens, 0
-        for request in self.running:
+        for request in self._next():
             missing, new = self._missing(request, tokens)
             wanted += max(0, missing)
             tokens = max(1, tokens - new)
@@ -153,12 +156,20 @@ class FarSchedulerMixin(PageSchedulerMixin):
         count = min(wanted - unused - coming, self.far.room(self.pages.clock()))
         if count <= 0 or self.quota.lost:
             return
-        candidates = [Candidate(r.request_id, self._movable(r)) for r in self.running]
+        candidates = [Candidate(r.request_id, self._movable(r)) for r in self._givers()]
         for request_id, positions in choose(candidates, count):
             hashes = self.requests[request_id].block_hashes
             for first in range(0, len(positions), MAX_ASKED):
                 blocks = {p: BlockHash(hashes[p]) for p in positions[first : first + MAX_ASKED]}
                 self.quota.far_out(self.far.ask(request_id, blocks), list(blocks.values()))
+
+    def _next(self) -> list[Request]:
+        """Those that are to find pages in this step."""
+        return self.running
+
+    def _givers(self) -> list[Request]:
+        """Those whose blocks may leave."""
+        return self.running
 
     def _left(self, tokens: int) -> int:
         """Blocks that the running requests' prompts still take after their next step."""
@@ -227,11 +238,14 @@ class FarSchedulerMixin(PageSchedulerMixin):
         self.far_counts["blocks_moved"] += len(moved) - sum(map(len, lost.values()))
         self.far_counts["blocks_lost"] += sum(map(len, lost.values()))
         for request_id in lost:
-            request = self.requests[request_id]
-            if request in self.running:
-                self.running.remove(request)
-                self._preempt_request(request, self.pages.clock())
+            self._lose(self.requests[request_id])
         self._drop_places(strays)
+
+    def _lose(self, request: Request) -> None:
+        """Bytes of it are nowhere: it is computed again."""
+        if request in self.running:
+            self.running.remove(request)
+            self._preempt_request(request, self.pages.clock())
 
     def _table(self, request_id: str) -> list[KVCacheBlock]:
         tables = self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
@@ -240,7 +254,7 @@ class FarSchedulerMixin(PageSchedulerMixin):
     def _replace(self, request_id: str, position: int, place: int, *, is_new: bool = True) -> None:
         """The table has the copy from the next step on."""
         assert self.far is not None
-        block = self.pages.place_far(1 + self._num_pages + place)
+        block = self.pages.place_far(1 + self._num_own + place)
         self._table(request_id)[position] = block
         self._changed.setdefault(request_id, {})[position] = block.block_id
         if is_new:
@@ -248,7 +262,7 @@ class FarSchedulerMixin(PageSchedulerMixin):
 
     def _leave_place(self, place: int) -> None:
         """No table has it from the next step on."""
-        block = self.pages.blocks[1 + self._num_pages + place]
+        block = self.pages.blocks[1 + self._num_own + place]
         self.pages.free_blocks([block])
 
     # -- behind the steps ---------------------------------------------------------------------------------
@@ -260,7 +274,7 @@ class FarSchedulerMixin(PageSchedulerMixin):
             self._left_at_s = self.pages.clock()
         if self.pages.far_freed:
             freed, self.pages.far_freed = self.pages.far_freed, []
-            places = [block_id - 1 - self._num_pages for block_id in freed]
+            places = [block_id - 1 - self._num_own for block_id in freed]
             self._dropping.append((self.sched_step_seq, places))
         while self._dropping and self._dropping[0][0] <= self.processed_step_seq:
             self._drop_places(self._dropping.popleft()[1])

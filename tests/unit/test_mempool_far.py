@@ -254,3 +254,16 @@ def test_only_engines_that_work_in_the_pages_and_their_ranks_have_a_say():
     rig.drop(77)
     assert rig.counters()["messages_stale"] == 1
     assert rig.seen(places) == "abcd"
+
+
+def test_the_page_of_a_block_that_went_far_is_free_though_blocks_behind_it_are_pinned():
+    rig = FarMarket(dram_pages=4)
+    pages = rig.fill(PREFILL, 0, ABCD, "abcd")
+    rig.say(PREFILL, FarOut(number=1, hashes=b"".join(ABCD[:2])))
+    rig.copied()
+    assert NO_PLACE not in rig.placed(1)
+    rig.sent[PREFILL].clear()
+    rig.say(PREFILL, wire.Unpin(**page_lists(pages[:2])))
+    granted = [m for m in rig.sent[PREFILL] if isinstance(m, wire.Granted)]
+    assert sum(len(u32_list(m.pages)) for m in granted) == 2
+    assert rig.counters()["far_pages_freed"] == 2

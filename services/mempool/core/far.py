@@ -6,6 +6,8 @@
 
 A mapped page is pinned from before its mapping to behind its acknowledged unmapping, or the proof that every process
 of the engine is dead (architecture, rule 5). An engine that has not dropped a place by its lender's deadline is killed.
+The page that a block has left is free as soon as nobody pins it, wherever in its prompt the block is: the oldest go
+first, and an index that evicts from the end of a prompt would keep them until all behind them have gone, too.
 Of one slab a page alone is mapped, so pages that share slabs are left out.
 """
 
@@ -119,11 +121,28 @@ class Far:
 
     def advance(self) -> None:
         """Take everything as far as it goes. Cost: nothing without far places in use."""
+        for user in self._users:
+            if user.left:
+                self._free_left(user)
         for job in list(self._jobs):
             self._start(job)
             if not (job.waiting or job.num_under_way):
                 self._jobs.remove(job)
                 self._answer(job)
+
+    def _free_left(self, user: User) -> None:
+        """Own pages of blocks that are far, once nobody pins them."""
+        pool = user.pool
+        gone: list[BlockHash] = []
+        for block_hash in list(user.left):
+            entry = pool.index.get(block_hash)
+            if entry is None or not entry.pins:
+                user.left.discard(block_hash)
+                gone += [block_hash] if entry is not None else []
+        if gone:
+            pool.delete(gone)
+            self.counters["far_pages_freed"] += len(gone)
+            self._touched(pool)
 
     def _start(self, job: Job) -> None:
         user = job.user
@@ -268,6 +287,7 @@ class Far:
         if not job.old:
             in_peer = sum(n != NO_PLACE and user.places[n].where[0].is_loan for n in found)
             answer = FarPlaced(number=job.number, places=u32_bytes(found), blocks_peer=in_peer)
+            user.left.update(h for h, n in zip(job.hashes, found, strict=True) if n != NO_PLACE)
             user.pool.say(connection, answer)
             return
         # what the engine has dropped meanwhile may be another block's place by now

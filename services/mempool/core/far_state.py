@@ -38,6 +38,7 @@ class User:
     ranks: dict[int, int]  # connection -> rank
     free: list[int]
     places: dict[int, Place] = field(default_factory=dict)
+    left: set[BlockHash] = field(default_factory=set)  # far since, perhaps still pinned in the engine's space
     is_gone: bool = False  # its connection ended: nobody hears answers, and its processes may still read
     is_killed: bool = False
 
