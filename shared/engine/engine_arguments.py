@@ -20,6 +20,8 @@ def in_pages(settings: WorkerSettings) -> dict[str, Any]:
     scheduler = "page_scheduler.{}PageScheduler"
     if by_layer(settings):
         scheduler = "layer_scheduler.{}LayerScheduler"
+    elif settings.local_policy == "cfs" and settings.far_bytes:
+        scheduler = "fair_far_scheduler.{}FairFarPageScheduler"
     elif settings.local_policy == "cfs":
         scheduler = "fair_scheduler.{}FairPageScheduler"
     elif settings.far_bytes:

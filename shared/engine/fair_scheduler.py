@@ -53,6 +53,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         self._seen = (0, 0, 0)  # what the last look for vacant slots found
         self._step_tokens = 0  # of the step that comes
         self._computed: dict[str, int] = {}  # by request: so many of its tokens were computed
+        self._limits_parked = self.slices.rules.has_units
         super().__init__(vllm_config, *args, **kwargs)
         self.kv_cache_manager.make_way = self._make_way
 
@@ -170,7 +171,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         num_away, holds = self.swapper.absences.num_away, self.slices.holds
         resident = wanted = 0
         # each that is parked keeps its last block here: with too many of them there is no memory to run in
-        may_come = not self.slices.rules.has_units or len(self._parked) * PARKED_PAGES <= self._most_pages
+        may_come = not self._limits_parked or len(self._parked) * PARKED_PAGES <= self._most_pages
         for request_id, request in self.requests.items():
             away = num_away(request_id)
             have = len(tables.get(request_id, ())) - away
@@ -181,8 +182,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
             holds(request_id, need, have, away, ready=ready)
             resident += have
             wanted += need
-        on_the_way = self.pages.num_expected + self.swapper.absences.num_coming
-        pages = self.pages.get_num_free_blocks() + on_the_way + resident
+        pages = self.pages.get_num_free_blocks() + self._num_on_the_way() + resident
         self._is_short = wanted > pages
         if self._is_short and self._swaps and self.slices.rules.has_units:
             # who comes back leaves a page to each that runs, and the last block of who is parked stays where it is

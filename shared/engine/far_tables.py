@@ -46,6 +46,23 @@ def change_tables(
             _change_v1(runner, change, block_ids)
 
 
+def place_tables(output: Any, block_of: Callable[[int], int]) -> None:
+    """Whole tables that a step brings: of requests that go on where they were, some of whose blocks may be far.
+
+    Args: as of change_tables().
+    """
+    for new in output.scheduled_new_reqs:
+        new.block_ids = _placed(new.block_ids, block_of)
+    cached = output.scheduled_cached_reqs
+    for index, request_id in enumerate(cached.req_ids):
+        if request_id in cached.resumed_req_ids and cached.new_block_ids[index] is not None:
+            cached.new_block_ids[index] = _placed(cached.new_block_ids[index], block_of)
+
+
+def _placed(groups: Sequence[Sequence[int]], block_of: Callable[[int], int]) -> tuple[list[int], ...]:
+    return tuple([block_of(block_id) for block_id in group] for group in groups)
+
+
 def _change_v2(runner: Any, change: TableChange, block_ids: list[int]) -> None:
     index = runner.req_states.req_id_to_index.get(change.request_id)
     if index is not None:

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
-from shared.engine.far_tables import change_tables
+from shared.engine.far_tables import change_tables, place_tables
 from shared.engine.layer_progress import LayerProgress, open_word
 from shared.engine.page_warmup import use_null_block
 from shared.engine.page_window import PageWindow, device_name, open_window
@@ -62,8 +62,11 @@ class PageWorkerMixin:
         """vLLM's."""
         if self._warming_up:
             use_null_block(scheduler_output)
-        elif changes := getattr(scheduler_output, "quire_far", None):
-            change_tables(self.model_runner, scheduler_output, changes, self._window.far.block_of)
+        elif (far := self._window.far if self._window is not None else None) is not None:
+            change_tables(
+                self.model_runner, scheduler_output, getattr(scheduler_output, "quire_far", ()), far.block_of
+            )
+            place_tables(scheduler_output, far.block_of)
         if self._progress is None or self._warming_up:
             return super().execute_model(scheduler_output)
         self._progress.begin(scheduler_output.quire_step)

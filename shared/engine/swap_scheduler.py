@@ -135,8 +135,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         needs = [accounts[r.request_id] for r in self.running]
         needs += [accounts[r] for r in (*self._reserved, *ready) if r in accounts]
         wanted = sum(max(0, a.pages - self._held(a.request_id)) for a in {id(a): a for a in needs}.values())
-        coming = self.swapper.absences.num_coming
-        on_the_way = self.pages.num_expected + self.swapper.absences.num_leaving + coming
+        on_the_way = self._num_on_the_way() + self.swapper.absences.num_leaving
         short = wanted - self.pages.get_num_free_blocks() - on_the_way
         if short <= 0:
             return
@@ -159,6 +158,10 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         self.kv_cache_manager.tails.pop(request_id, None)
         if (lease := self._leases.pop(request_id, None)) is not None:
             self._end_lease(lease, fence=0)
+
+    def _num_on_the_way(self) -> int:
+        """Pages that are neither free nor in a table now, and will be this engine's."""
+        return self.pages.num_expected + self.swapper.absences.num_coming
 
     def _num_pages(self) -> int:
         """Pages that are this engine's, or leased for its requests."""

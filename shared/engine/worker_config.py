@@ -191,11 +191,22 @@ def _check_weave(found: WorkerSettings) -> None:
 
 def _check_far(found: WorkerSettings) -> None:
     """Raises: SettingsError."""
-    by_layer, is_fair = found.transfer_mode == "by-layer", found.local_policy == "cfs"
-    if found.far_bytes and (not works_in_pages(found) or has_slots(found) or is_fair or by_layer):
+    if not found.far_bytes:
+        return
+    if not works_in_pages(found):
         raise SettingsError(
-            "setting worker.far_bytes: only with the pool's pages, kv_layout cross-layer, local_policy fcfs and whole "
-            "prompts (no transfer_mode by-layer); try 0"
+            "setting worker.far_bytes: blocks are read outside the engine's memory only by one that works in the "
+            "pool's pages; set worker.mempool_socket and worker.kv_cache = pages, or try 0"
+        )
+    if has_slots(found):
+        raise SettingsError(
+            f"setting worker.far_bytes: kv_layout {found.kv_layout!r} reads a request's blocks side by side, without a "
+            "table that could name a place elsewhere; set worker.kv_layout = cross-layer, or try 0"
+        )
+    if found.transfer_mode == "by-layer":
+        raise SettingsError(
+            "setting worker.far_bytes: with transfer_mode 'by-layer' decode holds a page for each block of a prompt, "
+            "and a layer leaves from this engine's own page; set worker.transfer_mode = by-request-agg, or try 0"
         )
 
 

@@ -20,8 +20,9 @@ SEEDS = [1, OTHER]  # one that is always tried, and the commit's (Makefile) or a
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def test_no_order_of_events_gives_wrong_bytes_or_loses_a_place_or_a_request():
-    words = [sys.executable, "-m", "tests.support.far_model", str(EXAMPLES), *map(str, SEEDS)]
+@pytest.mark.parametrize("how", [[], ["fair"]], ids=["by-arrival", "in-fair-slices"])
+def test_no_order_of_events_gives_wrong_bytes_or_loses_a_place_or_a_request(how):
+    words = [sys.executable, "-m", "tests.support.far_model", str(EXAMPLES), *how, *map(str, SEEDS)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, f"{done.stdout[-2_000:]}\n{done.stderr[-8_000:]}"
     print(done.stdout)

@@ -29,9 +29,12 @@ NUM_LENT = 8
 DRAM_PAGES = 130
 ANSWER_TOKENS = 24
 WORKER = {
-    "kv_space": "own", "max_model_len": 1600, "max_num_seqs": 4, "max_num_batched_tokens": 512,
-    "far_bytes": 80 * PAGE_BYTES,
+    "kv_space": "own", "max_model_len": 1600, "max_num_batched_tokens": 512, "far_bytes": 80 * PAGE_BYTES,
 }  # fmt: skip
+POLICIES = {
+    "fcfs": {"max_num_seqs": 4},
+    "cfs": {"max_num_seqs": 1, "local_policy": "cfs", "fair_slice_steps": 2},  # one slot: they take turns
+}
 OTHER = msgspec.structs.replace(DESCRIPTION, model="other", fingerprint="g", block_bytes=PAGE_BYTES)
 LIMIT_S = 280.0
 
@@ -105,20 +108,21 @@ class Lender:
         raise NotImplementedError
 
 
-@pytest.fixture(scope="module")
-def found():
+@pytest.fixture(scope="module", params=POLICIES)
+def found(request):
     folder = Path(tempfile.mkdtemp(prefix="quire-"))
     limits = {"capacity-bytes": NUM_PAGES * PAGE_BYTES, "dram-bytes": DRAM_PAGES * PAGE_BYTES}
     patience = dict.fromkeys(("offer-patience-ms", "copy-timeout-ms", "out-timeout-ms"), 60_000)
     pool = MempoolProcess(folder, **limits, **patience, **{"dram-for-host": "true"})
     try:
-        yield asyncio.run(asyncio.wait_for(run(pool, folder), LIMIT_S))
+        worker = {**WORKER, **POLICIES[request.param]}
+        yield asyncio.run(asyncio.wait_for(run(pool, folder, worker), LIMIT_S)) | {"policy": request.param}
     finally:
         pool.stop()
         shutil.rmtree(folder)
 
 
-async def run(pool: MempoolProcess, folder: Path) -> dict:
+async def run(pool: MempoolProcess, folder: Path, worker: dict) -> dict:
     asked, out, log = folder / "cases.json", folder / "out.json", folder / "log"
     asked.write_text(json.dumps(cases()))
     lender = Lender(pool)
@@ -133,7 +137,7 @@ async def run(pool: MempoolProcess, folder: Path) -> dict:
         pool.socket,
         asked,
         out,
-        json.dumps(WORKER),
+        json.dumps(worker),
     ]
     pipe = asyncio.subprocess.PIPE
     with log.open("w") as errors:
@@ -175,6 +179,12 @@ def test_every_answer_is_stock_vllms(found, when):
 def test_blocks_were_read_outside_the_engines_memory_there_and_here(found):
     assert found["counts"]["blocks_out"] > 2 * NUM_PAGES
     assert found["counts"]["blocks_out_peer"] > 0
+
+
+def test_in_fair_slices_requests_took_turns_and_nothing_was_computed_twice(found):
+    if found["policy"] == "cfs":
+        assert found["fair"]["times_resumed"] > 0, found["fair"]
+        assert found["fair"].get("recomputed_tokens", 0) == 0, found["fair"]
 
 
 def test_no_block_was_lost_and_nobody_was_killed_while_the_lender_took_its_pages_back(found):

@@ -1,5 +1,7 @@
 """Engines with far places in page_world.py, without a model: `python -m tests.support.far_model EXAMPLES SEED...`.
 
+With `fair` behind the examples' number they run in fair slices, with more requests than slots.
+
 The scheduler, the block pool, the wire's messages and the mempool's decisions are the real ones; copies and mappings
 end when the example lets them, steps are one or two deep, clients leave, and places are wanted back at any moment.
 Every step reads every slot of its requests through the block table as the ranks know it.
@@ -14,6 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from services.mempool.core.actions import MapFarPages, Send
+from shared.engine.fair_far_scheduler import AsyncFairFarPageScheduler, FairFarPageScheduler
 from shared.engine.far_scheduler import AsyncFarPageScheduler, FarPageScheduler
 from shared.kv.words import u32_list
 from shared.wire.mempool_far import FarMapped, UnmapFar
@@ -48,7 +51,7 @@ class FarWorld(World):
         super().__init__(name, NUM_PAGES, swap_pages=DRAM_PAGES)
         own = Slots(self.slots)
         own.far = self
-        self.slots = own
+        self.slots = self.mempool.swap._slots[0] = own
         swaps, take = self.mempool.swap.swaps, self.mempool.swap.swaps.take_actions
 
         def taken() -> list[Any]:
@@ -108,19 +111,32 @@ class _SimAsyncFar(page_engine._Sim, AsyncFarPageScheduler):
     """With steps ahead."""
 
 
+class _SimFairFar(page_engine._Sim, FairFarPageScheduler):
+    """Synchronous, in fair slices."""
+
+
+class _SimAsyncFairFar(page_engine._Sim, AsyncFairFarPageScheduler):
+    """With steps ahead, in fair slices."""
+
+
 class FarEngine(SimEngine):
     """See SimEngine."""
 
-    def __init__(self, world: FarWorld, socket: str, *, depth: int, v2_runner: bool) -> None:
+    def __init__(self, world: FarWorld, socket: str, **how: Any) -> None:
         extra = {"far_places": FAR_PLACES, "far_blocks": FAR_BLOCKS}
-        kinds = {(1, False): _SimFar, (2, False): _SimAsyncFar}
+        kinds = {
+            (1, False): _SimFar,
+            (2, False): _SimAsyncFar,
+            (1, True): _SimFairFar,
+            (2, True): _SimAsyncFairFar,
+        }
         num_blocks = NUM_PAGES + 1 + FAR_PLACES
         with (
             mock.patch.object(page_engine, "KINDS", kinds),
             mock.patch.object(page_engine, "KVCacheConfig", lambda *a: KVCacheConfig(num_blocks, *a[1:])),
             mock.patch.object(page_engine, "MORE", extra),
         ):
-            super().__init__(world, "far", socket, depth=depth, v2_runner=v2_runner)
+            super().__init__(world, "far", socket, **how)
         world.attach_rank(self)
 
     def _rows_of(self, output: SchedulerOutput) -> list[Row]:
@@ -134,16 +150,23 @@ class FarEngine(SimEngine):
         return super()._rows_of(output)
 
 
-def example(rng: random.Random, number: int) -> dict[str, int]:
+def example(rng: random.Random, number: int, *, is_fair: bool = False) -> dict[str, int]:
     """One engine's life. Returns: what it counted."""
     name = f"far-{number}"
     world = FarWorld(name)
-    engine = FarEngine(world, name, depth=rng.choice([1, 2, 2]), v2_runner=rng.random() < 0.5)
+    how: dict[str, Any] = {"depth": rng.choice([1, 2, 2]), "v2_runner": rng.random() < 0.5}
+    if is_fair:
+        how |= {"slice_steps": rng.choice([1, 2, 4])}
+    engine = FarEngine(world, name, **how)
+    most = 7 if is_fair else 3
+    if is_fair:
+        engine.scheduler.max_num_running_reqs = rng.choice([1, 2, 4])
+        engine.scheduler._most_pages = 8 * NUM_PAGES  # as if there were memory for as many to be parked
     world.pump()
     num = 0
     for _ in range(NUM_TURNS):
         world.holds_copies, world.holds_maps = rng.random() < 0.3, rng.random() < 0.3
-        if len(engine.unfinished) < 3 and rng.random() < 0.4:
+        if len(engine.unfinished) < most and rng.random() < 0.4:
             num += 1
             length = rng.choice([6, 20, 44, 70, 80])
             text = bytes(rng.randrange(3) for _ in range(length))
@@ -164,7 +187,7 @@ def example(rng: random.Random, number: int) -> dict[str, int]:
         engine.turn()
         world.advance(5)
     else:
-        raise AssertionError(f"no end: {engine.describe()}, {vars(engine.scheduler.far)}")
+        raise AssertionError(f"no end: {how}, {engine.describe()}, {vars(engine.scheduler.far)}")
     for _ in range(8):
         engine.turn()
         world.pump()
@@ -173,23 +196,57 @@ def example(rng: random.Random, number: int) -> dict[str, int]:
     assert not engine.scheduler.far.in_use, vars(engine.scheduler.far)
     assert (far.num_placed, world.maps, world.asked) == (0, {}, []), (far.num_placed, world.maps)
     assert not engine.scheduler._fenced
-    return dict(engine.scheduler.far_counts)
+    if not is_fair:
+        return dict(engine.scheduler.far_counts)
+    counts = engine.scheduler.fair_counts
+    return {**engine.scheduler.far_counts, **{f"fair_{name}": n for name, n in counts.items()}}
+
+
+def take_turns(*, depth: int, v2_runner: bool) -> None:
+    """Four requests in two slots, with nearly three times the memory's blocks: nothing is computed twice."""
+    name = f"turns-{depth}-{v2_runner}"
+    world = FarWorld(name)
+    engine = FarEngine(world, name, depth=depth, v2_runner=v2_runner, slice_steps=2)
+    engine.scheduler.max_num_running_reqs = 2
+    engine.scheduler._most_pages = 8 * NUM_PAGES
+    world.pump()
+    for number in range(4):
+        engine.add(f"t{number}", bytes((number + at * at) % 3 for at in range(20)), 12, {})
+    for _ in range(1_000):
+        if not engine.unfinished:
+            break
+        engine.turn()
+        world.pump()
+        world.advance(5)
+    assert not engine.unfinished, engine.describe()
+    far, fair = engine.scheduler.far_counts, engine.scheduler.fair_counts
+    assert far["blocks_out"] >= NUM_PAGES, far
+    assert fair["times_resumed"] >= 8, fair
+    assert (fair["recomputed_tokens"], fair["times_dropped"], far["blocks_lost"]) == (0, 0, 0), (fair, far)
 
 
 def main() -> None:
     """See the module's docstring."""
     totals: dict[str, int] = {}
-    for seed in map(int, sys.argv[2:]):
+    words = sys.argv[2:]
+    is_fair = words[0] == "fair"
+    if is_fair:
+        for depth, v2_runner in ((1, False), (1, True), (2, False), (2, True)):
+            take_turns(depth=depth, v2_runner=v2_runner)
+    for seed in map(int, words[is_fair:]):
         for number in range(int(sys.argv[1])):
             try:
-                found = example(random.Random(f"{seed}-{number}"), number)
+                found = example(random.Random(f"{seed}-{number}"), number, is_fair=is_fair)
             except BaseException:
                 print(f"seed {seed}, example {number}", file=sys.stderr)
                 raise
             for key, count in found.items():
                 totals[key] = totals.get(key, 0) + count
     print(totals)
-    assert all(totals.get(name) for name in ("blocks_out", "blocks_moved", "steps_without_pages")), totals
+    fair = ("fair_times_parked", "fair_times_resumed") if is_fair else ()
+    assert all(totals.get(name) for name in ("blocks_out", "blocks_moved", "steps_without_pages", *fair)), (
+        totals
+    )
 
 
 if __name__ == "__main__":

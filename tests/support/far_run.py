@@ -2,7 +2,7 @@
 
 vLLM is imported once; stock vLLM and an engine with far places are forked from here. The engine, with the worker
 settings MORE (JSON) besides, says "ready" on standard output, waits for a line, and is asked all cases one after
-another, then all at once. OUT gets {"stock", "alone", "crowd" (answers), "counts", "leases"}.
+another, then all at once. OUT gets {"stock", "alone", "crowd" (answers), "counts", "fair" (counts), "leases"}.
 """
 
 import asyncio
@@ -35,10 +35,11 @@ def run_engine(model: str, socket: str, more: dict[str, Any], cases: list[dict[s
         core = driver.engine._llm.engine_core
         crowd = await driver.crowd(cases)
         counts = await core.call_utility_async("quire_far_counts")
+        fair = await core.call_utility_async("quire_fair_counts")
         leases = driver.pages.num_leases
         await driver.close()
         found = {"alone": alone, "crowd": crowd, "leases": leases}
-        found |= {"counts": counts}
+        found |= {"counts": counts, "fair": fair}
         write_whole(out, found)
 
     asyncio.run(run())

@@ -54,6 +54,24 @@ def test_slices_have_steps_and_a_share(tmp_path, changes):
         made(tmp_path, **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "working"),
+    [
+        ({"kv_cache": "copy"}, "kv_cache = pages"),
+        ({"kv_layout": "token-major"}, "kv_layout = cross-layer"),
+        ({"transfer_mode": "by-layer"}, "transfer_mode = by-request-agg"),
+    ],
+)
+def test_what_far_blocks_do_not_go_with_is_refused_with_a_setting_that_works(tmp_path, changes, working):
+    with pytest.raises(SettingsError, match=rf"worker\.far_bytes.*{working}"):
+        made(tmp_path, far_bytes=1 << 30, **changes)
+
+
+def test_far_blocks_go_with_both_orders(tmp_path):
+    for policy in ("fcfs", "cfs"):
+        assert made(tmp_path, far_bytes=1 << 30, local_policy=policy).far_bytes == 1 << 30
+
+
 def test_what_waits_in_front_of_the_engine_changes_no_other_number_of_its_load():
     load = EngineLoad(
         num_running=4, num_waiting=3, num_preempted=9, num_kept_tokens=70, num_recomputed_tokens=1
