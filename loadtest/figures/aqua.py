@@ -110,13 +110,23 @@ SHEETS = (
         ours="8B shape with random weights, 256 new tokens behind the context, one request at a time; medians; right: "
         "the reload's rate beside plain copies of as many bytes.",
         paper="(a) TTFT 3.5 times lower from a peer than from DRAM; (b) 4 times the throughput of prompts of 8,192.",
-        differs="model, GPU; no other requests meanwhile. (b), a prompt longer than memory, is not drawn here.",
+        differs="model, GPU; no other requests meanwhile. (b), prompts longer than memory, is aqua-09b.",
         needs=("h200x2-context-reload",),
         draw=aqua_burst.reload,
     ),
+    Sheet(
+        "aqua-09b",
+        "AQUA Figure 9b: decoding prompts longer than memory",
+        ours="8B shape with random weights, one request at a time; what does not fit is read in place on a peer GPU or "
+        "in host memory; right: the rate of reading, dotted plain copies of as many bytes.",
+        paper="4 times the throughput of prompts of 8,192 tokens, with the context on a peer and not in DRAM.",
+        differs="model, GPU; the paper's engine (FlexGen) stages layers, ours reads pages where they are.",
+        needs=("h200x2-long-prompt",),
+        draw=aqua_burst.long_prompt,
+    ),
     _awaited(12, "memory lent, taken back, lent again", "a consumer's throughput falls while its lender's load is "
              "doubled and comes back with the memory, up to 6 times that without.",
-             "it needs a consumer on a second GPU, for which no script is there yet."),
+             "bench_long_prompt has its consumer, bench_producer_cost its lender; no script runs both yet."),
     Sheet(
         "aqua-13",
         "AQUA Figure 13: a burst of long prompts",

@@ -1,4 +1,4 @@
-"""AQUA, Figures 8, 9a and 13: a burst in three systems, and a cached context reloaded from two places."""
+"""AQUA, Figures 8, 9 and 13: a burst in three systems, a cached context reloaded from two places, long prompts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -83,4 +83,33 @@ def reload(result: Result) -> Figure | str:
     axes[1].set_xticks(range(len(TIERS)), list(TIERS.values()))
     axes[1].set(ylabel="GB/s")
     axes[1].legend()
+    return figure
+
+
+def long_prompt(result: Result) -> Figure | str:
+    """Figure 9b: decoding prompts longer than memory; beside it how fast what is far is read, and plain copies."""
+    metrics = result["metrics"]
+    ratios = sorted(
+        {row["ratio"] for row in result["samples"] if row.get("tier") in TIERS and "ratio" in row}
+    )
+    ratios = [
+        ratio for ratio in ratios if all(f"x{ratio:g}_{tier}_tokens_per_s" in metrics for tier in TIERS)
+    ]
+    if not ratios:
+        return "no length was measured in both places"
+    figure, axes = plt.subplots(1, 2, figsize=(9, 2.8), width_ratios=(3, 2))
+    for shift, (tier, label), colour in zip((-0.2, 0.2), TIERS.items(), (ACCENT, PALE), strict=True):
+        at = [place + shift for place in range(len(ratios))]
+        rates = [metrics[f"x{ratio:g}_{tier}_tokens_per_s"] for ratio in ratios]
+        read = [metrics.get(f"x{ratio:g}_{tier}_read_gb_per_s", 0.0) for ratio in ratios]
+        axes[0].bar_label(axes[0].bar(at, rates, 0.4, color=colour, label=label), fmt="%.3g", fontsize=7)
+        axes[1].bar_label(axes[1].bar(at, read, 0.4, color=colour, label=label), fmt="%.0f", fontsize=7)
+        if f"{tier}_ceiling_gb_per_s" in metrics:
+            axes[1].axhline(metrics[f"{tier}_ceiling_gb_per_s"], color=colour, linestyle=":", linewidth=1)
+    if "own_tokens_per_s" in metrics:
+        axes[0].axhline(metrics["own_tokens_per_s"], color=INK, linestyle=":", linewidth=1, label="it fits")
+    for place, what in zip(axes, ("tokens/s of one request", "GB/s read where it lies"), strict=True):
+        place.set_xticks(range(len(ratios)), [f"{ratio:g}x" for ratio in ratios])
+        place.set(xlabel="prompt, times the engine's KV memory", ylabel=what)
+    axes[0].legend()
     return figure

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from loadtest import bench_burst, bench_context_reload, bench_footprint, bench_offload
+from loadtest import bench_burst, bench_context_reload, bench_footprint, bench_long_prompt, bench_offload
 from loadtest.figures import sheet, tokenweave, vattention
 from loadtest.figures.__main__ import SHEETS, main
 from loadtest.registry import MEASURES, RESULTS
@@ -195,3 +195,25 @@ def test_a_reload_is_drawn_with_its_parts_and_its_ceilings(tmp_path):
     found = sheet.Results(tmp_path / "results")
     (one,) = [one for one in SHEETS if one.name == "aqua-09"]
     assert sheet.draw(one, found, tmp_path / "drawn", ("svg",)) == "drawn"
+
+
+def test_long_prompts_are_drawn_at_the_lengths_that_both_places_had(tmp_path):
+    row = {"kind": "decode", "prompt_tokens": 90, "ttft_ms": 9.0, "decode_tokens": 10, "tier_bytes": 10**9}
+    samples = [
+        {
+            **row,
+            "tier": tier,
+            "ratio": ratio,
+            "decode_ms": took_ms,
+            "far_bytes": 10**9 if tier != "own" else 0,
+        }
+        for tier, ratio, took_ms in (("own", 0.5, 9.0), ("dram", 2.0, 90.0), ("dram", 3.0, 95.0))
+    ]
+    assert "not measured" in drawn(tmp_path, "aqua-09b")
+    metrics = bench_long_prompt.metrics_from_samples(samples)
+    write(tmp_path / "results", "h200x2-long-prompt", samples, metrics=metrics)
+    assert "both places" in drawn(tmp_path, "aqua-09b")
+    samples.append({**samples[1], "tier": "peer", "decode_ms": 20.0})
+    metrics = bench_long_prompt.metrics_from_samples(samples)
+    write(tmp_path / "results", "h200x2-long-prompt", samples, metrics=metrics)
+    assert drawn(tmp_path, "aqua-09b") == "drawn"
