@@ -19,6 +19,12 @@ DEMO_MODEL = REPO / "deploy" / "models" / "quire-demo"
 MAX_SOCKET_DIR_CHARS = 80  # a unix socket's path ends at 107 bytes
 MAX_RANKS = 64  # of one engine
 MAX_WORKERS_PER_ROLE = 10  # ports base+20.. and base+40..
+CA_FILES = (
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+)
 # Sections whose variables and TOML keys are checked at `quire up`, and who reads them.
 SECTION_CONFIGS = {
     "gateway": "services.gateway.config",
@@ -141,6 +147,13 @@ class Paths(msgspec.Struct, frozen=True, kw_only=True):
     def settings(self) -> Path:
         """Effective settings that `quire up` hands to the supervisor; may hold keys, so 0600."""
         return self.run / "settings.json"
+
+
+def use_system_certificates() -> None:
+    """Downloads trust whom the operating system trusts, a company's own authority too; httpx has a list of its own."""
+    bundle = next((path for path in CA_FILES if Path(path).is_file()), "")
+    if bundle and not environment().get("SSL_CERT_FILE"):
+        os.environ["SSL_CERT_FILE"] = bundle  # noqa: TID251  httpx has no other way that libraries leave open
 
 
 def environment() -> Mapping[str, str]:

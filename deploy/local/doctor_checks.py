@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from deploy.local import addresses, plan, services_table
-from deploy.local.config import ClusterSettings, paths_of
+from deploy.local.config import CA_FILES, ClusterSettings, paths_of
 from deploy.local.ports import busy_ports
 from deploy.local.terminal import bytes_text, status_or_none
 from shared.errors import SettingsError
@@ -30,12 +30,6 @@ VLLM_VERSION = "0.26.0"
 VLLM_FIX = f"run `make install`: Quire hosts vLLM {VLLM_VERSION} and no other"
 IMPORT_TIMEOUT_S = 180
 TOOL_TIMEOUT_S = 20
-CA_FILES = (
-    "/etc/ssl/certs/ca-certificates.crt",
-    "/etc/pki/tls/certs/ca-bundle.crt",
-    "/etc/ssl/ca-bundle.pem",
-    "/etc/ssl/cert.pem",
-)
 
 
 class Verdict(StrEnum):

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from deploy.local.addresses import LOOPBACK, parse_join
-from deploy.local.config import DEMO_MODEL, ClusterSettings, Paths, visible_gpus
+from deploy.local.config import DEMO_MODEL, ClusterSettings, Paths, use_system_certificates, visible_gpus
 from deploy.local.services_table import ROWS, Plan, Ports, Worker
 from shared.errors import SettingsError
 
@@ -146,6 +146,7 @@ def find_model(found: ClusterSettings) -> Model:
 
 
 def _download(model_id: str) -> str:
+    use_system_certificates()  # before httpx makes its first client
     from huggingface_hub import snapshot_download
 
     print(f"model {model_id}: looking in the Hugging Face cache, downloading what is missing", flush=True)

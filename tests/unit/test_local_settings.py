@@ -1,6 +1,9 @@
 """Settings of the local cluster: precedence, refusals that name the right key, files' places."""
 
+import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -122,6 +125,23 @@ def test_a_model_is_a_folder_with_a_config_or_an_id(tmp_path):
     found = plan.find_model(load(["--model", str(tmp_path)]))
     assert (found.folder, found.name) == (str(tmp_path.resolve()), tmp_path.name)
     assert plan.find_model(load(["--model", str(tmp_path), "--model-name", "mine"])).name == "mine"
+
+
+@pytest.mark.parametrize("named", ["", "/a/company/bundle.pem"])
+def test_a_models_download_trusts_whom_the_system_trusts(monkeypatch, tmp_path, named):
+    bundle = tmp_path / "ca.crt"
+    bundle.write_text("")
+    monkeypatch.setattr(config, "CA_FILES", ("/nowhere", str(bundle)))
+    monkeypatch.setenv("SSL_CERT_FILE", named)
+    trusted: list[str] = []
+
+    def snapshot_download(model_id: str, **_: object) -> str:
+        trusted.append(os.environ["SSL_CERT_FILE"])
+        return f"/cache/{model_id}"
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
+    assert plan.find_model(load(["--model", "owner/name"])).folder == "/cache/owner/name"
+    assert trusted == [named or str(bundle)]
 
 
 def test_a_hint_names_the_command_as_the_shell_finds_it(monkeypatch):
