@@ -47,7 +47,7 @@ class Fleet:
         env: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        """Start and wait until ready_url answers 200 (or, for tcp://, takes a connection).
+        """Start and wait until ready_url answers 200 (or, for tcp://, takes a connection; for unix://, is a socket).
 
         Raises: StartFailed with the end of the log.
         """
@@ -113,6 +113,8 @@ def _answers(url: str) -> bool:
         except OSError:
             return False
         return True
+    if url.startswith("unix://"):
+        return Path(url.removeprefix("unix://")).is_socket()
     try:
         with urllib.request.urlopen(url, timeout=2.0) as reply:
             return reply.status == 200

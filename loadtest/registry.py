@@ -30,6 +30,7 @@ MEASURES = {  # result name: module
     "transfer-modes": "loadtest.bench_transfer_modes",
     "h200x2-transfer-modes": "loadtest.bench_transfer_modes",
     "two-host-transfer": "loadtest.bench_two_hosts",
+    "two-host-handoff": "loadtest.bench_host_handoff",
     "cost-model": "loadtest.bench_cost_model",
     "context-caching": "loadtest.bench_caching",
     "h200-context-caching": "loadtest.bench_caching",
