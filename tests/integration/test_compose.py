@@ -12,6 +12,7 @@ import pytest
 
 from tests.integration.compose_project import (
     BUILD_DEADLINE_S,
+    COMPOSE,
     START_DEADLINE_S,
     ComposeProject,
     inspect,
@@ -61,6 +62,30 @@ def stream_chat(project: ComposeProject, question: str) -> tuple[str, str]:
                 text += "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
     assert last == "[DONE]"
     return request_id, text
+
+
+def test_with_the_overlay_for_gpus_compose_gives_a_worker_one_and_the_mempool_all_and_loosens_nothing():
+    """Merged by compose itself; the CUDA image is not built here: it has nine gigabytes."""
+    require_docker()
+    files = ("-f", str(COMPOSE / "compose.yaml"), "-f", str(COMPOSE / "gpu.yaml"))
+    merged = subprocess.run(
+        ["docker", "compose", *files, "config", "--format", "json"],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "QUIRE_DECODE_GPU": "3"},
+    )  # fmt: skip
+    assert merged.returncode == 0, merged.stderr
+    services = json.loads(merged.stdout)["services"]
+    wanted = {"prefill": {"device_ids": ["0"]}, "decode": {"device_ids": ["3"]}, "mempool": {"count": -1}}
+    for name, gpus in wanted.items():
+        service = services[name]
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device == {"driver": "nvidia", "capabilities": ["gpu"], **gpus}
+        assert service["build"]["dockerfile"].endswith("Dockerfile.engine")
+        assert service["build"]["args"]["REQUIREMENTS"] == "engine-cuda.txt"
+        assert (service["image"], service["user"]) == ("quire/engine-cuda", "10001:10001")
+        assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
+        assert service["deploy"]["resources"]["limits"].keys() == {"cpus", "memory"}
+    with_gpus = {name for name, s in services.items() if "reservations" in s["deploy"]["resources"]}
+    assert with_gpus == wanted.keys()
 
 
 def test_a_streamed_chat_is_answered(project):
