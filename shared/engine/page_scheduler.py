@@ -28,6 +28,7 @@ from vllm.v1.request import Request
 
 from shared.engine.cache_events import CacheEventSender
 from shared.engine.choice_totals import ChoiceTotals
+from shared.engine.lease_stalls import LeaseStalls
 from shared.engine.page_manager import LeasedTail, PageKVCacheManager
 from shared.engine.page_pool import LEASED, PageBlockPool
 from shared.engine.preempt_times import note_preempted, preempted_ns
@@ -48,7 +49,6 @@ STOCK_STEPS = 2  # the stock is kept at what so many of the largest steps can ta
 REATTACH_INTERVAL_S = 0.05
 EXIT_MEMORY_LOST = 3  # of the engine core: the worker's front sees it die and starts anew
 MAX_SEEN_LEASES = 65_536
-STALL_S = 0.1  # with nothing running for so long, waiting requests' leases are in each other's way
 
 
 def given(request: Request) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class PageSchedulerMixin:
         config = self.scheduler_config
         largest_step = config.max_num_batched_tokens // description.block_tokens + config.max_num_seqs
         self._stepped_s = 0.0
-        self._stalled_since_s: float | None = None
+        self._stalls = LeaseStalls()
         self._low_stock = min(STOCK_STEPS * largest_step, max(1, header.num_pages // 4))
         self._leases: dict[str, tuple[LeaseId, list[KVCacheBlock]]] = {}
         self._seen_leases: OrderedDict[str, None] = OrderedDict()
@@ -313,22 +313,18 @@ class PageSchedulerMixin:
         return output
 
     def _look_for_stall(self, output: SchedulerOutput) -> None:
-        """A lease is only a help. Those of waiting requests may pin what the first of them needs, and it what they
-        need: when nothing runs, end one after the other, the last in the queue first.
-        """
+        """With nothing running, leases of waiting requests end one after the other (lease_stalls.py)."""
         under_way = output.total_num_scheduled_tokens or self.sched_step_seq > self.processed_step_seq
         if under_way or self.running or not self._leases:
-            self._stalled_since_s = None
+            self._stalls.runs()
             return
-        now_s = self.pages.clock()
-        if self._stalled_since_s is None:
-            self._stalled_since_s = now_s
         waiting = [r.request_id for queue in (self.waiting, self.skipped_waiting) for r in queue]
         held = [request_id for request_id in waiting if request_id in self._leases]
-        if held and now_s - self._stalled_since_s >= STALL_S:
+        request_id = self._stalls.to_end(held, self.pages.clock())
+        if request_id is not None:
             self.quota.counters["leases_dropped"] += 1
-            self.kv_cache_manager.tails.pop(held[-1], None)
-            self._end_lease(self._leases.pop(held[-1]), fence=0)
+            self.kv_cache_manager.tails.pop(request_id, None)
+            self._end_lease(self._leases.pop(request_id), fence=0)
 
     def _note_use(self, request_id: str, block_ids: list[int], num_computed: int) -> None:
         """For the receipt: what the request's first step found in leased pages."""
