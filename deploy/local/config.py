@@ -110,8 +110,8 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 0  # ranks of each engine, each with its own GPU; 0: 1
     prefill_tensor_parallel: int = 0  # 0: as tensor_parallel
     decode_tensor_parallel: int = 0  # colocated workers' too; 0: as tensor_parallel
-    prefill_weave: Literal["", "off", "fuse", "full"] = ""  # worker.weave of that role
-    decode_weave: Literal["", "off", "fuse", "full"] = ""  # colocated workers' too
+    prefill_weave: Literal["", "auto", "off", "fuse", "full"] = ""  # worker.weave of that role
+    decode_weave: Literal["", "auto", "off", "fuse", "full"] = ""  # colocated workers' too
     trace_endpoint: str = ""  # OTLP/HTTP base URL; "": the local span store
     trace_sample_ratio: float = 1.0
     log_level: Literal["", "debug", "info", "warning", "error"] = ""

@@ -67,7 +67,10 @@ def frame_of(engine: Engine, settings: WorkerSettings) -> CostCoefficients:
 def key_of(frame: CostCoefficients, engine: Engine, settings: WorkerSettings) -> str:
     """Equal for engines whose times are the same: model, machine and everything of the settings that changes speed."""
     description = engine.description
-    woven = (settings.weave, settings.weave_min_tokens, settings.weave_sms) if settings.weave != "off" else ()
+    is_own = settings.weave == "off" or (
+        settings.weave == "auto" and (engine.device == "cpu" or settings.tensor_parallel_size == 1)
+    )
+    woven = () if is_own else (settings.weave, settings.weave_min_tokens, settings.weave_sms)
     parts = (
         VERSION, frame, description.fingerprint, description.dtype, description.layout, description.backend,
         description.isa, description.block_tokens, description.max_model_len, engine.max_running, settings.threads,

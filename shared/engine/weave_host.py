@@ -54,6 +54,7 @@ class HostedWeave:
             self._fall_back("vLLM's own all-reduce and norm are used", reason)
             return
         assert self.sums is not None
+        self.sums.min_tokens = wanted["fuse_min_tokens"]
         fuse_layers(model.model, self.sums, is_moe=type(model).__name__ in EXPERTS)
         if self.mode == "full":
             if reason := why_not_woven(model, config):

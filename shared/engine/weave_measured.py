@@ -22,6 +22,7 @@ KV_BYTES = {"cuda": 24 << 30, "cpu": 256 << 20}  # of each rank
 CAPTURED = [1, 2, 4, *range(8, 65, 8)]  # decode steps that are replayed; stock's and ours
 LEAST_WOVEN_TOKENS = 1024  # of steps that serve: TokenWeave 4.2.2 weaves hybrid batches from there on
 SPARE_TOKENS = 64
+DECODE_STEPS = 48
 _HERE = "shared.engine.weave_measured"
 # Many machines have multicast off; nothing here may ask for it.
 NO_MULTICAST = {
@@ -101,6 +102,7 @@ class MeasuredEngine:
         device: str,
         *,
         max_seqs: int = 8,
+        is_eager: bool = False,
     ) -> None:
         environ = os.environ  # noqa: TID251  vLLM's and torch's settings, not ours
         environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
@@ -123,12 +125,13 @@ class MeasuredEngine:
                 "vLLM's own fusion of all-reduce and norm needs FlashInfer, which is not installed"
             )
         elif kind == "weave":
-            options |= _woven(model_dir, tp, num_sms)
+            options |= _woven(model_dir, tp, num_sms, is_eager=is_eager)
         if kind != "weave":
             options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": kind == "stock-fused"}}
         if device != "cpu":
             sizes = [size for size in CAPTURED if size <= max_seqs]
-            options["compilation_config"]["cudagraph_capture_sizes"] = sizes
+            options |= {"enforce_eager": True} if is_eager else {}
+            options.setdefault("compilation_config", {})["cudagraph_capture_sizes"] = sizes
         else:
             options |= {"dtype": "float32", "enforce_eager": True, "distributed_executor_backend": "mp"}
             # vLLM spawns a CPU's ranks, whatever it is told: they would import it anew, and know of no sum left out
@@ -167,6 +170,21 @@ class MeasuredEngine:
         ranks = self._llm.collective_rpc("quire_forward_ms")
         return max((ms for rank in ranks for rows, ms in rank if rows >= len(prompt)), default=0.0)
 
+    def decode_ms(self, num_requests: int) -> float:
+        """A decode step of so many short requests, the host's part included: of long answers less short ones."""
+        from vllm import SamplingParams
+
+        def taken_s(tokens: int) -> float:
+            params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+            asked = [{"prompt_token_ids": [10 + number] * 16} for number in range(num_requests)]
+            begin = time.perf_counter()
+            self._llm.generate(asked, params, use_tqdm=False)
+            return time.perf_counter() - begin
+
+        few, many = taken_s(1), taken_s(1 + DECODE_STEPS)
+        self._llm.collective_rpc("quire_forward_ms")  # forgets them
+        return max(0.0, many - few) * 1e3 / DECODE_STEPS
+
     def serve_s(
         self, prompts: list[list[int]], output_tokens: list[int], chunk: int, is_woven: bool
     ) -> float:
@@ -197,13 +215,14 @@ class MeasuredEngine:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def _woven(model_dir: str, tp: int, num_sms: int) -> dict[str, Any]:
+def _woven(model_dir: str, tp: int, num_sms: int, *, is_eager: bool) -> dict[str, Any]:
     from shared.engine.weave_settings import weave_arguments
     from shared.engine.worker_config import WorkerSettings
 
     settings = WorkerSettings(
-        model_dir=model_dir, tensor_parallel_size=tp, weave="full", weave_min_tokens=2, weave_sms=num_sms
-    )
+        model_dir=model_dir, tensor_parallel_size=tp, weave="full", weave_min_tokens=2, weave_sms=num_sms,
+        enforce_eager=is_eager,
+    )  # fmt: skip
     return weave_arguments(settings, {})
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from shared.engine.weave_auto import auto_choice
 from shared.engine.worker_config import WorkerSettings
 from shared.kv.model_files import read_config
 
@@ -41,7 +42,14 @@ def weave_arguments(settings: WorkerSettings, arguments: Mapping[str, Any]) -> d
     """
     if settings.weave == "off":
         return {}
-    if reason := why_not(settings):
+    reason, fuse_min_tokens = why_not(settings), 1
+    mode, min_tokens = settings.weave, settings.weave_min_tokens
+    if settings.weave == "auto":
+        choice = auto_choice(settings, arguments, reason)
+        if choice is None:
+            return {}
+        mode, fuse_min_tokens, min_tokens = choice.mode, choice.fuse_min_tokens, choice.full_min_tokens
+    elif reason:
         logger.warning(
             "worker.weave = %s: vLLM's own all-reduce and norm are used: %s", settings.weave, reason
         )
@@ -52,8 +60,9 @@ def weave_arguments(settings: WorkerSettings, arguments: Mapping[str, Any]) -> d
         "worker_cls": _WORKERS[arguments["worker_cls"]] if "worker_cls" in arguments else own,
         "additional_config": {
             "quire_weave": {
-                "mode": settings.weave,
-                "min_tokens": settings.weave_min_tokens,
+                "mode": mode,
+                "fuse_min_tokens": fuse_min_tokens,
+                "min_tokens": min_tokens,
                 "sms": settings.weave_sms,
                 "state_dir": settings.state_dir,
             }

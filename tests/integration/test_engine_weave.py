@@ -26,10 +26,13 @@ def made(tmp_path, model=LLAMA, **changes) -> WorkerSettings:
     return for_role(found, role="prefill", instance="p", port=7000)
 
 
-def test_ranks_add_up_in_vllms_way_unless_told_otherwise(tmp_path):
+def test_on_a_cpu_ranks_add_up_in_vllms_way_unless_told_otherwise_and_nothing_is_said(tmp_path, caplog):
     settings = made(tmp_path)
-    assert settings.weave == "off"
-    assert weave_arguments(settings, {"worker_cls": "anything"}) == {}
+    assert settings.weave == "auto"
+    with caplog.at_level(logging.INFO):
+        assert weave_arguments(settings, {"worker_cls": "anything"}) == {}
+    assert not said(caplog)
+    assert weave_arguments(made(tmp_path, weave="off"), {"worker_cls": "anything"}) == {}
 
 
 def said(caplog) -> list[str]:
@@ -62,7 +65,7 @@ def test_every_kind_of_worker_has_one_that_weaves(tmp_path):
     found = weave_arguments(settings, {"worker_cls": page})
     assert found["worker_cls"] == "shared.engine.weave_worker_cpu.WeavePageCPUWorker"
     assert found["additional_config"]["quire_weave"] == {
-        "mode": "fuse", "min_tokens": 64, "sms": 8, "state_dir": "",
+        "mode": "fuse", "fuse_min_tokens": 1, "min_tokens": 64, "sms": 8, "state_dir": "",
     }  # fmt: skip
     assert weave_arguments(settings, {})["worker_cls"].endswith(".WeaveCPUWorker")
 
@@ -162,7 +165,9 @@ def hosted(monkeypatch, opener, is_any_other: bool):
     monkeypatch.setattr(weave_host, "any_rank", lambda is_so: is_so or is_any_other)
     monkeypatch.setattr(weave_host, "open_fused", opener)
     config = config_of()
-    config.additional_config = {"quire_weave": {"mode": "full", "min_tokens": 8, "sms": 16}}
+    config.additional_config = {
+        "quire_weave": {"mode": "full", "fuse_min_tokens": 1, "min_tokens": 8, "sms": 16}
+    }
     model = model_of()
     before = dict(vars(model.model.layers[0]))
     host = weave_host.HostedWeave(model, config, torch.device("cpu"))

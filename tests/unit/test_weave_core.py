@@ -3,6 +3,7 @@
 import pytest
 
 from shared.weave.batch_cut import Part, cut_batch
+from shared.weave.role_choice import Choice, choose, in_words
 from shared.weave.smart_split import SmartSplit, SplitRules
 from shared.weave.threshold import (
     FILE_VERSION,
@@ -140,3 +141,40 @@ def test_a_kernels_name_tells_its_tile(name, tokens, columns):
 def test_a_name_without_a_tile_tells_none():
     assert tile_of("void at::native::vectorized_elementwise_kernel<4>") is None
     assert tile_of("reduce_1x1_9999x9999_") is None
+
+
+PROMPTS = [timing(512, 100, 101, 120), timing(1024, 100, 97, 96), timing(2048, 100, 97, 90)]
+ANSWERS = [timing(1, 100, 101), timing(8, 100, 97), timing(32, 100, 90)]
+
+
+def test_prompts_are_woven_and_answers_fused_from_where_each_wins():
+    assert choose([*ANSWERS, *PROMPTS], "prefill") == Choice("full", 1024, 2048)
+    assert choose([*PROMPTS, *ANSWERS], "decode") == Choice("fuse", 8)
+    assert choose([*PROMPTS, *ANSWERS], "colocated") == Choice("full", 1024, 2048)
+    assert choose(PROMPTS, "decode") is None
+    assert choose([timing(512, 100, 97), timing(1024, 100, 90)], "prefill") == Choice("fuse", 512)
+
+
+def test_where_only_weaving_wins_steps_below_its_threshold_are_not_fused():
+    assert choose([timing(512, 100, 105, 104), timing(1024, 100, 99, 95)], "prefill") == Choice(
+        "full", 1024, 1024
+    )
+
+
+def test_an_engine_of_both_roles_takes_nothing_from_its_decode_steps():
+    assert choose([timing(1, 100, 103), *PROMPTS], "colocated") is None
+    assert choose([timing(1, 100, 103), *PROMPTS], "prefill") is not None
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "colocated"])
+def test_nothing_measured_or_nothing_won_is_vllms_own_way(role):
+    assert choose([], role) is None
+    assert choose([timing(n, 100, 99, 99) for n in (1, 8, 512, 2048)], role) is None
+    assert "win nothing" in in_words(None)
+
+
+def test_a_choice_is_said_with_its_sizes():
+    assert (
+        in_words(Choice("full", 512, 2048)) == "steps are fused from 512 tokens on, in two parts from 2048 on"
+    )
+    assert in_words(Choice("fuse", 8)) == "steps are fused from 8 tokens on"

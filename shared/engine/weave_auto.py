@@ -1,0 +1,166 @@
+"""worker.weave = auto: whether an engine's ranks fuse or weave, by a short measurement before its first start, kept.
+
+On GPUs that reach each other over NVLink, two short-lived engines of the model's shape (weave_probe.py: a few layers,
+random weights) are timed beside each other: stock vLLM as it would be, compiled, and ours. What they found lies in
+`worker.state_dir` as weave-auto-KEY.json, in the format of shared/weave/threshold.py; a measurement that failed is kept
+as one without times, so that it is not tried at every start. On a CPU, and for one rank, nothing is measured or said.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from vllm.platforms import current_platform
+
+from shared.engine.vllm_setup import installed_vllm
+from shared.engine.worker_config import WorkerSettings, has_slots
+from shared.kv.model_files import read_config
+from shared.weave.role_choice import Choice, choose, in_words
+from shared.weave.threshold import Measured, Timing, pack_measured, unpack_measured
+from shared.weave.tiles import DEFAULT_TILE
+
+logger = logging.getLogger(__name__)
+
+PROBE_LIMIT_S = 90.0  # of each of the two engines; a start that is awaited 300 s holds both
+SHAPE_FIELDS = (
+    "architectures", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "torch_dtype", "dtype", "quantization_config", "vocab_size",
+)  # fmt: skip
+_TILES = [(DEFAULT_TILE.tokens, DEFAULT_TILE.columns)] * 4
+
+
+def auto_choice(settings: WorkerSettings, arguments: Mapping[str, Any], reason: str) -> Choice | None:
+    """None: vLLM's own way. One line of the log where there is more than one rank on GPUs.
+
+    Args: arguments: what the engine is started with, else; reason: why it cannot be hosted, as far as that is known.
+    Cost: at the first start of a model's shape on such GPUs a minute or two, afterwards a read of a small file.
+    """
+    if not current_platform.is_cuda() or settings.tensor_parallel_size == 1:
+        return None
+    if reason := reason or _why_not(settings, arguments):
+        logger.info("worker.weave = auto: vLLM's own all-reduce and norm are used: %s", reason)
+        return None
+    path = Path(settings.state_dir, f"weave-auto-{_key(settings)}.json")
+    found = _read(path)
+    if found is None:
+        found = Measured(timings=_measure(settings), tiles=_TILES)
+        _write(path, found)
+    choice = choose(found.timings, settings.role or "colocated")
+    said = (
+        in_words(choice)
+        if found.timings
+        else f"vLLM's own way: nothing was measured; remove {path} to try again"
+    )
+    logger.info("worker.weave = auto: %s; %s", said, found.timings)
+    return choice
+
+
+def _why_not(settings: WorkerSettings, arguments: Mapping[str, Any]) -> str:
+    if not settings.state_dir:
+        return "there is no worker.state_dir to keep in what is measured"
+    if has_slots(settings) or settings.transfer_mode == "by-layer" or "attention_backend" in arguments:
+        return "each layer counts once a step"
+    ranks = range(settings.tensor_parallel_size)
+    if not current_platform.is_fully_connected(
+        [current_platform.device_id_to_physical_device_id(i) for i in ranks]
+    ):
+        return "the GPUs do not reach each other's memory over NVLink"
+    if (
+        settings.calibrate == "off"
+        and not Path(settings.state_dir, f"weave-auto-{_key(settings)}.json").is_file()
+    ):
+        return "nothing is measured with worker.calibrate = off"
+    return ""
+
+
+def _key(settings: WorkerSettings) -> str:
+    """Of what the times belong to; the role is asked of them anew."""
+    config = read_config(settings.model_dir)
+    parts = (
+        {name: config.get(name) for name in SHAPE_FIELDS}, settings.dtype, settings.tensor_parallel_size,
+        settings.weave_sms, settings.max_num_batched_tokens, settings.max_num_seqs, settings.enforce_eager,
+        current_platform.get_device_name(), installed_vllm(), metadata.version("torch"),
+    )  # fmt: skip
+    return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()[:24]
+
+
+def _measure(settings: WorkerSettings) -> list[Timing]:
+    """[] where an engine fails, said in the log."""
+    times: dict[str, dict[int, dict[str, float]]] = {}
+    for kind in ("stock", "weave"):
+        with tempfile.TemporaryDirectory(prefix="quire-weave-") as folder:
+            out, log = Path(folder, "out.json"), Path(folder, "log")
+            why = _run(settings, kind, out, log)
+            if why or not out.is_file():
+                lines = log.read_text(errors="replace").splitlines()
+                wrong = [line for line in lines if "Error" in line] or lines or [""]
+                logger.warning(
+                    "worker.weave = auto: %s engine to measure %s: %s", kind, why or "failed", wrong[-1]
+                )
+                return []
+            times[kind] = msgspec.json.decode(out.read_bytes(), type=dict[int, dict[str, float]])
+    return [
+        Timing(
+            num_tokens=count, off_us=stock["stock"], fuse_us=times["weave"][count]["fuse"],
+            full_us=times["weave"][count].get("full", 0.0),
+        )
+        for count, stock in sorted(times["stock"].items())
+        if count in times["weave"] and stock["stock"] > 0.0 and times["weave"][count]["fuse"] > 0.0
+    ]  # fmt: skip
+
+
+def _run(settings: WorkerSettings, kind: str, out: Path, log: Path) -> str:
+    """Why it came to no end. Nothing of it is left."""
+    words = [sys.executable, "-m", "shared.engine.weave_probe", kind, settings.model_dir, str(out)]
+    words += [
+        "--tp",
+        str(settings.tensor_parallel_size),
+        "--sms",
+        str(settings.weave_sms),
+        "--dtype",
+        settings.dtype,
+    ]
+    words += ["--max-tokens", str(settings.max_num_batched_tokens), "--max-seqs", str(settings.max_num_seqs)]
+    words += ["--eager"] if settings.enforce_eager else []
+    with log.open("wb") as file:
+        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status = process.wait(PROBE_LIMIT_S)
+            return f"ended with status {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            return f"took more than {PROBE_LIMIT_S:.0f} s"
+        finally:
+            _end_group(process)
+
+
+def _end_group(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(20)
+
+
+def _read(path: Path) -> Measured | None:
+    try:
+        return unpack_measured(path.read_bytes(), path.stem.removeprefix("weave-auto-"))
+    except OSError:
+        return None  # there is none yet
+
+
+def _write(path: Path, found: Measured) -> None:
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(pack_measured(path.stem.removeprefix("weave-auto-"), found))
+        part.replace(path)
+    except OSError as error:
+        logger.warning("worker.weave = auto: %s is not kept: %s", path, error.strerror)

@@ -1,0 +1,107 @@
+"""One short-lived engine that worker.weave = auto is decided by; see weave_auto.py, which runs it.
+
+    python -m shared.engine.weave_probe stock|weave MODEL_DIR OUT.json --tp N [--max-tokens N] [--max-seqs N]
+
+A few layers of the model's shape with random weights. Prompts from 512 tokens on: the forward pass on the slowest rank;
+fewer: a decode step of so many requests, the host's part included. OUT.json: {tokens: {mode: us}}, medians.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from shared.weave.role_choice import LEAST_PROMPT_TOKENS
+
+LAYERS = 8
+MOST_PROMPT_TOKENS = 32_768
+BATCHES = (1, 8, 32)
+REPEATS = 5
+
+
+def probe_model(folder: Path, model_dir: Path, dtype: str) -> Path:
+    """The same shape with fewer layers, without weights."""
+    config = json.loads((model_dir / "config.json").read_text())
+    config["num_hidden_layers"] = min(LAYERS, config["num_hidden_layers"])
+    for name in ("layer_types", "max_window_layers"):
+        config.pop(name, None)
+    if dtype != "auto":
+        config["torch_dtype"] = dtype
+    made = folder / "model"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(config))
+    return made
+
+
+def prompt_sizes(max_tokens: int) -> list[int]:
+    """Doubling, up to what a step holds."""
+    size, found = LEAST_PROMPT_TOKENS, []
+    while size <= min(max_tokens, MOST_PROMPT_TOKENS):
+        found.append(size)
+        size *= 2
+    return found
+
+
+def measured(engine: Any, sizes: list[int], batches: list[int]) -> dict[int, dict[str, float]]:
+    """{tokens: {mode: us}}; modes take turns."""
+    modes = ["fuse", "full"] if engine.kind == "weave" else [engine.kind]
+    found: dict[int, dict[str, list[float]]] = {}
+    for number in range(REPEATS + 1):  # the first round warms up
+        for size in sizes:
+            for mode in modes:
+                engine.switch(mode)
+                woven = engine.woven_steps()
+                ms = engine.prefill_ms([10 + (7 * i + number) % 900 for i in range(size)])
+                if mode == "full" and engine.woven_steps() == woven:
+                    continue  # such a step has no cut
+                if number:
+                    found.setdefault(size, {}).setdefault(mode, []).append(ms * 1e3)
+        for batch in batches:
+            engine.switch(modes[0])
+            ms = engine.decode_ms(batch)
+            if number:
+                found.setdefault(batch, {}).setdefault(modes[0], []).append(ms * 1e3)
+    return {size: {mode: median(us) for mode, us in times.items()} for size, times in found.items()}
+
+
+def main(argv: list[str]) -> int:
+    """Exit status 0; what was found is in OUT.json."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kind", choices=("stock", "weave"))
+    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--tp", type=int, required=True)
+    parser.add_argument("--sms", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=2048)
+    parser.add_argument("--max-seqs", type=int, default=64)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args(argv)
+    from shared.engine.vllm_setup import prepare_environment
+
+    prepare_environment(options.device, 1, in_pages=True)
+    from shared.engine.preload import preload_architecture
+    from shared.engine.weave_measured import MeasuredEngine
+
+    preload_architecture(str(options.model_dir))
+    with tempfile.TemporaryDirectory(prefix="quire-probe-") as name:
+        model = probe_model(Path(name), options.model_dir, options.dtype)
+        engine = MeasuredEngine(
+            options.kind, str(model), options.tp, max(options.max_tokens, LEAST_PROMPT_TOKENS), options.sms,
+            options.device, max_seqs=options.max_seqs, is_eager=options.eager,
+        )  # fmt: skip
+        batches = [batch for batch in BATCHES if batch <= options.max_seqs]
+        found = measured(engine, prompt_sizes(options.max_tokens), batches)
+        options.out.write_text(json.dumps(found))
+        engine.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
