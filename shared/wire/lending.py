@@ -47,9 +47,9 @@ MAX_LENT_BYTES = 1 << 50
 MAX_DURATION_MS = 3_600_000
 MAX_SPACES = 64  # that one AskLease may name
 
-Purpose = Literal[
-    "swap", "overflow", "map"
-]  # CFS swap space; prefix-cache overflow; read in place (mapped read-only)
+# CFS swap space; prefix-cache overflow. What a consumer has in lent pages it may read there, whatever the purpose: far
+# places (mempool_far.py) are mapped read-only, page by page, by order of the owning mempool.
+Purpose = Literal["swap", "overflow"]
 LeaseState = Literal["granted", "held", "releasing", "reclaiming", "lapsing", "ended"]
 
 

@@ -290,7 +290,6 @@ def test_an_offer_is_worth_what_engines_give_back_in_time():
         ({"consumer": InstanceId("nobody")}, "consumer.unknown"),
         ({"consumer": InstanceId(f"i{LENDER}")}, "offer.unfit"),
         ({"token": market.Token(0, 9)}, "lease.stale"),
-        ({"purpose": "map"}, "purpose.unsupported"),
     ],
 )
 def test_a_grant_that_does_not_fit_is_refused_and_changes_nothing(change, code):

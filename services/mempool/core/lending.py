@@ -131,8 +131,6 @@ class Lending:
             raise LoanRefused("offer.unknown", f"no offer {grant.offer_id}")
         if consumer is None:
             raise LoanRefused("consumer.unknown", f"{grant.consumer} has no space here")
-        if grant.purpose == "map":
-            raise LoanRefused("purpose.unsupported", "lent pages are not mapped: blocks are copied")
         self._make_shelf(offer.producer, consumer)
         loan = self.loans.take(
             Grant(
