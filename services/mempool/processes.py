@@ -89,7 +89,7 @@ def _is_readable(pidfd: int) -> bool:
 def start_time(pid: int) -> str:
     """Field 22 of /proc/<pid>/stat, "" when the process is gone."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        raw = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return ""
-    return text.rpartition(")")[2].split()[19]
+    return raw.rpartition(b")")[2].split()[19].decode()  # its name, before that, may be any bytes
