@@ -265,8 +265,9 @@ class MempoolShell:
             case CreateMemory():
                 self.spaces.create(action)
             case CreateSlabs():
-                if not self.spaces.create_slabs(action):
-                    self._connections[action.connection].close()
+                made = self.spaces.create_slabs(action)
+                if not made and (connection := self._connections.get(action.connection)) is not None:
+                    connection.close()  # else it ended while an earlier action was performed
             case SendSlabs():
                 slabs = range(action.first, action.first + action.count)
                 reply = wire.Slabs(call_id=action.call_id, first=action.first, count=action.count)

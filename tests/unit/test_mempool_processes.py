@@ -1,11 +1,14 @@
-"""What a mempool reads of the processes that attach to it."""
+"""Processes that attach to a mempool: what it reads of them, and those that leave while it works for them."""
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from services.mempool.core.actions import CreateSlabs
 from services.mempool.processes import start_time
+from services.mempool.shell import MempoolShell
 
 RENAMES = """
 import sys
@@ -32,3 +35,10 @@ def test_a_process_that_is_gone_has_no_start_time():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     assert start_time(child.pid) == ""
+
+
+def test_a_peer_that_left_while_its_memory_could_not_be_made_ends_nothing():
+    shell = object.__new__(MempoolShell)
+    shell._connections = {}  # its connection ended as an earlier action was performed
+    shell.spaces = SimpleNamespace(create_slabs=lambda action: False)  # pyright: ignore[reportAttributeAccessIssue]
+    shell._perform_one(CreateSlabs(7, 0, "cuda:0", 1, 1 << 21))
