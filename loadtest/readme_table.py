@@ -43,6 +43,9 @@ ROWS: list[tuple[str, str, str, str, str]] = [
         "{:.1f} ms",
         "",
     ),
+    ("prompt-tree", "lookup_p50_us", "look-up of 256 blocks in all prompt trees, median", "{:.0f} us", "150"),
+    ("prompt-tree", "insert_p50_us", "256 new blocks into one, median", "{:.0f} us", "400"),
+    ("prompt-tree", "placement_p99_ms", "look-up and placement at 1,000 requests/s, p99", "{:.2f} ms", "2"),
     ("cluster-footprint", "ready_s", "`quire up` to ready, installed", "{:.0f} s", "40"),
     (
         "cluster-footprint",
@@ -111,6 +114,8 @@ ROWS: list[tuple[str, str, str, str, str]] = [
         "{:.2f}",
         "",
     ),
+    ("h200-fused-norm", "min_gain_8mb_up_tp4_ratio", "the same on 4 GPUs, from 8 MB up", "{:.2f}", "1.10"),
+    ("h200-fused-norm", "gain_64mb_tp4_ratio", "the same on 4 GPUs, at 64 MB", "{:.2f}", "1.10"),
     (
         "h200-fused-norm",
         "min_gain_any_ratio",

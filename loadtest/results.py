@@ -24,7 +24,8 @@ UNIT = re.compile(
     r"(_per_(s|ms|us|request|chunk|token|step|span|page|block|call|core))?\Z"
 )
 
-_AWAY = re.compile(r" --(out|commit) \S+")  # how a measurement on another machine comes home is no part of it
+# how a measurement on another machine comes home is no part of it, nor in which folder it kept what was finished
+_AWAY = re.compile(r" --(?:out|commit) \S+|(?<= --keep )\S*/|(?<= --resume )\S*/")
 
 Samples = Sequence[Mapping[str, Any]]
 Metrics = dict[str, float]
