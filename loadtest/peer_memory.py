@@ -5,6 +5,7 @@ are those of any lender and consumer, only that nobody waits for an engine to fi
 """
 
 import asyncio
+import os
 import subprocess
 import time
 from collections.abc import Coroutine
@@ -142,9 +143,11 @@ class PeerMemory:
 
 
 def gpu_device(index: int) -> str:
-    """A GPU of this machine as in wire.Attach. Raises: NoLoan where there is none."""
+    """A GPU as in wire.Attach, counted as CUDA counts them here. Raises: NoLoan where there is none."""
     words = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
     found = subprocess.run(words, capture_output=True, text=True, timeout=SMI_S, check=False).stdout.split()
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # which nvidia-smi does not heed
+        found = [found[int(v)] if v.isdecimal() and int(v) < len(found) else v for v in visible.split(",")]
     if len(found) <= index:
         raise NoLoan(f"there is no GPU {index}: {found}")
     return "cuda:" + found[index].removeprefix("GPU-").replace("-", "")
