@@ -146,7 +146,8 @@ def gpu_device(index: int) -> str:
     """A GPU as in wire.Attach, counted as CUDA counts them here. Raises: NoLoan where there is none."""
     words = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
     found = subprocess.run(words, capture_output=True, text=True, timeout=SMI_S, check=False).stdout.split()
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # which nvidia-smi does not heed
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # noqa: TID251  nvidia-smi does not heed it
+    if visible:
         found = [found[int(v)] if v.isdecimal() and int(v) < len(found) else v for v in visible.split(",")]
     if len(found) <= index:
         raise NoLoan(f"there is no GPU {index}: {found}")
