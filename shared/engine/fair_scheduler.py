@@ -52,6 +52,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         self._times_parked: Counter[str] = Counter()
         self._seen = (0, 0, 0)  # what the last look for vacant slots found
         self._step_tokens = 0  # of the step that comes
+        self._newcomers_wait = False  # the last plan found no memory for more that begin
         self._computed: dict[str, int] = {}  # by request: so many of its tokens were computed
         self._limits_parked = self.slices.rules.has_units
         super().__init__(vllm_config, *args, **kwargs)
@@ -111,6 +112,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         self._promote()
         self._note_step()
         if not self.waiting and not self.skipped_waiting:
+            self._newcomers_wait = False
             self.slices.calm_step()
             return []
         start: list[str] = []
@@ -129,6 +131,10 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         if self._reserved:
             known = {*start, *(r.request_id for r in stay)}
             stay += [r for r in self.waiting if r.request_id not in known]
+        elif self._newcomers_wait and (self.running or start):
+            stay += [
+                r for r in self.waiting if r.request_id not in self._parked and r.request_id not in start
+            ]
         if stay:
             self.waiting.remove_requests(stay)
         return stay
@@ -170,8 +176,8 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         most, block_size, tables = self.max_model_len, self.block_size, self._tables
         num_away, holds = self.swapper.absences.num_away, self.slices.holds
         resident = wanted = 0
-        # each that is parked keeps its last block here: with too many of them there is no memory to run in
-        may_come = not self._limits_parked or len(self._parked) * PARKED_PAGES <= self._most_pages
+        may_come = self._may_come()
+        self._newcomers_wait = not (may_come or self._limits_parked)
         for request_id, request in self.requests.items():
             away = num_away(request_id)
             have = len(tables.get(request_id, ())) - away
@@ -184,7 +190,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
             wanted += need
         pages = self.pages.get_num_free_blocks() + self._num_on_the_way() + resident
         self._is_short = wanted > pages
-        if self._is_short and self._swaps and self.slices.rules.has_units:
+        if self._is_short and self._swaps and (self.slices.rules.has_units or not may_come):
             # who comes back leaves a page to each that runs, and the last block of who is parked stays where it is
             pages = max(1, pages - len(self.running) - len(self._parked))
         return Room(
@@ -195,6 +201,18 @@ class FairSchedulerMixin(SwapSchedulerMixin):
             swap_bytes_per_s=self.swapper.rate.value(self.pages.clock()) if self._swaps else 0.0,
             step_ms=self._step_ms,
         )
+
+    def _may_come(self) -> bool:
+        """Whether memory has room for newcomers. Each that is parked keeps its last block here: with too many of them
+        there is no memory to run in, and they would have to be computed again, one after the other. Cost: O(requests).
+        """
+        if self._limits_parked:
+            return len(self._parked) * PARKED_PAGES <= self._most_pages
+        if not (self._parked and self._swaps and self._is_short):  # when the plan before was made
+            return True
+        begun = [*self._parked.values(), *self.running]
+        longest = max(min(r.num_prompt_tokens + r.max_tokens, self.max_model_len) for r in begun)
+        return len(begun) + -(-longest // self.block_size) <= self._most_pages
 
     def _put_first(self, names: list[str]) -> None:
         chosen = set(names)

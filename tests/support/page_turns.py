@@ -1,6 +1,7 @@
 """Twelve requests take turns in four slots of an engine without a model (page_engine.py); pages are not short."""
 
 import itertools
+import random
 
 from tests.support.page_engine import MAX_RUNNING, STEP_TOKENS, SimEngine
 from tests.support.page_world import World
@@ -20,6 +21,7 @@ def run_all() -> None:
         run_lost_blocks(depth=depth, v2_runner=v2_runner)
     run_one_too_many(depth=3, v2_runner=False)
     run_one_too_long()
+    run_a_crowd_in_little_memory()
     run_weights()
 
 
@@ -98,6 +100,31 @@ def run_by_the_rules_of_a_burst(*, depth: int, v2_runner: bool) -> None:
     assert (counts["recomputed_tokens"], counts["times_dropped"], counts["swap_blocks_lost"]) == (0, 0, 0), (
         counts
     )
+
+
+def run_a_crowd_in_little_memory() -> None:
+    """Sixty requests in memory for one: the last blocks of the parked leave room to run in.
+
+    Found: nothing ran for 6 to 10 s at a time.
+    """
+    world = World("crowd", 26, swap_pages=NUM_PAGES)
+    engine = SimEngine(world, "e", "crowd", depth=2, slice_steps=4, swaps=True)
+    rng = random.Random(1)
+    for i in range(60):
+        prompt = bytes(rng.randrange(3) for _ in range(rng.randint(1, 30)))
+        engine.add(f"r{i}", prompt, rng.randint(1, min(40, 90 - len(prompt))), {})
+    idle = before = 0
+    for _ in range(600):
+        engine.turn()
+        world.mempool.now_ms += 10
+        world.pump()
+        computed = engine.scheduler.fair_counts["computed_tokens"]
+        idle, before = (idle + 1 if computed == before else 0), computed
+        assert idle <= 60, (computed, engine.scheduler.fair_counts)
+    assert engine.scheduler.fair_counts["times_parked"] >= 60
+    for name in engine.unfinished:
+        engine.abort(name)
+    _finish(engine)
 
 
 def run_lost_blocks(*, depth: int, v2_runner: bool) -> None:
