@@ -76,7 +76,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     # how ranks add up: off (vLLM's way), fuse (with residual and norm in one operation), full (and steps of at least
     # weave_min_tokens in two parts, one's sum under the other's compute); 0: from where it was measured to pay. auto:
     # of these what wins in a short measurement before the first start on GPUs with NVLink (decode: fuse at most)
-    weave: Literal["auto", "off", "fuse", "full"] = "auto"
+    weave: Literal["auto", "off", "fuse", "full"] = "off"
     weave_min_tokens: int = 0
     weave_sms: int = 16  # multiprocessors that a part's sum takes from the other's compute
     # of running requests' blocks that may lie outside the engine's memory (in lent pages, host memory), where attention

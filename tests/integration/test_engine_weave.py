@@ -26,9 +26,8 @@ def made(tmp_path, model=LLAMA, **changes) -> WorkerSettings:
     return for_role(found, role="prefill", instance="p", port=7000)
 
 
-def test_on_a_cpu_ranks_add_up_in_vllms_way_unless_told_otherwise_and_nothing_is_said(tmp_path, caplog):
-    settings = made(tmp_path)
-    assert settings.weave == "auto"
+def test_on_a_cpu_ranks_add_up_in_vllms_way_and_nothing_is_said(tmp_path, caplog):
+    settings = made(tmp_path, weave="auto")
     with caplog.at_level(logging.INFO):
         assert weave_arguments(settings, {"worker_cls": "anything"}) == {}
     assert not said(caplog)

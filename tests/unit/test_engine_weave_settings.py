@@ -12,8 +12,8 @@ def made(tmp_path, **changes) -> WorkerSettings:
     return for_role(found, role="prefill", instance="p", port=7000)
 
 
-def test_unless_told_otherwise_a_measurement_says_how_ranks_add_up(tmp_path):
-    assert made(tmp_path).weave == "auto"
+def test_unless_told_otherwise_ranks_add_up_in_vllms_way(tmp_path):
+    assert made(tmp_path).weave == "off"
 
 
 @pytest.mark.parametrize(
