@@ -21,7 +21,9 @@ LLAMA = {"architectures": ["LlamaForCausalLM"]}
 def made(tmp_path, model=LLAMA, **changes) -> WorkerSettings:
     (tmp_path / "config.json").write_text(json.dumps(model))
     found = WorkerSettings(
-        model_dir=str(tmp_path), mempool_socket="/run/pool", **{"tensor_parallel_size": 2, "weave": "auto"} | changes
+        model_dir=str(tmp_path),
+        mempool_socket="/run/pool",
+        **{"tensor_parallel_size": 2, "weave": "auto"} | changes,
     )
     return for_role(found, role="prefill", instance="p", port=7000)
 
