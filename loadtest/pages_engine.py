@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import core_steps
+from loadtest.gpu_memory import by_process, of_engine
 
 Stream = Callable[[str, list[int], int], AsyncIterator[int]]  # id, prompt, max_tokens -> tokens per output
 Work = Callable[[Stream, argparse.Namespace], Awaitable[list[dict[str, Any]]]]  # samples
@@ -108,6 +109,7 @@ async def with_stock(options: argparse.Namespace, work: Work = rounds) -> dict[s
     facts = {**stock.facts(), "used_bytes": measured.used_bytes()}
     samples = await work(stock.stream, options)
     facts["used_after_bytes"] = measured.used_bytes()
+    facts["memory_after"] = {"processes": by_process(), "torch": of_engine(Path(options.out))}
     stock.close()
     return {**facts, "samples": samples}
 
@@ -150,6 +152,7 @@ async def with_pages(
     }
     samples = await work(stream, options)
     facts["used_after_bytes"] = measured.used_bytes()
+    facts["memory_after"] = {"processes": by_process(), "torch": of_engine(Path(options.out))}
     status = await client.status()
     counters = status.counters if status else {}
     await client.close()

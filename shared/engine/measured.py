@@ -45,9 +45,18 @@ def record_steps(path: Path) -> None:
             with path.open("a") as file:
                 file.writelines(lines)
             lines.clear()
+            _write_memory(path.with_suffix(".memory"))
         return out
 
     scheduler_module.Scheduler.update_from_output = update_from_output
+
+
+def _write_memory(path: Path) -> None:
+    """Of torch's allocator, where the engine core is the only rank: allocated, reserved, the most of each until now."""
+    if torch.cuda.is_initialized():
+        now = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+        most = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+        path.write_text(" ".join(map(str, now + most)))
 
 
 class StockEngine:
