@@ -176,15 +176,17 @@ class PageQuota:
 
     def take_vacates(self, most: int = PAGES_PER_TURN) -> tuple[list[int], list[Owned]]:
         """The next pages whose memory the pool wants back, and the numbers to answer with: as many whole messages as
-        have `most` pages, but one at least. A step waits for what the caller does with them.
+        have `most` pages, but one at least. A step waits for what the caller does with them. A page that was asked for
+        twice is named once.
         """
         numbers: list[int] = []
-        pages: list[Owned] = []
+        pages: dict[Owned, None] = {}
         while self._vacates and (not numbers or len(pages) + len(self._vacates[0].pages) // 4 <= most):
             asked = self._vacates.popleft()
             numbers.append(asked.number)
-            pages += zip(map(PageId, u32_list(asked.pages)), map(Epoch, u64_list(asked.epochs)), strict=False)
-        return numbers, pages
+            epochs = map(Epoch, u64_list(asked.epochs))
+            pages.update(dict.fromkeys(zip(map(PageId, u32_list(asked.pages)), epochs, strict=False)))
+        return numbers, list(pages)
 
     def take_swapped(self) -> list[tuple[SwappedOut | SwappedIn, float]]:
         """Answers to swap_out() and swap_in() since the last call, and when each came (time.monotonic())."""

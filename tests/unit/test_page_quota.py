@@ -31,3 +31,12 @@ def test_small_requests_for_pages_are_answered_together_and_large_ones_one_a_tur
     everything = [own for _, pages in turns for own in pages]
     assert everything == [(PageId(page), Epoch(page + 100)) for page in range(len(everything))]
     assert quota.take_vacates() == ([], [])
+
+
+def test_a_page_that_was_asked_for_twice_is_named_once(tmp_path: Path):
+    quota = asked(tmp_path, 3)
+    again = wire.Vacate(number=2, pages=u32_bytes([2, 3]), epochs=u64_bytes([102, 103]))
+    quota._on_message(0, again, [], [])
+    numbers, pages = quota.take_vacates()
+    assert numbers == [1, 2]
+    assert pages == [(PageId(page), Epoch(page + 100)) for page in range(4)]
