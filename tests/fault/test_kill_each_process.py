@@ -73,8 +73,13 @@ def body(prompt: list[int], stream: bool) -> dict:
     }
 
 
-async def one_stream(client: httpx.AsyncClient, number: int, prompt: list[int]) -> Outcome:
+async def one_stream(
+    client: httpx.AsyncClient, number: int, prompt: list[int], live: dict[int, Outcome] | None = None
+) -> Outcome:
+    """`live`: what each client sees of its request now."""
     out = Outcome(number)
+    if live is not None:
+        live[id(client)] = out
     started = time.time()
     try:
         async with client.stream("POST", "/v1/completions", json=body(prompt, True)) as response:
@@ -132,7 +137,17 @@ def silence_s(outcome: Outcome, from_s: float, stalls: Stalls) -> float:
     return next_s - from_s - stalls.within(from_s, next_s)
 
 
-async def load(cluster: LocalCluster, texts: list[list[int]], stop: asyncio.Event) -> list[Outcome]:
+async def half_have_begun(live: dict[int, Outcome], timeout_s: float = 60) -> None:
+    """Half of the clients hear a stream that is not near its end: of others a death tells nothing."""
+    deadline = time.monotonic() + timeout_s
+    while sum(1 for o in live.values() if 0 < len(o.token_ids) < ANSWER_TOKENS // 2) < NUM_CLIENTS // 2:
+        assert time.monotonic() < deadline, live
+        await asyncio.sleep(WATCH_S)
+
+
+async def load(
+    cluster: LocalCluster, texts: list[list[int]], stop: asyncio.Event, live: dict[int, Outcome]
+) -> list[Outcome]:
     """Eight clients, each one request after another, until told to stop."""
     seen: list[Outcome] = []
     timeout = httpx.Timeout(LONGEST_WAIT_S + 5, connect=30)
@@ -142,7 +157,7 @@ async def load(cluster: LocalCluster, texts: list[list[int]], stop: asyncio.Even
             turn = number
             while not stop.is_set():
                 which = turn % len(texts)
-                seen.append(await one_stream(client, which, texts[which]))
+                seen.append(await one_stream(client, which, texts[which], live))
                 turn += 1
 
     await asyncio.gather(*(client_loop(n) for n in range(NUM_CLIENTS)))
@@ -193,11 +208,12 @@ def test_no_client_hangs_and_no_client_gets_a_wrong_token(cluster, texts, expect
 
     async def run() -> tuple[list[Outcome], float]:
         nonlocal killed_s
-        stop = asyncio.Event()
-        running = asyncio.create_task(load(cluster, texts, stop))
+        stop, live = asyncio.Event(), {}
+        running = asyncio.create_task(load(cluster, texts, stop, live))
         watching = asyncio.create_task(stalls.watch())
         await asyncio.sleep(BEFORE_S)
         pid = await asyncio.to_thread(cluster.pid_of, victim)
+        await half_have_begun(live)
         log.begin(cluster.home)
         killed_s = time.time()
         os.kill(pid, signal.SIGKILL)
