@@ -54,9 +54,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     shed_wait_ms: int = 1_000  # how long a request waits when every instance is full
     place_reply_ms: int = 1_000
     request_deadline_ms: int = 600_000
-    resume_deadline_ms: int = (
-        1_800  # a begun stream that lost its instance: to its next token, else one error event
-    )
+    # a begun stream that lost its instance: to its next token, else one error event
+    resume_deadline_ms: int = 1_800
     # attempts that are placed again when an instance fails, per process: this share of the requests, ...
     retry_share: float = 0.2
     retry_floor_per_s: float = 5.0  # ... and so many a second, ...

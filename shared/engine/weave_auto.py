@@ -50,7 +50,7 @@ def auto_choice(settings: WorkerSettings, arguments: Mapping[str, Any], reason: 
     if reason := reason or _why_not(settings, arguments):
         logger.info("worker.weave = auto: vLLM's own all-reduce and norm are used: %s", reason)
         return None
-    path = Path(settings.state_dir, f"weave-auto-{_key(settings)}.json")
+    path = _path(settings)
     found = _read(path)
     if found is None:
         found = Measured(timings=_measure(settings), tiles=_TILES)
@@ -75,12 +75,14 @@ def _why_not(settings: WorkerSettings, arguments: Mapping[str, Any]) -> str:
         [current_platform.device_id_to_physical_device_id(i) for i in ranks]
     ):
         return "the GPUs do not reach each other's memory over NVLink"
-    if (
-        settings.calibrate == "off"
-        and not Path(settings.state_dir, f"weave-auto-{_key(settings)}.json").is_file()
-    ):
+    if settings.calibrate == "off" and not _path(settings).is_file():
         return "nothing is measured with worker.calibrate = off"
     return ""
+
+
+def _path(settings: WorkerSettings) -> Path:
+    """Where the times are kept."""
+    return Path(settings.state_dir, f"weave-auto-{_key(settings)}.json")
 
 
 def _key(settings: WorkerSettings) -> str:

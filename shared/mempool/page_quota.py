@@ -28,7 +28,6 @@ from shared.wire.mempool_swap import SwapDrop, SwapIn, SwapOut, SwappedIn, Swapp
 
 ATTACH_TIMEOUT_MS = 10_000
 PAGES_PER_MESSAGE = 8_192
-PAGES_PER_TURN = 48  # let go of between two steps, in about 0.35 ms; as many as the pool names in a message
 SEND_TIMEOUT_MS = 1_000  # the socket holds hundreds of messages: a pool that reads none of them is lost
 
 logger = logging.getLogger(__name__)
@@ -174,7 +173,7 @@ class PageQuota:
             count, self._uncache = self._uncache, 0
         return count
 
-    def take_vacates(self, most: int = PAGES_PER_TURN) -> tuple[list[int], list[Owned]]:
+    def take_vacates(self, most: int = wire.PAGES_PER_VACATE) -> tuple[list[int], list[Owned]]:
         """The next pages whose memory the pool wants back, and the numbers to answer with: as many whole messages as
         have `most` pages, but one at least. A step waits for what the caller does with them. A page that was asked for
         twice is named once.

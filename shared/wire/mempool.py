@@ -309,6 +309,9 @@ class MemoryChanged(Struct, frozen=True, kw_only=True, tag="memory_changed"):
     released_bytes: int  # that the space's pages are without now
 
 
+PAGES_PER_VACATE = 48  # an engine lets go of so many in about 0.35 ms, between two steps
+
+
 class Vacate(Struct, frozen=True, kw_only=True, tag="vacate"):
     """Please GiveBack or Unpin those of these pages that no request uses, then say Vacated with the number."""
 

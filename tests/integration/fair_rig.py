@@ -12,7 +12,14 @@ from typing import Any
 
 from tests.integration.mempool_rig import MempoolProcess, until
 from tests.integration.test_exactness import MODEL, ROOT
+from tests.integration.test_pages_under_pressure import PAGE_BYTES
 from tests.support.exactness_cases import SCHEMA, prompts
+
+NUM_PAGES = 46
+DRAM_PAGES = 400
+ANSWER_TOKENS = 48
+ANY_RATE = 1e6  # GB/s: whatever the machine does, switching pays
+WORKER = {"kv_space": "own", "max_model_len": 480, "fair_swap_gb_per_s": ANY_RATE}
 
 
 def mixed_cases(greedy: list[list[int]], seeded: tuple[int, ...], answer_tokens: int) -> list[dict[str, Any]]:
@@ -26,6 +33,18 @@ def mixed_cases(greedy: list[list[int]], seeded: tuple[int, ...], answer_tokens:
     out += [{"id": f"seeded-{n}", "prompt": texts[n], "params": {**sampled, "seed": n}} for n in seeded]
     json_params = {"temperature": 0.0, "max_tokens": answer_tokens}
     return [*out, {"id": "json", "prompt": texts[161], "params": json_params, "structured": SCHEMA}]
+
+
+@contextmanager
+def in_memory_for_four(rules: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    """Both policies' twelve requests in pages for four of them and host memory for all; fair slices by `rules`."""
+    texts = prompts(MODEL)
+    greedy = [texts[1500][310 * n :][: 300 - 13 * n] for n in range(4)] + [texts[n] for n in (257, 200)]
+    limits = {"capacity-bytes": NUM_PAGES * PAGE_BYTES, "dram-bytes": DRAM_PAGES * PAGE_BYTES}
+    pool = {**limits, "dram-for-host": "true"}
+    cases = mixed_cases(greedy, (320, 400), ANSWER_TOKENS)
+    with both_policies(cases, pool, WORKER | (rules or {})) as found:
+        yield found
 
 
 @contextmanager

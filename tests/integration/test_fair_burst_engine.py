@@ -6,11 +6,7 @@ See fair_rig.py and test_fair_swap_engine.py, whose requests these are.
 
 import pytest
 
-from tests.integration.fair_rig import assert_everything_came_back, both_policies, mixed_cases
-from tests.integration.test_exactness import MODEL
-from tests.integration.test_fair_swap_engine import ANSWER_TOKENS, DRAM_PAGES, NUM_PAGES, WORKER
-from tests.integration.test_pages_under_pressure import PAGE_BYTES
-from tests.support.exactness_cases import prompts
+from tests.integration.fair_rig import assert_everything_came_back, in_memory_for_four
 
 RULES = {
     "fair_quantum_tokens": 1 << 20,
@@ -24,11 +20,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def found():
-    texts = prompts(MODEL)
-    greedy = [texts[1500][310 * n :][: 300 - 13 * n] for n in range(4)] + [texts[n] for n in (257, 200)]
-    limits = {"capacity-bytes": NUM_PAGES * PAGE_BYTES, "dram-bytes": DRAM_PAGES * PAGE_BYTES}
-    pool = {**limits, "dram-for-host": "true"}
-    with both_policies(mixed_cases(greedy, (320, 400), ANSWER_TOKENS), pool, WORKER | RULES) as found:
+    with in_memory_for_four(RULES) as found:
         yield found
 
 

@@ -5,27 +5,14 @@ See fair_rig.py. Among the twelve are prompts that share pages, sampled ones and
 
 import pytest
 
-from tests.integration.fair_rig import assert_everything_came_back, both_policies, mixed_cases
-from tests.integration.test_exactness import MODEL
-from tests.integration.test_pages_under_pressure import PAGE_BYTES
-from tests.support.exactness_cases import prompts
-
-NUM_PAGES = 46
-DRAM_PAGES = 400
-ANSWER_TOKENS = 48
-ANY_RATE = 1e6  # GB/s: whatever the machine does, switching pays
-WORKER = {"kv_space": "own", "max_model_len": 480, "fair_swap_gb_per_s": ANY_RATE}
+from tests.integration.fair_rig import assert_everything_came_back, in_memory_for_four
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
 def found():
-    texts = prompts(MODEL)
-    greedy = [texts[1500][310 * n :][: 300 - 13 * n] for n in range(4)] + [texts[n] for n in (257, 200)]
-    limits = {"capacity-bytes": NUM_PAGES * PAGE_BYTES, "dram-bytes": DRAM_PAGES * PAGE_BYTES}
-    pool = {**limits, "dram-for-host": "true"}
-    with both_policies(mixed_cases(greedy, (320, 400), ANSWER_TOKENS), pool, WORKER) as found:
+    with in_memory_for_four() as found:
         yield found
 
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from services.mempool.core.releases import MAX_PAGES_UNDER_WAY, PAGES_PER_VACATE
+from services.mempool.core.releases import MAX_PAGES_UNDER_WAY
 from services.mempool.core.space import Plan
 from shared.errors import PeerProtocolError
 from shared.ids import Epoch, InstanceId
@@ -379,6 +379,6 @@ def test_what_goes_in_small_parts_is_asked_for_in_large_ones():
                     rig.say(connection, wire.Unmapped(slabs=u32_bytes([slab])))
         while rig.system():
             pass
-    least = -(-sum(sizes) // PAGES_PER_VACATE)
+    least = -(-sum(sizes) // wire.PAGES_PER_VACATE)
     assert sum(sizes) >= MAX_PAGES_UNDER_WAY
     assert len(sizes) <= least + 2, sizes

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from shared.ids import Epoch, InstanceId, PageId
 from shared.kv.words import u32_bytes, u64_bytes
-from shared.mempool.page_quota import PAGES_PER_TURN, PageQuota
+from shared.mempool.page_quota import PageQuota
 from shared.wire import mempool as wire
 from tests.unit.mempool_release_rig import GPU_DESCRIPTION
 
@@ -24,10 +24,10 @@ def asked(tmp_path: Path, *counts: int) -> PageQuota:
 
 
 def test_small_requests_for_pages_are_answered_together_and_large_ones_one_a_turn(tmp_path: Path):
-    quota = asked(tmp_path, 4, 8, PAGES_PER_TURN - 12, 1, PAGES_PER_TURN + 1, 2)
+    quota = asked(tmp_path, 4, 8, wire.PAGES_PER_VACATE - 12, 1, wire.PAGES_PER_VACATE + 1, 2)
     turns = [quota.take_vacates() for _ in range(4)]
     assert [numbers for numbers, _ in turns] == [[1, 2, 3], [4], [5], [6]]
-    assert [len(pages) for _, pages in turns] == [PAGES_PER_TURN, 1, PAGES_PER_TURN + 1, 2]
+    assert [len(pages) for _, pages in turns] == [wire.PAGES_PER_VACATE, 1, wire.PAGES_PER_VACATE + 1, 2]
     everything = [own for _, pages in turns for own in pages]
     assert everything == [(PageId(page), Epoch(page + 100)) for page in range(len(everything))]
     assert quota.take_vacates() == ([], [])

@@ -132,9 +132,8 @@ class RequestFlow:
     _shed_by_ms: int = 0
     _wake_ms: int = 0  # PLACING: the answer is overdue; BACKOFF: place again
     _backoff_ms: int = BACKOFF_FIRST_MS
-    resume_by_ms: int = (
-        0  # a begun stream lost its instance: its next token must come by then; 0: nothing is owed
-    )
+    # a begun stream lost its instance: its next token must come by then; 0: nothing is owed
+    resume_by_ms: int = 0
 
     def start(self, *, now_ms: int) -> list[Action]:
         """First placement."""

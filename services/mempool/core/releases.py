@@ -24,7 +24,6 @@ from shared.kv.page import PageState
 from shared.kv.words import u32_bytes, u32_list, u64_bytes
 from shared.wire import mempool as wire
 
-PAGES_PER_VACATE = 48  # an engine answers so many in about 0.35 ms, between two steps
 MAX_PAGES_UNDER_WAY = 512  # chosen and not gone yet
 SLABS_PER_MESSAGE = 64
 MAX_CALLS = 64
@@ -223,7 +222,7 @@ class Releases:
         room = max(0, MAX_PAGES_UNDER_WAY - under_way) // self.pages_per_unit
         if not room and not under_way:
             room = 1  # a unit of very many pages
-        if under_way and room < lacking and room * self.pages_per_unit < PAGES_PER_VACATE:
+        if under_way and room < lacking and room * self.pages_per_unit < wire.PAGES_PER_VACATE:
             return 0  # engines answer a message a step
         most, busy = min(lacking, room, self._choice.most()), self._busy() | self.vacating.keys()
         if call.candidates is None and room:
@@ -253,8 +252,8 @@ class Releases:
         self._table.reserve([page for unit in chosen for page in self._choice.pages(unit)])
         self._evict([page for unit in chosen for page in self._choice.pages(unit)])
         for connection, pages in asked.items():
-            for first in range(0, len(pages), PAGES_PER_VACATE):
-                self._ask(connection, pages[first : first + PAGES_PER_VACATE])
+            for first in range(0, len(pages), wire.PAGES_PER_VACATE):
+                self._ask(connection, pages[first : first + wire.PAGES_PER_VACATE])
 
     def _ask(self, connection: int, pages: list[PageId]) -> None:
         self._num_parts += 1
