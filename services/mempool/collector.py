@@ -22,7 +22,7 @@ COUNTERS = (
     "peer_acquires", "peer_blocks_pinned", "peer_misses", "peer_pages_stale", "peer_waits_expired", "releases_unknown",
     "remote_blocks", "remote_blocks_stale", "remote_late", "remote_links_lost", "remote_malformed", "remote_misses",
     "remote_pulls", "remote_pulls_failed", "remote_pulls_late", "remote_pulls_lost", "remote_readers_late",
-    "remote_refusals", "remote_refused", "seals_duplicate", "waits_expired",
+    "remote_refusals", "remote_refused", "seals_duplicate", "twins_merged", "waits_expired",
 )  # fmt: skip
 
 

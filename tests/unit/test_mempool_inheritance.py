@@ -130,6 +130,25 @@ def test_an_engine_gets_back_what_it_reports_and_the_rest_is_free(before):
     assert after.acquire(5, chain("a", "b", "d")).num_blocks == 3
 
 
+def test_a_page_beside_the_indexed_one_takes_its_place_after_the_mempool_too():
+    before = Recorded()
+    worker(before, 1, 10, quota=1)
+    first = before.save(1, chain("a"))
+    worker(before, 2, 20, quota=1)
+    again = before.save(2, chain("a"))
+    after = successor(before, (10, 20))
+    worker(after, 1, 10, quota=1, memory_id=BOOT, holding=holding([], first, chain("a")))
+    worker(after, 2, 20, quota=1, memory_id=BOOT, holding=holding([], again, chain("a")))
+    assert after.counts()["sealed"] == 2
+    after.say(1, wire.Unpin(**page_lists(first)))
+    assert after.counts()["sealed"] == 1
+    after.client(5)
+    assert after.acquire(5, chain("a")).pages == u32_bytes([again[0][0]])
+    third = Recorded(boot=Epoch(NEXT_BOOT + 1_000_000))
+    third.entries[:] = after.entries
+    assert [ENTRY.unpack_from(third.entries, again[0][0] * ENTRY.size)[0]] == [again[0][1]]
+
+
 def test_a_seal_that_was_lost_with_the_mempool_is_made_up_for(before):
     after = successor(before)
     hashes = chain("a", "b", "d")

@@ -74,6 +74,54 @@ def test_a_second_seal_of_a_hash_keeps_the_page_for_its_engine_alone():
     assert pool.words[second[0][0]] >> 8 == second[0][1] + 1, "nobody can take it for what it was"
 
 
+def test_a_block_computed_again_takes_the_place_of_a_page_that_nobody_pins():
+    pool = Harness(num_pages=8)
+    worker(pool, 1)
+    worker(pool, 2, quota=3)
+    path = chain("a", "b", "c")
+    first = pool.save(1, path[:2])
+    unpin(pool, 1, first)
+    again = pool.save(2, path)
+    assert pool.counts() == {"sealed": 3, "granted": 2, "free": 3}
+    assert pool.acquire(1, path).pages == u32_bytes(page for page, _ in again)
+    assert [pool.words[page] >> 8 for page, _ in first] == [epoch + 1 for _, epoch in first]
+
+
+def test_a_page_under_which_others_are_pinned_goes_when_its_last_pin_ends_and_the_block_has_another_page():
+    """It could not be evicted before what follows it: two engines with a prompt each had a pool for themselves, and
+    waited for each other.
+    """
+    pool = Harness(num_pages=8)
+    worker(pool, 1)
+    worker(pool, 2, quota=3)
+    path = chain("a", "b", "c")
+    first, again = pool.save(1, path[:2]), pool.save(2, path)
+    assert pool.counts()["sealed"] == 5
+    unpin(pool, 1, first)
+    assert pool.counts() == {"sealed": 3, "granted": 2, "free": 3}
+    assert pool.pool.counters["twins_merged"] == 2
+    assert pool.acquire(1, path).pages == u32_bytes(page for page, _ in again)
+    assert pool.pool.index.num_pinned == 3
+    unpin(pool, 2, again)
+    pool.need(1, 2)
+    assert pool.pool.memory.engines.twins == {}
+
+
+def test_of_three_pages_with_one_block_one_is_left_when_one_engine_uses_it():
+    pool = Harness(num_pages=6)
+    pages = []
+    for connection in (1, 2, 3):
+        worker(pool, connection, quota=1)
+        pages += pool.save(connection, chain("a"))
+    unpin(pool, 1, pages[:1])
+    assert pool.counts()["sealed"] == 2
+    pool.closed(2)
+    pool.dead(2)
+    assert pool.counts()["sealed"] == 1
+    assert pool.acquire(3, chain("a")).pages == u32_bytes([pages[2][0]])
+    assert pool.pool.memory.engines.twins == {}
+
+
 def test_unpins_that_are_stale_or_of_others_change_nothing():
     pool = Harness(num_pages=4)
     worker(pool, 1)

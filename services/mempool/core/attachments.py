@@ -97,7 +97,10 @@ class Attachments:
         self.engine_processes = set(engines)
         self.inherited_from = dict(zip(processes, instances, strict=False))
         self.readers.epochs = self.memory.table.epochs
-        self.inheritance = Inheritance(self.memory.table, self.index, self.leases, entries, processes)
+        self.inheritance = Inheritance(
+            self.memory.table, self.memory.engines, self.index, self.leases, entries, processes
+        )
+        self.index.twinned = self.memory.engines.twins
         self.counters["pages_inherited"] += self.inheritance.num_sealed
         self.report(-1)
         self.releases = self._make_releases(self.memory)
@@ -232,6 +235,7 @@ class Attachments:
         """Plan the pages of this space, all of them free. Once."""
         made = space.make(description, planned, self.limits, self.boot_generation, self._unpin_one)
         self.memory = made
+        self.index.twinned = made.engines.twins
         made.label = label
         self.releases = self._make_releases(made)
         self.memory_id = Epoch(self.boot_generation + self.number)
@@ -325,6 +329,7 @@ class Attachments:
         memory = self.memory
         if memory is None:
             return
+        self._merge_twins()
         if self.releases is not None:
             self.releases.advance()
         for claim in self.claims:
@@ -333,6 +338,31 @@ class Attachments:
             self.counters["pages_granted"] += len(granted)
             pages, epochs = zip(*granted, strict=True)
             self._send(connection, wire.Granted(pages=u32_bytes(pages), epochs=u64_bytes(epochs)))
+
+    def keep(self, engine: Engine, entry: Entry, *, is_new: bool) -> None:
+        """The engine uses this sealed page. `is_new`: it is indexed; else another page of the same block is."""
+        assert self.memory is not None
+        if is_new:
+            self.index.pin([entry])
+        elif (known := self.index.get(entry.block_hash)) is not None and not known.pins:
+            self.index.loose.append(known)
+        self.memory.engines.keep(engine, entry, is_indexed=is_new)
+
+    def _merge_twins(self) -> None:
+        """Of two pages with one block, one that nobody pins goes: perhaps it could not be evicted for what follows it,
+        and an engine that computed the block again pins its own page.
+        """
+        loose, self.index.loose = self.index.loose, []
+        for known in loose:
+            if known.branch is None or known.pins:
+                continue
+            assert self.memory is not None
+            old = self.memory.engines.take_twin(known)
+            if old is not None:
+                self.index.pin([known])
+                self.note(known)
+                self.memory.table.free(old, PageEvent.RETIRE)
+                self.counters["twins_merged"] += 1
 
     def _make_room(self) -> bool:
         if self.outlet is not None and self.memory is not None:

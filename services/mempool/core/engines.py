@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from services.mempool.core.entry import Entry
 from services.mempool.core.page_state import PageEvent
 from services.mempool.core.page_table import PageTable
-from shared.ids import Epoch, InstanceId, PageId
+from shared.ids import BlockHash, Epoch, InstanceId, PageId
 
 
 @dataclass(slots=True)
@@ -31,8 +31,8 @@ class Engine:
     held: set[PageId] = field(default_factory=set)
     works_in_pages: bool = False
     least: int = 0  # pages that its longest request takes
-    # sealed pages in use -> index entry; None: the hash was known, the page serves this engine only
-    pinned: dict[PageId, Entry | None] = field(default_factory=dict)
+    # sealed pages in use; of a twin the entry is not in the index: the hash was known, the page serves this engine only
+    pinned: dict[PageId, Entry] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)  # processes that compute for it, its own among them
 
     @property
@@ -77,6 +77,8 @@ class Engines:
         self.attached: dict[int, Engine] = {}
         self.lost: list[LostEngine] = []
         self.ranks: dict[int, Rank] = {}  # by connection
+        # sealed pages of blocks that are indexed under another page, and who uses them
+        self.twins: dict[BlockHash, dict[PageId, Engine]] = {}
 
     def attach(self, engine: Engine) -> None:
         """From now on pages may be granted to it."""
@@ -155,10 +157,32 @@ class Engines:
         over = {c: e.num_pages - self.cap(e) for c, e in self.attached.items()}
         return {connection: count for connection, count in over.items() if count > 0}
 
-    def seal(self, engine: Engine, page: PageId, entry: Entry | None) -> None:
-        """The engine sealed a page that it goes on using. The caller has pinned the entry."""
-        engine.held.remove(page)
-        engine.pinned[page] = entry
+    def keep(self, engine: Engine, entry: Entry, *, is_indexed: bool) -> None:
+        """The engine uses this sealed page. The caller has pinned what is indexed; another page's twin is not."""
+        engine.pinned[entry.page] = entry
+        if not is_indexed:
+            self.twins.setdefault(entry.block_hash, {})[entry.page] = engine
+
+    def take_twin(self, known: Entry) -> PageId | None:
+        """The engine's page that has the same block is what is indexed from now on, pinned by the caller.
+
+        Returns: the page that was; None, and nothing changed, when there is no twin.
+        """
+        twins = self.twins.get(known.block_hash)
+        if twins is None:
+            return None
+        page, engine = next(iter(twins.items()))
+        old, twin = known.page, engine.pinned[page]
+        self._end_twin(twin)
+        known.page, known.valid_tokens, known.checksum = page, twin.valid_tokens, twin.checksum
+        engine.pinned[page] = known
+        return old
+
+    def _end_twin(self, entry: Entry) -> None:
+        twins = self.twins[entry.block_hash]
+        del twins[entry.page]
+        if not twins:
+            del self.twins[entry.block_hash]
 
     def unpin(self, engine: Engine, page: PageId) -> None:
         """The engine uses this sealed page no more. Unindexed, it is free."""
@@ -211,8 +235,9 @@ class Engines:
             count += lost.engine.num_pages
         return count
 
-    def _end_pin(self, page: PageId, entry: Entry | None) -> None:
-        if entry is None:
+    def _end_pin(self, page: PageId, entry: Entry) -> None:
+        if entry.branch is None:
+            self._end_twin(entry)
             self._table.free(page, PageEvent.RETIRE)
         else:
             self._unpin(entry)

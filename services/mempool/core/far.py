@@ -12,7 +12,7 @@ Of one slab a page alone is mapped, so pages that share slabs are left out.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
 from services.mempool.core import parse
@@ -259,8 +259,7 @@ class Far:
             self._ask_to_unmap(user, [place for _, place in asked.items])
             return
         for position, place in asked.items:
-            user.places[place].state = PlaceState.MAPPED
-            job.found[position] = place
+            job.found[position] = place  # "mapped" when the engine is told: what it does not know it cannot drop
 
     def _drop(self, user: User, places: Sequence[int]) -> None:
         mine = [
@@ -284,7 +283,10 @@ class Far:
         found = [job.found.get(position, NO_PLACE) for position in range(len(job.hashes))]
         connection = user.engine.connection
         self._touched(user.pool)
+        if user.is_gone:  # nobody hears it, and its places may have been forgotten
+            return
         if not job.old:
+            self._told(user, found)
             in_peer = sum(n != NO_PLACE and user.places[n].where[0].is_loan for n in found)
             answer = FarPlaced(number=job.number, places=u32_bytes(found), blocks_peer=in_peer)
             user.left.update(h for h, n in zip(job.hashes, found, strict=True) if n != NO_PLACE)
@@ -293,11 +295,17 @@ class Far:
         # what the engine has dropped meanwhile may be another block's place by now
         left = [(n, to) for (n, old), to in zip(job.old, found, strict=True) if user.places.get(n) is old]
         kept = {to for _, to in left}
+        self._told(user, kept)
         self._ask_to_unmap(user, [to for to in found if to != NO_PLACE and to not in kept])
         self.counters["far_blocks_moved"] += sum(to != NO_PLACE for to in kept)
         if left:
             moved = FarMoved(places=u32_bytes(n for n, _ in left), to=u32_bytes(to for _, to in left))
             user.pool.say(connection, moved)
+
+    def _told(self, user: User, places: Iterable[int]) -> None:
+        for place in places:
+            if place != NO_PLACE:
+                user.places[place].state = PlaceState.MAPPED
 
     # -- lent pages are wanted back ---------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ Where = tuple[Pool, Entry]
 class PlaceState(StrEnum):
     """Of a place that is not free."""
 
-    MAPPING = "mapping"  # its ranks were asked
-    MAPPED = "mapped"  # the engine may read there
+    MAPPING = "mapping"  # its ranks were asked, or the engine is not told yet
+    MAPPED = "mapped"  # the engine was told, and may read there
     LEAVING = "leaving"  # as mapped, but the page is wanted back
     UNMAPPING = "unmapping"  # the engine reads there no more; its ranks were asked
 

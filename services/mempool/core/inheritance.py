@@ -9,7 +9,7 @@ pages stay where they are and pages in doubt stay in quarantine (ARCHITECTURE.md
 from collections.abc import Iterable, Sequence
 
 from services.mempool.core import parse
-from services.mempool.core.engines import Engine
+from services.mempool.core.engines import Engine, Engines
 from services.mempool.core.entry import Entry
 from services.mempool.core.leases import Leases
 from services.mempool.core.page_state import PageEvent
@@ -40,10 +40,16 @@ class Inheritance:
     """
 
     def __init__(
-        self, table: PageTable, index: Index, leases: Leases, entries: bytes, processes: Iterable[int]
+        self,
+        table: PageTable,
+        engines: Engines,
+        index: Index,
+        leases: Leases,
+        entries: bytes,
+        processes: Iterable[int],
     ) -> None:
         self.awaiting = set(processes)
-        self._table = table
+        self._table, self._engines = table, engines
         self._index = index
         self._leases = leases
         self._in_doubt: set[PageId] = set()  # quarantined
@@ -108,16 +114,18 @@ class Inheritance:
             self._in_doubt.discard(page)
             self._table.apply(page, PageEvent.CLAIMED)
             self._table.apply(page, PageEvent.SEAL)
-        known, named = self._by_page.get(page), None
-        if known is None:
-            self._nameless.discard(page)
-            entry = Entry(block.block_hash, block.parent, page, block.valid_tokens)
-            if self._index.insert(entry):
-                known = named = self._by_page[page] = entry
-        if known is not None:
+        if (known := self._by_page.get(page)) is not None:
             self._index.pin([known])
-        engine.pinned[page] = known
-        return named
+            self._engines.keep(engine, known, is_indexed=True)
+            return None
+        self._nameless.discard(page)
+        entry = Entry(block.block_hash, block.parent, page, block.valid_tokens)
+        is_new = self._index.insert(entry)
+        if is_new:
+            self._by_page[page] = entry
+            self._index.pin([entry])
+        self._engines.keep(engine, entry, is_indexed=is_new)
+        return entry if is_new else None
 
     def _confirm(
         self,

@@ -167,13 +167,11 @@ class Pool(Lifetimes):
             self.counters["pages_sealed" if is_new else "seals_duplicate"] += 1
             if is_new:
                 self.note(entry)
+            engine.held.remove(page)
             if engine.works_in_pages:
                 memory.table.apply(page, PageEvent.SEAL)
-                if is_new:
-                    self.index.pin([entry])
-                memory.engines.seal(engine, page, entry if is_new else None)
+                self.keep(engine, entry, is_new=is_new)
                 continue
-            engine.held.remove(page)
             if is_new:
                 memory.table.apply(page, PageEvent.SEAL)
             else:

@@ -15,7 +15,7 @@ Using a block is using all blocks before it: a parent is never older than its ch
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Container, Iterable, Sequence, Set
 from typing import Any, Protocol
 
 from services.mempool.core.entry import Branch, Entry
@@ -45,6 +45,9 @@ class Index:
         self._leaves = LeafQueue(self._branches)
         self._tick = 0
         self.num_pinned = 0
+        # blocks that have pages beside the indexed ones (engines.py), and entries whose own page nobody needs any more
+        self.twinned: Container[BlockHash] = ()
+        self.loose: list[Entry] = []
         self.watch: Watch | None = None
 
     def __len__(self) -> int:
@@ -257,6 +260,8 @@ class Index:
             entry.pins -= 1
             if not entry.pins:
                 self.num_pinned -= 1
+                if entry.block_hash in self.twinned:
+                    self.loose.append(entry)
                 branch = entry.branch
                 if branch is not None and not branch.queued and branch.entries[-1] is entry:
                     self._leaves.offer(branch)

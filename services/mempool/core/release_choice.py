@@ -115,7 +115,8 @@ class Choice:
 
     def _indexed(self, page: PageId) -> Entry | None:
         entry = self._named.get(page)
-        return entry if entry is not None and self._index.get(entry.block_hash) is entry else None
+        is_here = entry is not None and entry.page == page and self._index.get(entry.block_hash) is entry
+        return entry if is_here else None
 
     def evict(self, pages: Iterable[PageId]) -> int:
         """Those that hold a block which nobody pins come free. How many."""

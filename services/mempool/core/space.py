@@ -274,5 +274,5 @@ def status(memory: Memory | None, clients: list[str]) -> MemoryStatus:
         page_bytes=memory.page_bytes if memory and counted else 0,
         pages_by_state=memory.table.by_state() if memory and counted else {},
         attachments=sorted([str(engine) for engine in engines] + clients),
-        num_kept=sum(entry is not None for engine in engines for entry in engine.pinned.values()),
+        num_kept=sum(entry.branch is not None for engine in engines for entry in engine.pinned.values()),
     )
