@@ -19,6 +19,7 @@ from shared.engine.layer_progress import LayerProgress, open_word
 from shared.engine.page_warmup import use_null_block
 from shared.engine.page_window import PageWindow, device_name, open_window
 from shared.engine.rank_processes import unlink_shared_memory
+from shared.engine.tail_copies import copy_one_by_one
 from shared.engine.vllm_setup import die_with_parent
 from shared.ids import InstanceId
 from shared.kv.layout import EngineDescription
@@ -48,6 +49,7 @@ class PageWorkerMixin:
         """vLLM's. A rank in a process of its own ends with the engine core, whatever it waits for."""
         die_with_parent()
         super().init_device()
+        copy_one_by_one(self.model_runner)
         unlink_shared_memory(self.rank)
 
     def compile_or_warm_up_model(self: Any) -> Any:
