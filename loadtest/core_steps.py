@@ -1,8 +1,9 @@
 """Steps that shared/engine/measured.py wrote: which of them count, and what the driver was asked for meanwhile."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Step(NamedTuple):
@@ -28,6 +29,14 @@ def driver_calls(path: Path, begin_s: float, end_s: float, num_requests: int) ->
         "background": sum(step.background_calls for step in found),
         "before": int(before[-1][4]) if before else 0,
     }
+
+
+def late_steps(path: Path, num_requests: int, most: int = 24) -> list[dict[str, Any]]:
+    """Rows of shared/engine/measured_late_steps.py of steps with so many requests, the latest ones, in order."""
+    rows = [json.loads(line) for line in _lines(path.with_suffix(".late"))]
+    mine = [row for row in rows if row["requests"] == num_requests]
+    worst = sorted(mine, key=lambda row: row["usual_ms"] - row["interval_ms"])[:most]
+    return sorted(worst, key=lambda row: row["end_s"])
 
 
 def _lines(path: Path) -> list[str]:

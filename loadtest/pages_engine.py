@@ -110,6 +110,7 @@ async def with_stock(options: argparse.Namespace, work: Work = rounds) -> dict[s
     samples = await work(stock.stream, options)
     facts["used_after_bytes"] = measured.used_bytes()
     facts["memory_after"] = {"processes": by_process(), "torch": of_engine(Path(options.out))}
+    facts["late_steps"] = core_steps.late_steps(options.steps, options.requests)
     stock.close()
     return {**facts, "samples": samples}
 
@@ -153,6 +154,7 @@ async def with_pages(
     samples = await work(stream, options)
     facts["used_after_bytes"] = measured.used_bytes()
     facts["memory_after"] = {"processes": by_process(), "torch": of_engine(Path(options.out))}
+    facts["late_steps"] = core_steps.late_steps(options.steps, options.requests)
     status = await client.status()
     counters = status.counters if status else {}
     await client.close()

@@ -19,20 +19,24 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from shared.engine.measured_driver_calls import count_driver_calls
+from shared.engine.measured_late_steps import Clocks, LateSteps
 
 
 def record_steps(path: Path) -> None:
     """From now on every engine core made here appends a line for every step: "end_s interval_ms num_requests num_tokens
-    inline background", the last two as in DriverCalls, since counting began.
+    inline background", the last two as in DriverCalls, since counting began. PATH's neighbour .late: rows of
+    LateSteps.
     """
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # noqa: TID251  vLLM's setting: a spawned core has no recorder
     stock = scheduler_module.Scheduler.update_from_output
     calls = count_driver_calls()
     lines: list[str] = []
     last = 0.0
+    late = LateSteps(Clocks().now)
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         nonlocal last
+        begin = time.perf_counter()
         out = stock(self, scheduler_output, model_runner_output)
         now = time.perf_counter()
         scheduled = scheduler_output.num_scheduled_tokens
@@ -40,11 +44,14 @@ def record_steps(path: Path) -> None:
         lines.append(
             f"{now:.6f} {(now - last) * 1e3:.4f} {len(scheduled)} {total} {calls.inline} {calls.background}\n"
         )
+        late.note(now, (now - last) * 1e3, len(scheduled), total, (now - begin) * 1e3)
         last = now
         if total == 0 or len(lines) >= 500:  # idle, or enough for one write
             with path.open("a") as file:
                 file.writelines(lines)
             lines.clear()
+            with path.with_suffix(".late").open("a") as file:
+                file.writelines(late.take())
             _write_memory(path.with_suffix(".memory"))
         return out
 
