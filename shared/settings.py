@@ -27,6 +27,7 @@ GLOBAL_VARIABLES = {
     "QUIRE_URL",
     "QUIRE_API_KEY",
     "QUIRE_REQUIRE_DOCKER",
+    "QUIRE_DOCKER_PREPARED",
 }
 SECTIONS = ("cluster", "gateway", "scheduler", "coordinator", "mempool", "keeper", "worker")
 

@@ -2,11 +2,14 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.local_cluster import LocalCluster
+
+PROCESSES, FAULTS = (Path(__file__).parent / name for name in ("integration", "fault"))
 
 settings.register_profile(
     "quire",
@@ -17,6 +20,19 @@ settings.register_profile(
 )
 settings.register_profile("deep", parent=settings.get_profile("quire"), max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quire"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First what computes and never waits, so that it fails soonest and nothing beside it (.ci/run makes images then)
+    disturbs it; then whole processes and clusters; then what needs the images.
+    """
+
+    def order(item: pytest.Item) -> int:
+        if item.get_closest_marker("docker"):
+            return 2
+        return int(item.path.is_relative_to(PROCESSES) or item.path.is_relative_to(FAULTS))
+
+    items.sort(key=order)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,13 +17,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "deploy" / "compose"
 FILES = ("-f", str(COMPOSE / "compose.yaml"), "-f", str(COMPOSE / "ci" / "mounted-engine.yaml"))
+PREPARE_DEADLINE_S = 1200
 BUILD_DEADLINE_S = 600
 START_DEADLINE_S = 300
 WORKERS = ("prefill", "decode")
 
 
 def require_docker() -> None:
-    """Skip with the reason why not; fail instead where QUIRE_REQUIRE_DOCKER=1 promises Docker."""
+    """Skip with the reason why not; fail instead where QUIRE_REQUIRE_DOCKER=1 promises Docker. Images that are being
+    made meanwhile (.ci/run) are waited for.
+    """
+    if prepared := os.environ.get("QUIRE_DOCKER_PREPARED"):
+        wait_until(Path(prepared).is_file, PREPARE_DEADLINE_S, "the images for the Docker tests are made")
+        code, _, log = Path(prepared).read_text().partition("\n")
+        assert code == "0", f"preparing the Docker tests failed:\n{log}"
     reason = _why_not()
     if reason and os.environ.get("QUIRE_REQUIRE_DOCKER") == "1":
         pytest.fail(f"QUIRE_REQUIRE_DOCKER=1, but {reason}")

@@ -188,7 +188,9 @@ class World:
         if pool is not None and pool.memory is not None:
             for block_hash, pages in pool.memory.engines.twins.items():
                 known = pool.index.get(block_hash)
-                assert known is None or known.pins, f"page {known.page} waits, and {list(pages)} hold the same"
+                assert known is None or known.pins, (
+                    f"page {known.page} waits, and {list(pages)} hold the same"
+                )
         for watch in self.watch:
             watch()
 

@@ -259,7 +259,9 @@ class Far:
             self._ask_to_unmap(user, [place for _, place in asked.items])
             return
         for position, place in asked.items:
-            job.found[position] = place  # "mapped" when the engine is told: what it does not know it cannot drop
+            job.found[position] = (
+                place  # "mapped" when the engine is told: what it does not know it cannot drop
+            )
 
     def _drop(self, user: User, places: Sequence[int]) -> None:
         mine = [
