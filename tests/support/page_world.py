@@ -186,7 +186,7 @@ class World:
         """What must hold after every event."""
         pool = self.mempool.pool if self.mempool is not None else None
         if pool is not None and pool.memory is not None:
-            for block_hash, pages in pool.memory.engines.twins.items():
+            for block_hash, pages in pool.index.twins.pages.items():
                 known = pool.index.get(block_hash)
                 assert known is None or known.pins, (
                     f"page {known.page} waits, and {list(pages)} hold the same"

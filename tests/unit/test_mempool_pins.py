@@ -104,7 +104,7 @@ def test_a_page_under_which_others_are_pinned_goes_when_its_last_pin_ends_and_th
     assert pool.pool.index.num_pinned == 3
     unpin(pool, 2, again)
     pool.need(1, 2)
-    assert pool.pool.memory.engines.twins == {}
+    assert pool.pool.index.twins.pages == {}
 
 
 def test_of_three_pages_with_one_block_one_is_left_when_one_engine_uses_it():
@@ -119,7 +119,7 @@ def test_of_three_pages_with_one_block_one_is_left_when_one_engine_uses_it():
     pool.dead(2)
     assert pool.counts()["sealed"] == 1
     assert pool.acquire(3, chain("a")).pages == u32_bytes([pages[2][0]])
-    assert pool.pool.memory.engines.twins == {}
+    assert pool.pool.index.twins.pages == {}
 
 
 def test_unpins_that_are_stale_or_of_others_change_nothing():

@@ -90,7 +90,7 @@ class Attachments:
             mappers: of the processes, those that map allocations.
         """
         assert self.memory is None
-        self.memory = space.adopt(description, planned, self.limits, words, self._unpin_one)
+        self.memory = space.adopt(description, planned, self.limits, words, self.index)
         self.memory.label = label
         self.memory.devices = {rank: device for rank, device in enumerate(devices) if device}
         self.memory_id = memory_id
@@ -100,7 +100,6 @@ class Attachments:
         self.inheritance = Inheritance(
             self.memory.table, self.memory.engines, self.index, self.leases, entries, processes
         )
-        self.index.twinned = self.memory.engines.twins
         self.counters["pages_inherited"] += self.inheritance.num_sealed
         self.report(-1)
         self.releases = self._make_releases(self.memory)
@@ -120,9 +119,6 @@ class Attachments:
         """It holds no inherited page any more that it has not claimed."""
         if self.inheritance is not None and self.inheritance.reported(process):
             self.inheritance = None
-
-    def _unpin_one(self, entry: Entry) -> None:
-        self.index.unpin([entry])
 
     def on_attach(self, connection: int, process: int, message: wire.Attach, now_ms: int) -> list[Action]:
         """First message of a connection. `process` is equal for connections of one living process only.
@@ -233,9 +229,8 @@ class Attachments:
         self, description: EngineDescription, planned: space.Plan, label: str = ""
     ) -> CreateMemory:
         """Plan the pages of this space, all of them free. Once."""
-        made = space.make(description, planned, self.limits, self.boot_generation, self._unpin_one)
+        made = space.make(description, planned, self.limits, self.boot_generation, self.index)
         self.memory = made
-        self.index.twinned = made.engines.twins
         made.label = label
         self.releases = self._make_releases(made)
         self.memory_id = Epoch(self.boot_generation + self.number)
@@ -329,7 +324,11 @@ class Attachments:
         memory = self.memory
         if memory is None:
             return
-        self._merge_twins()
+        for known, old in self.index.twins.merge():
+            self.index.pin([known])
+            self.note(known)
+            memory.table.free(old, PageEvent.RETIRE)
+            self.counters["twins_merged"] += 1
         if self.releases is not None:
             self.releases.advance()
         for claim in self.claims:
@@ -338,31 +337,6 @@ class Attachments:
             self.counters["pages_granted"] += len(granted)
             pages, epochs = zip(*granted, strict=True)
             self._send(connection, wire.Granted(pages=u32_bytes(pages), epochs=u64_bytes(epochs)))
-
-    def keep(self, engine: Engine, entry: Entry, *, is_new: bool) -> None:
-        """The engine uses this sealed page. `is_new`: it is indexed; else another page of the same block is."""
-        assert self.memory is not None
-        if is_new:
-            self.index.pin([entry])
-        elif (known := self.index.get(entry.block_hash)) is not None and not known.pins:
-            self.index.loose.append(known)
-        self.memory.engines.keep(engine, entry, is_indexed=is_new)
-
-    def _merge_twins(self) -> None:
-        """Of two pages with one block, one that nobody pins goes: perhaps it could not be evicted for what follows it,
-        and an engine that computed the block again pins its own page.
-        """
-        loose, self.index.loose = self.index.loose, []
-        for known in loose:
-            if known.branch is None or known.pins:
-                continue
-            assert self.memory is not None
-            old = self.memory.engines.take_twin(known)
-            if old is not None:
-                self.index.pin([known])
-                self.note(known)
-                self.memory.table.free(old, PageEvent.RETIRE)
-                self.counters["twins_merged"] += 1
 
     def _make_room(self) -> bool:
         if self.outlet is not None and self.memory is not None:

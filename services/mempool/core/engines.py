@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from services.mempool.core.entry import Entry
 from services.mempool.core.page_state import PageEvent
 from services.mempool.core.page_table import PageTable
-from shared.ids import BlockHash, Epoch, InstanceId, PageId
+from services.mempool.core.radix import Index
+from shared.ids import Epoch, InstanceId, PageId
 
 
 @dataclass(slots=True)
@@ -65,20 +66,16 @@ class LostEngine:
 class Engines:
     """All attached engines of one pool, and the pages of lost ones.
 
-    Args: unpin: called with every entry whose pin by an engine ends.
+    Args: index: of the pool's sealed pages.
     """
 
-    def __init__(
-        self, table: PageTable, granted_share: float, kept_share: float, unpin: Callable[[Entry], None]
-    ) -> None:
+    def __init__(self, table: PageTable, granted_share: float, kept_share: float, index: Index) -> None:
         self._table = table
-        self._unpin = unpin
+        self._index = index
         self._granted_share, self._kept_share = granted_share, kept_share
         self.attached: dict[int, Engine] = {}
         self.lost: list[LostEngine] = []
         self.ranks: dict[int, Rank] = {}  # by connection
-        # sealed pages of blocks that are indexed under another page, and who uses them
-        self.twins: dict[BlockHash, dict[PageId, Engine]] = {}
 
     def attach(self, engine: Engine) -> None:
         """From now on pages may be granted to it."""
@@ -157,32 +154,13 @@ class Engines:
         over = {c: e.num_pages - self.cap(e) for c, e in self.attached.items()}
         return {connection: count for connection, count in over.items() if count > 0}
 
-    def keep(self, engine: Engine, entry: Entry, *, is_indexed: bool) -> None:
-        """The engine uses this sealed page. The caller has pinned what is indexed; another page's twin is not."""
+    def keep(self, engine: Engine, entry: Entry, *, is_new: bool) -> None:
+        """The engine uses this sealed page. `is_new`: it was indexed just now; else another page of the block is."""
         engine.pinned[entry.page] = entry
-        if not is_indexed:
-            self.twins.setdefault(entry.block_hash, {})[entry.page] = engine
-
-    def take_twin(self, known: Entry) -> PageId | None:
-        """The engine's page that has the same block is what is indexed from now on, pinned by the caller.
-
-        Returns: the page that was; None, and nothing changed, when there is no twin.
-        """
-        twins = self.twins.get(known.block_hash)
-        if twins is None:
-            return None
-        page, engine = next(iter(twins.items()))
-        old, twin = known.page, engine.pinned[page]
-        self._end_twin(twin)
-        known.page, known.valid_tokens, known.checksum = page, twin.valid_tokens, twin.checksum
-        engine.pinned[page] = known
-        return old
-
-    def _end_twin(self, entry: Entry) -> None:
-        twins = self.twins[entry.block_hash]
-        del twins[entry.page]
-        if not twins:
-            del self.twins[entry.block_hash]
+        if is_new:
+            self._index.pin([entry])
+        else:
+            self._index.twins.add(entry, engine.pinned, self._index.get(entry.block_hash))
 
     def unpin(self, engine: Engine, page: PageId) -> None:
         """The engine uses this sealed page no more. Unindexed, it is free."""
@@ -237,7 +215,7 @@ class Engines:
 
     def _end_pin(self, page: PageId, entry: Entry) -> None:
         if entry.branch is None:
-            self._end_twin(entry)
+            self._index.twins.end(entry)
             self._table.free(page, PageEvent.RETIRE)
         else:
-            self._unpin(entry)
+            self._index.unpin([entry])

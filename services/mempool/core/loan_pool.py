@@ -35,7 +35,7 @@ class LoanPool(Pool):
         table = PageTable(lender.table.num_pages, boot_generation)
         self.memory = Memory(
             borrower.content_key, borrower.family_key, borrower.block_tokens, borrower.page_bytes,
-            table, Engines(table, 0.0, 0.0, self._unpin_one), lender.pages_per_slab,
+            table, Engines(table, 0.0, 0.0, self.index), lender.pages_per_slab,
             label=LOAN_LABEL, num_ranks=borrower.num_ranks,
         )  # fmt: skip
         self.readers.epochs = table.epochs

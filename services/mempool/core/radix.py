@@ -15,11 +15,12 @@ Using a block is using all blocks before it: a parent is never older than its ch
 """
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, Protocol
 
 from services.mempool.core.entry import Branch, Entry
 from services.mempool.core.leaf_queue import LeafQueue
+from services.mempool.core.twins import Twins
 from shared.errors import InvalidRequest, InvariantBroken
 from shared.ids import BlockHash, PageId
 
@@ -45,9 +46,7 @@ class Index:
         self._leaves = LeafQueue(self._branches)
         self._tick = 0
         self.num_pinned = 0
-        # blocks that have pages beside the indexed ones (engines.py), and entries whose own page nobody needs any more
-        self.twinned: Container[BlockHash] = ()
-        self.loose: list[Entry] = []
+        self.twins = Twins()
         self.watch: Watch | None = None
 
     def __len__(self) -> int:
@@ -136,10 +135,8 @@ class Index:
         known = len(out)
         if known == len(hashes):
             return out
-        fresh, before = list(hashes[known:]), [parent, *hashes[:-1]][known:]
-        new = [
-            Entry(h, p, page, block_tokens) for h, p, page in zip(fresh, before, pages[known:], strict=True)
-        ]
+        named = zip(hashes[known:], [parent, *hashes[:-1]][known:], pages[known:], strict=True)
+        new = [Entry(h, p, page, block_tokens) for h, p, page in named]
         if last_tokens:
             new[-1].valid_tokens = last_tokens
         if self._insert_run(new):
@@ -260,10 +257,9 @@ class Index:
             entry.pins -= 1
             if not entry.pins:
                 self.num_pinned -= 1
-                if entry.block_hash in self.twinned:
-                    self.loose.append(entry)
-                branch = entry.branch
-                if branch is not None and not branch.queued and branch.entries[-1] is entry:
+                if entry.block_hash in self.twins.pages:
+                    self.twins.loose.append(entry)
+                if (branch := entry.branch) is not None and not branch.queued and branch.entries[-1] is entry:
                     self._leaves.offer(branch)
 
     # -- leaving ----------------------------------------------------------------------------------

@@ -1,14 +1,14 @@
 """The memory that a pool plans once an engine has told its block size. No I/O."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
 from services.mempool.core.actions import Action, CreateSlabs, PoolLimits, SendLayerWords, SendSlabs
 from services.mempool.core.engines import Engines
-from services.mempool.core.entry import Entry
 from services.mempool.core.page_table import PageTable
+from services.mempool.core.radix import Index
 from shared.errors import PeerProtocolError
 from shared.ids import Epoch
 from shared.kv.layout import EngineDescription, may_share_slabs, num_slabs, page_bytes_for, slab_plan
@@ -126,10 +126,10 @@ def make(
     planned: Plan,
     limits: PoolLimits,
     boot_generation: Epoch,
-    unpin: Callable[[Entry], None],
+    index: Index,
 ) -> Memory:
     """Tables for the planned pages, all of them free."""
-    return _memory(description, planned, limits, PageTable(planned.num_pages, boot_generation), unpin)
+    return _memory(description, planned, limits, PageTable(planned.num_pages, boot_generation), index)
 
 
 def adopt(
@@ -137,10 +137,10 @@ def adopt(
     planned: Plan,
     limits: PoolLimits,
     words: Sequence[int],
-    unpin: Callable[[Entry], None],
+    index: Index,
 ) -> Memory:
     """Tables as an earlier mempool left them."""
-    return _memory(description, planned, limits, PageTable.adopt(words), unpin)
+    return _memory(description, planned, limits, PageTable.adopt(words), index)
 
 
 def _memory(
@@ -148,9 +148,9 @@ def _memory(
     planned: Plan,
     limits: PoolLimits,
     table: PageTable,
-    unpin: Callable[[Entry], None],
+    index: Index,
 ) -> Memory:
-    engines = Engines(table, limits.granted_share, limits.kept_share, unpin)
+    engines = Engines(table, limits.granted_share, limits.kept_share, index)
     return Memory(
         description.content_key,
         description.family_key,

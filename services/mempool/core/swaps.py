@@ -328,7 +328,7 @@ class Swaps:
             pool.memory.table.apply(entry.page, PageEvent.SEAL)
             if is_new:
                 pool.note(entry)
-            pool.keep(engine, entry, is_new=is_new)
+            pool.memory.engines.keep(engine, entry, is_new=is_new)
             job.arrived[position] = entry.page
             job.came["peer" if place.is_loan else "dram" if place.is_dram else "here"] += 1
 

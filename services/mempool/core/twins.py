@@ -1,0 +1,46 @@
+"""Sealed pages of blocks that are indexed under another page: two engines computed the same block. No I/O.
+
+A twin serves its engine alone. When nobody pins the indexed page any more, the twin takes its place and that page is
+free at once: with pinned blocks behind it the index could not evict it, as long as those are used.
+"""
+
+from collections.abc import Iterator
+
+from services.mempool.core.entry import Entry
+from shared.ids import BlockHash, PageId
+
+Pinned = dict[PageId, Entry]  # an engine's sealed pages in use
+
+
+class Twins:
+    """Of one space. `pages`: by hash, whose they are; `loose`: indexed blocks whose last pin ended beside a twin."""
+
+    def __init__(self) -> None:
+        self.pages: dict[BlockHash, dict[PageId, Pinned]] = {}
+        self.loose: list[Entry] = []
+
+    def add(self, twin: Entry, pinned: Pinned, known: Entry | None) -> None:
+        """A page was sealed whose block is indexed as `known`."""
+        self.pages.setdefault(twin.block_hash, {})[twin.page] = pinned
+        if known is not None and not known.pins:
+            self.loose.append(known)
+
+    def end(self, twin: Entry) -> None:
+        """Its engine uses it no more, or it is what is indexed."""
+        pages = self.pages[twin.block_hash]
+        del pages[twin.page]
+        if not pages:
+            del self.pages[twin.block_hash]
+
+    def merge(self) -> Iterator[tuple[Entry, PageId]]:
+        """Indexed blocks that have a twin's page from now on, which the caller pins, and the page that each had."""
+        loose, self.loose = self.loose, []
+        for known in loose:
+            if known.branch is None or known.pins or known.block_hash not in self.pages:
+                continue
+            page, pinned = next(iter(self.pages[known.block_hash].items()))
+            old, twin = known.page, pinned[page]
+            self.end(twin)
+            known.page, known.valid_tokens, known.checksum = page, twin.valid_tokens, twin.checksum
+            pinned[page] = known
+            yield known, old
