@@ -49,7 +49,6 @@ class PageWorkerMixin:
         """vLLM's. A rank in a process of its own ends with the engine core, whatever it waits for."""
         die_with_parent()
         super().init_device()
-        copy_one_by_one(self.model_runner)
         unlink_shared_memory(self.rank)
 
     def compile_or_warm_up_model(self: Any) -> Any:
@@ -96,6 +95,7 @@ class PageWorkerMixin:
             else 0,
             far_places=far_places,
         )
+        copy_one_by_one(self.model_runner, self._memory.header.page_bytes)
         if extra.get("follow_layers"):
             self._progress = LayerProgress(open_word(self._memory.layer_words(), self.device))
         return (self._memory.header.num_pages + 1 + far_places) * description.block_bytes

@@ -14,20 +14,22 @@ from torch.utils._pytree import tree_leaves
 from shared.engine import tail_copies
 
 BLOCKS, LAYERS, LAYER_BYTES = 9, 3, 40
+BLOCK_BYTES = LAYERS * LAYER_BYTES
+FAR_BYTES = 70  # behind the blocks: addresses of far places, no multiple of anything
 COPIES = [(2, 7), (4, 1), (2, 8)]
 
 
-def packed_layers():
+def packed_layers(behind=0):
     """One window, each block's layers behind one another, as page_worker.py lays them out; half floats."""
-    window = torch.randint(0, 255, (BLOCKS * LAYERS * LAYER_BYTES,), dtype=torch.uint8).view(torch.int16)
+    window = torch.randint(0, 255, (BLOCKS * BLOCK_BYTES + behind,), dtype=torch.uint8).view(torch.int16)
     items = LAYER_BYTES // 2
     return [window.as_strided((BLOCKS, items), (LAYERS * items, 1), layer * items) for layer in range(LAYERS)]
 
 
 def separate_layers():
     """A storage a layer, and one that two layers share."""
-    first, second = (torch.randn(BLOCKS, 2, 5) for _ in range(2))
-    return [first, [second, second.view(BLOCKS, 10)]]
+    first, second = (torch.randn(BLOCKS, 3, 10) for _ in range(2))
+    return [first, [second, second.view(BLOCKS, 30)]]
 
 
 def in_vllms_way(caches):
@@ -64,7 +66,7 @@ def test_blocks_are_copied_as_vllm_copies_them(make):
     torch.manual_seed(3)
     caches = make()
     before = stored(caches)
-    tail_copies.copy_blocks(caches, BLOCKS, COPIES)
+    tail_copies.copy_blocks(BLOCK_BYTES, caches, BLOCKS, COPIES)
     mine = stored(caches)
     assert mine != before
     torch.manual_seed(3)
@@ -74,10 +76,21 @@ def test_blocks_are_copied_as_vllm_copies_them(make):
     assert mine == stored(caches)
 
 
+def test_what_lies_behind_the_blocks_of_a_window_is_left_alone():
+    torch.manual_seed(3)
+    plain = packed_layers()
+    in_vllms_way(plain)
+    torch.manual_seed(3)
+    caches = packed_layers(FAR_BYTES)
+    behind = stored(caches)[0][-FAR_BYTES:]
+    tail_copies.copy_blocks(BLOCK_BYTES, caches, BLOCKS + 7, COPIES)  # vLLM counts far places, too
+    assert stored(caches)[0] == stored(plain)[0] + behind
+
+
 def test_a_copy_takes_no_memory_where_vllms_takes_the_blocks_again():
     caches = packed_layers()
     with Allocations(caches) as mine:
-        tail_copies.copy_blocks(caches, BLOCKS, COPIES)
+        tail_copies.copy_blocks(BLOCK_BYTES, caches, BLOCKS, COPIES)
     assert mine.num_bytes == 0
     with Allocations(caches) as stock:
         in_vllms_way(caches)
@@ -85,7 +98,7 @@ def test_a_copy_takes_no_memory_where_vllms_takes_the_blocks_again():
 
 
 def test_a_step_without_copies_looks_at_nothing():
-    tail_copies.copy_blocks(iter([SimpleNamespace()]), BLOCKS, [])
+    tail_copies.copy_blocks(BLOCK_BYTES, iter([SimpleNamespace()]), BLOCKS, [])
 
 
 def test_a_runner_copies_this_way_whichever_of_its_classes_modules_has_vllms_function(monkeypatch):
@@ -93,10 +106,13 @@ def test_a_runner_copies_this_way_whichever_of_its_classes_modules_has_vllms_fun
     module.copy_kv_cache_blocks_inplace = in_vllms_way
     monkeypatch.setitem(sys.modules, module.__name__, module)
     runner = type("Runner", (), {"__module__": module.__name__})
-    tail_copies.copy_one_by_one(type("OurRunner", (runner,), {"__module__": __name__})())
-    assert module.copy_kv_cache_blocks_inplace is tail_copies.copy_blocks
+    tail_copies.copy_one_by_one(type("OurRunner", (runner,), {"__module__": __name__})(), BLOCK_BYTES)
+    caches = packed_layers()
+    before = stored(caches)[0]
+    module.copy_kv_cache_blocks_inplace(caches, BLOCKS, [(0, 8)])
+    assert stored(caches)[0] == before[: 8 * BLOCK_BYTES] + before[:BLOCK_BYTES]
 
 
 def test_a_runner_without_vllms_function_is_refused():
     with pytest.raises(AttributeError, match="copy_kv_cache_blocks_inplace"):
-        tail_copies.copy_one_by_one(SimpleNamespace())
+        tail_copies.copy_one_by_one(SimpleNamespace(), BLOCK_BYTES)
