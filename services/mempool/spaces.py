@@ -1,6 +1,5 @@
 """The memory of every space of this mempool, and what the core asks to be done with it."""
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from services.mempool.core.actions import (
     ReleaseUnits,
     RestoreUnits,
 )
+from services.mempool.far_messages import far_in_host, far_in_slabs
 from services.mempool.kept import Kept
 from services.mempool.memory import PoolMemory
 from services.mempool.slabs import DeviceSlabs, KeptSlabs
@@ -22,7 +22,6 @@ from services.mempool.takeover import Adopted, SpaceMeta
 from shared.errors import ClusterError, ResourceError
 from shared.ids import Epoch, InstanceId, PageId
 from shared.kv.layout import EngineDescription, slabs_per_page
-from shared.kv.words import u32_bytes, u64_bytes
 from shared.observe.log import get_logger
 from shared.observe.trace import start_span
 from shared.wire.mempool_far import MapFar
@@ -145,15 +144,10 @@ class Spaces:
 
     def far_pages(self, action: MapFarPages) -> tuple[MapFar, list[int]]:
         """What a rank is told to map them, and descriptors, the caller's to close; of host memory a read-only one."""
-        places = u32_bytes(action.places)
         if self.has_slabs(action.space):
-            fds = self.export(action.space, action.rank, action.pages)
-            return MapFar(number=action.number, places=places), fds
-        memory = self.memories[action.space]
-        first = action.rank * memory.num_pages
-        offsets = u64_bytes((first + page) * memory.page_bytes for page in action.pages)
-        fd = os.open(f"/proc/self/fd/{memory.page_fd}", os.O_RDONLY | os.O_CLOEXEC)
-        return MapFar(number=action.number, places=places, offsets=offsets), [fd]
+            told, slabs = far_in_slabs(action, self._metas[action.space])
+            return told, self.export(action.space, action.rank, slabs)
+        return far_in_host(action, self.memories[action.space])
 
     def adopt(self, found: Adopted) -> None:
         """An earlier mempool's space."""

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Protocol
 
+from shared.mempool.rank_memory import PageSlabs
 from shared.vmm.host_calls import FAILED, MAP_FIXED, MAP_FIXED_NOREPLACE, MAP_NORESERVE, libc
 
 _PROT_NONE = 0
@@ -22,7 +23,13 @@ _END_OF_ADDRESSES = 0x7FFF_FFFF_F000  # of a process
 class FarPlaces(Protocol):
     """See shared.mempool.rank_memory.FarUser."""
 
-    def map(self, places: Sequence[int], fds: Sequence[int], offsets: Sequence[int]) -> None: ...
+    def map(
+        self,
+        places: Sequence[int],
+        fds: Sequence[int],
+        offsets: Sequence[int],
+        slabs: PageSlabs | None = None,
+    ) -> None: ...
 
     def unmap(self, places: Sequence[int]) -> None: ...
 
@@ -42,9 +49,15 @@ class HostFar:
         self._mapped: set[int] = set()
         _map(address, num_places * page_bytes, _PROT_NONE)
 
-    def map(self, places: Sequence[int], fds: Sequence[int], offsets: Sequence[int]) -> None:
+    def map(
+        self,
+        places: Sequence[int],
+        fds: Sequence[int],
+        offsets: Sequence[int],
+        slabs: PageSlabs | None = None,
+    ) -> None:
         """See FarUser. What an earlier mempool had mapped there gives way."""
-        if len(fds) != 1 or len(offsets) != len(places):
+        if slabs is not None or len(fds) != 1 or len(offsets) != len(places):
             raise ValueError(f"{len(fds)} descriptors and {len(offsets)} offsets for places {list(places)}")
         self.unmap(places)
         try:

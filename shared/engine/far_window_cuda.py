@@ -1,9 +1,10 @@
 """Far places on a GPU (far_window.py): another GPU's pages behind the window's own, host memory further up.
 
 A page on a GPU is an allocation: its descriptor is imported, mapped at its place, and this GPU alone may read it; its
-bytes stay where they are, SMs read them over the link. Host memory cannot be mapped at addresses of the driver: it is
+bytes stay where they are, SMs read them over the link. Where pages share an allocation, that is mapped further up
+(far_slabs_cuda.py). Host memory cannot be mapped at addresses of the driver: it is
 mapped where this process has addresses, a multiple of the page size above the window, and registered, which lets the
-GPU read it under the same address. So its block id is another one than the engine's, and block_of() says which.
+GPU read it under the same address. Block ids of both are others than the engine's, and block_of() says which.
 """
 
 import contextlib
@@ -11,11 +12,14 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 
+from shared.engine.far_slabs_cuda import FarSlabs
 from shared.engine.far_window import map_nothing, map_shared, reserve_above
 from shared.errors import ClusterError
+from shared.mempool.rank_memory import PageSlabs
 from shared.vmm.cuda_driver import VmmDriver
 
 MAX_HOST_BYTES = 1 << 40  # of the host memory that can be mapped: addresses only
+ROOMS_A_PLACE = 4  # for slabs, each as large as the engine's own: a lender with more pages has larger ones
 LESS_HOST_BYTES = (1 << 38, 1 << 36, 1 << 34)  # where there are not so many
 
 logger = logging.getLogger(__name__)
@@ -26,7 +30,8 @@ class CudaFar:
 
     Args:
         address: of block 0. first: block id of the first place. host_bytes: of the host memory that can be mapped.
-        reserve: where its addresses come from (reserve_above).
+        room_bytes: of reserved rooms for slabs behind the places (room_for_slabs); 0: there are none.
+        reserve: where addresses of host memory come from (reserve_above).
     `end`: where the last block may end.
     Cost: 0.1 ms a page on a GPU, about 1 ms a page in host memory.
     """
@@ -40,6 +45,7 @@ class CudaFar:
         num_places: int,
         *,
         host_bytes: int = MAX_HOST_BYTES,
+        room_bytes: int = 0,
         reserve: Callable[[int, int, int], int] = reserve_above,
     ) -> None:
         self._driver, self._address, self._page_bytes = driver, address, page_bytes
@@ -47,8 +53,14 @@ class CudaFar:
         self._on_gpu: set[int] = set()
         self._in_host: dict[int, int] = {}  # place -> offset of its page in host memory
         self._users: dict[int, int] = {}  # places by offset
+        self._in_slab: dict[int, int] = {}  # place -> address of its page
         self._is_read_only = True  # what is registered, as long as the driver can do that
-        self.end = self._host = address + (first + num_places) * page_bytes
+        behind = address + (first + num_places) * page_bytes
+        if room_bytes:
+            behind = address + first * page_bytes + _rooms_begin(num_places, page_bytes, room_bytes)
+        num_rooms = num_places * ROOMS_A_PLACE
+        self._slabs = FarSlabs(driver, behind, room_bytes, num_rooms) if room_bytes else None
+        self.end = self._host = behind + num_rooms * room_bytes
         self._host_bytes = 0
         for size in (host_bytes, *(less for less in LESS_HOST_BYTES if less < host_bytes)):
             with contextlib.suppress(OSError):
@@ -58,16 +70,26 @@ class CudaFar:
         else:  # blocks go to other GPUs only
             logger.error("host memory cannot be mapped at far places: no addresses above %#x", address)
 
-    def map(self, places: Sequence[int], fds: Sequence[int], offsets: Sequence[int]) -> None:
+    def map(
+        self,
+        places: Sequence[int],
+        fds: Sequence[int],
+        offsets: Sequence[int],
+        slabs: PageSlabs | None = None,
+    ) -> None:
         """See FarUser. What an earlier mempool had mapped there gives way."""
         if any(not 0 <= place < self._num_places for place in places):
             raise ValueError(f"places {list(places)} of {self._num_places}")
-        if len(fds) != (1 if offsets else len(places)) or len(offsets) not in (0, len(places)):
+        num_fds = len(set(slabs.numbers)) if slabs else 1 if offsets else len(places)
+        wrong = bool(slabs) and len(slabs.numbers) != len(offsets)
+        if wrong or len(fds) != num_fds or len(offsets) not in (0, len(places)):
             raise ValueError(f"{len(fds)} descriptors and {len(offsets)} offsets for {len(places)} places")
         self._driver.make_current()
         self.unmap(places)
         try:
-            if offsets:
+            if slabs:
+                self._map_slabs(places, fds, offsets, slabs)
+            elif offsets:
                 for place, offset in zip(places, offsets, strict=True):
                     self._map_host(place, fds[0], offset)
             else:
@@ -76,6 +98,19 @@ class CudaFar:
         except (ClusterError, OSError, ValueError):
             self.unmap(places)
             raise
+
+    def _map_slabs(
+        self, places: Sequence[int], fds: Sequence[int], offsets: Sequence[int], slabs: PageSlabs
+    ) -> None:
+        if self._slabs is None:
+            raise ValueError("no addresses for slabs")
+        fd_of = dict(zip(dict.fromkeys(slabs.numbers), fds, strict=True))
+        for place, offset, number in zip(places, offsets, slabs.numbers, strict=True):
+            if offset % self._page_bytes or not 0 <= offset <= slabs.slab_bytes - self._page_bytes:
+                raise ValueError(f"a page at {offset} of a slab of {slabs.slab_bytes} bytes")
+            key = slabs.memory_id, number
+            at = self._slabs.use(place, key, slabs.slab_bytes, lambda number=number: fd_of[number])
+            self._in_slab[place] = at + offset
 
     def _map_page(self, place: int, fd: int) -> None:
         handle = self._driver.import_fd(fd)
@@ -121,6 +156,10 @@ class CudaFar:
         for place in self._on_gpu.intersection(places):
             self._driver.unmap(self._at(place), self._page_bytes)
             self._on_gpu.discard(place)
+        if self._slabs is not None:
+            self._slabs.leave(places)
+        for place in places:
+            self._in_slab.pop(place, None)
         for place in [place for place in places if place in self._in_host]:
             offset = self._in_host.pop(place)
             self._users[offset] -= 1
@@ -130,11 +169,13 @@ class CudaFar:
                 map_nothing(self._host + offset, self._page_bytes)
 
     def block_of(self, block_id: int) -> int:
-        """See FarPlaces. A block in host memory is there as long as it is mapped."""
-        offset = self._in_host.get(block_id - self._first)
-        if offset is None:
-            return block_id
-        return (self._host + offset - self._address) // self._page_bytes
+        """See FarPlaces. A block in host memory, or in a slab, is there as long as it is mapped."""
+        place = block_id - self._first
+        if (at := self._in_slab.get(place)) is None:
+            if (offset := self._in_host.get(place)) is None:
+                return block_id
+            at = self._host + offset
+        return (at - self._address) // self._page_bytes
 
     def close(self) -> None:
         """Nothing is mapped any more; no step reads anything."""
@@ -143,3 +184,13 @@ class CudaFar:
 
     def _at(self, place: int) -> int:
         return self._address + (self._first + place) * self._page_bytes
+
+
+def room_for_slabs(num_places: int, page_bytes: int, slab_bytes: int) -> int:
+    """Bytes of addresses that far places and their rooms of slab_bytes take, behind an engine's own slabs of that."""
+    return _rooms_begin(num_places, page_bytes, slab_bytes) + num_places * ROOMS_A_PLACE * slab_bytes
+
+
+def _rooms_begin(num_places: int, page_bytes: int, slab_bytes: int) -> int:
+    """Behind the first place: whole slabs, so that rooms begin where the driver can map and blocks can lie."""
+    return -(-num_places * page_bytes // slab_bytes) * slab_bytes

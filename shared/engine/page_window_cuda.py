@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shared.engine.far_window import free_addresses
-from shared.engine.far_window_cuda import MAX_HOST_BYTES, CudaFar
+from shared.engine.far_window_cuda import MAX_HOST_BYTES, CudaFar, room_for_slabs
 from shared.mempool.rank_memory import RankMemory
 from shared.transport.unix_socket import close_fds
 from shared.vmm.cuda_driver import CudaVmmDriver, VmmDriver
@@ -37,7 +37,8 @@ class CudaWindow:
         granularity = driver.granularity_bytes
         null_bytes = -(-header.page_bytes // granularity) * granularity
         own_bytes = memory.num_slabs * self._slab_bytes
-        size_bytes = null_bytes + own_bytes + far_places * header.page_bytes
+        far_bytes = room_for_slabs(far_places, header.page_bytes, self._slab_bytes)
+        size_bytes = null_bytes + own_bytes + far_bytes
         base = _reserve(driver, size_bytes) if far_places else driver.reserve(size_bytes)
         self._at = base + null_bytes
         self._mapped: set[int] = set()
@@ -57,7 +58,10 @@ class CudaWindow:
         self.size_bytes = (header.num_pages + 1 + far_places) * header.page_bytes
         self.far: CudaFar | None = None
         if far_places:
-            self.far = CudaFar(driver, self.address, header.page_bytes, header.num_pages + 1, far_places)
+            self.far = CudaFar(
+                driver, self.address, header.page_bytes, header.num_pages + 1, far_places,
+                room_bytes=self._slab_bytes,
+            )  # fmt: skip
             self.size_bytes = self.far.end - self.address
         driver.zero(self.address, header.page_bytes)
 

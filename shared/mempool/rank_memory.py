@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -41,11 +41,26 @@ class SlabUser(Unmapper, Protocol):
         ...
 
 
+class PageSlabs(NamedTuple):
+    """The slab that each of several pages is a part of; as in wire.MapFar."""
+
+    memory_id: int
+    numbers: list[int]
+    slab_bytes: int
+
+
 class FarUser(Protocol):
     """Whoever maps pages from elsewhere, read-only; raises ClusterError, OSError or ValueError with nothing changed."""
 
-    def map(self, places: Sequence[int], fds: Sequence[int], offsets: Sequence[int]) -> None:
-        """Nothing is mapped there. With offsets, all lie in one descriptor of host memory; they stay the caller's."""
+    def map(
+        self,
+        places: Sequence[int],
+        fds: Sequence[int],
+        offsets: Sequence[int],
+        slabs: PageSlabs | None = None,
+    ) -> None:
+        """Nothing is mapped there. With offsets, all lie in one descriptor of host memory, or, with `slabs`, of those
+        on a GPU; they stay the caller's."""
         ...
 
     def unmap(self, places: Sequence[int]) -> None:
@@ -208,7 +223,9 @@ class RankMemory:
             if isinstance(message, UnmapFar):
                 self._far.unmap(places)
             else:
-                self._far.map(places, fds, u64_list(message.offsets))
+                numbers = u32_list(message.slabs)
+                slabs = PageSlabs(message.memory_id, numbers, message.slab_bytes) if numbers else None
+                self._far.map(places, fds, u64_list(message.offsets), slabs)
         except (ClusterError, OSError, ValueError) as error:
             logger.error("mempool %s: %s failed: %s", self._path, type(message).__name__, error)
             return False

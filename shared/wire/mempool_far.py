@@ -46,12 +46,16 @@ class FarDrop(Struct, frozen=True, kw_only=True, tag="far_drop"):
 class MapFar(Struct, frozen=True, kw_only=True, tag="map_far"):
     """To a rank: map pages at these places, read-only, then say FarMapped.
 
-    Of host memory one descriptor comes with it, and `offsets` in it; of a GPU's, a descriptor of each page.
+    Of host memory one descriptor comes with it, and `offsets` in it; of a GPU's, a descriptor of each page. Where
+    pages share slabs, a descriptor of each slab in the order in which they are first named, and offsets in the slabs.
     """
 
     number: int  # the mempool's
     places: bytes  # u32 each
     offsets: bytes = b""  # u64 each
+    slabs: bytes = b""  # u32 each: of the memory, of which each place's page is a part
+    slab_bytes: int = 0
+    memory_id: int = 0  # of the memory whose slabs these are, across its mempools
 
 
 class UnmapFar(Struct, frozen=True, kw_only=True, tag="unmap_far"):

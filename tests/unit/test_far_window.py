@@ -9,7 +9,8 @@ import pytest
 
 from shared.engine.far_tables import TableChange, runs
 from shared.engine.far_window import HostFar, free_addresses, map_nothing, reserve_above
-from shared.engine.far_window_cuda import CudaFar
+from shared.engine.far_window_cuda import ROOMS_A_PLACE, CudaFar, room_for_slabs
+from shared.mempool.rank_memory import PageSlabs
 from shared.vmm.errors import VmmError
 from tests.support.fake_vmm_driver import GRANULARITY_BYTES, READ_ONLY, FakeVmmDriver
 
@@ -144,6 +145,104 @@ def test_addresses_are_taken_above_and_never_from_anybody():
     assert second >= first + 4 * PAGE
     assert (second - base) % PAGE == 0
     map_nothing(first, 4 * PAGE)
+
+
+# -- pages that share slabs -----------------------------------------------------------------------------------
+
+
+PIECE = PAGE // 4 * 3  # four of them are three of the driver's pages: no place of one can be mapped by itself
+SLAB = 4 * PIECE
+MEMORY = 77
+
+
+class SlabGpu(Gpu):
+    """A window of eight own blocks, behind a null block, in two slabs of four; and far places."""
+
+    def __init__(self) -> None:
+        self.driver = FakeVmmDriver()
+        own = PAGE + 2 * SLAB
+        size = own + room_for_slabs(NUM_PLACES, PIECE, SLAB)
+        self.reserved = self.driver.reserve(size, free_addresses(HOST_BYTES * 2, PAGE))
+        self.address = self.reserved + PAGE - PIECE
+        self.far = CudaFar(
+            self.driver, self.address, PIECE, 9, NUM_PLACES, host_bytes=HOST_BYTES, room_bytes=SLAB
+        )
+        self.reserved_end = self.reserved + size
+
+    def slab(self, *numbers: int, slab_bytes: int = SLAB) -> int:
+        """Descriptor of a slab whose pages are full of these."""
+        fd = self.driver.export_fd(self.driver.create(slab_bytes))
+        for nth, number in enumerate(numbers):
+            os.pwrite(fd, bytes([number]) * PIECE, nth * PIECE)
+        return fd
+
+    def read(self, place: int) -> set[int]:
+        at = self.address + self.far.block_of(9 + place) * PIECE
+        assert self.reserved <= at <= self.reserved_end - PIECE, "reserved for nobody else"
+        return set(ctypes.string_at(at, PIECE))
+
+
+def slabs(*numbers: int, slab_bytes: int = SLAB, memory_id: int = MEMORY) -> PageSlabs:
+    return PageSlabs(memory_id, list(numbers), slab_bytes)
+
+
+def test_pages_that_share_a_slab_are_read_in_it_and_it_is_mapped_once_while_one_of_them_is_read():
+    gpu = SlabGpu()
+    fds = [gpu.slab(1, 2, 3, 4), gpu.slab(5, 6, 7, 8)]
+    gpu.far.map([0, 1, 2], fds, [PIECE, 3 * PIECE, 0], slabs(12, 30, 12))
+    assert [gpu.read(place) for place in (0, 1, 2)] == [{2}, {8}, {1}]
+    assert len(gpu.driver.mapped) == 2
+    gpu.far.map([3], [gpu.slab(9)], [2 * PIECE], slabs(12))
+    assert gpu.read(3) == {3}, "the slab that is mapped"
+    assert {call[2] for call in gpu.driver.named("cuMemSetAccess")} == {READ_ONLY}
+    gpu.far.unmap([0, 2])
+    assert len(gpu.driver.mapped) == 2
+    gpu.far.unmap([3])
+    assert len(gpu.driver.mapped) == 1
+    gpu.far.map([0], [gpu.slab(9)], [0], slabs(12, memory_id=MEMORY + 1))
+    assert gpu.read(0) == {9}, "another memory's slab of the same number"
+    gpu.far.close()
+    assert not gpu.driver.mapped
+    assert gpu.far.block_of(9) == 9
+
+
+def test_a_lenders_slabs_may_be_larger_and_find_room_as_long_as_there_is_some():
+    gpu = SlabGpu()
+    half = NUM_PLACES * ROOMS_A_PLACE // 2 * SLAB  # of all rooms
+    fds = [gpu.slab(1, slab_bytes=half), gpu.slab(2, slab_bytes=half)]
+    gpu.far.map([0, 1], fds, [0, 0], slabs(1, 2, slab_bytes=half))
+    with pytest.raises(ValueError, match="no addresses"):
+        gpu.far.map([2], [gpu.slab(3)], [0], slabs(3))
+    assert [gpu.read(0), gpu.read(1)] == [{1}, {2}]
+    gpu.far.unmap([0])
+    gpu.far.map([2, 3], [gpu.slab(3), gpu.slab(4)], [0, 0], slabs(3, 4))
+    assert [gpu.read(place) for place in (1, 2, 3)] == [{2}, {3}, {4}]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "wanted", "reason"),
+    [
+        ([4 * PIECE], slabs(1), "a page at"),
+        ([PIECE // 2], slabs(1), "a page at"),
+        ([0], slabs(1, slab_bytes=SLAB + PIECE), "a slab of"),
+        ([0], slabs(1, 1), "descriptors"),
+        ([], slabs(1), "descriptors"),
+    ],
+)
+def test_what_is_no_page_of_a_slab_is_refused_with_nothing_mapped(offsets, wanted, reason):
+    gpu = SlabGpu()
+    with pytest.raises(ValueError, match=reason):
+        gpu.far.map([0], [gpu.slab(1)], offsets, wanted)
+    assert not gpu.driver.mapped
+    assert gpu.far.block_of(9) == 9
+
+
+def test_a_driver_that_refuses_the_second_slab_leaves_the_first_one_unmapped():
+    gpu = SlabGpu()
+    gpu.driver.refuse_map_number = 2
+    with pytest.raises(VmmError):
+        gpu.far.map([0, 1], [gpu.slab(1), gpu.slab(2)], [0, 0], slabs(1, 2))
+    assert not gpu.driver.mapped
 
 
 def test_changes_of_a_table_are_as_few_as_they_can_be():

@@ -1,13 +1,17 @@
 """Copies of a running request's blocks at far places: mapped before they are read, unmapped before they are free."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from services.mempool.core.actions import Action, KillProcess, MapFarPages
+from services.mempool.core.far import can_map
+from services.mempool.far_messages import far_in_slabs
+from services.mempool.takeover import SpaceMeta
 from shared.errors import PeerProtocolError
-from shared.ids import InstanceId
-from shared.kv.words import u32_bytes, u32_list
+from shared.ids import Epoch, InstanceId, PageId
+from shared.kv.words import u32_bytes, u32_list, u64_list
 from shared.wire import mempool as wire
 from shared.wire.mempool_far import NO_PLACE, FarDrop, FarMapped, FarMoved, FarOut, FarPlaced, UnmapFar
 from tests.unit.mempool_harness import DESCRIPTION, page_lists
@@ -267,3 +271,42 @@ def test_the_page_of_a_block_that_went_far_is_free_though_blocks_behind_it_are_p
     granted = [m for m in rig.sent[PREFILL] if isinstance(m, wire.Granted)]
     assert sum(len(u32_list(m.pages)) for m in granted) == 2
     assert rig.counters()["far_pages_freed"] == 2
+
+
+def memory(num_pages: int = 8, pages_per_slab: int = 4, num_slabs: int = 2, page_bytes: int = 3 << 20) -> Any:
+    """A space's, on a GPU where pages_per_slab is positive."""
+    table = SimpleNamespace(num_pages=num_pages)
+    return SimpleNamespace(
+        memory=SimpleNamespace(
+            table=table, pages_per_slab=pages_per_slab, num_slabs=num_slabs, page_bytes=page_bytes
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "lender", "is_mappable"),
+    [
+        (memory(), memory(num_pages=64, pages_per_slab=16, num_slabs=4), True),
+        (memory(), memory(pages_per_slab=1, num_slabs=8), True),
+        (memory(pages_per_slab=1, num_slabs=8), memory(), True),
+        (memory(), memory(pages_per_slab=0, num_slabs=0), True),  # host memory
+        (memory(), memory(page_bytes=2 << 20), False),
+        (memory(), memory(pages_per_slab=1, num_slabs=8 * 64), False),  # a page is many allocations
+        (memory(pages_per_slab=0, num_slabs=0), memory(), False),  # a CPU reads no GPU
+    ],
+)
+def test_whole_pages_of_a_gpu_can_be_mapped_alone_or_with_the_slab_that_they_share(own, lender, is_mappable):
+    assert can_map(own, lender) is is_mappable
+
+
+def test_a_rank_is_told_which_part_of_which_slab_each_page_is_and_gets_each_slab_once():
+    meta = SpaceMeta(
+        description=DESCRIPTION, num_pages=16, page_bytes=3 << 20, num_ranks=1, pages_per_slab=4,
+        memory_id=Epoch(70), number=2,
+    )  # fmt: skip
+    action = MapFarPages(RANK, 9, [5, 1, 3], 2, 0, [PageId(13), PageId(2), PageId(12)])
+    told, slabs = far_in_slabs(action, meta)
+    assert slabs == [3, 0]
+    assert (told.number, u32_list(told.places), u32_list(told.slabs)) == (9, [5, 1, 3], [3, 0, 3])
+    assert [offset >> 20 for offset in u64_list(told.offsets)] == [3, 6, 0]
+    assert (told.slab_bytes, told.memory_id) == (12 << 20, 70)

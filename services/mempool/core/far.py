@@ -8,7 +8,7 @@ A mapped page is pinned from before its mapping to behind its acknowledged unmap
 of the engine is dead (architecture, rule 5). An engine that has not dropped a place by its lender's deadline is killed.
 The page that a block has left is free as soon as nobody pins it, wherever in its prompt the block is: the oldest go
 first, and an index that evicts from the end of a prompt would keep them until all behind them have gone, too.
-Of one slab a page alone is mapped, so pages that share slabs are left out.
+Of pages that share a slab the ranks map the slab, which is a whole; it stays mapped as long as one of them is read.
 """
 
 from collections import Counter
@@ -113,7 +113,7 @@ class Far:
     def _kept_at(self, pool: Pool, block_hash: BlockHash) -> Where | None:
         for number in self._behind(pool.number):
             place = self._pools[number]
-            if _can_map(pool, place) and (entry := place.index.get(block_hash)) is not None:
+            if can_map(pool, place) and (entry := place.index.get(block_hash)) is not None:
                 return place, entry
         return None
 
@@ -171,7 +171,7 @@ class Far:
         for number in self._behind(pool.number) if count else ():
             place = self._pools[number]
             assert place.memory is not None
-            if not _can_map(pool, place) or (place.is_loan and not loans):
+            if not can_map(pool, place) or (place.is_loan and not loans):
                 continue
             wanted = min(count, place.memory.table.num_free) if place.is_loan else count
             if pages := place.claim_now(wanted):
@@ -381,12 +381,13 @@ def _readable(place: Place) -> bool:
     return place.state in (PlaceState.MAPPED, PlaceState.LEAVING)
 
 
-def _can_map(pool: Pool, place: Pool) -> bool:
-    """Whether ranks of `pool` can map single pages of `place`."""
+def can_map(pool: Pool, place: Pool) -> bool:
+    """Whether ranks of `pool` can map pages of `place`: whole ones, each in one allocation, perhaps with others."""
     mine, other = pool.memory, place.memory
     if mine is None or other is None:
         return False
     source = place.producer.memory if isinstance(place, LoanPool) else other
     if source is None or not source.pages_per_slab:  # in host memory, at any offset
         return source is not None
-    return mine.pages_per_slab > 0 and source.pages_per_slab == 1 and source.page_bytes == mine.page_bytes
+    is_whole = source.num_slabs * source.pages_per_slab == source.table.num_pages
+    return mine.pages_per_slab > 0 and is_whole and source.page_bytes == mine.page_bytes
