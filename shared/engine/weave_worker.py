@@ -5,6 +5,7 @@ from typing import Any
 
 from shared.engine.weave_calibration import calibrate
 from shared.engine.weave_host import HostedWeave
+from shared.engine.weave_peers import Peers
 from shared.weave.threshold import WeaveRule
 
 
@@ -12,6 +13,7 @@ class WeaveWorkerMixin:
     """Over any of our workers, or vLLM's own."""
 
     _woven: HostedWeave | None = None
+    _peers: Peers | None = None
 
     def init_device(self: Any) -> None:
         """vLLM's; torch's symmetric memory leaves multicast alone, which nothing here needs."""
@@ -22,6 +24,7 @@ class WeaveWorkerMixin:
         """vLLM's; then its layers are changed, before anything ran through them and before memory is measured."""
         super().load_model(**kwargs)
         self._woven = HostedWeave(self.model_runner.get_model(), self.vllm_config, self.device)
+        self._peers = Peers(self._woven.check)
 
     def initialize_from_config(self: Any, kv_cache_config: Any) -> None:
         """vLLM's."""
@@ -35,13 +38,21 @@ class WeaveWorkerMixin:
         return super().compile_or_warm_up_model()
 
     def execute_model(self: Any, scheduler_output: Any) -> Any:
-        """vLLM's. Raises: PeerTimeout, besides."""
-        output = super().execute_model(scheduler_output)
-        self._woven.check()
-        return output
+        """vLLM's. The process ends when another rank is awaited in vain."""
+        with self._peers.awaited():
+            output = super().execute_model(scheduler_output)
+        return self._peers.checked(output)
+
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's; as execute_model()."""
+        with self._peers.awaited():
+            output = super().sample_tokens(*args, **kwargs)
+        return self._peers.checked(output)
 
     def shutdown(self: Any) -> None:
         """vLLM's."""
+        if self._peers is not None:
+            self._peers.close()
         if self._woven is not None:
             self._woven.close()
         super().shutdown()
