@@ -22,6 +22,10 @@ from shared.kernels.allreduce_rmsnorm.shapes import ArenaLayout, Engine, KernelS
 
 DTYPES = (torch.bfloat16, torch.float16)
 TIMEOUT_MS = 20_000  # a peer may compile a kernel or capture a graph meanwhile
+# So much longer ranks wait that hand on no output. A peer may come to the end of a call after one rank has given up and
+# before another has, who then knows nothing of it: let the first rank be who gives up first. Kernels' waits for the end
+# of a call begin within its run time of each other.
+LATER_MS = 1_000
 FIRST_BULK_CAPABILITY = (9, 0)
 MIN_BULK_HIDDEN = 2048  # shorter rows keep too few threads of the bulk engine busy
 _KERNELS = {
@@ -38,7 +42,7 @@ class FusedSettings:
     Args:
         hidden: 1024..16384, a multiple of 8.
         max_tokens: rows of a lane's buffers: max_tokens * hidden * 2 bytes twice, three times with whole_residual.
-        timeout_ms: how long a kernel waits for a peer's before it gives up.
+        timeout_ms: how long a kernel of rank 0 waits for a peer's before it gives up; others wait LATER_MS longer.
         times: rank 0's, of calibrate.py; None picks by the table in plan.py.
         max_ctas: of any call, 0 for one an SM; less where something else must run beside it, e.g. another rank.
         use_multicast: the caller knows that this machine's switch may be used; not run by us.
@@ -87,6 +91,7 @@ class CudaFused:
         self.hidden, self.max_tokens = settings.hidden, settings.max_tokens
         self.dtype, self.num_lanes = settings.dtype, settings.num_lanes
         self.settings = settings
+        self.patience_ms = settings.timeout_ms + (LATER_MS if rank else 0)
         self._arena, self._layout = arena, settings.layout()
         if arena.own.numel() < self._layout.num_bytes:
             raise InvalidRequest(f"an arena of {arena.own.numel()} B; {self._layout.num_bytes} are needed")
@@ -216,7 +221,7 @@ class CudaFused:
     def check(self) -> None:
         """See FusedAllReduceNorm."""
         self._failure = self._failure or self._report.read()
-        if (error := error_of(self._failure, self.rank, self.settings.timeout_ms)) is not None:
+        if (error := error_of(self._failure, self.rank, self.patience_ms)) is not None:
             raise error
 
     def close(self) -> None:
@@ -248,7 +253,7 @@ class CudaFused:
         params.epochs = bases[self.rank] + where.epochs
         params.failed = bases[self.rank] + self._layout.failed
         params.report = self._report.address
-        params.timeout_ns = self.settings.timeout_ms * 1_000_000
+        params.timeout_ns = self.patience_ms * 1_000_000
         params.rank = self.rank
         return params
 

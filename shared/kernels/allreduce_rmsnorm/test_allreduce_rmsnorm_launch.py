@@ -9,7 +9,7 @@ from shared.errors import InvalidRequest, PeerTimeout
 from shared.kernels.allreduce_rmsnorm.acted_driver import ActedDriver, ActedGroup
 from shared.kernels.allreduce_rmsnorm.arenas import Arena
 from shared.kernels.allreduce_rmsnorm.errors import FusedUnavailable, Phase, pack
-from shared.kernels.allreduce_rmsnorm.fused import CudaFused, FusedSettings
+from shared.kernels.allreduce_rmsnorm.fused import LATER_MS, CudaFused, FusedSettings
 from shared.kernels.allreduce_rmsnorm.plan import Algorithm, make_plan, times_from_rows
 from shared.kernels.allreduce_rmsnorm.reference import reference
 from shared.kernels.allreduce_rmsnorm.shapes import Engine
@@ -144,6 +144,17 @@ def test_wrong_tensors_are_refused_before_anything_starts():
     with pytest.raises(FusedUnavailable, match="multicast"):
         open_group(2, use_multicast=True)
     assert not group.launches
+
+
+def test_the_rank_whose_output_leaves_gives_up_first_and_each_says_how_long_it_waited():
+    """Else a peer that came in between would let it hand on what another rank computed in vain."""
+    fused, _ = open_group(3, timeout_ms=50)
+    waits_ms = [{params.timeout_ns / 1e6 for params in one._params} for one in fused]
+    assert waits_ms == [{50}, {50 + LATER_MS}, {50 + LATER_MS}]
+    word = ctypes.c_uint32.from_address(fused[2]._report.address)
+    word.value = pack(Phase.LEAVE, 1, 0)
+    with pytest.raises(PeerTimeout, match=f"rank 2 waited {50 + LATER_MS} ms for rank 1"):
+        fused[2].check()
 
 
 def test_a_peer_that_did_not_come_is_named_by_check_and_by_every_later_call():
