@@ -33,6 +33,7 @@ from services.mempool.mover_gpu import OpenGpu, SlabWindow, open_gpu
 from services.mempool.mover_job import Job
 from services.mempool.mover_layers import Feed
 from services.mempool.mover_paths import Parts, Paths
+from services.mempool.mover_pinning import Pinning
 from services.mempool.mover_regions import MAX_RANKS, RankRegion, SlabRegion, region_name, space_and_rank
 from services.mempool.mover_spaces import MappedSpace, Mapper
 from services.mempool.mover_targets import Targets
@@ -85,6 +86,9 @@ class Mover:
             threads=threads, host_copier=host_copier,
         )  # fmt: skip
         self._background = background or ThreadPoolExecutor(1, thread_name_prefix="mover-map")
+        self._pinning = Pinning(
+            self._mapper.pin_some, lambda: self._num_pulls > 0, self._background, self._loop
+        )
         self._thread = PullThread()
         self._spaces: dict[int, Space] = {}
         self._copies: dict[int, Copy] = {}
@@ -151,13 +155,7 @@ class Mover:
             self._tell(self._space_ready, space, None, failure)
             return
         self._thread.post(lambda: self._register(space, mapped))
-        self._pin()
-
-    def _pin(self) -> None:
-        """In the background, a chunk at a time: spaces that come meanwhile are mapped first."""
-        if self._mapper.pin_some():
-            with contextlib.suppress(RuntimeError):  # close() came
-                self._background.submit(self._pin)
+        self._pinning.begin()
 
     def _register(self, space: Space, mapped: MappedSpace) -> None:
         """On the mover's thread."""

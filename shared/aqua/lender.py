@@ -146,7 +146,7 @@ class Lender:
         settings = self._settings
         own = OwnSpace(
             settings.socket, InstanceId(settings.instance), settings.device, settings.page_bytes,
-            settings.most_bytes,
+            settings.most_bytes, only_lends=True,
         )  # fmt: skip
         number = self._call(own.number(self._client))
         if number is None:

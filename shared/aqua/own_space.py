@@ -7,16 +7,17 @@ gets the same descriptors as an engine's; which of the pages it may write is wha
 from pathlib import Path
 
 from shared.ids import Epoch, InstanceId, SpaceId
-from shared.kv.layout import EngineDescription
+from shared.kv.layout import LENDER, EngineDescription
 from shared.mempool.client import MempoolClient
 from shared.mempool.page_quota import PageQuota
 from shared.mempool.rank_memory import RankMemory, SlabUser
 
 
-def describe(instance: str, page_bytes: int, layout: str) -> EngineDescription:
+def describe(instance: str, page_bytes: int, layout: str, *, only_lends: bool = False) -> EngineDescription:
     """Pages of `page_bytes`, whose content is this instance's alone. `layout`: "token-major": an allocation each."""
     return EngineDescription(
-        model="", fingerprint=f"aqua {instance}", dtype="bytes", layout=layout, backend="aqua",
+        model="", fingerprint=f"aqua {instance}", dtype="bytes", layout=layout,
+        backend=LENDER if only_lends else "aqua",
         block_tokens=1, block_bytes=page_bytes, max_model_len=1,
     )  # fmt: skip
 
@@ -27,6 +28,7 @@ class OwnSpace:
     Args:
         device: as in wire.Attach: "cpu:" and a name, or "cuda:" and the GPU's UUID.
         capacity_bytes: of all pages. Host memory is used as it is written, a GPU's at once.
+        only_lends: nothing of its own will lie there, so that the mempool puts no host memory behind it.
     Raises: ResourceError when the mempool refuses; ClusterError when it cannot be reached.
     """
 
@@ -38,9 +40,11 @@ class OwnSpace:
         page_bytes: int,
         capacity_bytes: int,
         layout: str = "layers-blocks",
+        *,
+        only_lends: bool = False,
     ) -> None:
         self.instance = instance
-        self.description = describe(instance, page_bytes, layout)
+        self.description = describe(instance, page_bytes, layout, only_lends=only_lends)
         self.memory = RankMemory(
             socket, instance, self.description, 0, device=device, capacity_bytes=capacity_bytes
         )

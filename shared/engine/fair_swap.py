@@ -59,6 +59,7 @@ class Swapper:
         self.counts, self.rate = counts, rate
         self._lost, self._end_lease = lost, end_lease
         self.absences = Absences()
+        self._refused_s: dict[str, float] = {}  # requests of which nothing could leave, when
         # by request, for its trace: (way, begin, end, blocks), times in ns since the epoch
         self.noted: dict[str, list[tuple[str, int, int, int]]] = {}
 
@@ -71,6 +72,8 @@ class Swapper:
         """
         request_id = request.request_id
         if self.absences.state(request_id) is not None or self._quota.lost:
+            return 0
+        if self._pages.clock() < self._refused_s.get(request_id, -NO_SPACE_S) + NO_SPACE_S:
             return 0
         if lease is not None and not any(self._pages.kinds[b.block_id] == LEASED for b in lease[1]):
             self._end_lease(request_id)  # all of its blocks are this engine's own
@@ -150,6 +153,7 @@ class Swapper:
 
     def forget(self, request_id: str) -> None:
         """It is over, runs with blocks that were leaving, or is computed again."""
+        self._refused_s.pop(request_id, None)
         number = self.absences.forget(request_id)
         if number is not None:
             self._quota.swap_drop(number)
@@ -172,8 +176,7 @@ class Swapper:
             return
         self.rate.add(message.blocks_copied * self._block_bytes, at_s - swap.asked_s, at_s)
         if message.kept and not any(message.kept) and not (swap.is_forgotten and not swap.is_probe):
-            self.rate.none_until_s = at_s + NO_SPACE_S
-            self.counts["swaps_refused"] += 1
+            self._refuse(swap, at_s)
         if swap.is_probe:
             self.rate.probed(at_s)
             self._quota.swap_drop(swap.number)
@@ -181,6 +184,16 @@ class Swapper:
             return
         gone = self._let_go(swap, positions)
         self._count("out", gone, swap, at_s)
+
+    def _refuse(self, swap: Swap, at_s: float) -> None:
+        """Nothing of it is kept. Of one request that says little: its blocks may not be what the mempool knows. Two of
+        them within NO_SPACE_S mean that there is no room, and for so long nobody takes turns.
+        """
+        self.counts["swaps_refused"] += 1
+        self._refused_s = {name: s for name, s in self._refused_s.items() if at_s < s + NO_SPACE_S}
+        self._refused_s[swap.request_id] = at_s
+        if swap.is_probe or len(self._refused_s) > 1:
+            self.rate.none_until_s = at_s + NO_SPACE_S
 
     def _let_go(self, swap: Swap, positions: list[int]) -> int:
         """Blocks that are kept elsewhere leave the block table and this engine's memory."""
@@ -253,6 +266,8 @@ class Swapper:
     def _count(self, way: str, num_blocks: int, swap: Swap, at_s: float) -> None:
         self.counts[f"swapped_{way}_blocks"] += num_blocks
         self.counts[f"swapped_{way}_bytes"] += num_blocks * self._block_bytes
+        self.counts[f"swaps_{way}"] += 1
+        self.counts[f"swaps_{way}_us"] += round((at_s - swap.asked_s) * 1e6)
         if swap.is_forgotten or not num_blocks:
             return
         noted = self.noted.setdefault(swap.request_id, [])

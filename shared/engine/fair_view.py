@@ -47,6 +47,7 @@ class FairView:
             "swapped_in_bytes": self._counts.get("swapped_in_bytes", 0),
             "swap_lost_blocks": self._counts.get("swap_blocks_lost", 0),
             "served_tokens": self._served,
+            "fair_counts": self._counts,
         }
 
     def close(self) -> None:

@@ -106,6 +106,8 @@ class EngineLoad:
     swap_lost_blocks: int = 0  # computed again
     # by tenant, since the start, where requests take turns
     served_tokens: Mapping[str, int] = field(default_factory=dict)
+    # of fair slices, since the start: why requests were computed again, how long they waited (fair_scheduler.py)
+    fair_counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,11 @@ RESERVE_S = 2.0  # a slot is kept so long for who finds no pages to come back in
 # with nothing running for so long, a newcomer's pages are worth somebody's computing again: when this engine has all
 # pages that it ever had, and when some may still be on their way
 STUCK_S, STUCK_WITHOUT_ITS_PAGES_S = 0.3, 5.0
+COMING_SHARE = (
+    16  # with such a part of the pages waiting for their bytes, no more requests are brought back at once
+)
+# such a part of its pages an engine has beyond its share for moments, while others that it gave are filled for it
+BEYOND_SHARE = 64
 STEP_WEIGHT = 0.2  # of the newest step, in the mean of their times
 
 
@@ -42,6 +47,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         self._is_short = False  # of pages, when the last plan was made
         self._most_pages = 0  # at once
         self._busy_step = 0  # the last one that computes anything
+        self._growth = 0  # pages that those who run need in the step that comes
         self._step_ms = self._last_step_s = self._idle_since_s = 0.0
         self._tables = self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
         self.swapper = Swapper(
@@ -76,8 +82,15 @@ class SwapSchedulerMixin(PageSchedulerMixin):
 
     def _bring(self, ready: list[str]) -> list[str]:
         """Have those with a reserved slot come back, as far as there are pages. Returns: of `ready`, who may start."""
-        spare, now_s = len(self.running), self.pages.clock()
-        starved = [r for r in self._reserved if not self.swapper.bring(self.requests[r], spare)]
+        spare, now_s = self._growth + len(self.running), self.pages.clock()
+        starved = []
+        for request_id in self._reserved:
+            if self.swapper.absences.num_coming * COMING_SHARE > self._most_pages and not self._is_asked(
+                request_id
+            ):
+                break  # the way is slow: pages that wait for their bytes are nobody's memory meanwhile
+            if not self.swapper.bring(self.requests[request_id], spare):
+                starved.append(request_id)
         if not starved:
             return ready
         ready = [r for r in ready if self._held(r)]  # a newcomer would take the pages
@@ -86,9 +99,15 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         if not ready and not self.running and self._is_stuck(None):  # each waits for another's pages
             accounts = self.slices.accounts.requests
             parked = [r for r in self._parked.values() if not self._in_flight(r)]
-            self._drop(max(parked, key=lambda r: self.slices.order_key(accounts[r.request_id])))
+            self._drop(
+                max(parked, key=lambda r: (self._frees(r), self.slices.order_key(accounts[r.request_id])))
+            )
+            self.fair_counts["dropped_stuck"] += 1
             self._idle_since_s = now_s
         return ready
+
+    def _is_asked(self, request_id: str) -> bool:
+        return self.swapper.absences.state(request_id) in (None, SwapState.COMING)
 
     def _who_can(self, start: list[str]) -> list[str]:
         """Nothing runs: who was parked goes on before newcomers, if there are no pages for any of these."""
@@ -100,12 +119,18 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         parked.sort(key=lambda r: (not self._is_here(r), self.slices.order_key(accounts[r.request_id])))
         return [r.request_id for r in parked] + newcomers
 
+    def _frees(self, request: Request) -> bool:
+        """Whether its pages are worth computing it again. Who is away has one here, its last, partial block."""
+        return self._held(request.request_id) > 1
+
     def _park_for_growth(self) -> None:
-        """Who would find no page in this step gives its slot up, while pages are on their way or can leave."""
-        if not self.slices.pays and not self.swapper.absences.is_waiting:
-            return
+        """Who would find no page in this step gives its slot up, while pages are on their way or can leave. What the
+        others need is theirs: `_growth`.
+        """
+        may_park = self.slices.pays or self.swapper.absences.is_waiting
         self.pages.absorb()  # what the mempool asks back is no part of the stock
         free, tokens = len(self.pages.stock), self._chunk_tokens()
+        self._growth = 0
         for request in list(self.running):
             left = request.num_tokens - request.num_computed_tokens
             new = max(1, min(left, tokens))
@@ -113,9 +138,11 @@ class SwapSchedulerMixin(PageSchedulerMixin):
             end = request.num_computed_tokens + new + self.kv_cache_manager.ahead_tokens
             have = len(self._tables.get(request.request_id, ()))
             missing = -(-min(end, self.max_model_len) // self.block_size) - have
-            if missing > free:
+            if missing > free and may_park:
                 self._park(request)
                 self.fair_counts["times_parked_for_pages"] += 1
+            elif missing > 0:
+                self._growth += missing
             free -= max(0, min(missing, free))
 
     def _chunk_tokens(self) -> int:
@@ -126,6 +153,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         """It keeps its place in the order and gives the slot up; what is on its way comes nonetheless."""
         if self._reserved.pop(request_id, None) is not None:
             self.slices.parked(request_id)
+            self.fair_counts["waits_given_up"] += 1
 
     def _send_out(self, ready: list[str]) -> None:
         """Blocks of parked requests, the furthest from their turn first, make room for who has a slot, for a slice."""
@@ -199,5 +227,6 @@ class SwapSchedulerMixin(PageSchedulerMixin):
             self._end_lease_of(held[-1])
         if held or self.swapper.absences.is_waiting or not self._idle_since_s:
             return False
-        patience_s = STUCK_S if self._num_pages() >= self._most_pages else STUCK_WITHOUT_ITS_PAGES_S
+        most = self._most_pages - self._most_pages // BEYOND_SHARE
+        patience_s = STUCK_S if self._num_pages() >= most else STUCK_WITHOUT_ITS_PAGES_S
         return not self._swaps or self.pages.clock() - self._idle_since_s > patience_s

@@ -6,6 +6,7 @@ import msgspec
 
 HOST_PAGE_BYTES = 4096  # memfd granularity
 CUDA_PAGE_BYTES = 2 << 20  # cuMemGetAllocationGranularity on H100 and H200 (facts.md)
+LENDER = "aqua-lender"  # backend of who has pages only to lend them
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +39,11 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     def num_ranks(self) -> int:
         """Of the engine: pp_rank * tp_size + tp_rank counts them. Each has a page of every block."""
         return max(1, self.tp_size) * max(1, self.pp_size)
+
+    @property
+    def only_lends(self) -> bool:
+        """Whether no block of its own ever lies in its pages: they are there to be lent (shared/aqua/lender.py)."""
+        return self.backend == LENDER
 
     @property
     def content_key(self) -> str:

@@ -3,6 +3,7 @@
 import pytest
 
 from services.mempool.core.actions import ApiSend, CopyPages
+from shared.aqua.own_space import describe
 from shared.errors import PeerProtocolError
 from shared.ids import InstanceId
 from shared.kv.page import PageState
@@ -12,6 +13,7 @@ from shared.wire import mempool_api as api_wire
 from tests.unit.mempool_harness import PAGE_BYTES, chain, page_lists
 from tests.unit.test_mempool_spaces import DECODE, FRONT, PREFILL, Spaces, acquire, answers
 
+LENT_TO = 30
 CALLER = 1 << 32  # connection of one who makes the nine calls
 ABCD = chain("a", "b", "c", "d")
 WXYZ = chain("w", "x", "y", "z")
@@ -59,6 +61,16 @@ def test_without_the_settings_there_is_none():
     assert len(spaces(dram_for_host=False).spaces) == 1
     assert len(spaces(dram_bytes=PAGE_BYTES - 1).spaces) == 1
     assert len(spaces(max_spaces=1).spaces) == 1
+
+
+def test_who_only_lends_gets_none():
+    """It held a lender's size of page-locked memory in which nothing ever lay, and locking it held up a burst."""
+    rig = spaces()
+    rig.worker(DECODE, "cpu:1", description=describe("lender", PAGE_BYTES, "layers-blocks", only_lends=True))
+    assert [s.label for s in rig.spaces.values()] == ["0", "dram", "1"]
+    assert set(rig.core.dram.tiers) == {0}
+    rig.worker(LENT_TO, "cpu:2", description=describe("tensors", PAGE_BYTES, "token-major"))
+    assert [s.label for s in rig.spaces.values()] == ["0", "dram", "1", "2", "dram"]
 
 
 def test_no_engine_works_in_it():

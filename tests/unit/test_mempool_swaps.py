@@ -7,7 +7,7 @@ from shared.kv.page import PageState
 from shared.kv.words import u32_list, u64_list
 from shared.wire import mempool as wire
 from shared.wire.mempool_swap import NO_PAGE, SwapDrop, SwapIn, SwapOut, SwappedIn, SwappedOut
-from tests.unit.mempool_harness import page_lists
+from tests.unit.mempool_harness import PAGE_BYTES, chain, page_lists
 from tests.unit.test_mempool_lending import ABCD, WXYZ, Market
 from tests.unit.test_mempool_spaces import FRONT, PREFILL
 
@@ -87,6 +87,62 @@ def test_lent_pages_take_blocks_first_and_say_so():
     assert rig.come(1, ABCD) == "abcd"
     assert rig.counters()["swap_blocks_out_peer"] == 3
     assert rig.counters()["swap_blocks_out_dram"] == 1
+
+
+def test_blocks_that_nobody_pins_make_way_in_lent_pages_for_those_of_parked_requests():
+    rig = Swapping()
+    rig.lend(4)
+    rig.leave(WXYZ, "wxyz")  # of a request that ended
+    rig.say(PREFILL, wire.Unpin(**page_lists(rig.fill(PREFILL, 0, chain("5", "6", "7", "8"), "5678"))))
+    rig.copied()
+    assert rig.leased() == 4
+    loan = next(pool for pool in rig.core.pools.values() if pool.is_loan)
+    assert loan.memory.table.num_free == 0
+    assert rig.out(1, ABCD, "abcd").blocks_peer == 4
+    counters = rig.counters()
+    assert (counters["swap_blocks_out_peer"], counters["swap_made_way_peer"]) == (4, 4)
+    assert "swap_blocks_out_dram" not in counters
+    assert rig.out(2, chain("p", "q"), "pq").blocks_peer == 0  # nobody's pinned block does
+    assert rig.come(1, ABCD) == "abcd"
+
+
+def test_what_its_engine_has_again_makes_way_before_what_nobody_else_has():
+    rig = Swapping()
+    rig.lend(6)
+    rig.out(1, ABCD, "abcd")
+    rig.say(PREFILL, wire.Unpin(**page_lists(rig.fill(PREFILL, 0, WXYZ, "wxyz"))))
+    rig.copied()
+    assert rig.come(1, ABCD) == "abcd"
+    loan = next(pool for pool in rig.core.pools.values() if pool.is_loan)
+    others = [h for h in loan.index.hashes if h not in ABCD]
+    rig.out(2, chain("p", "q", "r"), "pqr")
+    assert all(h in loan.index for h in others)
+    assert rig.counters()["swap_blocks_out_peer"] >= 6
+
+
+def test_what_a_swap_keeps_in_host_memory_is_not_copied_to_a_lent_page_besides():
+    rig = Swapping()
+    pages = rig.fill(PREFILL, 0, ABCD, "abcd")
+    rig.begin_out(1, ABCD)
+    rig.copied()
+    rig.lend(2)
+    rig.say(PREFILL, wire.Unpin(**page_lists(pages)))
+    assert len(rig.granted[PREFILL]) == 8
+    assert not rig.copies
+    assert rig.come(1, ABCD) == "abcd"
+
+
+def test_a_swap_is_copied_in_whole_copies_and_waits_for_room_for_one():
+    rig = Swapping(out_in_flight_bytes=3 * PAGE_BYTES)
+    rig.lend(8)
+    rig.fill(PREFILL, 0, ABCD, "abcd")
+    rig.begin_out(1, ABCD[:2])
+    rig.begin_out(2, ABCD[2:])
+    assert [len(copy.targets) for copy in rig.copies.values()] == [2]
+    rig.copied()
+    assert [len(copy.targets) for copy in rig.copies.values()] == [2]
+    rig.copied()
+    assert rig.last(SwappedOut) == SwappedOut(swap=2, kept=b"\1\1", blocks_copied=2, blocks_peer=2)
 
 
 def test_nothing_evicts_what_is_kept_and_what_has_no_room_stays_with_its_engine():

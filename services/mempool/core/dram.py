@@ -56,10 +56,12 @@ class Dram:
 
     # -- making ---------------------------------------------------------------------------------------
 
-    def wants(self, pool: Pool) -> bool:
-        """Whether this space is to have DRAM behind it that does not exist yet."""
+    def wants(self, pool: Pool, description: EngineDescription) -> bool:
+        """Whether this space is to have DRAM behind it that does not exist yet: blocks of its own may lie there."""
         memory = pool.memory
         if memory is None or memory.is_behind or not self._limits.dram_bytes or pool.number in self.tiers:
+            return False
+        if description.only_lends:
             return False
         on_gpus = memory.pages_per_slab > 0
         return (on_gpus or bool(memory.label and self._limits.dram_for_host)) and self._of(pool) is None

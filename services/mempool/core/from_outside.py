@@ -13,6 +13,7 @@ from services.mempool.core.pool import Pool
 from services.mempool.core.pulls import Pulls
 from services.mempool.core.remote import Remote
 from services.mempool.core.remote_serve import RemoteServe
+from services.mempool.core.swaps import Swaps
 from services.mempool.core.wishes import Answer, Wish
 from shared.errors import PeerProtocolError
 from shared.ids import InstanceId
@@ -31,6 +32,7 @@ class FromOutside(ABC):
     pulls: Pulls
     remote: Remote
     serve: RemoteServe
+    swaps: Swaps
     lending: Lending
     api: ApiSpaces
     desk: Desk | None = None
@@ -122,7 +124,7 @@ class FromOutside(ABC):
 
     def _begin(self, copies: Sequence[Action], now_ms: int) -> list[Action]:
         """Copies that may begin now, and what comes of those that may not at all."""
-        out, refused = self.lending.issue(copies, now_ms, self.pulls.pulls.__contains__)
+        out, refused = self.lending.issue(copies, now_ms, self.pulls.pulls.__contains__, self.swaps.has_copy)
         for copy_id in refused:
             out += self.on_copied(copy_id, now_ms, failed=True)
         return out

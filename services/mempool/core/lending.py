@@ -276,14 +276,18 @@ class Lending:
     # -- copies -----------------------------------------------------------------------------------
 
     def issue(
-        self, copies: Iterable[Action], now_ms: int, has_reader: Callable[[int], bool]
+        self,
+        copies: Iterable[Action],
+        now_ms: int,
+        has_reader: Callable[[int], bool],
+        goes_first: Callable[[int], bool] = lambda _: False,
     ) -> tuple[list[Action], list[int]]:
         """Copies that begin now, of and into the pages that were lent, and numbers of those that are refused.
 
-        Args: has_reader: of the copy with this number.
+        Args: has_reader, goes_first: of the copy with this number.
         """
         return self.copies.issue(
-            copies, now_ms, has_reader=has_reader,
+            copies, now_ms, has_reader=has_reader, goes_first=goes_first,
             dropping=lambda shelf: self.loans.wanted_back(shelf, dropping=True) > 0,
         )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Copies from and to lent pages: which producer's pages they touch, and when its budget lets them begin. No I/O.
 
 Every copy that the mempool orders passes here last. One that touches lent pages is charged to their producers' budgets
-(shared/lending/budget.py) and held while one of them is in debt: in order, for as long as it takes. One that a reader
+(shared/lending/budget.py) and held while one of them is in debt: in order, for as long as it takes, but those first for
+which a request's turn waits (`goes_first`: swaps), then what nobody waits for. One that a reader
 waits for is refused when that would be longer than readers wait for pages, and so is every held copy of a loan past its
 deadline: the producer's pages come back without it.
 """
@@ -22,6 +23,7 @@ BURST_PARTS = 10  # a rested budget lets a tenth of a second's bytes pass at onc
 class _Held:
     action: CopyPages
     until_ms: int | None  # refused then; None: nobody waits for it
+    goes_first: bool = False
 
 
 class LendingCopies:
@@ -69,21 +71,21 @@ class LendingCopies:
         *,
         has_reader: Callable[[int], bool],
         dropping: Callable[[Shelf], bool],
+        goes_first: Callable[[int], bool] = lambda _: False,
     ) -> tuple[list[Action], list[int]]:
         """What begins now, and numbers of copies that are refused.
 
-        Args: has_reader: of a copy; dropping: whether a shelf's pages are overdue.
+        Args: has_reader, goes_first: of a copy; dropping: whether a shelf's pages are overdue.
         """
         out: list[Action] = []
         refused: list[int] = []
-        waiting, self._held = self._held, deque()
-        blocked: set[int] = set()
-        for held in waiting:
+        todo: list[_Held] = []
+        for held in self._held:
             overdue = any(dropping(shelf) for shelf in self._touched(held.action))
             if overdue or (held.until_ms is not None and now_ms >= held.until_ms):
                 refused.append(held.action.copy_id)
             else:
-                self._pass(held, now_ms, blocked, out)
+                todo.append(held)
         for action in copies:
             if isinstance(action, CopyPages) and not self._is_dram(action.space):
                 by_space = Counter(map(itemgetter(0), action.sources))
@@ -93,7 +95,10 @@ class LendingCopies:
                 out.append(action)
                 continue
             until_ms = now_ms + self._patience_ms if has_reader(action.copy_id) else None
-            self._pass(_Held(action, until_ms), now_ms, blocked, out)
+            todo.append(_Held(action, until_ms, goes_first(action.copy_id)))
+        self._held, blocked = deque(), set[int]()
+        for held in sorted(todo, key=lambda held: not held.goes_first):
+            self._pass(held, now_ms, blocked, out)
         self.num_refused += len(refused)
         return out, refused
 

@@ -142,7 +142,7 @@ class Mempool(FromOutside):
 
     def _put_dram_behind(self, pool: Pool, message: wire.Attach) -> list[Action]:
         self.dram.link()  # where it exists already
-        if message.description is None or not self.dram.wants(pool):
+        if message.description is None or not self.dram.wants(pool, message.description):
             return []
         planned = self.dram.plan(pool, message.description)
         if not planned.num_pages or len(self.pools) >= self.limits.max_spaces:
@@ -387,7 +387,7 @@ class Mempool(FromOutside):
                 out += self._touched.pop(min(self._touched)).flush()
             self.lending.advance(now_ms)
             self.dram.advance(now_ms)
-        copies += self.dram.take_copies() + self.api.take_actions() + self.swaps.take_actions()
+        copies += self.swaps.take_actions() + self.dram.take_copies() + self.api.take_actions()
         return out + self._begin(copies, now_ms)
 
     def status(self, call_id: int = 0) -> wire.PoolStatus:

@@ -231,10 +231,10 @@ class Swaps:
             self._give_up(job)
         way = (pool.number, job.is_in)
         while job.waiting:
-            room = self._max_in_flight(pool) - self._in_flight[way]
-            count = min(len(job.waiting), room, MAX_PAGES_PER_COPY)
-            if count <= 0:
-                return
+            most = self._max_in_flight(pool)
+            count = min(len(job.waiting), most, MAX_PAGES_PER_COPY)
+            if count > most - self._in_flight[way]:
+                return  # one whole copy when there is room for it, not a page or two each time that one ends
             target = pool
             if job.is_in:
                 pages, job.pages = job.pages[:count], job.pages[count:]
@@ -260,12 +260,16 @@ class Swaps:
         return max(1, self._limits.out_in_flight_bytes // pool.memory.page_bytes)
 
     def _room_for(self, pool: Pool, count: int) -> tuple[Pool, list[PageId]]:
-        """Lent pages that are free; else host memory, where nobody's blocks make way, as many as there can be."""
+        """Lent pages, else host memory, as many as there can be. Blocks that nobody pins make way, the coldest first:
+        first those whose engine has them again (_end), then those of requests that ended, which are gone then. To
+        copy them to host memory first would take both links' time from a request that waits for its turn.
+        """
         for number in self._behind(pool.number):
             place = self._pools[number]
-            assert place.memory is not None
-            wanted = min(count, place.memory.table.num_free) if place.is_loan else count
-            if pages := place.claim_now(wanted):
+            evicted = place.counters["pages_evicted"]
+            if pages := place.claim_now(count):
+                kind = "peer" if place.is_loan else "dram"
+                self.counters[f"swap_made_way_{kind}"] += place.counters["pages_evicted"] - evicted
                 return place, pages
         return pool, []
 
@@ -273,6 +277,10 @@ class Swaps:
         assert pool.memory is not None
         for page in pages:
             pool.memory.table.apply(page, PageEvent.WRITE)
+
+    def has_copy(self, copy_id: int) -> bool:
+        """Whether a request's turn waits for it."""
+        return copy_id in self._copies
 
     def take_actions(self) -> list[Action]:
         """Copies, to perform behind the words of their pages."""

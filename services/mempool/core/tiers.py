@@ -273,9 +273,11 @@ class Tiers:
         """Whether it may leave without a copy. Who asked for a swap is told where in DRAM each block is.
 
         A block that only DRAM has is worth a copy to a peer with room: it comes back sooner (AQUA 9.4 moves it there).
+        But not what somebody pins there: a swap has just had it copied (swaps.py), and a second copy would take the
+        place and the time of another's first.
         """
-        if block_hash in self.slow.index:
-            return not peers or any(block_hash in peer.index for peer in peers)
+        if (there := self.slow.index.get(block_hash)) is not None:
+            return there.pins > 0 or not peers or any(block_hash in peer.index for peer in peers)
         return ticket is self._auto and self._is_elsewhere is not None and self._is_elsewhere(block_hash)
 
     def _free_copied(self, ticket: _Ticket, known: list[Entry]) -> None:

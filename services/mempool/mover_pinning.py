@@ -1,0 +1,49 @@
+"""Page-locking of host memory, a chunk at a time and in moments without copies. What is locked: mover_spaces.py.
+
+While the driver locks a chunk (0.1 s) whatever else this process asks of the GPU waits for it: copies of a burst would
+stand still for a second each. So a chunk waits for a moment in which nothing is copied, but not for ever: until it is
+locked, copies of that memory take a slower way.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+MOST_WAIT_S = 2.0
+POLL_S = 0.005
+
+
+class Pinning:
+    """Args:
+    pin_some: locks the next chunk, on the background thread; False: nothing is left.
+    is_copying: asked on the loop.
+    """
+
+    def __init__(
+        self,
+        pin_some: Callable[[], bool],
+        is_copying: Callable[[], bool],
+        background: ThreadPoolExecutor,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._pin_some, self._is_copying = pin_some, is_copying
+        self._background, self._loop = background, loop
+        self.num_waits = 0  # chunks that gave way to copies
+
+    def begin(self) -> None:
+        """From any thread; harmless when nothing is to be locked, or was begun before."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._next, 0.0)
+
+    def _next(self, waited_s: float) -> None:
+        if self._is_copying() and waited_s < MOST_WAIT_S:
+            self.num_waits += waited_s == 0.0
+            self._loop.call_later(POLL_S, self._next, waited_s + POLL_S)
+            return
+        with contextlib.suppress(RuntimeError):  # close() came
+            self._background.submit(self._one)
+
+    def _one(self) -> None:
+        if self._pin_some():
+            self.begin()

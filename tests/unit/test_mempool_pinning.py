@@ -1,0 +1,70 @@
+"""Page-locking gives way to copies, and is done all the same."""
+
+from collections.abc import Callable
+from typing import Any
+
+from services.mempool.mover_pinning import MOST_WAIT_S, Pinning
+
+
+class Loop:
+    """A loop whose time is the test's; and the background thread, which does at once what it is given."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.later: list[tuple[float, Callable[..., None], tuple[Any, ...]]] = []
+
+    def call_soon_threadsafe(self, what: Callable[..., None], *arguments: Any) -> None:
+        self.call_later(0.0, what, *arguments)
+
+    def call_later(self, delay_s: float, what: Callable[..., None], *arguments: Any) -> None:
+        self.later.append((self.now_s + delay_s, what, arguments))
+
+    def submit(self, what: Callable[[], None]) -> None:
+        what()
+
+    def run(self, until_s: float) -> None:
+        while self.later and min(at_s for at_s, _, _ in self.later) <= until_s:
+            first = min(self.later, key=lambda each: each[0])
+            self.later.remove(first)
+            at_s, what, arguments = first
+            self.now_s = max(self.now_s, at_s)
+            what(*arguments)
+        self.now_s = until_s
+
+
+class Rig:
+    def __init__(self, chunks: int) -> None:
+        self.loop, self.left, self.is_copying = Loop(), chunks, False
+        self.pinning = Pinning(self.pin_some, lambda: self.is_copying, self.loop, self.loop)  # type: ignore[arg-type]
+
+    def pin_some(self) -> bool:
+        self.left -= self.left > 0
+        return self.left > 0
+
+
+def test_without_copies_chunk_follows_chunk():
+    rig = Rig(5)
+    rig.pinning.begin()
+    rig.loop.run(0.0)
+    assert rig.left == 0
+    assert not rig.loop.later
+
+
+def test_a_chunk_waits_for_a_moment_without_copies():
+    rig = Rig(2)
+    rig.is_copying = True
+    rig.pinning.begin()
+    rig.loop.run(MOST_WAIT_S / 2)
+    assert rig.left == 2
+    rig.is_copying = False
+    rig.loop.run(MOST_WAIT_S / 2 + 0.1)
+    assert rig.left == 0
+    assert rig.pinning.num_waits == 1
+
+
+def test_where_copies_never_end_chunks_are_locked_one_after_the_other_all_the_same():
+    rig = Rig(3)
+    rig.is_copying = True
+    rig.pinning.begin()
+    rig.loop.run(3 * MOST_WAIT_S + 0.1)
+    assert rig.left == 0
