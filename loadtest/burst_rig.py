@@ -20,6 +20,7 @@ from typing import Any
 
 from deploy.local.config import paths_of
 from deploy.local.services_table import Ports
+from loadtest import burst_counts
 from loadtest.bench_footprint import free_base_port
 from loadtest.bench_pages import model_folder
 from loadtest.http_client import Client
@@ -39,10 +40,6 @@ IDLE_LIMIT_S = 120.0
 RUN_TIMEOUT_S = 500.0
 MAX_IN_FLIGHT = 4_096
 OVERLOAD = 64.0  # nobody is refused: who waits, waits in the engine
-COUNTS = (
-    "num_preempted", "num_kept_tokens", "num_recomputed_tokens", "swapped_out_bytes", "swapped_in_bytes",
-    "swap_lost_blocks",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +155,8 @@ class Engine:
         return _read(f"http://127.0.0.1:{self._ports.mempool_admin}/status")
 
     def counts(self) -> dict[str, int]:
-        """Totals of the engine and of its mempool's swaps."""
-        found, pool = self.status(), self.pool()["counters"]
-        swaps = {name: int(count) for name, count in pool.items() if name.startswith("swap_")}
-        return {name: int(found.get(name, 0)) for name in COUNTS} | swaps
+        """Totals of the engine, of its mempool's swaps and overflow, and of its copies by path."""
+        return burst_counts.totals(self.status(), self.pool())
 
     def wait_idle(self) -> None:
         """What a run before left is over. Raises: RuntimeError after IDLE_LIMIT_S."""
