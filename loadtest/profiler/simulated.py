@@ -19,7 +19,7 @@ from loadtest.simulator.spec import ClusterSpec, roles_of
 from loadtest.simulator.task import EngineLimits
 from loadtest.workloads.request import Request
 from services.gateway.core.request_flow import Limits
-from services.scheduler.core.placement import PlacementLimits
+from services.scheduler.core.limits import PlacementLimits
 from shared.errors import InvalidRequest
 
 BLOCK_TOKENS = 64  # of an 8B shape's page

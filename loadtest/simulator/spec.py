@@ -9,7 +9,7 @@ from loadtest.simulator.task import EngineLimits
 from services.gateway.core.request_flow import Limits
 from services.mempool.core.pd_caching import PdCaching
 from services.scheduler.core.instances import InstanceLimits
-from services.scheduler.core.placement import PlacementLimits
+from services.scheduler.core.limits import PlacementLimits
 from services.scheduler.core.policies import PolicyName
 from services.scheduler.core.predict import CostSettings
 from shared.wire.reports import Role

@@ -231,10 +231,8 @@ class Cluster:
         call = self._calls.get(message.request_id)
         if call is None:
             metrics.STALE.inc()
-        elif isinstance(message, Placed):
-            self._run(call, call.flow.on_placed(message, now_ms=_now_ms()))
         else:
-            self._run(call, call.flow.on_rejected(message, now_ms=_now_ms()))
+            self._run(call, call.flow.on_scheduler(message, now_ms=_now_ms()))
 
     def _scheduler_down(self) -> None:
         _log.warning("scheduler_link_down")

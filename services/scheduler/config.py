@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from services.scheduler.core.instances import InstanceLimits
-from services.scheduler.core.placement import PlacementLimits
+from services.scheduler.core.limits import PlacementLimits
 from services.scheduler.core.policies import PolicyName
 from services.scheduler.core.predict import CostSettings
 from shared import settings
@@ -36,6 +36,10 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_instances: int = 1_024
     overload_factor: float = 4.0  # requests on an instance / requests in one step of it, before it is full
     max_prefill_tokens: int = 1 << 20  # waiting on one instance, before it is full
+    # how long a request waits here while no decode instance has room in its pages for it, before it is placed anyway;
+    # less than gateway.placement_deadline_ms
+    room_wait_ms: int = 5_000
+    max_held: int = 1_024  # requests that wait so
 
     # auto: a whole request on one instance where that is predicted to be cheaper (policy cost only); always: pairs
     # where there are some; never: one instance for each request
@@ -68,6 +72,8 @@ _NOT_NEGATIVE = (
     "slowdown_weight",
     "handoff_ms",
     "max_alternatives",
+    "room_wait_ms",
+    "max_held",
 )
 
 
@@ -100,7 +106,12 @@ def instance_limits(found: SchedulerSettings) -> InstanceLimits:
 
 def placement_limits(found: SchedulerSettings) -> PlacementLimits:
     """The part that placement needs."""
-    return PlacementLimits(overload_factor=found.overload_factor, max_prefill_tokens=found.max_prefill_tokens)
+    return PlacementLimits(
+        overload_factor=found.overload_factor,
+        max_prefill_tokens=found.max_prefill_tokens,
+        room_wait_ms=found.room_wait_ms,
+        max_held=found.max_held,
+    )
 
 
 def cost_settings(found: SchedulerSettings) -> CostSettings:

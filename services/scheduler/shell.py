@@ -11,6 +11,7 @@ from services.scheduler.core.instances import Instance, Instances
 from services.scheduler.core.placement import Placer
 from services.scheduler.core.served import served_elsewhere
 from shared.errors import ClusterError
+from shared.ids import RequestId
 from shared.observe.log import get_logger
 from shared.observe.metrics import counter, gauge, histogram_ms
 from shared.observe.trace import start_span, would_record
@@ -24,8 +25,10 @@ from shared.wire.placement import (
     TO_SCHEDULER,
     Ended,
     GatewayToScheduler,
+    Held,
     Place,
     Placed,
+    Rejected,
     SchedulerToGateway,
 )
 from shared.wire.reports import (
@@ -47,6 +50,8 @@ _placed = counter("quire_scheduler_placed_total", "Placements.", ("kind", "polic
 _rejected = counter("quire_scheduler_rejected_total", "Requests without a placement.", ("code",))
 _live = gauge("quire_scheduler_live_instances", "Instances on which something may be placed.")
 _open = gauge("quire_scheduler_open_placements", "Attempts placed and not ended.")
+_held = gauge("quire_scheduler_held_requests", "Requests that wait for room in decode's pages.")
+_held_ms = histogram_ms("quire_scheduler_held_ms", "How long they waited.")
 _gaps = gauge("quire_scheduler_report_gaps", "Reports that were missing between two others.")
 _malformed = gauge("quire_scheduler_malformed_messages", "Messages that were dropped as nonsense.")
 _unsent = counter("quire_scheduler_unsent_replies_total", "Answers whose asker was gone or did not read.")
@@ -98,6 +103,7 @@ class Scheduler:
         self._reports: RouterServer[WorkerToScheduler, SchedulerToWorker] = RouterServer(
             settings.report_listen, into=REPORTS, out=REPORT_REPLIES, on_message=self._on_worker
         )
+        self._askers: dict[tuple[RequestId, int], tuple[bytes, Place, int]] = {}  # of held requests
         self._poller: MembershipPoller | None = None
         if settings.coordinator_url:
             self._poller = MembershipPoller(
@@ -140,6 +146,7 @@ class Scheduler:
             "uptime_ms": now_ms - self._started_ms,
             "num_placed": self.placer.num_placed,
             "num_open": self.placer.num_open,
+            "num_held": len(self.placer.waiting),
             "instances": [self._instance_status(known, now_ms) for known in self.instances],
             "places": self.placer.tenants.places(MAX_TENANTS_SHOWN),
         }
@@ -165,6 +172,7 @@ class Scheduler:
             "kv_used_share": view.kv_used_share,
             "queue_ms": view.queue_ms,
             "num_decodes": view.num_decodes,
+            "room_blocks": view.room_blocks,
             "has_model": known.model is not None,
             "served_tokens": dict(known.load.report.served) if known.load.report is not None else {},
         }
@@ -175,19 +183,38 @@ class Scheduler:
         del seq, raw
         if isinstance(message, Ended):
             self.placer.ended(message)
+            self._askers.pop((message.request_id, message.attempt), None)
+            self._serve_held()
             return
         start_ns = time.time_ns()
         answer = self.placer.place(message, now_ms=self._clock.now_ms())
         _decision.observe((time.time_ns() - start_ns) / 1e6)
-        self._record(message, answer, start_ns)
+        if isinstance(answer, Held):
+            self._askers[message.request_id, message.attempt] = identity, message, start_ns
+        else:
+            self._record(message, answer, start_ns)
+        self._answer(identity, answer)
+
+    def _answer(self, identity: bytes, answer: SchedulerToGateway) -> None:
         try:
             self._places.send(identity, answer)
         except ClusterError as error:
             _unsent.inc()
-            self.placer.ended(Ended(request_id=message.request_id, attempt=message.attempt))
-            _log.info("answer_unsent", request=message.request_id, error=error.message)
+            self.placer.ended(Ended(request_id=answer.request_id, attempt=answer.attempt))
+            self._askers.pop((answer.request_id, answer.attempt), None)
+            _log.info("answer_unsent", request=answer.request_id, error=error.message)
 
-    def _record(self, place: Place, answer: SchedulerToGateway, start_ns: int) -> None:
+    def _serve_held(self) -> None:
+        """Something changed: perhaps there is room."""
+        for answer in self.placer.serve_held(now_ms=self._clock.now_ms()):
+            found = self._askers.pop((answer.request_id, answer.attempt), None)
+            if found is not None:
+                identity, place, start_ns = found
+                _held_ms.observe((time.time_ns() - start_ns) / 1e6)
+                self._record(place, answer, start_ns)
+                self._answer(identity, answer)
+
+    def _record(self, place: Place, answer: Placed | Rejected, start_ns: int) -> None:
         if isinstance(answer, Placed):
             _placed_counter(answer.kind, answer.policy).inc()
             _note_verdicts(answer)
@@ -197,7 +224,7 @@ class Scheduler:
         if would_record(place.traceparent):
             self._trace(place, answer, start_ns)
 
-    def _trace(self, place: Place, answer: SchedulerToGateway, start_ns: int) -> None:
+    def _trace(self, place: Place, answer: Placed | Rejected, start_ns: int) -> None:
         ids = {"quire.request_id": place.request_id, "attempt": place.attempt}
         with start_span(
             "schedule.decide", parent=place.traceparent, attributes=ids, start_ns=start_ns
@@ -221,6 +248,7 @@ class Scheduler:
         answer: SchedulerToWorker | None = None
         if isinstance(message, Report):
             answer = self.instances.report(message, now_ms=now_ms)
+            self._serve_held()
             if answer is None and message.served:
                 answer = served_elsewhere(message, self.instances.live(now_ms=now_ms))
         elif isinstance(message, Hello):
@@ -251,7 +279,9 @@ class Scheduler:
                 silent_ms = now_ms - known.seen_at_ms
                 _log.warning("instance_dead", worker=known.instance, epoch=known.epoch, silent_ms=silent_ms)
             _live.set(len(self.instances.live(now_ms=now_ms)))
+            self._serve_held()
             _open.set(self.placer.num_open)
+            _held.set(len(self.placer.waiting))
             _gaps.set(self.instances.num_report_gaps)
             _malformed.set(self._places.num_malformed + self._reports.num_malformed)
             await asyncio.sleep(TICK_S)

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, PageId
 from shared.kv.layout import EngineDescription
+from shared.room.growth import Need
 from shared.wire.cost import CostCoefficients
 from shared.wire.requests import SamplingSpec, Stage, TokenLogprob
 
@@ -111,6 +112,17 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineRoom:
+    """Of an engine that works in the mempool's pages, in pages."""
+
+    unused: int  # its own: in stock, or cached and used by nobody
+    own: int  # its own that requests use
+    in_use: int  # with what others sealed and leases pin for its requests
+    needs: list[Need]  # of its requests
+    answer_tokens: int  # of an answer without a bound, by those that it has seen (shared/room/answers.py)
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeStep:
     """A step in which the same requests decoded as in the one before it, and nothing else ran."""
 
@@ -168,6 +180,13 @@ class Engine(Protocol):
 
     def load(self) -> EngineLoad:
         """Cheap; called for every report."""
+        ...
+
+    async def room(self) -> EngineRoom | None:
+        """Behind every request sent to it before. None: not known, or its requests take turns in less memory.
+
+        Raises: PeerGone when the engine died.
+        """
         ...
 
     def served_elsewhere(self, served: Mapping[str, Mapping[str, int]]) -> None:

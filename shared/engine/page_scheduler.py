@@ -31,6 +31,7 @@ from shared.engine.choice_totals import ChoiceTotals
 from shared.engine.lease_stalls import LeaseStalls
 from shared.engine.page_manager import LeasedTail, PageKVCacheManager
 from shared.engine.page_pool import LEASED, PageBlockPool
+from shared.engine.page_room import note_answer
 from shared.engine.preempt_times import note_preempted, preempted_ns
 from shared.engine.vllm_setup import die_with_parent
 from shared.errors import ResourceError, SettingsError
@@ -40,6 +41,7 @@ from shared.kv.layout import EngineDescription, num_blocks
 from shared.kv.words import u32_bytes, u32_list, u64_bytes, u64_list
 from shared.mempool.page_quota import PageQuota, SealedPage
 from shared.mempool.slab_unmaps import IDLE_S
+from shared.room.answers import AnswerLengths
 from shared.wire.mempool import HeldLease
 
 logger = logging.getLogger(__name__)
@@ -129,7 +131,7 @@ class PageSchedulerMixin:
         self._stepped_s = 0.0
         self._stalls = LeaseStalls()
         self._low_stock = min(STOCK_STEPS * largest_step, max(1, header.num_pages // 4))
-        self._leases: dict[str, tuple[LeaseId, list[KVCacheBlock]]] = {}
+        self.leases: dict[str, tuple[LeaseId, list[KVCacheBlock]]] = {}
         self._seen_leases: OrderedDict[str, None] = OrderedDict()
         self._ended_leases: deque[tuple[int, LeaseId, list[KVCacheBlock]]] = deque()
         self._handoffs: dict[str, HandoffId] = {}  # prompts that are not computed yet
@@ -137,6 +139,7 @@ class PageSchedulerMixin:
         self._use: dict[str, LeaseUse] = {}
         self._turn = threading.RLock()  # where pages change hands: a report to a new mempool waits for it
         self._totals = ChoiceTotals()
+        self.answers = AnswerLengths()
         self._block_bytes = description.block_bytes
         self._watch_pool()
 
@@ -173,7 +176,7 @@ class PageSchedulerMixin:
 
     def _all_leases(self) -> list[tuple[LeaseId, list[KVCacheBlock]]]:
         ended = [(lease_id, blocks) for _, lease_id, blocks in self._ended_leases]
-        return [*self._leases.values(), *ended]
+        return [*self.leases.values(), *ended]
 
     def _held_lease(self, lease_id: LeaseId, blocks: list[KVCacheBlock]) -> HeldLease:
         owned = [self.pages.own(block) for block in blocks]
@@ -238,7 +241,7 @@ class PageSchedulerMixin:
         count = len(agreed)
         pages, epochs = u32_list(params["pages"])[:count], u64_list(params["epochs"])[:count]
         blocks = self.pages.lease(pages, epochs, agreed[: len(pages)])
-        self._leases[request.request_id] = (lease_id, blocks)
+        self.leases[request.request_id] = (lease_id, blocks)
         if len(blocks) == num_blocks(num_tokens, self.block_size):
             self.kv_cache_manager.tails[request.request_id] = LeasedTail(blocks[-1], num_tokens)
 
@@ -250,15 +253,16 @@ class PageSchedulerMixin:
 
     def holds_lease(self, lease_id: str) -> bool:
         """Whether this engine will release it."""
-        live = any(held == lease_id for held, _ in self._leases.values())
+        live = any(held == lease_id for held, _ in self.leases.values())
         return live or any(held == lease_id for _, held, _ in self._ended_leases)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         params, ec_params = super()._free_request(request, delay_free_blocks)
+        note_answer(self.answers, request)
         request_id = request.request_id
         self._handoffs.pop(request_id, None)
         self.kv_cache_manager.tails.pop(request_id, None)
-        lease = self._leases.pop(request_id, None)
+        lease = self.leases.pop(request_id, None)
         if lease is not None:
             # as vLLM fences the blocks themselves: not before a step under way that reads them is over
             in_flight = request.last_sched_seq > self.processed_step_seq
@@ -315,20 +319,20 @@ class PageSchedulerMixin:
     def _look_for_stall(self, output: SchedulerOutput) -> None:
         """With nothing running, leases of waiting requests end one after the other (lease_stalls.py)."""
         under_way = output.total_num_scheduled_tokens or self.sched_step_seq > self.processed_step_seq
-        if under_way or self.running or not self._leases:
+        if under_way or self.running or not self.leases:
             self._stalls.runs()
             return
         waiting = [r.request_id for queue in (self.waiting, self.skipped_waiting) for r in queue]
-        held = [request_id for request_id in waiting if request_id in self._leases]
+        held = [request_id for request_id in waiting if request_id in self.leases]
         request_id = self._stalls.to_end(held, self.pages.clock())
         if request_id is not None:
             self.quota.counters["leases_dropped"] += 1
             self.kv_cache_manager.tails.pop(request_id, None)
-            self._end_lease(self._leases.pop(request_id), fence=0)
+            self._end_lease(self.leases.pop(request_id), fence=0)
 
     def _note_use(self, request_id: str, block_ids: list[int], num_computed: int) -> None:
         """For the receipt: what the request's first step found in leased pages."""
-        lease = self._leases.get(request_id)
+        lease = self.leases.get(request_id)
         if lease is None or not lease[1] or request_id in self._use:
             return
         kinds = self.pages.kinds

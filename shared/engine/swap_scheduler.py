@@ -176,7 +176,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         others.sort(key=lambda r: self.slices.order_key(accounts[r.request_id]))
         while others and short > 0:
             request = others.pop()
-            short -= self.swapper.begin_out(request, self._leases.get(request.request_id))
+            short -= self.swapper.begin_out(request, self.leases.get(request.request_id))
 
     def _held(self, request_id: str) -> int:
         """Blocks of it that are here. Asked of every request in every plan: the table itself, not vLLM's copy of it."""
@@ -184,7 +184,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
 
     def _end_lease_of(self, request_id: str) -> None:
         self.kv_cache_manager.tails.pop(request_id, None)
-        if (lease := self._leases.pop(request_id, None)) is not None:
+        if (lease := self.leases.pop(request_id, None)) is not None:
             self._end_lease(lease, fence=0)
 
     def _num_on_the_way(self) -> int:
@@ -220,7 +220,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
 
         Leases of others that wait end first.
         """
-        held = [r.request_id for r in self.waiting if r.request_id in self._leases and r is not request]
+        held = [r.request_id for r in self.waiting if r.request_id in self.leases and r is not request]
         held = [request_id for request_id in held if request_id not in self._parked]
         if held:
             self.quota.counters["leases_dropped"] += 1

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from shared.engine import fair_scheduler, far_scheduler, page_scheduler
+from shared.engine import fair_scheduler, far_scheduler, page_room, page_scheduler
 from shared.engine.cache_events import CacheEventReceiver
 from shared.engine.describe import describe_engine, why_not_in_pages
 from shared.engine.engine_arguments import by_copies, by_layer, in_pages
@@ -33,10 +33,12 @@ from shared.engine.interface import (
     EngineDelta,
     EngineLoad,
     EngineRequest,
+    EngineRoom,
     KvUse,
     Swapped,
 )
 from shared.engine.load_view import LoadView
+from shared.engine.page_room import room_from
 from shared.engine.page_scheduler import EXTRA_ARGS_KEY
 from shared.engine.preload import preload_architecture
 from shared.engine.rank_processes import host_ranks
@@ -104,12 +106,15 @@ class VllmEngine:
             **far_places(settings, self.description.block_bytes),
         }
         self.keeps_leases = works_in_pages(settings)
+        # fair slices and far blocks run more requests than memory holds at once: they have rules of their own
+        self._counts_room = self.keeps_leases and settings.local_policy == "fcfs" and not settings.far_bytes
         self._reads_cache = settings.role == "decode" or settings.pd_caching != "basic"
         if self.keeps_leases:
             config.additional_config["quire"] = extra
             page_scheduler.install()
             fair_scheduler.install()
             far_scheduler.install()
+            page_room.install()
         elif self.uses_pool:
             assert config.kv_transfer_config is not None
             config.kv_transfer_config.kv_connector_extra_config.update(extra)
@@ -266,6 +271,15 @@ class VllmEngine:
             num_preempted=view.preempted if view else 0,
             **self._fair.of_load(),
         )
+
+    async def room(self) -> EngineRoom | None:
+        """See Engine.room."""
+        if not self._counts_room:
+            return None
+        try:
+            return room_from(await self._llm.engine_core.call_utility_async("quire_room"))
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise PeerGone(f"the engine died: {error!r}") from error
 
     def on_decode_step(self, callback: Callable[[DecodeStep], None]) -> None:
         """See Engine.on_decode_step."""

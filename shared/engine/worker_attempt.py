@@ -20,6 +20,7 @@ from shared.engine.worker_config import WorkerSettings
 from shared.engine.worker_cost import WorkerCost
 from shared.engine.worker_outbox import Outbox
 from shared.engine.worker_pages import PageLease, PromptPages
+from shared.engine.worker_room import DecodeRoom
 from shared.engine.worker_trace import AttemptClock
 from shared.errors import ClusterError, InvariantBroken, PeerGone, PeerTimeout, ResourceError
 from shared.ids import HandoffId, InstanceId
@@ -58,6 +59,7 @@ class AttemptContext:
     on_engine_died: Callable[[str], None]
     on_invariant_broken: Callable[[str], None]
     cost: WorkerCost = field(default_factory=WorkerCost)
+    room: DecodeRoom | None = None  # None: nobody waits for room
 
 
 class _Metrics:
@@ -150,6 +152,8 @@ class Attempt:
             if self._unclaimed is not None:
                 self._context.pages.drop_handoff(self._unclaimed)
             self._context.cost.end(self._engine_id)
+            if self._context.room is not None:
+                self._context.room.leave(self._engine_id)
             self._clock.end(self._use, error=error_text)
             _METRICS.ended(self.message.stage, end).inc()
 
@@ -176,6 +180,10 @@ class Attempt:
         pages, message = self._context.pages, self.message
         parent = self._clock.span.traceparent
         if message.handoff is not None:
+            if self._context.room is not None:
+                self._clock.room_wait_ms = await self._context.room.enter(
+                    self._engine_id, message.handoff, len(self._tokens), self._sampling
+                )
             self._lease = await pages.for_handoff(self._seed, self._prompt, message.handoff, parent)
         else:
             self._lease = await pages.for_prompt(self._seed, self._prompt, parent, message.kv)
@@ -208,6 +216,8 @@ class Attempt:
         self.is_waiting = False
         is_first = True
         cost = self._context.cost
+        if self._context.room is not None:
+            self._context.room.entered(self._engine_id)
         cost.begin(self._engine_id, len(self._tokens), request.held.valid_tokens if request.held else 0)
         # The interface promises that closing the iterator aborts the request.
         stream = cast(AsyncGenerator[EngineDelta, None], self._context.engine.generate(request))

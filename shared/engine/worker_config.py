@@ -104,6 +104,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     handoff_ahead: bool = True  # prefill: blocks of a long prompt leave while the rest of it is computed
     handoff_wait_ms: int = 2_000  # decode: how long the pool waits for the prefill side's pages
     handoff_ttl_ms: int = 10_000  # prefill: how long the pool holds pages that nobody fetches
+    # decode: how long a handed-over prompt waits, its pages held where they are, until there is room for it and its
+    # answer beside those that run; 0: it never does
+    handoff_room_ms: int = 60_000
     lease_ttl_ms: int = 30_000
     hello_timeout_ms: int = 2_000
 
@@ -127,6 +130,7 @@ _NOT_NEGATIVE = (
     "max_model_len", "kv_cache_bytes", "gpu_memory_utilization", "drain_deadline_ms", "mock_step_ms",
     "mock_start_ms", "mock_eos_after_tokens", "mock_die_after_tokens", "mock_hang_after_tokens",
     "mock_drop_first_steps", "fair_max_switch_share", "fair_spread_ms", "weave_min_tokens", "far_bytes",
+    "handoff_room_ms",
 )  # fmt: skip
 
 

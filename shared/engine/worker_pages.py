@@ -21,7 +21,7 @@ from shared.observe import metrics
 from shared.observe.log import get_logger
 from shared.wire.cost import LinkRate
 from shared.wire.handoff import HandoffState
-from shared.wire.mempool import Acquired
+from shared.wire.mempool import Acquired, PoolStatus, SpaceStatus
 from shared.wire.reports import PoolPlace
 from shared.wire.requests import KvPlan
 
@@ -59,6 +59,10 @@ class PageClient(Protocol):
     def release(self, lease_id: LeaseId) -> None: ...
 
     def drop_handoff(self, handoff_id: HandoffId) -> None: ...
+
+    def keep_handoff(self, handoff_id: HandoffId, ttl_ms: int) -> None: ...
+
+    async def status(self) -> PoolStatus | None: ...
 
 
 class LeaseHolder(Protocol):
@@ -298,6 +302,30 @@ class PromptPages:
                 self._client.drop_handoff(handoff_id)
             except ClusterError as error:
                 _log.info("drop_handoff_failed", handoff_id=handoff_id, error=error.message)
+
+    def keep_handoff(self, handoff: HandoffState) -> None:
+        """Its reader waits for room: it is held for another handoff_ttl_ms. Never fails."""
+        if self._client is not None and self._client.connected:
+            try:
+                self._client.keep_handoff(handoff.handoff_id, self._settings.handoff_ttl_ms)
+            except ClusterError as error:
+                _log.info("keep_handoff_failed", handoff_id=handoff.handoff_id, error=error.message)
+
+    def can_keep(self, handoff: HandoffState) -> bool:
+        """Whether it is this host's mempool that holds it."""
+        return handoff.source_mempool in ("", self.peer_address)
+
+    async def space(self) -> SpaceStatus | None:
+        """Of the engine. None: not known. Raises: nothing."""
+        if self._client is None or not self._client.connected:
+            return None
+        try:
+            status = await self._client.status()
+        except (ClusterError, TimeoutError):
+            return None
+        mine = f"engine {self._settings.instance}:"  # as the mempool's status names engines
+        spaces = status.spaces if status is not None else ()
+        return next((s for s in spaces if any(name.startswith(mine) for name in s.engines)), None)
 
     def settle(self, lease_id: LeaseId, engine: LeaseHolder, engine_done: bool) -> None:
         """The request is over for the worker. An engine that had it releases the lease when its steps are over.

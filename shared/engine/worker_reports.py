@@ -24,6 +24,7 @@ from shared.wire.reports import (
     Refused,
     Report,
     Resync,
+    Room,
     SchedulerToWorker,
     ServedElsewhere,
     Welcome,
@@ -43,6 +44,7 @@ class SchedulerReports:
     pool: where the instance's pages lie; links: how fast they came from elsewhere.
     on_welcome: the scheduler knows this instance and has its first report.
     on_served: tokens by tenant of other instances, by instance.
+    room: in the engine's pages.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class SchedulerReports:
         pool: Callable[[], PoolPlace | None] = lambda: None,
         links: Callable[[], dict[str, LinkRate]] = dict,
         on_served: Callable[[dict[str, dict[str, int]]], None] = lambda _: None,
+        room: Callable[[], Room | None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._hello = hello
@@ -67,6 +70,7 @@ class SchedulerReports:
         self._pool = pool
         self._links = links
         self._on_served = on_served
+        self._room = room
         self._epoch = Epoch(0)
         self._seq = 0
         self._interval_s = settings.report_interval_ms / 1000
@@ -181,6 +185,7 @@ class SchedulerReports:
             pool=self._pool(),
             links=self._links(),
             served=dict(load.served_tokens),
+            room=self._room(),
             prefill_correction=round(self._cost.corrections["prefill"].factor, 4),
             decode_correction=round(self._cost.corrections["decode"].factor, 4),
             queued_prefill_ms=round(self._cost.queued_prefill_ms, 3),

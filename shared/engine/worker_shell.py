@@ -23,6 +23,7 @@ from shared.engine.worker_cost import WorkerCost
 from shared.engine.worker_front import WorkerFront
 from shared.engine.worker_pages import PageClient, PromptPages
 from shared.engine.worker_reports import SchedulerReports
+from shared.engine.worker_room import DecodeRoom
 from shared.errors import InvariantBroken
 from shared.ids import Epoch, InstanceId
 from shared.observe import metrics
@@ -97,10 +98,12 @@ class WorkerShell:
             pool=lambda: self.pages.place,
             links=lambda: self.pages.links,
             on_served=engine.served_elsewhere,
+            room=lambda: self.room.now,
         )
         self.front = WorkerFront(settings.listen, limits, self.reports.report_soon)
         pool = pages if engine.uses_pool else None
         self.pages = PromptPages(pool, engine.description, settings, kept=engine.keeps_leases)
+        self.room = DecodeRoom(engine, self.pages, settings)
         self.admin = AdminServer(settings.admin_listen, ready=self.ready, status=self.status)
         self._phase = "starting"
         self._stopped = asyncio.Event()
@@ -144,7 +147,9 @@ class WorkerShell:
             on_engine_died=self._on_engine_died,
             on_invariant_broken=self._on_invariant_broken,
             cost=self.cost,
+            room=self.room,
         )
+        self.room.open()
         settle_heap()
         address = await self.front.start(context)
         self.endpoint = self.settings.advertise or address
@@ -218,6 +223,7 @@ class WorkerShell:
                 _log.warning("deregister_timed_out")
         self.front.close()
         self.reports.close()
+        await self.room.close()
         if self.publisher is not None:
             await self.publisher.close()
         await self.engine.close()

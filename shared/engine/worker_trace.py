@@ -37,6 +37,7 @@ class AttemptClock:
         self._fetched = self._submitted = self._first = 0
         self.num_output_tokens = 0
         self.brought = NOTHING_BROUGHT
+        self.room_wait_ms = 0.0  # before its pages were asked for
         self.span: Span = start_span(
             message.stage,
             parent=message.traceparent,
@@ -85,7 +86,7 @@ class AttemptClock:
             instance=self._instance,
             stage=message.stage,
             queue_ms=_ms(phases.scheduled - phases.fetched),
-            fetch_ms=_ms(phases.fetched),
+            fetch_ms=_ms(phases.fetched - self._room_wait_ns(phases)),
             compute_ms=_ms(computed_until - phases.scheduled),
             prompt_tokens=self._num_prompt_tokens,
             tokens_engine=use.tokens_engine,
@@ -101,7 +102,11 @@ class AttemptClock:
             tokens_remote=remote,
             bytes_fetched=self.brought.num_bytes,
             fetch_path=self.brought.path,
+            room_wait_ms=_ms(self._room_wait_ns(phases)),
         )
+
+    def _room_wait_ns(self, phases: _Phases) -> int:
+        return min(int(self.room_wait_ms * 1e6), phases.fetched)
 
     def end(self, use: KvUse, *, error: str = "") -> None:
         """Record the phases as children of the stage's span, then the span itself."""
@@ -111,6 +116,9 @@ class AttemptClock:
         if self.span.recording:
             self.span.set("quire.output_tokens", self.num_output_tokens)
             decoding = self._message.stage == "decode"
+            waited = self._room_wait_ns(phases)
+            if waited:
+                self._child("decode.room", 0, waited)
             if self._asked_pool or self._message.handoff is not None:
                 moved = {
                     "bytes": use.bytes_moved,
@@ -123,7 +131,7 @@ class AttemptClock:
                     "fetch_path": self.brought.path,
                     "fetch_bytes": self.brought.num_bytes,
                 }
-                self._child("handoff.transfer" if decoding else "kv.fetch", 0, phases.fetched, moved)
+                self._child("handoff.transfer" if decoding else "kv.fetch", waited, phases.fetched, moved)
             self._child("decode.queue" if decoding else "prefill.queue", phases.fetched, phases.scheduled)
             if not decoding and self._first:
                 tokens = {"tokens_computed": use.tokens_computed, "tokens_engine": use.tokens_engine}

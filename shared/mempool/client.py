@@ -179,6 +179,10 @@ class MempoolClient:
         # acquiring nothing of it ends it like any other acquire; the answer holds no lease and finds no caller
         self._send(wire.Acquire(call_id=self._next_call(), hashes=b"", handoff_id=handoff_id))
 
+    def keep_handoff(self, handoff_id: HandoffId, ttl_ms: int) -> None:
+        """Have a handoff held for longer: its reader waits for room. Never fails: its time ends it otherwise."""
+        self._send(wire.KeepHandoff(handoff_id=handoff_id, ttl_ms=ttl_ms))
+
     async def match(self, hashes: Sequence[BlockHash], *, timeout_ms: int = CALL_TIMEOUT_MS) -> int:
         """How many leading blocks are known: a hint. 0 without a pool."""
         call = wire.Match(call_id=self._next_call(), hashes=b"".join(hashes))

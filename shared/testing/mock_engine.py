@@ -12,7 +12,15 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 
-from shared.engine.interface import CacheEvent, DecodeStep, EngineDelta, EngineLoad, EngineRequest, KvUse
+from shared.engine.interface import (
+    CacheEvent,
+    DecodeStep,
+    EngineDelta,
+    EngineLoad,
+    EngineRequest,
+    EngineRoom,
+    KvUse,
+)
 from shared.engine.worker_config import WorkerSettings
 from shared.errors import ClusterError, InvalidRequest, InvariantBroken, PeerGone, SettingsError
 from shared.ids import BlockHash
@@ -177,6 +185,10 @@ class MockEngine:
             kv_used_share=min(1.0, sum(lengths) / (self.num_kv_blocks * self.settings.block_tokens)),
             step_ms=self.settings.mock_step_ms if self._running else 0.0,
         )
+
+    async def room(self) -> EngineRoom | None:
+        """See Engine.room: it copies, so its pages are nobody else's."""
+        return None
 
     def served_elsewhere(self, served: Mapping[str, Mapping[str, int]]) -> None:
         """See Engine.served_elsewhere: here nobody takes turns."""

@@ -15,6 +15,8 @@ def explain(placed: Placed) -> dict[str, str | int | float]:
             out[f"quire.predicted.{name}"] = value
     if placed.predicted_ttft_ms is not None:
         out["quire.predicted.ttft_ms"] = placed.predicted_ttft_ms
+    if placed.held_ms:
+        out["quire.held_ms"] = placed.held_ms
     if placed.kv is not None:
         out["quire.kv.reach"] = placed.kv.reach
         if placed.kv.source:

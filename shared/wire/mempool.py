@@ -157,6 +157,13 @@ class HandoffReady(Struct, frozen=True, kw_only=True, tag="handoff_ready"):
     ttl_ms: int
 
 
+class KeepHandoff(Struct, frozen=True, kw_only=True, tag="keep_handoff"):
+    """Its reader waits for room and will come: hold it for ttl_ms from now, if it is held. No answer."""
+
+    handoff_id: HandoffId
+    ttl_ms: int
+
+
 class Acquire(Struct, frozen=True, kw_only=True, tag="acquire"):
     """Pin the longest indexed prefix of `hashes`. With a handoff_id, wait up to wait_ms for HandoffReady.
 
@@ -345,6 +352,7 @@ ToMempool = (
     | StepLayers
     | LayersSealed
     | HandoffReady
+    | KeepHandoff
     | Acquire
     | Release
     | Match

@@ -101,6 +101,16 @@ class Placed(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="placed"
     predicted: Predicted | None = None  # None: the instances sent no coefficients
     kv: KvPlan | None = None  # for the first stage's Generate
     alternatives: list[Alternative] = []  # the best ones first, a bounded number
+    held_ms: float = 0.0  # that the scheduler kept the request until there was room in pages
+
+
+class Held(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="held"):
+    """No instance has room in its pages: the answer to Place comes later, at the latest after wait_ms."""
+
+    request_id: RequestId
+    attempt: int
+    wait_ms: int
+    reason: str = ""
 
 
 class Rejected(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="rejected"):
@@ -113,7 +123,7 @@ class Rejected(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="rejec
     retry_after_ms: int = 500
 
 
-SchedulerToGateway = Placed | Rejected
+SchedulerToGateway = Placed | Rejected | Held
 
 TO_SCHEDULER: Channel[GatewayToScheduler] = Channel(b"quire.place/1", GatewayToScheduler)
 FROM_SCHEDULER: Channel[SchedulerToGateway] = Channel(b"quire.placed/1", SchedulerToGateway)

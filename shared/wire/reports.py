@@ -25,6 +25,15 @@ class PoolPlace(Struct, frozen=True, array_like=True):
     address: str = ""  # where mempools of other hosts reach its own; "": they do not
 
 
+class Room(Struct, frozen=True, array_like=True):
+    """Of an engine that works in the mempool's pages: room for another request is free_blocks - owed_blocks."""
+
+    num_blocks: int  # that it may have at all
+    free_blocks: int  # of these free, or cached and used by nobody
+    owed_blocks: int  # that the requests there may still need, those that wait for room too (shared/room)
+    answer_tokens: int = 0  # of an answer without a bound, by those that were seen there; 0: not known
+
+
 class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     """First message of an instance under an epoch that the coordinator granted."""
 
@@ -61,6 +70,7 @@ class Report(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="report"
     links: dict[str, LinkRate] = {}  # measured here, by path
     pool: PoolPlace | None = None  # None: no mempool is connected
     served: dict[str, int] = {}  # tokens by tenant since the instance's start, where requests take turns
+    room: Room | None = None  # None: not known
 
 
 class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):

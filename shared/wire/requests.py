@@ -168,6 +168,7 @@ class StageReceipt(Struct, frozen=True, kw_only=True, omit_defaults=True):
     handoff_mode: str = ""
     bytes_fetched: int = 0  # brought into the instance's space by its mempool, for this request
     fetch_path: str = ""  # "peer", "dram", "remote", or several with "+"
+    room_wait_ms: float = 0.0  # decode: before its pages were fetched, for room in the engine's
 
 
 class TokenChunk(Struct, frozen=True, array_like=True):

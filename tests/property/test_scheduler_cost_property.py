@@ -3,7 +3,7 @@
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from services.scheduler.core.placement import PlacementLimits
+from services.scheduler.core.limits import PlacementLimits
 from shared.wire.placement import Placed, Rejected
 from tests.support.control_plane import place
 from tests.support.cost_view import PREFILL_MS, View

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.core.instances import InstanceLimits, Instances
+from services.scheduler.core.limits import PlacementLimits
 from services.scheduler.core.load import InstanceLoad
-from services.scheduler.core.placement import PlacementLimits, Placer
+from services.scheduler.core.placement import Placer
 from shared.wire.placement import Ended, Placed
 from shared.wire.reports import Goodbye, Welcome
 from tests.support.control_plane import description, hello, place, report

@@ -7,7 +7,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.core.instances import Instances
-from services.scheduler.core.placement import PlacementLimits, Placer
+from services.scheduler.core.limits import PlacementLimits
+from services.scheduler.core.placement import Placer
 from services.scheduler.core.predict import CostSettings
 from shared.wire.placement import Ended, Place, PrefixHit
 from shared.wire.reports import PoolPlace

@@ -5,7 +5,8 @@ A prompt token costs 0.1 ms, a decode step 1 ms a request in it; a token's KV is
 """
 
 from services.scheduler.core.instances import Instances
-from services.scheduler.core.placement import PlacementLimits, Placer
+from services.scheduler.core.limits import PlacementLimits
+from services.scheduler.core.placement import Placer
 from services.scheduler.core.predict import CostSettings
 from shared.wire.cost import CostCoefficients, LinkRate, ModelShape
 from shared.wire.reports import PoolPlace

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.scheduler.core.instances import Instances
-from services.scheduler.core.placement import PlacementLimits, Placer
+from services.scheduler.core.limits import PlacementLimits
+from services.scheduler.core.placement import Placer
 from shared.fair.elsewhere import Elsewhere
 from shared.fair.rules import FairRules, Room
 from shared.wire.placement import Ended, Placed

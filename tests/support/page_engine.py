@@ -331,7 +331,7 @@ class SimEngine:
         """Where it stands, for a failure's message."""
         scheduler, pool = self.scheduler, self.pool
         kinds = {name: pool.kinds.count(kind) for kind, name in enumerate(_KINDS)}
-        leases = [(name, len(blocks)) for name, (_, blocks) in scheduler._leases.items()]
+        leases = [(name, len(blocks)) for name, (_, blocks) in scheduler.leases.items()]
         running = [(r.request_id, r.num_tokens, r.num_preemptions) for r in scheduler.running]
         waiting = [(r.request_id, r.num_tokens, r.num_preemptions) for r in scheduler.waiting]
         return (

@@ -347,7 +347,7 @@ class PagesModel(MemoryRules):
         )
         for slot, worker in list(self.workers.items()):
             scheduler = worker.engine.scheduler
-            assert not scheduler._leases, "a lease outlived its request"
+            assert not scheduler.leases, "a lease outlived its request"
             assert not scheduler._ended_leases, "a lease was not released"
             worker.engine.assert_books()
             assert all(b.ref_cnt == 0 for b in worker.engine.pool.blocks[1:]), "a block outlived its requests"

@@ -2,20 +2,21 @@
 
 from typing import Any
 
-from shared.ids import BlockHash, Epoch, InstanceId, LeaseId, RequestId
+from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, LeaseId, RequestId
 from shared.wire.codec import Channel
-from shared.wire.mempool import FROM_MEMPOOL, TO_MEMPOOL, Acquire, Acquired
+from shared.wire.mempool import FROM_MEMPOOL, TO_MEMPOOL, Acquire, Acquired, KeepHandoff
 from shared.wire.placement import (
     FROM_SCHEDULER,
     TO_SCHEDULER,
     Alternative,
+    Held,
     Place,
     Placed,
     Predicted,
     PrefixHit,
     Target,
 )
-from shared.wire.reports import REPORT_REPLIES, REPORTS, PoolPlace, Report, ServedElsewhere
+from shared.wire.reports import REPORT_REPLIES, REPORTS, PoolPlace, Report, Room, ServedElsewhere
 from shared.wire.requests import (
     TO_GATEWAY,
     TO_WORKER,
@@ -31,6 +32,37 @@ HASH = BlockHash(b"\x11" * 32)
 PLAN = KvPlan(reach="remote", source=P, tokens=96, path="remote", source_mempool="tcp://10.0.0.1:8107")
 
 PLACEMENT_SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
+    "held": (
+        FROM_SCHEDULER,
+        Held(request_id=R, attempt=1, wait_ms=5_000, reason="No decode instance has room."),
+        (),
+    ),
+    "placed-held": (
+        FROM_SCHEDULER,
+        Placed(
+            request_id=R,
+            attempt=1,
+            kind="colocated",
+            decode=Target(instance=C, epoch=Epoch(8), role="colocated", endpoint="tcp://127.0.0.1:2"),
+            held_ms=299.0,
+        ),
+        (),
+    ),
+    "report-room": (
+        REPORTS,
+        Report(instance=P, epoch=Epoch(7), seq=6, room=Room(1_000, 120, 40, 181)),
+        (),
+    ),
+    "keep-handoff": (TO_MEMPOOL, KeepHandoff(handoff_id=HandoffId("h-1"), ttl_ms=10_000), ()),
+    "finished-room": (
+        TO_GATEWAY,
+        Finished(
+            request_id=R,
+            attempt=1,
+            receipt=StageReceipt(instance=C, stage="decode", room_wait_ms=35.5),
+        ),
+        (),
+    ),
     "place-dram-hit": (
         TO_SCHEDULER,
         Place(

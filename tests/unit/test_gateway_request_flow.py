@@ -17,7 +17,7 @@ from services.gateway.core.request_flow import (
 from shared.ids import Epoch, HandoffId, InstanceId, RequestId
 from shared.kv.layout import EngineDescription
 from shared.wire.handoff import HandoffState
-from shared.wire.placement import Placed, Rejected, Target
+from shared.wire.placement import Held, Placed, Rejected, Target
 
 LIMITS = Limits(
     placement_deadline_ms=1_000,
@@ -270,3 +270,22 @@ def test_a_second_loss_backs_off_and_keeps_the_clock():
     assert flow.on_instance_down(P0.instance, now_ms=7)[-1] == Discard()
     assert flow.phase is Phase.BACKOFF
     assert flow.on_tick(now_ms=57) == [SendPlace(3, [D0.instance, P0.instance])]
+
+
+def test_a_held_placement_is_waited_for_as_long_as_the_scheduler_says_and_not_beyond_its_deadline():
+    def held(attempt: int, wait_ms: int) -> Held:
+        return Held(request_id=RequestId("r"), attempt=attempt, wait_ms=wait_ms)
+
+    flow = started()
+    flow.on_held(held(2, 600), now_ms=50)
+    assert isinstance(flow.on_tick(now_ms=100)[0], SendEnded), "another attempt's word changes nothing"
+    flow = started()
+    assert flow.on_scheduler(held(1, 600), now_ms=50) == []
+    assert flow.on_tick(now_ms=749) == []
+    assert isinstance(flow.on_scheduler(placed(1), now_ms=749)[0], SendGenerate)
+    flow = started()
+    flow.on_held(held(1, 600), now_ms=50)
+    assert flow.on_tick(now_ms=750)[0] == SendEnded(1), "the answer is overdue"
+    flow = started()
+    flow.on_held(held(1, 60_000), now_ms=50)
+    assert isinstance(flow.on_tick(now_ms=LIMITS.placement_deadline_ms)[-1], Fail)

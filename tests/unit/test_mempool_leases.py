@@ -2,7 +2,8 @@
 
 import pytest
 
-from services.mempool.core.leases import MAX_CLOSED_HANDOFFS, Fence, Leases
+from services.mempool.core.actions import PoolLimits
+from services.mempool.core.leases import MAX_CLOSED_HANDOFFS, Fence, Leases, keep_handoff
 from services.mempool.core.radix import Index
 from shared.ids import HandoffId
 from shared.wire import mempool as wire
@@ -210,3 +211,23 @@ def test_memory_of_past_handoffs_and_deadlines_is_bounded():
     assert not leases.is_closed(HandoffId("0"))
     assert leases.is_closed(HandoffId(str(MAX_CLOSED_HANDOFFS)))
     assert len(leases._deadlines) <= 256 + 4
+
+
+def test_a_handoff_whose_reader_waits_for_room_is_held_for_longer_and_only_while_it_says_so(pool):
+    pool.ready(1, "h", PROMPT, ttl_ms=1_000)
+    leases = pool.pool.leases
+    pool.advance(900)
+    limits = PoolLimits(capacity_bytes=1, max_ttl_ms=2_000)
+    for ttl_ms in (1_000, 10, 60_000):  # a shorter word takes nothing away, and none counts beyond the limit
+        keep_handoff([Leases(Index(), Fence(BOOT)), leases], kept("h", ttl_ms), limits, pool.now_ms)
+        keep_handoff([leases], kept("unknown", ttl_ms), limits, pool.now_ms)
+    pool.advance(1_999)
+    assert (pinned(pool), pool.pool.status().num_handoffs) == (3, 1)
+    pool.advance(1)
+    assert (pinned(pool), pool.pool.status().num_handoffs) == (0, 0)
+    keep_handoff([leases], kept("h", 1_000), limits, pool.now_ms)
+    assert pinned(pool) == 0, "what has passed does not come back"
+
+
+def kept(handoff_id: str, ttl_ms: int) -> wire.KeepHandoff:
+    return wire.KeepHandoff(handoff_id=HandoffId(handoff_id), ttl_ms=ttl_ms)

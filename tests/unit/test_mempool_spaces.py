@@ -174,6 +174,17 @@ def test_two_readers_of_the_same_blocks_wait_for_one_copy(two):
     assert [got.num_blocks for got in answers(two, FRONT, wire.Acquired)] == [3, 3]
 
 
+def test_a_reader_in_another_space_keeps_a_handoff_that_it_will_come_for(two):
+    handoff = HandoffId("h")
+    two.say(PREFILL, wire.HandoffReady(handoff_id=handoff, hashes=b"".join(ABC), ttl_ms=1_000))
+    two.advance(900)
+    two.say(FRONT, wire.KeepHandoff(handoff_id=handoff, ttl_ms=1_000))
+    two.advance(900)
+    assert two.core.status().num_handoffs == 1
+    two.advance(100)
+    assert two.core.status().num_handoffs == 0
+
+
 def greedy() -> Spaces:
     """The decode engine has all pages of its space."""
     spaces = Spaces()

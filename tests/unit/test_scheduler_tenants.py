@@ -5,7 +5,8 @@ import math
 import pytest
 
 from services.scheduler.core.instances import Instances
-from services.scheduler.core.placement import PlacementLimits, Placer
+from services.scheduler.core.limits import PlacementLimits
+from services.scheduler.core.placement import Placer
 from services.scheduler.core.tenants import MAX_TENANTS, RECENT_MS, Tenants
 from shared.wire.placement import Ended, Placed, Rejected
 from tests.support.control_plane import hello, place, report

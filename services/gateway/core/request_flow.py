@@ -20,7 +20,7 @@ from msgspec import Struct
 from services.gateway.core.retry_budget import RetryBudget
 from shared.ids import HandoffId, InstanceId
 from shared.wire.handoff import HandoffState
-from shared.wire.placement import Placed, Rejected, Target
+from shared.wire.placement import Held, Placed, Rejected, SchedulerToGateway, Target
 from shared.wire.requests import HandoffTarget, KvPlan, Stage
 
 BACKOFF_FIRST_MS = 50
@@ -164,6 +164,14 @@ class RequestFlow:
 
     # ---- scheduler ----
 
+    def on_scheduler(self, answer: SchedulerToGateway, *, now_ms: int) -> list[Action]:
+        """It answered, or says that it will."""
+        if isinstance(answer, Placed):
+            return self.on_placed(answer, now_ms=now_ms)
+        if isinstance(answer, Held):
+            return self.on_held(answer, now_ms=now_ms)
+        return self.on_rejected(answer, now_ms=now_ms)
+
     def on_placed(self, placed: Placed, *, now_ms: int) -> list[Action]:
         """The scheduler chose instances for the current attempt."""
         if self.phase is not Phase.PLACING or placed.attempt != self.attempt:
@@ -191,6 +199,13 @@ class RequestFlow:
         if now_ms + wait_ms > until_ms or self.attempt >= MAX_ATTEMPTS:
             return self._end(Fail("overloaded", rejected.reason, max(1_000, wait_ms)))
         return self._back_off(now_ms, wait_ms)
+
+    def on_held(self, held: Held, *, now_ms: int) -> list[Action]:
+        """The scheduler answers later: no instance has room in its pages."""
+        if self.phase is Phase.PLACING and held.attempt == self.attempt:
+            answer_by_ms = now_ms + max(0, held.wait_ms) + self.limits.place_reply_ms
+            self._wake_ms = max(self._wake_ms, min(answer_by_ms, self._place_by_ms))
+        return []
 
     def on_scheduler_down(self, *, now_ms: int) -> list[Action]:
         """The link to the scheduler broke: an unanswered placement is lost; running stages are not."""

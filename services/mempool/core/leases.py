@@ -1,6 +1,7 @@
 """Who keeps sealed pages from eviction: leases of readers, handoffs on their way, calls that wait. No I/O.
 
     HandoffReady -> handoff (ttl) -- Acquire(handoff_id) --> lease (ttl) -- Release or expiry --> nothing
+    KeepHandoff -> a later end of its ttl
     Acquire -> lease             \\-- expiry --> nothing
 
 A handoff passes to its acquirer once: the lease is pinned before the handoff's own pins go, so the pages are
@@ -9,13 +10,14 @@ never without a pin in between.
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from services.mempool.core.actions import PoolLimits
 from services.mempool.core.entry import Entry
 from services.mempool.core.radix import Index
 from shared.ids import Epoch, HandoffId, InstanceId, LeaseId
-from shared.wire.mempool import Acquire
+from shared.wire.mempool import Acquire, KeepHandoff
 
 MAX_CLOSED_HANDOFFS = 8_192
 
@@ -158,6 +160,14 @@ class Leases:
         self.handoffs[handoff_id] = Handoff(handoff_id, entries, expires_at_ms)
         self._note_deadline(expires_at_ms, "handoff", handoff_id)
 
+    def keep(self, handoff_id: HandoffId, expires_at_ms: int) -> bool:
+        """Its reader will come later: no earlier end than this. False: it is not held here."""
+        handoff = self.handoffs.get(handoff_id)
+        if handoff is not None and expires_at_ms > handoff.expires_at_ms:
+            handoff.expires_at_ms = expires_at_ms
+            self._note_deadline(expires_at_ms, "handoff", handoff_id)
+        return handoff is not None
+
     def close_handoff(self, handoff_id: HandoffId) -> None:
         """Acquired or expired: drop its pins and remember that nobody needs to wait for it."""
         self._drop(handoff_id)
@@ -245,3 +255,9 @@ class Leases:
                 *((x.expires_at_ms, "waiter", x.number) for x in self.waiters.values()),
             ]
             heapq.heapify(self._deadlines)
+
+
+def keep_handoff(spaces: Iterable[Leases], message: KeepHandoff, limits: PoolLimits, now_ms: int) -> None:
+    """In whichever space holds it."""
+    until_ms = now_ms + max(1, min(message.ttl_ms, limits.max_ttl_ms))
+    any(leases.keep(message.handoff_id, until_ms) for leases in spaces)

@@ -17,7 +17,7 @@ from services.mempool.core.claims import Client
 from services.mempool.core.dram import Dram
 from services.mempool.core.from_outside import FromOutside
 from services.mempool.core.layered import LayerPulls
-from services.mempool.core.leases import Fence
+from services.mempool.core.leases import Fence, keep_handoff
 from services.mempool.core.lending import Lending
 from services.mempool.core.pool import Pool
 from services.mempool.core.pulls import Pulls, Reader
@@ -43,9 +43,8 @@ class Mempool(FromOutside):
         self.counters: Counter[str] = Counter()
         self.copy_numbers = count(1)
         self.pulls = Pulls(limits, self.pools, self._answer, self.counters, self.copy_numbers)
-        self.peer_address = (
-            ""  # where mempools of other hosts reach this one; the shell sets it before it listens
-        )
+        # where mempools of other hosts reach this one; the shell sets it before it listens
+        self.peer_address = ""
         self._space_of: dict[InstanceId, int] = {}
         self.layers = LayerPulls(self.pulls, self.pools, self._space_of, self._touch)
         self._clients: dict[int, InstanceId] = {}  # by connection
@@ -206,12 +205,11 @@ class Mempool(FromOutside):
         if not pool.has_member(connection):
             raise PeerProtocolError(f"{type(message).__name__} before Attach")
         actions: list[Action] = []
+        here = ("", self.peer_address)
         match message:
-            case wire.Acquire() if message.own_space_only:
-                actions += pool.on_message(connection, message, now_ms)
-            case wire.Acquire() if message.source_mempool not in ("", self.peer_address):
+            case wire.Acquire() if not message.own_space_only and message.source_mempool not in here:
                 actions += self._acquire_remote(pool, connection, message, now_ms)
-            case wire.Acquire() if len(self.pools) > 1:
+            case wire.Acquire() if len(self.pools) > 1 and not message.own_space_only:
                 actions += self._acquire(pool, connection, message, now_ms)
             case wire.HandoffReady() if len(self.pools) > 1 or self.serve.waits:
                 self.pulls.push_back.handed(message.handoff_id, pool)
@@ -240,6 +238,8 @@ class Mempool(FromOutside):
                 self._on_lending(pool, connection, message, now_ms)
             case _ if isinstance(message, SwapCall):
                 self.swaps.on_message(pool, connection, message)
+            case wire.KeepHandoff():
+                keep_handoff((p.leases for p in self.pools.values()), message, self.limits, now_ms)
             case wire.StatusCall():
                 actions += pool.tell(connection, self.status(message.call_id))
             case _:

@@ -27,6 +27,7 @@ class LoadView(Struct, frozen=True):
     prefill_share: float  # prefill_tokens / tokens in one engine step at most: steps until the queue is empty
     queue_ms: float = 0.0  # predicted work of prompts that wait for or are in prefill; 0 without a cost model
     num_decodes: int = 0  # requests that decode here now or soon
+    room_blocks: int | None = None  # pages that nothing here needs or may still need; None: not known
 
 
 class OpenStage(Struct, frozen=True):
@@ -36,6 +37,7 @@ class OpenStage(Struct, frozen=True):
     prefill_tokens: int
     context_tokens: int
     prefill_ms: float = 0.0
+    need_blocks: int = 0  # pages that it may take here
 
 
 @dataclass(slots=True)
@@ -85,19 +87,20 @@ class InstanceLoad:
         now_ms: int,
         prefill_ms: float = 0.0,
         decodes: bool = False,
+        need_blocks: int = 0,
     ) -> None:
         """A prefill or colocated stage was placed here. `decodes`: it stays after its prompt."""
         self._drained = None
         if not math.isfinite(prefill_ms):  # of coefficients that make no sense: it must not get into an order
             prefill_ms = 0.0
-        self._unreported[key] = OpenStage(now_ms, prefill_tokens, context_tokens, prefill_ms)
+        self._unreported[key] = OpenStage(now_ms, prefill_tokens, context_tokens, prefill_ms, need_blocks)
         if decodes:
             self._colocated[key] = now_ms
 
-    def add_handoff(self, key: AttemptKey, *, context_tokens: int, now_ms: int) -> None:
+    def add_handoff(self, key: AttemptKey, *, context_tokens: int, now_ms: int, need_blocks: int = 0) -> None:
         """A decode stage was placed here; its request is prefilled elsewhere first."""
         self._drained = None
-        self._young[key] = OpenStage(now_ms, 0, context_tokens)
+        self._young[key] = OpenStage(now_ms, 0, context_tokens, need_blocks=need_blocks)
         self._young_context_tokens += context_tokens
 
     def end(self, key: AttemptKey) -> None:
@@ -127,7 +130,7 @@ class InstanceLoad:
             return rest
         return LoadView(
             rest.num_requests, rest.prefill_tokens, rest.context_tokens, rest.kv_used_share, rest.requests_share,
-            rest.prefill_share, drained_at_ms + rest.queue_ms - now_ms, rest.num_decodes,
+            rest.prefill_share, drained_at_ms + rest.queue_ms - now_ms, rest.num_decodes, rest.room_blocks,
         )  # fmt: skip
 
     def standing(self, *, now_ms: int) -> tuple[LoadView, float, float]:
@@ -156,8 +159,22 @@ class InstanceLoad:
         return LoadView(
             num_requests, prefill, context, _share(report.kv_used_share) if report else 0.0,
             num_requests / self.max_running, prefill / self.max_batched_tokens, queue_ms,
-            num_requests if self.only_decodes else self._num_decodes(seen),
+            num_requests if self.only_decodes else self._num_decodes(seen), self._room_blocks(seen),
         )  # fmt: skip
+
+    def _room_blocks(self, seen: int) -> int | None:
+        """As reported, less what may be needed by what was placed and is not in the report.
+
+        Of hand-offs as many have come as the worker has requests that are no whole ones, the first ones placed first.
+        """
+        if self.report is None or self.report.room is None:
+            return None
+        room = self.report.room
+        whole = len(self._colocated) - sum(key in self._colocated for key in self._unreported)
+        missing = len(self._old) + len(self._young) - max(0, seen - whole)
+        on_way = sum(stage.need_blocks for stage in islice(reversed(self._young.values()), max(0, missing)))
+        on_way += sum(stage.need_blocks for stage in self._unreported.values())
+        return max(0, room.free_blocks) - max(0, room.owed_blocks) - on_way
 
     def _queue_end_ms(self) -> float:
         """When the worker has worked off what it said was queued."""

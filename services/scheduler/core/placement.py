@@ -6,6 +6,7 @@
     4. nothing left after the exclusions: again with them
     5. only full ones: above the bound, where the tenant has less than its share of the places (tenants.py)
     6. nothing at all: Rejected no_instance; only full ones: Rejected overloaded
+No prompt is handed to a decode instance without room in its pages while another way is left, or waiting helps: room.py.
 Every worker is a full engine, so one live instance is enough to serve (ARCHITECTURE.md).
 """
 
@@ -14,33 +15,26 @@ from dataclasses import dataclass, field
 from heapq import merge
 from itertools import islice
 
+from msgspec import structs
+
+from services.scheduler.core.colocated import claimed_of, has_pair, why_colocated
 from services.scheduler.core.cost import Decision, Way, decide, predict_way
 from services.scheduler.core.instances import Instance, Instances
+from services.scheduler.core.limits import PlacementLimits
 from services.scheduler.core.policies import Candidate, Choice, PolicyName, choose
 from services.scheduler.core.predict import CostSettings, Holders, Predictor
 from services.scheduler.core.request import AttemptKey, PlacementRequest, Stage, from_wire
+from services.scheduler.core.room import Roomy, Waiter, WaitingRoom, need_blocks, with_room
 from services.scheduler.core.standing import Families, Field, Standing
 from services.scheduler.core.tenants import Tenants
 from shared.errors import Overloaded
 from shared.ids import HandoffId, InstanceId
-from shared.wire.placement import Alternative, Ended, Place, Placed, Rejected
+from shared.wire.placement import Alternative, Ended, Held, Place, Placed, Rejected
 from shared.wire.reports import Role
 from shared.wire.requests import KvPlan
 
 NO_INSTANCE = "no_instance"
 COLOCATED_ORDER: tuple[Role, ...] = ("colocated", "decode", "prefill")
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementLimits:
-    """When an instance is full, and what is said then."""
-
-    overload_factor: float = 4.0  # requests on an instance / requests in one step of it
-    excess_factor: float = 2.0  # of overload_factor: the bound for tenants that have less than their share
-    max_prefill_tokens: int = 1 << 20  # waiting on one instance
-    overloaded_retry_ms: int = 250
-    no_instance_retry_ms: int = 300
-    max_open: int = 100_000  # attempts whose end is awaited
 
 
 @dataclass(slots=True)
@@ -57,18 +51,57 @@ class Placer:
     cost: CostSettings = field(default_factory=CostSettings)
     num_placed: int = 0
     tenants: Tenants = field(default_factory=Tenants)
+    waiting: WaitingRoom = field(init=False)
     _open: dict[AttemptKey, tuple[InstanceId, ...]] = field(default_factory=dict)
     _standing: dict[str, tuple[Sequence[Instance], Standing]] = field(default_factory=dict)  # by model
+
+    def __post_init__(self) -> None:
+        self.waiting = WaitingRoom(self.limits.max_held)
 
     @property
     def num_open(self) -> int:
         """Attempts placed and not ended."""
         return len(self._open)
 
-    def place(self, place: Place, *, now_ms: int) -> Placed | Rejected:
-        """Answer one Place. The same attempt again replaces its first placement."""
+    def place(self, place: Place, *, now_ms: int) -> Placed | Rejected | Held:
+        """Answer one Place. The same attempt again replaces its first placement.
+
+        Held: serve_held() answers later. Only a first attempt is: a later one belongs to a stream that stands still.
+        """
         request = from_wire(place)
         self._forget(request.key)
+        wait_ms = self.limits.room_wait_ms if place.attempt <= 1 and not place.must_colocate else 0
+        queues = wait_ms > 0 and self.waiting.has(place.model)
+        answer = None if queues else self._place_now(request, now_ms, may_wait=wait_ms > 0)
+        if answer is None and not self.waiting.add(place, now_ms=now_ms):
+            answer = self._place_now(request, now_ms, may_wait=False)
+        if answer is not None:
+            return answer
+        why = "No decode instance has room in its pages now."
+        return Held(request_id=place.request_id, attempt=place.attempt, wait_ms=wait_ms, reason=why)
+
+    def serve_held(self, *, now_ms: int) -> list[Placed | Rejected]:
+        """Answers for held requests that have room now, or whose time is over. After reports and ends, and with time.
+
+        Cost: of one attempt for each model with held requests, and one for each answer.
+        """
+        return (
+            list(self.waiting.serve(lambda waiter: self._place_held(waiter, now_ms))) if self.waiting else []
+        )
+
+    def _place_held(self, waiter: Waiter, now_ms: int) -> Placed | Rejected | None:
+        held_ms = now_ms - waiter.since_ms
+        is_over = held_ms >= self.limits.room_wait_ms
+        answer = self._place_now(from_wire(waiter.place), now_ms, may_wait=not is_over)
+        if not isinstance(answer, Placed):
+            return answer
+        why = f"{answer.reason} It waited {held_ms} ms for room in decode's pages."
+        return structs.replace(answer, reason=why, held_ms=float(held_ms))
+
+    def _place_now(
+        self, request: PlacementRequest, now_ms: int, *, may_wait: bool
+    ) -> Placed | Rejected | None:
+        """None: it may wait, and nobody has room."""
         fitting = self.instances.live(request.model, now_ms=now_ms)
         if not fitting:
             live = self.instances.live(now_ms=now_ms)
@@ -77,7 +110,19 @@ class Placer:
         wanted = fitting
         if request.exclude:
             wanted = [i for i in fitting if i.instance not in request.exclude] or fitting
-        return self._place_on(request, wanted, self._field(request, fitting, wanted, now_ms))
+        field = self._field(request, fitting, wanted, now_ms)
+        colocates = self.cost.disaggregation == "never"
+        always = self.cost.disaggregation == "always"
+        roomy = Roomy(field) if colocates else with_room(request, field, always_pairs=always)
+        if roomy.field is None and may_wait:
+            return None
+        why = roomy.why if roomy.field is not None else "; nobody has room in their pages"
+        if roomy.without:
+            wanted = [known for known in wanted if known.instance not in roomy.without]
+        answer = self._place_on(request, wanted, roomy.field or field)
+        if why and isinstance(answer, Placed):
+            answer = structs.replace(answer, reason=f"{answer.reason.rstrip('.')}{why}.")
+        return answer
 
     def ended(self, ended: Ended) -> None:
         """An attempt left its instances. Unknown ones are ignored."""
@@ -112,7 +157,8 @@ class Placer:
         placed = self._place_in(request, usable, field)
         if placed is None and (share := self.tenants.share(request.tenant, field.now_ms)):
             free = [row.known for row in field.rows()]
-            claimed = self._claimed(request, usable, share, field.now_ms)
+            held = self.tenants.held(request.tenant)
+            claimed = claimed_of(usable, held, share, self.limits, field.now_ms)
             placed = self._place_in(request, usable, self._only(field, free + claimed))
         if placed is not None:
             return placed
@@ -138,26 +184,6 @@ class Placer:
             return self._by_cost(request, decision, field.now_ms) if decision is not None else None
         return self._by_policy(request, usable, field, predictor)
 
-    def _claimed(
-        self, request: PlacementRequest, usable: Sequence[Instance], share: float, now_ms: int
-    ) -> list[Instance]:
-        """Full ones on which the tenant holds fewer places than its share, up to excess_factor."""
-        held, limits = self.tenants.held(request.tenant), self.limits
-        found = []
-        for known in usable:
-            view = known.load.view(now_ms=now_ms)
-            is_full = view.requests_share >= limits.overload_factor
-            most = limits.overload_factor * limits.excess_factor
-            places = limits.overload_factor * known.load.max_running
-            if (
-                is_full
-                and view.requests_share < most
-                and view.prefill_tokens < limits.max_prefill_tokens
-                and held.get(known.instance, 0) < share * places
-            ):
-                found.append(known)
-        return found
-
     def _predictor(self, request: PlacementRequest, now_ms: int) -> Predictor:
         found = [self.instances.get(name) for name in request.holders() - request.exclude]
         holders = Holders(
@@ -176,7 +202,7 @@ class Placer:
     ) -> Decision | None:
         colocate = request.must_colocate or self.cost.disaggregation == "never"
         always = not colocate and self.cost.disaggregation == "always"
-        if always and not field.pairs() and _has_pair(usable):
+        if always and not field.pairs() and has_pair(usable):
             field = self._only(field, [row.known for row in field.rows("colocated")])  # as the other policies
         return decide(predictor, field, must_colocate=colocate)
 
@@ -195,12 +221,12 @@ class Placer:
             if pair := self._choose_pair(request, field):
                 first, then = pair
                 why = f"{first.reason}; {then.reason}"
-            elif _has_pair(usable):  # but its free half has nobody to work with
+            elif has_pair(usable):  # but its free half has nobody to work with
                 roles = ("colocated",)
         for role in roles if first is None else ():
             if candidates := self._considered(request, field, role, "colocated"):
                 first = then = choose(self.policy, "colocated", request, candidates)
-                why = f"{_why_colocated(request, usable, self.cost)}; {first.reason}"
+                why = f"{why_colocated(request, usable, self.cost)}; {first.reason}"
                 break
         if first is None or then is None:
             return None
@@ -271,9 +297,15 @@ class Placer:
             now_ms=now_ms,
             prefill_ms=way.first.fetch_ms + way.first.compute_ms if way is not None else 0.0,
             decodes=not is_pair,
+            need_blocks=need_blocks(request, first.known),
         )
         if is_pair:
-            then.known.load.add_handoff(request.key, context_tokens=num_tokens, now_ms=now_ms)
+            then.known.load.add_handoff(
+                request.key,
+                context_tokens=num_tokens,
+                now_ms=now_ms,
+                need_blocks=need_blocks(request, then.known),
+            )
             self._note(request, first.known, then.known)
         else:
             self._note(request, first.known)
@@ -325,6 +357,7 @@ class Placer:
             self._forget(next(iter(self._open)))
 
     def _forget(self, key: AttemptKey) -> None:
+        self.waiting.drop(key)
         self.tenants.ended(key)
         for instance in self._open.pop(key, ()):
             known = self.instances.get(instance)
@@ -340,24 +373,3 @@ class Placer:
             reason=reason,
             retry_after_ms=self.limits.no_instance_retry_ms,
         )
-
-
-def _has_pair(usable: Sequence[Instance]) -> bool:
-    decode_keys = {i.family_key for i in usable if i.role == "decode"}
-    return any(i.role == "prefill" and i.family_key in decode_keys for i in usable)
-
-
-def _why_colocated(request: PlacementRequest, usable: Sequence[Instance], cost: CostSettings) -> str:
-    if request.must_colocate:
-        return "the request asked for one instance"
-    if cost.disaggregation == "never":
-        return "disaggregation is off"
-    if _has_pair(usable):
-        return "the prefill and decode instances are full"
-    roles: set[Stage] = {i.role for i in usable}
-    if "prefill" in roles and "decode" in roles:
-        return "no prefill and decode instance hold KV alike"
-    missing = (
-        "prefill and decode" if roles == {"colocated"} else "prefill" if "prefill" not in roles else "decode"
-    )
-    return f"no {missing} instance to pair with"

@@ -101,6 +101,9 @@ class Standing:
         self.pools: dict[PoolKey, list[Key]] = {}  # decode instances by load
         self.spaces: dict[SpaceKey, dict[InstanceId, Row]] = {}
         self.unmodelled: dict[InstanceId, None] = {}  # free ones without coefficients
+        self.rooms: list[Key] = []  # room in pages of those that say, the least first
+        sizes = (row.known.description.block_tokens for row in self.rows.values())
+        self.block_tokens = max(1, min(sizes, default=1))  # of the smallest blocks
         self._most_share, self._most_tokens = most_share, most_tokens
         self._due: list[tuple[float, InstanceId]] = []
 
@@ -172,6 +175,8 @@ class Standing:
             row.candidate = Candidate(known, view, 0, name, row.rates)
         loaded = (cost(role, view), turn, name, row)
         places = row.places
+        if view.room_blocks is not None:
+            places.append((self.rooms, (view.room_blocks, name, row)))
         places.append((queued, (queue_ms, turn, name, row)))
         places.append((idle, (queue_ms, view.num_decodes, turn, name, row)))
         places.append((group.loaded, loaded))
@@ -211,6 +216,13 @@ class Field:
         self.most_queue_ms = most_queue_ms
         self._without = without
         self._made: dict[InstanceId, Candidate] = {}
+
+    def but(self, without: Collection[InstanceId]) -> "Field":
+        """Without these too."""
+        left_out = {*self._without, *without}
+        return Field(
+            self.standing, self.reach, now_ms=self.now_ms, without=left_out, most_queue_ms=self.most_queue_ms
+        )
 
     def calm(self, most_queue_ms: float) -> "Field":
         """Without those whose queue is longer: itself where there are none."""

@@ -1,0 +1,140 @@
+"""Which decode instances have room in their pages for a prompt and its answer, and who waits until one has. No I/O.
+
+Workers report what is free there and what their requests may still need (shared/room); what was placed and cannot be in
+the report yet comes on top (load.py). Handing over more than that wastes prefill's work: decode would preempt, or drop
+pages, and compute prompts again (decision 0027).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from services.scheduler.core.instances import Instance
+from services.scheduler.core.request import AttemptKey, PlacementRequest
+from services.scheduler.core.standing import Field
+from shared.ids import InstanceId
+from shared.wire.placement import Place, Placed, Rejected
+from shared.wire.reports import Role
+
+SLACK_SHARE = 0.25  # of an instance's pages: so much may wait for room there, or it would run out of work
+MOST_SHARE = 0.75  # of an instance's pages: who may need more is taken to need so many
+UNBOUNDED_TOKENS = 4_096  # of an answer, where neither request nor worker knows
+
+
+def need_blocks(request: PlacementRequest, known: Instance) -> int:
+    """Pages that the prompt and its answer may take there. 0: the instance says nothing of its pages.
+
+    The answer: max_tokens, at most what the instance says answers took there.
+    """
+    report = known.load.report
+    room = report.room if report is not None else None
+    block_tokens = known.description.block_tokens
+    if room is None or block_tokens <= 0:
+        return 0
+    answer = min(request.max_tokens or UNBOUNDED_TOKENS, room.answer_tokens or UNBOUNDED_TOKENS)
+    return min(-(-(request.num_prompt_tokens + answer) // block_tokens), int(MOST_SHARE * room.num_blocks))
+
+
+def lacking(request: PlacementRequest, field: Field, role: Role, slack_share: float = 0.0) -> set[InstanceId]:
+    """Instances of the role whose room is too small. Cost: of those with less room than the request could need."""
+    out: set[InstanceId] = set()
+    tokens = request.num_prompt_tokens + (request.max_tokens or UNBOUNDED_TOKENS)
+    most = -(-tokens // field.standing.block_tokens)
+    for room_blocks, name, row in field.standing.rooms:
+        if room_blocks >= most:
+            break
+        known: Instance = row.known
+        if known.role != role:
+            continue
+        report = known.load.report
+        slack = int(slack_share * report.room.num_blocks) if report is not None and report.room else 0
+        if room_blocks + slack < need_blocks(request, known):
+            out.add(name)
+    return out
+
+
+class Roomy(Struct, frozen=True):
+    """Where a request may be placed so that what is handed over fits. `field` None: nowhere now."""
+
+    field: Field | None
+    without: frozenset[InstanceId] = frozenset()
+    why: str = ""  # a clause for the reason; "": nothing was left out
+
+
+def with_room(request: PlacementRequest, field: Field, *, always_pairs: bool) -> Roomy:
+    """Decode instances with room; else those that have nearly; else one instance with room for all of it.
+
+    Only where a pair is possible: who hands nothing over computes nothing twice.
+    """
+    if request.must_colocate or not field.standing.rooms or not field.pairs():
+        return Roomy(field)
+    for slack_share, why in ((0.0, ""), (SLACK_SHARE, "; it waits there for room in the pages")):
+        short = lacking(request, field, "decode", slack_share)
+        if not short:
+            return Roomy(field, why=why)
+        left = field.but(short)
+        if left.pairs():
+            return Roomy(left, frozenset(short), f"; without {len(short)} that lack room in their pages{why}")
+    if always_pairs:
+        return Roomy(None)
+    short = lacking(request, field, "decode")
+    short |= lacking(request, field, "prefill") | lacking(request, field, "colocated")
+    left = field.but(short)
+    if not left.rows():
+        return Roomy(None)
+    return Roomy(left, frozenset(short), "; no decode instance has room in its pages")
+
+
+class Waiter(Struct):
+    """A request that waits for room."""
+
+    place: Place
+    since_ms: int
+
+
+Answer = Placed | Rejected
+
+
+@dataclass(slots=True)
+class WaitingRoom:
+    """Requests in order of arrival, those of each model by themselves. Bounded: `most`."""
+
+    most: int
+    _queues: dict[str, deque[AttemptKey]] = field(default_factory=dict)
+    _held: dict[AttemptKey, Waiter] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def has(self, model: str) -> bool:
+        """Whether somebody waits before who comes now."""
+        return model in self._queues
+
+    def add(self, place: Place, *, now_ms: int) -> bool:
+        """False: too many wait."""
+        if len(self._held) >= self.most:
+            return False
+        key = (place.request_id, place.attempt)
+        self._held[key] = Waiter(place, now_ms)
+        self._queues.setdefault(place.model, deque()).append(key)
+        return True
+
+    def drop(self, key: AttemptKey) -> None:
+        """It waits no more. Unknown ones are ignored. Cost: O(1); its place in the queue goes when its turn comes."""
+        self._held.pop(key, None)
+
+    def serve(self, attempt: Callable[[Waiter], Answer | None]) -> Iterator[Answer]:
+        """Answers, in order; of each model until the first that has none, which keeps those behind it waiting."""
+        for model, queue in list(self._queues.items()):
+            while queue:
+                waiter = self._held.get(queue[0])
+                answer = attempt(waiter) if waiter is not None else None
+                if waiter is not None and answer is None:
+                    break
+                self._held.pop(queue.popleft(), None)
+                if answer is not None:
+                    yield answer
+            if not queue:
+                del self._queues[model]

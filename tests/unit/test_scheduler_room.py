@@ -1,0 +1,157 @@
+"""Room in decode's pages: who has it is preferred, else one instance, else a bounded wait in order, and it says so."""
+
+import pytest
+
+from services.scheduler.core import room
+from services.scheduler.core.instances import Instances
+from services.scheduler.core.limits import PlacementLimits
+from services.scheduler.core.placement import Placer
+from services.scheduler.core.predict import CostSettings
+from shared.wire.explain import explain
+from shared.wire.placement import Ended, Held, Placed
+from shared.wire.reports import Room
+from tests.support.control_plane import hello, place, report
+from tests.support.cost_view import coefficients
+
+WAIT_MS = 5_000
+FULL = Room(100, 4, 2, 64)
+FREE = Room(100, 90, 0, 64)
+
+
+def cluster(rooms, policy="prompt_tree", cost=None, disaggregation="auto", wait_ms=WAIT_MS, **roles):
+    """Instances by name with what they say of their pages; 32 tokens a block."""
+    limits = PlacementLimits(room_wait_ms=wait_ms, max_held=4)
+    made = Placer(Instances(), policy, "boot", limits, CostSettings(disaggregation=disaggregation))
+    for name in rooms:
+        made.instances.hello(hello(name, role=roles.get(name, _role(name)), cost=cost), now_ms=0)
+    tell(made, rooms, 0)
+    return made
+
+
+def _role(name):
+    return {"p": "prefill", "d": "decode", "c": "colocated"}[name[0]]
+
+
+def tell(made, rooms, now_ms, seq=1, **more):
+    for name, said in rooms.items():
+        made.instances.report(report(name, seq=seq, room=said, **more), now_ms=now_ms)
+
+
+@pytest.mark.parametrize("policy", ["cost", "prompt_tree", "least_load", "session"])
+def test_a_decode_instance_with_room_is_taken_whoever_else_holds_the_prefix(policy):
+    made = cluster({"p0": FREE, "d0": FULL, "d1": FREE}, policy, cost=coefficients(), disaggregation="always")
+    placed = made.place(place(tokens=320, hits={"d0": 320}, session="s", max_tokens=100), now_ms=1)
+    assert (placed.kind, placed.decode.instance) == ("disaggregated", "d1")
+    assert "without 1 that lack room in their pages" in placed.reason
+
+
+def test_a_little_more_than_there_is_room_for_may_wait_at_its_source_so_that_decode_does_not_run_dry():
+    nearly = Room(100, 30, 24, 64)  # 6 of 12 wanted; a quarter of its pages is allowed on top
+    placed = cluster({"p0": FREE, "d0": nearly}).place(place(tokens=320, max_tokens=64), now_ms=1)
+    assert placed.kind == "disaggregated"
+    assert "waits there for room" in placed.reason
+
+
+@pytest.mark.parametrize(("policy", "cost"), [("cost", coefficients()), ("cost", None), ("least_load", None)])
+def test_with_no_room_in_decode_one_instance_that_has_it_runs_all_of_the_request(policy, cost):
+    made = cluster({"p0": FREE, "d0": Room(100, 0, 30, 64)}, policy, cost)
+    placed = made.place(place(tokens=320, max_tokens=64), now_ms=1)
+    assert (placed.kind, placed.decode.instance) == ("colocated", "p0")
+    assert "no decode instance has room in its pages" in placed.reason
+
+
+def test_answers_are_as_long_as_the_instance_says_at_most_max_tokens():
+    rooms = {"p0": None, "d0": Room(1_000, 20, 0, 64)}
+    assert isinstance(cluster(rooms).place(place(tokens=320, max_tokens=4_000), now_ms=1), Placed)
+    rooms["d0"] = Room(1_000, 20, 400, 0)
+    assert isinstance(
+        cluster(rooms, disaggregation="always").place(place(tokens=320, max_tokens=9_000), now_ms=1), Held
+    )
+
+
+def test_nobody_has_room_so_the_request_is_held_and_placed_with_the_report_that_has_it():
+    rooms = {"p0": FREE, "d0": Room(100, 0, 40, 64)}
+    made = cluster(rooms, disaggregation="always")
+    held = made.place(place(tokens=320, max_tokens=64), now_ms=1)
+    assert (held, len(made.waiting)) == (
+        Held(request_id="r1", attempt=1, wait_ms=WAIT_MS, reason=held.reason), 1,
+    )  # fmt: skip
+    assert made.serve_held(now_ms=200) == []
+    tell(made, {"d0": FREE, "p0": FREE}, 300, seq=2)
+    (placed,) = made.serve_held(now_ms=300)
+    assert (placed.kind, placed.held_ms, len(made.waiting)) == ("disaggregated", 299.0, 0)
+    assert "waited 299 ms for room" in placed.reason
+    assert explain(placed)["quire.held_ms"] == 299.0
+    assert made.num_open == 1
+
+
+def test_whoever_waited_its_time_is_placed_without_room():
+    made = cluster({"p0": FREE, "d0": Room(100, 0, 40, 64)}, disaggregation="always")
+    made.place(place(tokens=320, max_tokens=64), now_ms=0)
+    for now_ms in range(0, WAIT_MS, 250):
+        tell(made, {"p0": FREE, "d0": Room(100, 0, 40, 64)}, now_ms, seq=2 + now_ms)
+        assert made.serve_held(now_ms=now_ms) == []
+    (placed,) = made.serve_held(now_ms=WAIT_MS)
+    assert placed.kind == "disaggregated"
+    assert "nobody has room" in placed.reason
+
+
+def test_held_requests_keep_their_order_and_who_comes_later_does_not_overtake():
+    full = {"p0": FREE, "d0": Room(100, 0, 40, 64)}
+    made = cluster(full, disaggregation="always")
+    made.place(place("large", tokens=1_600, max_tokens=64), now_ms=0)
+    tell(made, {"d0": Room(100, 10, 10, 64)}, 10, seq=2)  # with the slack, room for a small one
+    assert isinstance(made.place(place("small", tokens=32, max_tokens=32), now_ms=20), Held)
+    assert made.serve_held(now_ms=20) == []
+    tell(made, {"d0": FREE}, 30, seq=3)
+    assert [one.request_id for one in made.serve_held(now_ms=30)] == ["large", "small"]
+
+
+def test_what_was_placed_and_has_not_arrived_takes_room():
+    made = cluster({"p0": FREE, "d0": Room(100, 40, 0, 64)}, disaggregation="always")
+    kinds = [type(made.place(place(f"r{n}", tokens=576, max_tokens=64), now_ms=n)) for n in range(5)]
+    assert kinds == [Placed, Placed, Placed, Held, Held]  # 20 blocks each: 40, and 25 that may wait there
+    made.ended(Ended(request_id="r0", attempt=1))
+    assert [one.request_id for one in made.serve_held(now_ms=9)] == ["r3"]
+
+
+def test_what_has_arrived_is_counted_by_its_worker_alone():
+    made = cluster({"p0": FREE, "d0": Room(100, 60, 0, 64)}, disaggregation="always")
+    for number in range(3):
+        made.place(place(f"r{number}", tokens=576, max_tokens=64), now_ms=number)
+    d0 = made.instances.get("d0")
+    assert d0.view(now_ms=5).room_blocks == 0
+    tell(made, {"d0": Room(100, 40, 0, 64)}, 6, seq=2, num_running=1)
+    assert d0.view(now_ms=6).room_blocks == 0
+    tell(made, {"d0": Room(100, 60, 60, 64)}, 7, seq=3, num_running=1, num_waiting=2)
+    assert d0.view(now_ms=7).room_blocks == 0
+    tell(made, {"d0": FREE}, 8, seq=4)
+    assert d0.view(now_ms=20_000).room_blocks == 90, "placements whose end was never told stop counting"
+
+
+def test_a_held_request_whose_client_left_is_forgotten_and_too_many_do_not_wait():
+    made = cluster({"p0": FREE, "d0": Room(100, 0, 40, 64)}, disaggregation="always")
+    answers = [made.place(place(f"r{n}", tokens=320, max_tokens=64), now_ms=0) for n in range(5)]
+    assert [type(one) for one in answers] == [Held] * 4 + [Placed]
+    made.ended(Ended(request_id="r0", attempt=1))
+    tell(made, {"d0": FREE}, 10, seq=2)
+    assert [one.request_id for one in made.serve_held(now_ms=10)] == ["r1", "r2", "r3"]
+    assert len(made.waiting) == 0
+
+
+@pytest.mark.parametrize("case", ["must colocate", "a later attempt", "held off", "nobody says"])
+def test_who_is_never_held(case):
+    full = None if case == "nobody says" else Room(100, 0, 40, 64)
+    made = cluster(
+        {"p0": full, "d0": full}, disaggregation="always", wait_ms=0 if case == "held off" else WAIT_MS
+    )
+    more = {"must_colocate": case == "must colocate", "attempt": 2 if case == "a later attempt" else 1}
+    assert isinstance(made.place(place(tokens=320, max_tokens=64, **more), now_ms=1), Placed)
+
+
+def test_looking_for_room_costs_nothing_for_instances_that_have_plenty(monkeypatch):
+    looked = []
+    monkeypatch.setattr(room, "need_blocks", lambda request, known: looked.append(known.instance) or 1_000)
+    made = cluster({"p0": FREE, "d0": FREE, "d1": Room(4_000, 3_000, 0, 64), "d2": Room(4_000, 3_500, 9, 64)})
+    made.place(place(tokens=3_000, max_tokens=500), now_ms=1)  # at most 110 blocks of 32
+    assert set(looked) == {"d0"}
