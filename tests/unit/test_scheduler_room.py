@@ -151,7 +151,19 @@ def test_who_is_never_held(case):
 
 def test_looking_for_room_costs_nothing_for_instances_that_have_plenty(monkeypatch):
     looked = []
-    monkeypatch.setattr(room, "need_blocks", lambda request, known: looked.append(known.instance) or 1_000)
+    monkeypatch.setattr(
+        room, "_need", lambda request, said, block_tokens: looked.append(said.num_blocks) or 1_000
+    )
     made = cluster({"p0": FREE, "d0": FREE, "d1": Room(4_000, 3_000, 0, 64), "d2": Room(4_000, 3_500, 9, 64)})
-    made.place(place(tokens=3_000, max_tokens=500), now_ms=1)  # at most 110 blocks of 32
-    assert set(looked) == {"d0"}
+    placed = made.place(place(tokens=3_000, max_tokens=500), now_ms=1)  # at most 110 blocks of 32
+    assert placed.decode.instance in ("d1", "d2")
+    assert looked[0] == 100
+    assert len(looked) == 3, "once for d0, and for each of those that were chosen"
+
+
+def test_held_requests_are_looked_at_once_in_ten_milliseconds_however_many_instances_report():
+    made = cluster({"p0": FREE, "d0": Room(100, 0, 40, 64)}, disaggregation="always")
+    made.place(place(tokens=320, max_tokens=64), now_ms=0)
+    assert made.serve_held(now_ms=5) == []
+    tell(made, {"d0": FREE}, 6, seq=2)
+    assert [len(made.serve_held(now_ms=now_ms)) for now_ms in (6, 14, 15)] == [0, 0, 1]

@@ -34,6 +34,7 @@ from shared.wire.reports import Role
 from shared.wire.requests import KvPlan
 
 NO_INSTANCE = "no_instance"
+SERVE_EVERY_MS = 10  # hundreds of instances report several times a second each
 COLOCATED_ORDER: tuple[Role, ...] = ("colocated", "decode", "prefill")
 
 
@@ -52,6 +53,7 @@ class Placer:
     num_placed: int = 0
     tenants: Tenants = field(default_factory=Tenants)
     waiting: WaitingRoom = field(init=False)
+    _served_at_ms: int = -SERVE_EVERY_MS
     _open: dict[AttemptKey, tuple[InstanceId, ...]] = field(default_factory=dict)
     _standing: dict[str, tuple[Sequence[Instance], Standing]] = field(default_factory=dict)  # by model
 
@@ -83,11 +85,12 @@ class Placer:
     def serve_held(self, *, now_ms: int) -> list[Placed | Rejected]:
         """Answers for held requests that have room now, or whose time is over. After reports and ends, and with time.
 
-        Cost: of one attempt for each model with held requests, and one for each answer.
+        Cost: of one attempt for each model with held requests, and one for each answer; at most once in 10 ms.
         """
-        return (
-            list(self.waiting.serve(lambda waiter: self._place_held(waiter, now_ms))) if self.waiting else []
-        )
+        if not self.waiting or 0 <= now_ms - self._served_at_ms < SERVE_EVERY_MS:
+            return []
+        self._served_at_ms = now_ms
+        return list(self.waiting.serve(lambda waiter: self._place_held(waiter, now_ms)))
 
     def _place_held(self, waiter: Waiter, now_ms: int) -> Placed | Rejected | None:
         held_ms = now_ms - waiter.since_ms

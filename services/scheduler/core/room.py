@@ -16,7 +16,7 @@ from services.scheduler.core.request import AttemptKey, PlacementRequest
 from services.scheduler.core.standing import Field
 from shared.ids import InstanceId
 from shared.wire.placement import Place, Placed, Rejected
-from shared.wire.reports import Role
+from shared.wire.reports import Role, Room
 
 SLACK_SHARE = 0.25  # of an instance's pages: so much may wait for room there, or it would run out of work
 MOST_SHARE = 0.75  # of an instance's pages: who may need more is taken to need so many
@@ -30,11 +30,13 @@ def need_blocks(request: PlacementRequest, known: Instance) -> int:
     """
     report = known.load.report
     room = report.room if report is not None else None
-    block_tokens = known.description.block_tokens
-    if room is None or block_tokens <= 0:
-        return 0
+    return _need(request, room, known.description.block_tokens) if room is not None else 0
+
+
+def _need(request: PlacementRequest, room: Room, block_tokens: int) -> int:
     answer = min(request.max_tokens or UNBOUNDED_TOKENS, room.answer_tokens or UNBOUNDED_TOKENS)
-    return min(-(-(request.num_prompt_tokens + answer) // block_tokens), int(MOST_SHARE * room.num_blocks))
+    tokens = request.num_prompt_tokens + answer
+    return min(-(-tokens // block_tokens), int(MOST_SHARE * room.num_blocks)) if block_tokens > 0 else 0
 
 
 def lacking(request: PlacementRequest, field: Field, role: Role, slack_share: float = 0.0) -> set[InstanceId]:
@@ -42,15 +44,20 @@ def lacking(request: PlacementRequest, field: Field, role: Role, slack_share: fl
     out: set[InstanceId] = set()
     tokens = request.num_prompt_tokens + (request.max_tokens or UNBOUNDED_TOKENS)
     most = -(-tokens // field.standing.block_tokens)
+    needs: dict[tuple[int, int, int], int] = {}  # less the slack; most instances are alike
     for room_blocks, name, row in field.standing.rooms:
         if room_blocks >= most:
             break
         known: Instance = row.known
-        if known.role != role:
-            continue
         report = known.load.report
-        slack = int(slack_share * report.room.num_blocks) if report is not None and report.room else 0
-        if room_blocks + slack < need_blocks(request, known):
+        if known.role != role or report is None or report.room is None:
+            continue
+        room, block_tokens = report.room, known.description.block_tokens
+        kind = room.num_blocks, room.answer_tokens, block_tokens
+        need = needs.get(kind)
+        if need is None:
+            need = needs[kind] = _need(request, room, block_tokens) - int(slack_share * room.num_blocks)
+        if room_blocks < need:
             out.add(name)
     return out
 
