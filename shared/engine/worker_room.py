@@ -1,7 +1,7 @@
 """Handed-over prompts wait here for room in the engine's pages, with their own pages held where they are.
 
 Bringing them would take pages that running requests need next: one of those would be preempted, or the leases of
-waiting requests would be in each other's way, and what prefill had computed would be computed again (decision 0027).
+waiting requests would be in each other's way, and what prefill had computed would be computed again (decision 0028).
 Rules: shared/room.
 """
 

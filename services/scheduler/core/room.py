@@ -2,7 +2,7 @@
 
 Workers report what is free there and what their requests may still need (shared/room); what was placed and cannot be in
 the report yet comes on top (load.py). Handing over more than that wastes prefill's work: decode would preempt, or drop
-pages, and compute prompts again (decision 0027).
+pages, and compute prompts again (decision 0028).
 """
 
 from collections import deque
