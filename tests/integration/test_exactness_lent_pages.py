@@ -92,24 +92,31 @@ def test_tokens_equal_stocks_while_a_real_engine_borrows_and_lent_pages_are_recl
         producer.engine.client.start()
         assert await producer.engine.client.wait_connected(30_000)
         front = asyncio.ensure_future(producer.run())
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(LIMIT_S), httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
-            for _ in range(NUM_RECLAIMS):
-                while not producer.lent_bytes:
-                    await ask(client, chance.choice(NAMES))
-                for _ in range(chance.randrange(1, 4)):
-                    await ask(client, chance.choice(NAMES))
-                loop.call_later(chance.uniform(0.0, 0.3), producer.press)
-                while not producer.waiting or producer.lent_bytes:
-                    await ask(client, chance.choice(NAMES))
-                producer.waiting = 0
+        try:
+            await reclaims(producer)
+        finally:
+            front.cancel()
+            with suppress(asyncio.CancelledError):
+                await front
+            await producer.engine.close()
         counters = cluster.pool()["counters"]
         assert counters["lending_loans_reclaim"] >= NUM_RECLAIMS
         assert counters["peer_blocks_out"] > 0
         assert counters["blocks_pulled_from_peer"] > 0
-        front.cancel()
-        with suppress(asyncio.CancelledError):
-            await front
-        await producer.engine.close()
+
+    async def reclaims(producer: Producer) -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(LIMIT_S), httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+            for left in reversed(range(NUM_RECLAIMS)):
+                while not producer.lent_bytes:
+                    await ask(client, chance.choice(NAMES))
+                for _ in range(chance.randrange(1, 4)):
+                    await ask(client, chance.choice(NAMES))
+                while not left and not cluster.pool()["counters"].get("blocks_pulled_from_peer"):
+                    await ask(client, chance.choice(NAMES))  # chance brought nothing back yet
+                loop.call_later(chance.uniform(0.0, 0.3), producer.press)
+                while not producer.waiting or producer.lent_bytes:
+                    await ask(client, chance.choice(NAMES))
+                producer.waiting = 0
 
     asyncio.run(run())

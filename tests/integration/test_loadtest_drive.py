@@ -132,7 +132,10 @@ def test_a_workload_becomes_a_trace_and_the_trace_is_replayed(upstream, tmp_path
         drive.main(["--workload", "mooncake-synthetic", "--requests", "20", "--write-trace", str(trace)]) == 0
     )
     flags = ["--url", upstream.base_url, "--model", "mock", "--text", "--trace", str(trace), "--speed", "20"]
-    assert drive.main([*flags, "--scale", "0.01", "--out", str(tmp_path / "run.jsonl")]) == 0
+    assert (
+        drive.main([*flags, "--scale", "0.01", "--max-lag-ms", "20000", "--out", str(tmp_path / "run.jsonl")])
+        == 0
+    )
     found = read_run(tmp_path / "run.jsonl")
     assert (len(found.outcomes), found.head["workload"]) == (20, "trace.jsonl")
     assert drive.main(["--trace", str(tmp_path / "none.jsonl")]) == 2
