@@ -116,7 +116,9 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         if not self.waiting and not self.skipped_waiting:
             self._newcomers_wait = False
             self.slices.calm_step()
-            return []
+            self._park_for_growth_alone()
+            if not self.waiting:
+                return []
         start: list[str] = []
         if self.slices.next_step(vacant=self._may_fill()):
             plan = self.slices.plan(self._room())

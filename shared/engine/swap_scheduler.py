@@ -123,14 +123,21 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         """Whether its pages are worth computing it again. Who is away has one here, its last, partial block."""
         return self._held(request.request_id) > 1
 
-    def _park_for_growth(self) -> None:
+    def _park_for_growth_alone(self) -> None:
+        """Nobody waits, and those who run need more than there is: vLLM would compute some of them again."""
+        most = len(self.running) + self.max_num_scheduled_tokens // self.block_size
+        if self._swaps and len(self.pages.stock) < most and self.swapper.rate.value(self.pages.clock()):
+            self._park_for_growth(may_park=True)
+
+    def _park_for_growth(self, *, may_park: bool = False) -> None:
         """Who would find no page in this step gives its slot up, while pages are on their way or can leave. What the
         others need is theirs: `_growth`.
         """
-        may_park = self.slices.pays or self.swapper.absences.is_waiting
+        may_park = may_park or self.slices.pays or self.swapper.absences.is_waiting
         self.pages.absorb()  # what the mempool asks back is no part of the stock
-        free, tokens = len(self.pages.stock), self._chunk_tokens()
-        self._growth = 0
+        free, self._growth = len(self.pages.stock), 0
+        # who is parked may begin in this step and decode: the token that _pace() adds for it a running prompt may take
+        tokens = min(self.max_num_scheduled_tokens, self._chunk_tokens() + len(self._parked))
         for request in list(self.running):
             left = request.num_tokens - request.num_computed_tokens
             new = max(1, min(left, tokens))

@@ -182,6 +182,21 @@ def test_blocks_that_a_reclaim_had_no_room_for_are_lost_and_said_to_be():
     assert all(a in (b, "-") for a, b in zip(found, "abcd", strict=True))
 
 
+def test_blocks_that_are_still_where_they_were_come_back_as_they_are():
+    rig = Swapping()
+    pages = rig.fill(PREFILL, 0, ABCD, "abcd")
+    rig.begin_out(1, ABCD)
+    rig.copied()
+    rig.say(PREFILL, wire.Unpin(**page_lists(pages[:1])))  # another request has the others still
+    rig.core.pools[0].index.pin(rig.core.pools[0].index.prefix(ABCD)[:1])
+    rig.begin_in(1, ABCD[:1])
+    assert not rig.copies
+    assert rig.read_in() == "a"
+    assert u32_list(rig.last(SwappedIn).pages) == [pages[0][0]]
+    assert len(rig.granted[PREFILL]) + len(rig.pinned()) == 8
+    assert rig.counters()["swap_blocks_in_here"] == 1
+
+
 def test_known_blocks_are_kept_without_a_copy():
     rig = Swapping()
     rig.out(1, ABCD, "abcd")

@@ -113,7 +113,12 @@ class Swaps:
             memory.table.free(page, PageEvent.GIVE_BACK)
         for position, block_hash in enumerate(hashes):
             place = self._found(swap, block_hash)
-            if place is None or len(job.waiting) == len(given):
+            if place is None or len(job.waiting) + len(job.arrived) == len(given):
+                continue
+            if place[0] is pool and place[1].page not in engine.pinned:  # still where it was: no byte moves
+                memory.engines.keep(engine, place[1], is_new=True)
+                job.arrived[position] = place[1].page
+                job.came["here"] += 1
                 continue
             if (page := memory.table.grant_page()) is None:  # taken for the system meanwhile
                 break
