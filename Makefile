@@ -20,6 +20,9 @@ SEED := $(shell printf '%d' "0x$$(git rev-parse --short=7 HEAD 2> /dev/null | cu
 FIXED := $(filter-out random,$(SEED))
 PYTEST = $(if $(FIXED),TEST_SEED=$(FIXED)) $(PY) -m pytest $(if $(FIXED),--hypothesis-seed=$(FIXED))
 
+# Two modules at a time: most tests wait. ARGS="-n 0": one after the other.
+BESIDE := -n 2 --dist loadgroup --no-loadscope-reorder
+
 # Machines for building often forbid bytecode: each of many processes would then compile vLLM anew (14 CPU-seconds).
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -46,7 +49,7 @@ install: ## install everything, for tests too
 
 test: ## the whole test suite
 	@$(BOOTSTRAP) dev $(INSTALL_FLAGS)
-	@$(PYTEST) $(ARGS)
+	@$(PYTEST) $(BESIDE) $(ARGS)
 
 check: ## format, lint, types, import rules, the quick tests, result files: under two minutes
 	@$(BOOTSTRAP) dev $(INSTALL_FLAGS)

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.local_cluster import LocalCluster
 
+SESSION_FIXTURES = {"live_cluster", "reference"}
 PROCESSES, FAULTS = (Path(__file__).parent / name for name in ("integration", "fault"))
 
 settings.register_profile(
@@ -22,16 +23,26 @@ settings.register_profile("deep", parent=settings.get_profile("quire"), max_exam
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quire"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """First what computes and never waits, so that it fails soonest and nothing beside it (.ci/run makes images then)
     disturbs it; then whole processes and clusters; then what needs the images.
+
+    Beside each other (-n 2) run modules, each in one process. Those that need what a session makes once, or that look
+    at shared memory of the whole machine, are one group, the longest: it begins first.
     """
+    shared = {item.path for item in items if SESSION_FIXTURES & set(getattr(item, "fixturenames", ()))}
+    shared |= {item.path for item in items if item.get_closest_marker("whole_machine")}
+    is_beside = hasattr(config, "workerinput")
 
-    def order(item: pytest.Item) -> int:
+    def order(item: pytest.Item) -> tuple[bool, int]:
         if item.get_closest_marker("docker"):
-            return 2
-        return int(item.path.is_relative_to(PROCESSES) or item.path.is_relative_to(FAULTS))
+            return True, 2
+        is_late = any(item.path.is_relative_to(folder) for folder in (PROCESSES, FAULTS))
+        return not is_beside or item.path not in shared, int(is_late)
 
+    for item in items:
+        group = "shared" if item.path in shared else str(item.path.relative_to(config.rootpath))
+        item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=order)
 
 

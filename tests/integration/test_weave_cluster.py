@@ -12,7 +12,7 @@ from tests.integration.mempool_rig import until
 from tests.integration.test_exactness_tensor_parallel import is_gone, processes_of
 from tests.support.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.whole_machine, pytest.mark.timeout(900)]
 
 NUM_CLIENTS = 6
 PROMPT_TOKENS = 700  # woven: on a CPU steps of 256 tokens and more are

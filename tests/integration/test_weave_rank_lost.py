@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WAITED_S = 10.0  # TIMEOUT_MS of tests/support/weave_lost_run.py
 DETECTION_S = 15.0  # under a second on a quiet machine
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.whole_machine, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

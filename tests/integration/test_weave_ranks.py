@@ -14,7 +14,7 @@ from tests.integration.mempool_rig import MempoolProcess
 ROOT = Path(__file__).resolve().parents[2]
 SUMS_A_STEP = 12  # two for each of the demo model's six layers
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.whole_machine, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
