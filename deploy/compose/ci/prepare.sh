@@ -22,7 +22,7 @@ have() {
   return 1
 }
 build() { # the classic builder: no plugin is needed
-  DOCKER_BUILDKIT=0 docker build -q "$@" 2> /dev/null
+  DOCKER_BUILDKIT=0 docker build -q "$@"
 }
 
 if ! have "$PYTHON"; then
