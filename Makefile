@@ -21,7 +21,7 @@ FIXED := $(filter-out random,$(SEED))
 PYTEST = $(if $(FIXED),TEST_SEED=$(FIXED)) $(PY) -m pytest $(if $(FIXED),--hypothesis-seed=$(FIXED))
 
 # Two modules at a time: most tests wait. ARGS="-n 0": one after the other.
-BESIDE := -n 2 --dist loadgroup --no-loadscope-reorder
+BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 # Machines for building often forbid bytecode: each of many processes would then compile vLLM anew (14 CPU-seconds).
 export PYTHONDONTWRITEBYTECODE :=

@@ -1,5 +1,6 @@
 """Settings shared by every test: hypothesis profiles whose failures can be repeated from the printed seed."""
 
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,6 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.local_cluster import LocalCluster
 
-SESSION_FIXTURES = {"live_cluster", "reference"}
 PROCESSES, FAULTS = (Path(__file__).parent / name for name in ("integration", "fault"))
 
 settings.register_profile(
@@ -23,27 +23,30 @@ settings.register_profile("deep", parent=settings.get_profile("quire"), max_exam
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quire"))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First what computes and never waits, so that it fails soonest and nothing beside it (.ci/run makes images then)
     disturbs it; then whole processes and clusters; then what needs the images.
-
-    Beside each other (-n 2) run modules, each in one process. Those that need what a session makes once, or that look
-    at shared memory of the whole machine, are one group, the longest: it begins first.
     """
-    shared = {item.path for item in items if SESSION_FIXTURES & set(getattr(item, "fixturenames", ()))}
-    shared |= {item.path for item in items if item.get_closest_marker("whole_machine")}
-    is_beside = hasattr(config, "workerinput")
 
-    def order(item: pytest.Item) -> tuple[bool, int]:
+    def order(item: pytest.Item) -> int:
         if item.get_closest_marker("docker"):
-            return True, 2
-        is_late = any(item.path.is_relative_to(folder) for folder in (PROCESSES, FAULTS))
-        return not is_beside or item.path not in shared, int(is_late)
+            return 2
+        return int(any(item.path.is_relative_to(folder) for folder in (PROCESSES, FAULTS)))
 
-    for item in items:
-        group = "shared" if item.path in shared else str(item.path.relative_to(config.rootpath))
-        item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=order)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_at_a_time(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of two modules that run beside each other (-n 2) only one looks at what the whole machine shares."""
+    if all(mark.name != "whole_machine" for mark in getattr(request.module, "pytestmark", [])):
+        yield
+        return
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if hasattr(request.config, "workerinput") else folder
+    with (folder / "whole_machine.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

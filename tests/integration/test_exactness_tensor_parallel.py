@@ -27,7 +27,7 @@ from tests.support.cluster_dram import dram_behind_host_memory, empty
 from tests.support.exactness_cases import ANSWER_TOKENS
 from tests.support.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.whole_machine, pytest.mark.timeout(1500)]
 
 FIRST = [
     "greedy-5", "greedy-32", "greedy-33", "greedy-257", "greedy-640", "seeded-100", "top-k-min-p", "logprobs-greedy",
