@@ -25,21 +25,28 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quire"))
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First what computes and never waits, so that it fails soonest and nothing beside it (.ci/run makes images then)
-    disturbs it; then whole processes and clusters; then what needs the images.
+    disturbs it; then whole processes and clusters; then what needs the images. Modules that take turns (one_at_a_time)
+    lie far apart among the others: beside each other one would wait.
     """
-
-    def order(item: pytest.Item) -> int:
-        if item.get_closest_marker("docker"):
-            return 2
-        return int(any(item.path.is_relative_to(folder) for folder in (PROCESSES, FAULTS)))
-
-    items.sort(key=order)
+    places: dict[Path, tuple[int, float]] = {}
+    taking_turns: list[Path] = []
+    for item in items:
+        late = any(item.path.is_relative_to(folder) for folder in (PROCESSES, FAULTS))
+        stage = 2 if item.get_closest_marker("docker") else int(late)
+        if item.path not in places and item.get_closest_marker("whole_machine"):
+            taking_turns.append(item.path)
+        places.setdefault(item.path, (stage, float(len(places))))
+    late_ones = [place for stage, place in places.values() if stage == 1] or [0.0]
+    apart = (late_ones[-1] - late_ones[0]) / (len(taking_turns) + 1)
+    for number, path in enumerate(taking_turns, 1):
+        places[path] = places[path][0], late_ones[0] + number * apart + 0.5
+    items.sort(key=lambda item: places[item.path])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_at_a_time(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Of two modules that run beside each other (-n 2) only one looks at what the whole machine shares."""
-    if all(mark.name != "whole_machine" for mark in getattr(request.module, "pytestmark", [])):
+    if request.node.get_closest_marker("whole_machine") is None:
         yield
         return
     folder = tmp_path_factory.getbasetemp()
