@@ -24,7 +24,7 @@ from shared.kv.layout import EngineDescription
 from shared.prompttree.publisher import TTL_S
 from shared.wire.cost import LinkRate
 from shared.wire.handoff import HandoffState
-from shared.wire.placement import Ended, Medium, Place, Placed, PrefixHit, Rejected, Target
+from shared.wire.placement import Ended, Held, Medium, Place, Placed, PrefixHit, Rejected, Target
 from shared.wire.reports import Hello, PoolPlace, Report
 from shared.wire.requests import Stage
 
@@ -127,6 +127,7 @@ class Simulation:
     def place(self, place: Place) -> Placed | Rejected:
         """The production scheduler's answer."""
         answer = self._placer.place(place, now_ms=self._now())
+        assert not isinstance(answer, Held), "simulated workers report no room, so nobody waits for it"
         self._num_rejected += isinstance(answer, Rejected)
         return answer
 
