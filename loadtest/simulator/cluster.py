@@ -103,8 +103,8 @@ class Simulation:
 
     def settle(self, wait_ms: float = 5_000.0) -> None:
         """Let what was on its way arrive: aborts, releases, blocks that go back."""
-        end_ms = self._events.now_ms + wait_ms
-        self._events.run(lambda: self._events.now_ms >= end_ms)
+        until_ms = self._events.now_ms + wait_ms
+        self._events.run(lambda: self._events.now_ms >= until_ms)
 
     # -- for the frontend -------------------------------------------------------------------------
 
@@ -113,9 +113,8 @@ class Simulation:
         if self._spec.pd_caching is PdCaching.BASIC:
             return []
         here = self._tree.lookup(request.blocks)
-        hits = [self._hit(request, n, depth, "hbm") for n, depth in here]
+        hits, depths = [self._hit(request, n, depth, "hbm") for n, depth in here], dict(here)
         if self._reach is not None:
-            depths = dict(here)
             further = [(n, d) for n, d in self._reach.lookup(request.blocks) if d > depths.get(n, 0)]
             hits += [self._hit(request, n, depth, "dram") for n, depth in further]
         return hits
@@ -127,7 +126,7 @@ class Simulation:
     def place(self, place: Place) -> Placed | Rejected:
         """The production scheduler's answer."""
         answer = self._placer.place(place, now_ms=self._now())
-        assert not isinstance(answer, Held), "simulated workers report no room, so nobody waits for it"
+        assert not isinstance(answer, Held), "no room is reported here"
         self._num_rejected += isinstance(answer, Rejected)
         return answer
 
