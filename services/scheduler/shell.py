@@ -181,13 +181,15 @@ class Scheduler:
 
     def _on_place(self, identity: bytes, seq: int, message: GatewayToScheduler, raw: list[bytes]) -> None:
         del seq, raw
+        now_ms = self._clock.now_ms()
+        self.instances.attend(now_ms=now_ms)
         if isinstance(message, Ended):
             self.placer.ended(message)
             self._askers.pop((message.request_id, message.attempt), None)
             self._serve_held()
             return
         start_ns = time.time_ns()
-        answer = self.placer.place(message, now_ms=self._clock.now_ms())
+        answer = self.placer.place(message, now_ms=now_ms)
         _decision.observe((time.time_ns() - start_ns) / 1e6)
         if isinstance(answer, Held):
             self._askers[message.request_id, message.attempt] = identity, message, start_ns
@@ -245,6 +247,7 @@ class Scheduler:
     def _on_worker(self, identity: bytes, seq: int, message: WorkerToScheduler, raw: list[bytes]) -> None:
         del seq, raw
         now_ms = self._clock.now_ms()
+        self.instances.attend(now_ms=now_ms)
         answer: SchedulerToWorker | None = None
         if isinstance(message, Report):
             answer = self.instances.report(message, now_ms=now_ms)
@@ -275,6 +278,7 @@ class Scheduler:
     async def _tick(self) -> None:
         while True:
             now_ms = self._clock.now_ms()
+            self.instances.attend(now_ms=now_ms)
             for known in self.instances.tick(now_ms=now_ms):
                 silent_ms = now_ms - known.seen_at_ms
                 _log.warning("instance_dead", worker=known.instance, epoch=known.epoch, silent_ms=silent_ms)

@@ -51,7 +51,7 @@ def test_every_case_equals_stock_vllm_token_for_token(reference, cluster):
                 assert_same(name, answer, reference[name])
                 if name not in ENDED_BY_FIRST_TOKEN and not is_one_token(reference[name]):
                     decode = stage(answer, "decode")
-                    assert decode is not None, f"{name}: not disaggregated"
+                    assert decode is not None, f"{name}: {answer['quire_receipt'].get('reason')}"
                     assert decode["tokens_computed"] == num_computed_by_decode(name), f"{name}: {decode}"
             except AssertionError as error:
                 wrong.append(str(error).splitlines()[0])

@@ -103,8 +103,8 @@ def test_every_case_equals_stock_vllm_token_for_token(reference, cluster):
                 if name in ENDED_BY_FIRST_TOKEN or is_one_token(reference[name]):
                     assert decode is None, f"{name}: handed off although the first token ended it"
                 else:
-                    placement = answer["quire_receipt"]["placement"]
-                    assert placement == "disaggregated", f"{name}: was {placement}"
+                    receipt = answer["quire_receipt"]
+                    assert receipt["placement"] == "disaggregated", f"{name}: {receipt['reason']}"
                     assert decode is not None, f"{name}: decode sent no receipt"
                     assert decode["tokens_computed"] == num_computed_by_decode(name), f"{name}: {decode}"
             except AssertionError as error:

@@ -1,6 +1,7 @@
 """The scheduler as a process: placements over ZeroMQ, death, fencing, kill -9 and re-learning."""
 
 import asyncio
+import signal
 import time
 
 import pytest
@@ -137,6 +138,32 @@ async def test_a_silent_worker_gets_nothing_after_1500_ms(scheduler, cluster):
     await until_async(is_alone)
     assert time.monotonic() - prefill.reported_s > 1.0
     assert (await gateway.place("r1")).decode.instance == "d0"
+
+
+@pytest.mark.parametrize("scheduler", [("--dead-after-ms", "400")], indirect=True)
+async def test_a_stopped_scheduler_that_goes_on_places_on_all_that_report(scheduler, cluster):
+    """What it read first after a pause used to be placed as if nobody had reported meanwhile: every time.
+
+    A busy machine may silence the workers themselves, or the link, in some of the rounds.
+    """
+    gateway, _ = cluster
+
+    async def stop_and_ask(name):
+        scheduler.process.process.send_signal(signal.SIGSTOP)
+        asking = asyncio.create_task(gateway.place(name))
+        await asyncio.sleep(0.6)
+        scheduler.process.process.send_signal(signal.SIGCONT)
+        return await asyncio.wait_for(asking, 5)
+
+    kinds = []
+    for number in range(5):
+        await until(lambda: gateway.link.up)
+        try:
+            answer = await stop_and_ask(f"r{number}")
+        except (TimeoutError, PeerGone) as error:
+            answer = error
+        kinds.append(answer.kind if isinstance(answer, Placed) else answer)
+    assert kinds.count("disaggregated") >= 3, kinds
 
 
 @pytest.mark.parametrize("scheduler", [("--dead-after-ms", "60000")], indirect=True)

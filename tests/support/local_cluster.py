@@ -44,8 +44,13 @@ class LocalCluster:
         self.url = f"http://127.0.0.1:{self.base + 90}"
         self.flags = ["--port", str(self.base + 90), "--base-port", str(self.base), *flags]
         clean = {k: v for k, v in os.environ.items() if not k.startswith("QUIRE_")}
-        # whatever is predicted to be cheaper, hand-offs are what most tests are about
-        pairs = {"QUIRE_SCHEDULER_DISAGGREGATION": "always", "QUIRE_WORKER_CALIBRATE": "off"}
+        # hand-offs are what most tests are about, whatever is predicted to be cheaper, and however long other tests
+        # keep a worker from the machine's cores
+        pairs = {
+            "QUIRE_SCHEDULER_DISAGGREGATION": "always",
+            "QUIRE_SCHEDULER_DEAD_AFTER_MS": "5000",
+            "QUIRE_WORKER_CALIBRATE": "off",
+        }
         if {"topology=disaggregated", "disaggregated"} & set(flags):  # which says so itself
             del pairs["QUIRE_SCHEDULER_DISAGGREGATION"]
         self.env = {**clean, **pairs, "QUIRE_HOME": str(home), "COLUMNS": "200", **(env or {})}

@@ -21,6 +21,26 @@ def test_an_instance_lives_while_it_reports_and_dies_1500_ms_after():
     assert names(instances, 2_900) == set()
 
 
+def test_a_scheduler_that_stood_still_takes_nobody_for_dead_because_of_it():
+    """Its first message after the pause is a request; the reports lie behind it."""
+    instances = Instances()
+    for name in ("p0", "d0"):
+        instances.hello(hello(name), now_ms=0)
+    instances.attend(now_ms=0)
+    instances.report(report("d0"), now_ms=1_000)
+    for now_ms in range(100, 1_100, 100):
+        instances.attend(now_ms=now_ms)
+    assert names(instances, 1_000) == {"p0", "d0"}
+    instances.attend(now_ms=6_000)
+    assert names(instances, 6_000) == {"p0", "d0"}
+    for now_ms in range(6_100, 6_600, 100):
+        instances.attend(now_ms=now_ms)
+    assert names(instances, 6_499) == {"p0", "d0"}
+    assert names(instances, 6_500) == {"d0"}, "its silence before the pause and after it counts"
+    instances.attend(now_ms=30_000)
+    assert names(instances, 30_000) == {"d0"}, "who was dead before a pause is dead after it"
+
+
 def test_a_death_is_told_once_and_a_late_report_revives():
     instances = Instances()
     instances.hello(hello("p0"), now_ms=0)

@@ -3,6 +3,8 @@
     unknown -(Hello)-> live -(no report for dead_after_ms)-> dead -(Report)-> live
     live, dead -(Goodbye, or dead for forget_after_ms)-> unknown; unknown -(Report)-> Resync, then Hello
 
+Silence counts only while this process could have heard: see attend().
+
 An instance's epoch only grows. A smaller one is refused for good, also after the instance was forgotten. The
 coordinator's list may name a larger epoch before its owner says Hello here: then the older process is not
 placed any more, but not refused either, because it may be the owner itself that registered again.
@@ -27,6 +29,7 @@ from shared.wire.reports import Goodbye, Hello, PoolPlace, Refused, Report, Resy
 MAX_REMEMBERED_EPOCHS = 10_000
 CORRECTIONS = (0.1, 10.0)  # what a worker may say of its own model
 CORRECTION_HALF_LIFE_MS = 10_000
+AWAY_AFTER_MS = 300  # between two attend(): three of the shell's ticks
 
 _model_of = lru_cache(maxsize=1_024)(CostModel)  # equal coefficients, one model
 
@@ -128,6 +131,7 @@ class Instances:
     _live: dict[str, list[Instance]] = field(default_factory=dict)
     _live_until_ms: int = 0
     _listeners: list[set[InstanceId]] = field(default_factory=list)
+    _attended_ms: int | None = None
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._known.values())
@@ -222,6 +226,20 @@ class Instances:
         known.load.on_report(report, now_ms=now_ms)
         self.touch(known)
         return Resync() if self._is_fenced(known) else None
+
+    def attend(self, *, now_ms: int) -> None:
+        """This process runs now; before each message and each tick. Cost: O(1) unless it has stood still.
+
+        Reports that came while it stood (a paused machine, one with too much to do) may still lie unread behind the
+        message it reads now, so that time is nobody's silence.
+        """
+        last_ms, self._attended_ms = self._attended_ms, now_ms
+        if last_ms is None or now_ms - last_ms < AWAY_AFTER_MS:
+            return
+        for known in self._known.values():
+            if last_ms - known.seen_at_ms < self.limits.dead_after_ms:
+                known.seen_at_ms += now_ms - last_ms
+        self._live_until_ms = 0
 
     def goodbye(self, goodbye: Goodbye) -> bool:
         """An orderly end. False when the epoch is not the known one: then nothing changes."""
