@@ -175,6 +175,7 @@ def transfers(
     """Of one page size: attach, first contact, every set, stale sources. `pool_bytes`: of the source's pages."""
     with ExitStack() as stack:
         pool = Pool(stack, device)
+        stack.push(lambda kind, *_: print(f"  the mempool said:\n{pool.log_tail()}") if kind else None)
         own_bytes = (4 * max(counts) + 64) * page_bytes  # callers get half of a space
         before = pool.fds()
         said = pool.attach(pool.source, SOURCE, 1, max(pool_bytes, own_bytes), page_bytes)
