@@ -180,7 +180,9 @@ class Attempt:
         pages, message = self._context.pages, self.message
         parent = self._clock.span.traceparent
         if message.handoff is not None:
-            if self._context.room is not None:
+            # a stream that lost its instance stands still at the client, and its next token is due: it waits for nobody
+            goes_on = message.num_output_tokens > len(message.handoff.output_token_ids)
+            if self._context.room is not None and not goes_on:
                 self._clock.room_wait_ms = await self._context.room.enter(
                     self._engine_id, message.handoff, len(self._tokens), self._sampling
                 )

@@ -14,6 +14,7 @@ from shared.engine.worker_config import WorkerSettings
 from shared.engine.worker_pages import PromptPages
 from shared.errors import ClusterError
 from shared.observe import metrics
+from shared.observe.log import get_logger
 from shared.room.growth import Need, growth_pages
 from shared.room.queue import Figures, RoomQueue
 from shared.wire.handoff import HandoffState
@@ -24,6 +25,7 @@ from shared.wire.requests import SamplingSpec
 LOOK_S = 0.25  # between two looks at the engine's pages
 LOOK_SOON_S = 0.02  # while somebody waits
 MOST_SHARE = 0.75  # of all pages: who may need more waits for no more
+_log = get_logger("worker.room")
 _NO_MEMORY = ("withdrawn", "released", "leased")  # states of pages that are not the engine's to have
 
 
@@ -86,6 +88,7 @@ class DecodeRoom:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(ttl_ms / 3000):
                         await event.wait()
+                self._admit()  # an engine that does not answer keeps nobody beyond its time
         finally:
             del self._begun[key]
         waited_ms = _now_ms() - began_ms
@@ -121,6 +124,10 @@ class DecodeRoom:
             try:
                 seen = await self._engine.room()
             except ClusterError:  # it died: others say so
+                seen = None
+            except Exception:  # noqa: BLE001  an engine that cannot count must not keep everybody waiting
+                if self._figures is not None:
+                    _log.error("room_unknown", exc_info=True)
                 seen = None
             space = await self._pages.space() if seen is not None else None
             self._note(seen, space)

@@ -68,6 +68,7 @@ class ScriptedGateway:
         sampling: SamplingSpec | None = None,
         traceparent: str = "",
         kv: KvPlan | None = None,
+        num_output_tokens: int = 0,
     ) -> None:
         """Send one Generate; greedy unless `sampling` says otherwise."""
         if stage == "prefill" and handoff_to is None:
@@ -83,6 +84,7 @@ class ScriptedGateway:
             deadline_ms=deadline_ms,
             traceparent=traceparent,
             kv=kv,
+            num_output_tokens=num_output_tokens,
         )
         self.link.send(message, [pack_tokens(prompt)] if raw is None else raw)
 

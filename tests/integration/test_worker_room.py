@@ -52,7 +52,11 @@ async def door(model_dir, **settings):
     rig = Rig(model_dir, pages, **settings)
     rig.seen = EngineRoom(unused=0, own=20, in_use=20, needs=[Need(20, 4)], answer_tokens=64)
 
+    rig.answers = asyncio.Event()
+    rig.answers.set()
+
     async def room():
+        await rig.answers.wait()
         if isinstance(rig.seen, Exception):
             raise rig.seen
         return rig.seen
@@ -124,9 +128,10 @@ async def test_who_leaves_while_it_waits_makes_place_for_the_next(model_dir):
         assert asked(pages) == ["h-small"]
 
 
-@pytest.mark.parametrize("why", ["its time", "idle", "died", "same pages", "off"])
+@pytest.mark.parametrize("why", ["its time", "idle", "died", "cannot count", "silent", "same pages", "off"])
 async def test_nobody_waits_for_ever_or_where_waiting_helps_nobody(model_dir, why):
-    settings = {"its time": {"handoff_room_ms": 100}, "off": {"handoff_room_ms": 0}}.get(why, {})
+    soon = {"handoff_room_ms": 100, "handoff_ttl_ms": 300}
+    settings = {"its time": soon, "silent": soon, "off": {"handoff_room_ms": 0}}.get(why, {})
     async with door(model_dir, **settings) as (rig, pages, gateway):
         pages.free = 7  # enough for the answer, not for the prompt
         await until(lambda: rig.room.now.free_blocks == 7)
@@ -135,8 +140,29 @@ async def test_nobody_waits_for_ever_or_where_waiting_helps_nobody(model_dir, wh
             rig.seen = EngineRoom(unused=0, own=20, in_use=20, needs=[], answer_tokens=64)
         elif why == "died":
             rig.seen = PeerGone("the engine died")
+        elif why == "cannot count":
+            rig.seen = RuntimeError("Call to quire_room method failed")
+        elif why == "silent":
+            rig.answers.clear()
         await gateway.end_of("a")
         assert asked(pages) == ["h-a"]
+
+
+@pytest.mark.parametrize(("num_made", "waits"), [(1, True), (5, False)])
+async def test_a_stream_that_lost_its_instance_waits_for_nobody(model_dir, num_made, waits):
+    """Its next token is due in gateway.resume_deadline_ms; of a first attempt, prefill alone has made one."""
+    async with door(model_dir) as (rig, pages, gateway):
+        handoff = HandoffState(
+            handoff_id=HandoffId("h-a"), source=InstanceId("prefill-0"), description=rig.engine.description,
+            valid_tokens=40, mode="continue", output_token_ids=[7],
+        )  # fmt: skip
+        gateway.generate(
+            "a", list(range(3, 43)), stage="decode", handoff=handoff, max_tokens=8, num_output_tokens=num_made
+        )
+        await until(lambda: pages.kept if waits else asked(pages))
+        assert (asked(pages), bool(pages.kept)) == (([], True) if waits else (["h-a"], False))
+        pages.free = 100
+        await gateway.end_of("a")
 
 
 async def test_pages_that_another_hosts_mempool_holds_are_waited_for_within_their_time(model_dir):

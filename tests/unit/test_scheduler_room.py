@@ -60,6 +60,30 @@ def test_with_no_room_in_decode_one_instance_that_has_it_runs_all_of_the_request
     assert "no decode instance has room in its pages" in placed.reason
 
 
+@pytest.mark.parametrize("policy", ["cost", "prompt_tree", "least_load", "session"])
+@pytest.mark.parametrize("wait_ms", [0, WAIT_MS])
+def test_a_full_decode_instance_beside_one_without_room_is_no_reason_to_refuse(policy, wait_ms):
+    """Policies without predictions run whole requests on prefill instances only where no decode instance lives."""
+    made = cluster({"p0": FREE, "d0": FREE, "d1": Room(100, 0, 40, 64)}, policy, wait_ms=wait_ms)
+    tell(made, {"d0": FREE}, 0, seq=2, num_running=10_000)
+    answer = made.place(place(tokens=320, max_tokens=64), now_ms=0)
+    if wait_ms:
+        assert isinstance(answer, Held)
+        tell(made, {"p0": FREE, "d0": FREE, "d1": FREE}, wait_ms, seq=3, num_running=10_000)
+        tell(made, {"d1": Room(100, 0, 40, 64), "p0": FREE}, wait_ms, seq=4)
+        (answer,) = made.serve_held(now_ms=wait_ms)
+    assert (answer.kind, answer.decode.instance) == ("disaggregated", "d1")
+    assert "without room in the pages" in answer.reason
+
+
+def test_who_comes_behind_one_that_left_does_not_wait_for_it():
+    made = cluster({"p0": FREE, "d0": Room(100, 0, 40, 64)}, disaggregation="always")
+    made.place(place("r0", tokens=320, max_tokens=64), now_ms=0)
+    made.ended(Ended(request_id="r0", attempt=1))
+    tell(made, {"d0": FREE}, 10, seq=2)
+    assert isinstance(made.place(place("r1", tokens=320, max_tokens=64), now_ms=20), Placed)
+
+
 def test_answers_are_as_long_as_the_instance_says_at_most_max_tokens():
     rooms = {"p0": None, "d0": Room(1_000, 20, 0, 64)}
     assert isinstance(cluster(rooms).place(place(tokens=320, max_tokens=4_000), now_ms=1), Placed)

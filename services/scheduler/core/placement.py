@@ -120,9 +120,12 @@ class Placer:
         if roomy.field is None and may_wait:
             return None
         why = roomy.why if roomy.field is not None else "; nobody has room in their pages"
-        if roomy.without:
-            wanted = [known for known in wanted if known.instance not in roomy.without]
-        answer = self._place_on(request, wanted, roomy.field or field)
+        left = [known for known in wanted if known.instance not in roomy.without] if roomy.without else wanted
+        answer = self._place_on(request, left, roomy.field or field)
+        if roomy.without and isinstance(answer, Rejected):  # a policy that uses none of those with room
+            if may_wait:
+                return None
+            answer, why = self._place_on(request, wanted, field), "; without room in the pages"
         if why and isinstance(answer, Placed):
             answer = structs.replace(answer, reason=f"{answer.reason.rstrip('.')}{why}.")
         return answer

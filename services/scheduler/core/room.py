@@ -117,7 +117,10 @@ class WaitingRoom:
 
     def has(self, model: str) -> bool:
         """Whether somebody waits before who comes now."""
-        return model in self._queues
+        queue = self._queues.get(model)
+        while queue and queue[0] not in self._held:  # it left
+            queue.popleft()
+        return bool(queue)
 
     def add(self, place: Place, *, now_ms: int) -> bool:
         """False: too many wait."""
