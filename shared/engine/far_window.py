@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Protocol
 
-from shared.mempool.rank_memory import PageSlabs
+from shared.mempool.rank_memory import FarUser, PageSlabs
 from shared.vmm.host_calls import FAILED, MAP_FIXED, MAP_FIXED_NOREPLACE, MAP_NORESERVE, libc
 
 _PROT_NONE = 0
@@ -20,18 +20,8 @@ _LOW_ADDRESS = 1 << 40  # above what drivers and libraries take
 _END_OF_ADDRESSES = 0x7FFF_FFFF_F000  # of a process
 
 
-class FarPlaces(Protocol):
-    """See shared.mempool.rank_memory.FarUser."""
-
-    def map(
-        self,
-        places: Sequence[int],
-        fds: Sequence[int],
-        offsets: Sequence[int],
-        slabs: PageSlabs | None = None,
-    ) -> None: ...
-
-    def unmap(self, places: Sequence[int]) -> None: ...
+class FarPlaces(FarUser, Protocol):
+    """Where a step finds them."""
 
     def block_of(self, block_id: int) -> int:
         """The block of the cache's tensor in which an engine's block id lies."""

@@ -105,9 +105,7 @@ class PageBlockPool(PoolEvents, SwapPages, BlockPool):
             owned = [self.own(block) for block in spare]
             self._forget(spare)
             self.quota.give_back(owned)
-            expected = self.num_expected
-            self._evict(count - len(spare))
-            self.num_expected = expected  # what is asked back is not replaced
+            self._evict(count - len(spare), is_replaced=False)
         self._evict(self.quota.take_uncache())
         numbers, pages = self.quota.take_vacates()
         if numbers:
@@ -128,9 +126,7 @@ class PageBlockPool(PoolEvents, SwapPages, BlockPool):
         for block in unused:
             self.free_block_queue.remove(block)
             self._maybe_evict_cached_block(block)
-        expected = self.num_expected
-        self._let_go(unused)
-        self.num_expected = expected
+        self._let_go(unused, is_replaced=False)
 
     def refill(self, wanted: int) -> None:
         """Let go of the least recently used cached blocks until `wanted` are in stock or on their way."""
@@ -144,7 +140,7 @@ class PageBlockPool(PoolEvents, SwapPages, BlockPool):
         """Unpinned pages were not replaced: another engine's part has grown, or somebody else pins them too."""
         self.num_expected = 0
 
-    def _evict(self, count: int) -> None:
+    def _evict(self, count: int, *, is_replaced: bool = True) -> None:
         """Drop cached blocks that no request uses; the mempool gets their pages back."""
         let_go: list[KVCacheBlock] = []
         for _ in range(min(count, self.free_block_queue.num_free_blocks)):
@@ -157,7 +153,7 @@ class PageBlockPool(PoolEvents, SwapPages, BlockPool):
                 self._to_stock(block)
             else:
                 let_go.append(block)
-        self._let_go(let_go)
+        self._let_go(let_go, is_replaced=is_replaced)
 
     def _forget(self, blocks: list[KVCacheBlock]) -> None:
         for block in blocks:
@@ -378,14 +374,14 @@ class PageBlockPool(PoolEvents, SwapPages, BlockPool):
         idle = [self.blocks[block_id] for block_id in done if not self.blocks[block_id].ref_cnt]
         self._let_go(idle)
 
-    def _let_go(self, blocks: list[KVCacheBlock]) -> None:
-        """Sealed blocks that nobody here uses: the mempool fills this engine's share up again."""
+    def _let_go(self, blocks: list[KVCacheBlock], *, is_replaced: bool = True) -> None:
+        """Sealed blocks that nobody here uses: the mempool fills this engine's share up again, unless it asked."""
         self.tell_removed()
         if blocks:
             owned = [self.own(block) for block in blocks]
             self._forget(blocks)
             self.quota.unpin(owned)
-            self.num_expected += len(blocks)
+            self.num_expected += len(blocks) if is_replaced else 0
             self._expected_until_s = self.clock() + EXPECT_S
 
     def _cancel_seal(self, block: KVCacheBlock) -> None:

@@ -29,9 +29,8 @@ EMPTY_FOLDERS = (
     "proc", "sys", "dev", "run", "root", "var/cache/apt/archives/partial", "var/lib/apt/lists/partial",
     "var/lib/dpkg/info", "var/lib/dpkg/updates", "var/log/apt",
 )  # fmt: skip
-LEFT_OUT = re.compile(
-    r"/usr/share/(doc|man|locale|info|lintian)/|/(var/)?tmp$"
-)  # the last two: special_members()
+# /tmp and /var/tmp are special_members()
+LEFT_OUT = re.compile(r"/usr/share/(doc|man|locale|info|lintian)/|/(var/)?tmp$")
 MERGED_TOPS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links into /usr
 PATH_VARIABLE = "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 

@@ -154,13 +154,13 @@ class Engines:
         over = {c: e.num_pages - self.cap(e) for c, e in self.attached.items()}
         return {connection: count for connection, count in over.items() if count > 0}
 
-    def keep(self, engine: Engine, entry: Entry, *, is_new: bool) -> None:
-        """The engine uses this sealed page. `is_new`: it was indexed just now; else another page of the block is."""
+    def keep(self, engine: Engine, entry: Entry) -> None:
+        """The engine uses this sealed page. An entry that is not indexed is a twin: another page of its block is."""
         engine.pinned[entry.page] = entry
-        if is_new:
-            self._index.pin([entry])
-        else:
+        if entry.branch is None:
             self._index.twins.add(entry, engine.pinned, self._index.get(entry.block_hash))
+        else:
+            self._index.pin([entry])
 
     def unpin(self, engine: Engine, page: PageId) -> None:
         """The engine uses this sealed page no more. Unindexed, it is free."""

@@ -258,10 +258,8 @@ class Far:
             self.counters["far_maps_failed"] += len(asked.items)
             self._ask_to_unmap(user, [place for _, place in asked.items])
             return
-        for position, place in asked.items:
-            job.found[position] = (
-                place  # "mapped" when the engine is told: what it does not know it cannot drop
-            )
+        # "mapped" when the engine is told: what it does not know it cannot drop
+        job.found.update(asked.items)
 
     def _drop(self, user: User, places: Sequence[int]) -> None:
         mine = [

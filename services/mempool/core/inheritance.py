@@ -115,14 +115,14 @@ class Inheritance:
             self._table.apply(page, PageEvent.CLAIMED)
             self._table.apply(page, PageEvent.SEAL)
         if (known := self._by_page.get(page)) is not None:
-            self._engines.keep(engine, known, is_new=True)
+            self._engines.keep(engine, known)
             return None
         self._nameless.discard(page)
         entry = Entry(block.block_hash, block.parent, page, block.valid_tokens)
         is_new = self._index.insert(entry)
         if is_new:
             self._by_page[page] = entry
-        self._engines.keep(engine, entry, is_new=is_new)
+        self._engines.keep(engine, entry)
         return entry if is_new else None
 
     def _confirm(

@@ -170,7 +170,7 @@ class Pool(Lifetimes):
             engine.held.remove(page)
             if engine.works_in_pages:
                 memory.table.apply(page, PageEvent.SEAL)
-                memory.engines.keep(engine, entry, is_new=is_new)
+                memory.engines.keep(engine, entry)
                 continue
             if is_new:
                 memory.table.apply(page, PageEvent.SEAL)

@@ -116,7 +116,7 @@ class Swaps:
             if place is None or len(job.waiting) + len(job.arrived) == len(given):
                 continue
             if place[0] is pool and place[1].page not in engine.pinned:  # still where it was: no byte moves
-                memory.engines.keep(engine, place[1], is_new=True)
+                memory.engines.keep(engine, place[1])
                 job.arrived[position] = place[1].page
                 job.came["here"] += 1
                 continue
@@ -341,7 +341,7 @@ class Swaps:
             pool.memory.table.apply(entry.page, PageEvent.SEAL)
             if is_new:
                 pool.note(entry)
-            pool.memory.engines.keep(engine, entry, is_new=is_new)
+            pool.memory.engines.keep(engine, entry)
             job.arrived[position] = entry.page
             job.came["peer" if place.is_loan else "dram" if place.is_dram else "here"] += 1
 

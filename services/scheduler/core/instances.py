@@ -63,9 +63,7 @@ class Fading:
         return 1.0 + (_correction(said) - 1.0) * faded
 
 
-PoolKey = tuple[
-    str, int, str
-]  # a mempool, for the instances whose KV is alike: family, boot generation, address
+PoolKey = tuple[str, int, str]  # a mempool, for those whose KV is alike: family, boot generation, address
 SpaceKey = tuple[str, int, str, int]  # a space of it
 
 
