@@ -30,6 +30,10 @@ class SmallPages(FakePages):
         self.free = 0
         self.kept = []
 
+    async def acquire(self, hashes, **options):
+        self.free = max(0, self.free - len(hashes))
+        return await super().acquire(hashes, **options)
+
     def keep_handoff(self, handoff_id, ttl_ms):
         self.kept.append(handoff_id)
 

@@ -98,7 +98,7 @@ async def test_what_a_part_has_no_time_for_is_given_up_and_missing():
         finally:
             ended.append(name)
 
-    offline, _ = await requests(stream, options(limit_s=0.05))
+    offline, _ = await requests(stream, options(limit_s=1.0))
     late = offline["asked"] - len(offline["requests"])
     assert 0 < late < offline["asked"]
     assert sum(name.startswith("offline") for name in ended) == offline["asked"]

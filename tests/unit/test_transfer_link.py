@@ -51,12 +51,13 @@ class FakeLink(BaseLink):
         self.refuse: Exception | None = None
         self.cuts = 0
         self.finish_at_once = False
+        self.still_writes = False  # what every attempt begins with
 
     def _begin(self, source, target, pieces, deadline_s):
         if self.refuse is not None:
             raise self.refuse
         attempt = FakeAttempt()
-        attempt.done = self.finish_at_once
+        attempt.done, attempt.still_writes = self.finish_at_once, self.still_writes
         self.attempts.append(attempt)
         return attempt
 
@@ -111,8 +112,8 @@ def test_a_finished_transfer_gives_its_pages_back(rig):
 
 
 def test_at_the_deadline_pages_that_may_still_be_written_are_quarantined_until_they_settle(rig):
+    rig.still_writes = True
     future = pull(rig, timeout_ms=30)
-    attempt_of(rig).still_writes = True
     with pytest.raises(TransferTimeout) as caught:
         future.result(30)
     assert caught.value.quarantined == (1, 2)
