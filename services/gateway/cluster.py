@@ -137,7 +137,8 @@ class Cluster:
     def _link(self, endpoint: str) -> WorkerLink[Call]:
         link = self._links.get(endpoint)
         if link is None:
-            link = WorkerLink(endpoint, on_message=self._from_worker, on_down=self._worker_down)
+            hear, lose = self._from_worker, self._worker_down
+            link = WorkerLink(endpoint, self.limits.worker_silent_ms, on_message=hear, on_down=lose)
             self._links[endpoint] = link
         return link
 

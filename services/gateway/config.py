@@ -56,6 +56,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     request_deadline_ms: int = 600_000
     # a begun stream that lost its instance: to its next token, else one error event
     resume_deadline_ms: int = 1_800
+    worker_silent_ms: int = 1_500  # a worker that answers no heartbeat for so long is lost
     # attempts that are placed again when an instance fails, per process: this share of the requests, ...
     retry_share: float = 0.2
     retry_floor_per_s: float = 5.0  # ... and so many a second, ...
@@ -84,9 +85,9 @@ def _check(found: GatewaySettings) -> None:
     split_listen(found.listen)
     for name in (
         "processes", "max_body_bytes", "max_header_bytes", "max_concurrent_requests", "placement_deadline_ms",
-        "place_reply_ms", "request_deadline_ms", "resume_deadline_ms", "header_timeout_ms", "body_idle_timeout_ms",
-        "tree_lookup_deadline_ms", "tree_cache_age_ms", "membership_interval_ms", "keep_alive_timeout_ms",
-        "slow_reader_bytes",
+        "place_reply_ms", "request_deadline_ms", "resume_deadline_ms", "worker_silent_ms", "header_timeout_ms",
+        "body_idle_timeout_ms", "tree_lookup_deadline_ms", "tree_cache_age_ms", "membership_interval_ms",
+        "keep_alive_timeout_ms", "slow_reader_bytes",
     ):  # fmt: skip
         if getattr(found, name) < 1:
             raise SettingsError(f"setting gateway.{name}: {getattr(found, name)} must be at least 1")

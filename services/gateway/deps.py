@@ -48,6 +48,7 @@ class Gateway:
             place_reply_ms=settings.place_reply_ms,
             request_deadline_ms=settings.request_deadline_ms,
             resume_deadline_ms=settings.resume_deadline_ms,
+            worker_silent_ms=settings.worker_silent_ms,
         )
         budget = RetryBudget(settings.retry_share, settings.retry_floor_per_s, settings.retry_burst)
         self.cluster = Cluster(

@@ -8,6 +8,7 @@ from shared.errors import Overloaded, PeerGone
 from shared.ids import Epoch
 from shared.observe.log import get_logger
 from shared.transport.zmq_channel import DealerLink
+from shared.transport.zmtp_peer import HEARTBEAT_TIMEOUT_MS
 from shared.wire.requests import TO_GATEWAY, TO_WORKER, GatewayToWorker, WorkerToGateway
 
 FIRST_CONNECT_MS = 1_000  # how long messages wait for a process that this link never reached
@@ -20,12 +21,15 @@ C = TypeVar("C", bound=Hashable)
 class WorkerLink(Generic[C]):
     """Sends to one worker; knows which calls are lost when it goes.
 
-    Args: on_down: gets the endpoint and the calls that were registered; runs on the loop.
+    Args:
+        silent_ms: a worker that answers no heartbeat for so long is lost.
+        on_down: gets the endpoint and the calls that were registered; runs on the loop.
     """
 
     def __init__(
         self,
         endpoint: str,
+        silent_ms: int = HEARTBEAT_TIMEOUT_MS,
         *,
         on_message: Callable[[int, WorkerToGateway, list[bytes]], None],
         on_down: Callable[[str, list[C]], None],
@@ -44,6 +48,7 @@ class WorkerLink(Generic[C]):
             on_message=on_message,
             on_up=self._up,
             on_down=self._down,
+            silent_ms=silent_ms,
         )
         self._link.open()
 

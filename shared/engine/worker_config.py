@@ -109,6 +109,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     handoff_room_ms: int = 60_000
     lease_ttl_ms: int = 30_000
     hello_timeout_ms: int = 2_000
+    gateway_silent_ms: int = 1_500  # a gateway that answers no heartbeat for so long is lost
 
     mock_prefill_tokens_per_s: float = 50_000.0
     mock_step_ms: float = 10.0  # one decode step, whatever the batch
@@ -124,7 +125,8 @@ _POSITIVE = (
     "threads", "fair_slice_steps", "fair_quantum_tokens", "fair_patience_slices", "fair_chunk_tokens",
     "block_tokens", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size",
     "max_inflight", "max_deadline_ms", "report_interval_ms", "acquire_timeout_ms", "fetch_wait_ms", "handoff_wait_ms",
-    "handoff_ttl_ms", "lease_ttl_ms", "hello_timeout_ms", "mock_prefill_tokens_per_s", "mock_kv_blocks",
+    "handoff_ttl_ms", "lease_ttl_ms", "hello_timeout_ms", "gateway_silent_ms", "mock_prefill_tokens_per_s",
+    "mock_kv_blocks",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "max_model_len", "kv_cache_bytes", "gpu_memory_utilization", "drain_deadline_ms", "mock_step_ms",

@@ -11,6 +11,7 @@ from shared.ids import Epoch, RequestId
 from shared.observe import metrics
 from shared.observe.log import get_logger
 from shared.transport.zmq_channel import RouterServer
+from shared.transport.zmtp_peer import HEARTBEAT_TIMEOUT_MS
 from shared.wire.requests import (
     ALIVE_TIMEOUT_MS,
     TO_GATEWAY,
@@ -33,10 +34,18 @@ Key = tuple[bytes, RequestId, int]  # connection, request, attempt
 class WorkerFront:
     """Owns the listening socket and the attempts. Used only from the loop.
 
-    Args: on_change: the load changed (an attempt began or ended).
+    Args:
+        on_change: the load changed (an attempt began or ended).
+        silent_ms: a gateway that answers no heartbeat for so long is lost.
     """
 
-    def __init__(self, listen: str, limits: WorkerLimits, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        listen: str,
+        limits: WorkerLimits,
+        on_change: Callable[[], None],
+        silent_ms: int = HEARTBEAT_TIMEOUT_MS,
+    ) -> None:
         self.epoch = Epoch(0)
         self.draining = False
         self.num_accepted = 0
@@ -53,6 +62,7 @@ class WorkerFront:
             out=TO_GATEWAY,
             on_message=self._on_message,
             on_malformed=self._on_malformed,
+            silent_ms=silent_ms,
         )
         self.outbox = Outbox(self._router.send, self._on_lost)
         self._refused = metrics.counter("quire_worker_refused_total", "Generate messages refused.", ("code",))

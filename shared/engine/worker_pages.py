@@ -245,6 +245,7 @@ class PromptPages:
                     until_release=self._kept,
                     source_mempool=source_mempool,
                     own_space_only=own_space_only,
+                    timeout_ms=limit_ms + _REPLY_MARGIN_MS,  # ours is the one that ends it
                 )
             lease = self._lease(got, hashes, valid_tokens)
         except (ClusterError, TimeoutError, ValueError) as error:

@@ -100,7 +100,9 @@ class WorkerShell:
             on_served=engine.served_elsewhere,
             room=lambda: self.room.now,
         )
-        self.front = WorkerFront(settings.listen, limits, self.reports.report_soon)
+        self.front = WorkerFront(
+            settings.listen, limits, self.reports.report_soon, settings.gateway_silent_ms
+        )
         pool = pages if engine.uses_pool else None
         self.pages = PromptPages(pool, engine.description, settings, kept=engine.keeps_leases)
         self.room = DecodeRoom(engine, self.pages, settings)

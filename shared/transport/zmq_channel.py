@@ -3,7 +3,7 @@
 They speak ZeroMQ's protocol themselves (zmtp.py, zmtp_peer.py): a message is one write by its sender's loop and
 one read by its receiver's, without libzmq's threads between. libzmq's own sockets may stand at the other end. Sends
 never wait: a full or lost link is an exception that the caller turns into its answer. A peer that dies closes its
-connection (noticed at once); one that freezes misses heartbeats (noticed within 2 s).
+connection (noticed at once); one that freezes misses heartbeats (noticed within silent_ms and half a second).
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 from shared.errors import Overloaded, PeerGone, PeerProtocolError, PeerTimeout, SettingsError
-from shared.transport.zmtp_peer import ZmtpPeer
+from shared.transport.zmtp_peer import HEARTBEAT_TIMEOUT_MS, ZmtpPeer
 from shared.wire.codec import Channel
 
 HIGH_WATER_MESSAGES = 10_000
@@ -62,6 +62,7 @@ class DealerLink(Generic[Out, In]):
         on_down: Callable[[], None] | None = None,
         on_up: Callable[[], None] | None = None,
         high_water: int = HIGH_WATER_MESSAGES,
+        silent_ms: int = HEARTBEAT_TIMEOUT_MS,
     ) -> None:
         self.endpoint = endpoint
         self.up = False
@@ -72,6 +73,7 @@ class DealerLink(Generic[Out, In]):
         self._on_down = on_down
         self._on_up = on_up
         self._high_water = high_water
+        self._silent_ms = silent_ms
         self._seq = 0
         self._peer: ZmtpPeer | None = None
         self._task: asyncio.Task[None] | None = None
@@ -132,6 +134,7 @@ class DealerLink(Generic[Out, In]):
             on_up=self._handle_up,
             on_frames=self._handle_frames,
             on_lost=self._handle_lost,
+            silent_ms=self._silent_ms,
         )
 
     def send(self, message: Out, raw: Sequence[bytes] = (), *, more: bool = False) -> int:
@@ -196,6 +199,7 @@ class RouterServer(Generic[In, Out]):
         on_malformed: Callable[[bytes, PeerProtocolError], None] | None = None,
         on_lost: Callable[[bytes], None] | None = None,
         high_water: int = HIGH_WATER_MESSAGES,
+        silent_ms: int = HEARTBEAT_TIMEOUT_MS,
     ) -> None:
         self.address = address  # after start(): the real one, also when port 0 was asked for
         self.num_malformed = 0
@@ -205,6 +209,7 @@ class RouterServer(Generic[In, Out]):
         self._on_malformed = on_malformed
         self._on_lost = on_lost
         self._high_water = high_water
+        self._silent_ms = silent_ms
         self._seq = 0
         self._server: asyncio.AbstractServer | None = None
         self._file: tuple[str, int] | None = None  # path and inode of a unix socket
@@ -240,6 +245,7 @@ class RouterServer(Generic[In, Out]):
             on_up=self._handle_up,
             on_frames=self._handle_frames,
             on_lost=self._handle_lost,
+            silent_ms=self._silent_ms,
         )
         self._strangers.add(peer)
         return peer

@@ -25,7 +25,8 @@ _PARTNERS = {b"DEALER": (b"ROUTER", b"DEALER"), b"ROUTER": (b"DEALER", b"ROUTER"
 
 class ZmtpPeer(asyncio.Protocol):
     """Callbacks run on the loop: on_up(peer) after the handshake, on_frames(peer, frames), on_lost(peer) once,
-    also when the handshake failed. An exception of on_frames goes to the loop; the next messages follow.
+    also when the handshake failed. An exception of on_frames goes to the loop; the next messages follow. A peer that
+    says nothing for silent_ms, not even the answer to a heartbeat, is lost.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class ZmtpPeer(asyncio.Protocol):
         on_up: Callable[["ZmtpPeer"], None],
         on_frames: Callable[["ZmtpPeer", list[bytes]], None],
         on_lost: Callable[["ZmtpPeer"], None],
+        silent_ms: int = HEARTBEAT_TIMEOUT_MS,
     ) -> None:
         self.up = False
         self.identity = b""  # given by a router
@@ -44,6 +46,7 @@ class ZmtpPeer(asyncio.Protocol):
         self._on_up = on_up
         self._on_frames = on_frames
         self._on_lost = on_lost
+        self._silent_ms = silent_ms
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._greeting: bytes | None = b""  # None: it was right
@@ -193,11 +196,11 @@ class ZmtpPeer(asyncio.Protocol):
         if now_s - self._beat_s > 2 * HEARTBEAT_INTERVAL_MS / 1000:
             self._heard_s = now_s  # this loop stood still: what the peer sent meanwhile is not read yet
         self._beat_s = now_s
-        if now_s - self._heard_s >= HEARTBEAT_TIMEOUT_MS / 1000:
+        if now_s - self._heard_s >= self._silent_ms / 1000:
             self.close()
             return
         self._timer = self._loop.call_later(HEARTBEAT_INTERVAL_MS / 1000, self._beat)
-        self._send_command(zmtp.ping(HEARTBEAT_TIMEOUT_MS))
+        self._send_command(zmtp.ping(self._silent_ms))
 
     def _send_command(self, command: bytes) -> None:
         """Messages are only ever written whole, so a command may stand before those that wait."""

@@ -29,7 +29,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     flags = ("--set", "dtype=float32", "--set", "kv_space=own")
-    with LocalCluster(tmp_path_factory.mktemp("own") / "home", *flags) as cluster:
+    env = {"QUIRE_WORKER_FETCH_WAIT_MS": "10000"}  # what is fetched comes, however busy the machine is
+    with LocalCluster(tmp_path_factory.mktemp("own") / "home", *flags, env=env) as cluster:
         yield cluster
 
 

@@ -27,6 +27,7 @@ from tests.integration.test_exactness import (
     complete,
     stage,
 )
+from tests.support import patience
 
 FIRST = [
     "greedy-5", "greedy-64", "greedy-257", "greedy-1500", "seeded-100", "logprobs-greedy", "json-schema",
@@ -58,11 +59,13 @@ def pools(hosts, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(pools, tmp_path_factory):
-    flags = {
-        "worker": ["--dtype", "float32", "--threads", "1", "--kv-cache-bytes", str(64 << 20)],
-        "prefill-0": ["--mempool-socket", str(pools[0].socket)],
-        "decode-0": ["--mempool-socket", str(pools[1].socket)],
-    }
+    flags = patience.flags(
+        {
+            "worker": ["--dtype", "float32", "--threads", "1", "--kv-cache-bytes", str(64 << 20)],
+            "prefill-0": ["--mempool-socket", str(pools[0].socket)],
+            "decode-0": ["--mempool-socket", str(pools[1].socket)],
+        }
+    )
     with Cluster(MODEL, log_dir=tmp_path_factory.mktemp("two"), engine="vllm", flags=flags) as running:
         yield running
 

@@ -17,6 +17,7 @@ from loadtest.registry import ROOT
 from loadtest.workloads.catalogue import Options, build
 from loadtest.workloads.request import scaled
 from shared.testing.cluster import Cluster
+from tests.support import patience
 
 MODEL = Path(__file__).parents[2] / "deploy" / "models" / "quire-demo"
 STEP_MS = 5.0
@@ -24,7 +25,7 @@ STEP_MS = 5.0
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    flags = {"worker": ["--mock-step-ms", "4"], "prefill": [], "decode": []}
+    flags = patience.flags({"worker": ["--mock-step-ms", "4"]})
     with Cluster(MODEL, log_dir=tmp_path_factory.mktemp("cluster"), num_prefill=2, flags=flags) as found:
         yield found
 

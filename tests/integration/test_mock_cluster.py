@@ -13,9 +13,11 @@ from tokenizers import Tokenizer
 from shared.observe.span_record import REQUEST_ID, SpanRecord
 from shared.testing.cluster import Cluster
 from shared.testing.mock_tokens import MockVocabulary
+from tests.support import patience
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "models" / "quire-demo"
 NUM_TOKENS = 1_500  # three seconds at least: whoever reads the first ones is in time to kill the worker
+FLAGS = patience.flags({"worker": ["--mock-step-ms", "2"], "gateway": ["--resume-deadline-ms", "20000"]})
 PROMPT = "The list type has these methods. " * 12
 
 
@@ -24,7 +26,7 @@ def cluster(tmp_path):
     model = tmp_path / "model"
     shutil.copytree(DEMO, model, ignore=shutil.ignore_patterns("*.safetensors"))  # the mock needs no weights
     logs = tmp_path / "logs"
-    with Cluster(model, log_dir=logs, flags={"worker": ["--mock-step-ms", "2"]}) as running:
+    with Cluster(model, log_dir=logs, flags=FLAGS) as running:
         yield running
 
 

@@ -9,12 +9,15 @@ import httpx
 import pytest
 
 from shared.testing.cluster import Cluster
+from tests.support import patience
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "models" / "quire-demo"
-FLAGS = {
-    "worker": ["--mock-step-ms", "2", "--mock-prefill-tokens-per-s", "5000"],
-    "scheduler": ["--disaggregation", "auto"],
-}
+FLAGS = patience.flags(
+    {
+        "worker": ["--mock-step-ms", "2", "--mock-prefill-tokens-per-s", "5000"],
+        "scheduler": ["--disaggregation", "auto"],
+    }
+)
 
 
 def ask(cluster, prompt, max_tokens=4):

@@ -15,6 +15,7 @@ import zmq
 
 from shared.errors import Overloaded, PeerGone, PeerTimeout, SettingsError
 from shared.transport.zmq_channel import DealerLink, RouterServer
+from shared.transport.zmtp_peer import ZmtpPeer
 from tests.support.ask_answer import ANSWER, ASK, Answer, Ask, until
 from tests.support.quickest import quickest_s
 
@@ -345,6 +346,39 @@ async def test_a_frozen_peer_is_noticed_within_2_s_and_heard_again_when_it_wakes
     link.send(Ask(7))
     await until(lambda: got)
     assert got[-1][1] == Answer(7)
+
+
+async def test_a_frozen_peer_is_kept_for_as_long_as_the_link_is_told_to(opened, child):
+    process, address = child
+    downs, got = [], []
+    link = dial(opened, address, got, on_down=lambda: downs.append(1), silent_ms=60_000)
+    await link.connect(30_000)
+    process.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(2.5)  # more than a link has without being told
+    link.send(Ask(7))
+    process.send_signal(signal.SIGCONT)
+    await until(lambda: got)
+    assert got == [(0, Answer(7), [])]
+    assert not downs
+
+
+@pytest.mark.parametrize(("silent_ms", "is_kept"), [(1_000, False), (60_000, True)])
+async def test_a_server_keeps_a_silent_peer_for_as_long_as_it_is_told_to(
+    opened, monkeypatch, silent_ms, is_kept
+):
+    lost = []
+    server = await serve(opened, on_lost=lost.append, silent_ms=silent_ms)
+    got = []
+    link = dial(opened, server.address, got, silent_ms=60_000)
+    await link.connect()
+    monkeypatch.setattr(ZmtpPeer, "_send_command", lambda *_: None)  # no heartbeats, no answers to any
+    if is_kept:
+        await asyncio.sleep(2.5)
+        link.send(Ask(1))
+        await until(lambda: got)
+        assert not lost
+    else:
+        await until(lambda: lost)
 
 
 async def test_what_waits_for_a_peer_that_does_not_read_is_bounded(opened, child):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import signal
 import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from shared.engine.worker_config import WorkerSettings
 from shared.engine.worker_front import WorkerFront
 from shared.engine.worker_pages import PromptPages
 from shared.ids import Epoch, InstanceId
+from shared.kv.block_hash import chain_seed, pack_tokens
 from shared.mempool.client import MempoolClient
 from shared.testing.mock_engine import MockEngine
 from shared.testing.processes import ServiceProcess, free_ports
@@ -53,7 +55,7 @@ def pool(tmp_path):
 class Side:
     """One worker without its process."""
 
-    def __init__(self, model_dir, socket, instance):
+    def __init__(self, model_dir, socket, instance, **settings):
         self.settings = WorkerSettings(
             engine="mock",
             model_dir=model_dir,
@@ -62,6 +64,7 @@ class Side:
             mempool_socket=socket,
             mock_step_ms=1.0,
             block_tokens=4,
+            **settings,
         )
         self.engine = MockEngine(self.settings)
         self.client = MempoolClient(socket, InstanceId(instance))
@@ -94,8 +97,8 @@ class Side:
 
 
 @asynccontextmanager
-async def sides(model_dir, socket):
-    made = [Side(model_dir, socket, name) for name in ("prefill-0", "decode-0")]
+async def sides(model_dir, socket, **settings):
+    made = [Side(model_dir, socket, name, **settings) for name in ("prefill-0", "decode-0")]
     try:
         ends = [await side.start() for side in made]
         async with ScriptedGateway(ends[0], EPOCH) as prefill, ScriptedGateway(ends[1], EPOCH) as decode:
@@ -148,3 +151,22 @@ async def test_requests_go_on_while_the_pool_is_killed_and_use_its_successor(mod
         _, receipt, output = await disaggregated(prefill, decode, "c", [8, *prompt])
         assert receipt.blocks_moved == 11
         assert output == made[0].engine.vocabulary.tokens([8, *prompt], 6)
+
+
+async def test_a_worker_waits_for_the_pools_answer_as_long_as_it_is_told_to(model_dir, pool):
+    """The client's own second used to end it."""
+    process, socket = pool
+    async with sides(model_dir, socket, acquire_timeout_ms=60_000) as (made, prefill, decode):
+        prompt = list(range(3, 45))
+        await disaggregated(prefill, decode, "a", prompt)
+        pages, seed = made[1].pages, chain_seed(made[1].engine.description.fingerprint, "")
+        process.process.send_signal(signal.SIGSTOP)
+        try:
+            asked = asyncio.create_task(pages.for_prompt(seed, pack_tokens(prompt), ""))
+            await asyncio.sleep(1.5)
+            assert not asked.done()
+        finally:
+            process.process.send_signal(signal.SIGCONT)
+        lease = await asked
+        assert lease is not None
+        pages.release(lease.lease_id)

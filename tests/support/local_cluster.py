@@ -14,6 +14,7 @@ import httpx
 
 from deploy.local.ports import is_free
 from deploy.local.services_table import Ports
+from tests.support import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,11 +46,11 @@ class LocalCluster:
         self.flags = ["--port", str(self.base + 90), "--base-port", str(self.base), *flags]
         clean = {k: v for k, v in os.environ.items() if not k.startswith("QUIRE_")}
         # hand-offs are what most tests are about, whatever is predicted to be cheaper, and however long other tests
-        # keep a worker from the machine's cores
+        # keep a worker or the mempool from the machine's cores
         pairs = {
             "QUIRE_SCHEDULER_DISAGGREGATION": "always",
-            "QUIRE_SCHEDULER_DEAD_AFTER_MS": "5000",
             "QUIRE_WORKER_CALIBRATE": "off",
+            **patience.environment(),
         }
         if {"topology=disaggregated", "disaggregated"} & set(flags):  # which says so itself
             del pairs["QUIRE_SCHEDULER_DISAGGREGATION"]

@@ -48,6 +48,7 @@ class Limits:
     place_reply_ms: int = 1_000
     request_deadline_ms: int = 600_000
     resume_deadline_ms: int = 1_800  # of a begun stream, from the loss of its instance to its next token
+    worker_silent_ms: int = 1_500  # an instance that answers no heartbeat for so long is lost
 
 
 class SendPlace(Struct, frozen=True):

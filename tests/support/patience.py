@@ -1,0 +1,31 @@
+"""Time limits for a machine on which any process may get no core for seconds, for tests whose claim they are not."""
+
+from collections.abc import Mapping, Sequence
+
+MS = 5_000
+LIMITS_MS: dict[str, dict[str, int]] = {
+    "coordinator": {"ttl_ms": MS},
+    "scheduler": {"dead_after_ms": MS},
+    "gateway": {"worker_silent_ms": MS, "place_reply_ms": MS},
+    "worker": {"gateway_silent_ms": MS, "acquire_timeout_ms": MS},
+}
+
+
+def environment() -> dict[str, str]:
+    """Variables of `quire up`."""
+    return {
+        f"QUIRE_{section}_{name}".upper(): str(value)
+        for section, limits in LIMITS_MS.items()
+        for name, value in limits.items()
+    }
+
+
+def flags(more: Mapping[str, Sequence[str]] | None = None) -> dict[str, list[str]]:
+    """Of shared.testing.cluster.Cluster: by section, `more` behind them."""
+    found = {
+        section: [word for name, ms in limits.items() for word in (f"--{name.replace('_', '-')}", str(ms))]
+        for section, limits in LIMITS_MS.items()
+    }
+    for section, words in (more or {}).items():
+        found[section] = [*found.get(section, []), *words]
+    return found
