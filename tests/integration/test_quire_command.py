@@ -28,7 +28,8 @@ class Shell:
     def __init__(self, home: Path) -> None:
         self.home = home
         self.env = {k: v for k, v in os.environ.items() if not k.startswith("QUIRE_")}
-        self.env |= {"QUIRE_HOME": str(home), "COLUMNS": "200"}
+        # a hand-off is expected, however long others keep a worker from the machine's cores
+        self.env |= {"QUIRE_HOME": str(home), "COLUMNS": "200", "QUIRE_SCHEDULER_DEAD_AFTER_MS": "5000"}
 
     def __call__(self, *words, env=None, code=0):
         done = subprocess.run(

@@ -81,16 +81,25 @@ def pulled_while_flapping(hosts, ends):
         flapping.join()
 
 
-def test_a_short_partition_quarantines_the_pages_until_it_heals(hosts, ends):
-    hosts.partition()
-    answer = ends.order("pull", source=SOURCE, target=TARGET, timeout_ms=500)
-    assert answer["error"] == "transfer.timeout"
-    assert answer["quarantined"] == sorted(TARGET)
-    assert 0.4 < answer["seconds"] < 5
-    assert ends.order("state")["quarantined"] == sorted(TARGET)
-    hosts.heal()
-    assert until_settled(ends, 60)["settled"] == sorted(TARGET)
-    assert ends.order("pull", source=SOURCE, target=TARGET)["right"]
+def test_a_short_partition_quarantines_the_pages_until_it_heals(hosts):
+    """A busy machine may make it one that is longer than TCP's patience (3 s), but not each time."""
+    for _ in range(5):
+        with joined(hosts) as ends:
+            begun = time.monotonic()
+            hosts.partition()
+            answer = ends.order("pull", source=SOURCE, target=TARGET, timeout_ms=500)
+            state = ends.order("state")
+            hosts.heal()
+            lasted_s = time.monotonic() - begun
+            assert answer["error"] == "transfer.timeout"
+            settled = until_settled(ends, 60)["settled"]
+            if lasted_s > 2:
+                continue
+            assert answer["quarantined"] == state["quarantined"] == settled == sorted(TARGET)
+            assert answer["seconds"] > 0.4
+            assert ends.order("pull", source=SOURCE, target=TARGET)["right"]
+            return
+    raise AssertionError(f"no partition was short: {lasted_s} s")
 
 
 def test_a_long_partition_is_noticed_by_the_source_and_the_pages_come_back(hosts, ends):
