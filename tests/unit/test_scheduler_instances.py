@@ -35,10 +35,24 @@ def test_a_scheduler_that_stood_still_takes_nobody_for_dead_because_of_it():
     assert names(instances, 6_000) == {"p0", "d0"}
     for now_ms in range(6_100, 6_600, 100):
         instances.attend(now_ms=now_ms)
-    assert names(instances, 6_499) == {"p0", "d0"}
-    assert names(instances, 6_500) == {"d0"}, "its silence before the pause and after it counts"
+    assert names(instances, 6_399) == {"p0", "d0"}
+    assert names(instances, 6_400) == {"d0"}, "its silence before the pause and after it counts"
     instances.attend(now_ms=30_000)
     assert names(instances, 30_000) == {"d0"}, "who was dead before a pause is dead after it"
+
+
+def test_a_scheduler_that_stands_still_at_every_turn_sees_who_is_dead():
+    """A machine with far too much to do: what was unread at one turn has been read by the next ones."""
+    instances = Instances()
+    for name in ("p0", "d0"):
+        instances.hello(hello(name), now_ms=0)
+    for turn in range(15):
+        instances.attend(now_ms=turn * 400)
+        instances.report(report("d0", seq=turn), now_ms=turn * 400)
+        assert names(instances, turn * 400) == {"p0", "d0"}
+    instances.attend(now_ms=6_000)
+    assert names(instances, 6_000) == {"d0"}
+    assert [known.instance for known in instances.tick(now_ms=6_000)] == ["p0"]
 
 
 def test_a_death_is_told_once_and_a_late_report_revives():

@@ -30,6 +30,7 @@ MAX_REMEMBERED_EPOCHS = 10_000
 CORRECTIONS = (0.1, 10.0)  # what a worker may say of its own model
 CORRECTION_HALF_LIFE_MS = 10_000
 AWAY_AFTER_MS = 300  # between two attend(): three of the shell's ticks
+AWAY_COUNTS_MS = 100  # of a longer time, as one tick: who stands still at every turn has to see the dead, too
 
 _model_of = lru_cache(maxsize=1_024)(CostModel)  # equal coefficients, one model
 
@@ -229,14 +230,14 @@ class Instances:
         """This process runs now; before each message and each tick. Cost: O(1) unless it has stood still.
 
         Reports that came while it stood (a paused machine, one with too much to do) may still lie unread behind the
-        message it reads now, so that time is nobody's silence.
+        message it reads now, so that time is nobody's silence, but for AWAY_COUNTS_MS of it.
         """
         last_ms, self._attended_ms = self._attended_ms, now_ms
         if last_ms is None or now_ms - last_ms < AWAY_AFTER_MS:
             return
         for known in self._known.values():
             if last_ms - known.seen_at_ms < self.limits.dead_after_ms:
-                known.seen_at_ms += now_ms - last_ms
+                known.seen_at_ms += now_ms - last_ms - AWAY_COUNTS_MS
         self._live_until_ms = 0
 
     def goodbye(self, goodbye: Goodbye) -> bool:
