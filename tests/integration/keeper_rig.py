@@ -49,7 +49,7 @@ class KeeperProcess:
         until(lambda: "keeper_listening" in self.log.read_text(), "the keeper listens", 60)
 
     def client(self, generation: int, **more) -> KeeperClient:
-        client = KeeperClient(self.socket, Epoch(generation), **more)
+        client = KeeperClient(self.socket, Epoch(generation), **{"timeout_ms": 30_000} | more)
         client.connect()
         self._clients.append(client)
         return client

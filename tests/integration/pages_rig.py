@@ -97,7 +97,7 @@ class PagesEngine:
     def acquire(self, hashes: list[BlockHash]) -> list[int]:
         """Pages of what is there; their lease goes at once."""
         self.calls += 1
-        self.say(wire.Acquire(call_id=self.calls, hashes=b"".join(hashes), wait_ms=2_000))
+        self.say(wire.Acquire(call_id=self.calls, hashes=b"".join(hashes), wait_ms=30_000))
 
         def answered() -> bool:
             return any(getattr(a, "call_id", 0) == self.calls for a in self.answers)

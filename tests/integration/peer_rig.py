@@ -7,8 +7,7 @@ from pathlib import Path
 
 from shared.ids import HandoffId, InstanceId
 from shared.kv.words import u32_list, u64_list
-from shared.mempool.client import MempoolClient
-from tests.integration.mempool_rig import EngineProcess, MempoolProcess, chain
+from tests.integration.mempool_rig import EngineProcess, MempoolProcess, PatientClient, chain
 
 
 def free_port() -> int:
@@ -35,10 +34,10 @@ class Host:
         self.name, self.address = name, address
         self.mempool = MempoolProcess(folder, prefix=prefix, instance=name, **options)
         self.engine = EngineProcess(self.mempool.socket, f"engine-{name}", quota=quota)
-        self.client: MempoolClient
+        self.client: PatientClient
 
     async def connect(self) -> None:
-        self.client = MempoolClient(self.mempool.socket, InstanceId(f"engine-{self.name}"))
+        self.client = PatientClient(self.mempool.socket, InstanceId(f"engine-{self.name}"))
         self.client.start()
         assert await self.client.wait_connected(30_000)
 

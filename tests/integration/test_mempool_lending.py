@@ -15,13 +15,12 @@ import pytest
 from shared.ids import Epoch, InstanceId, LeaseId, SpaceId
 from shared.kv.layout import EngineDescription
 from shared.kv.words import u32_list
-from shared.mempool.client import MempoolClient
 from shared.mempool.page_quota import PageQuota, SealedPage
 from shared.mempool.rank_memory import RankMemory
 from shared.wire import mempool as wire
 from shared.wire.lending import Grant, Offer, ReclaimOrder, Token
 from shared.wire.mempool_lending import LendingDone
-from tests.integration.mempool_rig import BLOCK_BYTES, DESCRIPTION, SEED, MempoolProcess, chain
+from tests.integration.mempool_rig import BLOCK_BYTES, DESCRIPTION, SEED, MempoolProcess, PatientClient, chain
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -41,7 +40,7 @@ class Engine:
         self.quota = PageQuota(pool.socket, self.name, model, NUM_PAGES)
         self.header = self.quota.attach()
         self.stock: list = []
-        self.client = MempoolClient(pool.socket, self.name)
+        self.client = PatientClient(pool.socket, self.name)
 
     def answer(self) -> None:
         """What an engine does between two steps."""

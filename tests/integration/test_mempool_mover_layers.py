@@ -39,7 +39,7 @@ class Rank:
         self._words.store(0, layer_word(step, layers))
 
 
-def copy(rig, feed, timeout_ms=5000):
+def copy(rig, feed, timeout_ms=30_000):
     future = asyncio.get_running_loop().create_future()
     rig.mover.copy(1, 2, [4, 9], [(1, [7, 0])], timeout_ms, future.set_result, feed)
     return future
@@ -119,7 +119,7 @@ async def test_a_mempool_that_ends_does_not_wait_for_layers(rig):
     await reaches(lambda: rig.mover.status()["copies"] == 1 and not rig.mover.status()["waiting"])
     begun_s = time.monotonic()
     assert rig.mover.close()
-    assert time.monotonic() - begun_s < 1
+    assert time.monotonic() - begun_s < 10, "not the copy's thirty seconds"
     assert not (await future).ok
 
 

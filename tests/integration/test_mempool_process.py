@@ -18,7 +18,6 @@ import pytest
 from shared.ids import InstanceId
 from shared.kv.page import PageState, unpack_word
 from shared.kv.words import u32_list, u64_list
-from shared.mempool.client import MempoolClient
 from shared.mempool.engine_attachment import EngineAttachment, SealEntry
 from shared.transport.unix_blocking import BlockingUnixLink
 from shared.transport.unix_framing import pack_message
@@ -30,6 +29,7 @@ from tests.integration.mempool_rig import (
     SEED,
     EngineProcess,
     MempoolProcess,
+    PatientClient,
     chain,
     content,
     until,
@@ -52,7 +52,7 @@ def engine(mempool):
 
 @pytest.fixture
 async def client(mempool):
-    client = MempoolClient(mempool.socket, InstanceId("decode-0"))
+    client = PatientClient(mempool.socket, InstanceId("decode-0"))
     client.start()
     assert await client.wait_connected(30_000)
     yield client
@@ -313,7 +313,7 @@ async def test_quiet_pool_gives_memory_back(tmp_path):
         until(lambda: mempool.counts().get("sealed") == 3, "blocks are sealed")
         resident = mempool.status()["resident_bytes"]
         assert resident >= 3 * BLOCK_BYTES
-        client = MempoolClient(mempool.socket, InstanceId("tool"))
+        client = PatientClient(mempool.socket, InstanceId("tool"))
         client.start()
         await client.wait_connected(30_000)
         assert await client.delete() == 3

@@ -9,10 +9,9 @@ import pytest
 from shared.ids import InstanceId
 from shared.kv.layout import EngineDescription
 from shared.kv.words import u32_list
-from shared.mempool.client import MempoolClient
 from shared.mempool.page_quota import PageQuota, SealedPage
 from shared.mempool.rank_memory import RankMemory
-from tests.integration.mempool_rig import SEED, MempoolProcess, chain, until
+from tests.integration.mempool_rig import SEED, MempoolProcess, PatientClient, chain, until
 
 LAYERS, HEADS, TOKENS, DIM = 6, 4, 16, 8
 ABC = chain("a", "b", "c")
@@ -101,7 +100,7 @@ ENDS = [
 @pytest.mark.parametrize(("source", "target"), ENDS)
 async def test_blocks_arrive_cut_over_the_readers_ranks(mempool, source, target):
     prefill, decode = Instance(mempool.socket, "p", *source), Instance(mempool.socket, "d", *target)
-    client = MempoolClient(mempool.socket, InstanceId("d"))
+    client = PatientClient(mempool.socket, InstanceId("d"))
     client.start()
     try:
         prefill.save(ABC)
@@ -131,7 +130,7 @@ async def test_another_models_blocks_are_no_family(mempool):
     assert described(1).family_key == described(2).family_key != other.family_key
     assert described(1).content_key != described(2).content_key
     apart = RankMemory(mempool.socket, InstanceId("x"), other, 0, device="cpu:x")
-    client = MempoolClient(mempool.socket, InstanceId("x"))
+    client = PatientClient(mempool.socket, InstanceId("x"))
     client.start()
     try:
         prefill.save(ABC)

@@ -5,10 +5,9 @@ import asyncio
 import pytest
 
 from shared.ids import InstanceId
-from shared.mempool.client import MempoolClient
 from shared.prompttree.client import PromptTreeClient
 from shared.wire.placement import PrefixHit
-from tests.integration.mempool_rig import EngineProcess, MempoolProcess, chain
+from tests.integration.mempool_rig import EngineProcess, MempoolProcess, PatientClient, chain
 from tests.support.control_plane import until_async
 
 BLOCK_TOKENS = 4
@@ -54,7 +53,7 @@ async def test_blocks_are_found_while_their_engine_lives_after_its_death_and_unt
     engine.kill()
     await asyncio.sleep(0.3)
     assert await tree.lookup(prompt, BLOCK_TOKENS) == [hit]
-    client = MempoolClient(mempool.socket, InstanceId("prefill-0"))
+    client = PatientClient(mempool.socket, InstanceId("prefill-0"))
     client.start()
     assert await client.wait_connected(30_000)
     assert await client.delete(prompt[2:]) == 1

@@ -55,8 +55,9 @@ async def until_whole(pair, number):
 
 
 async def test_blocks_cross_the_network_and_the_path_is_used_again(pair):
-    for number in range(3):
-        assert await pull_fresh(pair, number) == NUM_BLOCKS
+    number = 0
+    for _ in range(3):
+        number = await until_whole(pair, number)  # a mempool that the machine stops for two seconds is a miss
     await pair.until_at_rest()
 
 
