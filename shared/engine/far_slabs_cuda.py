@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shared.vmm.cuda_driver import VmmDriver
 
-Key = tuple[int, int]  # memory's id, slab
+Key = tuple[int, int, int]  # the mempool's life, memory's id, slab
 
 
 class _Mapped(NamedTuple):

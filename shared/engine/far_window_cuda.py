@@ -108,7 +108,7 @@ class CudaFar:
         for place, offset, number in zip(places, offsets, slabs.numbers, strict=True):
             if offset % self._page_bytes or not 0 <= offset <= slabs.slab_bytes - self._page_bytes:
                 raise ValueError(f"a page at {offset} of a slab of {slabs.slab_bytes} bytes")
-            key = slabs.memory_id, number
+            key = slabs.life, slabs.memory_id, number
             at = self._slabs.use(place, key, slabs.slab_bytes, lambda number=number: fd_of[number])
             self._in_slab[place] = at + offset
 

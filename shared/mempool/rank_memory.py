@@ -47,6 +47,9 @@ class PageSlabs(NamedTuple):
     memory_id: int
     numbers: list[int]
     slab_bytes: int
+    life: int = (
+        0  # of the mempool that named them: under its successor the same numbers may mean other memory
+    )
 
 
 class FarUser(Protocol):
@@ -117,6 +120,7 @@ class RankMemory:
         self._memory_id = reply.memory_id
         self._absent = frozenset(u32_list(reply.absent_slabs))
         self._slabs: SlabUser | None = None
+        self._life = 0  # of the mempool: how many were there before
         self._far: FarUser | None = None
         self._unmaps: SlabUnmaps | None = None
         os.close(fds[-1])  # the table's
@@ -182,6 +186,7 @@ class RankMemory:
                     link.close()
                     return
                 self._link = link
+                self._life += 1
                 link.start()
                 self._say_mapped()
                 break
@@ -224,7 +229,9 @@ class RankMemory:
                 self._far.unmap(places)
             else:
                 numbers = u32_list(message.slabs)
-                slabs = PageSlabs(message.memory_id, numbers, message.slab_bytes) if numbers else None
+                slabs = (
+                    PageSlabs(message.memory_id, numbers, message.slab_bytes, self._life) if numbers else None
+                )
                 self._far.map(places, fds, u64_list(message.offsets), slabs)
         except (ClusterError, OSError, ValueError) as error:
             logger.error("mempool %s: %s failed: %s", self._path, type(message).__name__, error)

@@ -182,8 +182,8 @@ class SlabGpu(Gpu):
         return set(ctypes.string_at(at, PIECE))
 
 
-def slabs(*numbers: int, slab_bytes: int = SLAB, memory_id: int = MEMORY) -> PageSlabs:
-    return PageSlabs(memory_id, list(numbers), slab_bytes)
+def slabs(*numbers: int, slab_bytes: int = SLAB, memory_id: int = MEMORY, life: int = 0) -> PageSlabs:
+    return PageSlabs(memory_id, list(numbers), slab_bytes, life)
 
 
 def test_pages_that_share_a_slab_are_read_in_it_and_it_is_mapped_once_while_one_of_them_is_read():
@@ -201,6 +201,10 @@ def test_pages_that_share_a_slab_are_read_in_it_and_it_is_mapped_once_while_one_
     assert len(gpu.driver.mapped) == 1
     gpu.far.map([0], [gpu.slab(9)], [0], slabs(12, memory_id=MEMORY + 1))
     assert gpu.read(0) == {9}, "another memory's slab of the same number"
+    gpu.far.map([3], [gpu.slab(7)], [0], slabs(12, memory_id=MEMORY + 1, life=1))
+    assert gpu.read(3) == {7}, (
+        "the next mempool's, which may have made it anew while the old one is still mapped"
+    )
     gpu.far.close()
     assert not gpu.driver.mapped
     assert gpu.far.block_of(9) == 9
