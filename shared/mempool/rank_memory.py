@@ -47,9 +47,7 @@ class PageSlabs(NamedTuple):
     memory_id: int
     numbers: list[int]
     slab_bytes: int
-    life: int = (
-        0  # of the mempool that named them: under its successor the same numbers may mean other memory
-    )
+    life: int = 0  # which mempool's numbers they are: its successor's may mean other memory
 
 
 class FarUser(Protocol):
@@ -229,10 +227,8 @@ class RankMemory:
                 self._far.unmap(places)
             else:
                 numbers = u32_list(message.slabs)
-                slabs = (
-                    PageSlabs(message.memory_id, numbers, message.slab_bytes, self._life) if numbers else None
-                )
-                self._far.map(places, fds, u64_list(message.offsets), slabs)
+                slabs = PageSlabs(message.memory_id, numbers, message.slab_bytes, self._life)
+                self._far.map(places, fds, u64_list(message.offsets), slabs if numbers else None)
         except (ClusterError, OSError, ValueError) as error:
             logger.error("mempool %s: %s failed: %s", self._path, type(message).__name__, error)
             return False

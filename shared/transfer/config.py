@@ -26,7 +26,9 @@ def ucx_environment(settings: TransferSettings) -> dict[str, str]:
 
     Silent links: without the TCP timeouts nothing is noticed within a minute. Listener: UCX opens an unauthenticated
     one on every device that it is not told to leave alone, so without a named device it gets the loopback only.
-    NVLink multicast stays off.
+    Memory events: UCX would patch the C library's mmap, brk and their like while other threads run, and move the end of
+    the heap to try them; a thread that allocated just then died (docs/bugs.md). What is sent lies in regions that
+    are registered by name, so nobody needs to be told what the process maps. NVLink multicast stays off.
     Raises: SettingsError on a port range that is none.
     """
     env = {
@@ -34,6 +36,7 @@ def ucx_environment(settings: TransferSettings) -> dict[str, str]:
         "UCX_TCP_KEEPIDLE": "1s",
         "UCX_TCP_KEEPINTVL": "1s",
         "UCX_TCP_KEEPCNT": "3",
+        "UCX_MEM_EVENTS": "n",
         "UCX_WARN_UNUSED_ENV_VARS": "n",
         "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
         "UCX_NET_DEVICES": settings.ucx_net_devices or "lo",
