@@ -38,6 +38,7 @@ QUIET = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
     "NIXL_LOG_LEVEL": "WARN",
+    "UCX_MEM_EVENTS": "y",  # as NIXL comes, which is beside us here; Quire's own processes: shared/transfer/config.py
 }
 
 
