@@ -129,7 +129,11 @@ class EngineProcess:
             [sys.executable, "-m", "tests.integration.mempool_engine", str(socket), instance, str(quota)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
         )  # fmt: skip
-        assert self.read() == "attached"
+        try:
+            assert self.read() == "attached"
+        except BaseException:
+            self.kill()
+            raise
 
     def read(self) -> object:
         line = self.process.stdout.readline()

@@ -33,7 +33,12 @@ class Host:
         options = {"peer-listen": address, "ucx-tls": "tcp", "copy-timeout-ms": 3_000} | settings
         self.name, self.address = name, address
         self.mempool = MempoolProcess(folder, prefix=prefix, instance=name, **options)
-        self.engine = EngineProcess(self.mempool.socket, f"engine-{name}", quota=quota)
+        try:
+            self.engine = EngineProcess(self.mempool.socket, f"engine-{name}", quota=quota)
+        except BaseException as error:
+            error.add_note(f"its mempool's exit status: {self.mempool.process.poll()}")
+            self.mempool.stop()
+            raise
         self.client: PatientClient
 
     async def connect(self) -> None:
@@ -55,6 +60,9 @@ class Host:
 
     async def close(self) -> None:
         await self.client.close()
+        self.kill()
+
+    def kill(self) -> None:
         self.engine.kill()
         self.mempool.stop()
 
@@ -98,10 +106,15 @@ async def make_pair(
     **settings: object,
 ) -> Pair:
     """Both attached and connected to. `settings`: of both, and `quota` of their engines."""
-    a, b = (
-        Host(folder / name, name, f"tcp://{address}:{free_port()}", prefix=prefix, **settings)
-        for name, address, prefix in zip("ab", addresses, prefixes, strict=True)
-    )
-    await a.connect()
-    await b.connect()
-    return Pair(a, b)
+    hosts: list[Host] = []
+    try:
+        for name, address, prefix in zip("ab", addresses, prefixes, strict=True):
+            at = f"tcp://{address}:{free_port()}"
+            hosts.append(Host(folder / name, name, at, prefix=prefix, **settings))
+        for host in hosts:
+            await host.connect()
+    except BaseException:
+        for host in hosts:
+            host.kill()
+        raise
+    return Pair(*hosts)
