@@ -8,7 +8,6 @@ from shared.errors import Overloaded, PeerGone
 from shared.ids import Epoch
 from shared.observe.log import get_logger
 from shared.transport.zmq_channel import DealerLink
-from shared.transport.zmtp_peer import HEARTBEAT_TIMEOUT_MS
 from shared.wire.requests import TO_GATEWAY, TO_WORKER, GatewayToWorker, WorkerToGateway
 
 FIRST_CONNECT_MS = 1_000  # how long messages wait for a process that this link never reached
@@ -29,7 +28,7 @@ class WorkerLink(Generic[C]):
     def __init__(
         self,
         endpoint: str,
-        silent_ms: int = HEARTBEAT_TIMEOUT_MS,
+        silent_ms: int,
         *,
         on_message: Callable[[int, WorkerToGateway, list[bytes]], None],
         on_down: Callable[[str, list[C]], None],

@@ -123,8 +123,6 @@ class Cluster:
             self.coordinator_url,
             "--disaggregation",
             "always",  # whatever is predicted to be cheaper
-            "--dead-after-ms",
-            "5000",  # however long others keep a worker from the machine's cores
         ]
         self._add("scheduler", "services.scheduler", ports["scheduler"], flags)
 

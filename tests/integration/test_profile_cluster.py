@@ -11,6 +11,7 @@ from loadtest.profiler.core.profile import decode
 from loadtest.profiler.live import LiveOptions, LiveRunner
 from shared.errors import PeerGone, SettingsError
 from shared.testing.cluster import Cluster
+from tests.support import patience
 
 MODEL = Path(__file__).parents[2] / "deploy" / "models" / "quire-demo"
 BLOCKS = 512
@@ -18,7 +19,7 @@ BLOCKS = 512
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    flags = {"worker": ["--mock-step-ms", "20", "--mock-kv-blocks", str(BLOCKS)]}
+    flags = patience.flags({"worker": ["--mock-step-ms", "20", "--mock-kv-blocks", str(BLOCKS)]})
     with Cluster(MODEL, log_dir=tmp_path_factory.mktemp("cluster"), flags=flags) as found:
         yield found
 

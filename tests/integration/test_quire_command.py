@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from deploy.local.cli import app
 from deploy.local.config import DEMO_MODEL, paths_of
 from deploy.local.ports import is_free
+from tests.support import patience
 from tests.support.local_cluster import free_base_port
 
 REPO = Path(__file__).resolve().parents[2]
@@ -29,7 +30,7 @@ class Shell:
         self.home = home
         self.env = {k: v for k, v in os.environ.items() if not k.startswith("QUIRE_")}
         # a hand-off is expected, however long others keep a worker from the machine's cores
-        self.env |= {"QUIRE_HOME": str(home), "COLUMNS": "200", "QUIRE_SCHEDULER_DEAD_AFTER_MS": "5000"}
+        self.env |= {"QUIRE_HOME": str(home), "COLUMNS": "200", **patience.environment()}
 
     def __call__(self, *words, env=None, code=0):
         done = subprocess.run(

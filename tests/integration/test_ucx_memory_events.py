@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-import ctypes, json, sys
+import ctypes, json
 from shared.transfer.config import TransferSettings, apply_ucx_environment
 
 apply_ucx_environment(TransferSettings())
