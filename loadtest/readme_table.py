@@ -251,6 +251,7 @@ ROWS: list[tuple[str, str, str, str, str]] = [
         "{:.1f} s",
         "5",
     ),
+    ("placer", "optimality_gap_ratio", "the same, widest gap to the proven bound", "{:.4f}", "0.02"),
     (
         "fair-shares",
         "worst_share_error_ratio",
@@ -310,7 +311,6 @@ ROWS: list[tuple[str, str, str, str, str]] = [
         "{:.2f}",
         "4",
     ),
-    ("placer", "optimality_gap_ratio", "the same, widest gap to the proven bound", "{:.4f}", "0.02"),
     (
         "two-host-transfer",
         "nixl_share_ratio",
