@@ -289,7 +289,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--producer", choices=(*MAIN, "tp4"), default="engine")
-    parser.add_argument("--modes", default="full,budget", help="full, budget or both")
+    parser.add_argument("--modes", default="full,budget", help="full, budget, or both with a comma between them")
     parser.add_argument("--budget-gb-per-s", type=float, default=0.0, help="0: 100 on GPUs, 0.1 on a CPU")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="one short round; writes no result file")
@@ -297,6 +297,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit", default="")
     options = parser.parse_args(argv)
+    if unknown := set(options.modes.split(",")) - set(MODES):
+        parser.error(f"--modes: {', '.join(sorted(unknown))}: neither full nor budget")
     options.budget_gb_per_s = options.budget_gb_per_s or (100.0 if options.device == "cuda" else 0.1)
     return options
 
