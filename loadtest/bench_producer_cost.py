@@ -289,7 +289,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--producer", choices=(*MAIN, "tp4"), default="engine")
-    parser.add_argument("--modes", default="full,budget", help="full, budget, or both with a comma between them")
+    parser.add_argument(
+        "--modes", default="full,budget", help="full, budget, or both with a comma between them"
+    )
     parser.add_argument("--budget-gb-per-s", type=float, default=0.0, help="0: 100 on GPUs, 0.1 on a CPU")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="one short round; writes no result file")

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from loadtest.registry import ROOT
+from shared.free_ports import free_port as free_port
 
 DIE_WITH_PARENT = ROOT / "deploy" / "local" / "die_with_parent.py"
 STOP_TIMEOUT_S = 10.0
@@ -21,13 +22,6 @@ _TICK_US = 1_000_000 // os.sysconf("SC_CLK_TCK")
 
 class StartFailed(Exception):
     """A process did not become ready; the message ends with its log."""
-
-
-def free_port() -> int:
-    """A port that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Fleet:

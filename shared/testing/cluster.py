@@ -19,8 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from shared.free_ports import free_ports
 from shared.prompttree.embedded import find_redis_server
-from shared.testing.processes import POLL_S, STOP_TIMEOUT_S, ProcessFailed, ServiceProcess, free_ports
+from shared.testing.processes import POLL_S, STOP_TIMEOUT_S, ProcessFailed, ServiceProcess
 
 ENGINE_READY_TIMEOUT_S = {"mock": 120.0, "vllm": 400.0}
 SERVICES = ("redis", "coordinator", "scheduler", "mempool")

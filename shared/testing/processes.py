@@ -6,17 +6,14 @@ with the test run, however that ends.
 
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +21,6 @@ from typing import Any
 
 READY_TIMEOUT_S = 120.0  # limits for what is broken: how fast it is on a busy machine proves nothing
 STOP_TIMEOUT_S = 30.0
-PORTS = range(10_000, 20_000)
 POLL_S = 0.02
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,22 +37,6 @@ def _die_with_parent() -> list[str]:
     """
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listened on a moment ago, all different.
-
-    Below those that the kernel hands out by itself: until a service binds its port, no connection of another takes it.
-    """
-    found: list[int] = []
-    for port in random.sample(PORTS, len(PORTS)):
-        with socket.socket() as probe, suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise ProcessFailed(f"{count} free ports below {PORTS.stop} are not to be had")
 
 
 def get_json(url: str, timeout_s: float = 30.0) -> tuple[int, Any]:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from shared.free_ports import free_port
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "deploy" / "compose"
@@ -47,13 +48,6 @@ def _why_not() -> str:
     if sys.version_info[:2] != (3, 11):
         return f"the image has Python 3.11 and cannot use the packages of {sys.version.split()[0]}"
     return ""
-
-
-def free_port() -> int:
-    """A port of loopback that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @dataclass

@@ -1,19 +1,13 @@
 """Two mempools with an engine and a client each, on one host or on two; see test_mempool_peers.py."""
 
 import asyncio
-import socket
 import time
 from pathlib import Path
 
+from shared.free_ports import free_port
 from shared.ids import HandoffId, InstanceId
 from shared.kv.words import u32_list, u64_list
 from tests.integration.mempool_rig import EngineProcess, MempoolProcess, PatientClient, chain
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 class Host:

@@ -6,6 +6,7 @@ import importlib.util
 import pytest
 
 from shared.errors import ClusterError, CopyFailed, InstanceUnknown, OutOfPages, PeerGone, StaleEpoch
+from shared.free_ports import free_port
 from shared.ids import InstanceId
 from shared.kv.block_hash import chain_seed
 from shared.mempool.api import MemPoolApi
@@ -13,7 +14,6 @@ from shared.wire import mempool_api as wire
 from shared.wire.mempool_api import InsertFlags, Medium, TransferFlags
 from tests.integration.mempool_rig import MempoolProcess, content, until
 from tests.integration.pages_rig import PagesEngine
-from tests.integration.peer_rig import free_port
 
 P, D = InstanceId("prefill-0"), InstanceId("decode-0")
 SEED = chain_seed("f", "tenant")

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
+from shared.free_ports import free_port
 from shared.ids import HandoffId
 from tests.integration.mempool_rig import EngineProcess, chain
-from tests.integration.peer_rig import free_port, make_pair
+from tests.integration.peer_rig import make_pair
 
 NAMES = [f"n{i}" for i in range(12)]
 DETECTED_S = 2.0  # on a quiet machine

@@ -16,18 +16,13 @@ from deploy.local.config import paths_of
 from deploy.local.control import ControlClient
 from deploy.local.ports import busy_ports
 from shared.errors import PeerGone
+from shared.free_ports import free_port
 from shared.ids import Epoch
 from shared.mempool.keeper_client import KeeperClient
 
 REPO = Path(__file__).resolve().parents[2]
 DUMMY = Path(__file__).with_name("supervised_dummy.py")
 LIMIT_S = 60
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def eventually(check, what, limit_s=LIMIT_S):

@@ -15,11 +15,12 @@ from shared.engine.worker_checks import WorkerLimits
 from shared.engine.worker_config import WorkerSettings
 from shared.engine.worker_front import WorkerFront
 from shared.engine.worker_pages import PromptPages
+from shared.free_ports import free_port
 from shared.ids import Epoch, InstanceId
 from shared.kv.block_hash import chain_seed, pack_tokens
 from shared.mempool.client import MempoolClient
 from shared.testing.mock_engine import MockEngine
-from shared.testing.processes import ServiceProcess, free_ports
+from shared.testing.processes import ServiceProcess
 from shared.testing.scripted_gateway import ScriptedGateway
 from shared.wire.requests import Finished, Prefilled
 from tests.integration.worker_rig import until
@@ -37,7 +38,7 @@ def model_dir(tmp_path):
 @pytest.fixture
 def pool(tmp_path):
     folder = Path(tempfile.mkdtemp(prefix="quire-"))
-    admin = free_ports(1)[0]
+    admin = free_port()
     flags = ["--socket", str(folder / "m.sock"), "--admin-listen", f"127.0.0.1:{admin}"]
     process = ServiceProcess.of_module(
         "services.mempool",

@@ -7,9 +7,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from shared.free_ports import free_port
 from shared.ids import HandoffId, InstanceId
 from shared.testing.mock_tokens import MockVocabulary
-from shared.testing.processes import ServiceProcess, free_ports, get_json
+from shared.testing.processes import ServiceProcess, get_json
 from shared.testing.scripted_gateway import ScriptedGateway
 from shared.wire.reports import Welcome
 from shared.wire.requests import Failed, Finished, HandoffTarget, Prefilled, SamplingSpec
@@ -36,7 +37,7 @@ class World:
 
     def worker(self, role="decode", **settings):
         """A worker process, not started."""
-        admin = free_ports(1)[0]
+        admin = free_port()
         values = {
             "listen": "tcp://127.0.0.1:0",
             "admin_listen": f"127.0.0.1:{admin}",
