@@ -1,6 +1,7 @@
 """Settings shared by every test: hypothesis profiles whose failures can be repeated from the printed seed."""
 
 import fcntl
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for number, path in enumerate(taking_turns, 1):
         places[path] = places[path][0], late_ones[0] + number * apart + 0.5
     items.sort(key=lambda item: places[item.path])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_left_is_ones_own() -> Iterator[None]:
+    """What a module leaves open fails it, and not whichever test runs when it happens to be collected."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module", autouse=True)
