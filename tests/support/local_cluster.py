@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -14,21 +13,23 @@ import httpx
 
 from deploy.local.ports import is_free
 from deploy.local.services_table import Ports
+from shared.free_ports import in_turn
 from tests.support import patience
 
 ROOT = Path(__file__).resolve().parents[2]
+BASES = range(20_000, 32_000, 100)
 
 
 def free_base_port() -> int:
     """The first of a run of ports that a small cluster can have."""
-    for _ in range(200):
-        base = random.randrange(20_000, 32_000, 100)
+
+    def is_good(base: int) -> bool:
         ports = Ports(gateway=base + 90, base=base)
-        wanted = [*range(base + 1, base + 7), ports.gateway]
+        wanted = [*range(base + 1, base + 8), ports.gateway]
         wanted += [*ports.worker("prefill", 0), *ports.worker("decode", 0)]
-        if all(is_free("127.0.0.1", port) for port in wanted):
-            return base
-    raise AssertionError("no free ports")
+        return all(is_free("127.0.0.1", port) for port in wanted)
+
+    return in_turn("clusters", BASES, 1, is_good)[0]
 
 
 class LocalCluster:
