@@ -4,7 +4,6 @@ import msgspec
 import pytest
 
 from services.mempool.core.actions import StepOver
-from services.mempool.core.layered import FREE_PART
 from shared.errors import PeerProtocolError
 from shared.ids import HandoffId, InstanceId
 from shared.kv.layer_words import ALL_LAYERS, layer_word, layers_written
@@ -77,27 +76,6 @@ def without_layers(**limits: object) -> Spaces:
         it.worker(connection, device)
     it.client(FRONT, f"i{DECODE}")
     return it
-
-
-def test_sealed_blocks_go_ahead_into_half_of_the_free_pages_and_wait_for_no_other():
-    it = without_layers()
-    pool = it.core.pools[1]
-    it.save(PREFILL, ABC)
-    claim = pool.claim(pool.memory.table.num_free - 2 * FREE_PART + 1, ask=False)
-    say_layers(it, [], [], cached=b"".join(ABC))
-    (copy,) = it.copies.values()
-    assert (len(copy.targets), it.core.counters["blocks_ahead_refused"]) == (1, 2)
-    it.copied()
-    assert len(in_target(it, ABC)) == 1
-    say_layers(it, [], [], cached=b"".join(ABC), step=2)
-    assert len(it.copies) == 1, "of what is free now, half again"
-    it.copied()
-    pool.claim(pool.memory.table.num_free, ask=False)
-    say_layers(it, [], [], cached=b"".join(ABC), step=3)
-    assert not it.copies
-    assert not it.core.pulls.pulls
-    assert claim.pages
-    it.counts()
 
 
 def test_sealed_blocks_of_a_prompt_under_way_go_ahead_where_pages_have_no_layers_apart_and_the_rest_follows():

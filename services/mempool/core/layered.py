@@ -27,7 +27,8 @@ from shared.wire import mempool as wire
 MAX_OPEN = 64  # copies by layer, waiting or running; beyond them a prompt goes when it is computed
 PATIENCE_MS = 30_000  # of a copy: the longest step that it waits for
 HOLD_MS = 30_000  # after the last of a prompt's copies: so long its blocks wait for the reader
-FREE_PART = 2  # such a part of a space's free pages may go to blocks whose prompt is not done
+SPARE_PART = 4  # such a part of a space's spare pages may go to blocks whose reader has not come
+AHEAD_WITHIN_MS = 100  # for an engine to give pages back for such blocks: several of its steps
 MAX_HELD = 1024  # prompts whose blocks do; the oldest are let go
 
 Announced = tuple[PageId, Epoch, BlockHash]
@@ -120,15 +121,41 @@ class LayerPulls:
     def _send_ahead(
         self, pool: Pool, target: Pool, hashes: Sequence[BlockHash], handoff_id: HandoffId, now_ms: int
     ) -> None:
-        """Sealed blocks of a prompt that is not done, where there is room: until it is, they are in nobody's way."""
+        """Sealed blocks whose reader has not come, where there is room: until it does, they are in nobody's way."""
         assert target.memory is not None
         here = [entry for h in hashes if (entry := target.index.get(h)) is not None]
+        self._expect(handoff_id, target, now_ms)
         self.hold(handoff_id, target, here, now_ms)
         new = [h for h in hashes if self._pulls.is_new(target, h)]
-        room = target.memory.table.num_free // FREE_PART
+        ahead = self._num_ahead(target)
+        room = max(0, (target.num_spare + ahead) // SPARE_PART - ahead)
         self._pulls.counters["blocks_ahead_refused"] += max(0, len(new) - room)
-        sent = self._pulls.push(pool, target, new[:room], now_ms, handoff_id=handoff_id, waits=False)
+        sent = self._pulls.push(
+            pool, target, new[:room], now_ms, handoff_id=handoff_id, within_ms=AHEAD_WITHIN_MS
+        )
         self._pulls.counters["blocks_ahead"] += sent
+
+    def _num_ahead(self, pool: Pool) -> int:
+        """Pages there of blocks whose reader has not come, and of those on their way."""
+        held = sum(len(each.entries) for each in self._held.values() if each.pool is pool)
+        pulls = [p for p in self._pulls.pulls.values() if p.is_ahead and p.pool is pool]
+        return held + sum(p.claim.wanted for p in pulls)
+
+    def on_handoff(self, pool: Pool, message: wire.HandoffReady, now_ms: int) -> None:
+        """The prompt is done. What its last step sealed leaves while its reader is on its way. Raises: as above."""
+        held = self._held.get(message.handoff_id)
+        if held is None or held.pool is pool or held.pool.leases.is_closed(message.handoff_id):
+            return
+        hashes = parse.hashes(message.hashes, self._pulls.limits.max_blocks_per_call)
+        missing = [h for h in hashes if h not in held.pool.index]
+        self._send_ahead(pool, held.pool, missing, message.handoff_id, now_ms)
+
+    def make_way(self, pool: Pool, now_ms: int) -> None:
+        """A reader needs pages there: blocks for which nobody has come yet, and which wait for pages, do without."""
+        for pull in list(self._pulls.pulls.values()):
+            if pull.is_ahead and pull.pool is pool and not (pull.copying or pull.readers):
+                pool.cancel(pull.claim)
+                self._pulls.end(pull, now_ms)
 
     @staticmethod
     def _instance(pool: Pool, connection: int) -> InstanceId:
@@ -261,15 +288,20 @@ class LayerPulls:
 
         What was on its way when the hand-off ended waits for nobody.
         """
-        if not entries or pool.leases.is_closed(handoff_id):
-            return
+        if entries and (held := self._expect(handoff_id, pool, now_ms)) is not None:
+            pool.index.pin(entries)
+            held.entries += entries
+
+    def _expect(self, handoff_id: HandoffId, pool: Pool, now_ms: int) -> Held | None:
+        """Its reader will come to this space. None: it has come, or never will."""
+        if pool.leases.is_closed(handoff_id):
+            return None
         held = self._held.setdefault(handoff_id, Held(pool))
         self._held.move_to_end(handoff_id)
         held.until_ms = now_ms + HOLD_MS
-        pool.index.pin(entries)
-        held.entries += entries
         if len(self._held) > MAX_HELD:
             self.let_go(next(iter(self._held)))
+        return held
 
     def _given_up(self, handoff_id: HandoffId) -> None:
         """Its blocks are worth as much as any other's, those on their way too."""

@@ -214,8 +214,7 @@ class Mempool(FromOutside):
             case wire.HandoffReady() if len(self.pools) > 1 or self.serve.waits:
                 self.pulls.push_back.handed(message.handoff_id, pool)
                 actions += pool.on_message(connection, message, now_ms)
-                self._handed_off(pool, message.handoff_id, now_ms)
-                self.serve.on_handoff(message.handoff_id, now_ms)
+                self._handed_off(pool, message, now_ms)
             case wire.Match() if len(self.pools) > 1:
                 hashes = parse.hashes(message.hashes, self.limits.max_blocks_per_call)
                 count = len(pool.index.prefix(hashes))
@@ -314,12 +313,14 @@ class Mempool(FromOutside):
         leases = [pool.leases for pool in self.pools.values()]
         return any(handoff_id in each.handoffs or each.is_closed(handoff_id) for each in leases)
 
-    def _handed_off(self, source: Pool, handoff_id: HandoffId, now_ms: int) -> None:
-        """Readers in other spaces have waited for it."""
+    def _handed_off(self, source: Pool, message: wire.HandoffReady, now_ms: int) -> None:
+        """Readers have waited for it, or are on their way."""
         for pool in self.pools.values():
             if pool is not source:
-                for waiter in pool.leases.take_waiters(handoff_id):
+                for waiter in pool.leases.take_waiters(message.handoff_id):
                     self._read(pool, waiter.connection, waiter.instance, waiter.call, now_ms)
+        self.layers.on_handoff(source, message, now_ms)
+        self.serve.on_handoff(message.handoff_id, now_ms)
 
     def on_copied(
         self, copy_id: int, now_ms: int, *, failed: bool = False, in_doubt: Collection[int] = ()

@@ -13,11 +13,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from services.mempool.core import parse, space
-from services.mempool.core.actions import (
-    Action,
-    Disconnect,
-    PunchPages,
-)
+from services.mempool.core.actions import Action, Disconnect, PunchPages
 from services.mempool.core.claims import Claim
 from services.mempool.core.engines import Engine
 from services.mempool.core.entry import Entry
@@ -217,6 +213,19 @@ class Pool(Lifetimes):
         self._sends.append(self.readers.answer(connection, instance, call, now_ms, came))
 
     # -- pages that the mempool itself writes --------------------------------------------------------
+
+    @property
+    def num_at_hand(self) -> int:
+        """Pages that a claim gets without asking anybody, but for blocks that must leave for other memory first."""
+        assert self.memory is not None
+        return self.memory.table.num_free + len(self.index) - self.index.num_pinned
+
+    @property
+    def num_spare(self) -> int:
+        """The same, and what engines have in stock."""
+        assert self.memory is not None
+        stock = self.memory.table.counts[PageState.GRANTED] - sum(len(c.pages) for c in self.claims)
+        return self.num_at_hand + max(0, stock)
 
     def claim(self, count: int, *, ask: bool = True, lends: bool = False) -> Claim:
         """Want pages, ahead of every engine; they come with this and later events. End it by take_in or cancel.

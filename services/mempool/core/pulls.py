@@ -52,10 +52,9 @@ class Pull:
     until_ms: int  # for pages to copy into
     readers: list[Reader] = field(default_factory=list)
     copying: bool = False
-    is_push: bool = (
-        False  # nobody asked for it: blocks that D completed (pd_caching.py), or layers (layered.py)
-    )
+    is_push: bool = False  # nobody asked for it: what D completed (pd_caching.py), or layers (layered.py)
     is_counted: bool = True  # of pushes: by pd_caching.py
+    is_ahead: bool = False  # of pushes: it is for a hand-off, and begins soon or never
     handoff_id: HandoffId | None = None  # of pushes: whose reader will want what they bring
     ask_ms: int = 0  # when engines are asked for pages again
     short_ms: int | None = None  # from then on it is content with the pages that it has; None: all or nothing
@@ -87,6 +86,8 @@ class Layered(Protocol):
     def hold(self, handoff_id: HandoffId, pool: Pool, entries: Sequence[Entry], now_ms: int) -> None: ...
 
     def let_go(self, handoff_id: HandoffId) -> None: ...
+
+    def make_way(self, pool: Pool, now_ms: int) -> None: ...
 
 
 class Pulls:
@@ -149,7 +150,7 @@ class Pulls:
         if pool.memory is None or not missing or now_ms >= reader.until_ms:
             return False
         arriving = self._arriving.get((pool.number, missing[0]))
-        if arriving is not None and (arriving.copying or not arriving.is_push):
+        if arriving is not None and (arriving.copying or not arriving.is_push or arriving.is_ahead):
             arriving.readers.append(reader)
             return True
         sources = self.elsewhere(pool, missing, for_handoff=bool(reader.call.handoff_id))
@@ -157,6 +158,8 @@ class Pulls:
         if not sources or self._num_readers() >= self.limits.max_waiting:
             return False
         pool.index.pin(own)
+        if self.layers is not None and len(sources) > pool.num_at_hand:
+            self.layers.make_way(pool, now_ms)
         pull = self._begin(pool, own, sources, reader.until_ms)
         pull.short_ms = reader.until_ms - (reader.until_ms - now_ms) // 4
         pull.readers.append(reader)
@@ -195,10 +198,10 @@ class Pulls:
         *,
         handoff_id: HandoffId | None = None,
         traces: Mapping[BlockHash, str] | None = None,
-        waits: bool = True,
+        within_ms: int | None = None,
     ) -> int:
-        """Nobody waits for it, and no engine is asked for pages; `waits`: for pages, if they are not there at once.
-        Without a handoff_id it is what PushBack counts. How many blocks it brings."""
+        """Nobody waits for it. `within_ms`: engines are asked for pages, and those that came by then are used; None:
+        none is asked. Without a handoff_id it is what PushBack counts. How many blocks it brings, if it can."""
         found = [
             (source, entry)
             for h in hashes
@@ -207,16 +210,13 @@ class Pulls:
         found = found[: target.memory.table.num_present if target.memory is not None else 0]
         if not found:
             return 0
-        pull = self._begin(target, [], found, now_ms + self.limits.pull_patience_ms, ask=False)
-        pull.short_ms = pull.until_ms if handoff_id is None else None
+        until_ms = now_ms + (self.limits.pull_patience_ms if within_ms is None else within_ms)
+        pull = self._begin(target, [], found, until_ms, ask=within_ms is not None)
+        pull.is_ahead = handoff_id is not None and within_ms is not None
+        pull.short_ms = until_ms if handoff_id is None or pull.is_ahead else None
         pull.is_push, pull.is_counted, pull.handoff_id = True, handoff_id is None, handoff_id
         pull.traces = traces or {}
         self.counters["push_backs"] += pull.is_counted
-        if not waits and pull.claim.lacking:
-            self._shorten(pull)
-            if not pull.sources:
-                target.cancel(pull.claim)
-                self.end(pull, now_ms)
         return len(pull.sources)
 
     def _push_back(self, source: Pool, target: Pool, blocks: Mapping[BlockHash, str], now_ms: int) -> int:
