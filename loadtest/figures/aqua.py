@@ -118,7 +118,7 @@ SHEETS = (
         "aqua-09b",
         "AQUA Figure 9b: decoding prompts longer than memory",
         ours="8B shape with random weights, one request at a time; what does not fit is read in place on a peer GPU or "
-        "in host memory; right: the rate of reading, dotted plain copies of as many bytes.",
+        "in host memory; right: a step, dotted one in which a plain copy of the far bytes comes behind the rest.",
         paper="4 times the throughput of prompts of 8,192 tokens, with the context on a peer and not in DRAM.",
         differs="model, GPU; the paper's engine (FlexGen) stages layers, ours reads pages where they are.",
         needs=("h200x2-long-prompt",),

@@ -87,7 +87,9 @@ def reload(result: Result) -> Figure | str:
 
 
 def long_prompt(result: Result) -> Figure | str:
-    """Figure 9b: decoding prompts longer than memory; beside it how fast what is far is read, and plain copies."""
+    """Figure 9b: decoding prompts longer than memory; beside it a step, and what it would take if the far pages were
+    copied after everything else was done: a kernel reads far and near pages at the same time, and is faster.
+    """
     metrics = result["metrics"]
     ratios = sorted(
         {row["ratio"] for row in result["samples"] if row.get("tier") in TIERS and "ratio" in row}
@@ -101,14 +103,16 @@ def long_prompt(result: Result) -> Figure | str:
     for shift, (tier, label), colour in zip((-0.2, 0.2), TIERS.items(), (ACCENT, PALE), strict=True):
         at = [place + shift for place in range(len(ratios))]
         rates = [metrics[f"x{ratio:g}_{tier}_tokens_per_s"] for ratio in ratios]
-        read = [metrics.get(f"x{ratio:g}_{tier}_read_gb_per_s", 0.0) for ratio in ratios]
+        steps = [metrics[f"x{ratio:g}_{tier}_step_ms"] for ratio in ratios]
         axes[0].bar_label(axes[0].bar(at, rates, 0.4, color=colour, label=label), fmt="%.3g", fontsize=7)
-        axes[1].bar_label(axes[1].bar(at, read, 0.4, color=colour, label=label), fmt="%.0f", fontsize=7)
-        if f"{tier}_ceiling_gb_per_s" in metrics:
-            axes[1].axhline(metrics[f"{tier}_ceiling_gb_per_s"], color=colour, linestyle=":", linewidth=1)
+        axes[1].bar_label(axes[1].bar(at, steps, 0.4, color=colour), fmt="%.1f", fontsize=7)
+        apart = [metrics.get(f"x{ratio:g}_{tier}_possible_step_ms") for ratio in ratios]
+        for place, step_ms in zip(at, apart, strict=True):
+            if step_ms is not None:
+                axes[1].hlines(step_ms, place - 0.2, place + 0.2, color=INK, linestyle=":", linewidth=1)
     if "own_tokens_per_s" in metrics:
         axes[0].axhline(metrics["own_tokens_per_s"], color=INK, linestyle=":", linewidth=1, label="it fits")
-    for place, what in zip(axes, ("tokens/s of one request", "GB/s read where it lies"), strict=True):
+    for place, what in zip(axes, ("tokens/s of one request", "ms a step"), strict=True):
         place.set_xticks(range(len(ratios)), [f"{ratio:g}x" for ratio in ratios])
         place.set(xlabel="prompt, times the engine's KV memory", ylabel=what)
     axes[0].legend()

@@ -149,9 +149,14 @@ def grouped_bars(
         places = [place - 0.4 + width * (number + 0.5) for place in range(len(groups))]
         shown = [value or 0.0 for value in values]
         bars = axes.bar(places, shown, width, label=name)
-        axes.bar_label(bars, ["-" if v is None else form.format(v) for v in values], fontsize=6)
+        said = ["-" if v is None else form.format(v) for v in values]
+        is_narrow = (
+            len(groups) * len(series) * max(map(len, said), default=0) > 50
+        )  # labels would run into each other
+        axes.bar_label(bars, said, fontsize=6, rotation=90 if is_narrow else 0, padding=2 if is_narrow else 0)
     axes.set_xticks(range(len(groups)), groups)
-    axes.legend()
+    axes.margins(y=0.2)
+    axes.legend(loc="lower left", frameon=True, framealpha=0.9, fontsize=7)
 
 
 def table(rows: Sequence[Sequence[str]], head: Sequence[str], width: float = 8) -> Figure:
