@@ -1,7 +1,6 @@
 """The memory of every space of this mempool, and what the core asks to be done with it."""
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -167,13 +166,7 @@ class Spaces:
 
     def copy(self, action: CopyPages) -> None:
         """Answered by on_copied, always."""
-        by_space: defaultdict[int, list[PageId]] = defaultdict(list)
-        targets: defaultdict[int, list[PageId]] = defaultdict(list)
-        for (space, page), target in zip(action.sources, action.targets, strict=True):
-            by_space[space].append(page)
-            targets[space].append(target)
-        parts = list(by_space.items())
-        ordered = [page for space, _ in parts for page in targets[space]]
+        parts, targets = action.by_source()
         self._tell_mover(1)  # the nine calls copy within a space too
         if self._mover is None:  # ranks are on their way: no space is whole
             self._on_copied(action.copy_id, True, ())
@@ -181,9 +174,9 @@ class Spaces:
         if action.returns:
             self._returns[action.copy_id] = time.time_ns(), action.returns
         try:
-            feed, ended = self._feed(action, by_space), self._ended
+            feed, ended = self._feed(action, [space for space, _ in parts]), self._ended
             self._mover.copy(
-                action.copy_id, action.space, ordered, parts, action.timeout_ms, ended, feed, raw=action.raw
+                action.copy_id, action.space, targets, parts, action.timeout_ms, ended, feed, raw=action.raw
             )
         except ClusterError as error:
             log.warning("copy_refused", copy_id=action.copy_id, code=error.code, reason=error.message)

@@ -117,7 +117,7 @@ class MemPoolApi:
 
     async def free_mem(self, addresses: Sequence[PageAddress]) -> int:
         """Give back pages and pins; how many of them were still held. A page that a copy reads goes after it."""
-        call = wire.FreeMem(call_id=self._next(), addresses=_raw(addresses))
+        call = wire.FreeMem(call_id=self._next(), addresses=wire.pack_list(addresses))
         return (await self._call(call, wire.Counted)).count
 
     # -- index --------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class MemPoolApi:
             call_id=self._next(),
             parent=parent,
             hashes=b"".join(hashes),
-            addresses=_raw(addresses),
+            addresses=wire.pack_list(addresses),
             last_tokens=last_tokens,
             flags=flags,
         )
@@ -177,7 +177,7 @@ class MemPoolApi:
 
         The pins pass to the pages in HBM.
         """
-        call = wire.SwapIn(call_id=self._next(), addresses=_raw(addresses))
+        call = wire.SwapIn(call_id=self._next(), addresses=wire.pack_list(addresses))
         reply = await self._call(call, wire.Addresses, SWAP_TIMEOUT_MS)
         return wire.unpack_addresses(reply.addresses)
 
@@ -204,14 +204,13 @@ class MemPoolApi:
         call = wire.Transfer(
             call_id=self._next(),
             target=instance,
-            sources=_raw(sources),
-            targets=_raw(targets),
+            sources=wire.pack_list(sources),
+            targets=wire.pack_list(targets),
             flags=flags,
             private=private,
             timeout_ms=timeout_ms,
         )
-        reply = await self._call(call, wire.Addresses, timeout_ms + ANSWER_MARGIN_MS)
-        return wire.unpack_addresses(reply.addresses)
+        return await self._transferred(call, targets)
 
     async def transfer_with_insert(
         self,
@@ -233,8 +232,8 @@ class MemPoolApi:
         call = wire.Transfer(
             call_id=self._next(),
             target=instance,
-            sources=_raw(sources),
-            targets=_raw(targets),
+            sources=wire.pack_list(sources),
+            targets=wire.pack_list(targets),
             flags=flags,
             private=private,
             insert=True,
@@ -243,10 +242,16 @@ class MemPoolApi:
             last_tokens=last_tokens,
             timeout_ms=timeout_ms,
         )
-        reply = await self._call(call, wire.Addresses, timeout_ms + ANSWER_MARGIN_MS)
-        return wire.unpack_addresses(reply.addresses)
+        return await self._transferred(call, targets)
 
     # -- parts --------------------------------------------------------------------------------------
+
+    async def _transferred(self, call: wire.Transfer, targets: Sequence[PageAddress]) -> list[PageAddress]:
+        """Where the pages are: most often in the given targets, which need no decoding then."""
+        reply = await self._call(call, wire.Addresses, call.timeout_ms + ANSWER_MARGIN_MS)
+        if reply.addresses == call.targets:
+            return list(targets)
+        return wire.unpack_addresses(reply.addresses)
 
     def _path(self, tokens: Sequence[int], first: int, count: int) -> tuple[list[BlockHash], BlockHash, int]:
         """Hashes of blocks first to first + count, the hash before them, and the tokens of a partial last one."""
@@ -316,7 +321,3 @@ class MemPoolApi:
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(PeerGone(f"the mempool's connection ended: {error or 'closed'}"))
-
-
-def _raw(addresses: Sequence[PageAddress]) -> bytes:
-    return b"".join([address.to_bytes() for address in addresses])

@@ -10,9 +10,10 @@ once, by Addresses, Counted or ApiFailed; Delivered comes unasked to who receive
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum, IntFlag
-from typing import Literal, NamedTuple
+from itertools import groupby, repeat
+from typing import Literal, NamedTuple, cast
 
 from msgspec import Struct
 
@@ -57,6 +58,31 @@ class PageAddress(NamedTuple):
         return found[0]
 
 
+class AddressStretch(NamedTuple):
+    """Consecutive addresses of one space as columns of one length: what costs per list is paid once."""
+
+    instance_key: int
+    medium: Medium
+    space: SpaceId
+    pages: list[PageId]
+    epochs: list[Epoch]
+
+    def addresses(self) -> Iterable[PageAddress]:
+        """One by one."""
+        return map(
+            PageAddress,
+            repeat(self.instance_key), repeat(self.medium), repeat(self.space), self.pages, self.epochs,
+        )  # fmt: skip
+
+    def first(self, count: int) -> "AddressStretch":
+        """The first `count`."""
+        return self._replace(pages=self.pages[:count], epochs=self.epochs[:count])
+
+    def behind(self, count: int) -> "AddressStretch":
+        """Without the first `count`."""
+        return self._replace(pages=self.pages[count:], epochs=self.epochs[count:])
+
+
 def instance_key(instance: InstanceId) -> int:
     """64 bits that stand for an instance in addresses; a pool refuses two instances of one key."""
     return int.from_bytes(hashlib.sha256(b"quire-instance-1" + instance.encode()).digest()[:8], "little")
@@ -79,19 +105,63 @@ def pack_addresses(
     return words.tobytes()
 
 
-def unpack_addresses(raw: bytes) -> list[PageAddress]:
-    """Raises: PeerProtocolError on a broken list, an unknown version or medium."""
+def pack_list(addresses: Sequence[PageAddress]) -> bytes:
+    """Any addresses, in order. Raises: OverflowError when a field does not fit. Cost: 0.2 us a page of one space."""
+    if not addresses:
+        return b""
+    keys, media, spaces, pages, epochs = zip(*addresses, strict=True)
+    count = len(pages)
+    if spaces.count(spaces[0]) == keys.count(keys[0]) == media.count(media[0]) == count:
+        return pack_addresses(keys[0], media[0], spaces[0], pages, epochs)
+    return b"".join([address.to_bytes() for address in addresses])
+
+
+def unpack_stretches(raw: bytes) -> list[AddressStretch]:
+    """Addresses by space, in order. Raises: PeerProtocolError on a broken list, an unknown version or medium.
+
+    Cost: 0.1 us a page, as long as the space is the same.
+    """
     if len(raw) % ADDRESS_BYTES:
         raise PeerProtocolError(f"{len(raw)} bytes are no whole number of addresses")
+    if not raw:
+        return []
     words = array("Q")
     words.frombytes(raw)
-    out: list[PageAddress] = []
-    for head, key, epoch in zip(words[0::3], words[1::3], words[2::3], strict=True):
-        medium = _MEDIA.get(head >> 48)
-        if medium is None:
-            raise PeerProtocolError(f"no address of version {ADDRESS_VERSION}: {head:#x}")
-        space, page = SpaceId(head >> 32 & 0xFFFF), PageId(head & 0xFFFFFFFF)
-        out.append(PageAddress(key, medium, space, page, Epoch(epoch)))
+    heads, keys, epochs = words[0::3], words[1::3], words[2::3].tolist()
+    base = heads[0] >> 32 << 32
+    pages = [head - base for head in heads]
+    if min(pages) >= 0 and max(pages) < 1 << 32 and keys == keys[:1] * len(keys):
+        return [_stretch(heads[0] >> 32, keys[0], pages, epochs)]
+    out: list[AddressStretch] = []
+    rows = zip(heads, keys, epochs, strict=True)
+    for (top, key), group in groupby(rows, key=lambda row: (row[0] >> 32, row[1])):
+        found = list(group)
+        out.append(_stretch(top, key, [row[0] & 0xFFFFFFFF for row in found], [row[2] for row in found]))
+    return out
+
+
+def _stretch(top: int, key: int, pages: list[int], epochs: list[int]) -> AddressStretch:
+    medium = _MEDIA.get(top >> 16)
+    if medium is None:
+        raise PeerProtocolError(f"no address of version {ADDRESS_VERSION}: {top << 32:#x}")
+    return AddressStretch(
+        key, medium, SpaceId(top & 0xFFFF), cast(list[PageId], pages), cast(list[Epoch], epochs)
+    )
+
+
+def unpack_addresses(raw: bytes) -> list[PageAddress]:
+    """Raises: PeerProtocolError on a broken list, an unknown version or medium."""
+    return [address for stretch in unpack_stretches(raw) for address in stretch.addresses()]
+
+
+def behind(stretches: Sequence[AddressStretch], count: int) -> list[AddressStretch]:
+    """Without the first `count` addresses."""
+    out: list[AddressStretch] = []
+    for stretch in stretches:
+        skipped = min(count, len(stretch.pages))
+        count -= skipped
+        if skipped < len(stretch.pages):
+            out.append(stretch.behind(skipped) if skipped else stretch)
     return out
 
 

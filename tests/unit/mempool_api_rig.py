@@ -1,6 +1,7 @@
 """Mempools behind the nine calls, without sockets: real page tables, indexes and tiers; bytes in a dictionary."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 from services.mempool.core.api import Api
 from services.mempool.core.api_state import ApiLimits, CallPeer, Home, MovePages, Reply
@@ -11,7 +12,7 @@ from services.mempool.core.radix import Index
 from services.mempool.core.tiers import CopyPages, CopyResult, TierLimits, Tiers
 from shared.ids import Epoch, InstanceId, SpaceId
 from shared.wire import mempool_api as wire
-from shared.wire.mempool_api import PageAddress, unpack_addresses
+from shared.wire.mempool_api import AddressStretch, PageAddress, unpack_addresses
 from tests.unit.mempool_harness import SEED
 
 P, D, Q = InstanceId("prefill-0"), InstanceId("decode-0"), InstanceId("prefill-1")
@@ -164,7 +165,7 @@ class ApiRig:
                 )
             else:
                 source_pool = self.net.pool_of(action.source)
-                pairs = zip(unpack_addresses(action.sources), unpack_addresses(action.targets), strict=True)
+                pairs = zip(singly(action.sources), singly(action.targets), strict=True)
                 for source, target in pairs:
                     value = self.net.bytes.get((source_pool, source.space, source.page))
                     self.net.bytes[self.number, target.space, target.page] = value
@@ -181,6 +182,10 @@ class ApiRig:
 
     def states(self, space: int = 1) -> dict[str, int]:
         return {name: n for name, n in self.spaces[space].table.by_state().items() if n}
+
+
+def singly(stretches: Iterable[AddressStretch]) -> list[PageAddress]:
+    return [address for stretch in stretches for address in stretch.addresses()]
 
 
 def raw(addresses: list[PageAddress]) -> bytes:

@@ -40,7 +40,7 @@ class Peers:
             b"".join(packed(space, 5 + at, 100 + at) for at, space in enumerate(column))
             for column in zip(*pairs, strict=True)
         )
-        action = MovePages(1, D, sources, P, targets, 900)
+        action = MovePages(1, D, wire.unpack_stretches(sources), P, wire.unpack_stretches(targets), 900)
         self.core.move(action, lambda number, space, pages: self.taken.append((number, space, pages)))
         return self.actions(PullRemote)
 

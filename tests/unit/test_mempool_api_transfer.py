@@ -4,7 +4,7 @@ import pytest
 
 from shared.wire import mempool_api as wire
 from shared.wire.mempool_api import InsertFlags, MatchFlags, Medium, TransferFlags
-from tests.unit.mempool_api_rig import ApiRig, D, Net, P, raw
+from tests.unit.mempool_api_rig import ApiRig, D, Net, P, raw, singly
 from tests.unit.mempool_harness import SEED, chain
 
 PROMPT = chain("a", "b", "c", "d")
@@ -41,8 +41,8 @@ class Pair:
         """No copy, no pin but the caller's, nothing half done."""
         for rig in {self.here, self.there}:
             assert not rig.held
-            assert not rig.api.moves._busy
-            assert not rig.api.moves._dying
+            assert not rig.api.moves.busy
+            assert not rig.api.moves.busy.num_dying
             assert all(h.num_open == 0 for h in rig.api.holders.values())
         assert self.there.api.homes[D].hbm.index.num_pinned == 0
 
@@ -88,7 +88,7 @@ def test_only_what_the_target_lacks_moves(pair):
     pair.there.hold = True
     call_id = pair.here.start(pair.caller, wire.Transfer, target=D, sources=raw(pair.pages), **INSERT)
     (move,) = pair.there.held
-    assert wire.unpack_addresses(move.sources) == pair.pages[2:]
+    assert singly(move.sources) == pair.pages[2:]
     pair.there.end_copies()
     assert pair.here.answer(pair.caller, call_id).num_known == 2
     again = pair.transfer(**INSERT)
@@ -117,7 +117,7 @@ def test_a_target_that_may_still_be_written_is_not_reused_before_it_is_settled(p
     free = pair.there.free_pages()
     pair.there.hold = True
     pair.here.start(pair.caller, wire.Transfer, target=D, sources=raw(pair.pages), **INSERT)
-    lost = [a.page for a in wire.unpack_addresses(pair.there.held[0].targets)[:2]]
+    lost = [a.page for a in singly(pair.there.held[0].targets)[:2]]
     pair.there.end_copies(failed=True, quarantined=lost)
     assert pair.there.free_pages() == free - 2
     pair.there.perform(pair.there.api.on_settled(pair.target_space(), lost))

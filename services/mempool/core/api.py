@@ -9,7 +9,7 @@ Transfers are in api_moves.py. Errors become ApiFailed; a caller that breaks the
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain
 
 from services.mempool.core import api_state as state
 from services.mempool.core.api_moves import Moves
@@ -28,7 +28,7 @@ from shared.errors import (
 from shared.ids import BlockHash, InstanceId, PageId, SpaceId
 from shared.kv.block_hash import HASH_BYTES, split_hashes
 from shared.wire import mempool_api as wire
-from shared.wire.mempool_api import ADDRESS_BYTES, InsertFlags, MatchFlags, PageAddress
+from shared.wire.mempool_api import ADDRESS_BYTES, AddressStretch, InsertFlags, MatchFlags, PageAddress
 
 
 class Api:
@@ -92,9 +92,10 @@ class Api:
         holder = self.holders.pop(connection, None)
         if holder is None:
             return []
-        for space, page in list(holder.pins):
-            while (space, page) in holder.pins:
-                self.unpin(holder, space, page)
+        for space, pins in holder.pins.items():
+            for entries in pins.values():
+                self.allocator(space).index.unpin(entries)
+        holder.pins.clear()
         for instance, addresses in holder.remote.items():
             if instance in self.peers:
                 free = wire.FreeMem(call_id=0, addresses=b"".join(sorted(addresses)))
@@ -112,7 +113,7 @@ class Api:
         """Proof of death: what its ended connections had held is free."""
         for holder in self._lost.pop(process, []):
             for space, pages in holder.owned.items():
-                self.moves.when_idle(space, list(pages), self.allocator(space).recover)
+                self.moves.busy.when_idle(space, list(pages), self.allocator(space).recover)
         return self._done()
 
     # -- calls --------------------------------------------------------------------------------------
@@ -216,22 +217,22 @@ class Api:
         return True
 
     def _insert(self, holder: Holder, call: wire.InsertBlocks) -> None:
-        addresses, hashes = self.addresses(call.addresses), self.hashes(call.hashes)
-        home = self.home_of(addresses)
-        if len(addresses) != len(hashes) or not all(holder.owns(address) for address in addresses):
-            state.held([holder], home, addresses)
-            raise InvalidRequest(f"{len(hashes)} hashes for {len(addresses)} pages that were allocated")
-        if len(set(addresses)) != len(addresses):
+        stretches, hashes = self.stretches(call.addresses), self.hashes(call.hashes)
+        home, pages = self.home_of(stretches), list(chain.from_iterable(each.pages for each in stretches))
+        if len(pages) != len(hashes) or not state.owned([holder], stretches):
+            state.held([holder], home, stretches)
+            raise InvalidRequest(f"{len(hashes)} hashes for {len(pages)} pages that were allocated")
+        if state.names_twice(stretches):
             raise InvalidRequest("an address is named twice")
-        if any(self.moves.is_busy(address.space, address.page) for address in addresses):
+        if any(self.moves.busy.has_any(each.space, each.pages) for each in stretches):
             raise InvalidRequest("a copy still touches one of the pages")
-        entries = self.name_pages(home, call.parent, hashes, addresses, call.last_tokens)
-        for number, group in state.stretches(addresses):
-            self.disown(holder, number, [address.page for address in group])
+        entries = self.name_pages(home, call.parent, hashes, stretches, call.last_tokens)
+        for stretch in stretches:
+            self.disown(holder, stretch.space, stretch.pages)
         if call.flags & InsertFlags.PIN:
             self.pin(holder, entries)
-        num_known = sum(entry.page != a.page for (_, entry), a in zip(entries, addresses, strict=True))
-        raw = self.pack_entries(home, entries)
+        num_known = sum(entry.page != page for (_, entry), page in zip(entries, pages, strict=True))
+        raw = home.pack_entries(entries)
         self.answer(holder, wire.Addresses(call_id=call.call_id, addresses=raw, num_known=num_known))
 
     def name_pages(
@@ -239,7 +240,7 @@ class Api:
         home: Home,
         parent: BlockHash,
         hashes: Sequence[BlockHash],
-        addresses: Sequence[PageAddress],
+        stretches: Sequence[AddressStretch],
         last_tokens: int,
     ) -> list[tuple[SpaceId, Entry]]:
         """Index granted pages as consecutive blocks and seal them; a page whose block was known is given up.
@@ -249,11 +250,10 @@ class Api:
         self.check_path(home, parent, hashes, last_tokens)
         out: list[tuple[SpaceId, Entry]] = []
         at = 0
-        for number, group in state.stretches(addresses):
+        for number, pages in [(each.space, each.pages) for each in stretches]:
             _, space = home.space(number)
-            part, end = hashes[at : at + len(group)], at + len(group)
+            part, end = hashes[at : at + len(pages)], at + len(pages)
             before = hashes[at - 1] if at else parent
-            pages = [address.page for address in group]
             tokens = last_tokens if end == len(hashes) else 0
             entries = space.index.insert_path(before, part, pages, home.block_tokens, last_tokens=tokens)
             space.seal([entry for entry, page in zip(entries, pages, strict=True) if entry.page == page])
@@ -280,7 +280,7 @@ class Api:
         ]
         if call.flags & MatchFlags.PIN:
             self.pin(holder, found)
-        raw = self.pack_entries(home, found)
+        raw = home.pack_entries(found)
         self.answer(holder, wire.Addresses(call_id=call.call_id, addresses=raw, num_known=len(found)))
 
     def _delete(self, holder: Holder, call: wire.DeleteBlocks) -> None:
@@ -299,7 +299,7 @@ class Api:
 
     def on_settled(self, space: SpaceId, pages: Sequence[PageId]) -> list[ApiAction]:
         """Nothing can write these targets of a failed move any more."""
-        self.moves.on_settled(space, pages)
+        self.moves.busy.release(space, pages)
         return self._done()
 
     def on_peer_reply(self, reply: wire.ApiReply) -> list[ApiAction]:
@@ -335,9 +335,13 @@ class Api:
 
     def addresses(self, raw: bytes) -> list[PageAddress]:
         """Raises: PeerProtocolError on a broken list, InvalidRequest on a long one."""
+        return [address for stretch in self.stretches(raw) for address in stretch.addresses()]
+
+    def stretches(self, raw: bytes) -> list[AddressStretch]:
+        """As addresses()."""
         if len(raw) > ADDRESS_BYTES * self.limits.max_blocks_per_call:
             raise InvalidRequest(f"more than {self.limits.max_blocks_per_call} addresses")
-        return wire.unpack_addresses(raw)
+        return wire.unpack_stretches(raw)
 
     def hashes(self, raw: bytes) -> list[BlockHash]:
         """Raises: InvalidRequest on a broken or long list."""
@@ -352,7 +356,7 @@ class Api:
             raise InstanceUnknown(f"the pages of {instance!r} are not in this mempool")
         return home
 
-    def home_of(self, addresses: Sequence[PageAddress]) -> Home:
+    def home_of(self, addresses: Sequence[AddressStretch]) -> Home:
         """The one local instance of these addresses. Raises: InvalidRequest, InstanceUnknown."""
         keys = {address.instance_key for address in addresses}
         if len(keys) != 1:
@@ -368,32 +372,24 @@ class Api:
         """One more pin on each, the holder's."""
         for space, entry in entries:
             self.allocator(space).index.pin([entry])
-            holder.pins.setdefault((space, entry.page), []).append(entry)
+            holder.pins.setdefault(space, {}).setdefault(entry.page, []).append(entry)
 
     def unpin(self, holder: Holder, space: SpaceId, page: PageId) -> None:
         """One pin of the holder's less."""
-        entries = holder.pins[space, page]
+        entries = holder.pins[space][page]
         self.allocator(space).index.unpin([entries.pop()])
         if not entries:
-            del holder.pins[space, page]
+            del holder.pins[space][page]
 
     def disown(self, holder: Holder, space: SpaceId, pages: Sequence[PageId]) -> None:
         """They are not the holder's any more."""
+        owned = holder.owned.get(space, {})
         for page in pages:
-            del holder.owned[space][page]
+            del owned[page]
 
     def give_up(self, space: SpaceId, pages: Sequence[PageId]) -> None:
         """Free pages that nobody holds, those that a copy reads or writes after its end."""
-        self.moves.when_idle(space, pages, self.allocator(space).give_up)
-
-    def pack_entries(self, home: Home, entries: Sequence[tuple[SpaceId, Entry]]) -> bytes:
-        """Addresses of indexed pages."""
-        out = []
-        for number, group in groupby(entries, key=lambda item: item[0]):
-            medium, space = home.space(number)
-            pages = [entry.page for _, entry in group]
-            out.append(home.pack(medium, space, pages, space.epochs_of(pages)))
-        return b"".join(out)
+        self.moves.busy.when_idle(space, pages, self.allocator(space).give_up)
 
     def _done(self) -> list[ApiAction]:
         out, self.out = self.out, []

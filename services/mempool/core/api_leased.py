@@ -159,13 +159,14 @@ class Leased:
         self._tell(lost, is_lost=True)
 
     def _is_busy(self, kept: _Kept) -> bool:
-        is_busy = self._api.moves.is_busy
-        return is_busy(*kept.page) or is_busy(*kept.dram_page)
+        busy = self._api.moves.busy
+        return busy.has(*kept.page) or busy.has(*kept.dram_page)
 
     def _copy(self, batch: list[_Kept]) -> None:
         space, targets = batch[0].beside.space, [kept.beside.page for kept in batch]
         self._api.allocator(space).begin(targets)
-        self._api.moves.touch([kept.page for kept in batch] + [kept.dram_page for kept in batch])
+        for number, page in [page for kept in batch for page in (kept.page, kept.dram_page)]:
+            self._api.moves.busy.touch(number, [page])
         self._touched(self._pools[int(space)])
         copy_id = next(self._numbers)
         self._copies[copy_id] = batch
@@ -180,11 +181,13 @@ class Leased:
             return False
         if not failed and not in_doubt:
             self._tell([kept for kept in batch if self._kept.get(kept.page) is kept], is_lost=False)
+        busy = self._api.moves.busy
         for kept in batch:
             kept.num_tries += 1
-        moves = self._api.moves
-        moves.release([kept.page for kept in batch])
-        moves.release([kept.dram_page for kept in batch if kept.beside.page not in in_doubt])
+            busy.release(kept.address.space, [kept.address.page])
+        for kept in batch:
+            if kept.beside.page not in in_doubt:
+                busy.release(kept.beside.space, [kept.beside.page])
         return True
 
     def _tell(self, gone: Sequence[_Kept], *, is_lost: bool) -> None:

@@ -5,17 +5,19 @@
 
 Steps of MemServe 4.3 (allocation, transmission, insertion), pulled instead of pushed: the reader checks the
 sources' epochs after the last byte. All or nothing: if one page was stale or failed, nothing is named, delivered
-or kept. A page that a copy may still touch is busy, and is freed when it is idle.
+or kept. A page that a copy may still touch is busy, and is freed when it is idle. Everything goes by stretches of
+one space: looked up once a stretch, checked page by page.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from services.mempool.core.api_state import CallPeer, Holder, Home, MovePages, Page, held, stretches
+from services.mempool.core.api_state import CallPeer, Holder, Home, MovePages, held, owned
+from services.mempool.core.busy_pages import BusyPages
 from services.mempool.core.entry import Entry
 from services.mempool.core.tiers import CopyResult
 from shared.errors import (
@@ -32,13 +34,12 @@ from shared.errors import (
 )
 from shared.ids import BlockHash, InstanceId, PageId, SpaceId
 from shared.wire import mempool_api as wire
-from shared.wire.mempool_api import ADDRESS_BYTES, PageAddress, TransferFlags
+from shared.wire.mempool_api import ADDRESS_BYTES, AddressStretch, TransferFlags, behind
 
 if TYPE_CHECKING:
     from services.mempool.core.api import Api
 
 MAX_LATE = 4_096  # calls to peers that were given up, whose answers may still come
-Free = Callable[[Sequence[PageId]], None]
 
 
 @dataclass(slots=True)
@@ -47,8 +48,9 @@ class _Sources:
 
     holder: Holder
     home: Home
-    addresses: list[PageAddress]
-    entries: list[tuple[SpaceId, Entry]]
+    stretches: list[AddressStretch]
+    pinned: list[tuple[SpaceId, list[Entry]]]
+    busy: list[tuple[SpaceId, list[PageId]]]
 
 
 @dataclass(slots=True)
@@ -60,7 +62,8 @@ class _Move:
     home: Home  # of the target
     sources: _Sources | None  # None: a peer pins them
     known: list[tuple[SpaceId, Entry]]  # of an insert: blocks that the target has, pinned
-    targets: list[PageAddress] = field(default_factory=list)
+    targets: list[AddressStretch] = field(default_factory=list)
+    answer: bytes = b""  # addresses of the targets
     own: Holder | None = None  # holds targets that were allocated for this move
 
 
@@ -82,53 +85,19 @@ class Moves:
         self._moves: dict[int, _Move] = {}
         self.forwarded: dict[int, _Forwarded] = {}
         self._late: OrderedDict[int, InstanceId] = OrderedDict()  # allocations whose caller waits no more
-        self._busy: Counter[Page] = Counter()
-        self._dying: dict[Page, Free] = {}
+        self.busy = BusyPages()
         self._next_number = 1
-
-    # -- pages that copies touch --------------------------------------------------------------------
-
-    def when_idle(self, space: SpaceId, pages: Sequence[PageId], free: Free) -> None:
-        """Free them now, or when the last copy that touches them has ended."""
-        idle = [page for page in pages if (space, page) not in self._busy] if self._busy else pages
-        for page in pages if len(idle) < len(pages) else ():
-            if (space, page) in self._busy:
-                self._dying[space, page] = free
-        if idle:
-            free(idle)
-
-    def touch(self, pages: Collection[Page]) -> None:
-        """A copy reads or writes these, until release()."""
-        self._busy.update(pages)
-
-    def release(self, pages: Collection[Page]) -> None:
-        """It does so no more: what was given up meanwhile is free."""
-        for page in pages:
-            self._busy[page] -= 1
-            if not self._busy[page]:
-                del self._busy[page]
-                free = self._dying.pop(page, None)
-                if free is not None:
-                    free([page[1]])
-
-    def is_busy(self, space: SpaceId, page: PageId) -> bool:
-        """Whether a copy reads or writes the page."""
-        return (space, page) in self._busy
-
-    def on_settled(self, space: SpaceId, pages: Sequence[PageId]) -> None:
-        """See Api."""
-        self.release([(space, page) for page in pages if (space, page) in self._busy])
 
     # -- the source's end ---------------------------------------------------------------------------
 
     def transfer(self, holder: Holder, call: wire.Transfer, now_ms: int) -> None:
         """From pages of this mempool to an instance anywhere."""
-        addresses = self._api.addresses(call.sources)
-        home = self._api.home_of(addresses)
-        held([holder], home, addresses)
+        stretches = self._api.stretches(call.sources)
+        home = self._api.home_of(stretches)
+        held([holder], home, stretches)
         if len(self._moves) + len(self.forwarded) >= self._api.limits.max_moves:
             raise Overloaded(f"{self._api.limits.max_moves} transfers are under way")
-        sources = self._hold(holder, home, addresses)
+        sources = self._hold(holder, home, stretches)
         try:
             if call.target in self._api.homes:
                 self._begin(holder, call.call_id, call, home.instance, sources)
@@ -138,26 +107,39 @@ class Moves:
             self._let_go(sources)
             raise
 
-    def _hold(self, holder: Holder, home: Home, addresses: list[PageAddress]) -> _Sources:
-        entries = [(a.space, e) for a in addresses if not holder.owns(a) and (e := holder.pinned(a))]
-        for space, entry in entries:
-            self._api.allocator(space).index.pin([entry])
-        self._busy.update((a.space, a.page) for a in addresses if holder.owns(a))
-        return _Sources(holder, home, addresses, entries)
+    def _hold(self, holder: Holder, home: Home, stretches: list[AddressStretch]) -> _Sources:
+        """What the caller owns is busy from now on; what it has pinned gets another pin."""
+        sources = _Sources(holder, home, stretches, [], [])
+        for stretch in stretches:
+            space, pages = stretch.space, stretch.pages
+            if holder.owns_all(stretch):
+                sources.busy.append((space, pages))
+                continue
+            if not holder.owns_none(stretch):
+                mine = [address.page for address in stretch.addresses() if holder.owns(address)]
+                sources.busy.append((space, mine))
+                pages = sorted(set(pages).difference(mine))
+            pins = holder.pins[space]
+            sources.pinned.append((space, [pins[page][-1] for page in pages]))
+        for space, entries in sources.pinned:
+            self._api.allocator(space).index.pin(entries)
+        for space, pages in sources.busy:
+            self.busy.touch(space, pages)
+        return sources
 
     def _let_go(self, sources: _Sources, *, free: bool = False) -> None:
         """The copy reads them no more. `free`: the caller gives up what it held of them."""
-        pinned = {(space, entry.page) for space, entry in sources.entries}
-        for space, entry in sources.entries:
-            self._api.allocator(space).index.unpin([entry])
-        if free:
-            for address in sources.addresses:
+        for space, entries in sources.pinned:
+            self._api.allocator(space).index.unpin(entries)
+        for stretch in sources.stretches if free else ():
+            for address in stretch.addresses():
                 if sources.holder.owns(address):
                     self._api.disown(sources.holder, address.space, [address.page])
                     self._api.give_up(address.space, [address.page])
                 elif sources.holder.pinned(address):
                     self._api.unpin(sources.holder, address.space, address.page)
-        self.release([p for a in sources.addresses if (p := (a.space, a.page)) not in pinned])
+        for space, pages in sources.busy:
+            self.busy.release(space, pages)
 
     # -- calls to peers -----------------------------------------------------------------------------
 
@@ -254,46 +236,43 @@ class Moves:
             )
         if _is_delivered(order) and self._receiver(order.target) is None:
             raise NoReceiver(f"nobody receives for {order.target}")
-        addresses, hashes = self._api.addresses(order.sources), self._api.hashes(order.hashes)
-        if not addresses or (order.insert and len(hashes) != len(addresses)):
-            raise InvalidRequest(f"{len(addresses)} source pages, {len(hashes)} hashes")
+        num_sources, hashes = len(order.sources) // ADDRESS_BYTES, self._api.hashes(order.hashes)
+        if not num_sources or (order.insert and len(hashes) != num_sources):
+            raise InvalidRequest(f"{num_sources} source pages, {len(hashes)} hashes")
+        stretches = sources.stretches if sources is not None else self._api.stretches(order.sources)
         move = _Move(holder, call_id, order, source, home, sources, [])
         if order.insert:
             self._api.check_path(home, order.parent, hashes, order.last_tokens)
             found = home.places.prefix(hashes)
             move.known = [(stretch.space, entry) for stretch in found for entry in stretch.entries]
-        rest = addresses[len(move.known) :]
-        self._take_targets(move, len(addresses))
+        self._take_targets(move, num_sources)
         for space, entry in move.known:
             self._api.allocator(space).index.pin([entry])
         holder.num_open += 1
         number = self._number()
         self._moves[number] = move
-        if not rest:
+        if len(move.known) == num_sources:
             self.on_moved(number, CopyResult())
             return
-        for space, group in stretches(move.targets):
-            self._api.allocator(space).begin([address.page for address in group])
-        self._busy.update((address.space, address.page) for address in move.targets)
-        raw = order.sources[ADDRESS_BYTES * len(move.known) :]
-        targets = b"".join(address.to_bytes() for address in move.targets)
+        for stretch in move.targets:
+            self._api.allocator(stretch.space).begin(stretch.pages)
+            self.busy.touch(stretch.space, stretch.pages)
+        rest = behind(stretches, len(move.known))
         timeout_ms = max(1, min(order.timeout_ms, self._api.limits.max_timeout_ms))
-        self._api.out.append(MovePages(number, source, raw, home.instance, targets, timeout_ms))
+        self._api.out.append(MovePages(number, source, rest, home.instance, move.targets, timeout_ms))
 
     def _take_targets(self, move: _Move, num_sources: int) -> None:
         """Where the blocks go that the target lacks. Raises: what alloc_mem does, StaleEpoch, NotHeld."""
         order, num_known = move.order, len(move.known)
         if order.targets:
-            given = self._api.addresses(order.targets)
-            if len(given) != num_sources:
-                raise InvalidRequest(f"{num_sources} source pages and {len(given)} targets")
+            given, num_given = self._api.stretches(order.targets), len(order.targets) // ADDRESS_BYTES
+            if num_given != num_sources:
+                raise InvalidRequest(f"{num_sources} source pages and {num_given} targets")
             holders = self._target_holders(move)
             held(holders, move.home, given)
-            if any(self._busy[a.space, a.page] for a in given) or not all(
-                any(h.owns(a) for h in holders) for a in given
-            ):
+            if any(self.busy.has_any(each.space, each.pages) for each in given) or not owned(holders, given):
                 raise InvalidRequest("targets are allocated pages, not named yet, that nothing else writes")
-            move.targets = given[num_known:]
+            move.targets, move.answer = behind(given, num_known), order.targets[ADDRESS_BYTES * num_known :]
         elif num_sources > num_known:
             media = TransferFlags(order.flags) & TransferFlags.MIXED
             mem_type: wire.MemType = "hbm"
@@ -302,8 +281,8 @@ class Moves:
             elif media is TransferFlags.MIXED:
                 mem_type = "mixed"
             move.own = Holder(-1, move.home.instance)
-            raw = self._api.allocate(move.own, move.home, num_sources - num_known, mem_type)
-            move.targets = wire.unpack_addresses(raw)
+            move.answer = self._api.allocate(move.own, move.home, num_sources - num_known, mem_type)
+            move.targets = wire.unpack_stretches(move.answer)
 
     def _target_holders(self, move: _Move) -> list[Holder]:
         """Who may have allocated given targets: the caller, or who works for the target."""
@@ -325,9 +304,9 @@ class Moves:
         move.holder.num_open -= 1
         error = self._error_of(move, result)
         quarantined = set(result.quarantined)
-        self.release(
-            [p for a in move.targets if (p := (a.space, a.page))[1] not in quarantined and self._busy[p]]
-        )
+        for stretch in move.targets:
+            pages = [p for p in stretch.pages if p not in quarantined] if quarantined else stretch.pages
+            self.busy.release(stretch.space, pages)
         if error is None:
             self._finish(move)
         else:
@@ -344,30 +323,30 @@ class Moves:
     def _error_of(self, move: _Move, result: CopyResult) -> ClusterError | None:
         order = move.order
         if result.failed or result.quarantined:
-            return CopyFailed(f"{len(move.targets)} pages from {move.source} did not arrive")
+            return CopyFailed(f"{len(move.answer) // ADDRESS_BYTES} pages from {move.source} did not arrive")
         if result.stale:
             return StaleEpoch(f"{len(result.stale)} source pages were reused while they were read")
         if _is_delivered(order) and self._receiver(order.target) is None:
             return NoReceiver(f"who received for {order.target} has left")
         holders = [move.own] if move.own is not None else self._target_holders(move)
-        if not all(any(holder.owns(a) for holder in holders) for a in move.targets):
+        if not owned(holders, move.targets):
             return StaleEpoch("a target page was given up while it was written")
         return None
 
     def _finish(self, move: _Move) -> None:
         order, home = move.order, move.home
         receiver = self._receiver(order.target)
-        targets = b"".join(address.to_bytes() for address in move.targets)
+        targets = move.answer
         hashes = self._api.hashes(order.hashes) if order.insert else []
         if order.insert:
             num_known = len(move.known)
             parent = hashes[num_known - 1] if num_known else BlockHash(order.parent)
             for holder in [move.own] if move.own is not None else self._target_holders(move):
-                for address in move.targets:
-                    if holder.owns(address):
-                        self._api.disown(holder, address.space, [address.page])
+                for stretch in move.targets:
+                    mine = [address.page for address in stretch.addresses() if holder.owns(address)]
+                    self._api.disown(holder, stretch.space, mine)
             new = self._api.name_pages(home, parent, hashes[num_known:], move.targets, order.last_tokens)
-            targets = self._api.pack_entries(home, [*move.known, *new])
+            targets = home.pack_entries([*move.known, *new])
         elif move.own is not None:
             assert receiver is not None
             for space, pages in move.own.owned.items():

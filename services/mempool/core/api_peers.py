@@ -19,7 +19,7 @@ from itertools import count
 
 from services.mempool.core.actions import Action, AskPeer, PullRemote, TellPeer
 from services.mempool.core.api import Api
-from services.mempool.core.api_state import CallPeer, MovePages
+from services.mempool.core.api_state import CallPeer, MovePages, side_by_side
 from shared.errors import InvalidRequest, PeerProtocolError
 from shared.ids import InstanceId, PageId
 from shared.kv.words import u32_bytes, u32_list, u64_bytes
@@ -121,7 +121,8 @@ class ApiPeers:
             return
         message, address = action.message, self.addresses[number]
         if isinstance(message, wire.PullPages):
-            pages = [(int(a.space), int(a.page)) for a in wire.unpack_addresses(message.order.sources)]
+            stretches = wire.unpack_stretches(message.order.sources)
+            pages = [(int(each.space), int(page)) for each in stretches for page in each.pages]
             self._orders[message.call_id] = address, pages
             self._readable.update(pages)
         self._out.append(AskPeer(address, peer_wire.PeerCall(call=message)))
@@ -165,15 +166,17 @@ class ApiPeers:
     def move(self, action: MovePages, take: Callable[[int, int, list[PageId]], None]) -> None:
         """Bring pages of a peer's instance. Args: take: told of each copy (number, space, pages) before it begins."""
         number = self._api.peers.get(action.source)
-        sources, targets = wire.unpack_addresses(action.sources), wire.unpack_addresses(action.targets)
-        pairs = list(zip(sources, targets, strict=True))
-        for source_space, space in sorted({(int(s.space), int(t.space)) for s, t in pairs}):
-            mine = [(s, t) for s, t in pairs if (s.space, t.space) == (source_space, space)]
-            copy_id, into = next(self._numbers), [t.page for _, t in mine]
+        groups: dict[tuple[int, int], tuple[list[PageId], list[int], list[PageId]]] = {}
+        for source, target in side_by_side(action.sources, action.targets):
+            found = groups.setdefault((int(source.space), int(target.space)), ([], [], []))
+            found[0].extend(source.pages)
+            found[1].extend(source.epochs)
+            found[2].extend(target.pages)
+        for (source_space, space), (pages, epochs, into) in sorted(groups.items()):
+            copy_id = next(self._numbers)
             take(copy_id, space, into)
             address = self.addresses[number] if number is not None else ""
-            pages = [s.page for s, _ in mine]
-            self._pulls[copy_id] = _Pull(address, source_space, pages, [int(s.epoch) for s, _ in mine])
+            self._pulls[copy_id] = _Pull(address, source_space, pages, epochs)
             if address:
                 self._out.append(
                     PullRemote(copy_id, address, space, into, source_space, pages, action.timeout_ms)

@@ -9,13 +9,22 @@ are granted like an engine's; when it leaves they are free, or, if its process h
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 
 from services.mempool.core import actions
 from services.mempool.core.actions import Action, ApiSend, PoolLimits
 from services.mempool.core.api import Api
 from services.mempool.core.api_leased import Leased
 from services.mempool.core.api_peers import FIRST_CONNECTION, ApiPeers
-from services.mempool.core.api_state import ApiAction, ApiLimits, CallPeer, Home, MovePages, Reply
+from services.mempool.core.api_state import (
+    ApiAction,
+    ApiLimits,
+    CallPeer,
+    Home,
+    MovePages,
+    Reply,
+    side_by_side,
+)
 from services.mempool.core.claims import Claim
 from services.mempool.core.dram import Dram
 from services.mempool.core.locations import Locations
@@ -212,19 +221,16 @@ class ApiSpaces:
                     pass  # of a caller that has left
 
     def _move(self, action: MovePages) -> None:
-        sources = wire.unpack_addresses(action.sources)
-        targets = wire.unpack_addresses(action.targets)
         move = self._moves[action.move_id] = _Move({})
-        for space in {target.space for target in targets}:
-            pairs = [(s, t) for s, t in zip(sources, targets, strict=True) if t.space == space]
-            copy_id, into = next(self._numbers), [t.page for _, t in pairs]
+        copies: dict[int, tuple[list[PageId], list[tuple[int, PageId]]]] = {}
+        for source, target in side_by_side(action.sources, action.targets):
+            into, pages = copies.setdefault(int(target.space), ([], []))
+            into += target.pages
+            pages += zip(repeat(int(source.space)), source.pages)
+        for space, (into, pages) in copies.items():
+            copy_id = next(self._numbers)
             self._begin_copy(action.move_id, move, copy_id, space, into)
-            self._out.append(
-                actions.CopyPages(
-                    copy_id, int(space), into,
-                    [(int(s.space), s.page) for s, _ in pairs], action.timeout_ms,
-                )
-            )  # fmt: skip
+            self._out.append(actions.CopyPages(copy_id, space, into, pages, action.timeout_ms))
 
     def _begin_copy(self, move_id: int, move: _Move, copy_id: int, space: int, into: list[PageId]) -> None:
         move.targets.setdefault(SpaceId(space), []).extend(into)
@@ -252,17 +258,16 @@ class ApiSpaces:
             doubted = set().union(*move.in_doubt.values())
             result = CopyResult((0,) if move.stale else (), move.failed, doubted)
             self._perform(self.api.on_moved(number, result))
-            for (
-                each,
-                pages,
-            ) in move.targets.items():  # the result names pages alone: in other spaces they are sound
+            for each, pages in move.targets.items() if doubted else ():
+                # the result names pages alone: in other spaces they are sound
                 sound = [page for page in pages if page in doubted and page not in move.in_doubt[each]]
                 self._perform(self.api.on_settled(each, sound))
         return True
 
     def on_settled(self, number: int, pages: Sequence[PageId]) -> list[PageId]:
         """Nothing can write these any more: the ones that are not ours."""
-        mine = [page for page in pages if self.api.moves.is_busy(SpaceId(number), page)]
+        busy = self.api.moves.busy
+        mine = [page for page in pages if busy.has(SpaceId(number), page)]
         self._perform(self.api.on_settled(SpaceId(number), mine))
         return [page for page in pages if page not in mine]
 

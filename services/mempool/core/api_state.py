@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 from typing import Protocol
 
 from services.mempool.core.entry import Entry
@@ -12,7 +13,7 @@ from services.mempool.core.tiers import TierAction, Tiers
 from shared.errors import InvalidRequest, NotHeld, StaleEpoch
 from shared.ids import Epoch, InstanceId, PageId, SpaceId
 from shared.wire import mempool_api as wire
-from shared.wire.mempool_api import Medium, PageAddress
+from shared.wire.mempool_api import AddressStretch, Medium, PageAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Allocator(Protocol):
 
     def take(self, count: int) -> tuple[list[PageId], list[Epoch]]: ...
 
-    def is_current(self, page: PageId, epoch: int) -> bool: ...
+    def first_stale(self, pages: Sequence[PageId], epochs: Sequence[Epoch]) -> PageId | None: ...
 
     def epochs_of(self, pages: Iterable[PageId]) -> list[Epoch]: ...
 
@@ -104,6 +105,15 @@ class Home:
         """Addresses of pages of one of its spaces."""
         return wire.pack_addresses(self.key, medium, allocator.space, pages, epochs)
 
+    def pack_entries(self, entries: Sequence[tuple[SpaceId, Entry]]) -> bytes:
+        """Addresses of indexed pages, now."""
+        out: list[bytes] = []
+        for number, group in groupby(entries, key=itemgetter(0)):
+            medium, space = self.space(number)
+            pages = [entry.page for _, entry in group]
+            out.append(self.pack(medium, space, pages, space.epochs_of(pages)))
+        return b"".join(out)
+
 
 Page = tuple[SpaceId, PageId]
 Beside = Callable[["Holder", Home, bytes], bytes]  # what a caller gets with pages that it took
@@ -119,7 +129,9 @@ class Holder:
     receives: bool = False
     is_mempool: bool = False
     owned: dict[SpaceId, dict[PageId, Epoch]] = field(default_factory=dict)
-    pins: dict[Page, list[Entry]] = field(default_factory=dict)  # one item a pin
+    pins: dict[SpaceId, dict[PageId, list[Entry]]] = field(
+        default_factory=dict
+    )  # one item a pin; no empty list
     remote: dict[InstanceId, set[bytes]] = field(default_factory=dict)  # single addresses at other mempools
     num_open: int = 0
 
@@ -127,13 +139,28 @@ class Holder:
         """Whether it allocated this page and the address is current."""
         return self.owned.get(address.space, {}).get(address.page) == address.epoch
 
+    def owns_all(self, stretch: AddressStretch) -> bool:
+        """Whether owns() is true of every address."""
+        owned = self.owned.get(stretch.space)
+        return bool(owned) and list(map(owned.get, stretch.pages)) == stretch.epochs
+
+    def owns_none(self, stretch: AddressStretch) -> bool:
+        """Whether it allocated none of these pages, whatever their epochs."""
+        owned = self.owned.get(stretch.space)
+        return not owned or owned.keys().isdisjoint(stretch.pages)
+
+    def has_pinned_all(self, stretch: AddressStretch) -> bool:
+        """Whether pinned() finds something at every address."""
+        pins = self.pins.get(stretch.space)
+        return bool(pins) and all(map(pins.__contains__, stretch.pages))
+
     def add(self, space: SpaceId, pages: Sequence[PageId], epochs: Sequence[Epoch]) -> None:
         """Pages that are its own from now on."""
         self.owned.setdefault(space, {}).update(zip(pages, epochs, strict=True))
 
     def pinned(self, address: PageAddress) -> Entry | None:
         """The entry that it has pinned at this address."""
-        entries = self.pins.get((address.space, address.page))
+        entries = self.pins.get(address.space, {}).get(address.page)
         return entries[-1] if entries else None
 
 
@@ -163,9 +190,9 @@ class MovePages:
 
     move_id: int
     source: InstanceId
-    sources: bytes
+    sources: Sequence[AddressStretch]
     target: InstanceId
-    targets: bytes
+    targets: Sequence[AddressStretch]  # together as many as the sources
     timeout_ms: int
 
 
@@ -182,22 +209,60 @@ def serves(mem_type: wire.MemType, medium: Medium) -> bool:
     return mem_type == medium.name.lower() or (mem_type == "mixed" and medium is not Medium.LEASED)
 
 
-def stretches(addresses: Sequence[PageAddress]) -> Iterator[tuple[SpaceId, list[PageAddress]]]:
-    """Consecutive addresses of one space."""
-    for space, group in groupby(addresses, key=lambda address: address.space):
-        yield space, list(group)
+def names_twice(stretches: Iterable[AddressStretch]) -> bool:
+    """Whether a page is there more than once, under whatever epoch."""
+    seen: dict[SpaceId, set[PageId]] = {}
+    for stretch in stretches:
+        named = seen.setdefault(stretch.space, set())
+        before = len(named)
+        named.update(stretch.pages)
+        if len(named) - before < len(stretch.pages):
+            return True
+    return False
 
 
-def held(holders: Collection[Holder], home: Home, addresses: Sequence[PageAddress]) -> None:
-    """Check that every address is current, and held by one of these connections.
+def held(holders: Collection[Holder], home: Home, stretches: Sequence[AddressStretch]) -> None:
+    """Check that every address is current, named once, and held by one of these connections.
 
-    Raises: StaleEpoch, NotHeld, InvalidRequest; nothing has changed.
+    Raises: StaleEpoch, NotHeld, InvalidRequest; nothing has changed. Cost: 0.2 us a page.
     """
-    if len(set(addresses)) != len(addresses):
+    if names_twice(stretches):
         raise InvalidRequest("an address is named twice")
-    for address in addresses:
-        _, allocator = home.space(address.space)
-        if not allocator.is_current(address.page, address.epoch):
-            raise StaleEpoch(f"page {address.page} of space {address.space} was reused since")
-        if not any(holder.owns(address) or holder.pinned(address) for holder in holders):
-            raise NotHeld(f"page {address.page} of space {address.space} is not held by the caller")
+    for stretch in stretches:
+        _, allocator = home.space(stretch.space)
+        stale = allocator.first_stale(stretch.pages, stretch.epochs)
+        if stale is not None:
+            raise StaleEpoch(f"page {stale} of space {stretch.space} was reused since")
+        if any(holder.has_pinned_all(stretch) or holder.owns_all(stretch) for holder in holders):
+            continue
+        for address in stretch.addresses():
+            if not any(holder.owns(address) or holder.pinned(address) for holder in holders):
+                raise NotHeld(f"page {address.page} of space {stretch.space} is not held by the caller")
+
+
+def owned(holders: Sequence[Holder], stretches: Iterable[AddressStretch]) -> bool:
+    """Whether each address is of a page that one of these connections has allocated."""
+    return all(
+        any(holder.owns_all(stretch) for holder in holders)
+        or all(any(holder.owns(address) for holder in holders) for address in stretch.addresses())
+        for stretch in stretches
+    )
+
+
+def side_by_side(
+    sources: Sequence[AddressStretch], targets: Sequence[AddressStretch]
+) -> Iterator[tuple[AddressStretch, AddressStretch]]:
+    """As many addresses on each side, position by position: stretches that are cut to equal lengths."""
+    behind = iter(sources)
+    source: AddressStretch | None = None
+    for whole in targets:
+        target = whole
+        while target.pages:
+            if source is None or not source.pages:
+                source = next(behind)
+            count = min(len(source.pages), len(target.pages))
+            if count == len(source.pages) == len(target.pages):
+                yield source, target
+            else:
+                yield source.first(count), target.first(count)
+            source, target = source.behind(count), target.behind(count)

@@ -32,9 +32,10 @@ class Swaps:
                 raise InvalidRequest(f"{call.num_blocks} blocks")
             ticket, actions = home.tiers.swap_out(call.num_blocks, now_ms)
         else:
-            addresses = self._api.addresses(call.addresses)
-            home = self._api.home_of(addresses)
-            held([holder], home, addresses)
+            stretches = self._api.stretches(call.addresses)
+            home = self._api.home_of(stretches)
+            held([holder], home, stretches)
+            addresses = [address for stretch in stretches for address in stretch.addresses()]
             if home.tiers is None:
                 raise InvalidRequest(f"{home.instance} has one tier of memory")
             entries = [e for a in addresses if (e := holder.pinned(a)) and a.space == home.tiers.slow.space]
@@ -63,7 +64,7 @@ class Swaps:
         holder.num_open -= 1
         fast, slow = home.tiers.fast.space, home.tiers.slow.space
         if isinstance(call, wire.SwapOut):
-            raw = self._api.pack_entries(home, [(slow, entry) for entry in done.entries if entry is not None])
+            raw = home.pack_entries([(slow, entry) for entry in done.entries if entry is not None])
             self._api.answer(holder, wire.Addresses(call_id=call.call_id, addresses=raw))
             return
         if self._api.holders.get(holder.connection) is not holder:  # the caller left: nobody unpins later
@@ -74,8 +75,9 @@ class Swaps:
             if entry is None:
                 out += address.to_bytes()
                 continue
-            holder.pins.setdefault((fast, entry.page), []).append(entry)  # the pin that came with it
+            pins = holder.pins.setdefault(fast, {}).setdefault(entry.page, [])
+            pins.append(entry)  # the pin that came with it
             if holder.pinned(address) is not None:
                 self._api.unpin(holder, address.space, address.page)
-            out += self._api.pack_entries(home, [(fast, entry)])
+            out += home.pack_entries([(fast, entry)])
         self._api.answer(holder, wire.Addresses(call_id=call.call_id, addresses=out))

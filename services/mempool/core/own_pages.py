@@ -51,15 +51,22 @@ class OwnPages:
         """Whether the page is still the one that an address of this epoch means."""
         return page < self.table.num_pages and self.table.epochs[page] == epoch
 
+    def first_stale(self, pages: Sequence[PageId], epochs: Sequence[Epoch]) -> PageId | None:
+        """The first page that is not the one that an address of its epoch means; None: all of them are."""
+        now = self.table.epochs
+        if pages and max(pages) < self.table.num_pages and [now[page] for page in pages] == epochs:
+            return None
+        pairs = zip(pages, epochs, strict=True)
+        return next((page for page, epoch in pairs if not self.is_current(page, epoch)), None)
+
     def epochs_of(self, pages: Iterable[PageId]) -> list[Epoch]:
         """Now."""
         return [Epoch(self.table.epochs[page]) for page in pages]
 
     def begin(self, pages: Iterable[PageId]) -> None:
         """A copy writes these granted pages from now on."""
-        for page in pages:
-            if self.table.states[page] == PageState.GRANTED:
-                self.table.apply(page, PageEvent.WRITE)
+        states, granted = self.table.states, int(PageState.GRANTED)
+        self.table.apply_all([page for page in pages if states[page] == granted], PageEvent.WRITE)
 
     def seal(self, entries: Iterable[Entry]) -> None:
         """The bytes of these pages are complete; the index has just taken the entries."""
