@@ -229,7 +229,8 @@ class Mover:
         copy.timer = self._loop.call_later(timeout_ms / 1000, self._expire, copy)
         self._copies[copy_id] = copy
         self._waiting.append(copy)
-        self._pump_soon()
+        if not self._pumping:
+            self._pump()
 
     def _check(self, copy_id: int, target: int, targets: Sequence[int], parts: Parts) -> None:
         if self._closed:

@@ -201,14 +201,20 @@ class Paths:
             engine.copier.add_boundaries(rank.boundaries())
         copier_for = partial(engine_for, self._engines)
         if self._out is None:
-            self._out = ImportedTransport(INSTANCE, copier_for, quarantine=self.quarantine)
+            self._out = ImportedTransport(
+                INSTANCE, copier_for, quarantine=self.quarantine, callers_drive=True
+            )
             self._staged = StagedTransport(self.quarantine, self._engines)
             for rank in self._ranks():  # in host memory: this is the first GPU
                 self._out.register(rank.region)
                 self._staged.register(rank.region)
         self._engines[gpu.ordinal] = engine
         self._gpus[gpu.ordinal] = ImportedTransport(
-            INSTANCE, copier_for, quarantine=self.quarantine, page_stream=engine.page_stream
+            INSTANCE,
+            copier_for,
+            quarantine=self.quarantine,
+            page_stream=engine.page_stream,
+            callers_drive=True,
         )
 
     def _ranks(self) -> list[MappedRegion]:

@@ -21,7 +21,7 @@ from shared.transfer.page_stream import PageStream
 from shared.transfer.pieces import Pieces
 from shared.transfer.provider import BaseTransport
 from shared.transfer.quarantine import Quarantine
-from shared.transfer.transfer_job import Attempt
+from shared.transfer.transfer_job import Attempt, DrivenFuture
 
 
 class ImportedLink(MappedLink):
@@ -29,8 +29,11 @@ class ImportedLink(MappedLink):
 
     any_thread = True
 
-    def __init__(self, *, staged: Link | None, page_stream: PageStream | None, **common: Any) -> None:
+    def __init__(
+        self, *, staged: Link | None, page_stream: PageStream | None, callers_drive: bool, **common: Any
+    ) -> None:
         super().__init__(PathName.IMPORTED, **common)
+        self.callers_drive = callers_drive
         self._staged = staged
         self._page_stream = page_stream
 
@@ -60,7 +63,7 @@ class ImportedLink(MappedLink):
                 f"{there.size} source pages for {len(pages)} different target pages of {to.size}"
             )
         for pages_here, region in ((there, theirs), (to, mine)):
-            if int(pages_here.min()) < 0 or int(pages_here.max()) >= region.num_pages:
+            if int(pages_here.view(np.uint64).max()) >= region.num_pages:  # a negative one is very large so
                 raise TransferRefused(f"a page outside {region.name!r}, which has {region.num_pages}")
         self._quarantine.claim(target, pages)
 
@@ -129,6 +132,8 @@ def joined(parts: "list[Future[Moved]]", check: PageCheck | None) -> "Future[Mov
 
     for part in parts:
         part.add_done_callback(one_ended)
+        if isinstance(part, DrivenFuture):
+            part.hand_over()  # callers have the whole, which nobody can drive
     return whole
 
 
@@ -177,10 +182,13 @@ class ImportedTransport(BaseTransport):
         quarantine: Quarantine | None = None,
         staged: Link | None = None,
         page_stream: PageStream | None = None,
+        callers_drive: bool = False,
     ) -> None:
         """`copier_for`: (source device, target device) to the copier and stream of the GPU that copies, which for
-        a pull is the target's. `page_stream` of that GPU makes pulls of whole pages cheaper to start."""
+        a pull is the target's. `page_stream` of that GPU makes pulls of whole pages cheaper to start.
+        `callers_drive`: see BaseLink."""
         super().__init__(instance, quarantine=quarantine)
+        self._callers_drive = callers_drive
         self._page_stream = page_stream
         self._copier_for = copier_for
         self._staged = staged
@@ -192,6 +200,7 @@ class ImportedTransport(BaseTransport):
         return ImportedLink(
             staged=self._staged,
             page_stream=self._page_stream,
+            callers_drive=self._callers_drive,
             mapped=peer.mapped,
             copier_for=self._copier_for,
             thread=self._thread,

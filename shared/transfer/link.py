@@ -35,10 +35,13 @@ class BaseLink:
     """See interface.Link. Subclasses implement `_begin` (on the thread) and may extend `_disconnect`.
 
     `any_thread`: `_begin` and the attempt's poll() may run on the caller's thread, so a pull starts in the call.
+    `callers_drive`: of such a link: the thread is not woken; callers drive every DrivenFuture until it is over, or
+    hand it over.
     """
 
     path: PathName
     any_thread = False
+    callers_drive = False
 
     def __init__(
         self,
@@ -271,7 +274,9 @@ class BaseLink:
             )
             if isinstance(future, DrivenFuture):
                 future.drive = transfer.step
-                self._thread.post(lambda: self._thread.add(transfer), calm=True)
+                future.rest = lambda: self._thread.post(lambda: self._thread.add(transfer), calm=True)
+                if not self.callers_drive:
+                    future.hand_over()
             elif not transfer.step(time.monotonic()):
                 self._thread.add(transfer)
 

@@ -12,6 +12,7 @@ from services.mempool.mover_engines import CopyEngine, PinnedRanges
 from shared.kernels.copy_pages.copies import Copies, CopyFailed, Direction
 from shared.transfer.errors import TransferRefused
 from shared.transfer.reslice import KvEnd
+from shared.transfer.transfer_thread import TransferThread
 from tests.support.fake_mover_gpus import PAGE_BYTES, FakeGpus, FakeSlabs
 from tests.support.fake_vmm_driver import GRANULARITY_BYTES
 from tests.support.mover_spaces_rig import NUM, PER_SLAB, GpuSpace, Rig, until
@@ -77,6 +78,20 @@ async def test_whole_pages_between_gpus_go_in_batches_on_the_targets_engines(rig
     before = len([1 for name, _ in it.gpus.drivers[0].calls if name == "copy_batch"])
     assert (await it.copy(1, 2)).ok
     assert len([1 for name, _ in it.gpus.drivers[0].calls if name == "copy_batch"]) == before
+
+
+async def test_a_copy_between_gpus_wakes_the_movers_thread_alone(rig, monkeypatch):
+    it = rig()
+    it.add(1, (0,))
+    it.add(2, (1,))
+    assert (await it.copy(1, 2)).ok
+    woken, post = [], TransferThread.post
+    monkeypatch.setattr(
+        TransferThread, "post", lambda self, *args, **how: woken.append(args) or post(self, *args, **how)
+    )
+    for _ in range(3):
+        assert (await it.copy(1, 2)).ok
+    assert not woken
 
 
 async def test_no_copy_crosses_a_slab(rig):

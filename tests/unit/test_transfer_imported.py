@@ -1,5 +1,6 @@
 """Imported pages with a driver that moves ordinary memory: the quick way for whole pages, the split with staging."""
 
+import time
 from concurrent.futures import Future
 
 import numpy as np
@@ -18,23 +19,25 @@ PAGE, NUM = 256, 96
 
 
 class Rig:
-    def __init__(self, *, eager=True, present=None, staged=None, lanes=4) -> None:
+    def __init__(self, *, eager=True, present=None, staged=None, lanes=4, callers_drive=False) -> None:
         self.driver = RecordingDriver(eager=eager)
         self.theirs = np.random.default_rng(1).integers(0, 256, (NUM, PAGE), np.uint8)
         self.mine = np.zeros((NUM, PAGE), np.uint8)
         copier, stream = CudaCopier(self.driver), self.driver.create_stream()
         self.page_stream = PageStream(self.driver, lanes=lanes)
-        self.puller = self.transport("puller", "mine", self.mine, 0, copier, stream, staged, self.page_stream)
-        owner = self.transport("owner", "theirs", self.theirs, 1, copier, stream, None, None)
+        common = (copier, stream, callers_drive)
+        self.puller = self.transport("puller", "mine", self.mine, 0, *common, staged, self.page_stream)
+        owner = self.transport("owner", "theirs", self.theirs, 1, *common, None, None)
         mapped = {"theirs": MappedPages(self.theirs.ctypes.data, device=1, present=present)}
         self.link = self.puller.connect(Peer(owner.describe(), mapped=mapped))
         self.ends = [self.puller, owner]
 
     @staticmethod
-    def transport(instance, name, memory, device, copier, stream, staged, page_stream):
+    def transport(instance, name, memory, device, copier, stream, callers_drive, staged, page_stream):
         end = ImportedTransport(
-            instance, lambda source, target: (copier, stream), staged=staged, page_stream=page_stream
-        )
+            instance, lambda source, target: (copier, stream), staged=staged, page_stream=page_stream,
+            callers_drive=callers_drive,
+        )  # fmt: skip
         end.register(
             Region(name, RegionKind.CUDA_PAGES, memory.ctypes.data, PAGE, NUM, name, device, f"u{device}")
         )
@@ -148,3 +151,80 @@ def test_nothing_imported_is_no_path():
     with pytest.raises(PathUnavailable):
         end.connect(Peer(end.describe()))
     end.close()
+
+
+def woken(it, monkeypatch) -> list:
+    """What is posted to the transport's thread from now on."""
+    posted, post = [], it.puller._thread.post
+    monkeypatch.setattr(
+        it.puller._thread, "post", lambda action, **how: posted.append(action) or post(action, **how)
+    )
+    return posted
+
+
+def test_a_pull_that_its_caller_drives_wakes_no_thread(rig, monkeypatch):
+    it = rig(callers_drive=True)
+    posted = woken(it, monkeypatch)
+    future = it.pull([1, 3], [2, 4])
+    seen = []
+    future.add_done_callback(lambda future: seen.append(future.result()))
+    assert future.drive(time.monotonic())
+    assert [moved.num_bytes for moved in seen] == [2 * PAGE]
+    assert future.result().num_bytes == 2 * PAGE
+    assert it.pull([5], [6]).result(5).num_bytes == PAGE
+    assert not posted
+    assert np.array_equal(it.mine[[2, 4, 6]], it.theirs[[1, 3, 5]])
+
+
+def test_a_pull_that_is_handed_over_ends_without_its_caller(rig, monkeypatch):
+    it = rig(callers_drive=True, eager=False)
+    posted = woken(it, monkeypatch)
+    future = it.pull([1], [2])
+    assert not future.drive(time.monotonic())
+    assert not posted
+    future.hand_over()
+    future.hand_over()
+    assert len(posted) == 1
+    it.driver.run()
+    assert Future.result(future, 5).num_bytes == PAGE
+
+
+def test_whoever_waits_too_long_to_drive_hands_over(rig, monkeypatch):
+    it = rig(callers_drive=True, eager=False)
+    posted = woken(it, monkeypatch)
+    future = it.pull([1], [2])
+    with pytest.raises(TimeoutError):
+        future.result(0.001)
+    assert len(posted) == 1
+    it.driver.run()
+    assert future.result(5).num_bytes == PAGE
+
+
+def test_a_driven_pull_that_fails_settles_on_the_thread(rig):
+    it = rig(callers_drive=True, eager=False)
+    future = it.pull([1], [2], timeout_ms=1)
+    assert not future.drive(time.monotonic() + 1), "it may still write"
+    assert isinstance(future.exception(), TransferTimeout)
+    assert it.link.quarantined() == {"mine": frozenset({2})}
+    future.hand_over()
+    it.driver.run()
+    until_s = time.monotonic() + 5
+    while it.link.quarantined() and time.monotonic() < until_s:
+        time.sleep(0.001)
+    assert not it.link.quarantined()
+
+
+def test_both_parts_of_a_split_pull_end_though_nobody_can_drive_them(rig):
+    staged = StagedDouble()
+    it = rig(callers_drive=True, present=frozenset(range(4)), staged=staged)
+    future = it.pull([1, 9], [2, 3])
+    assert future.result(5).num_bytes == 2 * PAGE
+
+
+class StagedDouble:
+    """A staged link that is done at once."""
+
+    def pull_pieces(self, source, target, pieces, *, timeout_ms):
+        done: Future[Moved] = Future()
+        done.set_result(Moved(PathName.STAGED, pieces.num_bytes, 1))
+        return done
