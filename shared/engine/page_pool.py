@@ -22,13 +22,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import (
-    FreeKVCacheBlockQueue,
-    KVCacheBlock,
-    make_block_hash_with_group_id,
-)
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
-from shared.engine.page_swaps import FAR, GROUP, LEASED, SEALED, STOCK, UNKNOWN, WRITING, SwapPages
+from shared.engine.page_leases import PageLeases
+from shared.engine.page_swaps import FAR, LEASED, SEALED, STOCK, UNKNOWN, WRITING, SwapPages
 from shared.engine.pool_events import PoolEvents
 from shared.ids import BlockHash, Epoch, PageId
 from shared.kv.words import u32_bytes, u64_bytes
@@ -45,7 +42,7 @@ class StepSeals:
     blocks: dict[int, SealedPage] = field(default_factory=dict)
 
 
-class PageBlockPool(PoolEvents, SwapPages, BlockPool):
+class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
     """See the module. Everything runs on the engine core's thread.
 
     `on_cache_event`: ("stored" | "removed" | "cleared", hashes), for the prompt tree.
@@ -185,48 +182,6 @@ class PageBlockPool(PoolEvents, SwapPages, BlockPool):
             sealed_valid_tokens=u32_bytes(s.valid_tokens for s in sealed),
             leases=leases,
         )
-
-    # -- leases -----------------------------------------------------------------------------------------
-
-    def lease(self, pages: list[int], epochs: list[int], hashes: list[BlockHash]) -> list[KVCacheBlock]:
-        """A request came with pages that a lease pins: they are prefix hits from now on, until unlease().
-
-        Returns: as many leading ones as are usable.
-        """
-        blocks: list[KVCacheBlock] = []
-        for page, epoch, block_hash in zip(pages, epochs, hashes, strict=True):
-            if not 0 <= page < self.num_gpu_blocks - 1:
-                break
-            block = self.blocks[page + 1]
-            kind = self.kinds[block.block_id]
-            if kind in (STOCK, WRITING) or (kind != UNKNOWN and self.epochs[block.block_id] != epoch):
-                break  # the lease is older than what the page is now
-            if kind == UNKNOWN:
-                self.kinds[block.block_id] = LEASED
-                self.epochs[block.block_id] = epoch
-                block.ref_cnt = 1
-            else:
-                self.touch([block])
-            if block.block_hash is None:
-                self._insert_block_hash(make_block_hash_with_group_id(block_hash, GROUP), block, None)
-            self.lease_counts[block.block_id] = self.lease_counts.get(block.block_id, 0) + 1
-            blocks.append(block)
-        return blocks
-
-    def may_unlease(self, blocks: list[KVCacheBlock]) -> bool:
-        """False while a request that came without a lease of its own uses a block that only this one pins."""
-        counts = self.lease_counts
-        return all(
-            self.kinds[b.block_id] != LEASED or counts[b.block_id] > 1 or b.ref_cnt == 1 for b in blocks
-        )
-
-    def unlease(self, blocks: list[KVCacheBlock]) -> None:
-        """The request is over, with the steps that it was in, and may_unlease(). Then release the lease."""
-        for block in blocks:
-            self.lease_counts[block.block_id] -= 1
-            if not self.lease_counts[block.block_id]:
-                del self.lease_counts[block.block_id]
-        self.free_blocks(reversed(blocks))
 
     # -- what vLLM calls --------------------------------------------------------------------------------
 

@@ -1,0 +1,94 @@
+"""Leased blocks in the pool of an engine: found as vLLM finds them, forgotten whole, and not block by block in vLLM."""
+
+import hashlib
+from collections import Counter
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.core.block_pool import BlockPool
+
+from shared.engine.page_pool import PageBlockPool
+from shared.engine.page_swaps import LEASED, UNKNOWN
+from shared.ids import BlockHash
+
+NUM_BLOCKS, BLOCK_TOKENS = 64, 32
+HASHES = [BlockHash(hashlib.sha256(bytes([i])).digest()) for i in range(8)]
+PAGES, EPOCHS = list(range(10, 18)), [7] * 8
+
+
+class Quota:
+    """Grants nothing, hears everything."""
+
+    def __init__(self) -> None:
+        self.counters: Counter[str] = Counter()
+
+    def unpin(self, pages: list) -> None:
+        assert not pages
+
+
+@pytest.fixture
+def said() -> list[tuple[str, list[BlockHash]]]:
+    return []
+
+
+@pytest.fixture
+def pool(said: list) -> PageBlockPool:
+    return PageBlockPool(Quota(), lambda *event: said.append(event), NUM_BLOCKS, True, BLOCK_TOKENS)  # type: ignore[arg-type]
+
+
+def found(pool: PageBlockPool) -> list[int]:
+    """Block ids of the hits, by both look-ups."""
+    hashes: list[Any] = list(HASHES)  # vLLM has a name of its own for the type
+    ours = [pool.get_cached_block(h, [0]) for h in hashes]
+    assert ours == [BlockPool.get_cached_block(pool, h, [0]) for h in hashes]
+    return [each[0].block_id for each in ours if each is not None]
+
+
+def test_leased_blocks_are_hits_until_their_last_lease_ends_and_leave_nothing(pool, said):
+    first = pool.lease(PAGES, EPOCHS, HASHES)
+    second = pool.lease(PAGES[:5], EPOCHS[:5], HASHES[:5])
+    assert found(pool) == [page + 1 for page in PAGES]
+    assert [block.ref_cnt for block in first] == [2] * 5 + [1] * 3
+    assert pool.may_unlease(first)
+    pool.unlease(first)
+    assert found(pool) == [page + 1 for page in PAGES[:5]]
+    assert said == [("removed", HASHES[:4:-1])]
+    pool.unlease(second)
+    assert found(pool) == []
+    assert not pool.lease_counts
+    assert not pool.kinds.count(LEASED)
+    assert all(block.ref_cnt == 0 and block.block_hash is None for block in first)
+    assert said[1:] == [("removed", HASHES[4::-1])]
+
+
+def test_a_block_that_another_request_uses_without_a_lease_keeps_the_lease(pool):
+    blocks = pool.lease(PAGES, EPOCHS, HASHES)
+    pool.touch(blocks[:1])
+    assert not pool.may_unlease(blocks)
+    pool.free_blocks(blocks[:1])
+    assert pool.may_unlease(blocks)
+    pool.unlease(blocks)
+    assert pool.kinds[PAGES[0] + 1] == UNKNOWN
+
+
+def test_pages_behind_one_that_is_another_by_now_are_not_used(pool):
+    pool.unlease(pool.lease(PAGES, EPOCHS, HASHES))
+    kept = pool.lease(PAGES[3:4], [9], HASHES[3:4])
+    assert len(pool.lease(PAGES, EPOCHS, HASHES)) == 3
+    assert len(pool.lease([*PAGES[4:6], NUM_BLOCKS], EPOCHS[:3], HASHES[4:7])) == 2, "there is no such page"
+    assert kept[0].ref_cnt == 1
+
+
+def test_a_lease_takes_no_call_of_vllms_for_each_block(pool, monkeypatch):
+    """A prompt of 32K tokens has a thousand of them, and its client waits."""
+
+    def never(*_: object) -> None:
+        raise AssertionError("called for a block")
+
+    for name in ("_insert_block_hash", "_maybe_evict_cached_block", "touch"):
+        monkeypatch.setattr(pool, name, never)
+    pool.unlease(pool.lease(PAGES, EPOCHS, HASHES))
+    assert found(pool) == []
