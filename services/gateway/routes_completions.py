@@ -58,11 +58,12 @@ async def completion_prompts(gateway: Gateway, body: CompletionBody, incoming: I
                     add_special_tokens=body.add_special_tokens is not False,
                     max_tokens=gateway.max_model_len,
                 )
+                packed = pack_tokens(ids)
                 echo = given if body.echo else None
             else:
                 ids = given
-                gateway.text.check_token_ids(ids, "prompt")
+                packed = gateway.text.pack_token_ids(ids, "prompt")
                 if body.echo:
                     echo = gateway.text.decode(ids, skip_special_tokens=not body.keeps_special_tokens)
-            prompts.append(Prompt(ids, pack_tokens(ids), echo))
+            prompts.append(Prompt(ids, packed, echo))
     return prompts

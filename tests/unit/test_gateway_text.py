@@ -134,7 +134,7 @@ def test_the_folder_says_what_ends_an_answer_and_how_large_the_vocabulary_is(tmp
 def test_ids_are_checked_against_the_vocabulary(text):
     assert text.decode(text.encode_now("the fox", add_special_tokens=False)) == "the fox"
     assert text.decode([1, 2], skip_special_tokens=False) == "<|im_start|><|im_end|>"
-    for bad in ([-1], [text.vocab_size]):
+    for bad in ([-1], [text.vocab_size], [1 << 32]):
         with pytest.raises(InvalidRequest) as caught:
             text.decode(bad)
         assert caught.value.param == "tokens"
