@@ -148,7 +148,7 @@ class DecodeRoom:
         by_state = space.pages_by_state
         present = sum(by_state.values()) - sum(by_state.get(name, 0) for name in _NO_MEMORY)
         num_pages = present // max(1, len(space.engines))  # engines have even parts
-        unpinned = by_state.get("free", 0) + max(0, space.num_indexed - space.num_pinned)
+        unpinned = by_state.get("free", 0) + max(0, space.num_indexed - space.num_pinned + space.num_ahead)
         free = max(0, min(seen.unused + unpinned, num_pages - seen.own))
         self._figures = Figures(num_pages, free, seen.in_use, seen.needs, seen.answer_tokens)
         self._sources = space.engines

@@ -28,6 +28,7 @@ class SmallPages(FakePages):
     def __init__(self):
         super().__init__()
         self.free = 0
+        self.ahead = 0
         self.kept = []
 
     async def acquire(self, hashes, **options):
@@ -38,10 +39,12 @@ class SmallPages(FakePages):
         self.kept.append(handoff_id)
 
     async def status(self):
-        by_state = {"free": self.free, "granted": NUM_PAGES - self.free, "withdrawn": 50}
+        granted = NUM_PAGES - self.free - self.ahead
+        by_state = {"free": self.free, "sealed": self.ahead, "granted": granted, "withdrawn": 50}
         space = SpaceStatus(
             number=0, content_key="k", devices=["cpu"], num_pages=NUM_PAGES + 50, page_bytes=1, pages_by_state=by_state,
-            num_indexed=3, num_pinned=3, engines=["engine decode-0: 7 of 100 pages"],
+            num_indexed=3 + self.ahead, num_pinned=3 + self.ahead, num_ahead=self.ahead,
+            engines=["engine decode-0: 7 of 100 pages"],
         )  # fmt: skip
         return PoolStatus(
             call_id=1, boot_generation=Epoch(1), num_pages=0, page_bytes=0, pages_by_state={}, num_indexed=0,
@@ -117,6 +120,15 @@ async def test_prompts_wait_in_order_their_pages_kept_and_begin_as_room_comes(mo
         assert asked(pages) == ["h-a", "h-b", "h-c"]
         assert gateway.ends["c"].receipt.room_wait_ms > 0
         await until(lambda: rig.room.now.owed_blocks == 4)
+
+
+async def test_a_prompt_whose_blocks_came_ahead_begins_in_the_room_that_they_take(model_dir):
+    async with door(model_dir) as (rig, pages, gateway):
+        pages.free, pages.ahead = 9, 8  # 4 for the one that runs, 11 and 2 for this one
+        await until(lambda: rig.room.now.free_blocks == 17)
+        hand_over(rig, gateway, "a")
+        await gateway.end_of("a")
+        assert gateway.ends["a"].receipt.room_wait_ms == 0
 
 
 async def test_who_leaves_while_it_waits_makes_place_for_the_next(model_dir):

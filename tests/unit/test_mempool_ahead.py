@@ -136,3 +136,33 @@ def test_the_last_steps_blocks_of_a_hand_off_that_was_given_up_wait_for_nobody(p
     pair.copied()
     assert pair.core.pools[1].index.num_pinned == 0
     pair.counts()
+
+
+def test_blocks_that_nobody_has_come_for_let_a_reader_have_their_pages_when_there_are_no_others(pair):
+    """The last come go first; where the engine has enough in stock none goes."""
+    for name in "pqrs":
+        pair.prompt(name, 2 * STEP)
+    wanted = chain(*range(3 * STEP))
+    pair.save(PREFILL, wanted)
+    in_use = pair.take(DECODE, len(pair.granted[DECODE]) - 2 * STEP)
+    pair.write(DECODE, in_use)
+    acquire(pair, wanted, wait_ms=100)
+    assert pair.core.counters["blocks_ahead_let_go"] == STEP
+    assert pair.gives_back() == 2 * STEP
+    pair.copied()
+    assert answers(pair, FRONT, wire.Acquired)[-1].num_blocks == 3 * STEP
+    pair.counts()
+
+
+def test_the_status_says_how_many_pages_only_wait_for_their_reader(pair):
+    hashes = pair.prompt("p", 3 * STEP)
+
+    def ahead() -> int:
+        pair.say(FRONT, wire.StatusCall(call_id=1))
+        return answers(pair, FRONT, wire.PoolStatus)[-1].spaces[1].num_ahead
+
+    assert ahead() == 2 * STEP
+    acquire(pair, hashes[:STEP], wait_ms=0, until_release=True)
+    assert ahead() == STEP, "the others are in use"
+    acquire(pair, hashes, handoff_id=HandoffId("p"), wait_ms=0, until_release=True)
+    assert ahead() == 0

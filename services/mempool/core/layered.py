@@ -14,11 +14,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from services.mempool.core import parse
 from services.mempool.core.actions import Action, CopyPages, LayerCut, StepOver
 from services.mempool.core.entry import Entry
 from services.mempool.core.pool import Pool
-from services.mempool.core.pulls import Pull, Pulls, cut_of
+from services.mempool.core.pulls import Pull, Pulls, Reader, cut_of
 from shared.errors import PeerProtocolError
 from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, PageId
 from shared.kv.page import PageState
@@ -150,12 +152,34 @@ class LayerPulls:
         missing = [h for h in hashes if h not in held.pool.index]
         self._send_ahead(pool, held.pool, missing, message.handoff_id, now_ms)
 
-    def make_way(self, pool: Pool, now_ms: int) -> None:
-        """A reader needs pages there: blocks for which nobody has come yet, and which wait for pages, do without."""
+    def make_way(self, pool: Pool, reader: Reader, wanted: int, now_ms: int) -> None:
+        """The reader needs so many pages there. Blocks that wait for pages, and whose own reader has not come, do
+        without; of those that are there already the last come are let go, as far as it takes."""
         for pull in list(self._pulls.pulls.values()):
             if pull.is_ahead and pull.pool is pool and not (pull.copying or pull.readers):
                 pool.cancel(pull.claim)
                 self._pulls.end(pull, now_ms)
+        for handoff_id, held in reversed(list(self._held.items())):
+            if pool.num_spare >= wanted:
+                break
+            if held.pool is pool and handoff_id != reader.call.handoff_id:
+                self._pulls.counters["blocks_ahead_let_go"] += len(held.entries)
+                self.let_go(handoff_id)
+
+    def count_ahead(self, spaces: Sequence[wire.SpaceStatus]) -> list[wire.SpaceStatus]:
+        """The same, with num_ahead. Cost: a step a block that is held."""
+        return [
+            structs.replace(
+                space,
+                num_ahead=sum(
+                    entry.pins == 1
+                    for held in self._held.values()
+                    if held.pool.number == space.number
+                    for entry in held.entries
+                ),
+            )
+            for space in spaces
+        ]
 
     @staticmethod
     def _instance(pool: Pool, connection: int) -> InstanceId:

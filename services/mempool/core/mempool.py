@@ -397,4 +397,4 @@ class Mempool(FromOutside):
         spaces = [found for pool in self.pools.values() if (found := pool.space_status()) is not None]
         counters = self.counters + self.dram.counters() + self.lending.counters()
         counters += self.swaps.counters + self.swaps.far.counters
-        return space.total(parts, spaces, call_id, counters)
+        return space.total(parts, self.layers.count_ahead(spaces), call_id, counters)

@@ -87,7 +87,7 @@ class Layered(Protocol):
 
     def let_go(self, handoff_id: HandoffId) -> None: ...
 
-    def make_way(self, pool: Pool, now_ms: int) -> None: ...
+    def make_way(self, pool: Pool, reader: Reader, wanted: int, now_ms: int) -> None: ...
 
 
 class Pulls:
@@ -159,7 +159,7 @@ class Pulls:
             return False
         pool.index.pin(own)
         if self.layers is not None and len(sources) > pool.num_at_hand:
-            self.layers.make_way(pool, now_ms)
+            self.layers.make_way(pool, reader, len(sources), now_ms)
         pull = self._begin(pool, own, sources, reader.until_ms)
         pull.short_ms = reader.until_ms - (reader.until_ms - now_ms) // 4
         pull.readers.append(reader)
