@@ -166,3 +166,18 @@ def test_the_status_says_how_many_pages_only_wait_for_their_reader(pair):
     assert ahead() == STEP, "the others are in use"
     acquire(pair, hashes, handoff_id=HandoffId("p"), wait_ms=0, until_release=True)
     assert ahead() == 0
+
+
+def test_blocks_that_make_way_in_the_moment_in_which_their_own_time_is_over_end_once(pair):
+    """Their copy and the one that a reader waits for came to nothing together: the mempool ended of it."""
+    pair.core.pools[1].claim(2, ask=False)
+    hashes = {name: chain(*[(name, i) for i in range(2 * STEP)]) for name in "pq"}
+    for name in "pq":
+        pair.step(HandoffId(name), hashes[name], 0)
+    acquire(pair, hashes["p"][:STEP], handoff_id=HandoffId("p"), wait_ms=0)
+    joined, other = pair.core.pulls.pulls.values()
+    assert (len(joined.readers), other.is_ahead) == (1, True)
+    pair.advance(AHEAD_WITHIN_MS)
+    (reading,) = pair.core.pulls.pulls.values()
+    assert reading.readers, "it waits for pages of its own now"
+    pair.counts()

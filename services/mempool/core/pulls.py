@@ -234,10 +234,9 @@ class Pulls:
 
     def taken(self, pool: Pool, reader: Reader) -> None:
         """The reader of a handoff has its answer, and what is in it is leased."""
-        handoff_id = reader.call.handoff_id
-        self.push_back.taken(handoff_id, pool, reader.hashes, reader.call.traceparent)
+        self.push_back.taken(reader.call.handoff_id, pool, reader.hashes, reader.call.traceparent)
         if self.layers is not None:
-            self.layers.let_go(handoff_id)
+            self.layers.let_go(reader.call.handoff_id)
 
     def has_work(self) -> bool:
         """Whether advance() may have something to do."""
@@ -253,6 +252,8 @@ class Pulls:
             self.layers.advance(now_ms)
             out += self.layers.take_actions()
         for pull in [p for p in self.pulls.values() if not p.copying]:
+            if pull.number not in self.pulls:
+                continue  # it made way for a reader of another one
             if pull.short_ms is not None and now_ms >= pull.short_ms and pull.claim.pages:
                 self._shorten(pull)
             if not pull.claim.lacking:
@@ -304,7 +305,7 @@ class Pulls:
         changed: list[Pool] = []
         for pull in [p for p in self.pulls.values() if not p.copying and p.handoff_id is None]:
             at = next((i for i, (source, _) in enumerate(pull.sources) if source.number == number), None)
-            if at is None:
+            if at is None or pull.number not in self.pulls:
                 continue
             changed.append(pull.pool)
             if at == 0:
@@ -330,13 +331,12 @@ class Pulls:
             here = pool.take_in(entries)
             if pull.handoff_id is not None and self.layers is not None:
                 self.layers.hold(pull.handoff_id, pool, here, now_ms)
-            is_return = pull.is_push and pull.is_counted
-            self.counters["blocks_pushed_back" if is_return else "blocks_pulled"] += len(entries)
+            name = "blocks_pushed_back" if pull.is_push and pull.is_counted else "blocks_pulled"
+            self.counters[name] += len(entries)
             from_dram = sum(len(entries) for source, entries in _by_pool(pull.sources) if source.is_dram)
             self.counters["blocks_pulled_from_dram"] += from_dram
             behind = sum(len(entries) for source, entries in _by_pool(pull.sources) if source.is_behind)
-            borrowed = behind - from_dram
-            self.counters["blocks_pulled_from_peer"] += borrowed
+            self.counters["blocks_pulled_from_peer"] += behind - from_dram
             for reader in pull.readers:
                 reader.came["dram"] += from_dram
                 reader.came["peer"] += len(entries) - from_dram
