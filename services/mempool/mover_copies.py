@@ -91,11 +91,10 @@ class Copy:
     timer: asyncio.TimerHandle | None = None
     job: Job | None = None  # once it runs
     num_pulls: int = 0  # while it runs
+    spaces: set[int] = field(init=False)  # all that it touches
 
-    @property
-    def spaces(self) -> set[int]:
-        """All that it touches."""
-        return {self.target, *(source for source, _ in self.parts)}
+    def __post_init__(self) -> None:
+        self.spaces = {self.target, *(source for source, _ in self.parts)}
 
     @property
     def elapsed_us(self) -> int:

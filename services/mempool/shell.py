@@ -36,6 +36,7 @@ from services.mempool.core.actions import (
 )  # fmt: skip
 from services.mempool.core.mempool import Mempool
 from services.mempool.core.space import Plan
+from services.mempool.deadline_timer import DeadlineTimer
 from services.mempool.kept import Kept
 from services.mempool.processes import ProcessWatch
 from services.mempool.spaces import DEFAULT_COPYING, Spaces
@@ -98,7 +99,7 @@ class MempoolShell:
         self._actions: deque[Action] = deque()
         self._performing = False
         self._is_closed = False
-        self._timer: tuple[float, asyncio.Handle] | None = None  # uvloop makes no timer of what is due now
+        self._timer = DeadlineTimer(clock, lambda: self.pool.next_deadline_ms(), self._on_timer)
 
     async def start(self) -> None:
         """Listen. Raises: SettingsError when the socket cannot be had."""
@@ -154,8 +155,7 @@ class MempoolShell:
     def close(self) -> None:
         """End every connection. Peers keep the memory that they mapped, and reconnect to the next mempool."""
         self._is_closed = True  # what the loop still calls finds no memory to act on
-        if self._timer is not None:
-            self._timer[1].cancel()
+        self._timer.close()
         self.server.close()
         if self.peers is not None:
             self.peers.close()
@@ -238,7 +238,6 @@ class MempoolShell:
         self.perform(self.pool.on_process_dead(process, self.clock.now_ms()))
 
     def _on_timer(self) -> None:
-        self._timer = None
         self.perform(self.pool.tick(self.clock.now_ms()))
 
     # -- actions ----------------------------------------------------------------------------------
@@ -252,7 +251,7 @@ class MempoolShell:
         while self._actions:
             self._perform_one(self._actions.popleft())
         self._performing = False
-        self._set_timer()
+        self._timer.look()
 
     def _perform_one(self, action: Action) -> None:
         match action:
@@ -370,18 +369,6 @@ class MempoolShell:
         except (PeerGone, Overloaded) as error:
             log.warning("peer_unreachable", connection=action.connection, code=error.code)
             connection.close()
-
-    def _set_timer(self) -> None:
-        due_ms = self.pool.next_deadline_ms()
-        if due_ms is None:
-            return
-        loop = asyncio.get_running_loop()
-        at = loop.time() + max(1, due_ms - self.clock.now_ms()) / 1000
-        if self._timer is not None:
-            if self._timer[0] <= at + 0.001:
-                return
-            self._timer[1].cancel()
-        self._timer = at, loop.call_at(at, self._on_timer)
 
     def _trace(self, number: int, call: wire.Acquire) -> None:
         attributes = {"blocks.asked": len(call.hashes) // 32, "handoff_id": call.handoff_id}

@@ -277,7 +277,7 @@ class Lending:
 
     def issue(
         self,
-        copies: Iterable[Action],
+        copies: Sequence[Action],
         now_ms: int,
         has_reader: Callable[[int], bool],
         goes_first: Callable[[int], bool] = lambda _: False,

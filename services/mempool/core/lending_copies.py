@@ -8,7 +8,7 @@ deadline: the producer's pages come back without it.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -66,7 +66,7 @@ class LendingCopies:
 
     def issue(
         self,
-        copies: Iterable[Action],
+        copies: Sequence[Action],
         now_ms: int,
         *,
         has_reader: Callable[[int], bool],
@@ -77,6 +77,8 @@ class LendingCopies:
 
         Args: has_reader, goes_first: of a copy; dropping: whether a shelf's pages are overdue.
         """
+        if not copies and not self._held:
+            return [], []
         out: list[Action] = []
         refused: list[int] = []
         todo: list[_Held] = []

@@ -119,6 +119,9 @@ class CudaDriver:
         self.has_batch = self._batch is not None
         self._attributes = {order: self._attributes_of(order) for order in Order}
         self._first = np.zeros(1, np.uint64)
+        # addresses of these: to ask for them costs as much as the call
+        self._at_attributes = {order: int(made.getPtr()) for order, made in self._attributes.items()}
+        self._at_first = int(self._first.ctypes.data)
 
     @property
     def key(self) -> str:
@@ -177,8 +180,8 @@ class CudaDriver:
             sources.ctypes.data,
             sizes.ctypes.data,
             targets.size,
-            int(self._attributes[order].getPtr()),
-            self._first.ctypes.data,
+            self._at_attributes[order],
+            self._at_first,
             1,
             stream,
         )
