@@ -179,6 +179,7 @@ class Run:
         for pool in core.pools.values():
             for entries in pool.leases.pins():
                 held.update(map(id, entries))
+            assert pool.memory is not None
             for engine in pool.memory.engines.attached.values():
                 held.update(id(entry) for entry in engine.pinned.values() if entry.branch is not None)
         for each in core.layers._held.values():
