@@ -221,7 +221,7 @@ def run_of(seed: int) -> Counter[str]:
     return run.rig.core.counters
 
 
-@pytest.mark.parametrize("first", (0, 10, 130))
+@pytest.mark.parametrize("first", [0, 10, 130])
 def test_readers_get_their_blocks_and_every_pin_is_somebodys(first):
     seen: Counter[str] = Counter()
     for seed in range(first, first + 10):
