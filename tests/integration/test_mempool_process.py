@@ -22,6 +22,7 @@ from shared.mempool.engine_attachment import EngineAttachment, SealEntry
 from shared.transport.unix_blocking import BlockingUnixLink
 from shared.transport.unix_framing import pack_message
 from shared.wire import mempool as wire
+from tests.integration.gateway_rig import until as until_async
 from tests.integration.mempool_rig import (
     BLOCK_BYTES,
     DESCRIPTION,
@@ -346,8 +347,9 @@ async def test_lease_of_a_caller_that_gave_up_is_released(mempool, engine, clien
     got = await client.acquire(chain("a", "b"), handoff_id="h2", wait_ms=300, timeout_ms=1)
     assert got.num_blocks == 0
     assert client.counters["calls_timed_out"] == 1
-    until(lambda: mempool.status()["counters"].get("waits_expired") == 2, "both waits end")
-    until(lambda: mempool.status()["num_leases"] == 0, "both leases are released")
+    # the client hears of both on this loop
+    await until_async(lambda: mempool.status()["counters"].get("waits_expired") == 2)
+    await until_async(lambda: mempool.status()["num_leases"] == 0)
 
 
 def test_closing_an_attachment_returns_its_pages_while_the_process_lives(mempool):
