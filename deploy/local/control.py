@@ -36,13 +36,8 @@ class ControlServer:
 
     async def start(self) -> None:
         """Raises: OSError when the socket cannot be made."""
-        with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
-        old_mask = os.umask(0o177)
-        try:
-            self._server = await asyncio.start_unix_server(self._serve, str(self._path), limit=MAX_LINE_BYTES)
-        finally:
-            os.umask(old_mask)
+        listening = _listen(self._path)
+        self._server = await asyncio.start_unix_server(self._serve, sock=listening, limit=MAX_LINE_BYTES)
 
     def publish(self, event: dict[str, Any]) -> None:
         """To every watcher; one that does not read is dropped."""
@@ -96,6 +91,24 @@ class ControlServer:
             if request.get("op") in ("watch", "stop"):
                 self._watchers.add(writer)
         writer.write(json.dumps(answer).encode() + b"\n")
+
+
+def _listen(path: Path) -> socket.socket:
+    """It has its name when it listens, not before: whoever waits for the name is answered."""
+    unnamed = path.with_suffix(".new")
+    unnamed.unlink(missing_ok=True)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    old_mask = os.umask(0o177)
+    try:
+        listening.bind(str(unnamed))
+        listening.listen()
+        unnamed.replace(path)
+    except OSError:
+        listening.close()
+        raise
+    finally:
+        os.umask(old_mask)
+    return listening
 
 
 class ControlClient:

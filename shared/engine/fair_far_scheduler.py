@@ -70,6 +70,17 @@ class FairFarSchedulerMixin(FairSchedulerMixin, FarSchedulerMixin):
             self._drop(max(parked, key=lambda r: self.slices.order_key(accounts[r.request_id])))
             self._idle_since_s = now_s
 
+    def _is_stuck(self, request: Request | None) -> bool:
+        """Not while pages are on their way: two requests, each in its turn without them, would drop one another and
+        compute the same prompts again and again.
+        """
+        assert self.far is not None
+        now_s = self.pages.clock()
+        may_come = self._num_on_the_way() > 0 or self.far.is_worth_waiting(now_s)
+        if may_come and self._idle_since_s and now_s - self._idle_since_s < PATIENCE_S:
+            return False
+        return super()._is_stuck(request)
+
     def _lose(self, request: Request) -> None:
         if request.request_id in self._parked:
             self._losing.append(request)

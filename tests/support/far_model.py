@@ -225,6 +225,30 @@ def take_turns(*, depth: int, v2_runner: bool) -> None:
     assert (fair["recomputed_tokens"], fair["times_dropped"], far["blocks_lost"]) == (0, 0, 0), (fair, far)
 
 
+def fill_the_memory(*, depth: int, v2_runner: bool) -> None:
+    """Two prompts that have room here and outside together: who finds no page waits for those on their way, and the
+    other is not computed again for it.
+    """
+    name = f"full-{depth}-{v2_runner}"
+    world = FarWorld(name)
+    engine = FarEngine(world, name, depth=depth, v2_runner=v2_runner, slice_steps=1)
+    engine.scheduler.max_num_running_reqs = 1
+    engine.scheduler._most_pages = 8 * NUM_PAGES
+    world.pump()
+    for number in range(2):
+        engine.add(f"p{number}", bytes((number + at * at) % 3 for at in range(70)), 6, {})
+    for _ in range(200):
+        if not engine.unfinished:
+            break
+        engine.turn()
+        world.pump()
+        world.advance(5)
+    assert not engine.unfinished, engine.describe()
+    fair = engine.scheduler.fair_counts
+    assert fair["times_resumed"] >= 2, fair
+    assert (fair["recomputed_tokens"], fair["times_dropped"]) == (0, 0), fair
+
+
 def main() -> None:
     """See the module's docstring."""
     totals: dict[str, int] = {}
@@ -233,6 +257,7 @@ def main() -> None:
     if is_fair:
         for depth, v2_runner in ((1, False), (1, True), (2, False), (2, True)):
             take_turns(depth=depth, v2_runner=v2_runner)
+            fill_the_memory(depth=depth, v2_runner=v2_runner)
     for seed in map(int, words[is_fair:]):
         for number in range(int(sys.argv[1])):
             try:
