@@ -10,7 +10,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 PORTS = range(10_000, 20_000)
@@ -21,7 +21,7 @@ def free_ports(count: int) -> list[int]:
 
     Cost: one file lock, and a bind each. Raises: OSError: there are not so many.
     """
-    return in_turn("ports", PORTS, count, _is_free)
+    return in_turn("ports", PORTS, count, partial(is_free, "127.0.0.1"))
 
 
 def free_port() -> int:
@@ -52,9 +52,13 @@ def in_turn(name: str, numbers: range, count: int, is_good: Callable[[int], bool
     raise OSError(f"{count} free {name} between {numbers[0]} and {numbers[-1]} are not to be had")
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe, suppress(OSError):
+def is_free(host: str, port: int) -> bool:
+    """Whether a listener could bind to host:port now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))
-        return True
-    return False
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

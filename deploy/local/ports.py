@@ -1,23 +1,12 @@
-"""Is a port free, and if not, who has it?"""
+"""Which ports are taken, and who has them?"""
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterable
 
+from shared.free_ports import is_free
+
 LISTEN_STATE = "0A"  # of /proc/net/tcp
-
-
-def is_free(host: str, port: int) -> bool:
-    """Whether a listener could bind to host:port now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
 
 
 def owner(port: int) -> str:

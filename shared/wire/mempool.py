@@ -250,9 +250,8 @@ class SpaceStatus(Struct, frozen=True, kw_only=True):
     num_indexed: int
     num_pinned: int
     engines: list[str]
-    num_ahead: int = (
-        0  # of num_pinned: only until their reader comes, and whoever needs the pages first gets them
-    )
+    # of num_pinned: only until their reader comes, and whoever needs the pages first gets them
+    num_ahead: int = 0
 
 
 class PoolStatus(Struct, frozen=True, kw_only=True, tag="pool_status"):

@@ -151,7 +151,12 @@ def _stretch(top: int, key: int, pages: list[int], epochs: list[int]) -> Address
 
 def unpack_addresses(raw: bytes) -> list[PageAddress]:
     """Raises: PeerProtocolError on a broken list, an unknown version or medium."""
-    return [address for stretch in unpack_stretches(raw) for address in stretch.addresses()]
+    return one_by_one(unpack_stretches(raw))
+
+
+def one_by_one(stretches: Iterable[AddressStretch]) -> list[PageAddress]:
+    """All addresses, in order."""
+    return [address for stretch in stretches for address in stretch.addresses()]
 
 
 def behind(stretches: Sequence[AddressStretch], count: int) -> list[AddressStretch]:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from deploy.local.cli import app
 from deploy.local.config import DEMO_MODEL, paths_of
-from deploy.local.ports import is_free
+from shared.free_ports import is_free
 from tests.support import patience
 from tests.support.local_cluster import free_base_port
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import httpx
 
-from deploy.local.ports import is_free
 from deploy.local.services_table import Ports
-from shared.free_ports import in_turn
+from shared.free_ports import in_turn, is_free
 from tests.support import patience
 
 ROOT = Path(__file__).resolve().parents[2]

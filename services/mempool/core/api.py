@@ -250,7 +250,8 @@ class Api:
         self.check_path(home, parent, hashes, last_tokens)
         out: list[tuple[SpaceId, Entry]] = []
         at = 0
-        for number, pages in [(each.space, each.pages) for each in stretches]:
+        for stretch in stretches:
+            number, pages = stretch.space, stretch.pages
             _, space = home.space(number)
             part, end = hashes[at : at + len(pages)], at + len(pages)
             before = hashes[at - 1] if at else parent
@@ -335,7 +336,7 @@ class Api:
 
     def addresses(self, raw: bytes) -> list[PageAddress]:
         """Raises: PeerProtocolError on a broken list, InvalidRequest on a long one."""
-        return [address for stretch in self.stretches(raw) for address in stretch.addresses()]
+        return wire.one_by_one(self.stretches(raw))
 
     def stretches(self, raw: bytes) -> list[AddressStretch]:
         """As addresses()."""

@@ -165,8 +165,9 @@ class Leased:
     def _copy(self, batch: list[_Kept]) -> None:
         space, targets = batch[0].beside.space, [kept.beside.page for kept in batch]
         self._api.allocator(space).begin(targets)
-        for number, page in [page for kept in batch for page in (kept.page, kept.dram_page)]:
-            self._api.moves.busy.touch(number, [page])
+        for kept in batch:
+            for number, page in (kept.page, kept.dram_page):
+                self._api.moves.busy.touch(number, [page])
         self._touched(self._pools[int(space)])
         copy_id = next(self._numbers)
         self._copies[copy_id] = batch

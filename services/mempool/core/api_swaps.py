@@ -35,7 +35,7 @@ class Swaps:
             stretches = self._api.stretches(call.addresses)
             home = self._api.home_of(stretches)
             held([holder], home, stretches)
-            addresses = [address for stretch in stretches for address in stretch.addresses()]
+            addresses = wire.one_by_one(stretches)
             if home.tiers is None:
                 raise InvalidRequest(f"{home.instance} has one tier of memory")
             entries = [e for a in addresses if (e := holder.pinned(a)) and a.space == home.tiers.slow.space]

@@ -10,7 +10,7 @@ it. Whatever else became of a source (given back, written anew, lost with its en
 copy is thrown away, and the reader's own Acquire brings what is missing as ever.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -168,18 +168,10 @@ class LayerPulls:
 
     def count_ahead(self, spaces: Sequence[wire.SpaceStatus]) -> list[wire.SpaceStatus]:
         """The same, with num_ahead. Cost: a step a block that is held."""
-        return [
-            structs.replace(
-                space,
-                num_ahead=sum(
-                    entry.pins == 1
-                    for held in self._held.values()
-                    if held.pool.number == space.number
-                    for entry in held.entries
-                ),
-            )
-            for space in spaces
-        ]
+        ahead: Counter[int] = Counter()
+        for held in self._held.values():
+            ahead[held.pool.number] += sum(entry.pins == 1 for entry in held.entries)
+        return [structs.replace(space, num_ahead=ahead[space.number]) for space in spaces]
 
     @staticmethod
     def _instance(pool: Pool, connection: int) -> InstanceId:
