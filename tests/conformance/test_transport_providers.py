@@ -36,7 +36,8 @@ ASKING = [
 ]
 PAGES = [5, 4, 9, 10, 11, 40, 0]
 TARGETS = [3, 60, 20, 21, 22, 7, 8]
-WAIT_MS = 10_000
+WAIT_MS = 60_000
+FROZEN_S = 10  # a call to a frozen peer, by its deadline of half a second
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +206,7 @@ def test_a_frozen_peer_costs_at_most_the_deadline(ends):
     begun = time.monotonic()
     if not fails(lambda: pull(ends, timeout_ms=500)):
         assert_pages(ends)  # one-sided paths need nobody: right bytes
-    assert time.monotonic() - begun < WAIT_MS / 1000
+    assert time.monotonic() - begun < FROZEN_S
     ends.go_on()
     until(lambda: not ends.link.quarantined())  # the source goes on and answers
 

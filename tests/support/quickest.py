@@ -1,9 +1,21 @@
 """How long something takes, and whether it goes well, on a machine that may stop any process at any point."""
 
 import inspect
+import timeit
 from collections.abc import Awaitable, Callable
 
 ATTEMPTS = 5
+LOOP, LOOP_S = 1_000, 75e-6  # a sum of so many squares, and what it takes on the machine of the bars
+
+
+def slowness() -> float:
+    """How many times as long as the machine of the bars this one takes for plain Python just now; 1 if less.
+
+    For bars on microseconds of Python, which a slower machine cannot keep by itself. The shortest of many short
+    loops, so that stops of the machine do not count. Costs 20 ms.
+    """
+    loop_s = min(timeit.repeat(lambda: sum(n * n for n in range(LOOP)), number=1, repeat=200))
+    return max(1.0, loop_s / LOOP_S)
 
 
 async def quickest_s(attempt: Callable[[], float | Awaitable[float]], bar_s: float) -> float:

@@ -251,11 +251,11 @@ class Ends:
         with contextlib.suppress(ProcessLookupError):
             self.go_on()
         self.process.kill()
-        self.process.wait(10)
-        self._watcher.join(5)
+        self.process.wait(60)
+        self._watcher.join(60)
         self.transport.close()
         self._sock.close()
-        self._reader.join(5)
+        self._reader.join(60)
 
 
 def serve(kind: str, fd: int, tls: str, shared_fd: int) -> None:

@@ -8,6 +8,8 @@ import pytest
 from services.mempool import deadline_timer
 from services.mempool.deadline_timer import DeadlineTimer
 
+PATIENCE_S = 60
+
 
 class Watch:
     """A clock of the loop's time, a deadline that a test sets, and what came of it."""
@@ -43,7 +45,7 @@ async def test_many_events_look_once(watch):
     for _ in range(1000):
         watch.timer.look()
     assert watch.num_looks == 0, "the event itself does not pay"
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await watch.looked.wait()
     await asyncio.sleep(10 * deadline_timer.LOOK_S)
     assert watch.num_looks == 1
@@ -53,7 +55,7 @@ async def test_many_events_look_once(watch):
 async def test_a_deadline_fires_once_and_not_before_its_time(watch, in_ms):
     watch.deadline_ms = due_ms = watch.now_ms() + in_ms
     watch.timer.look()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await watch.fired.wait()
     await asyncio.sleep(0.01)
     assert len(watch.fired_ms) == 1
@@ -66,7 +68,7 @@ async def test_an_earlier_deadline_takes_the_place_of_a_later_one(watch):
     await asyncio.sleep(10 * deadline_timer.LOOK_S)
     watch.deadline_ms = watch.now_ms() + 5
     watch.timer.look()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await watch.fired.wait()
 
 
@@ -76,5 +78,6 @@ async def test_nothing_is_due_after_the_close(watch):
     await watch.looked.wait()
     watch.timer.look()
     watch.timer.close()
+    fired_ms = list(watch.fired_ms)  # none, unless this process stood still
     await asyncio.sleep(0.6)
-    assert not watch.fired_ms
+    assert watch.fired_ms == fired_ms

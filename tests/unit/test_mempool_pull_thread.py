@@ -11,6 +11,8 @@ from shared.transfer.errors import TransferTimeout
 from shared.transfer.interface import Moved, PathName
 from shared.transfer.transfer_job import DrivenFuture
 
+PATIENCE_S = 60
+
 
 class Pull(DrivenFuture):
     """Ends when a test says so."""
@@ -50,7 +52,7 @@ def test_a_pull_is_driven_to_its_end_here_however_long_it_takes(thread, monkeypa
     while not pull.steps:
         time.sleep(0.001)
     thread.post(other.set)
-    assert other.wait(5), "a pull under way holds nothing up"
+    assert other.wait(PATIENCE_S), "a pull under way holds nothing up"
     pull.may_end.set()
     while not pull.done():
         time.sleep(0.001)
@@ -61,7 +63,7 @@ def test_a_pull_that_failed_and_one_that_is_left_at_the_end_are_handed_over(thre
     failed, left = Pull(), Pull()
     failed.drive = lambda _now_s: failed.done() or failed.set_exception(TransferTimeout("late")) or False
     thread.post(lambda: (thread.watch(failed), thread.watch(left)))
-    assert failed.given.wait(5)
+    assert failed.given.wait(PATIENCE_S)
     assert not left.given.is_set()
     thread.close()
     assert left.given.is_set()
@@ -72,5 +74,5 @@ def test_what_is_awaited_runs_once_it_is_true_beside_pulls(thread):
     thread.post(lambda: (thread.watch(pull), thread.when(is_ready.is_set, ran.set)))
     assert not ran.wait(0.02)
     is_ready.set()
-    assert ran.wait(5)
+    assert ran.wait(PATIENCE_S)
     pull.may_end.set()

@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from shared.observe import sdk_tracing, span_store, trace
 from shared.observe.span_record import SpanRecord
+from tests.support.quickest import slowness
 
 TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\Z")
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -48,7 +49,7 @@ def test_an_unrecorded_span_costs_less_than_3_us():
     def one() -> None:
         trace.start_span("a", parent=PARENT, attributes=None).end()
 
-    assert min(timeit.repeat(one, number=2_000, repeat=5)) / 2_000 < 3e-6
+    assert min(timeit.repeat(one, number=50, repeat=400)) / 50 < 3e-6 * slowness()
 
 
 def test_parent_and_child_reach_the_store_with_service_instance_attributes_and_events(store):

@@ -16,6 +16,7 @@ from shared.transfer.page_stream import PageStream
 from shared.transfer.pieces import Pieces
 
 PAGE, NUM = 256, 96
+PATIENCE_S = 60  # for what is no matter of time
 
 
 class Rig:
@@ -43,7 +44,7 @@ class Rig:
         )
         return end
 
-    def pull(self, source, target, timeout_ms=5000, **more):
+    def pull(self, source, target, timeout_ms=PATIENCE_S * 1000, **more):
         return self.link.pull("theirs", source, "mine", target, timeout_ms=timeout_ms, **more)
 
 
@@ -65,7 +66,7 @@ def rig():
 def test_whole_pages_go_in_one_batch_a_lane(rig):
     it = rig()
     source, target = np.random.default_rng(2).permutation(NUM)[:64].tolist(), list(range(10, 74))
-    moved = it.pull(source, target, check=lambda: [5]).result(5)
+    moved = it.pull(source, target, check=lambda: [5]).result(PATIENCE_S)
     assert (moved.path, moved.num_bytes, moved.stale) == (PathName.IMPORTED, 64 * PAGE, (5,))
     assert np.array_equal(it.mine[target], it.theirs[source])
     assert not it.mine[:10].any()
@@ -77,7 +78,7 @@ def test_a_wait_is_not_needed_for_a_pull_to_end(rig):
     it = rig()
     ended: Future[Moved] = Future()
     it.pull([1], [2]).add_done_callback(lambda future: ended.set_result(future.result()))
-    assert ended.result(5).num_bytes == PAGE
+    assert ended.result(PATIENCE_S).num_bytes == PAGE
 
 
 def test_what_cannot_be_meant_is_refused_before_anything_starts(rig):
@@ -99,7 +100,7 @@ def test_a_copy_that_stands_still_keeps_its_pages_after_the_deadline(rig):
     it = rig(eager=False)
     future = it.pull([1, 2], [3, 4], timeout_ms=30)
     with pytest.raises(TransferTimeout) as caught:
-        future.result(5)
+        future.result(PATIENCE_S)
     assert caught.value.quarantined == (3, 4)
     with pytest.raises(TransferRefused, match="quarantined"):
         it.pull([1], [3])
@@ -109,9 +110,9 @@ def test_a_refused_driver_call_frees_the_pages(rig):
     it = rig()
     it.driver.fail_at["copy_batch"] = 1
     with pytest.raises(TransferFailed, match="copy_batch"):
-        it.pull([1, 2], [3, 4]).result(5)
+        it.pull([1, 2], [3, 4]).result(PATIENCE_S)
     assert not it.link.quarantined()
-    assert it.pull([1, 2], [3, 4]).result(5).num_bytes == 2 * PAGE
+    assert it.pull([1, 2], [3, 4]).result(PATIENCE_S).num_bytes == 2 * PAGE
 
 
 class Staged:
@@ -134,10 +135,10 @@ def test_pages_that_are_not_imported_go_by_the_staged_path(rig):
     assert (staged.asked[0].target_offsets // PAGE).tolist() == [6, 8]
     assert not future.done()
     staged.future.set_result(Moved(PathName.STAGED, 2 * PAGE, 1))
-    assert future.result(5).num_bytes == 4 * PAGE
-    assert future.result(5).stale == (3,)
+    assert future.result(PATIENCE_S).num_bytes == 4 * PAGE
+    assert future.result(PATIENCE_S).stale == (3,)
     assert np.array_equal(it.mine[[5, 7]], it.theirs[[1, 2]])
-    assert it.pull([1, 2], [1, 2]).result(5).num_bytes == 2 * PAGE
+    assert it.pull([1, 2], [1, 2]).result(PATIENCE_S).num_bytes == 2 * PAGE
     assert len(staged.asked) == 1
 
 
@@ -171,7 +172,7 @@ def test_a_pull_that_its_caller_drives_wakes_no_thread(rig, monkeypatch):
     assert future.drive(time.monotonic())
     assert [moved.num_bytes for moved in seen] == [2 * PAGE]
     assert future.result().num_bytes == 2 * PAGE
-    assert it.pull([5], [6]).result(5).num_bytes == PAGE
+    assert it.pull([5], [6]).result(PATIENCE_S).num_bytes == PAGE
     assert not posted
     assert np.array_equal(it.mine[[2, 4, 6]], it.theirs[[1, 3, 5]])
 
@@ -186,7 +187,7 @@ def test_a_pull_that_is_handed_over_ends_without_its_caller(rig, monkeypatch):
     future.hand_over()
     assert len(posted) == 1
     it.driver.run()
-    assert Future.result(future, 5).num_bytes == PAGE
+    assert Future.result(future, PATIENCE_S).num_bytes == PAGE
 
 
 def test_whoever_waits_too_long_to_drive_hands_over(rig, monkeypatch):
@@ -197,7 +198,7 @@ def test_whoever_waits_too_long_to_drive_hands_over(rig, monkeypatch):
         future.result(0.001)
     assert len(posted) == 1
     it.driver.run()
-    assert future.result(5).num_bytes == PAGE
+    assert future.result(PATIENCE_S).num_bytes == PAGE
 
 
 def test_a_driven_pull_that_fails_settles_on_the_thread(rig):
@@ -208,7 +209,7 @@ def test_a_driven_pull_that_fails_settles_on_the_thread(rig):
     assert it.link.quarantined() == {"mine": frozenset({2})}
     future.hand_over()
     it.driver.run()
-    until_s = time.monotonic() + 5
+    until_s = time.monotonic() + PATIENCE_S
     while it.link.quarantined() and time.monotonic() < until_s:
         time.sleep(0.001)
     assert not it.link.quarantined()
@@ -218,7 +219,7 @@ def test_both_parts_of_a_split_pull_end_though_nobody_can_drive_them(rig):
     staged = StagedDouble()
     it = rig(callers_drive=True, present=frozenset(range(4)), staged=staged)
     future = it.pull([1, 9], [2, 3])
-    assert future.result(5).num_bytes == 2 * PAGE
+    assert future.result(PATIENCE_S).num_bytes == 2 * PAGE
 
 
 class StagedDouble:

@@ -140,7 +140,7 @@ def pair():
         end.close()
 
 
-def pull(links, number, source, target, timeout_ms=5000):
+def pull(links, number, source, target, timeout_ms=60_000):
     names = ["a-pages", "b-pages"]
     return links[number].pull(names[1 - number], source, names[number], target, timeout_ms=timeout_ms)
 

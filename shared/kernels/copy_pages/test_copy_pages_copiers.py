@@ -23,6 +23,7 @@ from shared.kernels.copy_pages.recording_driver import RecordingDriver
 from shared.kernels.copy_pages.reference import copy_pages_reference
 
 STREAM = 77
+PATIENCE_S = 60  # for what is no matter of time
 LIMITS = Limits(max_descriptors=7, max_run_bytes=8192, slot_bytes=4096)
 CUDA_CHOICES = [
     Choice(Method.LOOP),
@@ -88,7 +89,7 @@ def test_bytes_arrive_and_no_other_byte_changes(copier, wanted, size, count):
         order=Order.ANY,
         staging=True,
     )
-    ticket.wait(5)
+    ticket.wait(PATIENCE_S)
     assert ticket.done()
     assert memory.bytes.tobytes() == want
 
@@ -100,7 +101,7 @@ def test_ragged_and_neighbouring_copies_arrive(copier):
     copies = Copies.of(targets - memory.half, targets, sizes)
     want = memory.expected(copies)
     ticket = copier.submit(memory.absolute(copies), direction_for(copier, Direction.PEER), stream=STREAM)
-    ticket.wait(5)
+    ticket.wait(PATIENCE_S)
     assert memory.bytes.tobytes() == want
     assert ticket.plan.runs.num_bytes == sum(sizes)
 
@@ -115,7 +116,7 @@ def test_sets_of_one_stream_run_one_after_another(copier):
         one = Copies.of([step * region], [(step + 1) * region], region)
         last = copier.submit(memory.absolute(one), direction_for(copier, Direction.PEER), stream=STREAM)
     assert last is not None
-    last.wait(5)
+    last.wait(PATIENCE_S)
     assert np.array_equal(memory.bytes[:region], memory.bytes[steps * region : (steps + 1) * region])
 
 
@@ -131,7 +132,7 @@ def test_after_during_call_the_source_may_be_overwritten(copier):
         staging=True,
     )
     memory.bytes[: memory.half] = 0
-    ticket.wait(5)
+    ticket.wait(PATIENCE_S)
     assert memory.bytes[memory.half :].tobytes() == want
 
 
@@ -220,7 +221,7 @@ def test_failures_lose_no_staging_slot():
             submit(copier, memory, staging=True)
     _, ticket = submit(copier, memory, staging=True)
     assert ticket.plan.choice.method is Method.STAGED
-    ticket.wait(1)
+    ticket.wait(PATIENCE_S)
 
 
 def test_without_a_batch_call_the_loop_takes_over_and_during_call_still_holds():
@@ -230,7 +231,7 @@ def test_without_a_batch_call_the_loop_takes_over_and_during_call_still_holds():
     _, ticket = submit(copier, memory, order=Order.DURING_CALL)
     assert ticket.plan.choice.method is Method.LOOP
     memory.bytes[: memory.half] = 0
-    ticket.wait(1)
+    ticket.wait(PATIENCE_S)
     assert memory.bytes[memory.half :].tobytes() == want
 
 
@@ -281,7 +282,7 @@ def test_when_submit_fails_nothing_of_the_set_still_runs(choice, nth):
     assert not failed.value.running
     assert copier.num_pending == 0
     assert [called for called, _ in driver.calls][-1] == "passed"
-    submit(copier, memory, order=Order.ANY, staging=True)[1].wait(1)
+    submit(copier, memory, order=Order.ANY, staging=True)[1].wait(PATIENCE_S)
     copier.close()
     assert driver.events == {}
 

@@ -13,7 +13,7 @@ from shared.kernels.copy_pages.driver import CudaDriver
 from shared.kernels.copy_pages.plan import Method
 from shared.kernels.copy_pages.recording_driver import RecordingDriver
 from shared.kernels.copy_pages.reference import copy_pages_reference
-from shared.kernels.copy_pages.test_copy_pages_copiers import LIMITS, Memory, scattered
+from shared.kernels.copy_pages.test_copy_pages_copiers import LIMITS, PATIENCE_S, Memory, scattered
 
 
 def test_a_quick_set_waits_for_a_slow_one_of_its_stream():
@@ -26,7 +26,7 @@ def test_a_quick_set_waits_for_a_slow_one_of_its_stream():
     slow = Copies.of(memory.base + places[::-1], memory.base + memory.half + places, piece)
     whole = Copies.of([memory.base + memory.half], [ctypes.addressof(third)], memory.half)
     copier.submit(slow, stream=1)
-    copier.submit(whole, stream=1).wait(5)
+    copier.submit(whole, stream=1).wait(PATIENCE_S)
     assert third.raw[: memory.half] == memory.bytes[memory.half :].tobytes()
     copier.close()
 
@@ -38,7 +38,9 @@ def test_two_threads_may_share_a_copier():
 
     def work(memory: Memory, number: int) -> None:
         for round_ in range(10):
-            copier.submit(memory.absolute(scattered(memory.half, 1024, 100, round_)), stream=number).wait(5)
+            copier.submit(memory.absolute(scattered(memory.half, 1024, 100, round_)), stream=number).wait(
+                PATIENCE_S
+            )
 
     for memory in memories:
         want = bytearray(memory.bytes.tobytes())
