@@ -33,7 +33,8 @@ Terminal = Prefilled | Finished | Failed
 class ScriptedGateway:
     """One link to one worker. Use as an async context manager."""
 
-    def __init__(self, endpoint: str, epoch: int) -> None:
+    def __init__(self, endpoint: str, epoch: int, *, silent_ms: int = 60_000) -> None:
+        """`silent_ms`: a worker that the machine stops for so long is given up, see DealerLink."""
         self.epoch = Epoch(epoch)
         self.messages: list[WorkerToGateway] = []
         self.tokens: dict[tuple[str, int], list[int]] = {}  # (request, choice) -> tokens so far
@@ -42,7 +43,7 @@ class ScriptedGateway:
         self.ends: dict[str, Terminal] = {}
         self._changed = asyncio.Event()
         self.link: DealerLink[GatewayToWorker, WorkerToGateway] = DealerLink(
-            endpoint, out=TO_WORKER, into=TO_GATEWAY, on_message=self._on_message
+            endpoint, out=TO_WORKER, into=TO_GATEWAY, on_message=self._on_message, silent_ms=silent_ms
         )
 
     async def __aenter__(self) -> "ScriptedGateway":

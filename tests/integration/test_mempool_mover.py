@@ -14,9 +14,9 @@ from services.mempool.mover_regions import HostRegion
 from shared.ids import Epoch
 from shared.transfer.errors import TransferRefused
 from shared.transfer.reslice import KvEnd
-from tests.support.gate_copier import Gate
+from tests.support.gate_copier import Gate, overdue
 
-SHORT_MS = 400  # enough for a copy to be under way, also on a busy machine
+LONG_MS = 2_500  # in which a copy is under way, also on a machine that stands still for a while
 PAGE, NUM, RANKS = 12_345, 48, 2  # the second rank's pages begin inside a page of the kernel's
 
 
@@ -46,7 +46,7 @@ class Rig:
         shape = (memory.num_ranks, NUM, memory.page_bytes)
         return np.frombuffer(os.pread(memory.page_fd, int(np.prod(shape)), 0), np.uint8).reshape(shape)
 
-    def copy(self, copy_id, target, targets, parts, timeout_ms=5000, **how):
+    def copy(self, copy_id, target, targets, parts, timeout_ms=60_000, **how):
         """A future of the copy's CopyDone; a second on_done of one copy fails the test."""
         done = asyncio.get_running_loop().create_future()
         self.mover.copy(copy_id, target, targets, parts, timeout_ms, done.set_result, **how)
@@ -99,7 +99,7 @@ async def test_a_copy_that_never_ends_leaves_its_pages_quarantined_until_it_has_
     it = rig(host_copier=gate)
     it.add(1)
     it.add(2)
-    done = await it.copy(1, 2, [3, 4], [(1, [0, 1])], timeout_ms=SHORT_MS)
+    done = await overdue(it.copy, 1, 2, [3, 4], [(1, [0, 1])])
     assert (done.code, done.quarantined) == ("transfer.timeout", (3, 4))
     with pytest.raises(TransferRefused, match="quarantined"):
         it.copy(2, 2, [4, 5], [(1, [0, 1])])
@@ -117,7 +117,7 @@ async def test_a_page_comes_back_only_when_no_rank_can_be_written(rig):
     it = rig(host_copier=gate)
     it.add(1)
     it.add(2)
-    assert (await it.copy(1, 2, [3], [(1, [0])], timeout_ms=SHORT_MS)).quarantined == (3,)
+    assert (await overdue(it.copy, 1, 2, [3], [(1, [0])])).quarantined == (3,)
     gate.open(1)
     await asyncio.sleep(0.1)
     assert it.settled == []
@@ -134,8 +134,8 @@ async def test_a_copy_is_answered_even_when_a_thread_hangs_in_a_call(rig, monkey
     it.add(2)
     gate.comes_back.clear()
     first, second = (
-        it.copy(1, 2, [3], [(1, [0])], timeout_ms=SHORT_MS),
-        it.copy(2, 2, [4], [(1, [0])], timeout_ms=SHORT_MS + 200),
+        it.copy(1, 2, [3], [(1, [0])], timeout_ms=LONG_MS),
+        it.copy(2, 2, [4], [(1, [0])], timeout_ms=LONG_MS + 200),
     )
     assert [(done.code, done.quarantined) for done in (await first, await second)] == [
         ("transfer.timeout", (3,)),
@@ -173,7 +173,7 @@ async def test_one_rank_that_fails_fails_the_copy_after_the_others_have_ended(ri
     done = await it.copy(1, 2, [3], [(1, [0])])
     assert (done.code, done.quarantined) == ("transfer.failed", ())
     gate.is_open, gate.refuse = False, 1
-    done = await it.copy(2, 2, [3], [(1, [0])], timeout_ms=SHORT_MS)
+    done = await overdue(it.copy, 2, 2, [3], [(1, [0])])
     assert (done.code, done.quarantined) == ("transfer.failed", (3,))
     gate.open()
     await until(lambda: it.settled)
@@ -310,7 +310,7 @@ async def test_a_space_goes_when_its_copies_have_ended_and_settled(rig):
     it = rig(host_copier=gate)
     it.add(1)
     it.add(2)
-    done = await it.copy(1, 2, [3], [(1, [0])], timeout_ms=SHORT_MS)
+    done = await overdue(it.copy, 1, 2, [3], [(1, [0])])
     assert done.quarantined == (3,)
     gone = []
     it.add(5)

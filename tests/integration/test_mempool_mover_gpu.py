@@ -15,6 +15,7 @@ from shared.transfer.reslice import KvEnd
 from shared.transfer.transfer_thread import TransferThread
 from tests.support.fake_mover_gpus import PAGE_BYTES, FakeGpus, FakeSlabs
 from tests.support.fake_vmm_driver import GRANULARITY_BYTES
+from tests.support.gate_copier import overdue
 from tests.support.mover_spaces_rig import NUM, PER_SLAB, GpuSpace, Rig, until
 
 
@@ -129,7 +130,7 @@ async def test_ranks_of_unequal_tensor_parallelism_are_cut_anew_between_gpus(rig
     for number, space in spaces.items():
         it.mover.add_space(number, space.regions, ends[len(space.slabs)])
     future = asyncio.get_running_loop().create_future()
-    it.mover.copy(1, 2, [9, 8], [(1, [3, 4])], 5000, future.set_result)
+    it.mover.copy(1, 2, [9, 8], [(1, [3, 4])], 60_000, future.set_result)
     assert (await future).ok
     size = ends[2].block_bytes(0)
     whole = spaces[1].pages()[0, [3, 4], : 2 * size].reshape(2, 2, 2, -1)  # page, layer, rank, its heads
@@ -137,7 +138,7 @@ async def test_ranks_of_unequal_tensor_parallelism_are_cut_anew_between_gpus(rig
         spaces[2].pages()[:, [9, 8], :size].reshape(2, 2, 2, -1), whole.transpose(2, 0, 1, 3)
     )
     future = asyncio.get_running_loop().create_future()
-    it.mover.copy(2, 3, [20, 21], [(2, [9, 8])], 5000, future.set_result)
+    it.mover.copy(2, 3, [20, 21], [(2, [9, 8])], 60_000, future.set_result)
     assert (await future).ok
     assert np.array_equal(
         spaces[3].pages()[0, [20, 21], : 2 * size], spaces[1].pages()[0, [3, 4], : 2 * size]
@@ -228,7 +229,7 @@ async def test_a_copy_engine_that_stands_still_leaves_pages_quarantined_until_it
     assert (await it.copy(*way)).ok
     for driver in it.gpus.drivers.values():
         driver.eager = False
-    done = await it.copy(*way, timeout_ms=400)
+    done = await overdue(it.copy, *way)
     assert (done.code, done.quarantined) == ("transfer.timeout", (0, 2, 20, 21))
     it.gpus.run()
     await until(lambda: it.settled)
@@ -248,7 +249,7 @@ async def test_a_page_is_in_one_transfer_at_a_time_whatever_its_path(rig, pin_ho
         await it.pinned()
     assert (await it.copy(1, 2)).ok
     it.gpus.drivers[0].eager = False
-    assert (await it.copy(1, 2, timeout_ms=400)).quarantined == (0, 2, 20, 21)
+    assert (await overdue(it.copy, 1, 2)).quarantined == (0, 2, 20, 21)
     with pytest.raises(TransferRefused):
         await it.copy(3, 2)
     it.mover._targets.settle(2, 0, [0, 2, 20, 21])  # the library's own book, beneath the mover's

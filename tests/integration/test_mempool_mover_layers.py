@@ -110,7 +110,7 @@ async def test_a_step_that_never_writes_its_layer_ends_the_copy_at_its_deadline_
     done = await copy(rig, Feed(LAYERS, LAYER_BYTES, Gate([rank.memory], 1)), timeout_ms=80)
     assert (done.code, done.quarantined) == ("transfer.timeout", ())
     again = asyncio.get_running_loop().create_future()
-    rig.mover.copy(2, 2, [4, 9], [(1, [7, 0])], 5000, again.set_result)
+    rig.mover.copy(2, 2, [4, 9], [(1, [7, 0])], 60_000, again.set_result)
     assert (await again).ok
 
 

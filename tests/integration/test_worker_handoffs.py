@@ -58,7 +58,7 @@ async def test_a_hand_off_that_was_told_keeps_its_pages(model_dir):
 
 
 async def test_a_running_mempool_pins_nothing_behind_prompts_that_their_first_token_ends(model_dir, pool):
-    async with sides(model_dir, pool[1]) as (made, prefill, decode):
+    async with sides(model_dir, pool[1], handoff_ttl_ms=100_000) as (made, prefill, decode):
         vocabulary = made[0].engine.vocabulary
         for number in range(8):
             prompt = list(range(3 + number, 203 + number))
@@ -70,7 +70,10 @@ async def test_a_running_mempool_pins_nothing_behind_prompts_that_their_first_to
             assert (await prefill.end_of(f"stop-{number}")).handoff is None
         await disaggregated(prefill, decode, "whole", list(range(400, 500)))
 
-        async with asyncio.timeout(5):  # of the 10 s for which a hand-off waits
-            while (status := await made[0].client.status()).num_handoffs or status.num_pinned:  # noqa: ASYNC110 - of another process
+        async def status():
+            return await made[0].client.status(timeout_ms=30_000)
+
+        async with asyncio.timeout(50):  # of the 100 s for which a hand-off waits
+            while (now := await status()).num_handoffs or now.num_pinned:  # noqa: ASYNC110 - of another process
                 await asyncio.sleep(0.01)
-        assert not status.counters.get("handoffs_expired")
+        assert not now.counters.get("handoffs_expired")

@@ -23,6 +23,7 @@ from shared.testing.mock_engine import MockEngine
 from shared.testing.processes import ServiceProcess
 from shared.testing.scripted_gateway import ScriptedGateway
 from shared.wire.requests import Finished, Prefilled
+from tests.integration.mempool_rig import PATIENCE_MS
 from tests.integration.worker_rig import until
 
 EPOCH = 7
@@ -57,6 +58,7 @@ class Side:
     """One worker without its process."""
 
     def __init__(self, model_dir, socket, instance, **settings):
+        patience = {"acquire_timeout_ms": PATIENCE_MS, "handoff_wait_ms": PATIENCE_MS}
         self.settings = WorkerSettings(
             engine="mock",
             model_dir=model_dir,
@@ -65,7 +67,7 @@ class Side:
             mempool_socket=socket,
             mock_step_ms=1.0,
             block_tokens=4,
-            **settings,
+            **patience | settings,
         )
         self.engine = MockEngine(self.settings)
         self.client = MempoolClient(socket, InstanceId(instance))
@@ -88,8 +90,13 @@ class Side:
         )
         endpoint = await self.front.start(context)
         assert await self.client.wait_connected(30_000)
-        await until(lambda: self.engine.pages_connected, "the engine's attachment")
+        await until(lambda: self.has_pages, "the engine's attachment and pages")
         return endpoint
+
+    @property
+    def has_pages(self):
+        """Attached, and granted what it writes into: the grants come after the attachment."""
+        return self.engine.pages_connected and len(self.engine._pages._attachment._stock) >= 64
 
     async def close(self):
         self.front.close()
@@ -147,8 +154,7 @@ async def test_requests_go_on_while_the_pool_is_killed_and_use_its_successor(mod
         assert output == made[0].engine.vocabulary.tokens([9, *prompt], 6)
         process.start()
         await asyncio.to_thread(process.wait_ready)
-        await until(lambda: made[0].engine.pages_connected and made[1].client.connected, "connected again")
-        await until(lambda: made[1].engine.pages_connected and made[0].client.connected, "connected again")
+        await until(lambda: all(side.has_pages and side.client.connected for side in made), "connected again")
         _, receipt, output = await disaggregated(prefill, decode, "c", [8, *prompt])
         assert receipt.blocks_moved == 11
         assert output == made[0].engine.vocabulary.tokens([8, *prompt], 6)

@@ -48,6 +48,7 @@ class World:
             "engine": "mock",
             "block_tokens": "4",
             "mock_step_ms": "2",
+            "gateway_silent_ms": "60000",  # the machine may stop the test, which is its gateway
             **{key: str(value) for key, value in settings.items()},
         }
         flags = [word for key, value in values.items() for word in ("--" + key.replace("_", "-"), value)]
@@ -169,7 +170,7 @@ async def test_sigterm_finishes_what_runs_says_goodbye_and_leaves(model_dir, tmp
     async with world(model_dir, tmp_path) as here:
         worker = here.worker(mock_step_ms=10)
         async with here.gateway_to(worker) as gateway:
-            gateway.generate("r", [1, 2], max_tokens=300)  # three seconds, in which all of this happens
+            gateway.generate("r", [1, 2], max_tokens=800)  # eight seconds, in which all of this happens
             await gateway.has_tokens("r")
             worker.signal(signal.SIGTERM)
             await until(lambda: here.scheduler.goodbyes, "goodbye")
@@ -178,7 +179,7 @@ async def test_sigterm_finishes_what_runs_says_goodbye_and_leaves(model_dir, tmp
             assert isinstance(refused, Failed)
             assert (refused.code, refused.retryable) == ("peer.gone", True)
             assert isinstance(await gateway.end_of("r"), Finished)
-            assert gateway.tokens["r", 0] == here.vocabulary.tokens([1, 2], 300)
+            assert gateway.tokens["r", 0] == here.vocabulary.tokens([1, 2], 800)
             assert await asyncio.to_thread(worker.wait) == 0
             assert here.coordinator.left == ["decode-0"]
 

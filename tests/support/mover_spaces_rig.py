@@ -72,7 +72,7 @@ class Rig:
         self.spaces[number] = made
         self.mover.add_space(number, made.regions)
 
-    async def copy(self, source, target, pairs=((3, 20), (4, 21), (5, 2), (23, 0)), timeout_ms=5000):
+    async def copy(self, source, target, pairs=((3, 20), (4, 21), (5, 2), (23, 0)), timeout_ms=60_000):
         """Pairs of pages; checks that these and only these arrived, when the copy ended well."""
         before, there = self.spaces[target].pages().copy(), self.spaces[source].pages().copy()
         sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
