@@ -43,7 +43,7 @@ class Coordinator:
         await self.lending.start(self._settings.journal_wait_ms)
         if self._journal is not None and not await self._journal.start(self._settings.journal_wait_ms):
             _log.warning("journal_not_reached", wait_ms=self._settings.journal_wait_ms)
-        self._ticking = asyncio.create_task(self._tick(), name="coordinator-tick")
+        self._ticking = asyncio.create_task(self._tick(self._clock.now_ms()), name="coordinator-tick")
 
     async def stop(self) -> None:
         """Write what is pending and stop."""
@@ -120,17 +120,22 @@ class Coordinator:
         if self._journal is not None and not self.leader_url:
             self._journal.note(entries)
 
-    async def _tick(self) -> None:
+    async def _tick(self, due_ms: int) -> None:
         while True:
             if not self.leader_url:
-                self._watch_members()
+                self._watch_members(self._clock.now_ms() - due_ms)
             states = [view.state for view in self.listing().instances]
             for state in ("live", "suspect", "dead"):
                 _members.labels(state).set(states.count(state))
+            due_ms = self._clock.now_ms() + self._settings.heartbeat_interval_ms // 2
             await asyncio.sleep(self._settings.heartbeat_interval_ms / 2000)
 
-    def _watch_members(self) -> None:
+    def _watch_members(self, late_ms: int) -> None:
         now_ms = self._clock.now_ms()
+        if (
+            late_ms >= self._settings.heartbeat_interval_ms
+        ):  # else what the living offered is taken back below
+            self._membership.excuse(late_ms, now_ms=now_ms)
         for instance, state in self._membership.tick(now_ms=now_ms):
             _log.warning("member_silent", member=instance, state=state.value)
         self._flush()

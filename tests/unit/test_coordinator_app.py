@@ -1,5 +1,7 @@
 """The coordinator's REST API, without a socket: bodies, refusals, keys, pages."""
 
+import asyncio
+
 import httpx
 import msgspec
 import pytest
@@ -127,3 +129,27 @@ def test_settings_that_cannot_work_are_refused_by_name():
         load(["--ttl-ms", "600"])
     with pytest.raises(SettingsError, match="admin_listen"):
         load(["--admin-listen", "127.0.0.1:1"])
+
+
+async def test_a_coordinator_that_stood_still_takes_no_member_for_dead(monkeypatch):
+    """It finds their heartbeats behind its own clock's tick: what they offer was taken back meanwhile."""
+    clock = ManualClock()
+    coordinator = Coordinator(CoordinatorSettings(redis_url="", heartbeat_interval_ms=20, ttl_ms=100), clock)
+    turns = asyncio.Event()
+    watch = coordinator._watch_members
+
+    def seen(late_ms):
+        watch(late_ms)
+        turns.set()
+
+    monkeypatch.setattr(coordinator, "_watch_members", seen)
+    await coordinator.start()
+    try:
+        coordinator.register(register())
+        for _ in range(3):
+            clock.advance(10_000)
+            turns.clear()
+            await turns.wait()
+            assert [view.state for view in coordinator.listing().instances] == ["live"]
+    finally:
+        await coordinator.stop()

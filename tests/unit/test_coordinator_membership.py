@@ -152,3 +152,24 @@ def test_a_tick_tells_each_change_once():
     joined(membership)
     assert membership.tick(now_ms=1_600) == [("p0", MemberState.DEAD)]
     assert membership.tick(now_ms=1_700) == []
+
+
+def test_time_in_which_the_coordinator_stood_still_is_no_members_silence():
+    membership = Membership()
+    joined(membership)
+    membership.excuse(5_000, now_ms=5_100)
+    assert membership.tick(now_ms=5_100) == []
+    assert membership.tick(now_ms=5_100 + 1_400) == [("p0", MemberState.DEAD)], "but its own 100 ms count"
+    membership.excuse(5_000, now_ms=20_000)
+    assert membership.tick(now_ms=20_000) == [], "and who was dead before stays dead"
+
+
+def test_a_coordinator_that_stands_still_at_every_turn_sees_the_dead_too():
+    membership = Membership()
+    joined(membership)
+    now_ms, changes = 0, []
+    while now_ms < 60_000 and not changes:
+        now_ms += 250 + 3_000
+        membership.excuse(3_000, now_ms=now_ms)
+        changes = [state for _, state in membership.tick(now_ms=now_ms) if state is MemberState.DEAD]
+    assert changes

@@ -149,6 +149,12 @@ class Membership:
         self._drop(instance)
         return None
 
+    def excuse(self, late_ms: int, *, now_ms: int) -> None:
+        """The caller itself stood still for so long: what members said meanwhile is not read yet, and no silence."""
+        for member in self._members.values():
+            if member.state is not MemberState.DEAD:
+                member.seen_at_ms = min(now_ms, member.seen_at_ms + late_ms)
+
     def tick(self, *, now_ms: int) -> list[tuple[InstanceId, MemberState]]:
         """State changes since the last tick. Call at least every heartbeat interval."""
         changes = []
