@@ -20,6 +20,7 @@ from tests.integration.gateway_rig import (
     free_listener,
     until,
 )
+from tests.support import patience
 
 
 @dataclass
@@ -67,7 +68,7 @@ async def running(model_dir: Path, **changes):
         **{
             "model_dir": str(model_dir), "model_name": MODEL, "redis_url": "",
             "coordinator_url": coordinator.url, "scheduler": scheduler.server.address,
-            "membership_interval_ms": 100, **changes,
+            "membership_interval_ms": 100, **patience.LIMITS_MS["gateway"], **changes,
         }
     )  # fmt: skip
     gateway = Gateway(settings)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from shared.free_ports import free_port
 from shared.ids import Epoch, HandoffId, InstanceId
 from shared.kv.block_hash import unpack_tokens
 from shared.kv.layout import EngineDescription
@@ -116,7 +117,9 @@ class FakeWorker:
         self.script: Callable = answer_tokens([])
         self._tasks: set[asyncio.Task] = set()
 
-    async def start(self, address: str = "tcp://127.0.0.1:0") -> None:
+    async def start(self, address: str = "") -> None:
+        """`address`: of the one that is back; else one that nobody gets while this one is away."""
+        address = address or f"tcp://127.0.0.1:{free_port()}"
         self.server = RouterServer(address, into=TO_WORKER, out=TO_GATEWAY, on_message=self._hear)
         await self.server.start()
 
@@ -244,7 +247,9 @@ class FakeScheduler:
         self.ended: list[Ended] = []
         self.decide: Callable[[Place], Placed | Rejected | None] = lambda place: None
 
-    async def start(self, address: str = "tcp://127.0.0.1:0") -> None:
+    async def start(self, address: str = "") -> None:
+        """`address`: as a worker's."""
+        address = address or f"tcp://127.0.0.1:{free_port()}"
         self.server = RouterServer(address, into=TO_SCHEDULER, out=FROM_SCHEDULER, on_message=self._hear)
         await self.server.start()
 

@@ -9,6 +9,7 @@ import pytest
 from services.coordinator.config import CoordinatorSettings
 from services.coordinator.market_shell import MarketShell
 from shared.errors import PeerError
+from shared.free_ports import free_port
 from shared.ids import InstanceId
 from shared.prompttree.embedded import EmbeddedRedis
 from shared.transport.clock import MonotonicClock
@@ -29,7 +30,7 @@ class Coordinator:
     def __init__(self, redis, name, leader_lease_ms):
         more = ("--leader-lease-ms", str(leader_lease_ms))
         self.flags = ("--redis-url", redis.url, "--instance", name, *TIMES, *more)
-        self.listen = "127.0.0.1:0"
+        self.listen = f"127.0.0.1:{free_port()}"  # which nobody gets between a kill and a start
 
     def start(self):
         self.process = ServiceProcess("services.coordinator", "--listen", self.listen, *self.flags)
@@ -44,7 +45,7 @@ class Coordinator:
         return f"http://{self.listen}"
 
     async def role(self):
-        async with httpx.AsyncClient(trust_env=False, timeout=5.0) as http:
+        async with httpx.AsyncClient(trust_env=False, timeout=30.0) as http:
             try:
                 return (await http.get(f"{self.url}/ready")).json()["role"]
             except httpx.HTTPError:
@@ -86,6 +87,18 @@ def reach(opened, urls):
     return client, mempool
 
 
+async def asked(client, *, gib, key):
+    """A grant, asked for until the coordinator has heard of the mempool again: the machine may have kept it silent."""
+    found = []
+
+    async def there():
+        found.append(await client.lease(ask(gib=gib), key=key))
+        return isinstance(found[-1], Grant)
+
+    await until_async(there, 60.0)
+    return found[-1]
+
+
 def held(view):
     return {x.lease_id for x in view.leases if x.state == "held"}
 
@@ -98,8 +111,7 @@ async def test_a_killed_and_a_wiped_coordinator_find_the_leases_again_and_grant_
     await until_offered(client, mempool)
     lease = await granted(client, mempool, gib=3, key="lease")
     term = (await until_market(client, lambda view: lease.lease_id in held(view))).term
-    on_its_way = await client.lease(ask(gib=1), key="on-its-way")
-    assert isinstance(on_its_way, Grant)
+    on_its_way = await asked(client, gib=1, key="on-its-way")
     for wipe in (False, True):
         coordinator.process.kill()
         if wipe:
@@ -114,7 +126,7 @@ async def test_a_killed_and_a_wiped_coordinator_find_the_leases_again_and_grant_
         assert view.term > term
         term = view.term
         assert held(view) == {lease.lease_id}
-        assert (await client.lease(ask(gib=3), key="lease")).lease_id == lease.lease_id
+        assert (await asked(client, gib=3, key="lease")).lease_id == lease.lease_id
         refused = await client.lease(ask(gib=2), key="too-much")
         assert isinstance(refused, LendingRefused)
         assert (refused.code, mempool.model.leased_bytes(lease.offer_id)) == ("offers.exhausted", 3 * GIB)
@@ -126,8 +138,7 @@ async def test_a_standby_takes_over_from_a_paused_leader_and_the_woken_one_is_re
     client, mempool = reach(opened, ",".join(one.url for one in pair))
     await until_offered(client, mempool)
     lease = await granted(client, mempool, gib=1, key="lease")
-    before = await client.lease(ask(gib=1), key="on-its-way")
-    assert isinstance(before, Grant)
+    before = await asked(client, gib=1, key="on-its-way")
     roles = []
 
     async def both_know():
@@ -181,7 +192,7 @@ async def test_reclaims_come_to_the_mempool_and_back_as_done(started, opened):
     assert (renewed.length_bytes, renewed.keep_bytes) == (2 * GIB, 2 * GIB)
     assert await client.release(lease) is None
     await until(lambda: mempool.model.leased_bytes(lease.offer_id) == 0)
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=30) as http:
         page = (await http.get(coordinator.url)).text
     assert "Memory market" in page
     assert lease.lease_id in page

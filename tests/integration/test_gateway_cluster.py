@@ -289,7 +289,7 @@ async def test_the_deadline_ends_a_request_that_nobody_answers(world):
 
     a.script = silent
     sink = ListSink()
-    submit(cluster, sink, limits=replace(LIMITS, request_deadline_ms=300))
+    submit(cluster, sink, limits=replace(LIMITS, request_deadline_ms=3_000))
     assert await ended(sink) == ["peer.timeout"]
     await until(lambda: len(a.aborted) == 1)
 

@@ -200,7 +200,7 @@ async def test_a_worker_that_dies_mid_stream_ends_it_with_one_error_and_done(rig
     reply = await rig.client.post(
         CHAT, json=chat(stream=True, seed=1)
     )  # whose draws nobody else can go on with
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25, "not by the request's own deadline"
     events = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
     assert events[-1] == "[DONE]"
     errors = [json.loads(e)["error"] for e in events[:-1] if "error" in json.loads(e)]

@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from shared.free_ports import free_port
 from tests.integration.gateway_rig import (
     MODEL,
     FakeCoordinator,
@@ -19,9 +20,9 @@ from tests.integration.gateway_rig import (
     FakeWorker,
     answer_tokens,
     colocate,
-    free_listener,
     until,
 )
+from tests.support import patience
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "the fox"}]}
 
@@ -52,13 +53,11 @@ async def neighbours():
 @contextlib.asynccontextmanager
 async def process(model_dir, coordinator, scheduler, **flags):
     """A ready gateway process and a client of it."""
-    listener = free_listener()
-    address = f"127.0.0.1:{listener.getsockname()[1]}"
-    listener.close()
+    address = f"127.0.0.1:{free_port()}"
     words = {
         "listen": address, "model_dir": model_dir, "model_name": MODEL, "redis_url": "",
         "coordinator_url": coordinator.url, "scheduler": scheduler.server.address,
-        "membership_interval_ms": 100, **flags,
+        "membership_interval_ms": 100, **patience.LIMITS_MS["gateway"], **flags,
     }  # fmt: skip
     argv = [word for key, value in words.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     child = await asyncio.create_subprocess_exec(

@@ -85,7 +85,7 @@ class ServiceProcess:
     def events(self):
         return [json.loads(line) for line in list(self.lines) if line.startswith("{")]
 
-    def wait_log(self, event, timeout_s=30.0):
+    def wait_log(self, event, timeout_s=60.0):
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             for found in self.events():
@@ -99,11 +99,11 @@ class ServiceProcess:
         """SIGKILL, harmless when it has ended."""
         self._end(signal.SIGKILL)
 
-    def stop(self, timeout_s=30.0):
+    def stop(self, timeout_s=60.0):
         """SIGTERM; the exit status."""
         return self._end(signal.SIGTERM, timeout_s)
 
-    def _end(self, number, timeout_s=30.0):
+    def _end(self, number, timeout_s=60.0):
         if self.process.poll() is None:
             self.process.send_signal(number)
         status = self.process.wait(timeout_s)
