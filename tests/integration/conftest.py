@@ -1,7 +1,9 @@
 """What several modules need: stock vLLM's answers, two hosts of our own, a Redis."""
 
+import fcntl
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -18,12 +20,26 @@ from tests.integration.test_exactness import CASES, MODEL, ROOT
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Stock vLLM's answer to every case, by its name."""
-    folder = tmp_path_factory.mktemp("stock")
+    """Stock vLLM's answer to every case, by its name. Of two that run tests beside each other (-n 2) one asks it."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "stock"
+    folder.mkdir(exist_ok=True)
     cases, out = folder / "cases.json", folder / "out.json"
-    cases.write_text(json.dumps(list(CASES.values())))
-    command = [sys.executable, "-m", "tests.support.stock_reference", str(MODEL), str(cases), str(out)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=900)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.exists():
+            cases.write_text(json.dumps(list(CASES.values())))
+            part = folder / "part.json"
+            command = [
+                sys.executable,
+                "-m",
+                "tests.support.stock_reference",
+                str(MODEL),
+                str(cases),
+                str(part),
+            ]
+            subprocess.run(command, cwd=ROOT, check=True, timeout=900)
+            part.replace(out)
     return json.loads(out.read_text())
 
 
