@@ -15,6 +15,7 @@ import mmap
 import os
 import select
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -22,7 +23,7 @@ from typing import Literal
 import msgspec
 
 from services.mempool.memory import F_SEAL_FUTURE_WRITE, PoolMemory
-from shared.errors import ClusterError, PeerError, ResourceError
+from shared.errors import ClusterError, PeerError, PeerTimeout, ResourceError
 from shared.ids import Epoch
 from shared.kv.layout import EngineDescription, num_slabs
 from shared.kv.page import PageState, unpack_word
@@ -33,6 +34,7 @@ from shared.transport.unix_socket import close_fds
 from shared.wire import keeper as wire
 
 PROCESSES = "processes"  # the space of pidfds
+KEEPER_PATIENCE_MS = 15_000  # for one that stands still: what it keeps is every page that there is
 MAX_EPOCH_LEAD = (
     366 * 24 * 3600 * 1_000_000
 )  # of a page's epoch before its table's generation: a year of reuses
@@ -116,14 +118,31 @@ class Takeover:
     processes: list[KeptProcess] = field(default_factory=list)
 
 
-def take_over(client: KeeperClient, generation: Epoch, *, wait_ms: int = 2_000) -> Takeover:
+def take_over(
+    client: KeeperClient, generation: Epoch, *, wait_ms: int = 2_000, patience_ms: int = KEEPER_PATIENCE_MS
+) -> Takeover:
     """At start, before anything is created. Without a keeper, or when it cannot be reached, nothing is found.
 
     What is kept and not sound is forgotten, with a warning.
 
-    Args: wait_ms: for an earlier mempool to end, before it is killed and after.
+    Args:
+        wait_ms: for an earlier mempool to end, before it is killed and after.
+        patience_ms: for a keeper that is there and does not answer. It is asked again; one that is not there is not.
     Raises: TakeoverFailed; KeeperStale when a still newer mempool took the keeper meanwhile.
     """
+    until_s = time.monotonic() + patience_ms / 1000
+    while True:
+        try:
+            return _found(client, generation, wait_ms)
+        except PeerError as error:
+            if not isinstance(error, PeerTimeout) or time.monotonic() >= until_s:
+                log.warning("keeper_unreachable", reason=error.message)
+                return Takeover(generation)
+            log.warning("keeper_awaited", reason=error.message)
+
+
+def _found(client: KeeperClient, generation: Epoch, wait_ms: int) -> Takeover:
+    """See take_over(). Asked again after a PeerTimeout it begins anew. Raises: PeerError, too."""
     processes: list[KeptProcess] = []
     adopted: list[Adopted] = []
     try:
@@ -136,11 +155,10 @@ def take_over(client: KeeperClient, generation: Epoch, *, wait_ms: int = 2_000) 
         highest = max((word >> 8 for one in adopted for word in one.words), default=0)
         if highest >= client.generation:
             client.connect(Epoch(highest + 1))
-    except PeerError as error:
-        log.warning("keeper_unreachable", reason=error.message)
+    except PeerError:
         close_fds([one.pidfd for one in processes])
         close_fds([fd for one in adopted for fd in (one.page_fd, *one.slab_fds) if fd >= 0])
-        return Takeover(generation)
+        raise
     return Takeover(client.generation, adopted, processes)
 
 
@@ -156,6 +174,7 @@ def adopt(client: KeeperClient, space: str) -> Adopted | None:
             runs[kind] = client.fetch_space(space, kind)
             fds += [fd for run in runs[kind] for fd in run.fds]
         found = _checked(space, runs["table"], runs["pages"], runs["cuda-page"])
+        _forget_released(client, found)
     except (ValueError, OSError, msgspec.MsgspecError) as error:
         close_fds(fds)
         log.warning("kept_space_unusable", space=space, reason=str(error))
@@ -165,7 +184,6 @@ def adopt(client: KeeperClient, space: str) -> Adopted | None:
         close_fds(fds)
         raise
     close_fds(runs["table"][0].fds)
-    _forget_released(client, found)
     log.info("space_adopted", space=space, num_pages=len(found.words), boot=found.header.boot_generation)
     return found
 

@@ -275,12 +275,15 @@ class MempoolClient:
     async def _ask(self, message: Call, timeout_ms: int) -> wire.FromMempool | None:
         """Whatever is answered; None without an answer, which is counted."""
         self.counters["calls"] += 1
-        if len(self._pending) >= MAX_PENDING or not self._send(message):
+        if len(self._pending) >= MAX_PENDING:
             self.counters["calls_unsent"] += 1
             return None
         future: asyncio.Future[wire.FromMempool] = asyncio.get_running_loop().create_future()
-        self._pending[message.call_id] = future
+        self._pending[message.call_id] = future  # first: sending may be what finds that the pool is gone
         try:
+            if not self._send(message):
+                self.counters["calls_unsent"] += 1
+                return None
             async with asyncio.timeout(timeout_ms / 1000):
                 return await future
         except TimeoutError:

@@ -112,7 +112,7 @@ def pattern(page: int) -> bytes:
 
 def creator(keeper_socket: str, generation: int) -> None:
     """A mempool of few words: creates memory, hands it over, writes pages, then waits to be killed."""
-    client = KeeperClient(keeper_socket, Epoch(generation))
+    client = KeeperClient(keeper_socket, Epoch(generation), timeout_ms=30_000)
     client.connect()
     memory = PoolMemory(NUM_PAGES, PAGE_BYTES, Epoch(generation))
     takeover.keep_myself(client, "mempool-0")

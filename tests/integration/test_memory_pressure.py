@@ -8,10 +8,18 @@ import msgspec
 import pytest
 
 from shared.ids import InstanceId
-from shared.mempool.client import MempoolClient
 from tests.integration import test_mempool_gpu_spaces as gpu
 from tests.integration.keeper_rig import KeeperProcess
-from tests.integration.mempool_rig import BLOCK_BYTES, DESCRIPTION, MempoolProcess, chain, content, until
+from tests.integration.mempool_rig import (
+    BLOCK_BYTES,
+    DESCRIPTION,
+    PATIENCE_MS,
+    MempoolProcess,
+    PatientClient,
+    chain,
+    content,
+    until,
+)
 from tests.integration.pages_rig import PagesEngine
 
 BIG = msgspec.structs.replace(DESCRIPTION, block_bytes=1 << 20)
@@ -26,11 +34,13 @@ def shmem_of(pid: int) -> int:
 
 
 async def press(socket, num_bytes: int, instance: str = "e", *, regain: bool = False):
-    client = MempoolClient(socket, InstanceId(instance))
+    client = PatientClient(socket, InstanceId(instance))
     client.start()
     try:
         assert await client.wait_connected(30_000)
-        return await (client.regain_memory(num_bytes) if regain else client.release_memory(num_bytes))
+        return await (client.regain_memory if regain else client.release_memory)(
+            num_bytes, wait_ms=PATIENCE_MS
+        )
     finally:
         await client.close()
 

@@ -20,13 +20,14 @@ P, D = InstanceId("prefill-0"), InstanceId("decode-0")
 SEED = chain_seed("f", "tenant")
 TOKENS = list(range(100, 118))  # four full blocks of 4, and a tail of two
 LENGTH = 6000
+PATIENCE = {"copy-timeout-ms": 60_000, "out-timeout-ms": 60_000}  # with a machine that may stop the mempool
 
 
 @pytest.fixture
 def mempool(tmp_path):
     settings = {
         "api-socket": tmp_path / "api.sock", "dram-bytes": 128 * 8192, "dram-for-host": "true",
-        "idle-punch-ms": 0,
+        "idle-punch-ms": 0, **PATIENCE,
     }  # fmt: skip
     process = MempoolProcess(tmp_path, **settings)
     yield process
@@ -202,13 +203,14 @@ def test_blocks_leave_for_host_memory_and_come_back_byte_for_byte(mempool):
 
 def test_host_memory_outlives_a_killed_mempool_byte_for_byte(tmp_path):
     keeper = KeeperProcess(tmp_path)
-    settings = {"dram-bytes": 128 * 8192, "dram-for-host": "true", "keeper-socket": keeper.socket}
+    settings = {"dram-bytes": 128 * 8192, "dram-for-host": "true", "keeper-socket": keeper.socket, **PATIENCE}
     mempool = MempoolProcess(tmp_path, **settings)
     engine = PagesEngine(mempool.socket, P, "cpu:0", quota=64)
     try:
         names = [chain(*[f"{prompt}.{i}" for i in range(9)]) for prompt in range(10)]
         for hashes in names:
             engine.unpin(engine.save(hashes, [content(h) for h in hashes])[::-1])
+        engine.acquire(names[-1])  # what was said before it has been heard
         until(lambda: "writing" not in mempool.counts(), "copies have ended")
         before = {s["devices"][0]: s["num_indexed"] for s in mempool.status()["spaces"]}
         assert before["cpu:dram"] > 20

@@ -167,6 +167,7 @@ def test_reclaims_at_any_moment_change_no_byte_of_what_is_away(pool, seed):
 def test_a_mempool_that_dies_and_comes_back_still_has_what_is_in_host_memory(tmp_path):
     keeper = KeeperProcess(tmp_path)
     limits = {"dram-bytes": 64 * PAGE_BYTES, "dram-for-host": "true", "keeper-socket": keeper.socket}
+    limits |= {"copy-timeout-ms": 60_000, "out-timeout-ms": 60_000}
     pool = MempoolProcess(tmp_path, **{"capacity-bytes": NUM_PAGES * PAGE_BYTES}, **limits)
 
     async def run() -> None:

@@ -6,6 +6,7 @@ import mmap
 import os
 import signal
 import struct
+import threading
 import time
 
 import msgspec
@@ -42,7 +43,7 @@ def creator(keeper):
 
 @pytest.fixture
 def client(keeper):
-    made = KeeperClient(keeper.socket, Epoch(0))
+    made = KeeperClient(keeper.socket, Epoch(0), timeout_ms=30_000)
     yield made
     made.close()
 
@@ -121,6 +122,20 @@ def test_nothing_is_found_without_a_keeper_or_with_an_empty_or_unreachable_one(k
     for one in (KeeperClient("", Epoch(0)), KeeperClient(tmp_path / "none.sock", Epoch(0)), client):
         found = take_over(one, Epoch(NEW))
         assert (found.boot_generation, found.adopted, found.processes) == (NEW, [], [])
+
+
+@pytest.mark.parametrize("is_patient", [True, False])
+def test_a_keeper_that_stands_still_is_waited_for_as_long_as_told(creator, keeper, is_patient):
+    creator.kill()
+    impatient = KeeperClient(keeper.socket, Epoch(0), timeout_ms=300)
+    os.kill(keeper.process.pid, signal.SIGSTOP)
+    goes_on = threading.Timer(1.0, lambda: os.kill(keeper.process.pid, signal.SIGCONT))
+    goes_on.start()
+    with contextlib.closing(impatient):
+        found = take_over(impatient, Epoch(NEW), patience_ms=60_000 if is_patient else 0)
+        assert len(found.adopted) == is_patient
+        drop(found)
+    goes_on.join()
 
 
 def test_an_adopted_memory_goes_on_under_its_own_table(creator, client):
