@@ -136,7 +136,9 @@ _NOT_NEGATIVE = (
 )  # fmt: skip
 
 
-MOST_FAR_MOVES = 64  # at once
+MOST_FAR_MOVES = (
+    1_024  # at once: what a lender wants back goes in one turn, not in several of the engine's steps each
+)
 MOST_WEAVE_SMS = 32  # what the fused operation can be told
 
 

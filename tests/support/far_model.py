@@ -3,7 +3,8 @@
 With `fair` behind the examples' number they run in fair slices, with more requests than slots.
 
 The scheduler, the block pool, the wire's messages and the mempool's decisions are the real ones; copies and mappings
-end when the example lets them, steps are one or two deep, clients leave, and places are wanted back at any moment.
+end when the example lets them, steps are one or two deep, clients leave, and pages are lent, wanted back and lent
+again at any moment, so that blocks that are read move both ways.
 Every step reads every slot of its requests through the block table as the ranks know it.
 """
 
@@ -22,9 +23,10 @@ from shared.kv.words import u32_list
 from shared.wire.mempool_far import FarMapped, UnmapFar
 from tests.support import page_engine
 from tests.support.page_engine import Row, SimEngine
+from tests.support.page_swap_space import DRAM, LENT
 from tests.support.page_world import World
 
-NUM_PAGES, FAR_BLOCKS, FAR_PLACES, DRAM_PAGES = 12, 24, 32, 60
+NUM_PAGES, FAR_BLOCKS, FAR_PLACES, DRAM_PAGES, LENT_PAGES = 12, 24, 32, 60, 10
 RANK = 10_000  # connection
 NUM_TURNS = 90
 
@@ -90,9 +92,20 @@ class FarWorld(World):
                 continue
             self.pump()
 
-    def want_back(self) -> None:
-        """What is mapped now shall move."""
-        self.mempool.swap.swaps.far.let_go(1, False)
+    def lend(self) -> None:
+        """From now on there are lent pages."""
+        self.mempool.swap.lend(LENT_PAGES)
+        self.mempool.go_on()
+
+    def want_back(self, number: int) -> None:
+        """What is mapped there now shall move."""
+        self.mempool.swap.want_back(number)
+        self.mempool.go_on()
+
+    def advance(self, by_ms: int) -> None:
+        """As World, for the pace of what goes back, too."""
+        self.mempool.swap.now_ms += by_ms
+        super().advance(by_ms)
         self.mempool.go_on()
 
     def assert_unchanged(self, page: int, epoch: int, why: str) -> None:
@@ -174,11 +187,13 @@ def example(rng: random.Random, number: int, *, is_fair: bool = False) -> dict[s
         if engine.unfinished and rng.random() < 0.05:
             engine.abort(rng.choice(engine.unfinished))
         if rng.random() < 0.1:
-            world.want_back()
+            world.want_back(rng.choice([DRAM, LENT]))
+        if rng.random() < 0.1:
+            world.lend()
         turns = [engine.schedule, engine.execute, engine.finish, world.pump, world.map_one, world.end_copy]
         for turn in rng.choices(turns, weights=[4, 4, 4, 3, 1, 1], k=6):
             turn()
-        world.advance(rng.choice([1, 30]))
+        world.advance(rng.choice([1, 30, 400]))
     world.holds_copies = world.holds_maps = False
     for _ in range(3_000):
         if not engine.unfinished:
@@ -196,10 +211,10 @@ def example(rng: random.Random, number: int, *, is_fair: bool = False) -> dict[s
     assert not engine.scheduler.far.in_use, vars(engine.scheduler.far)
     assert (far.num_placed, world.maps, world.asked) == (0, {}, []), (far.num_placed, world.maps)
     assert not engine.scheduler._fenced
+    counts = {**engine.scheduler.far_counts, "blocks_back": far.counters["far_blocks_back"]}
     if not is_fair:
-        return dict(engine.scheduler.far_counts)
-    counts = engine.scheduler.fair_counts
-    return {**engine.scheduler.far_counts, **{f"fair_{name}": n for name, n in counts.items()}}
+        return counts
+    return {**counts, **{f"fair_{name}": n for name, n in engine.scheduler.fair_counts.items()}}
 
 
 def take_turns(*, depth: int, v2_runner: bool) -> None:
@@ -269,9 +284,10 @@ def main() -> None:
                 totals[key] = totals.get(key, 0) + count
     print(totals)
     fair = ("fair_times_parked", "fair_times_resumed") if is_fair else ()
-    assert all(totals.get(name) for name in ("blocks_out", "blocks_moved", "steps_without_pages", *fair)), (
-        totals
-    )
+    assert all(
+        totals.get(name)
+        for name in ("blocks_out", "blocks_moved", "blocks_back", "steps_without_pages", *fair)
+    ), totals
 
 
 if __name__ == "__main__":

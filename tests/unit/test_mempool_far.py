@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.mempool.core.actions import Action, KillProcess, MapFarPages
-from services.mempool.core.far import can_map
+from services.mempool.core.far_state import can_map
 from services.mempool.far_messages import far_in_slabs
 from services.mempool.takeover import SpaceMeta
 from shared.errors import PeerProtocolError

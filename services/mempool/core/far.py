@@ -2,6 +2,7 @@
 
     FarOut -> pinned --copy--> lent pages first, host memory else: pinned there -> every rank maps -> FarPlaced
     lent pages are wanted back -> copied to host memory -> mapped at other places -> FarMoved -> the engine's FarDrop
+    pages are lent again -> the same from host memory to them, a few at once (far_pace.py)
     FarDrop -> every rank unmaps -> no pin any more; what is there is a cached block like others
 
 A mapped page is pinned from before its mapping to behind its acknowledged unmapping, or the proof that every process
@@ -16,10 +17,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import count
 
 from services.mempool.core import parse
-from services.mempool.core.actions import Action, CopyPages, KillProcess, MapFarPages, PoolLimits, Send
+from services.mempool.core.actions import Action, CopyPages, MapFarPages, PoolLimits, Send
 from services.mempool.core.engines import Engine
 from services.mempool.core.entry import Entry
-from services.mempool.core.far_state import Asked, FarCopy, Job, Place, PlaceState, User, Where
+from services.mempool.core.far_moves import FarMoves
+from services.mempool.core.far_state import Asked, FarCopy, Job, Place, PlaceState, User, Where, can_map
 from services.mempool.core.loan_pool import LoanPool
 from services.mempool.core.page_state import PageEvent
 from services.mempool.core.pool import Pool
@@ -32,7 +34,7 @@ MAX_JOBS = 256  # of one engine
 MAX_PAGES_PER_COPY = 64  # as many descriptors go with one message
 
 
-class Far:
+class Far(FarMoves):
     """Of one mempool. Args: as of Swaps."""
 
     def __init__(
@@ -148,9 +150,9 @@ class Far:
         user = job.user
         while job.waiting and not user.is_gone:
             count = min(len(job.waiting), MAX_PAGES_PER_COPY, len(user.free))
-            target, pages = self._room_for(user.pool, count, loans=not job.old)
+            target, pages = self._room_for(user.pool, count, job)
             if not pages:
-                self.counters["far_blocks_without_room"] += len(job.waiting)
+                self.counters["far_blocks_without_room"] += 0 if job.is_back else len(job.waiting)
                 break
             items = [job.waiting.popleft() for _ in pages]
             places = [user.free.pop() for _ in pages]
@@ -166,12 +168,13 @@ class Far:
             self._unpin(where)
         job.waiting.clear()
 
-    def _room_for(self, pool: Pool, count: int, *, loans: bool) -> tuple[Pool, list[PageId]]:
+    def _room_for(self, pool: Pool, count: int, job: Job) -> tuple[Pool, list[PageId]]:
         """As Swaps: lent pages that are free; else host memory, where nobody's pinned blocks make way."""
+        kinds = (True,) if job.is_back else (False,) if job.old else (True, False)
         for number in self._behind(pool.number) if count else ():
             place = self._pools[number]
             assert place.memory is not None
-            if not can_map(pool, place) or (place.is_loan and not loans):
+            if not can_map(pool, place) or place.is_loan not in kinds:
                 continue
             wanted = min(count, place.memory.table.num_free) if place.is_loan else count
             if pages := place.claim_now(wanted):
@@ -199,7 +202,8 @@ class Far:
                 for (_, (_, e)), page in zip(copy.items, copy.pages, strict=True)
             ]
             entries = target.take_in(copied)
-            self.counters["far_blocks_out_peer" if target.is_loan else "far_blocks_out_dram"] += len(entries)
+            if not job.is_back:
+                self.counters[f"far_blocks_out_{'peer' if target.is_loan else 'dram'}"] += len(entries)
             target.index.pin(entries)
             for number, entry in zip(copy.places, entries, strict=True):
                 self._place(user, number, (target, entry))
@@ -263,7 +267,7 @@ class Far:
 
     def _drop(self, user: User, places: Sequence[int]) -> None:
         mine = [
-            p for p in dict.fromkeys(places) if (one := user.places.get(p)) is not None and _readable(one)
+            p for p in dict.fromkeys(places) if (one := user.places.get(p)) is not None and one.is_readable
         ]
         self.counters["messages_stale"] += len(places) - len(mine)
         self._ask_to_unmap(user, mine)
@@ -294,10 +298,16 @@ class Far:
             return
         # what the engine has dropped meanwhile may be another block's place by now
         left = [(n, to) for (n, old), to in zip(job.old, found, strict=True) if user.places.get(n) is old]
+        if job.is_back:  # what found no room stays where it is
+            for n, to in left:
+                if to == NO_PLACE and user.places[n].state is PlaceState.LEAVING:
+                    user.places[n].state = PlaceState.MAPPED
+            left = [(n, to) for n, to in left if to != NO_PLACE]
         kept = {to for _, to in left}
         self._told(user, kept)
         self._ask_to_unmap(user, [to for to in found if to != NO_PLACE and to not in kept])
-        self.counters["far_blocks_moved"] += sum(to != NO_PLACE for to in kept)
+        name = "far_blocks_back" if job.is_back else "far_blocks_moved"
+        self.counters[name] += sum(to != NO_PLACE for to in kept)
         if left:
             moved = FarMoved(places=u32_bytes(n for n, _ in left), to=u32_bytes(to for _, to in left))
             user.pool.say(connection, moved)
@@ -306,28 +316,6 @@ class Far:
         for place in places:
             if place != NO_PLACE:
                 user.places[place].state = PlaceState.MAPPED
-
-    # -- lent pages are wanted back ---------------------------------------------------------------------
-
-    def let_go(self, number: int, is_overdue: bool) -> None:
-        """Lent pages of this space are wanted back; when that is overdue, whoever still reads there is killed."""
-        for user in self._users:
-            mine = [(n, one) for n, one in user.places.items() if one.where[0].number == number]
-            mapped = [(n, one) for n, one in mine if one.state is PlaceState.MAPPED]
-            if mapped and not user.is_gone:
-                job = Job(user, 0, [one.where[1].block_hash for _, one in mapped], mapped)
-                for position, (_, one) in enumerate(mapped):
-                    one.state = PlaceState.LEAVING
-                    one.where[0].index.pin([one.where[1]])
-                    job.waiting.append((position, one.where))
-                self._jobs.append(job)
-            if is_overdue and mine and not user.is_killed:
-                user.is_killed = True
-                self.counters["far_engines_killed"] += 1
-                processes = sorted(self._alive(user))
-                self._out += [KillProcess(process, "lent pages past their deadline") for process in processes]
-        if self._jobs:
-            self.advance()
 
     # -- ends -------------------------------------------------------------------------------------------
 
@@ -373,19 +361,3 @@ class Far:
     def num_placed(self) -> int:
         """Pages that are mapped at far places, or about to be."""
         return sum(len(user.places) for user in self._users)
-
-
-def _readable(place: Place) -> bool:
-    return place.state in (PlaceState.MAPPED, PlaceState.LEAVING)
-
-
-def can_map(pool: Pool, place: Pool) -> bool:
-    """Whether ranks of `pool` can map pages of `place`: whole ones, each in one allocation, perhaps with others."""
-    mine, other = pool.memory, place.memory
-    if mine is None or other is None:
-        return False
-    source = place.producer.memory if isinstance(place, LoanPool) else other
-    if source is None or not source.pages_per_slab:  # in host memory, at any offset
-        return source is not None
-    is_whole = source.num_slabs * source.pages_per_slab == source.table.num_pages
-    return mine.pages_per_slab > 0 and is_whole and source.page_bytes == mine.page_bytes

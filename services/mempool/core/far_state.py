@@ -6,6 +6,8 @@ from enum import StrEnum
 
 from services.mempool.core.engines import Engine
 from services.mempool.core.entry import Entry
+from services.mempool.core.far_pace import Pace
+from services.mempool.core.loan_pool import LoanPool
 from services.mempool.core.pool import Pool
 from shared.ids import BlockHash, PageId
 
@@ -28,6 +30,11 @@ class Place:
     where: Where
     state: PlaceState
 
+    @property
+    def is_readable(self) -> bool:
+        """Whether the engine may read there."""
+        return self.state in (PlaceState.MAPPED, PlaceState.LEAVING)
+
 
 @dataclass(slots=True, eq=False)
 class User:
@@ -41,16 +48,18 @@ class User:
     left: set[BlockHash] = field(default_factory=set)  # far since, perhaps still pinned in the engine's space
     is_gone: bool = False  # its connection ended: nobody hears answers, and its processes may still read
     is_killed: bool = False
+    pace: Pace = field(default_factory=Pace)
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A FarOut, or places that are wanted back, until it is answered. Lists are by position."""
+    """A FarOut, or places whose blocks move, until it is answered. Lists are by position."""
 
     user: User
     number: int
     hashes: list[BlockHash]
-    old: list[tuple[int, Place]] = field(default_factory=list)  # that are wanted back
+    old: list[tuple[int, Place]] = field(default_factory=list)  # whose blocks move
+    is_back: bool = False  # from host memory to lent pages; else these are wanted back
     waiting: deque[tuple[int, Where]] = field(default_factory=deque)  # to be copied; pinned there
     num_under_way: int = 0
     found: dict[int, int] = field(default_factory=dict)  # position -> place
@@ -76,3 +85,15 @@ class Asked:
     items: list[tuple[int, int]]
     ranks: set[int]  # connections that have not answered
     is_ok: bool = True
+
+
+def can_map(pool: Pool, place: Pool) -> bool:
+    """Whether ranks of `pool` can map pages of `place`: whole ones, each in one allocation, perhaps with others."""
+    mine, other = pool.memory, place.memory
+    if mine is None or other is None:
+        return False
+    source = place.producer.memory if isinstance(place, LoanPool) else other
+    if source is None or not source.pages_per_slab:  # in host memory, at any offset
+        return source is not None
+    is_whole = source.num_slabs * source.pages_per_slab == source.table.num_pages
+    return mine.pages_per_slab > 0 and is_whole and source.page_bytes == mine.page_bytes

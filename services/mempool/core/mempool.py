@@ -112,7 +112,7 @@ class Mempool(FromOutside):
         self._touched.update((pool.number, pool) for pool in pools)
 
     def _leave_loan(self, number: int, is_overdue: bool, now_ms: int) -> None:
-        self.swaps.let_go(number, is_overdue)
+        self.swaps.let_go(number, is_overdue, now_ms)
         if is_overdue:
             self._touch(*self.pulls.let_go(number, now_ms))
 
@@ -361,9 +361,9 @@ class Mempool(FromOutside):
 
     def next_deadline_ms(self) -> int | None:
         """When tick() has something to do, or earlier; None: not before the next event."""
-        due = [self.remote.next_deadline_ms(), self.serve.next_deadline_ms(), self.api.next_deadline_ms()]
-        due += [self.pulls.next_deadline_ms(), self.dram.next_deadline_ms(), self.lending.tick_at_ms()]
-        due += [pool.next_deadline_ms() for pool in self.pools.values()]
+        parts = (self.remote, self.serve, self.api, self.pulls, self.dram, self.swaps.far)
+        due = [each.next_deadline_ms() for each in (*parts, *self.pools.values())]
+        due.append(self.lending.tick_at_ms())
         return min((when for when in due if when is not None), default=None)
 
     def _after(self, now_ms: int) -> list[Action]:
@@ -379,7 +379,7 @@ class Mempool(FromOutside):
             copies += asked
             self._touch(*self.pools.values())
         out: list[Action] = []
-        self.swaps.advance()
+        self.swaps.advance(now_ms)
         self.lending.advance(now_ms)
         self.dram.advance(now_ms)
         self.api.advance(now_ms)

@@ -203,9 +203,10 @@ class Swaps:
 
     # -- every event ----------------------------------------------------------------------------------
 
-    def advance(self) -> None:
+    def advance(self, now_ms: int) -> None:
         """Take everything as far as it goes. Cost: nothing without swaps."""
         self.far.advance()
+        self.far.bring_back(now_ms, is_busy=bool(self._jobs))
         for swap in [swap for swap in self._swaps.values() if swap.adrift]:
             for block_hash in list(swap.adrift):
                 if (there := self._kept_at(swap.pool, block_hash)) is not None:
@@ -219,9 +220,9 @@ class Swaps:
             self._jobs.remove(job)
             self._answer(job)
 
-    def let_go(self, number: int, is_overdue: bool = False) -> None:
+    def let_go(self, number: int, is_overdue: bool, now_ms: int) -> None:
         """Lent pages of this space are wanted back: its blocks leave for host memory without a pin."""
-        self.far.let_go(number, is_overdue)
+        self.far.let_go(number, is_overdue, now_ms)
         for swap in [swap for swap in self._swaps.values() if number in swap.loans]:
             swap.loans.discard(number)
             for block_hash, (place, entry) in list(swap.kept.items()):

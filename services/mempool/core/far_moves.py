@@ -1,0 +1,95 @@
+"""Blocks at far places that go elsewhere while they are read: the part of Far that decides which. No I/O.
+
+lent pages are wanted back: all that are mapped there, to host memory, as many at once as there are places for
+pages are lent again: what is in host memory back to them, a few at once (far_pace.py)
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+
+from services.mempool.core.actions import Action, KillProcess
+from services.mempool.core.far_pace import num_back
+from services.mempool.core.far_state import Job, Place, PlaceState, User, can_map
+from services.mempool.core.pool import Pool
+
+
+class FarMoves(ABC):
+    """See Far, which has these."""
+
+    counters: Counter[str]
+    _pools: Mapping[int, Pool]
+    _behind: Callable[[int], Sequence[int]]
+    _users: list[User]
+    _jobs: list[Job]
+    _out: list[Action]
+
+    @abstractmethod
+    def advance(self) -> None: ...
+
+    @abstractmethod
+    def _alive(self, user: User) -> set[int]: ...
+
+    def let_go(self, number: int, is_overdue: bool, now_ms: int) -> None:
+        """Lent pages of this space are wanted back; when that is overdue, whoever still reads there is killed.
+
+        Said again until they are back: as many move as there are places for, the others when those are free again.
+        """
+        for user in self._users:
+            mine = [(n, one) for n, one in user.places.items() if one.where[0].number == number]
+            mapped = [(n, one) for n, one in mine if one.state is PlaceState.MAPPED]
+            if mapped and not user.is_gone:
+                user.pace.taken(now_ms)
+                # with no place free, and none to come, they are lost
+                waits = user.free or any(p.state is not PlaceState.MAPPED for p in user.places.values())
+                self._move(user, mapped[: len(user.free)] if waits else mapped)
+            if is_overdue and mine and not user.is_killed:
+                user.is_killed = True
+                self.counters["far_engines_killed"] += 1
+                processes = sorted(self._alive(user))
+                self._out += [KillProcess(process, "lent pages past their deadline") for process in processes]
+        if self._jobs:
+            self.advance()
+
+    def _move(self, user: User, places: Sequence[tuple[int, Place]], *, is_back: bool = False) -> None:
+        """Their bytes shall be at other places."""
+        if not places:
+            return
+        job = Job(user, 0, [one.where[1].block_hash for _, one in places], list(places), is_back)
+        for position, (_, one) in enumerate(places):
+            one.state = PlaceState.LEAVING
+            one.where[0].index.pin([one.where[1]])
+            job.waiting.append((position, one.where))
+        self._jobs.append(job)
+
+    def bring_back(self, now_ms: int, *, is_busy: bool) -> None:
+        """Blocks in host memory go back to lent pages, when it is time for that and nothing else is to be copied.
+
+        Args: is_busy: others move blocks for which a request waits. Cost: a look at the lent spaces; where there is
+        room, at the places of an engine, every EVERY_MS.
+        """
+        for user in self._users if not self._jobs else ():
+            if user.is_gone or now_ms < user.pace.calm_at_ms or not (room := self._num_lent(user)):
+                continue
+            most = 0 if is_busy else num_back(len(user.free), room)
+            in_dram = (each for each in user.places.items() if each[1].where[0].is_dram)
+            chosen = list(islice((each for each in in_dram if each[1].state is PlaceState.MAPPED), most))
+            if not chosen:
+                user.pace.later(now_ms)
+                continue
+            user.pace.returned(now_ms)
+            self._move(user, chosen, is_back=True)
+            self.advance()
+            return
+
+    def _num_lent(self, user: User) -> int:
+        """Free pages, lent to its space, that its ranks can map."""
+        found = [self._pools[number] for number in self._behind(user.pool.number)] if user.places else []
+        mine = [place for place in found if place.is_loan and can_map(user.pool, place)]
+        return sum(place.memory.table.num_free for place in mine if place.memory is not None)
+
+    def next_deadline_ms(self) -> int | None:
+        """When bring_back() has something to look at."""
+        due = [u.pace.calm_at_ms for u in self._users if not (self._jobs or u.is_gone) and self._num_lent(u)]
+        return min(due, default=None)
