@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from shared.free_ports import free_port
+from tests.support import patience
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "deploy" / "compose"
@@ -58,9 +60,10 @@ class ComposeProject:
     gateway_port: int = field(default_factory=free_port)
     jaeger_port: int = field(default_factory=free_port)
 
-    def compose(self, *words: str, deadline_s: float = 120) -> str:
+    def compose(self, *words: str, deadline_s: float = 300) -> str:
         """Standard output of one compose command. Raises: AssertionError with the command's errors."""
-        command = ["docker", "compose", "--project-name", self.name, *FILES, *words]
+        files = (*FILES, "-f", str(self._patient()))
+        command = ["docker", "compose", "--project-name", self.name, *files, *words]
         environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")},
             "QUIRE_PORT": str(self.gateway_port),
@@ -71,6 +74,18 @@ class ComposeProject:
         done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, env=environment)
         assert done.returncode == 0, f"{' '.join(words)}: {done.stderr[-4000:]}"
         return done.stdout
+
+    def _patient(self) -> Path:
+        """A file for services that the machine may keep from its cores for seconds; made anew each time."""
+        names = {"worker": ("prefill", "decode")}
+        services = {
+            name: {"environment": patience.environment([section])}
+            for section in patience.LIMITS_MS
+            for name in names.get(section, (section,))
+        }
+        path = Path(tempfile.gettempdir()) / f"{self.name}-patience.json"
+        path.write_text(json.dumps({"services": services}))
+        return path
 
     def up(self, *words: str) -> None:
         """Start what is missing and wait until all of it is healthy; on failure show the logs."""
@@ -84,7 +99,8 @@ class ComposeProject:
 
     def down(self) -> None:
         """Remove containers, networks and volumes."""
-        self.compose("down", "-v", "--remove-orphans", deadline_s=180)
+        self.compose("down", "-v", "--remove-orphans", deadline_s=300)
+        self._patient().unlink()
 
     def containers(self, service: str) -> list[str]:
         """Ids of the service's containers."""

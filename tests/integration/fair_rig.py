@@ -53,7 +53,8 @@ def both_policies(
 ) -> Iterator[dict[str, Any]]:
     """What fair_run found, and the mempool's "status" when all engines have left."""
     folder = Path(tempfile.mkdtemp(prefix="quire-"))
-    pool = MempoolProcess(folder, **pool_flags)
+    patience = dict.fromkeys(("offer-patience-ms", "copy-timeout-ms", "out-timeout-ms"), 60_000)
+    pool = MempoolProcess(folder, **patience | pool_flags)
     try:
         asked, out = folder / "cases.json", folder / "out.json"
         asked.write_text(json.dumps(cases))
@@ -67,7 +68,7 @@ def both_policies(
             out,
             json.dumps(worker),
         ]
-        done = subprocess.run(words, cwd=ROOT, timeout=280, capture_output=True, text=True)
+        done = subprocess.run(words, cwd=ROOT, timeout=800, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-6_000:]
         until(lambda: not pool.status()["attachments"], "everybody has left")
         found = json.loads(out.read_text())

@@ -304,7 +304,7 @@ def free_listener() -> socket.socket:
     return listener
 
 
-async def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait for something that another task or process will make true."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - the condition belongs to code that signals nothing

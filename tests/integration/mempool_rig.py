@@ -38,7 +38,7 @@ def content(block_hash: bytes) -> bytes:
     return (block_hash * (BLOCK_BYTES // 32 + 1))[:BLOCK_BYTES]
 
 
-def until(condition, what: str, timeout_s: float = 30.0) -> float:
+def until(condition, what: str, timeout_s: float = 60.0) -> float:
     """Seconds until the condition held."""
     started = time.monotonic()
     while not condition():
@@ -114,7 +114,7 @@ class MempoolProcess:
 
     def terminate(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=60)
 
     def stop(self) -> None:
         if self.process.poll() is None:

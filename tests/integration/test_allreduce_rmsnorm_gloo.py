@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-WORLD, HIDDEN, WAIT_S = 2, 1024, 120.0
+WORLD, HIDDEN, WAIT_S = 2, 1024, 240.0
 SHAPES = [(1, 0, False), (7, 0, False), (8, 1 << 30, True), (5, 0, True)]
 
 

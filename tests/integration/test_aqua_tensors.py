@@ -12,7 +12,7 @@ from shared.aqua.tensor import AquaTensor
 from shared.errors import InvalidRequest, OutOfPages, Overloaded
 from tests.support.aqua_rig import NUM_PAGES, PAGE_BYTES, AquaRig
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LIMIT_S = 120.0
 
 

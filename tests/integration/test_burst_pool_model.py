@@ -12,13 +12,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
 def runs():
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.burst_run"], cwd=ROOT, capture_output=True, text=True, timeout=380,
+        [sys.executable, "-m", "tests.support.burst_run"], cwd=ROOT, capture_output=True, text=True, timeout=800,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout[-2_000:]}\n{done.stderr[-8_000:]}"
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -22,7 +22,7 @@ from tests.integration.compose_project import (
 
 pytestmark = [pytest.mark.docker, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-TRACE_DEADLINE_S = 30
+TRACE_DEADLINE_S = 120
 RIGHT_COUNT = ", ".join(map(str, range(1, 21))) + "."
 SERVICES_OF_A_TRACE = {"quire-gateway", "quire-scheduler", "quire-prefill", "quire-decode"}
 
@@ -49,7 +49,7 @@ def stream_chat(project: ComposeProject, question: str) -> tuple[str, str]:
         "max_tokens": 60,
     }
     text, request_id, last = "", "", ""
-    with httpx.stream("POST", project.url("/v1/chat/completions"), json=body, timeout=60) as answer:
+    with httpx.stream("POST", project.url("/v1/chat/completions"), json=body, timeout=180) as answer:
         assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():
             if not line.startswith("data: "):
@@ -112,7 +112,7 @@ def test_the_trace_of_a_request_has_spans_of_every_service_it_passed(project):
 def test_a_killed_worker_comes_back_and_serves(project):
     (container,) = project.containers("decode")
     os.kill(int(inspect(container, "{{.State.Pid}}")), signal.SIGKILL)
-    wait_until(lambda: inspect(container, "{{.RestartCount}}") == "1", 30, "the container restarts")
+    wait_until(lambda: inspect(container, "{{.RestartCount}}") == "1", 120, "the container restarts")
 
     def healthy() -> bool:
         return inspect(container, "{{.State.Health.Status}}") == "healthy"
@@ -132,9 +132,11 @@ def test_two_decode_workers_need_no_name_or_port_of_their_own_and_one_goes_on_al
     containers = project.containers("decode")
     assert len(containers) == 2
     names = {f"decode-{container[:12]}": container for container in containers}
-    assert {
-        i["instance"] for i in project.instances() if i["role"] == "decode" and i["state"] == "live"
-    } == set(names)
+
+    def live() -> set[object]:
+        return {i["instance"] for i in project.instances() if i["role"] == "decode" and i["state"] == "live"}
+
+    wait_until(lambda: live() == set(names), START_DEADLINE_S, "both are members")
     answers = asyncio.run(counts(project, 8))
     assert {text for _, text in answers} == {RIGHT_COUNT}
     assert {decoder for decoder, _ in answers} <= set(names)
@@ -144,16 +146,12 @@ def test_two_decode_workers_need_no_name_or_port_of_their_own_and_one_goes_on_al
     answers = asyncio.run(counts(project, 8))  # at once: before anybody else has noticed
     assert {text for _, text in answers} == {RIGHT_COUNT}
     assert {decoder for decoder, _ in answers} == set(names) - {killed}
-
-    def live() -> set[object]:
-        return {i["instance"] for i in project.instances() if i["role"] == "decode" and i["state"] == "live"}
-
-    wait_until(lambda: live() == set(names) - {killed}, 30, "the dead worker is a member no more")
+    wait_until(lambda: live() == set(names) - {killed}, 120, "the dead worker is a member no more")
 
 
 async def counts(project: ComposeProject, number: int) -> list[tuple[str, str]]:
     """(decode instance, text) of as many requests at once, each a prompt of its own."""
-    async with httpx.AsyncClient(base_url=project.url(""), timeout=60, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=project.url(""), timeout=180, trust_env=False) as client:
 
         async def one(seed: int) -> tuple[str, str]:
             body = {

@@ -10,6 +10,8 @@ import pytest
 from loadtest.verify_results import problems_of
 from tests.support.build_libcuda import environment_with
 
+pytestmark = pytest.mark.timeout(600)
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_BENCH = """
 import sys
@@ -29,7 +31,7 @@ def environment(tmp_path_factory):
 def run_bench(script, folder, environment):
     command = [sys.executable, "-c", script, str(folder)]
     return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
     )
 
 

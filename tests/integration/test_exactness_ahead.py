@@ -6,7 +6,7 @@ import pytest
 from tests.integration.test_exactness import CASES, assert_same, complete, stage
 from tests.support.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 NAMES = ["greedy-5", "greedy-777", "seeded-100", "greedy-1500", "n3-short", "greedy-1000"]
 STEP_TOKENS = 256

@@ -84,7 +84,7 @@ def test_requests_that_run_while_the_rest_is_swapped_out_again_and_again_say_the
     names = [f"greedy-{n}" for n in (33, 100, 257, 511, 640)] * 2
 
     async def run() -> tuple[list[dict], int]:
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=300) as client:
             posts = [
                 client.post("/v1/completions", json=completion_body(CASES[n], reference[n])) for n in names
             ]
@@ -139,7 +139,7 @@ def test_requests_that_run_while_others_swap_say_the_same(reference, cluster):
     names = [f"greedy-{n}" for n in (33, 64, 100, 161, 257, 400, 511, 777)]
 
     async def run() -> list[dict]:
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=300) as client:
             posts = [
                 client.post("/v1/completions", json=completion_body(CASES[n], reference[n]))
                 for n in names * 2

@@ -108,7 +108,7 @@ def test_tiny_spaces_under_load_answer_everything_as_stock_does(reference, tmp_p
 
 
 async def all_at_once(url, names, reference):
-    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
         asked = [client.post("/v1/completions", json=completion_body(CASES[n], reference[n])) for n in names]
         replies = await asyncio.gather(*asked)
     assert [reply.status_code for reply in replies] == [200] * len(names), [reply.text for reply in replies]

@@ -14,11 +14,10 @@ import httpx
 import pytest
 
 from shared.ids import InstanceId
-from shared.mempool.client import MempoolClient
 from shared.testing.cluster import Cluster
 from shared.wire.requests import KvPlan
 from tests.integration.kv_plan_check import ask_both
-from tests.integration.mempool_rig import MempoolProcess, until
+from tests.integration.mempool_rig import MempoolProcess, PatientClient, until
 from tests.integration.test_exactness import (
     BLOCK_TOKENS,
     CASES,
@@ -72,7 +71,7 @@ def cluster(pools, tmp_path_factory):
 
 def status_of(pool):
     async def ask():
-        client = MempoolClient(pool.socket, InstanceId("test"))
+        client = PatientClient(pool.socket, InstanceId("test"))
         client.start()
         try:
             assert await client.wait_connected(30_000)

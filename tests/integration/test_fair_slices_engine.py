@@ -13,7 +13,7 @@ from tests.support.exactness_cases import prompts
 NUM_PAGES = 400
 ANSWER_TOKENS = 64
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

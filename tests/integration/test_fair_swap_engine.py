@@ -7,7 +7,7 @@ import pytest
 
 from tests.integration.fair_rig import assert_everything_came_back, in_memory_for_four
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ from shared.ids import InstanceId
 from tests.integration.mempool_rig import ROOT, MempoolProcess, until
 from tests.integration.test_mempool_lending import NUM_PAGES, PAGE_BYTES, Engine, Market, content
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_LENT = 8
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 class Consumer:

@@ -14,7 +14,7 @@ NUM_PAGES = 56  # of each engine; a request takes 9 to 20
 NUM_REQUESTS = 12
 FLAGS = ("kv_space=own", f"mempool_bytes={NUM_PAGES * PAGE_BYTES}", "max_model_len=1472")
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def bodies() -> list[dict]:
@@ -33,7 +33,7 @@ def bodies() -> list[dict]:
 
 
 async def ask(url: str) -> list[dict]:
-    async with httpx.AsyncClient(base_url=url, timeout=200) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         replies = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies()))
     assert [reply.status_code for reply in replies] == [200] * NUM_REQUESTS
     return [reply.json() for reply in replies]

@@ -24,7 +24,7 @@ from tests.support.quickest import quickest_s
 
 __all__ = ["coordinator", "start"]  # fixtures
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 TTL_MS, SILENT_MS = 10_000, 1_000

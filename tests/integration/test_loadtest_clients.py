@@ -26,9 +26,8 @@ async def test_the_lean_client_sees_every_event_at_its_time(upstream):
     _, system = upstream
     client = Client(system.base_url)
     on_time = 0
-    for _ in range(
-        10
-    ):  # all but the first use the first one's connection; a busy machine may be late now and then
+    # all but the first use the first one's connection; a busy machine may be late now and then
+    for _ in range(60):
         request = load.chat(system, client, "hello", max_tokens=6, stream=True)
         reply = await client.post(request)
         assert reply.ok
@@ -47,7 +46,7 @@ async def test_the_lean_client_sees_every_event_at_its_time(upstream):
 async def test_paced_streams_count_the_window_only(upstream):
     fleet, system = upstream
     client = Client(system.base_url)
-    for _ in range(5):  # a busy machine may stop either end for a part of the window, but not each time
+    for _ in range(30):  # a busy machine may stop either end for a part of the window, but not each time
         requests = [load.chat(system, client, "x", max_tokens=200, stream=True) for _ in range(10)]
         found = await load.paced_streams(client, requests, 1.0, lambda: fleet.cpu_us("upstream"))
         assert found["failed"] == 0

@@ -21,7 +21,7 @@ from shared.wire.reports import (
 )
 
 
-async def until(condition, what="it", timeout_s=30.0):
+async def until(condition, what="it", timeout_s=60.0):
     """Poll another object's state."""
     try:
         async with asyncio.timeout(timeout_s):

@@ -30,7 +30,7 @@ class AquaRig:
             **{
                 "capacity-bytes": num_pages * page_bytes, "dram-bytes": num_pages * page_bytes,
                 "dram-for-host": "true", "api-socket": self.api_socket, "copy-timeout-ms": 60_000,
-                "out-timeout-ms": 60_000, "coordinator-url": self.coordinator.url,
+                "out-timeout-ms": 60_000, "offer-patience-ms": 60_000, "coordinator-url": self.coordinator.url,
             }
             | pool,
         )  # fmt: skip

@@ -20,7 +20,7 @@ ASK: Channel[Ask] = Channel(b"test.ask/1", Ask)
 ANSWER: Channel[Answer] = Channel(b"test.answer/1", Answer)
 
 
-async def until(condition, timeout_s=30.0):
+async def until(condition, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "never became true"

@@ -48,7 +48,7 @@ def register(name="prefill-0", role="prefill", **more):
     return Register(instance=name, role=role, **fields)
 
 
-async def until(condition, timeout_s=30.0):
+async def until(condition, timeout_s=60.0):
     """Wait for a plain condition; returns the seconds that it took."""
     start = time.monotonic()
     while not condition():
@@ -57,7 +57,7 @@ async def until(condition, timeout_s=30.0):
     return time.monotonic() - start
 
 
-async def until_async(condition, timeout_s=30.0):
+async def until_async(condition, timeout_s=60.0):
     """As until(), for a condition that must be awaited."""
     start = time.monotonic()
     while not await condition():

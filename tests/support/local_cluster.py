@@ -50,6 +50,7 @@ class LocalCluster:
         pairs = {
             "QUIRE_SCHEDULER_DISAGGREGATION": "always",
             "QUIRE_WORKER_CALIBRATE": "off",
+            "QUIRE_CLUSTER_READY_TIMEOUT_S": "800",
             **patience.environment(),
         }
         if {"topology=disaggregated", "disaggregated"} & set(flags):  # which says so itself
@@ -57,7 +58,7 @@ class LocalCluster:
         self.env = {**clean, **pairs, "QUIRE_HOME": str(home), "COLUMNS": "200", **(env or {})}
 
     def quire(
-        self, *words: str, check: bool = True, timeout_s: float = 300
+        self, *words: str, check: bool = True, timeout_s: float = 900
     ) -> subprocess.CompletedProcess[str]:
         """Run the command; with check, a failure shows its output."""
         done = subprocess.run(

@@ -104,7 +104,7 @@ class Rig:
         return idle
 
 
-async def until(condition, timeout_s=30.0):
+async def until(condition, timeout_s=60.0):
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  the condition is another thread's state
             await asyncio.sleep(0.002)

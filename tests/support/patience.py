@@ -1,22 +1,29 @@
 """Time limits for a machine on which any process may get no core for seconds, for tests whose claim they are not."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 MS = 5_000
 LIMITS_MS: dict[str, dict[str, int]] = {
     "coordinator": {"ttl_ms": MS},
     "scheduler": {"dead_after_ms": MS},
     "gateway": {"worker_silent_ms": MS, "place_reply_ms": MS},
-    "worker": {"gateway_silent_ms": MS, "acquire_timeout_ms": MS},
+    "worker": {
+        "gateway_silent_ms": MS,
+        "acquire_timeout_ms": MS,
+        "fetch_wait_ms": MS,
+        "handoff_wait_ms": MS,
+    },
+    # late copies are dropped and computed again; so is what finds no pages, which engines give back between two steps
+    "mempool": {"copy_timeout_ms": 2 * MS, "out_timeout_ms": 2 * MS, "pull_patience_ms": MS // 2},
 }
 
 
-def environment() -> dict[str, str]:
-    """Variables of `quire up`."""
+def environment(sections: Iterable[str] = tuple(LIMITS_MS)) -> dict[str, str]:
+    """Variables of `quire up`; of these services only."""
     return {
         f"QUIRE_{section}_{name}".upper(): str(value)
-        for section, limits in LIMITS_MS.items()
-        for name, value in limits.items()
+        for section in sections
+        for name, value in LIMITS_MS[section].items()
     }
 
 
