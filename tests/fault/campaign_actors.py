@@ -35,7 +35,7 @@ DESCRIPTION = EngineDescription(
     model="m", fingerprint="f", dtype="float32", layout="cross-layer", backend="none", tp_size=NUM_RANKS,
     block_tokens=BLOCK_TOKENS, block_bytes=BLOCK_BYTES,
 )  # fmt: skip
-GRANT_WAIT_S = 6.0
+GRANT_WAIT_S = 20.0
 CALL_WAIT_S = 30.0
 MAX_COMMAND_BYTES = 1 << 18
 

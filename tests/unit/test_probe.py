@@ -8,6 +8,12 @@ import pytest
 from shared.observe import probe
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A server that the machine stops is no unhealthy one here."""
+    monkeypatch.setattr(probe.status_of, "__defaults__", (60.0,))
+
+
 def answering(reply: bytes) -> tuple[str, threading.Thread]:
     """URL of a server that answers one connection with `reply`."""
     listener = socket.create_server(("127.0.0.1", 0))
