@@ -77,6 +77,18 @@ class Pair:
             source_mempool=self.a.client.peer_address,
         )
 
+    async def pulled(self, names: list[str], *, handoff: str = ""):
+        """pull() of all of these; again, where the machine stopped a mempool for longer than one may be silent."""
+        until_s = time.monotonic() + 60
+        got = await self.pull(names, handoff=handoff)
+        while got.num_blocks < len(names):
+            assert time.monotonic() < until_s, f"{got.num_blocks} of {len(names)} blocks"
+            if got.num_blocks:
+                self.b.client.release(got.lease_id)
+            await asyncio.sleep(0.2)
+            got = await self.pull(names)
+        return got
+
     def hand_off(self, names: list[str], handoff: str) -> None:
         self.a.engine.do("save", *names)
         self.a.engine.do("ready", handoff, *names)

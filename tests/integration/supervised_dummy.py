@@ -12,7 +12,7 @@ import time
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        ready = time.monotonic() >= self.server.ready_at
+        ready = time.monotonic() >= self.server.ready_at and pathlib.Path(self.server.ready_when).exists()
         self.send_response(200 if ready else 503)
         self.send_header("Content-Length", "0")
         self.end_headers()
@@ -25,6 +25,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--ready-after-s", type=float, default=0)
+    parser.add_argument("--ready-when", default="/", help="this path is there")
     parser.add_argument("--journal", type=pathlib.Path, required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--crash", action="store_true")
@@ -48,6 +49,7 @@ def main():
     signal.signal(signal.SIGTERM, signal.SIG_IGN if args.deaf else stop)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", args.port), Handler)
     server.ready_at = time.monotonic() + args.ready_after_s
+    server.ready_when = args.ready_when
     print(f"{args.name} listens", flush=True)
     server.serve_forever()
 

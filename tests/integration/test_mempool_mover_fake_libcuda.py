@@ -19,7 +19,7 @@ def environment(tmp_path_factory):
 def test_every_way_between_two_gpus_and_host_memory_is_exact_through_the_c_interface(environment):
     command = [sys.executable, "-m", "tests.gpu.mover_on_gpus", "--small"]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     table = done.stdout[done.stdout.index("--- mover") :]

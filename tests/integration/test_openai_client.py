@@ -25,7 +25,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def client(live_cluster):
-    with openai.OpenAI(base_url=live_cluster.url + "/v1", api_key="none", max_retries=0, timeout=60) as found:
+    with openai.OpenAI(
+        base_url=live_cluster.url + "/v1", api_key="none", max_retries=0, timeout=300
+    ) as found:
         yield found
 
 
@@ -74,7 +76,7 @@ async def test_the_async_client_streams_many_at_once(live_cluster):
     import asyncio
 
     async with openai.AsyncOpenAI(
-        base_url=live_cluster.url + "/v1", api_key="none", max_retries=0, timeout=60
+        base_url=live_cluster.url + "/v1", api_key="none", max_retries=0, timeout=300
     ) as client:
 
         async def one(number):
@@ -295,6 +297,6 @@ def test_a_body_of_17_megabytes_and_broken_json_are_refused_in_openais_form(live
     url = live_cluster.url + "/v1/chat/completions"
     headers = {"content-type": "application/json"}
     for content, status in ((b'{"messages":', 400), (b" " * (17 << 20), 413)):
-        answer = httpx.post(url, content=content, headers=headers, timeout=30)
+        answer = httpx.post(url, content=content, headers=headers, timeout=120)
         assert answer.status_code == status, answer.text
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

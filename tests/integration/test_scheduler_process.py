@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 
 from shared.errors import PeerGone
+from shared.free_ports import free_ports
 from shared.transport.zmq_channel import DealerLink
 from shared.wire.placement import FROM_SCHEDULER, TO_SCHEDULER, Ended, Placed, Rejected
 from shared.wire.reports import REPORT_REPLIES, REPORTS, Goodbye, Refused, Resync, ServedElsewhere, Welcome
@@ -24,8 +25,9 @@ class Scheduler:
     def __init__(self, *flags):
         self.flags = flags
         self.process = None
-        self.place = self.report = "tcp://127.0.0.1:0"
-        self.admin = "127.0.0.1:0"
+        ports = free_ports(3)  # that it has again after its death
+        self.place, self.report = (f"tcp://127.0.0.1:{port}" for port in ports[:2])
+        self.admin = f"127.0.0.1:{ports[2]}"
 
     def start(self):
         self.process = ServiceProcess(

@@ -233,11 +233,13 @@ def test_sigterm_of_the_supervisor_is_an_orderly_stop(run):
 
 
 def test_a_service_that_cannot_start_is_reported_with_its_last_log_lines(run):
-    run.add("a").add("bad", "--crash", depends_on=("a",))
+    is_watched = run.home / "watched"
+    run.add("a", "--ready-when", str(is_watched)).add("bad", "--crash", depends_on=("a",))
     run.rules = {"first_backoff_ms": 300}
     run.start()
     with ControlClient(run.paths.control) as client:
         client.call(op="watch")
+        is_watched.touch()
         events = list(client.events(timeout_s=LIMIT_S))
     last = next(e for e in events if e["event"] == "give_up")
     assert last["name"] == "bad"

@@ -36,7 +36,7 @@ def patched_functions(**more: str) -> list[str]:
     """Of libc, in a process that has loaded NIXL as the mempool does."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        cwd=ROOT, env={**os.environ, **more}, capture_output=True, text=True, timeout=120, check=True,
+        cwd=ROOT, env={**os.environ, **more}, capture_output=True, text=True, timeout=280, check=True,
     )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -55,7 +55,7 @@ def environment(tmp_path_factory):
 def run(arguments, environment):
     command = [sys.executable, *arguments]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

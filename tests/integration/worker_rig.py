@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import msgspec
 
+from shared.free_ports import free_port
 from shared.ids import Epoch
 from shared.transport.zmq_channel import RouterServer
 from shared.wire.membership import Heartbeat, HeartbeatReply, Register, Registered
@@ -41,7 +42,7 @@ class ScriptedCoordinator:
         self.registers: list[Register] = []
         self.heartbeats: list[Heartbeat] = []
         self.left: list[str] = []
-        self.port = 0
+        self.port = free_port()  # that it has again after stop()
         self._server = None
         self._writers = set()
 
@@ -51,7 +52,6 @@ class ScriptedCoordinator:
 
     async def start(self):
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
         return self
 
     async def stop(self):
@@ -115,13 +115,19 @@ class ScriptedCoordinator:
 class ScriptedScheduler:
     """Welcomes everybody and records."""
 
-    def __init__(self, address="tcp://127.0.0.1:0"):
+    def __init__(self, address=""):
+        """`address`: that of an earlier one; else it gets one that is its own."""
         self.hellos: list[Hello] = []
         self.reports: list[Report] = []
         self.goodbyes: list[Goodbye] = []
         self.answer_hello = Welcome(report_interval_ms=50)
         self.unknown = False  # answer Reports with Resync
-        self.router = RouterServer(address, into=REPORTS, out=REPORT_REPLIES, on_message=self._on_message)
+        self.router = RouterServer(
+            address or f"tcp://127.0.0.1:{free_port()}",
+            into=REPORTS,
+            out=REPORT_REPLIES,
+            on_message=self._on_message,
+        )
 
     async def start(self):
         await self.router.start()
