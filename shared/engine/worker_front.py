@@ -1,7 +1,7 @@
 """The worker's ROUTER: gateways' messages in, attempts started and ended, replies out through the outbox."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from shared.engine.worker_attempt import Attempt, AttemptContext
 from shared.engine.worker_checks import Refusal, WorkerLimits, check_prompt, check_state
@@ -26,6 +26,7 @@ from shared.wire.requests import (
 
 _log = get_logger("worker.front")
 SWEEP_INTERVAL_MS = 500
+SILENT = "silent"
 MAX_GATEWAYS = 4096  # connections whose Alive is remembered; the quietest is forgotten first
 
 Key = tuple[bytes, RequestId, int]  # connection, request, attempt
@@ -93,13 +94,15 @@ class WorkerFront:
 
     def fail_all(self, reason: str) -> None:
         """Every attempt ends now with a retryable failure."""
-        for (identity, request_id, attempt), (_, task) in list(self._attempts.items()):
-            if not task.done():
-                task.cancel()
-                self._say_failed(
-                    identity, request_id, attempt, Refusal(PeerGone.code, reason, retryable=True)
-                )
+        self._fail(list(self._attempts), reason)
         self.outbox.flush()
+
+    def _fail(self, keys: Iterable[Key], reason: str) -> None:
+        for key in keys:
+            _, task = self._attempts[key]
+            if not task.done() and not task.cancelling():
+                task.cancel()
+                self._say_failed(*key, Refusal(PeerGone.code, reason, retryable=True))
 
     async def drained(self, timeout_s: float) -> bool:
         """Wait until no attempt is left; False when time ran out."""
@@ -193,17 +196,23 @@ class WorkerFront:
         oldest_s = self._swept_s - ALIVE_TIMEOUT_MS / 1000
         for identity in [i for i, at in self._last_alive.items() if at < oldest_s]:
             del self._last_alive[identity]
-            self._abort_gateway(identity, "silent")
+            self._abort_gateway(identity, SILENT)
 
     def _on_lost(self, identity: bytes, error: str) -> None:
         _log.warning("gateway_unreachable", error=error)
         self._abort_gateway(identity, "unreachable")
 
     def _abort_gateway(self, identity: bytes, reason: str) -> None:
-        """Nobody will read the answers."""
-        tasks = [task for (who, _, _), (_, task) in self._attempts.items() if who == identity]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            self._lost.labels(reason).inc()
-            _log.warning("gateway_given_up", reason=reason, attempts=len(tasks))
+        """Nobody will read the answers, or a gateway that only stood still: it is told, or its streams would hang."""
+        keys = [
+            key for key, (_, task) in self._attempts.items() if key[0] == identity and not task.cancelling()
+        ]
+        if not keys:
+            return
+        self._lost.labels(reason).inc()
+        _log.warning("gateway_given_up", reason=reason, attempts=len(keys))
+        if reason == SILENT:
+            self._fail(keys, "The gateway was not heard for too long.")
+            return
+        for key in keys:
+            self._attempts[key][1].cancel()

@@ -123,7 +123,8 @@ class Alive(Struct, frozen=True, kw_only=True, tag="alive"):
     """Sent every ALIVE_INTERVAL_MS on every link to a worker. No answer.
 
     A ROUTER is not told when a peer goes. A gateway that has said Alive once and then nothing for
-    ALIVE_TIMEOUT_MS is dead: the worker aborts what it runs for that connection. A gateway that never says it
+    ALIVE_TIMEOUT_MS is dead, or stood still: the worker ends what it runs for that connection, each with a
+    retryable Failed for whoever still reads. A gateway that never says it
     is bounded by its requests' deadlines alone.
     """
 
