@@ -1,6 +1,7 @@
 """Which driver calls GPU pages make, seen by a fake driver that keeps CUDA's rules."""
 
 import ctypes
+import gc
 import os
 
 import pytest
@@ -54,6 +55,7 @@ def test_aliases_of_a_peers_pages_are_read_only(driver):
 def test_an_importer_closes_every_descriptor_also_when_one_is_refused(driver):
     own = CudaPages(driver, 3, PAGE)
     peer = ImportedCudaPages(driver, 3, PAGE)
+    gc.collect()  # what others left open
     before = len(os.listdir("/proc/self/fd"))
     peer.add(1, [own.export_fd(1)])
     for page, count in ((2, 2), (0, 2)):  # one more than there is room for; one that is there already
