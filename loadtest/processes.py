@@ -118,7 +118,7 @@ def _answers(url: str) -> bool:
 
 def _stat_fields(pid: int) -> list[str]:
     """Fields of /proc/<pid>/stat after the command's name: [0] state, [1] parent, [11] utime, [12] stime."""
-    return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return (Path("/proc") / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def family(root: int) -> list[int]:

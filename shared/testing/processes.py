@@ -65,7 +65,7 @@ def session_members(session_id: int) -> list[int]:
         if not entry.name.isdigit():
             continue
         try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
         except OSError:  # it ended while we looked
             continue
         if int(fields[3]) == session_id and fields[0] != "Z":

@@ -202,7 +202,7 @@ def test_services_die_with_the_supervisor_even_without_the_guard(run):
 
 def _read(path):
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(errors="replace")
     except OSError:
         return ""
 

@@ -1,14 +1,17 @@
 """Processes that attach to a mempool: what it reads of them, and those that leave while it works for them."""
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from loadtest.processes import family
 from services.mempool.core.actions import CreateSlabs
 from services.mempool.processes import start_time
 from services.mempool.shell import MempoolShell
+from shared.testing.processes import session_members
 
 RENAMES = """
 import sys
@@ -26,7 +29,9 @@ def test_a_process_is_known_whatever_bytes_its_name_has(name):
         assert child.stdout is not None
         child.stdout.readline()
         found = start_time(child.pid)
+        listed = child.pid in session_members(os.getsid(0)), child.pid in family(os.getpid())
         child.kill()
+    assert listed == (True, True)
     assert found.isdigit()
     assert int(found) > 0
 
