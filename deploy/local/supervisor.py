@@ -142,6 +142,8 @@ class Supervisor:
             return
         head = (self._python, "-m", service.module) if service.module else ()
         name = service.name
+        if name == ZYGOTE:
+            self._zygote.connect()  # first: it removes an old socket, and must not meet the new one
         try:
             process = ExecProcess(
                 [*head, *service.command],
@@ -155,8 +157,6 @@ class Supervisor:
                 out.write(f"cannot start {service.command[0]}: {error}\n")
             asyncio.get_running_loop().call_soon(self._exited, name, 127)
             return
-        if service.name == ZYGOTE:
-            self._zygote.connect()
         self._spawned(name, process)
 
     def _forked(self, name: str, process: ForkedProcess) -> None:

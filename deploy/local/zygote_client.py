@@ -67,7 +67,7 @@ class ZygoteClient:
         self._task: asyncio.Task[None] | None = None
 
     def connect(self) -> None:
-        """Follow a zygote process that was just started."""
+        """Follow a zygote process that is about to be started."""
         self.close()
         with contextlib.suppress(FileNotFoundError):
             self._socket_path.unlink()

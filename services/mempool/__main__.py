@@ -32,7 +32,7 @@ async def open_peers(shell: MempoolShell, settings: MempoolSettings) -> None:
     prepare_ucx(settings)
     await shell.open_peers(
         settings.peer_listen, settings.instance,
-        max_peers=settings.max_peers, pins_memory=pins_memory(settings),
+        max_peers=settings.max_peers, pins_memory=pins_memory(settings), silent_ms=settings.peer_silent_ms,
     )  # fmt: skip
     own = shell.pool.peer_address
     shell.pool.api.peers.addresses = tuple(each for each in settings.api_peers if each != own)

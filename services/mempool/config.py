@@ -45,6 +45,7 @@ class MempoolSettings(LendingKeys, frozen=True, kw_only=True):
     # peer_listen of the mempools whose instances callers of the nine calls may name here, and that call for theirs; the
     # same list on all hosts
     api_peers: list[str] = []
+    peer_silent_ms: int = 1_500  # another host's mempool that answers no heartbeat for so long is lost
     ucx_net_devices: str = (
         ""  # for pages to other hosts, e.g. "eth0" or "mlx5_0:1"; "": the device of peer_listen
     )
@@ -107,7 +108,7 @@ def load(argv: Sequence[str]) -> MempoolSettings:
     if found.dram_bytes < 0:
         raise SettingsError("setting mempool.dram_bytes: must be 0 (none) or more, e.g. 8589934592")
     for name in (
-        "out_in_flight_bytes", "out_timeout_ms", "offer_patience_ms",
+        "out_in_flight_bytes", "out_timeout_ms", "offer_patience_ms", "peer_silent_ms",
         "capacity_bytes", "max_spaces", "pull_patience_ms", "copy_timeout_ms", "max_leases", "max_handoffs",
         "max_waiting", "max_blocks_per_call", "max_ttl_ms", "max_wait_ms", "max_peers", "mover_threads",
     ):  # fmt: skip

@@ -67,7 +67,9 @@ class Slot:
 class PeerLink:
     """One peer, by its address. On the event loop."""
 
-    def __init__(self, address: str, hello: wire.PeerHello, owner: Owner, background: Background) -> None:
+    def __init__(
+        self, address: str, hello: wire.PeerHello, owner: Owner, background: Background, silent_ms: int
+    ) -> None:
         """Raises: SettingsError on an address that cannot be."""
         self.address = address
         self.used_s = 0.0
@@ -86,6 +88,7 @@ class PeerLink:
             on_up=self._on_up,
             on_down=self._on_down,
             high_water=MAX_QUEUED,
+            silent_ms=silent_ms,
         )
         self._link.open()
         self._connecting: asyncio.TimerHandle | None = self._loop.call_later(

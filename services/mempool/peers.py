@@ -69,6 +69,7 @@ class Peers:
         *,
         max_peers: int,
         pins_memory: bool,
+        silent_ms: int,
     ) -> None:
         self._hello = wire.PeerHello(instance=instance, boot_generation=core.boot_generation)
         self._core = core
@@ -77,6 +78,7 @@ class Peers:
         self._perform = perform
         self._max_peers = max_peers
         self._pins_memory = pins_memory
+        self._silent_ms = silent_ms
         self._background = Background()
         self._links: dict[str, PeerLink] = {}
         self._readers: dict[bytes, Reader] = {}
@@ -90,6 +92,7 @@ class Peers:
             on_message=self._on_call,
             on_lost=self._on_reader_lost,
             high_water=MAX_QUEUED,
+            silent_ms=silent_ms,
         )
 
     async def start(self) -> None:
@@ -164,7 +167,9 @@ class Peers:
             del self._links[oldest.address]
             oldest.close()
         try:
-            link = self._links[address] = PeerLink(address, self._hello, self, self._background)
+            link = self._links[address] = PeerLink(
+                address, self._hello, self, self._background, self._silent_ms
+            )
         except ClusterError as error:  # no address at all
             log.warning("peer_address_wrong", address=address, reason=error.message)
             return None

@@ -107,13 +107,15 @@ class MempoolShell:
         await self.api.start()
         log.info("mempool_listening", socket=str(self.server.path), boot=self.pool.boot_generation)
 
-    async def open_peers(self, listen: str, instance: str, *, max_peers: int, pins_memory: bool) -> None:
+    async def open_peers(
+        self, listen: str, instance: str, *, max_peers: int, pins_memory: bool, silent_ms: int
+    ) -> None:
         """Reach mempools of other hosts, and be reached. Before start(). Raises: SettingsError."""
         from services.mempool.peers import Peers  # a host that is alone needs none of it
 
         self.peers = Peers(
             listen, instance, self.pool, self.spaces, self.clock, self.perform,
-            max_peers=max_peers, pins_memory=pins_memory,
+            max_peers=max_peers, pins_memory=pins_memory, silent_ms=silent_ms,
         )  # fmt: skip
         await self.peers.start()
 

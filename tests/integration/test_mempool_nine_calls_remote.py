@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import signal
 
 import pytest
 
@@ -36,7 +37,7 @@ class Host:
         settings = {
             "instance": name, "peer-listen": addresses[mine], "api-peers": ",".join(addresses),
             "api-socket": self.api_socket, "dram-bytes": 64 * 8192, "dram-for-host": "true", "ucx-tls": "tcp",
-            "copy-timeout-ms": 10_000,
+            "copy-timeout-ms": 10_000, "peer-silent-ms": 60_000,  # the machine may stop either of them
         }  # fmt: skip
         self.mempool = MempoolProcess(folder, **settings)
         self.engine = PagesEngine(self.mempool.socket, instance, "cpu:0", quota=20)
@@ -174,6 +175,20 @@ async def test_a_killed_peer_ends_calls_about_its_instances_and_its_successor_is
     b.engine.close()
     b.engine = PagesEngine(b.mempool.socket, D, "cpu:0", quota=8)
     await known(api, D)
+    api.close()
+
+
+async def test_a_peer_that_stands_still_is_kept_for_as_long_as_the_setting_says(hosts):
+    a, b = hosts
+    api = await a.api()
+    await known(api, D)
+    own, far = await api.alloc_mem(2), await api.alloc_mem(2, "hbm", D)
+    write(a.engine, own, blocks(2, 5))
+    b.mempool.process.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(2.5)  # more than a peer has without being told
+    b.mempool.process.send_signal(signal.SIGCONT)
+    assert await moved(api, own, targets=far) == far, "it still holds them"
+    assert [b.engine.read(address.page, LENGTH) for address in far] == blocks(2, 5)
     api.close()
 
 
