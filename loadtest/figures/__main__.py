@@ -11,6 +11,7 @@ from pathlib import Path
 from loadtest.figures import (
     aqua,
     aqua_lending,
+    aqua_reclaim,
     aqua_response,
     cluster,
     memserve,
@@ -30,6 +31,7 @@ SHEETS = (
     *vattention.SHEETS,
     *aqua.SHEETS,
     *aqua_lending.SHEETS,
+    *aqua_reclaim.SHEETS,
     *aqua_response.SHEETS,
     *tokenweave.SHEETS,
     *pull_request.SHEETS,

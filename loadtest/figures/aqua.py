@@ -1,4 +1,4 @@
-"""AQUA, Figures 4, 7 to 9, 12 and 13: responsiveness in bursts, profiles, reloads, long prompts."""
+"""AQUA, Figures 4, 7 to 9 and 13: responsiveness in bursts, profiles, reloads, long prompts."""
 
 from typing import Any
 
@@ -50,10 +50,6 @@ def swap_need(result: Result) -> Figure | str:
     axes.set(ylabel="swap space, GB", xlabel="burst of a minute, times the stable rate")
     axes.legend()
     return figure
-
-
-def _awaited(number: int, title: str, paper: str, reason: str) -> Sheet:
-    return Sheet(f"aqua-{number:02}", f"AQUA Figure {number}: {title}", "", paper, "", reason=reason)
 
 
 OURS_BURST = (
@@ -124,9 +120,6 @@ SHEETS = (
         needs=("h200x2-long-prompt",),
         draw=aqua_burst.long_prompt,
     ),
-    _awaited(12, "memory lent, taken back, lent again", "a consumer's throughput falls while its lender's load is "
-             "doubled and comes back with the memory, up to 6 times that without.",
-             "bench_long_prompt has its consumer, bench_producer_cost its lender; no script runs both yet."),
     Sheet(
         "aqua-13",
         "AQUA Figure 13: a burst of long prompts",
@@ -136,4 +129,4 @@ SHEETS = (
         needs=("h200x2-burst",),
         draw=aqua_burst.long_burst,
     ),
-)  # fmt: skip
+)
