@@ -13,8 +13,8 @@ LIMITS_MS: dict[str, dict[str, int]] = {
         "fetch_wait_ms": MS,
         "handoff_wait_ms": MS,
     },
-    # late copies are dropped and computed again; so is what finds no pages, which engines give back between two steps
-    "mempool": {"copy_timeout_ms": 2 * MS, "out_timeout_ms": 2 * MS, "pull_patience_ms": MS // 2},
+    # late copies are dropped, and computed again
+    "mempool": {"copy_timeout_ms": 2 * MS, "out_timeout_ms": 2 * MS},
 }
 
 
