@@ -2,7 +2,7 @@
 
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,21 +60,31 @@ def module(name: str, flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", name, *flags]
 
 
+def start_market(
+    folder: Path, stack: ExitStack, words: Callable[[str, str], Sequence[str]]
+) -> tuple[str, str]:
+    """A Redis, a coordinator and a mempool, that end with `stack`. Raises: StartFailed.
+
+    Args: words: the mempool's command line, of the coordinator's URL and the mempool's admin address. Returns: these.
+    """
+    redis = EmbeddedRedis(0, folder / "redis", appendonly=True)
+    redis.start()
+    stack.callback(redis.kill)
+    fleet = stack.enter_context(Fleet(folder / "logs"))
+    listen, admin = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    url = f"http://{listen}"
+    flags = ["--listen", listen, "--redis-url", redis.url, *REPORTS, *LEASES]
+    fleet.start("coordinator", module("services.coordinator", flags), ready_url=f"{url}/health")
+    fleet.start("mempool", module("services.mempool", words(url, admin)), ready_url=f"http://{admin}/health")
+    return url, admin
+
+
 @contextmanager
 def running(settings: RigSettings) -> Iterator[Rig]:
     """All of it, ended behind the block. Raises: StartFailed, ChildFailed."""
     with tempfile.TemporaryDirectory(prefix="quire-lend-") as name, ExitStack() as stack:
         folder = Path(name)
-        redis = EmbeddedRedis(0, folder / "redis", appendonly=True)
-        redis.start()
-        stack.callback(redis.kill)
-        fleet = stack.enter_context(Fleet(folder / "logs"))
-        listen, admin = (f"127.0.0.1:{free_port()}" for _ in range(2))
-        url = f"http://{listen}"
-        flags = ["--listen", listen, "--redis-url", redis.url, *REPORTS, *LEASES]
-        fleet.start("coordinator", module("services.coordinator", flags), ready_url=f"{url}/health")
-        flags = mempool_words(settings, folder, url, admin)
-        fleet.start("mempool", module("services.mempool", flags), ready_url=f"http://{admin}/health")
+        url, _ = start_market(folder, stack, lambda url, admin: mempool_words(settings, folder, url, admin))
         words = ["loadtest.producers.lent_traffic", "--device", settings.device, "--coordinator-url", url]
         words += ["--socket", str(folder / "mempool.sock"), "--api-socket", str(folder / "api.sock")]
         consumer = child("consumer", words, folder, stack, gpus=(0,))

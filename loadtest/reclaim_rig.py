@@ -9,9 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtest.lending_rig import COPY_TIMEOUT_MS, LEASES, REPORTS, RigSettings, mempool_words, module
-from loadtest.processes import Fleet, free_port
-from shared.prompttree.embedded import EmbeddedRedis
+from loadtest.lending_rig import COPY_TIMEOUT_MS, RigSettings, mempool_words, start_market
 
 CONTEXT_BYTES = 640 << 20  # that an engine leaves the mempool of what it has (shared/engine/page_worker.py)
 GET_TIMEOUT_S = 10.0
@@ -59,14 +57,5 @@ def running(options: argparse.Namespace) -> Iterator[MarketRig]:
     """All of it, ended behind the block. Raises: StartFailed."""
     with tempfile.TemporaryDirectory(prefix="quire-reclaim-") as name, ExitStack() as stack:
         folder = Path(name)
-        redis = EmbeddedRedis(0, folder / "redis", appendonly=True)
-        redis.start()
-        stack.callback(redis.kill)
-        fleet = stack.enter_context(Fleet(folder / "logs"))
-        listen, admin = (f"127.0.0.1:{free_port()}" for _ in range(2))
-        url = f"http://{listen}"
-        flags = ["--listen", listen, "--redis-url", redis.url, *REPORTS, *LEASES]
-        fleet.start("coordinator", module("services.coordinator", flags), ready_url=f"{url}/health")
-        flags = words_of(options, folder, url, admin)
-        fleet.start("mempool", module("services.mempool", flags), ready_url=f"http://{admin}/health")
+        url, admin = start_market(folder, stack, lambda url, admin: words_of(options, folder, url, admin))
         yield MarketRig(folder, folder / "mempool.sock", url, admin)

@@ -26,22 +26,33 @@ POLL_S = 0.01
 LOST = ("far_blocks_without_room", "far_engines_killed")
 
 
-class MarketProducer(LoadedEngine):
+class MarketEngine(LoadedEngine):
+    """Of either role: one of two engines of the same model, so that its space is known by its name."""
+
+    _page_bytes = 0
+
+    async def open(self) -> dict[str, Any]:  # type: ignore[override]
+        """Started; nothing runs yet, and it reports no load, so that nothing of it is offered."""
+        await self._engine.start()
+        self._client.start()
+        if not await self._client.wait_connected(10_000):
+            raise ConnectionError("the mempool does not answer")
+        space = await self._own()
+        self._space, self._page_bytes = space.number, space.page_bytes
+        return {"space": space.number, "page_bytes": space.page_bytes, "num_pages": space.num_pages}
+
+    async def _own(self) -> Any:
+        status = await self._client.status()
+        return next(s for s in status.spaces if any(self._options.instance in name for name in s.engines))
+
+
+class MarketProducer(MarketEngine):
     """See the module."""
 
     def __init__(self, options: argparse.Namespace, engine: Any, client: Any, market: Any) -> None:
         super().__init__(options, engine, client, market)
         self._wanted = 0
         self._reports: Any = None
-
-    async def open(self) -> dict[str, Any]:  # type: ignore[override]
-        """Started. It reports no load yet, so that nothing of it is offered."""
-        await self._engine.start()
-        self._client.start()
-        if not await self._client.wait_connected(10_000):
-            raise ConnectionError("the mempool does not answer")
-        space = await self._own()
-        return {"space": space.number, "page_bytes": space.page_bytes, "num_pages": space.num_pages}
 
     async def report(self) -> dict[str, Any]:
         """From now on the mempool hears of its load, as of a worker's."""
@@ -85,7 +96,7 @@ class MarketProducer(LoadedEngine):
         await super().close()
 
 
-class MarketConsumer(LoadedEngine):
+class MarketConsumer(MarketEngine):
     """See the module. It reports no load: what it borrows is asked for in its name."""
 
     def __init__(self, options: argparse.Namespace, engine: Any, client: Any, market: Any) -> None:
@@ -93,21 +104,6 @@ class MarketConsumer(LoadedEngine):
         self._events: list[list[float]] = []  # when tokens came, and how many
         self._course: list[list[float]] = []
         self._borrower: Any = None
-        self._page_bytes = 0
-
-    async def open(self) -> dict[str, Any]:  # type: ignore[override]
-        """Started; nothing runs yet."""
-        await self._engine.start()
-        self._client.start()
-        if not await self._client.wait_connected(10_000):
-            raise ConnectionError("the mempool does not answer")
-        space = await self._own()
-        self._space, self._page_bytes = space.number, space.page_bytes
-        return {"space": space.number, "page_bytes": space.page_bytes, "num_pages": space.num_pages}
-
-    async def _own(self) -> Any:
-        status = await self._client.status()
-        return next(s for s in status.spaces if any(self._options.instance in name for name in s.engines))
 
     async def borrow(self, num_bytes: int) -> dict[str, Any]:
         """So many bytes are wanted from now on, whoever lends them; returns when they are there for the first time."""
