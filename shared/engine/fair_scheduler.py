@@ -76,6 +76,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         self._reserved.pop(request_id, None)
         self._parked.pop(request_id, None)
         self._computed.pop(request_id, None)
+        self._left_with.pop(request_id, None)
         params, ec_params = super()._free_request(request, delay_free_blocks)
         said = {"times_parked": self._times_parked.pop(request_id, 0)}
         if swaps := self.swapper.noted.pop(request_id, None):

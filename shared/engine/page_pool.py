@@ -96,6 +96,7 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
             self.stock.append(block)
         self.num_owned += len(granted)
         self.num_expected = max(0, self.num_expected - len(granted))
+        self._expect_nothing_late()
         count = self.quota.take_shrink()
         if count:
             spare = [self.stock.pop() for _ in range(min(count, len(self.stock)))]
@@ -127,11 +128,14 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
 
     def refill(self, wanted: int) -> None:
         """Let go of the least recently used cached blocks until `wanted` are in stock or on their way."""
-        if self.num_expected and self.clock() > self._expected_until_s:
-            self.expect_none()
+        self._expect_nothing_late()
         short = wanted - len(self.stock) - self.num_expected
         if short > 0:
             self._evict(short)
+
+    def _expect_nothing_late(self) -> None:
+        if self.num_expected and self.clock() > self._expected_until_s:
+            self.expect_none()
 
     def expect_none(self) -> None:
         """Unpinned pages were not replaced: another engine's part has grown, or somebody else pins them too."""

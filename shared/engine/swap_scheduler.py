@@ -8,6 +8,7 @@ Settings: `additional_config["quire"]["swap"]`: `is_on`, `bytes_per_s` (0: as me
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.v1.request import Request
@@ -44,6 +45,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         swap = vllm_config.additional_config["quire"].get("swap", {})
         self._swaps = bool(swap.get("is_on", False))
         self._reserved: dict[str, float] = {}  # slots of requests that come back, since when
+        self._left_with: dict[str, int] = {}  # computed tokens of requests, when their blocks left last
         self._is_short = False  # of pages, when the last plan was made
         self._most_pages = 0  # at once
         self._busy_step = 0  # the last one that computes anything
@@ -73,12 +75,20 @@ class SwapSchedulerMixin(PageSchedulerMixin):
                 self._reserved[request_id] = now_s
                 self.slices.started(request_id)
         ready = self._bring(ready)
-        self._send_out(ready)
+        self._send_out(ready, self._parked.values())
         may_probe = self._is_short and not self.swapper.absences.is_waiting
         if may_probe and self.swapper.rate.wants_probe(now_s, PROBE_INTERVAL_S):
             for request in [*self.running, *self._parked.values()][:1]:
                 self.swapper.probe(request)
+        if not self.running:  # vLLM stops at the first that finds no page: who needs none would wait with it
+            free = self.pages.get_num_free_blocks()
+            ready.sort(key=lambda request_id: self._lacks(request_id) > free)
         return ready
+
+    def _lacks(self, request_id: str) -> int:
+        """Blocks beyond those in its table without which it does not begin."""
+        whole = min(self.requests[request_id].num_tokens, self.max_model_len)
+        return -(-whole // self.block_size) - len(self._tables.get(request_id, ()))
 
     def _bring(self, ready: list[str]) -> list[str]:
         """Have those with a reserved slot come back, as far as there are pages. Returns: of `ready`, who may start."""
@@ -110,14 +120,27 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         return self.swapper.absences.state(request_id) in (None, SwapState.COMING)
 
     def _who_can(self, start: list[str]) -> list[str]:
-        """Nothing runs: who was parked goes on before newcomers, if there are no pages for any of these."""
+        """Nothing runs: who was parked goes on before newcomers, if there are no pages for any of these.
+
+        As many of the parked leave as the first newcomer needs, or it would wait for an answer's end. Who was away and
+        has computed nothing since does not: it would leave again and again, and nobody ever run.
+        """
         accounts, free = self.slices.accounts.requests, self.pages.get_num_free_blocks()
         newcomers = [r for r in start if r not in self._parked]
         if not newcomers or any(accounts[r].pages <= free for r in newcomers):
             return start
-        parked = [r for r in self._parked.values() if not self._in_flight(r)]
+        left_with = self._left_with
+        ran = [r for r in self._parked.values() if r.num_computed_tokens > left_with.get(r.request_id, -1)]
+        self._send_out(newcomers[:1], ran)
+        parked = [r for r in self._parked.values() if not self._in_flight(r) and not self._is_leaving(r)]
         parked.sort(key=lambda r: (not self._is_here(r), self.slices.order_key(accounts[r.request_id])))
         return [r.request_id for r in parked] + newcomers
+
+    def _is_leaving(self, request: Request) -> bool:
+        """Whether its pages will be free soon; not if the mempool takes long to say so."""
+        swap = self.swapper.absences.of(request.request_id)
+        is_leaving = swap is not None and swap.state is SwapState.LEAVING
+        return is_leaving and self.pages.clock() - swap.asked_s < STUCK_S
 
     def _frees(self, request: Request) -> bool:
         """Whether its pages are worth computing it again. Who is away has one here, its last, partial block."""
@@ -133,8 +156,10 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         """Who would find no page in this step gives its slot up, while pages are on their way or can leave. What the
         others need is theirs: `_growth`.
         """
-        may_park = may_park or self.slices.pays or self.swapper.absences.is_waiting
         self.pages.absorb()  # what the mempool asks back is no part of the stock
+        may_park = may_park or self.slices.pays or self.swapper.absences.is_waiting
+        if self.slices.is_calm and self.swapper.rate.value(self.pages.clock()):
+            may_park = True  # all fit, says the plan: with pages that are not here yet, or will not come
         free, self._growth = len(self.pages.stock), 0
         # who is parked may begin in this step and decode: the token that _pace() adds for it a running prompt may take
         tokens = min(self.max_num_scheduled_tokens, self._chunk_tokens() + len(self._parked))
@@ -162,8 +187,10 @@ class SwapSchedulerMixin(PageSchedulerMixin):
             self.slices.parked(request_id)
             self.fair_counts["waits_given_up"] += 1
 
-    def _send_out(self, ready: list[str]) -> None:
-        """Blocks of parked requests, the furthest from their turn first, make room for who has a slot, for a slice."""
+    def _send_out(self, ready: list[str], parked: Iterable[Request]) -> None:
+        """Blocks of these parked requests, the furthest from their turn first, make room for who has a slot, for a
+        slice.
+        """
         accounts = self.slices.accounts.requests
         if not self.slices.pays or not self._parked or not self.swapper.rate.value(self.pages.clock()):
             return
@@ -174,16 +201,14 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         short = wanted - self.pages.get_num_free_blocks() - on_the_way
         if short <= 0:
             return
-        others = [
-            r
-            for r in self._parked.values()
-            if r.request_id not in self._reserved and r.request_id not in ready
-        ]
+        others = [r for r in parked if r.request_id not in self._reserved and r.request_id not in ready]
         others = [r for r in others if not self._in_flight(r)]
         others.sort(key=lambda r: self.slices.order_key(accounts[r.request_id]))
         while others and short > 0:
             request = others.pop()
-            short -= self.swapper.begin_out(request, self.leases.get(request.request_id))
+            if num := self.swapper.begin_out(request, self.leases.get(request.request_id)):
+                self._left_with[request.request_id] = request.num_computed_tokens
+                short -= num
 
     def _held(self, request_id: str) -> int:
         """Blocks of it that are here. Asked of every request in every plan: the table itself, not vLLM's copy of it."""

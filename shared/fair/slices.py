@@ -86,6 +86,11 @@ class FairSlices:
         """Whether the last plan took turns, and pages may move for it."""
         return self._pays
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether nobody waited when the last plan was made."""
+        return self._was_calm
+
     # -- what to do -----------------------------------------------------------------------------------
 
     def calm_step(self) -> None:
@@ -129,13 +134,13 @@ class FairSlices:
         calm = fits or not (waiting or self.rules.has_units)
         if calm or self._was_calm:
             self.accounts.level(None)
-        self._was_calm = calm
+        begins, self._was_calm = self._was_calm and not calm, calm
         if calm:
             self._pays = False
             for tenant in self.accounts.tenants.values():
                 tenant.turn_at = self.slice
             return Plan(start=[a.request_id for a in _by_arrival(waiting) if a.ready])
-        if is_border:
+        if is_border or begins:  # or the rest of a slice would pass before pages may leave for who waits
             fair = self._replan(running, waiting, room)
             if fair is not None:
                 return fair

@@ -18,14 +18,13 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 
 from services.mempool.core.attachments import Claim
 from shared.engine import page_scheduler
-from shared.ids import BlockHash, HandoffId
-from shared.kv.block_hash import hash_blocks, hash_tail, pack_tokens
+from shared.ids import HandoffId
 from shared.wire import mempool as wire
 from tests.support import page_turns
 from tests.support.page_engine import SimEngine
 from tests.support.page_memory_rules import MemoryRules
-from tests.support.page_world import World
-from tests.unit.mempool_harness import BLOCK_TOKENS, SEED
+from tests.support.page_world import World, hashes_of
+from tests.unit.mempool_harness import BLOCK_TOKENS
 
 SOCKET = "model"
 BASES = [bytes((i * k) % 3 for i in range(40)) for k in (1, 2, 5)]
@@ -58,13 +57,6 @@ class Worker:
 
 class EngineGone(BaseException):
     """In place of the end of an engine's process."""
-
-
-def hashes_of(prompt: bytes) -> list[BlockHash]:
-    """Of all blocks, the partial last one included."""
-    whole = hash_blocks(SEED, pack_tokens(list(prompt)), BLOCK_TOKENS)
-    rest = prompt[len(whole) * BLOCK_TOKENS :]
-    return [*whole, hash_tail(whole[-1] if whole else SEED, pack_tokens(list(rest)))] if rest else whole
 
 
 class PagesModel(MemoryRules):
@@ -164,15 +156,7 @@ class PagesModel(MemoryRules):
         ask = Ask(self._name(), prompt, max_tokens)
         if worker.client is None or self.world.mempool is None or not hashes:
             return ask
-        call = wire.Acquire(
-            call_id=self.world.number(), hashes=b"".join(hashes), handoff_id=handoff_id, until_release=True
-        )
-        got = self.world.call(worker.client, call)
-        if isinstance(got, wire.Acquired) and got.num_blocks:
-            ask.quire = {
-                "pages": got.pages, "epochs": got.epochs, "hashes": b"".join(hashes[: got.num_blocks]),
-                "lease_id": got.lease_id,
-            }  # fmt: skip
+        ask.quire = self.world.acquired(worker.client, hashes, handoff_id)
         return ask
 
     @rule(slot=slots, pick=picks, choices=st.sampled_from([1, 1, 1, 3]))

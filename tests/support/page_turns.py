@@ -4,7 +4,7 @@ import itertools
 import random
 
 from tests.support.page_engine import MAX_RUNNING, STEP_TOKENS, SimEngine
-from tests.support.page_world import World
+from tests.support.page_world import World, hashes_of
 from tests.unit.mempool_harness import BLOCK_TOKENS
 
 NUM_PAGES = 400
@@ -19,6 +19,9 @@ def run_all() -> None:
         run_short_of_pages(depth=depth, v2_runner=v2_runner)
         run_by_the_rules_of_a_burst(depth=depth, v2_runner=v2_runner)
         run_lost_blocks(depth=depth, v2_runner=v2_runner)
+        run_beside_leased_prompts(depth=depth, v2_runner=v2_runner)
+    for depth, slice_steps, number in itertools.product((1, 2), (2, 4), (6, 9, 11)):
+        run_short_of_pages_by_chance(number, depth=depth, slice_steps=slice_steps)
     run_one_too_many(depth=3, v2_runner=False)
     run_one_too_long()
     run_a_crowd_in_little_memory()
@@ -74,6 +77,66 @@ def run_short_of_pages(*, depth: int, v2_runner: bool) -> None:
     assert counts["recomputed_tokens"] == 0, counts
     assert not engine.scheduler.swapper.absences.all()
     assert world.mempool.swap.swaps.num_kept == 0
+
+
+def run_short_of_pages_by_chance(number: int, *, depth: int, slice_steps: int) -> None:
+    """Eight random requests in memory for two or three, a swap takes as long as a step: nothing is computed twice, and
+    in most turns somebody runs.
+
+    Found: who was back and needed no page waited behind who needed one, and there was none, until one of them was
+    computed again; running requests were, too, where a slot was kept for who was away.
+    """
+    world = World("chance", 34, swap_pages=NUM_PAGES)
+    engine = SimEngine(world, "e", "chance", depth=depth, slice_steps=slice_steps, swaps=True)
+    counts, rng = engine.scheduler.fair_counts, random.Random(number)
+    idle = before = turns = 0
+    for i in range(8):
+        prompt = bytes(rng.choices(range(3), k=rng.randint(20, 44)))
+        engine.add(f"r{i}", prompt, rng.randint(16, 32), {})
+    while engine.unfinished and turns < MOST_TURNS:
+        engine.turn()
+        world.mempool.now_ms += 10
+        world.pump()
+        idle, before = idle + (counts["computed_tokens"] == before), counts["computed_tokens"]
+        turns += 1
+    _finish(engine)
+    assert (counts["recomputed_tokens"], counts["times_dropped"]) == (0, 0), counts
+    assert idle <= turns / 2, (idle, turns, counts)
+
+
+def run_beside_leased_prompts(*, depth: int, v2_runner: bool) -> None:
+    """Two requests hold all pages but those that fronts have leased for two more: these have their first tokens before
+    the others their last, and nothing is computed twice.
+
+    Found: all fitted with pages that were to come and did not, since leases pinned them. A running request that found
+    none was computed again, or had one that was parked computed again.
+    """
+    world = World("leased", 44, swap_pages=NUM_PAGES)
+    engine = SimEngine(world, "e", "leased", depth=depth, v2_runner=v2_runner, slice_steps=4, swaps=True)
+    front, counts = world.client(engine.instance), engine.scheduler.fair_counts
+    rng = random.Random(1)
+    prompts = [bytes(rng.choices(range(3), k=10 * BLOCK_TOKENS)) for _ in range(4)]
+    for i, prompt in enumerate(prompts[:2]):
+        engine.add(f"before-{i}", prompt, 1, {})
+    _finish(engine)
+    cached = [world.acquired(front, hashes_of(prompt)) for prompt in prompts[:2]]
+    assert [quire["hashes"] for quire in cached] == [b"".join(hashes_of(p)) for p in prompts[:2]]
+    for i, prompt in enumerate(prompts[2:]):
+        engine.add(f"first-{i}", prompt, 7 * BLOCK_TOKENS, {})
+    while not all(answer.text for answer in engine.answers.values()):
+        engine.turn()
+        world.pump()
+    for i, prompt in enumerate(prompts[:2]):
+        engine.add(f"later-{i}", prompt, 7 * BLOCK_TOKENS, cached[i])
+    for _ in range(MOST_TURNS):
+        if any(engine.answers[f"first-{i}"].finished for i in range(2)):
+            break
+        engine.turn()
+        world.advance(10)
+        world.pump()
+    assert all(answer.text for answer in engine.answers.values()), engine.describe()
+    _finish(engine)
+    assert (counts["recomputed_tokens"], counts["times_dropped"]) == (0, 0), counts
 
 
 def run_by_the_rules_of_a_burst(*, depth: int, v2_runner: bool) -> None:

@@ -8,6 +8,7 @@ wrong, overwritten or never written token.
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from services.mempool.core.actions import (
     Action,
@@ -19,13 +20,14 @@ from services.mempool.core.actions import (
 )
 from services.mempool.core.space import Plan
 from shared.errors import PeerGone
-from shared.ids import Epoch, InstanceId
+from shared.ids import BlockHash, Epoch, InstanceId
+from shared.kv.block_hash import hash_blocks, hash_tail, pack_tokens
 from shared.kv.page import PageState, unpack_word
 from shared.kv.page_table import ENTRY
 from shared.wire import mempool as wire
 from shared.wire.mempool_swap import SwapCall
 from tests.support.page_swap_space import SwapSpace
-from tests.unit.mempool_harness import BLOCK_TOKENS, BOOT, DESCRIPTION, PAGE_BYTES, Harness
+from tests.unit.mempool_harness import BLOCK_TOKENS, BOOT, DESCRIPTION, PAGE_BYTES, SEED, Harness
 
 Slots = list[bytes | None]
 _IN_USE = (PageState.GRANTED, PageState.WRITING, PageState.SEALED, PageState.QUARANTINED)
@@ -208,6 +210,17 @@ class World:
         answers = self.mempool.to_peer.pop(connection, deque())
         return answers[-1] if answers else None
 
+    def acquired(self, connection: int, hashes: list[bytes], handoff_id: str = "") -> dict[str, Any]:
+        """A lease of a front until it is released: what the front says of it to its engine. Empty: there is nothing."""
+        call = wire.Acquire(
+            call_id=self.number(), hashes=b"".join(hashes), handoff_id=handoff_id, until_release=True
+        )
+        got = self.call(connection, call)
+        if not isinstance(got, wire.Acquired) or not got.num_blocks:
+            return {}
+        known = b"".join(hashes[: got.num_blocks])
+        return {"pages": got.pages, "epochs": got.epochs, "hashes": known, "lease_id": got.lease_id}
+
     def advance(self, by_ms: int) -> None:
         """Time for the pool."""
         if self.mempool is not None:
@@ -335,3 +348,10 @@ class SimLink:
 def instance(name: str, process: int) -> InstanceId:
     """A name from which SimLink tells the process."""
     return InstanceId(f"{name}-{process}")
+
+
+def hashes_of(prompt: bytes) -> list[BlockHash]:
+    """Of all blocks, the partial last one included."""
+    whole = hash_blocks(SEED, pack_tokens(list(prompt)), BLOCK_TOKENS)
+    rest = prompt[len(whole) * BLOCK_TOKENS :]
+    return [*whole, hash_tail(whole[-1] if whole else SEED, pack_tokens(list(rest)))] if rest else whole

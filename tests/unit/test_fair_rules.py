@@ -180,6 +180,24 @@ def test_who_comes_gets_its_first_slice_at_once_and_then_waits_for_those_before_
     assert (plan.park, plan.start) == (["new"], ["old1"])
 
 
+def test_who_comes_where_nobody_waited_does_not_wait_for_the_end_of_a_slice():
+    slices = FairSlices(FairRules(slice_steps=8))
+    room = Room(2, 64)
+    for i in range(2):
+        slices.add(f"old{i}", "t", 1.0, 1)
+        slices.started(f"old{i}")
+        slices.served(f"old{i}", 1, 0)
+    assert slices.plan(room).park == []
+    assert slices.is_calm
+    slices.add("new", "t", 1.0, 10)
+    plan = slices.plan(room)
+    assert (plan.park, plan.start, plan.is_fair, slices.is_calm) == (["old1"], ["new"], True, False)
+    slices.parked("old1")
+    slices.started("new")
+    slices.served("new", 10, 0)
+    assert slices.plan(room).park == []  # others do: the slice goes on
+
+
 def test_with_units_a_slot_without_its_pages_counts_as_waiting_and_who_came_last_gives_way():
     room = Room(slots=4, step_tokens=64, pages=10, page_bytes=1, swap_bytes_per_s=1e9, step_ms=10.0)
     for quantum, parked in ((100, ["r2"]), (1, [])):
