@@ -12,6 +12,7 @@ Settings: those of page_scheduler.py and swap_scheduler.py, `additional_config["
 
 import time
 from collections import Counter
+from itertools import chain
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -55,6 +56,8 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         self._seen = (0, 0, 0)  # what the last look for vacant slots found
         self._step_tokens = 0  # of the step that comes
         self._newcomers_wait = False  # the last plan found no memory for more that begin
+        self._may_begin = True  # what the slices were told of newcomers last
+        self._unsettled: set[str] = set()  # that do not run, and of which the slices are to hear anew
         self._computed: dict[str, int] = {}  # by request: so many of its tokens were computed
         self._limits_parked = self.slices.rules.has_units
         super().__init__(vllm_config, *args, **kwargs)
@@ -68,6 +71,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
             params = given(request)
             tenant, weight = params.get("tenant", ""), float(params.get("weight", 1.0))
             self.slices.add(request.request_id, tenant, weight, request.num_prompt_tokens)
+            self._unsettled.add(request.request_id)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         request_id = request.request_id
@@ -75,6 +79,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         self.slices.remove(request_id)
         self._reserved.pop(request_id, None)
         self._parked.pop(request_id, None)
+        self._unsettled.discard(request_id)
         self._computed.pop(request_id, None)
         self._left_with.pop(request_id, None)
         params, ec_params = super()._free_request(request, delay_free_blocks)
@@ -132,7 +137,8 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         self._pace(start)
         if start:
             self._put_first(start)
-        stay = [r for r in self._parked.values() if self._in_flight(r) or not self._is_here(r)]
+        away, done = self.swapper.absences.away, self.processed_step_seq
+        stay = [r for name, r in self._parked.items() if name in away or r.last_sched_seq > done]
         if self._reserved:
             known = {*start, *(r.request_id for r in stay)}
             stay += [r for r in self.waiting if r.request_id not in known]
@@ -176,23 +182,14 @@ class FairSchedulerMixin(SwapSchedulerMixin):
                 self.waiting.add_request(request)
 
     def _room(self) -> Room:
-        """What this step has. Tells the slices what every request has and needs. Cost: O(requests)."""
-        ahead = self.slices.rules.slice_steps + self.kv_cache_manager.ahead_tokens
-        most, block_size, tables = self.max_model_len, self.block_size, self._tables
-        num_away, holds = self.swapper.absences.num_away, self.slices.holds
-        resident = wanted = 0
+        """What this step has. Tells the slices what requests have and need, as far as that may have changed. Cost:
+        O(running, and those that came, left or came back since the last time).
+        """
         may_come = self._may_come()
         self._newcomers_wait = not (may_come or self._limits_parked)
-        for request_id, request in self.requests.items():
-            away = num_away(request_id)
-            have = len(tables.get(request_id, ())) - away
-            need = max(-(-min(request.num_tokens + ahead, most) // block_size), have + away)
-            blocked = self._is_blocked_waiting_status(request.status)
-            ready = not (blocked or request.is_finished() or self._in_flight(request))
-            ready = ready and (may_come or have + away > 0)
-            holds(request_id, need, have, away, ready=ready)
-            resident += have
-            wanted += need
+        self._tell_slices(may_come)
+        accounts = self.slices.accounts
+        resident, wanted = accounts.resident, accounts.pages
         pages = self.pages.get_num_free_blocks() + self._num_on_the_way() + resident
         self._is_short = wanted > pages
         if self._is_short and self._swaps and (self.slices.rules.has_units or not may_come):
@@ -206,6 +203,26 @@ class FairSchedulerMixin(SwapSchedulerMixin):
             swap_bytes_per_s=self.swapper.rate.value(self.pages.clock()) if self._swaps else 0.0,
             step_ms=self._step_ms,
         )
+
+    def _tell_slices(self, may_come: bool) -> None:
+        ahead = self.slices.rules.slice_steps + self.kv_cache_manager.ahead_tokens
+        most, block_size, tables = self.max_model_len, self.block_size, self._tables
+        away_of, holds, requests = self.swapper.absences.away, self.slices.holds, self.requests
+        changed = self.swapper.absences.take_changed() | self._unsettled
+        if may_come is not self._may_begin:
+            changed.update(requests)
+        changed.update(r.request_id for r in chain(self.running, self.skipped_waiting))
+        self._may_begin, self._unsettled = may_come, set()
+        for request_id in changed & requests.keys():
+            request = requests[request_id]
+            away = away_of.get(request_id, 0)
+            have = len(tables.get(request_id, ())) - away
+            need = max(-(-min(request.num_tokens + ahead, most) // block_size), have + away)
+            ready = not (self._is_blocked_waiting_status(request.status) or request.is_finished())
+            if self._in_flight(request):
+                ready = False
+                self._unsettled.add(request_id)
+            holds(request_id, need, have, away, ready=ready and (may_come or have + away > 0))
 
     def _may_come(self) -> bool:
         """Whether memory has room for newcomers. Each that is parked keeps its last block here: with too many of them
@@ -246,6 +263,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         self.waiting.add_request(request)
         self.reset_preempted_req_ids.add(request.request_id)
         self._parked[request.request_id] = request
+        self._unsettled.add(request.request_id)
         self.slices.parked(request.request_id)
         self._times_parked[request.request_id] += 1
         self.fair_counts["times_parked"] += 1
@@ -255,10 +273,10 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         """Charge what the step computes."""
         if output.total_num_scheduled_tokens:
             self._busy_step = self.sched_step_seq
-        accounts = self.slices.accounts.requests
+        accounts, away = self.slices.accounts.requests, self.swapper.absences.away
+        assert away.keys().isdisjoint(output.num_scheduled_tokens), "a request runs without its blocks"
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
-            assert self._is_here(request), f"{request_id} runs without its blocks"
             if not accounts[request_id].running or request_id in self._reserved:
                 self.slices.started(request_id)
                 self._end_wait(request_id)
@@ -295,6 +313,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
     def _preempt_request(self, request: Request, timestamp: float) -> None:
         """A running request gives its pages up: vLLM computes it again."""
         super()._preempt_request(request, timestamp)
+        self._unsettled.add(request.request_id)
         self.slices.parked(request.request_id)
         self.fair_counts["times_preempted"] += 1
 
@@ -318,6 +337,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
     def _drop(self, request: Request) -> None:
         """It is computed again; what of it is cached here is found."""
         self.swapper.forget(request.request_id)
+        self._unsettled.add(request.request_id)
         self._unreserve(request.request_id)
         self._free_request_blocks(request)
         request.num_computed_tokens = 0

@@ -134,6 +134,9 @@ class Swapper:
             return True
         if self._quota.lost or not self.absences.may_come(request_id):
             return False
+        if not self._may_be_here(swap, spare):
+            self._pages.refill(len(swap.blocks) + spare)
+            return False
         for position, block in list(swap.blocks.items()):
             cached = self._pages.get_cached_block(block.block_hash, [GROUP])
             if cached is not None:  # somebody else computed it, or brought it
@@ -150,6 +153,15 @@ class Swapper:
         self.absences.come(request_id, self._pages.clock())
         self._quota.swap_in(swap.number, swap.hashes(), self._pages.give(count))
         return True
+
+    def _may_be_here(self, swap: Swap, spare: int) -> bool:
+        """Whether there are pages for all of it, or somebody else has its first block. Who waits for pages is asked
+        about in every step, and looking for each of its blocks costs as much as a step of the scheduler.
+        """
+        if len(swap.blocks) + spare <= len(self._pages.stock):
+            return True
+        first = next(iter(swap.blocks.values()))
+        return self._pages.get_cached_block(first.block_hash, [GROUP]) is not None
 
     def forget(self, request_id: str) -> None:
         """It is over, runs with blocks that were leaving, or is computed again."""

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request, RequestStatus
 
 from shared.engine.page_pool import PageBlockPool
@@ -27,6 +28,16 @@ class PageKVCacheManager(KVCacheManager):
     tails: dict[str, LeasedTail]  # of waiting requests whose whole prompt is held
     make_way: Callable[[Request, int], None] | None = None  # called when so many blocks are not even cached
     ahead_tokens: int = 0  # blocks are allocated for so many tokens more (layouts that map them ahead)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        managers = self.coordinator.single_type_managers
+        self._tables, self._num_cached = managers[0].req_to_blocks, managers[0].num_cached_block
+        # one group, every token attended to, and blocks are named by their own size
+        self._is_plain = (
+            self.enable_caching and len(managers) == 1 and type(managers[0]) is FullAttentionManager
+            and managers[0].block_size == self.block_pool.hash_block_size
+        )  # fmt: skip
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
         """vLLM's whole blocks, and the held last block of a handed-off prompt but for its last token.
@@ -56,6 +67,8 @@ class PageKVCacheManager(KVCacheManager):
     ) -> KVCacheBlocks | None:
         """vLLM's, if the blocks are in stock. Raises: nothing for lack of pages (None, as vLLM's)."""
         num_lookahead_tokens = max(num_lookahead_tokens, self.ahead_tokens)
+        if new_computed_blocks is None and self._has_slots(request, num_new_tokens, num_lookahead_tokens):
+            return self.empty_kv_cache_blocks
         computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
         end = min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         have = len(self.get_blocks(request.request_id).blocks[0])
@@ -88,6 +101,21 @@ class PageKVCacheManager(KVCacheManager):
             whole = min(request.num_tokens, self.max_model_len)
             self.unmet_blocks = max(self.unmet_blocks, -(-whole // block_tokens) - have)
         return blocks
+
+    def _has_slots(self, request: Request, num_new_tokens: int, num_lookahead_tokens: int) -> bool:
+        """Whether a running request computes its next tokens in blocks that it has, and fills none: vLLM's allocation
+        then changes nothing. So it is with nearly every token of an answer, at a tenth of what vLLM takes to find out.
+        """
+        if request.status is not RequestStatus.RUNNING or not self._is_plain:
+            return False
+        cached = self._num_cached.get(request.request_id)
+        if cached is None:
+            return False
+        block_tokens, end = self.block_pool.hash_block_size, request.num_computed_tokens + num_new_tokens
+        filled = min(end, request.num_tokens)
+        slots = len(self._tables[request.request_id]) * block_tokens
+        needed = min(end + num_lookahead_tokens, self.max_model_len)
+        return needed <= slots and filled < (cached + 1) * block_tokens
 
     def _wait_for(self, request: Request, missing: int) -> bool:
         """A running request's next pages may be on their way: preempting it would cost far more."""

@@ -59,7 +59,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         )  # fmt: skip
 
     def _is_here(self, request: Request) -> bool:
-        return self.swapper.absences.is_here(request.request_id)
+        return request.request_id not in self.swapper.absences.away
 
     def _swap(self, start: list[str]) -> list[str]:
         """Carry a plan out for those whose blocks are not all here. Returns: who may start in this step."""
@@ -194,6 +194,11 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         accounts = self.slices.accounts.requests
         if not self.slices.pays or not self._parked or not self.swapper.rate.value(self.pages.clock()):
             return
+        absent = self.swapper.absences.of
+        others = [r for r in parked if absent(r.request_id) is None and not self._in_flight(r)]
+        others = [r for r in others if r.request_id not in self._reserved and r.request_id not in ready]
+        if not others:
+            return
         needs = [accounts[r.request_id] for r in self.running]
         needs += [accounts[r] for r in (*self._reserved, *ready) if r in accounts]
         wanted = sum(max(0, a.pages - self._held(a.request_id)) for a in {id(a): a for a in needs}.values())
@@ -201,8 +206,6 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         short = wanted - self.pages.get_num_free_blocks() - on_the_way
         if short <= 0:
             return
-        others = [r for r in parked if r.request_id not in self._reserved and r.request_id not in ready]
-        others = [r for r in others if not self._in_flight(r)]
         others.sort(key=lambda r: self.slices.order_key(accounts[r.request_id]))
         while others and short > 0:
             request = others.pop()

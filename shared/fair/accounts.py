@@ -57,6 +57,7 @@ class Accounts:
         self.requests: dict[str, Account] = {}
         self.tenants: dict[str, Tenant] = {}
         self.prompt_left = 0  # tokens of all prompts that are here
+        self.pages = self.resident = 0  # of all requests that are here
         self._idle: dict[str, float] = {}  # tenants without requests, that are ahead of the floor
         self._floor = 0.0  # where the least served tenant was when somebody last left
         self._arrivals = 0
@@ -83,6 +84,8 @@ class Accounts:
         if account is None:
             return
         self.prompt_left -= account.prompt_left
+        self.pages -= account.pages
+        self.resident -= account.resident
         owner = self.tenants[account.tenant]
         del owner.requests[request_id]
         if owner.requests:

@@ -7,7 +7,7 @@ A swap is one request's absence; its number is new each time. What is asked of t
 mempool is lost; an answer about a swap that was forgotten is for nobody, but its pages have to be taken.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -94,6 +94,12 @@ class Absences:
     """Of one engine. Args of its methods: `now_s` of one clock."""
 
     def __init__(self) -> None:
+        self.away: dict[
+            str, int
+        ] = {}  # by request that is not wholly here: blocks that have to come before it runs
+        self.num_leaving = 0  # blocks whose pages may come free soon
+        self.num_coming = 0  # blocks for which pages were given
+        self._changed: set[str] = set()  # requests of which `away` changed
         self._by_request: dict[str, Swap] = {}
         self._asked: dict[int, Swap] = {}  # by number: an answer is to come
         self._last = 0
@@ -109,22 +115,16 @@ class Absences:
 
     def is_here(self, request_id: str) -> bool:
         """Whether it could run: its blocks may be leaving."""
-        return self.state(request_id) in (None, SwapState.LEAVING)
+        return request_id not in self.away
 
     def num_away(self, request_id: str) -> int:
         """Blocks that have to come before it runs."""
-        swap = self._by_request.get(request_id)
-        return len(swap.blocks) if swap is not None and swap.state is not SwapState.LEAVING else 0
+        return self.away.get(request_id, 0)
 
-    @property
-    def num_leaving(self) -> int:
-        """Blocks whose pages may come free soon."""
-        return sum(len(s.blocks) for s in self._by_request.values() if s.state is SwapState.LEAVING)
-
-    @property
-    def num_coming(self) -> int:
-        """Blocks for which pages were given."""
-        return sum(len(s.blocks) for s in self._asked.values() if s.state is SwapState.COMING)
+    def take_changed(self) -> set[str]:
+        """Requests of which other blocks are away than at the last call; some are over."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     @property
     def is_waiting(self) -> bool:
@@ -142,6 +142,7 @@ class Absences:
         assert request_id not in self._by_request
         swap = self._new(request_id, blocks, SwapState.LEAVING, now_s)
         self._by_request[request_id] = swap
+        self.num_leaving += len(swap.blocks)
         return swap
 
     def probe(self, blocks: Mapping[int, Block], now_s: float) -> Swap:
@@ -156,6 +157,7 @@ class Absences:
         assert swap.state is SwapState.AWAY, swap
         swap.state, swap.asked_s = SwapState.COMING, now_s
         self._asked[swap.number] = swap
+        self.num_coming += len(swap.blocks)
         return swap
 
     def may_come(self, request_id: str) -> bool:
@@ -171,10 +173,7 @@ class Absences:
 
     def found(self, request_id: str, position: int) -> None:
         """This block of those that are away is here after all."""
-        swap = self._by_request[request_id]
-        del swap.blocks[position]
-        if not swap.blocks:
-            del self._by_request[request_id]
+        self._are_here(self._by_request[request_id], [position])
 
     def _new(self, request_id: str, blocks: Mapping[int, Block], state: SwapState, now_s: float) -> Swap:
         self._last += 1
@@ -194,9 +193,12 @@ class Absences:
         found = [p for p, is_kept in zip(swap.blocks, kept, strict=False) if is_kept]
         if swap.is_forgotten or swap.state is not SwapState.LEAVING:
             return swap, found
+        self.num_leaving -= len(swap.blocks)
         swap.blocks = {position: swap.blocks[position] for position in found}
         if found:
             swap.state = SwapState.AWAY
+            self.away[swap.request_id] = len(found)
+            self._changed.add(swap.request_id)
         else:
             del self._by_request[swap.request_id]
         return swap, found
@@ -204,31 +206,48 @@ class Absences:
     def came(self, number: int) -> Swap | None:
         """Answer to come(): whatever was not lost is here. None: it was asked of another mempool."""
         swap = self._asked.pop(number, None)
-        if swap is not None and self._by_request.get(swap.request_id) is swap:
-            del self._by_request[swap.request_id]
+        if swap is None:
+            return None
+        self.num_coming -= len(swap.blocks)
+        if self._by_request.get(swap.request_id) is swap:
+            del self._by_request[swap.request_id], self.away[swap.request_id]
+            self._changed.add(swap.request_id)
         return swap
 
     def stays(self, swap: Swap, positions: list[int]) -> None:
         """After left(): these were kept elsewhere, but are in use here and stay."""
-        for position in positions:
-            del swap.blocks[position]
-        if not swap.blocks and self._by_request.get(swap.request_id) is swap:
-            del self._by_request[swap.request_id]
+        self._are_here(swap, positions)
 
     def forget(self, request_id: str) -> int | None:
         """It is over, goes on with blocks that were leaving, or is computed again. The swap to drop, if any."""
         swap = self._by_request.pop(request_id, None)
         if swap is None:
             return None
+        if swap.state is SwapState.LEAVING:
+            self.num_leaving -= len(swap.blocks)
+        if self.away.pop(request_id, 0):
+            self._changed.add(request_id)
         swap.is_forgotten = True
         return swap.number
 
     def lost_pool(self) -> list[str]:
         """No answer will come: what was leaving is here, what was coming is away. Requests that are away."""
         self._asked.clear()
+        self.num_leaving = self.num_coming = 0
         for swap in list(self._by_request.values()):
             if swap.state is SwapState.LEAVING:
                 del self._by_request[swap.request_id]
             else:
                 swap.state = SwapState.AWAY
         return list(self._by_request)
+
+    def _are_here(self, swap: Swap, positions: Sequence[int]) -> None:
+        """These blocks of a request that is away."""
+        for position in positions:
+            del swap.blocks[position]
+        if not positions or self._by_request.get(swap.request_id) is not swap:
+            return
+        self._changed.add(swap.request_id)
+        self.away[swap.request_id] = len(swap.blocks)
+        if not swap.blocks:
+            del self._by_request[swap.request_id], self.away[swap.request_id]

@@ -22,6 +22,7 @@ from shared.wire.mempool_swap import SwappedIn, SwappedOut
 from tests.support import page_engine
 from tests.support.burst_world import BLOCK_TOKENS, DESCRIPTION, BurstWorld
 from tests.support.page_world import SimLink, instance
+from tests.support.told_slices import ToldSlices
 from tests.unit.mempool_harness import SEED
 
 HOST_S = 1e-3  # of the engine core's own work in a step
@@ -49,7 +50,7 @@ class BurstQuota(page_quota.PageQuota):
         return bool(self._granted)
 
 
-class BurstScheduler(AsyncFairPageScheduler):
+class BurstScheduler(ToldSlices, AsyncFairPageScheduler):
     """No thread of its own."""
 
     def _watch_pool(self) -> None:

@@ -25,6 +25,7 @@ from tests.support import page_engine
 from tests.support.page_engine import Row, SimEngine
 from tests.support.page_swap_space import DRAM, LENT
 from tests.support.page_world import World
+from tests.support.told_slices import ToldSlices
 
 NUM_PAGES, FAR_BLOCKS, FAR_PLACES, DRAM_PAGES, LENT_PAGES = 12, 24, 32, 60, 10
 RANK = 10_000  # connection
@@ -124,11 +125,11 @@ class _SimAsyncFar(page_engine._Sim, AsyncFarPageScheduler):
     """With steps ahead."""
 
 
-class _SimFairFar(page_engine._Sim, FairFarPageScheduler):
+class _SimFairFar(page_engine._Sim, ToldSlices, FairFarPageScheduler):
     """Synchronous, in fair slices."""
 
 
-class _SimAsyncFairFar(page_engine._Sim, AsyncFairFarPageScheduler):
+class _SimAsyncFairFar(page_engine._Sim, ToldSlices, AsyncFairFarPageScheduler):
     """With steps ahead, in fair slices."""
 
 

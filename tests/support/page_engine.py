@@ -32,6 +32,7 @@ from shared.engine.preempt_times import MAX_TIMES
 from shared.kv.page import PageState
 from shared.mempool import page_quota
 from tests.support.page_world import SimLink, World, instance
+from tests.support.told_slices import ToldSlices
 from tests.unit.mempool_harness import BLOCK_TOKENS, DESCRIPTION, SEED
 
 MODEL = Path(__file__).resolve().parents[2] / "deploy" / "models" / "quire-demo"
@@ -98,11 +99,11 @@ class SimAsyncScheduler(_Sim, AsyncPageScheduler):
     """With steps ahead."""
 
 
-class SimFairScheduler(_Sim, FairPageScheduler):
+class SimFairScheduler(_Sim, ToldSlices, FairPageScheduler):
     """Synchronous, in fair slices."""
 
 
-class SimAsyncFairScheduler(_Sim, AsyncFairPageScheduler):
+class SimAsyncFairScheduler(_Sim, ToldSlices, AsyncFairPageScheduler):
     """With steps ahead, in fair slices."""
 
 

@@ -1,5 +1,9 @@
 """Which blocks are away, what an answer about a forgotten swap means, and how fast the way is."""
 
+import random
+
+import pytest
+
 from shared.fair.away import Absences, Block, SwapRate, SwapState
 from shared.fair.rules import FairRules, Room
 from shared.fair.slices import FairSlices
@@ -135,3 +139,40 @@ def test_where_slices_do_not_pay_who_is_here_goes_before_who_is_away_and_newcome
     slices.holds("here", 5, 5)
     slices.holds("ran", 5, 5)
     assert slices.plan(Room(2, 64, pages=10)).start == ["here", "away", "new"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_sums_of_blocks_are_those_of_every_swap_after_any_order_of_events(seed):
+    draw, book, numbers = random.Random(seed), Absences(), []
+    for _ in range(200):
+        name = f"r{draw.randrange(4)}"
+        swap = book.of(name)
+        event = draw.choice(
+            ["leave", "come", "forget", "stay", "found", "answer", "answer", "answer", "lose"]
+        )
+        if event == "leave" and swap is None:
+            numbers.append(book.leave(name, BLOCKS, 1.0).number)
+        elif event == "come" and book.may_come(name):
+            numbers.append(book.come(name, 1.0).number)
+        elif event == "forget":
+            book.forget(name)
+        elif event == "found" and book.may_come(name):
+            assert swap is not None
+            book.found(name, next(iter(swap.blocks)))
+        elif event == "answer" and numbers:
+            number = numbers.pop(draw.randrange(len(numbers)))
+            if (asked := book._asked.get(number)) is not None and asked.state is SwapState.COMING:
+                book.came(number)
+            else:
+                found, positions = book.left(number, bytes(draw.randrange(2) for _ in BLOCKS))
+                if found is not None and found.state is SwapState.AWAY and draw.random() < 0.3:
+                    book.stays(found, [p for p in positions if p in found.blocks][:1])
+        elif event == "lose" and draw.random() < 0.1:
+            numbers = [book.again(lost, 1.0).number for lost in book.lost_pool()]
+        swaps = book.all()
+        leaving = [s for s in swaps if s.state is SwapState.LEAVING]
+        coming = [s for s in book._asked.values() if s.state is SwapState.COMING]
+        assert book.num_leaving == sum(len(s.blocks) for s in leaving)
+        assert book.num_coming == sum(len(s.blocks) for s in coming)
+        assert book.away == {s.request_id: len(s.blocks) for s in swaps if s.state is not SwapState.LEAVING}
+        assert all(book.is_here(s.request_id) for s in leaving)
