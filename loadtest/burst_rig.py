@@ -1,7 +1,8 @@
-"""Engines of bench_burst.py: one in order of arrival, one in fair slices with a lender that can be switched on.
+"""Engines of bench_burst.py: two in order of arrival, one in fair slices with a lender that can be switched on.
 
-Each is a cluster of its own (`quire up`), so that both may be up at once: on two GPUs the one in order of arrival has
-the lender's GPU, whose memory beyond its own it leaves alone. Requests are sent by a process of their own for each run.
+Each is a cluster of its own (`quire up`), so that all may be up at once: on two GPUs one in order of arrival has
+the lender's GPU, whose memory beyond its own it leaves alone, the other one the fair engine's. Requests are sent by
+a process of their own for each run.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from typing import Any
 
 from deploy.local.config import paths_of
 from deploy.local.services_table import Ports
-from loadtest import burst_counts
+from loadtest import burst_counts, burst_plan
 from loadtest.bench_footprint import free_base_port
 from loadtest.bench_pages import model_folder
 from loadtest.http_client import Client
@@ -32,7 +33,12 @@ from loadtest.results import quantile
 from loadtest.workloads.request import Request
 
 INSTANCE = "colocated-0"
-BASE_OFFSETS = {"cfs": 0, "fcfs": 6_000}  # of ports: both are chosen before one listens
+BASE_OFFSETS = {
+    "cfs": 0,
+    burst_plan.BESIDE: 3_000,
+    burst_plan.FCFS: 6_000,
+}  # of ports: chosen before one listens
+MEMORY_SHARE = 0.4  # of a GPU, that has to be free when an engine starts: another one may be there
 CONTEXT_BYTES = 640 << 20  # that an engine leaves the mempool of what it has (shared/engine/page_worker.py)
 READ_S, GET_TIMEOUT_S = 0.2, 5.0
 SETTLE_S = 1.3  # an engine's counts are told once a second
@@ -69,7 +75,7 @@ class Engine:
         self.name, self._setup = name, setup
         self._is_fair = name == "cfs"
         home = folder / name
-        env = {} if self._is_fair or setup.gpus < 2 else {"CUDA_VISIBLE_DEVICES": "1"}
+        env = {"CUDA_VISIBLE_DEVICES": "1"} if name == burst_plan.FCFS and setup.gpus > 1 else {}
         arm = Arm("any", "least_load", {"overload_factor": OVERLOAD})
         self.cluster = LocalityCluster(
             home, self._flags(folder), self._sections(), arm, max_lag_ms=setup.max_lag_ms, env=env,
@@ -100,7 +106,10 @@ class Engine:
         if setup.device == "cuda":
             worker |= {} if setup.model_dir else {"load_format": "dummy"}
             # not mempool.device_capacity_bytes, which would bound the lender's pages too
-            worker |= {"kv_cache_bytes": setup.pool_bytes + CONTEXT_BYTES}
+            worker |= {
+                "kv_cache_bytes": setup.pool_bytes + CONTEXT_BYTES,
+                "gpu_memory_utilization": MEMORY_SHARE,
+            }
         if self._is_fair:
             worker |= {"local_policy": "cfs", **setup.fair}
         else:
