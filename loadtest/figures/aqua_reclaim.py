@@ -58,7 +58,7 @@ def elasticity(result: Result) -> Figure | str:
     base = [alone.get(name.removesuffix("_again")) for name in names]
     series: dict[str, list[float | None]] = {
         "without lending": [row["items"] / row["seconds"] if row else None for row in base],
-        "by itself": [phases[name]["items"] / phases[name]["seconds"] for name in names],
+        "lending as it sees fit": [phases[name]["items"] / phases[name]["seconds"] for name in names],
     }
     grouped_bars(right, [name.replace("_", " ") for name in names], series, "{:.0f}")
     most = max((value for values in series.values() for value in values if value is not None), default=1.0)
