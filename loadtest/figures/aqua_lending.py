@@ -72,7 +72,7 @@ def cost(result: Result) -> Figure | str:
     """Figure 10: (a) throughput beside that without a consumer, (b) TPOT of the engine."""
     producers = [name for name in ("audio", "diffusion", "engine") if _rows(result, "round", producer=name)]
     if not producers:
-        return "no rounds in h200x2-producer-cost"
+        return "h200x2-producer-cost has no rounds"
     with_engine = "engine" in producers
     figure, many = plt.subplots(1, 1 + with_engine, figsize=(6 + 4 * with_engine, 3.2), squeeze=False)
     series: dict[str, list[float | None]] = {"not lending": [1.0] * len(producers)}
@@ -97,7 +97,7 @@ def cost(result: Result) -> Figure | str:
 def cost_of_four(result: Result) -> Figure | str:
     """Figure 11a."""
     if not _rows(result, "round", producer="tp4"):
-        return "no rounds of an engine of four GPUs in h200x2-producer-cost: it needs five H200s"
+        return "h200x2-producer-cost has no rounds of an engine of four GPUs: it needs five H200s"
     figure, axes = plt.subplots(figsize=(5, 3.2))
     _tpot(axes, result, "tp4")
     return figure

@@ -95,7 +95,7 @@ def test_figures_of_lending_are_drawn_of_what_there_is_and_say_what_lacks(tmp_pa
         (tmp_path / folder).mkdir()
         (tmp_path / folder / f"{name}.json").write_text(json.dumps(head | {"samples": found}))
     assert sheet.draw(one, sheet.Results(tmp_path / "full"), tmp_path, ["svg"]) == "drawn"
-    assert "no rounds" in sheet.draw(one, sheet.Results(tmp_path / "empty"), tmp_path, ["svg"])
+    assert "has no" in sheet.draw(one, sheet.Results(tmp_path / "empty"), tmp_path, ["svg"])
 
 
 def test_figure_1_needs_a_seed_that_all_systems_have(tmp_path):
