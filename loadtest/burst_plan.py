@@ -54,7 +54,7 @@ class Point:
     @property
     def engine(self) -> str:
         """Which engine serves it: fair slices with and without a lender are one. At the stable rate the order of
-        arrival has one on the same GPU: two GPUs of one kind differed by 4%, and 2% is the bar.
+        arrival has one on the same GPU: 2% is the bar, and two GPUs of one kind may differ by more.
         """
         if self.system != FCFS:
             return "cfs"

@@ -97,7 +97,7 @@ def cost(result: Result) -> Figure | str:
 def cost_of_four(result: Result) -> Figure | str:
     """Figure 11a."""
     if not _rows(result, "round", producer="tp4"):
-        return "h200x2-producer-cost has no rounds of an engine of four GPUs: it needs five H200s"
+        return "no engine of four GPUs was measured, h200x2-producer-cost has no rounds of one: it needs five H200s"
     figure, axes = plt.subplots(figsize=(5, 3.2))
     _tpot(axes, result, "tp4")
     return figure

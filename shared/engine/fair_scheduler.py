@@ -137,8 +137,8 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         self._pace(start)
         if start:
             self._put_first(start)
-        away, done = self.swapper.absences.away, self.processed_step_seq
-        stay = [r for name, r in self._parked.items() if name in away or r.last_sched_seq > done]
+        away = self.swapper.absences.away
+        stay = [r for name, r in self._parked.items() if name in away or self._in_flight(r)]
         if self._reserved:
             known = {*start, *(r.request_id for r in stay)}
             stay += [r for r in self.waiting if r.request_id not in known]

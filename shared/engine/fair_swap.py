@@ -134,10 +134,7 @@ class Swapper:
             return True
         if self._quota.lost or not self.absences.may_come(request_id):
             return False
-        if not self._may_be_here(swap, spare):
-            self._pages.refill(len(swap.blocks) + spare)
-            return False
-        for position, block in list(swap.blocks.items()):
+        for position, block in list(swap.blocks.items()) if self._may_be_here(swap, spare) else ():
             cached = self._pages.get_cached_block(block.block_hash, [GROUP])
             if cached is not None:  # somebody else computed it, or brought it
                 self._pages.touch(cached)

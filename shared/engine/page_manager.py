@@ -104,7 +104,7 @@ class PageKVCacheManager(KVCacheManager):
 
     def _has_slots(self, request: Request, num_new_tokens: int, num_lookahead_tokens: int) -> bool:
         """Whether a running request computes its next tokens in blocks that it has, and fills none: vLLM's allocation
-        then changes nothing. So it is with nearly every token of an answer, at a tenth of what vLLM takes to find out.
+        then changes nothing. So it is with nearly every token of an answer, and vLLM's way takes longer to find out.
         """
         if request.status is not RequestStatus.RUNNING or not self._is_plain:
             return False

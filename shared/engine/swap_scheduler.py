@@ -59,7 +59,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         )  # fmt: skip
 
     def _is_here(self, request: Request) -> bool:
-        return request.request_id not in self.swapper.absences.away
+        return self.swapper.absences.is_here(request.request_id)
 
     def _swap(self, start: list[str]) -> list[str]:
         """Carry a plan out for those whose blocks are not all here. Returns: who may start in this step."""

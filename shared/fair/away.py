@@ -94,9 +94,8 @@ class Absences:
     """Of one engine. Args of its methods: `now_s` of one clock."""
 
     def __init__(self) -> None:
-        self.away: dict[
-            str, int
-        ] = {}  # by request that is not wholly here: blocks that have to come before it runs
+        # by request that is not wholly here: blocks that have to come before it runs
+        self.away: dict[str, int] = {}
         self.num_leaving = 0  # blocks whose pages may come free soon
         self.num_coming = 0  # blocks for which pages were given
         self._changed: set[str] = set()  # requests of which `away` changed

@@ -11,14 +11,13 @@ that every wait is bounded.
 Where all requests fit, and where moving pages would cost too much, the order is that of arrival and nobody is parked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
 from shared.fair.accounts import Account, Accounts
 from shared.fair.rules import FairRules, Room, switch_share
 
-WAITS = 1 << 62  # in the order of equals: more than requests ever come
 FORGIVE_AFTER = 8  # times patience_slices: far longer than engines take to hear of each other
 
 
@@ -46,7 +45,6 @@ class FairSlices:
 
     def __init__(self, rules: FairRules) -> None:
         self.rules = rules
-        self.order_key = _order_key(rules)  # of an account: see there
         self.accounts = Accounts()
         self.slice = 0  # plans so far
         self._steps_left = 0
@@ -255,14 +253,18 @@ class FairSlices:
         """However much it was served elsewhere, it is not to wait without end here."""
         return self.slice - self.accounts.tenants[tenant].ran_at > self.rules.patience_slices
 
+    def order_key(self, account: Account) -> tuple[float, bool, int]:
+        """Least served first; a running request keeps its slot against its equals. In units of several tokens: whoever
+        came first, so that slots change hands only where somebody is a whole unit ahead.
+        """
+        held = self.rules.hysteresis_tokens if account.running else 0
+        if self.rules.has_units:
+            return (account.virtual - held) // self.rules.quantum_tokens, False, account.arrival
+        return account.virtual - held, not account.running, account.arrival
+
     def is_overdue(self, account: Account) -> bool:
         """It has waited so long that it goes first."""
-        return account.waiting_since < self.overdue_since and not account.running
-
-    @property
-    def overdue_since(self) -> int:
-        """Who has waited since before this slice is."""
-        return self.slice - self.rules.patience_slices
+        return not account.running and self.slice - account.waiting_since > self.rules.patience_slices
 
 
 class _Queue:
@@ -284,12 +286,11 @@ class _Queue:
     def sort(self, slices: FairSlices) -> None:
         """The last of each list comes first: pop() is cheap."""
         self.first_arrival = min(a.arrival for a in self._all)
-        latest = slices.overdue_since
         for account in sorted(self._all, key=slices.order_key, reverse=True):
-            if account.waiting_since < latest and not account.running:
+            if slices.is_overdue(account):
                 self.overdue.append(account)
             else:
-                (self.prefill if account.prompt_left > 0 else self.decode).append(account)
+                (self.prefill if account.in_prefill else self.decode).append(account)
         self.overdue.sort(key=lambda a: (a.waiting_since, a.arrival), reverse=True)
 
     def pop(self, *, prefill_first: bool) -> Account:
@@ -302,13 +303,3 @@ class _Queue:
 
 def _by_arrival(accounts: Sequence[Account]) -> list[Account]:
     return sorted(accounts, key=lambda a: a.arrival)
-
-
-def _order_key(rules: FairRules) -> Callable[[Account], tuple[float, int]]:
-    """Least served first; a running request keeps its slot against its equals. In units of several tokens: whoever
-    came first, so that slots change hands only where somebody is a whole unit ahead.
-    """
-    held, unit = rules.hysteresis_tokens, rules.quantum_tokens
-    if rules.has_units:
-        return lambda a: ((a.virtual - held if a.running else a.virtual) // unit, a.arrival)
-    return lambda a: (a.virtual - held, a.arrival) if a.running else (a.virtual, a.arrival + WAITS)
