@@ -25,7 +25,8 @@ from vllm.v1.request import Request
 
 from shared.engine.far_tables import runs
 from shared.engine.page_pool import SEALED
-from shared.engine.page_scheduler import EXIT_MEMORY_LOST, PageSchedulerMixin
+from shared.engine.page_scheduler import PageSchedulerMixin
+from shared.engine.pool_watch import EXIT_MEMORY_LOST
 from shared.fair.far import MAX_ASKED, PATIENCE_S, Candidate, FarBook, Moved, choose
 from shared.ids import BlockHash
 from shared.kv.words import u32_list

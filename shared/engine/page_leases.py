@@ -63,8 +63,8 @@ class PageLeases:
 
     def unlease(self: Any, blocks: Sequence[KVCacheBlock]) -> None:
         """The request is over, with the steps that it was in, and may_unlease(). Then release the lease."""
-        kinds, counts, cache = self.kinds, self.lease_counts, self.cached_block_hash_to_block
-        others = self.cached_block_hashes_by_block
+        kinds, counts = self.kinds, self.lease_counts
+        last: list[KVCacheBlock] = []
         rest: list[KVCacheBlock] = []
         for block in reversed(blocks):
             block_id = block.block_id
@@ -73,17 +73,30 @@ class PageLeases:
                 counts[block_id] = left
             else:
                 del counts[block_id]
-            key = block.block_hash
-            is_last = block.ref_cnt == 1 and kinds[block_id] == LEASED
-            if not is_last or key is None or block_id in others or self.metrics_collector:
+            if block.ref_cnt != 1 or kinds[block_id] != LEASED:
                 rest.append(block)
                 continue
             block.ref_cnt = 0
             kinds[block_id] = UNKNOWN
-            block.reset_hash()
-            if cache.pop(key, block_id) is not None:
-                self.removed.append(BlockHash(get_block_hash(key)))
+            last.append(block)
+        self.uncache(last)
         self.free_blocks(rest)
+
+    def uncache(self: Any, blocks: Sequence[KVCacheBlock]) -> None:
+        """As vLLM's _maybe_evict_cached_block() of each. Cost: a third of that."""
+        cache, others, removed = (
+            self.cached_block_hash_to_block,
+            self.cached_block_hashes_by_block,
+            self.removed,
+        )
+        for block in blocks:
+            key = block.block_hash
+            if key is None or block.block_id in others or self.metrics_collector:
+                self._maybe_evict_cached_block(block)
+                continue
+            block.reset_hash()
+            if cache.pop(key, block.block_id) is not None:
+                removed.append(BlockHash(get_block_hash(key)))
 
     def get_cached_block(
         self: Any, block_hash: BlockHash, kv_cache_group_ids: list[int]

@@ -32,6 +32,7 @@ from shared.kv.words import u32_bytes, u64_bytes
 from shared.mempool.page_quota import Owned, PageQuota, SealedPage
 from shared.wire.mempool import HeldLease, Holding
 
+EVICT_PART = 256  # blocks that the mempool hears of at once: it takes their pages while the next are dropped
 EXPECT_S = 0.02  # the mempool replaces an unpinned page in a fraction of this, if it does at all
 
 
@@ -143,18 +144,21 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
 
     def _evict(self, count: int, *, is_replaced: bool = True) -> None:
         """Drop cached blocks that no request uses; the mempool gets their pages back."""
-        let_go: list[KVCacheBlock] = []
-        for _ in range(min(count, self.free_block_queue.num_free_blocks)):
-            block = self.free_block_queue.popleft()
-            self._maybe_evict_cached_block(block)
-            if (
-                self.kinds[block.block_id] == WRITING
-            ):  # its seal was not sent: the page is still ours to write
-                self._cancel_seal(block)
-                self._to_stock(block)
-            else:
-                let_go.append(block)
-        self._let_go(let_go, is_replaced=is_replaced)
+        left = min(count, self.free_block_queue.num_free_blocks)
+        while left > 0:
+            blocks = self.free_block_queue.popleft_n(min(left, EVICT_PART))
+            left -= len(blocks)
+            self.uncache(blocks)
+            let_go: list[KVCacheBlock] = []
+            for block in blocks:
+                if (
+                    self.kinds[block.block_id] == WRITING
+                ):  # its seal was not sent: the page is still ours to write
+                    self._cancel_seal(block)
+                    self._to_stock(block)
+                else:
+                    let_go.append(block)
+            self._let_go(let_go, is_replaced=is_replaced)
 
     def _forget(self, blocks: list[KVCacheBlock]) -> None:
         for block in blocks:

@@ -8,7 +8,6 @@ memory exists.
 
 import functools
 import logging
-import os
 import threading
 import time
 from collections import OrderedDict, deque
@@ -32,24 +31,21 @@ from shared.engine.lease_stalls import LeaseStalls
 from shared.engine.page_manager import LeasedTail, PageKVCacheManager
 from shared.engine.page_pool import LEASED, PageBlockPool
 from shared.engine.page_room import note_answer
+from shared.engine.pool_watch import PoolWatch
 from shared.engine.preempt_times import note_preempted, preempted_ns
 from shared.engine.vllm_setup import die_with_parent
-from shared.errors import ResourceError, SettingsError
+from shared.errors import SettingsError
 from shared.ids import BlockHash, HandoffId, InstanceId, LeaseId
 from shared.kv.block_hash import chain_seed, hash_blocks, hash_tail, pack_tokens, split_hashes
 from shared.kv.layout import EngineDescription, num_blocks
-from shared.kv.words import u32_bytes, u32_list, u64_bytes, u64_list
+from shared.kv.words import u32_list, u64_list
 from shared.mempool.page_quota import PageQuota, SealedPage
-from shared.mempool.slab_unmaps import IDLE_S
 from shared.room.answers import AnswerLengths
-from shared.wire.mempool import HeldLease
 
 logger = logging.getLogger(__name__)
 
 EXTRA_ARGS_KEY = "quire"  # in SamplingParams.extra_args
 STOCK_STEPS = 2  # the stock is kept at what so many of the largest steps can take
-REATTACH_INTERVAL_S = 0.05
-EXIT_MEMORY_LOST = 3  # of the engine core: the worker's front sees it die and starts anew
 MAX_SEEN_LEASES = 65_536
 
 
@@ -90,7 +86,7 @@ class LeaseUse(NamedTuple):
 NO_USE = LeaseUse(0, 0, 0)
 
 
-class PageSchedulerMixin:
+class PageSchedulerMixin(PoolWatch):
     """Leases, seals, hand-offs and receipts around vLLM's scheduling."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -142,47 +138,6 @@ class PageSchedulerMixin:
         self.answers = AnswerLengths()
         self._block_bytes = description.block_bytes
         self._watch_pool()
-
-    # -- a mempool that was lost ----------------------------------------------------------------------
-
-    def _watch_pool(self) -> None:
-        threading.Thread(target=self._stay_attached, name="quire-reattach", daemon=True).start()
-
-    def _stay_attached(self) -> None:
-        """Whether this engine is busy or idle: hear what the mempool asks for, and whether it is there."""
-        while not self.quota.closed:
-            asked = self.quota.wait_asked(REATTACH_INTERVAL_S)
-            if self.quota.lost:
-                time.sleep(REATTACH_INTERVAL_S)
-            idle_s = time.monotonic() - self._stepped_s
-            if asked and (idle_s >= IDLE_S or self.quota.lost):
-                self._answer_pool()
-            elif asked:  # two threads that share an interpreter: steps would take longer
-                time.sleep(IDLE_S - idle_s)
-
-    def _answer_pool(self) -> None:
-        """Give back what the mempool asks for; when it is lost, report to its successor. Meanwhile the stock serves."""
-        with self._turn:
-            self.pages.absorb()
-            if not self.quota.lost:
-                return
-            leases = [self._held_lease(lease_id, blocks) for lease_id, blocks in self._all_leases()]
-            try:
-                if self.quota.reattach(self.pages.holding(leases)):
-                    logger.warning("attached to the mempool's successor with all pages")
-            except ResourceError as error:
-                logger.critical("the engine must begin anew: %s", error.message)
-                os._exit(EXIT_MEMORY_LOST)
-
-    def _all_leases(self) -> list[tuple[LeaseId, list[KVCacheBlock]]]:
-        ended = [(lease_id, blocks) for _, lease_id, blocks in self._ended_leases]
-        return [*self.leases.values(), *ended]
-
-    def _held_lease(self, lease_id: LeaseId, blocks: list[KVCacheBlock]) -> HeldLease:
-        owned = [self.pages.own(block) for block in blocks]
-        return HeldLease(
-            lease_id=lease_id, pages=u32_bytes(p for p, _ in owned), epochs=u64_bytes(e for _, e in owned)
-        )
 
     def _on_cache_event(self, kind: str, hashes: list[BlockHash]) -> None:
         if self._events is not None:

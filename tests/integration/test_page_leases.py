@@ -10,8 +10,9 @@ pytest.importorskip("vllm")
 
 from vllm.v1.core.block_pool import BlockPool
 
+from shared.engine import page_pool
 from shared.engine.page_pool import PageBlockPool
-from shared.engine.page_swaps import LEASED, UNKNOWN
+from shared.engine.page_swaps import LEASED, SEALED, UNKNOWN
 from shared.ids import BlockHash
 
 NUM_BLOCKS, BLOCK_TOKENS = 64, 32
@@ -25,7 +26,26 @@ class Quota:
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter()
 
+        self.unpinned: list[list[tuple[int, int]]] = []
+        self.shrink = 0
+
     def unpin(self, pages: list) -> None:
+        self.unpinned.append(list(pages))
+
+    def take_granted(self) -> list:
+        return []
+
+    def take_shrink(self) -> int:
+        count, self.shrink = self.shrink, 0
+        return count
+
+    def take_uncache(self) -> int:
+        return 0
+
+    def take_vacates(self) -> tuple[list, list]:
+        return [], []
+
+    def give_back(self, pages: list) -> None:
         assert not pages
 
 
@@ -92,3 +112,45 @@ def test_a_lease_takes_no_call_of_vllms_for_each_block(pool, monkeypatch):
         monkeypatch.setattr(pool, name, never)
     pool.unlease(pool.lease(PAGES, EPOCHS, HASHES))
     assert found(pool) == []
+
+
+def cached(pool: PageBlockPool) -> None:
+    """This engine's own sealed blocks, which no request uses."""
+    blocks = pool.lease(PAGES, EPOCHS, HASHES)
+    for block in blocks:
+        block.ref_cnt = 0
+        pool.kinds[block.block_id] = SEALED
+    pool.lease_counts.clear()
+    pool.num_owned = len(blocks)
+    pool.free_block_queue.append_n(blocks)
+
+
+def test_the_mempool_hears_of_pages_that_it_asked_for_while_the_next_blocks_are_dropped(
+    pool, said, monkeypatch
+):
+    monkeypatch.setattr(page_pool, "EVICT_PART", 3)
+    cached(pool)
+    pool.quota.shrink = 7
+    pool.absorb()
+    assert [[page for page, _ in part] for part in pool.quota.unpinned] == [PAGES[:3], PAGES[3:6], PAGES[6:7]]
+    assert said == [("removed", HASHES[:3]), ("removed", HASHES[3:6]), ("removed", HASHES[6:7])]
+    assert found(pool) == [PAGES[7] + 1]
+    assert (pool.num_owned, pool.num_expected) == (1, 0)
+
+
+def test_blocks_leave_the_cache_as_by_vllm_without_a_call_of_its_for_each(pool, said, monkeypatch):
+    cached(pool)
+    twice = pool.blocks[1]  # another block of the same hash stays
+    pool.cached_block_hash_to_block.insert(pool.blocks[PAGES[2] + 1].block_hash, twice)
+    by_vllm = pool.blocks[PAGES[4] + 1]  # which knows it under two hashes
+    pool.cached_block_hashes_by_block[by_vllm.block_id] = []
+    pool.blocks[PAGES[5] + 1].reset_hash()
+    calls: list[int] = []
+    vllms = pool._maybe_evict_cached_block
+    monkeypatch.setattr(pool, "_maybe_evict_cached_block", lambda b: calls.append(b.block_id) or vllms(b))
+    pool.uncache([pool.blocks[page + 1] for page in PAGES])
+    pool.tell_removed()
+    assert calls == [PAGES[4] + 1, PAGES[5] + 1]
+    assert all(pool.blocks[page + 1].block_hash is None for page in PAGES)
+    assert said == [("removed", [HASHES[i] for i in (0, 1, 2, 3, 4, 6, 7)])]
+    assert pool.get_cached_block(HASHES[2], [0]) == [twice]

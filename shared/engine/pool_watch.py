@@ -1,0 +1,85 @@
+"""What an engine's scheduler does between its steps for the mempool: hear what it asks for, and whether it is there.
+
+A thread of its own beside the engine core's, which waits for requests where there are none.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from shared.engine.page_pool import PageBlockPool
+from shared.errors import ResourceError
+from shared.ids import LeaseId
+from shared.kv.words import u32_bytes, u64_bytes
+from shared.mempool.page_quota import PageQuota
+from shared.mempool.slab_unmaps import IDLE_S
+from shared.wire.mempool import HeldLease
+
+logger = logging.getLogger(__name__)
+
+REATTACH_INTERVAL_S = 0.05
+ASKED_NAP_S = 0.002  # between looks at whether what the pool asks for may be answered beside the steps
+EXIT_MEMORY_LOST = 3  # of the engine core: the worker's front sees it die and starts anew
+
+
+class PoolWatch:
+    """Part of PageSchedulerMixin, which sets the fields."""
+
+    quota: PageQuota
+    pages: PageBlockPool
+    requests: Mapping[str, Any]  # vLLM's: all that have not ended
+    leases: Mapping[str, tuple[LeaseId, list[KVCacheBlock]]]
+    _ended_leases: deque[tuple[int, LeaseId, list[KVCacheBlock]]]
+    _turn: threading.RLock  # where pages change hands
+    _stepped_s: float  # when the last step was scheduled, time.monotonic()
+
+    def _watch_pool(self) -> None:
+        threading.Thread(target=self._stay_attached, name="quire-reattach", daemon=True).start()
+
+    def _stay_attached(self) -> None:
+        """Whether this engine is busy or idle: hear what the mempool asks for, and whether it is there."""
+        while not self.quota.closed:
+            asked = self.quota.wait_asked(REATTACH_INTERVAL_S)
+            if self.quota.lost:
+                time.sleep(REATTACH_INTERVAL_S)
+            if asked and (self._is_idle() or self.quota.lost):
+                self._answer_pool()
+            elif asked:  # two threads that share an interpreter: steps would take longer
+                time.sleep(ASKED_NAP_S)
+
+    def _is_idle(self) -> bool:
+        """Whether no step minds who has the interpreter: there is no request, or none has got a step for a while.
+
+        Who asks for pages is a reader that waits, often of the next request of a conversation: not a moment later.
+        """
+        return not self.requests or time.monotonic() - self._stepped_s >= IDLE_S
+
+    def _answer_pool(self) -> None:
+        """Give back what the mempool asks for; when it is lost, report to its successor. Meanwhile the stock serves."""
+        with self._turn:
+            self.pages.absorb()
+            if not self.quota.lost:
+                return
+            leases = [self._held_lease(lease_id, blocks) for lease_id, blocks in self._all_leases()]
+            try:
+                if self.quota.reattach(self.pages.holding(leases)):
+                    logger.warning("attached to the mempool's successor with all pages")
+            except ResourceError as error:
+                logger.critical("the engine must begin anew: %s", error.message)
+                os._exit(EXIT_MEMORY_LOST)
+
+    def _all_leases(self) -> list[tuple[LeaseId, list[KVCacheBlock]]]:
+        ended = [(lease_id, blocks) for _, lease_id, blocks in self._ended_leases]
+        return [*self.leases.values(), *ended]
+
+    def _held_lease(self, lease_id: LeaseId, blocks: list[KVCacheBlock]) -> HeldLease:
+        owned = [self.pages.own(block) for block in blocks]
+        return HeldLease(
+            lease_id=lease_id, pages=u32_bytes(p for p, _ in owned), epochs=u64_bytes(e for _, e in owned)
+        )

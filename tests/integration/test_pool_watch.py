@@ -1,0 +1,53 @@
+"""When an engine answers what the mempool asks for between its steps: a reader waits for the pages."""
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from shared.engine.pool_watch import PoolWatch
+from shared.mempool.slab_unmaps import IDLE_S
+
+PATIENCE_S = 10.0
+
+
+class Watch(PoolWatch):
+    """Asked for pages until it answers; its next step is always due."""
+
+    def __init__(self) -> None:
+        self.answered = threading.Event()
+        self.looked = threading.Event()
+        self.requests: dict[str, Any] = {"one": object()}
+        self._stepped_s = time.monotonic() + 3_600
+        self.quota = SimpleNamespace(closed=False, lost=False, wait_asked=self.wait_asked)  # type: ignore[assignment]
+
+    def wait_asked(self, timeout_s: float) -> bool:
+        self.looked.set()
+        return True
+
+    def _answer_pool(self) -> None:
+        self.quota.closed = True
+        self.answered.set()
+
+
+def test_an_engine_without_requests_gives_pages_back_however_recent_its_last_step():
+    watch = Watch()
+    thread = threading.Thread(target=watch._stay_attached)
+    thread.start()
+    assert watch.looked.wait(PATIENCE_S)
+    assert not watch.answered.is_set()
+    watch.requests = {}
+    assert watch.answered.wait(PATIENCE_S)
+    thread.join(PATIENCE_S)
+
+
+def test_one_with_requests_does_so_in_its_steps_unless_it_has_got_none_for_a_while():
+    watch = Watch()
+    watch._stepped_s = time.monotonic()
+    assert not watch._is_idle()
+    watch._stepped_s -= 2 * IDLE_S
+    assert watch._is_idle()
