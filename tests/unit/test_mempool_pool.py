@@ -8,7 +8,7 @@ from shared.ids import Epoch
 from shared.kv.page import PageState, sealed_word
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire import mempool as wire
-from tests.unit.mempool_harness import DESCRIPTION, PAGE_BYTES, Harness, chain
+from tests.unit.mempool_harness import DESCRIPTION, PAGE_BYTES, Harness, chain, page_lists
 
 
 def test_first_engine_creates_the_memory_and_gets_its_quota():
@@ -155,6 +155,22 @@ def test_stale_messages_are_counted_and_change_nothing():
     pool.seal(1, [(page, epoch)], chain("b"))
     assert pool.counts() == {"granted": 3, "sealed": 1}
     assert pool.pool.counters["messages_stale"] == 9
+
+
+@pytest.mark.parametrize("kind", [wire.Writing, wire.GiveBack, wire.Unpin])
+def test_of_a_page_that_is_named_twice_the_second_word_is_stale(kind):
+    pool = Harness(4)
+    pool.engine(1, quota=3, works_in_pages=True)
+    pages = pool.take(1, 3)
+    if kind is wire.Unpin:
+        pool.write(1, pages)
+        pool.seal(1, pages, chain("a", "b", "c"))
+    before = sum(pool.counts().values())
+    pool.say(1, kind(**page_lists([pages[0], pages[1], pages[0], (pages[2][0], 1)])))
+    assert pool.pool.counters["messages_stale"] == 2
+    assert sum(pool.counts().values()) == before == 4
+    (engine,) = pool.pool.memory.engines.attached.values()
+    assert pages[2][0] in engine.held | engine.pinned.keys()
 
 
 def test_page_given_back_gets_a_larger_epoch_before_anyone_else_has_it():

@@ -269,3 +269,38 @@ def test_room_that_a_swap_out_makes_serves_a_swap_in_that_waits():
     rig.slow.index.pin(rig.slow.index.prefix(old))
     rig.bring(old)
     assert rig.done[-1].entries == [None, None], "nothing can leave, so nobody waits"
+
+
+def test_at_once_no_more_is_evicted_than_is_wanted_beyond_what_is_leaving():
+    rig = Rig(8, 8, TierLimits(0, 0, max_pages_per_copy=2, max_pages_in_flight=2))
+    rig.seal(*"abcdefgh")
+    assert rig.tiers.leave(5, rig.now_ms)
+    rig.tick()
+    assert [len(copy.target_pages) for copy in rig.copies] == [2]
+    assert (rig.fast.num_free, rig.tiers.counters["blocks_evicted"]) == (3, 3)
+    assert not rig.tiers.leave(2, rig.now_ms)  # as many are on their way
+    assert rig.fast.num_free == 3
+
+
+def test_blocks_that_leave_without_a_copy_are_used_in_host_memory_as_the_path_that_they_are():
+    rig = Rig(6, 8)
+    hashes = rig.seal(*"abcdef")
+    other = rig.seal("x", "y", space=rig.slow)
+    rig.seal(*"abcdef", space=rig.slow)
+    rig.slow.index.prefix(other)  # used later than the others
+    assert rig.tiers.leave(5, rig.now_ms)
+    assert rig.fast.num_free == 5
+    assert rig.slow.index.num_branches == 2
+    assert [rig.slow.evict().block_hash for _ in range(2)] == other[::-1]
+    assert len(rig.slow.index.prefix(hashes)) == 6
+
+
+def test_a_swap_is_told_of_each_block_that_is_there_also_where_they_are_no_path():
+    rig = Rig(6, 8)
+    hashes = rig.seal(*"abc")
+    pages, _ = rig.slow.take(3)
+    for block_hash, page in zip(hashes, pages, strict=True):
+        rig.slow.seal(rig.slow.index.insert_path(SEED, [block_hash], [page], 16))
+    rig.out(3)
+    assert not rig.copies
+    assert {entry.block_hash for entry in rig.done[0].entries} == set(hashes)

@@ -357,9 +357,9 @@ class Attachments:
                 break
 
     def _free_entries(self, entries: list[Entry]) -> None:
-        for entry in entries:
+        if entries:
             assert self.memory is not None
-            self.memory.table.free(entry.page, PageEvent.RETIRE)
+            self.memory.table.free_all([entry.page for entry in entries], PageEvent.RETIRE)
 
     def note(self, entry: Entry) -> None:
         """For a successor: what the page holds under its epoch of now. In the same event it may get another."""

@@ -81,7 +81,7 @@ class Dram:
                 continue
             self.tiers[pool.number] = Tiers(
                 _own(pool), _own(dram), self._tier_limits(pool),
-                partial(self._is_elsewhere, pool), partial(self._ask_unpin, pool), partial(self._borrowed, pool),
+                partial(self._elsewhere, pool), partial(self._ask_unpin, pool), partial(self._borrowed, pool),
             )  # fmt: skip
             if not pool.memory.is_loan:
                 pool.outlet = partial(self._make_room, pool)
@@ -123,12 +123,9 @@ class Dram:
             ask_ms=self._limits.pull_patience_ms,
         )
 
-    def _is_elsewhere(self, pool: Pool, block_hash: BlockHash) -> bool:
-        return any(
-            block_hash in other.index
-            for other in self._pools.values()
-            if other is not pool and other.shares_content(pool)
-        )
+    def _elsewhere(self, pool: Pool) -> Callable[[BlockHash], bool]:
+        others = [p.index.hashes for p in self._pools.values() if p is not pool and p.shares_content(pool)]
+        return lambda block_hash: any(block_hash in hashes for hashes in others)
 
     def _borrowed(self, pool: Pool) -> Sequence[OwnPages]:
         found = [self._pools[number] for number in self.borrowed(pool.number)]

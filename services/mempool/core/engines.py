@@ -9,7 +9,7 @@ nobody writes or reads its pages any more.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.mempool.core.entry import Entry
@@ -133,6 +133,8 @@ class Engines:
         """
         granted: dict[int, list[tuple[PageId, Epoch]]] = {}
         asking = [e for e in self.attached.values() if e.demand > 0]
+        if len(asking) == 1:
+            return self._serve_one(asking[0], make_room)
         while asking := [e for e in asking if e.demand > 0 and e.num_pages < self.cap(e)]:
             got = self._table.grant()
             if got is None:
@@ -144,6 +146,20 @@ class Engines:
             engine.demand -= 1
             granted.setdefault(engine.connection, []).append(got)
         return granted
+
+    def _serve_one(
+        self, engine: Engine, make_room: Callable[[], bool]
+    ) -> dict[int, list[tuple[PageId, Epoch]]]:
+        """As serve(), where only this one asks. Cost: a tenth for each page."""
+        granted: list[tuple[PageId, Epoch]] = []
+        while (count := min(engine.demand, self.cap(engine) - engine.num_pages)) > 0:
+            pages, epochs = self._table.grant_many(count)
+            engine.held.update(pages)
+            engine.demand -= len(pages)
+            granted += zip(pages, epochs, strict=True)
+            if len(pages) < count and not make_room():
+                break
+        return {engine.connection: granted} if granted else {}
 
     def num_lacking(self) -> int:
         """Pages that serve() would grant if they were free."""
@@ -162,17 +178,23 @@ class Engines:
         else:
             self._index.pin([entry])
 
-    def unpin(self, engine: Engine, page: PageId) -> None:
-        """The engine uses this sealed page no more. Unindexed, it is free."""
-        self._end_pin(page, engine.pinned.pop(page))
-        engine.demand += 1
+    def unpin_all(self, engine: Engine, pages: Sequence[PageId]) -> None:
+        """The engine uses these sealed pages no more. Unindexed ones are free."""
+        entries = [engine.pinned.pop(page) for page in pages]
+        for page, entry in zip(pages, entries, strict=True):
+            if entry.branch is None:
+                self._end_pin(page, entry)
+        self._index.unpin(entry for entry in entries if entry.branch is not None)
+        engine.demand += len(pages)
 
-    def give_back(self, engine: Engine, page: PageId) -> None:
-        """The engine has not written this page, or writes it no more."""
-        engine.held.remove(page)
-        self._table.free(page, PageEvent.GIVE_BACK)
+    def give_back_all(self, engine: Engine, pages: Sequence[PageId]) -> None:
+        """The engine has not written these pages of its own, or writes them no more."""
+        engine.held.difference_update(pages)
+        states = self._table.states
+        for state in set(map(states.__getitem__, pages)):
+            self._table.free_all([page for page in pages if states[page] == state], PageEvent.GIVE_BACK)
         if engine.works_in_pages:  # its share is filled up without asking
-            engine.demand += 1
+            engine.demand += len(pages)
 
     def lose(self, connection: int) -> Engine | None:
         """The connection ended, the processes perhaps not: its pages wait for proof of their death."""

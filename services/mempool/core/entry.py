@@ -1,5 +1,6 @@
 """One sealed page in an index, and the stretch of consecutive blocks that it belongs to. No I/O."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shared.ids import BlockHash, PageId
@@ -23,6 +24,10 @@ class Entry:
         """Tick of the index, not time; of a block with successors perhaps too small, never too large."""
         return self.branch.last_used if self.branch is not None else 0
 
+    def at(self, page: PageId) -> "Entry":
+        """The same block in another page."""
+        return Entry(self.block_hash, self.parent, page, self.valid_tokens, self.checksum)
+
 
 class Branch:
     """Consecutive blocks; entries[i].position == start + i. `below`: branches that continue it at its end."""
@@ -43,3 +48,12 @@ class Branch:
         if not self.entries or self.leaving or self.entries[-1].pins:
             return False
         return all(below.leaving for below in self.below)
+
+
+def runs_of(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
+    """Stretches of blocks that follow each other."""
+    first = 0
+    for i in range(1, len(entries) + 1):
+        if i == len(entries) or entries[i].parent != entries[i - 1].block_hash:
+            yield entries[first:i]
+            first = i

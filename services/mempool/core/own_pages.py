@@ -6,7 +6,7 @@ free -> granted (take) -> writing -> sealed (seal), or back (give_up); sealed ->
 
 from collections.abc import Callable, Iterable, Sequence
 
-from services.mempool.core.entry import Entry
+from services.mempool.core.entry import Entry, runs_of
 from services.mempool.core.page_state import PageEvent
 from services.mempool.core.page_table import PageTable
 from services.mempool.core.radix import Index
@@ -81,6 +81,17 @@ class OwnPages:
         for entry in sealed:
             self._note(entry)
 
+    def take_in(self, entries: Sequence[Entry]) -> list[Entry]:
+        """The bytes of these pages are complete: index them. A page whose block came otherwise meanwhile is free again.
+
+        Returns: what is indexed now of these blocks, by whichever page.
+        """
+        here = self.index.insert_all(entries)
+        pairs = list(zip(entries, here, strict=True))
+        self.seal([entry for entry, known in pairs if known is entry])
+        self.give_up([entry.page for entry, known in pairs if known is not entry])
+        return here
+
     def give_up(self, pages: Iterable[PageId]) -> None:
         """Granted or written pages, never sealed, that nobody can write any more: free."""
         for page in pages:
@@ -88,8 +99,7 @@ class OwnPages:
 
     def retire(self, entries: Sequence[Entry]) -> None:
         """Entries that have left the index: their pages are free."""
-        for entry in entries:
-            self.table.free(entry.page, PageEvent.RETIRE)
+        self.table.free_all([entry.page for entry in entries], PageEvent.RETIRE)
 
     def lose(self, pages: Iterable[PageId]) -> None:
         """Their holder is gone and may still write them: quarantine."""
@@ -100,6 +110,26 @@ class OwnPages:
         """The holder of lost pages is proven dead: free."""
         for page in pages:
             self.table.free(page, PageEvent.HOLDER_DEAD)
+
+    def used(self, blocks: Sequence[Entry]) -> list[Entry]:
+        """What there is of these blocks, which another space had, marked as just used. Cost: least where each follows
+        the one before: using blocks one by one cuts the tree between them."""
+        here = [entry for entry in blocks if entry.block_hash in self.index]
+        found: list[Entry] = []
+        for run in runs_of(here):
+            while run:
+                path = self.index.prefix([entry.block_hash for entry in run])
+                found += path
+                run = run[len(path) :]
+        return found
+
+    def evict_some(self, count: int) -> list[Entry]:
+        """Free the pages of up to `count` blocks, as evict() of each."""
+        gone: list[Entry] = []
+        while len(gone) < count and (entry := self.index.evict()) is not None:
+            gone.append(entry)
+        self.retire(gone)
+        return gone
 
     def evict(self) -> Entry | None:
         """Free the page of the coldest leaf; its entry. None when everything is pinned."""

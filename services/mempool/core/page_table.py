@@ -89,21 +89,29 @@ class PageTable:
         Raises: InvariantBroken when they are in several states, or in one that has no such event.
         Cost: a quarter of apply() for each.
         """
-        if not pages:
-            return
-        found = {self.states[page] for page in pages}
+        if pages:
+            assert self._step(pages, event) is not _FREE
+            self._note(pages)
+
+    def _step(self, pages: Sequence[PageId], event: PageEvent) -> PageState:
+        """The states and their counts, for pages as apply_all() takes them, one at least. The new state."""
+        states = self.states
+        found = set(map(states.__getitem__, pages))
         if len(found) != 1:
             raise InvariantBroken(f"{event} for pages in {len(found)} states")
         old = found.pop()
         new = next_state(old, event)
-        assert new is not _FREE
         assert len(set(pages)) == len(pages), "a page is named twice"
         for page in pages:
-            self.states[page] = new
+            states[page] = new
         self.counts[old] -= len(pages)
         self.counts[new] += len(pages)
-        epochs = self.epochs
-        self._words += [(page, epochs[page] << 8 | new) for page in pages]
+        return new
+
+    def _note(self, pages: Sequence[PageId]) -> None:
+        """Their words of now, all in the state of the first."""
+        epochs, state = self.epochs, self.states[pages[0]]
+        self._words += [(page, epochs[page] << 8 | state) for page in pages]
 
     def grant(self) -> tuple[PageId, Epoch] | None:
         """A free page becomes granted; None when there is none."""
@@ -148,6 +156,20 @@ class PageTable:
         """
         self.apply(page, event)
         self.apply(page, PageEvent.DRAINED)
+
+    def free_all(self, pages: Sequence[PageId], event: PageEvent) -> None:
+        """As free() of each; pages as apply_all() takes them. Cost: a quarter of free() for each."""
+        if not self.reserved.isdisjoint(pages):
+            for page in pages:
+                self.free(page, event)
+        elif pages:
+            self._step(pages, event)
+            self._note(pages)
+            self._step(pages, PageEvent.DRAINED)
+            for page in pages:
+                self.epochs[page] += 1
+            self._note(pages)
+            self._warm += pages
 
     @property
     def num_present(self) -> int:

@@ -139,23 +139,26 @@ class Pool(Lifetimes):
     def _on_pages(
         self, memory: Memory, engine: Engine, message: wire.Writing | wire.GiveBack | wire.Unpin
     ) -> None:
-        for page, epoch in self._pages(message):
-            if isinstance(message, wire.Writing):
-                if self._own(engine, page, epoch, PageState.GRANTED):
-                    memory.table.apply(page, PageEvent.WRITE)
-            elif isinstance(message, wire.GiveBack):
-                if self._own(engine, page, epoch):
-                    memory.engines.give_back(engine, page)
-            elif page in engine.pinned and memory.table.epochs[page] == epoch:
-                memory.engines.unpin(engine, page)
-            else:
-                self.counters["messages_stale"] += 1
+        """Of a page that is named twice the second word is stale, as of one that is not the engine's."""
+        named = self._pages(message)
+        epochs, states = memory.table.epochs, memory.table.states
+        mine = engine.pinned if isinstance(message, wire.Unpin) else engine.held
+        pages = list(dict.fromkeys(page for page, epoch in named if page in mine and epochs[page] == epoch))
+        if isinstance(message, wire.Unpin):
+            memory.engines.unpin_all(engine, pages)
+        elif isinstance(message, wire.GiveBack):
+            memory.engines.give_back_all(engine, pages)
+        else:
+            pages = [page for page in pages if states[page] == PageState.GRANTED]
+            memory.table.apply_all(pages, PageEvent.WRITE)
+        self.counters["messages_stale"] += len(named) - len(pages)
 
     def _on_sealed(self, memory: Memory, engine: Engine, message: wire.Sealed) -> None:
         for block in parse.sealed(message, memory.block_tokens, self.limits.max_blocks_per_call):
-            if not self._own(engine, block.page, block.epoch):
-                continue
             page = block.page
+            if not memory.engines.holds(engine, page, block.epoch):
+                self.counters["messages_stale"] += 1
+                continue
             if memory.table.states[page] == PageState.GRANTED:  # sealed without Writing: it wrote nonetheless
                 memory.table.apply(page, PageEvent.WRITE)
             entry = Entry(block.block_hash, block.parent, page, block.valid_tokens, block.checksum)
@@ -304,8 +307,7 @@ class Pool(Lifetimes):
         if claim in self.claims:
             self.claims.remove(claim)
         assert self.memory is not None
-        for page in claim.pages:
-            self.memory.table.free(page, PageEvent.GIVE_BACK)
+        self.memory.table.free_all(claim.pages, PageEvent.GIVE_BACK)
         claim.pages = []
 
     def trim(self, claim: Claim, count: int) -> None:
@@ -380,15 +382,6 @@ class Pool(Lifetimes):
         return space.of_space(self.number, self.memory, len(self.index), self.index.num_pinned)
 
     # -- parts ------------------------------------------------------------------------------------
-
-    def _own(self, engine: Engine, page: PageId, epoch: int, state: PageState | None = None) -> bool:
-        """Whether the engine may speak of this page now; a stale word is counted and dropped."""
-        assert self.memory is not None
-        mine = self.memory.engines.holds(engine, page, epoch)
-        if mine and (state is None or self.memory.table.states[page] == state):
-            return True
-        self.counters["messages_stale"] += 1
-        return False
 
     def _hashes(self, raw: bytes) -> list[BlockHash]:
         return parse.hashes(raw, self.limits.max_blocks_per_call)

@@ -47,7 +47,7 @@ class Tiers:
 
     Args:
         fast, slow: pages of the same kind of block. Several Tiers may have one slow space.
-        is_elsewhere: whether a third space has a block; then it needs no copy to leave by itself.
+        elsewhere: says now whether a third space has a block; then it needs no copy to leave by itself.
         ask_unpin: asks whoever caches fast blocks without using them to unpin so many; how many that may be.
         peers: pages lent by other spaces, the best first: what leaves by itself goes there while some are free.
     `counters`: blocks out, in, freed without a copy, dropped.
@@ -58,14 +58,14 @@ class Tiers:
         fast: OwnPages,
         slow: OwnPages,
         limits: TierLimits,
-        is_elsewhere: Callable[[BlockHash], bool] | None = None,
+        elsewhere: Callable[[], Callable[[BlockHash], bool]] | None = None,
         ask_unpin: Callable[[int], int] | None = None,
         peers: Callable[[], Sequence[OwnPages]] = tuple,
     ) -> None:
         self.fast = fast
         self.slow = slow
         self.limits = limits
-        self._is_elsewhere = is_elsewhere
+        self._elsewhere = elsewhere
         self._ask_unpin = ask_unpin
         self._peers = peers
         self.counters: Counter[str] = Counter()
@@ -106,13 +106,13 @@ class Tiers:
         ticket.waiting = list(enumerate(entries))[::-1]
         return ticket.number, self.tick(now_ms)
 
-    def make_room(self) -> bool:
-        """Free one fast page at once, for whoever cannot wait for a copy. False when every leaf is pinned."""
-        entry = self.fast.evict()
-        if entry is not None:
-            kept = entry.block_hash in self.slow.index
-            self.counters["blocks_freed" if kept else "blocks_evicted"] += 1
-        return entry is not None
+    def make_room(self, count: int = 1) -> bool:
+        """Free so many fast pages at once, for whoever cannot wait for copies. False when every leaf is pinned."""
+        gone = self.fast.evict_some(count)
+        kept = sum(entry.block_hash in self.slow.index for entry in gone)
+        self.counters["blocks_freed"] += kept
+        self.counters["blocks_evicted"] += len(gone) - kept
+        return bool(gone)
 
     def leave(self, lacking: int, now_ms: int) -> bool:
         """No fast page is free, and `lacking` are wanted: copies begin as far as the limits let them, and beyond that
@@ -125,7 +125,7 @@ class Tiers:
             self._send_some(lacking - self._num_leaving)
             if self.fast.num_free:
                 return True
-        return self._num_leaving < lacking and self.make_room()
+        return self._num_leaving < lacking and self.make_room(lacking - self._num_leaving)
 
     def drain(self, count: int, now_ms: int) -> None:
         """So many blocks are to leave, the coldest first, as far as the limits let them; said again until they have."""
@@ -172,24 +172,11 @@ class Tiers:
         for i, entry in enumerate(copy.entries):
             if not source.is_current(entry.page, action.source_epochs[i]):
                 stale.add(i)
-        quarantined = {page for page in action.target_pages if page in set(result.quarantined)}
+        quarantined = set(result.quarantined).intersection(action.target_pages)
         if quarantined:
             self._doubted[target.space] = target
             self.quarantined.setdefault(target.space, set()).update(quarantined)
-        arrived: list[Entry | None] = [None] * len(copy.entries)
-        for i in reversed(range(len(copy.entries))):  # parents first: they make one branch
-            page = action.target_pages[i]
-            if page in quarantined:
-                continue
-            entry = copy.entries[i]
-            if i in stale or entry.block_hash in target.index:
-                target.give_up([page])
-                arrived[i] = None if i in stale else target.index.get(entry.block_hash)
-            else:
-                new = Entry(entry.block_hash, entry.parent, page, entry.valid_tokens, entry.checksum)
-                target.index.insert(new)
-                target.seal([new])
-                arrived[i] = new
+        arrived = self._take_in(copy, stale, quarantined)
         if None in arrived:
             self.counters["copies_failed"] += 1
             self._failed_until_ms = self._retry_at_ms = now_ms + self.limits.retry_ms
@@ -206,6 +193,18 @@ class Tiers:
             self.quarantined[space] -= settled
             self._doubted[space].give_up(sorted(settled))
         return self.tick(now_ms)
+
+    def _take_in(self, copy: _Copy, stale: set[int], doubted: set[PageId]) -> list[Entry | None]:
+        """Of each block what its target has now, perhaps another page; None: it did not come."""
+        arrived: list[Entry | None] = [None] * len(copy.entries)
+        settled = [(i, page) for i, page in enumerate(copy.action.target_pages) if page not in doubted]
+        copy.target.give_up([page for i, page in settled if i in stale])
+        # parents first: they make one branch
+        good = [(i, page) for i, page in reversed(settled) if i not in stale]
+        here = copy.target.take_in([copy.entries[i].at(page) for i, page in good])
+        for (i, _), entry in zip(good, here, strict=True):
+            arrived[i] = entry
+        return arrived
 
     def _end_out(self, copy: _Copy, arrived: list[Entry | None]) -> None:
         self._num_leaving -= len(copy.entries)
@@ -262,14 +261,18 @@ class Tiers:
                 return
             ticket.left -= len(picked)
             peers = [peer for peer in self._peers() if peer.num_free] if ticket is self._auto else []
-            known = [entry for entry in picked if self._is_kept(ticket, entry.block_hash, peers)]
-            unknown = [entry for entry in picked if not self._is_kept(ticket, entry.block_hash, peers)]
+            elsewhere = self._elsewhere() if ticket is self._auto and self._elsewhere is not None else None
+            known, unknown = list[Entry](), list[Entry]()
+            for entry in picked:
+                (known if self._is_kept(entry.block_hash, peers, elsewhere) else unknown).append(entry)
             self._free_copied(ticket, known)
             if unknown and not self._start_out(ticket, unknown, peers):
                 ticket.left = 0
                 return
 
-    def _is_kept(self, ticket: _Ticket, block_hash: BlockHash, peers: Sequence[OwnPages]) -> bool:
+    def _is_kept(
+        self, block_hash: BlockHash, peers: Sequence[OwnPages], elsewhere: Callable[[BlockHash], bool] | None
+    ) -> bool:
         """Whether it may leave without a copy. Who asked for a swap is told where in DRAM each block is.
 
         A block that only DRAM has is worth a copy to a peer with room: it comes back sooner (AQUA 9.4 moves it there).
@@ -278,15 +281,14 @@ class Tiers:
         """
         if (there := self.slow.index.get(block_hash)) is not None:
             return there.pins > 0 or not peers or any(block_hash in peer.index for peer in peers)
-        return ticket is self._auto and self._is_elsewhere is not None and self._is_elsewhere(block_hash)
+        return elsewhere is not None and elsewhere(block_hash)
 
     def _free_copied(self, ticket: _Ticket, known: list[Entry]) -> None:
         """They have a page in DRAM already: no byte has to move."""
         gone = self.fast.index.left(known)
         self.fast.retire(gone)
         self.counters["blocks_freed"] += len(gone)
-        for entry in gone:
-            ticket.done += self.slow.index.prefix([entry.block_hash])  # marks it as used
+        ticket.done += self.slow.used(gone[::-1])
 
     def _start_out(self, ticket: _Ticket, picked: list[Entry], peers: Sequence[OwnPages]) -> bool:
         """False when DRAM could not take all of them. Who asked for a swap finds its blocks in DRAM."""
