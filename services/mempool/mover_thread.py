@@ -3,8 +3,13 @@
 A pull between GPUs takes 0.02 to 6 ms. The transports' own threads look twice a millisecond at pulls that somebody
 waits for elsewhere, and waking one costs as much as a page; here nobody waits, so this thread looks without sleep for
 SPIN_S, giving the GIL away each time, then with short naps. Only what has failed and must settle is handed over.
+
+The loop orders the next copy while it deals with a thousand pages in one event. By Python's default it would keep the
+GIL for 5 ms each time that this thread wants it, once to wake and once behind each driver call, and the copy engines
+would idle: as long as this thread lives, the process's threads take turns every SWITCH_S.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +23,7 @@ MIN_NAP_S, MAX_NAP_S = 0.0001, 0.002
 SPIN_S = 0.003  # after the last start: 1 GB between two GPUs
 MAX_LOOK_S = 0.0005  # between looks at a pull after that: a fiftieth of the time waited, at most so long
 JOIN_S = 5.0
+SWITCH_S = 0.0001
 
 
 class PullThread:
@@ -28,6 +34,8 @@ class PullThread:
         self._closing = False
         self._watched: list[DrivenFuture] = []
         self._awaited: list[tuple[Callable[[], bool], Callable[[], None]]] = []
+        self._switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._switch_s, SWITCH_S))
         self._thread = threading.Thread(target=self._run, name="mover", daemon=True)
         self._thread.start()
 
@@ -47,6 +55,7 @@ class PullThread:
         """Run what was posted, then end."""
         self._inbox.put(None)
         self._thread.join(JOIN_S)
+        sys.setswitchinterval(self._switch_s)
 
     def _run(self) -> None:
         since_s = time.monotonic()  # the last action

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from services.mempool.core.pulls import Pull
+from services.mempool.core.pull import Pull
 from shared.ids import BlockHash, HandoffId, InstanceId, LeaseId
 from shared.kv.words import u32_list
 from shared.wire import mempool as wire

@@ -27,8 +27,9 @@ class LendingModel(SpacesModel):
     def __init__(self) -> None:
         super().__init__()
         self.spaces = Spaces(
-            NUM_PAGES, kept_share=0.99, pull_patience_ms=100, dram_bytes=4 * PAGE_BYTES, dram_for_host=True
-        )
+            NUM_PAGES, kept_share=0.99, pull_patience_ms=100, dram_bytes=4 * PAGE_BYTES, dram_for_host=True,
+            portion_bytes=self.portion_bytes,
+        )  # fmt: skip
         self.offers: list[tuple[str, int]] = []  # and the producer's slot
         self.tokens = 0
 
@@ -175,3 +176,13 @@ LendingModel.TestCase.settings = settings(
     max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLending = LendingModel.TestCase
+
+
+class LentPortionsModel(LendingModel):
+    """Copies for readers go page by page, as pages come."""
+
+    portion_bytes = PAGE_BYTES
+
+
+LentPortionsModel.TestCase.settings = LendingModel.TestCase.settings
+TestLentPortions = LentPortionsModel.TestCase

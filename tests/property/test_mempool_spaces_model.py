@@ -13,7 +13,7 @@ from shared.ids import BlockHash, HandoffId, InstanceId
 from shared.kv.page import PageState
 from shared.kv.words import u32_list
 from shared.wire import mempool as wire
-from tests.unit.mempool_harness import Owned, chain, page_lists
+from tests.unit.mempool_harness import PAGE_BYTES, Owned, chain, page_lists
 from tests.unit.test_mempool_spaces import Spaces
 
 NUM_PAGES = 6
@@ -36,9 +36,13 @@ class Worker:
 
 
 class SpacesModel(RuleBasedStateMachine):
+    portion_bytes = 256 << 20  # more than there is
+
     def __init__(self) -> None:
         super().__init__()
-        self.spaces = Spaces(NUM_PAGES, kept_share=0.99, pull_patience_ms=100)
+        self.spaces = Spaces(
+            NUM_PAGES, kept_share=0.99, pull_patience_ms=100, portion_bytes=self.portion_bytes
+        )
         self.number = 10
         self.calls = 0
         self.bytes: dict[tuple[int, int], bytes] = {}
@@ -217,3 +221,13 @@ SpacesModel.TestCase.settings = settings(
     max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSpaces = SpacesModel.TestCase
+
+
+class PortionsModel(SpacesModel):
+    """Copies for readers go page by page, as pages come."""
+
+    portion_bytes = PAGE_BYTES
+
+
+PortionsModel.TestCase.settings = SpacesModel.TestCase.settings
+TestPortions = PortionsModel.TestCase

@@ -28,6 +28,7 @@ class PoolLimits:
     max_wait_ms: int = 30_000
     max_spaces: int = 64
     pull_patience_ms: int = 150  # a reader that waits for nothing else waits so long for pages to copy into
+    portion_bytes: int = 256 << 20  # of a copy for a reader: so many go before the rest has pages
     copy_timeout_ms: int = 5_000
     dram_bytes: int = 0  # of host memory behind the spaces of each content; 0: what is evicted is gone
     dram_for_host: bool = False  # also behind named parts of host memory, not only behind GPUs
@@ -164,7 +165,8 @@ class CopyPages:
     `sources`: (space, page) for each target. They are sealed and pinned until the answer, but for those of a LayerCut
     with a step, which are being written. `raw`: pages on loan may hold another content than their space's: they are
     copied byte for byte, and never cut anew. `returns`: of how many of its blocks going back from decode to prefill
-    each trace is told.
+    each trace is told. `follows`: it is more of what that copy began,
+    from no other spaces.
     """
 
     copy_id: int
@@ -175,6 +177,7 @@ class CopyPages:
     cut: LayerCut | None = None
     raw: bool = False
     returns: Mapping[str, int] = field(default_factory=dict)
+    follows: int = 0
 
     def by_source(self) -> tuple[list[tuple[int, Sequence[PageId]]], Sequence[PageId]]:
         """Source pages space by space, and the targets in that order. Cost: 50 ns a page of one space."""

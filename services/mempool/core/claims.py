@@ -13,7 +13,7 @@ class Client:
     instance: InstanceId
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Claim:
     """Pages that the mempool wants for itself, before any engine gets more. Granted, once they are here."""
 
@@ -26,3 +26,9 @@ class Claim:
     def lacking(self) -> int:
         """How many are still to come."""
         return self.wanted - len(self.pages)
+
+    def split(self, count: int) -> list[PageId]:
+        """Its first pages, the caller's from now on."""
+        pages, self.pages = self.pages[:count], self.pages[count:]
+        self.wanted -= count
+        return pages

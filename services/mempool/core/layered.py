@@ -20,7 +20,8 @@ from services.mempool.core import parse
 from services.mempool.core.actions import Action, CopyPages, LayerCut, StepOver
 from services.mempool.core.entry import Entry
 from services.mempool.core.pool import Pool
-from services.mempool.core.pulls import Pull, Pulls, Reader, cut_of
+from services.mempool.core.pull import Pull, Reader, cut_of
+from services.mempool.core.pulls import Pulls
 from shared.errors import PeerProtocolError
 from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, PageId
 from shared.kv.page import PageState

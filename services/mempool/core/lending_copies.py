@@ -105,9 +105,12 @@ class LendingCopies:
         return out, refused
 
     def _pass(self, held: _Held, now_ms: int, blocked: set[int], out: list[Action]) -> None:
-        """It begins, unless a producer of it is in debt or has one held that came before."""
-        producers = self._producers(held.action)
-        if blocked & producers or not all(self._budget(each).is_open(now_ms) for each in producers):
+        """It begins, unless a producer of it is in debt or has one held that came before. What has begun goes on: it
+        costs what it would have cost as one copy."""
+        producers, follows = self._producers(held.action), held.action.follows
+        has_begun = follows and all(other.action.copy_id != follows for other in self._held)
+        may_begin = not blocked & producers and all(self._budget(each).is_open(now_ms) for each in producers)
+        if not (has_begun or may_begin):
             blocked |= producers
             self._held.append(held)
             return

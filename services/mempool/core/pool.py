@@ -278,6 +278,13 @@ class Pool(Lifetimes):
         assert self.memory is not None
         self.memory.table.apply_all(claim.pages, PageEvent.WRITE)
 
+    def begin_some(self, claim: Claim, count: int) -> list[PageId]:
+        """As begin_writing(), of its first pages, which are the claim's no more; it waits for the others."""
+        assert self.memory is not None
+        pages = claim.split(count)
+        self.memory.table.apply_all(pages, PageEvent.WRITE)
+        return pages
+
     def claim_now(self, count: int) -> list[PageId]:
         """Up to `count` pages, to be written from now on: what is free or unused, and nothing that engines have."""
         claim = self.claim(count, ask=False)

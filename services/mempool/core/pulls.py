@@ -7,87 +7,26 @@ A space is one GPU's pages, or a part of host memory (ARCHITECTURE.md, rule 8; M
 Sources are sealed and pinned until the copy has ended, so no byte of theirs can change; targets are nobody's else.
 A reader never waits longer than it asked to: it is answered with what is there, and computes the rest. Where pages are
 short, the first blocks come: when three quarters of the time are over, those for which there are pages.
+
+A large copy goes in *portions*, each a CopyPages of its own: one begins once there are `portion_bytes` of pages for it,
+while engines still give back the others, and is indexed, and pinned for the readers, while later ones are on their way.
+So the copy engines do not wait for words about a thousand pages, nor the readers for them behind the last byte.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
-from operator import itemgetter
-from typing import Protocol
 
-from services.mempool.core.actions import Action, CopyPages, LayerCut, PoolLimits
+from services.mempool.core.actions import Action, CopyPages, PoolLimits
 from services.mempool.core.claims import Claim
 from services.mempool.core.entry import Entry
 from services.mempool.core.pd_caching import PdCaching, PushBack
 from services.mempool.core.pool import Pool
-from shared.ids import BlockHash, HandoffId, InstanceId
+from services.mempool.core.pull import Layered, Pull, Reader, by_pool, cut_of
+from shared.ids import BlockHash, HandoffId
 from shared.kv.transfer_mode import TransferMode
-from shared.wire.mempool import Acquire
 
 ASK_AGAIN_MS = 50
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """An Acquire that is answered once what it misses has come, or its time is over."""
-
-    connection: int
-    instance: InstanceId
-    call: Acquire
-    hashes: list[BlockHash]
-    until_ms: int
-    came: Counter[str] = field(default_factory=Counter, compare=False)  # blocks brought for it, by tier
-
-
-@dataclass(slots=True)
-class Pull:
-    """One copy on its way into `pool`."""
-
-    number: int
-    pool: Pool
-    own: list[Entry]  # pinned in `pool`
-    sources: list[tuple[Pool, Entry]]  # pinned there
-    claim: Claim
-    until_ms: int  # for pages to copy into
-    readers: list[Reader] = field(default_factory=list)
-    copying: bool = False
-    is_push: bool = False  # nobody asked for it: what D completed (pd_caching.py), or layers (layered.py)
-    is_counted: bool = True  # of pushes: by pd_caching.py
-    is_ahead: bool = False  # of pushes: it is for a hand-off, and begins soon or never
-    handoff_id: HandoffId | None = None  # of pushes: whose reader will want what they bring
-    ask_ms: int = 0  # when engines are asked for pages again
-    short_ms: int | None = None  # from then on it is content with the pages that it has; None: all or nothing
-    hashes: list[BlockHash] = field(default_factory=list)  # of the blocks that it brings
-    traces: Mapping[BlockHash, str] = field(
-        default_factory=dict
-    )  # of returns: in whose trace each block is seen
-
-
-class Layered(Protocol):
-    """LayerPulls of layered.py, which knows this module."""
-
-    def has(self, pull: Pull) -> bool: ...
-
-    def advance(self, now_ms: int) -> None: ...
-
-    def take_actions(self) -> list[Action]: ...
-
-    def next_deadline_ms(self) -> int | None: ...
-
-    def start(self, pull: Pull, now_ms: int) -> CopyPages: ...
-
-    def on_copied(self, pull: Pull, now_ms: int) -> None: ...
-
-    def ended(self, pull: Pull) -> None: ...
-
-    def forget(self, connection: int, now_ms: int) -> None: ...
-
-    def hold(self, handoff_id: HandoffId, pool: Pool, entries: Sequence[Entry], now_ms: int) -> None: ...
-
-    def let_go(self, handoff_id: HandoffId) -> None: ...
-
-    def make_way(self, pool: Pool, reader: Reader, wanted: int, now_ms: int) -> None: ...
+TAPER = 8  # portions' bytes: a larger copy whose pages are all here goes in several, so that its end is short
 
 
 class Pulls:
@@ -176,7 +115,7 @@ class Pulls:
         *,
         ask: bool = True,
     ) -> Pull:
-        for source, entries in _by_pool(sources):
+        for source, entries in by_pool(sources):
             source.index.pin(entries)
         # not before the pins: to make room, it may have blocks leave for the host memory that has the sources
         claim = pool.claim(len(sources), ask=ask)
@@ -254,20 +193,44 @@ class Pulls:
         for pull in [p for p in self.pulls.values() if not p.copying]:
             if pull.number not in self.pulls:
                 continue  # it made way for a reader of another one
-            if pull.short_ms is not None and now_ms >= pull.short_ms and pull.claim.pages:
-                self._shorten(pull)
+            if pull.short_ms is not None and now_ms >= pull.short_ms and (pull.claim.pages or pull.begun):
+                self._shorten(pull, now_ms)
+            while count := self._num_ready(pull):
+                out.append(self._start_portion(pull, count, now_ms))
+            if pull.copying:
+                continue
             if not pull.claim.lacking:
                 pull.copying = True
                 pull.pool.begin_writing(pull.claim)
                 out.append(self._start(pull, now_ms))
             elif now_ms >= pull.until_ms:
                 self.counters["pulls_without_pages"] += 1
-                pull.pool.cancel(pull.claim)
-                self.end(pull, now_ms)
+                self._give_up(pull, now_ms)
             elif now_ms >= pull.ask_ms and not pull.is_push:
                 pull.ask_ms = now_ms + ASK_AGAIN_MS
                 pull.pool.ask_again(pull.claim)
         return out
+
+    def _num_ready(self, pull: Pull) -> int:
+        """How many of its first blocks are to go now, as a portion; never all that are left."""
+        memory = pull.pool.memory
+        if pull.is_push or pull.copying or self._by_layers or memory is None:
+            return 0
+        have = len(pull.claim.pages)
+        portions = have * memory.page_bytes * memory.num_ranks // max(1, self.limits.portion_bytes)
+        if pull.claim.lacking:
+            return have if portions else 0
+        return have * 3 // 4 if portions >= TAPER else 0
+
+    def _start_portion(self, pull: Pull, count: int, now_ms: int) -> CopyPages:
+        pages = pull.pool.begin_some(pull.claim, count)
+        sources, pull.sources = pull.sources[:count], pull.sources[count:]
+        number = next(self.numbers)
+        part = Pull(number, pull.pool, [], sources, Claim(count, pages), pull.until_ms, copying=True, of=pull)
+        self.pulls[number] = part
+        pull.num_portions += 1
+        self.counters["pull_portions"] += 1
+        return self._start(part, now_ms)
 
     def _start(self, pull: Pull, now_ms: int) -> CopyPages:
         if self.layers is not None and self.layers.has(pull):
@@ -275,16 +238,45 @@ class Pulls:
         sources = [(source.number, entry.page) for source, entry in pull.sources]
         cut = None
         if self._by_layers:
-            pools = [source for source, _ in _by_pool(pull.sources)]
+            pools = [source for source, _ in by_pool(pull.sources)]
             cut = cut_of(pull.pool, pools) if not any(source.is_behind for source in pools) else None
+        whole, spaces = pull.of or pull, {number for number, _ in sources}
+        follows = whole.begun if spaces <= whole.begun_from else 0
+        if not whole.begun:
+            whole.begun, whole.begun_from = pull.number, spaces
         return CopyPages(
             pull.number, pull.pool.number, list(pull.claim.pages), sources, self.limits.copy_timeout_ms, cut,
             returns=Counter(filter(None, map(pull.traces.get, pull.hashes))) if pull.traces else Counter(),
+            follows=follows,
         )  # fmt: skip
 
-    def _shorten(self, pull: Pull) -> None:
-        """To its first blocks, for which there are pages."""
-        self._cut(pull, len(pull.claim.pages))
+    def _shorten(self, pull: Pull, now_ms: int) -> None:
+        """To its first blocks, for which there are pages; portions on their way may be all of it."""
+        if pull.claim.pages:
+            self._cut(pull, len(pull.claim.pages))
+        else:
+            self._give_up(pull, now_ms)
+
+    def _give_up(self, pull: Pull, now_ms: int) -> None:
+        """What of it has not begun."""
+        pull.pool.cancel(pull.claim)
+        self._over(pull, now_ms)
+
+    def _over(self, pull: Pull, now_ms: int) -> None:
+        """Its own copy has ended, or will never begin: it ends with the last of its portions."""
+        pull.copying = pull.is_over = True
+        if not pull.num_portions:
+            self.end(pull, now_ms)
+
+    def _portion_over(self, part: Pull, whole: Pull, now_ms: int, *, failed: bool) -> None:
+        """Blocks behind one that did not come are of no use to the readers: what has not begun does not begin."""
+        del self.pulls[part.number]
+        self._let_go(part)
+        whole.num_portions -= 1
+        if failed and not whole.copying:
+            self._give_up(whole, now_ms)
+        elif whole.is_over and not whole.num_portions:
+            self.end(whole, now_ms)
 
     def _cut(self, pull: Pull, count: int) -> None:
         """To its first `count` blocks."""
@@ -295,7 +287,7 @@ class Pulls:
             if self._arriving.get((pull.pool.number, entry.block_hash)) is pull:
                 del self._arriving[pull.pool.number, entry.block_hash]
             source.index.unpin([entry])
-        pull.hashes = [entry.block_hash for _, entry in pull.sources]
+        del pull.hashes[len(pull.hashes) - len(left) :]
 
     def let_go(self, number: int, now_ms: int) -> list[Pool]:
         """Lent pages of this space are overdue: who still waits for pages to copy them into reads none of them.
@@ -309,8 +301,7 @@ class Pulls:
                 continue
             changed.append(pull.pool)
             if at == 0:
-                pull.pool.cancel(pull.claim)
-                self.end(pull, now_ms)
+                self._give_up(pull, now_ms)
                 continue
             pull.pool.trim(pull.claim, at)
             self._cut(pull, at)
@@ -319,33 +310,34 @@ class Pulls:
     def on_copied(self, copy_id: int, *, failed: bool, in_doubt: Collection[int], now_ms: int) -> None:
         """The copy has ended. A failed one may still write the pages `in_doubt`, until settled."""
         pull = self.pulls[copy_id]
-        pool, claim = pull.pool, pull.claim
+        pool, claim, whole = pull.pool, pull.claim, pull.of or pull
         if not failed and self.layers is not None and self.layers.has(pull):
             self.layers.on_copied(pull, now_ms)
             return
         if not failed:
-            entries = [
-                Entry(e.block_hash, e.parent, page, e.valid_tokens, e.checksum)
-                for (_, e), page in zip(pull.sources, claim.pages, strict=True)
-            ]
+            entries = [entry.at(page) for (_, entry), page in zip(pull.sources, claim.pages, strict=True)]
             here = pool.take_in(entries)
+            if whole is not pull or whole.num_portions:  # until the readers have it
+                pool.index.pin(here)
+                whole.own += here
             if pull.handoff_id is not None and self.layers is not None:
                 self.layers.hold(pull.handoff_id, pool, here, now_ms)
             name = "blocks_pushed_back" if pull.is_push and pull.is_counted else "blocks_pulled"
             self.counters[name] += len(entries)
-            from_dram = sum(len(entries) for source, entries in _by_pool(pull.sources) if source.is_dram)
+            from_dram = sum(len(entries) for source, entries in by_pool(pull.sources) if source.is_dram)
             self.counters["blocks_pulled_from_dram"] += from_dram
-            behind = sum(len(entries) for source, entries in _by_pool(pull.sources) if source.is_behind)
+            behind = sum(len(entries) for source, entries in by_pool(pull.sources) if source.is_behind)
             self.counters["blocks_pulled_from_peer"] += behind - from_dram
-            for reader in pull.readers:
-                reader.came["dram"] += from_dram
-                reader.came["peer"] += len(entries) - from_dram
+            whole.came.update(dram=from_dram, peer=len(entries) - from_dram)
         else:
             pool.quarantine([page for page in claim.pages if page in in_doubt])
             claim.pages = [page for page in claim.pages if page not in in_doubt]
             pool.cancel(claim)
         self.counters["pulls_failed"] += failed
-        self.end(pull, now_ms)
+        if whole is pull:
+            self._over(pull, now_ms)
+        else:
+            self._portion_over(pull, whole, now_ms, failed=failed)
 
     def end(self, pull: Pull, now_ms: int) -> None:
         """Answer its readers before its pins go: what was copied stays long enough for them."""
@@ -356,15 +348,20 @@ class Pulls:
         if self.layers is not None:
             self.layers.ended(pull)
         for reader in pull.readers:
+            reader.came.update(pull.came)
             if pull.is_push and self.want(pull.pool, reader, now_ms):
                 continue  # it wants more than what came
             self._answer(pull.pool, reader, now_ms)
         pull.pool.index.unpin(pull.own)
-        for source, entries in _by_pool(pull.sources):
-            source.index.unpin(entries)
+        self._let_go(pull)
         if pull.is_push and pull.is_counted:
             self.push_back.ended(pull.sources[0][0], pull.pool)
-        for source, entries in _by_pool(pull.sources):
+
+    def _let_go(self, pull: Pull) -> None:
+        """Of its sources; what came leaves the memory behind first."""
+        for source, entries in by_pool(pull.sources):
+            source.index.unpin(entries)
+        for source, entries in by_pool(pull.sources):
             if source.is_behind:
                 came = [entry for entry in entries if entry.block_hash in pull.pool.index]
                 source.index.age(came)  # the first to go: it leaves its new place without a copy
@@ -380,21 +377,7 @@ class Pulls:
         """When advance() has something to do without an event."""
         waiting = [p for p in self.pulls.values() if not p.copying]
         due = [p.until_ms if p.is_push else min(p.until_ms, p.ask_ms) for p in waiting]
-        due += [p.short_ms for p in waiting if p.short_ms is not None and p.claim.pages]
+        due += [p.short_ms for p in waiting if p.short_ms is not None and (p.claim.pages or p.begun)]
         if self.layers is not None and (later := self.layers.next_deadline_ms()) is not None:
             due.append(later)
         return min(due, default=None)
-
-
-def _by_pool(sources: Sequence[tuple[Pool, Entry]]) -> list[tuple[Pool, list[Entry]]]:
-    """Stretches of one pool each, in order: what is asked of pools is asked a few times and not for each block."""
-    return [(pool, [entry for _, entry in part]) for pool, part in groupby(sources, key=itemgetter(0))]
-
-
-def cut_of(target: Pool, sources: Sequence[Pool]) -> LayerCut | None:
-    """How blocks of these spaces go to `target` layer by layer; None where pages are not alike, or no layers apart."""
-    memory = target.memory
-    if memory is None or not memory.layer_bytes:
-        return None
-    keys = {source.memory.content_key for source in sources if source.memory is not None}
-    return LayerCut(memory.num_layers, memory.layer_bytes) if keys == {memory.content_key} else None

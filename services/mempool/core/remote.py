@@ -21,7 +21,7 @@ from services.mempool.core.actions import Action, AskPeer, PoolLimits, PullRemot
 from services.mempool.core.claims import Claim
 from services.mempool.core.entry import Entry
 from services.mempool.core.pool import Pool
-from services.mempool.core.pulls import Reader
+from services.mempool.core.pull import Reader
 from shared.errors import PeerProtocolError
 from shared.ids import BlockHash, HandoffId, PageId
 from shared.kv.words import u32_bytes, u32_list, u64_bytes

@@ -15,7 +15,7 @@ from services.mempool.core import parse
 from services.mempool.core.actions import Action, PoolLimits, TellPeer
 from services.mempool.core.entry import Entry
 from services.mempool.core.pool import Pool
-from services.mempool.core.pulls import Reader
+from services.mempool.core.pull import Reader
 from shared.errors import Overloaded, PeerProtocolError
 from shared.ids import BlockHash, HandoffId, InstanceId, LeaseId, PageId
 from shared.kv.page import PageState

@@ -1,0 +1,97 @@
+"""One copy of blocks into a reader's space, and who waits for it. No I/O. Decided in pulls.py."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from typing import Protocol
+
+from services.mempool.core.actions import Action, CopyPages, LayerCut
+from services.mempool.core.claims import Claim
+from services.mempool.core.entry import Entry
+from services.mempool.core.pool import Pool
+from shared.ids import BlockHash, HandoffId, InstanceId
+from shared.wire.mempool import Acquire
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """An Acquire that is answered once what it misses has come, or its time is over."""
+
+    connection: int
+    instance: InstanceId
+    call: Acquire
+    hashes: list[BlockHash]
+    until_ms: int
+    came: Counter[str] = field(default_factory=Counter, compare=False)  # blocks brought for it, by tier
+
+
+@dataclass(slots=True)
+class Pull:
+    """One copy on its way into `pool`, or what is left of it behind its portions (pulls.py)."""
+
+    number: int
+    pool: Pool
+    own: list[Entry]  # pinned in `pool`
+    sources: list[tuple[Pool, Entry]]  # pinned there
+    claim: Claim
+    until_ms: int  # for pages to copy into
+    readers: list[Reader] = field(default_factory=list)
+    copying: bool = False
+    is_push: bool = False  # nobody asked for it: what D completed (pd_caching.py), or layers (layered.py)
+    is_counted: bool = True  # of pushes: by pd_caching.py
+    is_ahead: bool = False  # of pushes: it is for a hand-off, and begins soon or never
+    handoff_id: HandoffId | None = None  # of pushes: whose reader will want what they bring
+    ask_ms: int = 0  # when engines are asked for pages again
+    short_ms: int | None = None  # from then on it is content with the pages that it has; None: all or nothing
+    hashes: list[BlockHash] = field(default_factory=list)  # of the blocks that it brings
+    traces: Mapping[BlockHash, str] = field(
+        default_factory=dict
+    )  # of returns: in whose trace each block is seen
+    came: Counter[str] = field(default_factory=Counter)  # blocks, by tier: the readers are told at the end
+    of: "Pull | None" = None  # this is a portion of that one, which has the readers
+    begun: int = 0  # its first copy, a portion's perhaps; 0: none yet
+    begun_from: set[int] = field(default_factory=set)  # spaces that this one reads
+    num_portions: int = 0  # under way
+    is_over: bool = False  # but for its portions
+
+
+class Layered(Protocol):
+    """LayerPulls of layered.py, which knows this module."""
+
+    def has(self, pull: Pull) -> bool: ...
+
+    def advance(self, now_ms: int) -> None: ...
+
+    def take_actions(self) -> list[Action]: ...
+
+    def next_deadline_ms(self) -> int | None: ...
+
+    def start(self, pull: Pull, now_ms: int) -> CopyPages: ...
+
+    def on_copied(self, pull: Pull, now_ms: int) -> None: ...
+
+    def ended(self, pull: Pull) -> None: ...
+
+    def forget(self, connection: int, now_ms: int) -> None: ...
+
+    def hold(self, handoff_id: HandoffId, pool: Pool, entries: Sequence[Entry], now_ms: int) -> None: ...
+
+    def let_go(self, handoff_id: HandoffId) -> None: ...
+
+    def make_way(self, pool: Pool, reader: Reader, wanted: int, now_ms: int) -> None: ...
+
+
+def by_pool(sources: Sequence[tuple[Pool, Entry]]) -> list[tuple[Pool, list[Entry]]]:
+    """Stretches of one pool each, in order: what is asked of pools is asked a few times and not for each block."""
+    return [(pool, [entry for _, entry in part]) for pool, part in groupby(sources, key=itemgetter(0))]
+
+
+def cut_of(target: Pool, sources: Sequence[Pool]) -> LayerCut | None:
+    """How blocks of these spaces go to `target` layer by layer; None where pages are not alike, or no layers apart."""
+    memory = target.memory
+    if memory is None or not memory.layer_bytes:
+        return None
+    keys = {source.memory.content_key for source in sources if source.memory is not None}
+    return LayerCut(memory.num_layers, memory.layer_bytes) if keys == {memory.content_key} else None
