@@ -5,8 +5,8 @@ waits for elsewhere, and waking one costs as much as a page; here nobody waits, 
 SPIN_S, giving the GIL away each time, then with short naps. Only what has failed and must settle is handed over.
 
 The loop orders the next copy while it deals with a thousand pages in one event. By Python's default it would keep the
-GIL for 5 ms each time that this thread wants it, once to wake and once behind each driver call, and the copy engines
-would idle: as long as this thread lives, the process's threads take turns every SWITCH_S.
+GIL for 5 ms when this thread wants it, to wake and behind driver calls that take longer than a few us, and the copy
+engines would idle: as long as this thread lives, the process's threads ask for their turns after SWITCH_S.
 """
 
 import sys

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
 from services.mempool.core.attachments import Claim
-from shared.engine import page_scheduler
+from shared.engine import pool_watch
 from shared.ids import HandoffId
 from shared.wire import mempool as wire
 from tests.support import page_turns
@@ -69,7 +69,7 @@ class PagesModel(MemoryRules):
         self.texts = list(BASES)
         self.names = 0
         self.keeps_memory = True
-        patch = mock.patch.object(page_scheduler.os, "_exit", side_effect=EngineGone)
+        patch = mock.patch.object(pool_watch.os, "_exit", side_effect=EngineGone)
         patch.start()
         self.unpatch = patch.stop
 

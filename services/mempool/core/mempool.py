@@ -20,8 +20,7 @@ from services.mempool.core.layered import LayerPulls
 from services.mempool.core.leases import Fence, keep_handoff
 from services.mempool.core.lending import Lending
 from services.mempool.core.pool import Pool
-from services.mempool.core.pull import Reader
-from services.mempool.core.pulls import Pulls
+from services.mempool.core.pulls import Pulls, Reader
 from services.mempool.core.remote import Remote
 from services.mempool.core.remote_serve import RemoteServe
 from services.mempool.core.swaps import Swaps
