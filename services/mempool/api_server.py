@@ -100,6 +100,8 @@ class ApiServer:
         try:
             if isinstance(message, wire.ApiHello):
                 self._hello(connection, message)
+            elif isinstance(message, wire.CopiedDirectly):
+                self._pool.api.on_copied_directly(number, message)
             else:
                 self._pool.api.on_call(number, message, now_ms)
         except PeerProtocolError as error:

@@ -143,10 +143,29 @@ class Kept:
         maps = kind == "rank" or (known is not None and known[1].maps)
         kind = "engine" if known is not None and known[1].kind == "engine" else kind
         meta = takeover.ProcessMeta(
-            kind=kind, instance=instance, spaces=sorted({*before, *spaces}), maps=maps
-        )
+            kind=kind, instance=instance, spaces=sorted({*before, *spaces}), maps=maps,
+            called=[] if known is None else known[1].called,
+        )  # fmt: skip
+        self._keep_process(pid, own, meta)
+
+    def _keep_process(self, pid: int, own: int, meta: takeover.ProcessMeta) -> None:
         self._processes[pid] = (own, meta)
         self._try(lambda: takeover.keep_process(self.client, pid, own, meta))
+
+    def adopted(self, pid: int, pidfd: int, meta: takeover.ProcessMeta) -> None:
+        """A process that an earlier mempool had kept."""
+        self._keep_process(pid, os.dup(pidfd), meta)
+
+    def caller(self, pid: int, pidfd: int, called: Sequence[int]) -> None:
+        """A process maps these spaces as a caller of the nine calls, or is about to, and no others so."""
+        known = self._processes.get(pid)
+        if known is None and called:
+            meta = takeover.ProcessMeta(kind="caller", maps=False, called=list(called))
+            self._keep_process(pid, os.dup(pidfd), meta)
+        elif known is not None and known[1].kind == "caller" and not called:
+            self.dead(pid)  # no other mempool has to ask after it
+        elif known is not None:
+            self._keep_process(pid, known[0], msgspec.structs.replace(known[1], called=list(called)))
 
     def dead(self, pid: int) -> None:
         """A process is proven dead."""

@@ -18,6 +18,7 @@ from services.mempool.core.actions import (
     CreateMemory,
     CreateSlabs,
     Disconnect,
+    KeepCaller,
     KillProcess,
     MapFarPages,
     OfferSlabs,
@@ -51,6 +52,7 @@ from shared.transport.clock import Clock
 from shared.transport.unix_channel import UnixConnection, UnixServer
 from shared.transport.unix_socket import close_fds
 from shared.wire import mempool as wire
+from shared.wire.mempool_callers import AttachCaller
 
 if TYPE_CHECKING:
     from services.mempool.peers import Peers
@@ -128,7 +130,7 @@ class MempoolShell:
                 continue
             number = self._processes.adopt(one.number, one.pidfd)
             meta = one.meta
-            self.kept.process(one.number, one.pidfd, meta.kind, meta.instance, meta.spaces)
+            self.kept.adopted(one.number, one.pidfd, meta)
             members[number] = meta
         for space in found.adopted:
             self._adopt(space, members)
@@ -139,20 +141,22 @@ class MempoolShell:
         meta = found.meta
         self.spaces.adopt(found)
         planned = Plan(meta.num_pages, meta.page_bytes, meta.num_ranks, meta.pages_per_slab)
-        mine = {n: one for n, one in members.items() if not one.spaces or meta.number in one.spaces}
-        mapping = [number for number, one in mine.items() if one.maps]
+        others = {n: one for n, one in members.items() if one.kind != "caller"}
+        mine = {n: one for n, one in others.items() if not one.spaces or meta.number in one.spaces}
+        calling = [number for number, one in members.items() if meta.number in one.called]
+        mapping = [*(number for number, one in mine.items() if one.maps), *calling]
         actions = self.pool.adopt(
             meta.number, meta.description, planned, found.words, found.entries,
-            memory_id=meta.memory_id, processes=list(mine), label=meta.label, devices=meta.devices,
+            memory_id=meta.memory_id, processes=[*mine, *(-each for each in calling)], label=meta.label,
             engines=[number for number, one in mine.items() if one.kind == "engine"],
-            instances=[InstanceId(one.instance) for one in mine.values()], mappers=mapping,
+            instances=[InstanceId(one.instance) for one in mine.values()], mappers=mapping, devices=meta.devices,
         )  # fmt: skip
         log.info("memory_adopted", space=meta.number, num_pages=meta.num_pages, num_awaited=len(mine))
         self.perform(actions)
 
     def _end_silent(self) -> None:
         for number in sorted(self.pool.awaited()):
-            self._processes.kill(number, "silent")
+            self._processes.kill(abs(number), "silent")
 
     def close(self) -> None:
         """End every connection. Peers keep the memory that they mapped, and reconnect to the next mempool."""
@@ -196,7 +200,7 @@ class MempoolShell:
         if number not in self._connections:  # ended by an action, its last bytes do not count
             return
         try:
-            if isinstance(message, wire.Attach):
+            if isinstance(message, wire.Attach | AttachCaller):
                 actions = self._attach(connection, message)
             else:
                 if isinstance(message, wire.Acquire) and message.traceparent:
@@ -208,18 +212,22 @@ class MempoolShell:
             actions = [Disconnect(number, error.code)]
         self.perform(actions)
 
-    def _attach(self, connection: UnixConnection[wire.FromMempool], message: wire.Attach) -> list[Action]:
-        process = 0
-        if message.kind != "client":
+    def _attach(
+        self, connection: UnixConnection[wire.FromMempool], message: wire.Attach | AttachCaller
+    ) -> list[Action]:
+        process, kind = 0, message.kind if isinstance(message, wire.Attach) else "caller"
+        if kind != "client":
             process = self._processes.number_of(connection)
             if process is None:
                 reason = "the kernel gives no pidfd of this peer, or it is dead"
                 refusal = wire.AttachRefused(code="peer.credentials", reason=reason)
                 return [Send(connection.state, refusal), Disconnect(connection.state, reason)]
         log.info(
-            "peer_attaches", kind=message.kind, peer_instance=message.instance, pid=connection.peer.pid,
+            "peer_attaches", kind=kind, peer_instance=message.instance, pid=connection.peer.pid,
             connection=connection.state,
         )  # fmt: skip
+        if isinstance(message, AttachCaller):
+            return self.pool.on_attach_caller(connection.state, process, message, self.clock.now_ms())
         actions = self.pool.on_attach(connection.state, process, message, self.clock.now_ms())
         found = self._processes.pidfd_of(process) if process else None
         if found is not None and message.kind != "client":  # kept before the actions give it memory
@@ -307,6 +315,9 @@ class MempoolShell:
                 self._send_fds(action.connection, *self.spaces.far_pages(action))
             case KillProcess():
                 self._processes.kill(action.process, action.reason)
+            case KeepCaller():
+                if (found := self._processes.pidfd_of(action.process)) is not None:
+                    self.kept.caller(*found, action.spaces)
 
     def _punch(self, action: PunchPages) -> None:
         if self.peers is None or self.peers.may_punch(action.space):
@@ -359,11 +370,7 @@ class MempoolShell:
         connection = self._connections.get(action.connection)
         if connection is None:
             return
-        fds: tuple[int, ...] = ()
-        if action.with_memory:
-            memory = self.spaces.memories[action.space]
-            on_gpus = self.spaces.has_slabs(action.space)
-            fds = (memory.table_fd,) if on_gpus else (memory.page_fd, memory.table_fd)
+        fds = self.spaces.descriptors(action.space, action.reads_only) if action.with_memory else []
         if self._spans and isinstance(action.message, wire.Acquired | wire.CallFailed):
             self._end_span(action.connection, action.message)
         try:
@@ -371,6 +378,8 @@ class MempoolShell:
         except (PeerGone, Overloaded) as error:
             log.warning("peer_unreachable", connection=action.connection, code=error.code)
             connection.close()
+        finally:
+            close_fds(fds)
 
     def _trace(self, number: int, call: wire.Acquire) -> None:
         attributes = {"blocks.asked": len(call.hashes) // 32, "handoff_id": call.handoff_id}

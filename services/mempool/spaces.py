@@ -1,5 +1,6 @@
 """The memory of every space of this mempool, and what the core asks to be done with it."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -136,6 +137,16 @@ class Spaces:
         if len(meta.devices) < meta.num_ranks:
             meta.devices.extend([""] * (meta.num_ranks - len(meta.devices)))
         return meta.devices
+
+    def descriptors(self, number: int, reads_only: bool) -> list[int]:
+        """Of pages in host memory, for reading or for writing too, and of the table; the caller's to close."""
+        memory = self.memories[number]
+        if self.has_slabs(number):
+            return [os.dup(memory.table_fd)]
+        if not reads_only:
+            return [os.dup(memory.page_fd), os.dup(memory.table_fd)]
+        pages = os.open(f"/proc/self/fd/{memory.page_fd}", os.O_RDONLY | os.O_CLOEXEC)
+        return [pages, os.dup(memory.table_fd)]
 
     def export(self, number: int, rank: int, which: Iterable[int]) -> list[int]:
         """Descriptors of one rank's slabs, the caller's to close."""

@@ -50,7 +50,7 @@ class TakeoverFailed(ResourceError):
     code = "mempool.takeover"
 
 
-ProcessKind = Literal["mempool", "engine", "rank"]
+ProcessKind = Literal["mempool", "engine", "rank", "caller"]
 
 
 class SpaceMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +74,7 @@ class ProcessMeta(msgspec.Struct, frozen=True, kw_only=True):
     instance: str = ""
     spaces: list[int] = []  # whose pages it may touch; empty: of all
     maps: bool = True  # whether it maps pages; engines of which other processes do not
+    called: list[int] = []  # spaces that it maps as a caller of the nine calls; a "caller" has nothing else
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 Three kinds of connection. An *engine* attaches: it gets two fds with Attached, the pages (read-write) and the page
 table (read-only), then holds a quota of granted pages, writes them and sends Sealed. A *rank* is a process that
-computes for an engine: it gets the same fds and says nothing more. A *client* (a front, a tool) only calls.
+computes for an engine: it gets the same fds and says nothing more. A *client* (a front, a tool) only calls. Callers of
+the nine calls that copy by themselves: mempool_callers.py.
 
 An engine either copies (it seals pages that it filled from a cache of its own) or *works in the pages*
 (`works_in_pages`: its KV cache is the pool's memory). Of the latter, a page stays pinned from its grant until Unpin,
@@ -20,6 +21,7 @@ from msgspec import Struct
 from shared.ids import Epoch, HandoffId, InstanceId, LeaseId
 from shared.kv.layout import EngineDescription
 from shared.wire.codec import Channel
+from shared.wire.mempool_callers import AttachCaller, CallerAttached, Detached
 from shared.wire.mempool_layers import LayersSealed, LayerWords, LayerWordsCall, StepLayers
 from shared.wire.mempool_lending import FromLending, ToLending
 from shared.wire.mempool_slabs import Mapped, MapSlabs, Unmap, Unmapped
@@ -114,7 +116,8 @@ class GiveBack(Struct, frozen=True, kw_only=True, tag="give_back"):
 
 
 class Detach(Struct, frozen=True, kw_only=True, tag="detach"):
-    """An engine's last message: it writes none of its pages any more, also those that it was just granted."""
+    """An engine's last message: it writes none of its pages any more, also those that it was just granted. A caller's:
+    none of its copies runs, and this connection's mapping is gone."""
 
 
 class Shrink(Struct, frozen=True, kw_only=True, tag="shrink"):
@@ -345,6 +348,7 @@ class CallFailed(Struct, frozen=True, kw_only=True, tag="call_failed"):
 
 ToMempool = (
     Attach
+    | AttachCaller
     | NeedPages
     | GiveBack
     | Detach
@@ -373,6 +377,8 @@ ToMempool = (
 FromMempool = (
     Attached
     | AttachRefused
+    | CallerAttached
+    | Detached
     | Granted
     | Shrink
     | Acquired

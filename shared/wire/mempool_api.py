@@ -290,6 +290,15 @@ class Transfer(Struct, frozen=True, kw_only=True, tag="api_transfer"):
     timeout_ms: int = 10_000
 
 
+class CopiedDirectly(Struct, frozen=True, kw_only=True, tag="api_copied"):
+    """Now and then, unanswered: what the caller copied by itself since it last said so (shared/mempool/direct.py), and
+    how many transfers with given targets it left to the mempool."""
+
+    transfers: int
+    num_bytes: int
+    mediated: int = 0
+
+
 class PullPages(Struct, frozen=True, kw_only=True, tag="api_pull"):
     """mempool -> mempool: the source's word that these pages are pinned; pull them. Answered as a Transfer."""
 
@@ -341,7 +350,7 @@ class Evacuated(Struct, frozen=True, kw_only=True, tag="api_evacuated"):
 
 ApiCall = AllocMem | FreeMem | InsertBlocks | MatchBlocks | DeleteBlocks | SwapOut | SwapIn | Transfer
 ApiReply = Addresses | Counted | ApiFailed
-ToMempoolApi = ApiHello | ApiCall | PullPages
+ToMempoolApi = ApiHello | ApiCall | CopiedDirectly | PullPages
 FromMempoolApi = ApiReply | Delivered | Evacuated
 
 TO_MEMPOOL_API: Channel[ToMempoolApi] = Channel(b"quire.mempool-api/1", ToMempoolApi)

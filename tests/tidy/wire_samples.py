@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, LeaseId, RequestId
+from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, LeaseId, RequestId, SpaceId
 from shared.kv.layout import EngineDescription
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire.codec import Channel
@@ -54,6 +54,7 @@ from shared.wire.mempool import (
     Vacate,
     Vacated,
 )
+from shared.wire.mempool_callers import AttachCaller, CallerAttached, Detached
 from shared.wire.placement import FROM_SCHEDULER, TO_SCHEDULER, Place, Placed, PrefixHit, Rejected, Target
 from shared.wire.reports import REPORTS, Hello, Report
 from shared.wire.requests import (
@@ -266,6 +267,32 @@ SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
     "layers-sealed": (TO_MEMPOOL, LayersSealed(step=5, pages=u32_bytes([7]), epochs=u64_bytes([100])), ()),
     "layer-words-call": (TO_MEMPOOL, LayerWordsCall(call_id=4), ()),
     "layer-words": (FROM_MEMPOOL, LayerWords(call_id=4), ()),
+    "attach-caller": (
+        TO_MEMPOOL,
+        AttachCaller(
+            instance=InstanceId("p"),
+            pages_of=InstanceId("d"),
+            space=SpaceId(3),
+            reads_only=True,
+            memory_id=Epoch(9),
+        ),
+        (),
+    ),
+    "caller-attached": (
+        FROM_MEMPOOL,
+        CallerAttached(
+            boot_generation=Epoch(5),
+            num_pages=8,
+            page_bytes=1 << 21,
+            pages_per_slab=2,
+            memory_id=Epoch(9),
+            absent_slabs=u32_bytes([1]),
+            device="cuda:ab",
+            content_key="k",
+        ),
+        (),
+    ),
+    "detached": (FROM_MEMPOOL, Detached(), ()),
     "unpin": (TO_MEMPOOL, Unpin(pages=u32_bytes([7, 9]), epochs=u64_bytes([100, 101])), ()),
     "release-memory": (TO_MEMPOOL, ReleaseMemory(call_id=2, num_bytes=1 << 35, wait_ms=3_000, space=1), ()),
     "regain-memory": (TO_MEMPOOL, RegainMemory(call_id=3), ()),

@@ -93,6 +93,16 @@ def test_a_freed_address_does_not_reach_the_next_use_of_the_page(rig):
     assert failed(rig.call(c, wire.InsertBlocks, **fields)) == "epoch.stale"
 
 
+def test_a_freed_address_of_before_ends_no_pin_of_the_pages_next_use(rig):
+    a = rig.connect(P)
+    (old,) = rig.alloc(a, 1)
+    assert rig.call(a, wire.FreeMem, addresses=raw([old])).count == 1
+    (now,) = rig.save(a, PROMPT[:1], flags=InsertFlags.PIN)
+    assert now.page == old.page
+    assert rig.call(a, wire.FreeMem, addresses=raw([old])).count == 0
+    assert rig.call(a, wire.FreeMem, addresses=raw([now])).count == 1
+
+
 def test_inserted_pages_are_found_and_no_longer_their_callers(rig):
     c = rig.connect(P)
     placed = rig.save(c, PROMPT)

@@ -256,6 +256,15 @@ class Send:
     message: FromMempool
     with_memory: bool = False
     space: int = 0
+    reads_only: bool = False  # the page fd too
+
+
+@dataclass(frozen=True, slots=True)
+class KeepCaller:
+    """Tell the keeper which spaces a process maps as a caller (callers.py), all of them; none: it does no more."""
+
+    process: int
+    spaces: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +320,7 @@ Action = (
     | ApiSend
     | MapFarPages
     | KillProcess
+    | KeepCaller
     | Disconnect
     | AskPeer
     | TellPeer

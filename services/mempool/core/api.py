@@ -9,6 +9,7 @@ Transfers are in api_moves.py. Errors become ApiFailed; a caller that breaks the
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 
 from services.mempool.core import api_state as state
@@ -16,6 +17,7 @@ from services.mempool.core.api_moves import Moves
 from services.mempool.core.api_state import Allocator, ApiAction, ApiLimits, CallPeer, Holder, Home, Reply
 from services.mempool.core.api_swaps import Swaps
 from services.mempool.core.entry import Entry
+from services.mempool.core.page_state import PageEvent
 from services.mempool.core.tiers import CopyResult, TierAction
 from shared.errors import (
     ClusterError,
@@ -109,11 +111,12 @@ class Api:
             self._lost.setdefault(holder.process, []).append(holder)
         return self._done()
 
-    def on_process_dead(self, process: int) -> list[ApiAction]:
-        """Proof of death: what its ended connections had held is free."""
+    def on_process_dead(self, process: int, proof: PageEvent = PageEvent.HOLDER_DEAD) -> list[ApiAction]:
+        """Proof of death, or its word that it writes no page: what its ended connections had held is free."""
         for holder in self._lost.pop(process, []):
             for space, pages in holder.owned.items():
-                self.moves.busy.when_idle(space, list(pages), self.allocator(space).recover)
+                free = partial(self.allocator(space).recover, proof=proof)
+                self.moves.busy.when_idle(space, list(pages), free)
         return self._done()
 
     # -- calls --------------------------------------------------------------------------------------
@@ -198,7 +201,7 @@ class Api:
                 del holder.owned[address.space][address.page]
                 own.setdefault(address.space, []).append(address.page)
                 count += 1
-            elif holder.pinned(address) is not None:
+            elif holder.pinned(address) and state.is_current(self.allocator(address.space), address):
                 self.unpin(holder, address.space, address.page)
                 count += 1
             else:

@@ -6,7 +6,7 @@ have given back as many as it lacks; then it is decided at once, as if it had co
 are granted like an engine's; when it leaves they are free, or, if its process has mapped them, when that is dead.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -29,9 +29,10 @@ from services.mempool.core.claims import Claim
 from services.mempool.core.dram import Dram
 from services.mempool.core.locations import Locations
 from services.mempool.core.own_pages import OwnPages
+from services.mempool.core.page_state import PageEvent
 from services.mempool.core.pool import Pool
 from services.mempool.core.tiers import CopyPages, CopyResult, SwapDone, TierAction
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, PeerProtocolError
 from shared.ids import InstanceId, PageId, SpaceId
 from shared.wire import mempool_api as wire
 from shared.wire import mempool_peer as peer_wire
@@ -66,7 +67,7 @@ class ApiSpaces:
     Args:
         pools: of all spaces, and `space_of` of every instance that has been here: views.
         numbers: of copies, shared with whoever else orders some.
-        mapped: processes that have mapped pages and live.
+        mapped: processes that may write pages that they hold, and live.
         touched: called with every pool that a later flush() must bring up to date.
         wanted: how many pages of a space of lent pages are to leave it.
     """
@@ -78,7 +79,7 @@ class ApiSpaces:
         space_of: Mapping[InstanceId, int],
         dram: Dram,
         numbers: Iterator[int],
-        mapped: Collection[int],
+        mapped: Container[int],
         touched: Callable[[Pool], None],
         wanted: Callable[[int], int] = lambda number: 0,
     ) -> None:
@@ -124,6 +125,14 @@ class ApiSpaces:
         self._waiting.append(_Waiting(connection, call, pool, pool.claim(count), until_ms))
         self.advance(now_ms)
 
+    def on_copied_directly(self, connection: int, message: wire.CopiedDirectly) -> None:
+        """For the counters. Raises: PeerProtocolError of nobody, or nonsense."""
+        if not self.knows(connection) or min(message.transfers, message.num_bytes, message.mediated) < 0:
+            raise PeerProtocolError("CopiedDirectly of nobody, or of less than nothing")
+        self.api.counters["transfers_direct"] += message.transfers
+        self.api.counters["transfers_direct_bytes"] += message.num_bytes
+        self.api.counters["transfers_mediated"] += message.mediated
+
     def on_closed(self, connection: int) -> None:
         """Harmless for a connection without a hello."""
         for waiting in [w for w in self._waiting if w.connection == connection]:
@@ -132,13 +141,25 @@ class ApiSpaces:
         holder = self.api.holders.get(connection)
         if holder is not None:
             self._leased.on_closed(holder)
-        if holder is not None and holder.process not in self._mapped:
+        if holder is not None and (holder.process is None or holder.process not in self._mapped):
             holder.process = None  # it cannot write pages
         self._perform(self.api.disconnect(connection))
 
     def on_process_dead(self, process: int) -> None:
         """Proof of death."""
         self._perform(self.api.on_process_dead(process))
+
+    def on_process_unmapped(self, process: int) -> None:
+        """It lives, and says that it writes no page that it held by an ended connection."""
+        self._perform(self.api.on_process_dead(process, PageEvent.ACKNOWLEDGED))
+
+    def has_home(self, instance: InstanceId, space: int) -> bool:
+        """Whether a space is an instance's, or the host memory behind it. Lent pages are not its own."""
+        self._find_homes()
+        home = self.api.homes.get(instance)
+        return home is not None and any(
+            each.space == space for medium, each in home.spaces() if medium is not wire.Medium.LEASED
+        )
 
     def _find_homes(self) -> None:
         for instance, number in self._space_of.items():

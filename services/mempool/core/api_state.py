@@ -8,6 +8,7 @@ from typing import Protocol
 
 from services.mempool.core.entry import Entry
 from services.mempool.core.locations import Locations
+from services.mempool.core.page_state import PageEvent
 from services.mempool.core.radix import Index
 from services.mempool.core.tiers import TierAction, Tiers
 from shared.errors import InvalidRequest, NotHeld, StaleEpoch
@@ -55,7 +56,7 @@ class Allocator(Protocol):
 
     def lose(self, pages: Iterable[PageId]) -> None: ...
 
-    def recover(self, pages: Iterable[PageId]) -> None: ...
+    def recover(self, pages: Iterable[PageId], proof: PageEvent = ...) -> None: ...
 
     def evict(self) -> Entry | None: ...
 
@@ -207,6 +208,11 @@ def nothing_beside(_holder: "Holder", _home: Home, _taken: bytes) -> bytes:
 def serves(mem_type: wire.MemType, medium: Medium) -> bool:
     """Whether memory of this type may be of this medium: mixed is the instance's own."""
     return mem_type == medium.name.lower() or (mem_type == "mixed" and medium is not Medium.LEASED)
+
+
+def is_current(allocator: Allocator, address: PageAddress) -> bool:
+    """Whether the page is still the one that the address means."""
+    return allocator.first_stale([address.page], [address.epoch]) is None
 
 
 def names_twice(stretches: Iterable[AddressStretch]) -> bool:

@@ -101,7 +101,7 @@ class Attachments:
             self.memory.table, self.memory.engines, self.index, self.leases, entries, processes
         )
         self.counters["pages_inherited"] += self.inheritance.num_sealed
-        self.report(-1)
+        self.report(0)
         self.releases = self._make_releases(self.memory)
         self.releases.adopt(mappers)
         return self._done()

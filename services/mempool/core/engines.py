@@ -18,6 +18,8 @@ from services.mempool.core.page_table import PageTable
 from services.mempool.core.radix import Index
 from shared.ids import Epoch, InstanceId, PageId
 
+CALLER = InstanceId("")  # instance of attachments that are no rank of an engine (callers.py)
+
 
 @dataclass(slots=True)
 class Engine:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from services.mempool.core.actions import Action, PoolLimits
 from services.mempool.core.api_spaces import ApiSpaces
 from services.mempool.core.desk import Desk
+from services.mempool.core.dram import Dram
 from services.mempool.core.lending import Lending
 from services.mempool.core.lending_report import obey
 from services.mempool.core.pool import Pool
@@ -16,7 +17,7 @@ from services.mempool.core.remote_serve import RemoteServe
 from services.mempool.core.swaps import Swaps
 from services.mempool.core.wishes import Answer, Wish
 from shared.errors import PeerProtocolError
-from shared.ids import InstanceId
+from shared.ids import InstanceId, PageId
 from shared.lending.rules import EngineProfile, LendingRules
 from shared.wire import mempool as wire
 from shared.wire import mempool_peer as peer_wire
@@ -34,6 +35,7 @@ class FromOutside(ABC):
     serve: RemoteServe
     swaps: Swaps
     lending: Lending
+    dram: Dram
     api: ApiSpaces
     desk: Desk | None = None
     load_interval_ms: int = 0
@@ -44,6 +46,29 @@ class FromOutside(ABC):
 
     @abstractmethod
     def _after(self, now_ms: int) -> list[Action]: ...
+
+    # -- copies -------------------------------------------------------------------------------------
+
+    def on_copied(
+        self, copy_id: int, now_ms: int, *, failed: bool = False, in_doubt: Collection[int] = ()
+    ) -> list[Action]:
+        """Answer to CopyPages. `in_doubt`: targets that may still be written; on_settled follows."""
+        if not (
+            self.dram.on_copied(copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
+            or self.api.on_copied(copy_id, failed=failed, in_doubt=in_doubt)
+            or self.swaps.on_copied(copy_id, failed=failed, in_doubt=in_doubt)
+        ):
+            self.pulls.on_copied(copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
+        self._touch(*self.pools.values())
+        return self._after(now_ms)
+
+    def on_settled(self, number: int, pages: Sequence[PageId], now_ms: int) -> list[Action]:
+        """Nothing can write these pages any more, which a failed copy had left in doubt."""
+        for each, mine in self.lending.by_space(number, pages).items():
+            rest = self.api.on_settled(each, self.dram.on_settled(each, mine, now_ms))
+            self.pools[each].settled(rest)
+        self._touch(*self.pools.values())
+        return self._after(now_ms)
 
     # -- other hosts --------------------------------------------------------------------------------
 
@@ -128,11 +153,6 @@ class FromOutside(ABC):
         for copy_id in refused:
             out += self.on_copied(copy_id, now_ms, failed=True)
         return out
-
-    @abstractmethod
-    def on_copied(
-        self, copy_id: int, now_ms: int, *, failed: bool = False, in_doubt: Collection[int] = ()
-    ) -> list[Action]: ...
 
     def forget_load(self, connection: int) -> None:
         """The connection ended."""

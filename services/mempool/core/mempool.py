@@ -6,13 +6,14 @@ clients of an instance to that of its engine, whichever comes first.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 from services.mempool.core import parse, space
 from services.mempool.core.actions import Action, PoolLimits
 from services.mempool.core.api_spaces import ApiSpaces
 from services.mempool.core.audience import Audience
+from services.mempool.core.callers import Callers
 from services.mempool.core.claims import Client
 from services.mempool.core.dram import Dram
 from services.mempool.core.from_outside import FromOutside
@@ -25,9 +26,10 @@ from services.mempool.core.remote import Remote
 from services.mempool.core.remote_serve import RemoteServe
 from services.mempool.core.swaps import Swaps
 from shared.errors import PeerProtocolError
-from shared.ids import Epoch, HandoffId, InstanceId, PageId
+from shared.ids import Epoch, HandoffId, InstanceId
 from shared.kv.layout import EngineDescription
 from shared.wire import mempool as wire
+from shared.wire.mempool_callers import AttachCaller
 from shared.wire.mempool_lending import ToLending
 from shared.wire.mempool_swap import SwapCall
 
@@ -61,9 +63,9 @@ class Mempool(FromOutside):
         landing = self.dram.landing
         self.remote = Remote(limits, self._bring, landing, self.pulls.elsewhere, self.counters)
         self.serve = RemoteServe(limits, self.pools, landing, self.pulls.want, self.counters)
-        self._mapped: set[int] = set()  # processes that have mapped pages
+        self.callers = Callers(self.pools, lambda: self.api)
         self.api = ApiSpaces(
-            limits, self.pools, self._space_of, self.dram, self.copy_numbers, self._mapped, self._touch,
+            limits, self.pools, self._space_of, self.dram, self.copy_numbers, self.callers, self._touch,
             self.lending.wanted_back,
         )  # fmt: skip
 
@@ -85,12 +87,13 @@ class Mempool(FromOutside):
         label: str = "",
         mappers: Sequence[int] = (),
     ) -> list[Action]:
-        """Pool.adopt of one space. `instances`: of each process; their engines or ranks were in it."""
+        """Pool.adopt of one space. `instances`: of each process; their engines or ranks were in it. A negative process
+        was a caller there, and has no instance."""
         pool = self.pools.get(number)
         if pool is None:
             pool = self._new_pool(number)
         self._space_of.update(dict.fromkeys(instances, number))
-        self._mapped.update(processes)
+        self.callers.adopt(number, processes)
         actions = pool.adopt(
             description, planned, words, entries,
             memory_id=memory_id, processes=processes, engines=engines, devices=devices, label=label,
@@ -135,8 +138,19 @@ class Mempool(FromOutside):
         actions += self._put_dram_behind(pool, message)
         if pool.has_member(connection):
             self._members[connection] = pool.number
-            self._mapped.add(process)
+            self.callers.computes([process])
             self._space_of[message.instance] = pool.number
+        return actions + self._after(now_ms)
+
+    def on_attach_caller(
+        self, connection: int, process: int, message: AttachCaller, now_ms: int
+    ) -> list[Action]:
+        """As on_attach(), of a caller of the nine calls that copies by itself."""
+        if connection in self._clients or connection in self._members:
+            raise PeerProtocolError("attached already")
+        actions = self.callers.on_attach(connection, process, message)
+        if self.callers.has(connection):
+            self._members[connection] = message.space
         return actions + self._after(now_ms)
 
     def _put_dram_behind(self, pool: Pool, message: wire.Attach) -> list[Action]:
@@ -175,6 +189,7 @@ class Mempool(FromOutside):
         """A connection ended, by either side. Unknown ones are ignored."""
         self._clients.pop(connection, None)
         self._members.pop(connection, None)
+        self.callers.on_closed(connection)
         self.pulls.forget(connection, now_ms)
         self.remote.forget(connection)
         self.swaps.forget(connection)
@@ -190,7 +205,7 @@ class Mempool(FromOutside):
         actions: list[Action] = []
         for pool in self.pools.values():
             actions += pool.on_process_dead(process, now_ms)
-        self._mapped.discard(process)
+        self.callers.on_process_dead(process)
         self.api.on_process_dead(process)
         self.lending.on_process_dead(now_ms)
         self.swaps.prune()
@@ -202,8 +217,6 @@ class Mempool(FromOutside):
     def on_message(self, connection: int, message: wire.ToMempool, now_ms: int) -> list[Action]:
         """Any message after Attach. Raises: PeerProtocolError; nothing has changed then."""
         pool = self._pool_of(connection, message)
-        if not pool.has_member(connection):
-            raise PeerProtocolError(f"{type(message).__name__} before Attach")
         actions: list[Action] = []
         here = ("", self.peer_address)
         match message:
@@ -237,6 +250,10 @@ class Mempool(FromOutside):
                 self._on_lending(pool, connection, message, now_ms)
             case _ if isinstance(message, SwapCall):
                 self.swaps.on_message(pool, connection, message)
+            case wire.Detach() if self.callers.has(connection):
+                del self._members[connection]
+                actions += self.callers.on_detach(connection)
+                self._touch(*self.pools.values())
             case wire.KeepHandoff():
                 keep_handoff((p.leases for p in self.pools.values()), message, self.limits, now_ms)
             case wire.StatusCall():
@@ -249,7 +266,10 @@ class Mempool(FromOutside):
         """Whose message it is. A client that came before its engine moves to the engine's space."""
         instance = self._clients.get(connection)
         if instance is None:
-            return self.pools[self._members.get(connection, 0)]
+            found = self.pools[self._members.get(connection, 0)]
+            if not found.has_member(connection):
+                raise PeerProtocolError(f"{type(message).__name__} before Attach")
+            return found
         if isinstance(message, wire.Release):
             for pool in self.pools.values():
                 if message.lease_id in pool.leases.leases:
@@ -321,27 +341,6 @@ class Mempool(FromOutside):
                     self._read(pool, waiter.connection, waiter.instance, waiter.call, now_ms)
         self.layers.on_handoff(source, message, now_ms)
         self.serve.on_handoff(message.handoff_id, now_ms)
-
-    def on_copied(
-        self, copy_id: int, now_ms: int, *, failed: bool = False, in_doubt: Collection[int] = ()
-    ) -> list[Action]:
-        """Answer to CopyPages. `in_doubt`: targets that may still be written; on_settled follows."""
-        if not (
-            self.dram.on_copied(copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
-            or self.api.on_copied(copy_id, failed=failed, in_doubt=in_doubt)
-            or self.swaps.on_copied(copy_id, failed=failed, in_doubt=in_doubt)
-        ):
-            self.pulls.on_copied(copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
-        self._touch(*self.pools.values())
-        return self._after(now_ms)
-
-    def on_settled(self, number: int, pages: Sequence[PageId], now_ms: int) -> list[Action]:
-        """Nothing can write these pages any more, which a failed copy had left in doubt."""
-        for each, mine in self.lending.by_space(number, pages).items():
-            rest = self.api.on_settled(each, self.dram.on_settled(each, mine, now_ms))
-            self.pools[each].settled(rest)
-        self._touch(*self.pools.values())
-        return self._after(now_ms)
 
     def after_api(self, now_ms: int) -> list[Action]:
         """After calls of `api`'s methods: what they have caused."""

@@ -106,10 +106,10 @@ class OwnPages:
         for page in pages:
             self.table.apply(page, PageEvent.HOLDER_LOST)
 
-    def recover(self, pages: Iterable[PageId]) -> None:
-        """The holder of lost pages is proven dead: free."""
+    def recover(self, pages: Iterable[PageId], proof: PageEvent = PageEvent.HOLDER_DEAD) -> None:
+        """The holder of lost pages is dead, or has said that it writes them no more (ACKNOWLEDGED): free."""
         for page in pages:
-            self.table.free(page, PageEvent.HOLDER_DEAD)
+            self.table.free(page, proof)
 
     def used(self, blocks: Sequence[Entry]) -> list[Entry]:
         """What there is of these blocks, which another space had, marked as just used. Cost: least where each follows

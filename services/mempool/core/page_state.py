@@ -36,7 +36,7 @@ class PageEvent(StrEnum):
 
 WRITER: dict[PageState, str] = {
     PageState.FREE: "nobody",
-    PageState.GRANTED: "nobody yet",
+    PageState.GRANTED: "nobody yet; a caller of the nine calls: it",
     PageState.WRITING: "the engine that holds it",
     PageState.SEALED: "nobody",
     PageState.RETIRING: "nobody",

@@ -59,6 +59,7 @@ class Pool(Lifetimes):
         for engine in [e for e in self.memory.engines.attached.values() if e.process == process]:
             self._replace(engine, "process.dead")
         self.report(process)
+        self.report(-process)
         instances = {lost.engine.instance for lost in self.memory.engines.lost}
         self.counters["pages_recovered"] += self.memory.engines.bury(process)
         if self.releases is not None:
