@@ -21,9 +21,10 @@ MIN_LANE_PAGES = 8  # fewer are not worth another call
 class PageStream:
     """Copies of pages on one GPU's copy engines, any thread. The driver stays the caller's."""
 
-    def __init__(self, driver: CopyDriver, *, lanes: int = 4) -> None:
-        """Raises: CopyFailed."""
+    def __init__(self, driver: CopyDriver, *, lanes: int = 4, min_lane_bytes: int = 0) -> None:
+        """`min_lane_bytes`: a lane is worth it from so many on; 0: from MIN_LANE_PAGES pages on. Raises: CopyFailed."""
         self._driver = driver
+        self._min_lane_bytes = min_lane_bytes
         self._lock = threading.Lock()
         driver.make_current()
         self._streams = [driver.create_stream() for _ in range(lanes)]
@@ -35,7 +36,10 @@ class PageStream:
 
         Raises: CopyQueueFull; CopyFailed, and what had been started is over unless it says `running`.
         """
-        lanes = max(1, min(len(self._streams), sources.size // MIN_LANE_PAGES))
+        worth = sources.size // MIN_LANE_PAGES
+        if self._min_lane_bytes:
+            worth = min(sources.size, sources.size * size // self._min_lane_bytes)
+        lanes = max(1, min(len(self._streams), worth))
         sizes = np.full(sources.size, size, np.uint64)
         edges = [sources.size * lane // lanes for lane in range(lanes + 1)]
         with self._lock:

@@ -6,6 +6,7 @@ have no loop use BlockingUnixLink (shared/transport/unix_blocking.py). Framing: 
 
 import asyncio
 import os
+import select
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -50,6 +51,12 @@ class _Stream:
         self._queued_bytes = 0
         self.open = True
         self._loop.add_reader(sock.fileno(), self._read)
+        self._hung_up = select.poll()
+        self._hung_up.register(sock, select.POLLRDHUP)
+
+    def peer_lives(self) -> bool:
+        """Whether the other end was open now. Asks the kernel, which knows before this loop does. Cost: 1 us."""
+        return self.open and not self._hung_up.poll(0)
 
     def write(self, data: bytes, fds: Sequence[int]) -> None:
         """Send or queue. Raises: PeerGone when ended; Overloaded when the peer does not read."""
@@ -273,6 +280,10 @@ class UnixLink(Generic[Out, In]):
     @property
     def up(self) -> bool:
         return self._stream is not None and self._stream.open
+
+    def peer_lives(self) -> bool:
+        """Whether the other end was open at the time of the call, whatever this loop has read of it."""
+        return self._stream is not None and self._stream.peer_lives()
 
     async def connect(self, timeout_ms: int = 2_000) -> None:
         """Raises: PeerGone when nobody serves the path (within timeout_ms)."""

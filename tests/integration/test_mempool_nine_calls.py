@@ -46,6 +46,12 @@ def engines(mempool):
         engine.close()
 
 
+@pytest.fixture(params=["", "own copies"])
+def own(request, mempool):
+    """Options of a caller that leaves every transfer to the mempool, and of one that copies by itself what it can."""
+    return {"pool_socket": mempool.socket} if request.param else {}
+
+
 async def open_api(mempool, instance=P, **options) -> MemPoolApi:
     api = MemPoolApi(mempool.socket.parent / "api.sock", instance, seed=SEED, block_tokens=4, **options)
     await api.connect()
@@ -56,10 +62,10 @@ def blocks(count: int, salt: int = 0) -> list[bytes]:
     return [content(bytes([salt + i]) * 32) for i in range(count)]
 
 
-async def test_all_nine_calls_move_the_bytes_that_they_say(mempool, engines):
+async def test_all_nine_calls_move_the_bytes_that_they_say(mempool, engines, own):
     prefill, decode = engines
     got: list[wire.Delivered] = []
-    api, other = await open_api(mempool), await open_api(mempool, D, on_delivered=got.append)
+    api, other = await open_api(mempool, **own), await open_api(mempool, D, on_delivered=got.append, **own)
 
     pages = await api.alloc_mem(5)
     for address, data in zip(pages, blocks(5), strict=True):
@@ -95,19 +101,19 @@ async def test_all_nine_calls_move_the_bytes_that_they_say(mempool, engines):
     other.close()
 
 
-async def test_pages_go_through_host_memory_and_back_to_a_given_list(mempool, engines):
+async def test_pages_go_through_host_memory_and_back_to_a_given_list(mempool, engines, own):
     prefill, _ = engines
-    api = await open_api(mempool)
-    own = await api.alloc_mem(3)
-    for address, data in zip(own, blocks(3, 50), strict=True):
+    api = await open_api(mempool, **own)
+    mine = await api.alloc_mem(3)
+    for address, data in zip(mine, blocks(3, 50), strict=True):
         prefill.write(address.page, data)
-    dram = await api.transfer(P, own, await api.alloc_mem(3, "dram"), TransferFlags.FREE_SOURCE)
+    dram = await api.transfer(P, mine, await api.alloc_mem(3, "dram"), TransferFlags.FREE_SOURCE)
     back = await api.transfer(P, dram, await api.alloc_mem(3))
     assert {a.medium for a in dram} == {Medium.DRAM}
     assert [prefill.read(a.page, LENGTH) for a in back] == blocks(3, 50)
     with pytest.raises(StaleEpoch):
-        await api.transfer(P, own)
-    other = await open_api(mempool)
+        await api.transfer(P, mine)
+    other = await open_api(mempool, **own)
     with pytest.raises(NotHeld):
         await other.transfer(P, back)
     other.close()
@@ -126,8 +132,8 @@ async def test_an_engine_that_has_nearly_all_pages_is_asked_for_what_a_call_need
     engine.close()
 
 
-async def test_failures_are_typed_errors_and_change_nothing(mempool, engines):
-    api = await open_api(mempool)
+async def test_failures_are_typed_errors_and_change_nothing(mempool, engines, own):
+    api = await open_api(mempool, **own)
     with pytest.raises(OutOfPages):
         await api.alloc_mem(63)
     with pytest.raises(InstanceUnknown):

@@ -48,8 +48,24 @@ CUresult cuDeviceGetName(char *name, int length, int device) {
     snprintf(name, (size_t)length, "software device %d", device);
     return SUCCESS;
 }
-CUresult cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(0xc00 + (uintptr_t)device); return SUCCESS; }
-CUresult cuDevicePrimaryCtxRelease(int device) { return device < GPUS ? SUCCESS : INVALID_DEVICE; }
+static int retained[GPUS];
+CUresult cuDevicePrimaryCtxRetain(void **context, int device) {
+    *context = (void *)(0xc00 + (uintptr_t)device);
+    retained[device]++;
+    return SUCCESS;
+}
+CUresult cuDevicePrimaryCtxRelease(int device) {
+    if (device >= GPUS) return INVALID_DEVICE;
+    retained[device]--;
+    return SUCCESS;
+}
+CUresult cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
+    *flags = 0;
+    *active = retained[device] > 0;
+    return SUCCESS;
+}
+CUresult cuCtxSynchronize(void) { NEED_CONTEXT; return SUCCESS; }
+CUresult cuCtxGetCurrent(void **context) { *context = (void *)current; return SUCCESS; }
 CUresult cuCtxSetCurrent(void *context) { current = (uintptr_t)context; return SUCCESS; }
 CUresult cuMemGetInfo(size_t *free, size_t *total) { NEED_CONTEXT; *free = *total = (size_t)64 << 30; return SUCCESS; }
 static int wrong(const Prop *prop) {
@@ -225,12 +241,20 @@ CUresult cuMemsetD8_v2(CUdeviceptr at, unsigned char byte, size_t size) {
     return may(HERE, at, size, READ_WRITE) ? (memset((void *)at, byte, size), SUCCESS) : ILLEGAL_ADDRESS;
 }
 #define cuMemsetD8 cuMemsetD8_v2
+CUresult cuMemsetD32_v2(CUdeviceptr at, unsigned word, size_t count) {
+    NEED_CONTEXT;
+    if (!may(HERE, at, 4 * count, READ_WRITE)) return ILLEGAL_ADDRESS;
+    for (size_t i = 0; i < count; i++) ((unsigned *)at)[i] = word;
+    return SUCCESS;
+}
+#define cuMemsetD32 cuMemsetD32_v2
 
 #define ENTRY(symbol, since) { #symbol, since, (void *)symbol }
 static const struct { const char *name; int since; void *function; } entries[] = {
     ENTRY(cuInit, 2000), ENTRY(cuDriverGetVersion, 2020), ENTRY(cuDeviceGet, 2000), ENTRY(cuDeviceGetCount, 2000),
     ENTRY(cuDeviceGetUuid, 9020), ENTRY(cuDeviceGetName, 2000), ENTRY(cuDevicePrimaryCtxRetain, 7000),
-    ENTRY(cuDevicePrimaryCtxRelease, 7000), ENTRY(cuCtxSetCurrent, 4000), ENTRY(cuMemGetInfo, 2000),
+    ENTRY(cuDevicePrimaryCtxRelease, 7000), ENTRY(cuDevicePrimaryCtxGetState, 7000), ENTRY(cuCtxGetCurrent, 4000), ENTRY(cuCtxSynchronize, 2000),
+    ENTRY(cuCtxSetCurrent, 4000), ENTRY(cuMemGetInfo, 2000),
     ENTRY(cuMemGetAllocationGranularity, 10020), ENTRY(cuMemCreate, 10020), ENTRY(cuMemRelease, 10020),
     ENTRY(cuMemExportToShareableHandle, 10020), ENTRY(cuMemImportFromShareableHandle, 10020),
     ENTRY(cuMemAddressReserve, 10020), ENTRY(cuMemAddressFree, 10020), ENTRY(cuMemMap, 10020),
@@ -238,7 +262,7 @@ static const struct { const char *name; int since; void *function; } entries[] =
     ENTRY(cuStreamSynchronize, 2000), ENTRY(cuStreamWaitEvent, 3020), ENTRY(cuEventCreate, 2000),
     ENTRY(cuEventDestroy, 2000), ENTRY(cuEventRecord, 2000), ENTRY(cuEventQuery, 2000), ENTRY(cuMemHostAlloc, 2020),
     ENTRY(cuMemFreeHost, 2000), ENTRY(cuMemHostRegister, 4000), ENTRY(cuMemHostUnregister, 4000),
-    ENTRY(cuMemHostGetDevicePointer, 3020), ENTRY(cuMemsetD8, 2000), ENTRY(cuMemcpyAsync, 4000), ENTRY(cuMemcpyBatchAsync, 13000), ENTRY(cuMemcpyDtoH, 2000), ENTRY(cuMemcpyHtoD, 2000),
+    ENTRY(cuMemHostGetDevicePointer, 3020), ENTRY(cuMemsetD8, 2000), ENTRY(cuMemsetD32, 2000), ENTRY(cuMemcpyAsync, 4000), ENTRY(cuMemcpyBatchAsync, 13000), ENTRY(cuMemcpyDtoH, 2000), ENTRY(cuMemcpyHtoD, 2000),
 };
 
 CUresult cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status) {

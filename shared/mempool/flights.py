@@ -1,0 +1,105 @@
+"""Copies that this process makes by itself between pages of the mempool, while they may still touch a page.
+
+One registry a process: to a mempool's successor a process speaks for all of its connections at once.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from shared.errors import ClusterError, CopyFailed
+from shared.mempool.held_pages import Columns, Stretch
+
+POLL_S = 0.001
+
+
+class Ticket(Protocol):
+    """A set of copies that has begun. Any thread."""
+
+    def done(self) -> bool:
+        """Whether every byte is at its target. Raises: ClusterError; with `running`, some of it may still run."""
+        ...
+
+
+class Flight:
+    """One copy, from before its first byte until nothing of it runs. Marks its pages in the columns meanwhile."""
+
+    def __init__(self, source: Stretch, here: Columns, target: Stretch, there: Columns) -> None:
+        self.source, self.target = source, target
+        self._here, self._there = here, there
+        self._ticket: Ticket | None = None
+        self.is_over = False  # nothing of it runs, nor will
+        self._is_marked = True
+        here.reading[source.pages] += 1
+        there.writing[target.pages] += 1
+        with _LOCK:
+            _FLYING.add(self)
+
+    def started(self, ticket: Ticket) -> None:
+        """It runs from now on."""
+        self._ticket = ticket
+
+    @property
+    def futures(self) -> "Sequence[Future[None]]":
+        """Of a copy on threads: done when it has ended."""
+        return getattr(self._ticket, "futures", ())
+
+    def end(self) -> None:
+        """Nothing of it runs, or has begun. Any thread; the marks stay until land()."""
+        self.is_over = True
+        with _LOCK:
+            _FLYING.discard(self)
+
+    def ended(self) -> bool:
+        """Whether nothing of it runs any more. Any thread.
+
+        Raises: CopyFailed when not every byte has arrived; `is_over` says whether something still runs.
+        """
+        if self.is_over:
+            return True
+        if self._ticket is None:
+            return False
+        try:
+            if not self._ticket.done():
+                return False
+        except ClusterError as error:
+            if not getattr(error, "running", False):
+                self.end()
+            raise CopyFailed(error.message) from error
+        self.end()
+        return True
+
+    def land(self) -> bool:
+        """Take the marks off if nothing of it runs; whether it is so. On the thread of the columns."""
+        try:
+            over = self.ended()
+        except CopyFailed:
+            over = self.is_over
+        if over and self._is_marked:
+            self._is_marked = False
+            self._here.reading[self.source.pages] -= 1
+            self._there.writing[self.target.pages] -= 1
+        return over
+
+
+_LOCK = threading.Lock()
+_FLYING: set[Flight] = set()
+
+
+def wait_quiet(mine: "list[Flight] | None" = None) -> None:
+    """Return when these have ended, or without any given: all of this process that have begun by now."""
+    with _LOCK:
+        waiting = list(_FLYING) if mine is None else list(mine)
+    while waiting:
+        waiting = [flight for flight in waiting if not _is_over(flight)]
+        if waiting:
+            time.sleep(POLL_S)
+
+
+def _is_over(flight: Flight) -> bool:
+    try:
+        return flight.ended()
+    except CopyFailed:
+        return flight.is_over
