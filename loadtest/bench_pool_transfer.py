@@ -5,13 +5,15 @@
 writes h200x2-pool-transfer.json. bench_transfer.py times a link between two processes; this one times the call that a
 worker makes: keeper, mempool and two workers as processes (pool_transfer_worker.py), pages of the first worker named
 and pinned, as many taken at the second one, then `transfer` from call to answer. Pages lie scattered at both ends.
-Every page is wiped before and looked at behind the timed calls. `attach`: a pool of --pool-gib on the source's GPU:
-the pool makes it, the worker maps it, descriptors that each process has more than before; then the first transfer ever
+Every set is measured both ways in one run: as a worker gets it (`case` says whether its own copies were it, "direct"),
+and "mediated", by the mempool. Every page is wiped before and looked at behind the timed calls of each. `attach`: a
+pool of --pool-gib on the source's GPU: the pool makes it, the worker maps it, descriptors that each process has more than before; then the first transfer ever
 (`cold`), what is left of the mempool's own mapping included (`first_contact`: refused ones before it). Beside them, in
 the same run: one plain copy, NIXL on cudaMalloc slabs, NCCL grouped and call by call, as in bench_transfer.py.
 `--device cpu`: host memory, for a try of the script.
 
-`pool_transfer_gb_per_s`: the worst set of at least 64 MiB.
+`pool_transfer_gb_per_s`: the worst set of at least 64 MiB as a worker gets it; `mediated_gb_per_s`: by the mempool.
+With `--device cpu` tiny pages too, whose time is nearly all overhead: `*_fixed_us`, `*_page_us`.
 """
 
 import argparse
@@ -43,7 +45,8 @@ CLAIM = (
 )
 MIB = 1 << 20
 SETS = {2 * MIB: (1, 32, 64, 512), 8 * MIB: (1, 8, 64, 256)}  # page bytes: pages of one transfer
-CPU_SETS = {MIB: (1, 64), 2 * MIB: (1, 32)}
+CPU_SETS = {4096: (1, 8, 64, 512), MIB: (1, 64), 2 * MIB: (1, 32)}
+MEDIATED = "mediated"
 LEAST_BYTES = 64 * MIB
 SOURCE, TARGET = "worker-source", "worker-target"
 SECTION_S = 45.0  # no section is begun with less left
@@ -71,14 +74,8 @@ def metrics_from_samples(samples: Samples) -> Metrics:
         else:
             rates[row["section"], row["set"], row["case"]] = row["bytes"] / median(row["wall_us"]) / 1e3
     pool = [row for row in samples if row["section"] == "pool"]
-    for row in pool:
-        name = f"pool_transfer_{row['pages']}x{row['page_bytes'] // MIB}mib"
-        out[f"{name}_gb_per_s"] = rates["pool", row["set"], row["case"]]
-        out[f"{name}_us"] = median(row["wall_us"])
-    large = [rates["pool", row["set"], row["case"]] for row in pool if row["bytes"] >= LEAST_BYTES]
-    if large:
-        out["pool_transfer_gb_per_s"] = min(large)
-        out["pool_transfer_best_gb_per_s"] = max(large)
+    out |= of_way("pool_transfer", [row for row in pool if row["case"] != MEDIATED])
+    out |= of_way("mediated", [row for row in pool if row["case"] == MEDIATED])
 
     def best(section: str, name: str, case: str = "") -> float | None:
         return max(
@@ -100,6 +97,34 @@ def metrics_from_samples(samples: Samples) -> Metrics:
         if beside is not None and f"{name}_gb_per_s" in out:
             out[f"pool_over_{name}_ratio"] = beside / out[f"{name}_gb_per_s"]
     return out
+
+
+def of_way(way: str, rows: Samples) -> Metrics:
+    """Every set that went one way; the overhead, where pages are tiny."""
+    out: Metrics = {}
+    large: list[float] = []
+    tiny: dict[int, float] = {}
+    for row in rows:
+        us = median(row["wall_us"])
+        rate = row["bytes"] / us / 1e3
+        name = f"{way}_{row['pages']}x{short(row['page_bytes'])}"
+        out |= {f"{name}_gb_per_s": rate, f"{name}_us": us}
+        if row["bytes"] >= LEAST_BYTES:
+            large.append(rate)
+        if row["page_bytes"] < MIB:
+            tiny[row["pages"]] = us
+    if large:
+        out |= {f"{way}_gb_per_s": min(large), f"{way}_best_gb_per_s": max(large)}
+    if len(tiny) > 1:
+        fewest, most = min(tiny), max(tiny)
+        out[f"{way}_page_us"] = (tiny[most] - tiny[fewest]) / (most - fewest)
+        out[f"{way}_fixed_us"] = tiny[fewest]
+    return out
+
+
+def short(page_bytes: int) -> str:
+    """As metrics say it."""
+    return f"{page_bytes // MIB}mib" if page_bytes >= MIB else f"{page_bytes // 1024}kib"
 
 
 class Pool:
@@ -180,7 +205,7 @@ def transfers(
         before = pool.fds()
         said = pool.attach(pool.source, SOURCE, 1, max(pool_bytes, own_bytes), page_bytes)
         pool.attach(pool.target, TARGET, 0, own_bytes, page_bytes)
-        first = min(count for count in counts if count * page_bytes >= LEAST_BYTES)
+        first = min((count for count in counts if count * page_bytes >= LEAST_BYTES), default=max(counts))
         for count in (first, *(count for count in counts if count != first)):
             pool.source.ask("take", num=count)
             pages = pool.source.ask("take_targets", num=count, instance=TARGET)["pages"]
@@ -189,23 +214,26 @@ def transfers(
             if count == first:
                 contact = pool.source.ask("first_contact", instance=TARGET)
                 pool.target.ask("check", pages=pages)
+                mapped = pool.source.ask("mapped", instance=TARGET)
                 now = pool.fds()
                 fds = {name: now[name] - before[name] for name in now}
                 yield {
                     "section": "attach", **common, "pool_gib": round(said["num_pages"] * page_bytes / (1 << 30), 3),
                     "handles": said["handles"], "made_s": said["made_s"], "attach_s": said["attach_s"],
                     "first_contact_s": contact["waited_s"], "failed_before": contact["failed"],
-                    "cold_us": contact["cold_us"],
+                    "cold_us": contact["cold_us"], "direct_ready_s": mapped["waited_s"],
                     "fds": {"worker": said["open_fds"], "worker_most": said["most_fds"], **fds},
                 }  # fmt: skip
                 pool.target.ask("wipe", pages=pages)
-            found = pool.source.ask("transfer", instance=TARGET, repeats=repeats)
-            pool.target.ask("check", pages=pages)
-            copies = pool.status()["copies"]
-            yield {
-                "section": "pool", "set": f"{count} x {page_bytes // MIB} MiB", "case": "MemPool.transfer", **common,
-                "paths": sorted(copies["paths"]), **found,
-            }  # fmt: skip
+            for mediated in (False, True):
+                pool.target.ask("wipe", pages=pages)
+                found = pool.source.ask("transfer", instance=TARGET, repeats=repeats, mediated=mediated)
+                pool.target.ask("check", pages=pages)
+                case = "MemPool.transfer, direct" if found["direct"] == repeats else "MemPool.transfer"
+                yield {
+                    "section": "pool", "set": f"{count} x {short(page_bytes)}", **common,
+                    "case": MEDIATED if mediated else case, "paths": sorted(pool.status()["copies"]["paths"]), **found,
+                }  # fmt: skip
             if count == first:
                 pool.target.ask("wipe", pages=pages)
                 yield {"section": "stale", **pool.source.ask("stale", instance=TARGET)}
@@ -240,13 +268,14 @@ def said(row: Sample) -> str:
     if row["section"] == "attach":
         return (
             f"attach {row['pool_gib']} GiB in {row['handles']} handles: made {row['made_s']} s, mapped "
-            f"{row['attach_s']} s, first contact {row['first_contact_s']} s, cold {row['cold_us']} us, "
+            f"{row['attach_s']} s, for own copies {row['direct_ready_s']} s behind the first transfer, first contact "
+            f"{row['first_contact_s']} s, cold {row['cold_us']} us, "
             f"descriptors {row['fds']}"
         )
     if row["section"] == "stale":
         return f"stale sources refused: {row['refused']} of {row['asked']}"
     rate = row["bytes"] / median(row["wall_us"]) / 1e3
-    return f"{row['section']:8} {row['set']:14} {row['case']:18} {rate:8.1f} GB/s {median(row['wall_us']):10.0f} us"
+    return f"{row['section']:8} {row['set']:14} {row['case']:24} {rate:8.1f} GB/s {median(row['wall_us']):10.0f} us"
 
 
 def measure(options: argparse.Namespace) -> list[Sample]:
@@ -256,7 +285,7 @@ def measure(options: argparse.Namespace) -> list[Sample]:
     repeats = 5 if options.quick else options.repeats
     pools = {max(sets): int(options.pool_gib * (1 << 30))}
     sections: list[tuple[str, Callable[[], Iterator[Sample]]]] = [
-        (f"pages of {size // MIB} MiB", lambda size=size: transfers(
+        (f"pages of {short(size)}", lambda size=size: transfers(
             options.device, size, sets[size], pools.get(size, 0), repeats
         ))
         for size in sorted(sets, reverse=True)

@@ -25,11 +25,12 @@ from shared.kv.layout import EngineDescription
 from shared.mempool.api import MemPoolApi
 from shared.mempool.page_quota import PageQuota
 from shared.mempool.rank_memory import RankMemory
-from shared.wire.mempool_api import InsertFlags, PageAddress
+from shared.wire.mempool_api import InsertFlags, PageAddress, TransferFlags
 
 BLOCK_TOKENS = 64
 TIMEOUT_MS = 20_000
 FIRST_CONTACT_S = 60.0
+MAP_S = 30.0
 
 
 class HostPages:
@@ -123,8 +124,9 @@ class Worker:
         self._quota = PageQuota(Path(socket), self._instance, described, 1)
         self._quota.attach()
         self._api = MemPoolApi(
-            Path(api_socket), self._instance, seed=chain_seed("bench", ""), block_tokens=BLOCK_TOKENS
-        )
+            Path(api_socket), self._instance, seed=chain_seed("bench", ""), block_tokens=BLOCK_TOKENS,
+            pool_socket=socket,
+        )  # fmt: skip
         await self._api.connect()
         return {
             "made_s": round(made_s, 4), "attach_s": round(attach_s, 4), "num_pages": self._memory.header.num_pages,
@@ -166,17 +168,42 @@ class Worker:
                 raise RuntimeError(f"page {page} holds {sorted(found)} instead of {number + 1}")
         return {"checked": len(pages)}
 
-    async def transfer(self, instance: str, repeats: int, warm_up: int = 2) -> dict[str, Any]:
-        """MemPool.transfer of all sources to the targets, again and again. Wall time from call to answer, in us."""
+    async def transfer(
+        self, instance: str, repeats: int, warm_up: int = 2, mediated: bool = False
+    ) -> dict[str, Any]:
+        """MemPool.transfer of all sources to the targets, again and again. Wall time from call to answer, in us, and
+        how many were copied here. `mediated`: as it is with a flag that says nothing about given targets."""
         wall_us: list[float] = []
+        flags = TransferFlags.HBM if mediated else TransferFlags.NONE
+        before = 0
         for number in range(warm_up + repeats):
+            if number == warm_up:
+                before = self._num_direct()
             begin = time.perf_counter()
             await self._api.transfer(
-                InstanceId(instance), self._held["sources"], self._held["targets"], timeout_ms=TIMEOUT_MS
+                InstanceId(instance),
+                self._held["sources"],
+                self._held["targets"],
+                flags,
+                timeout_ms=TIMEOUT_MS,
             )
             if number >= warm_up:
                 wall_us.append(round((time.perf_counter() - begin) * 1e6, 1))
-        return {"wall_us": wall_us}
+        return {"wall_us": wall_us, "direct": self._num_direct() - before}
+
+    def _num_direct(self) -> int:
+        return self._api.direct.counters["direct"] if self._api.direct is not None else 0
+
+    async def mapped(self, instance: str) -> dict[str, Any]:
+        """Behind the first contact: until this process can copy by itself, in seconds, or MAP_S."""
+        begin = time.perf_counter()
+        held, direct = self._held, self._api.direct
+        while direct is not None and not direct.ways.has(held["sources"], held["targets"]):
+            if time.perf_counter() - begin > MAP_S:
+                print(f"not mapped: {dict(direct.counters)}", file=sys.stderr, flush=True)
+                break
+            await asyncio.sleep(0.005)
+        return {"waited_s": round(time.perf_counter() - begin, 4)}
 
     async def first_contact(self, instance: str) -> dict[str, Any]:
         """The first transfer ever: how long until one arrived, and how many failed before it."""
@@ -233,6 +260,7 @@ def main() -> int:
         "wipe",
         "check",
         "transfer",
+        "mapped",
         "first_contact",
         "stale",
         "give_up",
