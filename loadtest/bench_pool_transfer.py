@@ -7,13 +7,14 @@ worker makes: keeper, mempool and two workers as processes (pool_transfer_worker
 and pinned, as many taken at the second one, then `transfer` from call to answer. Pages lie scattered at both ends.
 Every set is measured both ways in one run: as a worker gets it (`case` says whether its own copies were it, "direct"),
 and "mediated", by the mempool. Every page is wiped before and looked at behind the timed calls of each. `attach`: a
-pool of --pool-gib on the source's GPU: the pool makes it, the worker maps it, descriptors that each process has more than before; then the first transfer ever
-(`cold`), what is left of the mempool's own mapping included (`first_contact`: refused ones before it). Beside them, in
-the same run: one plain copy, NIXL on cudaMalloc slabs, NCCL grouped and call by call, as in bench_transfer.py.
+pool of --pool-gib on the source's GPU: the pool makes it, the worker maps it, descriptors that each process has more
+than before; then the first transfer ever (`cold`), what is left of the mempool's own mapping included
+(`first_contact`: refused ones before it). Beside them, in the same run: one plain copy, NIXL on cudaMalloc slabs, NCCL
+grouped and call by call, as in bench_transfer.py.
 `--device cpu`: host memory, for a try of the script.
 
 `pool_transfer_gb_per_s`: the worst set of at least 64 MiB as a worker gets it; `mediated_gb_per_s`: by the mempool.
-With `--device cpu` tiny pages too, whose time is nearly all overhead: `*_fixed_us`, `*_page_us`.
+`direct_overhead_*`: own copies with the copy left out. With `--device cpu` tiny pages too: `*_fixed_us`, `*_page_us`.
 """
 
 import argparse
@@ -75,6 +76,11 @@ def metrics_from_samples(samples: Samples) -> Metrics:
             rates[row["section"], row["set"], row["case"]] = row["bytes"] / median(row["wall_us"]) / 1e3
     pool = [row for row in samples if row["section"] == "pool"]
     out |= of_way("pool_transfer", [row for row in pool if row["case"] != MEDIATED])
+    bare = {row["pages"]: median(row["wall_us"]) for row in samples if row["section"] == "overhead"}
+    if len(bare) > 1:
+        fewest, most = min(bare), max(bare)
+        out["direct_overhead_page_us"] = (bare[most] - bare[fewest]) / (most - fewest)
+        out["direct_overhead_fixed_us"] = bare[fewest]
     out |= of_way("mediated", [row for row in pool if row["case"] == MEDIATED])
 
     def best(section: str, name: str, case: str = "") -> float | None:
@@ -234,6 +240,12 @@ def transfers(
                     "section": "pool", "set": f"{count} x {short(page_bytes)}", **common,
                     "case": MEDIATED if mediated else case, "paths": sorted(pool.status()["copies"]["paths"]), **found,
                 }  # fmt: skip
+                if not mediated and found["direct"] == repeats:
+                    bare = pool.source.ask("overhead", instance=TARGET, repeats=4 * repeats)
+                    yield {
+                        "section": "overhead", "set": f"{count} x {short(page_bytes)}", "case": "without the copy",
+                        **common, **bare,
+                    }  # fmt: skip
             if count == first:
                 pool.target.ask("wipe", pages=pages)
                 yield {"section": "stale", **pool.source.ask("stale", instance=TARGET)}
@@ -300,7 +312,7 @@ def measure(options: argparse.Namespace) -> list[Sample]:
         try:
             for row in section():
                 samples.append(row)
-                if row["section"] in ("attach", "stale", "pool"):
+                if row["section"] in ("attach", "stale", "pool", "overhead"):
                     print(f"  {said(row)}", flush=True)
         except Exception:  # noqa: BLE001  one section's failure must not lose the rest
             print(f"  {name} failed:\n{traceback.format_exc()}", flush=True)

@@ -23,6 +23,7 @@ from shared.ids import InstanceId
 from shared.kv.block_hash import chain_seed
 from shared.kv.layout import EngineDescription
 from shared.mempool.api import MemPoolApi
+from shared.mempool.direct_ways import Copied, Submit, Way
 from shared.mempool.page_quota import PageQuota
 from shared.mempool.rank_memory import RankMemory
 from shared.wire.mempool_api import InsertFlags, PageAddress, TransferFlags
@@ -191,6 +192,20 @@ class Worker:
                 wall_us.append(round((time.perf_counter() - begin) * 1e6, 1))
         return {"wall_us": wall_us, "direct": self._num_direct() - before}
 
+    async def overhead(self, instance: str, repeats: int) -> dict[str, Any]:
+        """transfer() as it is, but that nothing is copied: its checks and this process's other work, in us."""
+        assert self._api.direct is not None
+        copying: dict[tuple[int, int], Submit] = {}
+
+        def nothing(way: Way) -> Submit:
+            copying[id(way.source), id(way.target)] = way.submit
+            return lambda sources, targets, size: Copied()
+
+        self._api.direct.ways.copy_by(nothing)
+        found = await self.transfer(instance, repeats)
+        self._api.direct.ways.copy_by(lambda way: copying[id(way.source), id(way.target)])
+        return found
+
     def _num_direct(self) -> int:
         return self._api.direct.counters["direct"] if self._api.direct is not None else 0
 
@@ -261,6 +276,7 @@ def main() -> int:
         "check",
         "transfer",
         "mapped",
+        "overhead",
         "first_contact",
         "stale",
         "give_up",

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +26,7 @@ PART_BYTES = 1 << 20  # less is not worth another thread
 
 logger = logging.getLogger(__name__)
 U64 = NDArray[np.uint64]
+Submit = Callable[[U64, U64, int], Ticket]  # of addresses of pages and their size; raises ClusterError
 WayKey = tuple[int, SpaceId, int, SpaceId]  # source's instance key and space, target's
 
 
@@ -49,7 +50,7 @@ class Way:
     target: CallerMemory
     bases: tuple[np.uint64, np.uint64]
     size: np.uint64
-    submit: Callable[[U64, U64, int], Ticket]  # of addresses of pages and their size; raises ClusterError
+    submit: Submit
 
 
 class Copied:
@@ -119,6 +120,12 @@ class Ways:
             and target is not None
             and isinstance(self._found.get(way_key(source, target)), Way)
         )
+
+    def copy_by(self, submit: Callable[[Way], Submit]) -> None:
+        """For tests and measurements: every way that there is copies so from now on."""
+        for key, way in self._found.items():
+            if isinstance(way, Way):
+                self._found[key] = replace(way, submit=submit(way))
 
     # -- mapping ------------------------------------------------------------------------------------
 

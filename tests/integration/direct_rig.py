@@ -7,7 +7,6 @@ import pytest
 
 from shared.ids import InstanceId
 from shared.kv.block_hash import chain_seed
-from shared.mempool import direct_ways
 from shared.mempool.api import MemPoolApi
 from shared.mempool.flights import wait_quiet
 from shared.wire.mempool_api import InsertFlags, PageAddress
@@ -91,14 +90,15 @@ class Host:
 
     def hold_copies(self, api) -> list[Gate]:
         """From now on this caller's copies run until they are let go."""
-        ways = api.direct.ways
-        for key, way in ways._found.items():
 
-            def submit(sources, targets, size, way=way):
+        def gated(way):
+            def submit(sources, targets, size):
                 self.gates.append(Gate(lambda: way.submit(sources, targets, size)))
                 return self.gates[-1]
 
-            ways._found[key] = direct_ways.Way(way.source, way.target, way.bases, way.size, submit)
+            return submit
+
+        api.direct.ways.copy_by(gated)
         return self.gates
 
     def close(self) -> None:

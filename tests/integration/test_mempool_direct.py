@@ -107,6 +107,7 @@ async def test_what_only_the_mempool_does_goes_by_way_of_it(host):
     with pytest.raises(StaleEpoch):
         await api.transfer(D, mine, targets)
     assert api.direct.counters["direct"] == 0
+    assert api.direct.counters["mediated: own pages"] == 1
 
 
 # -- beside other calls of the connection -------------------------------------------------------------------

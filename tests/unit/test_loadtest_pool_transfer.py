@@ -30,6 +30,23 @@ def test_the_worst_set_of_at_least_64_mib_counts_and_small_ones_do_not():
     assert check_metrics(found) == []
 
 
+def test_both_ways_and_the_overhead_have_figures_of_their_own():
+    mediated = {**pool(8, 8, [900.0]), "case": "mediated"}
+    tiny = [
+        {**pool(n, 8, [us]), "page_bytes": 4096, "bytes": n * 4096} for n, us in ((1, 50.0), (101, 150.0))
+    ]
+    bare = [
+        {**row, "section": "overhead", "wall_us": [us]} for row, us in zip(tiny, (30.0, 50.0), strict=True)
+    ]
+    found = metrics_from_samples([pool(8, 8, [200.0]), mediated, *tiny, *bare])
+    assert found["pool_transfer_8x8mib_us"] == 200.0
+    assert found["pool_transfer_gb_per_s"] == pytest.approx(64 * MIB / 200 / 1e3)
+    assert found["mediated_8x8mib_us"] == 900.0
+    assert (found["pool_transfer_fixed_us"], found["pool_transfer_page_us"]) == (50.0, 1.0)
+    assert (found["direct_overhead_fixed_us"], found["direct_overhead_page_us"]) == (30.0, 0.2)
+    assert check_metrics(found) == []
+
+
 def test_of_several_pools_the_largest_one_says_what_attaching_takes():
     found = metrics_from_samples([attach(120.0, 1.5), attach(4.0, 0.1)])
     assert (found["attach_s"], found["attach_pool_gib"]) == (1.5, 120.0)
