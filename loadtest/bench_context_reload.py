@@ -181,7 +181,7 @@ def setup_of(options: argparse.Namespace) -> Setup:
     """Of the engine: it waits for what is away as long as it takes."""
     patient = {"acquire_timeout_ms": 30_000, "fetch_wait_ms": 30_000, "lease_ttl_ms": 60_000}
     worker = {
-        "max_num_seqs": 16,
+        "max_model_len": options.context_tokens + 64, "max_num_seqs": 16,
         "max_num_batched_tokens": options.chunk_tokens, **patient,
         **({"enforce_eager": True} if options.device == "cuda" else {}),
     }  # fmt: skip
@@ -192,7 +192,7 @@ def setup_of(options: argparse.Namespace) -> Setup:
     return Setup(
         device=options.device, gpus=2 if options.device == "cuda" else 0, pool_bytes=options.pool_bytes,
         swap_bytes=int(options.pool_bytes * TIER_SHARE), worker=worker, fair={"local_policy": "fcfs"}, mempool=mempool,
-        cluster=[f"max_model_len={options.context_tokens + 64}", *options.set], model_dir=options.model_dir,
+        cluster=options.set, model_dir=options.model_dir,
     )  # fmt: skip
 
 
