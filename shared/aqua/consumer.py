@@ -179,6 +179,9 @@ class Aqua:
             if not placed.local:
                 return
             local = placed.local
+            self._hear()
+            if away.is_lost:  # meanwhile: what is here is all that there is
+                away, changed = self._replace(placed, away), True
             if changed:
                 self._memory.wait()
                 self._copy(lambda: local, away.current)
@@ -233,9 +236,8 @@ class Aqua:
                 return
             new = Pages(found[: placed.num_pages], found[placed.num_pages :])
             self._directory.add(new)
-            try:
-                if not placed.local:
-                    self._copy(old.current, new.current)
+            try:  # also of one in use: offload(changed=False) will move nothing
+                self._copy(old.current, new.current)
             except BaseException:
                 self._forget(new)
                 raise
@@ -277,6 +279,12 @@ class Aqua:
             away = Pages(None, self._alloc(count, "dram"))
         self._directory.add(away)
         return away
+
+    def _replace(self, placed: Placed, lost: Pages) -> Pages:
+        """Pages without bytes yet instead of those that were lost. Raises: OutOfPages, and nothing has changed."""
+        placed.away = self._take_away(placed.num_pages)
+        self._forget(lost)
+        return placed.away
 
     def _forget(self, away: Pages) -> None:
         """Give back what it takes."""

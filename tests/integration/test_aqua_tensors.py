@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shared.aqua.consumer import Aqua
-from shared.aqua.errors import AquaClosed
+from shared.aqua.errors import AquaClosed, TensorLost
 from shared.aqua.lender import Lender
 from shared.aqua.tensor import AquaTensor
 from shared.errors import InvalidRequest, OutOfPages, Overloaded
@@ -78,6 +78,40 @@ def test_tensors_go_to_a_peer_and_leave_it_when_it_wants_its_memory(rig):
         assert lend(lender, 20 * PAGE_BYTES) > 0, "the memory comes again"
         step_until(aqua, lambda: first.location == second.location == "peer")
         assert torch.equal(first.to_compute(), data + 1)
+
+
+def test_a_tensor_in_use_that_moves_to_a_peer_between_steps_keeps_its_bytes(rig):
+    data = torch.arange(2 * PAGE_BYTES // 4, dtype=torch.float32)
+    with Lender(rig.lender("late")) as lender, Aqua(rig.consumer("user")) as aqua:
+        used = AquaTensor.from_tensor(data)
+        x = used.to_compute()
+        lend(lender, 20 * PAGE_BYTES)
+        kinds: list[str] = []
+        step_until(aqua, lambda: "promoted" in kinds or kinds.extend(e.kind for e in aqua.step()))
+        assert used.location == "local"
+        assert torch.equal(x, data)
+        used.offload(changed=False)
+        assert used.location == "peer"
+        assert torch.equal(used.to_compute(), data)
+
+
+def test_a_tensor_in_use_outlives_the_loss_of_its_bytes_elsewhere(rig):
+    data = torch.arange(2 * PAGE_BYTES // 4, dtype=torch.float32)
+    with Aqua(rig.consumer("holder", borrow_bytes=0)):
+        for changed in (False, True):
+            used = AquaTensor.from_tensor(data)
+            x = used.to_compute()
+            if changed:
+                x += 1
+            assert used._placed.away is not None
+            used._placed.away.is_lost = True  # as Directory.hear does when a copy of a reclaim failed
+            used.offload(changed=changed)
+            assert torch.equal(used.to_compute(), data + changed)
+        idle = AquaTensor.from_tensor(data)
+        assert idle._placed.away is not None
+        idle._placed.away.is_lost = True
+        with pytest.raises(TensorLost):
+            idle.to_compute()
 
 
 def test_what_cannot_be_is_refused_and_changes_nothing(rig):
