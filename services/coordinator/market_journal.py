@@ -1,10 +1,12 @@
 """Leadership and the market's journal in Redis. Whatever writes says who it is, and a leader of the past
 writes nothing.
 
-quire:coordinator:leader    hash: owner, boot, url, term; expires with the leader's lease
-quire:coordinator:term      the last term given; terms are at least the wall clock's microseconds, so they
-grow without it quire:coordinator:market    hash: field of core/market_records.py -> MarketEntry as JSON
+quire:coordinator:leader    hash: owner, boot, url, term, until_us: by Redis's clock, the end of the leader's lease
+quire:coordinator:term      the last term given; at least the wall clock's microseconds, so that terms grow without it
+quire:coordinator:market    hash: field of core/market_records.py -> MarketEntry as JSON
 quire:coordinator:history   list of [event, subject, detail] as JSON, the newest last
+
+None of them has a TTL: a Redis that is full evicts what has one (the trees; volatile-ttl takes the shortest first).
 """
 
 import asyncio
@@ -27,24 +29,35 @@ MAX_FIELDS_PER_WRITE = 500
 _log = get_logger("coordinator")
 _failures = counter("quire_coordinator_market_journal_failures_total", "Market journal calls that failed.")
 
-_CLAIM = Script("""
-local leader = redis.call('HMGET', 'quire:coordinator:leader', 'owner', 'boot', 'term', 'url')
-if leader[1] and leader[1] ~= ARGV[1] then return {'0', leader[4]} end
+_NOW = """
+local time = redis.call('TIME')
+local now_us = time[1] * 1000000 + time[2]
+"""
+_CLAIM = Script(
+    _NOW
+    + """
+local leader = redis.call('HMGET', 'quire:coordinator:leader', 'owner', 'boot', 'term', 'url', 'until_us')
+local until_us = tonumber(leader[5] or '0')
+if leader[1] and leader[1] ~= ARGV[1] and until_us > now_us then return {'0', leader[4]} end
 local last = tonumber(redis.call('GET', 'quire:coordinator:term') or '0')
 local term = tonumber(leader[3] or '0')
-if leader[2] ~= ARGV[2] or term < tonumber(ARGV[6]) then
+if leader[1] ~= ARGV[1] or leader[2] ~= ARGV[2] or until_us <= now_us or term < tonumber(ARGV[6]) then
   term = math.max(last + 1, tonumber(ARGV[5]), tonumber(ARGV[6]))
   local words = string.format('%.0f', term)
   redis.call('SET', 'quire:coordinator:term', words)
   redis.call('HSET', 'quire:coordinator:leader', 'owner', ARGV[1], 'boot', ARGV[2], 'url', ARGV[3], 'term', words)
 end
-redis.call('PEXPIRE', 'quire:coordinator:leader', ARGV[4])
+redis.call('HSET', 'quire:coordinator:leader', 'until_us', string.format('%.0f', now_us + ARGV[4] * 1000))
 return {string.format('%.0f', term), ''}
-""")
-_IS_LEADER = """
-local leader = redis.call('HMGET', 'quire:coordinator:leader', 'owner', 'boot')
-if leader[1] ~= ARGV[1] or leader[2] ~= ARGV[2] then return 0 end
 """
+)
+_IS_LEADER = (
+    _NOW
+    + """
+local leader = redis.call('HMGET', 'quire:coordinator:leader', 'owner', 'boot', 'until_us')
+if leader[1] ~= ARGV[1] or leader[2] ~= ARGV[2] or tonumber(leader[3] or '0') <= now_us then return 0 end
+"""
+)
 _WRITE = Script(
     _IS_LEADER
     + """

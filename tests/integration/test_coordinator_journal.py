@@ -1,0 +1,97 @@
+"""The coordinator's journal against a real Redis: who leads, and for how long."""
+
+import asyncio
+import time
+
+import pytest
+
+from services.coordinator.market_journal import Claim, MarketJournal, NotLeading
+from shared.prompttree.embedded import EmbeddedRedis
+from shared.transport.redis_link import RedisLink, RedisRefused
+
+LIMIT_S = 60.0
+TREES = 20
+
+
+@pytest.fixture
+def redis(tmp_path):
+    server = EmbeddedRedis(0, tmp_path, appendonly=True)
+    server.start()
+    yield server
+    server.kill()
+
+
+async def journal(redis: EmbeddedRedis, owner: str, boot: str = "1") -> MarketJournal:
+    up = asyncio.Event()
+    made = MarketJournal(redis.url, owner=owner, boot=boot, url=f"http://{owner}", on_up=up.set)
+    made.open()
+    await asyncio.wait_for(up.wait(), LIMIT_S)
+    return made
+
+
+async def test_a_full_redis_evicts_trees_and_not_who_leads(redis):
+    leader, standby = await journal(redis, "leader"), await journal(redis, "standby")
+    up = asyncio.Event()
+    link = RedisLink(redis.url, on_up=up.set)
+    link.open()
+    await asyncio.wait_for(up.wait(), LIMIT_S)
+
+    async def call(*words: object) -> object:
+        return await link.call(*words, timeout_ms=5_000)
+
+    await call("CONFIG", "SET", "maxmemory", "6mb")
+    await call("CONFIG", "SET", "maxmemory-policy", "volatile-ttl")
+    term = (await leader.claim(60_000, above_term=0)).term
+    leader.note({}, [("event", "subject", "detail")])
+    await leader.flush()
+    for number in range(3_000):
+        tree = f"tree:{number % TREES}"
+        try:
+            await call("SADD", tree, *(f"{number}-{i}-{'y' * 24}" for i in range(50)))
+        except RedisRefused:
+            break  # nothing is left to evict
+        await call("EXPIRE", tree, 600)
+    stats = await call("INFO", "stats")
+    assert isinstance(stats, bytes)
+    assert b"evicted_keys:" in stats
+    assert b"evicted_keys:0\r" not in stats, "it was full"
+    assert await standby.claim(60_000, above_term=0) == Claim(0, "http://leader")
+    assert (await leader.claim(60_000, above_term=0)).term == term
+    await link.close()
+    await leader.close(resign=False)
+    await standby.close(resign=False)
+
+
+async def test_a_lapsed_leader_writes_nothing_and_leads_again_in_a_new_term_only(redis):
+    leader, standby = await journal(redis, "leader"), await journal(redis, "standby")
+    first = (await leader.claim(50, above_term=0)).term
+    end_s = time.monotonic() + LIMIT_S
+    while not (second := (await standby.claim(60_000, above_term=0)).term):
+        assert time.monotonic() < end_s
+        await asyncio.sleep(0.01)
+    assert second > first
+    leader.note({}, [("event", "subject", "detail")])
+    with pytest.raises(NotLeading):
+        await leader.flush()
+    assert (await leader.claim(50, above_term=0)).leader_url == "http://standby"
+    await standby.close(resign=True)
+
+    again = (await leader.claim(30, above_term=0)).term
+    assert again > second, "who resigned is followed at once"
+    await asyncio.sleep(0.06)
+    with pytest.raises(NotLeading):
+        await leader.flush()
+    assert (await leader.claim(60_000, above_term=0)).term > again, "nobody else led, but it had lapsed"
+    await leader.flush()
+    await leader.close(resign=False)
+
+
+async def test_the_same_process_started_again_waits_for_no_lease(redis):
+    before, after = await journal(redis, "leader"), await journal(redis, "leader", boot="2")
+    first = (await before.claim(60_000, above_term=0)).term
+    assert (await after.claim(60_000, above_term=0)).term > first
+    before.note({}, [("event", "subject", "detail")])
+    with pytest.raises(NotLeading):
+        await before.flush()
+    await before.close(resign=False)
+    await after.close(resign=False)
