@@ -59,7 +59,7 @@ def require(found: SelfTest, floor_gb_per_s: float) -> SelfTest:
         raise LinkTooSlow(
             f"path {found.path} moves {found.gb_per_s:.2f} GB/s, the floor is {floor_gb_per_s:g}. Is the right device "
             "named (setting mempool.ucx_net_devices)? If this is all that the machine can do, lower "
-            f"mempool.floor_gb_per_s to {found.gb_per_s * 0.8:.2f}"
+            f"mempool.mover_floor_gb_per_s to {found.gb_per_s * 0.8:.2f}"
         )
     return found
 

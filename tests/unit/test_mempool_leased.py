@@ -7,7 +7,9 @@ from shared.ids import InstanceId, PageId, SpaceId
 from shared.kv.page import PageState
 from shared.wire import mempool_api as wire
 from shared.wire.mempool_api import Medium, PageAddress, unpack_addresses
+from tests.unit.mempool_harness import Harness
 from tests.unit.test_mempool_lending import Market
+from tests.unit.test_mempool_spaces import PREFILL
 
 ME = InstanceId("i1")  # Market's consumer
 HAND, OTHER_HAND = 500, 501  # callers' connections
@@ -234,3 +236,28 @@ def test_each_caller_hears_of_its_own(hands):
     hands.copied()
     assert [m.addresses for m in hands.evacuated()] == [raw(mine)]
     assert [m.addresses for m in hands.evacuated(OTHER_HAND)] == [raw(other)]
+
+
+def test_one_caller_gets_half_of_an_engines_space_also_while_the_engine_is_away(hands):
+    hands.closed(PREFILL)
+    hands.dead(PREFILL)
+    hands.core.api.api.homes.pop(ME, None)  # as of a mempool that has just begun
+    assert hands.alloc(5, "hbm") == "pages.exhausted"
+    assert len(hands.alloc(4, "hbm")) == 4
+
+
+def test_a_space_whose_owner_wants_none_of_it_for_an_engine_is_for_callers_until_one_comes():
+    rig = Harness(8)
+    rig.engine(1, quota=0)
+    assert rig.pool.memory is not None
+    engines = rig.pool.memory.engines
+    assert engines.none_computes
+    rig.closed(1)
+    assert not engines.none_computes, "nobody is here who could say so"
+    rig.engine(2, quota=0)
+    assert engines.none_computes
+    rig.engine(3, quota=4)
+    assert not engines.none_computes
+    rig.closed(3)
+    rig.dead(3)
+    assert not engines.none_computes, "it comes back"

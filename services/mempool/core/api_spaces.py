@@ -168,6 +168,8 @@ class ApiSpaces:
             is_current = known is not None and known.hbm is not None and known.hbm.space == number
             if known is not None:
                 self._leased.find(known, number)
+            if is_current and known is not None and pool.memory is not None:  # an engine may have come since
+                known.is_for_callers = pool.memory.engines.none_computes
             if pool.memory is None or (is_current and known is not None and known.tiers is tiers):
                 continue
             hbm = OwnPages(SpaceId(number), pool.memory.table, pool.index, pool.note)
@@ -176,7 +178,7 @@ class ApiSpaces:
                 indexes[tiers.slow.space] = tiers.slow.index
             slow = tiers.slow if tiers is not None else None
             home = Home(instance, Locations(indexes), hbm, slow, tiers, pool.memory.block_tokens)
-            home.is_for_callers = not any(e.quota for e in pool.memory.engines.attached.values())
+            home.is_for_callers = pool.memory.engines.none_computes
             self._leased.find(home, number)
             try:
                 self.api.add_home(home)

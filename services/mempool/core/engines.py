@@ -78,6 +78,12 @@ class Engines:
         self.attached: dict[int, Engine] = {}
         self.lost: list[LostEngine] = []
         self.ranks: dict[int, Rank] = {}  # by connection
+        self._computes = False
+
+    @property
+    def none_computes(self) -> bool:
+        """Whether who has attached wants none of the pages for an engine, and nobody ever did."""
+        return bool(self.attached) and not self._computes
 
     def attach(self, engine: Engine) -> None:
         """From now on pages may be granted to it."""
@@ -86,6 +92,7 @@ class Engines:
             *(r.process for r in self.ranks.values() if r.instance == engine.instance),
         }
         self.attached[engine.connection] = engine
+        self._computes = self._computes or engine.quota > 0
 
     def attach_rank(
         self, connection: int, process: int, instance: InstanceId, number: int, far_places: int = 0
