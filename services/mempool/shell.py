@@ -333,9 +333,9 @@ class MempoolShell:
             case PullRemote():
                 self.peers.pull(action)
 
-    def _on_copied(self, copy_id: int, failed: bool, in_doubt: Sequence[int]) -> None:
+    def _on_copied(self, copy_id: int, failed: bool, in_doubt: Sequence[int], took_us: int) -> None:
         now_ms = self.clock.now_ms()
-        self.perform(self.pool.on_copied(copy_id, now_ms, failed=failed, in_doubt=in_doubt))
+        self.perform(self.pool.on_copied(copy_id, now_ms, failed=failed, in_doubt=in_doubt, took_us=took_us))
 
     def _on_settled(self, space: int, pages: Sequence[int]) -> None:
         self.perform(self.pool.on_settled(space, [PageId(page) for page in pages], self.clock.now_ms()))

@@ -60,7 +60,7 @@ class Spaces:
     """Owns memories, slabs and the mover until close(). One loop.
 
     Args:
-        on_copied: (copy id, failed, pages that may still be written): the end of every copy, once.
+        on_copied: (copy id, failed, pages that may still be written, us or 0): the end of every copy, once.
         on_settled: (space, pages): nothing can write these any more.
         copying: how the mover copies.
     """
@@ -69,7 +69,7 @@ class Spaces:
         self,
         kept: Kept,
         boot_generation: Epoch,
-        on_copied: Callable[[int, bool, Sequence[int]], None],
+        on_copied: Callable[[int, bool, Sequence[int], int], None],
         on_settled: Callable[[int, tuple[int, ...]], None],
         *,
         copying: CopyOptions = DEFAULT_COPYING,
@@ -180,7 +180,7 @@ class Spaces:
         parts, targets = action.by_source()
         self._tell_mover(1)  # the nine calls copy within a space too
         if self._mover is None:  # ranks are on their way: no space is whole
-            self._on_copied(action.copy_id, True, ())
+            self._on_copied(action.copy_id, True, (), 0)
             return
         if action.returns:
             self._returns[action.copy_id] = time.time_ns(), action.returns
@@ -192,7 +192,7 @@ class Spaces:
         except ClusterError as error:
             log.warning("copy_refused", copy_id=action.copy_id, code=error.code, reason=error.message)
             self._returns.pop(action.copy_id, None)
-            self._on_copied(action.copy_id, True, ())
+            self._on_copied(action.copy_id, True, (), 0)
 
     def _feed(self, action: CopyPages, sources: Iterable[int]) -> "Feed | None":
         """Raises: TransferRefused when no rank says how far it is."""
@@ -259,7 +259,7 @@ class Spaces:
         self._trace_return(done)
         if not done.ok:
             log.warning("copy_failed", copy_id=done.copy_id, code=done.code, reason=done.reason)
-        self._on_copied(done.copy_id, not done.ok, done.quarantined)
+        self._on_copied(done.copy_id, not done.ok, done.quarantined, done.elapsed_us)
 
     def _tell_mover(self, at_least: int = 2) -> None:
         """Map the spaces here as soon as there are two between which something could be copied."""

@@ -28,10 +28,15 @@ class LinkRates:
         rate = self.rates.get(path) or CAREFUL_RATES.get(path) or CAREFUL_RATES["remote"]
         return rate.latency_ms + num_bytes / (max(rate.gb_per_s, 1e-6) * BYTES_PER_MS)
 
-    def measured(self, path: str, num_bytes: int, ms: float, *, weight: float = 0.2) -> "LinkRates":
-        """With one more transfer seen. Small ones say something of the latency only, and are ignored."""
+    def measured(
+        self, path: str, num_bytes: int, ms: float, *, weight: float = 0.2, is_copy: bool = False
+    ) -> "LinkRates":
+        """With one more transfer seen. Small ones say something of the latency only, and are ignored.
+
+        Args: is_copy: `ms` is the copy's alone, without the latency of who waited for it.
+        """
         rate = self.rates.get(path) or CAREFUL_RATES.get(path) or CAREFUL_RATES["remote"]
-        busy_ms = ms - rate.latency_ms
+        busy_ms = ms if is_copy else ms - rate.latency_ms
         if num_bytes < 1 << 20 or busy_ms <= 0:
             return self
         seen = num_bytes / (busy_ms * BYTES_PER_MS)

@@ -152,6 +152,16 @@ def has_slots(settings: WorkerSettings) -> bool:
     return works_in_pages(settings) and settings.kv_layout != "cross-layer"
 
 
+def sends_ahead(settings: WorkerSettings) -> bool:
+    """Whether a prompt's blocks, or its layers, leave for the decode side while the rest of it is computed."""
+    if settings.role != "prefill" or settings.engine == "mock" or not works_in_pages(settings):
+        return False
+    if settings.transfer_mode == "by-layer":
+        return True
+    has_its_scheduler = settings.local_policy != "cfs" and not settings.far_bytes and not has_slots(settings)
+    return settings.handoff_ahead and has_its_scheduler
+
+
 def fair_rules(settings: WorkerSettings) -> dict[str, float]:
     """Fields of shared.fair.rules.FairRules."""
     return {

@@ -252,10 +252,17 @@ class PromptPages:
             self._outcomes.labels("failed").inc()
             _log.warning("acquire_failed", handoff_id=handoff_id, error=str(error) or type(error).__name__)
             return None
-        if lease is not None and lease.brought.path in CAREFUL_RATES:  # by one path alone
-            took_ms = (time.perf_counter() - begin_s) * 1e3
-            self._rates = self._rates.measured(lease.brought.path, lease.brought.num_bytes, took_ms)
+        if lease is not None:
+            self._measured(lease.brought, got, (time.perf_counter() - begin_s) * 1e3)
         return lease
+
+    def _measured(self, brought: Brought, got: Acquired, took_ms: float) -> None:
+        """What links do. The call's own time has the wait for pages, for a prompt's end and what came ahead in it."""
+        if brought.path == "remote":
+            self._rates = self._rates.measured("remote", brought.num_bytes, took_ms)
+        elif brought.path in CAREFUL_RATES and got.timed_us:  # by one path alone
+            num_bytes = got.blocks_timed * brought.block_bytes
+            self._rates = self._rates.measured(brought.path, num_bytes, got.timed_us / 1e3, is_copy=True)
 
     def _lease(self, got: Acquired, hashes: list[BlockHash], valid_tokens: int) -> PageLease | None:
         """Raises: ValueError when the lists do not fit together."""

@@ -18,7 +18,7 @@ from shared.engine.calibration import calibrate
 from shared.engine.interface import CacheEvent, Engine, EngineLoad
 from shared.engine.worker_attempt import AttemptContext
 from shared.engine.worker_checks import WorkerLimits
-from shared.engine.worker_config import WorkerSettings
+from shared.engine.worker_config import WorkerSettings, sends_ahead
 from shared.engine.worker_cost import WorkerCost
 from shared.engine.worker_front import WorkerFront
 from shared.engine.worker_pages import PageClient, PromptPages
@@ -280,6 +280,7 @@ class WorkerShell:
             max_batched_tokens=self.engine.max_batched_tokens,
             num_kv_blocks=self.engine.num_kv_blocks,
             cost=self.cost.coefficients,
+            sends_ahead=sends_ahead(self.settings),
         )
 
     def ready(self) -> tuple[bool, dict[str, Any]]:

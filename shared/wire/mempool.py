@@ -195,10 +195,11 @@ class Acquired(Struct, frozen=True, kw_only=True, tag="acquired"):
     pages: bytes = b""
     epochs: bytes = b""
     checksums: bytes = b""  # u32 each where known at seal; 0: unknown
-    # of the blocks, those that were brought for this call:
-    blocks_peer: int = 0  # from another engine's space
+    blocks_peer: int = 0  # of them brought for this call: from another engine's space
     blocks_dram: int = 0  # from host memory behind the engine's
     blocks_remote: int = 0  # from another host's mempool
+    blocks_timed: int = 0  # of the largest copy that the call waited for
+    timed_us: int = 0  # of it: what a link does, without the wait for pages or a prompt's end; 0: unknown
 
 
 class Release(Struct, frozen=True, kw_only=True, tag="release"):
@@ -253,8 +254,7 @@ class SpaceStatus(Struct, frozen=True, kw_only=True):
     num_indexed: int
     num_pinned: int
     engines: list[str]
-    # of num_pinned: only until their reader comes, and whoever needs the pages first gets them
-    num_ahead: int = 0
+    num_ahead: int = 0  # of num_pinned: only until their reader comes, whoever needs them first gets them
 
 
 class PoolStatus(Struct, frozen=True, kw_only=True, tag="pool_status"):

@@ -46,6 +46,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     max_batched_tokens: int
     num_kv_blocks: int
     cost: CostCoefficients | None = None  # None: this instance has not been profiled
+    sends_ahead: bool = False  # blocks of a prompt leave for the decode side while the rest of it is computed
 
 
 class Report(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="report"):

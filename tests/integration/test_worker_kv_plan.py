@@ -88,3 +88,17 @@ async def test_rates_of_what_came_by_one_path_are_measured_and_told(model_dir):
     assert list(prompt_pages.links) == ["remote"]
     mb = 12 * 1.048576
     assert mb / took_ms < prompt_pages.links["remote"].gb_per_s < mb / 48  # in 50 ms, 2 of them latency
+
+
+async def test_within_a_host_a_rate_is_the_copys_and_not_that_of_who_waits_for_a_prompt(model_dir):
+    pages = SlowPages()
+    settings = WorkerSettings(engine="mock", model_dir=model_dir, model_name="m", block_tokens=4)
+    layout = msgspec.structs.replace(MockEngine(settings).description, block_bytes=4 << 20)
+    prompt_pages = PromptPages(pages, layout, settings)
+    seed = chain_seed("f", "")
+    pages.brought = {"blocks_peer": 3}  # all of it before the call
+    await prompt_pages.for_prompt(seed, pack_tokens(range(13)), "")
+    assert prompt_pages.links == {}
+    pages.brought = {"blocks_peer": 3, "blocks_timed": 1, "timed_us": 100}  # the others ahead
+    await prompt_pages.for_prompt(seed, pack_tokens(range(13)), "")
+    assert prompt_pages.links["peer"].gb_per_s == pytest.approx((4 << 20) / 100e3)

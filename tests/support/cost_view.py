@@ -44,11 +44,13 @@ class View:
         self.reports = {}
         self.now_ms = 0
 
-    def add(self, name, role="prefill", *, space=1, host=1, cost=True, address="", **load):
-        """An instance. Equal `space` and `host`: the same memory; `host` 0: no mempool."""
+    def add(self, name, role="prefill", *, space=1, host=1, cost=True, address="", ahead=False, **load):
+        """An instance. Equal `space` and `host`: the same memory; `host` 0: no mempool. `ahead`: see Hello."""
         made = description(block_bytes=32 * TOKEN_BYTES)
         more = {"cost": coefficients()} if cost is True else {"cost": cost} if cost else {}
-        self.placer.instances.hello(hello(name, role=role, description=made, **more), now_ms=self.now_ms)
+        self.placer.instances.hello(
+            hello(name, role=role, description=made, sends_ahead=ahead, **more), now_ms=self.now_ms
+        )
         pool = PoolPlace(host, host * 1_000 + space if space else 0, address) if host else None
         self.say(name, pool=pool, links=links(), **load)
         return self

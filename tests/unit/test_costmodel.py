@@ -233,6 +233,14 @@ def test_link_rates_learn_from_transfers_that_say_something():
     assert links.measured("peer", 100_000_000, 6.0).rates["peer"].gb_per_s == pytest.approx(12.0)
 
 
+def test_the_time_of_a_copy_has_no_latency_in_it():
+    found = LinkRates().measured("peer", 100_000_000, 0.5, is_copy=True)
+    assert found.rates["peer"].gb_per_s == pytest.approx(200.0)
+    assert LinkRates().measured("peer", 100_000_000, 0.5).rates["peer"].gb_per_s == 5.0, (
+        "less than the latency"
+    )
+
+
 def test_a_shape_is_read_from_the_models_configuration():
     config = {
         "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100,

@@ -78,13 +78,26 @@ def test_every_prompt_waits_for_its_last_step_only_also_when_decodes_pages_are_a
         assert pair.num_copying == STEP, f"{name}: under way before the reader has come"
         acquire(pair, hashes, handoff_id=HandoffId(name), wait_ms=100, until_release=True)
         assert pair.num_copying == STEP, "the reader waits for that copy, and begins no other"
-        pair.copied()
+        pair.copied(took_us=70)
         got = answers(pair, FRONT, wire.Acquired)[-1]
-        assert got.num_blocks == 5 * STEP
+        assert got.num_blocks == got.blocks_peer == 5 * STEP, "what came ahead of the call came for it"
+        assert (got.blocks_timed, got.timed_us) == (STEP, 70), "and says nothing of the link"
         pair.say(FRONT, wire.Release(lease_id=got.lease_id))
     assert pair.core.pools[1].index.num_pinned == 0
     assert not pair.core.counters["blocks_ahead_refused"]
     pair.counts()
+
+
+def test_a_reader_hears_once_of_what_came_and_not_of_what_was_there(pair):
+    hashes = chain(*[("p", i) for i in range(5 * STEP)])
+    pair.save(DECODE, hashes[:STEP])  # and uses them: they make room for nothing
+    assert pair.prompt("p", 5 * STEP) == hashes
+    pair.step(HandoffId("p"), hashes, 4 * STEP, is_last=True)
+    pair.gives_back()
+    acquire(pair, hashes, handoff_id=HandoffId("p"), wait_ms=100)
+    pair.copied()
+    got = answers(pair, FRONT, wire.Acquired)[-1]
+    assert (got.num_blocks, got.blocks_peer) == (5 * STEP, 4 * STEP)
 
 
 def test_no_more_than_a_part_of_the_spare_pages_goes_ahead_however_many_prompts_there_are(pair):

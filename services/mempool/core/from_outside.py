@@ -50,15 +50,22 @@ class FromOutside(ABC):
     # -- copies -------------------------------------------------------------------------------------
 
     def on_copied(
-        self, copy_id: int, now_ms: int, *, failed: bool = False, in_doubt: Collection[int] = ()
+        self,
+        copy_id: int,
+        now_ms: int,
+        *,
+        failed: bool = False,
+        in_doubt: Collection[int] = (),
+        took_us: int = 0,
     ) -> list[Action]:
-        """Answer to CopyPages. `in_doubt`: targets that may still be written; on_settled follows."""
+        """Answer to CopyPages. `in_doubt`: targets that may still be written; on_settled follows. `took_us`: 0: not
+        known."""
         if not (
             self.dram.on_copied(copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
             or self.api.on_copied(copy_id, failed=failed, in_doubt=in_doubt)
             or self.swaps.on_copied(copy_id, failed=failed, in_doubt=in_doubt)
         ):
-            self.pulls.on_copied(copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms)
+            self.pulls.on_copied(copy_id, failed=failed, in_doubt=in_doubt, now_ms=now_ms, took_us=took_us)
         self._touch(*self.pools.values())
         return self._after(now_ms)
 

@@ -56,6 +56,7 @@ class Held:
     pool: Pool
     entries: list[Entry] = field(default_factory=list)
     until_ms: int = 0
+    num_came: int = 0  # blocks that were copied before their reader came
 
 
 class LayerPulls:
@@ -274,7 +275,7 @@ class LayerPulls:
         pull.pool.cancel(claim)
         here = pull.pool.take_in(entries)
         if pull.handoff_id is not None:
-            self.hold(pull.handoff_id, pull.pool, here, now_ms)
+            self.hold(pull.handoff_id, pull.pool, here, now_ms, came_for=pull.readers)
         self._pulls.counters["blocks_by_layer"] += len(entries)
         self._pulls.counters["blocks_by_layer_lost"] += len(pull.blocks) - len(entries)
         for reader in pull.readers:
@@ -300,14 +301,24 @@ class LayerPulls:
         due += [held.until_ms for held in list(self._held.values())[:1]]
         return min(due, default=None)
 
-    def hold(self, handoff_id: HandoffId, pool: Pool, entries: Sequence[Entry], now_ms: int) -> None:
+    def hold(
+        self, handoff_id: HandoffId, pool: Pool, entries: Sequence[Entry], now_ms: int,
+        *, came_for: Sequence[Reader] | None = None,
+    ) -> None:  # fmt: skip
         """Pin what came, or was there, until the reader has it: whatever its space needs room for meanwhile.
 
-        What was on its way when the hand-off ended waits for nobody.
+        What was on its way when the hand-off ended waits for nobody. `came_for`: it was copied, these readers hear so.
         """
         if entries and (held := self._expect(handoff_id, pool, now_ms)) is not None:
             pool.index.pin(entries)
             held.entries += entries
+            if came_for is not None and all(r.call.handoff_id != handoff_id for r in came_for):
+                held.num_came += len(entries)
+
+    def num_came(self, handoff_id: HandoffId) -> int:
+        """Blocks that were copied for a hand-off before its reader was here to hear so."""
+        held = self._held.get(handoff_id)
+        return held.num_came if held is not None else 0
 
     def _expect(self, handoff_id: HandoffId, pool: Pool, now_ms: int) -> Held | None:
         """Its reader will come to this space. None: it has come, or never will."""

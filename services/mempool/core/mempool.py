@@ -320,6 +320,7 @@ class Mempool(FromOutside):
         if reader.connection < 0:
             self.serve.staged(pool, reader, now_ms)
             return
+        reader.came["peer"] += self.layers.num_came(reader.call.handoff_id)
         pool.answer(reader.connection, reader.instance, reader.call, now_ms, reader.came)
         self._touch(pool)
         if reader.call.handoff_id:

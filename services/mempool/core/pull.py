@@ -24,7 +24,9 @@ class Reader:
     call: Acquire
     hashes: list[BlockHash]
     until_ms: int
-    came: Counter[str] = field(default_factory=Counter, compare=False)  # blocks brought for it, by tier
+    came: Counter[str] = field(
+        default_factory=Counter, compare=False
+    )  # blocks brought for it, by tier; see readers.py
 
 
 @dataclass(slots=True)
@@ -76,7 +78,12 @@ class Layered(Protocol):
 
     def forget(self, connection: int, now_ms: int) -> None: ...
 
-    def hold(self, handoff_id: HandoffId, pool: Pool, entries: Sequence[Entry], now_ms: int) -> None: ...
+    def hold(
+        self, handoff_id: HandoffId, pool: Pool, entries: Sequence[Entry], now_ms: int,
+        *, came_for: Sequence[Reader] | None = None,
+    ) -> None: ...  # fmt: skip
+
+    def num_came(self, handoff_id: HandoffId) -> int: ...
 
     def let_go(self, handoff_id: HandoffId) -> None: ...
 

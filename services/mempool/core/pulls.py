@@ -22,6 +22,7 @@ from services.mempool.core.entry import Entry
 from services.mempool.core.pd_caching import PdCaching, PushBack
 from services.mempool.core.pool import Pool
 from services.mempool.core.pull import Layered, Pull, Reader, by_pool, cut_of
+from services.mempool.core.readers import TIMED, TIMED_US
 from shared.ids import BlockHash, HandoffId
 from shared.kv.transfer_mode import TransferMode
 
@@ -307,7 +308,9 @@ class Pulls:
             self._cut(pull, at)
         return changed
 
-    def on_copied(self, copy_id: int, *, failed: bool, in_doubt: Collection[int], now_ms: int) -> None:
+    def on_copied(
+        self, copy_id: int, *, failed: bool, in_doubt: Collection[int], now_ms: int, took_us: int = 0
+    ) -> None:
         """The copy has ended. A failed one may still write the pages `in_doubt`, until settled."""
         pull = self.pulls[copy_id]
         pool, claim, whole = pull.pool, pull.claim, pull.of or pull
@@ -321,7 +324,7 @@ class Pulls:
                 pool.index.pin(here)
                 whole.own += here
             if pull.handoff_id is not None and self.layers is not None:
-                self.layers.hold(pull.handoff_id, pool, here, now_ms)
+                self.layers.hold(pull.handoff_id, pool, here, now_ms, came_for=pull.readers)
             name = "blocks_pushed_back" if pull.is_push and pull.is_counted else "blocks_pulled"
             self.counters[name] += len(entries)
             from_dram = sum(len(entries) for source, entries in by_pool(pull.sources) if source.is_dram)
@@ -329,6 +332,8 @@ class Pulls:
             behind = sum(len(entries) for source, entries in by_pool(pull.sources) if source.is_behind)
             self.counters["blocks_pulled_from_peer"] += behind - from_dram
             whole.came.update(dram=from_dram, peer=len(entries) - from_dram)
+            if took_us > 0 and len(entries) > whole.came[TIMED]:
+                whole.came[TIMED], whole.came[TIMED_US] = len(entries), took_us
         else:
             pool.quarantine([page for page in claim.pages if page in in_doubt])
             claim.pages = [page for page in claim.pages if page not in in_doubt]

@@ -14,6 +14,8 @@ from shared.ids import Epoch, InstanceId, LeaseId
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire import mempool as wire
 
+# in `came` beside the tiers: blocks of the largest copy that was waited for, and how long it took
+TIMED, TIMED_US = "timed", "timed_us"
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
@@ -115,10 +117,12 @@ class Readers:
             pages=u32_bytes(pages),
             epochs=u64_bytes(map(self.epochs.__getitem__, pages)),
             checksums=u32_bytes(entry.checksum for entry in entries),
-            blocks_peer=came.get("peer", 0),
+            blocks_peer=min(len(entries), came.get("peer", 0)),
             # what came from another host lands behind a GPU and is copied on from there
             blocks_dram=max(0, came.get("dram", 0) - came.get("remote", 0)),
             blocks_remote=came.get("remote", 0),
+            blocks_timed=came.get(TIMED, 0),
+            timed_us=came.get(TIMED_US, 0),
         )
         return Send(connection, acquired)
 

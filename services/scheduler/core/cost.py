@@ -165,7 +165,7 @@ def _pairs(predictor: Predictor, shortlist: Shortlist, firsts: Sequence[FirstSta
     by_family: dict[str, list[DecodeStage]] = {}
     for *_, stage in stages:
         by_family.setdefault(stage.candidate.known.family_key, []).append(stage)
-    best: dict[Place, tuple[DecodeStage, float, float] | None] = {}
+    best: dict[Place, DecodeStage | None] = {}
     out = []
     for first in firsts:
         known = first.candidate.known
@@ -174,14 +174,14 @@ def _pairs(predictor: Predictor, shortlist: Shortlist, firsts: Sequence[FirstSta
             best[place] = _best_decode(predictor, first, by_family.get(known.family_key, ()))
         found = best[place]
         if found is not None:
-            out.append(_pair(first, *found))
+            out.append(_pair(first, found, *_between(predictor, first, found)))
     return out
 
 
 def _best_decode(
     predictor: Predictor, first: FirstStage, stages: Sequence[DecodeStage]
-) -> tuple[DecodeStage, float, float] | None:
-    """(stage, hand-off, drawing the first token again); None: there is none."""
+) -> DecodeStage | None:
+    """For a first stage at this place; what was sent ahead of others there differs little. None: there is none."""
     least: tuple[float, int, str] | None = None
     best = None
     for decode in tried(first.candidate.known, stages):
@@ -192,14 +192,14 @@ def _best_decode(
             decode.candidate.name,
         )
         if least is None or order < least:
-            least, best = order, (decode, handoff_ms, again_ms)
+            least, best = order, decode
     return best
 
 
 def _between(predictor: Predictor, first: FirstStage, decode: DecodeStage) -> tuple[float, float]:
     """(hand-off, drawing the first token again)."""
     again_ms = decode.step_ms if predictor.num_steps and not predictor.request.continues else 0.0
-    return predictor.handoff_ms(first.candidate.known, decode), again_ms
+    return predictor.handoff_ms(first, decode), again_ms
 
 
 def _with_roles(ways: Sequence[Ranked], settings: CostSettings) -> tuple[Ranked, str]:

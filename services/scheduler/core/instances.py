@@ -91,6 +91,7 @@ class Instance:
     decode_said: Fading = field(default_factory=Fading)
     pool: PoolPlace | None = None  # by move_to()
     links: LinkRates = field(default_factory=LinkRates)
+    sends_ahead: bool = False  # see Hello
     target: Target = field(init=False)  # as the gateway needs it
     pool_key: PoolKey | None = field(init=False)  # None: it uses no mempool
     space_key: SpaceKey | None = field(init=False)  # None: no memory of a mempool is its own
@@ -180,6 +181,7 @@ class Instances:
             load=load,
             seen_at_ms=now_ms,
             pool=known.pool if known is not None else None,
+            sends_ahead=hello.sends_ahead,
         )
         self._forget_live()
         self._give_models(family_key, hello)

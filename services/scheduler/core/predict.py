@@ -263,13 +263,23 @@ class Predictor:
             out.append(found)
         return out
 
-    def handoff_ms(self, prefill: Instance, decode: DecodeStage) -> float:
+    def handoff_ms(self, first: FirstStage, decode: DecodeStage) -> float:
         """From prefill's first token until decode can run: the pages that it lacks, or computing them again."""
         if not self.num_steps:
             return 0.0  # the first token is the whole answer
+        prefill = first.candidate.known
         known, local = decode.candidate.known, decode.local_tokens
         path = path_between(known, prefill)
         if path is None:
             return self.settings.handoff_ms + self.exec_ms(known, local)
         lacking = self.request.num_prompt_tokens - local
-        return self.settings.handoff_ms + self.transfer_ms(known, path, lacking)
+        whole_ms = self.transfer_ms(known, path, lacking)
+        if not prefill.sends_ahead or whole_ms == 0.0:
+            return self.settings.handoff_ms + whole_ms
+        new = max(1, self.request.num_prompt_tokens - first.cached_tokens)
+        num_steps = -(-new // prefill.load.max_batched_tokens)
+        last = new - (num_steps - 1) * prefill.load.max_batched_tokens
+        # the link is free for it from the prompt's begin, where prefill had some of it, or from the first step's end
+        idle_ms = 0.0 if lacking > new else first.compute_ms / num_steps
+        late_ms = whole_ms - (first.compute_ms - idle_ms)
+        return self.settings.handoff_ms + max(self.transfer_ms(known, path, min(last, lacking)), late_ms)

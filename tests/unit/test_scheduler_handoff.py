@@ -1,0 +1,52 @@
+"""What a hand-off is predicted to take, where prefill sends a prompt's blocks while it computes the rest."""
+
+import pytest
+
+from shared.engine.worker_config import WorkerSettings, sends_ahead
+from tests.support.cost_view import View, links
+from tests.unit.test_scheduler_cost import ask
+
+
+@pytest.mark.parametrize(
+    ("gb_per_s", "hit_tokens", "ahead", "left_ms"),
+    # 4,096 tokens in steps of 1,024: 102.4 ms each; all of them are 41 MB, the last step's 10.2; 2 ms of latency
+    [
+        (1.0, 0, False, 2 + 40.96),
+        (1.0, 0, True, 2 + 10.24),
+        (0.05, 0, True, 2 + 819.2 - 3 * 102.4),  # the link is free from the end of the first step
+        (1.0, 3_072, True, 2 + 10.24),  # what was cached leaves at once
+        (0.2, 3_072, True, 2 + 204.8 - 102.4),
+    ],
+)
+def test_of_a_prompt_that_leaves_while_it_is_computed_only_the_rest_is_waited_for(
+    gb_per_s, hit_tokens, ahead, left_ms
+):
+    view = View(disaggregation="always").add("p0", space=1, ahead=ahead).add("d0", "decode", space=2)
+    placed = ask(view.say("d0", links=links(gb_per_s)), tokens=4_096, hits={"p0": hit_tokens})
+    assert placed.predicted.transfer_ms == pytest.approx(left_ms, abs=0.01)
+
+
+def test_each_prefill_instance_has_the_hand_off_of_its_own_even_where_they_share_memory():
+    view = View(disaggregation="always", hysteresis_ms=0.0, hysteresis_share=0.0)
+    view.add("p0", space=1).add("p1", space=1, ahead=True).add("d0", "decode", space=2)
+    placed = ask(view, tokens=4_096)
+    assert placed.prefill.instance == "p1"
+    assert placed.predicted.transfer_ms == pytest.approx(2 + 10.24, abs=0.01)
+    assert placed.alternatives[0].predicted_ms - placed.predicted.total_ms == pytest.approx(30.72, abs=0.01)
+
+
+def test_a_prompt_of_one_step_leaves_when_it_is_done():
+    view = View(disaggregation="always").add("p0", space=1, ahead=True).add("d0", "decode", space=2)
+    assert ask(view, tokens=1_024).predicted.transfer_ms == pytest.approx(2 + 10.24, abs=0.01)
+
+
+def test_prefill_engines_in_pages_send_ahead_and_say_so():
+    settings = {"mempool_socket": "/x", "model_dir": "m", "model_name": "m", "role": "prefill"}
+    assert sends_ahead(WorkerSettings(**settings))
+    for other in (
+        {"role": "decode"}, {"handoff_ahead": False}, {"mempool_socket": ""}, {"kv_cache": "copy"}, {"engine": "mock"},
+        {"local_policy": "cfs"}, {"kv_layout": "token-major"},
+    ):  # fmt: skip
+        assert not sends_ahead(WorkerSettings(**(settings | other))), other
+    by_layer = {"transfer_mode": "by-layer", "handoff_ahead": False, "kv_layout": "layer-major"}
+    assert sends_ahead(WorkerSettings(**(settings | by_layer)))
