@@ -29,7 +29,10 @@ def advise(
     model: Annotated[
         str, typer.Option(help="llama-8b, qwen-32b, llama-70b, or a folder with a config.json.")
     ] = "llama-8b",
-    tp: Annotated[int, typer.Option(help="GPUs of one engine.")] = 1,
+    tp: Annotated[
+        int,
+        typer.Option(help="GPUs of one engine. Default: as --cost was calibrated, or 1.", show_default=False),
+    ] = 0,
     cost: Annotated[
         str,
         typer.Option(
@@ -53,9 +56,9 @@ def advise(
     from loadtest.workloads.stats import BLOCK_TOKENS
     from loadtest.workloads.trace_files import TraceError, read
 
-    if gpus < 1 or tp < 1 or requests < 10 or not 0 < share <= 1 or link_gb_per_s <= 0:
+    if gpus < 1 or tp < 0 or requests < 10 or not 0 < share <= 1 or link_gb_per_s <= 0:
         raise SettingsError(
-            "--gpus and --tp are at least 1, --requests 10, --share in (0, 1], --link-gb-per-s above 0"
+            "--gpus is at least 1, --tp not negative, --requests 10, --share in (0, 1], --link-gb-per-s above 0"
         )
     try:
         found = from_workload(read(trace), BLOCK_TOKENS)
@@ -73,10 +76,11 @@ def advise(
         )
     slo = default_slo(found, machine)
     slo = type(slo)(slo_ttft_ms or slo.ttft_ms, slo_tpot_ms or slo.tpot_ms)
+    per_engine = tp or (1 if cost == RUNNING else machine.prices.coefficients.tp)
     begin = time.monotonic()
     question = Question(
-        found, machine, gpus // tp, slo, link_gb_per_s=link_gb_per_s, good_share=share, most_requests=requests
-    )
+        found, machine, gpus // per_engine, slo, link_gb_per_s=link_gb_per_s, good_share=share, most_requests=requests
+    )  # fmt: skip
     advice = Advisor(question, lambda: time.monotonic() - begin, BUDGET_S).advise()
     if as_json:
         sys.stdout.write(json.dumps(advice.as_json(), indent=2) + "\n")
@@ -89,10 +93,12 @@ def _machine(gpu: str, model: str, tp: int, cost: str, memory_tokens: int) -> "M
 
     if cost == RUNNING:
         read, tokens = _running()
-        return from_coefficients(read, memory_tokens=memory_tokens or tokens, source="the running cluster")
+        return from_coefficients(
+            read, memory_tokens=memory_tokens or tokens, source="the running cluster", tp=tp
+        )
     if cost:
-        return from_file(Path(cost), memory_tokens=memory_tokens or 1 << 20)
-    machine = from_data_sheet(gpu, model, tp=tp)
+        return from_file(Path(cost), memory_tokens=memory_tokens or 1 << 20, tp=tp)
+    machine = from_data_sheet(gpu, model, tp=tp or 1)
     return type(machine)(machine.prices, memory_tokens or machine.memory_tokens, False, machine.words)
 
 

@@ -269,8 +269,17 @@ def _sentence(
         )
     return (
         f"Keep them colocated: {colocated.name} sustain {colocated.max_rate_per_s:.2f} requests/s within the SLO, "
-        f"the best division ({ratio}) {best.max_rate_per_s:.2f} ({gain:.2f}x). {_link_words(link, link_now)}"
+        f"the best division ({ratio}) {best.max_rate_per_s:.2f} ({gain:.2f}x; it takes {GAIN:g}x to be "
+        f"worth it). {_keeps_up_words(link)}"
     )
+
+
+def _keeps_up_words(link: float | None) -> str:
+    if link is None:
+        return f"No link up to {LINKS_GB_PER_S[1]:g} GB/s would change that."
+    if link <= LINKS_GB_PER_S[0]:
+        return f"It keeps up with them over any link from {link:g} GB/s on."
+    return f"It keeps up with them from {link:.3g} GB/s between instances on."
 
 
 def _link_words(link: float | None, link_now: float) -> str:

@@ -124,19 +124,20 @@ def model_shape(model: str) -> ModelShape:
     return shape_of(read, str(read.get("torch_dtype") or read.get("dtype") or "bfloat16"))
 
 
-def from_file(path: Path, *, memory_tokens: int) -> Machine:
-    """Coefficients as JSON, or what `quire model show --json` printed. Raises: SettingsError."""
+def from_file(path: Path, *, memory_tokens: int, tp: int = 0) -> Machine:
+    """Coefficients as JSON, or what `quire model show --json` printed; see from_coefficients. Raises: SettingsError."""
     try:
         read = json.loads(path.read_text())
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise SettingsError(f"{path} is not JSON: {error}") from error
-    return from_coefficients(read, memory_tokens=memory_tokens, source=path.name)
+    return from_coefficients(read, memory_tokens=memory_tokens, source=path.name, tp=tp)
 
 
-def from_coefficients(read: Any, *, memory_tokens: int, source: str) -> Machine:
-    """Args: read: coefficients, or instances by name with their "coefficients". Raises: SettingsError."""
+def from_coefficients(read: Any, *, memory_tokens: int, source: str, tp: int = 0) -> Machine:
+    """Args: read: coefficients, or instances by name with their "coefficients"; tp: of the engines asked for, scaled
+    where they were calibrated at another; 0: as calibrated. Raises: SettingsError."""
     rows = [read, *read.values()] if isinstance(read, dict) else [read]
     nested = [row["coefficients"] for row in rows if isinstance(row, dict) and row.get("coefficients")]
     try:
@@ -146,4 +147,7 @@ def from_coefficients(read: Any, *, memory_tokens: int, source: str) -> Machine:
             f"{source} has no cost coefficients ({error}); expected what `quire model show --json` prints"
         ) from error
     words = f"coefficients of {found.device or 'an unnamed device'} from {source}"
-    return Machine(ModelPrices(found), memory_tokens, True, words)
+    if tp in (0, found.tp):
+        return Machine(ModelPrices(found), memory_tokens, True, words)
+    scaled = msgspec.structs.replace(found, tp=tp)
+    return Machine(ModelPrices(scaled), memory_tokens, False, f"{words}, scaled from TP {found.tp} to {tp}")

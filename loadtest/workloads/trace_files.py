@@ -7,6 +7,7 @@ read the same lines.
 
 import csv
 import json
+import math
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +21,16 @@ MAX_REQUESTS = 1_000_000
 MOONCAKE_LINE = (
     '{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [one for each 512 tokens]}'
 )
-AZURE_LINE = "the columns TIMESTAMP (2023-11-16 18:15:46.68), ContextTokens and GeneratedTokens"
+AZURE_LINE = (
+    "the columns TIMESTAMP (2023-11-16 18:15:46.68), ContextTokens and GeneratedTokens; or timestamp (ms), "
+    "input_length and output_length"
+)
+# as others name the columns, in any case; numbers in the first are milliseconds, as Mooncake's
+CSV_COLUMNS = {
+    "timestamp": ("timestamp", "timestamp_ms", "arrival_ms"),
+    "contexttokens": ("contexttokens", "input_length", "input_tokens", "prompt_tokens", "num_prefill_tokens"),
+    "generatedtokens": ("generatedtokens", "output_length", "output_tokens", "num_decode_tokens"),
+}
 
 
 class TraceError(Exception):
@@ -102,13 +112,33 @@ def _azure(path: Path, source: TextIO) -> Iterator[Row]:
     for number, row in enumerate(csv.DictReader(source), 2):
         where = f"{path}:{number}"
         try:
-            at = datetime.strptime(row["TIMESTAMP"][:26], "%Y-%m-%d %H:%M:%S.%f").replace(tzinfo=UTC)
-            length, output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            at, length, output = (_column(row, name) for name in CSV_COLUMNS)
+            at_ms, length, output = _at_ms(at), int(length), int(output)
         except (ValueError, KeyError, TypeError) as error:
             raise TraceError(
                 f"{where}: no line of an Azure trace: {error!r}; expected {AZURE_LINE}"
             ) from None
-        yield _checked(where, at.timestamp() * 1000, length, output, [])
+        yield _checked(where, at_ms, length, output, [])
+
+
+def _column(row: dict[str, str], name: str) -> str:
+    """Raises: KeyError."""
+    known = {(key or "").strip().lower(): value for key, value in row.items() if isinstance(key, str)}
+    for each in CSV_COLUMNS[name]:
+        if each in known:
+            return known[each]
+    raise KeyError(name)
+
+
+def _at_ms(at: str) -> float:
+    """Of a date, or milliseconds. Raises: ValueError."""
+    try:
+        found = float(at)
+    except ValueError:
+        return datetime.strptime(at[:26], "%Y-%m-%d %H:%M:%S.%f").replace(tzinfo=UTC).timestamp() * 1000
+    if not math.isfinite(found):
+        raise ValueError(f"{at!r} is no time")
+    return found
 
 
 def _checked(where: str, at_ms: float, length: int, output: int, ids: list[int]) -> Row:

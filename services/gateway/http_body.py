@@ -23,6 +23,11 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return None
 
 
+def is_on(value: bytes | None) -> bool:
+    """Whether a header's value means yes; anything unknown does not."""
+    return value is not None and value.strip().lower() in (b"1", b"true", b"yes", b"on")
+
+
 def check_headers(scope: Scope, max_bytes: int) -> None:
     """Raises: BodyTooLarge by the announced length; InvalidRequest on another content type."""
     for key, value in scope["headers"]:

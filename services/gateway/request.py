@@ -17,7 +17,7 @@ from services.gateway.core.admission import Admitted
 from services.gateway.deps import Gateway
 from services.gateway.detokenize import PRIMER_TOKENS
 from services.gateway.edge import REQUEST_ID, TENANT
-from services.gateway.http_body import Scope, header
+from services.gateway.http_body import Scope, header, is_on
 from services.gateway.http_errors import HttpFailure
 from services.gateway.http_protocol import PUSH_KEY, Push
 from services.gateway.openai import SamplingBody, to_sampling
@@ -193,7 +193,7 @@ def _make_answer(incoming: Incoming, kind: str) -> StreamAnswer | WholeAnswer:
         "request_id": incoming.request_id,
         "span": incoming.span,
         "received_ns": incoming.received_ns,
-        "wants_receipt": bool(body.quire_receipt) or header(scope, b"x-quire-receipt") == b"1",
+        "wants_receipt": bool(body.quire_receipt) or is_on(header(scope, b"x-quire-receipt")),
     }
     created, model = int(time.time()), gateway.settings.model_name
     fingerprint = gateway.system_fingerprint

@@ -33,7 +33,7 @@ async def test_a_receipt_shows_sources_predictions_against_what_it_took_and_othe
 
     rig.scheduler.decide = decide
     rig.say(" the fox")
-    reply = await rig.client.post("/v1/chat/completions", json=chat(), headers={"x-quire-receipt": "1"})
+    reply = await rig.client.post("/v1/chat/completions", json=chat(), headers={"x-quire-receipt": "True"})
     receipt = reply.json()["quire_receipt"]
     assert rig.a.generated[-1].kv == plan
     assert rig.b.generated[-1].kv is None

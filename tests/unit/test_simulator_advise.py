@@ -2,12 +2,13 @@
 
 import json
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from deploy.local.cli import app
 from loadtest.reports.summary import Slo
-from loadtest.simulator.advise import Advisor, Question, default_slo
+from loadtest.simulator.advise import Advisor, Layout, Question, _sentence, default_slo
 from loadtest.simulator.hardware import from_coefficients, from_data_sheet
 from shared.errors import InvalidRequest, SettingsError
 from tests.support.simulated import mooncake_lines, plain
@@ -65,6 +66,26 @@ def test_coefficients_come_as_they_are_or_as_quire_model_show_prints_them():
         assert machine.prices.kv_bytes_per_token == 64
     with pytest.raises(SettingsError, match="quire model show --json"):
         from_coefficients({"prefill-0": {}}, memory_tokens=100, source="a file")
+
+
+def test_calibrated_coefficients_are_scaled_to_the_engines_that_are_asked_for():
+    read = msgspec.to_builtins(msgspec.structs.replace(MACHINE.prices.coefficients, tp=1, device="d"))
+    one = from_coefficients(read, memory_tokens=100, source="a file")
+    two = from_coefficients(read, memory_tokens=100, source="a file", tp=2)
+    assert (one.calibrated, two.calibrated) == (True, False)
+    assert two.words == "coefficients of d from a file, scaled from TP 1 to 2"
+    assert two.prices.prefill_ms(8_000) < 0.7 * one.prices.prefill_ms(8_000)
+    same = from_coefficients(read | {"tp": 2}, memory_tokens=100, source="a file", tp=0)
+    assert (same.prices.coefficients.tp, same.calibrated) == (2, True)
+
+
+@pytest.mark.parametrize("link", [None, 0.01, 2.0])
+def test_a_division_that_gains_too_little_is_not_said_to_stop_paying(link):
+    colocated, best = Layout("2 colocated", 0, 0, 2, 10.0), Layout("1P:1D", 1, 1, 0, 10.2)
+    words = _sentence(colocated, best, pays=False, gain=1.02, link=link, link_now=20.0)
+    assert words.startswith("Keep them colocated")
+    assert "1.02x; it takes 1.05x" in words
+    assert "stops paying" not in words
 
 
 def quire(*words):

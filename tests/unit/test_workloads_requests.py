@@ -224,6 +224,20 @@ def test_a_bad_line_is_named(tmp_path, line):
         trace_files.read(path)
 
 
+@pytest.mark.parametrize(
+    "names", ["timestamp,input_length,output_length", "arrival_ms, Prompt_Tokens ,output_tokens"]
+)
+def test_lengths_are_read_under_other_names_too(tmp_path, names):
+    path = tmp_path / "lengths.csv"
+    path.write_text(f"{names}\n1000,5,2\n1250.5,7,3\n")
+    found = trace_files.read(path)
+    assert [(r.arrival_ms, r.prompt_tokens, r.output_tokens) for r in found] == [(0.0, 5, 2), (250.5, 7, 3)]
+    for line in ("nan,5,2", "1000,,2", "1000,5"):
+        path.write_text(f"{names}\n{line}\n")
+        with pytest.raises(trace_files.TraceError, match="input_length"):
+            trace_files.read(path)
+
+
 def test_an_azure_file_is_read(tmp_path):
     path = tmp_path / "azure.csv"
     path.write_text(
