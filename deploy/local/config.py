@@ -83,8 +83,8 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     home: str = ""  # "": QUIRE_HOME, else .quire in the repository
     redis_url: str = ""  # "": QUIRE_REDIS_URL, else an own server
     # of the own server. always: the coordinator lends memory only behind a durable journal; every write of the prompt
-    # tree waits for the disk too
-    journal_fsync: Literal["everysec", "always"] = "everysec"
+    # tree waits for the disk too. "": always with memory_market, else everysec
+    journal_fsync: Literal["", "everysec", "always"] = ""
     policy: Literal["", "cost", "prompt_tree", "least_load", "session"] = ""
     api_keys: list[str] = []
     gateway_processes: int = 0

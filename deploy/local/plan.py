@@ -205,13 +205,23 @@ def redis_plan(found: ClusterSettings, ports: Ports, paths: Paths) -> tuple[tupl
             "--appendonly",
             "yes",
             "--appendfsync",
-            found.journal_fsync,
+            _fsync(found),
             "--dir",
             str(redis_folder(paths)),
         ),
         *("--daemonize", "no", "--maxmemory", "192mb", "--maxmemory-policy", "volatile-ttl"),
     )
     return command, f"redis://{LOOPBACK}:{ports.redis}/0"
+
+
+def _fsync(found: ClusterSettings) -> str:
+    """Of the own server: memory is not lent behind a journal that a crash could shorten."""
+    return found.journal_fsync or ("always" if found.memory_market else "everysec")
+
+
+def _insists(found: ClusterSettings) -> bool:
+    """Somebody else's Redis is asked to be durable only where that was said."""
+    return bool(found.journal_fsync) or not found.redis_url
 
 
 def redis_folder(paths: Paths) -> Path:
@@ -263,7 +273,7 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
                 ("--disaggregation", "always" if found.topology == "disaggregated" else ""),
             ),
             "coordinator": _optional(
-                ("--journal-fsync", "always" if found.journal_fsync == "always" else "")
+                ("--journal-fsync", "always" if _fsync(found) == "always" and _insists(found) else "")
             ),
             "keeper": _optional(("--log-level", found.log_level)),
             "mempool": _optional(

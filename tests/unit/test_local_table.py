@@ -307,14 +307,31 @@ def test_mempools_report_to_the_memory_market_when_told_to_under_names_of_their_
     assert second["--market-name"] == "mempool-10-0-0-6"
 
 
-@pytest.mark.parametrize("fsync", ["everysec", "always"])
-def test_the_own_redis_writes_through_as_told_and_the_coordinator_then_insists_on_it(fsync):
-    found = settings(engine="mock", journal_fsync=fsync)
+@pytest.mark.parametrize(
+    ("said", "lends", "fsync"),
+    [
+        ("everysec", False, "everysec"), ("always", False, "always"), ("", False, "everysec"), ("", True, "always"),
+        ("everysec", True, "everysec"),
+    ],
+)  # fmt: skip
+def test_the_own_redis_writes_through_as_told_or_as_lending_needs_and_the_coordinator_insists(
+    said, lends, fsync
+):
+    found = settings(engine="mock", journal_fsync=said, memory_market=lends)
     made = plan.make_plan(found, config.paths_of("/h"), plan.Model(folder="/m", name="m"))
     command = made.redis_command
     assert command[command.index("--appendfsync") + 1] == fsync
     coordinator = flags(of_name(build(made))["coordinator"])
     assert coordinator.get("--journal-fsync", "any") == ("always" if fsync == "always" else "any")
+
+
+@pytest.mark.parametrize(("said", "insists"), [("", False), ("always", True)])
+def test_of_somebody_elses_redis_durability_is_demanded_only_where_it_was_asked_for(said, insists):
+    found = settings(
+        engine="mock", journal_fsync=said, memory_market=True, redis_url="redis://elsewhere:6379/0"
+    )
+    made = plan.make_plan(found, config.paths_of("/h"), plan.Model(folder="/m", name="m"))
+    assert ("--journal-fsync" in flags(of_name(build(made))["coordinator"])) is insists
 
 
 @pytest.mark.parametrize(
