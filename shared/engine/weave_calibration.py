@@ -192,7 +192,7 @@ def _key(host: HostedWeave) -> str:
         type(host.model).__name__, model.get_hidden_size(), model.hf_text_config.intermediate_size,
         model.hf_text_config.num_attention_heads, model.get_total_num_kv_heads(), model.get_head_size(),
         str(model.dtype), str(model.quantization), config.parallel_config.tensor_parallel_size,
-        _device_name(host), host.num_sms, str(torch.__version__),
+        _device_name(host), host.num_sms, str(torch.__version__), config.scheduler_config.max_num_batched_tokens,
     )  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:24]
 

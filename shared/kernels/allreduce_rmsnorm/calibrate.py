@@ -15,13 +15,13 @@ from shared.kernels.allreduce_rmsnorm.plan import (
     Algorithm,
     Times,
     make_plan,
-    most_plain_bytes,
     times_from_rows,
 )
 from shared.kernels.allreduce_rmsnorm.shapes import Engine
 from shared.kernels.allreduce_rmsnorm.timing import Clock
 
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512)
+MORE_TOKENS = (1024, 2048, 4096, 8192)  # two-shot for sure; its engines differ by a few percent either way
 ROUNDS = 3
 EPS = 1e-5
 
@@ -31,17 +31,19 @@ def calibrate(fused: CudaFused, group: dist.ProcessGroup | None = None) -> Times
 
     The residual and weights are its own; lane 0's input is read as it is, its output overwritten.
     Raises: PeerTimeout.
-    Cost: about half a second, and a residual of 512 tokens.
+    Cost: about a second, and a residual of MORE_TOKENS (128 MiB of a hidden size of 8,192) where there are two engines.
     """
     clock = Clock(fused.device, group, rounds=ROUNDS)
     tokens = [count for count in TOKENS if count <= fused.max_tokens]
-    residual = torch.zeros(max(tokens), fused.hidden, dtype=fused.dtype, device=fused.device)
+    bulk = fused.engine(Algorithm.TWO_SHOT)
+    more = [count for count in MORE_TOKENS if count <= fused.max_tokens] if bulk is not Engine.PLAIN else []
+    residual = torch.zeros(max(tokens + more), fused.hidden, dtype=fused.dtype, device=fused.device)
     weight = torch.ones(fused.hidden, dtype=fused.dtype, device=fused.device)
-    ways = {(Algorithm.ONE_SHOT, Engine.PLAIN), (Algorithm.TWO_SHOT, Engine.PLAIN)}
-    ways.add((Algorithm.TWO_SHOT, fused.engine(Algorithm.TWO_SHOT)))
+    two_shot = {(Algorithm.TWO_SHOT, Engine.PLAIN), (Algorithm.TWO_SHOT, bulk)}
     rows, engines = [], []
-    for count in tokens:
+    for count in (*tokens, *more):
         found: dict[tuple[Algorithm, Engine], float] = {}
+        ways = two_shot if count in more else two_shot | {(Algorithm.ONE_SHOT, Engine.PLAIN)}
         for algorithm, engine in sorted(ways):
             plan = make_plan(algorithm, count, fused.world, fused.rank)
             given = fused.input(count), residual[:count], weight, EPS
@@ -49,9 +51,10 @@ def calibrate(fused: CudaFused, group: dist.ProcessGroup | None = None) -> Times
             found[algorithm, engine] = median(clock.measure(call))
         num_bytes = count * fused.hidden * ELEMENT_BYTES
         fastest = {one: min(us for (of, _), us in found.items() if of is one) for one, _ in ways}
-        rows.append((num_bytes, fastest))
+        if count in tokens:
+            rows.append((num_bytes, fastest))
         if (Algorithm.TWO_SHOT, Engine.BULK) in found:
             plain_us = found[Algorithm.TWO_SHOT, Engine.PLAIN]
             engines.append((num_bytes, plain_us, found[Algorithm.TWO_SHOT, Engine.BULK]))
     fused.check()
-    return times_from_rows(rows, most_plain_bytes(engines))
+    return times_from_rows(rows, engines)

@@ -125,8 +125,8 @@ class CudaFused:
     def engine(self, algorithm: Algorithm, num_tokens: int | None = None, num_sms: int = 0) -> Engine:
         """Who moves the bytes: a choice of speed alone, each gives the same bits.
 
-        Bulk copies fill the links from few SMs; where all SMs may help and rows are few, registers are the shorter way
-        (5 to 13% at TP 2 up to 8 MB). Without `num_tokens`: that of many rows.
+        Bulk copies fill the links from few SMs; where all SMs may help, registers are often the shorter way (5 to 13%
+        at TP 2 up to 8 MB, 3 to 4% at TP 4 from 128 MB up), by what was measured. Without `num_tokens`: for few SMs.
         """
         if algorithm is Algorithm.MULTIMEM:
             return Engine.MULTIMEM
@@ -134,10 +134,8 @@ class CudaFused:
         if not bulk or algorithm is not Algorithm.TWO_SHOT:
             return Engine.PLAIN
         num_bytes = None if num_tokens is None else num_tokens * self.hidden * ELEMENT_BYTES
-        is_few = (
-            num_bytes is not None and self._times is not None and num_bytes <= self._times.most_plain_bytes
-        )
-        return Engine.PLAIN if is_few and not num_sms else Engine.BULK
+        measured = num_bytes is not None and self._times is not None and self._times.by_registers(num_bytes)
+        return Engine.PLAIN if measured and not num_sms else Engine.BULK
 
     def input(self, num_tokens: int, lane: int = 0) -> torch.Tensor:
         """See FusedAllReduceNorm."""

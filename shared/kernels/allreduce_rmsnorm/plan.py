@@ -48,12 +48,19 @@ class Plan:
 class Times:
     """Measured us of each algorithm at ascending sizes, one world size and dtype size; what was not run is absent.
 
-    most_plain_bytes: up to here a two-shot sum on all SMs is faster through registers than by bulk copies.
+    registers: ascending sizes, and whether a two-shot sum on all SMs is no slower there through registers than by bulk
+    copies; () where that was not measured.
     """
 
     sizes_bytes: tuple[int, ...]
     times_us: Mapping[Algorithm, tuple[float, ...]]
-    most_plain_bytes: int = 0
+    registers: tuple[tuple[int, bool], ...] = ()
+
+    def by_registers(self, num_bytes: int) -> bool:
+        """As at the nearest measured size, in the logarithms. False where nothing was measured."""
+        if not self.registers:
+            return False
+        return min(self.registers, key=lambda row: abs(log(row[0] / num_bytes)))[1]
 
     def at(self, algorithm: Algorithm, num_bytes: int) -> float:
         """Between measured sizes straight in the logarithms, beyond them by the nearest one's rate."""
@@ -135,28 +142,17 @@ def two_shot_limit_us(num_bytes: int, world: int, link_gb_per_s: float) -> float
     return 2 * (world - 1) / world * num_bytes / (link_gb_per_s * 1e3)
 
 
-def most_plain_bytes(rows: Sequence[tuple[int, float, float]]) -> int:
-    """The largest size from which down registers never lose to bulk copies; 0: nowhere.
-
-    Args: rows: (bytes, us through registers, us by bulk copies) of two-shot sums on all SMs, any order.
-    """
-    found = 0
-    for num_bytes, plain_us, bulk_us in sorted(rows):
-        if plain_us > bulk_us:
-            break
-        found = num_bytes
-    return found
-
-
-def times_from_rows(rows: Sequence[tuple[int, Mapping[Algorithm, float]]], plain_bytes: int = 0) -> Times:
+def times_from_rows(
+    rows: Sequence[tuple[int, Mapping[Algorithm, float]]], engines: Sequence[tuple[int, float, float]] = ()
+) -> Times:
     """Rows of (bytes, us by algorithm), any order; algorithms that miss a size are left out.
 
-    Args: plain_bytes: see Times.most_plain_bytes.
+    Args: engines: (bytes, us through registers, us by bulk copies) of two-shot sums on all SMs, any order.
     """
     ordered = sorted(rows, key=lambda row: row[0])
     common = set.intersection(*(set(row[1]) for row in ordered))
     return Times(
         tuple(row[0] for row in ordered),
         {one: tuple(row[1][one] for row in ordered) for one in sorted(common)},
-        plain_bytes,
+        tuple((num_bytes, plain_us <= bulk_us) for num_bytes, plain_us, bulk_us in sorted(engines)),
     )

@@ -116,14 +116,22 @@ def test_long_rows_of_many_tokens_go_to_the_bulk_engine_and_short_ones_to_regist
     assert one.engine(Algorithm.TWO_SHOT, 1) is Engine.BULK, "nothing was measured"
 
 
-def test_few_rows_on_all_sms_go_the_way_that_was_measured_to_be_shorter_and_a_budget_goes_to_bulk_copies():
+def test_rows_on_all_sms_go_the_way_that_was_measured_to_be_shorter_and_a_budget_goes_to_bulk_copies():
     wide = FusedSettings(8192, 4)
     memory = torch.zeros(wide.layout().num_bytes, dtype=torch.uint8)
     arena = Arena(memory, (memory.data_ptr(), memory.data_ptr()), 0, lambda: None)
     one = CudaFused(wide, arena, 0, CPU, driver=ActedDriver(ActedGroup(2)))
-    one.use(times_from_rows([(1, {Algorithm.ONE_SHOT: 2.0, Algorithm.TWO_SHOT: 1.0})], 2 * 8192 * 2))
-    assert one.engine(Algorithm.TWO_SHOT, 2) is Engine.PLAIN
-    assert one.engine(Algorithm.TWO_SHOT, 3) is Engine.BULK
+    one.use(
+        times_from_rows(
+            [(1, {Algorithm.ONE_SHOT: 2.0, Algorithm.TWO_SHOT: 1.0})],
+            [(8192 * 2, 1.0, 2.0), (3 * 8192 * 2, 2.0, 1.0)],
+        )
+    )
+    assert one.engine(Algorithm.TWO_SHOT, 1) is Engine.PLAIN
+    assert one.engine(Algorithm.TWO_SHOT, 3) is one.engine(Algorithm.TWO_SHOT, 4) is Engine.BULK
+    one.use(
+        times_from_rows([(1, {Algorithm.ONE_SHOT: 2.0, Algorithm.TWO_SHOT: 1.0})], [(8192 * 2, 1.0, 2.0)])
+    )
     assert one.engine(Algorithm.TWO_SHOT, 2, num_sms=16) is Engine.BULK
     assert one.engine(Algorithm.TWO_SHOT) is Engine.BULK
 

@@ -13,7 +13,6 @@ from shared.kernels.allreduce_rmsnorm.plan import (
     check_call,
     check_shape,
     make_plan,
-    most_plain_bytes,
     num_ctas,
     owned_rows,
     pick,
@@ -74,11 +73,18 @@ def test_multimem_is_picked_only_where_multicast_is_reported(num_bytes, world):
     assert pick(num_bytes, world, multicast=True) is not Algorithm.TWO_SHOT
 
 
-def test_registers_are_taken_up_to_the_size_where_bulk_copies_first_win():
-    rows = [(1 << 22, 30.0, 32.0), (1 << 14, 7.0, 8.0), (1 << 23, 55.0, 54.0), (1 << 24, 105.0, 106.0)]
-    assert most_plain_bytes(rows) == 1 << 22
-    assert most_plain_bytes([]) == most_plain_bytes([(1, 2.0, 1.0)]) == 0
-    assert most_plain_bytes([(8, 1.0, 1.0)]) == 8
+def test_registers_are_taken_where_they_were_no_slower_at_the_nearest_size_also_beyond_one_where_they_were():
+    # four H200s (loadtest/results/h200-fused-norm.json): registers win again from 64 MB up
+    engines = [
+        (1 << 25, 164.4, 161.2),
+        (1 << 23, 44.7, 45.7),
+        (1 << 26, 324.8, 325.6),
+        (1 << 27, 639.9, 659.9),
+    ]
+    times = times_from_rows([(1, {Algorithm.TWO_SHOT: 1.0})], engines)
+    sizes = (1, 1 << 23, (1 << 24) - 1, (1 << 24) + 1, 1 << 25, 3 << 24, 1 << 26, 1 << 29)
+    assert [times.by_registers(size) for size in sizes] == [True, True, True, False, False, True, True, True]
+    assert not times_from_rows([(1, {Algorithm.TWO_SHOT: 1.0})]).by_registers(1)
 
 
 def test_times_between_sizes_lie_between_and_grow_beyond_the_last():
