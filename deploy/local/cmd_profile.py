@@ -42,7 +42,7 @@ Cost = Annotated[
     ),
 ]
 MemoryTokens = Annotated[int, typer.Option(help="Simulated: KV of the engine. Default: what fits.")]
-Chunk = Annotated[int, typer.Option(help="Simulated: tokens of a step.")]
+Chunk = Annotated[int, typer.Option(help="Simulated: tokens of a step. A running cluster has its own.")]
 TtftMs = Annotated[float, typer.Option(help="Limit of the time to the first token.")]
 TbtMs = Annotated[float, typer.Option(help="Limit of the P99 of gaps between tokens.")]
 TtftShare = Annotated[float, typer.Option(help="Of the requests that must keep --slo-ttft-ms.")]
@@ -215,6 +215,7 @@ def _search(
     from loadtest.results import machine
 
     tell(f"{runner.model}: {runner.words}; lengths of {asked.words}")
+    settings = msgspec.structs.replace(settings, chunk_tokens=runner.chunk_tokens or settings.chunk_tokens)
     return Profiler(runner, asked, settings, limits, tell=tell, machine=machine()).profile()
 
 

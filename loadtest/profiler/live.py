@@ -72,7 +72,8 @@ class LiveRunner:
 
     def __init__(self, options: LiveOptions, *, tell: Told = lambda text: None) -> None:
         self._options, self._tell = options, tell
-        holders = [one for url in options.statuses if (one := _holder(url)) is not None]
+        pages = [(url, _read(url)) for url in options.statuses]
+        holders = [one for url, page in pages if (one := _holder(url, page)) is not None]
         if not holders:
             raise SettingsError(
                 f"none of {', '.join(options.statuses) or 'no status pages'} is of a decode worker"
@@ -81,6 +82,9 @@ class LiveRunner:
         least = min(holders, key=lambda one: one.pool_bytes)
         self.model = options.model or _first_model(options.url, options.bearer)
         self.tp = least.tp
+        # of a step with prompts in it; 0: they do not say
+        steps = [page.get("max_batched_tokens") or 0 for _, page in pages if page.get("role") != "decode"]
+        self.chunk_tokens = min(steps, default=0)
         self.pool_bytes = least.pool_bytes
         self.bytes_per_token = least.block_bytes / least.block_tokens / len(holders)
         self.words = f"measured at {options.url}, {len(holders)} instance{'s' * (len(holders) > 1)}"
@@ -199,9 +203,8 @@ def _read(url: str, bearer: str = "") -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _holder(url: str) -> Holder | None:
-    """None: an instance that prefills only, so that no context stays there. Raises: PeerGone, SettingsError."""
-    found = _read(url)
+def _holder(url: str, found: dict[str, Any]) -> Holder | None:
+    """None: an instance that prefills only, so that no context stays there. Raises: SettingsError."""
     if found.get("role") == "prefill":
         return None
     try:

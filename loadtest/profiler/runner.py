@@ -71,6 +71,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def chunk_tokens(self) -> int:
+        """Of a step with prompts in it, at most; 0: not known."""
+        ...
+
+    @property
     def words(self) -> str:
         """Where the figures come from, for people."""
         ...

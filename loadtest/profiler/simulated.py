@@ -34,7 +34,7 @@ class SimulatedRunner:
     def __init__(self, machine: Machine, *, model: str, tp: int, chunk_tokens: int) -> None:
         coefficients = msgspec.structs.replace(machine.prices.coefficients, max_batched_tokens=chunk_tokens)
         self._prices = ModelPrices(coefficients)
-        self._memory_tokens, self._chunk_tokens = machine.memory_tokens, chunk_tokens
+        self._memory_tokens, self.chunk_tokens = machine.memory_tokens, chunk_tokens
         self.model, self.tp = model, tp
         self.words, self.is_calibrated = f"simulated: {machine.words}", machine.calibrated
         self.bytes_per_token = self._prices.kv_bytes_per_token / tp
@@ -52,7 +52,7 @@ class SimulatedRunner:
             roles_of(0, 0, 1),
             block_tokens=BLOCK_TOKENS,
             memory_tokens=self._memory_tokens,
-            limits=EngineLimits(MAX_RUNNING, self._chunk_tokens),
+            limits=EngineLimits(MAX_RUNNING, self.chunk_tokens),
             placement=PlacementLimits(max_prefill_tokens=1 << 40),
             flow=Limits(request_deadline_ms=DEADLINE_MS),
         )

@@ -329,6 +329,7 @@ class WorkerShell:
             "swapped_in_bytes": load.swapped_in_bytes,
             "swap_lost_blocks": load.swap_lost_blocks,
             "fair_counts": dict(load.fair_counts),
+            "max_batched_tokens": self.engine.max_batched_tokens,
             "num_kv_blocks": self.engine.num_kv_blocks,
             "block_tokens": self.engine.description.block_tokens,
             "block_bytes": self.engine.description.block_bytes,

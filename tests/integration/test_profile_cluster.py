@@ -54,6 +54,7 @@ def test_a_cluster_is_profiled_through_its_gateway_with_its_workers_memory(clust
     assert found.stable_rate_per_s == 10
     assert "highest rate that is tried" in found.reason
     worker = cluster["decode-0"].status()
+    assert found.settings["chunk_tokens"] == cluster["prefill-0"].status()["max_batched_tokens"] != 512
     assert found.pool_bytes == BLOCKS * worker["block_bytes"] > 0
     assert 0 < found.peak_kv_bytes <= found.pool_bytes
     assert found.free_bytes == found.pool_bytes - found.peak_kv_bytes
