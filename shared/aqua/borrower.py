@@ -67,11 +67,14 @@ class Borrower:
             await self._client.release_loan(lease_id)
 
     async def _renew(self) -> None:
-        for lease_id, (_, num_bytes) in list(self._held.items()):
+        for lease_id, (grant, num_bytes) in list(self._held.items()):
             answer = await self._client.renew_loan(lease_id, self._ttl_ms)
             if isinstance(answer, CallFailed):  # over, or on its way back
                 del self._held[lease_id]
                 self._on_change(-num_bytes)
+            elif isinstance(answer, LendingDone) and answer.num_bytes != num_bytes:  # a part is
+                self._held[lease_id] = grant, answer.num_bytes
+                self._on_change(answer.num_bytes - num_bytes)
 
     async def _ask(self) -> None:
         view = await self._market.market()

@@ -51,7 +51,7 @@ class ReleaseLoan(Struct, frozen=True, kw_only=True, tag="release_loan"):
 
 
 class LendingDone(Struct, frozen=True, kw_only=True, tag="lending_done"):
-    """It is so."""
+    """It is so. `num_bytes`: lent by an offer, held by a grant, or still held by a renewed loan."""
 
     call_id: int
     num_bytes: int = 0

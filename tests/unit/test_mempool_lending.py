@@ -220,6 +220,22 @@ def test_a_loan_whose_time_is_over_returns_its_pages_to_the_offer_and_a_renewed_
     assert isinstance(rig.present(rig.grant(4)), calls.LendingDone)
 
 
+def test_a_renewed_loan_says_how_much_of_it_stays_while_a_part_is_wanted_back():
+    rig = Market()
+    grant = rig.lend(4)
+    rig.leave(ABCD, "abcd")
+    rig.copied()
+    for keep in (4, 3, 3):
+        if keep < 4:
+            rig.reclaim(3, 1_000)
+        rig.say(FRONT, calls.RenewLoan(call_id=9, lease_id=grant.lease_id, ttl_ms=10_000))
+        assert answers(rig, FRONT, calls.LendingDone)[-1].num_bytes == keep * PAGE_BYTES
+    assert rig.leased() == 4, "the copy of what lies there has not ended"
+    rig.reclaim(0, 1_000)
+    rig.say(FRONT, calls.RenewLoan(call_id=10, lease_id=grant.lease_id, ttl_ms=10_000))
+    assert answers(rig, FRONT, wire.CallFailed)[-1].code == "lease.ended"
+
+
 def test_a_released_loan_empties_into_host_memory():
     rig = Market()
     grant = rig.lend(4)

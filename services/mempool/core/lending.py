@@ -101,6 +101,8 @@ class Lending:
             case calls.RenewLoan():
                 if not self.loans.renew(call.lease_id, min(max(0, call.ttl_ms), MAX_TTL_MS), now_ms):
                     raise LoanRefused("lease.ended", f"{call.lease_id} is over, or on its way back")
+                loan = self.loans.loans[call.lease_id]
+                return loan.keep * self.unit_bytes(loan.offer.producer)  # a part of it may be on its way back
             case calls.ReleaseLoan():
                 self.loans.release(call.lease_id, now_ms)
         return 0
