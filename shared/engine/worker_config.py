@@ -4,6 +4,7 @@ The services' config.py files fill in their role's defaults with `for_role`; not
 """
 
 import ipaddress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -60,12 +61,15 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     # whose turn it is in the engine: fcfs (order of arrival) or cfs (fair slices where memory is short, shared/fair)
     local_policy: Literal["fcfs", "cfs"] = "fcfs"
     fair_slice_steps: int = 8  # engine steps between two plans
+    # what slices are for: shares (tenants are served by weight, to the token) or bursts (everybody's first slice soon,
+    # then the order of arrival; docs/decisions/0025). The three after it are by this, unless they say otherwise
+    fair_for: Literal["shares", "bursts"] = "shares"
     # least served first, compared in units of so many tokens; within one, who came first. 1: to the token; more than an
-    # answer has: order of arrival behind everybody's first slice
-    fair_quantum_tokens: int = 1
-    fair_patience_slices: int = 32  # who waited so many goes first
+    # answer has: order of arrival behind everybody's first slice. -1: by fair_for, as of the next two
+    fair_quantum_tokens: int = -1
+    fair_patience_slices: int = -1  # who waited so many goes first
     # while turns are taken, prompts that wait are computed over about so long, beside the decodes; 0: at once
-    fair_spread_ms: float = 0.0
+    fair_spread_ms: float = -1.0
     fair_chunk_tokens: int = 512  # the least of a step that they then have
     # of a slice's time; where moving pages takes more, the order is that of arrival
     fair_max_switch_share: float = 0.1
@@ -122,7 +126,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _POSITIVE = (
-    "threads", "fair_slice_steps", "fair_quantum_tokens", "fair_patience_slices", "fair_chunk_tokens",
+    "threads", "fair_slice_steps", "fair_chunk_tokens",
     "block_tokens", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size",
     "max_inflight", "max_deadline_ms", "report_interval_ms", "acquire_timeout_ms", "fetch_wait_ms", "handoff_wait_ms",
     "handoff_ttl_ms", "lease_ttl_ms", "hello_timeout_ms", "gateway_silent_ms", "mock_prefill_tokens_per_s",
@@ -131,11 +135,12 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "max_model_len", "kv_cache_bytes", "gpu_memory_utilization", "drain_deadline_ms", "mock_step_ms",
     "mock_start_ms", "mock_eos_after_tokens", "mock_die_after_tokens", "mock_hang_after_tokens",
-    "mock_drop_first_steps", "fair_max_switch_share", "fair_spread_ms", "weave_min_tokens", "far_bytes",
+    "mock_drop_first_steps", "fair_max_switch_share", "weave_min_tokens", "far_bytes",
     "handoff_room_ms",
 )  # fmt: skip
 
 
+BY_FAIR_FOR = -1  # of a setting that fair_for decides
 MOST_FAR_MOVES = (
     1_024  # at once: what a lender wants back goes in one turn, not in several of the engine's steps each
 )
@@ -162,15 +167,26 @@ def sends_ahead(settings: WorkerSettings) -> bool:
     return settings.handoff_ahead and has_its_scheduler
 
 
+# measured on H200s for bursts (docs/decisions/0025)
+_FAIR_FOR: Mapping[str, dict[str, float]] = {
+    "shares": {"quantum_tokens": 1, "patience_slices": 32, "spread_ms": 0.0},
+    "bursts": {"quantum_tokens": 1 << 20, "patience_slices": 128, "spread_ms": 500.0},
+}
+
+
 def fair_rules(settings: WorkerSettings) -> dict[str, float]:
     """Fields of shared.fair.rules.FairRules."""
-    return {
-        "slice_steps": settings.fair_slice_steps,
-        "max_switch_share": settings.fair_max_switch_share,
-        "stay_ratio": settings.fair_stay_ratio,
+    said = {
         "quantum_tokens": settings.fair_quantum_tokens,
         "patience_slices": settings.fair_patience_slices,
         "spread_ms": settings.fair_spread_ms,
+    }
+    return {
+        **_FAIR_FOR[settings.fair_for],
+        **{name: value for name, value in said.items() if value != BY_FAIR_FOR},
+        "slice_steps": settings.fair_slice_steps,
+        "max_switch_share": settings.fair_max_switch_share,
+        "stay_ratio": settings.fair_stay_ratio,
         "chunk_tokens": settings.fair_chunk_tokens,
     }
 
@@ -193,6 +209,15 @@ def _is_wildcard(listen: str) -> bool:
         return host == "*" or ipaddress.ip_address(host).is_unspecified
     except ValueError:  # a name, or an ipc path
         return False
+
+
+def _check_fair(found: WorkerSettings) -> None:
+    """Raises: SettingsError."""
+    for name, least in (("fair_quantum_tokens", 1), ("fair_patience_slices", 1), ("fair_spread_ms", 0)):
+        if getattr(found, name) != BY_FAIR_FOR and getattr(found, name) < least:
+            raise SettingsError(
+                f"setting worker.{name}: {getattr(found, name)} must be at least {least}, or {BY_FAIR_FOR}: by fair_for"
+            )
 
 
 def _check_weave(found: WorkerSettings) -> None:
@@ -241,6 +266,7 @@ def for_role(found: WorkerSettings, *, role: Role, instance: str, port: int) -> 
     for name in _NOT_NEGATIVE:
         if getattr(found, name) < 0:
             raise SettingsError(f"setting worker.{name}: {getattr(found, name)} must not be negative")
+    _check_fair(found)
     if not found.model_dir or not Path(found.model_dir, "config.json").is_file():
         raise SettingsError(f"setting worker.model_dir: {found.model_dir!r} holds no config.json")
     if found.kv_layout != "cross-layer" and not works_in_pages(found):

@@ -32,6 +32,21 @@ def test_rules_of_slices_come_from_the_settings(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("purpose", "expected"), [("shares", (1, 32, 0.0)), ("bursts", (1 << 20, 128, 500.0))]
+)
+def test_what_slices_are_for_says_their_rules_and_what_is_set_beside_it_goes_first(
+    tmp_path, purpose, expected
+):
+    def rules(**more) -> tuple:
+        found = FairRules(**fair_rules(made(tmp_path, local_policy="cfs", fair_for=purpose, **more)))
+        return found.quantum_tokens, found.patience_slices, found.spread_ms
+
+    assert rules() == expected
+    assert rules(fair_spread_ms=0.0) == (*expected[:2], 0.0)
+    assert rules(fair_quantum_tokens=64, fair_patience_slices=7) == (64, 7, expected[2])
+
+
+@pytest.mark.parametrize(
     "changes", [{"kv_cache": "copy"}, {"mempool_socket": ""}, {"transfer_mode": "by-layer"}]
 )
 def test_slices_need_the_pools_pages_and_whole_prompts(tmp_path, changes):
@@ -45,6 +60,8 @@ def test_slices_need_the_pools_pages_and_whole_prompts(tmp_path, changes):
     [
         {"fair_slice_steps": 0},
         {"fair_quantum_tokens": 0},
+        {"fair_patience_slices": 0},
+        {"fair_spread_ms": -2.0},
         {"fair_max_switch_share": -0.1},
         {"fair_max_switch_share": 1.1},
     ],
