@@ -85,6 +85,7 @@ class LiveRunner:
         # of a step with prompts in it; 0: they do not say
         steps = [page.get("max_batched_tokens") or 0 for _, page in pages if page.get("role") != "decode"]
         self.chunk_tokens = min(steps, default=0)
+        self.num_instances = len(holders)
         self.pool_bytes = least.pool_bytes
         self.bytes_per_token = least.block_bytes / least.block_tokens / len(holders)
         self.words = f"measured at {options.url}, {len(holders)} instance{'s' * (len(holders) > 1)}"

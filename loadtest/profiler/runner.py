@@ -71,6 +71,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def num_instances(self) -> int:
+        """Among which requests are divided."""
+        ...
+
+    @property
     def chunk_tokens(self) -> int:
         """Of a step with prompts in it, at most; 0: not known."""
         ...
@@ -183,6 +188,7 @@ class Profiler:
             role=role,
             bytes_per_gpu=bytes_per_gpu,
             stable_rate_per_s=rate_per_s,
+            num_instances=runner.num_instances,
             pool_bytes=runner.pool_bytes,
             peak_kv_bytes=peak,
             free_bytes=free,

@@ -35,7 +35,7 @@ class SimulatedRunner:
         coefficients = msgspec.structs.replace(machine.prices.coefficients, max_batched_tokens=chunk_tokens)
         self._prices = ModelPrices(coefficients)
         self._memory_tokens, self.chunk_tokens = machine.memory_tokens, chunk_tokens
-        self.model, self.tp = model, tp
+        self.model, self.tp, self.num_instances = model, tp, 1
         self.words, self.is_calibrated = f"simulated: {machine.words}", machine.calibrated
         self.bytes_per_token = self._prices.kv_bytes_per_token / tp
         self.pool_bytes = round(machine.memory_tokens * self.bytes_per_token)

@@ -259,8 +259,12 @@ class MarketShell:
         await self._store()
 
     async def _check_durability(self, journal: MarketJournal) -> None:
-        policy = await journal.fsync_policy()
-        self._must_check = False
+        self._must_check = False  # another connection meanwhile sets it again
+        try:
+            policy = await journal.fsync_policy()
+        except ClusterError:
+            self._must_check = True
+            raise
         if policy != self.fsync_policy:
             self.fsync_policy = policy
             if policy == "always":
@@ -278,7 +282,7 @@ class MarketShell:
             return ""
         if not self._journal.up:
             return "journal.down"
-        if self._settings.journal_fsync == "always" and self.fsync_policy != "always":
+        if self._settings.journal_fsync == "always" and (self._must_check or self.fsync_policy != "always"):
             return "journal.not_durable"
         return ""
 

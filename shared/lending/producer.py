@@ -126,7 +126,9 @@ class Producer:
             return ""
         rate = window.rate_per_s(now_ms)
         if self._profiles:
-            limit = sum(profile.stable_rate_per_s for profile in self._profiles) * (1 + rules.rate_slack)
+            limit = sum(profile.rate_per_instance_per_s for profile in self._profiles) * (
+                1 + rules.rate_slack
+            )
         elif self._offered_rate is not None:
             least = rules.least_arrivals * 1_000 / rules.window_ms
             limit = max(least, self._offered_rate * (1 + rules.rate_rise))

@@ -95,7 +95,13 @@ class EngineProfile(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["producer", "consumer", "neutral"]
     bytes_per_gpu: int
     stable_rate_per_s: float
+    num_instances: int = 1  # that the rate was shared by
     settled: bool = True
+
+    @property
+    def rate_per_instance_per_s(self) -> float:
+        """What one of them has of the rate."""
+        return self.stable_rate_per_s / max(1, self.num_instances)
 
     @property
     def num_bytes(self) -> int:

@@ -236,6 +236,21 @@ async def test_a_journal_that_is_not_fsynced_always_is_said_and_refused_where_it
     assert (await made.lease(ask(), "k")).code == "journal.not_durable"
 
 
+async def test_a_connection_made_while_another_is_asked_how_it_writes_is_asked_too(redis, opened):
+    made = await shell(redis, opened, journal_fsync="always", leader_lease_ms=60_000)
+
+    class Reconnecting:
+        up = True
+
+        async def fsync_policy(self):
+            made._journal_is_up()
+            return "always"
+
+    await made._check_durability(Reconnecting())
+    assert made.fsync_policy == "always", "of the one that is gone"
+    assert made._trouble() == "journal.not_durable"
+
+
 async def test_a_client_says_when_nobody_answers():
     client = LendingClient("http://127.0.0.1:9", patience_ms=200)
     with pytest.raises(PeerError):

@@ -53,6 +53,7 @@ def test_a_cluster_is_profiled_through_its_gateway_with_its_workers_memory(clust
     assert json.loads(told.stdout)["model"] == found.model == cluster.model_name
     assert found.stable_rate_per_s == 10
     assert "highest rate that is tried" in found.reason
+    assert found.num_instances == 1, "decode-0 alone holds contexts"
     worker = cluster["decode-0"].status()
     assert found.settings["chunk_tokens"] == cluster["prefill-0"].status()["max_batched_tokens"] != 512
     assert found.pool_bytes == BLOCKS * worker["block_bytes"] > 0

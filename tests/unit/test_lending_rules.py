@@ -74,6 +74,14 @@ def test_a_producer_offers_at_steady_load_takes_back_when_it_doubles_and_offers_
     assert made == MakeOffer(20 * GB)
 
 
+def test_of_a_profile_of_several_instances_one_has_its_part_of_the_rate():
+    whole = msgspec.json.decode(PROFILE)
+    two = decode_profile(msgspec.json.encode(whole | {"stable_rate_per_s": 5.0, "num_instances": 2}), "test")
+    story = Story(two)
+    assert story.run(60, rate=2.0)
+    assert any(isinstance(one, TakeBack) for _, one in story.run(15, rate=4.5)), "below the rate of both"
+
+
 def test_without_a_profile_the_rate_at_which_memory_was_offered_is_the_steady_one():
     story = Story()
     [(_, made)] = story.run(30)

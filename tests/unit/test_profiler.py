@@ -36,7 +36,7 @@ def settings(**more):
 class Line:
     """Holds so many requests at once and serves each in service_ms; the others wait for memory."""
 
-    model, tp, words, is_calibrated = "line", 1, "made up", True
+    model, tp, words, is_calibrated, num_instances = "line", 1, "made up", True, 1
 
     def __init__(self, *, slots, service_ms, pool_tokens, bytes_per_token=1_000_000, fails=()):
         self._slots, self._service_ms, self._fails = slots, service_ms, set(fails)

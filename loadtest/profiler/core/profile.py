@@ -109,7 +109,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     pool_bytes: KV memory; peak_kv_bytes: most of it in use at the stable rate; free_bytes: the rest. Of a callable they
     are the device's memory, what was used and what was free at peak throughput, and stable_rate_per_s is its items/s.
-    swap_bytes: by burst factor ("2", "3", "5"). series: [arrival in s, TTFT ms, TPOT ms] of a run's requests, by rate.
+    num_instances: that the rate was shared by. swap_bytes: by burst factor ("2", "3", "5").
+    series: [arrival in s, TTFT ms, TPOT ms] of a run's requests, by rate.
     batches: of a callable (sweep.py).
     """
 
@@ -119,6 +120,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     bytes_per_gpu: int
     stable_rate_per_s: float
+    num_instances: int = 1
     pool_bytes: int
     peak_kv_bytes: int
     free_bytes: int
