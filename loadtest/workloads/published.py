@@ -155,7 +155,8 @@ class _Past:
 def like_mooncake(seed: int, reuse: Reuse, times_ms: Sequence[float]) -> list[Request]:
     """Requests at these times with the given lengths, hit ratio of an infinite cache, and gaps between uses.
 
-    What blocks round away, and what no earlier prompt was long enough for, the next followers make up for.
+    Who goes on where another one was is sent after the answer to that one. What blocks round away, and what no earlier
+    prompt was long enough for, the next followers make up for.
     """
     plans = _plans(seed, reuse, len(times_ms))
     past, credit = _Past(), 0.0
@@ -176,7 +177,8 @@ def like_mooncake(seed: int, reuse: Reuse, times_ms: Sequence[float]) -> list[Re
         if number:
             credit += target - (held // REUSE_BLOCK_TOKENS * REUSE_BLOCK_TOKENS)
         rest = plan.prompt_tokens - held
-        session = parent.session if parent is not None and held > reuse.common_tokens else f"trace-{number}"
+        before = parent if parent is not None and held > reuse.common_tokens else None
+        session = before.session if before is not None else f"trace-{number}"
         past.add(
             Request(
                 request_id=number,
@@ -185,6 +187,7 @@ def like_mooncake(seed: int, reuse: Reuse, times_ms: Sequence[float]) -> list[Re
                 turn=past.turns.get(session, 0),
                 prompt=(*begin, Segment(own, rest)) if rest else begin,
                 output_tokens=plan.output_tokens,
+                depends_on=before.request_id if before is not None else None,
             )
         )
     return past.requests

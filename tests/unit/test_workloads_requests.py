@@ -124,6 +124,20 @@ def test_an_engine_that_keeps_its_answers_hits_more_than_one_that_keeps_prompts(
     assert stats.infinite_cache_hit_ratio(single, 16, answers=True) == 0
 
 
+@pytest.mark.parametrize("name", ["mooncake-synthetic", "mooncake-conversation"])
+def test_who_goes_on_where_another_request_was_waits_for_its_answer(name):
+    requests = build(name, Options(num_requests=300, seed=3))
+    check(requests)
+    by_id = {one.request_id: one for one in requests}
+    followers = [one for one in requests if one.turn]
+    assert len(followers) > 50
+    for one in followers:
+        before = by_id[one.depends_on]
+        assert before.session == one.session
+        assert before.prompt[0] == one.prompt[0] or before.prompt[0].content == one.prompt[0].content
+    assert all(one.depends_on is None for one in requests if not one.turn)
+
+
 def test_scaling_keeps_what_is_shared():
     requests = build("mooncake-synthetic", Options(num_requests=400, seed=2))
     short = scaled(requests, 1 / 16)
