@@ -4,6 +4,7 @@ Bodies are the structs of shared/wire, byte for byte: msgspec parses and writes 
 OpenAPI page takes its schemas from them.
 """
 
+import base64
 import hmac
 import re
 from collections.abc import Awaitable, Callable
@@ -34,11 +35,13 @@ A refusal is JSON with a stable `code` and a `message`; `retry_after_ms` says wh
 Calls that make something take an `Idempotency-Key` header: the same key brings the same answer, and nothing twice.
 A grant lends nothing by itself: its consumer presents it to the owning mempool, which checks it against its own
 pages, its fence (`token`) and its boot generation. Durations are milliseconds, sizes bytes."""
+PAGE = "/"
 STRUCTS = (Register, Registered, Heartbeat, HeartbeatReply, InstanceList, *MARKET_STRUCTS)
 
 
 def create_app(coordinator: Coordinator, api_keys: list[str]) -> FastAPI:
-    """The application. With api_keys, /v1 and / want `X-API-Key` or `Authorization: Bearer`."""
+    """The application. With api_keys, /v1 and / want `X-API-Key` or `Authorization: Bearer`; for the page a browser
+    asks its user: any name, and a key as the password."""
     app = FastAPI(
         title="Quire coordinator",
         description=DESCRIPTION,
@@ -123,14 +126,30 @@ def _guard(app: FastAPI, coordinator: Coordinator, keys: list[bytes]) -> None:
     @app.middleware("http")
     async def check(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
         if keys and request.url.path not in OPEN_PATHS and not _known_key(request, keys):
-            return error_reply(Unauthorized.http_status, Unauthorized.code, "X-API-Key is missing or unknown")
+            reply = error_reply(
+                Unauthorized.http_status, Unauthorized.code, "X-API-Key is missing or unknown"
+            )
+            if request.url.path == PAGE:
+                reply.headers["www-authenticate"] = 'Basic realm="Quire coordinator", charset="UTF-8"'
+            return reply
         return refuse_standby(request.url.path, coordinator.leader_url) or await go_on(request)
 
 
 def _known_key(request: Request, keys: list[bytes]) -> bool:
-    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+    said = request.headers.get("authorization", "")
+    bearer = said.removeprefix("Bearer ")
+    if request.url.path == PAGE and said.startswith("Basic "):  # nowhere else: browsers send it unasked
+        bearer = _password(said.removeprefix("Basic "))
     given = (request.headers.get("x-api-key") or bearer).encode()
     return any(hmac.compare_digest(given, key) for key in keys)
+
+
+def _password(encoded: str) -> str:
+    """Of a browser's name and password; "" where there is none."""
+    try:
+        return base64.b64decode(encoded, validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
 
 
 def _refusal(reply: Unknown | Stale) -> Response:

@@ -106,6 +106,23 @@ async def test_keys_guard_the_api_and_the_page_but_not_the_probes():
         assert (await api.get(path)).status_code == 200
 
 
+async def test_a_browser_asks_a_person_for_the_pages_key_and_no_other_site_can_use_it():
+    api = client("secret", "other")
+    assert (await api.get("/")).headers["www-authenticate"].startswith("Basic ")
+    assert (await api.get("/", auth=("anybody", "other"))).status_code == 200
+    for words in (
+        "Basic !",
+        "Basic c2VjcmV0",
+        "Basic ",
+        "Basic /w==",
+    ):  # no base64, no colon, nothing, no text
+        assert refusal(await api.get("/", headers={"authorization": words})) == (401, "invalid_api_key")
+    assert refusal(await api.get("/", auth=("secret", "wrong"))) == (401, "invalid_api_key")
+    refused = await api.get("/v1/instances", auth=("anybody", "secret"))
+    assert refusal(refused) == (401, "invalid_api_key"), "browsers would send it unasked"
+    assert "www-authenticate" not in refused.headers
+
+
 async def test_the_openapi_page_describes_the_wire_structs(api):
     schema = (await api.get("/openapi.json")).json()
     body = schema["paths"]["/v1/instances"]["post"]["requestBody"]["content"]["application/json"]["schema"]
