@@ -63,9 +63,9 @@ def times(call: Call, placed: Placed) -> dict[str, dict[str, float | None]]:
     actual: dict[str, float | None] = {
         "queue": first.queue_ms if first is not None else None,
         "fetch": first.fetch_ms if first is not None else None,
-        # a colocated stage computes its output too
-        "compute": first.compute_ms if first is not None and first.stage == "prefill" else None,
+        "compute": _compute_ms(first) if first is not None else None,
         "transfer": decode.fetch_ms if decode is not None else None,
+        "step": (call.receipts[-1].step_ms or None) if call.receipts else None,
         "ttft": _ttft_ms(call),
     }
     expected: dict[str, float | None] = dict.fromkeys(actual)
@@ -75,9 +75,15 @@ def times(call: Call, placed: Placed) -> dict[str, dict[str, float | None]]:
             "fetch": predicted.fetch_ms,
             "compute": predicted.compute_ms,
             "transfer": predicted.transfer_ms if placed.prefill is not None else None,
+            "step": predicted.step_ms or None,
             "ttft": placed.predicted_ttft_ms,
         }
     return {name: {"predicted_ms": expected[name], "actual_ms": actual[name]} for name in actual}
+
+
+def _compute_ms(first: StageReceipt) -> float | None:
+    """Of the prompt: a colocated stage computes its output too."""
+    return first.compute_ms if first.stage == "prefill" else first.prefill_ms or None
 
 
 def note_prediction(call: Call) -> None:

@@ -103,7 +103,15 @@ class AttemptClock:
             bytes_fetched=self.brought.num_bytes,
             fetch_path=self.brought.path,
             room_wait_ms=_ms(self._room_wait_ns(phases)),
+            prefill_ms=_ms(phases.first - phases.scheduled) if message.stage == "colocated" else 0.0,
+            step_ms=_ms((phases.ended - phases.first) // (self.num_output_tokens - 1))
+            if self._has_steps()
+            else 0.0,
         )
+
+    def _has_steps(self) -> bool:
+        """Of several choices nobody knows which one ended when."""
+        return self._first > 0 and self.num_output_tokens > 1 and self._message.sampling.n == 1
 
     def _room_wait_ns(self, phases: _Phases) -> int:
         return min(int(self.room_wait_ms * 1e6), phases.fetched)

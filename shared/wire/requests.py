@@ -170,6 +170,8 @@ class StageReceipt(Struct, frozen=True, kw_only=True, omit_defaults=True):
     bytes_fetched: int = 0  # brought into the instance's space by its mempool, for this request
     fetch_path: str = ""  # "peer", "dram", "remote", or several with "+"
     room_wait_ms: float = 0.0  # decode: before its pages were fetched, for room in the engine's
+    prefill_ms: float = 0.0  # colocated: of compute_ms, until the first token
+    step_ms: float = 0.0  # of one choice: an output token after the first, on average; 0: there was none
 
 
 class TokenChunk(Struct, frozen=True, array_like=True):

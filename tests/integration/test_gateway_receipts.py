@@ -21,7 +21,9 @@ async def test_a_receipt_shows_sources_predictions_against_what_it_took_and_othe
     pair = disaggregate(rig.a, rig.b)
 
     def decide(place):
-        expected = Predicted(queue_ms=1.0, fetch_ms=2.0, compute_ms=3.0, transfer_ms=4.0, total_ms=50.0)
+        expected = Predicted(
+            queue_ms=1.0, fetch_ms=2.0, compute_ms=3.0, transfer_ms=4.0, step_ms=1.5, total_ms=50.0
+        )
         return msgspec.structs.replace(
             pair(place),
             policy="cost",
@@ -50,7 +52,7 @@ async def test_a_receipt_shows_sources_predictions_against_what_it_took_and_othe
     ]
     times = receipt["times"]
     assert {name: times[name]["predicted_ms"] for name in times} == {
-        "queue": 1.0, "fetch": 2.0, "compute": 3.0, "transfer": 4.0, "ttft": 12.0,
+        "queue": 1.0, "fetch": 2.0, "compute": 3.0, "transfer": 4.0, "step": 1.5, "ttft": 12.0,
     }  # fmt: skip
     assert times["ttft"]["actual_ms"] > 0
     metrics = (await rig.client.get("/metrics")).text

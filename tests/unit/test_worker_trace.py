@@ -55,6 +55,28 @@ def test_a_receipt_names_where_the_pages_are_that_blocks_came_from(spans, path):
     assert clock(page_path=path).receipt(KvUse()).path == ""
 
 
+@pytest.mark.parametrize(
+    ("stage", "n", "tokens", "prefill_ms", "step_ms"),
+    [("colocated", 1, 5, 30.0, 10.0), ("decode", 1, 5, 0.0, 10.0), ("colocated", 2, 5, 30.0, 0.0),
+     ("decode", 1, 1, 0.0, 0.0)],
+)  # fmt: skip
+def test_a_receipt_parts_a_colocated_stage_and_says_what_a_token_took(
+    spans, monkeypatch, stage, n, tokens, prefill_ms, step_ms
+):
+    sampling = SamplingSpec(max_tokens=9, temperature=0, n=n)
+    message = Generate(
+        request_id=RequestId("r"), attempt=1, stage=stage, instance_epoch=Epoch(1), sampling=sampling
+    )
+    made = AttemptClock(message, InstanceId("w"), 8)
+    times = iter([0, 30_000_000, 70_000_000])
+    monkeypatch.setattr(made, "_now", lambda: next(times))
+    made.mark_submitted(asked_pool=False)
+    made.mark_first()
+    made.num_output_tokens = tokens
+    receipt = made.receipt(KvUse())
+    assert (receipt.prefill_ms, receipt.step_ms) == (prefill_ms, step_ms)
+
+
 def test_times_are_kept_up_to_a_bound_and_a_requests_choices_tell_all_of_theirs():
     class Request:
         pass
