@@ -49,7 +49,10 @@ THINK_MS = 1_000.0
 WARM_S = 4.0
 DRAIN_S = 4.0  # what a point takes beyond its arrivals, as far as a plan can know
 RESAMPLES = 200
-SHOWN = ("ttft_p99_vs_colocated_ratio", "jct_p99_vs_colocated_ratio", "jct_p99_vs_basic_ratio", "_count")
+SHOWN = (
+    "ttft_p99_vs_colocated_ratio", "jct_p99_vs_colocated_ratio", "jct_p99_vs_basic_ratio", "auto_disaggregated_ratio",
+    "_count", "_wins_ratio", "_loses_ratio",
+)  # fmt: skip
 COMPARED = ("ttft_mean", "ttft_p99", "tpot_mean", "tpot_p99", "jct_mean", "jct_p99")
 
 
@@ -126,20 +129,30 @@ def _hit_ratio(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _verdict(metrics: Metrics) -> Metrics:
-    """At how many points disaggregation has the lower P99 of JCT: its interval below colocated's, or above."""
+    """At how many points disaggregation has the lower P99 of JCT: its interval below colocated's, or above; and what
+    `auto` does there: the mean share of requests that it hands off."""
     wins = losses = compared = 0
+    handed_off: dict[str, list[float]] = {"wins": [], "loses": []}
     for key in metrics:
         if not key.endswith("_jct_p99_vs_colocated_ratio") or "_basic_" in key or "_auto_" in key:
             continue
         mine = key.removesuffix("_jct_p99_vs_colocated_ratio")
         theirs = f"{mine.rpartition('_')[0]}_colocated"
         compared += 1
-        wins += metrics[f"{mine}_jct_p99_high_ms"] < metrics[f"{theirs}_jct_p99_low_ms"]
-        losses += metrics[f"{mine}_jct_p99_low_ms"] > metrics[f"{theirs}_jct_p99_high_ms"]
+        is_win = metrics[f"{mine}_jct_p99_high_ms"] < metrics[f"{theirs}_jct_p99_low_ms"]
+        is_loss = metrics[f"{mine}_jct_p99_low_ms"] > metrics[f"{theirs}_jct_p99_high_ms"]
+        wins, losses = wins + is_win, losses + is_loss
+        share = metrics.get(f"{mine}_auto_disaggregated_ratio")
+        if share is not None and (is_win or is_loss):
+            handed_off["wins" if is_win else "loses"].append(share)
     if not compared:
         return {}
     counts = {"compared_points": compared, "disaggregation_wins": wins, "disaggregation_loses": losses}
-    return {f"{name}_count": float(count) for name, count in counts.items()}
+    out = {f"{name}_count": float(count) for name, count in counts.items()}
+    for name, shares in handed_off.items():
+        if shares:
+            out[f"auto_hands_off_where_it_{name}_ratio"] = sum(shares) / len(shares)
+    return out
 
 
 # -- measuring ------------------------------------------------------------------------------------------

@@ -55,6 +55,23 @@ def test_figures_of_arms_come_from_their_requests_and_compare_with_colocated_and
     assert (worse["disaggregation_wins_count"], worse["disaggregation_loses_count"]) == (0, 1)
 
 
+def test_what_auto_does_is_said_of_points_where_handing_off_wins_and_where_it_loses():
+    chosen = row("1p1d_auto", 900.0)
+    chosen["disaggregated"] = 10
+    samples = [row("1p1d", 2_000.0), chosen, row("colocated", 1_000.0)]
+    winning = [
+        row("1p1d", 500.0, rate=2.0),
+        row("1p1d_auto", 500.0, rate=2.0),
+        row("colocated", 1_000.0, rate=2.0),
+    ]
+    found = bench.metrics_from_samples([*samples, *winning])
+    assert found["auto_hands_off_where_it_loses_ratio"] == 0.25
+    assert found["auto_hands_off_where_it_wins_ratio"] == 1.0
+    assert found["compared_points_count"] == 2
+    assert "auto_hands_off_where_it_wins_ratio" not in bench.metrics_from_samples(samples)
+    assert check_metrics(found) == []
+
+
 def test_seeds_of_a_point_count_together_and_failures_against_the_slo():
     both = [row("1p1d", 500.0), row("1p1d", 700.0, seed=2)]
     both[1]["failed"] = 40
