@@ -1,8 +1,9 @@
-"""Measures at start which way is the fastest at which size in a group: one-shot, or two-shot and through which engine.
+"""Measures at start which way is the fastest at which size in a group: one-shot, or two-shot, its engine and its CTAs.
 
 All ranks have the same answer: of each replay the slowest rank's time counts.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
 
@@ -13,17 +14,31 @@ from shared.kernels.allreduce_rmsnorm.fused import CudaFused
 from shared.kernels.allreduce_rmsnorm.plan import (
     ELEMENT_BYTES,
     Algorithm,
+    Engine,
     Times,
+    Way,
     make_plan,
     times_from_rows,
 )
-from shared.kernels.allreduce_rmsnorm.shapes import Engine
 from shared.kernels.allreduce_rmsnorm.timing import Clock
 
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512)
-MORE_TOKENS = (1024, 2048, 4096, 8192)  # two-shot for sure; its engines differ by a few percent either way
+# Two-shot for sure. Its engines and CTAs differ by a few percent either way there, so that few sizes do.
+MORE_TOKENS = (1024, 2048, 4096, 8192, 16_384, 32_768)
+BUDGETS = (4, 8, 16, 32)
 ROUNDS = 3
 EPS = 1e-5
+
+
+def two_shot_ways(bulk: Engine, *, is_large: bool) -> list[Way]:
+    """What is tried at a size. Args: bulk: the engine of few SMs; PLAIN where there is no other."""
+    ways = [Way(engine) for engine in dict.fromkeys((Engine.PLAIN, bulk))]
+    return ways + [Way(bulk, num_sms) for num_sms in BUDGETS] if is_large else ways
+
+
+def sizes(max_tokens: int) -> tuple[list[int], list[int]]:
+    """(of every algorithm, of two-shot alone): what a group's buffers hold."""
+    return [n for n in TOKENS if n <= max_tokens], [n for n in MORE_TOKENS if n <= max_tokens]
 
 
 def calibrate(fused: CudaFused, group: dist.ProcessGroup | None = None) -> Times:
@@ -31,30 +46,35 @@ def calibrate(fused: CudaFused, group: dist.ProcessGroup | None = None) -> Times
 
     The residual and weights are its own; lane 0's input is read as it is, its output overwritten.
     Raises: PeerTimeout.
-    Cost: about a second, and a residual of MORE_TOKENS (128 MiB of a hidden size of 8,192) where there are two engines.
+    Cost: a second or two (60 ways at most, of about 30 ms), and a residual of the largest size (128 MiB of a hidden
+        size of 8,192 and 8,192 tokens).
     """
     clock = Clock(fused.device, group, rounds=ROUNDS)
-    tokens = [count for count in TOKENS if count <= fused.max_tokens]
+    few, many = sizes(fused.max_tokens)
     bulk = fused.engine(Algorithm.TWO_SHOT)
-    more = [count for count in MORE_TOKENS if count <= fused.max_tokens] if bulk is not Engine.PLAIN else []
-    residual = torch.zeros(max(tokens + more), fused.hidden, dtype=fused.dtype, device=fused.device)
+    residual = torch.zeros(max(few + many), fused.hidden, dtype=fused.dtype, device=fused.device)
     weight = torch.ones(fused.hidden, dtype=fused.dtype, device=fused.device)
-    two_shot = {(Algorithm.TWO_SHOT, Engine.PLAIN), (Algorithm.TWO_SHOT, bulk)}
-    rows, engines = [], []
-    for count in (*tokens, *more):
-        found: dict[tuple[Algorithm, Engine], float] = {}
-        ways = two_shot if count in more else two_shot | {(Algorithm.ONE_SHOT, Engine.PLAIN)}
-        for algorithm, engine in sorted(ways):
-            plan = make_plan(algorithm, count, fused.world, fused.rank)
-            given = fused.input(count), residual[:count], weight, EPS
-            call = partial(fused.run_as, plan, engine, *given)
-            found[algorithm, engine] = median(clock.measure(call))
+
+    def measured(algorithm: Algorithm, count: int, tried: Sequence[Way]) -> dict[Way, float]:
+        plan = make_plan(algorithm, count, fused.world, fused.rank)
+        given = fused.input(count), residual[:count], weight, EPS
+        return {
+            way: median(clock.measure(partial(fused.run_as, plan, way.engine, *given, num_sms=way.num_sms)))
+            for way in tried
+        }
+
+    rows: list[tuple[int, dict[Algorithm, float]]] = []
+    ways: list[tuple[int, dict[Way, float]]] = []
+    for count in (*few, *many):
         num_bytes = count * fused.hidden * ELEMENT_BYTES
-        fastest = {one: min(us for (of, _), us in found.items() if of is one) for one, _ in ways}
-        if count in tokens:
+        two_shot = measured(Algorithm.TWO_SHOT, count, two_shot_ways(bulk, is_large=count in many))
+        ways.append((num_bytes, two_shot))
+        if count in few:
+            one_shot = measured(Algorithm.ONE_SHOT, count, [Way(Engine.PLAIN)])
+            fastest = {
+                Algorithm.ONE_SHOT: min(one_shot.values()),
+                Algorithm.TWO_SHOT: min(two_shot.values()),
+            }
             rows.append((num_bytes, fastest))
-        if (Algorithm.TWO_SHOT, Engine.BULK) in found:
-            plain_us = found[Algorithm.TWO_SHOT, Engine.PLAIN]
-            engines.append((num_bytes, plain_us, found[Algorithm.TWO_SHOT, Engine.BULK]))
     fused.check()
-    return times_from_rows(rows, engines)
+    return times_from_rows(rows, ways)

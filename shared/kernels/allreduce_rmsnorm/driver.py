@@ -5,6 +5,7 @@ without a GPU. Binaries of a shape are kept in this process, not on disk: one ta
 """
 
 import ctypes
+import hashlib
 import importlib
 from functools import cache
 from pathlib import Path
@@ -102,11 +103,21 @@ def compile_kernels(shape: KernelShape, arch: str) -> Binary:
     return binary
 
 
+@cache
+def source_digest() -> str:
+    """Of what is compiled: times of another kernel are not this one's. 16 hex digits."""
+    return hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes()).hexdigest()[:16]
+
+
 class FusedDriver(Protocol):
-    """What a launch needs of a GPU. Every call raises FusedRefused when the driver refuses."""
+    """What a launch needs of a GPU. Every call raises FusedRefused when the driver refuses.
+
+    has_multicast: the driver says that the GPU could; whether the machine lets it is not tried.
+    """
 
     num_sms: int
     capability: tuple[int, int]
+    has_multicast: bool
 
     def function(self, shape: KernelShape, name: str) -> Any:
         """A kernel by name, ready to be launched."""
@@ -156,6 +167,7 @@ class KernelDriver:
         minor = self._attribute(kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
         self.num_sms = self._attribute(kind.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
         self.capability = (major, minor)
+        self.has_multicast = bool(self._attribute(kind.CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED))
         self.arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
     def _call(self, name: str, *args: Any) -> Any:

@@ -11,14 +11,16 @@ from shared.kernels.allreduce_rmsnorm.errors import FusedUnavailable, error_of
 from shared.kernels.allreduce_rmsnorm.plan import (
     ELEMENT_BYTES,
     Algorithm,
+    Engine,
     Plan,
     Times,
+    Way,
     check_call,
     check_shape,
     make_plan,
     pick,
 )
-from shared.kernels.allreduce_rmsnorm.shapes import ArenaLayout, Engine, KernelShape, Launch, arena_layout
+from shared.kernels.allreduce_rmsnorm.shapes import ArenaLayout, KernelShape, Launch, arena_layout
 
 DTYPES = (torch.bfloat16, torch.float16)
 TIMEOUT_MS = 20_000  # a peer may compile a kernel or capture a graph meanwhile
@@ -122,20 +124,30 @@ class CudaFused:
         """Pick by these from now on (calibrate.py); on all ranks, between two steps."""
         self._times = times
 
-    def engine(self, algorithm: Algorithm, num_tokens: int | None = None, num_sms: int = 0) -> Engine:
-        """Who moves the bytes: a choice of speed alone, each gives the same bits.
+    def way(self, algorithm: Algorithm, num_tokens: int | None = None, num_sms: int = 0) -> Way:
+        """Who moves the bytes, from how many SMs: a choice of speed alone, each gives the same bits.
 
         Bulk copies fill the links from few SMs; where all SMs may help, registers are often the shorter way (5 to 13%
         at TP 2 up to 8 MB, 3 to 4% at TP 4 from 128 MB up), by what was measured. Without `num_tokens`: for few SMs.
         """
         if algorithm is Algorithm.MULTIMEM:
-            return Engine.MULTIMEM
+            return Way(Engine.MULTIMEM, num_sms)
         bulk = self.driver.capability >= FIRST_BULK_CAPABILITY and self.hidden >= MIN_BULK_HIDDEN
         if not bulk or algorithm is not Algorithm.TWO_SHOT:
-            return Engine.PLAIN
-        num_bytes = None if num_tokens is None else num_tokens * self.hidden * ELEMENT_BYTES
-        measured = num_bytes is not None and self._times is not None and self._times.by_registers(num_bytes)
-        return Engine.PLAIN if measured and not num_sms else Engine.BULK
+            return Way(Engine.PLAIN, num_sms)
+        measured = None
+        if num_tokens is not None and not num_sms and self._times is not None:
+            measured = self._times.way(num_tokens * self.hidden * ELEMENT_BYTES)
+        return measured or Way(Engine.BULK, num_sms)
+
+    def engine(self, algorithm: Algorithm) -> Engine:
+        """Of few SMs; see way()."""
+        return self.way(algorithm).engine
+
+    @property
+    def few_sms(self) -> int:
+        """A budget for run() under other work, as measured; 0: nothing was."""
+        return self._times.few_sms if self._times is not None else 0
 
     def input(self, num_tokens: int, lane: int = 0) -> torch.Tensor:
         """See FusedAllReduceNorm."""
@@ -156,9 +168,10 @@ class CudaFused:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See FusedAllReduceNorm."""
         plan = self.plan(partial.shape[0])
+        way = self.way(plan.algorithm, plan.num_tokens, num_sms)
         return self.run_as(
-            plan, self.engine(plan.algorithm, plan.num_tokens, num_sms), partial, residual, weight, eps,
-            lane=lane, num_sms=num_sms, gemma=gemma, whole_residual=whole_residual,
+            plan, way.engine, partial, residual, weight, eps,
+            lane=lane, num_sms=way.num_sms, gemma=gemma, whole_residual=whole_residual,
         )  # fmt: skip
 
     def run_as(

@@ -33,6 +33,8 @@ class GlooFused:
         one_shot_bytes: sums up to this size are kept whole on every rank; -1 leaves it to pick().
     """
 
+    few_sms = 0  # a CPU has none
+
     def __init__(
         self,
         group: dist.ProcessGroup | None,

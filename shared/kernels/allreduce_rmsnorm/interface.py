@@ -32,6 +32,11 @@ class FusedAllReduceNorm(Protocol):
     max_tokens: int  # rows of a lane's buffers, at most 65,536
     num_lanes: int
 
+    @property
+    def few_sms(self) -> int:
+        """From how many SMs run() is about as fast as from 32, as measured at start; 0: nothing was."""
+        ...
+
     def plan(self, num_tokens: int) -> Plan:
         """Who owns what. Pure, cheap. Raises: InvalidRequest outside 1..max_tokens."""
         ...

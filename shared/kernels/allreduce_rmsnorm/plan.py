@@ -29,6 +29,22 @@ class Algorithm(StrEnum):
     )
 
 
+class Engine(StrEnum):
+    """Who reads and sends inside an SM."""
+
+    PLAIN = "plain"  # threads, through registers: any GPU
+    BULK = "bulk"  # the SM's copy engine, through shared memory: sm_90
+    MULTIMEM = "multimem"  # the switch: sm_90 with multicast
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a two-shot sum that may have every SM is made. `num_sms`: CTAs; 0: one an SM."""
+
+    engine: Engine
+    num_sms: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How run() treats `num_tokens` rows: a function of the number alone, the same on all ranks and for all layers.
@@ -48,19 +64,20 @@ class Plan:
 class Times:
     """Measured us of each algorithm at ascending sizes, one world size and dtype size; what was not run is absent.
 
-    registers: ascending sizes, and whether a two-shot sum on all SMs is no slower there through registers than by bulk
-    copies; () where that was not measured.
+    ways: ascending sizes, and the fastest way of a two-shot sum that may have every SM; () where that was not measured.
+    few_sms: with how many SMs a sum is as fast as with any that leave most of the GPU to others; 0: not measured.
     """
 
     sizes_bytes: tuple[int, ...]
     times_us: Mapping[Algorithm, tuple[float, ...]]
-    registers: tuple[tuple[int, bool], ...] = ()
+    ways: tuple[tuple[int, Way], ...] = ()
+    few_sms: int = 0
 
-    def by_registers(self, num_bytes: int) -> bool:
-        """As at the nearest measured size, in the logarithms. False where nothing was measured."""
-        if not self.registers:
-            return False
-        return min(self.registers, key=lambda row: abs(log(row[0] / num_bytes)))[1]
+    def way(self, num_bytes: int) -> Way | None:
+        """Of the nearest measured size, in the logarithms. None where nothing was measured."""
+        if not self.ways:
+            return None
+        return min(self.ways, key=lambda row: abs(log(row[0] / num_bytes)))[1]
 
     def at(self, algorithm: Algorithm, num_bytes: int) -> float:
         """Between measured sizes straight in the logarithms, beyond them by the nearest one's rate."""
@@ -142,17 +159,63 @@ def two_shot_limit_us(num_bytes: int, world: int, link_gb_per_s: float) -> float
     return 2 * (world - 1) / world * num_bytes / (link_gb_per_s * 1e3)
 
 
+# Fewer CTAs than SMs must win by so much to be taken: repeated times of one way differ by about 1%.
+FEWER_MARGIN_RATIO = 0.02
+FEW_SLACK_RATIO = 0.05  # what a sum under other work may take longer for SMs that the other work then has
+
+
+def fastest_way(times_us: Mapping[Way, float]) -> Way:
+    """Of one size. Every SM, unless fewer win by FEWER_MARGIN_RATIO; registers where both engines are as fast.
+
+    Raises: ValueError where no way has every SM.
+    """
+    order = list(Engine)
+
+    def best(ways: list[Way]) -> Way:
+        return min(ways, key=lambda way: (times_us[way], order.index(way.engine), way.num_sms))
+
+    whole = best([way for way in times_us if not way.num_sms])
+    fewer = [way for way in times_us if times_us[way] <= (1.0 - FEWER_MARGIN_RATIO) * times_us[whole]]
+    return best(fewer) if fewer else whole
+
+
+def fewest_sms(rows: Sequence[Mapping[Way, float]]) -> int:
+    """The least budget that is at each size within FEW_SLACK_RATIO of the best budget there; 0 where none was measured.
+
+    Args: rows: us by way, one mapping a size; ways without a budget do not count.
+    """
+    budgets: list[dict[int, float]] = []
+    for row in rows:
+        found: dict[int, float] = {}
+        for way, us in row.items():
+            if way.num_sms:
+                found[way.num_sms] = min(us, found.get(way.num_sms, us))
+        if found:
+            budgets.append(found)
+    if not budgets:
+        return 0
+    common = sorted(set.intersection(*(set(found) for found in budgets)))
+    enough = [
+        sms
+        for sms in common
+        if all(found[sms] <= (1.0 + FEW_SLACK_RATIO) * min(found.values()) for found in budgets)
+    ]
+    return enough[0] if enough else common[-1] if common else 0
+
+
 def times_from_rows(
-    rows: Sequence[tuple[int, Mapping[Algorithm, float]]], engines: Sequence[tuple[int, float, float]] = ()
+    rows: Sequence[tuple[int, Mapping[Algorithm, float]]],
+    ways: Sequence[tuple[int, Mapping[Way, float]]] = (),
 ) -> Times:
     """Rows of (bytes, us by algorithm), any order; algorithms that miss a size are left out.
 
-    Args: engines: (bytes, us through registers, us by bulk copies) of two-shot sums on all SMs, any order.
+    Args: ways: (bytes, us by way) of two-shot sums, any order.
     """
     ordered = sorted(rows, key=lambda row: row[0])
     common = set.intersection(*(set(row[1]) for row in ordered))
     return Times(
         tuple(row[0] for row in ordered),
         {one: tuple(row[1][one] for row in ordered) for one in sorted(common)},
-        tuple((num_bytes, plain_us <= bulk_us) for num_bytes, plain_us, bulk_us in sorted(engines)),
+        tuple((size, fastest_way(us)) for size, us in sorted(ways, key=lambda row: row[0])),
+        fewest_sms([us for _, us in ways]),
     )

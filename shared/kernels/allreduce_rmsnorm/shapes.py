@@ -4,7 +4,6 @@ arena of one rank:  lane 0: input | out | whole residual | flags | epochs    lan
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import lru_cache
 
 from shared.errors import InvalidRequest
@@ -13,6 +12,7 @@ from shared.kernels.allreduce_rmsnorm.plan import (
     MAX_WORLD,
     VECTOR_ELEMENTS,
     Algorithm,
+    Engine,
     check_shape,
     num_ctas,
 )
@@ -27,14 +27,6 @@ MAX_STAGES = 12
 IN_FLIGHT = 16  # loads that a thread of the plain engine has under way: with 512 threads 128 KiB an SM
 SHARED_BYTES = (227 << 10) - 1024  # of an SM of sm_90, less what the kernel declares itself
 ALIGN_BYTES = 512
-
-
-class Engine(StrEnum):
-    """Who reads and sends inside an SM."""
-
-    PLAIN = "plain"  # threads, through registers: any GPU
-    BULK = "bulk"  # the SM's copy engine, through shared memory: sm_90
-    MULTIMEM = "multimem"  # the switch: sm_90 with multicast
 
 
 def _up(value: int, step: int) -> int:

@@ -10,7 +10,7 @@ from shared.kernels.allreduce_rmsnorm.acted_driver import ActedDriver, ActedGrou
 from shared.kernels.allreduce_rmsnorm.arenas import Arena
 from shared.kernels.allreduce_rmsnorm.errors import FusedUnavailable, Phase, pack
 from shared.kernels.allreduce_rmsnorm.fused import LATER_MS, CudaFused, FusedSettings
-from shared.kernels.allreduce_rmsnorm.plan import Algorithm, make_plan, times_from_rows
+from shared.kernels.allreduce_rmsnorm.plan import Algorithm, Way, make_plan, times_from_rows
 from shared.kernels.allreduce_rmsnorm.reference import reference
 from shared.kernels.allreduce_rmsnorm.shapes import Engine
 
@@ -113,7 +113,7 @@ def test_long_rows_of_many_tokens_go_to_the_bulk_engine_and_short_ones_to_regist
     one = CudaFused(wide, arena, 0, CPU, driver=ActedDriver(ActedGroup(2)))
     assert one.engine(Algorithm.TWO_SHOT) is Engine.BULK
     assert one.engine(Algorithm.ONE_SHOT) is Engine.PLAIN
-    assert one.engine(Algorithm.TWO_SHOT, 1) is Engine.BULK, "nothing was measured"
+    assert one.way(Algorithm.TWO_SHOT, 1) == Way(Engine.BULK), "nothing was measured"
 
 
 def test_rows_on_all_sms_go_the_way_that_was_measured_to_be_shorter_and_a_budget_goes_to_bulk_copies():
@@ -121,19 +121,52 @@ def test_rows_on_all_sms_go_the_way_that_was_measured_to_be_shorter_and_a_budget
     memory = torch.zeros(wide.layout().num_bytes, dtype=torch.uint8)
     arena = Arena(memory, (memory.data_ptr(), memory.data_ptr()), 0, lambda: None)
     one = CudaFused(wide, arena, 0, CPU, driver=ActedDriver(ActedGroup(2)))
+    plain, bulk = Way(Engine.PLAIN), Way(Engine.BULK)
     one.use(
         times_from_rows(
             [(1, {Algorithm.ONE_SHOT: 2.0, Algorithm.TWO_SHOT: 1.0})],
-            [(8192 * 2, 1.0, 2.0), (3 * 8192 * 2, 2.0, 1.0)],
+            [(8192 * 2, {plain: 1.0, bulk: 2.0}), (3 * 8192 * 2, {plain: 2.0, bulk: 1.0})],
         )
     )
-    assert one.engine(Algorithm.TWO_SHOT, 1) is Engine.PLAIN
-    assert one.engine(Algorithm.TWO_SHOT, 3) is one.engine(Algorithm.TWO_SHOT, 4) is Engine.BULK
-    one.use(
-        times_from_rows([(1, {Algorithm.ONE_SHOT: 2.0, Algorithm.TWO_SHOT: 1.0})], [(8192 * 2, 1.0, 2.0)])
-    )
-    assert one.engine(Algorithm.TWO_SHOT, 2, num_sms=16) is Engine.BULK
+    assert one.way(Algorithm.TWO_SHOT, 1) == plain
+    assert one.way(Algorithm.TWO_SHOT, 3) == one.way(Algorithm.TWO_SHOT, 4) == bulk
+    assert one.way(Algorithm.TWO_SHOT, 1, num_sms=16) == Way(Engine.BULK, 16)
+    assert one.way(Algorithm.ONE_SHOT, 1, num_sms=16) == Way(Engine.PLAIN, 16)
     assert one.engine(Algorithm.TWO_SHOT) is Engine.BULK
+
+
+def test_a_sum_that_was_fastest_with_few_ctas_has_so_many_and_a_callers_budget_stays_the_callers():
+    fused, group = open_group(2)
+    few = Way(Engine.PLAIN, 2)
+    times = times_from_rows(
+        [(1, {Algorithm.ONE_SHOT: 2.0, Algorithm.TWO_SHOT: 1.0})], [(1, {Way(Engine.PLAIN): 1.0, few: 0.9})]
+    )
+    partials, residual, weight = tensors(2, 8, 7)
+    held = [residual.clone() for _ in fused]
+    for one in fused:
+        one.driver.capability = (8, 0)  # no bulk copies: what was measured elsewhere does not count
+        one.use(times)
+    for num_sms in (0, 3):
+        for rank, one in enumerate(fused):
+            one.run(partials[rank], held[rank], weight, EPS, num_sms=num_sms)
+    assert [launch.ctas for _, launch in group.launches] == [4, 4, 3, 3]
+    wide = FusedSettings(2048, 8)
+    memories = [torch.zeros(wide.layout().num_bytes, dtype=torch.uint8) for _ in range(2)]
+    bases = tuple(one.data_ptr() for one in memories)
+    group = ActedGroup(2)
+    fused = [
+        CudaFused(wide, Arena(memory, bases, 0, lambda: None), rank, CPU, driver=ActedDriver(group))
+        for rank, memory in enumerate(memories)
+    ]
+    rows, weight = torch.ones(8, 2048, dtype=torch.bfloat16), torch.ones(2048, dtype=torch.bfloat16)
+    held = [rows.clone() for _ in fused]
+    for rank, one in enumerate(fused):
+        assert one.few_sms == 0
+        one.use(times)
+        assert one.few_sms == 2
+        one.run(rows, held[rank], weight, EPS)
+    assert group.launches == [("fused_plain", group.launches[0][1])] * 2
+    assert group.launches[0][1].ctas == 2
 
 
 def test_wrong_tensors_are_refused_before_anything_starts():

@@ -7,11 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import InvalidRequest
+from shared.kernels.allreduce_rmsnorm.calibrate import sizes, two_shot_ways
 from shared.kernels.allreduce_rmsnorm.plan import (
     MAX_TOKENS,
     Algorithm,
+    Engine,
+    Way,
     check_call,
     check_shape,
+    fastest_way,
+    fewest_sms,
     make_plan,
     num_ctas,
     owned_rows,
@@ -73,18 +78,91 @@ def test_multimem_is_picked_only_where_multicast_is_reported(num_bytes, world):
     assert pick(num_bytes, world, multicast=True) is not Algorithm.TWO_SHOT
 
 
-def test_registers_are_taken_where_they_were_no_slower_at_the_nearest_size_also_beyond_one_where_they_were():
+PLAIN, BULK = Way(Engine.PLAIN), Way(Engine.BULK)
+
+
+def test_the_engine_is_that_of_the_nearest_measured_size_also_beyond_one_where_the_other_won():
     # four H200s (loadtest/results/h200-fused-norm.json): registers win again from 64 MB up
-    engines = [
-        (1 << 25, 164.4, 161.2),
-        (1 << 23, 44.7, 45.7),
-        (1 << 26, 324.8, 325.6),
-        (1 << 27, 639.9, 659.9),
+    ways = [
+        (1 << 25, {PLAIN: 164.4, BULK: 161.2}),
+        (1 << 23, {PLAIN: 44.7, BULK: 45.7}),
+        (1 << 26, {PLAIN: 324.8, BULK: 325.6}),
+        (1 << 27, {PLAIN: 639.9, BULK: 659.9}),
     ]
-    times = times_from_rows([(1, {Algorithm.TWO_SHOT: 1.0})], engines)
-    sizes = (1, 1 << 23, (1 << 24) - 1, (1 << 24) + 1, 1 << 25, 3 << 24, 1 << 26, 1 << 29)
-    assert [times.by_registers(size) for size in sizes] == [True, True, True, False, False, True, True, True]
-    assert not times_from_rows([(1, {Algorithm.TWO_SHOT: 1.0})]).by_registers(1)
+    times = times_from_rows([(1, {Algorithm.TWO_SHOT: 1.0})], ways)
+    asked = (1, 1 << 23, (1 << 24) - 1, (1 << 24) + 1, 1 << 25, 3 << 24, 1 << 26, 1 << 29)
+    found = [times.way(size) for size in asked]
+    assert found == [PLAIN, PLAIN, PLAIN, BULK, BULK, PLAIN, PLAIN, PLAIN]
+    assert times_from_rows([(1, {Algorithm.TWO_SHOT: 1.0})]).way(1) is None
+
+
+def test_fewer_ctas_than_sms_are_taken_only_where_they_win_by_more_than_noise():
+    few = Way(Engine.BULK, 8)
+    assert fastest_way({PLAIN: 100.0, BULK: 101.0, few: 98.5}) == PLAIN
+    assert fastest_way({PLAIN: 100.0, BULK: 99.0, few: 96.0}) == few
+    assert fastest_way({PLAIN: 100.0, BULK: 100.0}) == PLAIN
+    with pytest.raises(ValueError, match="empty"):
+        fastest_way({few: 1.0})
+
+
+def test_a_budget_is_the_least_that_is_as_good_as_any_at_every_size():
+    def row(**us: float) -> dict[Way, float]:
+        return {PLAIN: 1.0} | {Way(Engine.BULK, int(name[1:])): value for name, value in us.items()}
+
+    assert fewest_sms([row(b4=150, b8=104, b16=100), row(b4=99, b8=103, b16=100)]) == 8
+    assert fewest_sms([row(b4=150, b8=107, b16=100), row(b4=99, b8=103, b16=100)]) == 16
+    assert fewest_sms([row(b4=100, b8=110), row(b4=110, b8=100)]) == 8, (
+        "no budget is good everywhere: the largest"
+    )
+    assert fewest_sms([row(), {}]) == fewest_sms([]) == 0
+
+
+# Medians of loadtest/results/h200-fused-norm.json (22 Nov 2026), us, 1K to 32K tokens of hidden size 8192: registers
+# with 16 SMs and all, bulk copies with 4, 8, 16, 32 and all.
+MEASURED_US = {
+    2: [(78.2, 55.2, 184.8, 94.4, 61.5, 61.8, 54.8), (152.2, 104.5, 379.2, 193.8, 112.7, 115.9, 104.3),
+        (291.5, 202.3, 751.4, 379.3, 218.0, 225.1, 203.1), (575.8, 398.5, 1497.7, 748.8, 427.9, 440.5, 396.8),
+        (1131.7, 787.4, 2981.9, 1492.6, 852.3, 874.1, 786.4), (2228.9, 1574.0, 5933.4, 2978.7, 1701.9, 1746.6, 1568.0)],
+    4: [(92.0, 83.2, 143.4, 89.1, 88.4, 88.3, 85.9), (174.0, 164.4, 276.0, 168.5, 171.5, 171.7, 161.2),
+        (335.3, 324.8, 539.0, 327.9, 335.0, 335.5, 325.6), (653.5, 639.9, 1069.6, 645.1, 658.7, 662.4, 659.9),
+        (1301.1, 1272.2, 2138.7, 1278.1, 1307.7, 1306.4, 1316.5),
+        (2589.3, 2531.7, 4248.9, 2567.7, 2628.0, 2622.9, 2639.0)],
+}  # fmt: skip
+COLUMNS = (
+    Way(Engine.PLAIN, 16), PLAIN, *(Way(Engine.BULK, sms) for sms in (4, 8, 16, 32)), BULK,
+)  # fmt: skip
+
+
+def measured_ways(world: int) -> list[tuple[int, dict[Way, float]]]:
+    """(bytes, us by way)."""
+    return [
+        ((16 << 20) << power, dict(zip(COLUMNS, row, strict=True)))
+        for power, row in enumerate(MEASURED_US[world])
+    ]
+
+
+@pytest.mark.parametrize(("world", "few"), [(2, 16), (4, 8)])
+def test_what_is_tried_at_start_has_the_fastest_way_of_the_h200s_at_every_size_within_2_percent(world, few):
+    rows = measured_ways(world)
+    tried = two_shot_ways(Engine.BULK, is_large=True)
+    times = times_from_rows(
+        [(1, {Algorithm.TWO_SHOT: 1.0})],
+        [(size, {way: us[way] for way in tried}) for size, us in rows if size <= 8192 * 8192 * 2],
+    )
+    for size, us in rows:  # sizes beyond those that an engine's buffers hold at its start, too
+        way = times.way(size)
+        assert way is not None
+        assert us[way] <= 1.02 * min(us.values()), (size, way)
+    assert times.few_sms == few
+
+
+def test_every_size_that_the_buffers_hold_is_measured_up_to_32k_tokens():
+    assert sizes(2) == ([1], [])
+    few, many = sizes(8192)
+    assert (few[-1], many) == (512, [1024, 2048, 4096, 8192])
+    assert sizes(65_536)[1][-1] == 32_768
+    assert two_shot_ways(Engine.PLAIN, is_large=False) == [PLAIN]
+    assert two_shot_ways(Engine.BULK, is_large=False) == [PLAIN, BULK]
 
 
 def test_times_between_sizes_lie_between_and_grow_beyond_the_last():
