@@ -3,7 +3,9 @@
     python -m loadtest.weave_engine weave|stock|stock-alone|stock-fused MODEL_DIR OUT.json --tp N [--tokens 1024,...]
         [--serve REQUESTS --chunks 1024,... --workloads sharegpt,2048x128]
 
-Prompts are random and new. Modes take turns within a round; the first round of steps warms up and is not kept.
+Prompts are random and new. Modes take turns within a round, in an order that changes from round to round
+(shared/weave/turns.py);
+the first round of steps warms up and is not kept.
 `--budget-s` ends the steps' rounds where they are then, `--serve-budget-s` those of the requests, `--left-s` both. With
 `--serve N`: N requests of lengths as in ShareGPT, or all of PROMPTxANSWER tokens, asked at once, in steps of so many
 tokens as each of `--chunks` says (workloads but the first one: of FIXED_CHUNK). OUT.json grows as it goes; "is_whole"
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.weave_metrics import SHAREGPT
+from shared.weave.turns import turns
 
 FIXED_CHUNK = 2048  # TokenWeave 4.2.2: vLLM's default for dense models
 LEFT_MARGIN_S = 6.0  # for the engine's end
@@ -38,7 +41,7 @@ def measure(
     until = min(until, begin + options.budget_s)
     for number in range(options.rounds + 1):
         for tokens in options.tokens:
-            for mode in engine.modes:
+            for mode in turns(engine.modes, number):
                 if number > 1 and time.perf_counter() > until:
                     return samples
                 engine.switch(mode)
@@ -121,7 +124,7 @@ def serve(
     for number in range(1, options.serve_rounds + 1):
         for workload, chunk in loads(options):
             lengths = lengths_of(workload, options)
-            for mode in modes:
+            for mode in turns(modes, number - 1):
                 if time.perf_counter() > until:
                     return samples
                 before = engine.woven_steps()
@@ -162,7 +165,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget-s", type=float, default=40)
-    parser.add_argument("--sms", type=int, default=16)
+    parser.add_argument("--sms", type=int, default=0, help="0: as measured at the engine's start")
     parser.add_argument("--serve", type=int, default=0, help="requests at once; 0: none")
     parser.add_argument("--serve-rounds", type=int, default=1)
     parser.add_argument("--serve-budget-s", type=float, default=40)
