@@ -14,6 +14,11 @@ def by_layer(settings: WorkerSettings) -> bool:
     return settings.transfer_mode == TransferMode.BY_LAYER and settings.role == "prefill"
 
 
+def quota_pages(settings: WorkerSettings) -> int:
+    """Enough for two steps that complete as many blocks as a step can."""
+    return 2 * (settings.max_num_batched_tokens // settings.block_tokens + settings.max_num_seqs)
+
+
 def in_pages(settings: WorkerSettings) -> dict[str, Any]:
     """Of an engine whose cache is the pool's pages."""
     slots = slot_arguments() if has_slots(settings) else {}

@@ -24,7 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from shared.engine import fair_scheduler, far_scheduler, page_room, page_scheduler
 from shared.engine.cache_events import CacheEventReceiver
 from shared.engine.describe import describe_engine, why_not_in_pages
-from shared.engine.engine_arguments import by_copies, by_layer, in_pages
+from shared.engine.engine_arguments import by_copies, by_layer, in_pages, quota_pages
 from shared.engine.engine_sampling import asked_deltas, engine_spec
 from shared.engine.fair_view import FairView
 from shared.engine.interface import (
@@ -44,6 +44,7 @@ from shared.engine.preload import preload_architecture
 from shared.engine.rank_processes import host_ranks
 from shared.engine.sampling import honour_seeds, sampling_params
 from shared.engine.slot_settings import slot_settings
+from shared.engine.weave_restart import started
 from shared.engine.weave_settings import weave_arguments
 from shared.engine.worker_config import (
     WorkerSettings,
@@ -94,7 +95,7 @@ class VllmEngine:
             "description": msgspec.json.encode(self.description).decode(),
             "mempool_socket": settings.mempool_socket,
             "instance": settings.instance,
-            "quota_pages": self._quota_pages(settings),
+            "quota_pages": quota_pages(settings),
             "events_address": events_address,
             "handoff_ttl_ms": settings.handoff_ttl_ms,
             "follow_layers": by_layer(settings),
@@ -123,7 +124,13 @@ class VllmEngine:
         self._load_view: LoadView | None = None
         self._unfinished_prefill: dict[str, int] = {}
         self._context_tokens: dict[str, int] = {}
-        self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[self._make_load_view])
+        off = msgspec.structs.replace(settings, weave="off")
+        self._llm, config = started(
+            lambda found: AsyncLLM.from_vllm_config(found, stat_loggers=[self._make_load_view]),
+            config,
+            lambda: self._engine_args(off, with_pool=self.uses_pool).create_engine_config(),
+            self._events_dir,
+        )
         # vLLM's own request span, under ours: it goes to whatever tracer provider the process sets. Naming an
         # endpoint instead would make vLLM set a provider of its own, with an exporter thread, before the fork.
         self._llm.output_processor.tracing_enabled = bool(settings.trace_endpoint or settings.trace_dir)
@@ -137,11 +144,6 @@ class VllmEngine:
     def _make_load_view(self, vllm_config: Any, engine_index: int = 0) -> LoadView:
         self._load_view = LoadView(self._unfinished_prefill, self._context_tokens)
         return self._load_view
-
-    @staticmethod
-    def _quota_pages(settings: WorkerSettings) -> int:
-        """Enough for two steps that complete as many blocks as a step can."""
-        return 2 * (settings.max_num_batched_tokens // settings.block_tokens + settings.max_num_seqs)
 
     @staticmethod
     def _engine_args(settings: WorkerSettings, *, with_pool: bool = True) -> AsyncEngineArgs:

@@ -7,13 +7,13 @@ as one without times, so that it is not tried at every start. On a CPU, and for 
 """
 
 import contextlib
-import hashlib
 import logging
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +23,9 @@ import msgspec
 from vllm.platforms import current_platform
 
 from shared.engine.vllm_setup import installed_vllm
+from shared.engine.weave_kept import driver_version, key_of, read_kept, write_kept
 from shared.engine.worker_config import WorkerSettings, has_slots
+from shared.kernels.allreduce_rmsnorm.driver import source_digest
 from shared.kv.model_files import read_config
 from shared.weave.role_choice import Choice, choose, in_words
 from shared.weave.threshold import Measured, Timing, pack_measured, unpack_measured
@@ -31,7 +33,9 @@ from shared.weave.tiles import DEFAULT_TILE
 
 logger = logging.getLogger(__name__)
 
-PROBE_LIMIT_S = 90.0  # of each of the two engines; a start that is awaited 300 s holds both
+# Of both engines together. Each is ready in about 60 s (an H200, 16 layers, compiled: twice what is started here), and
+# then measures for 20 s and two rounds; a start, which is awaited 300 s, has to hold them and the engine itself.
+PROBES_LIMIT_S = 200.0
 SHAPE_FIELDS = (
     "architectures", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "torch_dtype", "dtype", "quantization_config", "vocab_size",
@@ -54,7 +58,7 @@ def auto_choice(settings: WorkerSettings, arguments: Mapping[str, Any], reason: 
     found = _read(path)
     if found is None:
         found = Measured(timings=_measure(settings), tiles=_TILES)
-        _write(path, found)
+        write_kept(path, pack_measured(path.stem.removeprefix("weave-auto-"), found))
     choice = choose(found.timings, settings.role or "colocated")
     said = (
         in_words(choice)
@@ -88,21 +92,22 @@ def _path(settings: WorkerSettings) -> Path:
 def _key(settings: WorkerSettings) -> str:
     """Of what the times belong to; the role is asked of them anew."""
     config = read_config(settings.model_dir)
-    parts = (
+    return key_of(
         {name: config.get(name) for name in SHAPE_FIELDS}, settings.dtype, settings.tensor_parallel_size,
         settings.weave_sms, settings.max_num_batched_tokens, settings.max_num_seqs, settings.enforce_eager,
-        current_platform.get_device_name(), installed_vllm(), metadata.version("torch"),
+        current_platform.get_device_name(), installed_vllm(), metadata.version("torch"), driver_version(),
+        source_digest(),
     )  # fmt: skip
-    return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()[:24]
 
 
 def _measure(settings: WorkerSettings) -> list[Timing]:
     """[] where an engine fails, said in the log."""
     times: dict[str, dict[int, dict[str, float]]] = {}
+    began_s = time.monotonic()
     for kind in ("stock", "weave"):
         with tempfile.TemporaryDirectory(prefix="quire-weave-") as folder:
             out, log = Path(folder, "out.json"), Path(folder, "log")
-            why = _run(settings, kind, out, log)
+            why = _run(settings, kind, out, log, PROBES_LIMIT_S - (time.monotonic() - began_s))
             if why or not out.is_file():
                 lines = log.read_text(errors="replace").splitlines()
                 wrong = [line for line in lines if "Error" in line] or lines or [""]
@@ -110,6 +115,9 @@ def _measure(settings: WorkerSettings) -> list[Timing]:
                     "worker.weave = auto: %s engine to measure %s: %s", kind, why or "failed", wrong[-1]
                 )
                 return []
+            logger.info(
+                "worker.weave = auto: %s engine measured after %.0f s", kind, time.monotonic() - began_s
+            )
             times[kind] = msgspec.json.decode(out.read_bytes(), type=dict[int, dict[str, float]])
     return [
         Timing(
@@ -121,7 +129,7 @@ def _measure(settings: WorkerSettings) -> list[Timing]:
     ]  # fmt: skip
 
 
-def _run(settings: WorkerSettings, kind: str, out: Path, log: Path) -> str:
+def _run(settings: WorkerSettings, kind: str, out: Path, log: Path, limit_s: float) -> str:
     """Why it came to no end. Nothing of it is left."""
     words = [sys.executable, "-m", "shared.engine.weave_probe", kind, settings.model_dir, str(out)]
     words += [
@@ -137,10 +145,10 @@ def _run(settings: WorkerSettings, kind: str, out: Path, log: Path) -> str:
     with log.open("wb") as file:
         process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            status = process.wait(PROBE_LIMIT_S)
+            status = process.wait(limit_s)
             return f"ended with status {status}" if status else ""
         except subprocess.TimeoutExpired:
-            return f"took more than {PROBE_LIMIT_S:.0f} s"
+            return f"took more than {limit_s:.0f} s"
         finally:
             _end_group(process)
 
@@ -152,17 +160,5 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _read(path: Path) -> Measured | None:
-    try:
-        return unpack_measured(path.read_bytes(), path.stem.removeprefix("weave-auto-"))
-    except OSError:
-        return None  # there is none yet
-
-
-def _write(path: Path, found: Measured) -> None:
-    part = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(pack_measured(path.stem.removeprefix("weave-auto-"), found))
-        part.replace(path)
-    except OSError as error:
-        logger.warning("worker.weave = auto: %s is not kept: %s", path, error.strerror)
+    data = read_kept(path)
+    return None if data is None else unpack_measured(data, path.stem.removeprefix("weave-auto-"))

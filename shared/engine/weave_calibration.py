@@ -5,26 +5,26 @@ at once. Also found: the tiles with which the layer's products are computed, fro
 `worker.state_dir` as weave-KEY.json, in the format of shared/weave/threshold.py.
 """
 
-import hashlib
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from vllm.distributed import get_tp_group
 from vllm.forward_context import get_forward_context, set_forward_context
 
+from shared.engine.vllm_setup import installed_vllm
 from shared.engine.weave_cuts import CutStep
-from shared.engine.weave_host import HostedWeave
+from shared.engine.weave_host import MAX_EXTRA_RATIO, HostedWeave
+from shared.engine.weave_kept import key_of, machine_parts, read_kept, write_kept
 from shared.weave.smart_split import TokenSplit
 from shared.weave.threshold import Measured, Mode, Timing, WeaveRule, decide, pack_measured, unpack_measured
 from shared.weave.tiles import DEFAULT_TILE, tile_of
+from shared.weave.turns import turns
 from shared.weave.waves import Tile
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,20 @@ LAYERS = 4
 WARM_UP, REPEATS = 2, 5
 _MODES: tuple[Mode, ...] = ("off", "fuse", "full")
 _RULES = {"off": WeaveRule(), "fuse": WeaveRule(fuse_min_tokens=1), "full": WeaveRule(fuse_min_tokens=1)}
+
+
+def prepare(host: HostedWeave) -> None:
+    """On every rank, while nothing else runs, before graphs are captured: where steps are cut, and from where on.
+
+    With a threshold that was set, or chosen by `auto`, only the tiles are found out: kept ones, or their kernels'.
+    Raises: what the layers raise.
+    """
+    if host.is_measured:
+        calibrate(host)
+    elif host.has_waves:
+        found = _shared(_read(_path(host)) if host.rank == 0 else None)
+        kept = [Tile(tokens, columns) for tokens, columns in found.tiles] if found is not None else None
+        host.cut_by(kept or _tiles(host))
 
 
 def calibrate(host: HostedWeave) -> None:
@@ -63,39 +77,52 @@ def _measure(host: HostedWeave) -> Measured:
     timings = []
     size, most = LEAST_TOKENS, min(MOST_TOKENS, host.sums.fused.max_tokens)
     while size <= most:
-        times = {}
-        for mode in _MODES:
-            host.follow(_RULES[mode])
-            times[mode] = _time_us(host, size, mode)
+        times = _times_us(host, size)
         timings.append(
-            Timing(num_tokens=size, off_us=times["off"], fuse_us=times["fuse"], full_us=times["full"])
+            Timing(
+                num_tokens=size, off_us=times["off"], fuse_us=times["fuse"], full_us=times.get("full", 0.0)
+            )
         )
         size *= 2
     return Measured(timings=timings, tiles=[(tile.tokens, tile.columns) for tile in tiles])
 
 
-def _time_us(host: HostedWeave, size: int, mode: Mode) -> float:
-    """Median of a few runs; 0 where the step cannot be cut."""
+def _times_us(host: HostedWeave, size: int) -> dict[Mode, float]:
+    """Medians of a few runs, modes taking turns; without `full` where the step cannot be cut."""
     inner = host.model.model
     end_layer = min(inner.start_layer + LAYERS, inner.end_layer)
-    split = host.split_of(size) if mode == "full" else None
-    if mode == "full" and split is None:
-        return 0.0
+    host.follow(_RULES["full"])
+    split = host.split_of(size)
+    modes = [mode for mode in _MODES if mode != "full" or split is not None]
     rows = torch.randn(size, host.config.model_config.get_hidden_size(), device=host.device)
     rows = rows.to(host.config.model_config.dtype)
     positions = torch.arange(size, device=host.device)
-    taken = []
+    taken: dict[Mode, list[float]] = {mode: [] for mode in modes}
     with set_forward_context(None, host.config, num_tokens=size), torch.inference_mode():
-        for _ in range(WARM_UP + REPEATS):
-            hidden = rows.clone()
-            dist.barrier(get_tp_group().cpu_group)
-            if split is not None:
-                taken.append(
-                    _took_us(host, lambda hidden=hidden: _woven(host, hidden, positions, split, end_layer))
+        for number in range(WARM_UP + REPEATS):
+            for mode in turns(modes, number):
+                host.follow(_RULES[mode])
+                hidden, cut = rows.clone(), split if mode == "full" else None
+                dist.barrier(get_tp_group().cpu_group)
+                taken[mode].append(
+                    _took_us(
+                        host, lambda hidden=hidden, cut=cut: _once(host, hidden, positions, cut, end_layer)
+                    )
                 )
-            else:
-                taken.append(_took_us(host, lambda hidden=hidden: _whole(host, hidden, positions, end_layer)))
-    return median(taken[WARM_UP:])
+    return {mode: median(us[WARM_UP:]) for mode, us in taken.items()}
+
+
+def _once(
+    host: HostedWeave,
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    split: TokenSplit | None,
+    end_layer: int,
+) -> None:
+    if split is not None:
+        _woven(host, hidden, positions, split, end_layer)
+    else:
+        _whole(host, hidden, positions, end_layer)
 
 
 def _whole(host: HostedWeave, hidden: torch.Tensor, positions: torch.Tensor, end_layer: int) -> None:
@@ -188,13 +215,13 @@ def _path(host: HostedWeave) -> Path | None:
 
 def _key(host: HostedWeave) -> str:
     model, config = host.config.model_config, host.config
-    parts = (
+    return key_of(
         type(host.model).__name__, model.get_hidden_size(), model.hf_text_config.intermediate_size,
         model.hf_text_config.num_attention_heads, model.get_total_num_kv_heads(), model.get_head_size(),
         str(model.dtype), str(model.quantization), config.parallel_config.tensor_parallel_size,
-        _device_name(host), host.num_sms, str(torch.__version__), config.scheduler_config.max_num_batched_tokens,
+        _device_name(host), host.num_sms, config.scheduler_config.max_num_batched_tokens,
+        installed_vllm(), MAX_EXTRA_RATIO, machine_parts(),
     )  # fmt: skip
-    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:24]
 
 
 def _device_name(host: HostedWeave) -> str:
@@ -202,21 +229,14 @@ def _device_name(host: HostedWeave) -> str:
 
 
 def _read(path: Path | None) -> Measured | None:
-    if path is None or not path.is_file():
-        return None
-    try:
-        return unpack_measured(path.read_bytes(), path.stem.removeprefix("weave-"))
-    except OSError as error:
-        logger.warning("worker.weave: %s is not read: %s", path, error.strerror)
-        return None
+    data = read_kept(path)
+    return unpack_measured(data, _key_in(path)) if path is not None and data is not None else None
 
 
 def _write(path: Path | None, found: Measured | None) -> None:
-    if path is None or found is None:
-        return
-    part = path.with_suffix(f".{os.getpid()}")
-    try:
-        part.write_bytes(pack_measured(path.stem.removeprefix("weave-"), found))
-        part.replace(path)
-    except OSError as error:
-        logger.warning("worker.weave: %s is not kept: %s", path, error.strerror)
+    if path is not None and found is not None:
+        write_kept(path, pack_measured(_key_in(path), found))
+
+
+def _key_in(path: Path) -> str:
+    return path.stem.removeprefix("weave-")

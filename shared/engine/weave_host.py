@@ -1,7 +1,8 @@
 """Opens the fused operation for a loaded model and puts it into its layers; on every rank, or on none.
 
 Settings come in `additional_config["quire_weave"]`; see weave_settings.py. What cannot be had is said in one line of
-the log, by the first rank, and the engine goes on with vLLM's own all-reduce and norm.
+the log, by the first rank, and the engine goes on with vLLM's own all-reduce and norm: where it gave up compiling for
+ours, in another start (weave_restart.py).
 """
 
 import logging
@@ -16,6 +17,7 @@ from shared.engine.weave_cuts import StepCuts
 from shared.engine.weave_forward import OneAfterTheOther, Streams, TwoStreams, WovenForward
 from shared.engine.weave_layers import FusedSums, fuse_layers
 from shared.engine.weave_open import Opened, open_fused
+from shared.engine.weave_restart import refuse
 from shared.engine.weave_settings import EXPERTS
 from shared.engine.weave_support import why_not_fused, why_not_woven
 from shared.errors import ClusterError
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 MAX_EXTRA_RATIO = (
     0.05  # of a layer's waves; a part's communication is more than that where weaving pays at all
 )
+DEFAULT_SMS = 16  # of a part's sum, where nothing was measured or said: TokenWeave's range is 2 to 16
 CPU_MIN_TOKENS = 256  # nothing is won there, so nothing is measured
 NEVER = 1 << 30  # tokens
 
@@ -37,11 +40,11 @@ class HostedWeave:
     """One rank's. `sums` is None where vLLM's own way is taken, `forward` where steps stay whole."""
 
     def __init__(self, model: Any, config: Any, device: torch.device) -> None:
-        """Raises: nothing that a fallback can answer."""
+        """Raises: StartsAnew where vLLM's own way needs another start of the engine; else nothing."""
         wanted: dict[str, Any] = config.additional_config["quire_weave"]
         self.model, self.config, self.device = model, config, device
         self.mode: str = wanted["mode"]
-        self.num_sms: int = wanted["sms"]
+        self.num_sms: int = wanted["sms"] or DEFAULT_SMS
         self.sums: FusedSums | None = None
         self.cuts: StepCuts | None = None
         self.forward: WovenForward | None = None
@@ -51,9 +54,11 @@ class HostedWeave:
         if device.type == "cpu":
             self._min_tokens = int(wanted["min_tokens"]) or CPU_MIN_TOKENS
         if reason := why_not_fused(model, config) or self._open():
+            refuse(wanted, reason, is_first=self.rank == 0)
             self._fall_back("vLLM's own all-reduce and norm are used", reason)
             return
         assert self.sums is not None
+        self.num_sms = wanted["sms"] or self.sums.fused.few_sms or DEFAULT_SMS
         self.sums.min_tokens = wanted["fuse_min_tokens"]
         fuse_layers(model.model, self.sums, is_moe=type(model).__name__ in EXPERTS)
         if self.mode == "full":
@@ -75,6 +80,11 @@ class HostedWeave:
     def is_measured(self) -> bool:
         """Whether from where on weaving pays is to be found out."""
         return self.forward is not None and self._min_tokens == NEVER
+
+    @property
+    def has_waves(self) -> bool:
+        """Whether steps are cut by the tiles of the layers' products, which are to be found out."""
+        return self.forward is not None and self.device.type != "cpu"
 
     def watch(self, attn_groups: Any) -> None:
         """Once the cache is there."""

@@ -19,6 +19,7 @@ MODES = {  # of an engine of kind weave: (fuse_min_tokens, full_min_tokens, with
     "alone": (0, 0, True),
 }
 KV_BYTES = {"cuda": 24 << 30, "cpu": 256 << 20}  # of each rank
+LEAST_UTILIZATION = 0.01
 CAPTURED = [1, 2, 4, *range(8, 65, 8)]  # decode steps that are replayed; stock's and ours
 LEAST_WOVEN_TOKENS = 1024  # of steps that serve: TokenWeave 4.2.2 weaves hybrid batches from there on
 SPARE_TOKENS = 64
@@ -89,7 +90,8 @@ class MeasuredEngine:
     """Random weights, no prefix cache. Make it in a process of its own.
 
     Args: kind: one of KINDS; longest: tokens of a request, and of a step until chunk() says otherwise; max_seqs:
-        requests that run at once.
+        requests that run at once; num_sms: of a part's sum, 0: as measured at start; kv_bytes: of each rank, and then
+        no other memory of the GPU is asked for beside what weights and steps take; 0: a bench's, on a GPU of its own.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class MeasuredEngine:
         *,
         max_seqs: int = 8,
         is_eager: bool = False,
+        kv_bytes: int = 0,
     ) -> None:
         environ = os.environ  # noqa: TID251  vLLM's and torch's settings, not ours
         environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
@@ -128,6 +131,10 @@ class MeasuredEngine:
             options |= _woven(model_dir, tp, num_sms, is_eager=is_eager)
         if kind != "weave":
             options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": kind == "stock-fused"}}
+        if kv_bytes and device != "cpu":
+            options["gpu_memory_utilization"] = (
+                LEAST_UTILIZATION  # vLLM refuses to start where less than that is free
+            )
         if device != "cpu":
             sizes = [size for size in CAPTURED if size <= max_seqs]
             options |= {"enforce_eager": True} if is_eager else {}
@@ -139,7 +146,7 @@ class MeasuredEngine:
         self._llm = LLM(
             model=model_dir, load_format="dummy", tensor_parallel_size=tp, seed=0, enable_prefix_caching=False,
             max_model_len=longest + SPARE_TOKENS, max_num_batched_tokens=longest + SPARE_TOKENS,
-            max_num_seqs=max_seqs, kv_cache_memory_bytes=KV_BYTES["cpu" if device == "cpu" else "cuda"],
+            max_num_seqs=max_seqs, kv_cache_memory_bytes=kv_bytes or KV_BYTES["cpu" if device == "cpu" else "cuda"],
             skip_tokenizer_init=True, **options,
         )  # fmt: skip
         self._llm.collective_rpc("quire_time_forwards")

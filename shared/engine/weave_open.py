@@ -1,14 +1,24 @@
 """The fused operation of this rank, over gloo on a CPU and over symmetric memory on GPUs; shared/kernels has both."""
 
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.distributed import get_tp_group
 
+from shared.engine.weave_kept import kept_or_measured, key_of, machine_parts, shared_bytes
 from shared.errors import ClusterError
+from shared.kernels.allreduce_rmsnorm.arenas import torch_arena
+from shared.kernels.allreduce_rmsnorm.calibrate import calibrate
+from shared.kernels.allreduce_rmsnorm.fused import CudaFused, FusedSettings
+from shared.kernels.allreduce_rmsnorm.gloo import GlooFused
 from shared.kernels.allreduce_rmsnorm.interface import FusedAllReduceNorm
-from shared.kernels.allreduce_rmsnorm.plan import MAX_TOKENS
+from shared.kernels.allreduce_rmsnorm.plan import MAX_TOKENS, Times
+from shared.kernels.allreduce_rmsnorm.times_file import pack_times, unpack_times
+
+logger = logging.getLogger(__name__)
 
 CPU_TIMEOUT_MS = 60_000  # of one exchange: ranks share cores with others
 NUM_LANES = 2  # one for each part of a step
@@ -20,33 +30,31 @@ def open_fused(config: Any, device: torch.device) -> Opened:
     """And what closes it. All ranks call it at the same time. Raises: ClusterError when this rank cannot have it.
 
     Cost: on a GPU four buffers of a step's tokens (two lanes, what goes in and what comes out), a compilation of about
-    a second, and 0.3 s to measure from which size on two-shot is faster.
+    a second, and, unless `worker.state_dir` has it, a second or two to measure which way is the fastest at which size.
     """
     max_tokens = min(config.scheduler_config.max_num_batched_tokens, MAX_TOKENS)
-    opener = _on_cpu if device.type == "cpu" else _on_gpu
-    return opener(config.model_config.get_hidden_size(), max_tokens, config.model_config.dtype, device)
+    hidden, dtype = config.model_config.get_hidden_size(), config.model_config.dtype
+    if device.type == "cpu":
+        return _on_cpu(hidden, max_tokens, dtype)
+    return _on_gpu(hidden, max_tokens, dtype, device, config.additional_config["quire_weave"]["state_dir"])
 
 
-def _on_cpu(hidden: int, max_tokens: int, dtype: torch.dtype, _device: torch.device) -> Opened:
-    from shared.kernels.allreduce_rmsnorm.gloo import GlooFused
-
+def _on_cpu(hidden: int, max_tokens: int, dtype: torch.dtype) -> Opened:
     fused = GlooFused(
         get_tp_group().cpu_group, hidden, max_tokens, dtype, num_lanes=NUM_LANES, timeout_ms=CPU_TIMEOUT_MS
     )
     return fused, fused.close
 
 
-def _on_gpu(hidden: int, max_tokens: int, dtype: torch.dtype, device: torch.device) -> Opened:
-    from shared.kernels.allreduce_rmsnorm.arenas import torch_arena
-    from shared.kernels.allreduce_rmsnorm.calibrate import calibrate
-    from shared.kernels.allreduce_rmsnorm.fused import CudaFused, FusedSettings
-
+def _on_gpu(hidden: int, max_tokens: int, dtype: torch.dtype, device: torch.device, state_dir: str) -> Opened:
     group = get_tp_group()
     settings = FusedSettings(hidden, max_tokens, dtype, num_lanes=NUM_LANES)
     arena = torch_arena(settings.layout().num_bytes, device, group.device_group)
     try:
         fused = CudaFused(settings, arena, group.rank_in_group, device)
-        fused.use(calibrate(fused, group.device_group))
+        fused.use(_times(fused, lambda: calibrate(fused, group.device_group), state_dir))
+        if group.rank_in_group == 0:
+            logger.info(in_words(fused))
     except ClusterError:
         arena.close()
         raise
@@ -56,3 +64,36 @@ def _on_gpu(hidden: int, max_tokens: int, dtype: torch.dtype, device: torch.devi
         arena.close()
 
     return fused, close
+
+
+def in_words(fused: CudaFused) -> str:
+    """What this machine can and what is used of it, in one line of the log."""
+    multicast = (
+        "these GPUs have NVLink multicast, which this version leaves alone"
+        if fused.driver.has_multicast
+        else "these GPUs have no NVLink multicast, and none is needed"
+    )
+    budget = f", under other work from {fused.few_sms} multiprocessors" if fused.few_sms else ""
+    large = fused.plan(fused.max_tokens)
+    way = fused.way(large.algorithm, large.num_tokens)
+    return (
+        f"worker.weave: sums of {fused.world} ranks go through memory that the GPUs map from each other "
+        f"({multicast}): {large.num_tokens} tokens {large.algorithm} by {way.engine}{budget}"
+    )
+
+
+def _times(fused: CudaFused, measure: Callable[[], Times], state_dir: str) -> Times:
+    """As every rank of the group has them."""
+    group = get_tp_group()
+    key = key_of(
+        torch.cuda.get_device_name(fused.device), fused.num_sms, fused.world, fused.hidden, fused.max_tokens,
+        str(fused.dtype), machine_parts(),
+    )  # fmt: skip
+    return kept_or_measured(
+        Path(state_dir, f"weave-sums-{key}.json") if state_dir else None,
+        lambda data: unpack_times(data, key),
+        lambda times: pack_times(key, times),
+        measure,
+        lambda data: shared_bytes(data, group.ranks[0], group.cpu_group),
+        is_first=group.rank_in_group == 0,
+    )

@@ -3,23 +3,30 @@
     python -m shared.engine.weave_probe stock|weave MODEL_DIR OUT.json --tp N [--max-tokens N] [--max-seqs N]
 
 A few layers of the model's shape with random weights. Prompts from 512 tokens on: the forward pass on the slowest rank;
-fewer: a decode step of so many requests, the host's part included. OUT.json: {tokens: {mode: us}}, medians.
+fewer: a decode step of so many requests, the host's part included. OUT.json: {tokens: {mode: us}}, medians. It takes
+no more of the GPUs than weights, one step and the caches of what it asks: a mempool may have the rest.
 """
 
 import argparse
 import json
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from shared.weave.role_choice import LEAST_PROMPT_TOKENS
+from shared.weave.turns import turns
 
 LAYERS = 8
 MOST_PROMPT_TOKENS = 32_768
 BATCHES = (1, 8, 32)
 REPEATS = 5
+ROUND_BUDGET_S = 20.0  # of the rounds behind the first two
+REQUEST_TOKENS = 256  # at least what a decode request's cache holds: 16 tokens, an answer, whole blocks
+SPARE_SHARE = 8  # one of so many tokens more
 
 
 def probe_model(folder: Path, model_dir: Path, dtype: str) -> Path:
@@ -45,13 +52,34 @@ def prompt_sizes(max_tokens: int) -> list[int]:
     return found
 
 
-def measured(engine: Any, sizes: list[int], batches: list[int]) -> dict[int, dict[str, float]]:
-    """{tokens: {mode: us}}; modes take turns."""
+def kv_bytes(config: Mapping[str, Any], tp: int, max_tokens: int) -> int:
+    """Of each rank's cache: the longest prompt, or the decode requests, whichever is more.
+
+    Args: config: of the probe's model; max_tokens: of a step, of which the longest prompt is.
+    """
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = max(1, (config.get("num_key_value_heads") or heads) // tp)
+    kind = str(config.get("torch_dtype") or config.get("dtype") or "")
+    token_bytes = 2 * config["num_hidden_layers"] * kv_heads * head_dim * (4 if "float32" in kind else 2)
+    tokens = max(max_tokens, LEAST_PROMPT_TOKENS, max(BATCHES) * REQUEST_TOKENS) + REQUEST_TOKENS
+    return (tokens + tokens // SPARE_SHARE) * token_bytes
+
+
+def measured(
+    engine: Any, sizes: list[int], batches: list[int], budget_s: float = ROUND_BUDGET_S
+) -> dict[int, dict[str, float]]:
+    """{tokens: {mode: us}}; modes take turns. The first round warms up, the second one is kept in any case."""
     modes = ["fuse", "full"] if engine.kind == "weave" else [engine.kind]
     found: dict[int, dict[str, list[float]]] = {}
-    for number in range(REPEATS + 1):  # the first round warms up
+    begin_s = 0.0
+    for number in range(REPEATS + 1):
+        if number == 2:
+            begin_s = time.monotonic()
+        elif number > 2 and time.monotonic() - begin_s > budget_s:
+            break
         for size in sizes:
-            for mode in modes:
+            for mode in turns(modes, number):
                 engine.switch(mode)
                 woven = engine.woven_steps()
                 ms = engine.prefill_ms([10 + (7 * i + number) % 900 for i in range(size)])
@@ -76,7 +104,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tp", type=int, required=True)
-    parser.add_argument("--sms", type=int, default=16)
+    parser.add_argument("--sms", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=2048)
     parser.add_argument("--max-seqs", type=int, default=64)
     parser.add_argument("--dtype", default="auto")
@@ -92,9 +120,13 @@ def main(argv: list[str]) -> int:
     preload_architecture(str(options.model_dir))
     with tempfile.TemporaryDirectory(prefix="quire-probe-") as name:
         model = probe_model(Path(name), options.model_dir, options.dtype)
+        longest = max(options.max_tokens, LEAST_PROMPT_TOKENS)
+        shape = json.loads((model / "config.json").read_text())
+        if options.device == "cpu":
+            shape["torch_dtype"] = "float32"
         engine = MeasuredEngine(
-            options.kind, str(model), options.tp, max(options.max_tokens, LEAST_PROMPT_TOKENS), options.sms,
-            options.device, max_seqs=options.max_seqs, is_eager=options.eager,
+            options.kind, str(model), options.tp, longest, options.sms, options.device, max_seqs=options.max_seqs,
+            is_eager=options.eager, kv_bytes=kv_bytes(shape, options.tp, longest),
         )  # fmt: skip
         batches = [batch for batch in BATCHES if batch <= options.max_seqs]
         found = measured(engine, prompt_sizes(options.max_tokens), batches)

@@ -38,7 +38,8 @@ def weave_arguments(settings: WorkerSettings, arguments: Mapping[str, Any]) -> d
     """For AsyncEngineArgs, over `arguments`; {} where vLLM's way is taken, said in one line of the log if unasked for.
 
     Steps are not compiled: what the fused operation returns lies in buffers of its own, which a compiler would give to
-    others. Decode steps are captured whole, without a compiler.
+    others. Decode steps are captured whole, without a compiler. Ranks that find out that they cannot have the operation
+    end such a start, and the engine starts again without it (weave_restart.py).
     """
     if settings.weave == "off":
         return {}
@@ -55,6 +56,7 @@ def weave_arguments(settings: WorkerSettings, arguments: Mapping[str, Any]) -> d
         )
         return {}
     on_cpu = current_platform.is_cpu()
+    gives_up_compiling = not on_cpu and not settings.enforce_eager
     own = _CPU.format("WeaveCPUWorker") if on_cpu else _GPU.format("WeaveGPUWorker")
     found: dict[str, Any] = {
         "worker_cls": _WORKERS[arguments["worker_cls"]] if "worker_cls" in arguments else own,
@@ -65,9 +67,10 @@ def weave_arguments(settings: WorkerSettings, arguments: Mapping[str, Any]) -> d
                 "min_tokens": min_tokens,
                 "sms": settings.weave_sms,
                 "state_dir": settings.state_dir,
+                "starts_anew": gives_up_compiling,
             }
         },
     }
-    if not on_cpu and not settings.enforce_eager:
+    if gives_up_compiling:
         found["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return found

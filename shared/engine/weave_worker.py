@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from shared.engine.weave_calibration import calibrate
+from shared.engine.weave_calibration import calibrate, prepare
 from shared.engine.weave_host import HostedWeave
 from shared.engine.weave_peers import Peers
 from shared.weave.threshold import WeaveRule
@@ -32,9 +32,8 @@ class WeaveWorkerMixin:
         self._woven.watch(self.model_runner.attn_groups)
 
     def compile_or_warm_up_model(self: Any) -> Any:
-        """vLLM's; before it captures anything, what pays is measured where no setting says it."""
-        if self._woven.is_measured:
-            calibrate(self._woven)
+        """vLLM's; before it captures anything, it is found out where steps are cut, and from where on, if unset."""
+        prepare(self._woven)
         return super().compile_or_warm_up_model()
 
     def execute_model(self: Any, scheduler_output: Any) -> Any:

@@ -82,7 +82,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     # of these what wins in a short measurement before the first start on GPUs with NVLink (decode: fuse at most)
     weave: Literal["auto", "off", "fuse", "full"] = "off"
     weave_min_tokens: int = 0
-    weave_sms: int = 16  # multiprocessors that a part's sum takes from the other's compute
+    # multiprocessors that a part's sum takes from the other's compute; 0: the fewest from which it was measured, at the
+    # engine's start, to be as fast as from more
+    weave_sms: int = 0
     # of running requests' blocks that may lie outside the engine's memory (in lent pages, host memory), where attention
     # reads them in place: prompts may be longer than that memory; 0: none
     far_bytes: int = 0
@@ -222,9 +224,9 @@ def _check_fair(found: WorkerSettings) -> None:
 
 def _check_weave(found: WorkerSettings) -> None:
     """Raises: SettingsError."""
-    if not 1 <= found.weave_sms <= MOST_WEAVE_SMS:
+    if not 0 <= found.weave_sms <= MOST_WEAVE_SMS:
         raise SettingsError(
-            f"setting worker.weave_sms: {found.weave_sms} is not in 1..{MOST_WEAVE_SMS}; try 16"
+            f"setting worker.weave_sms: {found.weave_sms} is not in 0..{MOST_WEAVE_SMS}; try 0"
         )
     if found.weave == "full" and (found.kv_layout != "cross-layer" or found.transfer_mode == "by-layer"):
         raise SettingsError(

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shared.engine import weave_host, weave_support
+from shared.engine import weave_host, weave_settings, weave_support
 from shared.engine.weave_cuts import StepCuts
 from shared.engine.weave_layers import FusedNorm, FusedSums
+from shared.engine.weave_restart import StartsAnew
 from shared.engine.weave_settings import weave_arguments
 from shared.engine.worker_config import WorkerSettings, for_role
 from shared.kernels.allreduce_rmsnorm.errors import FusedUnavailable
@@ -65,6 +66,7 @@ def test_every_kind_of_worker_has_one_that_weaves(tmp_path):
     assert found["worker_cls"] == "shared.engine.weave_worker_cpu.WeavePageCPUWorker"
     assert found["additional_config"]["quire_weave"] == {
         "mode": "fuse", "fuse_min_tokens": 1, "min_tokens": 64, "sms": 8, "state_dir": "",
+        "starts_anew": False,
     }  # fmt: skip
     assert weave_arguments(settings, {})["worker_cls"].endswith(".WeaveCPUWorker")
 
@@ -158,14 +160,22 @@ def test_a_connector_that_is_not_ours_and_unknown_attention_keep_steps_whole():
     assert "QUIRE_SLOTS" in weave_support.why_not_woven(odd, config_of())
 
 
-def hosted(monkeypatch, opener, is_any_other: bool):
+def test_on_gpus_only_an_engine_that_gave_up_compiling_has_to_start_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(weave_settings, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    for is_eager in (False, True):
+        found = weave_arguments(made(tmp_path, weave="fuse", enforce_eager=is_eager), {})
+        assert found["additional_config"]["quire_weave"]["starts_anew"] is not is_eager
+        assert ("compilation_config" in found) is not is_eager
+
+
+def hosted(monkeypatch, opener, is_any_other: bool, **more):
     """A host over a fake model, whose ranks open what `opener` gives."""
     monkeypatch.setattr(weave_host, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
     monkeypatch.setattr(weave_host, "any_rank", lambda is_so: is_so or is_any_other)
     monkeypatch.setattr(weave_host, "open_fused", opener)
     config = config_of()
     config.additional_config = {
-        "quire_weave": {"mode": "full", "fuse_min_tokens": 1, "min_tokens": 8, "sms": 16}
+        "quire_weave": {"mode": "full", "fuse_min_tokens": 1, "min_tokens": 8, "sms": 16, **more}
     }
     model = model_of()
     before = dict(vars(model.model.layers[0]))
@@ -191,6 +201,16 @@ def test_gpus_that_cannot_map_each_others_memory_keep_vllms_way_and_say_so(monke
     )
 
 
+def test_ranks_that_gave_up_compiling_do_not_go_on_in_vllms_way_without_it(monkeypatch, tmp_path):
+    def refuse(*_):
+        raise FusedUnavailable("no symmetric memory")
+
+    said = tmp_path / "said"
+    with pytest.raises(StartsAnew, match="no symmetric memory"):
+        hosted(monkeypatch, refuse, False, starts_anew=True, said=str(said))
+    assert said.read_text() == "no symmetric memory"
+
+
 def test_where_another_rank_cannot_this_one_closes_what_it_opened(monkeypatch, caplog):
     closed = []
     with caplog.at_level(logging.WARNING):
@@ -205,7 +225,7 @@ def test_where_another_rank_cannot_this_one_closes_what_it_opened(monkeypatch, c
 class Recording:
     """A fused operation that says what it was called with."""
 
-    max_tokens, dtype = 16, torch.float32
+    max_tokens, dtype, few_sms = 16, torch.float32, 0
 
     def __init__(self):
         self.calls = []

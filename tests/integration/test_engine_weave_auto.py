@@ -157,7 +157,7 @@ def test_auto_needs_nvlink_a_known_model_and_more_than_one_rank(tmp_path, gpus, 
 
 
 def test_an_engine_that_cannot_be_measured_is_said_with_its_error(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(weave_auto, "PROBE_LIMIT_S", 30.0)
+    monkeypatch.setattr(weave_auto, "PROBES_LIMIT_S", 30.0)
     monkeypatch.setattr(weave_auto.sys, "executable", "/bin/false")
     with caplog.at_level(logging.WARNING):
         assert weave_auto._measure(made(tmp_path)) == []

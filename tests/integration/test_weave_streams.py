@@ -92,7 +92,7 @@ class Machine:
 class Fused:
     """Reads and writes when the machine comes to it; the lane's cells are the same in every call."""
 
-    max_tokens, dtype = 100, None
+    max_tokens, dtype, few_sms = 100, None, 0
 
     def __init__(self, machine):
         self.machine = machine

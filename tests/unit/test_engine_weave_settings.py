@@ -14,6 +14,7 @@ def made(tmp_path, **changes) -> WorkerSettings:
 
 def test_unless_told_otherwise_ranks_add_up_in_vllms_way(tmp_path):
     assert made(tmp_path).weave == "off"
+    assert made(tmp_path).weave_sms == 0
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ def test_a_layer_that_is_computed_twice_a_step_is_refused_where_each_counts_once
         made(tmp_path, weave="full", **changes)
 
 
-@pytest.mark.parametrize("changes", [{"weave_sms": 0}, {"weave_sms": 33}, {"weave_min_tokens": -1}])
+@pytest.mark.parametrize("changes", [{"weave_sms": -1}, {"weave_sms": 33}, {"weave_min_tokens": -1}])
 def test_numbers_that_make_no_sense_are_refused_by_name(tmp_path, changes):
     with pytest.raises(SettingsError, match=f"worker.{next(iter(changes))}"):
         made(tmp_path, **changes)
