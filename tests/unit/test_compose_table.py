@@ -21,7 +21,7 @@ PORTS = Ports(gateway=8000, base=8100)
 # What containers need beyond the table: their own settings, secrets and the address that they are reached by.
 COMPOSE_ONLY = {
     "trace_endpoint", "redis_url", "api_keys", "coordinator_key", "advertise", "capacity_bytes",
-    "kv_cache_bytes", "threads", "disaggregation", "lending", "dram_bytes",
+    "kv_cache_bytes", "threads", "disaggregation", "lending", "dram_bytes", "journal_fsync",
 }  # fmt: skip
 IMAGES = {"runtime": "quire/runtime", "engine": "quire/engine", "redis": "redis:"}
 
