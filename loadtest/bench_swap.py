@@ -50,6 +50,10 @@ PIECES = 4096
 PAGEABLE_BYTES = 64 * MIB
 BUDGET_S = 75.0  # no section begins later
 LOOP, BATCH = Always(Choice(Method.LOOP)), Always(Choice(Method.BATCH))
+KERNELS = {
+    f"kernel x{lanes}" if lanes > 1 else "kernel": Always(Choice(Method.KERNEL, lanes)) for lanes in (1, 2, 4)
+}
+SHOWN = ("loop", "batch", *KERNELS, "auto", "pages", "vllm")
 LANES = {f"batch x{lanes}": Always(Choice(Method.BATCH, lanes)) for lanes in (2, 4)}
 
 Sample = dict[str, Any]
@@ -158,6 +162,7 @@ class Bench:
                 **{f"batch by {cap}": rig.ours(copies, direction, BATCH, cap=cap) for cap in CAPS},
                 "batch, any order": rig.ours(copies, direction, BATCH, order=Order.ANY),
                 **{name: rig.ours(copies, direction, way) for name, way in LANES.items()},
+                **{name: rig.ours(copies, direction, way, kernels=True) for name, way in KERNELS.items()},
                 "neighbours, apart": rig.ours(near, direction, BATCH, merging=False),
                 "neighbours, merged": rig.ours(near, direction),
             }
@@ -176,6 +181,7 @@ class Bench:
                 cases = {
                     "loop": rig.ours(copies, direction, LOOP),
                     "batch": rig.ours(copies, direction, BATCH),
+                    **{name: rig.ours(copies, direction, way, kernels=True) for name, way in KERNELS.items()},
                     "pages": rig.ours(pages, direction),
                 }
                 if self.vllm is not None:
@@ -245,16 +251,11 @@ def show_shapes(samples: Samples) -> None:
     if not us:
         return
     print("\nPR 38460's shapes, us (its columns: 8xH100, its own handler)")
-    print(
-        f"  {'':14}{'PR loop':>8}{'PR batch':>9}   {'loop':>7}{'batch':>7}{'auto':>7}{'pages':>7}{'vllm':>7}"
-    )
+    print(f"  {'':14}{'PR loop':>8}{'PR batch':>9}   " + "".join(f"{case:>10}" for case in SHOWN))
     for shape in SHAPES:
         for direction in WAYS:
-            cells = [
-                us.get((shape.name, direction.value, case))
-                for case in ("loop", "batch", "auto", "pages", "vllm")
-            ]
-            ours = "".join(f"{cell:7.0f}" if cell else f"{'-':>7}" for cell in cells)
+            cells = [us.get((shape.name, direction.value, case)) for case in SHOWN]
+            ours = "".join(f"{cell:10.0f}" if cell else f"{'-':>10}" for cell in cells)
             to = "D2H" if direction is WAYS[0] else "H2D"
             print(f"  {shape.name:14}{shape.pr_baseline_us:8}{shape.pr_batched_us:9}   {ours} {to}")
 

@@ -177,9 +177,12 @@ class Rig:
         merging: bool = True,
         staging: bool = False,
         cap: int = 0,
+        kernels: bool = False,
     ) -> Case:
-        """Through the copier, planning and checking included; `cap`: with so many descriptors a call."""
+        """Through the copier, planning and checking included; `cap`: with so many descriptors a call. Host memory is
+        page-locked where no chooser is given: a kernel may copy then, as any other way."""
         copier = self.by_cap[cap] if cap else self.copier
+        kernels = kernels or (chooser is None and not staging)
 
         def case() -> Times:
             begin_s = time.perf_counter()
@@ -191,6 +194,7 @@ class Rig:
                 chooser=chooser,
                 merging=merging,
                 staging=staging,
+                kernels=kernels,
             )
             submitted_s = time.perf_counter()
             while not ticket.done():
@@ -202,7 +206,8 @@ class Rig:
 
     def chosen(self, copies: Copies, direction: Direction, *, staging: bool = False) -> str:
         """The way that the cost table takes for a set, such as "batch x2"."""
-        ticket = self.copier.submit(copies, direction, stream=self.stream, staging=staging)
+        kernels = not staging
+        ticket = self.copier.submit(copies, direction, stream=self.stream, staging=staging, kernels=kernels)
         ticket.wait(TIMEOUT_S)
         choice = ticket.plan.choice
         return f"{choice.method} x{choice.lanes}" if choice.lanes > 1 else str(choice.method)

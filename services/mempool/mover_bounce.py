@@ -39,8 +39,9 @@ class BounceCopier:
         stream: int = 0,
         order: Order = Order.STREAM,
         staging: bool = False,
+        kernels: bool = False,
     ) -> "BounceTicket":
-        """See copier.Copier. `stream` means nothing: sets share the two GPUs' own."""
+        """See copier.Copier. `stream` means nothing: sets share the two GPUs' own. Copy engines alone copy."""
         plan = Plan(direction, Choice(Method.STAGED), copies, (), (), len(copies))
         ticket = BounceTicket(self, plan, _groups(cut(copies, self._slot_bytes), self._slot_bytes))
         with self._lock:

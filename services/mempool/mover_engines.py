@@ -62,8 +62,10 @@ class CopyEngine:
         stream: int,
         order: Order = Order.STREAM,
         staging: bool = False,
+        kernels: bool = False,
     ) -> Ticket:
-        """See copier.Copier. Pages are leased or granted to the copy, so staging is right where it is needed."""
+        """See copier.Copier. Pages are leased or granted to the copy, so staging is right where it is needed. Copy
+        engines alone copy: a kernel of this process would wait for the engine's to end, and hold them up."""
         if direction in (Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST) and not self._is_pinned(
             copies, direction
         ):

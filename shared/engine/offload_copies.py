@@ -29,9 +29,11 @@ from shared.kernels.copy_pages.driver import CudaDriver
 class CopyPagesSwap:
     """Stands for vLLM's swap_blocks_batch in one direction. Returns once the copies are in the stream."""
 
-    def __init__(self, copier: Copier, direction: Direction) -> None:
+    def __init__(self, copier: Copier, direction: Direction, *, kernels: bool = False) -> None:
+        """`kernels`: host memory is page-locked, and this process computes on this GPU."""
         self._copier = copier
         self._direction = direction
+        self._kernels = kernels
 
     def __call__(
         self,
@@ -52,6 +54,7 @@ class CopyPagesSwap:
             self._direction,
             stream=current_stream(),
             order=Order.ANY if is_src_access_order_any else Order.STREAM,
+            kernels=self._kernels,
         )
 
 
@@ -73,8 +76,14 @@ def with_copies(worker: CPUOffloadingWorker, copier: CudaCopier) -> CPUOffloadin
         if not hasattr(handler, "_swap_blocks_batch"):
             raise InvariantBroken("vLLM's offloading handler has no swap function to replace")
         copier.add_boundaries(edges(handler))
-        vars(handler)["_swap_blocks_batch"] = CopyPagesSwap(copier, direction)
+        vars(handler)["_swap_blocks_batch"] = CopyPagesSwap(copier, direction, kernels=is_locked(handler))
     return worker
+
+
+def is_locked(handler: SingleDirectionOffloadingHandler) -> bool:
+    """Whether all of the handler's host memory is page-locked."""
+    host = [tensor for tensor in (*handler.src_tensors, *handler.dst_tensors) if not tensor.is_cuda]
+    return bool(host) and all(tensor.is_pinned() for tensor in host)
 
 
 def edges(handler: SingleDirectionOffloadingHandler) -> list[int]:

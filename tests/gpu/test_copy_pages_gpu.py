@@ -23,6 +23,8 @@ WAYS = [
     Choice(Method.BATCH),
     Choice(Method.BATCH, 4),
     Choice(Method.STAGED),
+    Choice(Method.KERNEL),
+    Choice(Method.KERNEL, 4),
 ]
 DIRECTIONS = [
     Direction.HOST_TO_DEVICE,
@@ -108,6 +110,7 @@ class Gpu:
             stream=self.stream,
             order=order,
             staging=way is not None and way.method is Method.STAGED,
+            kernels=True,
             chooser=Always(way) if way else None,
         ).wait(WAIT_S)
         assert np.array_equal(self.read(target), want)

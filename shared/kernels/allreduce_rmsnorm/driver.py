@@ -1,7 +1,6 @@
-"""NVRTC and the few driver calls of a launch, on plain integers. Importing this needs neither.
+"""Compiling the kernels and the few driver calls of a launch, on plain integers. Importing this needs neither.
 
-cuda.bindings ships with torch; NVRTC's library does too (nvidia-cuda-nvrtc), so that a kernel compiles on a machine
-without a GPU. Binaries of a shape are kept in this process, not on disk: one takes about a second.
+Binaries of a shape are kept in this process, not on disk: one takes about a second.
 """
 
 import ctypes
@@ -14,10 +13,10 @@ from typing import Any, Protocol
 from shared.kernels.allreduce_rmsnorm.errors import FusedRefused, FusedUnavailable
 from shared.kernels.allreduce_rmsnorm.plan import MAX_WORLD
 from shared.kernels.allreduce_rmsnorm.shapes import KernelShape, Launch
+from shared.kernels.nvrtc import Binary, CompilerUnavailable, SourceRefused, compile_source
 
 SOURCE = Path(__file__).with_name("fused.cu")
 HEADER = Path(__file__).with_name("ptx.cuh")
-FLAGS = ("--std=c++17", "-lineinfo")
 
 _Pointers = ctypes.c_uint64 * MAX_WORLD
 
@@ -51,23 +50,6 @@ class Params(ctypes.Structure):
     ]
 
 
-class Binary:
-    """What a compilation gave: machine code, and the PTX that it came from."""
-
-    def __init__(self, cubin: bytes, ptx: str) -> None:
-        self.cubin = cubin
-        self.ptx = ptx
-
-
-def _nvrtc() -> Any:
-    try:
-        nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
-        nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError, OSError) as error:
-        raise FusedUnavailable(f"no NVRTC: {(str(error).splitlines() or [''])[0]}") from error
-    return nvrtc
-
-
 @cache
 def compile_kernels(shape: KernelShape, arch: str) -> Binary:
     """Machine code of fused.cu for one shape; `arch` as "sm_90a". Needs no GPU.
@@ -75,32 +57,13 @@ def compile_kernels(shape: KernelShape, arch: str) -> Binary:
     Raises: FusedUnavailable without NVRTC, FusedRefused with the compiler's log.
     Cost: about a second, once a process and shape.
     """
-    nvrtc = _nvrtc()
     defines = {**shape.defines(), "PARAMS_BYTES": ctypes.sizeof(Params)}
-    options = [f"--gpu-architecture={arch}", *FLAGS, *(f"-D{key}={value}" for key, value in defines.items())]
-
-    def call(name: str, *args: Any) -> Any:
-        status, *values = getattr(nvrtc, name)(*args)
-        if int(status) != 0:
-            raise FusedRefused(f"{name}: {status.name}")
-        return values[0] if values else None
-
-    def text(kind: str) -> bytes:
-        size = call(f"nvrtcGet{kind}Size", program)
-        body = b" " * size
-        call(f"nvrtcGet{kind}", program, body)
-        return body
-
-    headers, names = [HEADER.read_bytes()], [HEADER.name.encode()]
-    program = call("nvrtcCreateProgram", SOURCE.read_bytes(), SOURCE.name.encode(), 1, headers, names)
-    encoded = [option.encode() for option in options]
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-    if int(status) != 0:
-        log = text("ProgramLog").rstrip(b"\0").decode(errors="replace")
-        raise FusedRefused(f"{SOURCE.name} for {arch}: {status.name}\n{log}")
-    binary = Binary(text("CUBIN"), text("PTX").rstrip(b"\0").decode())
-    nvrtc.nvrtcDestroyProgram(program)
-    return binary
+    try:
+        return compile_source(SOURCE, arch, defines=defines, headers=[HEADER])
+    except CompilerUnavailable as error:
+        raise FusedUnavailable(error.message) from error
+    except SourceRefused as error:
+        raise FusedRefused(error.message) from error
 
 
 @cache

@@ -33,7 +33,7 @@ FLOOR_US = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much a measurement does: about 110 sets of at most 64 MiB, four times each, by default."""
+    """How much a measurement does: about 160 sets of at most 64 MiB, four times each, by default."""
 
     sizes: Sequence[int] = SIZES
     lanes: Sequence[int] = LANES
@@ -63,7 +63,9 @@ def scattered(arena: Arena, size: int, count: int, seed: int = 0) -> Copies:
 def timed_us(copier: CudaCopier, copies: Copies, direction: Direction, stream: int, choice: Choice) -> float:
     """Wall time of one set, submit to done, us. Polls without sleep."""
     begin = time.perf_counter()
-    ticket = copier.submit(copies, direction, stream=stream, chooser=Always(choice), merging=False)
+    ticket = copier.submit(
+        copies, direction, stream=stream, chooser=Always(choice), merging=False, kernels=True
+    )
     deadline = begin + TIMEOUT_S
     while not ticket.done():
         if time.perf_counter() > deadline:
@@ -142,6 +144,8 @@ def measure(driver: CopyDriver, *, peer: Arena | None = None, effort: Effort | N
     ways: list[tuple[Method, int]] = [(Method.LOOP, 1)]
     if driver.has_batch:
         ways += [(Method.BATCH, count) for count in effort.lanes]
+    if driver.has_kernel:
+        ways += [(Method.KERNEL, count) for count in effort.lanes]
     lines: dict[Way, Line] = {}
     cap = (
         _best_cap(driver, arenas[Direction.DEVICE_TO_HOST], stream, effort)

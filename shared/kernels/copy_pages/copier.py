@@ -41,6 +41,7 @@ class Copier(Protocol):
         stream: int,
         order: Order = Order.STREAM,
         staging: bool = False,
+        kernels: bool = False,
     ) -> Ticket:
         """Start a set behind the earlier work of `stream`; later work of that stream sees the targets written.
 
@@ -50,6 +51,9 @@ class Copier(Protocol):
             order: when sources may be read; see Order. STREAM unless the source is known to be at rest.
             staging: the CPU may read host sources during this call and write host targets during later calls of
                 this copier; sources and targets are at rest until the set is done, on its own stream too.
+            kernels: this GPU may copy by its multiprocessors: every address is mapped for its kernels (host memory is
+                page-locked; a kernel that reads other memory ends the whole context), and this process is the one
+                that computes here, since kernels of two processes take turns. Not with DURING_CALL.
         Raises: InvalidCopies, nothing was started; CopyQueueFull, likewise; CopyFailed, and what had been
             started is over unless it says `running`.
         """

@@ -20,6 +20,7 @@ from shared.kernels.copy_pages.plan import Choice, Limits, Method
 FORMAT = 2
 FIRST_SLOT_BYTES = 4 << 20  # of a staged copy, moved before the copy engine can start
 LANE_SHARE = 0.02  # what one more lane must gain at least: measurements differ by that much
+KERNEL_SHARE = 0.15  # what a kernel must gain at least: its multiprocessors are taken from those who compute
 Way: TypeAlias = tuple[Direction, Method, int]  # direction, method, lanes
 
 
@@ -81,7 +82,15 @@ class CostTable:
         """The default bounds with the measured number of descriptors a call."""
         return Limits(max_descriptors=self.max_descriptors)
 
-    def choose(self, direction: Direction, runs: U64, pieces: U64 | None, staged_runs: U64 | None) -> Choice:
+    def choose(
+        self,
+        direction: Direction,
+        runs: U64,
+        pieces: U64 | None,
+        staged_runs: U64 | None,
+        *,
+        kernels: bool = False,
+    ) -> Choice:
         """The cheapest method whose cost is known; a batch, or a loop without one, where none is."""
         fallback = Choice(Method.BATCH if self.has_batch else Method.LOOP)
         if runs.size <= 1 and pieces is None:
@@ -89,16 +98,16 @@ class CostTable:
         found = [
             Choice(method, lanes, line.cost_us(runs))
             for (way, method, lanes), line in self.lines.items()
-            if way is direction and (self.has_batch or method is not Method.BATCH)
+            if way is direction
+            and (self.has_batch or method is not Method.BATCH)
+            and (kernels or method is not Method.KERNEL)
         ]
         batch = self.lines.get((direction, fallback.method, 1))
         if pieces is not None and staged_runs is not None and self.cpu_move is not None and batch is not None:
             moving = self.cpu_move.cost_us(pieces)
             first = moving * min(1.0, float(FIRST_SLOT_BYTES) / max(1.0, float(pieces.sum())))
             found.append(Choice(Method.STAGED, 1, max(moving, batch.cost_us(staged_runs)) + first))
-        return min(
-            found, key=lambda choice: choice.expected_us * (1 + LANE_SHARE * choice.lanes), default=fallback
-        )
+        return min(found, key=_price_us, default=fallback)
 
     def to_json(self) -> str:
         """For a cache file; `from_json` reads it."""
@@ -125,7 +134,8 @@ class CostTable:
             rows.append(f"{direction:17}" + "".join(f"{_label(way):>10}" for way in ways) + "   (GB/s)")
             for size in sizes or self.lines[ways[0]].sizes:
                 count = max(2, (16 << 20) // size)
-                chosen = self.choose(direction, np.full(count, size, np.uint64), None, None)
+                sized = np.full(count, size, np.uint64)
+                chosen = self.choose(direction, sized, None, None, kernels=True)
                 cells = [
                     f"{self.lines[way].gb_per_s(size):9.1f}{'*' if way[1:] == (chosen.method, chosen.lanes) else ' '}"
                     for way in ways
@@ -155,6 +165,11 @@ def from_json(text: str, *, key: str) -> CostTable | None:
         return None
 
 
+def _price_us(choice: Choice) -> float:
+    extra = LANE_SHARE * choice.lanes + KERNEL_SHARE * (choice.method is Method.KERNEL)
+    return choice.expected_us * (1 + extra)
+
+
 def _line(row: dict[str, Any]) -> Line:
     return Line(float(row["fixed_us"]), tuple(map(int, row["sizes"])), tuple(map(float, row["each_us"])))
 
@@ -164,7 +179,7 @@ def _line_fields(line: Line) -> dict[str, Any]:
 
 
 def _label(way: Way) -> str:
-    return way[1] if way[1] is not Method.BATCH or way[2] == 1 else f"batch x{way[2]}"
+    return way[1] if way[2] == 1 else f"{way[1]} x{way[2]}"
 
 
 def _size(size: int) -> str:

@@ -53,8 +53,9 @@ class CpuCopier:
         stream: int = 0,
         order: Order = Order.STREAM,
         staging: bool = False,
+        kernels: bool = False,
     ) -> CpuTicket:
-        """See copier.Copier. Host memory needs no staging; DURING_CALL copies inside the call."""
+        """See copier.Copier. Host memory needs no staging, nor kernels; DURING_CALL copies inside the call."""
         method = Choice(Method.LOOP, max(1, self._threads))
         plan = plan_copies(copies, direction, Always(method), limits=self.limits)
         with self._lock:

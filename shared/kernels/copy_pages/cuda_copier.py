@@ -1,4 +1,4 @@
-"""Copies by CUDA's copy engines: batches over one or more streams, loops, single copies, staging.
+"""Copies by CUDA's copy engines: batches over one or more streams, loops, single copies, staging; and by a kernel.
 
 A batch over several lanes forks from the caller's stream and joins it again with events, so that to the caller it
 is work of that one stream. The ticket's event is recorded on the caller's stream behind all of it.
@@ -23,6 +23,7 @@ from shared.kernels.copy_pages.copies import (
     Order,
 )
 from shared.kernels.copy_pages.driver import CopyDriver
+from shared.kernels.copy_pages.kernel_rows import COLUMNS, launch
 from shared.kernels.copy_pages.plan import (
     Always,
     Call,
@@ -39,6 +40,7 @@ SPINS = 200  # polls without sleep: about 0.2 ms, the length of a small swap
 POLL_S = 0.0001
 LEGACY_STREAMS = (0, 1)  # no stream, CU_STREAM_LEGACY: cuMemcpyBatchAsync refuses them
 NUM_SLOTS = 4
+NUM_TABLES = 8  # sets that kernels copy, in flight at once
 
 
 def wait_until(ticket: "Ticket", timeout_s: float) -> None:
@@ -121,6 +123,7 @@ class CudaCopier:
         self._lanes: list[tuple[int, int]] = []  # (stream, event that joins it), lanes 1 and up
         self._fork = 0
         self._slots = StagingSlots(driver, num_slots, self.limits.slot_bytes)
+        self._tables = StagingSlots(driver, NUM_TABLES, COLUMNS * 8 * self.limits.max_kernel_rows)
 
     def add_boundaries(self, addresses: Iterable[int]) -> None:
         """More addresses that no copy may cross, for memory registered later."""
@@ -136,6 +139,7 @@ class CudaCopier:
         stream: int,
         order: Order = Order.STREAM,
         staging: bool = False,
+        kernels: bool = False,
         chooser: Chooser | None = None,
         merging: bool = True,
     ) -> Ticket:
@@ -147,18 +151,27 @@ class CudaCopier:
         # Staged copies to the host read the device in several turns, the last ones after this call.
         staging = staging and not (order is Order.DURING_CALL and direction is Direction.DEVICE_TO_HOST)
         chooser = chooser or self.chooser
-        plan = self._plan(copies, direction, chooser, staging, merging)
+        kernels = kernels and order is not Order.DURING_CALL and self.driver.has_kernel
+        plan = self._plan(copies, direction, chooser, staging, merging, kernels)
         with self._lock:
             self.driver.make_current()
             self._reap()
             if len(self._pending) >= self._max_pending:
                 raise CopyQueueFull(f"{self._max_pending} sets of copies are in flight")
             if plan.choice.method is Method.STAGED and self._slots.all_lent:
-                plan = self._plan(copies, direction, chooser, False, merging)
+                plan = self._plan(copies, direction, chooser, False, merging, kernels)
+            if plan.choice.method is Method.KERNEL and not self._tables.is_free:
+                plan = self._plan(copies, direction, chooser, staging, merging, False)
             return self._start(plan, order, stream)
 
     def _plan(
-        self, copies: Copies, direction: Direction, chooser: Chooser, staging: bool, merging: bool
+        self,
+        copies: Copies,
+        direction: Direction,
+        chooser: Chooser,
+        staging: bool,
+        merging: bool,
+        kernels: bool,
     ) -> Plan:
         return plan_copies(
             copies,
@@ -168,6 +181,7 @@ class CudaCopier:
             boundaries=self._boundaries,
             staging=staging,
             merging=merging,
+            kernels=kernels,
         )
 
     def poll(self, ticket: Ticket) -> bool:
@@ -195,6 +209,7 @@ class CudaCopier:
         with self._lock:
             self.driver.make_current()
             self._slots.close()
+            self._tables.close()
             for event in [*self._events, *([self._fork] if self._fork else [])]:
                 self.driver.destroy_event(event)
             for lane, event in self._lanes:
@@ -215,6 +230,8 @@ class CudaCopier:
             if plan.choice.method is Method.STAGED:
                 staged = StagedCopy(self.driver, self._slots, plan, order, stream)
                 staged.start()
+            elif plan.choice.method is Method.KERNEL:
+                launch(self.driver, self._tables, plan, stream)
             elif plan.choice.method is Method.BATCH:
                 self._start_batch(plan, order, stream)
             else:

@@ -6,11 +6,15 @@ driver's own entry points (`cuGetProcAddress`) with the numpy columns as they ar
 
 import ctypes
 import importlib
+import logging
 from typing import Any, Protocol
 
 import numpy as np
 
 from shared.kernels.copy_pages.copies import U64, CopyFailed, CopyUnavailable, Order
+from shared.kernels.copy_pages.pieces_kernel import PiecesKernel, digest
+
+logger = logging.getLogger(__name__)
 
 BATCH_ABI = 13000  # cuMemcpyBatchAsync of CUDA 13: without 12.8's failIdx
 
@@ -19,6 +23,11 @@ class CopyDriver(Protocol):
     """Streams, events and memory are integers. Every call raises CopyFailed when the driver refuses."""
 
     has_batch: bool
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether copy_rows() is there. Cost: 0.3 s the first time, for compiling."""
+        ...
 
     @property
     def key(self) -> str:
@@ -35,6 +44,10 @@ class CopyDriver(Protocol):
 
     def copy_batch(self, targets: U64, sources: U64, sizes: U64, order: Order, stream: int) -> None:
         """cuMemcpyBatchAsync; the columns may be reused when it returns. `stream` is never 0."""
+        ...
+
+    def copy_rows(self, table: int, rows: int, ctas: int, stream: int) -> None:
+        """pieces.cu over a table of `rows` aligned copies in pinned memory, which stays as it is until it is done."""
         ...
 
     def create_stream(self) -> int:
@@ -118,6 +131,7 @@ class CudaDriver:
         self._batch = self._entry("cuMemcpyBatchAsync", BATCH_ABI, _BATCH)
         self.has_batch = self._batch is not None
         self._attributes = {order: self._attributes_of(order) for order in Order}
+        self._kernel: PiecesKernel | str | None = None  # the kernel, or why there is none; None: not tried
         self._first = np.zeros(1, np.uint64)
         # addresses of these: to ask for them costs as much as the call
         self._at_attributes = {order: int(made.getPtr()) for order, made in self._attributes.items()}
@@ -128,7 +142,28 @@ class CudaDriver:
         """GPU, driver version, kind of batch call."""
         name = bytes(self._call("cuDeviceGetName", 128, self._device)).split(b"\0")[0].decode()
         version = self._call("cuDriverGetVersion")
-        return f"{name}, driver {version}, {f'batch {BATCH_ABI}' if self.has_batch else 'no batch'}"
+        batch = f"batch {BATCH_ABI}" if self.has_batch else "no batch"
+        return (
+            f"{name}, driver {version}, {batch}, {f'kernel {digest()}' if self.has_kernel else 'no kernel'}"
+        )
+
+    @property
+    def has_kernel(self) -> bool:
+        """See CopyDriver."""
+        if self._kernel is None:
+            self.make_current()
+            try:
+                self._kernel = PiecesKernel(self._cuda, self._device)
+            except CopyUnavailable as error:
+                self._kernel = error.message
+                logger.warning("small copies go by copy engines alone: %s", error.message)
+        return isinstance(self._kernel, PiecesKernel)
+
+    def copy_rows(self, table: int, rows: int, ctas: int, stream: int) -> None:
+        """See CopyDriver."""
+        if not self.has_kernel or not isinstance(self._kernel, PiecesKernel):
+            raise CopyFailed("pieces.cu", f"{self._kernel}")
+        self._kernel.launch(table, rows, ctas, stream)
 
     def _call(self, name: str, *args: Any) -> Any:
         status, *values = getattr(self._cuda, name)(*args)
@@ -247,6 +282,9 @@ class CudaDriver:
         """See CopyDriver. Streams, events and memory of this driver are to be released before."""
         if not self._closed:
             self._closed = True
+            if isinstance(self._kernel, PiecesKernel):
+                self.make_current()
+                self._kernel.close()
             self._call("cuDevicePrimaryCtxRelease", self._device)
 
 

@@ -1,11 +1,11 @@
 """Which driver calls move a set of copies: merge, cut, choose, share out. Pure: no driver, no clock.
 
 A KV page that lies beside another page at both ends is one longer copy; what is left goes out as one plain copy,
-as `cuMemcpyBatchAsync` calls of a capped number of descriptors (vLLM PR 38460), as a loop of plain copies, or
-through a pinned staging buffer. The cost table (costs.py), measured at start, says which.
+as `cuMemcpyBatchAsync` calls of a capped number of descriptors (vLLM PR 38460), as a loop of plain copies, through a
+pinned staging buffer, or by a kernel (pieces.cu). The cost table (costs.py), measured at start, says which.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Protocol
@@ -23,6 +23,10 @@ from shared.kernels.copy_pages.copies import (
     ordered,
 )
 
+KERNEL_CTAS = 8  # thread blocks, and so multiprocessors, that one lane of a kernel takes
+KERNEL_ROW_BYTES = 16 << 10  # a warp's piece of work: long runs are cut, so that all warps end together
+KERNEL_ALIGNMENT = 16  # of every address and size that a kernel copies
+
 
 class Method(StrEnum):
     """How a set of runs goes out."""
@@ -31,6 +35,7 @@ class Method(StrEnum):
     LOOP = "loop"  # a plain copy for each run
     BATCH = "batch"  # cuMemcpyBatchAsync, the runs shared out over `lanes` streams
     STAGED = "staged"  # the host side is gathered or scattered by the CPU in pinned slots
+    KERNEL = "kernel"  # pieces.cu on KERNEL_CTAS multiprocessors a lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +50,22 @@ class Choice:
 class Chooser(Protocol):
     """What decides between methods: a measured cost table, or `always`."""
 
-    def choose(self, direction: Direction, runs: U64, pieces: U64 | None, staged_runs: U64 | None) -> Choice:
+    def choose(
+        self,
+        direction: Direction,
+        runs: U64,
+        pieces: U64 | None,
+        staged_runs: U64 | None,
+        *,
+        kernels: bool = False,
+    ) -> Choice:
         """The cheapest method for runs of these sizes.
 
         Args:
             runs: bytes of each run.
             pieces: bytes of each piece that the CPU would move for a staged copy; None: staging is not allowed.
             staged_runs: bytes of each run between slot and device, with `pieces`.
+            kernels: a kernel may copy them.
         """
         ...
 
@@ -62,11 +76,20 @@ class Always:
 
     choice: Choice
 
-    def choose(self, direction: Direction, runs: U64, pieces: U64 | None, staged_runs: U64 | None) -> Choice:
-        """The choice given, or a batch where staging is not allowed."""
-        if self.choice.method is Method.STAGED and pieces is None:
-            return Choice(Method.BATCH)
-        return self.choice
+    def choose(
+        self,
+        direction: Direction,
+        runs: U64,
+        pieces: U64 | None,
+        staged_runs: U64 | None,
+        *,
+        kernels: bool = False,
+    ) -> Choice:
+        """The choice given, or a batch where it is not allowed."""
+        refused = (self.choice.method is Method.STAGED and pieces is None) or (
+            self.choice.method is Method.KERNEL and not kernels
+        )
+        return Choice(Method.BATCH) if refused else self.choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +102,10 @@ class Limits:
     max_run_bytes: int = 64 << 20  # longer runs are cut, so that other copies get a turn on the copy engine
     max_lanes: int = 4
     slot_bytes: int = 4 << 20  # of one staging slot
+    max_kernel_rows: int = 32768  # of one launch; more go out as a batch
 
     def __post_init__(self) -> None:
-        for name in ("max_descriptors", "max_run_bytes", "max_lanes", "slot_bytes"):
+        for name in ("max_descriptors", "max_run_bytes", "max_lanes", "slot_bytes", "max_kernel_rows"):
             if getattr(self, name) < 1:
                 raise InvalidCopies(f"{name} is at least 1, not {getattr(self, name)}")
 
@@ -118,7 +142,7 @@ class Group:
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """What to submit. Every byte of the set is in exactly one run and that in exactly one call; a staged set has
-    groups instead of calls."""
+    groups instead of calls, and what a kernel copies goes out at once."""
 
     direction: Direction
     choice: Choice
@@ -239,6 +263,7 @@ def plan_copies(
     boundaries: U64 = NO_ADDRESSES,
     staging: bool = False,
     merging: bool = True,
+    kernels: bool = False,
 ) -> Plan:
     """The calls for one set.
 
@@ -247,6 +272,7 @@ def plan_copies(
     Args:
         staging: the CPU may read host sources at submit and write host targets at wait.
         merging: False leaves neighbours apart; for measurements.
+        kernels: a kernel may copy it, if its addresses and sizes are aligned.
     Raises: InvalidCopies when copies of the set depend on each other.
     """
     limits = limits or Limits()
@@ -259,10 +285,22 @@ def plan_copies(
         groups = stage(copies, direction, limits.slot_bytes, boundaries)
         pieces = np.concatenate([group.sizes for group in groups])
         staged_runs = np.concatenate([group.run_sizes for group in groups])
-    choice = chooser.choose(direction, runs.sizes, pieces, staged_runs)
+    kernels = kernels and len(runs) > 1 and _is_aligned(runs)
+    choice = chooser.choose(direction, runs.sizes, pieces, staged_runs, kernels=kernels)
+    if choice.method is Method.KERNEL:
+        rows = cut(runs, KERNEL_ROW_BYTES)
+        if len(rows) <= limits.max_kernel_rows:
+            lanes = min(choice.lanes, limits.max_lanes)
+            return Plan(direction, replace(choice, lanes=lanes), rows, (), (), len(copies))
+        choice = chooser.choose(direction, runs.sizes, pieces, staged_runs)
     if choice.method is Method.STAGED:
         return Plan(direction, choice, runs, (), groups, len(copies))
     return _plan_runs(runs, direction, choice, limits, len(copies))
+
+
+def _is_aligned(copies: Copies) -> bool:
+    bits = np.bitwise_or.reduce(copies.sources | copies.targets | copies.sizes)
+    return int(bits) % KERNEL_ALIGNMENT == 0
 
 
 def _plan_runs(runs: Copies, direction: Direction, choice: Choice, limits: Limits, num_copies: int) -> Plan:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from shared.kernels.copy_pages.copies import U64, CopyFailed, Order
-from shared.kernels.copy_pages.host_memory import move
+from shared.kernels.copy_pages.host_memory import move, view
 
 
 class RecordingDriver:
@@ -19,9 +19,12 @@ class RecordingDriver:
 
     key = "recording driver"
 
-    def __init__(self, *, has_batch: bool = True, eager: bool = True, polls: int = 0) -> None:
+    def __init__(
+        self, *, has_batch: bool = True, has_kernel: bool = True, eager: bool = True, polls: int = 0
+    ) -> None:
         """`eager`: copies happen in the call. Otherwise they wait for `run()`, or for every `polls`-th poll."""
         self.has_batch = has_batch
+        self.has_kernel = has_kernel
         self.eager = eager
         self.polls = polls
         self._num_polls = 0
@@ -98,6 +101,17 @@ class RecordingDriver:
         ]
         places = targets.tolist()
         self._put(stream, lambda: all(_write(place, data) for place, data in zip(places, taken, strict=True)))
+
+    def copy_rows(self, table: int, rows: int, ctas: int, stream: int) -> None:
+        """The kernel reads its table when its turn comes."""
+        self._note("copy_rows", table, rows, ctas, stream)
+
+        def step() -> bool:
+            columns = view(table, 24 * rows).view(np.uint64).reshape(3, rows)
+            assert not (columns % 16).any(), "vectors of 16 bytes"
+            return _moved(columns[1], columns[0], columns[2])
+
+        self._put(stream, step)
 
     def create_stream(self) -> int:
         """A number."""

@@ -43,6 +43,12 @@ class StagingSlots:
         return None
 
     @property
+    def is_free(self) -> bool:
+        """Whether take() has one now."""
+        self._open()
+        return bool(self._free) and self._driver.passed(self._free[0][1])
+
+    @property
     def all_lent(self) -> bool:
         """Whether every slot is with a copy to the host that nobody has asked for."""
         self._open()

@@ -75,7 +75,9 @@ def test_costs_are_measured_once_and_read_from_the_file_after_that(tmp_path):
     assert copier.limits.max_descriptors == first.max_descriptors
     assert copier.chooser == first
     methods = {way[1:] for way in first.lines}
-    assert methods == {(Method.LOOP, 1), (Method.BATCH, 1), (Method.BATCH, 2)}
+    assert methods == {
+        (Method.LOOP, 1), *((method, lanes) for method in (Method.BATCH, Method.KERNEL) for lanes in (1, 2))
+    }  # fmt: skip
     calibrate.cache_path(tmp_path, driver.key).write_text("not a table")
     calibrate.load_or_measure(driver, tmp_path, effort=EFFORT)
     assert len(driver.calls) > num_calls
