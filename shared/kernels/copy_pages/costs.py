@@ -7,7 +7,7 @@ the bytes do. Staging costs the longer of the CPU's and the copy engine's part, 
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,6 +22,19 @@ FIRST_SLOT_BYTES = 4 << 20  # of a staged copy, moved before the copy engine can
 LANE_SHARE = 0.02  # what one more lane must gain at least: measurements differ by that much
 KERNEL_SHARE = 0.15  # what a kernel must gain at least: its multiprocessors are taken from those who compute
 Way: TypeAlias = tuple[Direction, Method, int]  # direction, method, lanes
+
+
+Tally: TypeAlias = Sequence[tuple[int, int]]  # (bytes of a run, how many), each size once
+
+
+def tally(sizes: U64) -> Tally:
+    """What a cost asks of a set of runs."""
+    if sizes.size == 0:
+        return ()
+    if bool((sizes == sizes[0]).all()):  # KV blocks are of one size nearly always
+        return ((int(sizes[0]), sizes.size),)
+    values, counts = np.unique(sizes, return_counts=True)
+    return tuple(zip(values.tolist(), counts.tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +62,11 @@ class Line:
         share = (size - low) / (high - low)
         return self.each_us[right - 1] * (1 - share) + self.each_us[right] * share
 
-    def cost_us(self, sizes: U64) -> float:
-        """Expected time of a set of runs of these sizes, us. Cost: about 1 us for each different size."""
-        if sizes.size == 0:
+    def cost_us(self, runs: Tally) -> float:
+        """Expected time of a set of runs, us. Cost: about 1 us for each different size."""
+        if not runs:
             return 0.0
-        if sizes[0] == sizes[-1] and bool(
-            (sizes == sizes[0]).all()
-        ):  # KV blocks are of one size nearly always
-            return self.fixed_us + self.run_us(int(sizes[0])) * sizes.size
-        values, counts = np.unique(sizes, return_counts=True)
-        each = zip(values.tolist(), counts.tolist(), strict=True)
-        return self.fixed_us + sum(self.run_us(size) * count for size, count in each)
+        return self.fixed_us + sum(self.run_us(size) * count for size, count in runs)
 
     def gb_per_s(self, size: int) -> float:
         """Rate of many runs of one size, GB/s (1e9)."""
@@ -95,19 +102,24 @@ class CostTable:
         fallback = Choice(Method.BATCH if self.has_batch else Method.LOOP)
         if runs.size <= 1 and pieces is None:
             return fallback
-        found = [
-            Choice(method, lanes, line.cost_us(runs))
-            for (way, method, lanes), line in self.lines.items()
-            if way is direction
-            and (self.has_batch or method is not Method.BATCH)
-            and (kernels or method is not Method.KERNEL)
-        ]
+        asked = tally(runs)
+        best, best_price = (fallback.method, fallback.lanes, 0.0), float("inf")
+        for (way, method, lanes), line in self.lines.items():
+            refused = (method is Method.BATCH and not self.has_batch) or (
+                method is Method.KERNEL and not kernels
+            )
+            if way is direction and not refused:
+                cost = line.cost_us(asked)
+                if (price := _price_us(method, lanes, cost)) < best_price:
+                    best, best_price = (method, lanes, cost), price
         batch = self.lines.get((direction, fallback.method, 1))
         if pieces is not None and staged_runs is not None and self.cpu_move is not None and batch is not None:
-            moving = self.cpu_move.cost_us(pieces)
+            moving = self.cpu_move.cost_us(tally(pieces))
             first = moving * min(1.0, float(FIRST_SLOT_BYTES) / max(1.0, float(pieces.sum())))
-            found.append(Choice(Method.STAGED, 1, max(moving, batch.cost_us(staged_runs)) + first))
-        return min(found, key=_price_us, default=fallback)
+            cost = max(moving, batch.cost_us(tally(staged_runs))) + first
+            if _price_us(Method.STAGED, 1, cost) < best_price:
+                best = Method.STAGED, 1, cost
+        return Choice(*best)
 
     def to_json(self) -> str:
         """For a cache file; `from_json` reads it."""
@@ -165,9 +177,8 @@ def from_json(text: str, *, key: str) -> CostTable | None:
         return None
 
 
-def _price_us(choice: Choice) -> float:
-    extra = LANE_SHARE * choice.lanes + KERNEL_SHARE * (choice.method is Method.KERNEL)
-    return choice.expected_us * (1 + extra)
+def _price_us(method: Method, lanes: int, cost_us: float) -> float:
+    return cost_us * (1 + LANE_SHARE * lanes + KERNEL_SHARE * (method is Method.KERNEL))
 
 
 def _line(row: dict[str, Any]) -> Line:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.kernels.copy_pages.copies import Copies, Direction, InvalidCopies, check, ordered
-from shared.kernels.copy_pages.costs import CostTable, Line, from_json
+from shared.kernels.copy_pages.costs import CostTable, Line, from_json, tally
 from shared.kernels.copy_pages.plan import (
     Always,
     Choice,
@@ -253,11 +253,13 @@ def test_what_was_not_measured_goes_out_as_a_batch_or_as_a_loop_without_one():
 
 def test_costs_between_measured_sizes_lie_between_and_grow_with_the_bytes_beyond():
     cost = line(0, 1.0, 20.0)
-    between = cost.cost_us(np.array([512 << 10], np.uint64))
+    between = cost.cost_us(tally(np.array([512 << 10], np.uint64)))
     assert 1.0 < between < 20.0
-    assert cost.cost_us(np.array([4 << 20], np.uint64)) == pytest.approx(80.0)
+    assert cost.cost_us(tally(np.array([4 << 20], np.uint64))) == pytest.approx(80.0)
     mixed = np.array([4096, 1 << 20, 4096, 100], np.uint64)
-    assert cost.cost_us(mixed) == pytest.approx(sum(cost.cost_us(mixed[i : i + 1]) for i in range(4)))
+    assert cost.cost_us(tally(mixed)) == pytest.approx(
+        sum(cost.cost_us(tally(mixed[i : i + 1])) for i in range(4))
+    )
 
 
 def test_a_cost_table_survives_its_file_and_no_other_machines_file_is_taken():
