@@ -18,21 +18,22 @@ from shared.kernels.copy_pages.copies import U64, Direction
 from shared.kernels.copy_pages.plan import Choice, Limits, Method
 
 FORMAT = 2
+MEAN_SPREAD = 8  # sizes within this factor count as their mean: telling them apart costs more than it says
 FIRST_SLOT_BYTES = 4 << 20  # of a staged copy, moved before the copy engine can start
 LANE_SHARE = 0.02  # what one more lane must gain at least: measurements differ by that much
-KERNEL_SHARE = 0.15  # what a kernel must gain at least: its multiprocessors are taken from those who compute
+KERNEL_SHARE = 0.25  # what a kernel must gain at least: its multiprocessors are taken from those who compute
 Way: TypeAlias = tuple[Direction, Method, int]  # direction, method, lanes
 
 
-Tally: TypeAlias = Sequence[tuple[int, int]]  # (bytes of a run, how many), each size once
+Tally: TypeAlias = Sequence[tuple[int, int]]  # (bytes of a run, how many)
 
 
 def tally(sizes: U64) -> Tally:
-    """What a cost asks of a set of runs."""
+    """What a cost asks of a set of runs: close sizes as their mean, since a cost is nearly linear between them."""
     if sizes.size == 0:
         return ()
-    if bool((sizes == sizes[0]).all()):  # KV blocks are of one size nearly always
-        return ((int(sizes[0]), sizes.size),)
+    if int(sizes.max()) <= MEAN_SPREAD * int(sizes.min()):  # KV blocks, some of them neighbours
+        return ((round(float(sizes.mean())), sizes.size),)
     values, counts = np.unique(sizes, return_counts=True)
     return tuple(zip(values.tolist(), counts.tolist(), strict=True))
 

@@ -23,6 +23,7 @@ from shared.kernels.copy_pages.copies import (
     ordered,
 )
 
+FIRST_CALL_RUNS = 16  # of a batch: a descriptor takes 0.4 us, in which the copy engine stands still at first
 KERNEL_CTAS = 8  # thread blocks, and so multiprocessors, that one lane of a kernel takes
 KERNEL_ROW_BYTES = 16 << 10  # a warp's piece of work: long runs are cut, so that all warps end together
 KERNEL_ALIGNMENT = 16  # of every address and size that a kernel copies
@@ -195,10 +196,14 @@ def cut(copies: Copies, max_bytes: int) -> Copies:
     return Copies(copies.sources[owner] + offset, copies.targets[owner] + offset, size)
 
 
-def share_out(sizes: U64, lanes: int, max_descriptors: int) -> tuple[Call, ...]:
+def share_out(sizes: U64, lanes: int, max_descriptors: int, first: int = 0) -> tuple[Call, ...]:
     """Calls of at most `max_descriptors` runs each; every lane gets about the same bytes.
 
     The calls of the lanes alternate, so that every lane has work after the first round of calls.
+
+    Args:
+        first: the most runs of a lane's first call, each next one may have four times as many: the copies begin when
+            a call has returned. 0: no such bound.
     """
     num_runs = sizes.size
     lanes = max(1, min(lanes, num_runs))
@@ -210,11 +215,14 @@ def share_out(sizes: U64, lanes: int, max_descriptors: int) -> tuple[Call, ...]:
     edges = [0, *inner.tolist(), num_runs]
     rounds: list[tuple[int, Call]] = []
     lane = 0
-    for first, last in pairwise(edges):
-        if first >= last:
+    for start, last in pairwise(edges):
+        if start >= last:
             continue
-        for number, start in enumerate(range(first, last, max_descriptors)):
-            rounds.append((number, Call(start, min(start + max_descriptors, last), lane)))
+        number, most = 0, min(first or max_descriptors, max_descriptors)
+        while start < last:
+            stop = min(start + most, last)
+            rounds.append((number, Call(start, stop, lane)))
+            number, start, most = number + 1, stop, min(4 * most, max_descriptors)
         lane += 1
     return tuple(call for _, call in sorted(rounds, key=lambda item: (item[0], item[1].lane)))
 
@@ -310,5 +318,5 @@ def _plan_runs(runs: Copies, direction: Direction, choice: Choice, limits: Limit
     batch = choice.method is Method.BATCH
     lanes = min(choice.lanes, limits.max_lanes) if batch else 1
     cap = limits.max_descriptors if batch else max(1, len(runs))
-    calls = share_out(runs.sizes, lanes, cap) if len(runs) else ()
+    calls = share_out(runs.sizes, lanes, cap, FIRST_CALL_RUNS if batch else 0) if len(runs) else ()
     return Plan(direction, choice, runs, calls, (), num_copies)

@@ -176,6 +176,22 @@ def test_sets_whose_copies_depend_on_each_other_are_refused(copies):
                 check(ordered(more))
 
 
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_the_copy_engine_begins_behind_a_short_call_and_calls_grow_to_the_cap(lanes):
+    calls = share_out(np.full(3000, 4096, np.uint64), lanes, 256, 16)
+    for lane in range(lanes):
+        sizes = [call.last - call.first for call in calls if call.lane == lane]
+        assert sizes[:3] == [16, 64, 256]
+        assert set(sizes[2:-1]) == {256}
+    assert [call.lane for call in calls[:lanes]] == list(range(lanes)), "every lane begins before one goes on"
+
+
+def test_close_sizes_are_counted_as_their_mean_and_others_apart():
+    assert tally(np.array([4096, 8192, 4096, 4096], np.uint64)) == ((5120, 4),)
+    assert tally(np.array([4096, 1 << 20, 4096], np.uint64)) == ((4096, 2), (1 << 20, 1))
+    assert tally(np.zeros(0, np.uint64)) == ()
+
+
 @pytest.mark.parametrize(
     ("columns", "why"),
     [
