@@ -8,7 +8,7 @@ the bytes do. Staging costs the longer of the CPU's and the copy engine's part, 
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,6 +18,7 @@ from shared.kernels.copy_pages.copies import U64, Direction
 from shared.kernels.copy_pages.plan import Choice, Limits, Method
 
 FORMAT = 2
+MOST_CHOSEN = 1024
 MEAN_SPREAD = 8  # sizes within this factor count as their mean: telling them apart costs more than it says
 FIRST_SLOT_BYTES = 4 << 20  # of a staged copy, moved before the copy engine can start
 LANE_SHARE = 0.02  # what one more lane must gain at least: measurements differ by that much
@@ -85,6 +86,9 @@ class CostTable:
     max_descriptors: int = (
         Limits().max_descriptors
     )  # of one batch call: fewer let the copy engine start earlier
+    _chosen: dict[tuple[Direction, bool, int, int], Choice] = field(
+        default_factory=dict, compare=False, repr=False
+    )  # for sets of one size, since the same ones come again and again
 
     def limits(self) -> Limits:
         """The default bounds with the measured number of descriptors a call."""
@@ -104,6 +108,26 @@ class CostTable:
         if runs.size <= 1 and pieces is None:
             return fallback
         asked = tally(runs)
+        if pieces is not None or len(asked) != 1:
+            return self._cheapest(direction, asked, pieces, staged_runs, kernels=kernels)
+        key = (direction, kernels, *asked[0])
+        if (known := self._chosen.get(key)) is not None:
+            return known
+        if len(self._chosen) >= MOST_CHOSEN:  # any thread
+            self._chosen.clear()
+        found = self._chosen[key] = self._cheapest(direction, asked, None, None, kernels=kernels)
+        return found
+
+    def _cheapest(
+        self,
+        direction: Direction,
+        asked: Tally,
+        pieces: U64 | None,
+        staged_runs: U64 | None,
+        *,
+        kernels: bool,
+    ) -> Choice:
+        fallback = Choice(Method.BATCH if self.has_batch else Method.LOOP)
         best, best_price = (fallback.method, fallback.lanes, 0.0), float("inf")
         for (way, method, lanes), line in self.lines.items():
             refused = (method is Method.BATCH and not self.has_batch) or (
