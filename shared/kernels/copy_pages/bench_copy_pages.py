@@ -31,7 +31,7 @@ def bench_cuda(device: int) -> None:
     ends = {Direction.HOST_TO_DEVICE: (host, pages), Direction.DEVICE_TO_HOST: (pages, host)}
     for direction, (source, target) in ends.items():
         copies = Copies.of([source], [target], PLAIN_BYTES)
-        best_us = min(timed_us(copier, copies, direction, stream, Choice(Method.LOOP)) for _ in range(5))
+        best_us = min(timed_us(copier, copies, direction, stream, Choice(Method.LOOP))[0] for _ in range(5))
         print(
             f"{direction}: one plain copy of 64 MiB {best_us:.0f} us, {PLAIN_BYTES / best_us / 1e3:.1f} GB/s"
         )

@@ -60,17 +60,20 @@ def scattered(arena: Arena, size: int, count: int, seed: int = 0) -> Copies:
     return Copies.of(sources + np.uint64(arena.source), targets + np.uint64(arena.target), size)
 
 
-def timed_us(copier: CudaCopier, copies: Copies, direction: Direction, stream: int, choice: Choice) -> float:
-    """Wall time of one set, submit to done, us. Polls without sleep."""
+def timed_us(
+    copier: CudaCopier, copies: Copies, direction: Direction, stream: int, choice: Choice
+) -> tuple[float, float]:
+    """Wall time of one set, submit to done, and of submit alone, us. Polls without sleep."""
     begin = time.perf_counter()
     ticket = copier.submit(
         copies, direction, stream=stream, chooser=Always(choice), merging=False, kernels=True
     )
+    submitted = time.perf_counter()
     deadline = begin + TIMEOUT_S
     while not ticket.done():
         if time.perf_counter() > deadline:
             raise CopyTimeout(f"{len(copies)} copies {direction} still run after {TIMEOUT_S} s")
-    return (time.perf_counter() - begin) * 1e6
+    return (time.perf_counter() - begin) * 1e6, (submitted - begin) * 1e6
 
 
 def _line(
@@ -78,20 +81,22 @@ def _line(
 ) -> Line | None:
     direction, method, lanes = way
     choice = Choice(method, lanes)
-    each, used, fixed = [], [], 0.0
+    each, held, used, fixed = [], [], [], 0.0
     for size in sizes:
         count = min(MAX_SET_COPIES, MAX_SET_BYTES // size, arena.num_bytes // size)
         if count < 2:
             continue
         many = scattered(arena, size, count)
-        times = [timed_us(copier, many, direction, stream, choice) for _ in range(repeats + 1)][1:]
+        both = [timed_us(copier, many, direction, stream, choice) for _ in range(repeats + 1)][1:]
+        times = [wall for wall, _ in both]
         if not used:
             few = scattered(arena, size, 2)
-            pair = [timed_us(copier, few, direction, stream, choice) for _ in range(repeats + 1)][1:]
+            pair = [timed_us(copier, few, direction, stream, choice)[0] for _ in range(repeats + 1)][1:]
             fixed = max(0.0, min(min(pair) - 2 * min(times) / count, min(times) / 2))
         used.append(size)
         each.append(max(FLOOR_US, (min(times) - min(fixed, min(times) / 2)) / count))
-    return Line(fixed, tuple(used), tuple(each)) if used else None
+        held.append(min(submitting for _, submitting in both) / count)
+    return Line(fixed, tuple(used), tuple(each), tuple(held)) if used else None
 
 
 def _best_cap(driver: CopyDriver, arena: Arena, stream: int, effort: Effort) -> int:
@@ -103,7 +108,8 @@ def _best_cap(driver: CopyDriver, arena: Arena, stream: int, effort: Effort) -> 
         copier = CudaCopier(driver, limits=Limits(max_descriptors=cap))
         one = Choice(Method.BATCH)
         tries = [
-            timed_us(copier, copies, Direction.DEVICE_TO_HOST, stream, one) for _ in range(effort.repeats + 1)
+            timed_us(copier, copies, Direction.DEVICE_TO_HOST, stream, one)[0]
+            for _ in range(effort.repeats + 1)
         ]
         times[cap] = min(tries[1:])
         copier.close()

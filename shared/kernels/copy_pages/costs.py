@@ -17,7 +17,7 @@ from shared.errors import SettingsError
 from shared.kernels.copy_pages.copies import U64, Direction
 from shared.kernels.copy_pages.plan import Choice, Limits, Method
 
-FORMAT = 2
+FORMAT = 3
 MOST_CHOSEN = 1024
 MEAN_SPREAD = 8  # sizes within this factor count as their mean: telling them apart costs more than it says
 FIRST_SLOT_BYTES = 4 << 20  # of a staged copy, moved before the copy engine can start
@@ -41,34 +41,45 @@ def tally(sizes: U64) -> Tally:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Cost of one way: `fixed_us` a set and `each_us[i]` a run of `sizes[i]` bytes (ascending)."""
+    """Cost of one way: `fixed_us` a set and `each_us[i]` a run of `sizes[i]` bytes (ascending).
+
+    `held_us[i]` of it the submitting thread is held, a run; empty: not measured.
+    """
 
     fixed_us: float
     sizes: tuple[int, ...]
     each_us: tuple[float, ...]
+    held_us: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.sizes or len(self.sizes) != len(self.each_us) or min(self.each_us) <= 0:
+        lengths = {len(self.sizes), len(self.each_us), len(self.held_us or self.sizes)}
+        if not self.sizes or len(lengths) > 1 or min(self.each_us) <= 0 or min(self.held_us, default=0) < 0:
             raise SettingsError(f"a cost line needs a positive cost for each size: {self}")
         if list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
             raise SettingsError(f"sizes of a cost line ascend: {self.sizes}")
 
     def run_us(self, size: int) -> float:
         """Expected time of one more run of this size, us."""
-        right = bisect_left(self.sizes, size)
-        if right == 0:
-            return self.each_us[0]
-        if right == len(self.sizes):
-            return self.each_us[-1] * size / self.sizes[-1]
+        last = self.sizes[-1]
+        return self.each_us[-1] * size / last if size > last else self._between(self.each_us, size)
+
+    def _between(self, values: tuple[float, ...], size: int) -> float:
+        right = min(bisect_left(self.sizes, size), len(self.sizes) - 1)
+        if right == 0 or size >= self.sizes[right]:
+            return values[right]
         low, high = self.sizes[right - 1], self.sizes[right]
         share = (size - low) / (high - low)
-        return self.each_us[right - 1] * (1 - share) + self.each_us[right] * share
+        return values[right - 1] * (1 - share) + values[right] * share
 
     def cost_us(self, runs: Tally) -> float:
         """Expected time of a set of runs, us. Cost: about 1 us for each different size."""
         if not runs:
             return 0.0
         return self.fixed_us + sum(self.run_us(size) * count for size, count in runs)
+
+    def hold_us(self, runs: Tally) -> float:
+        """How long submitting a set holds the thread, us, as far as it grows with the set."""
+        return sum(self._between(self.held_us, size) * count for size, count in runs) if self.held_us else 0.0
 
     def gb_per_s(self, size: int) -> float:
         """Rate of many runs of one size, GB/s (1e9)."""
@@ -103,7 +114,10 @@ class CostTable:
         *,
         kernels: bool = False,
     ) -> Choice:
-        """The cheapest method whose cost is known; a batch, or a loop without one, where none is."""
+        """The cheapest method whose cost is known; a batch, or a loop without one, where none is.
+
+        A cost is the time until the bytes are there and, once more, the part of it in which the caller is held.
+        """
         fallback = Choice(Method.BATCH if self.has_batch else Method.LOOP)
         if runs.size <= 1 and pieces is None:
             return fallback
@@ -135,7 +149,8 @@ class CostTable:
             )
             if way is direction and not refused:
                 cost = line.cost_us(asked)
-                if (price := _price_us(method, lanes, cost)) < best_price:
+                price = _price_us(method, lanes, cost) + line.hold_us(asked)
+                if price < best_price:
                     best, best_price = (method, lanes, cost), price
         batch = self.lines.get((direction, fallback.method, 1))
         if pieces is not None and staged_runs is not None and self.cpu_move is not None and batch is not None:
@@ -207,11 +222,14 @@ def _price_us(method: Method, lanes: int, cost_us: float) -> float:
 
 
 def _line(row: dict[str, Any]) -> Line:
-    return Line(float(row["fixed_us"]), tuple(map(int, row["sizes"])), tuple(map(float, row["each_us"])))
+    each, held = (tuple(map(float, row[name])) for name in ("each_us", "held_us"))
+    return Line(float(row["fixed_us"]), tuple(map(int, row["sizes"])), each, held)
 
 
 def _line_fields(line: Line) -> dict[str, Any]:
-    return {"fixed_us": line.fixed_us, "sizes": line.sizes, "each_us": line.each_us}
+    return {
+        "fixed_us": line.fixed_us, "sizes": line.sizes, "each_us": line.each_us, "held_us": line.held_us
+    }  # fmt: skip
 
 
 def _label(way: Way) -> str:
