@@ -141,7 +141,7 @@ def ordered(copies: Copies) -> Copies:
     """Without empty copies, sorted by target."""
     used = copies if len(copies) == 0 or copies.sizes.all() else copies.take(copies.sizes > 0)
     if np.any(used.targets[1:] < used.targets[:-1]):
-        return used.take(np.argsort(used.targets, kind="stable"))  # ascending stretches cost little
+        return used.take(np.argsort(used.targets))
     return used
 
 

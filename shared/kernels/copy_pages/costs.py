@@ -34,7 +34,7 @@ def tally(sizes: U64) -> Tally:
     if sizes.size == 0:
         return ()
     if int(sizes.max()) <= MEAN_SPREAD * int(sizes.min()):  # KV blocks, some of them neighbours
-        return ((round(float(sizes.mean())), sizes.size),)
+        return ((int(sizes.sum()) // sizes.size, sizes.size),)
     values, counts = np.unique(sizes, return_counts=True)
     return tuple(zip(values.tolist(), counts.tolist(), strict=True))
 

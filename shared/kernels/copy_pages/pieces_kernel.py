@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from shared.kernels.copy_pages.copies import CopyFailed, CopyUnavailable
+from shared.kernels.copy_pages.plan import KERNEL_CTA_WARPS
 from shared.kernels.nvrtc import Binary, CompilerUnavailable, SourceRefused, compile_source
 
 SOURCE = Path(__file__).with_name("pieces.cu")
 NAME = b"copy_pieces"
-THREADS = 512  # its __launch_bounds__
+THREADS = 32 * KERNEL_CTA_WARPS  # its __launch_bounds__
 
 
 @cache

@@ -25,7 +25,9 @@ from shared.kernels.copy_pages.copies import (
 
 FIRST_CALL_RUNS = 16  # of a batch: a descriptor takes 0.4 us, in which the copy engine stands still at first
 KERNEL_CTAS = 8  # thread blocks, and so multiprocessors, that one lane of a kernel takes
-KERNEL_ROW_BYTES = 16 << 10  # a warp's piece of work: long runs are cut, so that all warps end together
+KERNEL_CTA_WARPS = 16
+KERNEL_ROW_BYTES = 16 << 10  # a warp's piece of work is no longer, or
+ROWS_PER_WARP = 8  # so many are a warp's share
 KERNEL_ALIGNMENT = 16  # of every address and size that a kernel copies
 
 
@@ -171,11 +173,13 @@ def merge(copies: Copies, *, boundaries: U64 = NO_ADDRESSES) -> Copies:
         return used
     source, target, size = used.sources, used.targets, used.sizes
     joined = (source[:-1] + size[:-1] == source[1:]) & (target[:-1] + size[:-1] == target[1:])
-    if boundaries.size:
-        joined &= ~_is_in(source[1:], boundaries) & ~_is_in(target[1:], boundaries)
-    first = np.flatnonzero(np.concatenate([[True], ~joined]))
-    if first.size == len(used):
+    if boundaries.size and joined.any():
+        behind = np.flatnonzero(joined) + 1  # few, as a rule
+        crossing = _is_in(source[behind], boundaries) | _is_in(target[behind], boundaries)
+        joined[behind[crossing] - 1] = False
+    if not joined.any():
         return used
+    first = np.flatnonzero(np.concatenate([[True], ~joined]))
     return Copies(source[first], target[first], np.add.reduceat(size, first))
 
 
@@ -207,12 +211,14 @@ def share_out(sizes: U64, lanes: int, max_descriptors: int, first: int = 0) -> t
     """
     num_runs = sizes.size
     lanes = max(1, min(lanes, num_runs))
-    behind = np.cumsum(sizes)
-    marks = [int(behind[-1]) * lane // lanes for lane in range(1, lanes)] if num_runs else []
-    inner = (
-        np.searchsorted(behind, np.asarray(marks, np.uint64)) + 1
-    )  # the run that reaches a mark is before it
-    edges = [0, *inner.tolist(), num_runs]
+    edges = [0, num_runs]
+    if lanes > 1:
+        behind = np.cumsum(sizes)
+        marks = [int(behind[-1]) * lane // lanes for lane in range(1, lanes)]
+        inner = (
+            np.searchsorted(behind, np.asarray(marks, np.uint64)) + 1
+        )  # a run that reaches a mark is before it
+        edges[1:1] = inner.tolist()
     rounds: list[tuple[int, Call]] = []
     lane = 0
     for start, last in pairwise(edges):
@@ -296,14 +302,20 @@ def plan_copies(
     kernels = kernels and len(runs) > 1 and _is_aligned(runs)
     choice = chooser.choose(direction, runs.sizes, pieces, staged_runs, kernels=kernels)
     if choice.method is Method.KERNEL:
-        rows = cut(runs, KERNEL_ROW_BYTES)
+        lanes = min(choice.lanes, limits.max_lanes)
+        rows = _kernel_rows(runs, lanes)
         if len(rows) <= limits.max_kernel_rows:
-            lanes = min(choice.lanes, limits.max_lanes)
             return Plan(direction, replace(choice, lanes=lanes), rows, (), (), len(copies))
         choice = chooser.choose(direction, runs.sizes, pieces, staged_runs)
     if choice.method is Method.STAGED:
         return Plan(direction, choice, runs, (), groups, len(copies))
     return _plan_runs(runs, direction, choice, limits, len(copies))
+
+
+def _kernel_rows(runs: Copies, lanes: int) -> Copies:
+    """Runs as the warps of a launch take them: long ones are cut, so that all end together, if there is any such."""
+    share = runs.num_bytes // (KERNEL_CTAS * KERNEL_CTA_WARPS * lanes * ROWS_PER_WARP)
+    return cut(runs, max(KERNEL_ROW_BYTES, share // KERNEL_ALIGNMENT * KERNEL_ALIGNMENT))
 
 
 def _is_aligned(copies: Copies) -> bool:
