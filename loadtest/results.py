@@ -53,13 +53,11 @@ def write_result(
 ) -> Path:
     """Write `folder`/NAME.json; the file of before moves to history/, compressed. Raises: ValueError on bad metrics.
 
-    `commit` names the checkout where there is only a copy of its files: a GPU machine without the repository.
+    `commit` names the checkout where there is only a copy of its files, whatever repository they lie in there.
     """
     if wrong := check_metrics(metrics):
         raise ValueError("; ".join(wrong))
-    head, dirty = commit_of(ROOT)
-    if not head and commit:
-        head, dirty = commit, False
+    head, dirty = (commit, False) if commit else commit_of(ROOT)
     result = {
         "name": name,
         "claim": claim,

@@ -27,7 +27,9 @@ class Gate:
     def __init__(self, copy) -> None:
         self._copy = copy
         self.is_open = threading.Event()
-        self._once = threading.Lock()  # who waits and who is about to unmap both ask: one copies, before either goes on
+        self._once = (
+            threading.Lock()
+        )  # who waits and who is about to unmap both ask: one copies, before either goes on
 
     def done(self) -> bool:
         if not self.is_open.is_set():

@@ -70,8 +70,9 @@ def test_cases_run_in_turns_after_one_warm_up():
     assert times["a"] == {"wall_us": [2.0, 2.0], "submit_us": [2.0, 2.0]}
 
 
-def test_a_copy_of_the_files_without_the_repository_names_its_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "commit_of", lambda root: ("", True))
+@pytest.mark.parametrize("there", [("", True), ("another", True)])
+def test_a_copy_of_the_files_names_its_commit_whatever_repository_it_lies_in(tmp_path, monkeypatch, there):
+    monkeypatch.setattr(results, "commit_of", lambda root: there)
     path = results.write_result(
         "h200-swap",
         claim="c",
