@@ -43,6 +43,8 @@ SAMPLES = [
     round_of("diffusion", "budget", 0, arm(10), arm(9.9)),
     round_of("engine", "full", 0, arm(100, 10.0), arm(90, 11.0)),
     {"kind": "ceiling", "producer": "diffusion", "mode": "full", "bytes": 3e11, "seconds": 1.0},
+    {"kind": "ceiling", "producer": "audio", "mode": "full", "bytes": 2e10, "seconds": 1.0},
+    {"kind": "ceiling", "producer": "engine", "mode": "full", "bytes": 1e10, "seconds": 1.0},
     reclaim(0, 0.1),
     reclaim(1, 0.3),
     reclaim(2, 0.2),
