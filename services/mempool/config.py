@@ -72,8 +72,9 @@ class MempoolSettings(LendingKeys, frozen=True, kw_only=True):
     out_timeout_ms: int = 500  # of a copy out
     # so long engines have to give back what an offer of their space is to lend; then it is worth what came
     offer_patience_ms: int = 2_000
-    # page-lock host memory once a GPU copies: at PCIe's rate, but all of it is taken at once and none is given back
-    pin_host: bool = False
+    # page-lock host memory once a GPU copies: at PCIe's rate, but all of it is taken and none is given back. False:
+    # through pinned slots, at the CPU's rate, a fifth of that
+    pin_host: bool = True
     # of the CPU, for copies between spaces in host memory: two saturate a small machine's memory, a server's takes more
     mover_threads: int = 2
     # between two GPUs, measured at the start: a space that a slower pair brings is not copied from or to; 0: any rate

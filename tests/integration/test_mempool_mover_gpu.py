@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from services.mempool import mover_self_test, mover_spaces
+from services.mempool.config import copy_options, load
 from services.mempool.mover_bounce import BounceCopier
 from services.mempool.mover_engines import CopyEngine, PinnedRanges
 from shared.kernels.copy_pages.copies import Copies, CopyFailed, Direction
@@ -104,6 +105,15 @@ async def test_no_copy_crosses_a_slab(rig):
         assert (await it.copy(source, target, [(page, page) for page in range(NUM)])).ok
     sizes = [size for name, args in it.gpus.drivers[0].calls if name == "copy_batch" for size in args[2]]
     assert sizes == [PER_SLAB * PAGE_BYTES] * (2 * NUM // PER_SLAB)
+
+
+async def test_a_mempool_that_was_told_nothing_swaps_through_page_locked_memory(rig, tmp_path):
+    it = rig(**copy_options(load(["--socket", str(tmp_path / "mempool.sock")]))._asdict())
+    it.add(1, (0,))
+    it.add(2, 1)
+    await it.pinned()
+    assert (await it.copy(1, 2)).path == "imported"
+    assert it.mover.is_pinned(2)
 
 
 @pytest.mark.parametrize("pin_host", [False, True])
