@@ -33,6 +33,12 @@ def why_not_in_pages(config: Any) -> str:
         return "its attention caches a latent (MLA)"
     if model.get_sliding_window() is not None:
         return "its attention has sliding windows"
+    if model.attention_chunk_size is not None:
+        return "its attention goes by chunks of the context"
+    if model.is_encoder_decoder:
+        return "its attention crosses to an encoder"
+    if getattr(model.hf_text_config, "num_kv_shared_layers", 0):
+        return "some of its layers share a cache"
     return ""
 
 

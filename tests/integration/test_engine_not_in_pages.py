@@ -1,0 +1,52 @@
+"""Models whose caches are no plain stack of layers are known by their configuration, before an engine is started."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+MODELS = {
+    "plain": (LLAMA, ""),
+    "chunks": (
+        {
+            "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "attention_chunk_size": 64,
+            "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 256,
+        },
+        "its attention goes by chunks of the context",
+    ),
+    "windows": (LLAMA | {"sliding_window": 64}, "its attention has sliding windows"),
+    "shared": (LLAMA | {"num_kv_shared_layers": 1}, "some of its layers share a cache"),
+}  # fmt: skip
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from tests.support.model_families import _COMMON
+from tests.support.pressure_run import settings
+import msgspec
+from shared.engine.describe import why_not_in_pages
+from shared.engine.vllm_engine import VllmEngine
+
+folder, found = Path(sys.argv[1]), {}
+for name, more in json.loads(sys.argv[2]).items():
+    (folder / name).mkdir()
+    (folder / name / "config.json").write_text(json.dumps(_COMMON | more))
+    base = settings(str(folder / name), str(folder / "none.sock"), name)
+    asked = msgspec.structs.replace(base, kv_cache="auto", load_format="dummy", max_model_len=1024)
+    found[name] = why_not_in_pages(VllmEngine._engine_args(asked).create_engine_config())
+(folder / "out.json").write_text(json.dumps(found))
+"""
+
+
+def test_what_cannot_work_in_pages_is_said_before_an_engine_is_started(tmp_path):
+    models = json.dumps({name: more for name, (more, _) in MODELS.items()})
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), models]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "out.json").read_text()) == {name: why for name, (_, why) in MODELS.items()}
