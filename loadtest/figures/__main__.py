@@ -20,6 +20,7 @@ from loadtest.figures import (
     sheet,
     tokenweave,
     vattention,
+    vattention_tables,
 )
 from loadtest.registry import RESULTS
 
@@ -29,6 +30,7 @@ SHEETS = (
     *memserve_serving.SHEETS,
     *memserve.SHEETS,
     *vattention.SHEETS,
+    *vattention_tables.SHEETS,
     *aqua.SHEETS,
     *aqua_lending.SHEETS,
     *aqua_reclaim.SHEETS,

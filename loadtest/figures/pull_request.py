@@ -73,9 +73,8 @@ SHEETS = (
         "checking included. `ours`: copy_pages on the same discrete tensors; `as pages`: the same blocks "
         "as whole pages.",
         paper="8 x H100, vLLM 0.18, its handler, loop before and batch after.",
-        differs="one H200, PCIe 5; vLLM 0.26 reads small blocks to the device by a Triton kernel, which "
-        "beats any batch of "
-        "copies there; that is where `ours` loses.",
+        differs="one H200, PCIe 5; vLLM 0.26 reads small blocks to the device by a Triton kernel, which beats any "
+        "batch of copies there; `ours` takes a kernel of its own, in both directions.",
         needs=("h200-swap",),
         draw=shapes,
     ),

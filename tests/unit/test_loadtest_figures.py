@@ -5,7 +5,7 @@ import json
 import pytest
 
 from loadtest import bench_burst, bench_context_reload, bench_footprint, bench_long_prompt, bench_offload
-from loadtest.figures import sheet, tokenweave, vattention
+from loadtest.figures import sheet, tokenweave, vattention, vattention_tables
 from loadtest.figures.__main__ import SHEETS, main
 from loadtest.registry import MEASURES, RESULTS
 
@@ -16,6 +16,7 @@ FOOTPRINT = [
 PROMISED = {
     *(f"memserve-{number:02}" for number in (8, 9, 10, 11, 12, 13, 14, 15)),
     *(f"vattention-{number:02}" for number in (2, 3, *range(7, 16))),
+    *(f"vattention-table-{number}" for number in (6, 7)),
     *(f"aqua-{number:02}" for number in (1, 4, *range(7, 14))),
     *(f"tokenweave-{number:02}" for number in (1, 4, *range(9, 17))),
     "pr38460-handler",
@@ -92,13 +93,24 @@ def test_the_same_results_give_the_same_bytes(tmp_path):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-@pytest.mark.parametrize("name", [one.name for one in vattention.SHEETS if "h200-contiguous" in one.needs])
+WITHOUT_BLOCKS = [*vattention.SHEETS, *vattention_tables.SHEETS]
+MODEL = {"model": {"num_hidden_layers": 32}}
+
+
+@pytest.mark.parametrize("name", [one.name for one in WITHOUT_BLOCKS if "h200-contiguous" in one.needs])
 def test_figures_of_kernels_without_a_block_table_are_drawn_once_they_are_measured(tmp_path, name):
-    write(tmp_path, "h200-contiguous", contiguous())
+    write(tmp_path, "h200-contiguous", contiguous(), settings=MODEL)
     (one,) = [one for one in SHEETS if one.name == name]
     assert sheet.draw(one, sheet.Results(tmp_path), tmp_path, ["svg"]) == "drawn"
-    write(tmp_path, "h200-contiguous", [])
+    write(tmp_path, "h200-contiguous", [], settings=MODEL)
     assert "has no samples" in sheet.draw(one, sheet.Results(tmp_path), tmp_path, ["svg"])
+
+
+def test_a_prompts_time_stands_beside_the_attention_of_all_its_layers():
+    found = result("h200-contiguous", contiguous(), settings=MODEL)
+    axes = vattention_tables.prefill(found).axes[0]
+    cells = {cell.get_text().get_text() for cell in axes.tables[0].get_celld().values()}
+    assert "0.90 (0.06)" in cells, "900 ms, 32 layers of 2 ms"
 
 
 def woven() -> dict[str, list[dict]]:
