@@ -101,6 +101,9 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     # instances lend memory to each other by themselves (docs/memory-market.md); on CPU with kv_space own, as each lends
     # to another space than its own
     memory_market: bool = False
+    # a second coordinator on this machine, which grants and answers 3 s after the first one has stopped for any reason;
+    # machines that join must say so too
+    standby: bool = False
     lending_profiles: list[str] = []  # files of `quire profile`: who lends, how much, up to which rate
     # of host memory behind the engines' pages, of each model; 0: none, with memory_market as much as mempool_bytes
     dram_bytes: int = 0

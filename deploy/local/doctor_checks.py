@@ -86,6 +86,7 @@ def check_ports(found: ClusterSettings) -> Finding:
     listens = [("gateway", found.host, ports.gateway), ("redis", host, ports.redis)]
     listens += [("scheduler", host, p) for p in (ports.scheduler, ports.reports, ports.scheduler_admin)]
     listens += [("coordinator", host, ports.coordinator), ("mempool", host, ports.mempool_admin)]
+    listens += [("standby", host, ports.standby)] if found.standby else []
     for role, count in (("prefill", found.num_prefill), ("decode", found.num_decode)):
         listens += [(role, host, port) for index in range(count) for port in ports.worker(role, index)]
     busy = busy_ports(listens)

@@ -290,6 +290,7 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
         address=found.address,
         join=parse_join(found.join),
         memory_market=found.memory_market,
+        standby=found.standby,
     )
 
 

@@ -105,6 +105,11 @@ class Ports:
         return self.base + 3
 
     @property
+    def standby(self) -> int:
+        """HTTP, of the coordinator that stands by."""
+        return self.base + 8
+
+    @property
     def redis(self) -> int:
         """Redis protocol."""
         return self.base + 4
@@ -205,6 +210,7 @@ class Plan:
     address: str = ""  # where other machines of the cluster reach this one; "": it is alone
     join: Joined | None = None  # the machine with the control plane; None: this one
     memory_market: bool = False  # whether the mempool reports to the coordinator, and lends by itself
+    standby: bool = False  # whether a second coordinator waits for the first one's lease to lapse
 
 
 def build(plan: Plan) -> list[Service]:
@@ -212,7 +218,10 @@ def build(plan: Plan) -> list[Service]:
     services = [_redis(plan)] if plan.redis_command else []
     if plan.launcher == "zygote":
         services.append(_zygote(plan))
-    services += [] if plan.join else [_coordinator(plan), _scheduler(plan)]
+    if not plan.join:
+        services += [_coordinator(plan, "coordinator", plan.ports.coordinator)]
+        services += [_coordinator(plan, "standby", plan.ports.standby)] if plan.standby else []
+        services += [_scheduler(plan)]
     services += [_keeper(plan), _mempool(plan)]
     services += [_worker(plan, worker) for worker in plan.workers]
     services += [] if plan.join else [_gateway(plan)]
@@ -236,9 +245,12 @@ def _reports(plan: Plan) -> str:
 
 
 def _coordinator_url(plan: Plan) -> str:
+    """Of both, where one stands by: a client goes to the one that leads."""
+    host, ports = plan.address or LOOPBACK, plan.ports
     if plan.join is not None:
-        return f"http://{in_url(plan.join.host)}:{Ports(0, plan.join.base_port).coordinator}"
-    return f"http://{in_url(plan.address or LOOPBACK)}:{plan.ports.coordinator}"
+        host, ports = plan.join.host, Ports(0, plan.join.base_port)
+    found = (ports.coordinator, ports.standby) if plan.standby else (ports.coordinator,)
+    return ",".join(f"http://{in_url(host)}:{port}" for port in found)
 
 
 def _service(
@@ -297,12 +309,11 @@ def _zygote(plan: Plan) -> Service:
     )
 
 
-def _coordinator(plan: Plan) -> Service:
-    port = plan.ports.coordinator
+def _coordinator(plan: Plan, name: str, port: int) -> Service:
     host = plan.address or LOOPBACK
     flags = ("--listen", f"{in_url(host)}:{port}")
     probe = Probe("http", host=host, port=port)
-    return _service(plan, "coordinator", "coordinator", flags, probe=probe, listens=(port,))
+    return _service(plan, "coordinator", name, flags, probe=probe, listens=(port,))
 
 
 def _scheduler(plan: Plan) -> Service:

@@ -179,6 +179,16 @@ def test_workers_have_no_way_out_of_the_cluster_network():
     assert reaching_out == {"gateway", "jaeger"}
 
 
+def test_the_coordinators_page_is_published_by_an_overlay_of_its_own_and_only_on_loopback():
+    overlay = load("page.yaml")["services"]
+    assert overlay.keys() == {"coordinator"}
+    (port,) = overlay["coordinator"]["ports"]
+    assert port == f"127.0.0.1:${{QUIRE_COORDINATOR_PORT:-{PORTS.coordinator}}}:{PORTS.coordinator}"
+    assert set(overlay["coordinator"]["networks"]) == {"cluster", "edge"}, (
+        "an internal network publishes nothing"
+    )
+
+
 def test_for_tests_only_the_workers_change():
     assert load("ci/mounted-engine.yaml")["services"].keys() == {"prefill", "decode"}
 

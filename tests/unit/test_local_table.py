@@ -44,6 +44,11 @@ def flags(service):
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
+def coordinators_of(service):
+    words = service.command
+    return words[words.index("--coordinator-url") + 1] if "--coordinator-url" in words else ""
+
+
 def test_the_start_order_has_dependencies_first_and_every_row_once():
     services = build(a_plan())
     order = start_order([s.spec for s in services])
@@ -53,6 +58,24 @@ def test_the_start_order_has_dependencies_first_and_every_row_once():
     )
     assert order.index(ZYGOTE) < order.index("prefill-0")
     assert order.index("keeper") < order.index("mempool")
+
+
+def test_with_a_standby_everybody_who_asks_a_coordinator_knows_both_and_both_show_the_address_they_have():
+    services = build(a_plan(standby=True, memory_market=True))
+    both = [service for service in services if service.row == "coordinator"]
+    assert [service.name for service in both] == ["coordinator", "standby"]
+    urls = [f"http://{flags(service)['--listen']}" for service in both]
+    asked = [url for url in map(coordinators_of, services) if url]
+    assert len(asked) == 5, "scheduler, mempool, workers, gateway"
+    assert set(asked) == {",".join(urls)}
+    assert {*map(coordinators_of, build(a_plan()))} == {"", urls[0]}
+
+
+def test_a_machine_that_joins_knows_the_others_standby():
+    joined = a_plan(standby=True, address="10.0.0.2", join=plan.parse_join("10.0.0.1:9100"))
+    services = build(joined)
+    assert not [service for service in services if service.row == "coordinator"]
+    assert {*map(coordinators_of, services)} - {""} == {"http://10.0.0.1:9103,http://10.0.0.1:9108"}
 
 
 def test_no_two_services_listen_on_the_same_port():
