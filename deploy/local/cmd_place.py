@@ -1,5 +1,6 @@
 """`quire place FILE`: which model on which server, and whose idle memory goes to whom (AQUA-PLACER)."""
 
+import asyncio
 import sys
 import time
 from pathlib import Path
@@ -9,10 +10,17 @@ import msgspec
 import typer
 from rich.table import Table
 
+from deploy.local.config import api_key
 from deploy.local.placement_file import read
 from deploy.local.terminal import FAILED, bytes_text, err, fail, out
-from shared.errors import InvalidRequest, SettingsError
+from shared.errors import ClusterError, InvalidRequest, SettingsError
+from shared.ids import InstanceId
+from shared.transport.lending_client import LendingClient
+from shared.wire.lending import Pair
+from shared.wire.lending import Placement as Pairs
 from shared.wire.placer import Placement, PlacementQuestion, Unplaceable
+
+TELL_MS = 5_000
 
 
 def place(
@@ -21,8 +29,19 @@ def place(
     ],
     time_limit: Annotated[float, typer.Option(help="Seconds for the search at most.")] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+    apply: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Tell this coordinator, such as http://127.0.0.1:8103, who borrows from whom first; with a standby "
+            "both, separated by a comma. Models name their running instances. QUIRE_API_KEY is sent if set.",
+        ),
+    ] = "",
 ) -> None:
-    """Place models on servers so that lenders and borrowers of memory meet. Exit code 1: not everything has room."""
+    """Place models on servers so that lenders and borrowers of memory meet.
+
+    Exit code 1: not everything has room, or the coordinator was not told.
+    """
     if not 0.1 <= time_limit <= 3600:
         raise SettingsError("--time-limit is from 0.1 to 3600 seconds")
     question = read(file, time_limit_ms=round(1000 * time_limit))
@@ -35,6 +54,10 @@ def place(
     except InvalidRequest as error:
         raise SettingsError(f"{file}: {error.message}") from error
     seconds = time.monotonic() - begin
+    if apply and not isinstance(answer, Unplaceable):
+        told = asyncio.run(_tell(apply, answer))
+        if not as_json:
+            err.print(told, markup=False)
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n")
         sys.exit(FAILED if isinstance(answer, Unplaceable) else 0)
@@ -42,6 +65,24 @@ def place(
         _explain(answer)
     else:
         _show(question, answer, seconds)
+
+
+async def _tell(urls: str, answer: Placement) -> str:
+    """What the coordinator has now. Exits where it has not."""
+    for url in urls.split(","):
+        if not url.strip().startswith(("http://", "https://")):
+            raise SettingsError(f"--apply {url!r} is no address of a coordinator; try http://127.0.0.1:8103")
+    client = LendingClient(urls, key=api_key(), patience_ms=TELL_MS)
+    pairs = [Pair(consumer=InstanceId(p.consumer), producer=InstanceId(p.producer)) for p in answer.pairs]
+    try:
+        refused = await client.place(Pairs(pairs=pairs))
+    except ClusterError as error:
+        fail(f"the coordinator at {urls} was not told: {error.message}")
+    finally:
+        await client.close()
+    if refused is not None:
+        fail(f"the coordinator at {urls} was not told: {refused.code}: {refused.message}")
+    return f"{urls} pairs {len(pairs)} consumers with their producers from now on"
 
 
 def _explain(answer: Unplaceable) -> NoReturn:

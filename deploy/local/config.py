@@ -359,5 +359,5 @@ def gateway_url(url: str = "") -> str:
 
 
 def api_key() -> str:
-    """The key that `quire chat` sends."""
+    """The key that `quire chat` and `quire place --apply` send."""
     return environment().get("QUIRE_API_KEY", "")
