@@ -132,6 +132,17 @@ class DecodeStep:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptStep:
+    """A step behind another one that computed the whole of one prompt, and a token of each of `num_decodes` others."""
+
+    ms: float
+    new_tokens: int
+    past_tokens: int  # of the prompt, found
+    num_decodes: int
+    context_tokens: int  # of those who decoded
+
+
+@dataclass(frozen=True, slots=True)
 class CacheEvent:
     """A change of the engine's own prefix cache, in Quire's hashes."""
 
@@ -197,7 +208,7 @@ class Engine(Protocol):
         """The callback runs on the event loop, in order."""
         ...
 
-    def on_decode_step(self, callback: Callable[[DecodeStep], None]) -> None:
+    def on_step(self, callback: Callable[[DecodeStep | PromptStep], None]) -> None:
         """The callback runs on the event loop, once for each step that qualifies."""
         ...
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from shared.engine.interface import DecodeStep
+from shared.engine.interface import DecodeStep, PromptStep
 
 IDLE_S = 1.0  # a longer gap between two steps is none
 
@@ -14,19 +14,26 @@ IDLE_S = 1.0  # a longer gap between two steps is none
 class LoadView(StatLoggerBase):
     """Keeps the last scheduler statistics; vLLM calls record() once per engine step, on the front's event loop.
 
-    Args: unfinished_prefill, context_tokens: the engine's own, by request; read only.
+    Args: unfinished_prefill, context_tokens: the engine's own, by request; read only. max_batched_tokens: of a step.
     """
 
-    def __init__(self, unfinished_prefill: Mapping[str, int], context_tokens: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        unfinished_prefill: Mapping[str, int],
+        context_tokens: Mapping[str, int],
+        max_batched_tokens: int,
+    ) -> None:
         self.running = self.waiting = 0
         self.kv_used_share = 0.0
         self.step_ms = 0.0
         self.preempted = 0
-        self.on_decode_step: Callable[[DecodeStep], None] | None = None
+        self.on_step: Callable[[DecodeStep | PromptStep], None] | None = None
         self._unfinished_prefill = unfinished_prefill
         self._context_tokens = context_tokens
         self._last: float | None = None
+        self._max_batched_tokens = max_batched_tokens
         self._last_decoding = 0  # requests that decoded in the step before, if nothing else ran
+        self._last_open = 0  # prompts that were not finished then
 
     def record(
         self,
@@ -47,7 +54,23 @@ class LoadView(StatLoggerBase):
         if gap_s < IDLE_S:
             self.step_ms += 0.1 * (gap_s * 1e3 - self.step_ms)
         self._last = now if self.running else None
+        if iteration_stats is not None and self.on_step is not None:
+            self._note_prompt(gap_s, iteration_stats, self.on_step)
         self._note_decode(gap_s, iteration_stats)
+
+    def _note_prompt(self, gap_s: float, stats: Any, tell: Callable[[DecodeStep | PromptStep], None]) -> None:
+        """One prompt came to its first token, no other one was open, and it fitted into this step beside the decodes.
+
+        Then the step computed all of it, however long it had waited before.
+        """
+        was_open, self._last_open = self._last_open, len(self._unfinished_prefill)
+        firsts = len(stats.time_to_first_tokens_iter)
+        found, decodes = stats.prompt_token_stats, stats.num_generation_tokens - firsts
+        fits = 0 < found.computed <= self._max_batched_tokens - decodes
+        alone = max(was_open, self._last_open) <= 1
+        if firsts == 1 and decodes > 0 and fits and alone and gap_s < IDLE_S:
+            others = sum(self._context_tokens.values()) - found.total
+            tell(PromptStep(gap_s * 1e3, found.computed, found.cached_tokens, decodes, max(0, others)))
 
     def _note_decode(self, gap_s: float, iteration_stats: Any) -> None:
         decoding = 0
@@ -58,8 +81,8 @@ class LoadView(StatLoggerBase):
         ):
             decoding = iteration_stats.num_generation_tokens
         same, self._last_decoding = decoding == self._last_decoding, decoding
-        if self.on_decode_step is not None and decoding and same and gap_s < IDLE_S:
-            self.on_decode_step(DecodeStep(gap_s * 1e3, decoding, sum(self._context_tokens.values())))
+        if self.on_step is not None and decoding and same and gap_s < IDLE_S:
+            self.on_step(DecodeStep(gap_s * 1e3, decoding, sum(self._context_tokens.values())))
 
     def log_engine_initialized(self) -> None:
         """Nothing to log."""

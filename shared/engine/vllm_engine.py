@@ -35,6 +35,7 @@ from shared.engine.interface import (
     EngineRequest,
     EngineRoom,
     KvUse,
+    PromptStep,
     Swapped,
 )
 from shared.engine.load_view import LoadView
@@ -142,7 +143,7 @@ class VllmEngine:
         self._event_task: asyncio.Task[None] | None = None
 
     def _make_load_view(self, vllm_config: Any, engine_index: int = 0) -> LoadView:
-        self._load_view = LoadView(self._unfinished_prefill, self._context_tokens)
+        self._load_view = LoadView(self._unfinished_prefill, self._context_tokens, self.max_batched_tokens)
         return self._load_view
 
     @staticmethod
@@ -283,10 +284,10 @@ class VllmEngine:
         except (EngineDeadError, EngineGenerateError) as error:
             raise PeerGone(f"the engine died: {error!r}") from error
 
-    def on_decode_step(self, callback: Callable[[DecodeStep], None]) -> None:
-        """See Engine.on_decode_step."""
+    def on_step(self, callback: Callable[[DecodeStep | PromptStep], None]) -> None:
+        """See Engine.on_step."""
         if self._load_view is not None:
-            self._load_view.on_decode_step = callback
+            self._load_view.on_step = callback
 
     async def clear_cache(self) -> bool:
         """See Engine.clear_cache."""

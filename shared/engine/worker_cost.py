@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from shared.costmodel.model import CostModel
+from shared.costmodel.model import CostModel, StepShape
 from shared.costmodel.online import OnlineCorrection, PrefillLedger
-from shared.engine.interface import DecodeStep, KvUse
+from shared.engine.interface import DecodeStep, KvUse, PromptStep
 from shared.observe import metrics
 from shared.wire.cost import CostCoefficients
 
@@ -83,11 +83,24 @@ class WorkerCost:
         if self._ledger is not None:
             self._ledger.abandon(key, _now_ms())
 
-    def on_decode_step(self, step: DecodeStep) -> None:
-        """The engine measured a step of decodes alone."""
-        if self._model is not None:
+    def on_step(self, step: DecodeStep | PromptStep) -> None:
+        """The engine measured a step: of decodes alone, or of a prompt beside decodes.
+
+        Of the latter what the decodes add is taken away, as it is predicted and corrected. A prompt that does not at
+        least double the step says too little of prompts: a step of one token reads the weights too.
+        """
+        if self._model is None:
+            return
+        if isinstance(step, DecodeStep):
             predicted_ms = self._model.decode_step_ms(step.num_requests, step.context_tokens)
             self._observe("decode", predicted_ms, step.ms)
+            return
+        chunks = ((step.new_tokens, step.past_tokens),)
+        prompt_ms = self._model.step_ms(StepShape(chunks))
+        whole_ms = self._model.step_ms(StepShape(chunks, step.num_decodes, step.context_tokens))
+        if whole_ms >= 2 * self._model.decode_step_ms(step.num_decodes, step.context_tokens):
+            added_ms = (whole_ms - prompt_ms) * self.corrections["decode"].factor
+            self._observe("prefill", prompt_ms, step.ms - added_ms)
 
     def _observe(self, kind: str, predicted_ms: float, measured_ms: float) -> None:
         correction, shown = self.corrections[kind], self._metrics[kind]

@@ -196,7 +196,7 @@ class WorkerShell:
         await asyncio.wait((profile, stop))
         if not profile.cancelled():
             self.cost.use(profile.result())
-        self.engine.on_decode_step(self.cost.on_decode_step)
+        self.engine.on_step(self.cost.on_step)
 
     async def _watch_engine(self) -> None:
         while True:

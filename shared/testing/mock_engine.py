@@ -20,6 +20,7 @@ from shared.engine.interface import (
     EngineRequest,
     EngineRoom,
     KvUse,
+    PromptStep,
 )
 from shared.engine.worker_config import WorkerSettings
 from shared.errors import ClusterError, InvalidRequest, InvariantBroken, PeerGone, SettingsError
@@ -101,7 +102,7 @@ class MockEngine:
         self._running: list[_Running] = []
         self._by_id: dict[str, _Running] = {}
         self._callback: Callable[[CacheEvent], None] | None = None
-        self._on_decode_step: Callable[[DecodeStep], None] | None = None
+        self._on_step: Callable[[DecodeStep | PromptStep], None] | None = None
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._num_made = 0
@@ -197,9 +198,9 @@ class MockEngine:
         """See Engine.on_cache_event."""
         self._callback = callback
 
-    def on_decode_step(self, callback: Callable[[DecodeStep], None]) -> None:
-        """See Engine.on_decode_step."""
-        self._on_decode_step = callback
+    def on_step(self, callback: Callable[[DecodeStep | PromptStep], None]) -> None:
+        """See Engine.on_step."""
+        self._on_step = callback
 
     async def clear_cache(self) -> bool:
         """See Engine.clear_cache."""
@@ -240,9 +241,17 @@ class MockEngine:
             self._emit()
 
     def _tell_step(self, computed: int, ms: float) -> None:
-        if self._on_decode_step is not None and self._running and not computed:
-            context = sum(len(r.request.prompt_token_ids) + r.made for r in self._running)
-            self._on_decode_step(DecodeStep(ms, len(self._running), context))
+        if self._on_step is None or not self._running:
+            return
+        context = sum(len(r.request.prompt_token_ids) + r.made for r in self._running)
+        if not computed:
+            self._on_step(DecodeStep(ms, len(self._running), context))
+            return
+        others = [r for r in self._running if r.made]
+        new = [r for r in self._running if not r.made]
+        if len(new) == 1 and others and computed == new[0].use.tokens_computed:
+            length = len(new[0].request.prompt_token_ids)
+            self._on_step(PromptStep(ms, computed, length - computed, len(others), context - length))
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.max_running:

@@ -10,7 +10,7 @@ from shared.costmodel.model import CostModel
 from shared.costmodel.observation import Point
 from shared.engine import calibration, profile_run
 from shared.engine.calibration import calibrate
-from shared.engine.interface import CacheEvent, EngineRequest
+from shared.engine.interface import CacheEvent, EngineRequest, PromptStep
 from shared.engine.profile_run import Profiler
 from shared.engine.worker_config import WorkerSettings
 from shared.ids import BlockHash
@@ -156,7 +156,7 @@ async def test_workers_of_one_kind_profile_one_after_the_other(settings):
 
 async def test_steps_of_decodes_alone_are_told(settings):
     engine, steps = await started(settings), []
-    engine.on_decode_step(steps.append)
+    engine.on_step(steps.append)
     request = EngineRequest(
         engine_request_id="r", stage="colocated", prompt_token_ids=list(range(10, 50)),
         sampling=SamplingSpec(max_tokens=6, ignore_eos=True), chain_seed=BlockHash(b"\x01" * 32),
@@ -164,6 +164,34 @@ async def test_steps_of_decodes_alone_are_told(settings):
     async for _ in engine.generate(request):
         pass
     assert [step.num_requests for step in steps] == [1] * 5
+    await engine.close()
+
+
+async def test_a_prompt_that_comes_beside_a_decode_is_told_with_what_it_computed(settings):
+    engine, steps, decodes = await started(settings), [], asyncio.Event()
+
+    def note(step):
+        steps.append(step)
+        decodes.set()
+
+    engine.on_step(note)
+
+    async def generate(name, tokens, max_tokens):
+        request = EngineRequest(
+            engine_request_id=name, stage="colocated", prompt_token_ids=tokens,
+            sampling=SamplingSpec(max_tokens=max_tokens, ignore_eos=True), chain_seed=BlockHash(b"\x01" * 32),
+        )  # fmt: skip
+        async for _ in engine.generate(request):
+            pass
+
+    decoding = asyncio.create_task(generate("first", list(range(10, 50)), 400))
+    await decodes.wait()
+    await generate("second", list(range(500, 1100)), 2)
+    decoding.cancel()
+    (told,) = [step for step in steps if isinstance(step, PromptStep)]
+    assert (told.new_tokens, told.past_tokens, told.num_decodes) == (600, 0, 1)
+    assert 40 < told.context_tokens <= 440
+    assert told.ms >= STEP_MS
     await engine.close()
 
 

@@ -1,0 +1,73 @@
+"""Which of vLLM's steps say what a prompt costs, told from vLLM's own statistics."""
+
+import types
+
+import pytest
+
+pytestmark = pytest.mark.engine
+BUDGET = 2048
+
+
+@pytest.fixture
+def rig(monkeypatch):
+    """(view, steps told, tell of a step): the clock moves 10 ms a step."""
+    module = pytest.importorskip("shared.engine.load_view")
+    from vllm.v1.metrics.stats import IterationStats, PrefillStats, SchedulerStats
+
+    clock = types.SimpleNamespace(now=100.0)
+    monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+    unfinished: dict[str, int] = {}
+    view = module.LoadView(unfinished, {"a": 500, "b": 700, "new": 900}, BUDGET)
+    told = []
+    view.on_step = told.append
+
+    def step(decodes, *prompts, after_ms=10.0, still_open=()):
+        """`prompts`: (tokens, found) of those that came to their first token."""
+        clock.now += after_ms / 1e3
+        unfinished.clear()
+        unfinished.update(dict.fromkeys(still_open, 1))
+        stats = IterationStats()
+        stats.num_generation_tokens = decodes + len(prompts)
+        for tokens, found in prompts:
+            one = PrefillStats()
+            one.set(tokens, found, 0)
+            stats.prompt_token_stats.update_from_output(one)
+            stats.time_to_first_tokens_iter.append(0.1)
+        view.record(SchedulerStats(num_running_reqs=decodes + len(prompts)), stats)
+        return [each for each in told if isinstance(each, module.PromptStep)]
+
+    return step
+
+
+def test_a_prompt_beside_decodes_is_told_with_the_steps_time(rig):
+    rig(2)
+    (told,) = rig(2, (900, 400), after_ms=35.0)
+    assert told.ms == pytest.approx(35.0)
+    assert (told.new_tokens, told.past_tokens, told.num_decodes, told.context_tokens) == (500, 400, 2, 1200)
+
+
+@pytest.mark.parametrize(
+    ("why", "steps"),
+    [
+        ("nothing decoded: the time from an arrival is another one's to measure", [(2,), (0, (900, 0))]),
+        ("two prompts share it", [(2,), (2, (900, 0), (100, 0))]),
+        ("it took several steps", [(2,), (2, (BUDGET, 0))]),
+    ],
+)
+def test_other_steps_say_nothing(rig, why, steps):
+    for step in steps:
+        found = rig(*step)
+    assert found == [], why
+
+
+def test_another_prompt_that_is_open_may_have_had_a_part_of_the_step(rig):
+    rig(2)
+    assert rig(2, (900, 0), still_open=("x", "y")) == []
+    rig(2, still_open=("x", "y"))
+    assert rig(2, (900, 0)) == []
+
+
+def test_the_first_step_behind_a_pause_began_nobody_knows_when(rig):
+    assert rig(2, (900, 0)) == []
+    rig(2)
+    assert rig(2, (900, 0), after_ms=2000.0) == []
