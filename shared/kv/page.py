@@ -18,7 +18,8 @@ MAX_EPOCH = (1 << 56) - 1
 
 
 class PageState(IntEnum):
-    """Who may write the bytes; page_state.py in services/mempool/core has the table."""
+    """Who may write the bytes; page_state.py in services/mempool/core has the table. 7 was never a page's state, and
+    stays unused: a new mempool goes on from the words of an earlier version."""
 
     FREE = 0
     GRANTED = 1
@@ -27,7 +28,6 @@ class PageState(IntEnum):
     RETIRING = 4
     LEASED = 5
     QUARANTINED = 6
-    ORPHANED = 7
     WITHDRAWN = 8
     RELEASED = 9
 

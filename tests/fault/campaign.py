@@ -190,7 +190,7 @@ class Campaign:
             said[:] = [status]
             states = status.pages_by_state
             busy = status.num_leases + status.num_handoffs + status.num_pinned - status.num_kept
-            busy += sum(states.get(name, 0) for name in ("retiring", "leased", "quarantined", "orphaned"))
+            busy += sum(states.get(name, 0) for name in ("retiring", "leased", "quarantined"))
             sealed = sum(len(instance.sealed) for instance in world.instances)
             return busy == 0 and status.num_kept <= sealed
 

@@ -149,7 +149,7 @@ def settled_pool(cluster: LocalCluster, timeout_s: float = 60) -> dict:
         pool = cluster.pool()
         states = pool["pages_by_state"]
         busy = pool["num_leases"] + pool["num_handoffs"] + pool["num_pinned"] - pool["num_kept"]
-        busy += sum(states[name] for name in ("retiring", "leased", "quarantined", "orphaned"))
+        busy += sum(states[name] for name in ("retiring", "leased", "quarantined"))
         if busy == 0 or time.monotonic() > deadline:
             return pool
         time.sleep(0.2)

@@ -56,7 +56,7 @@ class Split:
     def in_doubt(self) -> int:
         """Pages that no engine and no index has."""
         states = self.cluster.pool()["pages_by_state"]
-        return sum(states[name] for name in ("retiring", "leased", "quarantined", "orphaned"))
+        return sum(states[name] for name in ("retiring", "leased", "quarantined"))
 
     def num_running(self, role: str) -> int:
         """Requests in the engine's steps."""

@@ -1,5 +1,7 @@
 """The page state machine is one table, and everything else agrees with it."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ from shared.errors import InvariantBroken
 from shared.ids import Epoch, PageId
 from shared.kv.page import PageState, pack_word
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "mempool.md"
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "mempool.md"
+CALLERS = [f"tests/unit/test_mempool_{name}.py" for name in ("pool", "lending", "releases", "inheritance")]
 LEGAL = {(row.state, row.event): row.target for row in TABLE}
 
 
@@ -40,6 +44,35 @@ def test_only_one_state_lets_an_engine_write_and_only_the_way_through_retiring_f
 
 def test_every_state_can_be_reached_and_left():
     assert {row.target for row in TABLE} == set(PageState) == {row.state for row in TABLE} == set(WRITER)
+
+
+def test_every_row_of_the_table_is_taken_by_what_engines_markets_and_successors_ask():
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.support.taken_rows",
+        "-n",
+        "0",
+    ]
+    done = subprocess.run(
+        [*command, *CALLERS], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert "rows never taken: none" in done.stdout, done.stdout[-3000:]
+
+
+def test_the_numbers_of_states_are_those_that_an_earlier_mempool_wrote():
+    numbers = {state.name: int(state) for state in PageState}
+    assert numbers["WITHDRAWN"] == 8
+    assert numbers["RELEASED"] == 9
+    assert 7 not in numbers.values()
+    table = PageTable.adopt([pack_word(Epoch(5), state) for state in PageState])
+    assert sum(table.counts) == len(PageState)
 
 
 def test_epoch_grows_when_a_page_becomes_free_and_words_come_in_order():

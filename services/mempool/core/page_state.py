@@ -1,7 +1,9 @@
 """The page state machine: one table, from which the code acts and the documentation's diagram is drawn.
 
 Everything that decides who may write a page's bytes is in TABLE. A pair (state, event) that has no row is our
-bug. Source: ARCHITECTURE.md, "The page".
+bug. A borrower's ranks may map lent pages, to read them in place: such a page is pinned on the borrower's side of the
+loan until they unmapped it or are dead (far.py), and stays leased until then, whatever became of the loan.
+Source: ARCHITECTURE.md, "The page".
 """
 
 from collections.abc import Callable
@@ -42,7 +44,6 @@ WRITER: dict[PageState, str] = {
     PageState.RETIRING: "nobody",
     PageState.LEASED: "the mempool only",
     PageState.QUARANTINED: "nobody, but its lost holder still could",
-    PageState.ORPHANED: "nobody, but its lost borrower may still read it",
     PageState.WITHDRAWN: "nobody: its memory is on its way to the system, or back",
     PageState.RELEASED: "nobody: it has no memory",
 }
@@ -66,12 +67,9 @@ TABLE: tuple[Step[PageState, PageEvent], ...] = (
     Step(_S.SEALED, _E.RETIRE, _S.RETIRING, "no pin; out of the index"),
     Step(_S.RETIRING, _E.DRAINED, _S.FREE, "no process maps it as an alias; epoch + 1"),
     Step(_S.LEASED, _E.LEASE_RETURNED, _S.RETIRING, "no loan has it, and no copy reads or writes it"),
-    Step(_S.LEASED, _E.HOLDER_LOST, _S.ORPHANED, "the borrower's lease ended unanswered"),
     Step(_S.QUARANTINED, _E.ACKNOWLEDGED, _S.RETIRING, "the same process says that it writes no more"),
     Step(_S.QUARANTINED, _E.HOLDER_DEAD, _S.RETIRING, "its pidfd says that the process is dead"),
     Step(_S.QUARANTINED, _E.CLAIMED, _S.WRITING, "the same process reports it to a new mempool, same epoch"),
-    Step(_S.ORPHANED, _E.ACKNOWLEDGED, _S.RETIRING, "the same process says that it unmapped the page"),
-    Step(_S.ORPHANED, _E.HOLDER_DEAD, _S.RETIRING, "its pidfd says that the process is dead"),
     Step(_S.FREE, _E.WITHDRAW, _S.WITHDRAWN, "nobody holds it; its memory shall go to the system"),
     Step(_S.WITHDRAWN, _E.UNMAPPED, _S.RELEASED, "each process that maps it unmapped it or is dead"),
     Step(_S.RELEASED, _E.RESTORED, _S.WITHDRAWN, "the system gave memory for it again"),

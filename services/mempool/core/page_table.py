@@ -20,7 +20,7 @@ class PageTable:
         self.num_pages = num_pages
         self.states = bytearray(num_pages)
         self.epochs = array("Q", [boot_generation]) * num_pages
-        self.counts = [0] * len(PageState)
+        self.counts = [0] * _NUM_STATES
         self.counts[PageState.FREE] = num_pages
         self._warm: list[PageId] = []  # free, and perhaps backed by memory: used first
         self._cold = [PageId(page) for page in range(num_pages - 1, -1, -1)]  # never written, or punched
@@ -36,7 +36,7 @@ class PageTable:
         """Go on from an earlier mempool's words. What was granted, written or on its way out is quarantined."""
         table = cls(len(words), Epoch(0))
         table._words, table._warm, table._cold = [], [], []
-        table.counts = [0] * len(PageState)
+        table.counts = [0] * _NUM_STATES
         for page, word in enumerate(words):
             epoch, state = unpack_word(word)
             kept = state if state in _ADOPTED else PageState.QUARANTINED
@@ -223,4 +223,5 @@ class PageTable:
 
 
 _FREE = PageState.FREE
+_NUM_STATES = max(PageState) + 1
 _ADOPTED = (PageState.FREE, PageState.SEALED, PageState.WITHDRAWN, PageState.RELEASED)
