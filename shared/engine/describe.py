@@ -27,6 +27,8 @@ def cuda_order(config: Any) -> str:
 def why_not_in_pages(config: Any) -> str:
     """What of the model's cache is no plain stack of equal full-attention layers; "": nothing."""
     model = config.model_config
+    if model.is_attention_free:
+        return "it keeps state instead of attention's keys and values"
     if model.is_hybrid:
         return "its cache is a hybrid of attention and other state"
     if model.use_mla:
@@ -35,6 +37,10 @@ def why_not_in_pages(config: Any) -> str:
         return "its attention has sliding windows"
     if model.attention_chunk_size is not None:
         return "its attention goes by chunks of the context"
+    if model.has_noops:
+        return "some of its layers have no attention"
+    if getattr(model.hf_text_config, "param_sink_number", 0):
+        return "its attention has sink tokens of its own"
     if model.is_encoder_decoder:
         return "its attention crosses to an encoder"
     if getattr(model.hf_text_config, "num_kv_shared_layers", 0):

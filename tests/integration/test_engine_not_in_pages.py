@@ -20,6 +20,24 @@ MODELS = {
         },
         "its attention goes by chunks of the context",
     ),
+    "mamba": (
+        {
+            "architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16, "conv_kernel": 4,
+            "expand": 2, "time_step_rank": 8, "use_conv_bias": True, "use_bias": False,
+        },
+        "it keeps state instead of attention's keys and values",
+    ),
+    "gaps": (
+        {
+            "architectures": ["DeciLMForCausalLM"], "model_type": "llama",
+            "block_configs": [{"attention": {"no_op": False, "n_heads_in_group": 1}}, {"attention": {"no_op": True}}],
+        },
+        "some of its layers have no attention",
+    ),
+    "sinks": (
+        LLAMA | {"architectures": ["PanguEmbeddedForCausalLM"], "param_sink_number": 8},
+        "its attention has sink tokens of its own",
+    ),
     "windows": (LLAMA | {"sliding_window": 64}, "its attention has sliding windows"),
     "shared": (LLAMA | {"num_kv_shared_layers": 1}, "some of its layers share a cache"),
 }  # fmt: skip
