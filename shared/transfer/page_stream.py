@@ -70,14 +70,23 @@ class PageStream:
             self._driver.copy_batch(targets[part], sources[part], sizes[part], Order.STREAM, stream)
 
     def passed(self, events: list[int]) -> bool:
-        """Whether all have; then they are the stream's again and `events` is empty. Raises: CopyFailed."""
+        """Whether all have; then, and after a failure, they are the stream's again and `events` is empty.
+
+        Raises: CopyFailed, once; the GPU's context is lost then, and nothing of the set runs.
+        """
         with self._lock:
-            if events:
+            if not events:
+                return True
+            try:
                 self._driver.make_current()
-            while events and self._driver.passed(events[-1]):
-                self._events.append(events.pop())
-                if not events:
-                    self._num_pending -= 1
+                while events and self._driver.passed(events[-1]):
+                    self._events.append(events.pop())
+            except CopyFailed:
+                self._events += events
+                events.clear()
+                raise
+            finally:
+                self._num_pending -= not events
             return not events
 
     def _idle(self, events: list[int]) -> bool:
@@ -113,7 +122,14 @@ class PageTicket:
     def __init__(self, stream: PageStream, events: list[int]) -> None:
         self._stream = stream
         self._left = events
+        self._failure: CopyFailed | None = None
 
     def done(self) -> bool:
-        """Whether every byte is at its target. Raises: CopyFailed."""
-        return self._stream.passed(self._left)
+        """Whether every byte is at its target. Raises: CopyFailed, from then on at every call."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._stream.passed(self._left)
+        except CopyFailed as error:
+            self._failure = error
+            raise

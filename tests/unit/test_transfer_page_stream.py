@@ -1,8 +1,10 @@
-"""How many streams whole pages between GPUs are shared out over."""
+"""Whole pages between GPUs: over how many streams they are shared out, and what stays of a set that is over."""
 
 import numpy as np
 import pytest
 
+from shared.kernels.copy_pages.copier import MAX_PENDING
+from shared.kernels.copy_pages.copies import CopyFailed, CopyQueueFull
 from shared.transfer.page_stream import PageStream
 
 
@@ -13,14 +15,23 @@ class Driver:
 
     def __init__(self) -> None:
         self.calls: list[int] = []
-        self.numbers = iter(range(1, 1000))
+        self.numbers = iter(range(1, 10_000))
+        self.made = 0
+        self.answer: bool | CopyFailed = True  # of passed()
 
     def make_current(self) -> None: ...
 
     def create_stream(self) -> int:
         return next(self.numbers)
 
-    create_event = create_stream
+    def create_event(self) -> int:
+        self.made += 1
+        return next(self.numbers)
+
+    def passed(self, event: int) -> bool:
+        if isinstance(self.answer, CopyFailed):
+            raise self.answer
+        return self.answer
 
     def record(self, event: int, stream: int) -> None: ...
 
@@ -46,3 +57,44 @@ def test_a_lane_is_taken_for_so_many_pages_or_bytes(least, pages, mib, calls):
     at = np.arange(pages, dtype=np.uint64) * np.uint64(mib << 20)
     stream.submit(at, at + np.uint64(1 << 40), mib << 20)
     assert driver.calls == calls
+
+
+def submitted(stream: PageStream, pages: int = 32):
+    at = np.arange(pages, dtype=np.uint64) * np.uint64(8 << 20)
+    return stream.submit(at, at + np.uint64(1 << 40), 8 << 20)
+
+
+def test_sets_that_are_over_leave_nothing_behind_whether_their_bytes_arrived_or_not():
+    driver = Driver()
+    stream = PageStream(driver, lanes=4)
+    for number in range(2 * MAX_PENDING):
+        ticket = submitted(stream)
+        driver.answer = False
+        assert not ticket.done()
+        driver.answer = CopyFailed("cuEventQuery", "700") if number % 2 else True
+        if number % 2:
+            for _ in range(2):  # it stays failed: bytes that did not arrive never count as there
+                with pytest.raises(CopyFailed):
+                    ticket.done()
+            driver.answer = True
+            with pytest.raises(CopyFailed):
+                ticket.done()
+        else:
+            assert ticket.done()
+            assert ticket.done()
+    assert driver.made == 4
+
+
+def test_so_many_sets_are_in_flight_at_once_and_no_more():
+    driver = Driver()
+    stream = PageStream(driver, lanes=4)
+    tickets = [submitted(stream) for _ in range(MAX_PENDING)]
+    driver.answer = False
+    assert not any(ticket.done() for ticket in tickets)
+    driver.answer = True
+    with pytest.raises(CopyQueueFull):
+        submitted(stream)
+    assert tickets[0].done()
+    submitted(stream)
+    with pytest.raises(CopyQueueFull):
+        submitted(stream)
