@@ -24,6 +24,7 @@ from deploy.local.services_table import Ports
 from loadtest import burst_counts, burst_plan
 from loadtest.bench_footprint import free_base_port
 from loadtest.bench_pages import model_folder
+from loadtest.burst_expected import BLOCK_TOKENS
 from loadtest.http_client import Client
 from loadtest.locality_cluster import Arm, LocalityCluster
 from loadtest.open_loop import OpenLoop, Plan, verdict
@@ -98,7 +99,8 @@ class Engine:
 
     def _sections(self) -> dict[str, dict[str, Any]]:
         setup = self._setup
-        worker: dict[str, Any] = {"calibrate": "off", **setup.worker}
+        # what burst_expected.py counts with, on GPUs too: the two are compared
+        worker: dict[str, Any] = {"calibrate": "off", "block_tokens": BLOCK_TOKENS, **setup.worker}
         mempool: dict[str, Any] = {"lending": "off", **setup.mempool}
         if setup.device == "cuda":
             worker |= {} if setup.model_dir else {"load_format": "dummy"}

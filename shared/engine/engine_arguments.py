@@ -5,7 +5,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from shared.engine.slot_settings import slot_arguments
-from shared.engine.worker_config import WorkerSettings, has_slots
+from shared.engine.worker_config import WorkerSettings, block_tokens, has_slots
 from shared.kv.transfer_mode import TransferMode
 
 
@@ -16,7 +16,8 @@ def by_layer(settings: WorkerSettings) -> bool:
 
 def quota_pages(settings: WorkerSettings) -> int:
     """Enough for two steps that complete as many blocks as a step can."""
-    return 2 * (settings.max_num_batched_tokens // settings.block_tokens + settings.max_num_seqs)
+    tokens = block_tokens(settings, on_cpu=current_platform.is_cpu())
+    return 2 * (settings.max_num_batched_tokens // tokens + settings.max_num_seqs)
 
 
 def in_pages(settings: WorkerSettings) -> dict[str, Any]:

@@ -49,6 +49,7 @@ from shared.engine.weave_restart import started
 from shared.engine.weave_settings import weave_arguments
 from shared.engine.worker_config import (
     WorkerSettings,
+    block_tokens,
     fair_rules,
     fair_swap,
     far_places,
@@ -166,7 +167,7 @@ class VllmEngine:
             max_model_len=settings.max_model_len or None,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            block_size=settings.block_tokens,
+            block_size=block_tokens(settings, on_cpu=current_platform.is_cpu()),
             enforce_eager=settings.enforce_eager or current_platform.is_cpu() or has_slots(settings),
             tensor_parallel_size=settings.tensor_parallel_size,
             enable_prefix_caching=True,

@@ -54,7 +54,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     pd_caching: Literal["basic", "1", "2", "3"] = "3"
     # in what pieces, and when, blocks go from prefill to decode (shared/kv/transfer_mode.py); as mempool.transfer_mode
     transfer_mode: Literal["by-request-agg", "by-request", "by-layer"] = "by-request-agg"
-    block_tokens: int = 32
+    block_tokens: int = 0  # 0: 64 on a GPU, 32 on a CPU (docs/decisions/0035)
     max_model_len: int = 0  # 0: the model's own
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -129,24 +129,30 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 _POSITIVE = (
     "threads", "fair_slice_steps", "fair_chunk_tokens",
-    "block_tokens", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size",
+    "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size",
     "max_inflight", "max_deadline_ms", "report_interval_ms", "acquire_timeout_ms", "fetch_wait_ms", "handoff_wait_ms",
     "handoff_ttl_ms", "lease_ttl_ms", "hello_timeout_ms", "gateway_silent_ms", "mock_prefill_tokens_per_s",
     "mock_kv_blocks",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "max_model_len", "kv_cache_bytes", "gpu_memory_utilization", "drain_deadline_ms", "mock_step_ms",
+    "block_tokens", "max_model_len", "kv_cache_bytes", "gpu_memory_utilization", "drain_deadline_ms", "mock_step_ms",
     "mock_start_ms", "mock_eos_after_tokens", "mock_die_after_tokens", "mock_hang_after_tokens",
     "mock_drop_first_steps", "fair_max_switch_share", "weave_min_tokens", "far_bytes",
     "handoff_room_ms",
 )  # fmt: skip
 
 
+GPU_BLOCK_TOKENS, CPU_BLOCK_TOKENS = 64, 32  # of a block, unless the settings say otherwise
 BY_FAIR_FOR = -1  # of a setting that fair_for decides
 MOST_FAR_MOVES = (
     1_024  # at once: what a lender wants back goes in one turn, not in several of the engine's steps each
 )
 MOST_WEAVE_SMS = 32  # what the fused operation can be told
+
+
+def block_tokens(settings: WorkerSettings, *, on_cpu: bool) -> int:
+    """Tokens of a block: the unit of hashing, sharing and moving."""
+    return settings.block_tokens or (CPU_BLOCK_TOKENS if on_cpu else GPU_BLOCK_TOKENS)
 
 
 def works_in_pages(settings: WorkerSettings) -> bool:

@@ -12,6 +12,8 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from shared.engine.interface import (
     CacheEvent,
     DecodeStep,
@@ -22,7 +24,7 @@ from shared.engine.interface import (
     KvUse,
     PromptStep,
 )
-from shared.engine.worker_config import WorkerSettings
+from shared.engine.worker_config import WorkerSettings, block_tokens
 from shared.errors import ClusterError, InvalidRequest, InvariantBroken, PeerGone, SettingsError
 from shared.ids import BlockHash
 from shared.kv.block_hash import hash_blocks, pack_tokens
@@ -60,6 +62,7 @@ class MockEngine:
     def __init__(self, settings: WorkerSettings) -> None:
         if settings.engine != "mock":
             raise SettingsError("the mock engine is for tests: it must be asked for with --engine mock")
+        settings = msgspec.structs.replace(settings, block_tokens=block_tokens(settings, on_cpu=True))
         self.settings = settings
         self.vocabulary = MockVocabulary.of_model(settings.model_dir)
         self.max_running = settings.max_num_seqs

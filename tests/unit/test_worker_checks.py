@@ -4,10 +4,11 @@ import pytest
 
 from shared.engine.worker_attempt import ends_with_first_token, first_token_sampling
 from shared.engine.worker_checks import Refusal, WorkerLimits, check_prompt, check_state
-from shared.engine.worker_config import WorkerSettings, for_role
+from shared.engine.worker_config import WorkerSettings, block_tokens, for_role
 from shared.errors import SettingsError
 from shared.ids import Epoch, HandoffId, InstanceId, RequestId
 from shared.kv.block_hash import pack_tokens
+from shared.vmm.geometry import DEFAULT_BLOCK_TOKENS
 from shared.wire.requests import Generate, HandoffTarget, SamplingSpec
 
 LIMITS = WorkerLimits(vocab_size=100, max_model_len=16, max_inflight=2)
@@ -120,6 +121,14 @@ def test_the_first_token_ends_a_request_only_when_nothing_can_follow(n, max_toke
     assert ends_with_first_token(SamplingSpec(max_tokens=max_tokens, n=n), reason) is ends
 
 
+def test_a_block_has_64_tokens_on_a_gpu_as_the_page_geometry_says_and_32_on_a_cpu_unless_told_otherwise():
+    found = WorkerSettings()
+    assert block_tokens(found, on_cpu=False) == DEFAULT_BLOCK_TOKENS == 64
+    assert block_tokens(found, on_cpu=True) == 32
+    told = WorkerSettings(block_tokens=48)
+    assert {block_tokens(told, on_cpu=on_cpu) for on_cpu in (False, True)} == {48}
+
+
 def test_settings_name_the_key_and_a_working_value(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     good = WorkerSettings(model_dir=str(tmp_path))
@@ -132,7 +141,7 @@ def test_settings_name_the_key_and_a_working_value(tmp_path):
     assert filled.model_name == tmp_path.name
     wrong = [
         ({"model_dir": "/nowhere"}, "model_dir"),
-        ({"block_tokens": 0}, "block_tokens"),
+        ({"block_tokens": -1}, "block_tokens"),
         ({"drain_deadline_ms": -1}, "drain_deadline_ms"),
         ({"listen": "127.0.0.1:1"}, "worker.listen.*tcp://"),
         ({"listen": "tcp://*:1"}, "worker.advertise"),
