@@ -3,7 +3,7 @@
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, PageId
 from shared.kv.layout import EngineDescription
@@ -142,6 +142,9 @@ class PromptStep:
     context_tokens: int  # of those who decoded
 
 
+EngineStep: TypeAlias = DecodeStep | PromptStep
+
+
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
     """A change of the engine's own prefix cache, in Quire's hashes."""
@@ -208,7 +211,7 @@ class Engine(Protocol):
         """The callback runs on the event loop, in order."""
         ...
 
-    def on_step(self, callback: Callable[[DecodeStep | PromptStep], None]) -> None:
+    def on_step(self, callback: Callable[[EngineStep], None]) -> None:
         """The callback runs on the event loop, once for each step that qualifies."""
         ...
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from shared.engine.interface import DecodeStep, PromptStep
+from shared.engine.interface import DecodeStep, EngineStep, PromptStep
 
 IDLE_S = 1.0  # a longer gap between two steps is none
 
@@ -27,7 +27,7 @@ class LoadView(StatLoggerBase):
         self.kv_used_share = 0.0
         self.step_ms = 0.0
         self.preempted = 0
-        self.on_step: Callable[[DecodeStep | PromptStep], None] | None = None
+        self.on_step: Callable[[EngineStep], None] | None = None
         self._unfinished_prefill = unfinished_prefill
         self._context_tokens = context_tokens
         self._last: float | None = None
@@ -58,7 +58,7 @@ class LoadView(StatLoggerBase):
             self._note_prompt(gap_s, iteration_stats, self.on_step)
         self._note_decode(gap_s, iteration_stats)
 
-    def _note_prompt(self, gap_s: float, stats: Any, tell: Callable[[DecodeStep | PromptStep], None]) -> None:
+    def _note_prompt(self, gap_s: float, stats: Any, tell: Callable[[EngineStep], None]) -> None:
         """One prompt came to its first token, no other one was open, and it fitted into this step beside the decodes.
 
         Then the step computed all of it, however long it had waited before.

@@ -29,13 +29,12 @@ from shared.engine.engine_sampling import asked_deltas, engine_spec
 from shared.engine.fair_view import FairView
 from shared.engine.interface import (
     CacheEvent,
-    DecodeStep,
     EngineDelta,
     EngineLoad,
     EngineRequest,
     EngineRoom,
+    EngineStep,
     KvUse,
-    PromptStep,
     Swapped,
 )
 from shared.engine.load_view import LoadView
@@ -285,7 +284,7 @@ class VllmEngine:
         except (EngineDeadError, EngineGenerateError) as error:
             raise PeerGone(f"the engine died: {error!r}") from error
 
-    def on_step(self, callback: Callable[[DecodeStep | PromptStep], None]) -> None:
+    def on_step(self, callback: Callable[[EngineStep], None]) -> None:
         """See Engine.on_step."""
         if self._load_view is not None:
             self._load_view.on_step = callback

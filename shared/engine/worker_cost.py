@@ -7,7 +7,7 @@ import msgspec
 
 from shared.costmodel.model import CostModel, StepShape
 from shared.costmodel.online import OnlineCorrection, PrefillLedger
-from shared.engine.interface import DecodeStep, KvUse, PromptStep
+from shared.engine.interface import DecodeStep, EngineStep, KvUse
 from shared.observe import metrics
 from shared.wire.cost import CostCoefficients
 
@@ -83,7 +83,7 @@ class WorkerCost:
         if self._ledger is not None:
             self._ledger.abandon(key, _now_ms())
 
-    def on_step(self, step: DecodeStep | PromptStep) -> None:
+    def on_step(self, step: EngineStep) -> None:
         """The engine measured a step: of decodes alone, or of a prompt beside decodes.
 
         Of the latter what the decodes add is taken away, as it is predicted and corrected. A prompt that does not at

@@ -21,6 +21,7 @@ from shared.engine.interface import (
     EngineLoad,
     EngineRequest,
     EngineRoom,
+    EngineStep,
     KvUse,
     PromptStep,
 )
@@ -105,7 +106,7 @@ class MockEngine:
         self._running: list[_Running] = []
         self._by_id: dict[str, _Running] = {}
         self._callback: Callable[[CacheEvent], None] | None = None
-        self._on_step: Callable[[DecodeStep | PromptStep], None] | None = None
+        self._on_step: Callable[[EngineStep], None] | None = None
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._num_made = 0
@@ -201,7 +202,7 @@ class MockEngine:
         """See Engine.on_cache_event."""
         self._callback = callback
 
-    def on_step(self, callback: Callable[[DecodeStep | PromptStep], None]) -> None:
+    def on_step(self, callback: Callable[[EngineStep], None]) -> None:
         """See Engine.on_step."""
         self._on_step = callback
 

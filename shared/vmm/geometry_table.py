@@ -21,7 +21,8 @@ up to date.
   multiple of 2 MiB and at least 4 MiB, because the driver's calls cost by the allocation. Host pages are multiples of
   4 KiB.
 - The **block** is the unit of tokens: what is hashed, shared, moved. Prefix hits come in steps of a block, here at most
-  64 tokens, which is the default on a GPU (32 on a CPU; [decision 0035](decisions/0035-a-block-has-64-tokens-on-a-gpu.md)).
+  64 tokens, which is the default on a GPU (on a CPU 32, by
+  [decision 0035](decisions/0035-a-block-has-64-tokens-on-a-gpu.md)).
 - Where a block in a page of its own would waste more than 1/64, several blocks share the page ("blocks a page"). The
   mempool then calls the page a slab and each block's part of it a page: states, epochs and pins stay per block, and
   the memory goes back to the system when all blocks of the page are free.
