@@ -25,6 +25,7 @@ needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="nixl-cu13 is not installed
 COPYING = [
     "shm-1",
     "shm-2",
+    "imported",
     "staged",
     *(pytest.param(kind, marks=needs_nixl) for kind in ("nixl-read", "nixl-write", "nixl-write-tcp")),
     UCXX,
@@ -34,6 +35,7 @@ ASKING = [
     *(pytest.param(kind, marks=needs_nixl) for kind in ("nixl-write", "nixl-write-tcp")),
     UCXX,
 ]
+BREAKING = ["nccl"]  # a pair that ends with its first failure: those tests take one of their own
 PAGES = [5, 4, 9, 10, 11, 40, 0]
 TARGETS = [3, 60, 20, 21, 22, 7, 8]
 WAIT_MS = 60_000
@@ -67,7 +69,7 @@ def mortal(request):
 
 def copying(function):
     name = "mortal" if "mortal" in function.__code__.co_varnames else "ends"
-    return pytest.mark.parametrize(name, COPYING, indirect=True)(function)
+    return pytest.mark.parametrize(name, [*COPYING, *BREAKING], indirect=True)(function)
 
 
 def asking(function):
@@ -177,7 +179,7 @@ def test_pages_whose_epoch_changed_are_told_as_stale(ends):
     assert pull(ends).stale == ()
 
 
-@pytest.mark.parametrize("kind", COPYING)
+@pytest.mark.parametrize("kind", [*COPYING, *BREAKING])
 def test_a_dead_peer_is_noticed_within_two_seconds(kind):
     def attempt():
         mortal = Ends(kind)
@@ -199,7 +201,7 @@ def test_a_dead_peer_is_noticed_within_two_seconds(kind):
     assert asyncio.run(quickest_s(attempt, 2)) < 2
 
 
-@copying
+@pytest.mark.parametrize("ends", COPYING, indirect=True)
 def test_a_frozen_peer_costs_at_most_the_deadline(ends):
     pull(ends)
     ends.stop()
@@ -244,6 +246,23 @@ def test_pages_of_a_failed_pull_come_back_when_the_frozen_source_is_killed(morta
         assert mortal.settled == [("mine", tuple(sorted(TARGETS)))]
 
 
+@pytest.mark.parametrize("mortal", BREAKING, indirect=True)
+def test_a_frozen_peer_ends_a_pair_that_cannot_forget_and_its_pages_come_back(mortal):
+    pull(mortal)
+    mortal.stop()
+    begun = time.monotonic()
+    with pytest.raises(TransferError):
+        pull(mortal, timeout_ms=500)
+    assert time.monotonic() - begun < FROZEN_S
+    until(lambda: not mortal.link.quarantined())  # aborted: nothing writes there any more, whoever wakes up
+    with pytest.raises(PeerLost):
+        pull(mortal)
+    before = mortal.mine.bytes.copy()
+    mortal.go_on()
+    time.sleep(0.2)
+    assert np.array_equal(mortal.mine.bytes, before)
+
+
 @asking
 def test_the_source_refuses_pages_that_are_not_leased(ends):
     with pytest.raises(TransferError, match="not leased"):
@@ -276,7 +295,7 @@ def test_an_alias_moves_nothing_and_refuses_to(mortal):
         pull(mortal, [3], [3])
 
 
-@pytest.mark.parametrize("ends", ["shm-1", "shm-2", "staged"], indirect=True)
+@pytest.mark.parametrize("ends", ["shm-1", "shm-2", "imported", "staged"], indirect=True)
 def test_a_racing_writer_makes_misses_and_never_other_bytes(ends):
     """The writer rewrites all pages under growing epochs; what the check lets through is what the epoch promised."""
     ends.order(b"W")  # seeds 2, 3, 4, ... as fast as it can

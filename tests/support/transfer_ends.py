@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,21 @@ import numpy as np
 
 from shared.errors import PeerGone
 from shared.ids import Epoch
+from shared.kernels.copy_pages.cuda_copier import CudaCopier
 from shared.kv.page import PageState, pack_word
 from shared.kv.page_table import HEADER_WORDS, table_bytes
 from shared.transfer.alias import AliasTransport
 from shared.transfer.config import TransferSettings, apply_ucx_environment
-from shared.transfer.interface import Peer, Region, RegionKind
+from shared.transfer.imported import ImportedTransport
+from shared.transfer.interface import MappedPages, Peer, Region, RegionKind
+from shared.transfer.nccl import NcclTransport
 from shared.transfer.nixl import NixlTransport
+from shared.transfer.page_stream import PageStream
 from shared.transfer.shm import ShmTransport
 from shared.transfer.staged import StagedTransport
 from shared.transfer.ucxx_provider import UcxxTransport
+from tests.support.fake_mover_gpus import FakeGpus
+from tests.support.socket_nccl import SocketNccl
 
 PAGE_BYTES = 256 << 10
 NUM_PAGES = 64
@@ -71,6 +78,13 @@ class HostRegion:
 def pattern(page: int, seed: int = 1, page_bytes: int = PAGE_BYTES) -> np.ndarray:
     """What page `page` holds after fill(seed)."""
     return np.random.default_rng((seed, page)).integers(0, 256, page_bytes, np.uint8)
+
+
+def as_registered(kind: str, region: Region, device: int) -> Region:
+    """The memory of an end, said to be a GPU's where the path is for GPUs."""
+    if kind not in ("imported", "nccl"):
+        return region
+    return replace(region, kind=RegionKind.CUDA_PAGES, device=device, device_uuid=FakeGpus.device(device))
 
 
 def fill(region: HostRegion, seed: int) -> None:
@@ -161,6 +175,15 @@ def make_transport(kind: str, instance: str, **extra: Any) -> Any:
         return transport
     if kind == "ucxx":
         return UcxxTransport(instance, **extra)
+    if kind == "nccl":
+        library = SocketNccl()
+        return NcclTransport(instance, library, library, **extra)  # type: ignore[arg-type]  # what it needs of a driver
+    if kind == "imported":
+        driver = FakeGpus().open(FakeGpus.device(0)).copy  # moves ordinary memory; the rest is the real thing
+        copier, stream = CudaCopier(driver), driver.create_stream()
+        return ImportedTransport(
+            instance, lambda *_: (copier, stream), page_stream=PageStream(driver), **extra
+        )
     mode = kind.partition("-")[2].partition("-")[0] or "auto"
     return NixlTransport(instance, mode=mode, **extra)
 
@@ -187,7 +210,7 @@ class Ends:
         apply_ucx_environment(TransferSettings())
         self.transport = make_transport(kind, "puller")
         self.transport.on_peer_lost(lambda instance, reason: self.lost.append((instance, reason)))
-        self.transport.register(self.mine.region)
+        self.transport.register(as_registered(kind, self.mine.region, 0))
         self._shake_hands()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -201,11 +224,16 @@ class Ends:
         os.close(fds.pop())
         self.words = self._table.words
         names = ["server-slots"] if self.kind == "staged" else ["theirs"]
+        mapped = {}
+        if self.kind == "imported":  # what link-up does with each handle
+            self.imported = HostRegion("theirs", fd=fds.pop())
+            names, mapped = [], {"theirs": MappedPages(self.imported.region.address, device=1)}
         self.channel.frame(b"D", self.transport.describe(), self._own_fds())
         self.link = self.transport.connect(
             Peer(
                 description=description,
                 fds=dict(zip(names, fds, strict=True)),
+                mapped=mapped,
                 channel=self.channel,
                 on_settled=lambda region, pages: self.settled.append((region, pages)),
             )
@@ -265,9 +293,9 @@ def serve(kind: str, fd: int, tls: str, shared_fd: int) -> None:
     theirs = HostRegion("theirs", fd=shared_fd)
     fill(theirs, 1)
     transport = make_transport(
-        kind, "server", **({"may_send": may_send} if kind[:4] in ("stag", "nixl", "ucxx") else {})
+        kind, "server", **({"may_send": may_send} if kind[:4] in ("stag", "nixl", "ucxx", "nccl") else {})
     )
-    transport.register(theirs.region)
+    transport.register(as_registered(kind, theirs.region, 1))
     staging = getattr(transport, "staging_memory", None)
     fds = (staging.region.fd,) if staging is not None else (theirs.region.fd,)
     table_fd = os.memfd_create("table", os.MFD_CLOEXEC)
