@@ -14,10 +14,14 @@ def by_layer(settings: WorkerSettings) -> bool:
     return settings.transfer_mode == TransferMode.BY_LAYER and settings.role == "prefill"
 
 
+def block_size(settings: WorkerSettings) -> int:
+    """Tokens of a block, on what this process runs on."""
+    return block_tokens(settings, on_cpu=current_platform.is_cpu())
+
+
 def quota_pages(settings: WorkerSettings) -> int:
     """Enough for two steps that complete as many blocks as a step can."""
-    tokens = block_tokens(settings, on_cpu=current_platform.is_cpu())
-    return 2 * (settings.max_num_batched_tokens // tokens + settings.max_num_seqs)
+    return 2 * (settings.max_num_batched_tokens // block_size(settings) + settings.max_num_seqs)
 
 
 def in_pages(settings: WorkerSettings) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from shared.engine import fair_scheduler, far_scheduler, page_room, page_scheduler
 from shared.engine.cache_events import CacheEventReceiver
 from shared.engine.describe import describe_engine, why_not_in_pages
-from shared.engine.engine_arguments import by_copies, by_layer, in_pages, quota_pages
+from shared.engine.engine_arguments import block_size, by_copies, by_layer, in_pages, quota_pages
 from shared.engine.engine_sampling import asked_deltas, engine_spec
 from shared.engine.fair_view import FairView
 from shared.engine.interface import (
@@ -48,7 +48,6 @@ from shared.engine.weave_restart import started
 from shared.engine.weave_settings import weave_arguments
 from shared.engine.worker_config import (
     WorkerSettings,
-    block_tokens,
     fair_rules,
     fair_swap,
     far_places,
@@ -166,7 +165,7 @@ class VllmEngine:
             max_model_len=settings.max_model_len or None,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            block_size=block_tokens(settings, on_cpu=current_platform.is_cpu()),
+            block_size=block_size(settings),
             enforce_eager=settings.enforce_eager or current_platform.is_cpu() or has_slots(settings),
             tensor_parallel_size=settings.tensor_parallel_size,
             enable_prefix_caching=True,
