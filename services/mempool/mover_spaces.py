@@ -179,7 +179,11 @@ class Mapper:
                     gpu.copy.make_current()
                     gpu.copy.register_host(first, num_bytes)
                 except CopyFailed as error:
-                    log.warning("not_page_locked", region=mapped.region.name, reason=error.message)
+                    log.warning(
+                        "not_page_locked", region=mapped.region.name, reason=error.message,
+                        locked_bytes=self.pinned.num_bytes, so="copies of the rest go through pinned slots, at a fifth "
+                        "of the rate: give mempool.dram_bytes what the machine can spare, or set pin_host = false",
+                    )  # fmt: skip
                     self._unpinnable.add(host.base)
                     break
                 self.pinned.add(first, num_bytes)

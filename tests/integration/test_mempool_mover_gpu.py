@@ -178,7 +178,11 @@ async def test_host_memory_is_page_locked_in_chunks_while_copies_run(rig, monkey
     assert max(size for args in calls for size in args[2]) <= PER_SLAB * PAGE_BYTES
 
 
-async def test_memory_that_cannot_be_page_locked_goes_through_slots(rig):
+async def test_memory_that_cannot_be_page_locked_goes_through_slots_and_the_log_says_what_that_costs(
+    rig, monkeypatch
+):
+    said = []
+    monkeypatch.setattr(mover_spaces.log, "warning", lambda event, **fields: said.append((event, fields)))
     it = rig(pin_host=True)
     it.add(1, (0,))
     await until(lambda: it.mover.is_mapped(1))
@@ -189,6 +193,11 @@ async def test_memory_that_cannot_be_page_locked_goes_through_slots(rig):
         done = await it.copy(source, target)
         assert (done.ok, done.path) == (True, "staged"), done
     assert it.mover.status()["pinned_bytes"] == 0
+    ((event, fields),) = said
+    assert (event, fields["locked_bytes"]) == ("not_page_locked", 0)
+    assert "register_host" in fields["reason"]
+    assert "a fifth" in fields["so"]
+    assert "pin_host" in fields["so"]
 
 
 async def test_gpus_that_cannot_reach_each_other_copy_through_host_memory(rig):
