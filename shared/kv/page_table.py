@@ -20,7 +20,7 @@ HEADER_BYTES = 64
 HEADER_WORDS = HEADER_BYTES // WORD_BYTES
 
 
-ENTRY = struct.Struct("=QII32s32s")  # epoch, valid tokens, checksum, hash, hash of the block before
+ENTRY = struct.Struct("=QI4x32s32s")  # epoch, valid tokens, (unused), hash, hash of the block before
 
 
 class TableHeader(NamedTuple):

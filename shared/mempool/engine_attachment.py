@@ -46,7 +46,6 @@ class SealEntry(NamedTuple):
     block_hash: BlockHash
     parent: BlockHash
     valid_tokens: int
-    checksum: int = 0  # u32; 0: not sampled
 
 
 class EngineAttachment:
@@ -191,7 +190,6 @@ class EngineAttachment:
             self._counters["pages_lost"] += len(entries) - len(mine)
         if not mine:
             return
-        sampled = any(e.checksum for e in mine)
         self._send(
             wire.Sealed(
                 pages=u32_bytes(e.page for e in mine),
@@ -199,7 +197,6 @@ class EngineAttachment:
                 hashes=b"".join(e.block_hash for e in mine),
                 parents=b"".join(e.parent for e in mine),
                 valid_tokens=u32_bytes(e.valid_tokens for e in mine),
-                checksums=u32_bytes(e.checksum for e in mine) if sampled else b"",
             )
         )
 

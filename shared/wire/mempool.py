@@ -142,7 +142,7 @@ class Sealed(Struct, frozen=True, kw_only=True, tag="sealed"):
     hashes: bytes  # 32 B each
     parents: bytes  # hash of the block before, 32 B each; the chain's seed for a first block
     valid_tokens: bytes  # u32 each
-    checksums: bytes = b""  # u32 each, or empty: sampled
+    checksums: bytes = b""  # unused
 
 
 class Unpin(Struct, frozen=True, kw_only=True, tag="unpin"):
@@ -194,7 +194,7 @@ class Acquired(Struct, frozen=True, kw_only=True, tag="acquired"):
     num_blocks: int
     pages: bytes = b""
     epochs: bytes = b""
-    checksums: bytes = b""  # u32 each where known at seal; 0: unknown
+    checksums: bytes = b""  # unused
     blocks_peer: int = 0  # of them brought for this call: from another engine's space
     blocks_dram: int = 0  # from host memory behind the engine's
     blocks_remote: int = 0  # from another host's mempool

@@ -111,7 +111,7 @@ class RemoteAcquired(Struct, frozen=True, kw_only=True, tag="remote_acquired"):
     epochs: bytes = b""  # u64 each
     parents: bytes = b""  # hash of the block before, 32 B each
     valid_tokens: bytes = b""  # u32 each
-    checksums: bytes = b""  # u32 each; 0: not sampled
+    checksums: bytes = b""  # u32 each, all 0: nobody computes them
 
 
 class CheckEpochs(Struct, frozen=True, kw_only=True, tag="check_epochs"):

@@ -1,5 +1,7 @@
 """What a new mempool decides about the pages of the one that died."""
 
+import struct
+
 import msgspec
 import pytest
 
@@ -246,6 +248,18 @@ def test_an_engine_of_other_memory_is_refused(before):
     worker(fresh, 1, 10, quota=4, memory_id=BOOT)
     assert fresh.sent[1][0].code == "memory.replaced"
     assert fresh.created is None
+
+
+def test_a_note_that_an_earlier_version_made_is_read_whatever_it_says_of_a_checksum(before):
+    earlier = struct.Struct("=QII32s32s")  # epoch, valid tokens, checksum, hash, hash of the block before
+    assert earlier.size == ENTRY.size
+    for page in range(NUM_PAGES):
+        at = page * ENTRY.size
+        epoch, valid_tokens, block_hash, parent = ENTRY.unpack_from(before.entries, at)
+        before.entries[at : at + ENTRY.size] = earlier.pack(
+            epoch, valid_tokens, 0xFFFFFFFF, block_hash, parent
+        )
+    test_sealed_pages_are_found_by_hash_before_anybody_has_reported(before)
 
 
 def test_entries_are_written_before_the_words_that_make_them_count():

@@ -14,7 +14,6 @@ class Entry:
     parent: BlockHash
     page: PageId
     valid_tokens: int  # fewer than a block's in a partial tail
-    checksum: int = 0  # 0: not sampled
     pins: int = 0
     branch: "Branch | None" = field(default=None, repr=False)  # None: not indexed
     position: int = 0  # in its branch, counted from branch.start
@@ -26,7 +25,7 @@ class Entry:
 
     def at(self, page: PageId) -> "Entry":
         """The same block in another page."""
-        return Entry(self.block_hash, self.parent, page, self.valid_tokens, self.checksum)
+        return Entry(self.block_hash, self.parent, page, self.valid_tokens)
 
 
 class Branch:

@@ -19,7 +19,6 @@ from itertools import count
 from services.mempool.core import parse
 from services.mempool.core.actions import Action, CopyPages, MapFarPages, PoolLimits, Send
 from services.mempool.core.engines import Engine
-from services.mempool.core.entry import Entry
 from services.mempool.core.far_moves import FarMoves
 from services.mempool.core.far_state import Asked, FarCopy, Job, Place, PlaceState, User, Where, can_map
 from services.mempool.core.loan_pool import LoanPool
@@ -197,10 +196,7 @@ class Far(FarMoves):
             user.free += copy.places
             self.counters["far_copies_failed"] += 1
         else:
-            copied = [
-                Entry(e.block_hash, e.parent, page, e.valid_tokens, e.checksum)
-                for (_, (_, e)), page in zip(copy.items, copy.pages, strict=True)
-            ]
+            copied = [e.at(page) for (_, (_, e)), page in zip(copy.items, copy.pages, strict=True)]
             entries = target.take_in(copied)
             if not job.is_back:
                 self.counters[f"far_blocks_out_{'peer' if target.is_loan else 'dram'}"] += len(entries)

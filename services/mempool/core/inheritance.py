@@ -30,7 +30,7 @@ class NotInherited(ResourceError):
 
 def pack_entry(entry: Entry, epoch: Epoch) -> bytes:
     """As it is noted beside the table."""
-    return ENTRY.pack(epoch, entry.valid_tokens, entry.checksum, entry.block_hash, entry.parent)
+    return ENTRY.pack(epoch, entry.valid_tokens, entry.block_hash, entry.parent)
 
 
 class Inheritance:
@@ -68,10 +68,10 @@ class Inheritance:
         packed = entries[page * ENTRY.size : (page + 1) * ENTRY.size]
         if len(packed) < ENTRY.size:
             return False
-        epoch, valid_tokens, checksum, block_hash, parent = ENTRY.unpack(packed)
+        epoch, valid_tokens, block_hash, parent = ENTRY.unpack(packed)
         if epoch != self._table.epochs[page]:
             return False
-        entry = Entry(BlockHash(block_hash), BlockHash(parent), page, valid_tokens, checksum)
+        entry = Entry(BlockHash(block_hash), BlockHash(parent), page, valid_tokens)
         if not self._index.insert(entry):
             return False
         self._by_page[page] = entry

@@ -270,7 +270,7 @@ class LayerPulls:
         if pull.is_copied:
             for _, entry in pull.sources:
                 to = pages.pop(entry.page)
-                entries.append(Entry(entry.block_hash, entry.parent, to, entry.valid_tokens, entry.checksum))
+                entries.append(entry.at(to))
         claim.pages = [page for page in claim.pages if page not in {entry.page for entry in entries}]
         pull.pool.cancel(claim)
         here = pull.pool.take_in(entries)

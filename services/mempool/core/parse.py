@@ -18,7 +18,6 @@ class SealedBlock:
     block_hash: BlockHash
     parent: BlockHash
     valid_tokens: int
-    checksum: int
 
 
 def hashes(raw: bytes, max_blocks: int) -> list[BlockHash]:
@@ -48,14 +47,14 @@ def sealed(message: wire.Sealed, block_tokens: int, max_blocks: int) -> list[Sea
     owned = pages(message.pages, message.epochs, max_blocks)
     block_hashes, parents = hashes(message.hashes, max_blocks), hashes(message.parents, max_blocks)
     try:
-        valid, sums = u32_list(message.valid_tokens), u32_list(message.checksums) or [0] * len(owned)
+        valid = u32_list(message.valid_tokens)
     except ValueError as error:
         raise PeerProtocolError(f"Sealed: a list is cut off: {error}") from error
-    if not len(owned) == len(block_hashes) == len(parents) == len(valid) == len(sums):
+    if not len(owned) == len(block_hashes) == len(parents) == len(valid):
         raise PeerProtocolError("Sealed: lists of unequal length")
     if any(tokens < 1 or tokens > block_tokens for tokens in valid):
         raise PeerProtocolError(f"Sealed: valid_tokens outside 1 to {block_tokens}")
     if any(own == parent for own, parent in zip(block_hashes, parents, strict=True)):
         raise PeerProtocolError("Sealed: a block is its own parent")
-    lines = zip(owned, block_hashes, parents, valid, sums, strict=True)
-    return [SealedBlock(page, epoch, h, parent, n, s) for (page, epoch), h, parent, n, s in lines]
+    lines = zip(owned, block_hashes, parents, valid, strict=True)
+    return [SealedBlock(page, epoch, h, parent, n) for (page, epoch), h, parent, n in lines]

@@ -162,7 +162,7 @@ class Pool(Lifetimes):
                 continue
             if memory.table.states[page] == PageState.GRANTED:  # sealed without Writing: it wrote nonetheless
                 memory.table.apply(page, PageEvent.WRITE)
-            entry = Entry(block.block_hash, block.parent, page, block.valid_tokens, block.checksum)
+            entry = Entry(block.block_hash, block.parent, page, block.valid_tokens)
             is_new = self.index.insert(entry)
             self.counters["pages_sealed" if is_new else "seals_duplicate"] += 1
             if is_new:

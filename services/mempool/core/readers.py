@@ -116,7 +116,6 @@ class Readers:
             num_blocks=len(entries),
             pages=u32_bytes(pages),
             epochs=u64_bytes(map(self.epochs.__getitem__, pages)),
-            checksums=u32_bytes(entry.checksum for entry in entries),
             blocks_peer=min(len(entries), came.get("peer", 0)),
             # what came from another host lands behind a GPU and is copied on from there
             blocks_dram=max(0, came.get("dram", 0) - came.get("remote", 0)),

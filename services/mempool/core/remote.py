@@ -302,10 +302,10 @@ def _entries(
     pages = parse.pages(lease.pages, lease.epochs, limit)
     parents = parse.hashes(lease.parents, limit)
     try:
-        valid, sums = u32_list(lease.valid_tokens), u32_list(lease.checksums)
+        valid = u32_list(lease.valid_tokens)
     except ValueError as error:
         raise PeerProtocolError(f"RemoteAcquired: {error}") from error
-    if not lease.num_blocks == len(pages) == len(parents) == len(valid) == len(sums):
+    if not lease.num_blocks == len(pages) == len(parents) == len(valid):
         raise PeerProtocolError("RemoteAcquired: lists of unequal length")
     if any(tokens < 1 or tokens > block_tokens for tokens in valid):
         raise PeerProtocolError(f"RemoteAcquired: valid_tokens outside 1 to {block_tokens}")
@@ -313,7 +313,7 @@ def _entries(
     if parents != [*before, *pull.missing][: len(parents)] or parents[0] == pull.missing[0]:
         raise PeerProtocolError("RemoteAcquired: these blocks are no chain")
     entries = [
-        Entry(block_hash, parent, PageId(0), tokens, checksum)
-        for block_hash, parent, tokens, checksum in zip(pull.missing, parents, valid, sums, strict=False)
+        Entry(block_hash, parent, PageId(0), tokens)
+        for block_hash, parent, tokens in zip(pull.missing, parents, valid, strict=False)
     ]
     return pages, entries

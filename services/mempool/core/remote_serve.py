@@ -223,7 +223,7 @@ class RemoteServe:
                 epochs=u64_bytes(epochs[page] for page in pages),
                 parents=b"".join(entry.parent for entry in entries),
                 valid_tokens=u32_bytes(entry.valid_tokens for entry in entries),
-                checksums=u32_bytes(entry.checksum for entry in entries),
+                checksums=bytes(4 * len(entries)),  # an earlier version asks for as many as pages
             ),
         )
 

@@ -51,7 +51,4 @@ class Copy:
 
     def entries(self) -> list[Entry]:
         """As they are in the target's pages."""
-        return [
-            Entry(e.block_hash, e.parent, page, e.valid_tokens, e.checksum)
-            for (_, (_, e)), page in zip(self.items, self.pages, strict=True)
-        ]
+        return [e.at(page) for (_, (_, e)), page in zip(self.items, self.pages, strict=True)]

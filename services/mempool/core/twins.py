@@ -41,6 +41,6 @@ class Twins:
             page, pinned = next(iter(self.pages[known.block_hash].items()))
             old, twin = known.page, pinned[page]
             self.end(twin)
-            known.page, known.valid_tokens, known.checksum = page, twin.valid_tokens, twin.checksum
+            known.page, known.valid_tokens = page, twin.valid_tokens
             pinned[page] = known
             yield known, old
