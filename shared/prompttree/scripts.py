@@ -93,63 +93,76 @@ end
 # ARGV: concatenated short hashes, first block first.
 # Reply: {instance, depth, instance, depth, ...}, {depth in the space, with what is behind it, audience, ...}, version
 # What an owner holds is closed under prefixes (leaves are evicted first), so the deepest block is found by
-# doubling steps and halving. Owners often agree, so the last depth is tried first, or, where the last owner had another
-# one, the first block: most owners of many lack it, which costs one command.
+# steps that grow and halving: by 16, as those that double take as many commands as the halving behind them. (SMISMEMBER
+# of several blocks takes longer: what Lua makes of its words and its reply costs more than the commands saved.) Owners
+# often agree, so the last depth is tried first, or, where the last owner had another one, the first block: most owners
+# of many lack it, which costs one command. Spaces with one memory behind them that end at one block go on alike.
 LOOKUP = Script(
     _COMMON
     + """
 local blob = ARGV[1]
 local n = #blob / 16
+local floor = math.floor
 local agrees = true  -- whether the last owner that was asked has the guessed depth
 local function has(key, i) return call('SISMEMBER', key, sub(blob, i * 16 - 15, i * 16)) == 1 end
-local function deepest(key, low, guess)
-  local high = n + 1
+local function last(key, low, high)
+  local step = 16
+  while high - low > 1 do
+    local probe = low + step
+    if probe >= high then probe = floor((low + high) / 2) end
+    if has(key, probe) then low = probe; step = step * 16 else high = probe; step = n end
+  end
+  return low
+end
+local first = sub(blob, 1, 16)
+local function deepest(key, guess)
+  local low, high = 0, n + 1
   if not agrees then
-    if low >= n or not has(key, low + 1) then return low end
-    low = low + 1
+    if call('SISMEMBER', key, first) == 0 then return 0 end
+    low = 1
   end
   if guess > low then
     agrees = has(key, guess)
     if agrees then
       low = guess
-      if guess < n and not has(key, guess + 1) then high = guess + 1 end
+      if guess < n and not has(key, guess + 1) then return low end
     else
       high = guess
     end
   end
-  local step = 1
-  while high - low > 1 do
-    local probe = low + step
-    if probe >= high then probe = math.floor((low + high) / 2) end
-    if has(key, probe) then low = probe; step = step * 2 else high = probe; step = n end
+  if low == 0 then
+    if high == 1 or call('SISMEMBER', key, first) == 0 then return 0 end
+    low = 1
   end
-  return low
+  return last(key, low, high)
 end
 local engines, spaces, guess = {}, {}, 0
-local first = sub(blob, 1, 16)
 local rows = call('HGETALL', 'quire:pt:owners')
-for r = 1, #rows, 2 do  -- most of many end at their first block: what is in this loop counts
-  local key = 'quire:pt:held:' .. rows[r] .. ':' .. sub(rows[r + 1], 1, 16)
-  if agrees or call('SISMEMBER', key, first) == 1 then
-    local low = deepest(key, 0, guess)
-    if low > 0 then
-      engines[#engines + 1] = rows[r]
-      engines[#engines + 1] = low
-      guess = low
-    end
+for r = 1, #rows, 2 do
+  local low = deepest('quire:pt:held:' .. rows[r] .. ':' .. sub(rows[r + 1], 1, 16), guess)
+  if low > 0 then
+    engines[#engines + 1] = rows[r]
+    engines[#engines + 1] = low
+    guess = low
   end
 end
 rows = call('HGETALL', 'quire:pt:spaces')
-local keys, far = {}, 0
+local keys, beyond = {}, {}
 for r = 1, #rows, 2 do keys[rows[r]] = held(rows[r], sub(rows[r + 1], 1, 16)) end
 for r = 1, #rows, 2 do
   local behind, audience = string.match(rows[r + 1], '^%x+ %d+ (%S+) (.*)$')
   if audience and behind ~= 'dram' then
-    local own = deepest(keys[rows[r]], 0, guess)
+    local own = deepest(keys[rows[r]], guess)
     local all = own
     if own > 0 then guess = own end
-    if own < n and keys[behind] then all = deepest(keys[behind], own, far) end
-    if all > own then far = all end
+    if own < n and keys[behind] then
+      local from = behind .. ' ' .. own
+      all = beyond[from]
+      if not all then
+        all = has(keys[behind], own + 1) and last(keys[behind], own + 1, n + 1) or own
+        beyond[from] = all
+      end
+    end
     if all > 0 then
       spaces[#spaces + 1] = own
       spaces[#spaces + 1] = all

@@ -102,6 +102,44 @@ async def test_host_memory_that_lacks_the_head_of_a_prefix_is_reached_through_it
     assert await client.lookup(prompt, 1) == [PrefixHit("p0", 5), PrefixHit("p0", 20, "dram")]
 
 
+@pytest.mark.parametrize(
+    ("depths", "most"),
+    [
+        ((1, 2, 16, 17, 18, 64, 255, 256, 256), 7),
+        ((200, 199, 180, 250, 140, 220, 130, 240, 150, 201), 11),  # 15.2 with steps that double
+    ],
+)
+async def test_owners_that_differ_cost_few_commands_each(redis, opened, depths, most):
+    client = await make_client(redis.url, opened)
+    link = await make_link(redis, opened)
+    prompt = chain(256)
+    for number, depth in enumerate(depths):
+        await publish(redis, opened, f"p{number}", prompt[:depth])
+    await client.lookup(prompt, 1)  # loads the script
+    await link.call("CONFIG", "RESETSTAT", timeout_ms=30_000)
+    found = await client.lookup(prompt, 1)
+    assert {hit.instance: hit.tokens for hit in found} == {f"p{n}": d for n, d in enumerate(depths)}
+    assert (await commands(link))["sismember"] <= most * len(depths)
+
+
+async def test_a_memory_behind_many_spaces_is_asked_once_for_each_depth(redis, opened):
+    client = await make_client(redis.url, opened)
+    link = await make_link(redis, opened)
+    prompt = chain(256)
+    await publish(redis, opened, "pool/host", prompt[20:250], f"{IS_DRAM} ", table=SPACES)
+    for number in range(8):
+        row = f"pool/host {pack_audience({f'p{number}': 'hbm'})}"
+        held = prompt[: 0 if number % 2 else 60]
+        await publish(redis, opened, f"pool/{number}", held, row, table=SPACES)
+    await client.lookup(prompt, 1)
+    await link.call("CONFIG", "RESETSTAT", timeout_ms=30_000)
+    found = await client.lookup(prompt, 1)
+    assert {tuple_of(hit) for hit in found} == {
+        each for n in range(0, 8, 2) for each in ((f"p{n}", 60, "hbm"), (f"p{n}", 250, "dram"))
+    }
+    assert (await commands(link))["sismember"] <= 44  # 51 when each space asked by itself
+
+
 async def test_an_engine_in_the_pages_of_a_space_writes_nothing_twice(redis, opened):
     client = await make_client(redis.url, opened)
     link = await make_link(redis, opened)
