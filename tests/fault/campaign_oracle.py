@@ -57,7 +57,7 @@ class View:
         """Hash of the block that is noted for the page, if it is noted under the page's present epoch."""
         assert self._table is not None
         start = table_bytes(NUM_PAGES) + page * ENTRY.size
-        epoch, _, _, block_hash, _ = ENTRY.unpack(self._table[start : start + ENTRY.size])
+        epoch, _, block_hash, _ = ENTRY.unpack(self._table[start : start + ENTRY.size])
         return block_hash if epoch == self.word(page) >> 8 else None
 
     def holds(self, page: int, epoch: int, block_hash: bytes, num_ranks: int) -> bool:
