@@ -82,6 +82,7 @@ async def run(settings: MempoolSettings) -> int:
         kept,
         copying=config.copy_options(settings),
         api_path=config.api_path(settings),
+        checksum_rate=settings.checksum_rate,
     )
     service.end_on_bug("mempool", ended, shell.status)
     PoolCollector(shell)

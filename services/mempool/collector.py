@@ -12,6 +12,7 @@ from services.mempool.shell import MempoolShell
 _PREFIX = "quire_mempool"
 # Counters exist from the start, so that a rate over them is right from the first event.
 COUNTERS = (
+    "blocks_condemned",
     "acquires", "acquires_waited", "attaches_refused", "blocks_hit", "blocks_missed", "blocks_pulled",
     "blocks_pulled_from_dram", "dram_blocks_dropped", "dram_blocks_evicted", "dram_blocks_freed", "dram_blocks_in",
     "dram_blocks_out", "dram_copies_dropped", "dram_copies_failed",
@@ -59,6 +60,9 @@ class PoolCollector(Collector):
         for name in COUNTERS:
             text = f"{name.replace('_', ' ')} since the start"
             yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value=status.counters.get(name, 0))
+        for name, value in self._shell.checks.counters.items():
+            text = f"{name.replace('_', ' ')} since the start"
+            yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value=value)
         server = self._shell.server
         peers = CounterMetricFamily(f"{_PREFIX}_peers_ended", "Connections ended", labels=["reason"])
         peers.add_metric(["refused"], server.num_refused)

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from services.mempool.checks import Checks
 from services.mempool.core.actions import Action, AskPeer, PullRemote, TellPeer
 from services.mempool.core.mempool import Mempool
 from services.mempool.mover_regions import HostRegion, space_and_rank
 from services.mempool.peer_background import Background
 from services.mempool.peer_links import ChannelToPeer, PeerLink
 from services.mempool.peer_paths import PathEnd
+from services.mempool.remote_checks import RemoteChecks
 from services.mempool.spaces import Spaces
 from shared.errors import ClusterError, PeerProtocolError, SettingsError
 from shared.ids import PageId
@@ -55,6 +57,7 @@ class Peers:
 
     Args:
         perform: hands actions of the core to the shell.
+        checks: of this mempool's pages.
         pins_memory: transports may page-lock what is registered (RDMA): such memory is never punched.
     """
 
@@ -66,6 +69,7 @@ class Peers:
         spaces: Spaces,
         clock: Clock,
         perform: Callable[[list[Action]], None],
+        checks: Checks,
         *,
         max_peers: int,
         pins_memory: bool,
@@ -76,6 +80,7 @@ class Peers:
         self._spaces = spaces
         self._clock = clock
         self._perform = perform
+        self._checks = RemoteChecks(checks, core)
         self._max_peers = max_peers
         self._pins_memory = pins_memory
         self._silent_ms = silent_ms
@@ -150,9 +155,14 @@ class Peers:
 
     def tell(self, action: TellPeer) -> None:
         """See TellPeer."""
-        reader = self._by_number.get(action.link)
-        if reader is not None:
-            self._tell(reader, action.message)
+        reader, message = self._by_number.get(action.link), action.message
+        if reader is None:
+            return
+        if not (
+            isinstance(message, wire.EpochsChecked)
+            and self._checks.answering(action.link, message, partial(self._tell, reader))
+        ):
+            self._tell(reader, message)
 
     def _link(self, address: str) -> PeerLink | None:
         link = self._links.get(address)
@@ -179,6 +189,13 @@ class Peers:
 
     def answered(self, address: str, message: wire.ToReader) -> None:
         """A source's answer."""
+        if not (
+            isinstance(message, wire.EpochsChecked)
+            and self._checks.arrived(address, message, partial(self._answered, address))
+        ):
+            self._answered(address, message)
+
+    def _answered(self, address: str, message: wire.ToReader) -> None:
         self._perform(self._core.on_peer_answer(address, message, self._clock.now_ms()))
 
     def lost(self, address: str) -> None:
@@ -205,7 +222,7 @@ class Peers:
         """Content and pages of one space of ours. Raises: PathUnavailable."""
         regions = self._spaces.host_regions(space)
         self._registered.add(space)
-        return self._spaces.content_key_of(space), regions
+        return self._spaces.description_of(space).content_key, regions
 
     # -- the source's side ----------------------------------------------------------------------------
 
@@ -223,6 +240,8 @@ class Peers:
                 if path is not None and path.end is not None:
                     path.end.on_message(message.data)
             else:
+                if isinstance(message, wire.CheckEpochs):
+                    self._checks.asked(reader.number, message)
                 self._perform(self._core.on_peer_call(reader.number, message, self._clock.now_ms()))
         except PeerProtocolError as error:
             log.warning("peer_protocol_error", peer=reader.instance if reader else "", reason=error.message)
@@ -254,6 +273,7 @@ class Peers:
         log.info("reader_lost", peer=reader.instance, link=reader.number)
         for path_id in list(reader.paths):
             self._close(reader, path_id)
+        self._checks.forget(reader.number)
         self._perform(self._core.on_peer_gone(reader.number, self._clock.now_ms()))
 
     def _open(self, reader: Reader, call: wire.OpenPath) -> None:
@@ -262,7 +282,7 @@ class Peers:
         spaces: dict[int, Sequence[HostRegion]] = {}
         reason = "nothing of this content is here"
         for number in list(self._spaces.memories):
-            if self._spaces.content_key_of(number) == call.content_key:
+            if self._spaces.description_of(number).content_key == call.content_key:
                 try:
                     spaces[number] = self._spaces.host_regions(number)
                 except PathUnavailable as error:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from services.mempool.api_server import ApiServer
+from services.mempool.checks import Checks
 from services.mempool.core.actions import (
     Action,
     ApiSend,
@@ -39,18 +40,17 @@ from services.mempool.core.mempool import Mempool
 from services.mempool.core.space import Plan
 from services.mempool.deadline_timer import DeadlineTimer
 from services.mempool.kept import Kept
+from services.mempool.outbox import Outbox
 from services.mempool.processes import ProcessWatch
 from services.mempool.spaces import DEFAULT_COPYING, Spaces
 from services.mempool.system_memory import CopyOptions
 from services.mempool.takeover import Adopted, ProcessMeta, Takeover
-from shared.errors import Overloaded, PeerGone, PeerProtocolError
+from shared.errors import PeerProtocolError
 from shared.ids import Epoch, InstanceId, PageId
 from shared.kv.words import u32_bytes
 from shared.observe.log import get_logger
-from shared.observe.trace import Span, start_span
 from shared.transport.clock import Clock
 from shared.transport.unix_channel import UnixConnection, UnixServer
-from shared.transport.unix_socket import close_fds
 from shared.wire import mempool as wire
 from shared.wire.mempool_callers import AttachCaller
 
@@ -76,6 +76,7 @@ class MempoolShell:
         *,
         copying: CopyOptions = DEFAULT_COPYING,
         api_path: Path | None = None,
+        checksum_rate: float = 0.0,
     ) -> None:
         self.pool = Mempool(limits, boot_generation)
         self.kept = kept or Kept("", boot_generation)
@@ -95,9 +96,10 @@ class MempoolShell:
         self.api = ApiServer(
             api_path, self.pool, self._processes, clock, self.perform, allowed_uids=allowed_uids
         )
-        self._connections: dict[int, UnixConnection[wire.FromMempool]] = {}
+        self.checks = Checks(checksum_rate, self.pool, self.spaces, clock, self.perform)
+        self.outbox = Outbox(self.spaces, self.checks, limits.max_waiting)
+        self._connections = self.outbox.connections
         self._next_connection = 1
-        self._spans: dict[tuple[int, int], Span] = {}  # (connection, call_id) of traced Acquire calls
         self._actions: deque[Action] = deque()
         self._performing = False
         self._is_closed = False
@@ -116,7 +118,7 @@ class MempoolShell:
         from services.mempool.peers import Peers  # a host that is alone needs none of it
 
         self.peers = Peers(
-            listen, instance, self.pool, self.spaces, self.clock, self.perform,
+            listen, instance, self.pool, self.spaces, self.clock, self.perform, self.checks,
             max_peers=max_peers, pins_memory=pins_memory, silent_ms=silent_ms,
         )  # fmt: skip
         await self.peers.start()
@@ -153,6 +155,7 @@ class MempoolShell:
         )  # fmt: skip
         log.info("memory_adopted", space=meta.number, num_pages=meta.num_pages, num_awaited=len(mine))
         self.perform(actions)
+        self.checks.adopted(meta.number, found.words, found.entries)
 
     def _end_silent(self) -> None:
         for number in sorted(self.pool.awaited()):
@@ -166,6 +169,7 @@ class MempoolShell:
         if self.peers is not None:
             self.peers.close()
         self.api.close()
+        self.checks.close()
         self.spaces.close()
         self.kept.close()
 
@@ -179,6 +183,7 @@ class MempoolShell:
         status["peers_refused"] = self.server.num_refused
         status["peers_malformed"] = self.server.num_malformed
         status["api"] = self.api.status()
+        status["counters"] |= self.checks.counters
         return status
 
     # -- events -----------------------------------------------------------------------------------
@@ -204,7 +209,7 @@ class MempoolShell:
                 actions = self._attach(connection, message)
             else:
                 if isinstance(message, wire.Acquire) and message.traceparent:
-                    self._trace(number, message)
+                    self.outbox.trace(number, message)
                 actions = self.pool.on_message(number, message, self.clock.now_ms())
         except PeerProtocolError as error:
             self.server.num_malformed += 1
@@ -236,9 +241,7 @@ class MempoolShell:
 
     def _on_disconnect(self, connection: UnixConnection[wire.FromMempool], error: Exception | None) -> None:
         number = connection.state
-        self._connections.pop(number, None)
-        for key in [key for key in self._spans if key[0] == number]:
-            self._spans.pop(key).fail("the caller left")
+        self.outbox.forget(number)
         log.info("peer_left", connection=number, pid=connection.peer.pid, error=str(error or ""))
         self.perform(self.pool.on_closed(number, self.clock.now_ms()))
 
@@ -260,6 +263,8 @@ class MempoolShell:
         self._performing = True
         while self._actions:
             self._perform_one(self._actions.popleft())
+            if not self._actions:
+                self.checks.begin()
         self._performing = False
         self._timer.look()
 
@@ -269,8 +274,9 @@ class MempoolShell:
                 self.spaces.memories[action.space].write_words(action.words)
             case WriteEntries():
                 self.spaces.memories[action.space].write_entries(action.entries)
+                self.checks.sealed(action)
             case Send():
-                self._send(action)
+                self.outbox.send(action)
             case CreateMemory():
                 self.spaces.create(action)
             case CreateSlabs():
@@ -280,10 +286,13 @@ class MempoolShell:
             case SendSlabs():
                 slabs = range(action.first, action.first + action.count)
                 reply = wire.Slabs(call_id=action.call_id, first=action.first, count=action.count)
-                self._send_fds(action.connection, reply, self.spaces.export(action.space, action.rank, slabs))
+                self.outbox.send_fds(
+                    action.connection, reply, self.spaces.export(action.space, action.rank, slabs)
+                )
             case PunchPages():
                 self._punch(action)
             case CopyPages():
+                self.checks.copying(action)
                 self.spaces.copy(action)
             case Disconnect():
                 connection = self._connections.get(action.connection)
@@ -303,16 +312,16 @@ class MempoolShell:
             case OfferSlabs():
                 offer = wire.MapSlabs(slabs=u32_bytes(action.slabs))
                 fds = self.spaces.export(action.space, action.rank, action.slabs)
-                self._send_fds(action.connection, offer, fds)
+                self.outbox.send_fds(action.connection, offer, fds)
             case StepOver():
                 self.spaces.step_over(action.copy_id)
             case SendLayerWords():
                 fds = [self.spaces.make_layer_words(action.space, action.instance, action.rank)]
-                self._send_fds(action.connection, wire.LayerWords(call_id=action.call_id), fds)
+                self.outbox.send_fds(action.connection, wire.LayerWords(call_id=action.call_id), fds)
             case ReleaseUnits() | RestoreUnits():
                 self._change_memory(action)
             case MapFarPages():
-                self._send_fds(action.connection, *self.spaces.far_pages(action))
+                self.outbox.send_fds(action.connection, *self.spaces.far_pages(action))
             case KillProcess():
                 self._processes.kill(action.process, action.reason)
             case KeepCaller():
@@ -334,8 +343,14 @@ class MempoolShell:
                 self.peers.pull(action)
 
     def _on_copied(self, copy_id: int, failed: bool, in_doubt: Sequence[int], took_us: int) -> None:
-        now_ms = self.clock.now_ms()
-        self.perform(self.pool.on_copied(copy_id, now_ms, failed=failed, in_doubt=in_doubt, took_us=took_us))
+        def over(failed: bool) -> None:
+            now_ms = self.clock.now_ms()
+            self.perform(
+                self.pool.on_copied(copy_id, now_ms, failed=failed, in_doubt=in_doubt, took_us=took_us)
+            )
+
+        if not self.checks.copied(copy_id, failed, over):
+            over(failed)
 
     def _on_settled(self, space: int, pages: Sequence[int]) -> None:
         self.perform(self.pool.on_settled(space, [PageId(page) for page in pages], self.clock.now_ms()))
@@ -354,45 +369,3 @@ class MempoolShell:
         else:
             may_punch = self.peers is None or self.peers.may_punch(number)
             self.spaces.release(action, released, may_punch=may_punch)
-
-    def _send_fds(self, number: int, message: wire.FromMempool, fds: list[int]) -> None:
-        connection = self._connections.get(number)
-        try:
-            if connection is not None:
-                connection.send(message, fds=fds)
-        except (PeerGone, Overloaded) as error:
-            log.warning("peer_unreachable", connection=number, code=error.code)
-            self._connections[number].close()
-        finally:
-            close_fds(fds)
-
-    def _send(self, action: Send) -> None:
-        connection = self._connections.get(action.connection)
-        if connection is None:
-            return
-        fds = self.spaces.descriptors(action.space, action.reads_only) if action.with_memory else []
-        if self._spans and isinstance(action.message, wire.Acquired | wire.CallFailed):
-            self._end_span(action.connection, action.message)
-        try:
-            connection.send(action.message, fds=fds)
-        except (PeerGone, Overloaded) as error:
-            log.warning("peer_unreachable", connection=action.connection, code=error.code)
-            connection.close()
-        finally:
-            close_fds(fds)
-
-    def _trace(self, number: int, call: wire.Acquire) -> None:
-        attributes = {"blocks.asked": len(call.hashes) // 32, "handoff_id": call.handoff_id}
-        span = start_span("mempool.acquire", parent=call.traceparent, attributes=attributes)
-        if span.recording and len(self._spans) < self.pool.limits.max_waiting:
-            self._spans[number, call.call_id] = span
-
-    def _end_span(self, number: int, message: wire.Acquired | wire.CallFailed) -> None:
-        span = self._spans.pop((number, message.call_id), None)
-        if span is None:
-            return
-        if isinstance(message, wire.Acquired):
-            span.set("blocks.pinned", message.num_blocks)
-        else:
-            span.fail(message.reason)
-        span.end()

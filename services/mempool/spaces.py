@@ -307,9 +307,9 @@ class Spaces:
 
     # -- other hosts ----------------------------------------------------------------------------------
 
-    def content_key_of(self, number: int) -> str:
+    def description_of(self, number: int) -> EngineDescription:
         """What the blocks of this space are."""
-        return self._metas[number].description.content_key
+        return self._metas[number].description
 
     def host_regions(self, number: int) -> "list[HostRegion]":
         """Where the pages of every rank are. Raises: PathUnavailable on GPUs, whose pages UCX cannot register."""

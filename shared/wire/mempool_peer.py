@@ -111,7 +111,7 @@ class RemoteAcquired(Struct, frozen=True, kw_only=True, tag="remote_acquired"):
     epochs: bytes = b""  # u64 each
     parents: bytes = b""  # hash of the block before, 32 B each
     valid_tokens: bytes = b""  # u32 each
-    checksums: bytes = b""  # u32 each, all 0: nobody computes them
+    checksums: bytes = b""  # u32 each, all 0: they come with EpochsChecked
 
 
 class CheckEpochs(Struct, frozen=True, kw_only=True, tag="check_epochs"):
@@ -128,10 +128,14 @@ class CheckEpochs(Struct, frozen=True, kw_only=True, tag="check_epochs"):
 
 
 class EpochsChecked(Struct, frozen=True, kw_only=True, tag="epochs_checked"):
-    """source -> reader: positions of those that are not; u32 each."""
+    """source -> reader: positions of those that are not; u32 each.
+
+    checksums: of some of the others, position and sum (XXH3, 32 bits) in turn, u32 each. An earlier version has none.
+    """
 
     call_id: int
     stale: bytes = b""
+    checksums: bytes = b""
 
 
 class RemoteRelease(Struct, frozen=True, kw_only=True, tag="remote_release"):

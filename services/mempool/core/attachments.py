@@ -51,7 +51,7 @@ class Attachments:
         self.memory: Memory | None = None
         self.clients: dict[int, Client] = {}
         self.counters: Counter[str] = Counter()
-        self.readers = Readers(limits, self.index, self.leases, self.counters)
+        self.readers = Readers(limits, self.index, self.leases, self.counters, number)
         self.peer_address = ""  # for clients: where mempools of other hosts reach this one
         self.load_interval_ms = 0  # for clients: how often they report the load of their engine; 0: never
         self.memory_id = Epoch(0)  # the generation in which the memory was made, plus its number

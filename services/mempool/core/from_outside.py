@@ -2,12 +2,14 @@
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from services.mempool.core.actions import Action, PoolLimits
 from services.mempool.core.api_spaces import ApiSpaces
 from services.mempool.core.desk import Desk
 from services.mempool.core.dram import Dram
+from services.mempool.core.entry import Entry
 from services.mempool.core.lending import Lending
 from services.mempool.core.lending_report import obey
 from services.mempool.core.pool import Pool
@@ -17,7 +19,7 @@ from services.mempool.core.remote_serve import RemoteServe
 from services.mempool.core.swaps import Swaps
 from services.mempool.core.wishes import Answer, Wish
 from shared.errors import PeerProtocolError
-from shared.ids import InstanceId, PageId
+from shared.ids import BlockHash, InstanceId, LeaseId, PageId
 from shared.lending.rules import EngineProfile, LendingRules
 from shared.wire import mempool as wire
 from shared.wire import mempool_peer as peer_wire
@@ -39,6 +41,7 @@ class FromOutside(ABC):
     api: ApiSpaces
     desk: Desk | None = None
     load_interval_ms: int = 0
+    counters: Counter[str]
     _space_of: dict[InstanceId, int]
 
     @abstractmethod
@@ -75,6 +78,43 @@ class FromOutside(ABC):
             rest = self.api.on_settled(each, self.dram.on_settled(each, mine, now_ms))
             self.pools[each].settled(rest)
         self._touch(*self.pools.values())
+        return self._after(now_ms)
+
+    # -- looks at pages (checks.py) -------------------------------------------------------------------
+
+    def hold(self, number: int, block_hash: BlockHash, page: int, epoch: int) -> Entry | None:
+        """Pin a sealed page, whose bytes are about to be read. None: it is another block's by now, or nobody's."""
+        pool = self.pools.get(number)
+        entry = pool.index.get(block_hash) if pool is not None else None
+        if pool is None or pool.memory is None or entry is None:
+            return None
+        if entry.page != page or pool.memory.table.epochs[page] != epoch:
+            return None
+        pool.index.pin([entry])
+        return entry
+
+    def let_go(self, number: int, entries: Sequence[Entry], now_ms: int) -> list[Action]:
+        """End as many hold()s."""
+        self.pools[number].index.unpin(entries)
+        self._touch(self.pools[number])
+        return self._after(now_ms)
+
+    def end_lease(self, number: int, lease_id: LeaseId, now_ms: int) -> list[Action]:
+        """Its reader gets none of its pages, and never hears of it."""
+        leases = self.pools[number].leases
+        if (lease := leases.leases.get(lease_id)) is not None:
+            leases.release(lease_id, lease.instance)
+        self._touch(self.pools[number])
+        return self._after(now_ms)
+
+    def on_corrupt(self, number: int, block_hash: BlockHash, now_ms: int) -> list[Action]:
+        """Somebody wrote into a sealed page, or its memory failed. The block, and what may have been computed from it,
+        is found in no space any more. Requests that read it now are not told: their pages stay until they end."""
+        origin = self.pools[number]
+        for pool in self.pools.values():
+            if pool.memory is not None and pool.shares_content(origin):
+                self.counters["blocks_condemned"] += pool.condemn(block_hash)
+                self._touch(pool)
         return self._after(now_ms)
 
     # -- other hosts --------------------------------------------------------------------------------

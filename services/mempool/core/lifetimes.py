@@ -5,8 +5,11 @@ the space, its blocks are forgotten and its memory goes to the system. The space
 stays: the next engine of its kind gets the memory again, as far as there is some.
 """
 
+from abc import abstractmethod
+
 from services.mempool.core.actions import Action
 from services.mempool.core.attachments import Attachments
+from shared.ids import BlockHash
 from shared.wire import mempool as wire
 
 
@@ -53,3 +56,20 @@ class Lifetimes(Attachments):
             self._serve()
             actions += self._done()
         return actions
+
+    def condemn(self, block_hash: BlockHash) -> int:
+        """The bytes of this block are wrong: nobody finds it any more, nor what is behind it. Of how many blocks.
+
+        Nor does a successor of the mempool. Engines are asked for all that they keep without a request.
+        """
+        removed, pinned = self.index.condemn(block_hash)
+        self._free_entries(removed)
+        for entry in pinned:
+            self.note(entry)
+        if pinned:
+            self.ask_unpin(self.index.num_pinned)
+        return len(removed) + len(pinned)
+
+    @abstractmethod
+    def ask_unpin(self, count: int) -> int:
+        """See Pool."""

@@ -16,8 +16,9 @@ Using a block is using all blocks before it: a parent is never older than its ch
 
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
+from services.mempool.core.condemned import Condemned, Watch
 from services.mempool.core.entry import Branch, Entry, runs_of
 from services.mempool.core.leaf_queue import LeafQueue
 from services.mempool.core.twins import Twins
@@ -27,15 +28,7 @@ from shared.ids import BlockHash, PageId
 FIRST_LOOKUP = 16  # hashes looked up at once, then more: a long list whose first block is unknown stays cheap
 
 
-class Watch(Protocol):
-    """Whoever publishes what is indexed. A block is told as removed before its page can be free."""
-
-    def stored(self, entries: Sequence[Entry]) -> None: ...
-
-    def removed(self, entry: Entry) -> None: ...
-
-
-class Index:
+class Index(Condemned):
     """Hash -> entry. Names sealed pages only; the pool keeps the page table in step."""
 
     def __init__(self) -> None:
@@ -353,9 +346,7 @@ class Index:
         at = entry.position - branch.start + 1
         if at < len(branch.entries):
             self._split(branch, at)
-        del self._entries[entry.block_hash]
-        if self.watch is not None:
-            self.watch.removed(entry)
+        self._forget(entry)
         entry.branch = None
         branch.entries.pop()
         if branch.below:  # successors wait for this block to come again

@@ -25,7 +25,10 @@ class Readers:
     A call that names a handoff waits for it at most wait_ms, unless all its blocks are there already.
     """
 
-    def __init__(self, limits: PoolLimits, index: Index, leases: Leases, counters: Counter[str]) -> None:
+    def __init__(
+        self, limits: PoolLimits, index: Index, leases: Leases, counters: Counter[str], space: int = 0
+    ) -> None:
+        self._space = space
         self.epochs = array("Q")  # of every page: the page table's own, once there is one
         self._limits = limits
         self._index = index
@@ -123,7 +126,7 @@ class Readers:
             blocks_timed=came.get(TIMED, 0),
             timed_us=came.get(TIMED_US, 0),
         )
-        return Send(connection, acquired)
+        return Send(connection, acquired, space=self._space)
 
     def _ttl(self, ttl_ms: int) -> int:
         return max(1, min(ttl_ms, self._limits.max_ttl_ms))

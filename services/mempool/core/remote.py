@@ -152,6 +152,13 @@ class Remote:
         for pull in self.pulls.values():
             pull.readers = [found for found in pull.readers if found[1].connection != connection]
 
+    def arriving(self, number: int, address: str) -> tuple[int, Sequence[PageId]]:
+        """Space and pages of a pull whose bytes have come from there, and which waits for its source's last word."""
+        pull = self.pulls.get(number)
+        if pull is None or pull.address != address or pull.step is not Step.CHECKING or pull.claim is None:
+            return 0, ()
+        return pull.pool.number, pull.claim.pages
+
     # -- what the source says -----------------------------------------------------------------------
 
     def on_message(self, address: str, message: wire.ToReader, now_ms: int) -> None:

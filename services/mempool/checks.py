@@ -1,0 +1,270 @@
+"""Checksums of a sample of the sealed pages: taken when a page is sealed, compared when it is used.
+
+    sealed      its sum is taken, once its word says so; the page is pinned meanwhile
+    leased      it is summed again before its reader hears of it: from a block that is wrong on, the reader gets nothing
+    copied      the copy is summed before anybody hears of it; where its bytes cannot be read here, the source is
+    to a host   the source sums again and says what it has in EpochsChecked, the reader compares what has come
+
+Bytes of a sealed page never change. Where they did, somebody wrote who must not have, or the memory failed: the block
+and what is behind it leave the index (core/condemned.py) and are computed again. A copy that is wrong counts as failed.
+
+Which blocks are in the sample is decided by their hash and a number of this process. Pages on GPUs are not read here:
+of copies between a GPU and host memory the end in host memory is looked at. A page that changes before its sum is
+taken, some 0.1 ms after it was sealed, is not noticed. Source: docs/mempool.md, "Checksums".
+"""
+
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.mempool.core.actions import Action, CopyPages, WriteEntries
+from services.mempool.core.entry import Entry
+from services.mempool.core.mempool import Mempool
+from services.mempool.page_sums import UNKNOWN, PageSums, Piece
+from services.mempool.spaces import Spaces
+from shared.ids import BlockHash, LeaseId
+from shared.kv.page import PageState
+from shared.kv.page_table import ENTRY
+from shared.observe.log import get_logger
+from shared.transport.clock import Clock
+
+MAX_WAITING = 4_096  # pages that are to be summed; what is sealed beyond has no sum
+_ALL = 1 << 32
+
+log = get_logger("mempool.checks")
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The sum of a page under an epoch. `origin`: the space whose block it is; another one where it lies on loan."""
+
+    piece: Piece
+    epoch: int
+    block_hash: BlockHash
+    origin: int
+    value: int = UNKNOWN  # while it is being taken
+
+
+class Checks:
+    """Of one mempool, on its loop. With a rate of 0 nothing is ever looked at.
+
+    Args:
+        rate: of the blocks, how many are in the sample.
+        perform: hands actions of the core to the shell.
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        core: Mempool,
+        spaces: Spaces,
+        clock: Clock,
+        perform: Callable[[list[Action]], None],
+    ) -> None:
+        self._below = round(rate * _ALL)
+        self._salt = secrets.randbits(32)
+        self._core, self._spaces, self._clock, self._perform = core, spaces, clock, perform
+        self._sums = PageSums(
+            lambda number: None if spaces.has_slabs(number) else spaces.memories.get(number)
+        )
+        self._known: dict[tuple[int, int], Known] = {}  # by space and page
+        self._corrupt_epochs: dict[tuple[int, int], int] = {}  # of pages that were found wrong
+        self._sealed: list[Known] = []  # since begin()
+        self._copies: dict[int, CopyPages] = {}
+        self.counters: Counter[str] = Counter(
+            checks_pages_summed=0, checks_pages_checked=0, checks_pages_skipped=0, checks_pages_corrupt=0,
+            checks_copies_wrong=0,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Waits for what is being summed; nothing is heard of it."""
+        self._below = 0
+        self._sums.close()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any page is looked at."""
+        return self._below > 0
+
+    def block_bytes_of(self, space: int) -> int:
+        """Of a block's part on one rank."""
+        return self._spaces.description_of(space).block_bytes
+
+    # -- sealed ---------------------------------------------------------------------------------------
+
+    def sealed(self, action: WriteEntries) -> None:
+        """The words of these pages are about to say that they are sealed; begin() follows when they do."""
+        if not self._below or not self._sums.can_read(action.space):
+            return
+        num_bytes = self.block_bytes_of(action.space)
+        for page, packed in action.entries:
+            epoch, _, block_hash, _ = ENTRY.unpack(packed)
+            if self._corrupt_epochs.get((action.space, page)) == epoch:
+                continue  # condemned: noted under another name
+            if (int.from_bytes(block_hash[:4], "little") ^ self._salt) < self._below:
+                piece = Piece(action.space, page, num_bytes)
+                self._sealed.append(Known(piece, epoch, BlockHash(block_hash), action.space))
+
+    def adopted(self, space: int, words: Sequence[int], entries: bytes) -> None:
+        """Pages of an earlier mempool, whose sums ended with it: as sealed() of those that are, with begin()."""
+        if not self._below:
+            return
+        found = [page for page, word in enumerate(words) if word & 0xFF == PageState.SEALED]
+        size = ENTRY.size
+        packed = [(page, entries[page * size : (page + 1) * size]) for page in found]
+        self.sealed(WriteEntries([each for each in packed if len(each[1]) == size], space))
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the sums of what was sealed."""
+        if not self._sealed:
+            return
+        sealed, self._sealed = self._sealed, []
+        held: list[tuple[Known, Entry]] = []
+        for known in sealed:
+            space, page, _ = known.piece
+            if len(held) + self._sums.num_waiting >= MAX_WAITING:
+                self.counters["checks_pages_skipped"] += 1
+            elif (entry := self._core.hold(space, known.block_hash, page, known.epoch)) is not None:
+                held.append((known, entry))
+                self._known[space, page] = known
+        if held:
+            self._sums.sums([known.piece for known, _ in held], lambda values: self._taken(held, values))
+
+    def _taken(self, held: Sequence[tuple[Known, Entry]], values: Sequence[int]) -> None:
+        self.counters["checks_pages_summed"] += len(held)
+        entries: dict[int, list[Entry]] = {}
+        for (known, entry), value in zip(held, values, strict=True):
+            place = known.piece[:2]
+            if self._known.get(place) is known:
+                self._known[place] = Known(known.piece, known.epoch, known.block_hash, known.origin, value)
+            entries.setdefault(known.piece.space, []).append(entry)
+        for space, mine in entries.items():
+            self._perform(self._core.let_go(space, mine, self._clock.now_ms()))
+
+    def of(self, space: int, page: int, epoch: int) -> Known | None:
+        """What is known, or soon will be, of a page under this epoch."""
+        known = self._known.get((space, page))
+        return known if known is not None and known.epoch == epoch else None
+
+    # -- leased ---------------------------------------------------------------------------------------
+
+    def of_lease(self, space: int, pages: Sequence[int], epochs: Sequence[int]) -> dict[int, Known]:
+        """By position, what is to be looked at before the reader hears of these pages."""
+        if not self._known:
+            return {}
+        found = (
+            (i, self.of(space, page, epoch))
+            for i, (page, epoch) in enumerate(zip(pages, epochs, strict=True))
+        )
+        return {i: known for i, known in found if known is not None and known.value != UNKNOWN}
+
+    def look(self, looks: dict[int, Known], then: Callable[[int | None], None]) -> None:
+        """Sum these again, which are pinned. `then`: the first position whose page is wrong, or None."""
+
+        def compare(values: list[int]) -> None:
+            self.counters["checks_pages_checked"] += len(looks)
+            wrong = [
+                i for (i, known), value in zip(looks.items(), values, strict=True) if value != known.value
+            ]
+            for i in wrong:
+                if self._is_current(looks[i]):  # else its lease ended, and something else lies there
+                    self._corrupt(looks[i])
+            then(min(wrong, default=None))
+
+        self._sums.sums([known.piece for known in looks.values()], compare)
+
+    def end_lease(self, space: int, lease_id: LeaseId) -> None:
+        """Its first page is wrong: the reader gets nothing."""
+        self._perform(self._core.end_lease(space, lease_id, self._clock.now_ms()))
+
+    def _is_current(self, known: Known) -> bool:
+        space, page, _ = known.piece
+        pool = self._core.pools.get(space)
+        return pool is not None and pool.memory is not None and pool.memory.table.epochs[page] == known.epoch
+
+    def _corrupt(self, known: Known) -> None:
+        """Its sum stays known: leases that were granted meanwhile, and copies under way, fail by it too."""
+        space, page, _ = known.piece
+        if self._corrupt_epochs.get((space, page)) == known.epoch:
+            return
+        self._corrupt_epochs[space, page] = known.epoch
+        self.counters["checks_pages_corrupt"] += 1
+        log.error(
+            "page_corrupt", space=space, page=page, epoch=known.epoch, block=known.block_hash.hex()[:16],
+            reason="its bytes changed while it was sealed",
+        )  # fmt: skip
+        self._perform(self._core.on_corrupt(known.origin, known.block_hash, self._clock.now_ms()))
+
+    # -- copied ---------------------------------------------------------------------------------------
+
+    def copying(self, action: CopyPages) -> None:
+        """This copy begins. What lies in its targets is nobody's any more."""
+        if not self._known:
+            return
+        if action.raw:  # lent pages, whose epoch stays
+            for page in action.targets:
+                self._known.pop((action.space, page), None)
+        if any(source in self._known for source in action.sources):
+            self._copies[action.copy_id] = action
+
+    def copied(self, copy_id: int, failed: bool, then: Callable[[bool], None]) -> bool:
+        """Whether `then` says later whether the copy failed, after a look at it; False: it is as it is."""
+        action = self._copies.pop(copy_id, None)
+        if action is None or failed:
+            return False
+        looks: list[tuple[Known, Piece]] = []
+        for (space, page), target in zip(action.sources, action.targets, strict=True):
+            known = self._known.get((space, page))
+            if known is not None and self._is_current(known):
+                is_target = self._same_bytes(known.piece.space, action) and self._sums.can_read(action.space)
+                there = Piece(action.space, target, known.piece.num_bytes)
+                looks.append((known, there if is_target else known.piece))
+        if looks:
+            self._sums.sums(
+                [piece for _, piece in looks], lambda values: self._compare(action, looks, values, then)
+            )
+        return bool(looks)
+
+    def sums(self, pieces: Sequence[Piece], then: Callable[[list[int]], None]) -> None:
+        """See PageSums."""
+        self._sums.sums(pieces, then)
+
+    def _same_bytes(self, source: int, action: CopyPages) -> bool:
+        """Whether a copy has its source's bytes, in the source's order."""
+        here, there = self._spaces.description_of(source), self._spaces.description_of(action.space)
+        return here.num_ranks == there.num_ranks if action.raw else here.content_key == there.content_key
+
+    def _compare(
+        self,
+        action: CopyPages,
+        looks: Sequence[tuple[Known, Piece]],
+        values: Sequence[int],
+        then: Callable[[bool], None],
+    ) -> None:
+        """The sums of the sources, if they were still being taken, were asked for earlier: they are known by now."""
+        wrong: dict[int, Known] = {}
+        is_wrong = False
+        for i, ((before, piece), value) in enumerate(zip(looks, values, strict=True)):
+            known = self.of(before.piece.space, before.piece.page, before.epoch)
+            if known is None or UNKNOWN in (known.value, value):
+                continue
+            self.counters["checks_pages_checked"] += 1
+            if value != known.value:
+                is_wrong = True
+                wrong[i] = known
+            elif action.raw and piece is not known.piece:
+                self._lies_on_loan(known, piece)
+        if not is_wrong:
+            then(False)
+            return
+        self.counters["checks_copies_wrong"] += 1
+        log.error("copy_wrong", copy_id=action.copy_id, space=action.space, num_pages=len(wrong))
+        self.look(wrong, lambda _: then(True))  # the sources are pinned until this copy's end is heard of
+
+    def _lies_on_loan(self, known: Known, piece: Piece) -> None:
+        memory = self._core.pools[piece.space].memory
+        assert memory is not None
+        epoch = memory.table.epochs[piece.page]
+        self._known[piece[:2]] = Known(piece, epoch, known.block_hash, known.origin, known.value)
