@@ -20,6 +20,7 @@ MEASURES = {  # result name: module
     "h200-release": "loadtest.bench_release",
     "h200x2-handoff": "loadtest.bench_handoff",
     "mempool-api": "loadtest.bench_mempool_api",
+    "checksums": "loadtest.bench_checksums",
     "prefix-index": "loadtest.bench_prefix_index",
     "slot-mapping": "loadtest.bench_slot_mapping",
     "h200-slot-mapping": "loadtest.bench_slot_mapping",

@@ -8,8 +8,8 @@
 Bytes of a sealed page never change. Where they did, somebody wrote who must not have, or the memory failed: the block
 and what is behind it leave the index (core/condemned.py) and are computed again. A copy that is wrong counts as failed.
 
-Which blocks are in the sample is decided by their hash and a number of this process. Pages on GPUs are not read here:
-of copies between a GPU and host memory the end in host memory is looked at. A page that changes before its sum is
+Which blocks are in the sample is decided by their hash and a number of this process. Pages on GPUs are read through the
+mover's windows (gpu_page_sums.py), which a mempool of one space does not have. A page that changes before its sum is
 taken, some 0.1 ms after it was sealed, is not noticed. Source: docs/mempool.md, "Checksums".
 """
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from services.mempool.core.actions import Action, CopyPages, WriteEntries
 from services.mempool.core.entry import Entry
 from services.mempool.core.mempool import Mempool
-from services.mempool.page_sums import UNKNOWN, PageSums, Piece
+from services.mempool.page_sums import UNKNOWN, HostPages, Pages, PageSums, Piece
 from services.mempool.spaces import Spaces
 from shared.ids import BlockHash, LeaseId
 from shared.kv.page import PageState
@@ -65,9 +65,7 @@ class Checks:
         self._below = round(rate * _ALL)
         self._salt = secrets.randbits(32)
         self._core, self._spaces, self._clock, self._perform = core, spaces, clock, perform
-        self._sums = PageSums(
-            lambda number: None if spaces.has_slabs(number) else spaces.memories.get(number)
-        )
+        self._sums = PageSums(self._pages_of)
         self._known: dict[tuple[int, int], Known] = {}  # by space and page
         self._corrupt_epochs: dict[tuple[int, int], int] = {}  # of pages that were found wrong
         self._sealed: list[Known] = []  # since begin()
@@ -81,6 +79,20 @@ class Checks:
         """Waits for what is being summed; nothing is heard of it."""
         self._below = 0
         self._sums.close()
+
+    def _pages_of(self, space: int) -> Pages | None:
+        """How they are read here: those on GPUs once the mover has mapped them."""
+        memory = self._spaces.memories.get(space)
+        if memory is None:
+            return None
+        if not self._spaces.has_slabs(space):
+            return HostPages(memory)
+        windows = self._spaces.windows(space)
+        if len(windows) < memory.num_ranks:
+            return None
+        from services.mempool.gpu_page_sums import GpuPages
+
+        return GpuPages(windows, memory.page_bytes)
 
     @property
     def is_on(self) -> bool:

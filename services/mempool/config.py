@@ -84,9 +84,9 @@ class MempoolSettings(LendingKeys, frozen=True, kw_only=True):
     pd_caching: Literal["basic", "1", "2", "3"] = "3"
     # in what pieces blocks go from prefill to decode (shared/kv/transfer_mode.py); as worker.transfer_mode
     transfer_mode: Literal["by-request-agg", "by-request", "by-layer"] = "by-request-agg"
-    # of the sealed blocks in host memory, how many have a checksum, which is compared when they are leased or copied;
+    # of the sealed blocks, how many have a checksum, which is compared when they are leased or copied;
     # 0: none, 1: all
-    checksum_rate: float = 0.01
+    checksum_rate: float = 0.001
     max_leases: int = 65_536
     max_handoffs: int = 65_536
     max_waiting: int = 4_096
@@ -109,7 +109,7 @@ def load(argv: Sequence[str]) -> MempoolSettings:
         raise SettingsError(f"setting mempool.kept_share: {found.kept_share} is not in (0, 1]; try 0.99")
     if not 0.0 <= found.checksum_rate <= 1.0:
         raise SettingsError(
-            f"setting mempool.checksum_rate: {found.checksum_rate} is not in [0, 1]; try 0.01"
+            f"setting mempool.checksum_rate: {found.checksum_rate} is not in [0, 1]; try 0.001"
         )
     if found.device_capacity_bytes < 0:
         raise SettingsError("setting mempool.device_capacity_bytes: must be 0 (what is free) or more")

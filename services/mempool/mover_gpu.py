@@ -60,7 +60,7 @@ class SlabWindow:
     """
 
     def __init__(self, gpu: Gpu, where: SlabRegion, stopping: Callable[[], bool]) -> None:
-        self._gpu = gpu
+        self.gpu = gpu
         self._slabs = where.slabs
         self.slab_bytes = where.slab_bytes
         self._mapped: set[int] = set()
@@ -86,7 +86,7 @@ class SlabWindow:
             raise PathUnavailable(f"{where.device}: {error}") from error
 
     def _map(self, slab: int) -> None:
-        vmm = self._gpu.vmm
+        vmm = self.gpu.vmm
         fd = self._slabs.export(slab)
         try:
             handle = vmm.import_fd(fd)
@@ -111,18 +111,18 @@ class SlabWindow:
 
     def unmap(self, slabs: Sequence[int]) -> None:
         """Make holes of these (sorted), whose memory goes back to the system; no copy touches them any more."""
-        self._gpu.vmm.make_current()
+        self.gpu.vmm.make_current()
         for first, count in runs([slab for slab in slabs if slab in self._mapped]):
-            self._gpu.vmm.unmap(self.address + first * self.slab_bytes, count * self.slab_bytes)
+            self.gpu.vmm.unmap(self.address + first * self.slab_bytes, count * self.slab_bytes)
         self._mapped.difference_update(slabs)
 
     def remap(self, slabs: Sequence[int]) -> None:
         """These have memory again. Raises: ClusterError, OSError; then some of them may be holes still."""
-        self._gpu.vmm.make_current()
+        self.gpu.vmm.make_current()
         for slab in slabs:
             if slab not in self._mapped:
                 self._map(slab)
-        self._give_access(slabs, self._gpu, writable=True)
+        self._give_access(slabs, self.gpu, writable=True)
         for reader in self._readers:
             reader.vmm.make_current()
             self._give_access(slabs, reader, writable=False)
@@ -133,6 +133,6 @@ class SlabWindow:
 
     def close(self) -> None:
         """Unmap; nothing may be copying any more."""
-        self._gpu.vmm.make_current()
+        self.gpu.vmm.make_current()
         self.unmap(sorted(self._mapped))
-        self._gpu.vmm.free_reservation(self.address, self.size_bytes)
+        self.gpu.vmm.free_reservation(self.address, self.size_bytes)

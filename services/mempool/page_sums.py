@@ -7,13 +7,17 @@ import asyncio
 import mmap
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import xxhash
 
 from services.mempool.memory import PoolMemory
+from shared.errors import ClusterError
+from shared.observe.log import get_logger
 
 UNKNOWN = 0  # in place of a sum
+
+log = get_logger("mempool.checks")
 
 
 class Piece(NamedTuple):
@@ -22,6 +26,21 @@ class Piece(NamedTuple):
     space: int
     page: int
     num_bytes: int
+
+
+def short(digest: int) -> int:
+    """32 bits of it, never UNKNOWN."""
+    return digest & 0xFFFFFFFF or 1
+
+
+class Pages(Protocol):
+    """Pages of one space, every rank's."""
+
+    def sum(self, page: int, num_bytes: int) -> int:
+        """Of the first bytes of the page, rank by rank. Raises: ClusterError when they cannot be read."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class HostPages:
@@ -41,7 +60,7 @@ class HostPages:
         for rank in range(self._num_ranks):
             first = (rank * self._num_pages + page) * self._page_bytes
             digest.update(self._view[first : first + num_bytes])
-        return digest.intdigest() & 0xFFFFFFFF or 1
+        return short(digest.intdigest())
 
     def close(self) -> None:
         """Nothing may be summing any more."""
@@ -50,49 +69,45 @@ class HostPages:
 
 
 class PageSums:
-    """Of the spaces in host memory. sums() and its answers on one loop; close() once."""
+    """Of the spaces that this process can read. sums() and its answers on one loop; close() once."""
 
-    def __init__(self, memory_of: Callable[[int], PoolMemory | None]) -> None:
-        """Args: memory_of: a space's, where this process can read its pages."""
-        self._memory_of = memory_of
-        self._pages: dict[int, HostPages] = {}
+    def __init__(self, pages_of: Callable[[int], Pages | None]) -> None:
+        """Args: pages_of: a space's; None: they cannot be read, or not yet. Closed here."""
+        self._pages_of = pages_of
+        self._pages: dict[int, Pages] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="page-sums")
         self._is_closed = False
         self.num_waiting = 0  # pages asked for and not answered
 
     def can_read(self, space: int) -> bool:
         """Whether pages of this space can be summed here."""
-        return self._host_pages(space) is not None
+        return self._get(space) is not None
 
-    def _host_pages(self, space: int) -> HostPages | None:
-        if space not in self._pages and (memory := self._memory_of(space)) is not None:
-            self._pages[space] = HostPages(memory)
+    def _get(self, space: int) -> Pages | None:
+        if space not in self._pages and (pages := self._pages_of(space)) is not None:
+            self._pages[space] = pages
         return self._pages.get(space)
 
     def sums(self, pieces: Sequence[Piece], then: Callable[[list[int]], None]) -> None:
-        """Of each, UNKNOWN where its space cannot be read; by `then`, always later, but never after close()."""
-        found = [self._host_pages(piece.space) for piece in pieces]
+        """Of each, UNKNOWN where it cannot be read; by `then`, always later, but never after close()."""
+        found = [self._get(piece.space) for piece in pieces]
         loop = asyncio.get_running_loop()
         self.num_waiting += len(pieces)
 
         def compute() -> list[int]:
-            return [
-                UNKNOWN if pages is None else pages.sum(piece.page, piece.num_bytes)
-                for piece, pages in zip(pieces, found, strict=True)
-            ]
+            return [_sum(pages, piece) for pages, piece in zip(found, pieces, strict=True)]
 
         def done(future: Future[list[int]]) -> None:
             if not (self._is_closed or future.cancelled()):
-                loop.call_soon_threadsafe(self._answer, pieces, future, then)
+                loop.call_soon_threadsafe(self._answer, future, then)
 
         self._thread.submit(compute).add_done_callback(done)
 
-    def _answer(
-        self, pieces: Sequence[Piece], future: Future[list[int]], then: Callable[[list[int]], None]
-    ) -> None:
+    def _answer(self, future: Future[list[int]], then: Callable[[list[int]], None]) -> None:
         if not self._is_closed:
-            self.num_waiting -= len(pieces)
-            then(future.result())
+            values = future.result()
+            self.num_waiting -= len(values)
+            then(values)
 
     def close(self) -> None:
         """Waits for what is being summed."""
@@ -101,3 +116,13 @@ class PageSums:
         for pages in self._pages.values():
             pages.close()
         self._pages = {}
+
+
+def _sum(pages: Pages | None, piece: Piece) -> int:
+    if pages is None:
+        return UNKNOWN
+    try:
+        return pages.sum(piece.page, piece.num_bytes)
+    except (ClusterError, ValueError) as error:  # nothing is known of it; its reader goes on
+        log.warning("page_not_summed", space=piece.space, page=piece.page, reason=str(error))
+        return UNKNOWN

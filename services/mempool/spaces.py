@@ -28,6 +28,7 @@ from shared.wire.mempool_far import MapFar
 
 if TYPE_CHECKING:
     from services.mempool.mover import CopyDone, Mover
+    from services.mempool.mover_gpu import SlabWindow
     from services.mempool.mover_layers import Feed, Gate, LayerMemory
     from services.mempool.mover_regions import HostRegion, RankRegion
     from shared.transfer.reslice import KvEnd
@@ -84,12 +85,11 @@ class Spaces:
         self._on_settled = on_settled
         self._mover: Mover | None = None  # nothing is copied, nor mapped here, where there is one space
         self._moved: set[int] = set()  # spaces that the mover knows
-        self._system = SystemMemory(lambda number: self._mover.windows(number) if self._mover else [])
+        self._system = SystemMemory(self.windows)
         self.layer_words: dict[tuple[int, InstanceId, int], LayerMemory] = {}  # by space, instance, rank
         self._followed: dict[int, tuple[Gate, str]] = {}  # copies on their way by layer, and traceparents
-        self._returns: dict[
-            int, tuple[int, Mapping[str, int]]
-        ] = {}  # copies of blocks that go back: since when, whose
+        # copies of blocks that go back: since when, whose
+        self._returns: dict[int, tuple[int, Mapping[str, int]]] = {}
 
     # -- making and taking over -----------------------------------------------------------------------
 
@@ -172,6 +172,10 @@ class Spaces:
             self.slabs[meta.number, rank] = slabs
             self.kept.slabs(meta.number, rank, meta.devices[rank], slabs, per_rank)
         self._tell_mover()
+
+    def windows(self, number: int) -> "list[SlabWindow]":
+        """Of the ranks of a space on GPUs, as far as the mover has mapped it."""
+        return self._mover.windows(number) if self._mover else []
 
     # -- copies ---------------------------------------------------------------------------------------
 

@@ -132,3 +132,28 @@ async def test_a_successor_adopts_the_pages_of_both_gpus_and_copies_between_them
     assert u32_list(again.pages)[0] == u32_list(got.pages)[0]
     assert mempool.status()["counters"]["blocks_pulled"] == 2
     assert keeper.num_open() > 2 * NUM_PAGES
+
+
+def states(mempool) -> list[str]:
+    return list(mempool.status()["copies"].get("spaces", {}).values())
+
+
+async def test_a_page_on_a_gpu_that_somebody_wrote_over_is_copied_to_nobody(tmp_path, environment):
+    mempool = MempoolProcess(tmp_path, env=environment, checksum_rate=1)
+    first, second = (Worker(mempool.socket, f"worker-{n}", GPUS[n]) for n in range(2))
+    try:
+        until(lambda: states(mempool) == ["mapped", "mapped"], "both GPUs are mapped")
+        first.write("abc", ABC)
+        until(lambda: mempool.status()["counters"]["checks_pages_summed"] == 3, "sums of three pages")
+        os.pwrite(first.slabs[first.sealed[1].page], b"x", PAGE - 1)
+        text, _ = await read_all(mempool, second, ABC, timeout_ms=30_000)
+        assert text == ""
+        text, _ = await read_all(mempool, second, ABC, timeout_ms=30_000)
+        assert text == "a"
+        counters = mempool.status()["counters"]
+        assert counters["checks_copies_wrong"] == counters["checks_pages_corrupt"] == 1
+        assert counters["checks_pages_checked"] >= 4
+    finally:
+        first.close()
+        second.close()
+        mempool.stop()
