@@ -17,6 +17,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from services.mempool.core.actions import Action, CopyPages, WriteEntries
 from services.mempool.core.entry import Entry
@@ -31,6 +32,7 @@ from shared.transport.clock import Clock
 
 MAX_WAITING = 4_096  # pages that are to be summed; what is sealed beyond has no sum
 _ALL = 1 << 32
+_HASH_AT = slice(16, 20)  # in ENTRY: as much of the block's hash as decides whether it is in the sample
 
 log = get_logger("mempool.checks")
 
@@ -111,10 +113,12 @@ class Checks:
             return
         num_bytes = self.block_bytes_of(action.space)
         for page, packed in action.entries:
+            if (int.from_bytes(packed[_HASH_AT], "little") + self._salt) % _ALL >= self._below:
+                continue
             epoch, _, block_hash, _ = ENTRY.unpack(packed)
-            if self._corrupt_epochs.get((action.space, page)) == epoch:
-                continue  # condemned: noted under another name
-            if (int.from_bytes(block_hash[:4], "little") ^ self._salt) < self._below:
+            if (
+                self._corrupt_epochs.get((action.space, page)) != epoch
+            ):  # else condemned: another name is noted
                 piece = Piece(action.space, page, num_bytes)
                 self._sealed.append(Known(piece, epoch, BlockHash(block_hash), action.space))
 
@@ -164,7 +168,7 @@ class Checks:
 
     def of_lease(self, space: int, pages: Sequence[int], epochs: Sequence[int]) -> dict[int, Known]:
         """By position, what is to be looked at before the reader hears of these pages."""
-        if not self._known:
+        if self._known.keys().isdisjoint(zip(repeat(space), pages)):
             return {}
         found = (
             (i, self.of(space, page, epoch))
@@ -218,7 +222,7 @@ class Checks:
         if action.raw:  # lent pages, whose epoch stays
             for page in action.targets:
                 self._known.pop((action.space, page), None)
-        if any(source in self._known for source in action.sources):
+        if not self._known.keys().isdisjoint(action.sources):
             self._copies[action.copy_id] = action
 
     def copied(self, copy_id: int, failed: bool, then: Callable[[bool], None]) -> bool:
