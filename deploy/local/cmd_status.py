@@ -72,6 +72,13 @@ def _show_pages(pool: dict[str, Any] | None) -> None:
     counts = ", ".join(f"{count} {state}" for state, count in pool["pages_by_state"].items() if count)
     size = f" of {bytes_text(pool['page_bytes'])}" if pool.get("page_bytes") else ""
     out.print(f"pages    {pool.get('num_pages', 0)}{size}: {counts or 'none yet'}", markup=False)
+    counters = pool.get("counters", {})
+    changed, wrong = counters.get("checks_pages_corrupt", 0), counters.get("checks_copies_wrong", 0)
+    if changed or wrong:
+        out.print(
+            f"checks   {changed} pages changed while they were sealed, {wrong} copies came wrong: "
+            "nobody reads them any more; `quire logs mempool` says which", style="red", markup=False,
+        )  # fmt: skip
 
 
 def _show_lending(pool: dict[str, Any] | None) -> None:

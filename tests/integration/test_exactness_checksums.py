@@ -82,6 +82,7 @@ def test_an_answer_after_somebody_wrote_into_a_sealed_page_is_right_where_sums_a
         assert_same(CASE, answer, expected)
         assert computed == len(expected["prompt"])
         assert counters["checks_pages_corrupt"] == 1
+        assert "1 pages changed while they were sealed" in " ".join(cluster.quire("status").stdout.split())
         assert counters["blocks_condemned"] >= num_blocks
         again = complete(client, case, expected)  # from blocks that were computed anew
         assert_same(CASE, again, expected)
