@@ -189,7 +189,9 @@ async def measure(num_turns: int) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="few turns, nothing is written")
     parser.add_argument("--out", type=Path, default=RESULTS, help="another folder for the result")
     args = parser.parse_args(argv)

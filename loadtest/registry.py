@@ -11,6 +11,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 MEASURES = {  # result name: module
     "gateway-cpu": "loadtest.bench_gateway",
+    "gateway-peers": "loadtest.bench_gateway_peers",
     "cluster-footprint": "loadtest.bench_footprint",
     "h200-swap": "loadtest.bench_swap",
     "h200-contiguous": "loadtest.bench_contiguous",

@@ -1,11 +1,11 @@
 """Which numbers a run of the gateway beside routers has."""
 
-from loadtest.gateway_peers import metrics_of
+from loadtest.bench_gateway_peers import metrics_from_samples
 
 
 def test_every_system_has_its_own_numbers_and_failures():
     ttft = {"series": "ttft", "rate_per_s": 100.0, "count": 2}
-    found = metrics_of(
+    found = metrics_from_samples(
         [
             {"system": "quire_traced", "series": "closed_loop", "count": 10, "wall_s": 2.0, "cpu_us": 5_000},
             {"system": "quire_traced", **ttft, "failed": 1, "ttft_ms": [3.0, 3.0]},

@@ -1,15 +1,17 @@
 """The gateway with everything on beside other projects' routers, in one run.
 
-    python -m loadtest.gateway_peers [--quick] [--model-dir FOLDER] [--seed N]      prints; writes no result file
+    python -m loadtest.bench_gateway_peers [--quick] [--model-dir FOLDER] [--seed N] [--out FOLDER]
 
-What bench_gateway.py measures of CPU and added TTFT, of: Quire with one engine stage, plain and with tracing of every
-request; no proxy; and vllm-router, sglang-router and smg, each with round_robin and cache_aware, before one engine that
-answers at once. A router that is not installed is left out, with a sentence (bench_prompt_tree.py says how they are).
-All get the rate of Quire's plain arm, or half of their own where that is less.
+writes loadtest/results/gateway-peers.json (not with --quick). What bench_gateway.py measures of CPU and added TTFT, of:
+Quire with one engine stage, plain and with tracing of every request; no proxy; and vllm-router, sglang-router and smg,
+each with round_robin and cache_aware, before one engine that answers at once. A router that is not installed is left
+out, with a sentence (bench_prompt_tree.py says how they are). All get the rate of Quire's plain arm, or half of their
+own where that is less.
 """
 
 import argparse
 import asyncio
+import os
 import random
 import sys
 import tempfile
@@ -17,24 +19,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loadtest import systems, tree_peers
-from loadtest.bench_gateway import MESSAGE_BYTES, STEP_MS, Bench, measure_proxy, metrics_from_samples
+from loadtest.bench_gateway import MESSAGE_BYTES, STEP_MS, Bench, measure_proxy
+from loadtest.bench_gateway import metrics_from_samples as metrics_of_direct
 from loadtest.processes import Fleet, StartFailed
-from loadtest.registry import ROOT
-from loadtest.results import Metrics, Samples
+from loadtest.registry import RESULTS, ROOT
+from loadtest.results import Metrics, Samples, write_result
 from loadtest.systems import System, Unavailable
+from shared.cpus import usable_cpus
 
+NAME = "gateway-peers"
+CLAIM = (
+    "Quire's gateway, with prompts tokenized and placed by their caches, and with every request traced, beside routers "
+    "that place by cached text: CPU of a request, and time that it adds to the first token at one rate for all."
+)
 SERVICES = ("gateway", "decode", "scheduler", "coordinator", "redis")
 REQUESTS = 3_000
 TTFT_S = 15
 ROUTER_WEIGHT = 4.0  # they take so much less CPU a request that the clock's ticks would show
 
 
-def metrics_of(samples: Samples) -> Metrics:
+def metrics_from_samples(samples: Samples) -> Metrics:
     """Those of bench_gateway.py for each system, its name before them."""
     out: Metrics = {}
     for name in dict.fromkeys(s["system"] for s in samples):
         mine = [{**s, "system": "direct"} for s in samples if s["system"] == name]
-        found = metrics_from_samples(mine)
+        found = metrics_of_direct(mine)
         out |= {f"{name}_{key.removeprefix('direct_')}": value for key, value in found.items()}
     return out
 
@@ -88,11 +97,29 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--model-dir", default=str(ROOT / "deploy" / "models" / "quire-demo"))
     parser.add_argument("--quick", action="store_true", help="a tenth of the load")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
+    begin_load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="quire-peers-") as folder:
         bench = asyncio.run(run(options, Path(folder)))
-    metrics = metrics_of(bench.samples)
+    metrics = metrics_from_samples(bench.samples)
     print(*(f"{key:60} {metrics[key]:12.2f}" for key in sorted(metrics)), sep="\n")
+    if not options.quick:
+        words = [] if options.seed == 1 else ["--seed", str(options.seed)]
+        path = write_result(
+            NAME,
+            claim=CLAIM,
+            command=" ".join(["python -m loadtest.bench_gateway_peers", *words]),
+            settings={
+                "requests": REQUESTS, "ttft_seconds": TTFT_S, "message_bytes": MESSAGE_BYTES, "step_ms": STEP_MS,
+                "seed": options.seed, "routers": tree_peers.versions(), "usable_cpus": usable_cpus(),
+                "load_average_before": round(begin_load, 2), "machine_was_shared": begin_load > 0.5,
+            },
+            metrics=metrics,
+            samples=bench.samples,
+            folder=options.out,
+        )  # fmt: skip
+        print(path)
     return int(any(s.get("failed") for s in bench.samples))
 
 
