@@ -1,6 +1,8 @@
 """A mempool that owns pages on two GPUs, as processes, over a libcuda without hardware: attach, copy, takeover."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -14,7 +16,7 @@ from shared.mempool.rank_memory import RankMemory
 from shared.transport.unix_socket import close_fds
 from shared.wire.mempool import HeldLease, Holding
 from tests.integration.keeper_rig import KeeperProcess
-from tests.integration.mempool_rig import DESCRIPTION, SEED, MempoolProcess, chain, until
+from tests.integration.mempool_rig import DESCRIPTION, ROOT, SEED, MempoolProcess, chain, until
 from tests.support.build_libcuda import environment_with
 
 GPUS = [f"cuda:{bytes([0xA0 + number] * 16).hex()}" for number in range(2)]
@@ -157,3 +159,12 @@ async def test_a_page_on_a_gpu_that_somebody_wrote_over_is_copied_to_nobody(tmp_
         first.close()
         second.close()
         mempool.stop()
+
+
+def test_the_sum_of_a_page_on_a_gpu_is_that_of_its_bytes_through_the_c_interface(environment):
+    command = [sys.executable, "-m", "tests.gpu.page_sums_on_gpu", "--small"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("GB/s") == 3
