@@ -4,6 +4,7 @@ The engine is one that works in the pages of a space of its own, without a model
 """
 
 import asyncio
+import os
 import random
 
 import pytest
@@ -95,9 +96,9 @@ class Parking:
 
 
 @pytest.fixture
-def pool(tmp_path):
+def pool(tmp_path, request):
     limits = {"dram-bytes": 64 * PAGE_BYTES, "dram-for-host": "true", "offer-patience-ms": 60_000}
-    limits |= {"copy-timeout-ms": 60_000, "out-timeout-ms": 60_000}
+    limits |= {"copy-timeout-ms": 60_000, "out-timeout-ms": 60_000} | getattr(request, "param", {})
     made = MempoolProcess(tmp_path, **{"capacity-bytes": NUM_PAGES * PAGE_BYTES}, **limits)
     yield made
     made.stop()
@@ -162,6 +163,53 @@ def test_reclaims_at_any_moment_change_no_byte_of_what_is_away(pool, seed):
         await producer.close()
 
     asyncio.run(whole())
+
+
+@pytest.mark.parametrize("pool", [{"checksum-rate": 1}], indirect=True)
+@pytest.mark.parametrize("where", ["peer", "dram"])
+def test_what_somebody_wrote_over_while_it_was_away_is_lost_and_not_wrong(pool, where):
+    async def run() -> None:
+        consumer, producer, market = await begin(pool)
+        if where == "peer":
+            await market.lend(NUM_LENT)
+        parking = Parking(consumer, producer)
+        await parking.compute("whole", 0)
+        assert (await parking.out("whole", 0)).kept == b"\1" * 8
+        await parking.back("whole")
+        parking.end("whole")
+        assert parking.num_lost == 0
+        await parking.compute("r", 1)
+        assert (await parking.out("r", 1)).kept == b"\1" * 8
+        counters = pool.status()["counters"]
+        assert counters[f"swap_blocks_out_{where}"] == 16
+        await spoil(pool, PROMPTS[1][3], producer if where == "peer" else None)
+        await parking.back("r")  # which reads what comes
+        parking.end("r")
+        assert parking.num_lost > 0
+        counters = pool.status()["counters"]
+        assert counters["checks_copies_wrong"] == counters["checks_pages_corrupt"] == 1
+        await consumer.close()
+        await producer.close()
+        until(lambda: pool.status()["num_pinned"] == 0, "no pin is left")
+
+    asyncio.run(run())
+
+
+async def spoil(pool: MempoolProcess, block_hash: bytes, producer: Engine | None) -> None:
+    """Change a byte of the one page outside the engine's space that holds this block."""
+    wanted = content(block_hash)
+    fd = producer.memory.fd if producer is not None else os.open(host_memory_of(pool), os.O_RDWR)
+    data = os.pread(fd, os.fstat(fd).st_size, 0)
+    place = data.index(wanted)
+    assert data.find(wanted, place + 1) < 0
+    os.pwrite(fd, bytes([wanted[7] ^ 1]), place + 7)
+
+
+def host_memory_of(pool: MempoolProcess) -> str:
+    """Path of the pages of the last space that was made: host memory behind the engines'."""
+    folder = f"/proc/{pool.process.pid}/fd"
+    links = {fd: os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)}
+    return f"{folder}/{max(int(fd) for fd, link in links.items() if link.startswith('/memfd:quire-pages '))}"
 
 
 def test_a_mempool_that_dies_and_comes_back_still_has_what_is_in_host_memory(tmp_path):

@@ -2,12 +2,13 @@
 
 import hashlib
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from services.mempool.checks import MAX_WAITING, Checks
-from services.mempool.core.actions import WriteEntries
+from services.mempool.core.actions import CopyPages, WriteEntries
 from services.mempool.core.entry import Entry
 from services.mempool.core.inheritance import pack_entry
 from services.mempool.memory import PoolMemory
@@ -81,6 +82,19 @@ def test_what_is_sealed_beyond_the_bound_has_no_sum_and_is_counted(memory):
     checks._sums.num_waiting = MAX_WAITING - 10
     assert len(sampled(checks, core, 1)) == 10
     assert checks.counters["checks_pages_skipped"] == NUM_BLOCKS - 10
+    checks.close()
+
+
+def test_the_sum_of_what_lay_in_a_lent_page_ends_when_something_else_is_copied_there(memory):
+    checks, core = checks_at(1.0, memory)
+    sampled(checks, core, 1)
+    assert checks.of(0, 5, 6) is not None
+    copy = CopyPages(1, 0, [PageId(5)], [(0, PageId(7))], 1000)
+    checks.copying(copy)
+    assert checks.of(0, 5, 6) is not None  # a page of the space's own gets a new epoch
+    checks.copying(replace(copy, copy_id=2, raw=True))
+    assert checks.of(0, 5, 6) is None
+    assert checks.of(0, 6, 7) is not None
     checks.close()
 
 
