@@ -37,7 +37,7 @@ _HASH_AT = slice(16, 20)  # in ENTRY: as much of the block's hash as decides whe
 log = get_logger("mempool.checks")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Known:
     """The sum of a page under an epoch. `origin`: the space whose block it is; another one where it lies on loan."""
 
@@ -45,7 +45,14 @@ class Known:
     epoch: int
     block_hash: BlockHash
     origin: int
-    value: int = UNKNOWN  # while it is being taken
+    value: int = UNKNOWN  # until it is taken
+
+    def agrees(self, value: int) -> bool:
+        """Whether its bytes may be what they were; the first value is taken for right."""
+        if UNKNOWN in (self.value, value):
+            self.value = self.value or value
+            return True
+        return value == self.value
 
 
 class Checks:
@@ -146,16 +153,16 @@ class Checks:
                 held.append((known, entry))
                 self._known[space, page] = known
         if held:
-            self._sums.sums([known.piece for known, _ in held], lambda values: self._taken(held, values))
+            pieces = [known.piece for known, _ in held]
+            self._sums.sums(pieces, lambda values: self._taken(held, values), urgent=False)
 
     def _taken(self, held: Sequence[tuple[Known, Entry]], values: Sequence[int]) -> None:
         self.counters["checks_pages_summed"] += len(held)
         entries: dict[int, list[Entry]] = {}
         for (known, entry), value in zip(held, values, strict=True):
-            place = known.piece[:2]
-            if self._known.get(place) is known:
-                self._known[place] = Known(known.piece, known.epoch, known.block_hash, known.origin, value)
             entries.setdefault(known.piece.space, []).append(entry)
+            if not known.agrees(value):  # somebody looked at it earlier
+                self._corrupt(known)
         for space, mine in entries.items():
             self._perform(self._core.let_go(space, mine, self._clock.now_ms()))
 
@@ -167,23 +174,25 @@ class Checks:
     # -- leased ---------------------------------------------------------------------------------------
 
     def of_lease(self, space: int, pages: Sequence[int], epochs: Sequence[int]) -> dict[int, Known]:
-        """By position, what is to be looked at before the reader hears of these pages."""
+        """By position, what is to be looked at before the reader hears of these pages. Not what was sealed just now."""
+        known = self.of_pages(space, pages, epochs)
+        return {i: each for i, each in known.items() if each.value != UNKNOWN}
+
+    def of_pages(self, space: int, pages: Sequence[int], epochs: Sequence[int]) -> dict[int, Known]:
+        """By position, those of the sample."""
         if self._known.keys().isdisjoint(zip(repeat(space), pages)):
             return {}
-        found = (
-            (i, self.of(space, page, epoch))
-            for i, (page, epoch) in enumerate(zip(pages, epochs, strict=True))
-        )
-        return {i: known for i, known in found if known is not None and known.value != UNKNOWN}
+        pairs = enumerate(zip(pages, epochs, strict=True))
+        found = ((i, self.of(space, page, epoch)) for i, (page, epoch) in pairs)
+        return {i: known for i, known in found if known is not None}
 
     def look(self, looks: dict[int, Known], then: Callable[[int | None], None]) -> None:
         """Sum these again, which are pinned. `then`: the first position whose page is wrong, or None."""
 
         def compare(values: list[int]) -> None:
             self.counters["checks_pages_checked"] += len(looks)
-            wrong = [
-                i for (i, known), value in zip(looks.items(), values, strict=True) if value != known.value
-            ]
+            pairs = zip(looks.items(), values, strict=True)
+            wrong = [i for (i, known), value in pairs if not known.agrees(value)]
             for i in wrong:
                 if self._is_current(looks[i]):  # else its lease ended, and something else lies there
                     self._corrupt(looks[i])
@@ -230,18 +239,20 @@ class Checks:
         action = self._copies.pop(copy_id, None)
         if action is None or failed:
             return False
-        looks: list[tuple[Known, Piece]] = []
+        asked: list[tuple[Known, Piece]] = []
         for (space, page), target in zip(action.sources, action.targets, strict=True):
             known = self._known.get((space, page))
-            if known is not None and self._is_current(known):
-                is_target = self._same_bytes(known.piece.space, action) and self._sums.can_read(action.space)
-                there = Piece(action.space, target, known.piece.num_bytes)
-                looks.append((known, there if is_target else known.piece))
-        if looks:
-            self._sums.sums(
-                [piece for _, piece in looks], lambda values: self._compare(action, looks, values, then)
-            )
-        return bool(looks)
+            if known is None or not self._is_current(known):
+                continue
+            is_target = self._same_bytes(space, action) and self._sums.can_read(action.space)
+            if not is_target or known.value == UNKNOWN:
+                asked.append((known, known.piece))
+            if is_target:
+                asked.append((known, Piece(action.space, target, known.piece.num_bytes)))
+        if asked:
+            pieces = [piece for _, piece in asked]
+            self._sums.sums(pieces, lambda values: self._compare(action, asked, values, then))
+        return bool(asked)
 
     def sums(self, pieces: Sequence[Piece], then: Callable[[list[int]], None]) -> None:
         """See PageSums."""
@@ -255,24 +266,22 @@ class Checks:
     def _compare(
         self,
         action: CopyPages,
-        looks: Sequence[tuple[Known, Piece]],
+        asked: Sequence[tuple[Known, Piece]],
         values: Sequence[int],
         then: Callable[[bool], None],
     ) -> None:
-        """The sums of the sources, if they were still being taken, were asked for earlier: they are known by now."""
+        """Each source whose sum was not known comes before its target."""
         wrong: dict[int, Known] = {}
-        is_wrong = False
-        for i, ((before, piece), value) in enumerate(zip(looks, values, strict=True)):
-            known = self.of(before.piece.space, before.piece.page, before.epoch)
-            if known is None or UNKNOWN in (known.value, value):
+        for i, ((known, piece), value) in enumerate(zip(asked, values, strict=True)):
+            is_target = piece is not known.piece
+            if is_target and known.value == UNKNOWN:
                 continue
             self.counters["checks_pages_checked"] += 1
-            if value != known.value:
-                is_wrong = True
+            if not known.agrees(value):
                 wrong[i] = known
-            elif action.raw and piece is not known.piece:
+            elif action.raw and is_target and value != UNKNOWN:
                 self._lies_on_loan(known, piece)
-        if not is_wrong:
+        if not wrong:
             then(False)
             return
         self.counters["checks_copies_wrong"] += 1

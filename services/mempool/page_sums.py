@@ -1,12 +1,12 @@
-"""Checksums of what lies in pages, computed by a thread of their own: 32 bits of XXH3, never 0.
-
-One thread, first in first out: what is asked for later is computed later, and answered later.
-"""
+"""Checksums of what lies in pages, computed by a thread of their own: 32 bits of XXH3, never 0."""
 
 import asyncio
+import contextlib
 import mmap
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import xxhash
@@ -68,14 +68,77 @@ class HostPages:
         self._mapping.close()
 
 
+@dataclass(slots=True, eq=False)
+class _Job:
+    """`found`: how each piece's space is read; None: it is not."""
+
+    pieces: Sequence[Piece]
+    found: Sequence[Pages | None]
+    answer: Callable[["_Job"], None]
+    values: list[int] = field(default_factory=list)
+
+    def step(self) -> None:
+        """The next piece."""
+        at = len(self.values)
+        self.values.append(_sum(self.found[at], self.pieces[at]))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has a value for every piece."""
+        return len(self.values) == len(self.pieces)
+
+
+class _Thread(threading.Thread):
+    """Does what is urgent before the next piece of what is not. put() and close() from any other thread."""
+
+    def __init__(self) -> None:
+        super().__init__(name="page-sums", daemon=True)
+        self._urgent: deque[_Job] = deque()
+        self._others: deque[_Job] = deque()
+        self._wake = threading.Condition()
+        self._is_closing = False
+
+    def put(self, job: _Job, *, urgent: bool) -> None:
+        """Starts the thread with the first."""
+        with self._wake:
+            (self._urgent if urgent else self._others).append(job)
+            self._wake.notify()
+        if self.ident is None:
+            self.start()
+
+    def run(self) -> None:
+        """Until close()."""
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._urgent or self._others or self._is_closing)
+                if self._is_closing:
+                    return
+                jobs = self._urgent or self._others
+                job = jobs.popleft()
+            job.step()
+            if job.is_done:
+                job.answer(job)
+                continue
+            with self._wake:
+                jobs.appendleft(job)
+
+    def close(self) -> None:
+        """Waits for the piece that is being summed."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        if self.ident is not None:
+            self.join()
+
+
 class PageSums:
     """Of the spaces that this process can read. sums() and its answers on one loop; close() once."""
 
     def __init__(self, pages_of: Callable[[int], Pages | None]) -> None:
-        """Args: pages_of: a space's; None: they cannot be read, or not yet. Closed here."""
+        """Args: pages_of: a space's; None: they cannot be read, or not yet. Closed here. May raise OSError."""
         self._pages_of = pages_of
-        self._pages: dict[int, Pages] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="page-sums")
+        self._pages: dict[int, Pages | None] = {}
+        self._thread = _Thread()
         self._is_closed = False
         self.num_waiting = 0  # pages asked for and not answered
 
@@ -84,37 +147,44 @@ class PageSums:
         return self._get(space) is not None
 
     def _get(self, space: int) -> Pages | None:
-        if space not in self._pages and (pages := self._pages_of(space)) is not None:
+        if space not in self._pages:
+            try:
+                pages = self._pages_of(space)
+            except (OSError, ValueError) as error:
+                log.error("space_not_summed", space=space, reason=str(error))
+                self._pages[space] = None
+                return None
+            if pages is None:  # perhaps later
+                return None
             self._pages[space] = pages
-        return self._pages.get(space)
+        return self._pages[space]
 
-    def sums(self, pieces: Sequence[Piece], then: Callable[[list[int]], None]) -> None:
-        """Of each, UNKNOWN where it cannot be read; by `then`, always later, but never after close()."""
-        found = [self._get(piece.space) for piece in pieces]
+    def sums(
+        self, pieces: Sequence[Piece], then: Callable[[list[int]], None], *, urgent: bool = True
+    ) -> None:
+        """Of each, UNKNOWN where it cannot be read; by `then`, always later, but never after close(). Nobody waits for
+        what is not urgent."""
         loop = asyncio.get_running_loop()
         self.num_waiting += len(pieces)
 
-        def compute() -> list[int]:
-            return [_sum(pages, piece) for pages, piece in zip(found, pieces, strict=True)]
+        def answer(job: _Job) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._answer, job, then)
 
-        def done(future: Future[list[int]]) -> None:
-            if not (self._is_closed or future.cancelled()):
-                loop.call_soon_threadsafe(self._answer, future, then)
+        self._thread.put(_Job(pieces, [self._get(piece.space) for piece in pieces], answer), urgent=urgent)
 
-        self._thread.submit(compute).add_done_callback(done)
-
-    def _answer(self, future: Future[list[int]], then: Callable[[list[int]], None]) -> None:
+    def _answer(self, job: _Job, then: Callable[[list[int]], None]) -> None:
         if not self._is_closed:
-            values = future.result()
-            self.num_waiting -= len(values)
-            then(values)
+            self.num_waiting -= len(job.pieces)
+            then(job.values)
 
     def close(self) -> None:
-        """Waits for what is being summed."""
+        """Waits for the page that is being summed."""
         self._is_closed = True
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.close()
         for pages in self._pages.values():
-            pages.close()
+            if pages is not None:
+                pages.close()
         self._pages = {}
 
 

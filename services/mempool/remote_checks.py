@@ -56,12 +56,14 @@ class RemoteChecks:
         question = self._asked.pop((link, answer.call_id), None)
         if question is None:
             return False
-        looks = self._checks.of_lease(question.space, question.pages, question.epochs)
+        looks = self._checks.of_pages(question.space, question.pages, question.epochs)
         if not looks:
             return False
 
         def looked(wrong: int | None) -> None:
-            good = {i: known.value for i, known in looks.items() if wrong is None or i < wrong}
+            good = {
+                i: known.value for i, known in looks.items() if known.value and (wrong is None or i < wrong)
+            }
             stale = answer.stale + (u32_bytes([wrong]) if wrong is not None else b"")
             sums = u32_bytes(number for pair in good.items() for number in pair)
             tell(EpochsChecked(call_id=answer.call_id, stale=stale, checksums=sums))

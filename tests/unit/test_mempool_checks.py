@@ -1,18 +1,20 @@
 """Which pages are in the sample: as many as the rate says, by their block's hash alone; and what of a page counts."""
 
+import asyncio
 import hashlib
 import os
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from services.mempool.checks import MAX_WAITING, Checks
+from services.mempool.checks import MAX_WAITING, Checks, Known
 from services.mempool.core.actions import CopyPages, WriteEntries
 from services.mempool.core.entry import Entry
 from services.mempool.core.inheritance import pack_entry
 from services.mempool.memory import PoolMemory
-from services.mempool.page_sums import HostPages
+from services.mempool.page_sums import HostPages, PageSums, Piece
 from shared.ids import BlockHash, Epoch, PageId
 from shared.transport.clock import MonotonicClock
 
@@ -45,7 +47,7 @@ def checks_at(rate: float, memory: PoolMemory) -> tuple[Checks, Core]:
         description_of=lambda space: SimpleNamespace(block_bytes=4000),
     )  # fmt: skip
     made = Checks(rate, core, spaces, MonotonicClock(), lambda actions: None)
-    made._sums.sums = lambda pieces, then: None
+    made._sums.sums = lambda pieces, then, urgent=True: None
     return made, core
 
 
@@ -107,3 +109,74 @@ def test_every_byte_of_the_block_counts_on_every_rank_and_what_is_behind_it_does
     assert (pages.sum(5, 4000) != before) == (at < 4000)
     assert pages.sum(4, 4000) == pages.sum(6, 4000)
     pages.close()
+
+
+class Slow:
+    """Pages whose sums the test lets through one by one."""
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        self.turn = threading.Semaphore(0)
+        self.begun = threading.Semaphore(0)
+
+    def sum(self, page: int, num_bytes: int) -> int:
+        self.begun.release()
+        assert self.turn.acquire(timeout=30)
+        self.order.append(page)
+        return page + 1
+
+    def close(self) -> None: ...
+
+
+async def test_who_is_waited_for_comes_before_the_next_page_that_nobody_waits_for():
+    pages, answers = Slow(), asyncio.Queue()
+    sums = PageSums(lambda space: pages)
+    sums.sums([Piece(0, page, 1) for page in (1, 2, 3)], answers.put_nowait, urgent=False)
+    sums.sums([Piece(0, 4, 1)], answers.put_nowait, urgent=False)
+    assert await asyncio.to_thread(pages.begun.acquire, timeout=30)
+    sums.sums([Piece(0, 10, 1), Piece(0, 11, 1)], answers.put_nowait)
+    sums.sums([Piece(0, 12, 1)], answers.put_nowait)
+    assert sums.num_waiting == 7
+    for _ in range(7):
+        pages.turn.release()
+    assert [await answers.get() for _ in range(4)] == [[11, 12], [13], [2, 3, 4], [5]]
+    assert pages.order == [1, 10, 11, 12, 2, 3, 4]
+    assert sums.num_waiting == 0
+    sums.close()
+
+
+async def test_a_close_waits_for_the_page_under_way_and_answers_nobody():
+    pages, answers = Slow(), []
+    sums = PageSums(lambda space: pages)
+    sums.sums([Piece(0, 1, 1), Piece(0, 2, 1)], answers.append)
+    assert await asyncio.to_thread(pages.begun.acquire, timeout=30)
+    asyncio.get_running_loop().call_later(0.05, pages.turn.release)
+    closing = asyncio.to_thread(sums.close)
+    await closing
+    await asyncio.sleep(0)
+    assert (pages.order, answers) == ([1], [])
+
+
+async def test_memory_that_cannot_be_mapped_is_not_summed_and_harms_nobody():
+    calls = []
+
+    def pages_of(space):
+        calls.append(space)
+        raise OSError(12, "no memory")
+
+    sums, answer = PageSums(pages_of), asyncio.get_running_loop().create_future()
+    assert not sums.can_read(3)
+    sums.sums([Piece(3, 0, 1)], answer.set_result)
+    assert await answer == [0]
+    assert calls == [3]
+    sums.close()
+
+
+def test_what_could_not_be_read_says_nothing_against_a_page():
+    known = Known(Piece(0, 0, 1), 1, HASHES[0], 0)
+    assert known.agrees(0)
+    assert known.agrees(7)
+    assert known.agrees(0)
+    assert known.agrees(7)
+    assert not known.agrees(8)
+    assert known.value == 7

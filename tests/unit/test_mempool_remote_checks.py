@@ -29,7 +29,7 @@ class Checks:
     def sums(self, pieces, then):
         then([self.changed.get(piece.page, 1000 + piece.page) for piece in pieces])
 
-    def of_lease(self, space, pages, epochs):
+    def of_pages(self, space, pages, epochs):
         return {
             i: Known(Piece(space, page, 6000), epoch, BlockHash(b""), space, 1000 + page)
             for i, (page, epoch) in enumerate(zip(pages, epochs, strict=True))
