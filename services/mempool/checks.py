@@ -108,6 +108,11 @@ class Checks:
         """Whether any page is looked at."""
         return self._below > 0
 
+    @property
+    def num_waiting(self) -> int:
+        """Pages whose sums are being taken or compared."""
+        return self._sums.num_waiting
+
     def block_bytes_of(self, space: int) -> int:
         """Of a block's part on one rank."""
         return self._spaces.description_of(space).block_bytes
@@ -147,7 +152,7 @@ class Checks:
         held: list[tuple[Known, Entry]] = []
         for known in sealed:
             space, page, _ = known.piece
-            if len(held) + self._sums.num_waiting >= MAX_WAITING:
+            if len(held) + self.num_waiting >= MAX_WAITING:
                 self.counters["checks_pages_skipped"] += 1
             elif (entry := self._core.hold(space, known.block_hash, page, known.epoch)) is not None:
                 held.append((known, entry))

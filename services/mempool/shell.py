@@ -184,6 +184,7 @@ class MempoolShell:
         status["peers_malformed"] = self.server.num_malformed
         status["api"] = self.api.status()
         status["counters"] |= self.checks.counters
+        status["checks_waiting"] = self.checks.num_waiting
         return status
 
     # -- events -----------------------------------------------------------------------------------

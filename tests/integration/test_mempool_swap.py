@@ -182,6 +182,7 @@ def test_what_somebody_wrote_over_while_it_was_away_is_lost_and_not_wrong(pool, 
         assert (await parking.out("r", 1)).kept == b"\1" * 8
         counters = pool.status()["counters"]
         assert counters[f"swap_blocks_out_{where}"] == 16
+        until(lambda: pool.status()["checks_waiting"] == 0, "all sums are taken")
         await spoil(pool, PROMPTS[1][3], producer if where == "peer" else None)
         await parking.back("r")  # which reads what comes
         parking.end("r")
