@@ -86,7 +86,6 @@ class Pool:
         self.process = subprocess.Popen([sys.executable, "-m", "services.mempool", *words], cwd=ROOT)
         self.engine = EngineAttachment(self.socket, InstanceId("bench"), DESCRIPTION, BLOCKS)
         self.client = MempoolClient(self.socket, InstanceId("bench"))
-        self.summed = 0
 
     async def __aenter__(self) -> "Pool":
         if not await asyncio.to_thread(self.engine.wait_connected, LIMIT_S):
@@ -101,9 +100,14 @@ class Pool:
         self.process.terminate()
         self.process.wait(LIMIT_S)
 
-    def counters(self) -> dict[str, int]:
+    def status(self) -> dict[str, Any]:
         """The mempool's."""
-        return httpx.get(f"{self.admin}/status", timeout=LIMIT_S).json()["counters"]
+        return httpx.get(f"{self.admin}/status", timeout=LIMIT_S).json()
+
+    @property
+    def num_checked(self) -> int:
+        """Pages, since its start."""
+        return self.status()["counters"]["checks_pages_checked"]
 
     async def seal(self, hashes: Sequence[BlockHash]) -> None:
         """New bytes in pages of ours; back when no sum is due any more."""
@@ -119,12 +123,9 @@ class Pool:
             self.engine.page_view(page)[:] = block_hash * (BLOCK_BYTES // len(block_hash))
         lines = zip(taken, hashes, [SEED, *hashes], strict=False)
         self.engine.seal([SealEntry(page, epoch, h, parent, 8) for (page, epoch), h, parent in lines])
-        while True:
-            await asyncio.sleep(0.03)
-            summed = self.counters()["checks_pages_summed"]
-            if summed == self.summed:
-                return
-            self.summed = summed
+        await asyncio.sleep(0.02)
+        while self.status()["checks_waiting"]:
+            await asyncio.sleep(0.005)
 
     async def lease(self, hashes: Sequence[BlockHash]) -> float:
         """us of one."""
@@ -149,10 +150,10 @@ def chain(turn: int) -> list[BlockHash]:
 async def one_turn(name: str, pool: Pool, turn: int) -> list[dict[str, Any]]:
     """Seal a prompt, lease it, forget it."""
     hashes = chain(turn)
-    before, cpu_us = pool.counters(), process_cpu_us(pool.process.pid)
+    before, cpu_us = pool.num_checked, process_cpu_us(pool.process.pid)
     await pool.seal(hashes)
     out = [{"what": "lease", "rate": name, "us": await pool.lease(hashes)} for _ in range(LEASES)]
-    checked = pool.counters()["checks_pages_checked"] - before["checks_pages_checked"]
+    checked = pool.num_checked - before
     out.append(
         {
             "what": "cpu", "rate": name, "us": process_cpu_us(pool.process.pid) - cpu_us,
