@@ -124,7 +124,7 @@ class Pool:
         lines = zip(taken, hashes, [SEED, *hashes], strict=False)
         self.engine.seal([SealEntry(page, epoch, h, parent, 8) for (page, epoch), h, parent in lines])
         await asyncio.sleep(0.02)
-        while self.status()["checks_waiting"]:
+        while self.status()["checks_waiting"]:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
     async def lease(self, hashes: Sequence[BlockHash]) -> float:
