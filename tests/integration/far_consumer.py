@@ -1,12 +1,15 @@
-"""An engine without a model that reads far blocks: python -m tests.integration.far_consumer SOCKET NAME NUM_BLOCKS.
+"""An engine without a model that reads far blocks: python -m tests.integration.far_consumer SOCKET NAME NUM [STEP].
 
 It says "ready", waits for a line, seals blocks, has them copied out and mapped, says "placed", and reads them in place
 again and again: every byte must be the block's. It follows what is moved, says "moved" each time, and ends when another
-line comes.
+line comes. At STEP it stops by itself, once, as by SIGSTOP: "asked" for copies, its rank has "mapped" them and not said
+so, it has heard that they were "moved", has "dropped" the old places, its rank has "unmapped" them and not said so.
 """
 
 import select
+import signal
 import sys
+from typing import Any
 
 from shared.engine.page_window import open_window
 from shared.ids import InstanceId
@@ -19,14 +22,36 @@ from tests.integration.mempool_rig import BLOCK_BYTES, DESCRIPTION, SEED, chain,
 NUM_PLACES = 16
 
 
-def main(socket: str, name: str, num_blocks: int) -> None:
+class Stopping:
+    """A rank's far places that stop the process, and `at()` for the steps between."""
+
+    def __init__(self, far: Any, step: str) -> None:
+        self.far, self.step = far, step
+
+    def at(self, step: str) -> None:
+        if step == self.step:
+            self.step = ""
+            signal.raise_signal(signal.SIGSTOP)  # to this thread: it does not get any further
+
+    def map(self, *args: Any) -> None:
+        self.far.map(*args)
+        self.at("mapped")
+
+    def unmap(self, places: Any) -> None:
+        self.at("dropped")
+        self.far.unmap(places)
+        self.at("unmapped")
+
+
+def main(socket: str, name: str, num_blocks: int, step: str = "") -> None:
     """See the module's docstring."""
     import torch
 
     instance = InstanceId(name)
     memory = RankMemory(socket, instance, DESCRIPTION, 0, device=f"cpu:{name}", far_places=NUM_PLACES)
     window = open_window(memory, torch.device("cpu"), NUM_PLACES)
-    memory.stay_attached(None, window.far)
+    stopping = Stopping(window.far, step)
+    memory.stay_attached(None, stopping)
     quota = PageQuota(socket, instance, DESCRIPTION, memory.header.num_pages)
     quota.attach()
     print("ready", flush=True)
@@ -43,6 +68,7 @@ def main(socket: str, name: str, num_blocks: int) -> None:
     lines = zip(pages, hashes, [SEED, *hashes], strict=False)
     quota.seal([SealedPage(page, epoch, h, parent, 4) for (page, epoch), h, parent in lines])
     quota.far_out(1, hashes)
+    stopping.at("asked")
     places: list[int] = []
     first = memory.header.num_pages + 1
     while not select.select([sys.stdin], [], [], 0.0)[0]:
@@ -57,6 +83,7 @@ def main(socket: str, name: str, num_blocks: int) -> None:
             moved = dict(zip(u32_list(message.places), u32_list(message.to), strict=True))
             assert NO_PLACE not in moved.values()
             places = [moved.get(place, place) for place in places]
+            stopping.at("moved")
             quota.far_drop(list(moved))
             print("moved", flush=True)
         for place, block_hash in zip(places, hashes, strict=False):
@@ -65,4 +92,4 @@ def main(socket: str, name: str, num_blocks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
