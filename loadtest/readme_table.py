@@ -157,6 +157,14 @@ ROWS: list[tuple[str, str, str, str, str]] = [
     ("cost-model", "h200_median_error_ratio", "the same on one H200, 8B shape: median", "{:.3f}", "0.10"),
     ("cost-model", "h200_p90_error_ratio", "the same, p90", "{:.3f}", "0.25"),
     (
+        "crossover",
+        "crossover_error_ratio",
+        "fetch a prefix or compute it (eq 2): link rate where it turns, off the measured one, worst of four lengths",
+        "{:.2f}",
+        "0.20",
+    ),
+    ("crossover", "right_percent", "the same: choices that were the faster one", "{:.0f}%", ""),
+    (
         "locality",
         "p99_ttft_vs_session_ratio",
         "placing by cost, share ratio 2: P99 of TTFT over placing by session",

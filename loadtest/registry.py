@@ -34,6 +34,7 @@ MEASURES = {  # result name: module
     "two-host-transfer": "loadtest.bench_two_hosts",
     "two-host-handoff": "loadtest.bench_host_handoff",
     "cost-model": "loadtest.bench_cost_model",
+    "crossover": "loadtest.bench_crossover",
     "context-caching": "loadtest.bench_caching",
     "h200-context-caching": "loadtest.bench_caching",
     "locality": "loadtest.bench_locality",

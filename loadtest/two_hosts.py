@@ -128,6 +128,25 @@ class TwoHosts:
                     raise
         return True
 
+    def limit(self, bytes_per_s: int, *, burst_bytes: int = 1 << 17, queue_bytes: int = 64 << 20) -> None:
+        """No more than so many bytes a second in either direction, by a token bucket; 0: as fast as it goes.
+
+        Its queue is longer than what TCP has under way, so that packets wait and none is lost. Raises: RuntimeError.
+        """
+        for name, device in zip(self.names, DEVICES, strict=True):
+            remove = ["tc", "-n", name, "qdisc", "del", "dev", device, "root"]
+            subprocess.run(remove, capture_output=True, check=False)
+            if bytes_per_s:
+                words = [
+                    "rate",
+                    f"{bytes_per_s * 8}bit",
+                    "burst",
+                    str(burst_bytes),
+                    "limit",
+                    str(queue_bytes),
+                ]
+                run("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *words)
+
     def partition(self) -> None:
         """Everything is lost, and nobody is told: each end believes the other at an address that nobody has."""
         self._neighbours("replace", "lladdr", NOWHERE, "nud", "permanent")
