@@ -1,30 +1,47 @@
 """What a running engine teaches the model: a factor per kind of work, and the work that is still queued.
 
 No clock here: times come in as now_ms. Robust against the odd step that a garbage collection or a neighbour held up:
-the factor is the median of recent ratios, each clipped.
+the factor is the median of recent ratios, each clipped. A ratio counts by the work that it is of: what a short prompt
+takes is mostly constant (wake-ups, cold caches, messages), and would be multiplied into the long ones, whose time is
+what queues and eq 2 are about.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, log
-from statistics import median
+from statistics import fmean, median
 
 from shared.costmodel.model import CostModel
 
 MAX_FACTOR = 4.0
 WINDOW = 31  # ratios whose median counts
 FULL_RATIOS = 9  # with fewer the missing ones count as 1: a first wild one changes nothing
+NUM_LARGEST = 4  # none counts for more work than the fourth largest: a single one decides nothing
 LEAST_MS = 0.05  # shorter measurements are the clock's
 MAX_WINDOW_REQUESTS = 8  # a busy instance closes a measurement after so many prompts
 
 
+def weighted_median(pairs: Sequence[tuple[float, float]]) -> float:
+    """Of (value, weight above 0), at least one: half of the weight lies on either side. Equal weights: the median."""
+    ordered = sorted(pairs)
+    half, below = sum(weight for _, weight in ordered) / 2, 0.0
+    for place, (value, weight) in enumerate(ordered):
+        below += weight
+        if below > half * (1 + 1e-12):
+            return value
+        if below >= half * (1 - 1e-12):
+            return (value + ordered[min(place + 1, len(ordered) - 1)][0]) / 2
+    return ordered[-1][0]
+
+
 @dataclass(slots=True)
 class OnlineCorrection:
-    """Factor by which predictions of one kind are to be multiplied. Cost: 3 us an observation."""
+    """Factor by which predictions of one kind are to be multiplied. Cost: 10 us an observation."""
 
     num_observed: int = 0
     factor: float = 1.0
-    _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _ratios: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))  # and their ms
     _errors: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def observe(self, predicted_ms: float, measured_ms: float) -> None:
@@ -33,9 +50,14 @@ class OnlineCorrection:
             return
         self._errors.append(abs(predicted_ms * self.factor - measured_ms) / measured_ms)
         ratio = min(MAX_FACTOR, max(1 / MAX_FACTOR, measured_ms / predicted_ms))
-        self._ratios.append(log(ratio))
+        self._ratios.append((log(ratio), predicted_ms))
         self.num_observed += 1
-        self.factor = exp(median([*self._ratios, *[0.0] * (FULL_RATIOS - len(self._ratios))]))
+        most_ms = sorted(ms for _, ms in self._ratios)[-NUM_LARGEST:][0]
+        counted = [(value, min(ms, most_ms)) for value, ms in self._ratios]
+        missing = FULL_RATIOS - len(counted)
+        if missing > 0:
+            counted += [(0.0, fmean(ms for _, ms in counted))] * missing
+        self.factor = exp(weighted_median(counted))
 
     @property
     def error_ratio(self) -> float:

@@ -9,7 +9,7 @@ import pytest
 from shared.costmodel.fit import fit, fit_arch, relative_errors
 from shared.costmodel.model import CostModel, StepShape, pack_prefills
 from shared.costmodel.observation import CalibrationPlan, Observation, Point, ProfileLimits, grid, predict
-from shared.costmodel.online import OnlineCorrection, PrefillLedger
+from shared.costmodel.online import OnlineCorrection, PrefillLedger, weighted_median
 from shared.costmodel.shapes import shape_of
 from shared.costmodel.transfer import LinkRates, should_fetch
 from shared.errors import ClusterError, SettingsError
@@ -197,6 +197,31 @@ def test_a_correction_is_the_median_of_clipped_ratios():
         correction.observe(10.0, 1e6)
     assert correction.factor == pytest.approx(4.0)
     assert correction.num_observed == 49
+
+
+def test_a_weighted_median_has_half_of_the_weight_on_either_side():
+    assert weighted_median([(3.0, 1.0)]) == 3.0
+    assert weighted_median([(1.0, 1.0), (9.0, 1.0)]) == 5.0
+    assert weighted_median([(9.0, 0.1), (1.0, 0.1), (2.0, 0.1)]) == 2.0
+    assert weighted_median([(1.0, 1.0), (2.0, 1.0), (3.0, 5.0)]) == 3.0
+    assert weighted_median([(5.0, 1.0), (2.0, 1.0), (1.0, 2.0)]) == 1.5
+
+
+def test_a_correction_is_of_the_work_and_not_of_the_number_of_prompts():
+    """Prompts whose prefix was fetched are short, and constant costs are most of them; they were half of the ratios."""
+    correction = OnlineCorrection()
+    for _ in range(8):
+        for predicted, measured in ((15.0, 22.0), (17.0, 25.0), (20.0, 28.0), (100.0, 110.0), (400.0, 440.0)):
+            correction.observe(predicted, measured)
+    assert correction.factor == pytest.approx(1.1)
+
+
+def test_no_single_prompt_decides_a_correction():
+    correction = OnlineCorrection()
+    for _ in range(30):
+        correction.observe(10.0, 10.0)
+    correction.observe(5_000.0, 20_000.0)
+    assert correction.factor == pytest.approx(1.0)
 
 
 def test_a_ledger_measures_busy_spans_and_counts_what_is_queued():
