@@ -1,7 +1,10 @@
 """transfer(): how long bytes take on each path, for eq 2 of MemServe 5.3.1. Pure arithmetic."""
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
+from statistics import median
 
 from shared.wire.cost import LinkRate
 
@@ -13,6 +16,17 @@ CAREFUL_RATES: Mapping[str, LinkRate] = {
     "dram": LinkRate(gb_per_s=5.0, latency_ms=1.0),
     "remote": LinkRate(gb_per_s=1.0, latency_ms=2.0),
 }
+LEAST_BYTES = 1 << 20  # a shorter transfer says something of the latency only
+RECENT = 5  # transfers whose median rate counts: a link that has changed is known after three
+UNLIKE = 2.0  # times the bytes, of two that are compared
+WINDOW = 31  # comparisons whose median is the latency, which changes less than the rate
+FULL_WINDOW = 5  # with fewer it is the careful one
+FADE_HALF_LIFE_MS = 60_000.0
+
+
+def careful_rate(path: str) -> LinkRate:
+    """Of a path that nobody has measured; an unknown one counts as "remote"."""
+    return CAREFUL_RATES.get(path) or CAREFUL_RATES["remote"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +39,66 @@ class LinkRates:
         """Time of one transfer. An unknown path counts as "remote"; nothing to move costs nothing."""
         if num_bytes <= 0:
             return 0.0
-        rate = self.rates.get(path) or CAREFUL_RATES.get(path) or CAREFUL_RATES["remote"]
+        rate = self.rates.get(path) or careful_rate(path)
         return rate.latency_ms + num_bytes / (max(rate.gb_per_s, 1e-6) * BYTES_PER_MS)
 
-    def measured(
-        self, path: str, num_bytes: int, ms: float, *, weight: float = 0.2, is_copy: bool = False
-    ) -> "LinkRates":
-        """With one more transfer seen. Small ones say something of the latency only, and are ignored.
 
-        Args: is_copy: `ms` is the copy's alone, without the latency of who waited for it.
-        """
-        rate = self.rates.get(path) or CAREFUL_RATES.get(path) or CAREFUL_RATES["remote"]
-        busy_ms = ms if is_copy else ms - rate.latency_ms
-        if num_bytes < 1 << 20 or busy_ms <= 0:
-            return self
-        seen = num_bytes / (busy_ms * BYTES_PER_MS)
-        is_first = self.rates.get(path) is CAREFUL_RATES.get(path)
-        mixed = seen if is_first else (1 - weight) * rate.gb_per_s + weight * seen
-        return LinkRates({**self.rates, path: LinkRate(gb_per_s=mixed, latency_ms=rate.latency_ms)})
+@dataclass(slots=True)
+class LinkMeter:
+    """What one path's transfers show of it: ms = latency + bytes / rate. Robust against the odd one that was held up.
+
+    The rate is the median of the last few transfers. The latency is where lines through two transfers of unlike sizes
+    that followed each other meet no bytes, their median; until there are some, the careful one.
+
+    Args: times_copies: what is observed are copies alone, without the latency of who waited for them.
+    Cost: some 10 us an observation; holds RECENT transfers and WINDOW comparisons.
+    """
+
+    careful: LinkRate
+    times_copies: bool = False
+    rate: LinkRate | None = None  # None: nothing that says something was seen
+    _last: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _latencies: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def observe(self, num_bytes: int, ms: float) -> bool:
+        """One more transfer. False: ignored, as short ones and nonsense (not positive, not finite) are."""
+        if num_bytes < LEAST_BYTES or not (isfinite(ms) and ms > 0.0):
+            return False
+        if not self.times_copies:
+            self._compare(num_bytes, ms)
+        self._last.append((num_bytes, ms))
+        latency_ms = (
+            median(self._latencies) if len(self._latencies) >= FULL_WINDOW else self.careful.latency_ms
+        )
+        latency_ms = max(0.0, latency_ms)
+        waited_ms = 0.0 if self.times_copies else latency_ms
+        busy = [(size, took - waited_ms) for size, took in self._last if took > waited_ms]
+        if busy:
+            ms_per_byte = median(took / size for size, took in busy)
+            self.rate = LinkRate(gb_per_s=1 / (ms_per_byte * BYTES_PER_MS), latency_ms=latency_ms)
+        return True
+
+    def _compare(self, num_bytes: int, ms: float) -> None:
+        """With the last few, for the latency."""
+        for size, took in self._last:
+            if max(size, num_bytes) >= UNLIKE * min(size, num_bytes):
+                ms_per_byte = (ms - took) / (num_bytes - size)
+                if ms_per_byte > 0.0:  # otherwise one of them was held up
+                    self._latencies.append(ms - ms_per_byte * num_bytes)
+
+
+def faded(rate: LinkRate, careful: LinkRate, age_ms: float) -> LinkRate:
+    """What to say of a link that was last seen so long ago.
+
+    Where it was slower than careful, eq 2 may not use it any more, and nothing would show that it is quick again (or
+    that it was never that slow): it comes back to the careful rate by half of the way, in ratios, each half-life. A
+    link far too slow is so tried again seldom. One that was faster stays as it was seen: it is used.
+    """
+    if rate.gb_per_s >= careful.gb_per_s or rate.gb_per_s <= 0.0:
+        return rate
+    kept = 0.5 ** (max(0.0, age_ms) / FADE_HALF_LIFE_MS)
+    gb_per_s = careful.gb_per_s * (rate.gb_per_s / careful.gb_per_s) ** kept
+    return LinkRate(gb_per_s=gb_per_s, latency_ms=rate.latency_ms)
 
 
 def should_fetch(

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.costmodel.transfer import CAREFUL_RATES, LinkRates
+from shared.costmodel.transfer import CAREFUL_RATES
 from shared.engine.interface import HeldPages
 from shared.engine.worker_config import WorkerSettings
+from shared.engine.worker_links import MeasuredLinks
 from shared.errors import ClusterError
 from shared.ids import BlockHash, Epoch, HandoffId, LeaseId, PageId
 from shared.kv.block_hash import hash_blocks, hash_tail
@@ -135,7 +136,7 @@ class PromptPages:
         self._description = description
         self._settings = settings
         self._leases: set[LeaseId] = set()
-        self._rates = LinkRates()
+        self._links = MeasuredLinks()
         name = "quire_worker_page_lookups_total"
         self._outcomes = metrics.counter(name, "Requests by what the mempool gave them.", ("outcome",))
 
@@ -169,7 +170,7 @@ class PromptPages:
     @property
     def links(self) -> dict[str, LinkRate]:
         """Rates by path of what the pool brought for this instance; those that nothing came by are left out."""
-        return {path: rate for path, rate in self._rates.rates.items() if rate is not CAREFUL_RATES.get(path)}
+        return self._links.rates()
 
     @property
     def num_leases(self) -> int:
@@ -253,16 +254,16 @@ class PromptPages:
             _log.warning("acquire_failed", handoff_id=handoff_id, error=str(error) or type(error).__name__)
             return None
         if lease is not None:
-            self._measured(lease.brought, got, (time.perf_counter() - begin_s) * 1e3)
+            self._measured(lease.brought, got, source_mempool, (time.perf_counter() - begin_s) * 1e3)
         return lease
 
-    def _measured(self, brought: Brought, got: Acquired, took_ms: float) -> None:
+    def _measured(self, brought: Brought, got: Acquired, source: str, took_ms: float) -> None:
         """What links do. The call's own time has the wait for pages, for a prompt's end and what came ahead in it."""
         if brought.path == "remote":
-            self._rates = self._rates.measured("remote", brought.num_bytes, took_ms)
+            self._links.called(source, brought.num_bytes, took_ms)
         elif brought.path in CAREFUL_RATES and got.timed_us:  # by one path alone
             num_bytes = got.blocks_timed * brought.block_bytes
-            self._rates = self._rates.measured(brought.path, num_bytes, got.timed_us / 1e3, is_copy=True)
+            self._links.copied(brought.path, num_bytes, got.timed_us / 1e3)
 
     def _lease(self, got: Acquired, hashes: list[BlockHash], valid_tokens: int) -> PageLease | None:
         """Raises: ValueError when the lists do not fit together."""

@@ -82,6 +82,8 @@ async def test_rates_of_what_came_by_one_path_are_measured_and_told(model_dir):
         await prompt_pages.for_prompt(seed, pack_tokens(range(13)), "")
     assert prompt_pages.links == {}
     pages.brought = {"blocks_remote": 3}
+    await prompt_pages.for_prompt(seed, pack_tokens(range(13)), "")
+    assert prompt_pages.links == {}, "a path was opened in it"
     begun_s = time.perf_counter()
     await prompt_pages.for_prompt(seed, pack_tokens(range(13)), "")
     took_ms = (time.perf_counter() - begun_s) * 1e3

@@ -1,0 +1,51 @@
+"""How fast KV comes to this instance, by path: from what its mempool brought, for the scheduler's eq 2."""
+
+import time
+from collections.abc import Callable
+
+from shared.costmodel.transfer import LinkMeter, careful_rate, faded
+from shared.wire.cost import LinkRate
+
+MAX_SOURCES = 1_024  # mempools of other hosts that are remembered
+
+
+class MeasuredLinks:
+    """Used from the event loop. Args: clock_s: monotonic."""
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
+        self._meters: dict[str, LinkMeter] = {}
+        self._seen_s: dict[str, float] = {}
+        self._met: dict[str, None] = {}  # sources, the oldest first
+
+    def called(self, source: str, num_bytes: int, ms: float) -> None:
+        """A call that brought so much from the mempool of another host.
+
+        The first from there is left out: the path was opened in it, which takes longer than many transfers.
+        """
+        if source in self._met:
+            self._observe("remote", num_bytes, ms, times_copies=False)
+            return
+        self._met[source] = None
+        if len(self._met) > MAX_SOURCES:
+            del self._met[next(iter(self._met))]
+
+    def copied(self, path: str, num_bytes: int, ms: float) -> None:
+        """A copy within this host: `ms` has no waiting in it."""
+        self._observe(path, num_bytes, ms, times_copies=True)
+
+    def _observe(self, path: str, num_bytes: int, ms: float, *, times_copies: bool) -> None:
+        meter = self._meters.get(path)
+        if meter is None:
+            meter = self._meters[path] = LinkMeter(careful_rate(path), times_copies)
+        if meter.observe(num_bytes, ms):
+            self._seen_s[path] = self._clock_s()
+
+    def rates(self) -> dict[str, LinkRate]:
+        """By path, of those that something came by; the longer ago, the more careful."""
+        now_s = self._clock_s()
+        return {
+            path: faded(meter.rate, meter.careful, (now_s - self._seen_s[path]) * 1e3)
+            for path, meter in self._meters.items()
+            if meter.rate is not None
+        }

@@ -1,0 +1,63 @@
+"""What a worker says of its links: measured, without the opening of a path, and fading."""
+
+import pytest
+
+from shared.engine.worker_links import MAX_SOURCES, MeasuredLinks
+
+MB = 1_000_000
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_the_first_call_to_a_mempool_opens_a_path_and_is_no_measurement(clock):
+    """It takes 60 ms where the next take 10, and eq 2 would not fetch again."""
+    links = MeasuredLinks(clock)
+    links.called("tcp://a", 3 * MB, 62.0)
+    assert links.rates() == {}
+    links.called("tcp://a", 6 * MB, 14.0)
+    assert links.rates()["remote"].gb_per_s == pytest.approx(0.5)
+    links.called("tcp://b", 3 * MB, 3_000.0)
+    assert links.rates()["remote"].gb_per_s == pytest.approx(0.5)
+
+
+def test_sources_that_are_remembered_are_bounded(clock):
+    links = MeasuredLinks(clock)
+    for number in range(MAX_SOURCES + 1):
+        links.called(f"tcp://{number}", 3 * MB, 62.0)
+    links.called("tcp://0", 3 * MB, 62.0)
+    assert links.rates() == {}, "the oldest was forgotten"
+    links.called(f"tcp://{MAX_SOURCES}", 6 * MB, 14.0)
+    assert "remote" in links.rates()
+
+
+def test_paths_are_measured_apart_and_copies_have_no_latency_in_them(clock):
+    links = MeasuredLinks(clock)
+    links.copied("peer", 100 * MB, 0.5)
+    links.copied("dram", 100 * MB, 2.0)
+    found = links.rates()
+    assert {path: round(rate.gb_per_s) for path, rate in found.items()} == {"peer": 200, "dram": 50}
+    assert found["peer"].latency_ms == 1.0
+
+
+def test_a_link_slower_than_careful_fades_and_a_new_transfer_says_it_again(clock):
+    links = MeasuredLinks(clock)
+    for _ in range(2):
+        links.called("tcp://a", 6 * MB, 602.0)  # 10 MB/s
+    assert links.rates()["remote"].gb_per_s == pytest.approx(0.01)
+    clock.now_s += 60.0
+    assert links.rates()["remote"].gb_per_s == pytest.approx(0.1)
+    links.called("tcp://a", 1000, 1.0)
+    assert links.rates()["remote"].gb_per_s == pytest.approx(0.1), "it said nothing"
+    links.called("tcp://a", 6 * MB, 602.0)
+    assert links.rates()["remote"].gb_per_s == pytest.approx(0.01)
