@@ -7,6 +7,7 @@ prompt has 64 blocks of 1 MiB, as a model of 8B parameters has for 8 tokens. Eac
 when every sum that is to be taken has been, leases it twice; nobody computes meanwhile.
 
     lease_*_us              from the call to the answer, which waits for the look at the pages of the sample
+    look_us_per_mib         what a lease takes longer for each MiB that is looked at
     cpu_*_us_per_gib        of the mempool, all its threads, for 1 GiB sealed and leased twice
     sum_gb_per_s            the ceiling: the same bytes summed by one thread of this process
 
@@ -42,8 +43,8 @@ from shared.mempool.engine_attachment import EngineAttachment, SealEntry
 
 NAME = "checksums"
 CLAIM = (
-    "With the default share of blocks that have a checksum, a lease of 64 blocks of 1 MiB takes at most 0.5 ms longer "
-    "on average than without checksums."
+    "With the default share of blocks that have a checksum, a lease of 64 blocks of 1 MiB takes in the median at most "
+    "1.1 of its time without checksums; a look takes at most 0.2 ms a MiB."
 )
 RATES = {"none": 0.0, "default": MempoolSettings().checksum_rate, "tenth": 0.1, "all": 1.0}
 BLOCKS, BLOCK_BYTES = 64, 1 << 20
@@ -57,19 +58,19 @@ LIMIT_S = 60.0
 
 
 def metrics_from_samples(samples: Samples) -> Metrics:
-    """Of each rate; `default_added_mean_us`: means of the leases compared."""
+    """Of each rate."""
     out: Metrics = {"sum_gb_per_s": max(s["gb_per_s"] for s in samples if s["what"] == "sum")}
-    means = {}
     for name in RATES:
         leases = [s["us"] for s in samples if s["what"] == "lease" and s["rate"] == name]
-        means[name] = sum(leases) / len(leases)
         out[f"lease_{name}_p50_us"] = median(leases)
         out[f"lease_{name}_p99_us"] = quantile(leases, 0.99)
         turns = [s for s in samples if s["what"] == "cpu" and s["rate"] == name]
         sealed_gib = sum(s["sealed_bytes"] for s in turns) / (1 << 30)
         out[f"cpu_{name}_us_per_gib"] = sum(s["us"] for s in turns) / sealed_gib
         out[f"checked_{name}_pages"] = float(sum(s["checked"] for s in turns))
-    out["default_added_mean_us"] = means["default"] - means["none"]
+    out["default_p50_ratio"] = out["lease_default_p50_us"] / out["lease_none_p50_us"]
+    lease_mib = BLOCKS * BLOCK_BYTES / (1 << 20)
+    out["look_us_per_mib"] = (out["lease_all_p50_us"] - out["lease_none_p50_us"]) / lease_mib
     return out
 
 

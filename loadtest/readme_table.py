@@ -234,6 +234,14 @@ ROWS: list[tuple[str, str, str, str, str]] = [
         "{:.0f}",
         "",
     ),
+    (
+        "checksums",
+        "default_p50_ratio",
+        "a lease of 64 blocks of 1 MiB where 1 block in 1,000 has a checksum, time without",
+        "{:.2f}",
+        "1.1",
+    ),
+    ("checksums", "look_us_per_mib", "a look at a page before its lease", "{:.0f} us a MiB", "200"),
     ("mempool-api", "alloc_us_per_block", "alloc_mem, of 256 blocks", "{:.2f} us a block", "1"),
     (
         "mempool-api",
