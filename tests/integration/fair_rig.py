@@ -5,8 +5,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +36,33 @@ def mixed_cases(greedy: list[list[int]], seeded: tuple[int, ...], answer_tokens:
 
 
 @contextmanager
-def in_memory_for_four(rules: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-    """Both policies' twelve requests in pages for four of them and host memory for all; fair slices by `rules`."""
+def in_memory_for_four(
+    rules: dict[str, Any] | None = None,
+    policies: tuple[str, ...] = ("fcfs", "cfs"),
+    beside: Callable[[MempoolProcess], AbstractContextManager[Any]] = nullcontext,
+) -> Iterator[dict[str, Any]]:
+    """Both policies' twelve requests in pages for four of them and host memory for all; fair slices by `rules`.
+
+    Args: beside: entered before the engines start, left when they have ended.
+    """
     texts = prompts(MODEL)
     greedy = [texts[1500][310 * n :][: 300 - 13 * n] for n in range(4)] + [texts[n] for n in (257, 200)]
     limits = {"capacity-bytes": NUM_PAGES * PAGE_BYTES, "dram-bytes": DRAM_PAGES * PAGE_BYTES}
     pool = {**limits, "dram-for-host": "true"}
     cases = mixed_cases(greedy, (320, 400), ANSWER_TOKENS)
-    with both_policies(cases, pool, WORKER | (rules or {})) as found:
+    with both_policies(cases, pool, WORKER | (rules or {}), policies, beside) as found:
         yield found
 
 
 @contextmanager
 def both_policies(
-    cases: list[dict[str, Any]], pool_flags: dict[str, Any], worker: dict[str, Any]
+    cases: list[dict[str, Any]],
+    pool_flags: dict[str, Any],
+    worker: dict[str, Any],
+    policies: tuple[str, ...] = ("fcfs", "cfs"),
+    beside: Callable[[MempoolProcess], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[dict[str, Any]]:
-    """What fair_run found, and the mempool's "status" when all engines have left."""
+    """What fair_run found of these policies, and the mempool's "status" when all engines have left."""
     folder = Path(tempfile.mkdtemp(prefix="quire-"))
     patience = dict.fromkeys(("offer-patience-ms", "copy-timeout-ms", "out-timeout-ms"), 60_000)
     pool = MempoolProcess(folder, **patience | pool_flags)
@@ -67,8 +78,10 @@ def both_policies(
             asked,
             out,
             json.dumps(worker),
+            *policies,
         ]
-        done = subprocess.run(words, cwd=ROOT, timeout=800, capture_output=True, text=True)
+        with beside(pool):
+            done = subprocess.run(words, cwd=ROOT, timeout=800, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-6_000:]
         until(lambda: not pool.status()["attachments"], "everybody has left")
         found = json.loads(out.read_text())

@@ -1,9 +1,10 @@
-"""Real engines in fair slices and in order of arrival: `python -m tests.support.fair_run MODEL SOCKET CASES OUT MORE`.
+"""Real engines in fair slices and in order of arrival: `python -m tests.support.fair_run MODEL SOCKET CASES OUT MORE
+[POLICY ...]`.
 
 vLLM is imported once; two engines with four slots are forked from here one after the other, on one mempool: "fcfs" and
-"cfs", with the worker settings MORE (JSON) besides. Each is asked all cases at once, "cfs" then once more among
-requests whose clients leave. OUT gets, by policy, {"crowd", "counts", "reported", "served", "leases", and of the second
-time "again", "counts_again"}.
+"cfs", or those named, with the worker settings MORE (JSON) besides. Each is asked all cases at once, "cfs" then once
+more among requests whose clients leave. OUT gets, by policy, {"crowd", "counts", "reported", "served", "leases", and of
+the second time "again", "counts_again"}.
 """
 
 import asyncio
@@ -61,7 +62,7 @@ def main() -> None:
     model, socket, cases_path, out_path, more = sys.argv[1:6]
     cases = json.loads(Path(cases_path).read_text())
     found = {}
-    for policy in ("fcfs", "cfs"):
+    for policy in sys.argv[6:] or ("fcfs", "cfs"):
         part = Path(out_path).parent / f"{policy}.json"
         words = (model, socket, policy, json.loads(more), cases, part)
         work = forked(lambda words=words: run_engine(*words))

@@ -8,7 +8,7 @@ from shared.kv.words import u32_list, u64_list
 from shared.wire import mempool as wire
 from shared.wire.mempool_swap import NO_PAGE, SwapDrop, SwapIn, SwapOut, SwappedIn, SwappedOut
 from tests.unit.mempool_harness import PAGE_BYTES, chain, page_lists
-from tests.unit.test_mempool_lending import ABCD, WXYZ, Market
+from tests.unit.test_mempool_lending import ABCD, LENDER, WXYZ, Market
 from tests.unit.test_mempool_spaces import FRONT, PREFILL
 
 
@@ -165,6 +165,35 @@ def test_a_reclaim_of_lent_pages_moves_kept_blocks_to_host_memory_and_they_stay_
     assert rig.leased() == 0
     assert rig.core.swaps.num_kept == 4
     assert rig.come(1, ABCD) == "abcd"
+
+
+def test_a_reclaim_copies_kept_blocks_that_another_engine_has_too():
+    """Nobody keeps them there for who is parked here."""
+    rig = Swapping(producer_quota=12)
+    rig.lend(4)
+    rig.out(1, ABCD, "abcd")
+    others = rig.fill(LENDER, rig.producer, ABCD, "abcd")
+    rig.reclaim(0, 1_000)
+    rig.copied()
+    rig.advance(1)
+    assert rig.leased() == 0
+    assert rig.core.swaps.num_kept == 4
+    rig.say(LENDER, wire.Unpin(**page_lists(others)))
+    rig.fill(LENDER, rig.producer, WXYZ, "wxyz")
+    assert rig.come(1, ABCD) == "abcd"
+
+
+def test_a_reclaim_copies_kept_blocks_that_their_own_engine_still_has():
+    rig = Swapping()
+    rig.lend(4)
+    rig.fill(PREFILL, 0, ABCD, "abcd")
+    rig.begin_out(1, ABCD)
+    rig.copied()
+    rig.reclaim(0, 1_000)
+    rig.copied()
+    rig.advance(1)
+    assert rig.leased() == 0
+    assert rig.core.swaps.num_kept == 4
 
 
 def test_blocks_that_a_reclaim_had_no_room_for_are_lost_and_said_to_be():

@@ -10,7 +10,7 @@ MemServe 4.2 (HBM and DRAM pools); what another space has as well leaves without
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from functools import partial
 
 from services.mempool.core import actions, space
@@ -50,6 +50,9 @@ class Dram:
         self.borrowed: Callable[[int], Sequence[int]] = (
             lambda _: ()
         )  # spaces of pages lent to one, to be filled now
+        self.adrift: Callable[[], Set[BlockHash]] = (
+            frozenset  # what leaves lent pages and is to be kept (swaps.py)
+        )
         self.swapped: Callable[[int, Sequence[TierAction]], None] | None = None
         self._copies: dict[int, tuple[int, int]] = {}  # copy -> (space, its number there)
         self._out: list[Action] = []
@@ -124,8 +127,11 @@ class Dram:
         )
 
     def _elsewhere(self, pool: Pool) -> Callable[[BlockHash], bool]:
+        """Of blocks of this space, which may leave without a copy. Not what a swap keeps: it finds nothing in engines'
+        spaces, where nobody pins it either."""
         others = [p.index.hashes for p in self._pools.values() if p is not pool and p.shares_content(pool)]
-        return lambda block_hash: any(block_hash in hashes for hashes in others)
+        kept = self.adrift() if pool.memory is not None and pool.memory.is_loan else frozenset()
+        return lambda block_hash: block_hash not in kept and any(block_hash in hashes for hashes in others)
 
     def _borrowed(self, pool: Pool) -> Sequence[OwnPages]:
         found = [self._pools[number] for number in self.borrowed(pool.number)]

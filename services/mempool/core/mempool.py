@@ -45,8 +45,7 @@ class Mempool(FromOutside):
         self.counters: Counter[str] = Counter()
         self.copy_numbers = count(1)
         self.pulls = Pulls(limits, self.pools, self._answer, self.counters, self.copy_numbers)
-        # where mempools of other hosts reach this one; the shell sets it before it listens
-        self.peer_address = ""
+        self.peer_address = ""  # where mempools of other hosts reach this one; set before the shell listens
         self._space_of: dict[InstanceId, int] = {}
         self.layers = LayerPulls(self.pulls, self.pools, self._space_of, self._touch)
         self._clients: dict[int, InstanceId] = {}  # by connection
@@ -57,6 +56,7 @@ class Mempool(FromOutside):
             limits, boot_generation, self._fence, self.pools, self.dram, self.space_number, self._touch
         )
         self.swaps = Swaps(limits, self.pools, self.dram.behind, self.copy_numbers, self._touch)
+        self.dram.adrift = self.swaps.adrift
         self.lending.on_wanted_back = self._leave_loan
         self.pulls.distance = self.lending.distance
         self.audience = Audience(self.pools, self._space_of, self.dram)

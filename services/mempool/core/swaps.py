@@ -11,7 +11,7 @@ memory as all others there do, and get it again as they arrive. Source: AQUA, se
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 
 from services.mempool.core import parse
 from services.mempool.core.actions import Action, CopyPages, PoolLimits
@@ -230,6 +230,10 @@ class Swaps:
                     place.index.unpin([entry])
                     del swap.kept[block_hash]
                     swap.adrift.add(block_hash)
+
+    def adrift(self) -> Set[BlockHash]:
+        """Blocks that are kept and have no pin just now: reclaims took it, they are on their way to host memory."""
+        return {block_hash for swap in self._swaps.values() for block_hash in swap.adrift}
 
     def _start(self, job: Job) -> None:
         pool = job.swap.pool
