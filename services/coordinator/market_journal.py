@@ -29,7 +29,8 @@ MAX_FIELDS_PER_WRITE = 500
 _log = get_logger("coordinator")
 _failures = counter("quire_coordinator_market_journal_failures_total", "Market journal calls that failed.")
 
-_NOW = """
+# a few bounded writes, which a Redis without room takes too: who leads goes on leading (Redis 7; Valkey)
+_NOW = """#!lua flags=allow-oom
 local time = redis.call('TIME')
 local now_us = time[1] * 1000000 + time[2]
 """

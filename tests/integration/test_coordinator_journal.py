@@ -57,6 +57,13 @@ async def test_a_full_redis_evicts_trees_and_not_who_leads(redis):
     assert b"evicted_keys:0\r" not in stats, "it was full"
     assert await standby.claim(60_000, above_term=0) == Claim(0, "http://leader")
     assert (await leader.claim(60_000, above_term=0)).term == term
+    await call("CONFIG", "SET", "maxmemory", "1")  # nothing is left that could be evicted
+    with pytest.raises(RedisRefused, match="OOM"):
+        await call("SET", "anything", "more")
+    assert (await leader.claim(60_000, above_term=0)).term == term
+    leader.note({}, [("event", "when it was full", "detail")])
+    await leader.flush()
+    assert (await standby.read()).history[-1][1] == "when it was full"
     await link.close()
     await leader.close(resign=False)
     await standby.close(resign=False)
