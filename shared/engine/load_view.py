@@ -7,7 +7,9 @@ from typing import Any
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from shared.engine.interface import DecodeStep, EngineStep, PromptStep
+from shared.observe.log import get_logger
 
+_log = get_logger("engine.load_view")
 IDLE_S = 1.0  # a longer gap between two steps is none
 
 
@@ -28,6 +30,7 @@ class LoadView(StatLoggerBase):
         self.step_ms = 0.0
         self.preempted = 0
         self.on_step: Callable[[EngineStep], None] | None = None
+        self._has_failed = False
         self._unfinished_prefill = unfinished_prefill
         self._context_tokens = context_tokens
         self._last: float | None = None
@@ -54,11 +57,22 @@ class LoadView(StatLoggerBase):
         if gap_s < IDLE_S:
             self.step_ms += 0.1 * (gap_s * 1e3 - self.step_ms)
         self._last = now if self.running else None
-        if iteration_stats is not None and self.on_step is not None:
-            self._note_prompt(gap_s, iteration_stats, self.on_step)
+        if iteration_stats is not None:
+            self._note_prompt(gap_s, iteration_stats)
         self._note_decode(gap_s, iteration_stats)
 
-    def _note_prompt(self, gap_s: float, stats: Any, tell: Callable[[EngineStep], None]) -> None:
+    def _tell(self, step: EngineStep) -> None:
+        """What the listener raises is logged, once: vLLM takes an exception in record() for its engine's death."""
+        if self.on_step is None:
+            return
+        try:
+            self.on_step(step)
+        except Exception:  # noqa: BLE001  nothing that one learns from a step is worth an engine
+            if not self._has_failed:
+                _log.exception("step_listener_failed", step=repr(step))
+            self._has_failed = True
+
+    def _note_prompt(self, gap_s: float, stats: Any) -> None:
         """One prompt came to its first token, no other one was open, and it fitted into this step beside the decodes.
 
         Then the step computed all of it, however long it had waited before.
@@ -70,7 +84,7 @@ class LoadView(StatLoggerBase):
         alone = max(was_open, self._last_open) <= 1
         if firsts == 1 and decodes > 0 and fits and alone and gap_s < IDLE_S:
             others = sum(self._context_tokens.values()) - found.total
-            tell(PromptStep(gap_s * 1e3, found.computed, found.cached_tokens, decodes, max(0, others)))
+            self._tell(PromptStep(gap_s * 1e3, found.computed, found.cached_tokens, decodes, max(0, others)))
 
     def _note_decode(self, gap_s: float, iteration_stats: Any) -> None:
         decoding = 0
@@ -81,8 +95,8 @@ class LoadView(StatLoggerBase):
         ):
             decoding = iteration_stats.num_generation_tokens
         same, self._last_decoding = decoding == self._last_decoding, decoding
-        if self.on_step is not None and decoding and same and gap_s < IDLE_S:
-            self.on_step(DecodeStep(gap_s * 1e3, decoding, sum(self._context_tokens.values())))
+        if decoding and same and gap_s < IDLE_S:
+            self._tell(DecodeStep(gap_s * 1e3, decoding, sum(self._context_tokens.values())))
 
     def log_engine_initialized(self) -> None:
         """Nothing to log."""

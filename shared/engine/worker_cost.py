@@ -87,7 +87,8 @@ class WorkerCost:
         """The engine measured a step: of decodes alone, or of a prompt beside decodes.
 
         Of the latter what the decodes add is taken away, as it is predicted and corrected. A prompt that does not at
-        least double the step says too little of prompts: a step of one token reads the weights too.
+        least double the step says too little of prompts: a step of one token reads the weights too. Nor does a step
+        that took less than what its decodes are predicted to add.
         """
         if self._model is None:
             return
@@ -99,8 +100,9 @@ class WorkerCost:
         prompt_ms = self._model.step_ms(StepShape(chunks))
         whole_ms = self._model.step_ms(StepShape(chunks, step.num_decodes, step.context_tokens))
         if whole_ms >= 2 * self._model.decode_step_ms(step.num_decodes, step.context_tokens):
-            added_ms = (whole_ms - prompt_ms) * self.corrections["decode"].factor
-            self._observe("prefill", prompt_ms, step.ms - added_ms)
+            rest_ms = step.ms - (whole_ms - prompt_ms) * self.corrections["decode"].factor
+            if rest_ms > 0:
+                self._observe("prefill", prompt_ms, rest_ms)
 
     def _observe(self, kind: str, predicted_ms: float, measured_ms: float) -> None:
         correction, shown = self.corrections[kind], self._metrics[kind]

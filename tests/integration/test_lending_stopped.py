@@ -136,6 +136,10 @@ class Market:
         ask = AskReclaim(offer_id=self.offer_id, producer=self.lender.name, deadline_ms=DEADLINE_MS)
         assert isinstance(await self.client.reclaim(ask), ReclaimOrder)
 
+    def num_borrowed(self) -> int:
+        """Blocks that have been copied to lent pages, of all consumers ever."""
+        return self.rig.mempool.status()["counters"].get("far_blocks_out_peer", 0)
+
     def num_leased(self) -> int:
         (mine,) = [s for s in self.rig.mempool.status()["spaces"] if s["number"] == self.space()]
         return mine["pages_by_state"].get("leased", 0)
@@ -200,7 +204,7 @@ def reader(rig: AquaRig, name: str, step: str) -> Consumer:
 async def stopped_reader(rig: AquaRig, step: str) -> float:
     """One that maps lent pages. How long behind the deadline they were back, s."""
     async with lending(rig) as (lender, market, name):
-        consumer = reader(rig, name, step)
+        consumer, num_before = reader(rig, name, step), market.num_borrowed()
         try:
             await consumer.hears("ready")
             await market.lend_to(name)
@@ -212,6 +216,8 @@ async def stopped_reader(rig: AquaRig, step: str) -> float:
                 await consumer.stopped(lender)
             elif step != "granted":
                 await consumer.hears("placed")
+            if step == "asked":  # a reclaim before the copies takes pages that nobody uses
+                await lender.until(lambda: market.num_borrowed() == num_before + NUM_LENT, "copies")
             if step == "placed":
                 consumer.stop()
             began_s = time.monotonic()

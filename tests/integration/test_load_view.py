@@ -9,8 +9,8 @@ BUDGET = 2048
 
 
 @pytest.fixture
-def rig(monkeypatch):
-    """(view, steps told, tell of a step): the clock moves 10 ms a step."""
+def view_and_rig(monkeypatch):
+    """A view, and what tells it of a step and gives the prompts that it has told of; the clock moves 10 ms a step."""
     module = pytest.importorskip("shared.engine.load_view")
     from vllm.v1.metrics.stats import IterationStats, PrefillStats, SchedulerStats
 
@@ -36,7 +36,12 @@ def rig(monkeypatch):
         view.record(SchedulerStats(num_running_reqs=decodes + len(prompts)), stats)
         return [each for each in told if isinstance(each, module.PromptStep)]
 
-    return step
+    return view, step
+
+
+@pytest.fixture
+def rig(view_and_rig):
+    return view_and_rig[1]
 
 
 def test_a_prompt_beside_decodes_is_told_with_the_steps_time(rig):
@@ -71,3 +76,20 @@ def test_the_first_step_behind_a_pause_began_nobody_knows_when(rig):
     assert rig(2, (900, 0)) == []
     rig(2)
     assert rig(2, (900, 0), after_ms=2000.0) == []
+
+
+def test_a_listener_that_fails_does_not_end_the_engine(view_and_rig):
+    """vLLM takes an exception in a stat logger for the engine's death: every stream of the worker would end."""
+    view, rig = view_and_rig
+    heard = view.on_step
+
+    def fail(step):
+        raise ValueError("Counters can only be incremented by non-negative amounts.")
+
+    view.on_step = fail
+    rig(2)
+    assert rig(2, (900, 0)) == []
+    rig(2)  # decodes alone are told too
+    view.on_step = heard
+    rig(2)
+    assert len(rig(2, (900, 0))) == 1

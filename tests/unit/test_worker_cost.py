@@ -54,3 +54,13 @@ def test_a_token_that_a_step_computes_beside_many_says_nothing_of_prompts():
 def test_one_wild_step_changes_nothing():
     cost = learnt([mixed(1.0), mixed(1.0), mixed(4.0), mixed(1.0)])
     assert cost.corrections["prefill"].factor == pytest.approx(1.0)
+
+
+def test_a_step_that_took_less_than_its_decodes_are_said_to_add_says_nothing():
+    """As on a machine that did something else during the decodes before it."""
+    slow = [DecodeStep(3 * MODEL.decode_step_ms(4, 2000), 4, 2000)] * 15
+    chunks = ((400, 100),)
+    added = MODEL.step_ms(StepShape(chunks, 4, 2000)) - MODEL.step_ms(StepShape(chunks))
+    cost = learnt([*slow, PromptStep(2 * added, 400, 100, 4, 2000)])
+    assert cost.corrections["decode"].factor == pytest.approx(3.0)
+    assert cost.corrections["prefill"].num_observed == 0
