@@ -9,9 +9,6 @@ plain cuMemAlloc and cuMemFree of the same bytes. Run it on an otherwise idle GP
 import argparse
 import importlib
 import json
-import os
-import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -21,7 +18,8 @@ from statistics import median
 from typing import Any
 
 from loadtest import mapper_stall
-from loadtest.vmm_children import FDS_PER_MESSAGE, num_fds
+from loadtest.vmm_children import num_fds
+from loadtest.vmm_link import Child, lend
 from shared.errors import ClusterError
 from shared.vmm.cuda_driver import CudaVmmDriver
 from shared.vmm.cuda_pages import CudaPages
@@ -33,45 +31,6 @@ from shared.vmm.kv_slots import KvSlots
 
 MIB, GIB = 1 << 20, 1 << 30
 PAGE_MIB = (2, 8, 32)
-ROOT = Path(__file__).resolve().parents[1]
-
-
-class Child:
-    """One process of vmm_children.py."""
-
-    def __init__(self, kind: str) -> None:
-        self._link, theirs = socket.socketpair()
-        self._link.settimeout(120)
-        command = [sys.executable, "-m", "loadtest.vmm_children", kind, str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT)
-        theirs.close()
-
-    def send(self, name: str, a: int = 0, b: int = 0, fds: list[int] | None = None) -> None:
-        """A command, not waited for."""
-        socket.send_fds(self._link, [json.dumps([name, a, b]).encode()], fds or [])
-
-    def answer(self) -> dict[str, Any]:
-        """To the oldest command. Raises: ClusterError when the child met one."""
-        data = b""
-        while not data.endswith(b"\n"):
-            piece = self._link.recv(4096)
-            if not piece:
-                raise ClusterError("the child process ended")
-            data += piece
-        found = json.loads(data)
-        if "error" in found:
-            raise ClusterError(found["error"])
-        return found
-
-    def call(self, name: str, a: int = 0, b: int = 0, fds: list[int] | None = None) -> dict[str, Any]:
-        """send() and answer()."""
-        self.send(name, a, b, fds)
-        return self.answer()
-
-    def close(self) -> None:
-        """The child ends with its socket."""
-        self._link.close()
-        self._process.wait(30)
 
 
 class Bench:
@@ -200,7 +159,7 @@ class Bench:
         window = pages.window(count)
         window.map(0, 0, count)
         importer, watcher = Child("importer"), Child("watcher")
-        self._import(importer, pages)
+        lend(importer, pages)
         watcher.call("mark")
         watcher.send("wait", self.gib * GIB - GIB // 64, 60_000)
         time.sleep(0.05)
@@ -219,28 +178,13 @@ class Bench:
             release_with_importer_gib_per_s=self.gib / took,
         )
 
-    def _import(self, importer: Child, pages: CudaPages) -> tuple[float, dict[str, Any]]:
-        """(seconds of export, what the importer says)."""
-        importer.call("begin", pages.num_pages, pages.page_bytes)
-        export_s = 0.0
-        for first in range(0, pages.num_pages, FDS_PER_MESSAGE):
-            begin = time.perf_counter()
-            last = min(first + FDS_PER_MESSAGE, pages.num_pages)
-            fds = [pages.export_fd(page) for page in range(first, last)]
-            export_s += time.perf_counter() - begin
-            importer.send("add", first, len(fds), fds)
-            for fd in fds:
-                os.close(fd)
-            importer.answer()
-        return export_s, importer.call("map")
-
     def pool(self) -> None:
         """Link-up with a whole pool: time and descriptors."""
         before = num_fds()
         pages = CudaPages(self.driver, self.pool_gib * GIB // (8 * MIB), 8 * MIB)
         importer = Child("importer")
         begin = time.perf_counter()
-        export_s, said = self._import(importer, pages)
+        export_s, said = lend(importer, pages)
         took = time.perf_counter() - begin
         importer.close()
         self.say(

@@ -13,6 +13,7 @@ import json
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -130,9 +131,11 @@ async def with_pages(
     await client.wait_connected(10_000)
     pages = PromptPages(client, engine.description, engine.settings, kept=True)
     seed = chain_seed(engine.description.fingerprint, "")
+    leased: Counter[str] = Counter()  # requests with a lease, by name without their number
 
     async def stream(name: str, prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
         lease = await pages.for_prompt(seed, pack_tokens(prompt), "")
+        leased[name.rpartition("-")[0]] += lease is not None
         request = EngineRequest(
             name, "colocated", prompt, SamplingSpec(max_tokens=max_tokens, temperature=0, ignore_eos=True), seed,
             held=lease.held if lease else None,
@@ -159,7 +162,7 @@ async def with_pages(
     counters = status.counters if status else {}
     await client.close()
     await engine.close()
-    return {**facts, "samples": samples, "counters": counters}
+    return {**facts, "samples": samples, "counters": counters, "leased": dict(leased)}
 
 
 async def all_granted(client: Any, patience_s: float = 10.0) -> Any:

@@ -1,22 +1,32 @@
-"""The other processes of bench_vmm.py: one that imports and maps pages, one that watches the GPU's free memory.
+"""The other processes of bench_vmm.py and bench_killed.py: one that imports and maps pages, one that also writes them
+until it is killed, one that watches the GPU's free memory.
 
-    python -m loadtest.vmm_children importer|watcher|bare SOCKET_FD [...]      started by bench_vmm.py
+    python -m loadtest.vmm_children importer|writer|watcher|bare SOCKET_FD      started by vmm_link.py
 
 Each answers commands on a socket pair, one JSON line each way; descriptors travel beside a command.
 """
 
+import ctypes
+import importlib
 import json
 import os
 import socket
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from shared.errors import ClusterError
 from shared.vmm.cuda_driver import CudaVmmDriver
 from shared.vmm.cuda_pages import CudaWindow, ImportedCudaPages
+from shared.vmm.errors import VmmError
 
 FDS_PER_MESSAGE = 250  # the kernel takes 253
+KERNEL_THREADS = 256  # a block of endless.cu: its __launch_bounds__
+WRITTEN_WORDS = (0x11111111, 0x22222222)  # what copies on the GPU write in turn; the highest bit is clear
+HOST_BYTE = 0x33
+HOST_BYTES = 256 << 20  # at most, a copy from host memory
 
 
 def num_fds() -> int:
@@ -60,6 +70,58 @@ class Importer:
         self.window.unmap(page, count)
         self.pages.release(page, count)
         return {"at": time.monotonic()}
+
+
+class Writer(Importer):
+    """Writes all that it maps, from the answer to kernel() or copies() on, until it is killed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cuda: Any = importlib.import_module("cuda.bindings.driver")
+
+    def kernel(self, num_blocks: int, num_bytes: int, fds: list[int]) -> dict[str, Any]:
+        """One launch of endless.cu, of which the descriptor has so many bytes of machine code."""
+        module = self._call("cuModuleLoadData", os.pread(fds[0], num_bytes, 0))
+        function = self._call("cuModuleGetFunction", module, b"write_endlessly")
+        at, count = ctypes.c_uint64(self.window.address), ctypes.c_uint64(self.window.size_bytes // 4)
+        pointers = (ctypes.c_void_p * 2)(ctypes.addressof(at), ctypes.addressof(count))
+        self._call(
+            "cuLaunchKernel", function, num_blocks, 1, 1, KERNEL_THREADS, 1, 1, 0, 0, ctypes.addressof(pointers), 0
+        )  # fmt: skip
+        return {}
+
+    def copies(self, _a: int, _b: int, _fds: list[int]) -> dict[str, Any]:
+        """Whole copies from two places on the GPU in turn, and beside them pieces from host memory; the driver's
+        queues of both are kept full.
+        """
+        target, size = self.window.address, self.window.size_bytes
+        sources = [int(self._call("cuMemAlloc", size)) for _ in WRITTEN_WORDS]
+        for source, word in zip(sources, WRITTEN_WORDS, strict=True):
+            self._call("cuMemsetD32", source, word, size // 4)
+        self._call("cuStreamSynchronize", 0)
+        piece = min(size, HOST_BYTES)
+        host = int(self._call("cuMemHostAlloc", piece, 0))
+        ctypes.memset(host, HOST_BYTE, piece)
+        pieces = range(0, size - piece + 1, piece)
+        for name, copies in (
+            ("cuMemcpyDtoDAsync", [(target, source, size) for source in sources]),
+            ("cuMemcpyHtoDAsync", [(target + offset, host, piece) for offset in pieces]),
+        ):
+            stream = self._call("cuStreamCreate", self.cuda.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
+            threading.Thread(target=self._queue, args=(name, copies, stream), daemon=True).start()
+        return {}
+
+    def _queue(self, name: str, copies: Sequence[tuple[int, int, int]], stream: Any) -> None:
+        self.driver.make_current()
+        while True:  # the driver makes us wait when its queue is full
+            for each in copies:
+                self._call(name, *each, stream)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        status, *values = getattr(self.cuda, name)(*arguments)
+        if int(status) != 0:
+            raise VmmError(f"{name}: {status.name}")
+        return values[0] if values else None
 
 
 class Watcher:
@@ -106,7 +168,7 @@ def main(argv: list[str]) -> int:
         name, a, b = json.loads(data)
         try:
             if child is None:
-                child = {"importer": Importer, "watcher": Watcher, "bare": Bare}[kind]()
+                child = {"importer": Importer, "writer": Writer, "watcher": Watcher, "bare": Bare}[kind]()
             answer = getattr(child, name)(a, b, list(fds))
         except ClusterError as error:
             answer = {"error": error.message}

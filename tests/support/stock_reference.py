@@ -93,7 +93,7 @@ def run_cases(
     given: dict[str, Any] = {
         "model": model_dir,
         "dtype": dtype,
-        "enforce_eager": True,
+        "enforce_eager": not GRAPHS,
         "block_size": 32,
         "max_model_len": 4096,
         "max_num_seqs": 16,
