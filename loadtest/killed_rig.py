@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 
 from loadtest.registry import ROOT
-from loadtest.vmm_children import KERNEL_THREADS
+from loadtest.vmm_children import KERNEL_THREADS, cuda_call
 from loadtest.vmm_link import Child
 from shared.kernels.nvrtc import compile_source
 from shared.vmm.cuda_driver import CudaVmmDriver
 from shared.vmm.cuda_pages import CudaPages
-from shared.vmm.errors import VmmError
 
 GIB, PAGE_BYTES = 1 << 30, 8 << 20
 SOURCE = ROOT / "loadtest" / "endless.cu"
@@ -58,16 +57,16 @@ class Lender:
             writer.call(kind)
             return
         which = self._cuda.CUdevice_attribute
-        device = self._call("cuDeviceGet", 0)
+        device = cuda_call("cuDeviceGet", 0)
         if not self._code:
-            major = self._call(
+            major = cuda_call(
                 "cuDeviceGetAttribute", which.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device
             )
-            minor = self._call(
+            minor = cuda_call(
                 "cuDeviceGetAttribute", which.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device
             )
             self._code = compile_source(SOURCE, f"sm_{major}{minor}").cubin
-        sms = self._call("cuDeviceGetAttribute", which.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device)
+        sms = cuda_call("cuDeviceGetAttribute", which.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device)
         fd = os.memfd_create("endless")
         try:
             os.write(fd, self._code)
@@ -78,15 +77,15 @@ class Lender:
     def fill(self) -> None:
         """All words are the next one of our own when this returns."""
         self._word += 1
-        self._call("cuMemsetD32", self._window.address, self._word, self.size_bytes // 4)
-        self._call("cuStreamSynchronize", 0)
+        cuda_call("cuMemsetD32", self._window.address, self._word, self.size_bytes // 4)
+        cuda_call("cuStreamSynchronize", 0)
 
     def strange_words(self) -> tuple[int, list[list[int]]]:
         """How many words are not those of the last fill(); [index, word] of the first one in each chunk."""
         count, first = 0, []
         for offset in range(0, self.size_bytes, self._chunk.nbytes):
             words = self._chunk[: (self.size_bytes - offset) // 4]
-            self._call("cuMemcpyDtoH", words.ctypes.data, self._window.address + offset, words.nbytes)
+            cuda_call("cuMemcpyDtoH", words.ctypes.data, self._window.address + offset, words.nbytes)
             wrong = words != self._word
             if found := int(np.count_nonzero(wrong)):
                 at = int(np.argmax(wrong))
@@ -116,15 +115,9 @@ class Lender:
     def _look(self) -> bytes:
         seen = b""
         for offset in range(0, self.size_bytes, self.size_bytes // SPOTS):
-            self._call("cuMemcpyDtoH", self._spot.ctypes.data, self._window.address + offset, SPOT_BYTES)
+            cuda_call("cuMemcpyDtoH", self._spot.ctypes.data, self._window.address + offset, SPOT_BYTES)
             seen += self._spot.tobytes()
         return seen
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        status, *values = getattr(self._cuda, name)(*arguments)
-        if int(status) != 0:
-            raise VmmError(f"{name}: {status.name}")
-        return values[0] if values else None
 
     def close(self) -> None:
         """The pages go; whoever else maps them is dead."""

@@ -34,6 +34,17 @@ def num_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def cuda_call(name: str, *arguments: Any) -> Any:
+    """What a function of CUDA's driver gives, or None; for those that CudaVmmDriver has no method for.
+
+    Raises: VmmError.
+    """
+    status, *values = getattr(importlib.import_module("cuda.bindings.driver"), name)(*arguments)
+    if int(status) != 0:
+        raise VmmError(f"{name}: {status.name}")
+    return values[0] if values else None
+
+
 class Importer:
     """Imports another process's pages and maps them all, as an engine's rank does when it links up."""
 
@@ -81,11 +92,11 @@ class Writer(Importer):
 
     def kernel(self, num_blocks: int, num_bytes: int, fds: list[int]) -> dict[str, Any]:
         """One launch of endless.cu, of which the descriptor has so many bytes of machine code."""
-        module = self._call("cuModuleLoadData", os.pread(fds[0], num_bytes, 0))
-        function = self._call("cuModuleGetFunction", module, b"write_endlessly")
+        module = cuda_call("cuModuleLoadData", os.pread(fds[0], num_bytes, 0))
+        function = cuda_call("cuModuleGetFunction", module, b"write_endlessly")
         at, count = ctypes.c_uint64(self.window.address), ctypes.c_uint64(self.window.size_bytes // 4)
         pointers = (ctypes.c_void_p * 2)(ctypes.addressof(at), ctypes.addressof(count))
-        self._call(
+        cuda_call(
             "cuLaunchKernel", function, num_blocks, 1, 1, KERNEL_THREADS, 1, 1, 0, 0, ctypes.addressof(pointers), 0
         )  # fmt: skip
         return {}
@@ -95,19 +106,19 @@ class Writer(Importer):
         queues of both are kept full.
         """
         target, size = self.window.address, self.window.size_bytes
-        sources = [int(self._call("cuMemAlloc", size)) for _ in WRITTEN_WORDS]
+        sources = [int(cuda_call("cuMemAlloc", size)) for _ in WRITTEN_WORDS]
         for source, word in zip(sources, WRITTEN_WORDS, strict=True):
-            self._call("cuMemsetD32", source, word, size // 4)
-        self._call("cuStreamSynchronize", 0)
+            cuda_call("cuMemsetD32", source, word, size // 4)
+        cuda_call("cuStreamSynchronize", 0)
         piece = min(size, HOST_BYTES)
-        host = int(self._call("cuMemHostAlloc", piece, 0))
+        host = int(cuda_call("cuMemHostAlloc", piece, 0))
         ctypes.memset(host, HOST_BYTE, piece)
         pieces = range(0, size - piece + 1, piece)
         for name, copies in (
             ("cuMemcpyDtoDAsync", [(target, source, size) for source in sources]),
             ("cuMemcpyHtoDAsync", [(target + offset, host, piece) for offset in pieces]),
         ):
-            stream = self._call("cuStreamCreate", self.cuda.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
+            stream = cuda_call("cuStreamCreate", self.cuda.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
             threading.Thread(target=self._queue, args=(name, copies, stream), daemon=True).start()
         return {}
 
@@ -115,13 +126,7 @@ class Writer(Importer):
         self.driver.make_current()
         while True:  # the driver makes us wait when its queue is full
             for each in copies:
-                self._call(name, *each, stream)
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        status, *values = getattr(self.cuda, name)(*arguments)
-        if int(status) != 0:
-            raise VmmError(f"{name}: {status.name}")
-        return values[0] if values else None
+                cuda_call(name, *each, stream)
 
 
 class Watcher:
