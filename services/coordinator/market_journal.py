@@ -55,15 +55,16 @@ return {string.format('%.0f', term), ''}
 _IS_LEADER = (
     _NOW
     + """
-local leader = redis.call('HMGET', 'quire:coordinator:leader', 'owner', 'boot', 'until_us')
-if leader[1] ~= ARGV[1] or leader[2] ~= ARGV[2] or tonumber(leader[3] or '0') <= now_us then return 0 end
+local leader = redis.call('HMGET', 'quire:coordinator:leader', 'owner', 'boot', 'term', 'until_us')
+if leader[1] ~= ARGV[1] or leader[2] ~= ARGV[2] or leader[3] ~= ARGV[3] then return 0 end
+if tonumber(leader[4] or '0') <= now_us then return 0 end
 """
 )
 _WRITE = Script(
     _IS_LEADER
     + """
-local next = 4
-for i = 1, tonumber(ARGV[3]) do
+local next = 5
+for i = 1, tonumber(ARGV[4]) do
   if ARGV[next + 1] == '' then redis.call('HDEL', 'quire:coordinator:market', ARGV[next])
   else redis.call('HSET', 'quire:coordinator:market', ARGV[next], ARGV[next + 1]) end
   next = next + 2
@@ -79,7 +80,7 @@ Event = tuple[str, str, str]
 
 
 class NotLeading(PeerGone):
-    """Another coordinator leads, or the leader's lease lapsed."""
+    """Another coordinator leads, the leader's lease lapsed, or it leads in a later term than what it wrote was of."""
 
     code = "market.standby"
 
@@ -114,6 +115,7 @@ class MarketJournal:
         self._link = RedisLink(redis_url, on_up=on_up)
         self._pending: dict[str, bytes] = {}  # b"": remove
         self._events: list[bytes] = []
+        self._term = 0  # of what is noted; 0: of none, so nothing of it is written
         self._writing = asyncio.Lock()
 
     @property
@@ -129,7 +131,7 @@ class MarketJournal:
         """Stop; `resign` lets a standby take over at once."""
         if resign and self._link.up:
             try:
-                await self._link.run(_RESIGN, *self._who, timeout_ms=DEADLINE_MS)
+                await self._link.run(_RESIGN, *self._who, self._term, timeout_ms=DEADLINE_MS)
             except ClusterError as error:
                 _log.warning("resign_failed", error=error.message)
         await self._link.close()
@@ -164,35 +166,47 @@ class MarketJournal:
         knows = any(name.startswith(b"mempool:") for name in fields[::2])
         return Stored(entries, [msgspec.json.decode(line, type=Event) for line in lines], knows)
 
+    def begin(self, term: int) -> None:
+        """What is noted from now on is of this term. What is not written is dropped, and who waits for it told."""
+        self._term, self._pending, self._events = term, {}, []
+
+    def forget(self) -> None:
+        """Drop what is not written: another one leads, or a term that has not begun."""
+        self.begin(0)
+
     def note(self, fields: Mapping[str, MarketEntry | None], events: list[Event]) -> None:
         """To be written by the next flush(). Never waits."""
         for name, entry in fields.items():
             self._pending[name] = msgspec.json.encode(entry) if entry is not None else b""
         self._events = (self._events + [msgspec.json.encode(event) for event in events])[-MAX_HISTORY:]
 
-    def forget(self) -> None:
-        """Drop what is not written: another one leads."""
-        self._pending, self._events = {}, []
-
     async def flush(self) -> None:
         """Returns when everything noted so far is stored (with appendfsync always: on disk).
 
-        Raises: NotLeading; PeerError. What was noted stays noted.
+        Raises: NotLeading, also when the term ended meanwhile; PeerError, and what was noted stays noted.
         """
+        term = self._term
         async with self._writing:
-            while self._pending or self._events:
+            while True:
+                if self._term != term:
+                    raise NotLeading("what was to be written is of a term that is over")
+                if not self._pending and not self._events:
+                    return
                 fields = dict(list(self._pending.items())[:MAX_FIELDS_PER_WRITE])
                 events = list(self._events)
                 words = [word for pair in fields.items() for word in pair]
                 try:
                     stored = await self._link.run(
-                        _WRITE, *self._who, len(fields), *words, MAX_HISTORY, *events, timeout_ms=DEADLINE_MS
-                    )
+                        _WRITE, *self._who, term, len(fields), *words, MAX_HISTORY, *events,
+                        timeout_ms=DEADLINE_MS,
+                    )  # fmt: skip
                 except ClusterError:
                     _failures.inc()
                     raise
                 if not stored:
-                    raise NotLeading("the journal has another leader")
+                    raise NotLeading("the journal has another leader, or a later term")
+                if self._term != term:
+                    continue
                 for name, raw in fields.items():
                     if self._pending.get(name) is raw:  # else a newer one came meanwhile
                         del self._pending[name]

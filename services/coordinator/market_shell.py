@@ -179,10 +179,11 @@ class MarketShell:
         self._counted(answer)
         if isinstance(answer, LendingRefused):
             return answer
+        term = self.leadership.term
         try:
             await self._store()
         except NotLeading as error:
-            self._lost()
+            self._lost(term)
             return self._counted(LendingRefused(code=error.code, message=error.message, retry_after_ms=500))
         except ClusterError as error:
             return self._counted(
@@ -199,10 +200,14 @@ class MarketShell:
             self._journal.note(fields, events)
             await self._journal.flush()
 
-    def _lost(self) -> None:
+    def _lost(self, term: int) -> None:
+        if term == self.leadership.term:  # else it leads again already
+            self._pause()
+            self._wake.set()
+
+    def _pause(self) -> None:
         self.leadership.until_ms = 0
         self.market.extend(0)
-        self._wake.set()
 
     def _begin_term(self, term: int, until_ms: int, *, knows_all: bool) -> None:
         now_ms = self._clock.now_ms()
@@ -242,15 +247,16 @@ class MarketShell:
             journal.forget()
             self._answered.set()
             return
-        is_new = claim.term != leadership.term
-        if is_new:
+        if claim.term != leadership.term:
+            self._pause()  # the term before is over, though nobody else may have led: its journal may be lost
+            journal.forget()
             stored = await journal.read()
             history = [HistoryEntry(event=e, subject=s, detail=d, age_ms=0) for e, s, d in stored.history]
             # An empty store was wiped: what this process still knows is more.
             market.restore(
                 stored.entries, history, replace=stored.knows_mempools, now_ms=self._clock.now_ms()
             )
-            journal.forget()
+            journal.begin(claim.term)
             leadership.claimed(claim.term, asked_at_ms=asked_at_ms)
             self._begin_term(claim.term, leadership.until_ms, knows_all=stored.knows_mempools)
         leadership.claimed(claim.term, asked_at_ms=asked_at_ms)
@@ -296,10 +302,11 @@ class MarketShell:
                 self._begin_term(term, now_ms + SOLO_LEASE_MS, knows_all=False)
             _leads.set(self.role() == "leader")
             if self.role() == "leader":
+                term = self.leadership.term
                 try:
                     await self._store()
                 except NotLeading:
-                    self._lost()
+                    self._lost(term)
                 except ClusterError as error:
                     _log.warning("market_journal_failed", error=error.message)
                     await asyncio.sleep(RETRY_S)

@@ -29,6 +29,13 @@ async def journal(redis: EmbeddedRedis, owner: str, boot: str = "1") -> MarketJo
     return made
 
 
+async def led(one: MarketJournal, lease_ms: int) -> int:
+    """The term that it has begun."""
+    term = (await one.claim(lease_ms, above_term=0)).term
+    one.begin(term)
+    return term
+
+
 async def test_a_full_redis_evicts_trees_and_not_who_leads(redis):
     leader, standby = await journal(redis, "leader"), await journal(redis, "standby")
     up = asyncio.Event()
@@ -41,7 +48,7 @@ async def test_a_full_redis_evicts_trees_and_not_who_leads(redis):
 
     await call("CONFIG", "SET", "maxmemory", "6mb")
     await call("CONFIG", "SET", "maxmemory-policy", "volatile-ttl")
-    term = (await leader.claim(60_000, above_term=0)).term
+    term = await led(leader, 60_000)
     leader.note({}, [("event", "subject", "detail")])
     await leader.flush()
     for number in range(3_000):
@@ -71,9 +78,9 @@ async def test_a_full_redis_evicts_trees_and_not_who_leads(redis):
 
 async def test_a_lapsed_leader_writes_nothing_and_leads_again_in_a_new_term_only(redis):
     leader, standby = await journal(redis, "leader"), await journal(redis, "standby")
-    first = (await leader.claim(50, above_term=0)).term
+    first = await led(leader, 50)
     end_s = time.monotonic() + LIMIT_S
-    while not (second := (await standby.claim(60_000, above_term=0)).term):
+    while not (second := await led(standby, 60_000)):
         assert time.monotonic() < end_s
         await asyncio.sleep(0.01)
     assert second > first
@@ -83,19 +90,53 @@ async def test_a_lapsed_leader_writes_nothing_and_leads_again_in_a_new_term_only
     assert (await leader.claim(50, above_term=0)).leader_url == "http://standby"
     await standby.close(resign=True)
 
-    again = (await leader.claim(30, above_term=0)).term
+    again = await led(leader, 30)
     assert again > second, "who resigned is followed at once"
     await asyncio.sleep(0.06)
+    leader.note({}, [("event", "of the lapsed term", "detail")])
     with pytest.raises(NotLeading):
         await leader.flush()
-    assert (await leader.claim(60_000, above_term=0)).term > again, "nobody else led, but it had lapsed"
+    assert await led(leader, 60_000) > again, "nobody else led, but it had lapsed"
+    leader.note({}, [("event", "of the new term", "detail")])
     await leader.flush()
+    assert [subject for _, subject, _ in (await leader.read()).history] == ["of the new term"]
+    await leader.close(resign=False)
+
+
+async def test_what_is_of_an_earlier_term_of_the_same_leader_is_not_written(redis):
+    leader, link = await journal(redis, "leader"), RedisLink(redis.url)
+    await led(leader, 60_000)
+    link.open()
+    while not link.up:
+        await asyncio.sleep(0.01)
+    await link.call("FLUSHALL", timeout_ms=5_000)
+    assert (await leader.claim(60_000, above_term=0)).term, "it leads in a store that has forgotten it"
+    leader.note({}, [("event", "decided before", "detail")])
+    with pytest.raises(NotLeading):
+        await leader.flush()
+    await link.close()
+    await leader.close(resign=False)
+
+
+async def test_who_waits_for_what_is_dropped_hears_that_it_is_not_stored(redis):
+    leader = await journal(redis, "leader")
+    await led(leader, 60_000)
+    leader.note({}, [("event", "first", "detail")])
+    first = asyncio.create_task(leader.flush())
+    await asyncio.sleep(0)
+    leader.note({}, [("event", "second", "detail")])
+    second = asyncio.create_task(leader.flush())
+    await asyncio.sleep(0)
+    leader.forget()
+    for flushed in (first, second):
+        with pytest.raises(NotLeading):
+            await flushed
     await leader.close(resign=False)
 
 
 async def test_the_same_process_started_again_waits_for_no_lease(redis):
     before, after = await journal(redis, "leader"), await journal(redis, "leader", boot="2")
-    first = (await before.claim(60_000, above_term=0)).term
+    first = await led(before, 60_000)
     assert (await after.claim(60_000, above_term=0)).term > first
     before.note({}, [("event", "subject", "detail")])
     with pytest.raises(NotLeading):

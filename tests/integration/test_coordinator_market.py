@@ -1,5 +1,6 @@
 """The memory market with real coordinators and a real Redis, each killed, wiped or paused with leases out."""
 
+import asyncio
 import os
 import signal
 
@@ -14,7 +15,8 @@ from shared.ids import InstanceId
 from shared.prompttree.embedded import EmbeddedRedis
 from shared.transport.clock import MonotonicClock
 from shared.transport.lending_client import LendingClient
-from shared.wire.lending import AskReclaim, Grant, LendingRefused
+from shared.transport.redis_link import RedisLink
+from shared.wire.lending import AskReclaim, Grant, LendingRefused, Placement
 from tests.support.control_plane import ServiceProcess, until, until_async
 from tests.support.market_rig import LiveMempool, ask, granted, until_market, until_offered
 from tests.support.market_world import GIB
@@ -227,6 +229,33 @@ async def test_nothing_is_granted_while_redis_is_down_and_the_next_term_follows(
     redis.start()
     await until(lambda: made.role() == "leader", 60.0)
     assert made.market.book.term > term
+
+
+async def test_nothing_is_granted_between_a_wiped_journal_and_the_term_that_knows_it(redis, opened):
+    """A leader that finds itself elected anew hears its mempools before it grants, and reads before that."""
+    made = await shell(redis, opened, leader_lease_ms=60_000)
+    term, journal = made.leadership.term, made._journal
+    read, reads, goes_on = journal.read, asyncio.Event(), asyncio.Event()
+
+    async def slow():
+        reads.set()
+        await goes_on.wait()
+        return await read()
+
+    journal.read = slow
+    link = RedisLink(redis.url)
+    link.open()
+    await until(lambda: link.up)
+    await link.call("FLUSHALL", timeout_ms=5_000)
+    made._wake.set()
+    await asyncio.wait_for(reads.wait(), 60.0)
+    placed, answer = await made.place(Placement(pairs=[])), await made.lease(ask(), "k")
+    assert placed, "it was noted for a journal that forgets it"
+    assert (placed.code, answer.code) == ("market.standby", "market.standby")
+    goes_on.set()
+    await until(lambda: made.role() == "leader", 60.0)
+    assert made.market.book.term > term
+    await link.close()
 
 
 async def test_a_journal_that_is_not_fsynced_always_is_said_and_refused_where_it_is_required(redis, opened):
