@@ -47,7 +47,10 @@ async def find_hits(
 ) -> list[PrefixHit]:
     """Who holds how much of the prompt's KV, as far as the prompt tree knows. No answer in time: no hits."""
     found, tree = gateway.description, gateway.tree
-    if found is None or tree is None or found.block_tokens < 1 or not tree.up:
+    if found is None or tree is None or found.block_tokens < 1:
+        return []
+    if not tree.up:  # before the hashes, which would be for nothing
+        tree.skipped()
         return []
     hashes = gateway.hash_memory(found.block_tokens).hashes(_seed(found.fingerprint, tenant), packed)
     if not hashes:

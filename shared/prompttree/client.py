@@ -35,7 +35,7 @@ class PromptTreeClient:
     """open() on the loop that will use it, lookup() per request, close() at the end.
 
     A Redis that is down costs a comparison per request; one that hangs costs `deadline_ms` for three requests
-    in a row, then nothing until it answers a probe again.
+    in a row, then nothing until it answers a probe again, which needs no request.
 
     Args:
         deadline_ms: after so long a look-up has returned, with or without an answer; it waits for Redis for less, by
@@ -58,12 +58,17 @@ class PromptTreeClient:
         self._breaker = breaker or Breaker()
         self._cache = cache
         self._link = RedisLink(redis_url)
+        self._is_closed = False
         self._probe: asyncio.Task[None] | None = None
 
     @property
     def up(self) -> bool:
         """Whether a look-up would ask Redis now."""
         return self._link.up and not self._breaker.is_open
+
+    def skipped(self) -> None:
+        """A look-up was not made because this is not `up`: counted."""
+        (_open if self._link.up else _down).inc()
 
     def open(self) -> None:
         """Start connecting. Never waits."""
@@ -75,6 +80,7 @@ class PromptTreeClient:
 
     async def close(self) -> None:
         """Look-ups from now on find nothing."""
+        self._is_closed = True
         if self._probe is not None:
             self._probe.cancel()
             await asyncio.gather(self._probe, return_exceptions=True)
@@ -94,12 +100,8 @@ class PromptTreeClient:
             if known is not None:
                 _remembered.inc()
                 return as_hits(known.items(), block_tokens)
-        if not self._link.up:
-            _down.inc()
-            return []
-        if self._breaker.is_open:
-            _open.inc()
-            self._probe_when_due()
+        if not self.up:
+            self.skipped()
             return []
         try:
             reply = await self._link.run(LOOKUP, short_hashes(asked), timeout_ms=self._wait_ms)
@@ -116,22 +118,23 @@ class PromptTreeClient:
     def _on_failure(self, error: Exception) -> None:
         _failed.inc()
         self.num_failures += 1
-        was_open = self._breaker.is_open
-        self._breaker.on_failure(now_ms=_now_ms())
-        if self._breaker.is_open and not was_open:
-            _log.warning("prompt_tree_given_up", error=str(error))
-
-    def _probe_when_due(self) -> None:
-        if (self._probe is None or self._probe.done()) and self._breaker.probe_due(now_ms=_now_ms()):
-            self._probe = asyncio.get_running_loop().create_task(self._ping(), name="prompttree-probe")
-
-    async def _ping(self) -> None:
-        try:
-            await self._link.call("PING", timeout_ms=self._wait_ms)
-        except ClusterError:
-            self._breaker.on_failure(now_ms=_now_ms())
+        if not self._breaker.on_failure():
             return
-        self._breaker.on_success()
+        _log.warning("prompt_tree_given_up", error=str(error))
+        if not self._is_closed and (self._probe is None or self._probe.done()):
+            self._probe = asyncio.get_running_loop().create_task(
+                self._probe_until_back(), name="prompttree-probe"
+            )
+
+    async def _probe_until_back(self) -> None:
+        while self._breaker.is_open:  # a look-up that was under way may close it too
+            await asyncio.sleep(self._breaker.wait_ms / 1000)
+            try:
+                await self._link.call("PING", timeout_ms=self._wait_ms)
+            except ClusterError:
+                self._breaker.on_probe_failure()
+            else:
+                self._breaker.on_success()
         _log.info("prompt_tree_back")
 
 

@@ -107,8 +107,7 @@ async def test_what_is_of_an_earlier_term_of_the_same_leader_is_not_written(redi
     leader, link = await journal(redis, "leader"), RedisLink(redis.url)
     await led(leader, 60_000)
     link.open()
-    while not link.up:
-        await asyncio.sleep(0.01)
+    assert await link.wait_up(60_000)
     await link.call("FLUSHALL", timeout_ms=5_000)
     assert (await leader.claim(60_000, above_term=0)).term, "it leads in a store that has forgotten it"
     leader.note({}, [("event", "decided before", "detail")])

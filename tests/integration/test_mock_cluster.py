@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,11 +24,13 @@ PROMPT = "The list type has these methods. " * 12
 
 
 @pytest.fixture
-def cluster(tmp_path):
+def cluster(tmp_path, request):
+    """By an indirect parameter: with that policy."""
     model = tmp_path / "model"
     shutil.copytree(DEMO, model, ignore=shutil.ignore_patterns("*.safetensors"))  # the mock needs no weights
     logs = tmp_path / "logs"
-    with Cluster(model, log_dir=logs, flags=FLAGS) as running:
+    flags = FLAGS | {"scheduler": [*FLAGS["scheduler"], "--policy", getattr(request, "param", "cost")]}
+    with Cluster(model, log_dir=logs, flags=flags) as running:
         yield running
 
 
@@ -37,8 +41,14 @@ def oracle(prompt, max_tokens):
     return ids, tokenizer.decode(vocabulary.tokens(ids, max_tokens))
 
 
-def complete(cluster, ids, max_tokens=12):
-    body = {"model": cluster.model_name, "prompt": ids, "max_tokens": max_tokens, "temperature": 0}
+def complete(cluster, ids, max_tokens=12, more=None):
+    body = {
+        "model": cluster.model_name,
+        "prompt": ids,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        **(more or {}),
+    }
     answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text + cluster.logs()
     return answer.json()
@@ -86,6 +96,32 @@ def test_killed_workers_come_back_and_serve(cluster):
         cluster[name].kill()
         cluster.restart(name)
         assert complete(cluster, ids)["choices"][0]["text"] == text, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["prompt_tree"], indirect=True)
+def test_prompts_are_placed_by_their_prefixes_again_when_a_redis_that_stood_still_goes_on(cluster):
+    """Found by cluster-locality: three slow look-ups in a row, and the gateway asked no tree any more, for good."""
+    ids, text = oracle(PROMPT, 12)
+
+    def has_hits():
+        answer = complete(cluster, ids, more={"quire_receipt": True})
+        assert answer["choices"][0]["text"] == text
+        return "prefill-0 holds" in answer["quire_receipt"]["reason"]
+
+    def until(wanted):
+        end_s = time.monotonic() + 60
+        while has_hits() != wanted:
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+
+    until(True)
+    cluster["redis"].signal(signal.SIGSTOP)
+    try:
+        assert not any(has_hits() for _ in range(4))
+    finally:
+        cluster["redis"].signal(signal.SIGCONT)
+    until(True)
 
 
 @pytest.mark.slow

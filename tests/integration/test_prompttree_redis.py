@@ -172,12 +172,27 @@ async def test_a_hanging_redis_costs_the_deadline_three_times_then_nothing(redis
     assert min(took_ms[:3]) < 100, took_ms
     # the machine may stop this process now and then, which is not the look-up's doing
     assert sorted(took_ms[3:])[11] < 15, took_ms
-    # nor is that a probe was due behind it
     assert 3 <= client.num_failures <= sum(t > 15 for t in took_ms), took_ms
     deadline = time.monotonic() + 30
     while not await depths(client, chain(4), BLOCK_TOKENS):  # a probe closes the breaker
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
+
+
+async def test_a_redis_that_answers_again_is_asked_again_though_nobody_looks_anything_up(redis, opened):
+    """Gateways look at `up` and stay away: it must not take a look-up to find out that Redis is back."""
+    client = await make_client(redis, opened, deadline_ms=DEADLINE_MS, breaker=Breaker(probe_interval_ms=50))
+    await published(make_publisher(redis, opened), *chain(4))
+    os.kill(redis.pid, signal.SIGSTOP)
+    try:
+        while client.up:
+            assert await depths(client, chain(4), BLOCK_TOKENS) == {}
+        await asyncio.sleep(0.5)  # of failing probes
+        assert not client.up
+    finally:
+        os.kill(redis.pid, signal.SIGCONT)
+    await until(lambda: client.up, PATIENCE_MS / 1000)
+    assert await depths(client, chain(4), BLOCK_TOKENS) == {"p0": 4 * BLOCK_TOKENS}
 
 
 async def test_nonsense_in_redis_gives_no_hits_instead_of_an_error(redis, opened):

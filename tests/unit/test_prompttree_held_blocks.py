@@ -101,16 +101,17 @@ def test_agrees_compares_what_redis_was_told():
 
 def test_a_breaker_opens_after_three_failures_in_a_row_and_probes_ever_less_often():
     breaker = Breaker(max_failures=3, probe_interval_ms=100, max_interval_ms=400)
-    for now_ms in (0, 1):
-        breaker.on_failure(now_ms=now_ms)
+    assert not any(breaker.on_failure() for _ in range(2))
     breaker.on_success()
-    for now_ms in (2, 3):
-        breaker.on_failure(now_ms=now_ms)
+    assert not any(breaker.on_failure() for _ in range(2))
     assert not breaker.is_open
-    breaker.on_failure(now_ms=4)
+    assert breaker.on_failure()
     assert breaker.is_open
-    due = [t for t in range(5, 3_000) if breaker.probe_due(now_ms=t) and breaker.on_failure(now_ms=t) is None]
-    assert due[:4] == [104, 304, 704, 1104]
+    assert not any(breaker.on_failure() for _ in range(20)), "calls that were under way"
+    waits = [breaker.wait_ms]
+    for _ in range(4):
+        breaker.on_probe_failure()
+        waits.append(breaker.wait_ms)
+    assert waits == [100, 200, 400, 400, 400]
     breaker.on_success()
-    assert not breaker.is_open
-    assert not breaker.probe_due(now_ms=10**6)
+    assert (breaker.is_open, breaker.wait_ms) == (False, 0)
