@@ -35,9 +35,14 @@ class LocalCluster:
     """`with LocalCluster(home) as cluster:` is `quire up` ... `quire down`."""
 
     def __init__(
-        self, home: Path, *flags: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()
+        self,
+        home: Path,
+        *flags: str,
+        env: dict[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
+        is_patient: bool = True,
     ) -> None:
-        """`prefix`: words before the command, such as `ip netns exec NAME`."""
+        """prefix: words before the command, such as `ip netns exec NAME`; is_patient: by the limits of patience.py."""
         self.home = home
         self.prefix = prefix
         self.base = free_base_port()
@@ -51,7 +56,7 @@ class LocalCluster:
             "QUIRE_SCHEDULER_DISAGGREGATION": "always",
             "QUIRE_WORKER_CALIBRATE": "off",
             "QUIRE_CLUSTER_READY_TIMEOUT_S": "800",
-            **patience.environment(),
+            **(patience.environment() if is_patient else {}),
         }
         if {"topology=disaggregated", "disaggregated"} & set(flags):  # which says so itself
             del pairs["QUIRE_SCHEDULER_DISAGGREGATION"]
