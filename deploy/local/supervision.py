@@ -15,6 +15,8 @@ from enum import StrEnum
 SIGTERM = 15
 SIGKILL = 9
 USAGE_EXIT_CODE = 2  # a service that refuses its settings: starting it again cannot help
+LOOK_MS = 1_000  # the shell comes back after at most so long, so that it is seen when it could not
+AWAY_AFTER_MS = 2_000  # it was stopped, or the machine was: what services said meanwhile is not read yet
 
 
 class State(StrEnum):
@@ -142,6 +144,7 @@ class Supervision:
         self.all_ready_once = False
         self.gave_up: str = ""  # the service that could not be started
         self.stopping = False
+        self._attended_ms: int | None = None  # when the shell was last here
 
     @property
     def stopped(self) -> bool:
@@ -149,15 +152,18 @@ class Supervision:
         return self.stopping and all(e.state is State.STOPPED for e in self.entries.values())
 
     def next_wake_ms(self) -> int | None:
-        """When tick() has something to do; None: only events matter."""
+        """When tick() is due, LOOK_MS after the last event at the latest; None: only events matter."""
         times = [e.deadline_ms for e in self.entries.values() if e.deadline_ms is not None]
         times += [
             e.answered_ms + self.rules.silent_ms for e in self.entries.values() if e.state is State.READY
         ]
+        if times and self._attended_ms is not None:
+            times.append(self._attended_ms + LOOK_MS)
         return min(times, default=None)
 
     def start(self, *, now_ms: int) -> list[Action]:
         """Spawn what depends on nothing."""
+        self._attend(now_ms)
         return self._spawn_waiting(now_ms)
 
     def on_spawned(self, name: str, pid: int) -> list[Action]:
@@ -170,6 +176,7 @@ class Supervision:
 
     def on_probe(self, name: str, health: Health, *, now_ms: int) -> list[Action]:
         """A probe of the process that is running now."""
+        self._attend(now_ms)
         entry = self.entries[name]
         if entry.state not in (State.STARTING, State.READY):
             return []
@@ -190,6 +197,7 @@ class Supervision:
 
     def on_exit(self, name: str, returncode: int, *, now_ms: int) -> list[Action]:
         """The process is gone (or could not be made)."""
+        self._attend(now_ms)
         entry = self.entries[name]
         entry.pid, entry.health = 0, Health.SILENT
         entry.last_exit = describe_exit(returncode)
@@ -227,6 +235,7 @@ class Supervision:
 
     def tick(self, *, now_ms: int) -> list[Action]:
         """Deadlines that have passed."""
+        self._attend(now_ms)
         actions: list[Action] = []
         for name, entry in self.entries.items():
             due = entry.deadline_ms is not None and now_ms >= entry.deadline_ms
@@ -248,6 +257,7 @@ class Supervision:
 
     def restart(self, name: str, *, now_ms: int) -> list[Action]:
         """An operator's wish: end it gracefully and start it again at once."""
+        self._attend(now_ms)
         entry = self.entries[name]
         entry.failures = 0
         if entry.state in (State.STARTING, State.READY):
@@ -260,6 +270,7 @@ class Supervision:
 
     def stop(self, *, now_ms: int) -> list[Action]:
         """End everything, dependents first. Idempotent."""
+        self._attend(now_ms)
         if self.stopping:
             return []
         self.stopping = True
@@ -268,6 +279,20 @@ class Supervision:
             if entry.state in (State.WAITING, State.BACKOFF):
                 self._enter(entry, State.STOPPED, now_ms)
         return [Notice("stopping", "", "stopping every service"), *self._stop_free(now_ms)]
+
+    def _attend(self, now_ms: int) -> None:
+        """The shell runs now. If it stood still (Ctrl-Z, a paused machine), that time was nobody's silence or delay.
+
+        LOOK_MS of it count, so that a shell that is always late finds silent services too.
+        """
+        last_ms, self._attended_ms = self._attended_ms, now_ms
+        if last_ms is None or now_ms - last_ms < AWAY_AFTER_MS:
+            return
+        late_ms = now_ms - last_ms - LOOK_MS
+        for entry in self.entries.values():
+            entry.answered_ms = min(now_ms, entry.answered_ms + late_ms)
+            if entry.state in (State.STARTING, State.STOPPING) and entry.deadline_ms is not None:
+                entry.deadline_ms += late_ms
 
     def _give_up(self, entry: Entry, now_ms: int) -> list[Action]:
         name = entry.spec.name

@@ -155,6 +155,19 @@ def test_a_killed_keeper_comes_back_and_gets_the_mempools_descriptors_again(run)
         assert [(one.space, one.num_fds) for one in client.list_spaces()] == [("s", {"pages": 1})]
 
 
+def test_a_supervisor_that_stood_still_goes_on_with_the_same_processes(run):
+    run.rules = {"silent_ms": 4000}
+    run.add("a").add("b", depends_on=("a",)).start().wait_ready()
+    pids = {name: run.service(name)["pid"] for name in ("a", "b")}
+    run.process.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    run.process.send_signal(signal.SIGCONT)
+    time.sleep(1)
+    run.wait_ready()
+    assert {name: run.service(name)["pid"] for name in pids} == pids
+    assert not any(run.service(name)["restarts"] for name in pids)
+
+
 def test_what_a_dead_service_had_started_is_gone_before_it_starts_again(run):
     run.add("a", "--grandchild").start().wait_ready()
     (_, grandchild) = run.lines("grandchild")[0]

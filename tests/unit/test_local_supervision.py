@@ -64,6 +64,15 @@ class Cluster:
         return self.follow(self.core.on_exit(name, code, now_ms=self.now_ms))
 
     def tick(self, by_ms):
+        """Time passes, with a tick whenever the core asked for one and at the end, as the shell's timer does."""
+        end_ms, out = self.now_ms + by_ms, []
+        while (wake_ms := self.core.next_wake_ms()) is not None and wake_ms < end_ms:
+            self.now_ms = max(self.now_ms, wake_ms)
+            out += self.follow(self.core.tick(now_ms=self.now_ms))
+        return out + self.stand_still(end_ms - self.now_ms)
+
+    def stand_still(self, by_ms):
+        """The shell is stopped for so long, then its timer is heard."""
         self.now_ms += by_ms
         return self.follow(self.core.tick(now_ms=self.now_ms))
 
@@ -171,7 +180,6 @@ def test_refused_settings_are_not_tried_again():
 def test_a_start_past_its_deadline_is_killed_and_counts_as_a_failure():
     cluster = Cluster([Spec("slow", start_timeout_ms=3000)])
     cluster.begin()
-    assert cluster.core.next_wake_ms() == 1000 + 3000
     assert signals(cluster.tick(2999)) == []
     assert signals(cluster.tick(1)) == [("slow", SIGKILL)]
     cluster.exit("slow", -9)
@@ -189,6 +197,54 @@ def test_a_silent_service_is_killed_and_an_unready_one_is_left_alone():
         cluster.core.on_probe("redis", Health.SILENT, now_ms=cluster.now_ms)
         assert signals(cluster.tick(1000)) == []
     assert signals(cluster.tick(1000)) == [("redis", SIGKILL)]
+
+
+def test_a_shell_that_stood_still_takes_that_for_nobodys_silence():
+    cluster = Cluster(rules=Rules(silent_ms=3000)).all_ready()
+    cluster.tick(1000)
+    for _ in range(3):
+        assert signals(cluster.stand_still(60_000)) == []
+        cluster.ready(*cluster.core.entries)
+    assert signals(cluster.tick(2999)) == []
+    assert len(signals(cluster.tick(1))) == len(ALL)
+
+
+def test_a_silence_goes_on_behind_a_standstill():
+    cluster = Cluster([REDIS], rules=Rules(silent_ms=10_000))
+    cluster.begin()
+    cluster.ready("redis")
+    cluster.tick(6000)
+    assert signals(cluster.stand_still(60_000)) == []
+    assert signals(cluster.tick(2999)) == []
+    assert signals(cluster.tick(1)) == [("redis", SIGKILL)]
+
+
+def test_a_silent_service_is_found_by_a_shell_that_stands_still_at_every_turn():
+    cluster = Cluster([REDIS], rules=Rules(silent_ms=10_000))
+    cluster.begin()
+    cluster.ready("redis")
+    turns = [signals(cluster.stand_still(5000)) for _ in range(10)]
+    assert turns == [[]] * 9 + [[("redis", SIGKILL)]]
+
+
+def test_starts_and_stops_have_their_time_also_when_the_shell_stood_still_in_it():
+    cluster = Cluster([Spec("slow", start_timeout_ms=8000, stop_grace_ms=4000)])
+    cluster.begin()
+    cluster.tick(2000)
+    assert signals(cluster.stand_still(60_000)) == []
+    assert signals(cluster.tick(4999)) == []
+    assert signals(cluster.tick(1)) == [("slow", SIGKILL)]
+    cluster.exit("slow", -9)
+    cluster.tick(100)
+    assert signals(cluster.core.stop(now_ms=cluster.now_ms)) == [("slow", SIGTERM)]
+    assert signals(cluster.stand_still(60_000)) == []
+    assert signals(cluster.tick(3000)) == [("slow", SIGKILL)]
+
+
+def test_a_back_off_that_ended_in_a_standstill_has_ended():
+    cluster = Cluster().all_ready()
+    cluster.exit("gateway")
+    assert spawned(cluster.stand_still(60_000)) == ["gateway"]
 
 
 def test_stop_ends_dependents_first_and_kills_after_the_grace():
