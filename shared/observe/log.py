@@ -10,6 +10,8 @@ import msgspec
 import structlog
 from structlog.typing import EventDict
 
+from shared.observe.log_file import LogFile
+
 _encoder = msgspec.json.Encoder(enc_hook=repr)
 
 
@@ -24,12 +26,12 @@ class _StdlibHandler(logging.Handler):
         (log.error if record.levelno >= logging.ERROR else log.warning)("library_message", **fields)
 
 
-def _render(_logger: Any, _name: str, event: EventDict) -> str:
-    return _encoder.encode(event).decode()
+def _render(_logger: Any, _name: str, event: EventDict) -> bytes:
+    return _encoder.encode(event)
 
 
 def setup(service: str, instance: str, level: str = "info") -> None:
-    """Configure the process's logs. `level`: debug, info, warning or error."""
+    """Configure the process's logs. `level`: debug, info, warning or error. No logger raises where stderr fails."""
     number = getattr(logging, level.upper(), None)
     if not isinstance(number, int):
         raise ValueError(f"log level {level!r}: use debug, info, warning or error")
@@ -38,6 +40,11 @@ def setup(service: str, instance: str, level: str = "info") -> None:
         stamp = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
         return {"time": stamp.replace("+00:00", "Z"), "service": service, "instance": instance, **event}
 
+    def lost(num_lines: int) -> bytes:
+        event = {"component": "log", "event": "log_lines_lost", "level": "warning", "num_lines": num_lines}
+        return _encoder.encode(add_origin(None, "", event)) + b"\n"
+
+    file: Any = LogFile(sys.stderr, lost)
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -46,7 +53,7 @@ def setup(service: str, instance: str, level: str = "info") -> None:
             _render,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.BytesLoggerFactory(file=file),
         cache_logger_on_first_use=False,
     )
     root = logging.getLogger()

@@ -120,11 +120,11 @@ class PromptTreeClient:
         self.num_failures += 1
         if not self._breaker.on_failure():
             return
-        _log.warning("prompt_tree_given_up", error=str(error))
         if not self._is_closed and (self._probe is None or self._probe.done()):
             self._probe = asyncio.get_running_loop().create_task(
                 self._probe_until_back(), name="prompttree-probe"
             )
+        _log.warning("prompt_tree_given_up", error=str(error))
 
     async def _probe_until_back(self) -> None:
         while self._breaker.is_open:  # a look-up that was under way may close it too

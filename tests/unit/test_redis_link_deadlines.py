@@ -1,11 +1,13 @@
 """Deadlines of calls on one Redis connection: one timer for all, each call its own end."""
 
 import asyncio
+import errno
 
 import pytest
 
 from shared.errors import PeerGone, PeerTimeout
 from shared.ids import BlockHash
+from shared.prompttree import client as client_module
 from shared.prompttree.client import PromptTreeClient
 from shared.prompttree.scripts import LOOKUP
 from shared.transport.redis_link import RedisLink, _Connection
@@ -90,6 +92,27 @@ async def test_a_look_ups_deadline_has_room_for_a_timer_that_is_late(
         return (due_s - made_s) * 1000 == pytest.approx(waits_ms, abs=0.5)
 
     assert await ever(is_so_long)
+
+
+async def test_a_redis_that_was_given_up_is_probed_also_where_that_could_not_be_logged(
+    connection, monkeypatch
+):
+    class Log:
+        def warning(self, event, **fields):
+            raise OSError(errno.ENOSPC, event)
+
+    monkeypatch.setattr(client_module, "_log", Log())
+    client = PromptTreeClient("redis://127.0.0.1:1/0", deadline_ms=2)
+    client._link._connection = connection
+    errors = []
+    while client.up:
+        try:
+            await client.lookup([BlockHash(bytes(32))], 16)
+        except OSError as error:
+            errors.append(error)
+    assert len(errors) == 1
+    assert client._probe is not None
+    client._probe.cancel()
 
 
 async def test_a_script_that_must_be_loaded_first_has_no_more_time_than_others(connection, monkeypatch):
