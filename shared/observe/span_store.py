@@ -4,6 +4,7 @@ One line per span (span_record.py). A process keeps at most two files of
 MAX_FILE_BYTES; a folder keeps at most MAX_FOLDER_FILES.
 """
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,18 +63,25 @@ class JsonlSpanExporter(SpanExporter):
         return self._directory / f"spans-{self._service}-{os.getpid()}.jsonl"
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        if self._pid != os.getpid():  # first use, or a forked child: it writes a file of its own
+        if (
+            self._fd < 0 or self._pid != os.getpid()
+        ):  # first use, or a forked child: it writes a file of its own
             self._open()
         data = b"".join(_encoder.encode(span_record(span)) + b"\n" for span in spans)
         if os.fstat(self._fd).st_size + len(data) > self._max_file_bytes:
-            self.path.replace(self.path.with_suffix(".1.jsonl"))
+            with contextlib.suppress(FileNotFoundError):  # another process pruned it
+                self.path.replace(self.path.with_suffix(".1.jsonl"))
             self._open()
         os.write(self._fd, data)
         return SpanExportResult.SUCCESS
 
     def _open(self) -> None:
         if self._fd >= 0:
-            os.close(self._fd)
+            closing, self._fd = (
+                self._fd,
+                -1,
+            )  # first: opening may fail, and the number be another file's by then
+            os.close(closing)
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._pid = os.getpid()
 

@@ -1,5 +1,6 @@
 """shared/observe/trace.py and span_store.py: what a span records and what it costs when nothing records."""
 
+import errno
 import os
 import re
 import time
@@ -174,6 +175,45 @@ def test_a_full_file_is_rotated_once_and_never_more_than_two_remain(tmp_path):
     assert all((tmp_path / name).stat().st_size <= 2_000 for name in files)
     last = (tmp_path / files[1]).read_bytes().splitlines()[-1]
     assert msgspec.json.decode(last, type=SpanRecord).name == "span-99"
+
+
+@pytest.fixture
+def export_one(tmp_path):
+    """Exports a span; every export but the first rotates the file. Yields (export, exporter)."""
+    exporter = span_store.JsonlSpanExporter(tmp_path, "test", max_file_bytes=1)
+    trace.setup("test", "test-0", endpoint="", directory=str(tmp_path / "unused"), sample_ratio=1.0)
+    span = trace.start_span("span")
+    span.end()
+    yield lambda: exporter.export([span._span]), exporter
+    trace.shutdown()
+    exporter.shutdown()
+
+
+def test_a_file_that_could_not_be_opened_is_opened_at_the_next_export_and_no_other_is_written_to(
+    export_one, tmp_path, monkeypatch
+):
+    export, exporter = export_one
+    export()
+    with monkeypatch.context() as patched:
+
+        def full(*_args):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patched.setattr(os, "open", full)
+        with pytest.raises(OSError, match="No space"):
+            export()
+    with (tmp_path / "another").open("wb") as another:  # it may get the number of the file that was closed
+        export()
+        assert os.fstat(another.fileno()).st_size == 0
+    assert exporter.path.stat().st_size > 0
+
+
+def test_a_file_that_another_process_pruned_is_made_anew_when_it_would_be_full(export_one):
+    export, exporter = export_one
+    export()
+    exporter.path.unlink()
+    export()
+    assert exporter.path.stat().st_size > 0
 
 
 def test_a_folder_of_old_files_is_pruned(tmp_path):
