@@ -70,7 +70,7 @@ class Spawn:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Send a signal to the process of `name`."""
+    """Send a signal to the process of `name`. SIGKILL without one: to what a Spawn may still make."""
 
     name: str
     signum: int
@@ -243,12 +243,10 @@ class Supervision:
                 self._enter(entry, State.WAITING, now_ms)
                 entry.restarts += 1
             elif entry.state is State.STARTING and due:
-                entry.deadline_ms = None
                 text = f"not ready after {entry.spec.start_timeout_ms // 1000} s; killed"
-                actions += [Notice("start_timeout", name, text), Signal(name, SIGKILL)]
+                actions += [Notice("start_timeout", name, text), *self._kill(entry, now_ms)]
             elif entry.state is State.STOPPING and due:
-                entry.deadline_ms = None
-                actions.append(Signal(name, SIGKILL))
+                actions += self._kill(entry, now_ms)
             elif entry.state is State.READY and now_ms - entry.answered_ms >= self.rules.silent_ms:
                 entry.answered_ms = now_ms
                 text = f"answered no probe for {self.rules.silent_ms // 1000} s; killed"
@@ -339,6 +337,13 @@ class Supervision:
     def _end(self, entry: Entry, now_ms: int) -> list[Action]:
         self._enter(entry, State.STOPPING, now_ms, deadline_ms=now_ms + entry.spec.stop_grace_ms)
         return [Signal(entry.spec.name, SIGTERM)] if entry.pid else []
+
+    def _kill(self, entry: Entry, now_ms: int) -> list[Action]:
+        """A deadline is over. Of what has no process no exit will be heard: it counts as gone, now."""
+        entry.deadline_ms = None
+        name = entry.spec.name
+        signal = Signal(name, SIGKILL)
+        return [signal] if entry.pid else [signal, *self.on_exit(name, -SIGKILL, now_ms=now_ms)]
 
     @staticmethod
     def _enter(entry: Entry, state: State, now_ms: int, *, deadline_ms: int | None = None) -> None:

@@ -122,6 +122,8 @@ class Supervisor:
                 case Signal(name=name, signum=signum):
                     if (process := self._processes.get(name)) is not None:
                         process.send(signum)
+                    elif signum == signal.SIGKILL:
+                        self._zygote.disown(name)
                 case Notice():
                     self._tell(action)
         if self._core.stopped:
@@ -153,7 +155,8 @@ class Supervisor:
                 on_exit=lambda code: self._exited(name, code),
             )
         except OSError as error:
-            with log.open("a") as out:
+            # the log itself may be what cannot be opened
+            with contextlib.suppress(OSError), log.open("a") as out:
                 out.write(f"cannot start {service.command[0]}: {error}\n")
             asyncio.get_running_loop().call_soon(self._exited, name, 127)
             return
@@ -198,15 +201,19 @@ class Supervisor:
             await asyncio.sleep(START_PROBE_S if starting else self._health_probe_s)
 
     def _tell(self, notice: Notice) -> None:
+        """No full disk stops it: the actions behind the notice must be carried out, too."""
         event: dict[str, Any] = {"event": notice.event, "name": notice.name, "text": notice.text}
         if notice.event in WITH_LOG_TAIL:
             event["log"] = str(self._log(notice.name))
             start = self._log_starts.get(notice.name, 0)
-            event["log_tail"] = tail(self._log(notice.name), lines=TAIL_LINES, start=start)
+            event["log_tail"] = []
+            with contextlib.suppress(OSError):
+                event["log_tail"] = tail(self._log(notice.name), lines=TAIL_LINES, start=start)
         stamp = (
             datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         )  # as services' logs
-        print(f"{stamp} {notice.event} {notice.name}: {notice.text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"{stamp} {notice.event} {notice.name}: {notice.text}", file=sys.stderr, flush=True)
         self._control.publish(event)
         self._write_state()
 

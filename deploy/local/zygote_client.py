@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -63,6 +64,7 @@ class ZygoteClient:
         self._on_spawned = on_spawned
         self._on_exited = on_exited
         self._children: dict[str, ForkedProcess | None] = {}  # None: asked for, not yet answered
+        self._disowned: Counter[str] = Counter()  # answers, the next ones of each name, that nobody waits for
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -86,6 +88,13 @@ class ZygoteClient:
             if child is not None:
                 child.send(signal.SIGKILL)
             self._ended(name, -signal.SIGKILL)
+        self._disowned.clear()
+
+    def disown(self, name: str) -> None:
+        """Nobody waits for this spawn's answer any more: a process that comes of it is killed, not reported."""
+        if name in self._children and self._children[name] is None:
+            del self._children[name]
+            self._disowned[name] += 1
 
     def spawn(
         self, name: str, *, module: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
@@ -109,9 +118,10 @@ class ZygoteClient:
         """Connect as soon as the socket is there, then hear events until the connection ends."""
         while True:
             try:
-                reader, self._writer = await asyncio.open_unix_connection(
+                reader, writer = await asyncio.open_unix_connection(
                     str(self._socket_path), limit=MAX_LINE_BYTES
                 )
+                self._writer = writer
                 break
             except OSError:  # still starting; the start deadline of the zygote's own service bounds this
                 await asyncio.sleep(CONNECT_RETRY_S)
@@ -121,21 +131,31 @@ class ZygoteClient:
         except OSError:
             pass  # the same as end of file: the zygote's exit is seen by its own process
         finally:
+            # After an error of whoever hears us, too: a zygote whose connection stayed open would live on, unheard, and
+            # no worker start again. It ends at the end of file, and is started anew.
             self.ready = False
+            writer.close()
 
     def _hear(self, event: dict[str, object]) -> None:
         kind, name = event.get("event"), str(event.get("name", ""))
         if kind == "ready":
             self.ready = True
+        elif (
+            kind == "spawned" and self._disowned[name]
+        ):  # answers come in the order in which they were asked for
+            self._disowned[name] -= 1
+            process = ForkedProcess(int(str(event["pid"])))
+            process.send(signal.SIGKILL)
+            process.close()
         elif kind == "spawned" and name in self._children:
             process = ForkedProcess(int(str(event["pid"])))
             self._children[name] = process
             self._on_spawned(name, process)
-        elif kind == "exited" and name in self._children:
-            child = self._children[name]
-            if child is not None:
+        elif kind == "exited":
+            child = self._children.get(name)
+            if child is not None and child.pid == event["pid"]:  # not a disowned one's
                 kill_group(child.pid)  # what it had started itself
-            self._ended(name, int(str(event["status"])))
+                self._ended(name, int(str(event["status"])))
 
     def _ended(self, name: str, returncode: int) -> None:
         child = self._children.pop(name, None)

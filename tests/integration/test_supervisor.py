@@ -63,10 +63,11 @@ class Run:
         )
         return self
 
-    def start(self):
+    def start(self, stderr_path=None):
         table = self.home / "table.json"
         table.write_text(json.dumps({"services": self.services, "rules": self.rules}))
-        with (self.home / "stderr").open("wb") as stderr:
+        (self.home / "stderr").touch()
+        with (stderr_path or self.home / "stderr").open("wb") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.integration.supervised_run", str(self.home), str(table)],
                 cwd=REPO,
@@ -299,7 +300,8 @@ def test_the_control_socket_is_private_and_survives_nonsense(run):
     assert run.service("a")["restarts"] == 0
 
 
-def test_workers_are_forked_by_the_zygote_and_follow_it(run):
+def add_zygote(run):
+    """A zygote and the worker w that it forks."""
     port = free_port()
     run.services = [
         {
@@ -317,7 +319,11 @@ def test_workers_are_forked_by_the_zygote_and_follow_it(run):
             "env": {"SUPERVISED_FORKED": "seen"},
         },
     ]
-    run.start().wait_ready()
+    return run
+
+
+def test_workers_are_forked_by_the_zygote_and_follow_it(run):
+    add_zygote(run).start().wait_ready()
     zygote, worker = run.service("engine-zygote")["pid"], run.service("w")["pid"]
     assert f"PPid:\t{zygote}\n" in _read(f"/proc/{worker}/status")
     assert "forked says seen" in (run.paths.logs / "w.log").read_text()
@@ -329,6 +335,22 @@ def test_workers_are_forked_by_the_zygote_and_follow_it(run):
     assert run.service("engine-zygote")["pid"] != zygote
     run.process.kill()
     eventually(lambda: not any(alive(pid) for pid in run.pids()), "no orphans")
+
+
+def test_a_supervisor_whose_log_is_on_a_full_disk_starts_and_restarts_as_ever(run):
+    add_zygote(run).add("a", depends_on=("w",)).start(stderr_path=Path("/dev/full")).wait_ready()
+    zygote = run.service("engine-zygote")["pid"]
+    for name in ("a", "w"):
+        old = run.service(name)["pid"]
+        run.call(op="kill", name=name)
+        run.wait_new(name, old)
+    assert run.service("engine-zygote")["pid"] == zygote
+
+
+def test_a_service_whose_log_cannot_be_opened_counts_as_one_that_cannot_start(run):
+    (run.paths.logs / "a.log").mkdir(parents=True)
+    run.add("a").start()
+    assert run.process.wait(timeout=30) == 1
 
 
 def test_a_busy_port_is_named_with_its_owner():

@@ -271,6 +271,36 @@ def test_a_process_that_appears_during_the_stop_is_ended_too():
     assert core.stopped
 
 
+def unborn():
+    """A service whose spawn was asked for and never answered."""
+    core = Supervision([Spec("w", start_timeout_ms=800, stop_grace_ms=500)])
+    assert spawned(core.start(now_ms=0)) == ["w"]
+    return core
+
+
+def test_a_start_without_a_process_is_over_at_its_deadline():
+    core = unborn()
+    actions = core.tick(now_ms=800)
+    assert signals(actions) == [("w", SIGKILL)]  # whoever spawns it late must not keep it
+    assert notices(actions) == [("start_timeout", "w"), ("exited", "w")]
+    assert spawned(core.tick(now_ms=900)) == ["w"]
+
+
+def test_a_restart_of_what_never_had_a_process_starts_it_after_the_grace():
+    core = unborn()
+    assert signals(core.restart("w", now_ms=100)) == []
+    actions = core.tick(now_ms=600)
+    assert signals(actions) == [("w", SIGKILL)]
+    assert spawned(actions) == ["w"]
+
+
+def test_a_stop_does_not_wait_for_what_never_had_a_process():
+    core = unborn()
+    core.stop(now_ms=100)
+    core.tick(now_ms=600)
+    assert core.stopped
+
+
 def test_an_asked_restart_is_graceful_and_immediate():
     cluster = Cluster().all_ready()
     assert signals(cluster.core.restart("gateway", now_ms=cluster.now_ms)) == [("gateway", SIGTERM)]

@@ -1,0 +1,123 @@
+"""The supervisor's side of the zygote's connection, against a pretended zygote."""
+
+import asyncio
+import json
+import subprocess
+
+import pytest
+
+from deploy.local.zygote_client import ZygoteClient
+
+LIMIT_S = 30
+
+
+class Zygote:
+    """Says what the test tells it to say."""
+
+    def __init__(self, path):
+        self.path = path
+        self.children = []
+
+    async def start(self):
+        self.connected = asyncio.Event()
+        self.server = await asyncio.start_unix_server(self._serve, str(self.path))
+
+    async def _serve(self, reader, writer):
+        self.reader, self.writer = reader, writer
+        self.connected.set()
+
+    def say(self, **event):
+        self.writer.write(json.dumps(event).encode() + b"\n")
+
+    async def asked(self):
+        return json.loads(await asyncio.wait_for(self.reader.readline(), LIMIT_S))
+
+    def fork(self, name):
+        """A process that sleeps, reported as spawned."""
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        self.children.append(child)
+        self.say(event="spawned", name=name, pid=child.pid)
+        return child
+
+
+class Heard:
+    """What the client reports. `error`: raised by on_spawned."""
+
+    def __init__(self):
+        self.error = None
+        self.events = asyncio.Queue()
+
+    def spawned(self, name, process):
+        self.events.put_nowait((name, process.pid))
+        if self.error is not None:
+            raise self.error
+
+    def exited(self, name, returncode):
+        self.events.put_nowait((name, returncode))
+
+    async def next(self):
+        return await asyncio.wait_for(self.events.get(), LIMIT_S)
+
+
+@pytest.fixture
+async def rig(tmp_path):
+    """(client that is ready, what it reports, its zygote)."""
+    zygote, heard = Zygote(tmp_path / "zygote.sock"), Heard()
+    client = ZygoteClient(zygote.path, on_spawned=heard.spawned, on_exited=heard.exited)
+    client.connect()
+    await zygote.start()
+    await asyncio.wait_for(zygote.connected.wait(), LIMIT_S)
+    zygote.say(event="ready")
+    async with asyncio.timeout(LIMIT_S):
+        while not client.ready:  # noqa: ASYNC110  told over a socket
+            await asyncio.sleep(0.01)
+    yield client, heard, zygote
+    client.close()
+    zygote.writer.close()
+    zygote.server.close()
+    for child in zygote.children:
+        child.kill()
+        child.wait()
+
+
+def spawn(client, tmp_path):
+    client.spawn("w", module="m", argv=[], log=tmp_path / "w.log", env={})
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("a bug")])
+async def test_a_callback_that_raises_ends_the_zygote_for_it_would_not_be_heard_again(rig, tmp_path, error):
+    client, heard, zygote = rig
+    heard.error = error
+    spawn(client, tmp_path)
+    await zygote.asked()
+    zygote.fork("w")
+    await heard.next()
+    assert await asyncio.wait_for(zygote.reader.read(), LIMIT_S) == b""  # end of file: a zygote exits at it
+    assert not client.ready
+
+
+async def test_a_process_that_comes_when_nobody_waits_for_it_any_more_is_killed(rig, tmp_path):
+    client, heard, zygote = rig
+    spawn(client, tmp_path)
+    client.disown("w")
+    spawn(client, tmp_path)
+    await zygote.asked()
+    await zygote.asked()
+    late = zygote.fork("w")
+    assert await asyncio.to_thread(late.wait, LIMIT_S) == -9
+    zygote.say(event="exited", name="w", pid=late.pid, status=-9)
+    wanted = zygote.fork("w")
+    assert await heard.next() == ("w", wanted.pid)
+    zygote.say(event="exited", name="w", pid=wanted.pid, status=3)
+    assert await heard.next() == ("w", 3)
+    assert heard.events.empty()
+
+
+async def test_a_process_that_is_there_is_not_disowned(rig, tmp_path):
+    client, heard, zygote = rig
+    spawn(client, tmp_path)
+    wanted = zygote.fork("w")
+    assert await heard.next() == ("w", wanted.pid)
+    client.disown("w")
+    zygote.say(event="exited", name="w", pid=wanted.pid, status=0)
+    assert await heard.next() == ("w", 0)
