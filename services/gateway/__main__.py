@@ -82,6 +82,13 @@ def _child(settings: GatewaySettings, address: tuple[str, int], number: int) -> 
         os._exit(code)
 
 
+def _forget_levels(pid: int) -> None:
+    """A process that is gone has no requests in flight; what it counted stays counted."""
+    from prometheus_client.multiprocess import mark_process_dead  # imported here: after use_shared_metrics()
+
+    mark_process_dead(pid, config.shared_metrics_folder())
+
+
 def run_many(settings: GatewaySettings, reserved: socket.socket) -> None:
     """N processes on one address; one that dies is started again. `reserved` holds the port, unlistened."""
     address = reserved.getsockname()[:2]
@@ -101,6 +108,7 @@ def run_many(settings: GatewaySettings, reserved: socket.socket) -> None:
         if not pid:
             time.sleep(0.05)
             continue
+        _forget_levels(pid)
         number = children.pop(pid, None)
         if number is not None and replacing:
             time.sleep(RESTART_PAUSE_S)

@@ -33,8 +33,8 @@ def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
 
 
 def gauge(name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
-    """A number that goes up and down."""
-    return _metric(Gauge, name, text, labels)
+    """A number that goes up and down. Of several processes that share metrics: each living one's, by pid."""
+    return _metric(Gauge, name, text, labels, multiprocess_mode="liveall")
 
 
 def histogram_ms(

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -148,6 +149,45 @@ async def test_two_processes_share_the_address_and_a_killed_one_comes_back(model
             assert EIGHT in (await client.get("/metrics")).text
             child.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(child.wait(), 30) == 0
+
+
+async def test_requests_of_a_killed_process_are_not_in_flight_for_good(model_dir):
+    async with neighbours() as (coordinator, scheduler, worker):
+        first, *_ = ids(model_dir, " the quick")
+
+        async def script(worker, identity, gen, prompt):
+            worker.tokens(identity, gen, [first])  # and no more
+
+        worker.script = script
+        async with process(model_dir, coordinator, scheduler, processes=2) as (child, client):
+            children = await _children(child.pid, 2)
+            asking = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
+            [busy] = await _gauge_until(client, "quire_gateway_requests_in_flight", [1.0])
+            os.kill(busy, signal.SIGKILL)
+            with pytest.raises(httpx.HTTPError):
+                await asking
+            await _gauge_until(client, "quire_gateway_requests_in_flight", [])
+            [other] = {*children} - {busy}
+            living = {other, *await _children(child.pid, 2, without=busy)}
+            budgets = _gauge((await client.get("/metrics")).text, "quire_gateway_retry_budget")
+            assert {*budgets} <= living
+
+
+def _gauge(text: str, name: str) -> dict[int, float]:
+    """Its values that are not 0, by process."""
+    found = re.findall(rf'^{name}{{pid="(\d+)"}} (\S+)$', text, re.MULTILINE)
+    return {int(pid): float(value) for pid, value in found if float(value)}
+
+
+async def _gauge_until(client, name: str, values: list[float]) -> list[int]:
+    """Until the processes' values are these; of whom they are."""
+    async with asyncio.timeout(30):
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                found = _gauge((await client.get("/metrics")).text, name)
+                if [*found.values()] == values:
+                    return [*found]
+            await asyncio.sleep(0.05)
 
 
 async def _counted(client):
