@@ -48,7 +48,8 @@ class LinkMeter:
     """What one path's transfers show of it: ms = latency + bytes / rate. Robust against the odd one that was held up.
 
     The rate is the median of the last few transfers. The latency is where lines through two transfers of unlike sizes
-    that followed each other meet no bytes, their median; until there are some, the careful one.
+    that followed each other meet no bytes, their median; until there are some, the careful one. It is shorter than
+    whole transfers: lines that begin later than two of the last few took are of another time, and are forgotten.
 
     Args: times_copies: what is observed are copies alone, without the latency of who waited for them.
     Cost: some 10 us an observation; holds RECENT transfers and WINDOW comparisons.
@@ -67,15 +68,17 @@ class LinkMeter:
         if not self.times_copies:
             self._compare(num_bytes, ms)
         self._last.append((num_bytes, ms))
+        self._forget_disproved()
         latency_ms = (
             median(self._latencies) if len(self._latencies) >= FULL_WINDOW else self.careful.latency_ms
         )
         latency_ms = max(0.0, latency_ms)
         waited_ms = 0.0 if self.times_copies else latency_ms
-        busy = [(size, took - waited_ms) for size, took in self._last if took > waited_ms]
-        if busy:
-            ms_per_byte = median(took / size for size, took in busy)
-            self.rate = LinkRate(gb_per_s=1 / (ms_per_byte * BYTES_PER_MS), latency_ms=latency_ms)
+        # of one that took no longer than the latency all may have been bytes: the link is at least as fast
+        ms_per_byte = median(
+            (took - waited_ms if took > waited_ms else took) / size for size, took in self._last
+        )
+        self.rate = LinkRate(gb_per_s=1 / (ms_per_byte * BYTES_PER_MS), latency_ms=latency_ms)
         return True
 
     def _compare(self, num_bytes: int, ms: float) -> None:
@@ -86,19 +89,30 @@ class LinkMeter:
                 if ms_per_byte > 0.0:  # otherwise one of them was held up
                     self._latencies.append(ms - ms_per_byte * num_bytes)
 
+    def _forget_disproved(self) -> None:
+        """Latencies that two transfers were shorter than. One may have come by an earlier call, for the most part."""
+        if len(self._last) > 1 and self._latencies:
+            _, took_ms = sorted(took for _, took in self._last)[:2]
+            if max(self._latencies) >= took_ms:
+                kept = [latency for latency in self._latencies if latency < took_ms]
+                self._latencies = deque(kept, maxlen=WINDOW)
+
 
 def faded(rate: LinkRate, careful: LinkRate, age_ms: float) -> LinkRate:
     """What to say of a link that was last seen so long ago.
 
     Where it was slower than careful, eq 2 may not use it any more, and nothing would show that it is quick again (or
-    that it was never that slow): it comes back to the careful rate by half of the way, in ratios, each half-life. A
-    link far too slow is so tried again seldom. One that was faster stays as it was seen: it is used.
+    that it was never that slow): it comes back to careful by half of the way, in ratios, each half-life. A link far too
+    slow is so tried again seldom. The rate and the latency each for itself: either alone can refuse every fetch. What
+    was better than careful stays as it was seen: it is used.
     """
-    if rate.gb_per_s >= careful.gb_per_s or rate.gb_per_s <= 0.0:
-        return rate
     kept = 0.5 ** (max(0.0, age_ms) / FADE_HALF_LIFE_MS)
-    gb_per_s = careful.gb_per_s * (rate.gb_per_s / careful.gb_per_s) ** kept
-    return LinkRate(gb_per_s=gb_per_s, latency_ms=rate.latency_ms)
+    gb_per_s, latency_ms = rate.gb_per_s, rate.latency_ms
+    if 0.0 < gb_per_s < careful.gb_per_s:
+        gb_per_s = careful.gb_per_s * (gb_per_s / careful.gb_per_s) ** kept
+    if 0.0 < careful.latency_ms < latency_ms:
+        latency_ms = careful.latency_ms * (latency_ms / careful.latency_ms) ** kept
+    return LinkRate(gb_per_s=gb_per_s, latency_ms=latency_ms)
 
 
 def should_fetch(

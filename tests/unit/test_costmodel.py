@@ -11,7 +11,7 @@ from shared.costmodel.model import CostModel, StepShape, pack_prefills
 from shared.costmodel.observation import CalibrationPlan, Observation, Point, ProfileLimits, grid, predict
 from shared.costmodel.online import OnlineCorrection, PrefillLedger, weighted_median
 from shared.costmodel.shapes import shape_of
-from shared.costmodel.transfer import LinkMeter, LinkRates, careful_rate, faded, should_fetch
+from shared.costmodel.transfer import LinkRates, should_fetch
 from shared.errors import ClusterError, SettingsError
 from shared.wire.cost import CostCoefficients, LinkRate, ModelShape
 
@@ -248,101 +248,6 @@ def test_eq_2_fetches_where_moving_is_cheaper_than_computing():
     assert links.transfer_ms("nonsense", 1_000_000) == pytest.approx(3.0)
     assert should_fetch(1.5, 10.0, 8.0)
     assert not should_fetch(2.5, 10.0, 8.0)
-
-
-def meter(path="peer", **more):
-    return LinkMeter(careful_rate(path), **more)
-
-
-def test_a_link_meter_learns_from_transfers_that_say_something():
-    seen = meter()
-    assert seen.rate is None
-    assert seen.observe(100_000_000, 11.0)
-    assert seen.rate is not None
-    assert seen.rate.gb_per_s == pytest.approx(10.0)
-    for num_bytes, ms in ((1000, 50.0), (100_000_000, float("nan")), (100_000_000, 0.0), (100_000_000, -1.0)):
-        assert not seen.observe(num_bytes, ms)
-    assert seen.rate.gb_per_s == pytest.approx(10.0)
-    seen.observe(100_000_000, 6.0)
-    assert seen.rate.gb_per_s == pytest.approx(1 / 0.075), "the median of 0.1 and 0.05 ms/MB"
-
-
-def test_the_time_of_a_copy_has_no_latency_in_it():
-    seen = meter(times_copies=True)
-    seen.observe(100_000_000, 0.5)
-    assert seen.rate is not None
-    assert seen.rate.gb_per_s == pytest.approx(200.0)
-    for num_bytes in (10_000_000, 100_000_000) * 10:
-        seen.observe(num_bytes, 0.4 + num_bytes / 200e6)
-    assert seen.rate.latency_ms == careful_rate("peer").latency_ms, "whoever waits for it waits longer"
-    late = meter()
-    late.observe(100_000_000, 0.5)
-    assert late.rate is None, "less than the latency"
-
-
-@pytest.mark.parametrize("latency_ms", [0.0, 0.4, 7.0, 60.0])
-def test_a_link_meter_finds_the_constant_share_of_a_transfer(latency_ms):
-    """What a pull costs before and behind its bytes is not 2 ms everywhere."""
-    seen = meter("remote")
-    for megabytes in (3, 12, 6, 24, 3, 18, 6, 12) * 3:
-        seen.observe(megabytes * 1_000_000, latency_ms + megabytes / 0.1)
-    assert seen.rate is not None
-    assert seen.rate.latency_ms == pytest.approx(latency_ms, abs=1e-6)
-    assert seen.rate.gb_per_s == pytest.approx(0.1)
-
-
-def test_a_link_meter_says_a_latency_only_where_sizes_differ():
-    seen = meter("remote")
-    for _ in range(40):
-        seen.observe(10_000_000, 50.0)
-    assert seen.rate is not None
-    assert seen.rate.latency_ms == careful_rate("remote").latency_ms
-    assert seen.rate.gb_per_s == pytest.approx(10 / 48)
-
-
-@pytest.mark.parametrize(("before", "after"), [(0.4, 0.02), (0.02, 0.4)])
-def test_a_link_that_changes_is_known_after_three_transfers(before, after):
-    """An average of rates held on to the faster one for twenty: prompts were fetched that computing had sooner."""
-    seen, sizes = meter("remote"), (3, 12, 6, 18) * 5
-    for megabytes in sizes:
-        seen.observe(megabytes * 1_000_000, 5.0 + megabytes / before)
-    for number, megabytes in enumerate(sizes):
-        seen.observe(megabytes * 1_000_000, 5.0 + megabytes / after)
-        assert seen.rate is not None
-        assert seen.rate.latency_ms == pytest.approx(5.0, abs=1.0), "which has not changed"
-        assert number < 2 or seen.rate.gb_per_s == pytest.approx(after, rel=0.1)
-
-
-def test_a_longer_transfer_that_came_sooner_says_nothing_of_the_latency():
-    """Two of three short ones were held up."""
-    seen = meter("remote")
-    for _ in range(10):
-        for short_ms in (130.0, 130.0, 93.0):
-            seen.observe(3_000_000, short_ms)
-            seen.observe(12_000_000, 102.0)
-    assert seen.rate is not None
-    assert seen.rate.latency_ms == pytest.approx(90.0)
-
-
-def test_two_transfers_that_were_held_up_say_nothing_of_a_link():
-    seen = meter("remote")
-    for megabytes in (3, 12, 6, 18) * 5:
-        seen.observe(megabytes * 1_000_000, 5.0 + megabytes / 0.1)
-    for _ in range(2):
-        seen.observe(12_000_000, 2_000.0)
-    assert seen.rate is not None
-    assert seen.rate.gb_per_s == pytest.approx(0.1, rel=0.01)
-
-
-def test_a_slow_link_that_nothing_comes_by_any_more_is_tried_again():
-    careful = LinkRate(gb_per_s=1.0, latency_ms=2.0)
-    slow, quick = LinkRate(gb_per_s=0.01, latency_ms=5.0), LinkRate(gb_per_s=9.0, latency_ms=0.1)
-    assert faded(slow, careful, 0.0) == slow
-    assert faded(slow, careful, 60_000.0).gb_per_s == pytest.approx(0.1)
-    assert faded(slow, careful, 120_000.0).gb_per_s == pytest.approx(10**-0.5)
-    assert 0.9 < faded(slow, careful, 1e6).gb_per_s <= 1.0
-    assert faded(slow, careful, 60_000.0).latency_ms == 5.0
-    assert faded(quick, careful, 1e9) == quick
 
 
 def test_a_shape_is_read_from_the_models_configuration():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from shared.costmodel.transfer import LinkRates
 from shared.engine.worker_links import MAX_SOURCES, MeasuredLinks
 
 MB = 1_000_000
@@ -61,3 +62,17 @@ def test_a_link_slower_than_careful_fades_and_a_new_transfer_says_it_again(clock
     assert links.rates()["remote"].gb_per_s == pytest.approx(0.1), "it said nothing"
     links.called("tcp://a", 6 * MB, 602.0)
     assert links.rates()["remote"].gb_per_s == pytest.approx(0.01)
+
+
+def test_a_latency_of_a_while_ago_does_not_refuse_every_fetch_for_good(clock):
+    """Transfers were held up by 300 ms while the machine was starved; a prefix saves 100 ms."""
+    links = MeasuredLinks(clock)
+    links.called("tcp://a", 3 * MB, 60.0)
+    for megabytes in (3, 12, 6, 18) * 4:
+        links.called("tcp://a", megabytes * MB, 300.0 + megabytes / 2.0)  # 2 GB/s, faster than careful
+    assert LinkRates(links.rates()).transfer_ms("remote", 3 * MB) > 300.0
+    for _ in range(3):
+        clock.now_s += 120.0
+        assert LinkRates(links.rates()).transfer_ms("remote", 3 * MB) < 100.0, "it is tried again"
+        links.called("tcp://a", 3 * MB, 5.0)
+    assert LinkRates(links.rates()).transfer_ms("remote", 3 * MB) < 10.0
