@@ -22,6 +22,7 @@ UNLIKE = 2.0  # times the bytes, of two that are compared
 WINDOW = 31  # comparisons whose median is the latency, which changes less than the rate
 FULL_WINDOW = 5  # with fewer it is the careful one
 FADE_HALF_LIFE_MS = 60_000.0
+LEAST_GB_PER_S = 1e-6  # a link that brings nothing has a rate too, from which it can fade
 
 
 def careful_rate(path: str) -> LinkRate:
@@ -40,7 +41,7 @@ class LinkRates:
         if num_bytes <= 0:
             return 0.0
         rate = self.rates.get(path) or careful_rate(path)
-        return rate.latency_ms + num_bytes / (max(rate.gb_per_s, 1e-6) * BYTES_PER_MS)
+        return rate.latency_ms + num_bytes / (max(rate.gb_per_s, LEAST_GB_PER_S) * BYTES_PER_MS)
 
 
 @dataclass(slots=True)
@@ -58,7 +59,8 @@ class LinkMeter:
     careful: LinkRate
     times_copies: bool = False
     rate: LinkRate | None = None  # None: nothing that says something was seen
-    _last: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    # bytes, ms, and whether all of them came
+    _last: deque[tuple[int, float, bool]] = field(default_factory=lambda: deque(maxlen=RECENT))
     _latencies: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def observe(self, num_bytes: int, ms: float) -> bool:
@@ -67,8 +69,30 @@ class LinkMeter:
             return False
         if not self.times_copies:
             self._compare(num_bytes, ms)
-        self._last.append((num_bytes, ms))
+        self._last.append((num_bytes, ms, True))
         self._forget_disproved()
+        self._say()
+        return True
+
+    def gave_up(self, num_bytes: int, ms: float) -> bool:
+        """So much had not come after `ms`: the link is at most as fast, and counts for half as fast as it was thought.
+
+        The half, because how slow it is shows in no transfer that is given up: one that saves more than anybody waits
+        would be tried for good. Never raises the rate: what is counted is no faster than the median. A bound is no
+        end of a line, nor does it bound a latency. False as observe().
+        """
+        if num_bytes < LEAST_BYTES or not (isfinite(ms) and ms > 0.0):
+            return False
+        thought = self.rate or self.careful
+        slower = max(thought.gb_per_s / 2, min(thought.gb_per_s, LEAST_GB_PER_S))
+        waited_ms = 0.0 if self.times_copies else thought.latency_ms
+        counted_ms = max(ms, waited_ms + num_bytes / (slower * BYTES_PER_MS))
+        self._last.append((num_bytes, counted_ms, False))
+        self._say()
+        return True
+
+    def _say(self) -> None:
+        """The rate, of what is known."""
         latency_ms = (
             median(self._latencies) if len(self._latencies) >= FULL_WINDOW else self.careful.latency_ms
         )
@@ -76,23 +100,23 @@ class LinkMeter:
         waited_ms = 0.0 if self.times_copies else latency_ms
         # of one that took no longer than the latency all may have been bytes: the link is at least as fast
         ms_per_byte = median(
-            (took - waited_ms if took > waited_ms else took) / size for size, took in self._last
+            (took - waited_ms if took > waited_ms else took) / size for size, took, _ in self._last
         )
         self.rate = LinkRate(gb_per_s=1 / (ms_per_byte * BYTES_PER_MS), latency_ms=latency_ms)
-        return True
 
     def _compare(self, num_bytes: int, ms: float) -> None:
         """With the last few, for the latency."""
-        for size, took in self._last:
-            if max(size, num_bytes) >= UNLIKE * min(size, num_bytes):
+        for size, took, came in self._last:
+            if came and max(size, num_bytes) >= UNLIKE * min(size, num_bytes):
                 ms_per_byte = (ms - took) / (num_bytes - size)
                 if ms_per_byte > 0.0:  # otherwise one of them was held up
                     self._latencies.append(ms - ms_per_byte * num_bytes)
 
     def _forget_disproved(self) -> None:
         """Latencies that two transfers were shorter than. One may have come by an earlier call, for the most part."""
-        if len(self._last) > 1 and self._latencies:
-            _, took_ms = sorted(took for _, took in self._last)[:2]
+        quickest = sorted(took for _, took, came in self._last if came)[:2]
+        if len(quickest) == 2 and self._latencies:
+            took_ms = quickest[1]
             if max(self._latencies) >= took_ms:
                 kept = [latency for latency in self._latencies if latency < took_ms]
                 self._latencies = deque(kept, maxlen=WINDOW)

@@ -23,23 +23,33 @@ class MeasuredLinks:
 
         The first from there is left out: the path was opened in it, which takes longer than many transfers.
         """
+        if self._has_met(source) and self._meter("remote").observe(num_bytes, ms):
+            self._seen_s["remote"] = self._clock_s()
+
+    def gave_up(self, source: str, num_bytes: int, ms: float) -> None:
+        """Of what was wanted from there so much was still to come after `ms`, and nobody waited longer."""
+        if self._has_met(source) and self._meter("remote").gave_up(num_bytes, ms):
+            self._seen_s["remote"] = self._clock_s()
+
+    def _has_met(self, source: str) -> bool:
+        """Before now."""
         if source in self._met:
-            self._observe("remote", num_bytes, ms, times_copies=False)
-            return
+            return True
         self._met[source] = None
         if len(self._met) > MAX_SOURCES:
             del self._met[next(iter(self._met))]
+        return False
 
     def copied(self, path: str, num_bytes: int, ms: float) -> None:
         """A copy within this host: `ms` has no waiting in it."""
-        self._observe(path, num_bytes, ms, times_copies=True)
+        if self._meter(path, times_copies=True).observe(num_bytes, ms):
+            self._seen_s[path] = self._clock_s()
 
-    def _observe(self, path: str, num_bytes: int, ms: float, *, times_copies: bool) -> None:
+    def _meter(self, path: str, *, times_copies: bool = False) -> LinkMeter:
         meter = self._meters.get(path)
         if meter is None:
             meter = self._meters[path] = LinkMeter(careful_rate(path), times_copies)
-        if meter.observe(num_bytes, ms):
-            self._seen_s[path] = self._clock_s()
+        return meter
 
     def rates(self) -> dict[str, LinkRate]:
         """By path, of those that something came by; the longer ago, the more careful."""

@@ -195,7 +195,7 @@ class PromptPages:
         source = plan.source_mempool if plan.reach == "remote" else ""
         return await self._acquire(
             hashes, size_bytes // _TOKEN_BYTES, HandoffId(""), wait_ms, traceparent, source,
-            own_space_only=plan.reach == "own",
+            own_space_only=plan.reach == "own", planned_tokens=plan.tokens,
         )  # fmt: skip
 
     async def for_handoff(
@@ -214,8 +214,9 @@ class PromptPages:
             hashes.append(hash_tail(hashes[-1] if hashes else seed, tail))
         wait_ms = self._settings.handoff_wait_ms
         return await self._acquire(
-            hashes, valid, handoff.handoff_id, wait_ms, traceparent, handoff.source_mempool
-        )
+            hashes, valid, handoff.handoff_id, wait_ms, traceparent, handoff.source_mempool,
+            planned_tokens=valid,
+        )  # fmt: skip
 
     async def _acquire(
         self,
@@ -226,6 +227,7 @@ class PromptPages:
         traceparent: str,
         source_mempool: str = "",
         own_space_only: bool = False,
+        planned_tokens: int = 0,
     ) -> PageLease | None:
         client = self._client
         if client is None or not hashes:
@@ -252,14 +254,31 @@ class PromptPages:
         except (ClusterError, TimeoutError, ValueError) as error:
             self._outcomes.labels("failed").inc()
             _log.warning("acquire_failed", handoff_id=handoff_id, error=str(error) or type(error).__name__)
+            took_ms, is_far = (
+                (time.perf_counter() - begin_s) * 1e3,
+                source_mempool not in ("", self.peer_address),
+            )
+            if isinstance(error, TimeoutError) and is_far and took_ms >= wait_ms > 0:
+                planned_bytes = planned_tokens // self._description.block_tokens * self._block_bytes
+                self._links.gave_up(source_mempool, planned_bytes, took_ms)
             return None
-        if lease is not None:
-            self._measured(lease.brought, got, source_mempool, (time.perf_counter() - begin_s) * 1e3)
+        brought = lease.brought if lease is not None else NOTHING_BROUGHT
+        self._measured(brought, got, source_mempool, (time.perf_counter() - begin_s) * 1e3)
         return lease
 
+    @property
+    def _block_bytes(self) -> int:
+        """On all ranks."""
+        return self._description.block_bytes * max(1, self._description.tp_size)
+
     def _measured(self, brought: Brought, got: Acquired, source: str, took_ms: float) -> None:
-        """What links do. The call's own time has the wait for pages, for a prompt's end and what came ahead in it."""
-        if brought.path == "remote":
+        """What links do. The call's own time has the wait for pages, for a prompt's end and what came ahead in it.
+
+        What is late of a remote path only the mempool knows: a wait that is over may have been for the holder's answer.
+        """
+        if got.blocks_late:
+            self._links.gave_up(source, got.blocks_late * self._block_bytes, got.late_us / 1e3)
+        elif brought.path == "remote":
             self._links.called(source, brought.num_bytes, took_ms)
         elif brought.path in CAREFUL_RATES and got.timed_us:  # by one path alone
             num_bytes = got.blocks_timed * brought.block_bytes
@@ -285,13 +304,12 @@ class PromptPages:
             valid_tokens=valid,
             lease_id=got.lease_id,
         )
-        layout = self._description
         brought = Brought(
             blocks_peer=got.blocks_peer,
             blocks_dram=got.blocks_dram,
             blocks_remote=got.blocks_remote,
-            block_tokens=layout.block_tokens,
-            block_bytes=layout.block_bytes * max(1, layout.tp_size),
+            block_tokens=self._description.block_tokens,
+            block_bytes=self._block_bytes,
         )
         return PageLease(got.lease_id, held, brought)
 

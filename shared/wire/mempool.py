@@ -60,8 +60,7 @@ class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
     lets_go: bool = False  # this process writes no page that it got by earlier attachments of this instance
     works_in_pages: bool = False  # of an engine: see the module's docstring
     capacity_bytes: int = 0  # of a rank: what pages may take on all ranks together; 0: the pool's own limit
-    # where its pages lie: "cuda:" and the GPU's UUID in hex without dashes; "cpu", or "cpu:" and a name for host
-    # memory apart from other host memory (of one NUMA node, say)
+    # where its pages lie: "cuda:" and the GPU's UUID in hex, no dashes; "cpu", or "cpu:" and a name (of a NUMA node)
     device: str = "cpu"
     rank: int = 0
     # of an engine or a rank that has the memory already: refused ("memory.replaced") by a pool with other memory
@@ -180,8 +179,7 @@ class Acquire(Struct, frozen=True, kw_only=True, tag="acquire"):
     ttl_ms: int = 30_000
     traceparent: str = ""
     until_release: bool = False  # no expiry: an engine of this instance works in the pages and releases them
-    # where pages are that are not here: of the handoff, or of the best holder (KvPlan.source_mempool)
-    source_mempool: str = ""
+    source_mempool: str = ""  # where pages are that are not here: of the handoff, or the plan's best holder
     own_space_only: bool = False  # bring nothing from elsewhere: computing it is quicker
 
 
@@ -200,6 +198,8 @@ class Acquired(Struct, frozen=True, kw_only=True, tag="acquired"):
     blocks_remote: int = 0  # from another host's mempool
     blocks_timed: int = 0  # of the largest copy that the call waited for
     timed_us: int = 0  # of it: what a link does, without the wait for pages or a prompt's end; 0: unknown
+    blocks_late: int = 0  # on their way from another host when the time was over; its first reader hears it
+    late_us: int = 0  # so long ago their bytes were asked for: they take longer
 
 
 class Release(Struct, frozen=True, kw_only=True, tag="release"):

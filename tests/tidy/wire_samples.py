@@ -321,6 +321,18 @@ SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
         ),
         (),
     ),
+    "acquired-late": (
+        FROM_MEMPOOL,
+        Acquired(
+            call_id=1,
+            lease_id=LeaseId(""),
+            fencing_token=Epoch(0),
+            num_blocks=0,
+            blocks_late=12,
+            late_us=998_000,
+        ),
+        (),
+    ),
     "keeper-hello": (TO_KEEPER, KeeperHello(boot_generation=Epoch(5)), ()),
     "keeper-keep": (
         TO_KEEPER,

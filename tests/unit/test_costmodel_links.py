@@ -4,8 +4,10 @@ import random
 from statistics import median
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from shared.costmodel.transfer import LinkMeter, careful_rate, faded
+from shared.costmodel.transfer import LEAST_BYTES, LinkMeter, LinkRates, careful_rate, faded, should_fetch
 from shared.wire.cost import LinkRate
 
 
@@ -143,6 +145,68 @@ def test_one_transfer_that_came_by_an_earlier_call_does_not_end_a_latency():
     seen.observe(24_000_000, 3.0)
     assert seen.rate is not None
     assert seen.rate.latency_ms == pytest.approx(60.0)
+
+
+def known():
+    """A meter of 5 ms and 0.5 GB/s."""
+    seen = meter("remote")
+    for megabytes in (3, 12, 6, 18) * 5:
+        seen.observe(megabytes * 1_000_000, 5.0 + megabytes / 0.5)
+    return seen
+
+
+def test_three_transfers_that_were_given_up_show_how_fast_a_link_is_at_most():
+    seen = known()
+    for _ in range(3):
+        assert seen.gave_up(12_000_000, 1_000.0)
+    assert seen.rate is not None
+    assert seen.rate.gb_per_s == pytest.approx(0.012, rel=0.01)
+    assert seen.rate.latency_ms == pytest.approx(5.0), "nothing that came says otherwise"
+    for megabytes in (3, 12, 6):
+        seen.observe(megabytes * 1_000_000, 5.0 + megabytes / 0.5)
+    assert seen.rate.gb_per_s == pytest.approx(0.5)
+    for _ in range(12):
+        seen.gave_up(12_000_000, 1_000.0)
+        seen.observe(3_000_000, 905.0)
+    assert seen.rate.latency_ms == pytest.approx(5.0), "a bound is no end of a line"
+
+
+def test_a_transfer_that_saves_more_than_anybody_waits_is_not_tried_for_good():
+    """All that is known of it is that a second was not enough; computing would take five."""
+    seen = known()
+    for number in range(15):
+        assert seen.rate is not None
+        if not should_fetch(LinkRates({"remote": seen.rate}).transfer_ms("remote", 12_000_000), 5_000.0, 0.0):
+            assert 3 < number <= 12
+            return
+        seen.gave_up(12_000_000, 1_000.0)
+    pytest.fail("it is still fetched")
+
+
+def test_a_link_of_which_nothing_is_known_is_given_up_once():
+    seen = meter("remote")
+    assert seen.gave_up(12_000_000, 1_000.0)
+    assert seen.rate is not None
+    assert seen.rate.gb_per_s == pytest.approx(0.012, rel=0.01)
+    for num_bytes, ms in ((1000, 1_000.0), (0, 1_000.0), (12_000_000, 0.0), (12_000_000, float("inf"))):
+        assert not seen.gave_up(num_bytes, ms)
+
+
+transfers = st.tuples(st.integers(LEAST_BYTES, 1 << 34), st.floats(1e-3, 1e7))
+
+
+@given(st.lists(transfers, max_size=20), st.lists(transfers, min_size=1, max_size=20), st.booleans())
+def test_what_was_given_up_never_raises_a_rate_nor_moves_a_latency(came, given_up, times_copies):
+    seen = meter("remote", times_copies=times_copies)
+    for num_bytes, ms in came:
+        seen.observe(num_bytes, ms)
+    before = seen.rate or careful_rate("remote")
+    for num_bytes, ms in given_up:
+        seen.gave_up(num_bytes, ms)
+        assert seen.rate is not None
+        assert seen.rate.gb_per_s <= before.gb_per_s * (1 + 1e-6)
+        assert seen.rate.latency_ms == before.latency_ms
+        before = seen.rate
 
 
 def test_a_slow_link_that_nothing_comes_by_any_more_is_tried_again():

@@ -64,6 +64,18 @@ def test_a_link_slower_than_careful_fades_and_a_new_transfer_says_it_again(clock
     assert links.rates()["remote"].gb_per_s == pytest.approx(0.01)
 
 
+def test_what_was_given_up_opened_a_path_or_fades_like_what_came(clock):
+    links = MeasuredLinks(clock)
+    links.gave_up("tcp://a", 10 * MB, 1_000.0)
+    assert links.rates() == {}, "a path was opened in it"
+    links.gave_up("tcp://a", 10 * MB, 1_002.0)
+    assert links.rates()["remote"].gb_per_s == pytest.approx(0.01)
+    clock.now_s += 60.0
+    assert links.rates()["remote"].gb_per_s == pytest.approx(0.1)
+    links.gave_up("tcp://a", 10 * MB, 1_002.0)
+    assert links.rates()["remote"].gb_per_s < 0.01, "seen again, and slower than was thought"
+
+
 def test_a_latency_of_a_while_ago_does_not_refuse_every_fetch_for_good(clock):
     """Transfers were held up by 300 ms while the machine was starved; a prefix saves 100 ms."""
     links = MeasuredLinks(clock)

@@ -16,6 +16,7 @@ from shared.wire import mempool as wire
 
 # in `came` beside the tiers: blocks of the largest copy that was waited for, and how long it took
 TIMED, TIMED_US = "timed", "timed_us"
+LATE, LATE_US = "late", "late_us"  # blocks that did not come in time from another host, and since when
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
@@ -104,7 +105,12 @@ class Readers:
         self._counters["blocks_missed"] += len(hashes) - len(entries)
         if not entries:
             nothing = wire.Acquired(
-                call_id=call.call_id, lease_id=LeaseId(""), fencing_token=Epoch(0), num_blocks=0
+                call_id=call.call_id,
+                lease_id=LeaseId(""),
+                fencing_token=Epoch(0),
+                num_blocks=0,
+                blocks_late=came.get(LATE, 0),
+                late_us=came.get(LATE_US, 0),
             )
             return Send(connection, nothing)
         if len(self._leases.leases) >= self._limits.max_leases:
@@ -125,6 +131,8 @@ class Readers:
             blocks_remote=came.get("remote", 0),
             blocks_timed=came.get(TIMED, 0),
             timed_us=came.get(TIMED_US, 0),
+            blocks_late=came.get(LATE, 0),
+            late_us=came.get(LATE_US, 0),
         )
         return Send(connection, acquired, space=self._space)
 

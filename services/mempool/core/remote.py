@@ -22,6 +22,7 @@ from services.mempool.core.claims import Claim
 from services.mempool.core.entry import Entry
 from services.mempool.core.pool import Pool
 from services.mempool.core.pull import Reader
+from services.mempool.core.readers import LATE, LATE_US
 from shared.errors import PeerProtocolError
 from shared.ids import BlockHash, HandoffId, PageId
 from shared.kv.words import u32_bytes, u32_list, u64_bytes
@@ -56,6 +57,7 @@ class RemotePull:
     entries: list[Entry] = field(default_factory=list)  # with pages here, once claimed
     pages: list[tuple[PageId, int]] = field(default_factory=list)  # and epochs, at the source
     claim: Claim | None = None
+    began_ms: int = 0  # PULLING
 
 
 class Remote:
@@ -228,6 +230,8 @@ class Remote:
         assert pull.claim is not None
         if failed:
             self._counters["remote_pulls_failed"] += 1
+            if now_ms - pull.began_ms >= self._limits.copy_timeout_ms:
+                _say_late(pull, now_ms)
             doubtful = [page for page in pull.claim.pages if page in in_doubt]
             pull.pool.quarantine(doubtful)
             pull.claim.pages = [page for page in pull.claim.pages if page not in in_doubt]
@@ -249,19 +253,21 @@ class Remote:
         """After every event: start what has its pages, answer who waited long enough, give up what is due."""
         for pull in list(self.pulls.values()):
             if pull.step is Step.CLAIMING and pull.claim is not None and not pull.claim.lacking:
-                self._start(pull)
+                self._start(pull, now_ms)
             for late in [found for found in pull.readers if now_ms >= found[1].until_ms]:
                 self._counters["remote_readers_late"] += 1
+                if pull.step is Step.PULLING and late[1] is pull.first:
+                    _say_late(pull, now_ms)
                 pull.readers.remove(late)
                 self._answer(*late, now_ms)
             if pull.step is not Step.PULLING and now_ms >= pull.due_ms:
                 self._counters["remote_pulls_late"] += 1
                 self._give_up(pull, now_ms)
 
-    def _start(self, pull: RemotePull) -> None:
+    def _start(self, pull: RemotePull, now_ms: int) -> None:
         assert pull.claim is not None
         assert pull.lease is not None
-        pull.step = Step.PULLING
+        pull.step, pull.began_ms = Step.PULLING, now_ms
         pull.pool.begin_writing(pull.claim)
         for entry, page in zip(pull.entries, pull.claim.pages, strict=True):
             entry.page = page
@@ -299,6 +305,12 @@ class Remote:
                 self._answer(home, reader, now_ms)
         for home, entry in pull.own:
             home.index.unpin([entry])
+
+
+def _say_late(pull: RemotePull, now_ms: int) -> None:
+    """To its first reader: one pull says once how slow a link is. Waiting for a prompt or pages says nothing of it."""
+    came = pull.first.came
+    came[LATE], came[LATE_US] = len(pull.entries), (now_ms - pull.began_ms) * 1_000
 
 
 def _entries(
