@@ -140,9 +140,7 @@ class ZygoteClient:
         kind, name = event.get("event"), str(event.get("name", ""))
         if kind == "ready":
             self.ready = True
-        elif (
-            kind == "spawned" and self._disowned[name]
-        ):  # answers come in the order in which they were asked for
+        elif kind == "spawned" and self._disowned[name]:  # answers come in the order of the asks
             self._disowned[name] -= 1
             process = ForkedProcess(int(str(event["pid"])))
             process.send(signal.SIGKILL)

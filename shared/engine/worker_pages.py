@@ -254,10 +254,8 @@ class PromptPages:
         except (ClusterError, TimeoutError, ValueError) as error:
             self._outcomes.labels("failed").inc()
             _log.warning("acquire_failed", handoff_id=handoff_id, error=str(error) or type(error).__name__)
-            took_ms, is_far = (
-                (time.perf_counter() - begin_s) * 1e3,
-                source_mempool not in ("", self.peer_address),
-            )
+            took_ms = (time.perf_counter() - begin_s) * 1e3
+            is_far = source_mempool not in ("", self.peer_address)
             if isinstance(error, TimeoutError) and is_far and took_ms >= wait_ms > 0:
                 planned_bytes = planned_tokens // self._description.block_tokens * self._block_bytes
                 self._links.gave_up(source_mempool, planned_bytes, took_ms)

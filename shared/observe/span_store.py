@@ -63,9 +63,7 @@ class JsonlSpanExporter(SpanExporter):
         return self._directory / f"spans-{self._service}-{os.getpid()}.jsonl"
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        if (
-            self._fd < 0 or self._pid != os.getpid()
-        ):  # first use, or a forked child: it writes a file of its own
+        if self._fd < 0 or self._pid != os.getpid():  # first use, or a forked child, with a file of its own
             self._open()
         data = b"".join(_encoder.encode(span_record(span)) + b"\n" for span in spans)
         if os.fstat(self._fd).st_size + len(data) > self._max_file_bytes:
@@ -77,10 +75,7 @@ class JsonlSpanExporter(SpanExporter):
 
     def _open(self) -> None:
         if self._fd >= 0:
-            closing, self._fd = (
-                self._fd,
-                -1,
-            )  # first: opening may fail, and the number be another file's by then
+            closing, self._fd = self._fd, -1  # opening may fail, and the number be another file's by then
             os.close(closing)
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._pid = os.getpid()
