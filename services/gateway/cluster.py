@@ -297,7 +297,7 @@ class Cluster:
         try:
             self._scheduler.place(message)
         except (PeerGone, Overloaded):
-            return call.flow.on_scheduler_down(now_ms=_now_ms())
+            return call.flow.on_not_asked(now_ms=_now_ms())
         return []
 
     def _generate(self, call: Call, action: SendGenerate) -> list[Action]:

@@ -1,8 +1,8 @@
 """The gateway's line to the scheduler: placements at once, ends of attempts along with the next placement."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 from shared.errors import Overloaded, PeerGone
 from shared.ids import RequestId
@@ -17,10 +17,16 @@ from shared.wire.placement import (
 )
 
 ENDED_WAIT_MS = 5  # longest wait of an end for a placement that it can travel with
+MAX_ENDED = (
+    65_536  # ends that wait for a link; beyond it the oldest are for the scheduler to forget by their age
+)
 
 
 class SchedulerLink:
     """An end needs no answer, so under load it does not wake the scheduler by itself.
+
+    Ends that cannot be sent wait until they can: a scheduler that only stood still has forgotten nothing, and one that
+    was started anew ignores them.
 
     Args: on_message: a placement's answer; on_down: placements without an answer are lost.
     """
@@ -33,9 +39,14 @@ class SchedulerLink:
         on_down: Callable[[], None],
     ) -> None:
         self._link: DealerLink[GatewayToScheduler, SchedulerToGateway] = DealerLink(
-            endpoint, out=TO_SCHEDULER, into=FROM_SCHEDULER, on_message=on_message, on_down=on_down
+            endpoint,
+            out=TO_SCHEDULER,
+            into=FROM_SCHEDULER,
+            on_message=on_message,
+            on_down=on_down,
+            on_up=self._send_ended,
         )
-        self._ended: list[Ended] = []
+        self._ended: deque[Ended] = deque(maxlen=MAX_ENDED)
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -56,23 +67,33 @@ class SchedulerLink:
     def ended(self, request_id: RequestId, attempt: int) -> None:
         """The attempt has left its instances."""
         self._ended.append(Ended(request_id=request_id, attempt=attempt))
-        if self._timer is None:  # it may find nothing left to do: cheaper than a timer for each end
-            self._timer = asyncio.get_running_loop().call_later(ENDED_WAIT_MS / 1000, self._waited)
+        self._send_soon()
 
     def close(self) -> None:
         """Send what waits, drop the connection. Harmless when closed already."""
+        self._send_ended()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._send_ended()
         self._link.close()
+
+    def _send_soon(self) -> None:
+        if (
+            self._timer is None and self._link.up
+        ):  # it may find nothing left to do: cheaper than one for each end
+            self._timer = asyncio.get_running_loop().call_later(ENDED_WAIT_MS / 1000, self._waited)
 
     def _waited(self) -> None:
         self._timer = None
         self._send_ended()
 
     def _send_ended(self, *, more: bool = False) -> None:
-        ended, self._ended = self._ended, []
-        with suppress(PeerGone, Overloaded):  # a scheduler that is gone has forgotten the attempts
-            for each in ended:
-                self._link.send(each, more=more)
+        """What the link takes; the rest goes when it is up again, or when its queue is shorter."""
+        try:
+            while self._ended:
+                self._link.send(self._ended[0], more=more)
+                self._ended.popleft()
+        except PeerGone:
+            return
+        except Overloaded:
+            self._send_soon()

@@ -5,8 +5,9 @@ import time
 
 import pytest
 
+from services.gateway import scheduler_link
 from services.gateway.scheduler_link import SchedulerLink
-from shared.errors import PeerGone
+from shared.errors import Overloaded, PeerGone
 from shared.transport.zmq_channel import RouterServer
 from shared.wire.placement import FROM_SCHEDULER, TO_SCHEDULER, Ended, Place
 from tests.integration.test_transport_zmq import until
@@ -65,7 +66,7 @@ async def test_an_end_without_a_placement_waits_some_milliseconds_only(scheduler
     link.close()
 
 
-async def test_closing_sends_what_waits_and_a_link_that_is_down_drops_it(scheduler):
+async def test_closing_sends_what_waits_and_a_closed_link_sends_no_more(scheduler):
     server, got = scheduler
     link = await linked(server)
     link.ended("a", 1)
@@ -77,3 +78,52 @@ async def test_closing_sends_what_waits_and_a_link_that_is_down_drops_it(schedul
     link.close()
     await asyncio.sleep(0.02)
     assert len(got) == 1
+
+
+async def test_ends_that_could_not_be_sent_are_told_in_order_when_the_link_is_up_again(scheduler):
+    """The scheduler may only have stood still, and counts these attempts as running."""
+    server, got = scheduler
+    link = await linked(server)
+    link.place(place("a"))
+    await until(lambda: got)
+    server.close()
+    await until(lambda: not link.up)
+    link.ended("a", 1)
+    link.ended("b", 2)
+    await asyncio.sleep(0.02)
+    await server.start()
+    await until(lambda: len(got) == 3)
+    assert got[1:] == [Ended(request_id="a", attempt=1), Ended(request_id="b", attempt=2)]
+    link.close()
+
+
+async def test_of_ends_that_wait_the_newest_are_kept(scheduler, monkeypatch):
+    monkeypatch.setattr(scheduler_link, "MAX_ENDED", 3)
+    server, got = scheduler
+    link = SchedulerLink(server.address, on_message=lambda *_: None, on_down=lambda: None)
+    for number in range(5):
+        link.ended("a", number)
+    link.open()
+    await until(lambda: len(got) == 3)
+    assert [end.attempt for end in got] == [2, 3, 4]
+    link.close()
+
+
+async def test_a_queue_that_is_full_keeps_the_ends_back_and_loses_none(scheduler, monkeypatch):
+    server, got = scheduler
+    link = await linked(server)
+    send, num_refused = link._link.send, 0
+
+    def refuse_twice(message, **more):
+        nonlocal num_refused
+        if num_refused < 2:
+            num_refused += 1
+            raise Overloaded("the queue is full", retry_after_ms=100)
+        return send(message, **more)
+
+    monkeypatch.setattr(link._link, "send", refuse_twice)
+    link.ended("a", 1)
+    link.ended("a", 2)
+    await until(lambda: len(got) == 2)
+    assert [end.attempt for end in got] == [1, 2]
+    link.close()

@@ -27,7 +27,7 @@ DESCRIPTION = EngineDescription(model="m", fingerprint="f", dtype="float32", lay
 NAMES = ["a", "b", "c"]
 RESUME_MS = 300
 EVENTS = [
-    "placed", "colocated", "rejected", "scheduler_down", "prefilled", "no_handoff", "tokens", "last_token",
+    "placed", "colocated", "rejected", "scheduler_down", "not_asked", "prefilled", "no_handoff", "tokens", "last_token",
     "finished", "failed", "fatal", "down", "gone", "satisfied", "broken", "tick",
 ]  # fmt: skip
 
@@ -106,8 +106,11 @@ class World:
             )
             self.take(flow.on_rejected(message, now_ms=now_ms))
         elif name == "scheduler_down":
-            self.counted.clear()
-            self.take(flow.on_scheduler_down(now_ms=now_ms))
+            self.take(flow.on_scheduler_down(now_ms=now_ms))  # it may have stood still, and has counted all
+        elif name == "not_asked":
+            if was is Phase.PLACING:
+                self.counted.discard(flow.attempt)
+            self.take(flow.on_not_asked(now_ms=now_ms))
         elif name in ("prefilled", "no_handoff"):
             if was is Phase.PREFILLING and not stale and flow.placed:
                 self.working.discard((attempt, flow.placed.prefill.instance))

@@ -209,7 +209,15 @@ class RequestFlow:
         return []
 
     def on_scheduler_down(self, *, now_ms: int) -> list[Action]:
-        """The link to the scheduler broke: an unanswered placement is lost; running stages are not."""
+        """The link to the scheduler broke: an unanswered placement is lost; running stages are not.
+
+        It ends for the scheduler, too, which may have stood still and places it when it goes on.
+        """
+        attempt = self.attempt
+        return [SendEnded(attempt), *self.on_not_asked(now_ms=now_ms)] if self.phase is Phase.PLACING else []
+
+    def on_not_asked(self, *, now_ms: int) -> list[Action]:
+        """The placement could not be sent."""
         if self.phase is not Phase.PLACING:
             return []
         self.last_failure = "the scheduler is not reachable"
