@@ -1,6 +1,7 @@
 """The gateway's line to the scheduler: placements at once, ends of attempts along with the next placement."""
 
 import asyncio
+import secrets
 from collections import deque
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ from shared.wire.placement import (
     FROM_SCHEDULER,
     TO_SCHEDULER,
     Ended,
+    GatewayHello,
     GatewayToScheduler,
     Place,
     SchedulerToGateway,
@@ -44,8 +46,9 @@ class SchedulerLink:
             into=FROM_SCHEDULER,
             on_message=on_message,
             on_down=on_down,
-            on_up=self._send_ended,
+            on_up=self._up,
         )
+        self._name = secrets.token_hex(8)
         self._ended: deque[Ended] = deque(maxlen=MAX_ENDED)
         self._timer: asyncio.TimerHandle | None = None
 
@@ -76,6 +79,10 @@ class SchedulerLink:
             self._timer.cancel()
             self._timer = None
         self._link.close()
+
+    def _up(self) -> None:
+        self._link.send(GatewayHello(gateway=self._name))  # a connection's first message finds room
+        self._send_ended()
 
     def _send_soon(self) -> None:
         if (

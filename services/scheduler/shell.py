@@ -7,6 +7,7 @@ from typing import Any
 
 from services.scheduler import config
 from services.scheduler.config import SchedulerSettings
+from services.scheduler.core.gateways import Gateways
 from services.scheduler.core.instances import Instance, Instances
 from services.scheduler.core.placement import Placer
 from services.scheduler.core.served import served_elsewhere
@@ -24,6 +25,7 @@ from shared.wire.placement import (
     FROM_SCHEDULER,
     TO_SCHEDULER,
     Ended,
+    GatewayHello,
     GatewayToScheduler,
     Held,
     Place,
@@ -50,6 +52,7 @@ _placed = counter("quire_scheduler_placed_total", "Placements.", ("kind", "polic
 _rejected = counter("quire_scheduler_rejected_total", "Requests without a placement.", ("code",))
 _live = gauge("quire_scheduler_live_instances", "Instances on which something may be placed.")
 _open = gauge("quire_scheduler_open_placements", "Attempts placed and not ended.")
+_forgotten = counter("quire_scheduler_forgotten_total", "Placements whose end nobody would have told.")
 _held = gauge("quire_scheduler_held_requests", "Requests that wait for room in decode's pages.")
 _held_ms = histogram_ms("quire_scheduler_held_ms", "How long they waited.")
 _gaps = gauge("quire_scheduler_report_gaps", "Reports that were missing between two others.")
@@ -95,10 +98,15 @@ class Scheduler:
             config.placement_limits(settings),
             config.cost_settings(settings),
         )
+        self.gateways = Gateways()
         self._clock = clock
         self._started_ms = clock.now_ms()
         self._places: RouterServer[GatewayToScheduler, SchedulerToGateway] = RouterServer(
-            settings.listen, into=TO_SCHEDULER, out=FROM_SCHEDULER, on_message=self._on_place
+            settings.listen,
+            into=TO_SCHEDULER,
+            out=FROM_SCHEDULER,
+            on_message=self._on_place,
+            on_lost=self.gateways.lost,
         )
         self._reports: RouterServer[WorkerToScheduler, SchedulerToWorker] = RouterServer(
             settings.report_listen, into=REPORTS, out=REPORT_REPLIES, on_message=self._on_worker
@@ -183,13 +191,16 @@ class Scheduler:
         del seq, raw
         now_ms = self._clock.now_ms()
         self.instances.attend(now_ms=now_ms)
+        if isinstance(message, GatewayHello):
+            self.gateways.hello(identity, message.gateway)
+            return
         if isinstance(message, Ended):
             self.placer.ended(message)
             self._askers.pop((message.request_id, message.attempt), None)
             self._serve_held()
             return
         start_ns = time.time_ns()
-        answer = self.placer.place(message, now_ms=now_ms)
+        answer = self.placer.place(message, now_ms=now_ms, gateway=self.gateways.name(identity))
         _decision.observe((time.time_ns() - start_ns) / 1e6)
         if isinstance(answer, Held):
             self._askers[message.request_id, message.attempt] = identity, message, start_ns
@@ -275,6 +286,14 @@ class Scheduler:
         for member in members.instances:
             self.instances.fence(member.instance, member.epoch)
 
+    def _forget_lost(self, now_ms: int) -> None:
+        """What was placed for gateways that are gone, and what is too old to run."""
+        gone = self.gateways.tick(now_ms=now_ms)
+        num_forgotten = self.placer.tick(now_ms=now_ms, gone=gone)
+        if gone or num_forgotten:
+            _forgotten.inc(num_forgotten)
+            _log.warning("ends_untold", gateways=gone, num_forgotten=num_forgotten)
+
     async def _tick(self) -> None:
         while True:
             now_ms = self._clock.now_ms()
@@ -282,6 +301,7 @@ class Scheduler:
             for known in self.instances.tick(now_ms=now_ms):
                 silent_ms = now_ms - known.seen_at_ms
                 _log.warning("instance_dead", worker=known.instance, epoch=known.epoch, silent_ms=silent_ms)
+            self._forget_lost(now_ms)
             _live.set(len(self.instances.live(now_ms=now_ms)))
             self._serve_held()
             _open.set(self.placer.num_open)

@@ -50,7 +50,16 @@ class Ended(Struct, frozen=True, kw_only=True, tag="ended"):
     attempt: int
 
 
-GatewayToScheduler = Place | Ended
+class GatewayHello(Struct, frozen=True, kw_only=True, tag="gateway_hello"):
+    """First on every connection: whose it is. One that comes back is told from one that is gone by it. No answer.
+
+    What is placed for a gateway that never says it counts until it ends, or is too old.
+    """
+
+    gateway: str  # unlike that of any other life of any gateway's process
+
+
+GatewayToScheduler = Place | Ended | GatewayHello
 
 
 class Target(Struct, frozen=True, kw_only=True):

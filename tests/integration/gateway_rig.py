@@ -16,7 +16,16 @@ from shared.kv.layout import EngineDescription
 from shared.transport.zmq_channel import RouterServer
 from shared.wire.handoff import HandoffState
 from shared.wire.membership import InstanceList, InstanceView
-from shared.wire.placement import FROM_SCHEDULER, TO_SCHEDULER, Ended, Place, Placed, Rejected, Target
+from shared.wire.placement import (
+    FROM_SCHEDULER,
+    TO_SCHEDULER,
+    Ended,
+    GatewayHello,
+    Place,
+    Placed,
+    Rejected,
+    Target,
+)
 from shared.wire.requests import (
     TO_GATEWAY,
     TO_WORKER,
@@ -254,6 +263,8 @@ class FakeScheduler:
         await self.server.start()
 
     def _hear(self, identity, seq, message, raw) -> None:
+        if isinstance(message, GatewayHello):
+            return
         if isinstance(message, Ended):
             self.ended.append(message)
             return

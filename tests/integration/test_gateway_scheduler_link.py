@@ -9,19 +9,26 @@ from services.gateway import scheduler_link
 from services.gateway.scheduler_link import SchedulerLink
 from shared.errors import Overloaded, PeerGone
 from shared.transport.zmq_channel import RouterServer
-from shared.wire.placement import FROM_SCHEDULER, TO_SCHEDULER, Ended, Place
+from shared.wire.placement import FROM_SCHEDULER, TO_SCHEDULER, Ended, GatewayHello, Place
 from tests.integration.test_transport_zmq import until
+
+
+class Got(list):
+    """Messages; a connection's first one apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.hellos = []
 
 
 @pytest.fixture
 async def scheduler(tmp_path):
-    got = []
-    server = RouterServer(
-        f"ipc://{tmp_path}/place",
-        into=TO_SCHEDULER,
-        out=FROM_SCHEDULER,
-        on_message=lambda _identity, _seq, message, _raw: got.append(message),
-    )
+    got = Got()
+
+    def hear(_identity, _seq, message, _raw):
+        (got.hellos if isinstance(message, GatewayHello) else got).append(message)
+
+    server = RouterServer(f"ipc://{tmp_path}/place", into=TO_SCHEDULER, out=FROM_SCHEDULER, on_message=hear)
     await server.start()
     yield server, got
     server.close()
@@ -127,3 +134,19 @@ async def test_a_queue_that_is_full_keeps_the_ends_back_and_loses_none(scheduler
     await until(lambda: len(got) == 2)
     assert [end.attempt for end in got] == [1, 2]
     link.close()
+
+
+async def test_a_gateway_says_the_same_name_on_each_connection_and_another_one_another(scheduler):
+    server, got = scheduler
+    one = await linked(server)
+    await until(lambda: len(got.hellos) == 1)
+    server.close()
+    await until(lambda: not one.up)
+    await server.start()
+    await until(lambda: len(got.hellos) == 2)
+    other = await linked(server)
+    await until(lambda: len(got.hellos) == 3)
+    first, again, another = (hello.gateway for hello in got.hellos)
+    assert first == again != another
+    one.close()
+    other.close()

@@ -9,6 +9,7 @@ from shared.wire.placement import (
     FROM_SCHEDULER,
     TO_SCHEDULER,
     Alternative,
+    GatewayHello,
     Held,
     Place,
     Placed,
@@ -32,6 +33,7 @@ HASH = BlockHash(b"\x11" * 32)
 PLAN = KvPlan(reach="remote", source=P, tokens=96, path="remote", source_mempool="tcp://10.0.0.1:8107")
 
 PLACEMENT_SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
+    "gateway-hello": (TO_SCHEDULER, GatewayHello(gateway="5f0c9a1e7b2d4c68"), ()),
     "held": (
         FROM_SCHEDULER,
         Held(request_id=R, attempt=1, wait_ms=5_000, reason="No decode instance has room."),

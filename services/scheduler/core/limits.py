@@ -13,5 +13,6 @@ class PlacementLimits:
     overloaded_retry_ms: int = 250
     no_instance_retry_ms: int = 300
     max_open: int = 100_000  # attempts whose end is awaited
+    forget_ms: int = 900_000  # an older one's is not: its gateway has given it up (request_deadline_ms)
     room_wait_ms: int = 0  # for room in decode's pages; then a request is placed anyway
     max_held: int = 1_024  # that wait for it

@@ -2,8 +2,8 @@
 
 A prefill or colocated stage reaches its worker some milliseconds after it is placed, so the first report made
 after that includes it. A decode stage arrives only when its prefill is done; until it ends it counts as one
-request, but once it is old enough to have arrived, never beyond what the report says. So placements whose end
-was never told (a gateway died) stop counting by themselves.
+request, but once it is old enough to have arrived, never beyond what the report says. What nobody tells the end
+of (a gateway died) is ended by the placer: it counts against the room in pages until then.
 """
 
 import math

@@ -10,13 +10,14 @@ No prompt is handed to a decode instance without room in its pages while another
 Every worker is a full engine, so one live instance is enough to serve (ARCHITECTURE.md).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import islice
 
 from msgspec import structs
 
+from services.scheduler.core.attempts import OpenAttempt, OpenAttempts
 from services.scheduler.core.colocated import claimed_of, has_pair, why_colocated
 from services.scheduler.core.cost import Decision, Way, decide, predict_way
 from services.scheduler.core.instances import Instance, Instances
@@ -28,7 +29,7 @@ from services.scheduler.core.room import Roomy, Waiter, WaitingRoom, need_blocks
 from services.scheduler.core.standing import Families, Field, Standing
 from services.scheduler.core.tenants import Tenants
 from shared.errors import Overloaded
-from shared.ids import HandoffId, InstanceId
+from shared.ids import HandoffId
 from shared.wire.placement import Alternative, Ended, Held, Place, Placed, Rejected
 from shared.wire.reports import Role
 from shared.wire.requests import KvPlan
@@ -54,28 +55,29 @@ class Placer:
     tenants: Tenants = field(default_factory=Tenants)
     waiting: WaitingRoom = field(init=False)
     _served_at_ms: int = -SERVE_EVERY_MS
-    _open: dict[AttemptKey, tuple[InstanceId, ...]] = field(default_factory=dict)
+    _open: OpenAttempts = field(init=False)
     _standing: dict[str, tuple[Sequence[Instance], Standing]] = field(default_factory=dict)  # by model
 
     def __post_init__(self) -> None:
         self.waiting = WaitingRoom(self.limits.max_held)
+        self._open = OpenAttempts(self.limits.max_open, self.limits.forget_ms)
 
     @property
     def num_open(self) -> int:
         """Attempts placed and not ended."""
         return len(self._open)
 
-    def place(self, place: Place, *, now_ms: int) -> Placed | Rejected | Held:
-        """Answer one Place. The same attempt again replaces its first placement.
+    def place(self, place: Place, *, now_ms: int, gateway: str = "") -> Placed | Rejected | Held:
+        """Answer one Place. The same attempt again replaces its first placement. `gateway`: who asks, see tick().
 
         Held: serve_held() answers later. Only a first attempt is: a later one belongs to a stream that stands still.
         """
-        request = from_wire(place)
+        request = from_wire(place, gateway)
         self._forget(request.key)
         wait_ms = self.limits.room_wait_ms if place.attempt <= 1 and not place.must_colocate else 0
         queues = wait_ms > 0 and self.waiting.has(place.model)
         answer = None if queues else self._place_now(request, now_ms, may_wait=wait_ms > 0)
-        if answer is None and not self.waiting.add(place, now_ms=now_ms):
+        if answer is None and not self.waiting.add(place, now_ms=now_ms, gateway=gateway):
             answer = self._place_now(request, now_ms, may_wait=False)
         if answer is not None:
             return answer
@@ -95,7 +97,7 @@ class Placer:
     def _place_held(self, waiter: Waiter, now_ms: int) -> Placed | Rejected | None:
         held_ms = now_ms - waiter.since_ms
         is_over = held_ms >= self.limits.room_wait_ms
-        answer = self._place_now(from_wire(waiter.place), now_ms, may_wait=not is_over)
+        answer = self._place_now(from_wire(waiter.place, waiter.gateway), now_ms, may_wait=not is_over)
         if not isinstance(answer, Placed):
             return answer
         why = f"{answer.reason} It waited {held_ms} ms for room in decode's pages."
@@ -133,6 +135,16 @@ class Placer:
     def ended(self, ended: Ended) -> None:
         """An attempt left its instances. Unknown ones are ignored."""
         self._forget((ended.request_id, ended.attempt))
+
+    def tick(self, *, now_ms: int, gone: Collection[str] = ()) -> int:
+        """Forget attempts whose end nobody will tell: of gateways that are gone, and those too old. How many.
+
+        Cost: see OpenAttempts.overdue().
+        """
+        num_open = len(self._open)
+        for key in self._open.overdue(gone, now_ms=now_ms):
+            self._forget(key)
+        return num_open - len(self._open)
 
     def _field(
         self, request: PlacementRequest, fitting: Sequence[Instance], wanted: Sequence[Instance], now_ms: int
@@ -312,9 +324,9 @@ class Placer:
                 now_ms=now_ms,
                 need_blocks=need_blocks(request, then.known),
             )
-            self._note(request, first.known, then.known)
+            self._note(request, now_ms, first.known, then.known)
         else:
-            self._note(request, first.known)
+            self._note(request, now_ms, first.known)
         handoff_id = HandoffId(f"{self.boot}-{self.num_placed - 1}") if is_pair else HandoffId("")
         return Placed(
             request_id=request.key[0],
@@ -351,21 +363,22 @@ class Placer:
             if (c := field.candidate(key[-1]))
         ]
 
-    def _note(self, request: PlacementRequest, *chosen: Instance) -> None:
+    def _note(self, request: PlacementRequest, now_ms: int, *chosen: Instance) -> None:
         key = request.key
         self.num_placed += 1
         for known in chosen:
             known.chosen_at = self.num_placed
             self.instances.touch(known)
-        self._open[key] = names = tuple(known.instance for known in chosen)
+        names = tuple(known.instance for known in chosen)
         self.tenants.holds(key, request.tenant, names)
-        if len(self._open) > self.limits.max_open:
-            self._forget(next(iter(self._open)))
+        excess = self._open.add(key, OpenAttempt(names, request.gateway, now_ms))
+        if excess is not None:
+            self._forget(excess)
 
     def _forget(self, key: AttemptKey) -> None:
         self.waiting.drop(key)
         self.tenants.ended(key)
-        for instance in self._open.pop(key, ()):
+        for instance in self._open.pop(key):
             known = self.instances.get(instance)
             if known is not None:
                 known.load.end(key)

@@ -29,6 +29,7 @@ class PlacementRequest(Struct, frozen=True):
     continues: bool = False  # a prefill stage's token is the client's
     tenant: str = ""
     weight: float = 1.0  # above 0
+    gateway: str = ""  # who asks; "": not known
 
     def reach(self) -> dict[InstanceId, int]:
         """Leading prompt tokens within each instance's reach, as far as known."""
@@ -42,7 +43,7 @@ class PlacementRequest(Struct, frozen=True):
         return {*self.hit_tokens, *self.dram_tokens}
 
 
-def from_wire(place: Place) -> PlacementRequest:
+def from_wire(place: Place, gateway: str = "") -> PlacementRequest:
     """Negative counts become 0, hits beyond the prompt are cut: the numbers come from a socket."""
     num_tokens = max(0, place.num_prompt_tokens)
     return PlacementRequest(
@@ -59,6 +60,7 @@ def from_wire(place: Place) -> PlacementRequest:
         continues=place.continues,
         tenant=place.tenant,
         weight=place.weight if 0.0 < place.weight < math.inf else 1.0,
+        gateway=gateway,
     )
 
 

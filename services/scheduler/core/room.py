@@ -99,6 +99,7 @@ class Waiter(Struct):
 
     place: Place
     since_ms: int
+    gateway: str = ""
 
 
 Answer = Placed | Rejected
@@ -122,12 +123,12 @@ class WaitingRoom:
             queue.popleft()
         return bool(queue)
 
-    def add(self, place: Place, *, now_ms: int) -> bool:
+    def add(self, place: Place, *, now_ms: int, gateway: str = "") -> bool:
         """False: too many wait."""
         if len(self._held) >= self.most:
             return False
         key = (place.request_id, place.attempt)
-        self._held[key] = Waiter(place, now_ms)
+        self._held[key] = Waiter(place, now_ms, gateway)
         self._queues.setdefault(place.model, deque()).append(key)
         return True
 

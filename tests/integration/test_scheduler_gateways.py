@@ -1,0 +1,49 @@
+"""The scheduler's shell: a gateway's connection that ends, for good and for a moment."""
+
+import pytest
+
+from services.scheduler import config
+from services.scheduler.core import gateways
+from services.scheduler.shell import Scheduler
+from shared.transport.clock import MonotonicClock
+from shared.transport.zmq_channel import DealerLink
+from shared.wire.placement import FROM_SCHEDULER, TO_SCHEDULER, Ended, GatewayHello
+from tests.support.control_plane import hello, place, until
+
+
+@pytest.fixture
+async def scheduler(tmp_path, monkeypatch):
+    monkeypatch.setattr(gateways, "GRACE_MS", 400)
+    flags = ["--listen", f"ipc://{tmp_path}/place", "--report-listen", f"ipc://{tmp_path}/report"]
+    made = Scheduler(config.load([*flags, "--dead-after-ms", "100000"]), MonotonicClock(), "boot")
+    await made.start()
+    made.instances.hello(hello("c0", role="colocated"), now_ms=MonotonicClock().now_ms())
+    yield made
+    await made.stop()
+
+
+async def gateway(scheduler, name):
+    link = DealerLink(
+        scheduler.addresses[0], out=TO_SCHEDULER, into=FROM_SCHEDULER, on_message=lambda *_: None
+    )
+    await link.connect()
+    link.send(GatewayHello(gateway=name))
+    return link
+
+
+async def test_what_was_placed_for_a_killed_gateway_is_forgotten_and_for_one_that_came_back_is_not(scheduler):
+    dead, moved = await gateway(scheduler, "dead"), await gateway(scheduler, "moved")
+    for number in range(3):
+        dead.send(place(f"dead-{number}", tenant="dead"))
+        moved.send(place(f"moved-{number}", tenant="moved"))
+    await until(lambda: scheduler.placer.num_open == 6)
+    dead.close()
+    moved.close()
+    again = await gateway(scheduler, "moved")
+    await until(lambda: scheduler.placer.num_open == 3)
+    assert scheduler.status()["places"] == {"moved": {"c0": 3}}
+    again.send(Ended(request_id="dead-0", attempt=1))  # one of the forgotten
+    for number in range(3):
+        again.send(Ended(request_id=f"moved-{number}", attempt=1))
+    await until(lambda: scheduler.placer.num_open == 0)
+    again.close()
