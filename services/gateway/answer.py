@@ -70,8 +70,7 @@ class Answer(ABC):
         while not self.ended:
             message = await receive()
             if message["type"] == "http.disconnect":
-                if not self.ended:
-                    self.client_gone()
+                self.client_gone()
                 return
 
     def run_alone(self, on_end: Callable[[int], None]) -> None:
@@ -83,7 +82,9 @@ class Answer(ABC):
         self.push.when_gone(self.client_gone)
 
     def client_gone(self) -> None:
-        """Stop all work for a client that left."""
+        """Stop all work for a client that left. Harmless when the answer has ended: a reader too slow was cut off."""
+        if self.ended:
+            return
         metrics.ABORTS.inc()
         self.span.set("quire.client_gone", True)
         self.stop_calls()

@@ -1,0 +1,86 @@
+"""A reader that does not read is cut off, and the end of its connection is no second end of its answer."""
+
+from types import SimpleNamespace
+
+from services.gateway import metrics
+from services.gateway.core.admission import Admission
+from services.gateway.http_protocol import Limits, Push, _Watch
+from services.gateway.streaming import EventShape, StreamAnswer
+from shared.observe.trace import start_span
+
+
+class Transport:
+    """A socket buffer that only grows."""
+
+    def __init__(self):
+        self.unsent, self.aborted = 0, False
+
+    def write(self, data):
+        self.unsent += len(data)
+
+    def get_write_buffer_size(self):
+        return self.unsent
+
+    def abort(self):
+        self.aborted = True
+
+
+def connection():
+    """(cycle, transport) of a request that came directly."""
+    watch, transport = _Watch(), Transport()
+    cycle = SimpleNamespace(
+        transport=transport, disconnected=False, response_complete=False, response_started=False,
+        chunked_encoding=False, waiting_for_100_continue=False, keep_alive=True, default_headers=[],
+        flow=SimpleNamespace(write_paused=True), message_event=watch,
+    )  # fmt: skip
+    watch.cycle = cycle
+    return cycle, transport
+
+
+def make(cycle):
+    admission = Admission(10)
+    answer = StreamAnswer(
+        shape=EventShape("chat", "id", 1, "m", "fp", False),
+        include_usage=False,
+        cluster=SimpleNamespace(cancel=lambda call: None),
+        admission=admission,
+        ticket=admission.enter("", 1, now_ms=0),
+        scope={},
+        push=Push(cycle),
+        request_id="id",
+        span=start_span("test"),
+        received_ns=0,
+        wants_receipt=False,
+    )
+    statuses = []
+    answer.run_alone(statuses.append)
+    return answer, statuses
+
+
+def lose(cycle):
+    """What uvicorn's connection_lost() does; whatever is raised here keeps it from the rest of its work."""
+    cycle.disconnected = True
+    cycle.message_event.set()
+
+
+async def test_the_lost_connection_of_a_reader_that_was_cut_off_ends_nothing_twice():
+    cycle, transport = connection()
+    answer, statuses = make(cycle)
+    aborts_before = metrics.ABORTS._value.get()
+    answer.emit(b"first")
+    answer.emit(b"x" * (Limits.unsent_bytes + 1))
+    assert transport.aborted
+    assert statuses == [499]
+    lose(cycle)
+    assert statuses == [499]
+    assert metrics.ABORTS._value.get() == aborts_before, "we left, not the client"
+
+
+async def test_a_client_that_leaves_by_itself_ends_its_answer():
+    cycle, _ = connection()
+    answer, statuses = make(cycle)
+    answer.emit(b"first")
+    aborts_before = metrics.ABORTS._value.get()
+    lose(cycle)
+    assert statuses == [499]
+    assert metrics.ABORTS._value.get() == aborts_before + 1
