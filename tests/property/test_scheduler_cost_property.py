@@ -4,9 +4,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from services.scheduler.core.limits import PlacementLimits
+from services.scheduler.core.load import InstanceLoad
+from shared.costmodel.model import CostModel
+from shared.wire.cost import CostCoefficients
 from shared.wire.placement import Placed, Rejected
-from tests.support.control_plane import place
-from tests.support.cost_view import PREFILL_MS, View
+from tests.support.control_plane import place, report
+from tests.support.cost_view import PREFILL_MS, SHAPE, View
 
 TOKENS = 1_000
 queues = st.lists(st.integers(0, 400), min_size=2, max_size=6)
@@ -72,6 +75,34 @@ def test_nobody_in_panic_is_chosen_while_another_is_not(waits, blocks, panic_ms)
     view = view_of(waits, panic_queue_ms=float(panic_ms) + 0.5)
     chosen = int(prefill_of(view, blocks[: len(waits)]).prefill.instance[1:])
     assert waits[chosen] <= panic_ms
+
+
+rates = st.floats(0.0, 1.0)
+
+
+@given(
+    st.lists(st.integers(-10, 20_000), min_size=2, max_size=6), st.integers(1, 2_048),
+    st.tuples(rates, rates, rates, rates),
+)  # fmt: skip
+def test_more_unfinished_tokens_never_mean_a_shorter_queue(sizes, step, costs):
+    """Of an instance that borrows a model."""
+    token_ms, request_ms, chunk_ms, matmul_ms = costs
+    load = InstanceLoad(8, step)
+    load.lend(
+        CostModel(
+            CostCoefficients(
+                shape=SHAPE, token_ms=token_ms, request_ms=request_ms, chunk_ms=chunk_ms,
+                matmul_ms_per_gflop=1e6 * matmul_ms, tile_tokens=16, max_batched_tokens=step,
+            )
+        )
+    )  # fmt: skip
+    before_ms = 0.0
+    for seq, tokens in enumerate(sorted(sizes)):
+        load.on_report(report("p0", seq=seq, unfinished_prefill_tokens=tokens), now_ms=0)
+        queue_ms = load.view(now_ms=0).queue_ms
+        assert queue_ms >= before_ms - 1e-9 * before_ms
+        assert queue_ms >= token_ms * tokens * (1 - 1e-9)
+        before_ms = queue_ms
 
 
 @given(st.lists(st.integers(0, 12), min_size=3, max_size=3), st.sets(st.sampled_from(["p0", "p1", "d0"])))

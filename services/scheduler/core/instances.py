@@ -190,14 +190,16 @@ class Instances:
 
     def _give_models(self, family_key: str, hello: Hello) -> None:
         """The new one its own; to those of its family that sent no coefficients, another's."""
-        borrowed = self._family_costs.get(family_key)
-        cost = hello.cost or borrowed
+        known, cost = self._known[hello.instance], self._family_costs.get(family_key)
+        if hello.cost is not None:
+            known.model = _model_of(hello.cost)
+            known.load.lend(None)
         if cost is None:
             return
-        self._known[hello.instance].model = _model_of(cost)
         for other in self._known.values():
-            if other.model is None and other.family_key == family_key and borrowed is not None:
-                other.model = _model_of(borrowed)
+            if other.model is None and other.family_key == family_key:
+                other.model = _model_of(cost)
+                other.load.lend(other.model)
 
     def report(self, report: Report, *, now_ms: int) -> Resync | Refused | None:
         """A worker's heartbeat. Resync when it must say Hello first."""

@@ -13,6 +13,7 @@ from itertools import islice
 from msgspec import Struct
 
 from services.scheduler.core.request import AttemptKey
+from shared.costmodel.model import CostModel
 from shared.wire.reports import Report
 
 
@@ -56,6 +57,7 @@ class InstanceLoad:
     only_decodes: bool = False  # by its role: what runs here decodes
     report: Report | None = None
     reported_at_ms: int = 0
+    lent: CostModel | None = None  # by lend()
     _unreported: dict[AttemptKey, OpenStage] = field(default_factory=dict)  # prefill and colocated
     _young: dict[AttemptKey, OpenStage] = field(default_factory=dict)  # decode, perhaps not arrived
     _old: dict[AttemptKey, OpenStage] = field(default_factory=dict)  # decode, arrived by now
@@ -77,6 +79,12 @@ class InstanceLoad:
         """Other limits of its engine."""
         self._drained = None
         self.max_running, self.max_batched_tokens = max_running, max_batched_tokens
+
+    def lend(self, model: CostModel | None) -> None:
+        """Another's model, for a worker that has none and so cannot say what its queue takes. None: it has its own."""
+        if model is not self.lent:
+            self._drained = None
+            self.lent = model
 
     def add_direct(
         self,
@@ -177,8 +185,12 @@ class InstanceLoad:
         return max(0, room.free_blocks) - max(0, room.owed_blocks) - on_way
 
     def _queue_end_ms(self) -> float:
-        """When the worker has worked off what it said was queued."""
-        queued_ms = self.report.queued_prefill_ms if self.report is not None else 0.0
+        """When the worker has worked off what it said was queued, or what tokens it said were."""
+        if self.report is None:
+            return 0.0
+        queued_ms = self.report.queued_prefill_ms
+        if self.lent is not None and not self.only_decodes:  # there the prompts were computed elsewhere
+            queued_ms = _tokens_ms(self.lent, self.report.unfinished_prefill_tokens)
         return self.reported_at_ms + max(0.0, queued_ms) if math.isfinite(queued_ms) else 0.0
 
     def _num_decodes(self, seen: int) -> int:
@@ -214,6 +226,16 @@ class InstanceLoad:
             if placed_at_ms + self.forget_ms > now_ms:
                 break
             self.end(key)
+
+
+def _tokens_ms(model: CostModel, num_tokens: int) -> float:
+    """As full steps and a rest, each as a prompt by itself. Grows with num_tokens.
+
+    A guess: what is cached of the prompts counts as if it were not, what their attention takes beyond a step does not.
+    """
+    size = max(1, model.coefficients.max_batched_tokens)
+    num_full, rest = divmod(max(0, num_tokens), size)
+    return num_full * model.prefill_ms(size) + model.prefill_ms(rest)
 
 
 def _share(value: float) -> float:
