@@ -171,6 +171,7 @@ class SchedulerReports:
             self._soon.cancel()
             self._soon = None
         load = self._load()
+        prefill, decode = (self._cost.corrections[kind] for kind in ("prefill", "decode"))
         report = Report(
             instance=InstanceId(self._settings.instance),
             epoch=self._epoch,
@@ -186,8 +187,10 @@ class SchedulerReports:
             links=self._links(),
             served=dict(load.served_tokens),
             room=self._room(),
-            prefill_correction=round(self._cost.corrections["prefill"].factor, 4),
-            decode_correction=round(self._cost.corrections["decode"].factor, 4),
+            prefill_correction=round(prefill.factor, 4),
+            decode_correction=round(decode.factor, 4),
+            num_prefills_measured=prefill.num_observed,
+            num_decodes_measured=decode.num_observed,
             queued_prefill_ms=round(self._cost.queued_prefill_ms, 3),
         )
         if self._send(report):

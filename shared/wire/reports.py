@@ -72,6 +72,9 @@ class Report(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="report"
     pool: PoolPlace | None = None  # None: no mempool is connected
     served: dict[str, int] = {}  # tokens by tenant since the instance's start, where requests take turns
     room: Room | None = None  # None: not known
+    # what the corrections are of, since the start: one that grows says that an unchanged correction still holds
+    num_prefills_measured: int = 0
+    num_decodes_measured: int = 0
 
 
 class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):

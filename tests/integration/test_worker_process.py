@@ -105,6 +105,9 @@ async def test_a_worker_registers_says_hello_reports_and_serves(model_dir, tmp_p
             assert isinstance(end, Finished)
             assert gateway.tokens["r", 0] == here.vocabulary.tokens([4, 5, 6], 16)
             await until(lambda: here.coordinator.heartbeats, "a heartbeat")
+            told = here.scheduler.reports
+            await until(lambda: told[-1].num_prefills_measured and told[-1].num_decodes_measured, "measuring")
+            assert not told[0].num_prefills_measured
             seqs = [r.seq for r in here.scheduler.reports]
             assert seqs == list(range(1, len(seqs) + 1))
             status = worker.status()

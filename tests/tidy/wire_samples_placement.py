@@ -146,6 +146,18 @@ PLACEMENT_SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
         ),
         (),
     ),
+    "report-measured": (
+        REPORTS,
+        Report(
+            instance=P,
+            epoch=Epoch(7),
+            seq=7,
+            prefill_correction=1.25,
+            num_prefills_measured=31,
+            num_decodes_measured=4_000,
+        ),
+        (),
+    ),
     "report-served": (REPORTS, Report(instance=P, epoch=Epoch(7), seq=6, served={"t": 1_000}), ()),
     "report-reply-served": (REPORT_REPLIES, ServedElsewhere(served={"q/3": {"t": 5}}), ()),
     "acquire-own-space": (TO_MEMPOOL, Acquire(call_id=1, hashes=HASH, own_space_only=True), ()),

@@ -76,6 +76,19 @@ def test_a_correction_that_nothing_confirms_fades():
     assert view.placer.instances.get("p0").prefill_correction == pytest.approx(2.9)
 
 
+def test_a_correction_that_is_measured_again_and_is_the_same_does_not_fade():
+    view = prefills()
+    view.say("p0", prefill_correction=3.0, decode_correction=3.0, num_prefills_measured=1)
+    for count in range(40):
+        view.now_ms += 250
+        for name in ("p1", "p2", "d0"):
+            view.say(name)
+        view.say("p0", num_prefills_measured=2 + count)
+    known = view.placer.instances.get("p0")
+    assert known.prefill_correction == pytest.approx(3.0)
+    assert known.decode_correction == pytest.approx(2.0), "of decodes it has measured nothing"
+
+
 @pytest.mark.parametrize("said", [float("nan"), float("inf"), -1.0, 0.0, 1e9])
 def test_nonsense_corrections_do_no_harm(said):
     view = prefills()

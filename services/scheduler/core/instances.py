@@ -54,12 +54,13 @@ class Fading:
     """
 
     said: float = 1.0
+    num_measured: int = 0
     at_ms: int = 0
 
-    def now(self, said: float, now_ms: int) -> float:
-        """What to multiply by. A worker that measures nothing new repeats what it said."""
-        if said != self.said:
-            self.said, self.at_ms = said, now_ms
+    def now(self, said: float, num_measured: int, now_ms: int) -> float:
+        """What to multiply by. A worker that measures nothing new repeats what it said, and of how much it is."""
+        if said != self.said or num_measured != self.num_measured:
+            self.said, self.num_measured, self.at_ms = said, num_measured, now_ms
         faded = 0.5 ** ((now_ms - self.at_ms) / CORRECTION_HALF_LIFE_MS)
         return 1.0 + (_correction(said) - 1.0) * faded
 
@@ -221,8 +222,12 @@ class Instances:
         if known.draining != report.draining:
             known.draining = report.draining
             self._forget_live()
-        known.prefill_correction = known.prefill_said.now(report.prefill_correction, now_ms)
-        known.decode_correction = known.decode_said.now(report.decode_correction, now_ms)
+        known.prefill_correction = known.prefill_said.now(
+            report.prefill_correction, report.num_prefills_measured, now_ms
+        )
+        known.decode_correction = known.decode_said.now(
+            report.decode_correction, report.num_decodes_measured, now_ms
+        )
         if known.pool != report.pool:
             known.move_to(report.pool)
         known.links = LinkRates(report.links)  # it falls back to careful rates, path by path
