@@ -100,6 +100,8 @@ class Producer:
             return self._on_silence(offers, now_ms)
         self._heard_at_ms = now_ms
         self._window.add(load, now_ms)
+        if not self.is_asking and not any(offer.length_bytes for offer in offers):
+            self._offered_rate = None  # learned anew by the next offer; or a rate above it bars that for good
         if reason := self._rises(load, now_ms):
             return self._take_all_back(offers, now_ms, reason)
         if is_short:
@@ -158,7 +160,7 @@ class Producer:
         wanted = [offer for offer in offers if offer.length_bytes]
         if wanted or self.is_asking:
             self._hold(now_ms)
-            self._offered_rate = None
+            self._offered_rate = None  # also of one on its way, which nobody wants now
         return [self._take(offer, 0, reason) for offer in wanted]
 
     def _shrink(self, offers: Sequence[OnOffer], keep_bytes: int, now_ms: int) -> list[MakeOffer | TakeBack]:

@@ -9,7 +9,7 @@ from shared.ids import LeaseId
 from shared.lending.budget import Budget
 from shared.lending.consumer import Ask, Borrowed, Consumer, Need, Renew, Return
 from shared.lending.load import Load
-from shared.lending.producer import MakeOffer, OnOffer, Producer, TakeBack
+from shared.lending.producer import MAX_HOLDS, MakeOffer, OnOffer, Producer, TakeBack
 from shared.lending.rules import EngineProfile, LendingRules
 
 TOTAL = 1_000
@@ -81,7 +81,7 @@ step = st.tuples(
 )
 calm = st.tuples(
     st.just(250), st.integers(0, 300), st.integers(0, 1), st.just(0), st.just(0), st.just(True),
-    st.integers(0, TOTAL), st.sampled_from([0, 300]), st.integers(1, 4), st.just(False),
+    st.integers(0, TOTAL), st.sampled_from([0, 300]), st.integers(0, 4), st.just(False),
 )  # fmt: skip
 story = st.lists(st.one_of(st.lists(calm, min_size=3, max_size=12), st.lists(step, max_size=6)), max_size=12)
 
@@ -157,6 +157,19 @@ def test_a_silent_engine_gets_its_memory_back(parts):
     rig.step(RULES.silent_ms, None, 0, 0, 4)
     assert not rig.offers
     assert not any(isinstance(one, MakeOffer) for one in rig.step(RULES.hold_ms, None, 0, 0, 4)[1])
+
+
+@settings(deadline=None)
+@given(parts=story, arrivals=st.integers(0, 20))
+def test_a_load_that_stays_as_it_is_is_lent_to_in_the_end_whatever_was_before(parts, arrivals):
+    rig = Rig(Producer(RULES))
+    for dt, load, lent, delay, share, short in readings(parts, rig):
+        rig.step(dt, load, lent, delay, share, short=short)
+    end_ms = rig.now_ms + MAX_HOLDS * RULES.hold_ms + RULES.peak_ms + RULES.steady_ms
+    while rig.now_ms < end_ms and not rig.offers:
+        rig.arrived += arrivals
+        rig.step(250, Load(TOTAL, 0, 0, 0, rig.arrived), 0, 0, 4)
+    assert rig.offers
 
 
 need = st.tuples(st.integers(20, 700), st.integers(0, 120), st.booleans(), st.sampled_from(["", "no", "yes"]))

@@ -26,6 +26,7 @@ class Story:
     def __init__(self, *profiles, rules=None):
         self.producer = Producer(rules or LendingRules(), profiles)
         self.now_ms, self.arrived, self.offers, self.short = 0, 0.0, [], False
+        self.refuses = False  # the coordinator
 
     def run(self, seconds, *, rate=2.0, waiting=0, needed=10 * GB):
         """What it decides within so long, with when."""
@@ -36,7 +37,9 @@ class Story:
             load = Load(TOTAL, needed, num_waiting=waiting, num_arrived=int(self.arrived))
             for one in self.producer.decide(load, self.offers, self.now_ms, is_short=self.short):
                 out.append((self.now_ms, one))
-                if isinstance(one, MakeOffer):
+                if isinstance(one, MakeOffer) and self.refuses:
+                    self.producer.answered(self.now_ms, retry_after_ms=1_000)
+                elif isinstance(one, MakeOffer):
                     self.producer.answered(self.now_ms)
                     self.offers = [
                         *self.offers,
@@ -89,6 +92,27 @@ def test_without_a_profile_the_rate_at_which_memory_was_offered_is_the_steady_on
     assert not story.run(30, rate=2.4)
     [(_, taken)] = story.run(20, rate=4.0)
     assert taken.keep_bytes == 0
+
+
+def test_the_rate_of_an_offer_that_nobody_took_says_nothing_of_what_is_steady_later():
+    story = Story()
+    story.refuses = True
+    assert story.run(15, rate=0.0), "idle"
+    story.run(10, rate=3.0)
+    story.refuses = False
+    assert not story.offers
+    [(at_ms, _)] = story.run(30, rate=3.0)
+    assert at_ms <= 25_000 + 2_000, "steady for longer than it needs"
+    assert not story.run(30, rate=3.0)
+
+
+def test_an_offer_that_shrank_to_nothing_is_made_again_at_a_higher_rate():
+    story = Story()
+    story.run(15, rate=0.2)
+    assert story.offers
+    story.run(5, rate=0.2, needed=TOTAL)
+    assert not story.offers
+    assert [one for _, one in story.run(75, rate=3.0)] == [MakeOffer(TOTAL - TOTAL // 10 - 10 * GB)]
 
 
 def test_a_queue_that_grows_takes_everything_back_at_the_next_reading():
