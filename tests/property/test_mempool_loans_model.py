@@ -82,6 +82,16 @@ class LoansModel(RuleBasedStateMachine):
             self.loans.settle_for(known)
             assert len(known.aside) + self.loans.lent(known) >= known.limit
 
+    @rule(asked=st.sets(offers))
+    def coordinator_answered(self, asked: set[str]) -> None:
+        """It asks for some offers still; those that are worth nothing and nobody asks for are over."""
+        names = {self.names[offer] for offer in asked}
+        before = dict(self.loans.offers)
+        self.loans.forget_idle(names)
+        for name, offer in before.items():
+            is_idle = not offer.limit and not self.loans.lent(offer)
+            assert (name in self.loans.offers) == (name in names or not is_idle)
+
     @rule(producer=st.sampled_from(PRODUCERS), count=few)
     def engine_takes(self, producer: int, count: int) -> None:
         self.engine[producer] += self.tables[producer].grant_many(count)[0]

@@ -166,6 +166,24 @@ def test_of_two_idle_engines_that_both_offer_the_one_whose_blocks_come_back_with
     assert {offer.producer for offer in rig.core.lending.loans.offers.values()} == {rig.producer}
 
 
+def test_a_space_whose_offer_is_worth_nothing_borrows_like_any_other():
+    rig = Rig()
+    rig.load[FRONT] = ReportLoad(instance_epoch=Epoch(1))  # no profile says who it is
+    rig.overflow()
+    rig.step(12)
+    loans = rig.core.lending.loans
+    (mine,) = [offer for offer in loans.offers.values() if offer.producer == 0]
+    mine.limit = 0
+    loans.set_aside(mine, [])  # as if its engine had given nothing
+    for hashes, names in ((ABCD, "abcd"), (WXYZ, "wxyz")) * 10:
+        assert names.startswith(rig.read(hashes))
+        rig.step()
+        if loans.loans:
+            break
+    (loan,) = loans.loans.values()
+    assert (loan.offer.producer, loan.space) == (rig.producer, 0)
+
+
 def test_memory_comes_home_without_a_coordinator():
     rig = Rig()
     rig.lend_all()

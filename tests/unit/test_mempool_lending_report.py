@@ -81,6 +81,20 @@ def test_an_offer_of_the_coordinators_is_set_aside_and_open_once_engines_gave_ba
     assert (view.state, view.limit_bytes) == ("open", 4 * PAGE_BYTES)
 
 
+def test_an_offer_for_which_engines_give_nothing_is_closed_by_a_report_and_then_forgotten(both):
+    both.offered(4)
+    both.answer_engine = both.sent[LENDER].clear  # it gives nothing
+    both.rounds()
+    both.advance(both.core.lending._limits.offer_patience_ms)
+    assert [offer.limit for offer in both.core.lending.loans.offers.values()] == [0]
+    both.rounds()
+    assert [view.state for view in both.coordinator.view(now_ms=both.now_ms).offers] == ["closed"]
+    assert not both.core.lending.loans.offers
+    assert not both.core.lending.known_offers
+    both.rounds()
+    assert not both.report().offers
+
+
 def test_a_grant_of_the_coordinators_lends_and_is_listed_as_held(both):
     both.offered(4)
     both.rounds(2)

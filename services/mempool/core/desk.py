@@ -193,7 +193,7 @@ class Desk:
         if party.held - held:
             party.consumer.lost(now_ms)
         party.held = held
-        lends = bool(offers) or party.producer.is_asking
+        lends = any(x.length_bytes or x.lent_bytes for x in offers) or party.producer.is_asking
         lives = bool(instances) and all(self._is_fresh(name, now_ms) for name in instances)
         if need is None:
             return

@@ -79,6 +79,7 @@ def obey(lending: Lending, reply: ReportReply, now_ms: int) -> None:
     for offer in reply.offers:
         with suppress(LoanRefused):  # the coordinator sees by the next report that it is not known
             lending.know(offer, now_ms)
+    lending.loans.forget_idle({offer.offer_id for offer in reply.offers})
     for order in reply.reclaims:
         with suppress(LoanRefused):
             lending.reclaim(order, now_ms)

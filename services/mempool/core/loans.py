@@ -14,7 +14,7 @@ Source: AQUA, section 6, which has neither tokens nor deadlines; etcd's advice o
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from services.mempool.core.loan_state import LoanEvent, LoanState, next_state
@@ -163,7 +163,7 @@ class Loans:
         self._give_back(offer)
 
     def settle_for(self, offer: Offer) -> None:
-        """No more pages can be had: the offer is worth what is there."""
+        """No more pages can be had: the offer is worth what is there. Worth nothing, it stays until reported."""
         offer.limit = min(offer.limit, len(offer.aside) + self.lent(offer))
 
     def reclaim(self, offer_id: str, keep: int, deadline_ms: int, now_ms: int) -> None:
@@ -186,6 +186,11 @@ class Loans:
                 self._end(loan, LoanEvent.RECLAIM, share, deadline_ms, now_ms)
         self._give_back(offer)
         self._forget(offer)
+
+    def forget_idle(self, asked: Container[str]) -> None:
+        """Offers that are worth nothing are over, unless the coordinator still asks for them: it has not heard so."""
+        for offer in [x for x in self.offers.values() if not x.limit and x.offer_id not in asked]:
+            self._forget(offer)
 
     def _give_back(self, offer: Offer) -> None:
         """Pages that were set aside beyond its worth are free again."""
