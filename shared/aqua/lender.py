@@ -9,6 +9,7 @@ process maps none of them, so that nothing of it can touch what is lent, and not
 """
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Coroutine
@@ -18,16 +19,18 @@ from typing import Any, TypeVar
 from shared.aqua.errors import AquaClosed
 from shared.aqua.loop_thread import LoopThread
 from shared.aqua.own_space import OwnSpace
-from shared.errors import InvalidRequest, OutOfPages, Overloaded, PeerGone, PeerTimeout
+from shared.errors import ClusterError, InvalidRequest, OutOfPages, Overloaded, PeerGone, PeerTimeout
 from shared.ids import InstanceId, SpaceId
 from shared.mempool.client import MempoolClient
 from shared.observe.log import get_logger
-from shared.transport.lending_client import LendingClient
+from shared.transport.lending_client import LendingClient, new_key
 from shared.wire.lending import AskReclaim, LendingRefused, MarketView, Offer, OfferMemory, ReclaimOrder
 from shared.wire.mempool import CallFailed
 from shared.wire.mempool_lending import LendingDone
 
 POLL_S = 0.01
+# refusals behind which the offer may have been noted all the same, by a leader whose store failed then
+UNSURE = frozenset({"market.standby", "market.rebuilding", "journal.down", "journal.not_durable"})
 log = get_logger("aqua.lender")
 T = TypeVar("T")
 
@@ -64,6 +67,10 @@ class Lender:
         self._is_closed = False
         self._own: OwnSpace | None = None
         self._space = SpaceId(-1)
+        self._has_memory = False  # or may have: pages on the device
+        self._asked: tuple[OfferMemory, str] | None = (
+            None  # with its key; whether it is an offer is not known
+        )
         self._offer: Offer | None = None
         self._lent_bytes = 0
         self._loop = LoopThread(f"lender-{settings.instance}")
@@ -93,45 +100,45 @@ class Lender:
     def lend(self, num_bytes: int) -> int:
         """Offer memory until reclaim(); how much it became, a multiple of the page.
 
+        When it raises, nothing is lent and the device has its memory; where that cannot be had (nobody answers), the
+        next lend(), reclaim() or close() sees to it first.
         Raises: InvalidRequest when something is lent already, or for more than most_bytes.
         Cost: the first time, or behind a reclaim(): the pages are made (0.05 s for 32 GiB on a GPU).
         """
         with self._lock:
             self._check_open()
-            if self._offer is not None:
+            if self._lent_bytes:
                 raise InvalidRequest(f"{self._lent_bytes} bytes are lent already; reclaim() them first")
             if not self._settings.page_bytes <= num_bytes <= self._settings.most_bytes:
                 raise InvalidRequest(
                     f"{num_bytes} bytes; {self._settings.page_bytes} to {self._settings.most_bytes} can be lent"
                 )
-            if self._own is None:
-                self._attach()
-            else:
-                self._call(
-                    self._client.regain_memory(
-                        num_bytes, wait_ms=self._settings.timeout_ms, space=self._space
-                    )
-                )
-            self._call(self._offer_memory(num_bytes))
-            rest = self._settings.most_bytes - self._lent_bytes
-            if rest >= self._settings.page_bytes:  # of the pages made: nobody gets these
-                self._call(
-                    self._client.release_memory(rest, wait_ms=self._settings.timeout_ms, space=self._space)
-                )
+            self._clear(0)
+            mempool = self._call(self._mempool_name())  # before memory is taken: it is often not known yet
+            try:
+                self._take_memory(num_bytes)
+                self._lent_bytes = self._call(self._offer_memory(mempool, num_bytes))
+                rest = self._settings.most_bytes - self._lent_bytes
+                if rest >= self._settings.page_bytes:  # of the pages made: nobody gets these
+                    wait_ms = self._settings.timeout_ms
+                    self._call(self._client.release_memory(rest, wait_ms=wait_ms, space=self._space))
+            except BaseException:
+                self._lent_bytes = 0
+                with contextlib.suppress(ClusterError):
+                    self._clear(0)
+                raise
             return self._lent_bytes
 
     def reclaim(self, deadline_ms: int) -> float:
         """Take everything back: what lies there leaves until the deadline, then the device has its memory again.
 
-        Returns: seconds that it took. Nothing happens when nothing is lent.
+        Returns: seconds that it took. Nothing happens when nothing is lent, nor left by a lend() that failed.
         Raises: PeerTimeout when a copy held it up beyond the deadline and timeout_ms; call it again.
         """
         with self._lock:
             self._check_open()
             started_s = time.monotonic()
-            if self._offer is not None:
-                self._call(self._take_back(self._offer, max(0, deadline_ms)), deadline_ms / 1000)
-                self._offer, self._lent_bytes = None, 0
+            self._clear(max(0, deadline_ms))
             return time.monotonic() - started_s
 
     def market(self) -> MarketView | LendingRefused:
@@ -141,6 +148,27 @@ class Lender:
             return self._call(self._market.market())
 
     # -- parts ------------------------------------------------------------------------------------
+
+    def _clear(self, deadline_ms: int) -> None:
+        """Whatever is lent or may be, and the memory for it, comes back."""
+        if self._offer is not None or self._asked is not None or self._has_memory:
+            self._call(self._take_back(deadline_ms), deadline_ms / 1000)
+            self._lent_bytes = 0
+
+    def _take_memory(self, num_bytes: int) -> None:
+        if self._own is None:
+            self._attach()
+            return
+        number = self._call(self._own.number(self._client))
+        if number is None:  # the mempool began anew, and knows nothing of this process
+            own, self._own = self._own, None
+            own.close()
+            self._attach()
+        else:
+            self._space = number
+        self._has_memory = True
+        wait_ms = self._settings.timeout_ms
+        self._call(self._client.regain_memory(num_bytes, wait_ms=wait_ms, space=self._space))
 
     def _attach(self) -> None:
         settings = self._settings
@@ -153,65 +181,118 @@ class Lender:
             own.close()
             raise PeerGone("the mempool does not say which pages are this process's")
         own.let_memory_go()
-        self._own, self._space = own, number
+        self._own, self._space, self._has_memory = own, number, True
 
-    async def _offer_memory(self, num_bytes: int) -> None:
-        """Known to the coordinator, in force at the mempool."""
-        assert self._own is not None
+    async def _mempool_name(self) -> InstanceId:
+        """Of this host's mempool in the market."""
         view = await self._market.market()
         boot = self._client.boot_generation
-        mine = (
-            []
-            if isinstance(view, LendingRefused)
-            else [m for m in view.mempools if m.boot_generation == boot]
-        )
-        if not mine:
-            raise Overloaded("the coordinator has not heard of this host's mempool yet")
-        made = await self._market.offer(
-            OfferMemory(
-                producer=InstanceId(self._settings.instance), mempool=mine[0].mempool, boot_generation=boot,
-                space=self._space, length_bytes=num_bytes,
-            )
+        for mempool in [] if isinstance(view, LendingRefused) else view.mempools:
+            if mempool.boot_generation == boot:
+                return mempool.mempool
+        raise Overloaded("the coordinator has not heard of this host's mempool yet")
+
+    async def _offer_memory(self, mempool: InstanceId, num_bytes: int) -> int:
+        """Known to the coordinator, in force at the mempool; so many bytes."""
+        body = OfferMemory(
+            producer=InstanceId(self._settings.instance), mempool=mempool,
+            boot_generation=self._client.boot_generation, space=self._space, length_bytes=num_bytes,
         )  # fmt: skip
+        self._asked = body, new_key()
+        made = await self._made()
         if isinstance(made, LendingRefused):
             raise Overloaded(f"{made.code}: {made.message}", retry_after_ms=made.retry_after_ms or None)
-        answer = await self._client.present(made.offer, timeout_ms=self._settings.timeout_ms)
+        answer = await self._present(made)
         if not isinstance(answer, LendingDone):
-            raise Overloaded(f"the mempool did not take the offer: {answer!r}")
-        self._offer, self._lent_bytes = made.offer, answer.num_bytes
+            raise Overloaded(f"the mempool did not take the offer: {answer.code}")
+        return answer.num_bytes
 
-    async def _take_back(self, offer: Offer, deadline_ms: int) -> None:
+    async def _made(self) -> Offer | LendingRefused:
+        """What became of what was asked. The same key: an answer that got lost is said again."""
+        assert self._asked is not None
+        body, key = self._asked
+        made = await self._market.offer(body, key=key)
+        if not isinstance(made, LendingRefused):
+            self._offer, self._asked = made.offer, None
+            return made.offer
+        if made.code not in UNSURE:
+            self._asked = None
+        return made
+
+    async def _present(self, what: Offer | ReclaimOrder) -> LendingDone | CallFailed:
+        """Said until it is answered. Raises: PeerTimeout."""
+        end_s = time.monotonic() + self._settings.timeout_ms / 1000
+        while True:
+            answer = await self._client.present(what)
+            if answer is not None:
+                return answer
+            if time.monotonic() >= end_s:
+                raise PeerTimeout(f"the mempool did not answer within {self._settings.timeout_ms} ms")
+            await asyncio.sleep(POLL_S)
+
+    async def _take_back(self, deadline_ms: int) -> None:
         """The coordinator is told, the mempool does it; without a coordinator it does so too."""
+        unsure: ClusterError | None = None
+        if self._offer is None and self._asked is not None:
+            try:
+                made = await self._made()
+                if isinstance(made, LendingRefused) and self._asked is not None:
+                    unsure = Overloaded(f"{made.code}: {made.message}")
+            except (PeerGone, PeerTimeout) as error:
+                unsure = error
+        offer, telling = self._offer, None
+        if offer is not None:
+            await self._order(offer, deadline_ms)
+            ask = AskReclaim(offer_id=offer.offer_id, producer=offer.producer, deadline_ms=deadline_ms)
+            telling = asyncio.ensure_future(self._market.reclaim(ask))
+        while leased := await self._leased_pages():
+            if unsure is not None:  # it was taken, and only the coordinator knows its name
+                raise unsure
+            await asyncio.sleep(POLL_S)
+        if leased is not None and self._has_memory:
+            await self._release(self._settings.most_bytes)
+        self._offer, self._has_memory = None, False
+        if telling is not None and offer is not None:
+            try:
+                await telling
+            except (PeerGone, PeerTimeout) as error:
+                log.info("coordinator_not_told", offer=offer.offer_id, error=error.message)
+
+    async def _order(self, offer: Offer, deadline_ms: int) -> None:
+        """The mempool takes the offer back."""
         order = ReclaimOrder(
             reclaim_id=f"by {self._settings.instance}",
             offer_id=offer.offer_id,
             keep_bytes=0,
             deadline_ms=deadline_ms,
         )
-        answer = await self._client.present(order, timeout_ms=self._settings.timeout_ms)
+        answer = await self._present(order)
+        if isinstance(answer, CallFailed) and answer.code == "offer.unknown":
+            await self._present(
+                offer
+            )  # so that it remembers it as taken back: the coordinator may tell it yet
+            answer = await self._present(order)
         if isinstance(answer, CallFailed) and answer.code != "offer.unknown":
             raise Overloaded(f"the mempool did not take the order: {answer.code}")
-        ask = AskReclaim(offer_id=offer.offer_id, producer=offer.producer, deadline_ms=deadline_ms)
-        telling = asyncio.ensure_future(self._market.reclaim(ask))
-        while await self._leased_pages():  # noqa: ASYNC110
-            await asyncio.sleep(POLL_S)
-        freed = await self._client.release_memory(
-            self._settings.most_bytes, wait_ms=self._settings.timeout_ms, space=self._space
-        )
+
+    async def _leased_pages(self) -> int | None:
+        """Of this process's space; None: the mempool has none such, as it began anew. One that does not answer says
+        nothing yet.
+        """
+        status = await self._client.status()
+        if status is None:
+            return 1
+        for space in status.spaces:
+            mine = self._own is not None and space.content_key == self._own.description.content_key
+            if mine and space.number == self._space:
+                return space.pages_by_state.get("leased", 0)
+        return None
+
+    async def _release(self, num_bytes: int) -> None:
+        wait_ms = self._settings.timeout_ms
+        freed = await self._client.release_memory(num_bytes, wait_ms=wait_ms, space=self._space)
         if freed is None:
             raise OutOfPages("the mempool did not give the memory back to the device")
-        try:
-            await telling
-        except (PeerGone, PeerTimeout) as error:
-            log.info("coordinator_not_told", offer=offer.offer_id, error=error.message)
-
-    async def _leased_pages(self) -> int:
-        """Of this process's space; a mempool that does not answer says nothing yet."""
-        status = await self._client.status()
-        for space in status.spaces if status is not None else ():
-            if space.number == self._space:
-                return space.pages_by_state.get("leased", 0)
-        return 1
 
     def _call(self, call: Coroutine[Any, Any, T], more_s: float = 0.0) -> T:
         return self._loop.call(call, 2 * self._settings.timeout_ms / 1000 + more_s)

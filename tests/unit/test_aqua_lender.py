@@ -1,0 +1,235 @@
+"""A process that lends: whatever fails of it, and wherever, what it offered and the memory for it come back."""
+
+import pytest
+
+from shared.aqua import lender as module
+from shared.aqua.lender import Lender, LenderSettings
+from shared.errors import ClusterError, InvalidRequest, Overloaded, PeerGone, PeerTimeout
+from shared.ids import Epoch, InstanceId, SpaceId
+from shared.wire import mempool as wire
+from shared.wire.lending import LendingRefused, MarketView, MempoolView, Offer, OfferView, Token
+from shared.wire.mempool_lending import LendingDone
+
+BOOT, SPACE, PAGE = Epoch(7), SpaceId(3), 1 << 20
+MOST = 8 * PAGE
+
+
+class World:
+    """A mempool and a coordinator, as far as a Lender sees them; `fails`: what is not answered, or how."""
+
+    def __init__(self):
+        self.fails = {}
+        self.memory_bytes = 0  # of the process's space
+        self.space = SPACE
+        self.offers = {}  # the coordinator's, by key
+        self.open = {}  # in force at the mempool: id -> bytes
+        self.closed = set()  # there
+        self.leased = 0  # pages that do not come back by themselves
+
+    boot_generation = BOOT
+
+    def told(self):
+        """The coordinator's offers that it would tell the mempool of."""
+        return [offer for offer, target in self.offers.values() if target]
+
+    async def market(self):
+        view = MempoolView(
+            mempool=InstanceId("m"), address="", boot_generation=BOOT, state="live", age_ms=0, fence=Token(1, 0)
+        )  # fmt: skip
+        return MarketView(
+            term=1,
+            is_granting=True,
+            why_not="",
+            mempools=[view],
+            offers=[],
+            leases=[],
+            reclaims=[],
+            history=[],
+        )
+
+    async def offer(self, body, *, key=""):
+        how = self.fails.get("offer")
+        if how == "lost":
+            raise PeerGone("nobody answers")
+        if how == "refused":
+            return LendingRefused(code="market.full", message="")
+        if key not in self.offers:
+            offer = Offer(
+                offer_id=f"o{len(self.offers)}", producer_epoch=body.producer_epoch,
+                producer=body.producer, mempool=body.mempool, boot_generation=BOOT,
+                space=body.space, length_bytes=body.length_bytes, key=key,
+            )  # fmt: skip
+            self.offers[key] = (offer, body.length_bytes)
+        if how == "late":
+            raise PeerTimeout("the answer came late")
+        if how == "not stored":
+            return LendingRefused(code="journal.down", message="")
+        return OfferView(offer=self.offers[key][0], state="proposed", limit_bytes=0, leased_bytes=0)
+
+    async def reclaim(self, ask):
+        for key, (offer, _) in self.offers.items():
+            if offer.offer_id == ask.offer_id:
+                self.offers[key] = (offer, 0)
+
+    async def present(self, what, *, timeout_ms=0):
+        how = self.fails.get("present")
+        if how == "never":
+            return None
+        if isinstance(what, Offer):
+            if how == "refused" or what.offer_id in self.closed:
+                return wire.CallFailed(call_id=1, code="offer.ended", reason="")
+            self.open[what.offer_id] = what.length_bytes
+            answer = LendingDone(call_id=1, num_bytes=what.length_bytes)
+        else:
+            if what.offer_id not in self.open:
+                return wire.CallFailed(call_id=1, code="offer.unknown", reason="")
+            del self.open[what.offer_id]
+            self.closed.add(what.offer_id)
+            answer = LendingDone(call_id=1, num_bytes=0)
+        return None if self.fails.pop("present", "") == "once" else answer
+
+    async def status(self):
+        leased = self.leased + sum(self.open.values()) // PAGE
+        space = wire.SpaceStatus(
+            number=self.space, content_key="mine", devices=[], num_pages=8, page_bytes=PAGE,
+            pages_by_state={"leased": leased}, num_indexed=0, num_pinned=0, engines=["p"],
+        )  # fmt: skip
+        return type("Status", (), {"spaces": [] if self.space is None else [space]})
+
+    async def release_memory(self, num_bytes, *, wait_ms, space):
+        if space != self.space:
+            return None
+        self.memory_bytes -= min(num_bytes, self.memory_bytes)
+        return wire.MemoryChanged(call_id=1, num_bytes=num_bytes, released_bytes=0)
+
+    async def regain_memory(self, num_bytes, *, wait_ms, space):
+        if self.fails.get("regain"):
+            raise PeerTimeout("no answer")
+        self.memory_bytes = MOST
+
+    async def close(self):
+        pass
+
+
+class Own:
+    """OwnSpace, whose memory is there once it is attached."""
+
+    world: World
+    description = type("Description", (), {"content_key": "mine"})
+
+    def __init__(self, *_, **__):
+        self.world.memory_bytes = MOST
+        if self.world.space is None:
+            self.world.space = SpaceId(5)
+
+    async def number(self, _):
+        return self.world.space
+
+    def let_memory_go(self):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def world(monkeypatch):
+    made = World()
+    monkeypatch.setattr(Own, "world", made, raising=False)
+    monkeypatch.setattr(module, "OwnSpace", Own)
+
+    async def connect(_):
+        return made, made
+
+    monkeypatch.setattr(Lender, "_connect", connect)
+    return made
+
+
+@pytest.fixture
+def lender(world):
+    made = Lender(LenderSettings("s", "p", "cpu:p", MOST, "http://c", page_bytes=PAGE, timeout_ms=200))
+    yield made
+    world.fails.clear()
+    world.leased = 0
+    made.close()
+
+
+FAILURES = [
+    {"offer": "refused"}, {"offer": "late"}, {"offer": "not stored"}, {"present": "refused"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fails", FAILURES, ids=str)
+@pytest.mark.parametrize("again", [False, True])
+def test_nothing_stays_out_of_a_lend_that_failed(world, lender, fails, again):
+    if again:
+        lender.lend(4 * PAGE)
+        lender.reclaim(0)
+    world.fails = dict(fails)
+    with pytest.raises(ClusterError):
+        lender.lend(4 * PAGE)
+    world.fails.clear()
+    lender.reclaim(0)
+    assert (world.memory_bytes, world.open, world.told(), lender.offered_bytes) == (0, {}, [], 0)
+    assert lender.lend(4 * PAGE) == 4 * PAGE
+    assert world.memory_bytes == 4 * PAGE
+    assert len(world.told()) == len(world.open) == 1
+
+
+@pytest.mark.parametrize("fails", [{"offer": "refused"}, {"present": "refused"}], ids=str)
+def test_a_lend_that_was_refused_has_taken_everything_back_when_it_raises(world, lender, fails):
+    world.fails = dict(fails)
+    with pytest.raises(Overloaded):
+        lender.lend(4 * PAGE)
+    assert (world.memory_bytes, world.open, world.told()) == (0, {}, [])
+
+
+def test_an_offer_whose_answer_was_lost_is_presented_again(world, lender):
+    world.fails = {"present": "once"}
+    assert lender.lend(4 * PAGE) == 4 * PAGE
+    assert len(world.open) == 1
+
+
+def test_a_mempool_that_did_not_answer_is_told_by_the_next_reclaim(world, lender):
+    world.fails = {"present": "never"}
+    with pytest.raises(PeerTimeout):
+        lender.lend(4 * PAGE)
+    world.fails.clear()
+    (offer,) = world.told()
+    world.open[offer.offer_id] = offer.length_bytes  # it heard of it by the coordinator
+    lender.reclaim(0)
+    assert (world.memory_bytes, world.open, world.told()) == (0, {}, [])
+
+
+def test_an_offer_that_nobody_can_name_is_not_called_home_while_its_pages_are_out(world, lender):
+    world.fails = {"offer": "late"}
+    with pytest.raises(PeerTimeout):
+        lender.lend(4 * PAGE)
+    world.fails = {"offer": "lost"}
+    world.leased = 4  # the coordinator told the mempool before it was lost
+    with pytest.raises(PeerGone):
+        lender.reclaim(0)
+    world.leased, world.fails = 0, {}
+    lender.reclaim(0)
+    assert (world.memory_bytes, world.told()) == (0, [])
+
+
+def test_memory_that_was_taken_again_for_nothing_is_given_back(world, lender):
+    lender.lend(4 * PAGE)
+    lender.reclaim(0)
+    world.fails = {"regain": True}
+    with pytest.raises(PeerTimeout):
+        lender.lend(4 * PAGE)
+    assert world.memory_bytes == 0
+    with pytest.raises(InvalidRequest):
+        lender.lend(PAGE // 2)
+
+
+def test_a_mempool_that_began_anew_without_the_space_has_nothing_to_give_back(world, lender):
+    lender.lend(4 * PAGE)
+    world.space = None
+    world.open.clear()
+    assert lender.reclaim(0) < 5
+    assert lender.offered_bytes == 0
+    assert lender.lend(4 * PAGE) == 4 * PAGE, "in a space of its own there"
+    assert world.space == 5
