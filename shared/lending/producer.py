@@ -2,7 +2,8 @@
 
     silent --reports--> watching --steady for steady_ms, enough to spare--> offering
     offering --queue or rate rises, or silence--> everything back --hold_ms--> watching
-    offering --its own blocks come back from host memory--> everything back --hold_ms, longer each time--> watching
+    offering --its own blocks come back from host memory--> everything back --hold_ms--> watching
+        soon behind the offer: twice as long each time; after a long stay: hold_ms again
     offering --running requests need more--> as much back as they need --hold_ms--> watching
 
 The truth about offers is the mempool's: every decision is told what is on offer now, so that a lost answer, a settled
@@ -17,6 +18,7 @@ from shared.lending.load import Load, LoadWindow
 from shared.lending.rules import EngineProfile, LendingRules
 
 MAX_HOLDS = 64  # times hold_ms, for who lent what its own cache needs
+LONG_STAY = 10  # on offer for so many holds, it was no mistake to lend
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Producer:
         self._window = LoadWindow(rules.window_ms, rules.peak_ms)
         self._steady_since_ms: int | None = None
         self._held_until_ms, self._hold_ms = 0, rules.hold_ms
+        self._on_offer_since_ms: int | None = None
         self._heard_at_ms: int | None = None
         self._offered_rate: float | None = None  # at which memory was offered
         self.is_asking = False  # an offer is on its way to the coordinator
@@ -100,8 +103,7 @@ class Producer:
             return self._on_silence(offers, now_ms)
         self._heard_at_ms = now_ms
         self._window.add(load, now_ms)
-        if not self.is_asking and not any(offer.length_bytes for offer in offers):
-            self._offered_rate = None  # learned anew by the next offer; or a rate above it bars that for good
+        self._note_offers(any(offer.length_bytes for offer in offers), now_ms)
         if reason := self._rises(load, now_ms):
             return self._take_all_back(offers, now_ms, reason)
         if is_short:
@@ -118,6 +120,16 @@ class Producer:
         return self._offer(load, offered_bytes, now_ms, keeps=keeps)
 
     # -- parts ------------------------------------------------------------------------------------
+
+    def _note_offers(self, is_offering: bool, now_ms: int) -> None:
+        if not is_offering:
+            self._on_offer_since_ms = None
+            if not self.is_asking:  # learned anew by the next offer; else a rate above it bars that for good
+                self._offered_rate = None
+        elif self._on_offer_since_ms is None:
+            self._on_offer_since_ms = now_ms
+        elif now_ms - self._on_offer_since_ms >= LONG_STAY * self._hold_ms:
+            self._hold_ms = self._rules.hold_ms
 
     def _rises(self, load: Load, now_ms: int) -> str:
         """What of the load rises; "" when nothing does."""

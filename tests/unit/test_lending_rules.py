@@ -131,20 +131,39 @@ def test_requests_that_need_more_take_back_what_they_need_and_no_more():
     assert not story.run(10, needed=21 * GB)
 
 
+def gap_behind_a_shortage(story):
+    """From taking back what its own cache needs to the next offer."""
+    while not story.offers:
+        story.run(0.25)
+    story.short = True
+    [(taken_ms, taken)] = story.run(0.25)
+    assert "host memory" in taken.reason
+    story.short = False
+    while not story.offers:
+        story.run(0.25)
+    return story.now_ms - taken_ms
+
+
 def test_who_lent_what_its_own_cache_needs_takes_it_back_and_lends_later_each_time():
-    story, gaps = Story(rules=LendingRules(hold_ms=1_000, steady_ms=250)), []
-    for _ in range(4):
-        while not story.offers:
-            story.run(0.25)
-        story.short = True
-        [(taken_ms, taken)] = story.run(0.25)
-        assert "host memory" in taken.reason
-        story.short = False
-        while not story.offers:
-            story.run(0.25)
-        gaps.append(story.now_ms - taken_ms)
+    story = Story(rules=LendingRules(hold_ms=1_000, steady_ms=250))
+    gaps = [gap_behind_a_shortage(story) for _ in range(4)]
     assert gaps == sorted(gaps)
     assert gaps[-1] >= 4 * gaps[0]
+
+
+def test_shortages_long_apart_hold_lending_up_no_longer_each_time():
+    story = Story(rules=LendingRules(hold_ms=1_000, steady_ms=250))
+    first, *_, last = [gap_behind_a_shortage(story) for _ in range(4)]
+    assert not story.run(20 * last / 1_000), "ten times as long as the next hold"
+    assert gap_behind_a_shortage(story) == first
+    for _ in range(6):
+        assert not story.run(3_600)
+        assert gap_behind_a_shortage(story) <= first
+    assert not story.run(3_600)
+    [(taken_ms, _)] = story.run(0.25, waiting=5)
+    while not story.offers:
+        story.run(0.25)
+    assert story.now_ms - taken_ms <= 2 * first, "nor behind what is no shortage"
 
 
 @pytest.mark.parametrize(("role", "size"), [("consumer", -GB), ("neutral", 0)])
