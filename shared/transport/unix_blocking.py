@@ -62,7 +62,7 @@ class BlockingUnixLink(Generic[Out, In]):
 
     def connect(self, timeout_ms: int = 2_000) -> None:
         """Raises: PeerGone when nobody serves the path within timeout_ms."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock = unix_socket.make_socket(self.path)
         sock.settimeout(timeout_ms / 1000)
         try:
             sock.connect(os.fspath(self.path))

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +42,7 @@ class UnixCaller(Generic[Out, In]):
         self._max_fds = max_fds
         self._deframer = Deframer(max_message_bytes=max_message_bytes, max_fds=max_fds)
         self._seq = 0
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._sock = unix_socket.make_socket(path)
         self._sock.settimeout(timeout_ms / 1000)
         deadline = time.monotonic() + timeout_ms / 1000
         try:

@@ -289,7 +289,7 @@ class UnixLink(Generic[Out, In]):
         """Raises: PeerGone when nobody serves the path (within timeout_ms)."""
         if self.up:
             return
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        sock = unix_socket.make_socket(self.path, socket.SOCK_NONBLOCK)
         try:
             async with asyncio.timeout(timeout_ms / 1000):
                 await asyncio.get_running_loop().sock_connect(sock, os.fspath(self.path))

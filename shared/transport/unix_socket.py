@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.errors import SettingsError
+from shared.errors import PeerGone, SettingsError
 from shared.transport.unix_framing import MAX_FDS
 
 SO_PEERPIDFD = 77  # Linux 6.5; the socket module does not name it yet
@@ -75,6 +75,14 @@ def close_fds(fds: list[int] | tuple[int, ...]) -> None:
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
+
+
+def make_socket(path: Path, flags: int = 0) -> socket.socket:
+    """For a client of `path`, not connected yet. Raises: PeerGone when descriptors ran out, which may pass."""
+    try:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | flags)
+    except OSError as error:
+        raise PeerGone(f"cannot connect to {path}: {error}") from None
 
 
 def listen_privately(path: Path, *, backlog: int) -> socket.socket:
