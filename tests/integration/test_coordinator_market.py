@@ -265,6 +265,19 @@ async def test_a_journal_that_is_not_fsynced_always_is_said_and_refused_where_it
     assert (await made.lease(ask(), "k")).code == "journal.not_durable"
 
 
+async def test_a_journal_whose_fsync_is_changed_under_it_is_noticed_within_a_claim(redis, opened):
+    made = await shell(redis, opened, journal_fsync="always", leader_lease_ms=1_500)
+    await until(lambda: made.view().why_not == "journal.not_durable")
+    link = RedisLink(redis.url)
+    opened.append(link)
+    link.open()
+    await until(lambda: link.up)
+    for policy, refused in (("always", False), ("everysec", True), ("always", False)):
+        await link.call("CONFIG", "SET", "appendfsync", policy, timeout_ms=5_000)
+        await until(lambda refused=refused: (made._trouble() == "journal.not_durable") == refused, 30.0)
+        assert made.fsync_policy == policy
+
+
 async def test_a_connection_made_while_another_is_asked_how_it_writes_is_asked_too(redis, opened):
     made = await shell(redis, opened, journal_fsync="always", leader_lease_ms=60_000)
 
