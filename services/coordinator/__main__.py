@@ -74,7 +74,9 @@ async def run(settings: CoordinatorSettings) -> int:
     def stop(_: object) -> None:
         server.should_exit = True
 
-    service.end_on_signal().add_done_callback(stop)
+    ended = service.end_on_signal()
+    service.end_on_bug("coordinator", ended)
+    ended.add_done_callback(stop)
     await coordinator.start()
     logger.info("listening", address=f"{host}:{port}")
     shown = msgspec.to_builtins(settings)
@@ -83,7 +85,7 @@ async def run(settings: CoordinatorSettings) -> int:
     )
     try:
         await server.serve(sockets=[listener])
-        return 0
+        return ended.result() if ended.done() else 0
     finally:
         await coordinator.stop()
         logger.info("stopped")

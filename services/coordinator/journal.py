@@ -11,6 +11,7 @@ import msgspec
 from services.coordinator.core.membership import JournalEntry
 from shared.errors import ClusterError
 from shared.ids import InstanceId
+from shared.observe import service
 from shared.observe.log import get_logger
 from shared.observe.metrics import counter
 from shared.transport.redis_link import RedisLink
@@ -47,7 +48,7 @@ class Journal:
     async def start(self, wait_ms: int) -> bool:
         """Begin; wait at most `wait_ms` for the first restore. False: it comes later, if Redis does."""
         self._link.open()
-        self._task = asyncio.create_task(self._run(), name="journal")
+        self._task = service.watched(asyncio.create_task(self._run(), name="journal"))
         try:
             async with asyncio.timeout(wait_ms / 1000):
                 await self._was_read.wait()
@@ -120,7 +121,7 @@ def _entries(reply: list[bytes]) -> list[JournalEntry]:
     for raw in reply[1::2]:
         try:
             entries.append(msgspec.json.decode(raw, type=JournalEntry))
-        except msgspec.MsgspecError as error:
+        except ValueError as error:  # also UnicodeDecodeError, which msgspec lets through
             _bad.inc()
             _log.warning("journal_entry_bad", error=str(error))
     return entries

@@ -11,8 +11,9 @@ None of them has a TTL: a Redis that is full evicts what has one (the trees; vol
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -77,6 +78,9 @@ return 1
 _RESIGN = Script(_IS_LEADER + "return redis.call('DEL', 'quire:coordinator:leader')")
 
 Event = tuple[str, str, str]
+T = TypeVar("T")
+_ENTRIES: msgspec.json.Decoder[MarketEntry] = msgspec.json.Decoder(MarketEntry)
+_EVENTS = msgspec.json.Decoder(Event)
 
 
 class NotLeading(PeerGone):
@@ -157,14 +161,8 @@ class MarketJournal:
         """Everything."""
         fields = await self._link.call("HGETALL", "quire:coordinator:market", timeout_ms=DEADLINE_MS)
         lines = await self._link.call("LRANGE", "quire:coordinator:history", 0, -1, timeout_ms=DEADLINE_MS)
-        entries = []
-        for raw in fields[1::2]:
-            try:
-                entries.append(msgspec.json.decode(raw, type=MarketEntry))
-            except msgspec.MsgspecError as error:
-                _log.warning("market_entry_bad", error=str(error))
         knows = any(name.startswith(b"mempool:") for name in fields[::2])
-        return Stored(entries, [msgspec.json.decode(line, type=Event) for line in lines], knows)
+        return Stored(_decoded(fields[1::2], _ENTRIES), _decoded(lines, _EVENTS), knows)
 
     def begin(self, term: int) -> None:
         """What is noted from now on is of this term. What is not written is dropped, and who waits for it told."""
@@ -211,3 +209,14 @@ class MarketJournal:
                     if self._pending.get(name) is raw:  # else a newer one came meanwhile
                         del self._pending[name]
                 del self._events[: len(events)]
+
+
+def _decoded(lines: Iterable[bytes], decoder: msgspec.json.Decoder[T]) -> list[T]:
+    """Those that are one: what is stored may be damaged, or another version's, and who reads it has to lead."""
+    found = []
+    for line in lines:
+        try:
+            found.append(decoder.decode(line))
+        except ValueError as error:  # also UnicodeDecodeError, which msgspec lets through
+            _log.warning("market_entry_bad", error=str(error))
+    return found

@@ -13,6 +13,7 @@ from services.coordinator.core.market import Market
 from services.coordinator.market_journal import MarketJournal, NotLeading
 from shared.errors import ClusterError
 from shared.ids import InstanceId, LeaseId
+from shared.observe import service
 from shared.observe.log import get_logger
 from shared.observe.metrics import counter, gauge
 from shared.transport.clock import Clock
@@ -93,11 +94,12 @@ class MarketShell:
             self._begin_term(self._unix_us(), self._clock.now_ms() + SOLO_LEASE_MS, knows_all=False)
         else:
             self._journal.open()
-            self._tasks.append(asyncio.create_task(self._keep_leading(), name="leadership"))
+            leading = asyncio.create_task(self._keep_leading(), name="leadership")
+            self._tasks.append(service.watched(leading))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_ms / 1000):
                     await self._answered.wait()
-        self._tasks.append(asyncio.create_task(self._tick(), name="market-tick"))
+        self._tasks.append(service.watched(asyncio.create_task(self._tick(), name="market-tick")))
 
     async def stop(self) -> None:
         """Write what is pending, resign, stop."""

@@ -9,6 +9,7 @@ from services.coordinator.core.membership import Full, JournalEntry, Membership,
 from services.coordinator.journal import Journal
 from services.coordinator.market_shell import MarketShell
 from shared.ids import Epoch, InstanceId
+from shared.observe import service
 from shared.observe.log import get_logger
 from shared.observe.metrics import counter, gauge
 from shared.transport.clock import Clock
@@ -43,7 +44,8 @@ class Coordinator:
         await self.lending.start(self._settings.journal_wait_ms)
         if self._journal is not None and not await self._journal.start(self._settings.journal_wait_ms):
             _log.warning("journal_not_reached", wait_ms=self._settings.journal_wait_ms)
-        self._ticking = asyncio.create_task(self._tick(self._clock.now_ms()), name="coordinator-tick")
+        ticking = asyncio.create_task(self._tick(self._clock.now_ms()), name="coordinator-tick")
+        self._ticking = service.watched(ticking)
 
     async def stop(self) -> None:
         """Write what is pending and stop."""

@@ -76,6 +76,21 @@ async def test_a_full_redis_evicts_trees_and_not_who_leads(redis):
     await standby.close(resign=False)
 
 
+async def test_what_cannot_be_decoded_is_left_out_of_what_a_leader_reads(redis):
+    leader, link = await journal(redis, "leader"), RedisLink(redis.url)
+    await led(leader, 60_000)
+    leader.note({}, [("event", "good", "detail")])
+    await leader.flush()
+    link.open()
+    assert await link.wait_up(60_000)
+    for line in (b"not JSON", b'["another", "version\'s"]', b'["bad", "UTF-8", "\xff"]'):
+        await link.call("RPUSH", "quire:coordinator:history", line, timeout_ms=5_000)
+        await link.call("HSET", "quire:coordinator:market", "offer:x", line, timeout_ms=5_000)
+        assert [subject for _, subject, _ in (await leader.read()).history] == ["good"]
+    await link.close()
+    await leader.close(resign=False)
+
+
 async def test_a_lapsed_leader_writes_nothing_and_leads_again_in_a_new_term_only(redis):
     leader, standby = await journal(redis, "leader"), await journal(redis, "standby")
     first = await led(leader, 50)

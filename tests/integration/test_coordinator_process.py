@@ -1,12 +1,15 @@
 """The coordinator as a process with a real journal: kill -9, restart, growing epochs, clients that come back."""
 
 import asyncio
+import subprocess
+import sys
 
 import httpx
 import msgspec
 import pytest
 
 from shared.free_ports import free_port
+from shared.observe.service import EXIT_BUG
 from shared.prompttree.embedded import EmbeddedRedis
 from shared.transport.membership_client import MembershipClient, MembershipPoller
 from shared.wire.membership import Heartbeat
@@ -271,3 +274,27 @@ def test_a_wrong_setting_ends_it_with_status_2_and_the_nearest_right_one():
     process.kill()
     assert status == 2
     assert "did you mean 'ttl-ms'" in "".join(process.lines)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ["core.market.Market.tick", "market_shell.MarketShell._claim", "core.membership.Membership.tick"],
+)
+def test_a_bug_in_the_background_ends_the_process_that_would_say_it_is_well(redis, broken):
+    module, kind, name = broken.rsplit(".", 2)
+    words = f"""
+import importlib, sys
+from services.coordinator import __main__ as main
+from shared.observe import service
+kind = importlib.import_module("services.coordinator.{module}").{kind}
+def bug(*_, **__):
+    raise KeyError("our bug")
+kind.{name} = bug
+sys.exit(service.main("coordinator", main.config.load, main.run))
+"""
+    flags = ("--listen", "127.0.0.1:0", "--redis-url", redis.url)
+    ended = subprocess.run(
+        [sys.executable, "-c", words, *flags], capture_output=True, timeout=60, check=False
+    )
+    assert ended.returncode == EXIT_BUG
+    assert b"our bug" in ended.stderr
