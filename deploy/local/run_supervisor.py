@@ -98,7 +98,7 @@ def read_start(paths: config.Paths) -> Start:
     """Raises: SettingsError when the file is missing or not ours."""
     try:
         return msgspec.json.decode(paths.settings.read_bytes(), type=Start)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise SettingsError(f"cannot read {paths.settings}: {error}; run `quire up`") from error
 
 

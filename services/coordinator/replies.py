@@ -29,7 +29,7 @@ async def read_body(request: Request, kind: type[T], *, max_bytes: int = MAX_BOD
             raise BodyTooLarge(f"the body exceeds {max_bytes} bytes")
     try:
         return msgspec.json.decode(raw, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through
         raise InvalidRequest(str(error)) from error
 
 

@@ -266,7 +266,7 @@ def kept_processes(client: KeeperClient) -> list[KeptProcess]:
     for run in client.fetch_space(PROCESSES, "process"):
         try:
             meta = msgspec.msgpack.decode(run.meta, type=ProcessMeta)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             meta = ProcessMeta(kind="engine")
         out += [KeptProcess(run.first_page + i, fd, meta) for i, fd in enumerate(run.fds)]
     return out

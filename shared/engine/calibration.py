@@ -146,7 +146,7 @@ def _read(path: Path | None) -> CostCoefficients | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=CostCoefficients)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         _log.warning("calibration_unreadable", path=str(path), error=str(error))
         return None
 

@@ -27,7 +27,7 @@ def structured_params(spec: StructuredSpec) -> StructuredOutputsParams:
         case "choice":
             try:
                 return StructuredOutputsParams(choice=msgspec.json.decode(spec.value, type=list[str]))
-            except msgspec.MsgspecError as error:
+            except msgspec.MsgspecError as error:  # of a str
                 raise InvalidRequest(f"choice is no JSON list of strings: {error}") from error
 
 

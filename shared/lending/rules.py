@@ -116,7 +116,7 @@ def decode_profile(data: bytes, source: str) -> EngineProfile:
     """Raises: SettingsError when it is no profile."""
     try:
         found = msgspec.json.decode(data, type=EngineProfile)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through
         raise SettingsError(f"{source} is no profile of `quire profile`: {error}") from error
     if found.format != FORMAT:
         raise SettingsError(f"{source} has the format {found.format!r}, not {FORMAT!r}")

@@ -44,7 +44,10 @@ def _local_spans(directory: Path, needles: Iterable[str]) -> Iterator[SpanRecord
                     if any(needle in line for needle in sought):
                         try:
                             yield _decoder.decode(line)
-                        except msgspec.MsgspecError:  # a line that its process is still writing
+                        except (
+                            msgspec.MsgspecError,
+                            UnicodeDecodeError,
+                        ):  # a line that its process is still writing
                             continue
         except FileNotFoundError:  # rotated away while we read
             continue

@@ -68,7 +68,7 @@ def decode(raw: bytes) -> EndDescription:
         raise PeerProtocolError(f"a description of {len(raw)} bytes; at most {MAX_DESCRIPTION_BYTES}")
     try:
         found = msgspec.msgpack.decode(raw, type=EndDescription)
-    except msgspec.DecodeError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through
         raise PeerProtocolError(f"bad description of a transfer end: {error}") from error
     if found.version != VERSION:
         raise PeerProtocolError(

@@ -262,7 +262,7 @@ def _buffers(address: int, offsets: list[int], sizes: list[int]) -> list[tuple[i
 def _ids_of(end: EndDescription) -> NcclEnd:
     try:
         found = msgspec.msgpack.decode(end.payloads.get(PathName.NCCL.value, b""), type=NcclEnd)
-    except msgspec.DecodeError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through
         raise PeerProtocolError(f"bad NCCL payload of {end.instance}: {error}") from error
     if len(found.first_pulls) != ID_BYTES or len(found.second_pulls) != ID_BYTES:
         raise PeerProtocolError(f"{end.instance} sent no NCCL ids")

@@ -238,7 +238,7 @@ def _nixl_end(end: EndDescription) -> NixlEnd:
         raise PathUnavailable(f"{end.instance} runs without NIXL")
     try:
         found = msgspec.msgpack.decode(end.payloads[PathName.NIXL.value], type=NixlEnd)
-    except msgspec.DecodeError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through
         raise PeerProtocolError(f"bad NIXL payload of {end.instance}: {error}") from error
     if any(name not in found.regions or found.regions[name][0] < 0 for name in (r.name for r in end.regions)):
         raise PeerProtocolError(f"{end.instance}: a region without an address for NIXL")

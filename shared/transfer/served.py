@@ -67,7 +67,7 @@ def unpack(raw: bytes) -> Message:
         raise PeerProtocolError(f"a transfer message of {len(raw)} bytes; at most {MAX_MESSAGE_BYTES}")
     try:
         return _decoder.decode(raw)
-    except msgspec.DecodeError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through
         raise PeerProtocolError(f"bad transfer message: {error}") from error
 
 

@@ -269,5 +269,5 @@ def _address_of(end: EndDescription) -> bytes:
         raise PathUnavailable(f"{end.instance} runs without ucxx")
     try:
         return msgspec.msgpack.decode(end.payloads[PathName.UCXX.value], type=UcxxEnd).address
-    except msgspec.DecodeError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through
         raise PeerProtocolError(f"bad ucxx payload of {end.instance}: {error}") from error

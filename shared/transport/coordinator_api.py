@@ -87,7 +87,7 @@ class CoordinatorApi:
     def _leave_standby(self, response: httpx.Response) -> None:
         try:
             refusal = msgspec.json.decode(response.content, type=_Refusal)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             return
         if refusal.code != STANDBY:
             return
@@ -104,5 +104,5 @@ def decode(response: httpx.Response, reply: type[T], what: str) -> T:
         raise PeerProtocolError(f"{len(response.content)} bytes from the coordinator")
     try:
         return msgspec.json.decode(response.content, type=reply)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through
         raise PeerProtocolError(f"{what}: {error}") from error

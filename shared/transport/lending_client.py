@@ -214,5 +214,5 @@ def _mempool(mempool: InstanceId) -> str:
 def _refused(response: Response) -> LendingRefused:
     try:
         return msgspec.json.decode(response.content, type=LendingRefused)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         raise PeerProtocolError(f"{response.status_code} {response.text[:200]}") from None

@@ -35,6 +35,7 @@ FIXED_FILES = [
 ]
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
+IS_TEXT = "# of a str"  # which cannot be bad UTF-8
 
 
 def tracked(*suffixes: str) -> list[Path]:
@@ -140,6 +141,22 @@ def test_nothing_from_a_socket_is_unpickled():
         if pattern.search(line)
     ]
     assert not found, "\n".join(found)
+
+
+def test_who_catches_msgspecs_errors_catches_bad_utf8_too():
+    """msgspec raises UnicodeDecodeError as it is; ValueError covers it. ValidationError: of what is decoded already."""
+    for path in tracked(".py"):
+        if path.relative_to(ROOT).parts[0] not in ("services", "shared", "deploy"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler) and node.type is not None:
+                caught = ast.unparse(node.type)
+                if re.search(r"\b(MsgspecError|DecodeError)\b", caught):
+                    named = "UnicodeDecodeError" in caught or "ValueError" in caught
+                    assert named or IS_TEXT in path.read_text().splitlines()[node.lineno - 1], (
+                        path,
+                        node.lineno,
+                    )
 
 
 def test_only_compose_listens_on_every_interface():

@@ -67,7 +67,18 @@ async def test_unknown_is_404_and_stale_is_409_with_code_and_message(api):
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"{}", b'{"epoch": "x"}', b'{"instance": 1}', b"\xff\xfe", b"null"]
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"epoch": "x"}',
+        b'{"instance": 1}',
+        b"\xff\xfe",
+        b"null",
+        b'{"instance": "\xff"}',
+    ],
 )
 async def test_nonsense_is_400(api, body):
     assert refusal(await api.post("/v1/instances", content=body)) == (400, "invalid_request")

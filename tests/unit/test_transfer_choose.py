@@ -80,6 +80,7 @@ def test_descriptions_cross_the_wire_and_others_are_refused():
         encode(end(regions=(HOST, HOST))),
         encode(end(regions=(region(page_bytes=0),))),
         encode(EndDescription(instance="i", boot_id="b", version=2)),
+        encode(description).replace(description.instance.encode(), b"\xff" * len(description.instance)),
         b"\0" * (5 << 20),
     ):
         with pytest.raises(PeerProtocolError):

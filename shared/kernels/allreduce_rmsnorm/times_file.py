@@ -39,7 +39,7 @@ def unpack_times(data: bytes, key: str) -> Times | None:
     """What a file's bytes hold; None where they are of something else, or nothing can be picked by them."""
     try:
         found = msgspec.json.decode(data, type=_TimesFile)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     sizes = found.sizes_bytes
     if found.version != FILE_VERSION or found.key != key or not sizes or not found.times_us:
