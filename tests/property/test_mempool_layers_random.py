@@ -180,6 +180,8 @@ class Run:
 
     def check(self) -> None:
         self.rig.counts()
+        for pool in self.rig.core.pools.values():
+            assert all(count > 0 for count in pool.memory.read_early.values()), "read less than never"
         for entry in self.rig.core.pools[1].index.entries():
             stamps = set(self.layers(1, entry.page))
             assert len(stamps) == 1, f"layers of several steps: {stamps}"

@@ -369,3 +369,17 @@ def test_layers_of_a_hand_off_that_is_over_stay_and_pin_nothing(two):
     assert two.core.pools[1].index.num_pinned == 0
     assert in_target(two, ABC) == []
     two.counts()
+
+
+def test_a_copy_that_got_no_pages_was_no_reader_of_its_sources():
+    """The counts went below zero, and pages of which nothing was read never went to the system."""
+    it = spaces(4, pull_patience_ms=150)
+    it.save(DECODE, chain(*"wxyz"))
+    pages = announce(it, chain(*"abcd"))
+    it.advance(150)
+    assert (it.copies, it.core.counters["pulls_without_pages"]) == ({}, 1)
+    assert not it.core.pools[0].memory.read_early
+    it.say(PREFILL, wire.ReleaseMemory(call_id=7, num_bytes=3 * PAGE_BYTES, wait_ms=1_000))
+    it.give_back(PREFILL, pages)
+    it.say(PREFILL, wire.Vacated(number=1))
+    assert len(it.core.pools[0].releases.freeing) == 3

@@ -45,6 +45,7 @@ class LayerPull(Pull):
     connection: int = 0  # of the engine that writes them
     blocks: list[Announced] = field(default_factory=list)  # one for each claimed page
     cut: LayerCut | None = None
+    is_started: bool = False  # its sources are counted as read; `copying` is also said of what never began
     is_decided: bool = False  # LayersSealed has come, or never will
     is_copied: bool = False
 
@@ -221,7 +222,7 @@ class LayerPulls:
     def start(self, pull: Pull, now_ms: int) -> CopyPages:
         """Its pages are here."""
         assert isinstance(pull, LayerPull)
-        pull.until_ms = now_ms + PATIENCE_MS
+        pull.is_started, pull.until_ms = True, now_ms + PATIENCE_MS
         assert pull.origin is not None
         assert pull.origin.memory is not None
         pull.origin.memory.read_early.update(page for page, _, _ in pull.blocks)
@@ -358,7 +359,7 @@ class LayerPulls:
 
     def _read_over(self, pull: LayerPull) -> None:
         """Its copy has ended, if one was begun."""
-        if not pull.copying or pull.is_copied:
+        if not pull.is_started or pull.is_copied:
             return
         assert pull.origin is not None
         assert pull.origin.memory is not None
