@@ -156,13 +156,12 @@ class Lender:
             self._lent_bytes = 0
 
     def _take_memory(self, num_bytes: int) -> None:
-        if self._own is None:
-            self._attach()
-            return
-        number = self._call(self._own.number(self._client))
-        if number is None:  # the mempool began anew, and knows nothing of this process
+        """The pages, and what this Lender gave back of them, or one before it of the same name."""
+        number = self._call(self._own.number(self._client)) if self._own is not None else None
+        if number is None:
             own, self._own = self._own, None
-            own.close()
+            if own is not None:  # the mempool began anew, and knows nothing of this process
+                own.close()
             self._attach()
         else:
             self._space = number

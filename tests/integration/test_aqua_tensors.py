@@ -157,3 +157,20 @@ def test_a_lender_refuses_what_it_cannot_do(rig):
             lender.lend(PAGE_BYTES)
     with pytest.raises(AquaClosed):
         lender.lend(PAGE_BYTES)
+
+
+def test_a_lender_lends_what_one_of_its_name_gave_back_before(rig):
+    for _ in range(2):
+        with Lender(rig.lender("again")) as lender:
+            lend(lender, 4 * PAGE_BYTES)
+            end_s = time.monotonic() + 20
+            while leased(rig, "again") < 4:
+                assert time.monotonic() < end_s, "its pages are not there"
+                time.sleep(0.05)
+        assert leased(rig, "again") == 0
+
+
+def leased(rig, name: str) -> int:
+    """Pages of a lender that are set aside for consumers."""
+    (space,) = [s for s in rig.mempool.status()["spaces"] if s["devices"] == [f"cpu:{name}"]]
+    return space["pages_by_state"]["leased"]

@@ -3,9 +3,13 @@
 import pytest
 
 from services.mempool import config
+from services.mempool.core.actions import RestoreUnits
+from services.mempool.core.regains import AGAIN_MS, MAX_PAGES_UNDER_WAY
+from services.mempool.core.space import Plan
 from shared.errors import SettingsError
-from tests.unit.mempool_harness import Harness, chain
-from tests.unit.mempool_release_rig import ReleaseRig
+from shared.ids import Epoch, InstanceId
+from tests.unit.mempool_harness import BOOT, Harness, chain
+from tests.unit.mempool_release_rig import GPU_DESCRIPTION, UNIT_BYTES, ReleaseRig
 
 IDLE_MS = 1_000
 
@@ -78,6 +82,157 @@ def test_host_memory_goes_and_comes_too():
     rig.engine(2, quota=2)
     rig.settle()
     assert rig.counts() == {"free": 2, "granted": 2}
+
+
+def successor(old: ReleaseRig, processes: list[int]) -> ReleaseRig:
+    """Of a mempool whose processes may live, or are proven dead."""
+    new = ReleaseRig(old.num_slabs, boot=Epoch(BOOT + 1_000), space_idle_ms=IDLE_MS)
+    new.memory, new.words, new.now_ms = old.memory, dict(old.words), old.now_ms
+    words = [old.words[page] for page in range(len(old.words))]
+    new.run(
+        new.pool.adopt(
+            GPU_DESCRIPTION, Plan(len(words), 1 << 20, 2, 2), words, b"", memory_id=BOOT, processes=processes,
+            engines=[], instances=[InstanceId("e")] * len(processes), mappers=processes,
+        )
+    )  # fmt: skip
+    return new
+
+
+def come(rig: ReleaseRig, first: int = 11) -> None:
+    """A worker of other processes than before."""
+    rig.two_ranks(first)
+    rig.pages_engine(first + 2)
+
+
+def test_the_next_engine_gets_it_from_a_successor_too():
+    """Nothing but the words said that the memory was gone, and no engine ever had a page of it again."""
+    old = deserted()
+    bury(old)
+    old.advance(IDLE_MS)
+    old.settle()
+    new = successor(old, [])
+    come(new)
+    new.settle()
+    assert new.counts() == {"granted": 8}
+
+
+def test_a_successor_finishes_what_was_leaving_and_brings_it_back():
+    old = deserted()
+    bury(old)
+    old.advance(IDLE_MS)
+    assert old.pending, "the system has not answered"
+    new = successor(old, [])
+    come(new)
+    new.settle()
+    assert new.counts() == {"granted": 8}
+
+
+def pressed() -> ReleaseRig:
+    """Two of four allocations were given away while a worker was here."""
+    rig = ReleaseRig(4, space_idle_ms=IDLE_MS)
+    rig.two_ranks()
+    rig.press(2 * UNIT_BYTES)
+    rig.settle()
+    return rig
+
+
+def test_what_a_process_gave_away_before_it_ended_is_its_followers():
+    rig = pressed()
+    for process in (1, 2):
+        rig.closed(process)
+        rig.ranks.pop(process)
+        rig.dead(process)
+    come(rig)
+    rig.settle()
+    assert rig.counts() == {"granted": 8}
+
+
+def test_what_was_pressed_for_stays_away_when_the_same_processes_come_again():
+    rig = pressed()
+    for process in (1, 2):
+        rig.closed(process)
+    for number, process in enumerate((1, 2)):
+        slabs = set(rig.ranks[process].slabs)
+        rig.rank(20 + process, number, process=process)
+        rig.ranks[20 + process].slabs = slabs
+        del rig.ranks[process]
+        rig.ready(20 + process)
+    assert not rig.pending
+    assert rig.counts() == {"free": 4, "released": 4}
+
+
+def test_what_was_pressed_for_stays_away_when_they_come_to_a_successor():
+    old = pressed()
+    new = successor(old, [1, 2])
+    for number, process in enumerate((1, 2)):
+        new.rank(process, number)
+        new.ready(process)
+    new.advance(2 * AGAIN_MS)
+    assert not new.pending
+    assert new.counts() == {"free": 4, "released": 4}
+
+
+def test_who_comes_while_the_memory_leaves_gets_all_of_it():
+    """The release went on taking behind it, and only what was gone at that moment came back."""
+    rig = deserted(MAX_PAGES_UNDER_WAY)  # twice as many pages
+    bury(rig)
+    rig.advance(IDLE_MS)
+    assert rig.counts() == {"withdrawn": MAX_PAGES_UNDER_WAY, "free": MAX_PAGES_UNDER_WAY}
+    rig.system()
+    come(rig)
+    rig.settle()
+    assert rig.counts() == {"granted": 8, "free": 2 * MAX_PAGES_UNDER_WAY - 8}
+
+
+def test_what_the_system_lacks_when_an_engine_comes_is_asked_for_again():
+    rig = deserted()
+    bury(rig)
+    rig.advance(IDLE_MS)
+    rig.settle()
+    come(rig)
+    assert rig.system(has=1)
+    rig.settle()
+    assert rig.counts() == {"granted": 2, "released": 6}
+    assert rig.pool.next_deadline_ms() == rig.now_ms + AGAIN_MS
+    rig.advance(AGAIN_MS)
+    assert rig.system(has=0)
+    rig.advance(AGAIN_MS - 1)
+    assert not rig.pending
+    rig.advance(1)
+    rig.settle()
+    assert rig.counts() == {"granted": 8}
+    assert rig.pool.next_deadline_ms() is None
+
+
+def test_it_is_not_asked_for_again_once_somebody_pressed_for_memory():
+    rig = deserted()
+    bury(rig)
+    rig.advance(IDLE_MS)
+    rig.settle()
+    come(rig)
+    assert rig.system(has=2)
+    rig.settle()
+    rig.press(UNIT_BYTES)
+    rig.settle()
+    there = rig.counts()
+    rig.advance(2 * AGAIN_MS)
+    assert not any(isinstance(action, RestoreUnits) for action in rig.pending)
+    assert rig.counts() == there
+
+
+def test_it_is_not_asked_for_again_when_nobody_is_left():
+    rig = deserted()
+    bury(rig)
+    rig.advance(IDLE_MS)
+    rig.settle()
+    come(rig)
+    assert rig.system(has=0)
+    for process in (11, 12, 13):
+        rig.closed(process)
+        rig.ranks.pop(process, None)
+        rig.dead(process)
+    rig.advance(2 * AGAIN_MS)
+    assert not rig.pending
 
 
 def test_zero_means_never():

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from services.mempool.core.releases import MAX_PAGES_UNDER_WAY
+from services.mempool.core.regains import MAX_PAGES_UNDER_WAY
 from services.mempool.core.space import Plan
 from shared.errors import PeerProtocolError
 from shared.ids import Epoch, InstanceId
@@ -80,8 +80,8 @@ def test_released_pages_come_back_with_a_larger_epoch_and_are_granted_again():
     rig.press(4 * PAGE_BYTES)
     rig.settle()
     assert rig.counts() == {"released": 4}
-    rig.dead(1)
     rig.engine(2, quota=4, instance="other")
+    rig.dead(1)
     assert rig.granted[2] == []
     rig.regain(2 * PAGE_BYTES)
     rig.settle()

@@ -2,21 +2,20 @@
 
 An engine that comes back soon finds its blocks. When none came for `space_idle_ms`, and no process is left that maps
 the space, its blocks are forgotten and its memory goes to the system. The space itself, a table of a few bytes a page,
-stays: the next engine of its kind gets the memory again, as far as there is some.
+stays: the next engine of its kind gets the memory again, as soon as there is some.
 """
 
 from abc import abstractmethod
 
 from services.mempool.core.actions import Action
 from services.mempool.core.attachments import Attachments
+from services.mempool.core.engines import CALLER
 from shared.ids import BlockHash
 from shared.wire import mempool as wire
 
 
 class Lifetimes(Attachments):
     """See the module."""
-
-    _is_dropped = False
 
     @property
     def is_deserted(self) -> bool:
@@ -41,21 +40,28 @@ class Lifetimes(Attachments):
         if due_ms is None or now_ms < due_ms or self.releases is None:
             return
         self._active_at_ms = now_ms  # what is pinned now is tried again
-        self._is_dropped = True
         self.counters["spaces_dropped"] += 1
         self._free_entries(self.index.delete_unpinned())
-        self.releases.all_at_once(now_ms, regains=False)
+        self.releases.release_all(now_ms)
 
     def on_attach(self, connection: int, process: int, message: wire.Attach, now_ms: int) -> list[Action]:
-        """As ever; a space that was dropped gets its memory again."""
+        """As ever; the first who comes, after all others have gone, gets the memory again that went meanwhile."""
+        is_first = message.kind != "client" and self._is_first(process)
         actions = super().on_attach(connection, process, message, now_ms)
-        if self._is_dropped and message.kind != "client" and self.has_member(connection):
-            assert self.releases is not None
-            self._is_dropped = False
-            self.releases.all_at_once(now_ms, regains=True)
+        if is_first and self.releases is not None and self.has_member(connection):
+            self.releases.regain_all(now_ms)
             self._serve()
             actions += self._done()
         return actions
+
+    def _is_first(self, process: int) -> bool:
+        """Whether nobody works here, and this process never did: one that comes again was there when memory went."""
+        if self.memory is None or self.releases is None:
+            return False
+        engines = self.memory.engines
+        others = [*engines.attached, *(c for c, rank in engines.ranks.items() if rank.instance != CALLER)]
+        known = self.releases.mappers.union(self.awaited(), *(lost.alive for lost in engines.lost))
+        return not others and process not in known
 
     def condemn(self, block_hash: BlockHash) -> int:
         """The bytes of this block are wrong: nobody finds it any more, nor what is behind it. Of how many blocks.

@@ -11,58 +11,24 @@ an allocation has to unmap it first, or be dead (rule 5): an engine's steps neve
 Source: ARCHITECTURE.md, rules 1 and 5; vAttention 6.2 ("deferred reclamation", release under pressure).
 """
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
-from services.mempool.core.actions import Action, OfferSlabs, ReleaseUnits, RestoreUnits
+from services.mempool.core.actions import OfferSlabs, ReleaseUnits
 from services.mempool.core.page_state import PageEvent
-from services.mempool.core.radix import Index
-from services.mempool.core.release_choice import IMPOSSIBLE, NOBODY, Choice, Part, ReleaseCall
-from services.mempool.core.space import Memory
+from services.mempool.core.regains import MAX_PAGES_UNDER_WAY, Regains
+from services.mempool.core.release_choice import IMPOSSIBLE, NOBODY, Part, ReleaseCall
 from shared.ids import PageId
 from shared.kv.page import PageState
 from shared.kv.words import u32_bytes, u32_list, u64_bytes
 from shared.wire import mempool as wire
 
-MAX_PAGES_UNDER_WAY = 512  # chosen and not gone yet
 SLABS_PER_MESSAGE = 64
 MAX_CALLS = 64
 
 
-class Releases:
-    """Of one space. Every event of the space ends with advance().
-
-    Args:
-        send: a message to a connection.
-        do: an action, behind the words of the pages.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        memory: Memory,
-        index: Index,
-        counters: Counter[str],
-        send: Callable[[int, wire.FromMempool], None],
-        do: Callable[[Action], None],
-    ) -> None:
-        self._number, self._memory, self._counters = number, memory, counters
-        self._send, self._do = send, do
-        self._table = memory.table
-        self._choice = Choice(memory, index)
-        self.pages_per_unit = self._choice.pages_per_unit
-        self.unit_bytes = self.pages_per_unit * memory.page_bytes * memory.num_ranks
-        self.calls: deque[ReleaseCall] = deque()
-        self.vacating: dict[int, set[PageId]] = {}  # pages that are not withdrawn yet
-        self.leaving: dict[int, set[int]] = {}  # processes that map it still
-        self.freeing: set[int] = set()
-        self.gone: set[int] = set()
-        self.making: set[int] = set()
-        self.coming: dict[int, set[int]] = {}  # processes that do not map it yet
-        self.mappers: set[int] = set()  # processes that map allocations
-        self.ready: dict[int, int] = {}  # connection of a rank that can be told -> its process
-        self._parts: dict[int, Part] = {}
-        self._num_parts = 0
+class Releases(Regains):
+    """Of one space. Every event of the space ends with advance()."""
 
     def adopt(self, mappers: Iterable[int]) -> None:
         """Go on from an earlier mempool's words. What processes were asked to unmap, they are asked again.
@@ -86,16 +52,6 @@ class Releases:
         """Units that a process which attaches now does not map."""
         return sorted({*self.leaving, *self.freeing, *self.gone, *self.making, *self.coming})
 
-    @property
-    def released_bytes(self) -> int:
-        """Without memory now."""
-        return (len(self.gone) + len(self.making)) * self.unit_bytes
-
-    @property
-    def _on_their_way(self) -> int:
-        """Units that will be gone, whoever waits for it: unmapped or given back at this moment."""
-        return len(self.leaving) + len(self.freeing)
-
     # -- calls ------------------------------------------------------------------------------------
 
     def on_call(
@@ -114,14 +70,16 @@ class Releases:
             failed = wire.CallFailed(call_id=call.call_id, code="release.unsupported", reason=reason)
             self._send(connection, failed)
             return
+        if not regains:
+            self.owe_nothing()
         until_ms = now_ms + min(max(0, call.wait_ms), max_wait_ms)
         self.calls.append(ReleaseCall(connection, call.call_id, wanted, until_ms, regains))
         self.advance()
 
-    def all_at_once(self, now_ms: int, *, regains: bool) -> None:
-        """Without a caller: everything that can go goes, or all comes back."""
-        wanted = len(self.gone) if regains else self._table.num_present // self.pages_per_unit
-        self.calls.append(ReleaseCall.of_the_pool(wanted, now_ms, regains=regains))
+    def release_all(self, now_ms: int) -> None:
+        """Without a caller: everything that can go goes."""
+        wanted = self._table.num_present // self.pages_per_unit
+        self.calls.append(ReleaseCall.of_the_pool(wanted, now_ms, regains=False))
         self.advance()
 
     def _obstacle(self) -> str:
@@ -143,15 +101,24 @@ class Releases:
     def tick(self, now_ms: int) -> None:
         """End the call whose time is over."""
         for call in [c for c in self.calls if now_ms >= c.until_ms]:
-            if call is self.calls[0] and not call.regains:
-                for unit in [u for u in self.vacating if u in call.units]:
-                    self._keep(unit)
-            self._answer(call)
+            self._end(call)
+        if self._is_due_again(now_ms):
+            self.regain_all(now_ms)
         self.advance()
+
+    def _end(self, call: ReleaseCall) -> None:
+        """Now, whatever it still lacks: what has not left yet stays."""
+        if call is self.calls[0] and not call.regains:
+            for unit in [u for u in self.vacating if u in call.units]:
+                self._keep(unit)
+        self._answer(call)
 
     def next_deadline_ms(self) -> int | None:
         """When tick() has something to do."""
-        return min((call.until_ms for call in self.calls), default=None)
+        due = [call.until_ms for call in self.calls]
+        if (again_ms := self.again_at_ms()) is not None:
+            due.append(again_ms)
+        return min(due, default=None)
 
     def _answer(self, call: ReleaseCall) -> None:
         self.calls.remove(call)
@@ -364,36 +331,3 @@ class Releases:
             self._count(unit)
         if failed and self.calls:
             self.calls[0].exhausted = True
-
-    # -- coming back ------------------------------------------------------------------------------
-
-    def _regain(self, call: ReleaseCall, lacking: int) -> int:
-        room = MAX_PAGES_UNDER_WAY // self.pages_per_unit - len(self.making) - len(self.coming)
-        units = sorted(self.gone)[: max(0, min(lacking, max(room, int(not self.making))))]
-        if units:
-            self.gone.difference_update(units)
-            self.making.update(units)
-            call.units.update(units)
-            self._do(RestoreUnits(units, self._number))
-        else:
-            call.exhausted = not (self.gone or self._on_their_way)
-        return len(units)
-
-    def on_restored(self, units: Sequence[int], num_made: int) -> None:
-        """Answer to RestoreUnits: the system had memory for the first `num_made` of them."""
-        made, failed = list(units[:num_made]), units[num_made:]
-        self.making.difference_update(units)
-        self.gone.update(failed)
-        for call in self.calls:
-            if call.units & set(failed):
-                call.units.difference_update(failed)
-                call.exhausted = True
-        for unit in made:
-            for page in self._choice.pages(unit):
-                self._table.apply(page, PageEvent.RESTORED)
-        if not (self._memory.pages_per_slab and self.mappers):
-            self._use(made)
-            return
-        self.coming.update((unit, set(self.mappers)) for unit in made)
-        for connection in self.ready:
-            self._tell(connection, (), made)

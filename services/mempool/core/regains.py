@@ -1,0 +1,143 @@
+"""Memory that was given to the system comes back to its space: when somebody says so, or comes. No I/O.
+
+Whoever comes where nobody was gets all of it, however long that takes: what the system lacks is asked for again every
+AGAIN_MS. Memory that is pressed for while engines are there comes back by RegainMemory alone.
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+
+from services.mempool.core.actions import Action, RestoreUnits
+from services.mempool.core.page_state import PageEvent
+from services.mempool.core.radix import Index
+from services.mempool.core.release_choice import Choice, Part, ReleaseCall
+from services.mempool.core.space import Memory
+from shared.ids import PageId
+from shared.wire import mempool as wire
+
+MAX_PAGES_UNDER_WAY = 512  # chosen and not gone yet, or made and not mapped yet
+AGAIN_MS = 5_000
+
+
+class Regains(ABC):
+    """See Releases, which has this.
+
+    Args:
+        send: a message to a connection.
+        do: an action, behind the words of the pages.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        memory: Memory,
+        index: Index,
+        counters: Counter[str],
+        send: Callable[[int, wire.FromMempool], None],
+        do: Callable[[Action], None],
+    ) -> None:
+        self._number, self._memory, self._counters = number, memory, counters
+        self._send, self._do = send, do
+        self._table = memory.table
+        self._choice = Choice(memory, index)
+        self.pages_per_unit = self._choice.pages_per_unit
+        self.unit_bytes = self.pages_per_unit * memory.page_bytes * memory.num_ranks
+        self.calls: deque[ReleaseCall] = deque()
+        self.vacating: dict[int, set[PageId]] = {}  # pages that are not withdrawn yet
+        self.leaving: dict[int, set[int]] = {}  # processes that map it still
+        self.freeing: set[int] = set()
+        self.gone: set[int] = set()
+        self.making: set[int] = set()
+        self.coming: dict[int, set[int]] = {}  # processes that do not map it yet
+        self.mappers: set[int] = set()  # processes that map allocations
+        self.ready: dict[int, int] = {}  # connection of a rank that can be told -> its process
+        self._parts: dict[int, Part] = {}
+        self._num_parts = 0
+        self._again_ms: int | None = None  # not before it is what a newcomer still lacks asked for again
+
+    @property
+    def released_bytes(self) -> int:
+        """Without memory now."""
+        return (len(self.gone) + len(self.making)) * self.unit_bytes
+
+    @property
+    def _on_their_way(self) -> int:
+        """Units that will be gone, whoever waits for it: unmapped or given back at this moment."""
+        return len(self.leaving) + len(self.freeing)
+
+    # -- without a caller ---------------------------------------------------------------------------
+
+    def regain_all(self, now_ms: int) -> None:
+        """All comes back, also what is just leaving; calls of the pool's own end for it."""
+        for call in [call for call in self.calls if not call.has_caller]:
+            self._end(call)
+        self._again_ms = now_ms + AGAIN_MS
+        if wanted := len(self.gone) + self._on_their_way:
+            self.calls.append(ReleaseCall.of_the_pool(wanted, now_ms, regains=True))
+        self.advance()
+
+    def owe_nothing(self) -> None:
+        """Somebody presses for memory: what a newcomer lacks is not asked for again, what is being made comes."""
+        self._again_ms = None
+        for call in self.calls:
+            if call.regains and not call.has_caller:
+                call.wanted = min(call.wanted, call.done + len(call.units))
+
+    def again_at_ms(self) -> int | None:
+        """When what newcomers lack is asked for again. None: nothing is, it is being asked for, or nobody is there."""
+        engines = self._memory.engines
+        if not (self.gone or self._on_their_way) or not (engines.attached or engines.ranks):
+            return None
+        return None if any(not call.has_caller for call in self.calls) else self._again_ms
+
+    def _is_due_again(self, now_ms: int) -> bool:
+        due_ms = self.again_at_ms()
+        return due_ms is not None and now_ms >= due_ms
+
+    # -- units --------------------------------------------------------------------------------------
+
+    def _regain(self, call: ReleaseCall, lacking: int) -> int:
+        room = MAX_PAGES_UNDER_WAY // self.pages_per_unit - len(self.making) - len(self.coming)
+        units = sorted(self.gone)[: max(0, min(lacking, max(room, int(not self.making))))]
+        if units:
+            self.gone.difference_update(units)
+            self.making.update(units)
+            call.units.update(units)
+            self._do(RestoreUnits(units, self._number))
+        else:
+            call.exhausted = not (self.gone or self._on_their_way)
+        return len(units)
+
+    def on_restored(self, units: Sequence[int], num_made: int) -> None:
+        """Answer to RestoreUnits: the system had memory for the first `num_made` of them."""
+        made, failed = list(units[:num_made]), units[num_made:]
+        self.making.difference_update(units)
+        self.gone.update(failed)
+        for call in self.calls:
+            if call.units & set(failed):
+                call.units.difference_update(failed)
+                call.exhausted = True
+        for unit in made:
+            for page in self._choice.pages(unit):
+                self._table.apply(page, PageEvent.RESTORED)
+        if not (self._memory.pages_per_slab and self.mappers):
+            self._use(made)
+            return
+        self.coming.update((unit, set(self.mappers)) for unit in made)
+        for connection in self.ready:
+            self._tell(connection, (), made)
+
+    # -- of Releases --------------------------------------------------------------------------------
+
+    @abstractmethod
+    def advance(self) -> None: ...
+
+    @abstractmethod
+    def _end(self, call: ReleaseCall) -> None: ...
+
+    @abstractmethod
+    def _tell(self, connection: int, leaving: Sequence[int], coming: Sequence[int]) -> None: ...
+
+    @abstractmethod
+    def _use(self, units: Iterable[int]) -> None: ...
