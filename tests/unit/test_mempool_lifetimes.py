@@ -127,6 +127,20 @@ def test_a_successor_finishes_what_was_leaving_and_brings_it_back():
     assert new.counts() == {"granted": 8}
 
 
+def test_a_successor_gives_the_next_engine_as_long_as_its_predecessor_did():
+    """The time counted from the machine's start: blocks of engines that had just died went with the mempool."""
+    old = deserted()
+    bury(old)
+    old.now_ms = 100 * IDLE_MS
+    new = successor(old, [])
+    new.advance(0)
+    assert not new.pending
+    assert new.pool.next_deadline_ms() == new.now_ms + IDLE_MS
+    new.advance(IDLE_MS)
+    new.settle()
+    assert new.counts() == {"released": 8}
+
+
 def pressed() -> ReleaseRig:
     """Two of four allocations were given away while a worker was here."""
     rig = ReleaseRig(4, space_idle_ms=IDLE_MS)

@@ -94,6 +94,7 @@ class Attachments:
         self.memory.label = label
         self.memory.devices = {rank: device for rank, device in enumerate(devices) if device}
         self.memory_id = memory_id
+        self._active_at_ms = -1  # until the first tick: when it was is not known
         self.engine_processes = set(engines)
         self.inherited_from = dict(zip(processes, instances, strict=False))
         self.readers.epochs = self.memory.table.epochs

@@ -36,6 +36,8 @@ class Lifetimes(Attachments):
 
     def drop_if_deserted(self, now_ms: int) -> None:
         """Its engines are gone, and their last pages came back: blocks are forgotten, memory goes to the system."""
+        if self._active_at_ms < 0:
+            self._active_at_ms = now_ms
         due_ms = self.dropped_at_ms()
         if due_ms is None or now_ms < due_ms or self.releases is None:
             return
