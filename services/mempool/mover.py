@@ -86,9 +86,10 @@ class Mover:
             threads=threads, host_copier=host_copier,
         )  # fmt: skip
         self._background = background or ThreadPoolExecutor(1, thread_name_prefix="mover-map")
-        self._pinning = Pinning(
-            self._mapper.pin_some, lambda: self._num_pulls > 0, self._background, self._loop
-        )
+        self.pinning = Pinning(
+            self._mapper.pin_some, lambda: self._num_pulls > 0, self._background, self._loop,
+            self._mapper.unpin, self._mapper.resting,
+        )  # fmt: skip
         self._thread = PullThread()
         self._spaces: dict[int, Space] = {}
         self._copies: dict[int, Copy] = {}
@@ -131,7 +132,7 @@ class Mover:
 
     def is_pinned(self, number: int) -> bool:
         """Whether copy engines have its memory's addresses, or are about to: then no page of it may be punched."""
-        return self._pin_host and self._has_gpu and number in self._host_spaces
+        return self._pin_host and self._has_gpu and number in self._host_spaces - self.pinning.resting
 
     def windows(self, number: int) -> list[SlabWindow]:
         """See Mapper.windows; on the background thread."""
@@ -155,7 +156,7 @@ class Mover:
             self._tell(self._space_ready, space, None, failure)
             return
         self._thread.post(lambda: self._register(space, mapped))
-        self._pinning.begin()
+        self.pinning.begin()
 
     def _register(self, space: Space, mapped: MappedSpace) -> None:
         """On the mover's thread."""

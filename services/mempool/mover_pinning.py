@@ -2,7 +2,7 @@
 
 While the driver locks a chunk (0.1 s) whatever else this process asks of the GPU waits for it: copies of a burst would
 stand still for a second each. So a chunk waits for a moment in which nothing is copied, but not for ever: until it is
-locked, copies of that memory take a slower way.
+locked, copies of that memory take a slower way. Memory that goes to the system for long (*rests*) is not locked.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ class Pinning:
     """Args:
     pin_some: locks the next chunk, on the background thread; False: nothing is left.
     is_copying: asked on the loop.
+    unpin: ends it for a space, on the background thread. resting: spaces that pin_some leaves out.
     """
 
     def __init__(
@@ -26,15 +27,33 @@ class Pinning:
         is_copying: Callable[[], bool],
         background: ThreadPoolExecutor,
         loop: asyncio.AbstractEventLoop,
+        unpin: Callable[[int], None] = lambda _: None,
+        resting: set[int] | None = None,
     ) -> None:
         self._pin_some, self._is_copying = pin_some, is_copying
         self._background, self._loop = background, loop
+        self._unpin = unpin
+        self.resting = set[int]() if resting is None else resting
         self.num_waits = 0  # chunks that gave way to copies
 
     def begin(self) -> None:
         """From any thread; harmless when nothing is to be locked, or was begun before."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._next, 0.0)
+
+    def rest(self, number: int) -> None:
+        """Nothing is copied from or to this space before wake(); what the background thread is told next finds it
+        unlocked. On the loop."""
+        if number not in self.resting:
+            self.resting.add(number)
+            with contextlib.suppress(RuntimeError):  # close() came
+                self._background.submit(self._unpin, number)
+
+    def wake(self, number: int) -> None:
+        """It is locked again, as every space. On the loop."""
+        if number in self.resting:
+            self.resting.discard(number)
+            self.begin()
 
     def _next(self, waited_s: float) -> None:
         if self._is_copying() and waited_s < MOST_WAIT_S:

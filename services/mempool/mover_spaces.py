@@ -75,6 +75,7 @@ class Mapper:
         self._spaces: dict[int, MappedSpace] = {}
         self._unpinnable: set[int] = set()  # bases of host memory that the driver refused to page-lock
         self.pinned = PinnedRanges()
+        self.resting: set[int] = set()  # spaces that are not to be page-locked now; changed on the loop
         self.pairs = PairTests(floor_gb_per_s)
 
     def map(self, number: int, regions: Sequence[RankRegion], end: KvEnd | None) -> MappedSpace:
@@ -168,7 +169,8 @@ class Mapper:
         gpu = next(iter(self._gpus.values()), None)
         if gpu is None or not self._pin_host or self._stopping.is_set():
             return False
-        for mapped in [mapped for space in self._spaces.values() for mapped in space.ranks]:
+        spaces = [space for space in self._spaces.values() if space.number not in self.resting]
+        for mapped in [mapped for space in spaces for mapped in space.ranks]:
             host = mapped.memory
             if not isinstance(host, HostMapping) or host.base in self._unpinnable:
                 continue
@@ -190,18 +192,33 @@ class Mapper:
                 return True
         return False
 
+    def unpin(self, number: int) -> None:
+        """End the page-locking of a space that no copy reads or writes now."""
+        for mapped in self._spaces[number].ranks if number in self._spaces else ():
+            if isinstance(mapped.memory, HostMapping):
+                try:
+                    self._unlock(mapped.memory, mapped.region.page_bytes)
+                except CopyFailed as error:  # a part stays locked; copies go through pinned slots
+                    log.error("not_unlocked", region=mapped.region.name, reason=error.message)
+
+    def _unlock(self, host: HostMapping, page_bytes: int) -> None:
+        locked = [
+            first
+            for first, num_bytes in _chunks(host, page_bytes)
+            if self.pinned.cover(first, first + num_bytes)
+        ]
+        self.pinned.remove(host.base, host.num_bytes)
+        self._unpinnable.discard(host.base)
+        for first in locked:
+            gpu = next(iter(self._gpus.values()))
+            gpu.copy.make_current()
+            gpu.copy.unregister_host(first)
+
     def _drop(self, space: MappedSpace) -> None:
         for mapped in space.ranks:
-            host = mapped.memory
-            if isinstance(host, HostMapping):
-                for first, num_bytes in _chunks(host, mapped.region.page_bytes):
-                    if self.pinned.cover(first, first + num_bytes):
-                        gpu = next(iter(self._gpus.values()))
-                        gpu.copy.make_current()
-                        gpu.copy.unregister_host(first)
-                self.pinned.remove(host.base, host.num_bytes)
-                self._unpinnable.discard(host.base)
-            host.close()
+            if isinstance(mapped.memory, HostMapping):
+                self._unlock(mapped.memory, mapped.region.page_bytes)
+            mapped.memory.close()
 
 
 def _chunks(host: HostMapping, page_bytes: int) -> list[tuple[int, int]]:

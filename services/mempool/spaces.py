@@ -1,10 +1,12 @@
 """The memory of every space of this mempool, and what the core asks to be done with it."""
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from services.mempool import copy_spans
 from services.mempool.core.actions import (
     CopyPages,
     CreateMemory,
@@ -17,13 +19,13 @@ from services.mempool.far_messages import far_in_host, far_in_slabs
 from services.mempool.kept import Kept
 from services.mempool.memory import PoolMemory
 from services.mempool.slabs import DeviceSlabs, KeptSlabs
-from services.mempool.system_memory import CopyOptions, SystemMemory
+from services.mempool.system_memory import CopyOptions, SystemMemory, punched
 from services.mempool.takeover import Adopted, SpaceMeta
 from shared.errors import ClusterError, ResourceError
 from shared.ids import Epoch, InstanceId, PageId
 from shared.kv.layout import EngineDescription, slabs_per_page
+from shared.kv.page import PageState, unpack_word
 from shared.observe.log import get_logger
-from shared.observe.trace import start_span
 from shared.wire.mempool_far import MapFar
 
 if TYPE_CHECKING:
@@ -85,6 +87,7 @@ class Spaces:
         self._on_settled = on_settled
         self._mover: Mover | None = None  # nothing is copied, nor mapped here, where there is one space
         self._moved: set[int] = set()  # spaces that the mover knows
+        self._resting: set[int] = set()  # spaces in host memory that have none, and are not page-locked
         self._system = SystemMemory(self.windows)
         self.layer_words: dict[tuple[int, InstanceId, int], LayerMemory] = {}  # by space, instance, rank
         self._followed: dict[int, tuple[Gate, str]] = {}  # copies on their way by layer, and traceparents
@@ -164,6 +167,8 @@ class Spaces:
         meta = found.meta
         memory = found.memory(self._boot_generation)
         self._take(memory, meta)
+        if not meta.pages_per_slab and all(unpack_word(w)[1] is PageState.RELEASED for w in found.words):
+            self._resting.add(meta.number)
         per_rank = len(found.slab_fds) // meta.num_ranks
         for rank in range(meta.num_ranks if per_rank else 0):
             slab_bytes = meta.page_bytes * meta.num_pages // per_rank
@@ -229,38 +234,10 @@ class Spaces:
         if copy_id in self._followed:
             self._followed[copy_id][0].is_over = True
 
-    def _trace(self, done: "CopyDone") -> None:
-        """A span of the copy, and one for each part: from when its layers were found written to their arrival."""
-        _, parent = self._followed.pop(done.copy_id, (None, ""))
-        if not parent or not done.sent:
-            return
-        span = start_span(
-            "mempool.layers", parent=parent, start_ns=done.sent[0].begin_ns,
-            attributes={"bytes": done.num_bytes, "path": done.path, "parts": len(done.sent)},
-        )  # fmt: skip
-        for each in done.sent if span.recording else ():
-            which = {"layers.first": each.first, "layers.last": each.last - 1}
-            part = start_span(
-                "mempool.layer", parent=span.traceparent, attributes=which, start_ns=each.begin_ns
-            )
-            part.end(each.end_ns)
-        span.end(done.sent[-1].end_ns)
-
-    def _trace_return(self, done: "CopyDone") -> None:
-        """In the trace of each request whose blocks the copy brought back from decode to prefill, a span of it."""
-        begin_ns, returns = self._returns.pop(done.copy_id, (0, {}))
-        for parent, num_blocks in returns.items():
-            span = start_span(
-                "kv.return", parent=parent, start_ns=begin_ns,
-                attributes={"blocks": num_blocks, "path": done.path, "copy_bytes": done.num_bytes},
-            )  # fmt: skip
-            if not done.ok:
-                span.fail(done.reason)
-            span.end()
-
     def _ended(self, done: "CopyDone") -> None:
-        self._trace(done)
-        self._trace_return(done)
+        _, parent = self._followed.pop(done.copy_id, (None, ""))
+        copy_spans.of_layers(done, parent)
+        copy_spans.of_return(done, *self._returns.pop(done.copy_id, (0, {})))
         if not done.ok:
             log.warning("copy_failed", copy_id=done.copy_id, code=done.code, reason=done.reason)
         self._on_copied(done.copy_id, not done.ok, done.quarantined, done.elapsed_us)
@@ -278,6 +255,7 @@ class Spaces:
                 self._on_settled, threads=how.threads, pin_host=how.pin_host,
                 floor_gb_per_s=how.floor_gb_per_s, background=self._system.thread,
             )  # fmt: skip
+            self._mover.pinning.resting |= self._resting
         for number in whole:
             if number not in self._moved:
                 self._moved.add(number)
@@ -334,19 +312,16 @@ class Spaces:
 
     def punch(self, number: int, pages: list[PageId]) -> None:
         """Give the memory of free pages back, unless copy engines have its addresses."""
-        if self._mover is not None and self._mover.is_pinned(number):
-            return
-        try:
-            self.memories[number].punch(pages)
-        except OSError as error:  # some sandboxes cannot: the memory stays, nothing else is lost
-            log.warning("punch_failed", num_pages=len(pages), error=str(error))
-            return
-        log.info("pages_punched", space=number, num_pages=len(pages))
+        is_pinned = self._mover is not None and self._mover.is_pinned(number)
+        if not is_pinned and punched(self.memories[number], number, pages):
+            log.info("pages_punched", space=number, num_pages=len(pages))
 
     def release(self, action: ReleaseUnits, on_done: Callable[[bool], None], *, may_punch: bool) -> None:
         """Give memory back that no other process maps. `on_done`: whether it failed, so that all of it stays."""
         number, memory = action.space, self.memories[action.space]
         if not self.has_slabs(number):
+            if may_punch and action.unlocks:
+                self._rest(number)
             if not may_punch or (self._mover is not None and self._mover.is_pinned(number)):
                 on_done(True)
             else:
@@ -363,7 +338,9 @@ class Spaces:
         """Take memory again. `on_done`: for how many of the units, from the first on."""
         number = action.space
         if not self.has_slabs(number):
-            on_done(len(action.units))  # host memory comes when it is written
+            self._wake(number)
+            # host memory comes when it is written; an answer within the call would go as deep as there are pages
+            asyncio.get_running_loop().call_soon(on_done, len(action.units))
             return
 
         def restored(num_made: int) -> None:
@@ -371,6 +348,17 @@ class Spaces:
             on_done(num_made)
 
         self._system.restore(self._slabs_of(number), number, action.units, restored)
+
+    def _rest(self, number: int) -> None:
+        """What is done on the thread of memory next finds nothing of the space page-locked."""
+        self._resting.add(number)
+        if self._mover is not None:
+            self._mover.pinning.rest(number)
+
+    def _wake(self, number: int) -> None:
+        self._resting.discard(number)
+        if self._mover is not None:
+            self._mover.pinning.wake(number)
 
     def _slabs_of(self, number: int) -> list[DeviceSlabs | KeptSlabs]:
         return [slabs for (space, _), slabs in sorted(self.slabs.items()) if space == number]

@@ -52,7 +52,7 @@ class SystemMemory:
         self, memory: PoolMemory, number: int, pages: Sequence[int], on_done: Callable[[bool], None]
     ) -> None:
         """Pages of host memory; `on_done` says whether it failed, and nothing is lost then."""
-        self._run(lambda: _punch(memory, number, pages), on_done)
+        self._run(lambda: not punched(memory, number, pages), on_done)
 
     def release(
         self,
@@ -124,10 +124,11 @@ class SystemMemory:
         self.thread.shutdown(wait=True, cancel_futures=True)
 
 
-def _punch(memory: PoolMemory, number: int, pages: Sequence[int]) -> bool:
+def punched(memory: PoolMemory, number: int, pages: Sequence[int]) -> bool:
+    """Whether memory of these pages went to the system; else nothing is lost."""
     try:
         memory.punch(pages)
     except OSError as error:  # some sandboxes cannot: the memory stays
         log.warning("punch_failed", space=number, num_pages=len(pages), error=str(error))
-        return True
-    return False
+        return False
+    return True

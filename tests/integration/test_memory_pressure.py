@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -80,6 +82,51 @@ def test_host_memory_falls_and_grows_back_and_the_engine_goes_on(tmp_path):
         engine.close()
     finally:
         mempool.stop()
+
+
+ATTACH = """
+import sys
+from shared.aqua.own_space import OwnSpace
+own = OwnSpace(sys.argv[1], "tensors", "cpu:tensors", 1 << 20, 16 << 20)
+print("attached", flush=True)
+sys.stdin.read()
+"""
+
+
+def attach(mempool: MempoolProcess) -> subprocess.Popen:
+    """A process with 16 pages of its own, until its standard input ends."""
+    command = [sys.executable, "-c", ATTACH, str(mempool.socket)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"attached\n"
+    return process
+
+
+def test_memory_of_processes_that_are_gone_goes_with_the_host_memory_behind_it_and_comes_with_the_next_one(
+    tmp_path,
+):
+    keeper = KeeperProcess(tmp_path)
+    mempool = MempoolProcess(
+        tmp_path,
+        **{
+            "capacity-bytes": 16 << 20, "dram-bytes": 32 << 20, "dram-for-host": "true", "space-idle-ms": 500,
+            "keeper-socket": keeper.socket,
+        },
+    )  # fmt: skip
+    try:
+        for restarts in (False, True):
+            attach(mempool).communicate()
+            until(lambda: mempool.counts().get("released") == 16 + 32, "its pages and those behind are gone")
+            if restarts:
+                mempool.kill()
+                mempool.start()
+                until(lambda: mempool.counts().get("released") == 16 + 32, "the tables are taken over")
+            following = attach(mempool)
+            until(lambda: mempool.counts().get("released", 0) == 0, "all of it is back")
+            following.communicate()
+    finally:
+        mempool.stop()
+        keeper.stop()
 
 
 @pytest.fixture

@@ -178,6 +178,21 @@ async def test_host_memory_is_page_locked_in_chunks_while_copies_run(rig, monkey
     assert max(size for args in calls for size in args[2]) <= PER_SLAB * PAGE_BYTES
 
 
+async def test_host_memory_that_rests_is_not_page_locked_and_is_again_when_it_wakes(rig):
+    it = rig(pin_host=True)
+    it.add(1, (0,))
+    it.add(2, 2)
+    await it.pinned()
+    it.mover.pinning.rest(2)
+    it.mover.pinning.begin()  # as another space's mapping does
+    assert not it.mover.is_pinned(2)
+    await until(lambda: not any(driver.registered for driver in it.gpus.drivers.values()))
+    assert it.mover.status()["pinned_bytes"] == 0
+    it.mover.pinning.wake(2)
+    assert it.mover.is_pinned(2)
+    await it.pinned()
+
+
 async def test_memory_that_cannot_be_page_locked_goes_through_slots_and_the_log_says_what_that_costs(
     rig, monkeypatch
 ):

@@ -1,10 +1,19 @@
 """Several spaces in one mempool: who belongs where, and blocks that are copied to the reader's space."""
 
+from collections import deque
+
 import msgspec
 import pytest
 
 from services.mempool.core import space as space_module
-from services.mempool.core.actions import Action, CopyPages, CreateMemory, PoolLimits
+from services.mempool.core.actions import (
+    Action,
+    CopyPages,
+    CreateMemory,
+    PoolLimits,
+    ReleaseUnits,
+    RestoreUnits,
+)
 from services.mempool.core.mempool import Mempool
 from shared.errors import PeerProtocolError
 from shared.ids import HandoffId, InstanceId
@@ -39,12 +48,15 @@ class Spaces(Harness):
         self.words_of: dict[tuple[int, int], int] = {}
         self.bytes: dict[tuple[int, int], str] = {}
         self.copies: dict[int, CopyPages] = {}
+        self.memory: deque[ReleaseUnits | RestoreUnits] = deque()
 
     def run(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case CreateMemory():
                     self.spaces[action.space] = action
+                case ReleaseUnits() | RestoreUnits():
+                    self.memory.append(action)
                 case CopyPages():
                     ahead = action.cut is not None and action.cut.step > 0  # of the seal (layered.py)
                     for source in action.sources:

@@ -118,10 +118,12 @@ class ReleaseUnits:
     """Give memory to the system that nobody maps (releases.py); answer with Mempool.on_released, always.
 
     `units`: of host memory, pages; on GPUs, allocations of every rank.
+    `unlocks`: nothing is copied there before memory comes back: it need not stay page-locked.
     """
 
     units: list[int]
     space: int = 0
+    unlocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

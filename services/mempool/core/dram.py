@@ -20,6 +20,7 @@ from services.mempool.core.pool import Pool
 from services.mempool.core.tiers import CopyPages, CopyResult, TierAction, TierLimits, Tiers
 from shared.ids import BlockHash, PageId, SpaceId
 from shared.kv.layout import EngineDescription
+from shared.wire import mempool as wire
 
 MAX_PAGES_PER_COPY = 64
 
@@ -46,6 +47,7 @@ class Dram:
         self._numbers = numbers
         self._touched = touched
         self._now_ms = 0
+        self.num_refused = 0
         self.tiers: dict[int, Tiers] = {}  # by number of the engines' space
         self.borrowed: Callable[[int], Sequence[int]] = (
             lambda _: ()
@@ -69,6 +71,31 @@ class Dram:
         on_gpus = memory.pages_per_slab > 0
         return (on_gpus or bool(memory.label and self._limits.dram_for_host)) and self._of(pool) is None
 
+    def put_behind(
+        self, pool: Pool, message: wire.Attach, new_pool: Callable[[], Pool], *, is_full: bool
+    ) -> list[Action]:
+        """An engine or rank has attached there: make DRAM, where it is to have some."""
+        self.link()  # where it exists already
+        if message.description is None or not self.wants(pool, message.description):
+            return []
+        planned = self.plan(pool, message.description)
+        if not planned.num_pages or is_full:
+            self.num_refused += 1
+            return []
+        made = new_pool()
+        actions: list[Action] = [made.make_memory(message.description, planned, space.DRAM_LABEL)]
+        self.link()
+        return actions + made.flush()
+
+    def wake(self, pool: Pool, now_ms: int) -> None:
+        """The first has come to this space: DRAM that was dropped has its memory again, if nobody is in another's."""
+        dram = self._of(pool)
+        others = [front for front in self._fronts(dram) if front is not pool] if dram is not None else []
+        if dram is None or dram.releases is None or any(o.has_workers or o.awaited() for o in others):
+            return
+        dram.releases.regain_all(now_ms)
+        self._touched(dram)
+
     def plan(self, pool: Pool, description: EngineDescription) -> space.Plan:
         """For DRAM behind this space. Its pages are of the same size: they are copied as a whole."""
         assert pool.memory is not None
@@ -79,6 +106,8 @@ class Dram:
     def link(self) -> None:
         """Have every space use the DRAM of its content. Harmless when they do already."""
         for pool in self._pools.values():
+            if pool.is_dram:
+                pool.fronts = self._fronts(pool)
             dram = self._of(pool) if pool.memory is not None and pool.number not in self.tiers else None
             if dram is None or pool.memory is None or dram.memory is None or pool.memory.is_dram:
                 continue
@@ -111,6 +140,10 @@ class Dram:
             if (found.content_key, found.page_bytes) == (memory.content_key, memory.page_bytes):
                 return other
         return None
+
+    def _fronts(self, dram: Pool) -> list[Pool]:
+        """The spaces of engines that this is behind."""
+        return [pool for pool in self._pools.values() if not pool.is_behind and self._of(pool) is dram]
 
     def _tier_limits(self, pool: Pool) -> TierLimits:
         """The share that engines do not get is filled up again ahead of them, when half of it is used."""
@@ -218,7 +251,7 @@ class Dram:
 
     def counters(self) -> Counter[str]:
         """Of all spaces."""
-        out: Counter[str] = Counter()
+        out = Counter({"dram_refused": self.num_refused} if self.num_refused else {})
         for tiers in self.tiers.values():
             for name, count in tiers.counters.items():
                 out[name if name.startswith("peer_") else f"dram_{name}"] += count

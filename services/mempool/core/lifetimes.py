@@ -2,26 +2,38 @@
 
 An engine that comes back soon finds its blocks. When none came for `space_idle_ms`, and no process is left that maps
 the space, its blocks are forgotten and its memory goes to the system. The space itself, a table of a few bytes a page,
-stays: the next engine of its kind gets the memory again, as soon as there is some.
+stays: the next engine of its kind gets the memory again, as soon as there is some. The host memory behind spaces goes
+as soon as nobody has been in any of them for so long, and comes back with the first who comes to one.
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 from services.mempool.core.actions import Action
 from services.mempool.core.attachments import Attachments
 from services.mempool.core.engines import CALLER
 from shared.ids import BlockHash
+from shared.kv.page import PageState
 from shared.wire import mempool as wire
+
+ON_THEIR_WAY = (PageState.GRANTED, PageState.WRITING, PageState.QUARANTINED, PageState.LEASED)
 
 
 class Lifetimes(Attachments):
     """See the module."""
 
+    fronts: "Sequence[Lifetimes]" = ()  # of host memory: what it is behind (dram.py)
+    _dropped_at_ms = 0  # the last time
+
     @property
     def is_deserted(self) -> bool:
         """Whether no engine or rank of this space is left that lives, and nothing of it is on its way."""
         memory = self.memory
-        if memory is None or memory.is_behind or self.claims or self.inheritance is not None:
+        if memory is None or memory.is_loan or self.claims or self.inheritance is not None:
+            return False
+        if memory.is_dram and (self.index.num_pinned or any(memory.table.counts[s] for s in ON_THEIR_WAY)):
+            return False
+        if not all(front.is_deserted for front in self.fronts):
             return False
         engines = memory.engines
         mapped = self.releases is not None and bool(self.releases.mappers or self.releases.calls)
@@ -32,7 +44,8 @@ class Lifetimes(Attachments):
         memory, idle_ms = self.memory, self.limits.space_idle_ms
         if memory is None or not idle_ms or not memory.table.num_present or not self.is_deserted:
             return None
-        return self._active_at_ms + idle_ms
+        seen_ms = max([self._active_at_ms, *(front._active_at_ms for front in self.fronts)])
+        return max(seen_ms, self._dropped_at_ms) + idle_ms
 
     def drop_if_deserted(self, now_ms: int) -> None:
         """Its engines are gone, and their last pages came back: blocks are forgotten, memory goes to the system."""
@@ -41,14 +54,14 @@ class Lifetimes(Attachments):
         due_ms = self.dropped_at_ms()
         if due_ms is None or now_ms < due_ms or self.releases is None:
             return
-        self._active_at_ms = now_ms  # what is pinned now is tried again
+        self._dropped_at_ms = now_ms  # what is pinned now is tried again
         self.counters["spaces_dropped"] += 1
         self._free_entries(self.index.delete_unpinned())
         self.releases.release_all(now_ms)
 
     def on_attach(self, connection: int, process: int, message: wire.Attach, now_ms: int) -> list[Action]:
         """As ever; the first who comes, after all others have gone, gets the memory again that went meanwhile."""
-        is_first = message.kind != "client" and self._is_first(process)
+        is_first = self.memory is not None and message.kind != "client" and self.is_first(process)
         actions = super().on_attach(connection, process, message, now_ms)
         if is_first and self.releases is not None and self.has_member(connection):
             self.releases.regain_all(now_ms)
@@ -56,14 +69,19 @@ class Lifetimes(Attachments):
             actions += self._done()
         return actions
 
-    def _is_first(self, process: int) -> bool:
+    @property
+    def has_workers(self) -> bool:
+        """Whether an engine or a rank of one is attached."""
+        engines = self.memory.engines if self.memory is not None else None
+        ranks = engines.ranks.values() if engines is not None else ()
+        return engines is not None and (bool(engines.attached) or any(r.instance != CALLER for r in ranks))
+
+    def is_first(self, process: int) -> bool:
         """Whether nobody works here, and this process never did: one that comes again was there when memory went."""
         if self.memory is None or self.releases is None:
-            return False
-        engines = self.memory.engines
-        others = [*engines.attached, *(c for c, rank in engines.ranks.items() if rank.instance != CALLER)]
-        known = self.releases.mappers.union(self.awaited(), *(lost.alive for lost in engines.lost))
-        return not others and process not in known
+            return True
+        lost = (each.alive for each in self.memory.engines.lost)
+        return not self.has_workers and process not in self.releases.mappers.union(self.awaited(), *lost)
 
     def condemn(self, block_hash: BlockHash) -> int:
         """The bytes of this block are wrong: nobody finds it any more, nor what is behind it. Of how many blocks.

@@ -7,6 +7,7 @@ clients of an instance to that of its engine, whichever comes first.
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 
 from services.mempool.core import parse, space
@@ -134,9 +135,13 @@ class Mempool(FromOutside):
             self._clients[connection] = message.instance
             return actions
         pool = self._pool_for(message)
+        is_first = pool.is_first(process)
         actions = pool.on_attach(connection, process, message, now_ms)
-        actions += self._put_dram_behind(pool, message)
+        new_pool = partial(self._new_pool, max(self.pools) + 1)
+        actions += self.dram.put_behind(pool, message, new_pool, is_full=self._is_full)
         if pool.has_member(connection):
+            if is_first:
+                self.dram.wake(pool, now_ms)
             self._members[connection] = pool.number
             self.callers.computes([process])
             self._space_of[message.instance] = pool.number
@@ -153,18 +158,9 @@ class Mempool(FromOutside):
             self._members[connection] = message.space
         return actions + self._after(now_ms)
 
-    def _put_dram_behind(self, pool: Pool, message: wire.Attach) -> list[Action]:
-        self.dram.link()  # where it exists already
-        if message.description is None or not self.dram.wants(pool, message.description):
-            return []
-        planned = self.dram.plan(pool, message.description)
-        if not planned.num_pages or len(self.pools) >= self.limits.max_spaces:
-            self.counters["dram_refused"] += 1
-            return []
-        made = self._new_pool(max(self.pools) + 1)
-        actions: list[Action] = [made.make_memory(message.description, planned, space.DRAM_LABEL)]
-        self.dram.link()
-        return actions + made.flush()
+    @property
+    def _is_full(self) -> bool:
+        return len(self.pools) >= self.limits.max_spaces
 
     def _pool_for(self, message: wire.Attach) -> Pool:
         """The space of an engine or rank. Raises: PeerProtocolError."""
@@ -181,7 +177,7 @@ class Mempool(FromOutside):
         for pool in self.pools.values():
             if pool.memory is None:
                 return pool
-        if len(self.pools) >= self.limits.max_spaces:
+        if self._is_full:
             return self.pools[self.space_of(message.instance)]  # which refuses it
         return self._new_pool(max(self.pools) + 1)
 

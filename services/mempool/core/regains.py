@@ -7,6 +7,7 @@ AGAIN_MS. Memory that is pressed for while engines are there comes back by Regai
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from heapq import nsmallest
 
 from services.mempool.core.actions import Action, RestoreUnits
 from services.mempool.core.page_state import PageEvent
@@ -17,6 +18,7 @@ from shared.ids import PageId
 from shared.wire import mempool as wire
 
 MAX_PAGES_UNDER_WAY = 512  # chosen and not gone yet, or made and not mapped yet
+MOST_PARTS = 64  # of host memory: each costs a look at all of its pages
 AGAIN_MS = 5_000
 
 
@@ -54,6 +56,9 @@ class Regains(ABC):
         self.ready: dict[int, int] = {}  # connection of a rank that can be told -> its process
         self._parts: dict[int, Part] = {}
         self._num_parts = 0
+        self._unlocks = False  # memory that goes
+        in_host = 0 if memory.pages_per_slab else memory.table.num_pages // MOST_PARTS
+        self._most_under_way = max(MAX_PAGES_UNDER_WAY, in_host)
         self._again_ms: int | None = None  # not before it is what a newcomer still lacks asked for again
 
     @property
@@ -72,7 +77,7 @@ class Regains(ABC):
         """All comes back, also what is just leaving; calls of the pool's own end for it."""
         for call in [call for call in self.calls if not call.has_caller]:
             self._end(call)
-        self._again_ms = now_ms + AGAIN_MS
+        self._again_ms, self._unlocks = now_ms + AGAIN_MS, False
         if wanted := len(self.gone) + self._on_their_way:
             self.calls.append(ReleaseCall.of_the_pool(wanted, now_ms, regains=True))
         self.advance()
@@ -98,8 +103,8 @@ class Regains(ABC):
     # -- units --------------------------------------------------------------------------------------
 
     def _regain(self, call: ReleaseCall, lacking: int) -> int:
-        room = MAX_PAGES_UNDER_WAY // self.pages_per_unit - len(self.making) - len(self.coming)
-        units = sorted(self.gone)[: max(0, min(lacking, max(room, int(not self.making))))]
+        room = self._most_under_way // self.pages_per_unit - len(self.making) - len(self.coming)
+        units = nsmallest(min(lacking, max(room, int(not self.making))), self.gone)
         if units:
             self.gone.difference_update(units)
             self.making.update(units)

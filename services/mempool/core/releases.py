@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from services.mempool.core.actions import OfferSlabs, ReleaseUnits
 from services.mempool.core.page_state import PageEvent
-from services.mempool.core.regains import MAX_PAGES_UNDER_WAY, Regains
+from services.mempool.core.regains import Regains
 from services.mempool.core.release_choice import IMPOSSIBLE, NOBODY, Part, ReleaseCall
 from shared.ids import PageId
 from shared.kv.page import PageState
@@ -77,7 +77,8 @@ class Releases(Regains):
         self.advance()
 
     def release_all(self, now_ms: int) -> None:
-        """Without a caller: everything that can go goes."""
+        """Without a caller: everything that can go goes. Nobody is there, and nothing is copied."""
+        self._unlocks = self._memory.is_dram
         wanted = self._table.num_present // self.pages_per_unit
         self.calls.append(ReleaseCall.of_the_pool(wanted, now_ms, regains=False))
         self.advance()
@@ -169,7 +170,7 @@ class Releases(Regains):
 
     def _free(self, units: Sequence[int]) -> None:
         self.freeing.update(units)
-        self._do(ReleaseUnits(list(units), self._number))
+        self._do(ReleaseUnits(list(units), self._number, self._unlocks))
 
     def _tell(self, connection: int, leaving: Sequence[int], coming: Sequence[int]) -> None:
         """A rank unmaps and maps what it is awaited for."""
@@ -186,7 +187,7 @@ class Releases(Regains):
     def _begin_next(self, call: ReleaseCall, lacking: int) -> int:
         """Begin with the next units of a call, within what may be under way. How many."""
         under_way = (len(self.vacating) + len(self.leaving) + len(self.freeing)) * self.pages_per_unit
-        room = max(0, MAX_PAGES_UNDER_WAY - under_way) // self.pages_per_unit
+        room = max(0, self._most_under_way - under_way) // self.pages_per_unit
         if not room and not under_way:
             room = 1  # a unit of very many pages
         if under_way and room < lacking and room * self.pages_per_unit < wire.PAGES_PER_VACATE:

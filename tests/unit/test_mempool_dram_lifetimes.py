@@ -1,0 +1,112 @@
+"""Host memory behind spaces that nobody uses any more goes, and comes back."""
+
+from services.mempool.core.actions import ReleaseUnits
+from shared.kv.page import PageState
+from shared.wire import mempool as wire
+from tests.unit.mempool_harness import PAGE_BYTES, page_lists
+from tests.unit.test_mempool_dram import ABCD, WXYZ, spaces, two_prompts, unpin
+from tests.unit.test_mempool_spaces import PREFILL, Spaces
+
+IDLE_MS = 1_000
+NEXT = 30  # a worker that comes later
+
+
+def idle() -> Spaces:
+    """Blocks of a worker that is dead lie in its space and in host memory."""
+    rig = spaces(space_idle_ms=IDLE_MS)
+    pages = two_prompts(rig)
+    unpin(rig, pages[2:4])
+    rig.copied()
+    assert rig.core.pools[1].is_dram
+    assert len(rig.core.pools[1].index) == 2
+    die(rig, PREFILL)
+    return rig
+
+
+def die(rig: Spaces, worker: int) -> None:
+    for connection in (100 + worker, worker):
+        rig.closed(connection)
+    rig.dead(worker)
+
+
+def system(rig: Spaces) -> set[tuple[int, bool]]:
+    """It does what it was asked. Spaces of which it took pages, and whether they need not stay page-locked."""
+    taken = set()
+    while rig.memory:
+        asked = rig.memory.popleft()
+        if isinstance(asked, ReleaseUnits):
+            taken.add((asked.space, asked.unlocks))
+            rig.run(rig.core.on_released(asked.space, asked.units, rig.now_ms))
+        else:
+            rig.run(rig.core.on_restored(asked.space, asked.units, len(asked.units), rig.now_ms))
+    return taken
+
+
+def released(rig: Spaces) -> dict[int, int]:
+    """Pages without memory, by space."""
+    found = {number: pool.memory for number, pool in rig.core.pools.items()}
+    return {n: memory.table.counts[PageState.RELEASED] for n, memory in found.items() if memory is not None}
+
+
+def drop(rig: Spaces) -> set[tuple[int, bool]]:
+    rig.advance(IDLE_MS)
+    taken = system(rig)
+    rig.advance(0)
+    return taken | system(rig)
+
+
+def test_host_memory_goes_when_every_space_before_it_is_deserted_and_comes_with_the_next_engine():
+    """It stayed, page-locked, as long as the mempool lived, whatever became of its content."""
+    rig = idle()
+    assert drop(rig) == {(0, False), (1, True)}
+    assert released(rig) == {0: 8, 1: 8}
+    assert not rig.core.pools[1].index.hashes
+    assert rig.core.next_deadline_ms() is None
+    rig.worker(NEXT, "cpu:0", quota=8)
+    system(rig)
+    assert released(rig) == {0: 0, 1: 0}
+    pages = rig.fill(NEXT, 0, ABCD, "abcd") + rig.fill(NEXT, 0, WXYZ, "wxyz")
+    rig.say(NEXT, wire.Unpin(**page_lists(pages[2:4])))
+    rig.copied()
+    assert len(rig.core.pools[1].index) == 2, "blocks leave for it as ever"
+
+
+def test_host_memory_comes_back_with_a_space_of_its_content_on_another_device():
+    rig = idle()
+    drop(rig)
+    rig.worker(NEXT, "cpu:1", quota=8)
+    system(rig)
+    assert released(rig) == {0: 8, 1: 0, 2: 0}
+
+
+def test_host_memory_stays_as_long_as_one_space_before_it_is_used():
+    rig = idle()
+    rig.worker(NEXT, "cpu:1", quota=8)
+    assert drop(rig) == {(0, False)}
+    assert released(rig) == {0: 8, 1: 0, 2: 0}
+    die(rig, NEXT)
+    assert drop(rig) == {(1, True), (2, False)}
+    assert released(rig) == {0: 8, 1: 8, 2: 8}
+
+
+def test_host_memory_stays_while_a_copy_may_still_write_it():
+    rig = spaces(space_idle_ms=IDLE_MS)
+    pages = two_prompts(rig)
+    unpin(rig, pages[2:4])
+    (copy,) = rig.copies.values()
+    die(rig, PREFILL)
+    rig.copied(failed=True, in_doubt=copy.targets)
+    drop(rig)
+    assert released(rig)[1] == 0
+    rig.run(rig.core.on_settled(1, copy.targets, rig.now_ms))
+    drop(rig)
+    assert released(rig)[1] == 8
+
+
+def test_host_memory_that_is_pressed_for_stays_away_while_a_worker_is_there():
+    rig = spaces(space_idle_ms=IDLE_MS)
+    rig.say(PREFILL, wire.ReleaseMemory(call_id=7, num_bytes=4 * PAGE_BYTES, wait_ms=1_000, space=1))
+    assert system(rig) == {(1, False)}
+    rig.worker(NEXT, "cpu:1", quota=8)
+    assert not rig.memory
+    assert released(rig) == {0: 0, 1: 4, 2: 0}
