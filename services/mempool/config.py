@@ -57,7 +57,8 @@ class MempoolSettings(LendingKeys, frozen=True, kw_only=True):
     market_name: str = ""  # under which it reports there, unlike any other mempool's; "": mempool.instance
     allowed_uids: list[int] = []  # users that may connect; empty: only the mempool's own
 
-    max_spaces: int = 64  # one for each GPU, named part of host memory and content of blocks
+    # one for each GPU, named part of host memory and content of blocks; lent pages are none
+    max_spaces: int = 64
     pull_patience_ms: int = (
         150  # so long a reader waits for pages to copy into, when it waits for nothing else
     )

@@ -1,11 +1,11 @@
-"""Host memory behind spaces that nobody uses any more goes, and comes back."""
+"""Host memory behind spaces that nobody uses any more goes, and comes back; and who counts as a space."""
 
 from services.mempool.core.actions import ReleaseUnits
 from shared.kv.page import PageState
 from shared.wire import mempool as wire
 from tests.unit.mempool_harness import PAGE_BYTES, page_lists
 from tests.unit.test_mempool_dram import ABCD, WXYZ, spaces, two_prompts, unpin
-from tests.unit.test_mempool_spaces import PREFILL, Spaces
+from tests.unit.test_mempool_spaces import DECODE, PREFILL, Spaces
 
 IDLE_MS = 1_000
 NEXT = 30  # a worker that comes later
@@ -110,3 +110,14 @@ def test_host_memory_that_is_pressed_for_stays_away_while_a_worker_is_there():
     rig.worker(NEXT, "cpu:1", quota=8)
     assert not rig.memory
     assert released(rig) == {0: 0, 1: 4, 2: 0}
+
+
+def test_lent_pages_take_no_engines_place():
+    """A space of the lender's pages counted as one for good, though it has no memory."""
+    rig = spaces(max_spaces=4)
+    rig.worker(DECODE, "cpu:1")
+    rig.core.lending._make_shelf(2, 0)
+    rig.core.lending._make_shelf(0, 2)
+    assert [pool.is_loan for pool in rig.core.pools.values()] == [False, False, False, True, True]
+    rig.worker(NEXT, "cpu:2")
+    assert [s.label for s in rig.spaces.values()] == ["0", "dram", "1", "2"]

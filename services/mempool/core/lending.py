@@ -28,6 +28,7 @@ from shared.wire import mempool as wire
 from shared.wire import mempool_lending as calls
 
 MAX_TTL_MS = market.MAX_DURATION_MS
+MAX_SHELVES = 512  # tables of a few bytes a page, without memory; they stay
 
 
 @dataclass(slots=True)
@@ -188,8 +189,8 @@ class Lending:
         lender, borrower = self._pools[producer], self._pools[consumer]
         if not may_lend(lender, borrower) or consumer not in self._dram.tiers:
             raise LoanRefused("offer.unfit", f"space {producer} cannot lend to space {consumer}")
-        if len(self._pools) >= self._limits.max_spaces:
-            raise LoanRefused("loans.full", f"{len(self._pools)} spaces")
+        if len(self._shelves) >= MAX_SHELVES:
+            raise LoanRefused("loans.full", f"{MAX_SHELVES} pairs of spaces have lent to each other")
         number = max(self._pools) + 1
         made = LoanPool(self._limits, self.loans.boot_generation, number, self._fence, lender, borrower)
         assert made.memory is not None

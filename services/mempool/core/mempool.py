@@ -160,7 +160,7 @@ class Mempool(FromOutside):
 
     @property
     def _is_full(self) -> bool:
-        return len(self.pools) >= self.limits.max_spaces
+        return sum(not pool.is_loan for pool in self.pools.values()) >= self.limits.max_spaces
 
     def _pool_for(self, message: wire.Attach) -> Pool:
         """The space of an engine or rank. Raises: PeerProtocolError."""
