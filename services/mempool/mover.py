@@ -6,7 +6,7 @@
 Every page has a part on each rank; a copy is done when all ranks have it. Until on_done the target pages belong to
 the copy; those that it reports as quarantined may still be written and come back by on_settled, or never (a copy
 engine that stands still). Spaces are mapped in the background when they are added, never in a copy (architecture,
-section 4, rule 8): a copy that comes earlier waits, within its own deadline.
+section 4, rule 8): a copy that comes earlier waits, within its own deadline, and fails while that has failed.
 Public methods and callbacks run on the event loop; nothing here waits, but for close().
 """
 
@@ -32,16 +32,17 @@ from services.mempool.mover_copies import (
 from services.mempool.mover_gpu import OpenGpu, SlabWindow, open_gpu
 from services.mempool.mover_job import Job
 from services.mempool.mover_layers import Feed
+from services.mempool.mover_mapping import Mapping
 from services.mempool.mover_paths import Parts, Paths
 from services.mempool.mover_pinning import Pinning
 from services.mempool.mover_regions import MAX_RANKS, RankRegion, SlabRegion, region_name, space_and_rank
-from services.mempool.mover_spaces import MappedSpace, Mapper
+from services.mempool.mover_spaces import Mapper
 from services.mempool.mover_targets import Targets
 from services.mempool.mover_thread import PullThread
 from shared.errors import ClusterError
 from shared.kernels.copy_pages.copier import Copier
 from shared.observe.log import get_logger
-from shared.transfer.errors import TransferFailed, TransferRefused, TransferTimeout
+from shared.transfer.errors import TransferRefused, TransferTimeout
 from shared.transfer.reslice import KvEnd
 
 __all__ = ["CopyDone", "Mover", "MoverBusy", "MoverClosed"]
@@ -91,6 +92,10 @@ class Mover:
             self._mapper.unpin, self._mapper.resting,
         )  # fmt: skip
         self._thread = PullThread()
+        self._mapping = Mapping(
+            self._mapper, self._paths, self._thread, self._background,
+            on_mapped=self.pinning.begin, on_tried=self._tried,
+        )  # fmt: skip
         self._spaces: dict[int, Space] = {}
         self._copies: dict[int, Copy] = {}
         self._waiting: deque[Copy] = deque()
@@ -109,7 +114,8 @@ class Mover:
     def add_space(self, number: int, regions: Sequence[RankRegion], end: KvEnd | None = None) -> None:
         """Map the pages of every rank, in the background. Once per space, at its creation or adoption.
 
-        Descriptors and slabs of `regions` must live until is_mapped(), or failure() says why not.
+        What fails is tried again (mover_mapping.py). Descriptors and slabs of `regions` must live until is_mapped(),
+        or the space is removed, or close().
         Args: end: how the space's engine cuts a block over its ranks; needed for copies between unequal TP or PP.
         Raises: TransferRefused for a number in use, or no rank at all.
         """
@@ -119,12 +125,12 @@ class Mover:
             raise TransferRefused(f"space {number} of {len(regions)} ranks: known already, or impossible")
         if end is not None and end.num_ranks != len(regions):
             raise TransferRefused(f"space {number}: {len(regions)} ranks, its engine has {end.num_ranks}")
-        space = self._spaces[number] = Space(number)
+        space = self._spaces[number] = Space(number, tuple(regions), end)
         if any(isinstance(region, SlabRegion) for region in regions):
             self._has_gpu = True
         else:
             self._host_spaces.add(number)
-        self._background.submit(self._map, space, tuple(regions), end)
+        self._mapping.begin(space)
 
     def is_mapped(self, number: int) -> bool:
         """Whether copies of this space may run."""
@@ -139,41 +145,16 @@ class Mover:
         return self._mapper.windows(number)
 
     def failure(self, number: int) -> ClusterError | None:
-        """Why a space cannot be copied from or to."""
+        """Why a space cannot be copied from or to for now."""
         return self._spaces[number].failure if number in self._spaces else None
 
     def remove_space(self, number: int, on_removed: Callable[[], None] | None = None) -> None:
         """No new copies; when those on their way have ended and settled, unmap, then call `on_removed`."""
         (space := self._spaces[number]).on_removed = on_removed or (lambda: None)
+        self._mapping.give_up(number)
         self._remove_if_unused(space)
 
-    def _map(self, space: Space, regions: Sequence[RankRegion], end: KvEnd | None) -> None:
-        """In the background."""
-        try:
-            mapped = self._mapper.map(space.number, regions, end)
-        except Exception as error:  # noqa: BLE001  the space is unusable, the mempool is not
-            failure = error if isinstance(error, ClusterError) else TransferFailed(f"mapping: {error!r}")
-            self._tell(self._space_ready, space, None, failure)
-            return
-        self._thread.post(lambda: self._register(space, mapped))
-        self.pinning.begin()
-
-    def _register(self, space: Space, mapped: MappedSpace) -> None:
-        """On the mover's thread."""
-        try:
-            self._paths.add(mapped)
-        except Exception as error:  # noqa: BLE001  as in _map
-            failure = error if isinstance(error, ClusterError) else TransferFailed(f"paths: {error!r}")
-            self._tell(self._space_ready, space, None, failure)
-            return
-        self._tell(self._space_ready, space, mapped, None)
-
-    def _space_ready(self, space: Space, mapped: MappedSpace | None, failure: ClusterError | None) -> None:
-        space.mapped, space.failure = mapped, failure
-        if failure is not None:
-            log.error("space_unmapped", space=space.number, code=failure.code, reason=failure.message)
-        else:
-            log.info("space_mapped", space=space.number)
+    def _tried(self, space: Space) -> None:
         self._pump_soon()
         self._remove_if_unused(space)
 
@@ -181,7 +162,7 @@ class Mover:
         is_known = space is not None and self._spaces.get(space.number) is space
         if space is None or not is_known or space.on_removed is None or self._closed:
             return
-        if space.num_copies or space.state == "mapping" or self._targets.has_held(space.number):
+        if space.num_copies or space.is_tried or self._targets.has_held(space.number):
             return
         del self._spaces[space.number]
         self._host_spaces.discard(space.number)
@@ -368,6 +349,7 @@ class Mover:
         if self._closed:
             return self._is_idle()
         self._closed = True
+        self._mapping.close()
         self._mapper.stop()
         self._background.shutdown(wait=False, cancel_futures=True)
         for job in self._jobs:

@@ -9,10 +9,12 @@ from typing import Any
 from services.mempool.mover_job import Job
 from services.mempool.mover_layers import Feed, Sent
 from services.mempool.mover_paths import Parts
+from services.mempool.mover_regions import RankRegion
 from services.mempool.mover_spaces import MappedSpace
 from shared.errors import ClusterError, ResourceError
 from shared.transfer.errors import TransferFailed, TransferRefused
 from shared.transfer.interface import Moved
+from shared.transfer.reslice import KvEnd
 
 MAX_PAGES = 65_536  # of one copy
 MAX_PARTS = 16  # source spaces of one copy
@@ -62,8 +64,12 @@ class Space:
     """From add_space() to remove_space()."""
 
     number: int
+    regions: Sequence[RankRegion]
+    end: KvEnd | None = None
     mapped: MappedSpace | None = None
-    failure: ClusterError | None = None
+    failure: ClusterError | None = None  # of the last attempt to map it
+    is_tried: bool = False  # an attempt is under way
+    num_failures: int = 0
     num_copies: int = 0
     on_removed: Callable[[], None] | None = None  # it is to go when its copies have ended
 

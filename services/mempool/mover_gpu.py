@@ -4,6 +4,7 @@ A window is one reserved range with every slab of a rank mapped side by side, so
 own GPU writes there; each other GPU that can reach it reads (cuMemSetAccess adds a GPU to those that have access).
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,12 @@ def open_gpu(device: str) -> Gpu:
         status, uuid = driver.cuDeviceGetUuid(found)
         if int(status) == 0 and device == f"cuda:{bytes(uuid.bytes).hex()}":
             try:
-                return Gpu(device, ordinal, CudaVmmDriver(ordinal), CudaDriver(ordinal))
+                with contextlib.ExitStack() as undo:
+                    vmm = CudaVmmDriver(ordinal)
+                    undo.callback(vmm.close)  # it is tried again: no context stays of what failed
+                    gpu = Gpu(device, ordinal, vmm, CudaDriver(ordinal))
+                    undo.pop_all()
+                    return gpu
             except ClusterError as error:
                 raise PathUnavailable(f"{device}: {error.message}") from error
     raise PathUnavailable(f"no GPU {device} is visible to the mempool")

@@ -18,6 +18,7 @@ from shared.vmm.cuda_pages import CudaPages
 NUM_PAGES = 32
 MIN_PAGE_BYTES = 2 << 20
 TIMEOUT_MS = 5_000
+MEASUREMENTS = 2  # of a pair under the floor
 
 log = get_logger("mempool.mover")
 
@@ -31,20 +32,26 @@ class PairTests:
         self.found: dict[tuple[str, str], SelfTest] = {}
 
     def test(self, pairs: Iterable[tuple[Gpu, Gpu]]) -> None:
-        """Measure those pairs that have not been measured. Cost: 20 ms a pair, 64 MiB on both GPUs meanwhile.
+        """Measure those pairs that have not shown yet that they reach the floor; one that does not, twice, since
+        somebody else may have used the link. Cost: 20 ms a measurement, 64 MiB on both GPUs meanwhile.
 
         Raises: LinkTooSlow; ClusterError when pages do not arrive.
         """
         for source, target in pairs:
             key = (source.device, target.device)
-            if key not in self.found:
-                try:
-                    self.found[key] = measure_pair(source, target)
-                except OutOfPages as error:  # both GPUs are full, as after a restart: nothing to measure with
-                    log.warning("pair_not_measured", source=key[0], target=key[1], reason=error.message)
-                    continue
-                log.info("pair_measured", source=key[0], target=key[1], gb_per_s=self.found[key].gb_per_s)
-            require(self.found[key], self._floor_gb_per_s)
+            try:
+                for _ in range(MEASUREMENTS):
+                    if key in self.found and self._is_fast(self.found[key]):
+                        break
+                    found = self.found[key] = measure_pair(source, target)
+                    log.info("pair_measured", source=key[0], target=key[1], gb_per_s=found.gb_per_s)
+            except OutOfPages as error:  # both GPUs are full, as after a restart: nothing to measure with
+                log.warning("pair_not_measured", source=key[0], target=key[1], reason=error.message)
+            if key in self.found:
+                require(self.found[key], self._floor_gb_per_s)
+
+    def _is_fast(self, found: SelfTest) -> bool:
+        return not found.num_bytes or found.gb_per_s >= self._floor_gb_per_s
 
 
 class _Scratch:

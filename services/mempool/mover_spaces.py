@@ -14,7 +14,6 @@ from services.mempool.mover_engines import PinnedRanges
 from services.mempool.mover_gpu import Gpu, OpenGpu, SlabWindow
 from services.mempool.mover_regions import HostMapping, HostRegion, RankRegion, SlabRegion, region_name
 from services.mempool.mover_self_test import PairTests
-from shared.errors import ClusterError
 from shared.kernels.copy_pages.copies import CopyFailed
 from shared.observe.log import get_logger
 from shared.transfer.interface import Region, RegionKind
@@ -89,7 +88,7 @@ class Mapper:
                     self._let_in(mapped, gpu)
             self._spaces[number] = space
             self.pairs.test(self._reachable(space))
-        except ClusterError:
+        except BaseException:
             self._spaces.pop(number, None)
             self._drop(space)
             raise
