@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -23,6 +24,9 @@ from shared.wire.mempool_api import PageAddress, instance_key
 INLINE_BYTES = 256 << 10  # host memory: so much is copied at once, 40 us
 COPY_THREADS = 2  # beyond it
 PART_BYTES = 1 << 20  # less is not worth another thread
+RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0  # after a mapping failed; twice as long each time
+
+NO_MAPPING = "no mapping"  # for now, until _again
 
 logger = logging.getLogger(__name__)
 U64 = NDArray[np.uint64]
@@ -89,6 +93,7 @@ class Ways:
         self._socket, self._instance, self._on_lost = socket, instance, on_lost
         self._names = {instance_key(instance): instance}
         self._found: dict[WayKey, Way | str] = {}  # or why there is none
+        self._again: dict[WayKey, tuple[float, float]] = {}  # mapping failed: not before, and the wait
         self._lock = threading.Lock()
         self._map_lock = threading.Lock()  # held while something is mapped
         self._maps: dict[tuple[int, SpaceId, bool], CallerMemory] = {}
@@ -104,10 +109,13 @@ class Ways:
         return self._names.get(key)
 
     def between(self, source: Stretch, target: Stretch) -> Way | str:
-        """How pages go there, or why not; the first call begins to map both spaces. Cost: 0.3 us."""
+        """How pages go there, or why not for now; the first call begins to map both spaces, and one that comes some
+        time after that failed. Cost: 0.3 us."""
         key = way_key(source, target)
         found = self._found.get(key)
-        if found is None:
+        if found is None or (
+            found == NO_MAPPING and time.monotonic() >= self._again[key][0] and not self.closed
+        ):
             found = self._found[key] = "not mapped yet"
             threading.Thread(target=self._make, args=(key,), name="quire-caller-map", daemon=True).start()
         return found
@@ -136,8 +144,14 @@ class Ways:
                 target = self._map(key[2], key[3], writes=True)
                 self._found[key] = self._way_between(source, target)
         except (ClusterError, OSError, ValueError) as error:
-            logger.info("transfers from space %s to %s ask the mempool: %s", key[1], key[3], error)
-            self._found[key] = "no mapping"
+            _, wait_s = self._again.get(key, (0.0, RETRY_MIN_S / 2))
+            wait_s = min(RETRY_MAX_S, 2 * wait_s)
+            source, target = key[1], key[3]
+            logger.info(
+                "transfers from space %s to %s go by the mempool for %s s: %s", source, target, wait_s, error
+            )
+            self._again[key] = time.monotonic() + wait_s, wait_s
+            self._found[key] = NO_MAPPING
 
     def _way_between(self, source: CallerMemory, target: CallerMemory) -> Way | str:
         if source.content_key != target.content_key or source.page_bytes != target.page_bytes:
