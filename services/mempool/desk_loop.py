@@ -8,6 +8,7 @@ from services.mempool.core.wishes import Answer, Wish
 from services.mempool.shell import MempoolShell
 from shared.errors import PeerError
 from shared.observe.log import get_logger
+from shared.transport.background_task import begin_task
 from shared.transport.lending_client import LendingClient
 from shared.wire.lending import AskLease, OfferMemory
 
@@ -29,8 +30,8 @@ class DeskLoop:
         )  # a space has one offer and one ask under way, and its reclaims
 
     def open(self) -> None:
-        """Begin. Never waits."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="mempool-desk")
+        """Begin. Never waits. What deciding raises is raised into the loop: it is a bug."""
+        self._task = begin_task(self._run(), "mempool-desk")
 
     async def close(self) -> None:
         """Stop; loans live on until their time is over."""
@@ -54,7 +55,7 @@ class DeskLoop:
             shell.perform(actions)
             self._log()
             for wish in wishes:
-                task = asyncio.get_running_loop().create_task(self._say(wish))
+                task = begin_task(self._say(wish), "mempool-wish")
                 self._asking.add(task)
                 task.add_done_callback(self._asking.discard)
 

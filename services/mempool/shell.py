@@ -262,11 +262,13 @@ class MempoolShell:
         if self._performing or self._is_closed:
             return
         self._performing = True
-        while self._actions:
-            self._perform_one(self._actions.popleft())
-            if not self._actions:
-                self.checks.begin()
-        self._performing = False
+        try:
+            while self._actions:
+                self._perform_one(self._actions.popleft())
+                if not self._actions:
+                    self.checks.begin()
+        finally:  # an action that raises is a bug, which must not keep all later ones from being performed
+            self._performing = False
         self._timer.look()
 
     def _perform_one(self, action: Action) -> None:

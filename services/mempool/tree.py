@@ -17,6 +17,7 @@ from services.mempool.core.mempool import Mempool
 from shared.prompttree.hits import pack_audience
 from shared.prompttree.publisher import PromptTreePublisher
 from shared.prompttree.scripts import IS_DRAM, NONE_BEHIND, SPACES
+from shared.transport.background_task import begin_task
 
 REFRESH_S = 0.5  # so late a new space, or an instance that comes to one, is told
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -61,7 +62,7 @@ class TreePublishers:
     def open(self) -> None:
         """Begin, unless there is no Redis to tell. Never waits."""
         if self._redis_url and self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run(), name="mempool-tree")
+            self._task = begin_task(self._run(), "mempool-tree")
 
     async def close(self) -> None:
         """Withdraw the entries, if Redis answers."""

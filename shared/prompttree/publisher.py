@@ -14,6 +14,7 @@ from shared.observe.log import get_logger
 from shared.observe.metrics import counter, gauge
 from shared.prompttree.held_blocks import HeldBlocks
 from shared.prompttree.scripts import BEAT, CLAIM, OWNERS, RELEASE, TAG_HEX, WRITE
+from shared.transport.background_task import begin_task
 from shared.transport.redis_link import RedisLink, Script
 
 TTL_S = 120
@@ -94,7 +95,7 @@ class PromptTreePublisher:
         """Start connecting and publishing. Never waits."""
         if self._task is None:
             self._link.open()
-            self._task = asyncio.get_running_loop().create_task(self._run(), name="prompttree-publish")
+            self._task = begin_task(self._run(), "prompttree-publish")
 
     async def close(self) -> None:
         """Withdraw the entries, if Redis answers, and stop."""

@@ -17,6 +17,7 @@ from httpx import Response
 
 from shared.errors import PeerError, PeerGone, PeerProtocolError, PeerTimeout
 from shared.ids import InstanceId, LeaseId
+from shared.transport.background_task import begin_task
 from shared.transport.coordinator_api import CoordinatorApi, decode
 from shared.transport.membership_client import MIN_INTERVAL_S, Background, Event
 from shared.wire.lending import (
@@ -155,9 +156,8 @@ class MempoolReporter(Background):
 
     def open(self) -> None:
         """Start in the background of the running loop. What a callback raises is raised into the loop: it is a bug."""
-        super().open()
-        assert self._task is not None
-        self._task.add_done_callback(_raise)
+        if self._task is None:
+            self._task = begin_task(self._run(), type(self).__name__)
 
     def hurry(self) -> None:
         """Report now, or MIN_INTERVAL_S after the last answer: something was lent, given back, or reclaimed."""
@@ -192,11 +192,6 @@ class MempoolReporter(Background):
                     await self._hurry.wait()
             except TimeoutError:
                 continue
-
-
-def _raise(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.result()
 
 
 def _call(grant: Grant) -> LeaseCall:

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from services.mempool.core.actions import PoolLimits, WriteWords
 from services.mempool.shell import MempoolShell
 from shared.ids import Epoch
@@ -27,4 +29,18 @@ async def test_a_deadline_that_is_due_now_may_be_no_timer_of_the_loop(tmp_path, 
     shell.perform([])
     await asyncio.sleep(0.005)
     shell.perform([])
+    shell.close()
+
+
+async def test_an_action_that_raises_does_not_keep_later_ones_from_being_performed(tmp_path, monkeypatch):
+    shell = MempoolShell(
+        tmp_path / "mempool.sock", PoolLimits(capacity_bytes=1 << 20), Epoch(1), MonotonicClock()
+    )
+    with pytest.raises(KeyError):
+        shell.perform([WriteWords(space=0, words=[])])  # there is no memory 0
+    done = []
+    monkeypatch.setattr(shell, "_perform_one", done.append)
+    later = WriteWords(space=1, words=[])
+    shell.perform([later])
+    assert done == [later]
     shell.close()

@@ -1,0 +1,96 @@
+"""A bug that ends a background task is raised into the loop, which ends a service: no function stops silently."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from services.mempool.core.wishes import Wish
+from services.mempool.desk_loop import DeskLoop
+from services.mempool.tree import TreePublishers
+from shared.ids import Epoch, InstanceId
+from shared.prompttree.publisher import PromptTreePublisher
+from shared.transport.background_task import begin_task
+from shared.wire.lending import AskReclaim
+
+NOWHERE = "redis://127.0.0.1:1"
+
+
+class Bug(Exception):
+    pass
+
+
+def bug(*_args, **_how):
+    raise Bug
+
+
+@pytest.fixture
+async def raised():
+    """A future of the first context that a callback of the loop raised with, as end_on_bug() sees it."""
+    loop = asyncio.get_running_loop()
+    found = loop.create_future()
+
+    def handler(_, context):
+        if "handle" in context and not found.done():
+            found.set_result(context["exception"])
+
+    loop.set_exception_handler(handler)
+    yield found
+    loop.set_exception_handler(None)
+
+
+async def ends_loudly(raised):
+    assert isinstance(await asyncio.wait_for(raised, 30), Bug)
+
+
+async def test_what_a_task_raises_is_raised_into_the_loop_and_a_cancelled_one_says_nothing(raised):
+    async def fails():
+        bug()
+
+    begin_task(asyncio.sleep(60), "sleeps").cancel()
+    await asyncio.sleep(0.01)
+    assert not raised.done()
+    begin_task(fails(), "fails")
+    await ends_loudly(raised)
+
+
+def desk(**pool):
+    shell = SimpleNamespace(
+        pool=SimpleNamespace(**pool), clock=SimpleNamespace(now_ms=lambda: 0), perform=lambda actions: None
+    )
+    return DeskLoop("http://127.0.0.1:1", "", shell, SimpleNamespace(words=[]), interval_ms=1)
+
+
+async def test_a_desk_that_cannot_decide_ends_loudly(raised):
+    it = desk(decide_market=bug)
+    it.open()
+    await ends_loudly(raised)
+    await it.close()
+
+
+async def test_an_answer_to_a_wish_that_is_misunderstood_ends_loudly(raised, monkeypatch):
+    wish = Wish(key="k", body=AskReclaim(offer_id="o", producer=InstanceId("m"), deadline_ms=1), space=0)
+    it = desk(decide_market=lambda now_ms: ([wish], []), on_wish_answered=bug)
+
+    async def answers(*_args, **_how):
+        return None
+
+    monkeypatch.setattr(it._client, "reclaim", answers)
+    it.open()
+    await ends_loudly(raised)
+    await it.close()
+
+
+async def test_a_tree_whose_spaces_cannot_be_told_ends_loudly(raised):
+    it = TreePublishers(NOWHERE, "m", "", SimpleNamespace(audience=SimpleNamespace(now=bug)))
+    it.open()
+    await ends_loudly(raised)
+    await it.close()
+
+
+async def test_a_publisher_ends_loudly(raised, monkeypatch):
+    it = PromptTreePublisher(NOWHERE, owner="o", epoch=Epoch(1), row="prefill")
+    monkeypatch.setattr(it, "_held_blocks", SimpleNamespace(set=bug))
+    it.open()
+    await ends_loudly(raised)
+    await it.close()
