@@ -16,14 +16,14 @@ POLL_S = 0.005
 
 class Pinning:
     """Args:
-    pin_some: locks the next chunk, on the background thread; False: nothing is left.
+    pin_some: locks the next chunk, on the background thread: in how many seconds it has more to do; None: nothing.
     is_copying: asked on the loop.
     unpin: ends it for a space, on the background thread. resting: spaces that pin_some leaves out.
     """
 
     def __init__(
         self,
-        pin_some: Callable[[], bool],
+        pin_some: Callable[[], float | None],
         is_copying: Callable[[], bool],
         background: ThreadPoolExecutor,
         loop: asyncio.AbstractEventLoop,
@@ -34,6 +34,7 @@ class Pinning:
         self._background, self._loop = background, loop
         self._unpin = unpin
         self.resting = set[int]() if resting is None else resting
+        self._later: asyncio.TimerHandle | None = None  # for memory that the driver refused
         self.num_waits = 0  # chunks that gave way to copies
 
     def begin(self) -> None:
@@ -64,5 +65,15 @@ class Pinning:
             self._background.submit(self._one)
 
     def _one(self) -> None:
-        if self._pin_some():
+        """In the background."""
+        wait_s = self._pin_some()
+        if wait_s == 0.0:
             self.begin()
+        elif wait_s is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._try_later, wait_s)
+
+    def _try_later(self, wait_s: float) -> None:
+        if self._later is not None:
+            self._later.cancel()
+        self._later = self._loop.call_later(wait_s, self._next, 0.0)

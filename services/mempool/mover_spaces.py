@@ -7,6 +7,7 @@ chunks, when the spaces are in use already.
 
 import mmap
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ from shared.transfer.reslice import KvEnd
 from shared.vmm.errors import VmmError
 
 PIN_CHUNK_BYTES = 256 << 20
+REST_MIN_S, REST_MAX_S = 30.0, 300.0  # until host memory that was refused is tried again
 
 log = get_logger("mempool.mover")
 
@@ -53,6 +55,14 @@ class MappedRegion:
         return self.region.address, self.region.address + self.region.num_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """rest_s: how long, until again_s (of time.monotonic), the driver is not asked again."""
+
+    rest_s: float
+    again_s: float
+
+
 @dataclass(slots=True, eq=False)
 class MappedSpace:
     """All ranks of one space. `end`: how its engine cuts a block over its ranks; None: never between unequal ends."""
@@ -72,7 +82,7 @@ class Mapper:
         self._stopping = threading.Event()
         self._gpus: dict[str, Gpu] = {}
         self._spaces: dict[int, MappedSpace] = {}
-        self._unpinnable: set[int] = set()  # bases of host memory that the driver refused to page-lock
+        self._refused: dict[int, Refused] = {}  # by base of host memory that the driver would not page-lock
         self.pinned = PinnedRanges()
         self.resting: set[int] = set()  # spaces that are not to be page-locked now; changed on the loop
         self.pairs = PairTests(floor_gb_per_s)
@@ -160,36 +170,52 @@ class Mapper:
                             found[source.gpu.device, target.gpu.device] = (source.gpu, target.gpu)
         return list(found.values())
 
-    def pin_some(self) -> bool:
-        """Page-lock the next PIN_CHUNK_BYTES of host memory, once there is a GPU that copies. False: nothing is left.
+    def pin_some(self) -> float | None:
+        """Page-lock the next PIN_CHUNK_BYTES of host memory, once there is a GPU that copies. Returns the seconds until
+        there is more to lock (0.0: there may be now; else the driver refused some, and is asked again); None: nothing.
 
         Meanwhile copies of that memory go through pinned slots. Cost: 0.1 s or more, and that memory for good.
         """
         gpu = next(iter(self._gpus.values()), None)
         if gpu is None or not self._pin_host or self._stopping.is_set():
-            return False
+            return None
+        now_s, waits_s = time.monotonic(), list[float]()
         spaces = [space for space in self._spaces.values() if space.number not in self.resting]
         for mapped in [mapped for space in spaces for mapped in space.ranks]:
             host = mapped.memory
-            if not isinstance(host, HostMapping) or host.base in self._unpinnable:
+            if not isinstance(host, HostMapping):
                 continue
-            for first, num_bytes in _chunks(host, mapped.region.page_bytes):
-                if self.pinned.cover(first, first + num_bytes):
-                    continue
-                try:
-                    gpu.copy.make_current()
-                    gpu.copy.register_host(first, num_bytes)
-                except CopyFailed as error:
-                    log.warning(
-                        "not_page_locked", region=mapped.region.name, reason=error.message,
-                        locked_bytes=self.pinned.num_bytes, so="copies of the rest go through pinned slots, at a fifth "
-                        "of the rate: give mempool.dram_bytes what the machine can spare, or set pin_host = false",
-                    )  # fmt: skip
-                    self._unpinnable.add(host.base)
-                    break
-                self.pinned.add(first, num_bytes)
-                return True
-        return False
+            left = [each for each in _chunks(host, mapped.region.page_bytes) if not self._is_pinned(*each)]
+            if not left:
+                continue
+            if host.base in self._refused and (wait_s := self._refused[host.base].again_s - now_s) > 0:
+                waits_s.append(wait_s)
+            elif self._pin(gpu, mapped, host, *left[0]):
+                return 0.0
+            else:
+                waits_s.append(self._refused[host.base].again_s - now_s)
+        return min(waits_s, default=None)
+
+    def _pin(self, gpu: Gpu, mapped: MappedRegion, host: HostMapping, first: int, num_bytes: int) -> bool:
+        try:
+            gpu.copy.make_current()
+            gpu.copy.register_host(first, num_bytes)
+        except CopyFailed as error:
+            before = self._refused.get(host.base)
+            rest_s = min(REST_MAX_S, 2 * before.rest_s) if before is not None else REST_MIN_S
+            self._refused[host.base] = Refused(rest_s, time.monotonic() + rest_s)
+            log.warning(
+                "not_page_locked", region=mapped.region.name, reason=error.message, again_s=rest_s,
+                locked_bytes=self.pinned.num_bytes, so="copies of the rest go through pinned slots, at a fifth "
+                "of the rate: give mempool.dram_bytes what the machine can spare, or set pin_host = false",
+            )  # fmt: skip
+            return False
+        self._refused.pop(host.base, None)
+        self.pinned.add(first, num_bytes)
+        return True
+
+    def _is_pinned(self, first: int, num_bytes: int) -> bool:
+        return self.pinned.cover(first, first + num_bytes)
 
     def unpin(self, number: int) -> None:
         """End the page-locking of a space that no copy reads or writes now."""
@@ -207,7 +233,7 @@ class Mapper:
             if self.pinned.cover(first, first + num_bytes)
         ]
         self.pinned.remove(host.base, host.num_bytes)
-        self._unpinnable.discard(host.base)
+        self._refused.pop(host.base, None)
         for first in locked:
             gpu = next(iter(self._gpus.values()))
             gpu.copy.make_current()

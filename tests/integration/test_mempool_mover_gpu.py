@@ -215,6 +215,19 @@ async def test_memory_that_cannot_be_page_locked_goes_through_slots_and_the_log_
     assert "pin_host" in fields["so"]
 
 
+async def test_memory_that_could_not_be_page_locked_for_a_moment_is_locked_later(rig, monkeypatch):
+    monkeypatch.setattr(mover_spaces, "REST_MIN_S", 0.05)
+    it = rig(pin_host=True)
+    it.add(1, (0,))
+    await until(lambda: it.mover.is_mapped(1))
+    it.gpus.drivers[0].fail_at["register_host"] = 1
+    it.add(2, 1)
+    await until(lambda: it.mover.is_mapped(2))
+    await until(lambda: it.mover.status()["pinned_bytes"] > 0)
+    done = await it.copy(1, 2)
+    assert (done.ok, done.path) == (True, "imported"), done
+
+
 async def test_gpus_that_cannot_reach_each_other_copy_through_host_memory(rig):
     it = rig(FakeGpus(3, apart=[(0, 1)]))
     for number, device in ((1, 0), (2, 1), (3, 2)):

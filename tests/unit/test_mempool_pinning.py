@@ -6,6 +6,15 @@ from typing import Any
 from services.mempool.mover_pinning import MOST_WAIT_S, Pinning
 
 
+class Timer:
+    def __init__(self, later: list[Any], entry: Any) -> None:
+        self.later, self.entry = later, entry
+
+    def cancel(self) -> None:
+        if self.entry in self.later:
+            self.later.remove(self.entry)
+
+
 class Loop:
     """A loop whose time is the test's; and the background thread, which does at once what it is given."""
 
@@ -16,8 +25,9 @@ class Loop:
     def call_soon_threadsafe(self, what: Callable[..., None], *arguments: Any) -> None:
         self.call_later(0.0, what, *arguments)
 
-    def call_later(self, delay_s: float, what: Callable[..., None], *arguments: Any) -> None:
+    def call_later(self, delay_s: float, what: Callable[..., None], *arguments: Any) -> "Timer":
         self.later.append((self.now_s + delay_s, what, arguments))
+        return Timer(self.later, self.later[-1])
 
     def submit(self, what: Callable[[], None]) -> None:
         what()
@@ -34,12 +44,14 @@ class Loop:
 
 class Rig:
     def __init__(self, chunks: int) -> None:
-        self.loop, self.left, self.is_copying = Loop(), chunks, False
+        self.loop, self.left, self.is_copying, self.refused_until_s = Loop(), chunks, False, 0.0
         self.pinning = Pinning(self.pin_some, lambda: self.is_copying, self.loop, self.loop)  # type: ignore[arg-type]
 
-    def pin_some(self) -> bool:
+    def pin_some(self) -> float | None:
+        if self.refused_until_s > self.loop.now_s:
+            return self.refused_until_s - self.loop.now_s
         self.left -= self.left > 0
-        return self.left > 0
+        return 0.0 if self.left > 0 else None
 
 
 def test_without_copies_chunk_follows_chunk():
@@ -68,3 +80,15 @@ def test_where_copies_never_end_chunks_are_locked_one_after_the_other_all_the_sa
     rig.pinning.begin()
     rig.loop.run(3 * MOST_WAIT_S + 0.1)
     assert rig.left == 0
+
+
+def test_what_the_driver_refused_is_locked_later():
+    rig = Rig(3)
+    rig.refused_until_s = 30.0
+    for _ in range(3):  # spaces that are mapped meanwhile begin anew
+        rig.pinning.begin()
+    rig.loop.run(29.0)
+    assert rig.left == 3
+    rig.loop.run(30.0)
+    assert rig.left == 0
+    assert not rig.loop.later
