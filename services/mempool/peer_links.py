@@ -247,13 +247,15 @@ class PeerLink:
         for space, slot in self._slots.items():
             path = slot.path
             if path is not None and path.path_id == message.path_id and path.end is not None:
-                channel = ChannelToPeer(partial(self._send_bytes, path))
+                channel = ChannelToPeer(partial(self._send_bytes, space, path))
                 connect = partial(path.end.connect, message.description, channel, path.settled)
                 self._background.run(connect, partial(self._connected, space, path))
 
-    def _send_bytes(self, path: ReaderPath, data: bytes) -> None:
-        if not path.failed:
-            self._say(wire.PathBytes(path_id=path.path_id, data=data))
+    def _send_bytes(self, space: int, path: ReaderPath, data: bytes) -> None:
+        if not path.failed and not self._say(wire.PathBytes(path_id=path.path_id, data=data)):
+            self._retire_path(
+                space, path, "the link takes no message"
+            )  # whose answer its pulls would wait for
 
     def _connected(self, space: int, path: ReaderPath, _: object, error: Exception | None) -> None:
         if error is not None or path.failed or path.end is None:

@@ -225,6 +225,12 @@ class NixlTransport(BaseTransport):
         if self._agent is not None:
             self._agent.progress()
 
+    def _on_error(self, error: Exception) -> None:
+        """Without progress nothing ends: the links are lost, as if their peers were, and so is each that comes."""
+        self._broken = self._broken or f"an error on this side: {error!r}"
+        for link in list(self.links):
+            link.peer_lost(self._broken)
+
     def _release(self) -> None:
         agent, self._agent = self._agent, None
         if agent is not None:

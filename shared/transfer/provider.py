@@ -3,11 +3,16 @@
 from collections.abc import Callable
 
 from shared.errors import SettingsError
+from shared.observe.log import get_logger
 from shared.transfer.describe import EndDescription, describe_region, encode, this_boot_id, this_pid_namespace
 from shared.transfer.interface import Link, OnPeerLost, PathName, Peer, Region
 from shared.transfer.link import BaseLink
 from shared.transfer.quarantine import Quarantine
 from shared.transfer.transfer_thread import TransferThread
+
+RELEASE_S = 10.0
+
+log = get_logger("transfer")
 
 
 class BaseTransport:
@@ -30,7 +35,8 @@ class BaseTransport:
         self.links: list[BaseLink] = []
         self._quarantine = quarantine or Quarantine()
         self._lost_callbacks: list[OnPeerLost] = []
-        self._thread = TransferThread(f"transfer-{self.path}", progress=progress)
+        self._broken = ""  # why no link is of use any more
+        self._thread = TransferThread(f"transfer-{self.path}", progress=progress, on_error=self._on_error)
 
     def register(self, region: Region) -> None:
         """See interface.Transport."""
@@ -57,6 +63,8 @@ class BaseTransport:
         """See interface.Transport."""
         link = self._open(peer)
         self.links.append(link)
+        if self._broken:
+            link.peer_lost(self._broken)
         return link
 
     def on_peer_lost(self, callback: OnPeerLost) -> None:
@@ -64,11 +72,15 @@ class BaseTransport:
         self._lost_callbacks.append(callback)
 
     def close(self) -> None:
-        """See interface.Transport."""
+        """See interface.Transport. What does not end within RELEASE_S is left to the thread, and said."""
         for link in self.links:
             link.close()
-        self._thread.call(self._release).result()
-        self._thread.close()
+        try:
+            self._thread.call(self._release).result(RELEASE_S)
+        except TimeoutError:
+            log.error("transport_not_released", path=self.path.value, instance=self.instance)
+        finally:
+            self._thread.close()
 
     def _open(self, peer: Peer) -> BaseLink:
         """A link of this path."""
@@ -80,6 +92,9 @@ class BaseTransport:
 
     def _release(self) -> None:
         """Free what the provider owns. On the thread."""
+
+    def _on_error(self, error: Exception) -> None:
+        """Something on the thread raised, which goes on; transfers that it concerns end by their deadlines at last."""
 
     def _lost(self, instance: str, reason: str) -> None:
         for callback in self._lost_callbacks:

@@ -58,8 +58,10 @@ class ServedPull:
         try:
             if not self._sending.poll():
                 return False
-        except TransferError as error:
-            self._detail = self._detail or describe_error(error)
+        except Exception as error:  # noqa: BLE001  the puller must hear of it, as of any end
+            self._detail = self._detail or (
+                describe_error(error) if isinstance(error, TransferError) else repr(error)
+            )
             if not self._sending.over:
                 return False
         outcome = "failed" if self._detail else "cancelled" if self.cancelled else "sent"
@@ -125,6 +127,8 @@ class ServedLink(BaseLink):
             self._thread.add(job)
 
     def _start_serving(self, ask: Ask) -> Sending:
+        if self.lost_reason is not None:
+            raise TransferFailed(f"this end is lost: {self.lost_reason}")
         if len(self._serving) >= MAX_SERVED or ask.transfer in self._serving:
             raise TransferRefused(f"{len(self._serving)} pulls of {self.peer} wait here already")
         mine, theirs = self._mine(ask.source), self._theirs(ask.target)

@@ -70,10 +70,23 @@ class Transfer:
         if not self._lock.acquire(blocking=False):
             return False  # somebody else is at it
         try:
-            self._over = self._over or self._step(now_s)
+            self._over = self._over or self._guarded_step(now_s)
             return self._over
         finally:
             self._lock.release()
+
+    def _guarded_step(self, now_s: float) -> bool:
+        try:
+            return self._step(now_s)
+        except Exception as error:  # noqa: BLE001  a waiter must hear of it, as of any end
+            if self._future.done():
+                return False  # it failed before, and has not settled
+            self._failed = True
+            self._link.transfer_held(self._target, self._pages)
+            failure = TransferFailed(f"{self._link.path}: {error!r}")
+            failure.quarantined = tuple(sorted(self._pages))
+            self._future.set_exception(failure)
+            return False
 
     def _step(self, now_s: float) -> bool:
         if self._failed:

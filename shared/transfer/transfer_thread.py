@@ -11,6 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
+from shared.observe.log import get_logger
+
 T = TypeVar("T")
 
 SPIN_S = 0.0002  # polls without sleep after a start: one small block takes 12 us by memcpy
@@ -20,6 +22,8 @@ PROGRESS_NAP_S = 0.00005
 SLOW_NAP_S = 0.01  # when all that is left has failed already and only has to settle
 IDLE_S = 0.05
 JOIN_S = 5.0
+
+log = get_logger("transfer")
 
 
 class Job(Protocol):
@@ -35,12 +39,20 @@ class Job(Protocol):
 
 
 class TransferThread:
-    """Owns its thread until close()."""
+    """Owns its thread until close(), whatever is raised on it."""
 
-    def __init__(self, name: str, *, progress: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        progress: Callable[[], None] | None = None,
+        on_error: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
         """`progress`: NIXL's own; called in every round, and IDLE_S apart when there is nothing to do, because
-        UCX connects and disconnects only with both sides' help."""
+        UCX connects and disconnects only with both sides' help; never again after it has raised. `on_error`: on the
+        thread, with what a progress, an action or a job raised: what was under way may never end."""
         self._progress = progress
+        self._on_error = on_error
         self._idle_s = IDLE_S if progress is not None else None
         self._changed = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -112,11 +124,13 @@ class TransferThread:
                 if self._closing and not actions:
                     return
             for action in actions:
-                action()
+                try:
+                    action()
+                except Exception as error:  # noqa: BLE001  see _raised
+                    self._raised(error)
             if spin:
                 busy_since_s = time.monotonic()
-            if self._progress is not None:
-                self._progress()
+            self._make_progress()
             finished = self._step_jobs()
             if finished:
                 busy_since_s = time.monotonic()
@@ -129,11 +143,37 @@ class TransferThread:
     def _attending(self) -> bool:
         return time.monotonic() < self._attend_until_s
 
+    def _make_progress(self) -> None:
+        if self._progress is None:
+            return
+        try:
+            self._progress()
+        except Exception as error:  # noqa: BLE001  see _raised
+            self._progress = None
+            self._raised(error)
+
     def _step_jobs(self) -> bool:
-        before = len(self._jobs)
         now_s = time.monotonic()
-        self._jobs = [job for job in self._jobs if not job.step(now_s)]
-        return len(self._jobs) < before
+        jobs, self._jobs = self._jobs, []
+        num_over = 0
+        for job in jobs:
+            try:
+                is_over = job.step(now_s)
+            except Exception as error:  # noqa: BLE001  see _raised
+                is_over = True
+                self._raised(error)
+            num_over += is_over
+            if not is_over:
+                self._jobs.append(job)
+        return num_over > 0
+
+    def _raised(self, error: Exception) -> None:
+        """It ends neither the thread nor the other transfers, but for those that on_error() fails."""
+        log.error("transfer_thread_error", thread=self._thread.name, exc_info=error)
+        try:
+            self._on_error(error)
+        except Exception as another:
+            log.error("transfer_thread_error", thread=self._thread.name, exc_info=another)
 
     def _nap(self, busy_s: float) -> None:
         """Sleep a little, unless something began just now: a twentieth of the time waited, so that waking up late
