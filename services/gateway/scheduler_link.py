@@ -19,9 +19,7 @@ from shared.wire.placement import (
 )
 
 ENDED_WAIT_MS = 5  # longest wait of an end for a placement that it can travel with
-MAX_ENDED = (
-    65_536  # ends that wait for a link; beyond it the oldest are for the scheduler to forget by their age
-)
+MAX_ENDED = 65_536  # ends that wait for a link; the scheduler forgets older ones by their age
 
 
 class SchedulerLink:

@@ -68,9 +68,7 @@ class Lender:
         self._own: OwnSpace | None = None
         self._space = SpaceId(-1)
         self._has_memory = False  # or may have: pages on the device
-        self._asked: tuple[OfferMemory, str] | None = (
-            None  # with its key; whether it is an offer is not known
-        )
+        self._asked: tuple[OfferMemory, str] | None = None  # with its key; perhaps an offer
         self._offer: Offer | None = None
         self._lent_bytes = 0
         self._loop = LoopThread(f"lender-{settings.instance}")

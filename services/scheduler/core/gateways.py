@@ -9,12 +9,8 @@ A gateway that only lost its connection has its requests running and is back wit
 from collections import Counter
 from dataclasses import dataclass, field
 
-GRACE_MS = (
-    10_000  # well beyond ALIVE_TIMEOUT_MS, after which workers end the requests of a gateway that is silent
-)
-TURN_COUNTS_MS = (
-    300  # of the time between two ticks: of a longer one this process stood still, as did its sockets
-)
+GRACE_MS = 10_000  # well beyond ALIVE_TIMEOUT_MS, after which workers end what a silent gateway asked for
+TURN_COUNTS_MS = 300  # of the time between two ticks: beyond it this process stood still, as did its sockets
 MAX_NAME = 64
 
 
