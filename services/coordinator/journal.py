@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from services.coordinator.core.membership import JournalEntry
+from shared.background_task import begin_task
 from shared.errors import ClusterError
 from shared.ids import InstanceId
-from shared.observe import service
 from shared.observe.log import get_logger
 from shared.observe.metrics import counter
 from shared.transport.redis_link import RedisLink
@@ -48,7 +48,7 @@ class Journal:
     async def start(self, wait_ms: int) -> bool:
         """Begin; wait at most `wait_ms` for the first restore. False: it comes later, if Redis does."""
         self._link.open()
-        self._task = service.watched(asyncio.create_task(self._run(), name="journal"))
+        self._task = begin_task(self._run(), "journal")
         try:
             async with asyncio.timeout(wait_ms / 1000):
                 await self._was_read.wait()

@@ -11,9 +11,9 @@ from services.coordinator.config import CoordinatorSettings, market_limits
 from services.coordinator.core.leadership import Leadership
 from services.coordinator.core.market import Market
 from services.coordinator.market_journal import MarketJournal, NotLeading
+from shared.background_task import begin_task
 from shared.errors import ClusterError
 from shared.ids import InstanceId, LeaseId
-from shared.observe import service
 from shared.observe.log import get_logger
 from shared.observe.metrics import counter, gauge
 from shared.transport.clock import Clock
@@ -94,12 +94,11 @@ class MarketShell:
             self._begin_term(self._unix_us(), self._clock.now_ms() + SOLO_LEASE_MS, knows_all=False)
         else:
             self._journal.open()
-            leading = asyncio.create_task(self._keep_leading(), name="leadership")
-            self._tasks.append(service.watched(leading))
+            self._tasks.append(begin_task(self._keep_leading(), "leadership"))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_ms / 1000):
                     await self._answered.wait()
-        self._tasks.append(service.watched(asyncio.create_task(self._tick(), name="market-tick")))
+        self._tasks.append(begin_task(self._tick(), "market-tick"))
 
     async def stop(self) -> None:
         """Write what is pending, resign, stop."""

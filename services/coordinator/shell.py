@@ -8,8 +8,8 @@ from services.coordinator.config import CoordinatorSettings
 from services.coordinator.core.membership import Full, JournalEntry, Membership, Stale, Unknown
 from services.coordinator.journal import Journal
 from services.coordinator.market_shell import MarketShell
+from shared.background_task import begin_task
 from shared.ids import Epoch, InstanceId
-from shared.observe import service
 from shared.observe.log import get_logger
 from shared.observe.metrics import counter, gauge
 from shared.transport.clock import Clock
@@ -44,8 +44,7 @@ class Coordinator:
         await self.lending.start(self._settings.journal_wait_ms)
         if self._journal is not None and not await self._journal.start(self._settings.journal_wait_ms):
             _log.warning("journal_not_reached", wait_ms=self._settings.journal_wait_ms)
-        ticking = asyncio.create_task(self._tick(self._clock.now_ms()), name="coordinator-tick")
-        self._ticking = service.watched(ticking)
+        self._ticking = begin_task(self._tick(self._clock.now_ms()), "coordinator-tick")
 
     async def stop(self) -> None:
         """Write what is pending and stop."""

@@ -6,9 +6,9 @@ from typing import Any
 from services.mempool.core.desk import Desk
 from services.mempool.core.wishes import Answer, Wish
 from services.mempool.shell import MempoolShell
+from shared.background_task import begin_task
 from shared.errors import PeerError
 from shared.observe.log import get_logger
-from shared.transport.background_task import begin_task
 from shared.transport.lending_client import LendingClient
 from shared.wire.lending import AskLease, OfferMemory
 

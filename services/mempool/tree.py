@@ -14,10 +14,10 @@ from urllib.parse import quote
 from services.mempool.core.audience import SpaceAudience
 from services.mempool.core.entry import Entry
 from services.mempool.core.mempool import Mempool
+from shared.background_task import begin_task
 from shared.prompttree.hits import pack_audience
 from shared.prompttree.publisher import PromptTreePublisher
 from shared.prompttree.scripts import IS_DRAM, NONE_BEHIND, SPACES
-from shared.transport.background_task import begin_task
 
 REFRESH_S = 0.5  # so late a new space, or an instance that comes to one, is told
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

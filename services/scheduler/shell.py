@@ -11,6 +11,7 @@ from services.scheduler.core.gateways import Gateways
 from services.scheduler.core.instances import Instance, Instances
 from services.scheduler.core.placement import Placer
 from services.scheduler.core.served import served_elsewhere
+from shared.background_task import begin_task
 from shared.errors import ClusterError
 from shared.ids import RequestId
 from shared.observe.log import get_logger
@@ -134,7 +135,7 @@ class Scheduler:
         await self._places.start()
         if self._poller is not None:
             self._poller.open()
-        self._ticking = asyncio.create_task(self._tick(), name="scheduler-tick")
+        self._ticking = begin_task(self._tick(), "scheduler-tick")
 
     async def stop(self) -> None:
         """Close everything; gateways place again with the next scheduler."""

@@ -39,7 +39,6 @@ class ServiceSettings(Protocol):
 
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
-T = TypeVar("T")
 
 
 def main(
@@ -95,17 +94,6 @@ def end_on_bug(
             _end(ended, EXIT_BUG)
 
     asyncio.get_running_loop().set_exception_handler(on_loop_error)
-
-
-def watched(task: asyncio.Task[T]) -> asyncio.Task[T]:
-    """What it raises is raised into the loop, where end_on_bug() sees it: nobody awaits a task of the background."""
-    task.add_done_callback(_raise)
-    return task
-
-
-def _raise(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.result()
 
 
 def _end(ended: asyncio.Future[int], status: int) -> None:

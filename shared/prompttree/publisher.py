@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Literal
 
+from shared.background_task import begin_task
 from shared.errors import ClusterError, PeerProtocolError
 from shared.ids import BlockHash, Epoch
 from shared.observe.log import get_logger
 from shared.observe.metrics import counter, gauge
 from shared.prompttree.held_blocks import HeldBlocks
 from shared.prompttree.scripts import BEAT, CLAIM, OWNERS, RELEASE, TAG_HEX, WRITE
-from shared.transport.background_task import begin_task
 from shared.transport.redis_link import RedisLink, Script
 
 TTL_S = 120

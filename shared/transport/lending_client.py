@@ -15,9 +15,9 @@ from urllib.parse import quote
 import msgspec
 from httpx import Response
 
+from shared.background_task import begin_task
 from shared.errors import PeerError, PeerGone, PeerProtocolError, PeerTimeout
 from shared.ids import InstanceId, LeaseId
-from shared.transport.background_task import begin_task
 from shared.transport.coordinator_api import CoordinatorApi, decode
 from shared.transport.membership_client import MIN_INTERVAL_S, Background, Event
 from shared.wire.lending import (

@@ -8,9 +8,9 @@ import pytest
 from services.mempool.core.wishes import Wish
 from services.mempool.desk_loop import DeskLoop
 from services.mempool.tree import TreePublishers
+from shared.background_task import begin_task
 from shared.ids import Epoch, InstanceId
 from shared.prompttree.publisher import PromptTreePublisher
-from shared.transport.background_task import begin_task
 from shared.wire.lending import AskReclaim
 
 NOWHERE = "redis://127.0.0.1:1"
