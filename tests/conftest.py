@@ -42,6 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for number, path in enumerate(taking_turns, 1):
         places[path] = places[path][0], late_ones[0] + number * apart + 0.5
     items.sort(key=lambda item: places[item.path])
+    gc.collect()
+    gc.freeze()  # what was imported stays: the collection behind each module need not walk it
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,6 +51,7 @@ def what_is_left_is_ones_own() -> Iterator[None]:
     """What a module leaves open fails it, and not whichever test runs when it happens to be collected."""
     yield
     gc.collect()
+    gc.freeze()  # what is left is nobody's garbage, or the next ones would walk it each time
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -60,7 +60,8 @@ class PullThread:
     def _run(self) -> None:
         since_s = time.monotonic()  # the last action
         while True:
-            actions = self._take(self._nap_s(time.monotonic() - since_s))
+            # behind close() there is nothing to wait for: nothing is posted any more
+            actions = self._take(0.0 if self._closing else self._nap_s(time.monotonic() - since_s))
             if self._closing and not actions:
                 for future in self._watched:
                     future.hand_over()
