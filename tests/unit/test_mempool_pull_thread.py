@@ -43,7 +43,7 @@ def test_actions_run_in_order_and_before_the_end(thread):
         thread.post(lambda number=number: seen.append(number))
     thread.close()
     assert seen == list(range(100))
-    assert not thread._thread.is_alive(), "it waited for more after the end, and what is left was not handed over"
+    assert not thread._thread.is_alive(), "it waited for more behind the end"
 
 
 @pytest.mark.parametrize("spin_s", [0.0, 60.0])
