@@ -237,9 +237,8 @@ class MarketShell:
     async def _claim(self, journal: MarketJournal) -> None:
         market, leadership = self.market, self.leadership
         asked_at_ms = self._clock.now_ms()
-        if (
-            self._must_check or self._settings.journal_fsync == "always"
-        ):  # an operator may change it meanwhile
+        # where grants depend on it, each time: an operator may change it meanwhile
+        if self._must_check or self._settings.journal_fsync == "always":
             await self._check_durability(journal)
         claim = await journal.claim(self._settings.leader_lease_ms, above_term=market.deposing_term)
         if not claim.term:
