@@ -228,9 +228,7 @@ class Mapper:
 
     def _unlock(self, host: HostMapping, page_bytes: int) -> None:
         locked = [
-            first
-            for first, num_bytes in _chunks(host, page_bytes)
-            if self.pinned.cover(first, first + num_bytes)
+            first for first, num_bytes in _chunks(host, page_bytes) if self._is_pinned(first, num_bytes)
         ]
         self.pinned.remove(host.base, host.num_bytes)
         self._refused.pop(host.base, None)
