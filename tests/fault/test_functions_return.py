@@ -175,5 +175,4 @@ def test_every_function_returns_when_a_process_that_stood_still_goes_on(cluster,
 def test_none_was_replaced_and_a_trace_is_whole_after_all_of_them_have_stood_still(cluster, pids):
     assert {service["name"]: service["pid"] for service in cluster.status()["services"]} == pids
     answer = ask(cluster, some_tokens(HEAD_TOKENS))
-    names = {span["name"] for span in spans_of_request(cluster.home, answer["id"], until="kv.return")}
-    assert names >= SPANS
+    spans_of_request(cluster.home, answer["id"], until=SPANS)  # fails where one does not come
