@@ -1,12 +1,14 @@
-"""Tokens of `quire up` on one GPU beside stock vLLM's on the same GPU, token for token.
+"""Tokens of `quire up` on one GPU and on two beside stock vLLM's on one of them, token for token.
 
-    python -m loadtest.bench_exactness [--modes M,M] [--topologies disaggregated,colocated] [--keep FILE]
+    python -m loadtest.bench_exactness [--modes M,M] [--topologies T,T] [--keep FILE]
         [--budget-s 500] [--device cuda|cpu] [--out FOLDER] [--commit HEAD]
 
-writes loadtest/results/h200-exactness.json once every mode and topology is there; several calls with one --keep. The
-demo model; modes are the data type, torch.compile and CUDA graphs on both sides, request slots without a block table.
-Each run: a cluster of its own (prefill and decode apart, or one colocated engine) answers all cases of
-tests/support/exactness_cases.py one after another. Stock vLLM answers each twice, with an empty prefix cache and with
+writes loadtest/results/h200-exactness.json once every run is there; several calls with one --keep (its lines may come
+from several machines' files). The demo model; modes are the data type, torch.compile and CUDA graphs on both sides,
+request slots without a block table. Topologies: prefill and decode apart (`disaggregated`) and one `colocated` engine,
+on the first GPU that is visible; on two GPUs, with graphs: each with its own (`two-gpus`), prefill of two ranks and
+decode of one (`prefill-tp2`), and the other way round (`decode-tp2`), whose engines share a GPU.
+Each run: a cluster of its own answers all cases of tests/support/exactness_cases.py one after another. Stock vLLM answers each twice, with an empty prefix cache and with
 the prompt cached: there too a position that is computed alone differs in its last bits. An answer unlike either is
 judged by how near a tie the first differing token was (`share`, exactness_shares.py): below 0.8, or where stock cannot
 say, it is wrong. Sampled and structured cases that are unlike either are not judged in 16 bits, only counted.
@@ -32,12 +34,15 @@ from loadtest.results import Metrics, Samples, write_result
 
 NAME = "h200-exactness"
 CLAIM = (
-    "On one GPU, prefill and decode apart or together, every answer equals stock vLLM's token for token in float32, "
-    "eager and with CUDA graphs; where one is unlike both of stock's own, in 16 bits or with the kernels of request "
+    "On one GPU, prefill and decode apart or together, and on two, apart with one and with two ranks, every answer "
+    "equals stock vLLM's token for token in float32, eager and with CUDA graphs; where one is unlike both of stock's own, in 16 bits or with the kernels of request "
     "slots, the first differing token was a near tie."
 )
 MODES = ("float32", "float32+graphs", "bfloat16+graphs", "float32+token-major", "float32+layer-major")
-TOPOLOGIES = ("disaggregated", "colocated")
+ONE_GPU, TWO_GPUS = ("disaggregated", "colocated"), ("two-gpus", "prefill-tp2", "decode-tp2")
+TOPOLOGIES = (*ONE_GPU, *TWO_GPUS)
+RUNS = [(mode, topology) for mode in MODES for topology in ONE_GPU]
+RUNS += [("float32+graphs", topology) for topology in TWO_GPUS]
 SAME_KERNELS = ("float32", "float32+graphs")  # what the claim of equal tokens is about
 STOCK_S, RUN_S = 30.0, 45.0  # expected on a GPU: nothing is begun with less time
 GRAPHS_S = 40.0  # and either takes so much more with graphs
@@ -75,7 +80,7 @@ def metrics_from_samples(samples: Samples) -> Metrics:
         name = f"{run['mode']}_{run['topology']}".replace("+", "_").replace("-", "_")
         out[f"{name}_equal_count"] = sum(case["equal"] for case in run["cases"])
         out[f"{name}_unlike_either_count"] = sum(case["unlike_either"] for case in run["cases"])
-        if run["topology"] == "disaggregated":
+        if run["topology"] != "colocated":
             out[f"{name}_placed_apart_count"] = run["placements"].get("disaggregated", 0)
     cases = [case for run in runs for case in run["cases"]]
     out["cases_count"] = len(cases)
@@ -114,14 +119,15 @@ class Measuring:
 
     def all(self) -> None:
         """Every mode and topology that was asked for."""
-        for mode in self._options.modes:
-            for topology in self._options.topologies:
-                try:
-                    self._one(mode, topology)
-                except Exception as error:  # noqa: BLE001  one that fails leaves the others
-                    traceback.print_exc()
-                    self.failed.append(f"{mode} {topology}: {str(error)[:300] or type(error).__name__}")
-                    print(f"  failed: {self.failed[-1]}", flush=True)
+        for mode, topology in RUNS:
+            if mode not in self._options.modes or topology not in self._options.topologies:
+                continue
+            try:
+                self._one(mode, topology)
+            except Exception as error:  # noqa: BLE001  one that fails leaves the others
+                traceback.print_exc()
+                self.failed.append(f"{mode} {topology}: {str(error)[:300] or type(error).__name__}")
+                print(f"  failed: {self.failed[-1]}", flush=True)
 
     def _one(self, mode: str, topology: str) -> None:
         key = {"mode": mode, "topology": topology, "device": self._options.device}
@@ -182,12 +188,11 @@ def said(row: dict[str, Any]) -> str:
     )
 
 
-def lacking(progress: Progress, modes: Sequence[str], topologies: Sequence[str], device: str) -> list[str]:
+def lacking(progress: Progress, device: str) -> list[str]:
     """Runs that are not there in full."""
     return [
         f"{mode} {topology}"
-        for mode in modes
-        for topology in topologies
+        for mode, topology in RUNS
         if not all(
             progress.has(kind=kind, mode=mode, topology=topology, device=device)
             for kind in ("answers", "shares")
@@ -201,7 +206,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--topologies", default=",".join(TOPOLOGIES))
+    parser.add_argument("--topologies", default="", help=f"of {', '.join(TOPOLOGIES)}; on a CPU the first two")
     parser.add_argument("--keep", type=Path, help="file of what is there; a later call goes on from it")
     parser.add_argument("--budget-s", type=float, default=500.0, help="nothing is begun that may end later")
     parser.add_argument("--ready-s", type=float, default=150.0, help="a cluster has so long to be ready")
@@ -209,6 +214,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit", default="")
     options = parser.parse_args(argv)
+    options.topologies = options.topologies or ",".join(TOPOLOGIES if options.device == "cuda" else ONE_GPU)
     for name, known in (("modes", MODES), ("topologies", TOPOLOGIES)):
         words = getattr(options, name).split(",")
         if unknown := set(words) - set(known):
@@ -227,7 +233,7 @@ def main(argv: Sequence[str]) -> int:
         measuring.all()
     rows = [row for row in progress.samples if row["kind"] != "stock" and row.get("device") == options.device]
     metrics = metrics_from_samples(rows)
-    missing = lacking(progress, MODES, TOPOLOGIES, options.device)
+    missing = lacking(progress, options.device)
     if options.device == "cuda" and not missing:
         path = write_result(
             NAME,

@@ -10,10 +10,13 @@ from typing import Any
 
 import httpx
 
+from deploy.local.plan import find_gpus
 from loadtest import exactness_shares as shares
 
+RANKS = {"prefill-tp2": "prefill_tensor_parallel=2", "decode-tp2": "decode_tensor_parallel=2"}
 LAYOUTS = ("token-major", "layer-major")
 REQUEST_S = 120.0
+KV_CACHE_BYTES = 2 << 30  # of the demo model's, on a GPU
 
 
 def cases() -> list[dict[str, Any]]:
@@ -74,9 +77,17 @@ def cluster_answers(
     from tests.support.local_cluster import LocalCluster
 
     began_s = time.monotonic()
-    flags = ["--device", options.device, "--topology", topology, "--set", f"dtype={mode.split('+')[0]}"]
+    apart = "colocated" if topology == "colocated" else "disaggregated"
+    flags = ["--device", options.device, "--topology", apart, "--set", f"dtype={mode.split('+')[0]}"]
+    if topology in RANKS:
+        flags += ["--set", RANKS[topology]]
     env = {"HF_HUB_OFFLINE": "1", "QUIRE_CLUSTER_READY_TIMEOUT_S": f"{options.ready_s:.0f}"}
     env |= {f"QUIRE_WORKER_{k}".upper(): value for k, value in worker_settings(mode, options.device).items()}
+    if options.device == "cuda":  # little memory is enough, and other calls may have the rest
+        flags += ["--set", "gpu_memory_utilization=0.1"]
+        env["QUIRE_WORKER_KV_CACHE_BYTES"] = str(KV_CACHE_BYTES)
+        if topology == apart:
+            env["CUDA_VISIBLE_DEVICES"] = find_gpus()[0]
     placements: collections.Counter[str] = collections.Counter()
     rows, moved = [], 0
     cluster = LocalCluster(Path(tempfile.mkdtemp(dir=folder)) / "home", *flags, env=env)
@@ -92,7 +103,7 @@ def cluster_answers(
                     placements[receipt["placement"]] += 1
                     moved += sum(stage["blocks_moved"] for stage in receipt["stages"])
                     rows.append(shares.compared(case, ours, stock[case["id"]]))
-            if topology == "disaggregated" and not placements[topology]:
+            if not placements[apart]:
                 raise RuntimeError(f"no answer was handed off: {dict(placements)}")
     except BaseException:
         _show_logs(cluster.home)

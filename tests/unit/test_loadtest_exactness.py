@@ -209,11 +209,11 @@ def test_a_whole_call_asks_stock_once_for_each_mode_and_writes_the_result(machin
         ("stock", "bfloat16+graphs", 3),
         ("stock", "bfloat16+graphs", 2),
     ]
-    assert len(machine.ran) == 4 + 10
+    assert len(machine.ran) == 4 + 13
     result = json.loads((tmp_path / "h200-exactness.json").read_text())
     assert result["metrics"] == bench.metrics_from_samples(result["samples"])
     assert result["metrics"]["least_share_ratio"] == pytest.approx(0.99)
-    assert result["metrics"]["cases_count"] == 30
+    assert result["metrics"]["cases_count"] == 39
     before = len(machine.ran)
     assert call(tmp_path) == 0
     assert len(machine.ran) == before
@@ -242,6 +242,7 @@ def test_one_that_fails_leaves_the_others_and_is_run_again_by_the_next_call(mach
         ("float32+graphs", "disaggregated"),
         ("float32+graphs", "colocated"),
         ("float32+token-major", "disaggregated"),
+        *(("float32+graphs", topology) for topology in bench.TWO_GPUS),
     ]
     assert (tmp_path / "h200-exactness.json").exists()
 
@@ -272,15 +273,15 @@ def test_nothing_is_begun_without_time_for_it_and_the_next_call_goes_on(monkeypa
     while not (tmp_path / "h200-exactness.json").exists():
         call(tmp_path, "--budget-s", "250")
     runs = [ran for ran in machine.ran if ran[0] != "stock"]
-    assert len(runs) == len(set(runs)) == 10
+    assert len(runs) == len(set(runs)) == 13
 
 
 def test_a_run_on_the_cpu_is_none_of_the_gpus_and_writes_no_result(machine, tmp_path):
     assert call(tmp_path, "--device", "cpu") == 0
     assert not (tmp_path / "h200-exactness.json").exists()
     assert call(tmp_path) == 0
-    assert json.loads((tmp_path / "h200-exactness.json").read_text())["metrics"]["cases_count"] == 30
-    assert len(machine.ran) == 2 * (3 + 10)
+    assert json.loads((tmp_path / "h200-exactness.json").read_text())["metrics"]["cases_count"] == 39
+    assert len(machine.ran) == 3 + 10 + 3 + 13
 
 
 def test_unknown_names_are_refused():
