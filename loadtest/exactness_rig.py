@@ -84,8 +84,7 @@ def cluster_answers(
     env = {"HF_HUB_OFFLINE": "1", "QUIRE_CLUSTER_READY_TIMEOUT_S": f"{options.ready_s:.0f}"}
     env |= {f"QUIRE_WORKER_{k}".upper(): value for k, value in worker_settings(mode, options.device).items()}
     if options.device == "cuda":  # little memory is enough, and other calls may have the rest
-        flags += ["--set", "gpu_memory_utilization=0.1"]
-        env["QUIRE_WORKER_KV_CACHE_BYTES"] = str(KV_CACHE_BYTES)
+        flags += ["--set", "gpu_memory_utilization=0.1", "--set", f"kv_cache_bytes={KV_CACHE_BYTES}"]
         if topology == apart:
             env["CUDA_VISIBLE_DEVICES"] = find_gpus()[0]
     placements: collections.Counter[str] = collections.Counter()
