@@ -206,7 +206,9 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--topologies", default="", help=f"of {', '.join(TOPOLOGIES)}; on a CPU the first two")
+    parser.add_argument(
+        "--topologies", default="", help=f"of {', '.join(TOPOLOGIES)}; on a CPU the first two"
+    )
     parser.add_argument("--keep", type=Path, help="file of what is there; a later call goes on from it")
     parser.add_argument("--budget-s", type=float, default=500.0, help="nothing is begun that may end later")
     parser.add_argument("--ready-s", type=float, default=150.0, help="a cluster has so long to be ready")

@@ -17,8 +17,9 @@ from shared.errors import ClusterError, CopyFailed, PeerGone
 from shared.ids import InstanceId, SpaceId
 from shared.kernels.copy_pages.host_memory import move
 from shared.mempool.caller_memory import CallerMemory, Window
+from shared.mempool.direct_checks import CHECKS, LOOK_ROWS, Checks, native_checks
 from shared.mempool.flights import Ticket, wait_quiet
-from shared.mempool.held_pages import Stretch, stretch_of
+from shared.mempool.held_pages import Columns, Stretch, stretch_of
 from shared.wire.mempool_api import PageAddress, instance_key
 
 INLINE_BYTES = 256 << 10  # host memory: so much is copied at once, 40 us
@@ -89,6 +90,7 @@ class Ways:
 
     def __init__(self, socket: Path, instance: InstanceId, on_lost: Callable[[], None]) -> None:
         self.closed = False
+        self.checks = CHECKS  # until the first way is there
         self.leaver: threading.Thread | None = None
         self._socket, self._instance, self._on_lost = socket, instance, on_lost
         self._names = {instance_key(instance): instance}
@@ -98,6 +100,7 @@ class Ways:
         self._map_lock = threading.Lock()  # held while something is mapped
         self._maps: dict[tuple[int, SpaceId, bool], CallerMemory] = {}
         self._gpu: Gpu | None = None
+        self._native: Checks | None = None
         self._threads: ThreadPoolExecutor | None = None
 
     def knows(self, instance: InstanceId) -> None:
@@ -142,7 +145,10 @@ class Ways:
             with self._map_lock:
                 source = self._map(key[0], key[1], writes=False)
                 target = self._map(key[2], key[3], writes=True)
-                self._found[key] = self._way_between(source, target)
+                way = self._way_between(source, target)
+                if isinstance(way, Way):
+                    self._ready_checks(way)
+                self._found[key] = way
         except (ClusterError, OSError, ValueError) as error:
             _, wait_s = self._again.get(key, (0.0, RETRY_MIN_S / 2))
             wait_s = min(RETRY_MAX_S, 2 * wait_s)
@@ -152,6 +158,20 @@ class Ways:
             )
             self._again[key] = time.monotonic() + wait_s, wait_s
             self._found[key] = NO_MAPPING
+
+    def _ready_checks(self, way: Way) -> None:
+        """Compile for the kinds of arrays that this way has, so that no transfer waits for that."""
+        if self._native is None:
+            self._native = native_checks() or CHECKS
+        pages, epochs = np.zeros(0, np.int64), np.zeros(0, np.uint64)
+        columns = Columns(shared=False)
+        side = pages, epochs, columns.epochs, columns.counts
+        how = self._native.hold(*side, *side)
+        found = np.zeros((LOOK_ROWS, 0), np.uint64)
+        tables = (way.source.words, pages, epochs), (way.target.words, pages, epochs)
+        self._native.look(*tables[0], *tables[1], how, *way.bases, way.size, found)
+        self._native.leave(pages, columns.counts, pages, columns.counts)
+        self.checks = self._native
 
     def _way_between(self, source: CallerMemory, target: CallerMemory) -> Way | str:
         if source.content_key != target.content_key or source.page_bytes != target.page_bytes:

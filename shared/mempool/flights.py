@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from shared.errors import ClusterError, CopyFailed
+from shared.mempool.direct_checks import Checks
 from shared.mempool.held_pages import Columns, Stretch
 
 POLL_S = 0.001
@@ -24,16 +25,17 @@ class Ticket(Protocol):
 
 
 class Flight:
-    """One copy, from before its first byte until nothing of it runs. Marks its pages in the columns meanwhile."""
+    """One copy, from before its first byte until nothing of it runs. Its pages are marked in the columns meanwhile:
+    by hold() of `checks`, before it is made."""
 
-    def __init__(self, source: Stretch, here: Columns, target: Stretch, there: Columns) -> None:
+    def __init__(
+        self, checks: Checks, source: Stretch, here: Columns, target: Stretch, there: Columns
+    ) -> None:
         self.source, self.target = source, target
-        self._here, self._there = here, there
+        self._checks, self._here, self._there = checks, here, there
         self._ticket: Ticket | None = None
         self.is_over = False  # nothing of it runs, nor will
         self._is_marked = True
-        here.reading[source.pages] += 1
-        there.writing[target.pages] += 1
         with _LOCK:
             _FLYING.add(self)
 
@@ -79,8 +81,8 @@ class Flight:
             over = self.is_over
         if over and self._is_marked:
             self._is_marked = False
-            self._here.reading[self.source.pages] -= 1
-            self._there.writing[self.target.pages] -= 1
+            # the columns may have grown: their arrays of now
+            self._checks.leave(self.source.pages, self._here.counts, self.target.pages, self._there.counts)
         return over
 
 

@@ -6,12 +6,13 @@ that ends it, *pinned* as often as answers have said. One thread.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.ids import SpaceId
+from shared.mempool.direct_checks import MEDIATED, OWNED, PINNED, PINS, READING, WRITING
 from shared.wire.mempool_api import Medium, PageAddress
 
 Pages = NDArray[np.int64]
@@ -24,33 +25,30 @@ class Columns:
 
     def __init__(self, *, shared: bool) -> None:
         self.shared = shared
-        self.owned = np.zeros(0, np.uint64)  # epoch; 0: not owned
-        self.pins = np.zeros(0, np.int32)
-        self.pinned = np.zeros(0, np.uint64)  # epoch of a page with pins
-        self.reading = np.zeros(0, np.int32)  # direct copies that read or write it
-        self.writing = np.zeros(0, np.int32)
-        self.mediated = np.zeros(0, np.int32)  # transfers of the mempool's that may touch it
+        self.epochs = np.zeros((2, 0), np.uint64)  # rows as direct_checks names them
+        self.counts = np.zeros((4, 0), np.int32)
+        self._name_rows()
+
+    def _name_rows(self) -> None:
+        self.owned, self.pinned = self.epochs[OWNED], self.epochs[PINNED]  # 0: not owned; with pins
+        self.pins = self.counts[PINS]
+        # direct copies that read or write it; transfers of the mempool's that may touch it
+        self.reading, self.writing, self.mediated = (self.counts[row] for row in (READING, WRITING, MEDIATED))
 
     def reach(self, last: int) -> bool:
         """Room for a page of this number. False: too many."""
-        if last < self.owned.size:
+        old = self.owned.size
+        if last < old:
             return True
         if last >= MAX_PAGES:
             return False
-        size = max(2 * self.owned.size, last + 1, 1024)
-        for name in ("owned", "pins", "pinned", "reading", "writing", "mediated"):
-            old = getattr(self, name)
-            new = np.zeros(size, old.dtype)
-            new[: old.size] = old
-            setattr(self, name, new)
-        return True
-
-    def may_write(self, pages: Pages, epochs: Epochs) -> bool:
-        """Whether all are owned, and nothing touches them. `pages`: in reach."""
-        return bool(
-            (self.owned[pages] == epochs).all()
-            and not (self.reading[pages] | self.writing[pages] | self.mediated[pages]).any()
+        more = max(old, last + 1 - old, 1024)
+        self.epochs, self.counts = (
+            np.concatenate([rows, np.zeros((len(rows), more), rows.dtype)], axis=1)
+            for rows in (self.epochs, self.counts)
         )
+        self._name_rows()
+        return True
 
     def count_pins(self, pages: Pages, epochs: Epochs, count: int) -> None:
         """So many pins more on each, under epochs that are not older than what is known. Below zero too: an answer that
@@ -60,18 +58,8 @@ class Columns:
         self.pinned[pages[is_new]] = epochs[is_new]
         np.add.at(self.pins, pages[self.pinned[pages] == epochs], count)
 
-    def is_pinned(self, pages: Pages, epochs: Epochs) -> NDArray[np.bool_]:
-        """Of each, bool [num_pages]."""
-        return (self.pins[pages] > 0) & (self.pinned[pages] == epochs)
 
-    def may_read_owned(self, pages: Pages, epochs: Epochs) -> bool:
-        """Whether all are owned, and nothing writes them."""
-        busy = self.writing[pages] | self.mediated[pages]
-        return bool((self.owned[pages] == epochs).all() and not busy.any())
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(NamedTuple):  # whose making costs a tenth of a dataclass's
     """Addresses of one instance in one space."""
 
     key: int

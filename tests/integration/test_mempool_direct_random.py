@@ -20,6 +20,7 @@ from shared.mempool.api import MemPoolApi
 from shared.mempool.held_pages import HeldPages, stretch_of
 from shared.wire.mempool_api import InsertFlags, MatchFlags, PageAddress, TransferFlags, instance_key
 from tests.integration.test_mempool_api_socket import SEED, Served
+from tests.support import held_checks
 from tests.unit.mempool_api_rig import D, P
 
 SEEDS = range(12)
@@ -111,11 +112,11 @@ def check(held: HeldPages, served: Served) -> int:
             for epoch in {int(columns.owned[page]), int(columns.pinned[page])} - {0}:
                 address = PageAddress(key, 1, space, page, epoch)
                 stretch = stretch_of([address])
-                if not columns.shared and columns.may_write(stretch.pages, stretch.epochs):
+                if not columns.shared and held_checks.may_write(columns, stretch):
                     count += 1
                     assert holder.owns(address), address
                     assert not rig.api.moves.busy.has(space, page), address
-                if columns.is_pinned(stretch.pages, stretch.epochs).any():
+                if held_checks.is_pinned(columns, stretch):
                     assert holder.pinned(address) is not None, address
                     assert rig.spaces[space].is_current(page, epoch)
     return count

@@ -8,6 +8,7 @@ from shared.mempool.caller_memory import CallerMemory
 from shared.mempool.held_pages import MAX_PAGES, HeldPages, stretch_of
 from shared.wire.mempool import AttachRefused
 from shared.wire.mempool_api import Medium, PageAddress
+from tests.support import held_checks
 
 OWN, THEIRS = 1, 2
 
@@ -24,13 +25,13 @@ def held() -> HeldPages:
 def may_write(held: HeldPages, *addresses: PageAddress) -> bool:
     stretch = stretch_of(addresses)
     columns = held.columns(stretch)
-    return columns is not None and columns.may_write(stretch.pages, stretch.epochs)
+    return columns is not None and held_checks.may_write(columns, stretch)
 
 
 def is_pinned(held: HeldPages, address: PageAddress) -> bool:
     stretch = stretch_of([address])
     columns = held.columns(stretch)
-    return columns is not None and bool(columns.is_pinned(stretch.pages, stretch.epochs).all())
+    return columns is not None and held_checks.is_pinned(columns, stretch)
 
 
 def test_allocated_pages_are_written_under_their_epoch_until_they_are_given_up(held):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.kernels.copy_pages import pages_kernel
 from shared.kernels.copy_pages.copies import Copies, CopyFailed, Direction, Order
 from shared.kernels.copy_pages.costs import CostTable, Line
 from shared.kernels.copy_pages.cuda_copier import NUM_TABLES, CudaCopier
@@ -218,3 +219,109 @@ def test_every_byte_of_every_row_arrives_and_no_other_changes(emulated, rows, ct
     columns = np.concatenate([sources, targets, sizes]).astype(np.uint64)
     emulated(ctypes.c_void_p(columns.ctypes.data), rows, ctas, THREADS)
     assert np.array_equal(view(base, 2 * half), want)
+
+
+# -- whole pages --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_the_source_for_whole_pages_compiles_keeps_its_addresses_where_they_are_and_loads_before_it_stores(
+    arch,
+):
+    binary = pages_kernel.compiled(arch)
+    loads = [at for at in range(len(binary.ptx)) if binary.ptx.startswith("ld.global.cs.v4.u32", at)]
+    assert len(loads) == 8
+    assert max(loads) < binary.ptx.index("st.global.cs.v4.u32")
+    assert ".local" not in binary.ptx, "no thread has a copy of the table of its own"
+    assert "bar.sync" not in binary.ptx
+
+
+PAGES_SHIM = """
+#include <cstring>
+struct uint4 { unsigned x, y, z, w; };
+struct Index { unsigned x; };
+static Index threadIdx, blockIdx, gridDim;
+#define __device__
+#define __global__
+#define __launch_bounds__(n)
+#include "%s"
+extern "C" int most() { return kMostPages * 1000 + kThreads; }
+extern "C" void run(const u64* addresses, u64 page_bytes, unsigned pages, unsigned ctas) {
+  Addresses at;
+  std::memcpy(&at, addresses, sizeof at);
+  gridDim.x = ctas;
+  for (blockIdx.x = 0; blockIdx.x < ctas; ++blockIdx.x)
+    for (threadIdx.x = 0; threadIdx.x < kThreads; ++threadIdx.x) copy_pages(at, page_bytes, pages);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def emulated_pages(tmp_path_factory):
+    """pages.cu on the CPU, a thread after the other."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "shim.cpp").write_text(PAGES_SHIM % pages_kernel.SOURCE)
+    command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "shim.cpp", "-o", "shim.so"]
+    subprocess.run(command, cwd=folder, check=True, timeout=120)
+    return ctypes.CDLL(str(folder / "shim.so"))
+
+
+class EmulatedCuda:
+    """The driver calls of a kernel's life; a launch runs the emulated one."""
+
+    class CUdevice_attribute:
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 9
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 0
+
+    def __init__(self, library):
+        self.library, self.launches = library, []
+
+    def cuDeviceGetAttribute(self, which, _device):
+        return 0, which
+
+    def cuModuleLoadData(self, cubin):
+        assert cubin[:4] == b"\x7fELF"
+        return 0, "module"
+
+    def cuModuleGetFunction(self, _module, name):
+        return 0, name
+
+    def cuFuncLoad(self, _function):
+        return (0,)
+
+    def cuLaunchKernel(self, function, ctas, y, z, threads, ty, tz, shared, stream, pointers, extra):
+        at = (ctypes.c_void_p * 3).from_address(pointers)
+        size, pages = ctypes.c_uint64.from_address(at[1]).value, ctypes.c_uint32.from_address(at[2]).value
+        assert (function, y, z, threads, ty, tz, shared, extra) == (b"copy_pages", 1, 1, 512, 1, 1, 0, 0)
+        self.library.run(ctypes.c_void_p(at[0]), ctypes.c_uint64(size), pages, ctas)
+        self.launches.append((pages, stream))
+        return (0,)
+
+    def cuModuleUnload(self, _module):
+        return (0,)
+
+
+@pytest.mark.parametrize("ctas", [1, 16])
+@pytest.mark.parametrize(("count", "size"), [(1, 16), (3, 65_536), (2, 65_552), (5, 131_056), (485, 48)])
+def test_every_byte_of_every_page_arrives_and_no_other_changes(emulated_pages, count, size, ctas):
+    cuda = EmulatedCuda(emulated_pages)
+    kernel = pages_kernel.PagesKernel(cuda, 0)
+    assert emulated_pages.most() == pages_kernel.MOST_PAGES * 1000 + pages_kernel.THREADS
+    random = np.random.default_rng(count)
+    half = (count + 2) * size
+    memory = np.zeros(2 * half + 16, np.uint8)
+    base = -(-int(memory.ctypes.data) // 16) * 16
+    view(base, half)[:] = random.integers(1, 255, half, np.uint8)
+    sources = (base + size * random.permutation(count + 2)[:count]).astype(np.uint64)
+    targets = (base + half + size * random.permutation(count + 2)[:count]).astype(np.uint64)
+    want = view(base, 2 * half).copy()
+    for source, target in zip(
+        (sources - np.uint64(base)).tolist(), (targets - np.uint64(base)).tolist(), strict=True
+    ):
+        want[target : target + size] = want[source : source + size]
+    kernel.launch(sources, targets, size, ctas, STREAM)
+    assert np.array_equal(view(base, 2 * half), want)
+    assert [pages for pages, _ in cuda.launches] == [240] * (count // 240) + [count % 240] * bool(count % 240)
+    kernel.close()
