@@ -15,7 +15,6 @@ rate at which 90% keep the SLO) are repeated with --knee-seeds. A result file ke
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ from loadtest.outcomes import Outcome
 from loadtest.progress import Progress
 from loadtest.registry import RESULTS, ROOT
 from loadtest.reports.summary import bootstrap, nearest_rank
-from loadtest.results import Metrics, Samples, quantile, write_result
+from loadtest.results import Metrics, Samples, load_result, quantile, write_result
 from loadtest.workloads.catalogue import WORKLOADS, Options, build
 from loadtest.workloads.request import Request, salted, scaled
 
@@ -346,7 +345,7 @@ def kept(path: Path, measured: Samples) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     gpus = {row["gpus"] for row in measured}
-    return [row for row in json.loads(path.read_text())["samples"] if row["gpus"] not in gpus]
+    return [row for row in load_result(path)["samples"] if row["gpus"] not in gpus]
 
 
 def write(options: argparse.Namespace, argv: Sequence[str], samples: Samples, metrics: Metrics) -> Path:

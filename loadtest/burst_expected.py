@@ -6,7 +6,6 @@ steps of decodes alone do not. Swap space at --peer-gb-per-s and --dram-gb-per-s
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from loadtest.burst_model import ArrivalEngine, Counts, Job, Link, Machine, jobs
 from loadtest.burst_plan import BURST, DRAM, FACTORS, FCFS, HEADROOM, PEER, PROFILE, Point, Stable
 from loadtest.profiler.requests import WARM
 from loadtest.registry import RESULTS
-from loadtest.results import quantile
+from loadtest.results import load_result, quantile
 from loadtest.simulator.prices import ModelPrices
 from shared.fair.rules import FairRules
 from shared.fair.slices import FairSlices
@@ -33,7 +32,7 @@ ARXIV = Stable("arxiv", 2.0, 22_120_497_152, "assumed")
 
 def prices_of(steps: str) -> ModelPrices:
     """Of an H200 and the 8B shape, as measured. Raises: StopIteration without a measurement."""
-    rows = json.loads((RESULTS / "cost-model.json").read_text())["samples"]
+    rows = load_result(RESULTS / "cost-model.json")["samples"]
     found = next(
         row["coefficients"]
         for row in rows

@@ -4,13 +4,13 @@ A point is a run of its own: a system, a seed, a load. Points of one step need d
 that they may run side by side; no step has a system that borrows memory beside one that uses the lender's GPU hard.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loadtest.profiler.requests import WARM, Lengths, of_workload
+from loadtest.results import load_result
 from loadtest.workloads.distributions import Draws, Lognormal
 from loadtest.workloads.request import Request, salted
 
@@ -117,8 +117,11 @@ def expected_s(point: Point, rate_per_s: float, *, factor: float, burst_s: float
 
 
 def stable_from(path: Path, case: str, workload: str) -> Stable:
-    """Of a profile's file (`quire profile`), or of a case of a result file with many. Raises: KeyError, OSError."""
-    found: dict[str, Any] = json.loads(path.read_text())
+    """Of a profile's file (`quire profile`), or of a case of a result file with many.
+
+    Raises: KeyError, OSError, ValueError; StopIteration without that case.
+    """
+    found = load_result(path)
     if case:
         found = next(row for row in found["samples"] if row["case"] == case)
     source = f"{path.stem}{':' * bool(case)}{case}"

@@ -2,6 +2,8 @@
 
 {name, claim, script, command, commit, dirty, date, machine{}, settings{}, metrics{}, samples[]}. Metrics are
 what the script's metrics_from_samples makes of the samples, nothing else. Metric keys end in a unit (UNIT).
+Where all that is more than MAX_BYTES, the samples lie compressed in samples/NAME.json.xz (`xzcat` shows them) and
+the file has their path, `samples_file`, instead; load_result reads both the same.
 """
 
 import json
@@ -27,6 +29,11 @@ UNIT = re.compile(
 # how a measurement on another machine comes home is no part of it, nor in which folder it kept what was finished
 _AWAY = re.compile(r" --(?:out|commit) \S+|(?<= --keep )\S*/|(?<= --resume )\S*/")
 
+MAX_BYTES = 1 << 15  # of a result file with its samples; longer ones are for machines alone
+# bench_cost_model.py reads the file of before by itself, and after a change to the script its figures count no more
+# (verify_results.py): whoever measures them anew lets it use load_result, and drops this exception
+IN_ONE_FILE = frozenset({"cost-model"})
+
 Samples = Sequence[Mapping[str, Any]]
 Metrics = dict[str, float]
 
@@ -51,9 +58,10 @@ def write_result(
     folder: Path = RESULTS,
     commit: str = "",
 ) -> Path:
-    """Write `folder`/NAME.json; the file of before moves to history/, compressed. Raises: ValueError on bad metrics.
+    """Write `folder`/NAME.json, long samples beside it; what was there moves to history/, whole and compressed.
 
     `commit` names the checkout where there is only a copy of its files, whatever repository they lie in there.
+    Raises: ValueError on bad metrics, or where what was there cannot be read; then nothing has changed.
     """
     if wrong := check_metrics(metrics):
         raise ValueError("; ".join(wrong))
@@ -74,24 +82,60 @@ def write_result(
     folder.mkdir(parents=True, exist_ok=True)
     if path.exists():
         _retire(path)
-    path.write_text(_dump(result, samples))
+    _store(path, result, samples)
     return path
+
+
+def load_result(path: Path) -> dict[str, Any]:
+    """A result file with its samples, wherever they lie; another JSON file as it is.
+
+    Raises: OSError without the file; ValueError when it, or the file of its samples, cannot be read.
+    """
+    try:
+        result: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not JSON: {error}") from error
+    if "samples_file" in result:
+        name = result.pop("samples_file")
+        try:
+            result["samples"] = json.loads(lzma.decompress((path.parent / name).read_bytes()))
+        except (OSError, lzma.LZMAError, ValueError) as error:
+            raise ValueError(
+                f"{path.name} has its samples in {name}, which cannot be read: {error}"
+            ) from error
+    return result
+
+
+def _store(path: Path, head: Mapping[str, Any], samples: Samples) -> None:
+    text = _dump(head, samples)
+    if len(text) > MAX_BYTES and path.stem not in IN_ONE_FILE:
+        name = f"samples/{path.stem}.json.xz"
+        (path.parent / name).parent.mkdir(exist_ok=True)
+        # xz has neither a date nor a name: the same samples are the same bytes
+        (path.parent / name).write_bytes(lzma.compress(f"[\n{_lines(samples)}\n]\n".encode(), preset=9))
+        text = json.dumps({**head, "samples_file": name}, indent=2) + "\n"
+    path.write_text(text)
 
 
 def _dump(head: Mapping[str, Any], samples: Samples) -> str:
     """Readable head, one line per sample."""
     text = json.dumps(head, indent=2)[:-2]
-    lines = ",\n".join("    " + json.dumps(sample, separators=(",", ":")) for sample in samples)
-    return f'{text},\n  "samples": [\n{lines}\n  ]\n}}\n'
+    return f'{text},\n  "samples": [\n{_lines(samples)}\n  ]\n}}\n'
+
+
+def _lines(samples: Samples) -> str:
+    return ",\n".join("    " + json.dumps(sample, separators=(",", ":")) for sample in samples)
 
 
 def _retire(path: Path) -> None:
-    old = json.loads(path.read_text())
+    old = load_result(path)
     stamp = re.sub(r"[^0-9T]", "", old["date"].partition("+")[0])
     target = path.parent / "history" / f"{path.stem}-{stamp}-{(old['commit'] or 'nocommit')[:8]}.json.xz"
     target.parent.mkdir(exist_ok=True)
-    target.write_bytes(lzma.compress(path.read_bytes()))  # samples of every call are long: `xzcat` shows them
+    samples = old.pop("samples")
+    target.write_bytes(lzma.compress(_dump(old, samples).encode()))
     path.unlink()
+    (path.parent / "samples" / f"{path.name}.xz").unlink(missing_ok=True)
 
 
 def commit_of(root: Path) -> tuple[str, bool]:

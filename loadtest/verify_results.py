@@ -4,7 +4,6 @@ python -m loadtest.verify_results [FOLDER]      exit status 1 when a file fails
 """
 
 import importlib
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.registry import MEASURES, RESULTS, ROOT
-from loadtest.results import check_metrics, git
+from loadtest.results import check_metrics, git, load_result
 
 FIELDS = ("name", "claim", "script", "command", "commit", "date", "machine", "settings", "metrics", "samples")
 RELATIVE_TOLERANCE = 1e-9
@@ -21,9 +20,9 @@ RELATIVE_TOLERANCE = 1e-9
 def problems_of(path: Path, *, root: Path = ROOT) -> list[str]:
     """What is wrong with one result file; [] when it may be quoted."""
     try:
-        result = json.loads(path.read_text())
+        result = load_result(path)
     except ValueError as error:
-        return [f"not JSON: {error}"]
+        return [str(error)]
     missing = [field for field in FIELDS if field not in result]
     if missing:
         return [f"lacks {', '.join(missing)}"]
@@ -62,6 +61,16 @@ def _provenance(commit: str, script: str, root: Path) -> list[str]:
     return []
 
 
+def strays(folder: Path) -> list[str]:
+    """Names of files with samples that no result file of `folder` names: a merge or a hand left them behind."""
+    owners = {path: folder / path.name.removesuffix(".xz") for path in sorted((folder / "samples").glob("*"))}
+    return [
+        path.name
+        for path, owner in owners.items()
+        if not owner.is_file() or f'"samples/{path.name}"' not in owner.read_text()
+    ]
+
+
 def main(argv: Sequence[str]) -> int:
     """Check every newest result file; history/ is kept as it was."""
     folder = Path(argv[0]) if argv else RESULTS
@@ -73,8 +82,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"{'FAIL' if wrong else 'ok  '} {path.name}")
         for text in wrong:
             print(f"     {text}")
+    left = strays(folder)
+    for name in left:
+        print(f"FAIL samples/{name}\n     belongs to no result file")
     print(f"{len(paths)} result files, {num_bad} bad")
-    return 1 if num_bad else 0
+    return 1 if num_bad or left else 0
 
 
 if __name__ == "__main__":

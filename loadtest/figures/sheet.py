@@ -3,7 +3,6 @@
 A caption has three parts: what is ours and how it was got, what the paper shows, and what differs between the two.
 """
 
-import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from loadtest.results import load_result
 
 Result = dict[str, Any]
 INK, PALE, ACCENT, SECOND, THIRD = "#333333", "#9db4c0", "#c8553d", "#4b6c5a", "#d9a441"
@@ -44,7 +45,7 @@ class Results:
         """None when there is no such file."""
         if name not in self._read:
             path = self._folder / f"{name}.json"
-            self._read[name] = json.loads(path.read_text()) if path.is_file() else None
+            self._read[name] = load_result(path) if path.is_file() else None
         return self._read[name]
 
 

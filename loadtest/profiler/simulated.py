@@ -1,6 +1,5 @@
 """The profiler's runs in the simulator: one colocated instance with chunked prefill."""
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +10,7 @@ import msgspec
 
 from loadtest.profiler.runner import Observed, Spans
 from loadtest.registry import RESULTS
+from loadtest.results import load_result
 from loadtest.simulator.cluster import Simulation
 from loadtest.simulator.hardware import MODELS, Machine, from_coefficients, from_data_sheet, model_shape
 from loadtest.simulator.prices import ModelPrices
@@ -92,7 +92,7 @@ def machine_of(gpu: str, model: str, tp: int, *, chunk_tokens: int, results: Pat
     """
     sheet = from_data_sheet(gpu, model, tp=tp, max_batched_tokens=chunk_tokens)
     path = results / "cost-model.json"
-    for row in json.loads(path.read_text())["samples"] if path.is_file() else ():
+    for row in load_result(path)["samples"] if path.is_file() else ():
         if _fits(row, gpu, model, tp):
             words = f"{model} on {tp} x {row['coefficients']['device']}, costs as measured"
             found = from_coefficients(

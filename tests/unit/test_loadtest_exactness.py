@@ -8,7 +8,7 @@ import pytest
 from loadtest import bench_exactness as bench
 from loadtest import exactness_rig as rig
 from loadtest import exactness_shares as shares
-from loadtest.results import check_metrics
+from loadtest.results import check_metrics, load_result
 
 GREEDY = {
     "id": "greedy-5",
@@ -210,7 +210,7 @@ def test_a_whole_call_asks_stock_once_for_each_mode_and_writes_the_result(machin
         ("stock", "bfloat16+graphs", 2),
     ]
     assert len(machine.ran) == 4 + 13
-    result = json.loads((tmp_path / "h200-exactness.json").read_text())
+    result = load_result(tmp_path / "h200-exactness.json")
     assert result["metrics"] == bench.metrics_from_samples(result["samples"])
     assert result["metrics"]["least_share_ratio"] == pytest.approx(0.99)
     assert result["metrics"]["cases_count"] == 39

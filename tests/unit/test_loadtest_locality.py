@@ -1,7 +1,5 @@
 """bench_locality: metrics from samples, equal requests for every arm, capacity, and its figure."""
 
-import json
-
 import pytest
 
 from loadtest import bench_locality, bench_locality_cluster, verify_results
@@ -9,7 +7,7 @@ from loadtest.bench_locality import ARMS, Progress, capacity_per_s, metrics_from
 from loadtest.figures import memserve
 from loadtest.locality_cluster import LocalityCluster
 from loadtest.outcomes import Outcome
-from loadtest.results import check_metrics
+from loadtest.results import check_metrics, load_result
 from loadtest.workloads import stats
 from loadtest.workloads.request import salted
 from shared.settings import read_toml
@@ -139,15 +137,14 @@ def test_the_simulator_runs_the_same_arms_and_finds_more_by_prompt_tree_than_by_
         str(tmp_path),
     ]
     assert bench_locality.main([*words, "--arms", "session,prompt_tree,cost"]) == 0
-    text = (tmp_path / "simulated-locality.json").read_text()
-    found = json.loads(text)
+    found = load_result(tmp_path / "simulated-locality.json")
     assert verify_results.problems_of(tmp_path / "simulated-locality.json", root=tmp_path) == []
     metrics = found["metrics"]
     assert metrics["share2_prompt_tree_hit_ratio"] > metrics["share2_session_hit_ratio"] + 0.05
     assert metrics["share2_cost_hit_ratio"] > metrics["share2_session_hit_ratio"] + 0.05
     again = tmp_path / "again"
     assert bench_locality.main([*words[:-1], str(again), "--arms", "session,prompt_tree,cost"]) == 0
-    assert json.loads((again / "simulated-locality.json").read_text())["samples"] == found["samples"]
+    assert load_result(again / "simulated-locality.json")["samples"] == found["samples"]
 
 
 def test_the_figure_is_drawn_from_the_metrics_of_what_there_is():

@@ -1,14 +1,13 @@
 """bench_offload: figures come from samples, phases load what they say, and both engines are asked the same way."""
 
 import asyncio
-import json
 import sys
 import textwrap
 
 import pytest
 
 from loadtest import bench_offload, offload_phases
-from loadtest.results import check_metrics
+from loadtest.results import check_metrics, load_result
 
 SIZES = offload_phases.Sizes(
     pool=6, prompt_tokens=64, answer_tokens=4, clients=2, seconds=0.05, streams=3,
@@ -115,7 +114,7 @@ def test_engines_take_turns_and_one_that_dies_is_reported(tmp_path, monkeypatch,
 
     monkeypatch.setattr(bench_offload.subprocess, "Popen", popen)
     assert bench_offload.main(["--out", str(tmp_path), "--model-dir", "m", "--engine-flags", "never"]) == 0
-    written = json.loads((tmp_path / "h200-offload.json").read_text())
+    written = load_result(tmp_path / "h200-offload.json")
     order = [(row["engine"], row["load"]) for row in written["samples"] if "round" in row]
     assert order[:2] == [("stock", "reuse"), ("quire", "reuse")]
     assert order[8:10] == [("quire", "reuse"), ("stock", "reuse")]

@@ -10,7 +10,7 @@ from loadtest import bench_pages_variants as bench
 from loadtest import verify_results
 from loadtest.progress import Progress
 from loadtest.registry import MEASURES
-from loadtest.results import check_metrics
+from loadtest.results import check_metrics, load_result
 from services.mempool import config
 
 CHECKS = {
@@ -127,7 +127,7 @@ def test_a_variant_that_fails_leaves_the_others_and_a_later_call_measures_it_alo
     assert call(tmp_path) == 0
     assert begun == [("block-32", 1)]
     path = tmp_path / "h200-vmm-variants.json"
-    found = json.loads(path.read_text())
+    found = load_result(path)
     assert found["settings"]["variants"]["checksums-all"]["mempool"] == ["--checksum-rate", "1"]
     assert "--keep keep.jsonl" in found["command"]
     assert len(found["samples"]) == 20

@@ -4,7 +4,7 @@ import json
 
 from loadtest import bench_profile, verify_results
 from loadtest.figures import aqua, sheet
-from loadtest.results import check_metrics
+from loadtest.results import check_metrics, load_result
 
 FAST = ["--quick", "--seconds", "2", "--requests", "24", "--burst-s", "2", "--max-rate", "10"]
 
@@ -13,7 +13,7 @@ def test_a_quick_run_writes_a_file_that_its_samples_prove_and_figures_are_drawn_
     assert bench_profile.main([*FAST, "--out", str(tmp_path)]) == 0
     path = tmp_path / "simulated-profile.json"
     assert verify_results.problems_of(path, root=tmp_path) == []
-    found = json.loads(path.read_text())
+    found = load_result(path)
     metrics = found["metrics"]
     assert check_metrics(metrics) == []
     assert [row["case"] for row in found["samples"]] == ["h200_chunk8192", "h200_chunk8192_tight"]

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from loadtest import bench_gateway, measure, registry, results, verify_results
+from loadtest import bench_cost_model, bench_gateway, measure, registry, results, verify_results
 
 SAMPLES = [
     {"system": "quire", "series": "closed_loop", "count": 10, "cpu_us": 3_000, "wall_s": 0.5, "failed": 0},
@@ -18,11 +18,23 @@ SAMPLES = [
     {"system": "litellm", "series": "streams", "count": 100, "cpu_us": 5_000, "wall_s": 1.0, "failed": 0},
 ]
 
+TIMES = [number / 7 for number in range(9_000)]  # sixteen digits each
+LONG = [{**row, "ttft_ms": TIMES} if row["series"] == "ttft" else row for row in SAMPLES]
+
 
 def write(folder, **changes):
     fields = {"claim": "c", "command": "x", "settings": {}, "samples": SAMPLES}
-    fields["metrics"] = bench_gateway.metrics_from_samples(SAMPLES)
+    fields["metrics"] = bench_gateway.metrics_from_samples(changes.get("samples", SAMPLES))
     return results.write_result("gateway-cpu", folder=folder, **(fields | changes))
+
+
+def samples_of(path):
+    return path.parent / "samples" / f"{path.name}.xz"
+
+
+def change_samples(path, change_text):
+    text = lzma.decompress(samples_of(path).read_bytes()).decode()
+    samples_of(path).write_bytes(lzma.compress(change_text(text).encode()))
 
 
 def change(path, **fields):
@@ -92,6 +104,90 @@ def test_the_file_of_before_moves_to_history(tmp_path):
     assert json.loads(lzma.decompress(old.read_bytes())) == first
 
 
+def test_long_samples_lie_in_a_file_beside_the_readable_one_and_read_back_the_same(tmp_path):
+    path = write(tmp_path, samples=LONG)
+    head = json.loads(path.read_text())
+    assert set(verify_results.FIELDS) - set(head) == {"samples"}
+    assert head["samples_file"] == "samples/gateway-cpu.json.xz"
+    assert len(path.read_text()) < 4_000
+    assert samples_of(path).stat().st_size < len(json.dumps(LONG)) / 2
+    found = results.load_result(path)
+    assert found.pop("samples") == LONG
+    assert found == {key: value for key, value in head.items() if key != "samples_file"}
+
+
+def test_a_file_of_exactly_the_most_bytes_is_not_divided(tmp_path, monkeypatch):
+    at_once = write(tmp_path / "a")
+    whole = len(at_once.read_text())
+    monkeypatch.setattr(results, "MAX_BYTES", whole)
+    head = json.loads(at_once.read_text())
+    samples = head.pop("samples")
+    results._store(at_once, head, samples)
+    assert "samples_file" not in json.loads(at_once.read_text())
+    monkeypatch.setattr(results, "MAX_BYTES", whole - 1)
+    results._store(at_once, head, samples)
+    assert "samples_file" in json.loads(at_once.read_text())
+    assert results.load_result(at_once) == head | {"samples": samples}
+
+
+def test_the_same_samples_are_the_same_bytes(tmp_path):
+    one, other = write(tmp_path / "a", samples=LONG), write(tmp_path / "b", samples=LONG, claim="another")
+    assert samples_of(one).read_bytes() == samples_of(other).read_bytes()
+
+
+def test_the_file_that_its_script_reads_by_itself_stays_whole(tmp_path):
+    path = results.write_result(
+        "cost-model",
+        claim="c",
+        command="x",
+        settings={},
+        metrics={},
+        samples=[{"device": "h200", "ms": TIMES}],
+        folder=tmp_path,
+    )
+    assert bench_cost_model.kept(path, "cpu") == [{"device": "h200", "ms": TIMES}]
+
+
+def test_history_keeps_long_samples_with_their_file_and_none_is_left_behind(tmp_path):
+    first = results.load_result(write(tmp_path, samples=LONG))
+    assert "samples" not in json.loads(write(tmp_path, samples=[*LONG, SAMPLES[0]]).read_text())
+    (old,) = (tmp_path / "history").iterdir()
+    assert json.loads(lzma.decompress(old.read_bytes())) == first
+    old.unlink()
+    path = write(tmp_path)
+    (old,) = (tmp_path / "history").iterdir()
+    assert json.loads(lzma.decompress(old.read_bytes()))["samples"] == [*LONG, SAMPLES[0]]
+    assert results.load_result(path)["samples"] == SAMPLES
+    assert not samples_of(path).exists()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"no xz"),
+        lambda path: path.write_bytes(path.read_bytes()[:-9]),
+        lambda path: path.write_bytes(lzma.compress(b"[1,")),
+        lambda path: path.write_bytes(lzma.compress(b"\xff")),
+    ],
+    ids=["missing", "empty", "not compressed", "cut off", "not JSON", "not UTF-8"],
+)
+def test_samples_that_cannot_be_read_are_an_error_that_names_their_file(tmp_path, spoil):
+    path = write(tmp_path, samples=LONG)
+    before = path.read_text()
+    spoil(samples_of(path))
+    with pytest.raises(
+        ValueError, match=r"gateway-cpu\.json has its samples in samples/gateway-cpu\.json\.xz, which"
+    ):
+        results.load_result(path)
+    assert "samples/gateway-cpu.json.xz" in verify_results.problems_of(path)[0]
+    with pytest.raises(ValueError, match="cannot be read"):
+        write(tmp_path)
+    assert path.read_text() == before
+    assert not (tmp_path / "history").exists()
+
+
 @pytest.mark.parametrize(
     "metrics", [{"speed": 1.0}, {"cpu_us": float("nan")}, {"cpu_us": True}, {"ratio_of_things": 1.0}]
 )
@@ -137,6 +233,32 @@ def test_a_changed_figure_or_sample_is_found(repo, tmp_path):
     assert verify_results.problems_of(path, root=root)
     change(path, samples=[{"nonsense": 1}])
     assert "fails on its samples" in verify_results.problems_of(path, root=root)[0]
+
+
+def test_a_changed_sample_is_found_where_samples_have_a_file_of_their_own(repo, tmp_path):
+    root, commits, _ = repo
+    path = change(write(tmp_path / "out", samples=LONG), commit=commits[0])
+    assert verify_results.problems_of(path, root=root) == []
+    change_samples(path, lambda text: text.replace('"cpu_us":4000', '"cpu_us":4001'))
+    assert sorted(verify_results.problems_of(path, root=root)) == [
+        "metric 'cpu_us_per_request' is 400.0, its samples say 400.1",
+        "metric 'cpu_without_tokenizing_us_per_request' is 375.0, its samples say 375.1",
+    ]
+    change_samples(path, lambda text: "[]")
+    assert verify_results.problems_of(path, root=root)
+
+
+def test_samples_that_belong_to_no_result_are_found(tmp_path, capsys):
+    path = write(tmp_path, samples=LONG)
+    assert verify_results.strays(tmp_path) == []
+    (tmp_path / "samples" / "gone.json.xz").touch()
+    whole = results.load_result(path)
+    assert verify_results.strays(tmp_path) == ["gone.json.xz"]
+    path.write_text(json.dumps(whole))
+    assert verify_results.strays(tmp_path) == ["gateway-cpu.json.xz", "gone.json.xz"]
+    path.unlink()
+    assert verify_results.main([str(tmp_path)]) == 1
+    assert "FAIL samples/gone.json.xz" in capsys.readouterr().out
 
 
 def test_another_branch_an_unknown_commit_and_a_changed_script_are_found(repo, tmp_path):
