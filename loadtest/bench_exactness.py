@@ -8,10 +8,11 @@ from several machines' files). The demo model; modes are the data type, torch.co
 request slots without a block table. Topologies: prefill and decode apart (`disaggregated`) and one `colocated` engine,
 on the first GPU that is visible; on two GPUs, with graphs: each with its own (`two-gpus`), prefill of two ranks and
 decode of one (`prefill-tp2`), and the other way round (`decode-tp2`), whose engines share a GPU.
-Each run: a cluster of its own answers all cases of tests/support/exactness_cases.py one after another. Stock vLLM answers each twice, with an empty prefix cache and with
-the prompt cached: there too a position that is computed alone differs in its last bits. An answer unlike either is
-judged by how near a tie the first differing token was (`share`, exactness_shares.py): below 0.8, or where stock cannot
-say, it is wrong. Sampled and structured cases that are unlike either are not judged in 16 bits, only counted.
+Each run: a cluster of its own answers all cases of tests/support/exactness_cases.py one after another. Stock vLLM
+answers each twice, with an empty prefix cache and with the prompt cached: there too a position that is computed alone
+differs in its last bits. An answer unlike either is judged by how near a tie the first differing token was (`share`,
+exactness_shares.py): below 0.8, or where stock cannot say, it is wrong. Sampled and structured cases that are unlike
+either are not judged in 16 bits, only counted.
 
 Exit status 1: a run failed, or an answer is wrong; 3: time ran out before the last run.
 """
@@ -35,8 +36,8 @@ from loadtest.results import Metrics, Samples, write_result
 NAME = "h200-exactness"
 CLAIM = (
     "On one GPU, prefill and decode apart or together, and on two, apart with one and with two ranks, every answer "
-    "equals stock vLLM's token for token in float32, eager and with CUDA graphs; where one is unlike both of stock's own, in 16 bits or with the kernels of request "
-    "slots, the first differing token was a near tie."
+    "equals stock vLLM's token for token in float32, eager and with CUDA graphs; where one is unlike both of stock's "
+    "own, in 16 bits or with the kernels of request slots, the first differing token was a near tie."
 )
 MODES = ("float32", "float32+graphs", "bfloat16+graphs", "float32+token-major", "float32+layer-major")
 ONE_GPU, TWO_GPUS = ("disaggregated", "colocated"), ("two-gpus", "prefill-tp2", "decode-tp2")
