@@ -18,7 +18,7 @@ from shared.transfer.page_stream import PageStream, PageTicket
 from shared.vmm.cuda_driver import CudaVmmDriver, VmmDriver
 
 LANES = 4
-KERNEL_CTAS = 16  # multiprocessors of a copy by a kernel
+KERNEL_CTAS = 0  # a kernel begins no sooner than copy engines, and waits for multiprocessors (decision 0032)
 KERNEL_BYTES = 256 << 20  # sets up to this size go so
 MIN_LANE_BYTES = 8 << 20  # 20 us on NVLink; another lane costs 5 us of this process's time
 
