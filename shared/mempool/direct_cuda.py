@@ -18,8 +18,6 @@ from shared.transfer.page_stream import PageStream, PageTicket
 from shared.vmm.cuda_driver import CudaVmmDriver, VmmDriver
 
 LANES = 4
-KERNEL_CTAS = 0  # a kernel begins no sooner than copy engines, and waits for multiprocessors (decision 0032)
-KERNEL_BYTES = 256 << 20  # sets up to this size go so
 MIN_LANE_BYTES = 8 << 20  # 20 us on NVLink; another lane costs 5 us of this process's time
 
 
@@ -108,13 +106,7 @@ class CallerGpu:
         self._vmm = CudaVmmDriver(ordinal)
         self._copy = CudaDriver(ordinal)
         self._context = int(self._current())
-        self._pages = PageStream(
-            self._copy,
-            lanes=LANES,
-            min_lane_bytes=MIN_LANE_BYTES,
-            ctas=KERNEL_CTAS,
-            kernel_bytes=KERNEL_BYTES,
-        )
+        self._pages = PageStream(self._copy, lanes=LANES, min_lane_bytes=MIN_LANE_BYTES)
 
     def _current(self) -> Any:
         return self._cuda.cuCtxGetCurrent()[1]

@@ -1,7 +1,5 @@
 """Whole pages between GPUs with the least work before the first byte: no sort, no plan, one batch call a lane.
 
-Or, where the caller says so, one launch of a kernel (pages.cu), which begins sooner and takes multiprocessors.
-
 The general copier (shared/kernels/copy_pages) checks and plans any set of copies, 50 us for 64 pages; 128 MiB take
 370 us on NVLink. Pages that Link.pull has checked need neither: they are aligned, of one size, and each is written
 once. Lanes are streams of this object alone, so they need no fork and no join; a set is done when all events are.
@@ -17,31 +15,16 @@ from shared.kernels.copy_pages.copies import U64, CopyFailed, CopyQueueFull, Ord
 from shared.kernels.copy_pages.driver import CopyDriver
 
 MAX_DESCRIPTORS = 4096  # of one call
-VECTOR_BYTES = 16  # the kernel's: pages and their size are multiples of it
 MIN_LANE_PAGES = 8  # fewer are not worth another call
 
 
 class PageStream:
     """Copies of pages on one GPU's copy engines, any thread. The driver stays the caller's."""
 
-    def __init__(
-        self,
-        driver: CopyDriver,
-        *,
-        lanes: int = 4,
-        min_lane_bytes: int = 0,
-        ctas: int = 0,
-        kernel_bytes: int = 0,
-    ) -> None:
-        """Args:
-            min_lane_bytes: a lane is worth it from so many on; 0: from MIN_LANE_PAGES pages on.
-            ctas: blocks of the kernel, for sets of up to `kernel_bytes`; 0: no kernel.
-        Raises: CopyFailed.
-        """
+    def __init__(self, driver: CopyDriver, *, lanes: int = 4, min_lane_bytes: int = 0) -> None:
+        """`min_lane_bytes`: a lane is worth it from so many on; 0: from MIN_LANE_PAGES pages on. Raises: CopyFailed."""
         self._driver = driver
         self._min_lane_bytes = min_lane_bytes
-        self._ctas = ctas if ctas and driver.has_page_kernel else 0
-        self._kernel_bytes = kernel_bytes
         self._lock = threading.Lock()
         driver.make_current()
         self._streams = [driver.create_stream() for _ in range(lanes)]
@@ -53,41 +36,27 @@ class PageStream:
 
         Raises: CopyQueueFull; CopyFailed, and what had been started is over unless it says `running`.
         """
-        with self._lock:
-            if self._num_pending >= MAX_PENDING:
-                raise CopyQueueFull(f"{MAX_PENDING} sets of pages are in flight")
-            self._driver.make_current()
-            events: list[int] = []
-            try:
-                if self._is_for_kernel(sources, targets, size):
-                    self._driver.copy_whole(sources, targets, size, self._ctas, self._streams[0])
-                    self._note_end(self._streams[0], events)
-                else:
-                    self._by_engines(sources, targets, size, events)
-            except CopyFailed as error:
-                error.running = not self._idle(events)
-                raise
-            self._num_pending += 1
-        return PageTicket(self, events)
-
-    def _is_for_kernel(self, sources: U64, targets: U64, size: int) -> bool:
-        is_small = bool(self._ctas) and 0 < sources.size * size <= self._kernel_bytes
-        return is_small and not (size | int(sources[0]) | int(targets[0])) % VECTOR_BYTES
-
-    def _note_end(self, stream: int, events: list[int]) -> None:
-        events.append(self._events.pop() if self._events else self._driver.create_event())
-        self._driver.record(events[-1], stream)
-
-    def _by_engines(self, sources: U64, targets: U64, size: int, events: list[int]) -> None:
         worth = sources.size // MIN_LANE_PAGES
         if self._min_lane_bytes:
             worth = min(sources.size, sources.size * size // self._min_lane_bytes)
         lanes = max(1, min(len(self._streams), worth))
         sizes = np.full(sources.size, size, np.uint64)
         edges = [sources.size * lane // lanes for lane in range(lanes + 1)]
-        for lane, stream in enumerate(self._streams[:lanes]):
-            self._copy(sources, targets, sizes, edges[lane], edges[lane + 1], stream)
-            self._note_end(stream, events)
+        with self._lock:
+            if self._num_pending >= MAX_PENDING:
+                raise CopyQueueFull(f"{MAX_PENDING} sets of pages are in flight")
+            self._driver.make_current()
+            events: list[int] = []
+            try:
+                for lane in range(lanes):
+                    self._copy(sources, targets, sizes, edges[lane], edges[lane + 1], self._streams[lane])
+                    events.append(self._events.pop() if self._events else self._driver.create_event())
+                    self._driver.record(events[-1], self._streams[lane])
+            except CopyFailed as error:
+                error.running = not self._idle(events)
+                raise
+            self._num_pending += 1
+        return PageTicket(self, events)
 
     def _copy(self, sources: U64, targets: U64, sizes: U64, first: int, last: int, stream: int) -> None:
         if not self._driver.has_batch:

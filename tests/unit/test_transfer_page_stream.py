@@ -12,10 +12,9 @@ class Driver:
     """Notes how many pages each call copies."""
 
     has_batch = True
-    has_page_kernel = True
 
     def __init__(self) -> None:
-        self.calls: list[object] = []
+        self.calls: list[int] = []
         self.numbers = iter(range(1, 10_000))
         self.made = 0
         self.answer: bool | CopyFailed = True  # of passed()
@@ -35,9 +34,6 @@ class Driver:
         return self.answer
 
     def record(self, event: int, stream: int) -> None: ...
-
-    def copy_whole(self, sources, targets, page_bytes, ctas, stream) -> None:
-        self.calls.append((sources.size, ctas))
 
     def copy_batch(self, targets, sources, sizes, order, stream) -> None:
         self.calls.append(targets.size)
@@ -102,40 +98,3 @@ def test_so_many_sets_are_in_flight_at_once_and_no_more():
     submitted(stream)
     with pytest.raises(CopyQueueFull):
         submitted(stream)
-
-
-@pytest.mark.parametrize(
-    ("size", "shift", "pages", "has_kernel", "calls"),
-    [
-        (8 << 20, 0, 4, True, [(4, 16)]),
-        (8 << 20, 0, 5, True, [5]),  # larger than kernel_bytes
-        (8 << 20, 0, 4, False, [4]),
-        (4096 + 8, 0, 4, True, [4]),  # vectors of 16 bytes
-        (4096, 8, 4, True, [4]),
-        (4096, 0, 0, True, []),
-    ],
-)
-def test_a_kernel_copies_aligned_pages_of_sets_up_to_its_size(size, shift, pages, has_kernel, calls):
-    driver = Driver()
-    driver.has_page_kernel = has_kernel
-    stream = PageStream(driver, lanes=4, ctas=16, kernel_bytes=32 << 20)
-    at = np.arange(pages, dtype=np.uint64) * np.uint64(size) + np.uint64(shift)
-    ticket = stream.submit(at, at + np.uint64(1 << 40), size)
-    assert driver.calls == calls
-    assert ticket.done()
-
-
-def test_a_kernel_that_may_run_when_its_event_cannot_be_recorded_is_waited_for():
-    driver = Driver()
-    stream = PageStream(driver, lanes=4, ctas=16, kernel_bytes=1 << 40)
-    failing = iter([True])
-
-    def record(event: int, stream: int) -> None:
-        if next(failing, False):
-            raise CopyFailed("cuEventRecord", "1")
-
-    driver.record = record
-    with pytest.raises(CopyFailed) as failed:
-        submitted(stream)
-    assert not failed.value.running
-    assert submitted(stream).done()

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from shared.kernels.copy_pages.copies import U64, CopyFailed, CopyUnavailable, Order
-from shared.kernels.copy_pages.pages_kernel import PagesKernel
 from shared.kernels.copy_pages.pieces_kernel import PiecesKernel, digest
 
 logger = logging.getLogger(__name__)
@@ -28,11 +27,6 @@ class CopyDriver(Protocol):
     @property
     def has_kernel(self) -> bool:
         """Whether copy_rows() is there. Cost: 0.3 s the first time, for compiling."""
-        ...
-
-    @property
-    def has_page_kernel(self) -> bool:
-        """Whether copy_whole() is there. Cost: 0.3 s the first time, for compiling."""
         ...
 
     @property
@@ -54,11 +48,6 @@ class CopyDriver(Protocol):
 
     def copy_rows(self, table: int, rows: int, ctas: int, stream: int) -> None:
         """pieces.cu over a table of `rows` aligned copies in pinned memory, which stays as it is until it is done."""
-        ...
-
-    def copy_whole(self, sources: U64, targets: U64, page_bytes: int, ctas: int, stream: int) -> None:
-        """pages.cu: pages of one size, addresses and size multiples of 16, in memory that this GPU reaches; the columns
-        may be reused when it returns. One thread at a time."""
         ...
 
     def create_stream(self) -> int:
@@ -142,9 +131,7 @@ class CudaDriver:
         self._batch = self._entry("cuMemcpyBatchAsync", BATCH_ABI, _BATCH)
         self.has_batch = self._batch is not None
         self._attributes = {order: self._attributes_of(order) for order in Order}
-        # the kernels, or why there is none; None: not tried
-        self._kernel: PiecesKernel | str | None = None
-        self._page_kernel: PagesKernel | str | None = None
+        self._kernel: PiecesKernel | str | None = None  # the kernel, or why there is none; None: not tried
         self._first = np.zeros(1, np.uint64)
         # addresses of these: to ask for them costs as much as the call
         self._at_attributes = {order: int(made.getPtr()) for order, made in self._attributes.items()}
@@ -177,24 +164,6 @@ class CudaDriver:
         if not self.has_kernel or not isinstance(self._kernel, PiecesKernel):
             raise CopyFailed("pieces.cu", f"{self._kernel}")
         self._kernel.launch(table, rows, ctas, stream)
-
-    @property
-    def has_page_kernel(self) -> bool:
-        """See CopyDriver."""
-        if self._page_kernel is None:
-            self.make_current()
-            try:
-                self._page_kernel = PagesKernel(self._cuda, self._device)
-            except CopyUnavailable as error:
-                self._page_kernel = error.message
-                logger.warning("pages go by copy engines alone: %s", error.message)
-        return isinstance(self._page_kernel, PagesKernel)
-
-    def copy_whole(self, sources: U64, targets: U64, page_bytes: int, ctas: int, stream: int) -> None:
-        """See CopyDriver."""
-        if not self.has_page_kernel or not isinstance(self._page_kernel, PagesKernel):
-            raise CopyFailed("pages.cu", f"{self._page_kernel}")
-        self._page_kernel.launch(sources, targets, page_bytes, ctas, stream)
 
     def _call(self, name: str, *args: Any) -> Any:
         status, *values = getattr(self._cuda, name)(*args)
@@ -313,10 +282,9 @@ class CudaDriver:
         """See CopyDriver. Streams, events and memory of this driver are to be released before."""
         if not self._closed:
             self._closed = True
-            for kernel in (self._kernel, self._page_kernel):
-                if kernel is not None and not isinstance(kernel, str):
-                    self.make_current()
-                    kernel.close()
+            if isinstance(self._kernel, PiecesKernel):
+                self.make_current()
+                self._kernel.close()
             self._call("cuDevicePrimaryCtxRelease", self._device)
 
 

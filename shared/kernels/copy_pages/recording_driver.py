@@ -20,18 +20,11 @@ class RecordingDriver:
     key = "recording driver"
 
     def __init__(
-        self,
-        *,
-        has_batch: bool = True,
-        has_kernel: bool = True,
-        has_page_kernel: bool = True,
-        eager: bool = True,
-        polls: int = 0,
+        self, *, has_batch: bool = True, has_kernel: bool = True, eager: bool = True, polls: int = 0
     ) -> None:
         """`eager`: copies happen in the call. Otherwise they wait for `run()`, or for every `polls`-th poll."""
         self.has_batch = has_batch
         self.has_kernel = has_kernel
-        self.has_page_kernel = has_page_kernel
         self.eager = eager
         self.polls = polls
         self._num_polls = 0
@@ -119,15 +112,6 @@ class RecordingDriver:
             return _moved(columns[1], columns[0], columns[2])
 
         self._put(stream, step)
-
-    def copy_whole(self, sources: U64, targets: U64, page_bytes: int, ctas: int, stream: int) -> None:
-        """In stream order."""
-        self._note("copy_whole", sources.tolist(), targets.tolist(), page_bytes, ctas, stream)
-        assert not (np.concatenate([sources, targets, [np.uint64(page_bytes)]]) % 16).any(), (
-            "vectors of 16 bytes"
-        )
-        columns = targets.copy(), sources.copy(), np.full(sources.size, page_bytes, np.uint64)
-        self._put(stream, lambda: _moved(*columns))
 
     def create_stream(self) -> int:
         """A number."""
