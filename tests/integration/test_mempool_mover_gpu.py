@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from services.mempool import mover_self_test, mover_spaces
+from services.mempool import mover_spaces
 from services.mempool.config import copy_options, load
 from services.mempool.mover_bounce import BounceCopier
 from services.mempool.mover_engines import CopyEngine, PinnedRanges
@@ -17,21 +17,13 @@ from shared.transfer.transfer_thread import TransferThread
 from tests.support.fake_mover_gpus import PAGE_BYTES, FakeGpus, FakeSlabs
 from tests.support.fake_vmm_driver import GRANULARITY_BYTES
 from tests.support.gate_copier import overdue
-from tests.support.mover_spaces_rig import NUM, PER_SLAB, GpuSpace, Rig, until
+from tests.support.mover_spaces_rig import NUM, PER_SLAB, GpuSpace, movers, until
 
 
 @pytest.fixture
 async def rig(monkeypatch):
-    monkeypatch.setattr(mover_self_test, "MIN_PAGE_BYTES", 1)
-    made = []
-
-    def make(*args, **how):
-        made.append(Rig(*args, **how))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    with movers(monkeypatch) as make:
+        yield make
 
 
 @pytest.mark.parametrize("pin_host", [False, True])

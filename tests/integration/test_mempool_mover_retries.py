@@ -10,22 +10,14 @@ from shared.kernels.copy_pages.copies import CopyFailed
 from shared.transfer.errors import PathUnavailable
 from shared.transfer.self_test import SelfTest
 from tests.support.fake_mover_gpus import FakeSlabs
-from tests.support.mover_spaces_rig import NUM, PER_SLAB, Rig, until
+from tests.support.mover_spaces_rig import NUM, PER_SLAB, movers, until
 
 
 @pytest.fixture
 async def rig(monkeypatch):
-    monkeypatch.setattr(mover_self_test, "MIN_PAGE_BYTES", 1)
     monkeypatch.setattr(mover_mapping, "RETRY_MIN_S", 0.02)
-    made = []
-
-    def make(*args, **how):
-        made.append(Rig(*args, **how))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    with movers(monkeypatch) as make:
+        yield make
 
 
 @pytest.fixture

@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
+from services.mempool import mover_self_test
 from services.mempool.memory import PoolMemory
 from services.mempool.mover import Mover
 from services.mempool.mover_regions import HostRegion, SlabRegion
@@ -108,3 +110,17 @@ async def until(condition, timeout_s=60.0):
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  the condition is another thread's state
             await asyncio.sleep(0.002)
+
+
+@contextmanager
+def movers(monkeypatch):
+    """A function that makes rigs, all of which end with the block; their self-tests take pages of any size."""
+    monkeypatch.setattr(mover_self_test, "MIN_PAGE_BYTES", 1)
+    with ExitStack() as stack:
+
+        def make(*args, **how):
+            it = Rig(*args, **how)
+            stack.callback(it.close)
+            return it
+
+        yield make

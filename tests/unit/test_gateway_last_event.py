@@ -1,11 +1,9 @@
 """The last event of a prompt shares a write with the end of the stream, but waits for it one turn only."""
 
 import asyncio
-from types import SimpleNamespace
 
-from services.gateway.core.admission import Admission
-from services.gateway.streaming import DONE, EventShape, StreamAnswer
-from shared.observe.trace import start_span
+from services.gateway.streaming import DONE
+from tests.support.stream_answer import stream_answer
 
 
 class Recorder:
@@ -24,21 +22,8 @@ class Recorder:
 
 
 def make():
-    push, admission = Recorder(), Admission(10)
-    answer = StreamAnswer(
-        shape=EventShape("chat", "id", 1, "m", "fp", False),
-        include_usage=False,
-        cluster=SimpleNamespace(cancel=lambda call: None),
-        admission=admission,
-        ticket=admission.enter("", 1, now_ms=0),
-        scope={},
-        push=push,
-        request_id="id",
-        span=start_span("test"),
-        received_ns=0,
-        wants_receipt=False,
-    )
-    return answer, push
+    push = Recorder()
+    return stream_answer(push), push
 
 
 async def test_with_the_end_in_the_same_turn_there_is_one_write():

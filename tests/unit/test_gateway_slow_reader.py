@@ -3,10 +3,8 @@
 from types import SimpleNamespace
 
 from services.gateway import metrics
-from services.gateway.core.admission import Admission
 from services.gateway.http_protocol import Limits, Push, _Watch
-from services.gateway.streaming import EventShape, StreamAnswer
-from shared.observe.trace import start_span
+from tests.support.stream_answer import stream_answer
 
 
 class Transport:
@@ -38,20 +36,7 @@ def connection():
 
 
 def make(cycle):
-    admission = Admission(10)
-    answer = StreamAnswer(
-        shape=EventShape("chat", "id", 1, "m", "fp", False),
-        include_usage=False,
-        cluster=SimpleNamespace(cancel=lambda call: None),
-        admission=admission,
-        ticket=admission.enter("", 1, now_ms=0),
-        scope={},
-        push=Push(cycle),
-        request_id="id",
-        span=start_span("test"),
-        received_ns=0,
-        wants_receipt=False,
-    )
+    answer = stream_answer(Push(cycle))
     statuses = []
     answer.run_alone(statuses.append)
     return answer, statuses
