@@ -90,7 +90,7 @@ class Ways:
 
     def __init__(self, socket: Path, instance: InstanceId, on_lost: Callable[[], None]) -> None:
         self.closed = False
-        self.checks = CHECKS  # until the first way is there
+        self.checks = CHECKS  # until those in machine code are there
         self.leaver: threading.Thread | None = None
         self._socket, self._instance, self._on_lost = socket, instance, on_lost
         self._names = {instance_key(instance): instance}
@@ -100,7 +100,7 @@ class Ways:
         self._map_lock = threading.Lock()  # held while something is mapped
         self._maps: dict[tuple[int, SpaceId, bool], CallerMemory] = {}
         self._gpu: Gpu | None = None
-        self._native: Checks | None = None
+        self._has_looked = False  # for machine code
         self._threads: ThreadPoolExecutor | None = None
 
     def knows(self, instance: InstanceId) -> None:
@@ -146,9 +146,11 @@ class Ways:
                 source = self._map(key[0], key[1], writes=False)
                 target = self._map(key[2], key[3], writes=True)
                 way = self._way_between(source, target)
-                if isinstance(way, Way):
-                    self._ready_checks(way)
+                if isinstance(way, Way) and self.checks is not CHECKS:
+                    self._compile(way, self.checks)  # its tables may be arrays of another kind
                 self._found[key] = way
+                if isinstance(way, Way) and self.checks is CHECKS:
+                    self._find_native(way)
         except (ClusterError, OSError, ValueError) as error:
             _, wait_s = self._again.get(key, (0.0, RETRY_MIN_S / 2))
             wait_s = min(RETRY_MAX_S, 2 * wait_s)
@@ -159,19 +161,29 @@ class Ways:
             self._again[key] = time.monotonic() + wait_s, wait_s
             self._found[key] = NO_MAPPING
 
-    def _ready_checks(self, way: Way) -> None:
-        """Compile for the kinds of arrays that this way has, so that no transfer waits for that."""
-        if self._native is None:
-            self._native = native_checks() or CHECKS
+    def _find_native(self, way: Way) -> None:
+        """Machine code for the checks, once, while numpy's already serve."""
+        if self._has_looked:
+            return
+        self._has_looked = True
+        try:
+            native = native_checks()
+            if native is not None:
+                self._compile(way, native)
+                self.checks = native
+        except Exception as error:  # noqa: BLE001  whatever a compiler may raise, numpy's checks say the same
+            logger.warning("direct copies are checked by numpy: %r", error)
+
+    def _compile(self, way: Way, checks: Checks) -> None:
+        """For the kinds of arrays that this way has, so that no transfer waits for that."""
         pages, epochs = np.zeros(0, np.int64), np.zeros(0, np.uint64)
         columns = Columns(shared=False)
         side = pages, epochs, columns.epochs, columns.counts
-        how = self._native.hold(*side, *side)
+        how = checks.hold(*side, *side)
         found = np.zeros((LOOK_ROWS, 0), np.uint64)
         tables = (way.source.words, pages, epochs), (way.target.words, pages, epochs)
-        self._native.look(*tables[0], *tables[1], how, *way.bases, way.size, found)
-        self._native.leave(pages, columns.counts, pages, columns.counts)
-        self.checks = self._native
+        checks.look(*tables[0], *tables[1], how, *way.bases, way.size, found)
+        checks.leave(pages, columns.counts, pages, columns.counts)
 
     def _way_between(self, source: CallerMemory, target: CallerMemory) -> Way | str:
         if source.content_key != target.content_key or source.page_bytes != target.page_bytes:

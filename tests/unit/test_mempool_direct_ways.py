@@ -29,6 +29,7 @@ class Memory:
             raise PathUnavailable("too many descriptors are open")
         self.content_key, self.page_bytes = "content", Memory.pages.get(space, 64)
         self.window, self.address = None, 4096
+        self.words = np.zeros(8, np.uint64)
 
     def leave(self):
         pass
@@ -103,3 +104,33 @@ def test_a_connection_that_was_closed_maps_nothing_more(rig):
     rig.now_s += RETRY_MAX_S
     rig.between()
     assert Memory.made == 1
+
+
+def test_without_machine_code_or_when_it_cannot_be_made_numpys_checks_serve(rig, monkeypatch, caplog):
+    monkeypatch.setattr(direct_ways, "native_checks", lambda: None)
+    rig.between()
+    assert isinstance(rig.between(), Way)
+    assert rig.ways.checks is direct_ways.CHECKS
+
+    def broken():
+        raise RuntimeError("cannot cache function")
+
+    monkeypatch.setattr(direct_ways, "native_checks", broken)
+    other = Rig()
+    other.between()
+    assert isinstance(other.between(), Way)
+    assert other.ways.checks is direct_ways.CHECKS
+    assert "cannot cache function" in caplog.text
+    other.ways.close()
+    other.ways.leaver.join(10)
+
+
+def test_checks_in_machine_code_serve_from_the_first_way_on_and_are_sought_once(rig, monkeypatch):
+    sought = []
+    real = direct_ways.native_checks
+    monkeypatch.setattr(direct_ways, "native_checks", lambda: sought.append(1) or real())
+    rig.between()
+    assert rig.ways.checks is not direct_ways.CHECKS
+    rig.between(2, 1)
+    assert isinstance(rig.between(2, 1), Way)
+    assert len(sought) == 1
