@@ -24,39 +24,45 @@ PAGES, EPOCHS = 6, 3  # few, so that they meet
 SIZE, BASES = 4096, (1 << 30, 1 << 40)
 STATES = [PageState.FREE, PageState.GRANTED, PageState.WRITING, PageState.SEALED, 200]
 
-few = st.integers(-1, PAGES)  # at the edges, no page at all
-sides = st.fixed_dictionaries(
-    {
-        "pages": st.lists(few, min_size=3, max_size=3, unique=True),
-        "epochs": st.lists(st.integers(1, EPOCHS), min_size=3, max_size=3),
-        "columns": st.lists(
-            st.tuples(
-                *[st.integers(0, EPOCHS)] * 2, st.integers(-1, 1), *[st.sampled_from([0, 0, 0, 1])] * 3
-            ),
-            min_size=PAGES,
-            max_size=PAGES,
-        ),
-        "words": st.lists(
-            st.tuples(st.integers(0, EPOCHS), st.sampled_from(STATES)), min_size=PAGES, max_size=PAGES
-        ),
-        "kind": st.sampled_from(["any", "good", "good"]),
-    }
+# of three pages that are held and whose words fit, what is wrong: (what, which of them, value)
+flaws = st.lists(
+    st.one_of(
+        st.tuples(st.just("page"), st.integers(0, 2), st.sampled_from([-7, -1, PAGES, PAGES + 1])),
+        st.tuples(st.sampled_from(["owned", "pinned", "epoch"]), st.integers(0, 2), st.integers(0, EPOCHS)),
+        st.tuples(st.sampled_from(["pins", "reading", "writing", "mediated"]), st.integers(0, 2), st.integers(-1, 2)),
+        st.tuples(st.just("state"), st.integers(0, 2), st.sampled_from(STATES)),
+    ),
+    max_size=2,
+)  # fmt: skip
+sides = st.tuples(
+    st.permutations(range(PAGES)).map(lambda every: every[:3]),
+    st.lists(st.integers(1, EPOCHS), min_size=3, max_size=3),
+    flaws,
+    st.booleans(),  # pinned
 )
+ROWS = {"pins": 0, "reading": 1, "writing": 2, "mediated": 3}
 
 
-def arrays(side, *, is_source):
-    """Of a side; a "good" one is held and its words fit, most of the time."""
-    pages, epochs = np.array(side["pages"], np.int64), np.array(side["epochs"], np.uint64)
-    columns = np.array(side["columns"]).T
-    held, counts = columns[:2].astype(np.uint64), columns[2:].astype(np.int32)
-    words = np.array([epoch << 8 | state for epoch, state in side["words"]], np.uint64)
-    if side["kind"] == "good":
-        inside = (pages >= 0) & (pages < PAGES)
-        held[:, pages[inside]] = epochs[inside]
-        counts[:, pages[inside]] = np.array([[1], [0], [0], [0]])
-        state = PageState.SEALED if is_source else PageState.WRITING
-        words[pages[inside]] = epochs[inside] << np.uint64(8) | np.uint64(state)
-    return pages, epochs, np.ascontiguousarray(held), np.ascontiguousarray(counts), words
+def arrays(side, *, state):
+    """Of a side: pages, epochs, their columns' epochs and counts, the table's words. `state`: of a good word."""
+    named, epochs = np.array(side[0], np.int64), np.array(side[1], np.uint64)
+    held, counts = np.zeros((2, PAGES), np.uint64), np.zeros((4, PAGES), np.int32)
+    words, states = np.zeros(PAGES, np.uint64), np.full(3, state, np.uint64)
+    held[:, named], counts[0, named] = epochs, int(side[3])
+    told, pages = epochs.copy(), named.copy()
+    for what, which, value in side[2]:
+        if what == "page":
+            pages[which] = value
+        elif what == "epoch":
+            told[which] = value
+        elif what == "state":
+            states[which] = value
+        elif what in ROWS:
+            counts[ROWS[what], named[which]] = value if what == "pins" else max(0, value)
+        else:
+            held[int(what == "pinned"), named[which]] = value
+    words[named] = epochs << np.uint64(8) | states
+    return pages, told, held, counts, words
 
 
 def expected_hold(source, target) -> int:
@@ -87,12 +93,13 @@ def expected_look(source, target, how) -> bool:
 
 
 @pytest.mark.skipif(NATIVE is None, reason="needs numba")
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(sides, sides)
 def test_only_held_idle_pages_pass_and_numpy_and_machine_code_agree_to_the_last_mark(source, target):
     results = []
     for checks in (CHECKS, NATIVE):
-        here, there = arrays(source, is_source=True), arrays(target, is_source=False)
+        here = arrays(source, state=PageState.SEALED)
+        there = arrays(target, state=PageState.WRITING)
         before = here[3].copy(), there[3].copy()
         want = expected_hold(here, there)
         how = checks.hold(*here[:4], *there[:4])
@@ -110,14 +117,13 @@ def test_only_held_idle_pages_pass_and_numpy_and_machine_code_agree_to_the_last_
 
 
 @pytest.mark.skipif(NATIVE is None, reason="needs numba")
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(sides, sides, st.sampled_from([IS_OWNED, IS_PINNED]))
 def test_only_words_of_the_right_epoch_and_state_pass_and_addresses_are_those_of_the_pages(
     source, target, how
 ):
-    here, there = arrays(source, is_source=True), arrays(target, is_source=False)
-    if how == IS_OWNED:
-        here[4][:] ^= np.uint64(PageState.SEALED ^ PageState.GRANTED)
+    here = arrays(source, state=PageState.SEALED if how == IS_PINNED else PageState.GRANTED)
+    there = arrays(target, state=PageState.WRITING)
     want = expected_look(here, there, how)
     for checks in (CHECKS, NATIVE):
         found = np.zeros((LOOK_ROWS, 3), np.uint64)
@@ -127,5 +133,5 @@ def test_only_words_of_the_right_epoch_and_state_pass_and_addresses_are_those_of
         if want:
             assert found[SOURCE_WORDS].tolist() == here[4][here[0]].tolist()
             assert found[TARGET_WORDS].tolist() == there[4][there[0]].tolist()
-            assert found[FROMS].tolist() == [BASES[0] + SIZE * page for page in source["pages"]]
-            assert found[TOS].tolist() == [BASES[1] + SIZE * page for page in target["pages"]]
+            assert found[FROMS].tolist() == [BASES[0] + SIZE * page for page in here[0].tolist()]
+            assert found[TOS].tolist() == [BASES[1] + SIZE * page for page in there[0].tolist()]
