@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from shared.background_task import begin_task
 from shared.errors import ClusterError
 from shared.ids import BlockHash
 from shared.observe.log import get_logger
@@ -121,9 +122,7 @@ class PromptTreeClient:
         if not self._breaker.on_failure():
             return
         if not self._is_closed and (self._probe is None or self._probe.done()):
-            self._probe = asyncio.get_running_loop().create_task(
-                self._probe_until_back(), name="prompttree-probe"
-            )
+            self._probe = begin_task(self._probe_until_back(), "prompttree-probe")
         _log.warning("prompt_tree_given_up", error=str(error))
 
     async def _probe_until_back(self) -> None:

@@ -15,7 +15,6 @@ from urllib.parse import quote
 import msgspec
 from httpx import Response
 
-from shared.background_task import begin_task
 from shared.errors import PeerError, PeerGone, PeerProtocolError, PeerTimeout
 from shared.ids import InstanceId, LeaseId
 from shared.transport.coordinator_api import CoordinatorApi, decode
@@ -153,11 +152,6 @@ class MempoolReporter(Background):
         self._on_reply = on_reply
         self._seq = 0
         self._hurry = asyncio.Event()
-
-    def open(self) -> None:
-        """Start in the background of the running loop. What a callback raises is raised into the loop: it is a bug."""
-        if self._task is None:
-            self._task = begin_task(self._run(), type(self).__name__)
 
     def hurry(self) -> None:
         """Report now, or MIN_INTERVAL_S after the last answer: something was lent, given back, or reclaimed."""

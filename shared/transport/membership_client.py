@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
+from shared.background_task import begin_task
 from shared.errors import PeerError
 from shared.ids import Epoch
 from shared.transport.coordinator_api import CoordinatorApi, MustRegister
@@ -30,9 +31,9 @@ class Background:
         self._task: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """Start in the background of the running loop. Never waits."""
+        """Start in the background of the running loop. Never waits. What a callback raises is raised into the loop."""
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run(), name=type(self).__name__)
+            self._task = begin_task(self._run(), type(self).__name__)
 
     async def _stop(self) -> None:
         task, self._task = self._task, None

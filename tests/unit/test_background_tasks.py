@@ -10,8 +10,13 @@ from services.mempool.desk_loop import DeskLoop
 from services.mempool.tree import TreePublishers
 from shared.background_task import begin_task
 from shared.ids import Epoch, InstanceId
+from shared.prompttree.breaker import Breaker
+from shared.prompttree.client import PromptTreeClient
 from shared.prompttree.publisher import PromptTreePublisher
+from shared.transport.coordinator_api import CoordinatorApi
+from shared.transport.membership_client import MembershipPoller
 from shared.wire.lending import AskReclaim
+from shared.wire.membership import InstanceList
 
 NOWHERE = "redis://127.0.0.1:1"
 
@@ -92,5 +97,28 @@ async def test_a_publisher_ends_loudly(raised, monkeypatch):
     it = PromptTreePublisher(NOWHERE, owner="o", epoch=Epoch(1), row="prefill")
     monkeypatch.setattr(it, "_held_blocks", SimpleNamespace(set=bug))
     it.open()
+    await ends_loudly(raised)
+    await it.close()
+
+
+def answers_members(monkeypatch):
+    async def ask(*_args, **_how):
+        return InstanceList(instances=[], version=1)
+
+    monkeypatch.setattr(CoordinatorApi, "ask", ask)
+
+
+async def test_a_poller_whose_list_is_misunderstood_ends_loudly(raised, monkeypatch):
+    answers_members(monkeypatch)
+    it = MembershipPoller("http://127.0.0.1:1", on_list=bug)
+    it.open()
+    await ends_loudly(raised)
+    await it.close()
+
+
+async def test_a_probe_of_redis_that_fails_by_a_bug_ends_loudly(raised, monkeypatch):
+    it = PromptTreeClient(NOWHERE, breaker=Breaker(max_failures=1, probe_interval_ms=1))
+    monkeypatch.setattr(it._link, "call", bug)
+    it._on_failure(ValueError("no answer"))
     await ends_loudly(raised)
     await it.close()
