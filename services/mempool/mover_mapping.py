@@ -87,8 +87,11 @@ class Mapping:
         self._tell(space, mapped, None)
 
     def _undo(self, space: Space, mapped: MappedSpace, failure: ClusterError) -> None:
-        """In the background: the next attempt maps it again."""
-        self._mapper.unmap(mapped)
+        """In the background: the next attempt maps it again, also where a driver did not let this one go."""
+        try:
+            self._mapper.unmap(mapped)
+        except Exception as error:  # noqa: BLE001  as in _map
+            log.error("not_unmapped", space=space.number, reason=repr(error))
         self._tell(space, None, failure)
 
     def _tell(self, space: Space, mapped: MappedSpace | None, failure: ClusterError | None) -> None:

@@ -91,6 +91,24 @@ async def test_a_copy_engine_that_was_refused_is_asked_for_again_and_nothing_sta
     assert len(next(iter(it.gpus.vmms.values())).mapped) == NUM // PER_SLAB
 
 
+async def test_a_mapping_that_cannot_even_be_undone_is_tried_again(rig, said):
+    it = rig()
+    it.mover._paths.add = refusing(1, CopyFailed("cuStreamCreate", "refused"), it.mover._paths.add)
+    real = it.mover._mapper.unmap
+    unmap = refusing(1, CopyFailed("cuMemHostUnregister", "refused"), lambda space: None)
+
+    def fails_behind_it(space):
+        real(space)
+        unmap(space)
+
+    it.mover._mapper.unmap = fails_behind_it
+    it.add(1, (0,))
+    said_of_it = await mapped_after(it, said, 1)
+    assert [event for event, _ in said_of_it] == ["not_unmapped", "space_unmapped", "space_mapped"]
+    it.add(2, 1)
+    assert (await it.copy(1, 2)).ok
+
+
 def pairs_measured(monkeypatch, *rates):
     """The next measurements of pairs say these rates, the last one from then on."""
     left = list(rates)
