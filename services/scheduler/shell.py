@@ -291,7 +291,7 @@ class Scheduler:
         """What was placed for gateways that are gone, and what is too old to run."""
         gone = self.gateways.tick(now_ms=now_ms)
         num_forgotten = self.placer.tick(now_ms=now_ms, gone=gone)
-        if gone or num_forgotten:
+        if num_forgotten:  # a gateway that ended in order has told all
             _forgotten.inc(num_forgotten)
             _log.warning("ends_untold", gateways=gone, num_forgotten=num_forgotten)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.scheduler import config
+from services.scheduler import config, shell
 from services.scheduler.core import gateways
 from services.scheduler.shell import Scheduler
 from shared.transport.clock import MonotonicClock
@@ -47,3 +47,19 @@ async def test_what_was_placed_for_a_killed_gateway_is_forgotten_and_for_one_tha
         again.send(Ended(request_id=f"moved-{number}", attempt=1))
     await until(lambda: scheduler.placer.num_open == 0)
     again.close()
+
+
+async def test_a_gateway_that_ended_in_order_is_no_warning(scheduler, monkeypatch):
+    said = []
+    monkeypatch.setattr(shell._log, "warning", lambda event, **ids: said.append((event, ids)))
+    orderly, killed = await gateway(scheduler, "orderly"), await gateway(scheduler, "killed")
+    orderly.send(place("a"))
+    orderly.send(Ended(request_id="a", attempt=1))
+    killed.send(place("b"))
+    await until(lambda: scheduler.placer.num_placed == 2 and scheduler.placer.num_open == 1)
+    orderly.close()
+    await until(lambda: not scheduler.gateways._lost and len(scheduler.gateways._names) == 1)
+    assert said == []
+    killed.close()
+    await until(lambda: said)
+    assert said == [("ends_untold", {"gateways": ["killed"], "num_forgotten": 1})]
