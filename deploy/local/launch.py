@@ -132,7 +132,7 @@ def cap_log(path: Path, cap_bytes: int) -> bool:
     """Keep a log file below its cap: its newest half moves to NAME.log.1 and the file starts again.
 
     Its writers hold it open with O_APPEND, so it is emptied in place; what they write between the copy
-    and the cut is lost. Returns whether it was cut.
+    and the cut is lost. So is what finds no room: the log may be what fills the disk. Returns whether it was cut.
     """
     try:
         size_bytes = path.stat().st_size
@@ -140,10 +140,11 @@ def cap_log(path: Path, cap_bytes: int) -> bool:
         return False
     if size_bytes <= cap_bytes:
         return False
-    with path.open("r+b") as log, path.with_name(path.name + ".1").open("wb") as old:
+    with path.open("r+b") as log:
         log.seek(max(0, size_bytes - cap_bytes // 2))
-        while chunk := log.read(COPY_CHUNK_BYTES):
-            old.write(chunk)
+        with contextlib.suppress(OSError), path.with_name(path.name + ".1").open("wb") as old:
+            while chunk := log.read(COPY_CHUNK_BYTES):
+                old.write(chunk)
         log.truncate(0)
     return True
 
