@@ -40,7 +40,7 @@ class ExecProcess:
         cwd: Path,
         on_exit: Callable[[int], None],
     ) -> None:
-        """Raises: OSError when the process cannot be made."""
+        """Raises: OSError when the process cannot be made, or not be watched; then there is none."""
         self._on_exit = on_exit
         with open_log(log) as out:
             self._process = subprocess.Popen(
@@ -53,7 +53,12 @@ class ExecProcess:
                 start_new_session=True,
             )
         self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except OSError:
+            self._process.kill()
+            self._process.wait()
+            raise
         asyncio.get_running_loop().add_reader(self._pidfd, self._gone)
 
     def send(self, signum: int) -> None:
