@@ -1,5 +1,7 @@
 """Host memory behind spaces that nobody uses any more goes, and comes back; and who counts as a space."""
 
+import pytest
+
 from services.mempool.core.actions import ReleaseUnits
 from shared.kv.page import PageState
 from shared.wire import mempool as wire
@@ -87,6 +89,30 @@ def test_host_memory_stays_as_long_as_one_space_before_it_is_used():
     die(rig, NEXT)
     assert drop(rig) == {(1, True), (2, False)}
     assert released(rig) == {0: 8, 1: 8, 2: 8}
+
+
+def refuse(rig: Spaces) -> None:
+    """The system takes nothing."""
+    while rig.memory and isinstance(rig.memory[0], ReleaseUnits):
+        asked = rig.memory.popleft()
+        rig.run(rig.core.on_released(asked.space, asked.units, rig.now_ms, failed=True))
+
+
+@pytest.mark.parametrize("comes", ["while the system is asked", "behind its refusal"])
+def test_host_memory_that_the_system_did_not_take_is_page_locked_again_with_the_next_engine(comes):
+    """Where no hole can be punched: nothing had gone, so nothing came back, nor did its page-lock."""
+    rig = idle()
+    rig.advance(IDLE_MS)
+    refuse(rig)
+    rig.advance(0)
+    assert [(asked.space, asked.unlocks) for asked in rig.memory] == [(1, True)]
+    if comes == "behind its refusal":
+        refuse(rig)
+    rig.worker(NEXT, "cpu:0", quota=8)
+    refuse(rig)
+    assert [(asked.space, asked.units) for asked in rig.memory] == [(1, [])]
+    system(rig)
+    assert released(rig) == {0: 0, 1: 0}
 
 
 def test_host_memory_stays_while_a_copy_may_still_write_it():

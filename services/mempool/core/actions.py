@@ -128,7 +128,10 @@ class ReleaseUnits:
 
 @dataclass(frozen=True, slots=True)
 class RestoreUnits:
-    """Take memory from the system for these again; answer with Mempool.on_restored, always."""
+    """Take memory from the system for these again; answer with Mempool.on_restored, always.
+
+    Host memory that need not be page-locked (ReleaseUnits.unlocks) is so from now on, with no units too.
+    """
 
     units: list[int]
     space: int = 0

@@ -77,7 +77,10 @@ class Regains(ABC):
         """All comes back, also what is just leaving; calls of the pool's own end for it."""
         for call in [call for call in self.calls if not call.has_caller]:
             self._end(call)
-        self._again_ms, self._unlocks = now_ms + AGAIN_MS, False
+        self._again_ms = now_ms + AGAIN_MS
+        if self._unlocks:  # also where the system took nothing, so that nothing is made
+            self._unlocks = False
+            self._do(RestoreUnits([], self._number))
         if wanted := len(self.gone) + self._on_their_way:
             self.calls.append(ReleaseCall.of_the_pool(wanted, now_ms, regains=True))
         self.advance()
