@@ -49,7 +49,7 @@ class ZygoteClient:
 
     Args:
         on_spawned: (name, process), once per spawn that worked.
-        on_exited: (name, returncode), once per spawn, also when the zygote itself is lost.
+        on_exited: (name, returncode), once per spawn that is not disowned, also when the zygote itself is lost.
     """
 
     def __init__(

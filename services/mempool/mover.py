@@ -74,7 +74,8 @@ class Mover:
 
         Args:
             threads: of the CPU, for copies between host spaces; host_copier: instead of those, the caller's.
-            pin_host: page-lock host spaces once there is a GPU: all of it is taken, none is punched (is_pinned()).
+            pin_host: page-lock host spaces once there is a GPU: all of it is taken, and none is punched unless the
+                space rests (is_pinned(), mover_pinning.py).
             floor_gb_per_s: a pair of GPUs under it makes the space that brings it unusable (LinkTooSlow).
             background: one thread, for everything that maps; shut down by close().
         """

@@ -174,7 +174,8 @@ class Mapper:
         """Page-lock the next PIN_CHUNK_BYTES of host memory, once there is a GPU that copies. Returns the seconds until
         there is more to lock (0.0: there may be now; else the driver refused some, and is asked again); None: nothing.
 
-        Meanwhile copies of that memory go through pinned slots. Cost: 0.1 s or more, and that memory for good.
+        Meanwhile copies of that memory go through pinned slots. Cost: 0.1 s or more, and that memory until the space
+        rests or is removed.
         """
         gpu = next(iter(self._gpus.values()), None)
         if gpu is None or not self._pin_host or self._stopping.is_set():

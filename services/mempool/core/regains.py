@@ -139,7 +139,8 @@ class Regains(ABC):
     # -- of Releases --------------------------------------------------------------------------------
 
     @abstractmethod
-    def advance(self) -> None: ...
+    def advance(self) -> None:
+        """Take every unit as far as it goes."""
 
     @abstractmethod
     def _end(self, call: ReleaseCall) -> None: ...
