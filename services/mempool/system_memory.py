@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from services.mempool.memory import PoolMemory
@@ -18,6 +19,8 @@ from shared.observe.log import get_logger
 
 if TYPE_CHECKING:
     from services.mempool.mover_gpu import SlabWindow
+
+RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0  # of what could not be mapped; twice as long each time
 
 T = TypeVar("T")
 
@@ -86,7 +89,12 @@ class SystemMemory:
         which: Sequence[int],
         on_done: Callable[[int], None],
     ) -> None:
-        """Memory for allocations of each rank (sorted); `on_done` says for how many, from the first on."""
+        """Memory for allocations of each rank (sorted); `on_done` says for how many, from the first on.
+
+        What the mover's windows do not show then (no descriptors, a full GPU) is tried again; until then copies of
+        these pages fail, and are misses.
+        """
+        loop = asyncio.get_running_loop()
 
         def work() -> int:
             made = 0
@@ -99,14 +107,33 @@ class SystemMemory:
                 log.warning("slabs_not_restored", space=number, code=error.code, reason=error.message)
                 for rank in slabs:
                     rank.release(which[made])
-            try:
-                for window in self._windows(number):
-                    window.remap(which[:made])
-            except (ClusterError, OSError) as error:  # copies of these pages fail, and are misses
-                log.error("slabs_not_mapped", space=number, reason=str(error))
+            self._remap(loop, slabs, number, which[:made], RETRY_MIN_S)
             return made
 
         self._run(work, on_done)
+
+    def _remap(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        slabs: Sequence[DeviceSlabs | KeptSlabs],
+        number: int,
+        which: Sequence[int],
+        wait_s: float,
+    ) -> None:
+        """On the thread: what of these has memory is in the windows; if that fails, again after `wait_s`."""
+        present = [slab for slab in which if all(rank.is_present(slab) for rank in slabs)]
+        try:
+            for window in self._windows(number):
+                window.remap(present)
+        except (ClusterError, OSError) as error:
+            log.error("slabs_not_mapped", space=number, reason=str(error), again_s=wait_s)
+            again = partial(self._remap, loop, slabs, number, present, min(RETRY_MAX_S, 2 * wait_s))
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(loop.call_later, wait_s, self._submit, again)
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # close() came
+            self.thread.submit(work)
 
     def _run(self, work: Callable[[], T], on_done: Callable[[T], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -116,8 +143,7 @@ class SystemMemory:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(on_done, found)
 
-        with contextlib.suppress(RuntimeError):  # close() came
-            self.thread.submit(job)
+        self._submit(job)
 
     def close(self) -> None:
         """End the thread, behind what it does now."""
