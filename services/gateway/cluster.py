@@ -31,6 +31,7 @@ from services.gateway.messages import generate_message, place_message
 from services.gateway.receipt import note_prediction
 from services.gateway.scheduler_link import SchedulerLink
 from services.gateway.worker_links import WorkerLink
+from shared.background_task import begin_task
 from shared.errors import Overloaded, PeerGone
 from shared.observe.log import get_logger
 from shared.observe.trace import start_span
@@ -94,7 +95,7 @@ class Cluster:
     def start(self) -> None:
         """Connect to the scheduler; it may come later."""
         self._scheduler.open()
-        self._slow_task = asyncio.get_running_loop().create_task(self._tick_slowly(), name="cluster-tick")
+        self._slow_task = begin_task(self._tick_slowly(), "cluster-tick")
 
     async def stop(self) -> None:
         """Fail what still runs and close every link."""

@@ -7,6 +7,7 @@ asks and returns by what it hears. Only ever a help: a mempool that is away hear
 import asyncio
 from collections.abc import Callable
 
+from shared.background_task import begin_task
 from shared.engine.interface import EngineLoad
 from shared.ids import Epoch
 from shared.mempool.client import MempoolClient
@@ -48,7 +49,7 @@ class LoadReports:
     def open(self) -> None:
         """Begin. Never waits."""
         self._client.on_memory = self._on_memory
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="load-reports")
+        self._task = begin_task(self._run(), "load-reports")
 
     async def close(self) -> None:
         """Harmless when closed already."""

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 
+from shared.background_task import begin_task
 from shared.engine.interface import Engine, EngineRoom
 from shared.engine.worker_config import WorkerSettings
 from shared.engine.worker_pages import PromptPages
@@ -50,7 +51,7 @@ class DecodeRoom:
 
     def open(self) -> None:
         """Begin to look. Needs the running loop."""
-        self._task = asyncio.get_running_loop().create_task(self._follow(), name="decode-room")
+        self._task = begin_task(self._follow(), "decode-room")
 
     async def close(self) -> None:
         """Harmless when closed already."""

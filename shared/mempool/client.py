@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from shared.background_task import begin_task
 from shared.errors import ClusterError, PeerGone
 from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, LeaseId
 from shared.observe.log import get_logger
@@ -109,7 +110,7 @@ class MempoolClient:
     def start(self) -> None:
         """Begin to connect; calls before that is done hold nothing."""
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._stay_connected(), name="mempool-client")
+            self._task = begin_task(self._stay_connected(), "mempool-client")
 
     async def wait_connected(self, timeout_ms: int) -> bool:
         """For tools and tests: whether it is connected within the time."""

@@ -5,11 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from services.gateway import cluster
+from services.gateway.core.request_flow import Limits
 from services.mempool.core.wishes import Wish
 from services.mempool.desk_loop import DeskLoop
 from services.mempool.tree import TreePublishers
 from shared.background_task import begin_task
+from shared.engine.worker_loads import LoadReports
+from shared.engine.worker_room import DecodeRoom
 from shared.ids import Epoch, InstanceId
+from shared.mempool.client import MempoolClient
 from shared.prompttree.breaker import Breaker
 from shared.prompttree.client import PromptTreeClient
 from shared.prompttree.publisher import PromptTreePublisher
@@ -120,5 +125,39 @@ async def test_a_probe_of_redis_that_fails_by_a_bug_ends_loudly(raised, monkeypa
     it = PromptTreeClient(NOWHERE, breaker=Breaker(max_failures=1, probe_interval_ms=1))
     monkeypatch.setattr(it._link, "call", bug)
     it._on_failure(ValueError("no answer"))
+    await ends_loudly(raised)
+    await it.close()
+
+
+async def test_a_gateway_that_cannot_tick_says_so(raised, monkeypatch):
+    """Workers end what a gateway asked for that says Alive no more."""
+    monkeypatch.setattr(cluster, "ALIVE_INTERVAL_MS", 1)
+    it = cluster.Cluster("tcp://127.0.0.1:1", model="m", limits=Limits())
+    monkeypatch.setattr(it, "_tick", bug)
+    it.start()
+    await ends_loudly(raised)
+    await it.stop()
+
+
+async def test_a_worker_that_cannot_say_its_load_says_so(raised):
+    client = SimpleNamespace(load_interval_ms=1, report_load=bug)
+    it = LoadReports(client, "m", load=bug, num_arrived=bug, epoch=lambda: Epoch(1))
+    it.open()
+    await ends_loudly(raised)
+    await it.close()
+
+
+async def test_a_worker_that_cannot_look_for_room_says_so(raised, monkeypatch):
+    it = DecodeRoom(SimpleNamespace(), SimpleNamespace(), SimpleNamespace())
+    monkeypatch.setattr(it, "_queue", SimpleNamespace(question=bug))
+    it.open()
+    await ends_loudly(raised)
+    await it.close()
+
+
+async def test_a_client_of_a_mempool_that_cannot_connect_by_a_bug_says_so(raised, monkeypatch, tmp_path):
+    it = MempoolClient(tmp_path / "pool.sock", InstanceId("i"))
+    monkeypatch.setattr(it._link, "connect", bug)
+    it.start()
     await ends_loudly(raised)
     await it.close()
