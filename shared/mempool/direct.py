@@ -24,7 +24,7 @@ from shared.ids import InstanceId
 from shared.mempool.direct_checks import FROMS, LOOK_ROWS, NOT_HELD, SOURCE_WORDS, TARGET_WORDS, TOS, Checks
 from shared.mempool.direct_ways import Way, Ways
 from shared.mempool.flights import Flight
-from shared.mempool.held_pages import Columns, HeldPages, Pages, stretch_of
+from shared.mempool.held_pages import Columns, HeldPages, Pages, Stretch, stretch_of
 from shared.wire.mempool_api import CopiedDirectly, PageAddress, Transfer, TransferFlags, instance_key
 
 SPIN_S = 0.0003  # a short copy is waited for without a turn of the loop: 64 MiB take 0.2 ms on NVLink
@@ -91,7 +91,7 @@ class Direct:
         """Copy whole pages, if that is possible here; False: nothing was done, ask the mempool.
 
         Raises: StaleEpoch, CopyFailed, PeerGone; then nothing arrived, and pages that are still written stay busy.
-        Cost: 40 us, 0.3 us a page, and the copy.
+        Cost: 15 us, 0.3 us a page, and the copy; twice that without numba.
         """
         begun = self._begin(instance, sources, targets)
         if isinstance(begun, str):
@@ -131,13 +131,13 @@ class Direct:
         )  # fmt: skip
         if how == NOT_HELD:
             return "not held"
-        way = self.ways.between(source, target)
-        if not isinstance(way, str) and (
-            source.last >= way.source.num_pages or target.last >= way.target.num_pages
-        ):
-            way = "lists"
+        way: Way | str = "no way"
+        try:
+            way = self._way(source, target)
+        finally:
+            if isinstance(way, str):  # or an error
+                checks.leave(source.pages, here.counts, target.pages, there.counts)
         if isinstance(way, str):
-            checks.leave(source.pages, here.counts, target.pages, there.counts)
             return way
         flight = Flight(checks, source, here, target, there)
         try:
@@ -149,6 +149,13 @@ class Direct:
             flight.end()
             flight.land()
         return begun
+
+    def _way(self, source: Stretch, target: Stretch) -> Way | str:
+        way = self.ways.between(source, target)
+        if isinstance(way, str):
+            return way
+        is_inside = source.last < way.source.num_pages and target.last < way.target.num_pages
+        return way if is_inside else "lists"
 
     def _start(self, way: Way, flight: Flight, checks: Checks, how: int) -> "_Begun | str":
         """Look, then copy. Into owned sources others may be told to copy: their words say if one has begun to."""

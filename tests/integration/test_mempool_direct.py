@@ -194,6 +194,21 @@ async def test_a_caller_that_waits_no_more_leaves_the_pages_busy_until_the_copy_
     assert await api.free_mem(targets) == NUM
 
 
+async def test_a_transfer_that_fails_before_its_copy_leaves_no_page_busy(host, monkeypatch):
+    api = await host.open()
+    sources, targets = await host.ready(api, "direct")
+
+    def broken(*_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(api.direct.ways, "between", broken)
+        await api.transfer(D, sources, targets)
+    assert not api.direct.is_busy([*sources, *targets])
+    await api.transfer(D, sources, targets)
+    assert host.read(1, targets) == host.read(0, sources)
+
+
 async def test_giving_back_does_not_wait_for_ever(host, monkeypatch):
     api = await host.open()
     sources, targets = await host.ready(api)
