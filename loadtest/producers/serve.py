@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from loadtest.producers.idle import LendsWhenIdle
 from loadtest.producers.models import KINDS, build
 from loadtest.results import quantile
 from shared.aqua.lender import Lender, LenderSettings
+from shared.aqua.lends_when_idle import LendsWhenIdle
 from shared.aqua.local_memory import mempool_device
 from shared.lending.rules import LendingRules
 

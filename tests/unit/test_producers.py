@@ -1,7 +1,6 @@
 """Producers' models, their loop of work, and when they lend."""
 
 import json
-import threading
 
 import pytest
 import torch
@@ -9,10 +8,7 @@ from typer.testing import CliRunner
 
 from deploy.local.cli import app
 from loadtest.producers import audio, models, serve, unet
-from loadtest.producers.idle import LendsWhenIdle
 from loadtest.profiler.core.profile import decode
-from shared.errors import PeerGone
-from shared.lending.rules import LendingRules
 
 
 def test_the_diffusion_model_has_the_published_shape():
@@ -111,58 +107,3 @@ def test_a_run_ends_and_is_summed_up():
     assert told["jobs_per_s"] > 0
     assert told["reclaims"] == [{"reason": "queue grew to 9", "seconds": 0.25}]
     assert serve.summary(serve.Served(), [])["jobs_per_s"] == 0.0
-
-
-class FakeLender:
-    """Refuses once."""
-
-    def __init__(self):
-        self.calls = []
-        self.happened = threading.Condition()
-        self.refusals = 1
-
-    def _note(self, *what):
-        with self.happened:
-            self.calls.append(what)
-            self.happened.notify_all()
-
-    def lend(self, num_bytes):
-        if self.refusals:
-            self.refusals -= 1
-            self._note("refused")
-            raise PeerGone("no coordinator")
-        self._note("lend", num_bytes)
-        return num_bytes
-
-    def reclaim(self, deadline_ms):
-        self._note("reclaim", deadline_ms)
-        return 0.5
-
-    def wait(self, count):
-        with self.happened:
-            assert self.happened.wait_for(lambda: len(self.calls) >= count, 60), self.calls
-
-
-def test_memory_is_lent_while_load_is_steady_and_taken_back_when_the_queue_grows():
-    lender, now_ms = FakeLender(), 0
-    rules = LendingRules(
-        threshold_bytes=0, reserve_share=0.0, steady_ms=0, hold_ms=600_000, window_ms=10_000, peak_ms=10_000,
-        queue_limit=4, silent_ms=3_600_000, reclaim_deadline_ms=700,
-    )  # fmt: skip
-    idle = LendsWhenIdle(lender, 1_000, rules, clock_ms=lambda: now_ms)
-    idle.report(0, 0)
-    lender.wait(1)
-    while len(lender.calls) < 2:
-        now_ms += 2_000  # the pause behind a refusal
-        idle.report(0, 0)
-        with lender.happened:
-            lender.happened.wait(0.05)
-    assert lender.calls[:2] == [("refused",), ("lend", 1_000)]
-    while len(lender.calls) < 3:
-        idle.report(9, 9)
-        with lender.happened:
-            lender.happened.wait(0.05)
-    idle.close()
-    assert lender.calls[2] == ("reclaim", 700)
-    assert [(reason, seconds) for reason, seconds in idle.reclaims] == [("queue grew to 9", 0.5)]
-    assert idle.lent_bytes == 0

@@ -18,7 +18,7 @@ from shared.observe.log import get_logger
 LOOK_S = 0.02
 RETRY_MS = 1_000
 
-log = get_logger("producers.idle")
+log = get_logger("aqua.lends_when_idle")
 
 
 class Lends(Protocol):
