@@ -201,9 +201,10 @@ async def test_a_transfer_that_fails_before_its_copy_leaves_no_page_busy(host, m
     def broken(*_):
         raise RuntimeError("can't start new thread")
 
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+    with monkeypatch.context() as patch:
         patch.setattr(api.direct.ways, "between", broken)
-        await api.transfer(D, sources, targets)
+        with pytest.raises(RuntimeError, match="new thread"):
+            await api.transfer(D, sources, targets)
     assert not api.direct.is_busy([*sources, *targets])
     await api.transfer(D, sources, targets)
     assert host.read(1, targets) == host.read(0, sources)
