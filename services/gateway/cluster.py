@@ -66,16 +66,16 @@ class Cluster:
     ) -> None:
         self.limits = limits
         self.retry_budget = retry_budget or RetryBudget()
-        self._refused_before = 0
-        self._model = model
+        self._model, self._refused_before = model, 0
         self._calls: dict[str, Call] = {}
         self._links: dict[str, WorkerLink[Call]] = {}
         self._unlisted_since_ms: dict[str, int] = {}
         self._quick_timer: asyncio.TimerHandle | None = None
         self._slow_task: asyncio.Task[None] | None = None
         self._scheduler = SchedulerLink(
-            scheduler, on_message=self._from_scheduler, on_down=self._scheduler_down
-        )
+            scheduler, on_message=self._from_scheduler, on_down=self._scheduler_down,
+            request_deadline_ms=limits.request_deadline_ms,
+        )  # fmt: skip
 
     @property
     def num_calls(self) -> int:

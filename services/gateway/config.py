@@ -53,7 +53,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     placement_deadline_ms: int = 15_000  # first placement, and each new one after a failure
     shed_wait_ms: int = 1_000  # how long a request waits when every instance is full
     place_reply_ms: int = 1_000
-    request_deadline_ms: int = 600_000  # below 15 minutes: what was placed before that the scheduler forgets
+    request_deadline_ms: int = 600_000
     # a begun stream that lost its instance: to its next token, else one error event
     resume_deadline_ms: int = 1_800
     worker_silent_ms: int = 1_500  # a worker that answers no heartbeat for so long is lost

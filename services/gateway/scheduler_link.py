@@ -28,7 +28,8 @@ class SchedulerLink:
     Ends that cannot be sent wait until they can: a scheduler that only stood still has forgotten nothing, and one that
     was started anew ignores them.
 
-    Args: on_message: a placement's answer; on_down: placements without an answer are lost.
+    Args: on_message: a placement's answer; on_down: placements without an answer are lost; request_deadline_ms: the
+    gateway's, so that the scheduler does not forget what still runs.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class SchedulerLink:
         *,
         on_message: Callable[[int, SchedulerToGateway, list[bytes]], None],
         on_down: Callable[[], None],
+        request_deadline_ms: int = 0,
     ) -> None:
         self._link: DealerLink[GatewayToScheduler, SchedulerToGateway] = DealerLink(
             endpoint,
@@ -46,7 +48,7 @@ class SchedulerLink:
             on_down=on_down,
             on_up=self._up,
         )
-        self._name = secrets.token_hex(8)
+        self._hello = GatewayHello(gateway=secrets.token_hex(8), request_deadline_ms=request_deadline_ms)
         self._ended: deque[Ended] = deque(maxlen=MAX_ENDED)
         self._timer: asyncio.TimerHandle | None = None
 
@@ -79,7 +81,7 @@ class SchedulerLink:
         self._link.close()
 
     def _up(self) -> None:
-        self._link.send(GatewayHello(gateway=self._name))  # a connection's first message finds room
+        self._link.send(self._hello)  # a connection's first message finds room
         self._send_ended()
 
     def _send_soon(self) -> None:

@@ -9,6 +9,7 @@ from services.scheduler import config
 from services.scheduler.config import SchedulerSettings
 from services.scheduler.core.gateways import Gateways
 from services.scheduler.core.instances import Instance, Instances
+from services.scheduler.core.limits import forget_after
 from services.scheduler.core.placement import Placer
 from services.scheduler.core.served import served_elsewhere
 from shared.background_task import begin_task
@@ -194,6 +195,10 @@ class Scheduler:
         self.instances.attend(now_ms=now_ms)
         if isinstance(message, GatewayHello):
             self.gateways.hello(identity, message.gateway)
+            if message.request_deadline_ms:
+                forget_ms = forget_after(message.request_deadline_ms)
+                self.placer.keep_for(forget_ms)
+                self.instances.keep_for(forget_ms)
             return
         if isinstance(message, Ended):
             self.placer.ended(message)

@@ -57,6 +57,7 @@ class GatewayHello(Struct, frozen=True, kw_only=True, tag="gateway_hello"):
     """
 
     gateway: str  # unlike that of any other life of any gateway's process
+    request_deadline_ms: int = 0  # after which it gives a request up; 0: not said
 
 
 GatewayToScheduler = Place | Ended | GatewayHello

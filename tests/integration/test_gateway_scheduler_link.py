@@ -45,6 +45,17 @@ def place(name):
     return Place(request_id=name, attempt=1, num_prompt_tokens=1)
 
 
+async def test_the_first_message_says_how_long_requests_may_run(scheduler):
+    server, got = scheduler
+    link = SchedulerLink(
+        server.address, on_message=lambda *_: None, on_down=lambda: None, request_deadline_ms=7_200_000
+    )
+    link.open()
+    await until(lambda: got.hellos)
+    assert got.hellos[0].request_deadline_ms == 7_200_000
+    link.close()
+
+
 async def test_ends_travel_before_the_next_placement(scheduler):
     server, got = scheduler
     link = await linked(server)

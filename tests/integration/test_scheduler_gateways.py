@@ -22,12 +22,12 @@ async def scheduler(tmp_path, monkeypatch):
     await made.stop()
 
 
-async def gateway(scheduler, name):
+async def gateway(scheduler, name, **more):
     link = DealerLink(
         scheduler.addresses[0], out=TO_SCHEDULER, into=FROM_SCHEDULER, on_message=lambda *_: None
     )
     await link.connect()
-    link.send(GatewayHello(gateway=name))
+    link.send(GatewayHello(gateway=name, **more))
     return link
 
 
@@ -47,6 +47,13 @@ async def test_what_was_placed_for_a_killed_gateway_is_forgotten_and_for_one_tha
         again.send(Ended(request_id=f"moved-{number}", attempt=1))
     await until(lambda: scheduler.placer.num_open == 0)
     again.close()
+
+
+async def test_a_gateway_says_how_long_its_requests_may_run(scheduler):
+    link = await gateway(scheduler, "patient", request_deadline_ms=7_200_000)
+    await until(lambda: scheduler.placer._open.forget_ms == 7_500_000)
+    assert [known.load.forget_ms for known in scheduler.instances] == [7_500_000]
+    link.close()
 
 
 async def test_a_gateway_that_ended_in_order_is_no_warning(scheduler, monkeypatch):

@@ -34,6 +34,11 @@ PLAN = KvPlan(reach="remote", source=P, tokens=96, path="remote", source_mempool
 
 PLACEMENT_SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
     "gateway-hello": (TO_SCHEDULER, GatewayHello(gateway="5f0c9a1e7b2d4c68"), ()),
+    "gateway-hello-deadline": (
+        TO_SCHEDULER,
+        GatewayHello(gateway="5f0c9a1e7b2d4c68", request_deadline_ms=7_200_000),
+        (),
+    ),
     "held": (
         FROM_SCHEDULER,
         Held(request_id=R, attempt=1, wait_ms=5_000, reason="No decode instance has room."),

@@ -1,9 +1,11 @@
 """Placements whose end nobody tells: of gateways that are gone, and of those that are too old."""
 
+import pytest
+
 from services.scheduler.core import attempts
 from services.scheduler.core.gateways import GRACE_MS, MAX_NAME, TURN_COUNTS_MS, Gateways
 from services.scheduler.core.instances import Instances
-from services.scheduler.core.limits import PlacementLimits
+from services.scheduler.core.limits import FORGET_MS, MOST_MS, PlacementLimits, forget_after
 from services.scheduler.core.placement import Placer
 from shared.wire.placement import Ended, Held, Placed
 from shared.wire.reports import Room
@@ -117,6 +119,33 @@ def test_what_is_older_than_any_request_becomes_is_forgotten_and_nothing_younger
     assert made.num_open == sum(made.tenants.held("t").values()) == 1
     made.ended(Ended(request_id="r0", attempt=1))
     assert made.num_open == 1
+
+
+@pytest.mark.parametrize(
+    ("deadline_ms", "forgets_ms"),
+    [(0, FORGET_MS), (600_000, FORGET_MS), (3_600_000, 3_900_000), (1 << 60, MOST_MS + 300_000)],
+)
+def test_what_a_gateway_may_still_wait_for_is_not_forgotten(deadline_ms, forgets_ms):
+    assert forget_after(deadline_ms) == forgets_ms
+
+
+def test_requests_that_may_run_for_an_hour_count_for_an_hour_at_instances_that_come_later_too():
+    made = Placer(Instances(), "least_load", "boot")
+    made.instances.hello(hello("a", role="colocated", max_running=4), now_ms=0)
+    for kept in (made, made.instances):
+        kept.keep_for(3_900_000)
+        kept.keep_for(FORGET_MS)  # another gateway's
+    made.instances.hello(hello("b", role="colocated", max_running=4), now_ms=0)
+    for number in range(2):
+        assert isinstance(made.place(place(f"r{number}", tenant="t"), now_ms=0), Placed)
+    for now_ms in (FORGET_MS + 1, 3_899_999):
+        for name in ("a", "b"):
+            made.instances.report(report(name, seq=now_ms), now_ms=now_ms)
+        assert made.tick(now_ms=now_ms) == 0
+        for each in made.instances:
+            each.load.view(now_ms=now_ms)  # which drops what is too old
+        assert sum(len(each.load._colocated) for each in made.instances) == 2
+    assert made.tick(now_ms=3_900_000) == 2
 
 
 def test_one_tick_forgets_a_bounded_number_and_the_next_ones_the_rest(monkeypatch):

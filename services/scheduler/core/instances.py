@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from services.scheduler.core.limits import FORGET_MS
 from services.scheduler.core.load import InstanceLoad, LoadView
 from shared.costmodel.model import CostModel
 from shared.costmodel.transfer import LinkRates
@@ -133,6 +134,7 @@ class Instances:
     _live_until_ms: int = 0
     _listeners: list[set[InstanceId]] = field(default_factory=list)
     _attended_ms: int | None = None
+    _forget_ms: int = FORGET_MS
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._known.values())
@@ -150,6 +152,12 @@ class Instances:
         for changed in self._listeners:
             changed.add(known.instance)
 
+    def keep_for(self, forget_ms: int) -> None:
+        """Stages whose end is not told are dropped so late, or later."""
+        self._forget_ms = max(self._forget_ms, forget_ms)
+        for known in self._known.values():
+            known.load.forget_ms = self._forget_ms
+
     def hello(self, hello: Hello, *, now_ms: int) -> Welcome | Refused:
         """A worker introduces itself. The same epoch again keeps the load; a larger one starts anew."""
         newest = self._epochs.get(hello.instance, Epoch(-1))
@@ -166,6 +174,7 @@ class Instances:
             load = InstanceLoad(
                 max(1, hello.max_running),
                 max(1, hello.max_batched_tokens),
+                forget_ms=self._forget_ms,
                 only_decodes=hello.role == "decode",
             )
         family_key = hello.description.family_key

@@ -12,6 +12,7 @@ from itertools import islice
 
 from msgspec import Struct
 
+from services.scheduler.core.limits import FORGET_MS
 from services.scheduler.core.request import AttemptKey
 from shared.costmodel.model import CostModel
 from shared.wire.reports import Report
@@ -53,7 +54,7 @@ class InstanceLoad:
     max_batched_tokens: int
     transit_ms: int = 20
     arrive_ms: int = 10_000
-    forget_ms: int = 900_000
+    forget_ms: int = FORGET_MS
     only_decodes: bool = False  # by its role: what runs here decodes
     report: Report | None = None
     reported_at_ms: int = 0

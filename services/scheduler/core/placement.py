@@ -62,6 +62,10 @@ class Placer:
         self.waiting = WaitingRoom(self.limits.max_held)
         self._open = OpenAttempts(self.limits.max_open, self.limits.forget_ms)
 
+    def keep_for(self, forget_ms: int) -> None:
+        """Attempts whose end is not told are forgotten so late, or later."""
+        self._open.forget_ms = max(self._open.forget_ms, forget_ms)
+
     @property
     def num_open(self) -> int:
         """Attempts placed and not ended."""
