@@ -19,6 +19,9 @@ NUM_PAGES = 32
 MIN_PAGE_BYTES = 2 << 20
 TIMEOUT_MS = 5_000
 MEASUREMENTS = 2  # of a pair under the floor
+SLOW_SHARE = (
+    0.25  # of the fastest pair: a pair under it has another way than the others, or a neighbour in it
+)
 
 log = get_logger("mempool.mover")
 
@@ -30,6 +33,7 @@ class PairTests:
         """`floor_gb_per_s` 0: measured, never failing."""
         self._floor_gb_per_s = floor_gb_per_s
         self.found: dict[tuple[str, str], SelfTest] = {}
+        self._said: set[tuple[str, str]] = set()
 
     def test(self, pairs: Iterable[tuple[Gpu, Gpu]]) -> None:
         """Measure those pairs that have not shown yet that they reach the floor; one that does not, twice, since
@@ -49,6 +53,19 @@ class PairTests:
                 log.warning("pair_not_measured", source=key[0], target=key[1], reason=error.message)
             if key in self.found:
                 require(self.found[key], self._floor_gb_per_s)
+        self._say_slow()
+
+    def _say_slow(self) -> None:
+        """A pair far slower than the others costs its copies their time, whatever the floor: once, loudly."""
+        between = {key: found.gb_per_s for key, found in self.found.items() if key[0] != key[1]}
+        best = max(between.values(), default=0.0)
+        for key, rate in between.items():
+            if rate < SLOW_SHARE * best and key not in self._said:
+                self._said.add(key)
+                log.warning(
+                    "pair_slow", source=key[0], target=key[1], gb_per_s=round(rate, 2), best_gb_per_s=round(best, 2),
+                    hint="no direct link between these GPUs? mempool.mover_floor_gb_per_s refuses such a pair",
+                )  # fmt: skip
 
     def _is_fast(self, found: SelfTest) -> bool:
         return not found.num_bytes or found.gb_per_s >= self._floor_gb_per_s

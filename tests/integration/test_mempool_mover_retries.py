@@ -120,6 +120,19 @@ def pairs_measured(monkeypatch, *rates):
     monkeypatch.setattr(mover_self_test, "measure_pair", measure)
 
 
+async def test_a_pair_far_slower_than_the_others_is_said_once(rig, said, monkeypatch):
+    slow = []
+    monkeypatch.setattr(
+        mover_self_test.log, "warning", lambda event, **fields: slow.append((event, fields["gb_per_s"]))
+    )
+    pairs_measured(monkeypatch, 300.0, 74.0, 75.0, 300.0)
+    it = rig()
+    for number, device in enumerate((0, 1, 0), 1):
+        it.add(number, (device,))
+        await mapped_after(it, said, number)
+    assert slow == [("pair_slow", 74.0)]
+
+
 async def test_one_slow_measurement_of_a_pair_makes_no_space_unusable(rig, said, monkeypatch):
     pairs_measured(monkeypatch, 3.0, 300.0)
     it = rig(floor_gb_per_s=200.0)
