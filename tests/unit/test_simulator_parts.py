@@ -67,6 +67,17 @@ def test_a_thousand_instances_serve_what_ten_do_and_find_what_each_other_compute
     assert ends[10] == ends[1_000] == [request.output_tokens for request in requests]
 
 
+def test_a_thousand_instances_play_hundreds_of_requests_in_seconds():
+    requests = conversations(6, sessions=80, turns=3, gap_ms=30.0)
+    assert len(requests) > 300
+    found = simulate(ClusterSpec(roles_of(0, 0, 1_000), block_tokens=BLOCK_TOKENS), PRICES, requests).outcomes
+    assert all(outcome.ok for outcome in found)
+    assert [outcome.output_tokens for outcome in found] == [request.output_tokens for request in requests]
+    used = {name for outcome in found for name in outcome.instances}
+    assert len(used) > 50  # load is spread, and most stay idle
+    assert summarize(found).hit_ratio > 0.3
+
+
 def test_the_tree_knows_what_was_told_not_what_is_held():
     events = EventQueue()
     tree = SimTree(events, 3)
