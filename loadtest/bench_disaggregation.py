@@ -4,154 +4,69 @@
         [--commit HEAD] [--worker enforce_eager=true]                              -> h200-disaggregation.json
 
 --gpus 2: 1P1D against 2 colocated; 4: 1P2D and 2P1D against 3 colocated; pairs with PD-Caching-3, and PD-Basic (nothing
-kept). Colocated: vLLM's prefix caching and chunked prefill, on the same mempool, gateway and scheduler. Policy `cost`
-in all; `auto` leaves it the choice between a pair and one instance. 8B shape, random weights, a GPU an instance.
+kept). `colocated`: our engines on the same mempool, gateway and scheduler, policy `cost` as in all; `auto` leaves it
+the choice between a pair and one instance. `stock`: as many plain vLLM servers with vLLM's defaults, each with its
+prefix cache and chunked prefill, sessions in turn (stock_servers.py). 8B shape, random weights, a GPU an instance.
 Workloads as in MemServe 8.2, open loop, later turns with the real answers; rates are of each instance, as in the paper.
 The same requests at the same times for every arm, in tokens of its own. Goodput: of requests within both limits (SLO).
 
---resume FILE keeps finished points: call it again to go on. --budget-s: layouts share the time evenly, and each begins
-with the same points (disaggregation_plan.py). --quick: 12 s a point, no result file. Points at the knee (the highest
-rate at which 90% keep the SLO) are repeated with --knee-seeds. A result file keeps its points of other numbers of GPUs.
+A call measures whole groups (a workload and a rate in 1p1d, colocated and stock), as many as --budget-s is enough for;
+then pairs without caching, then `auto` (disaggregation_plan.py). Engines start once a call and layout. --resume FILE
+keeps finished points: call it again to go on. `--gpus 2 --budget-s 540`, with engines ready in 75 s: ShareGPT at 16/s
+of each instance in all three, and stock's next point, which the next call need not measure; with `--point-s 45` two
+groups, LooGLE at 8/s too; calls after it: ReAct at 4/s, then the higher rates.
+--quick: 12 s a point, no result file. Points at the knee (the highest rate at which 90% keep the SLO) are repeated with
+--knee-seeds, from a start of their own. A result file keeps its points of other numbers of GPUs.
 """
 
 import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from loadtest.bench_locality import sample_of
-from loadtest.disaggregation_plan import LAYOUTS, RATES, Layout, Point, allowance_s, knee, points
+from loadtest.disaggregation_metrics import hit_ratio, metrics_from_samples, within_slo
+from loadtest.disaggregation_plan import (
+    LAYOUTS,
+    RATES,
+    Group,
+    Layout,
+    Point,
+    Rates,
+    by_layout,
+    groups,
+    knee,
+    num_fitting,
+)
 from loadtest.locality_cluster import LocalityCluster, Start
 from loadtest.outcomes import Outcome
 from loadtest.progress import Progress
 from loadtest.registry import RESULTS, ROOT
-from loadtest.reports.summary import bootstrap, nearest_rank
 from loadtest.results import Metrics, Samples, load_result, quantile, write_result
+from loadtest.stock_servers import StockServers
 from loadtest.workloads.catalogue import WORKLOADS, Options, build
 from loadtest.workloads.request import Request, salted, scaled
 
 NAME = "h200-disaggregation"
 CLAIM = (
-    "Prefill and decode on GPUs of their own, with caching, against as many colocated instances of vLLM with prefix "
-    "caching and chunked prefill: where the P99 of the job's time falls, and where it does not (MemServe Figure 8)."
+    "Prefill and decode on GPUs of their own, with caching, against as many colocated instances (ours, and plain vLLM) "
+    "with prefix caching and chunked prefill: where the P99 of the job's time falls, and where not (MemServe Figure 8)."
 )
 SLO_MS = {"cuda": (500.0, 25.0), "cpu": (2_000.0, 100.0)}  # time to first token, time per output token
 GPU_WORKER, GPU_CLUSTER = ("max_num_seqs=256",), ("gateway_processes=2",)
 CONTEXT_TOKENS = 8_000
 THINK_MS = 1_000.0
 WARM_S = 4.0
+START_S = {"cuda": 75.0, "cpu": 45.0}  # of a layout's engines, until one was seen
 DRAIN_S = 4.0  # what a point takes beyond its arrivals, as far as a plan can know
-RESAMPLES = 200
 SHOWN = (
-    "ttft_p99_vs_colocated_ratio", "jct_p99_vs_colocated_ratio", "jct_p99_vs_basic_ratio", "auto_disaggregated_ratio",
-    "_count", "_wins_ratio", "_loses_ratio",
+    "ttft_p99_vs_colocated_ratio", "jct_p99_vs_colocated_ratio", "ttft_p99_vs_stock_ratio", "jct_p99_vs_stock_ratio",
+    "jct_p99_vs_basic_ratio", "auto_disaggregated_ratio", "_count", "_wins_ratio", "_loses_ratio",
+    "_wins_vs_stock_ratio", "_loses_vs_stock_ratio",
 )  # fmt: skip
-COMPARED = ("ttft_mean", "ttft_p99", "tpot_mean", "tpot_p99", "jct_mean", "jct_p99")
-
-
-def metrics_from_samples(samples: Samples) -> Metrics:
-    """Of each point, with 95% intervals from its requests; arms over colocated, and over themselves without caching."""
-    out: Metrics = {}
-    rows = sorted((s for s in samples if s["kind"] == "point"), key=_point_key)
-    for key, some in groupby(rows, key=_point_key):
-        found = list(some)
-        head = _head(*key)
-        out |= {f"{head}_{name}": value for name, value in _of_point(found).items()}
-    for gpus, workload, rate, arm in dict.fromkeys(_point_key(row) for row in rows):
-        for other, word in (("colocated", "colocated"), (f"{arm}_basic", "basic")):
-            mine, theirs = _head(gpus, workload, rate, arm), _head(gpus, workload, rate, other)
-            if arm == other or f"{theirs}_jct_mean_ms" not in out:
-                continue
-            for name in COMPARED:
-                if below := out[f"{theirs}_{name}_ms"]:
-                    out[f"{mine}_{name}_vs_{word}_ratio"] = out[f"{mine}_{name}_ms"] / below
-    out |= _verdict(out)
-    out["failed_requests"] = float(sum(row["failed"] for row in rows))
-    return out
-
-
-def _point_key(row: Mapping[str, Any]) -> tuple[int, str, float, str]:
-    return row["gpus"], row["workload"], row["rate"], row["arm"]
-
-
-def _head(gpus: int, workload: str, rate: float, arm: str) -> str:
-    return f"gpus{gpus}_{workload}_rate{rate:g}_{arm}".replace(".", "_")
-
-
-def _of_point(rows: Sequence[Mapping[str, Any]]) -> Metrics:
-    """All seeds of it together."""
-    out: Metrics = {}
-    for metric in ("ttft", "tpot", "jct"):
-        values = np.array([v for row in rows for v in row[f"{metric}_ms"]])
-        some = values[values > 0] if (values > 0).any() else values
-        for name, level in (("mean", None), ("p99", 0.99)):
-            found = bootstrap(some, lambda v, at=level: _statistic(v, at), resamples=RESAMPLES)
-            out |= {
-                f"{metric}_{name}_ms": found.value,
-                f"{metric}_{name}_low_ms": found.low,
-                f"{metric}_{name}_high_ms": found.high,
-            }
-    met = np.array([one for row in rows for one in _kept(row)], dtype=float)
-    found = bootstrap(met, lambda v: v.mean(axis=-1), resamples=RESAMPLES)
-    offered = rows[0]["rate_per_s"]
-    out |= {
-        "goodput_requests_per_s": found.value * offered,
-        "goodput_low_requests_per_s": found.low * offered,
-        "goodput_high_requests_per_s": found.high * offered,
-        "slo_ratio": found.value,
-        "disaggregated_ratio": sum(row["disaggregated"] for row in rows) / max(1, len(met)),
-        "hit_ratio": _hit_ratio(rows),
-    }
-    return out
-
-
-def _statistic(values: np.ndarray, level: float | None) -> np.ndarray:
-    return values.mean(axis=-1) if level is None else nearest_rank(values, level)
-
-
-def _kept(row: Mapping[str, Any]) -> list[bool]:
-    """Of each request, whether it kept the SLO; those that failed did not."""
-    ttft_ms, tpot_ms = row["slo_ms"]
-    pairs = zip(row["ttft_ms"], row["tpot_ms"], strict=True)
-    return [a <= ttft_ms and b <= tpot_ms for a, b in pairs] + [False] * row["failed"]
-
-
-def _hit_ratio(rows: Sequence[Mapping[str, Any]]) -> float:
-    total = sum(sum(row["sources"].values()) for row in rows)
-    return 1 - sum(row["sources"].get("computed", 0) for row in rows) / total if total else 0.0
-
-
-def _verdict(metrics: Metrics) -> Metrics:
-    """At how many points disaggregation has the lower P99 of JCT: its interval below colocated's, or above; and what
-    `auto` does there: the mean share of requests that it hands off."""
-    wins = losses = compared = 0
-    handed_off: dict[str, list[float]] = {"wins": [], "loses": []}
-    for key in metrics:
-        if not key.endswith("_jct_p99_vs_colocated_ratio") or "_basic_" in key or "_auto_" in key:
-            continue
-        mine = key.removesuffix("_jct_p99_vs_colocated_ratio")
-        theirs = f"{mine.rpartition('_')[0]}_colocated"
-        compared += 1
-        is_win = metrics[f"{mine}_jct_p99_high_ms"] < metrics[f"{theirs}_jct_p99_low_ms"]
-        is_loss = metrics[f"{mine}_jct_p99_low_ms"] > metrics[f"{theirs}_jct_p99_high_ms"]
-        wins, losses = wins + is_win, losses + is_loss
-        share = metrics.get(f"{mine}_auto_disaggregated_ratio")
-        if share is not None and (is_win or is_loss):
-            handed_off["wins" if is_win else "loses"].append(share)
-    if not compared:
-        return {}
-    counts = {"compared_points": compared, "disaggregation_wins": wins, "disaggregation_loses": losses}
-    out = {f"{name}_count": float(count) for name, count in counts.items()}
-    for name, shares in handed_off.items():
-        if shares:
-            out[f"auto_hands_off_where_it_{name}_ratio"] = sum(shares) / len(shares)
-    return out
 
 
 # -- measuring ------------------------------------------------------------------------------------------
@@ -197,11 +112,11 @@ def said(row: dict[str, Any]) -> str:
         f"{name} {sum(row[f'{name}_ms']) / len(row[f'{name}_ms']):.1f}/{quantile(row[f'{name}_ms'], 0.99):.1f}"
         for name in ("ttft", "tpot", "jct")
     ]
-    within = _kept(row)
+    within = within_slo(row)
     return (
         f"{row['workload']} {row['rate']:g}/s an instance, {row['arm']}, seed {row['seed']}: {row['requests']} asked, "
         f"{row['failed']} failed, {', '.join(times)} ms (mean/P99), {sum(within) / len(within):.0%} in the SLO,"
-        f" {_hit_ratio([row]):.0%} hits, {row['disaggregated']} by pairs"
+        f" {hit_ratio([row]):.0%} hits, {row['disaggregated']} by pairs"
     )
 
 
@@ -211,38 +126,43 @@ def is_done(progress: Progress, options: argparse.Namespace, point: Point) -> bo
     return progress.has(kind="point", gpus=options.gpus, **key) is not None
 
 
+def servers_of(options: argparse.Namespace, layout: Layout, first: Point) -> LocalityCluster | StockServers:
+    """Not started yet; placing by the arm of `first`."""
+    start = Start(
+        options.device, options.engine, options.model_dir, options.cache_bytes, options.set, options.worker
+    )
+    folder = Path(options.folder)
+    if layout.is_stock:
+        return StockServers(folder, start, layout.num_instances, max_lag_ms=options.max_lag_ms)
+    flags, arm = start.flags(folder, layout.words), layout.arm(first.arm)
+    return LocalityCluster(folder / "home", flags, start.sections(), arm, max_lag_ms=options.max_lag_ms)
+
+
 def measure_layout(
     options: argparse.Namespace, layout: Layout, left: Sequence[Point], progress: Progress, end_s: float
 ) -> None:
     """Start its engines and run its points until end_s."""
     begin_s = time.monotonic()
-    arms = {name: layout.arm(name) for name in layout.arms}
-    start = Start(
-        options.device, options.engine, options.model_dir, options.cache_bytes, options.set, options.worker
-    )
-    folder = Path(options.folder)
-    flags = start.flags(folder, layout.words)
-    first = arms[left[0].arm]
-    with LocalityCluster(
-        folder / "home", flags, start.sections(), first, max_lag_ms=options.max_lag_ms
-    ) as cluster:
-        print(f"{layout.name}: ready after {time.monotonic() - begin_s:.0f} s", flush=True)
+    with servers_of(options, layout, left[0]) as servers:
         rate = max(point.rate for point in left) * layout.num_instances
-        warm = workload(options, left[0], min(rate, 20.0), WARM_S, "warm")
-        cluster.run(warm, is_measured=False)
+        servers.run(workload(options, left[0], min(rate, 20.0), WARM_S, "warm"), is_measured=False)
+        start_s = round(time.monotonic() - begin_s, 1)
+        print(f"{layout.name}: ready and warm after {start_s:.0f} s", flush=True)
         for point in left:
             if time.monotonic() + options.point_s + DRAIN_S > end_s:
-                print(f"  {layout.name}: its share of the time is up", flush=True)
+                print(f"  {layout.name}: the time is up", flush=True)
                 return
-            cluster.use(arms[point.arm])
+            servers.use(layout.arm(point.arm))
             requests = workload(options, point, point.rate * layout.num_instances, options.point_s)
-            real = WORKLOADS[point.workload].real_history
-            progress.add(row_of(options, layout, point, cluster.run(requests, real_history=real)))
+            outcomes = servers.run(requests, real_history=WORKLOADS[point.workload].real_history)
+            progress.add({**row_of(options, layout, point, outcomes), "start_s": start_s})
 
 
-def rounds(options: argparse.Namespace, progress: Progress) -> Iterator[list[tuple[Layout, list[Point]]]]:
-    """What is left to measure, by layout: every point once, then the knees again with other seeds."""
+def rounds(options: argparse.Namespace, progress: Progress) -> Iterator[list[Group]]:
+    """What is left to measure: every point once, then the knees again with other seeds."""
     layouts = [one for one in LAYOUTS[options.gpus] if not options.layouts or one.name in options.layouts]
+    if options.engine == "mock":  # there is no mock of plain vLLM
+        layouts = [one for one in layouts if not one.is_stock]
     yield _left(options, progress, layouts, options.rates, [options.seed])
     knees = {}
     for name in options.rates if options.knee_seeds else ():
@@ -250,7 +170,7 @@ def rounds(options: argparse.Namespace, progress: Progress) -> Iterator[list[tup
         rows = [row for row in rows if row["seed"] == options.seed and not row["arm"].endswith("_auto")]
         shares: dict[float, float] = {}
         for row in rows:
-            within = _kept(row)
+            within = within_slo(row)
             shares[row["rate"]] = max(shares.get(row["rate"], 0.0), sum(within) / len(within))
         if (rate := knee(shares)) is not None:
             knees[name] = (rate,)
@@ -261,26 +181,36 @@ def _left(
     options: argparse.Namespace,
     progress: Progress,
     layouts: Sequence[Layout],
-    rates: Mapping[str, Sequence[float]],
+    rates: Rates,
     seeds: Sequence[int],
-) -> list[tuple[Layout, list[Point]]]:
-    found = [
-        (one, [p for p in points(one, rates, seeds) if not is_done(progress, options, p)]) for one in layouts
-    ]
-    return [(layout, some) for layout, some in found if some]
+) -> list[Group]:
+    found = (
+        [one for one in group if not is_done(progress, options, one[1])]
+        for group in groups(layouts, rates, seeds)
+    )
+    return [group for group in found if group]
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> bool:
-    """All that is not there yet, until the time is up. False: points are left."""
+    """All that is not there yet, until the time is up. False: points are left.
+
+    As many whole groups as fit, layout by layout; the last goes on with its points of other groups, which a later call
+    need not start it for.
+    """
     end_s = time.monotonic() + options.budget_s
-    for todo in rounds(options, progress):
-        for number, (layout, left) in enumerate(todo):
-            now_s = time.monotonic()
-            own_s = allowance_s(end_s - now_s, len(todo) - number)
-            if own_s < options.point_s:
+    point_s = options.point_s + DRAIN_S
+    for left in rounds(options, progress):
+        seen_s = [row.get("start_s", 0.0) for row in progress.samples if row["gpus"] == options.gpus]
+        start_s = max(seen_s, default=0.0) or START_S[options.device]
+        num = num_fitting(left, end_s - time.monotonic(), start_s, point_s)
+        later = {layout.name: some for layout, some in by_layout(left[num:])}
+        chosen = by_layout(left[:num])
+        for number, (layout, some) in enumerate(chosen, 1):
+            if time.monotonic() + start_s + point_s > end_s:
                 return False
-            measure_layout(options, layout, left, progress, now_s + own_s)
-    return not any(any(todo) for todo in rounds(options, progress))
+            more = later.get(layout.name, []) if number == len(chosen) else []
+            measure_layout(options, layout, [*some, *more], progress, end_s)
+    return not any(rounds(options, progress))
 
 
 # -- the command ----------------------------------------------------------------------------------------

@@ -8,10 +8,12 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
+
+HEAD_BYTES = 512  # of a request, at least as far as its host
 
 
 @dataclass(slots=True)
@@ -116,6 +118,14 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
 
+class Sends(Protocol):
+    """What an open loop needs of a client: see Client."""
+
+    def request_bytes(self, path: str, body: Mapping[str, Any]) -> bytes: ...
+
+    async def post(self, request: bytes, *, timeout_s: float = ..., reply: Reply | None = ...) -> Reply: ...
+
+
 class Client:
     """A pool of connections to one server."""
 
@@ -142,6 +152,10 @@ class Client:
             f"{self._authorization}content-length: {len(data)}\r\n\r\n"
         )
         return head.encode() + data
+
+    def wrote(self, request: bytes) -> bool:
+        """Whether request_bytes() of a client of this server made it."""
+        return f"\r\nhost: {self._host}:{self._port}\r\n".encode() in request[:HEAD_BYTES]
 
     async def post(self, request: bytes, *, timeout_s: float = 60.0, reply: Reply | None = None) -> Reply:
         """Send request_bytes() and wait for the end of the response.

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,14 +124,7 @@ class LocalityCluster:
             max_in_flight=MAX_IN_FLIGHT,
             max_lag_ms=self._max_lag_ms if is_measured else math.inf,
         )
-        for attempt in range(TRIES):
-            again = salted(requests, "again", attempt) if attempt else list(requests)
-            outcomes = asyncio.run(self._send(again, plan))
-            why = verdict(outcomes, plan)
-            if not why:
-                return outcomes
-            print(f"  again, the client was the bottleneck: {why}", flush=True)
-        raise RuntimeError(f"the client was the bottleneck {TRIES} times")
+        return until_in_time(lambda again: asyncio.run(self._send(again, plan)), requests, plan)
 
     async def _send(self, requests: Sequence[Request], plan: Plan) -> list[Outcome]:
         client = Client(self.url)
@@ -185,6 +178,19 @@ class LocalityCluster:
         return done.stdout
 
 
+def until_in_time(
+    send: Callable[[Sequence[Request]], list[Outcome]], requests: Sequence[Request], plan: Plan
+) -> list[Outcome]:
+    """Send all; again with new tokens where the client was late. Raises: RuntimeError when it always was."""
+    for attempt in range(TRIES):
+        outcomes = send(salted(requests, "again", attempt) if attempt else list(requests))
+        why = verdict(outcomes, plan)
+        if not why:
+            return outcomes
+        print(f"  again, the client was the bottleneck: {why}", flush=True)
+    raise RuntimeError(f"the client was the bottleneck {TRIES} times")
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """How a benchmark's clusters are started, whatever their topology.
@@ -203,11 +209,7 @@ class Start:
     def flags(self, folder: Path, topology: Sequence[str]) -> list[str]:
         """Words after `quire up`. The 8B shape is made in `folder`."""
         cuda = self.device == "cuda"
-        model = Path(self.model_dir) if self.model_dir else None
-        if cuda and model is None:
-            model = folder / "model-8b"
-            if not model.is_dir():
-                model_folder(model)
+        model = self.model(folder)
         found = ["--device", self.device, "--engine", self.engine, *topology]
         found += ["--model", str(model)] if model is not None else []
         wanted = {"trace_sample_ratio": "0.0"}
@@ -215,6 +217,17 @@ class Start:
             wanted |= {"mempool_bytes": str(self.cache_bytes or CPU_CACHE_BYTES), "kv_space": "own"}
         wanted |= dict(pair.split("=", 1) for pair in self.cluster)
         return found + [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
+
+    def model(self, folder: Path) -> Path | None:
+        """Of its weights or shape; None: the demo model. The 8B shape is made in `folder`, once."""
+        if self.model_dir:
+            return Path(self.model_dir)
+        if self.device != "cuda":
+            return None
+        model = folder / "model-8b"
+        if not model.is_dir():
+            model_folder(model)
+        return model
 
     def sections(self) -> dict[str, dict[str, Any]]:
         """Of the TOML file."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import httptools
 
-from loadtest.http_client import Client, Reply
+from loadtest.http_client import Reply, Sends
 from loadtest.outcomes import Outcome, take_receipt
 from loadtest.results import quantile
 from loadtest.sse import StreamError, StreamTimes, read_pieces
@@ -63,7 +63,7 @@ class OpenLoop:
     """One run. Use once: `outcomes = await OpenLoop(client, plan).run(requests)`."""
 
     def __init__(
-        self, client: Client, plan: Plan, *, progress: Callable[[int, int], None] | None = None
+        self, client: Sends, plan: Plan, *, progress: Callable[[int, int], None] | None = None
     ) -> None:
         self._client = client
         self._plan = plan

@@ -31,6 +31,7 @@ class Fleet:
         log_dir.mkdir(parents=True, exist_ok=True)
         self.folder = log_dir
         self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._commands: dict[str, Sequence[str]] = {}
 
     def start(
         self,
@@ -41,12 +42,13 @@ class Fleet:
         env: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        """Start and wait until ready_url answers 200 (or, for tcp://, takes a connection; for unix://, is a socket).
+        """begin() and wait_ready(). Raises: StartFailed."""
+        self.begin(name, command, env=env)
+        self.wait_ready(name, ready_url, timeout_s=timeout_s)
 
-        Raises: StartFailed with the end of the log.
-        """
-        log_path = self.folder / f"{name}.log"
-        with log_path.open("wb") as log:
+    def begin(self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> None:
+        """Start it and do not wait: several that take long start side by side."""
+        with self._log_of(name).open("wb") as log:
             self._running[name] = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
@@ -56,14 +58,24 @@ class Fleet:
                 env={**_environment(), **(env or {})},
                 start_new_session=True,
             )
+        self._commands[name] = command
+
+    def wait_ready(self, name: str, ready_url: str, *, timeout_s: float = 60.0) -> None:
+        """Until ready_url answers 200 (or, for tcp://, takes a connection; for unix://, is a socket).
+
+        Raises: StartFailed with the end of the log.
+        """
         deadline = time.monotonic() + timeout_s
         while not _answers(ready_url):
             ended = self._running[name].poll() is not None
             if ended or time.monotonic() > deadline:
-                tail = log_path.read_text(errors="replace")[-3000:]
+                tail = self._log_of(name).read_text(errors="replace")[-3000:]
                 what = "ended" if ended else f"was not ready after {timeout_s:.0f} s"
-                raise StartFailed(f"{name} {what}: {shlex.join(command)}\n{tail}")
+                raise StartFailed(f"{name} {what}: {shlex.join(self._commands[name])}\n{tail}")
             time.sleep(0.05)
+
+    def _log_of(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
 
     def pid(self, name: str) -> int:
         return self._running[name].pid

@@ -31,7 +31,8 @@ TITLES = {"sharegpt": "ShareGPT-like", "loogle": "LooGLE-like", "react": "ReAct-
 def _arm_words(arm: str) -> str:
     pair, _, how = arm.partition("_")
     words = {"": "-CC", "basic": "", "auto": "-CC, free to choose"}
-    return "PD-CC (colocated)" if arm == "colocated" else f"{pair.upper()}{words[how]}"
+    own = {"colocated": "PD-CC (colocated)", "stock": "vLLM (colocated)"}
+    return own.get(arm) or f"{pair.upper()}{words[how]}"
 
 
 def end_to_end(result: Result) -> Figure:
@@ -199,9 +200,9 @@ SHEETS = (
     Sheet(
         "memserve-08",
         "MemServe Figure 8: prefill and decode apart against colocated, with and without caching",
-        ours="vLLM 0.26 in all; colocated with prefix caching and chunked prefill; 8B shape, random weights; open "
-        "loop, real answers in later turns; bars: 95% intervals over requests. CC: caching (PD-Caching-3), else "
-        "PD-Basic.",
+        ours="vLLM 0.26 in all; colocated, ours and plain vLLM, with prefix caching and chunked prefill; 8B shape, "
+        "random weights; open loop, real answers in later turns; bars: 95% intervals over requests. "
+        "CC: caching (PD-Caching-3), else PD-Basic.",
         paper="1P2D lowers JCT against PD by 30% on average and 42% at P99 (ShareGPT), caching by 17% and 29% more; "
         "LooGLE 10%, then 27%; ReAct 41% (its text says increases), then 27%.",
         differs="the paper's baseline is vLLM 0.4.0 without caching and chunked prefill, its model Llama2-13B on "

@@ -1,19 +1,23 @@
 """bench_disaggregation: every arm the same requests, every layout the same points, figures that follow from samples."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
 from loadtest import bench_disaggregation as bench
-from loadtest.disaggregation_plan import LAYOUTS, RATES, Point, allowance_s, knee, points
+from loadtest.disaggregation_plan import LAYOUTS, RATES, Point, by_layout, groups, knee, num_fitting
 from loadtest.figures import memserve_serving
+from loadtest.http_client import Client
 from loadtest.locality_cluster import Start
 from loadtest.outcomes import Outcome
 from loadtest.progress import Progress
 from loadtest.results import check_metrics
+from loadtest.stock_servers import MAX_NUM_SEQS, SessionsInTurn, StockServers, fill_in, serve_words
 from loadtest.workloads import stats
 from loadtest.workloads.request import Segment
 from services.scheduler import config
+from shared.engine.worker_config import WorkerSettings
 
 
 def options(*words: str):
@@ -24,10 +28,11 @@ def row(
     arm: str, jct_ms: float, *, rate: float = 1.0, seed: int = 1, tpot_ms: float = 10.0, gpus: int = 2
 ) -> dict:
     asked = options("--gpus", str(gpus), "--slo-ttft-ms", "500", "--slo-tpot-ms", "25")
+    placement = "colocated" if arm in ("colocated", "stock") else "disaggregated"
     outcomes = [
         Outcome(
             n, "s", 0, ttft_ms=100.0 + n, tpot_ms=tpot_ms, jct_ms=jct_ms + n, output_tokens=4,
-            sources={"engine": 60, "computed": 40}, placement="disaggregated" if arm != "colocated" else "colocated",
+            sources={"engine": 60, "computed": 40}, placement=placement,
         )
         for n in range(40)
     ]  # fmt: skip
@@ -53,6 +58,21 @@ def test_figures_of_arms_come_from_their_requests_and_compare_with_colocated_and
     assert bench.metrics_from_samples(samples[::-1]) == found
     worse = bench.metrics_from_samples([row("1p1d", 2_000.0), row("colocated", 1_000.0)])
     assert (worse["disaggregation_wins_count"], worse["disaggregation_loses_count"]) == (0, 1)
+
+
+def test_arms_are_compared_with_plain_vllm_as_well_as_with_our_colocated_engines():
+    samples = [row("1p1d", 500.0), row("colocated", 1_000.0), row("stock", 400.0)]
+    found = bench.metrics_from_samples(samples)
+    assert check_metrics(found) == []
+    head = "gpus2_sharegpt_rate1"
+    assert found[f"{head}_1p1d_jct_p99_vs_stock_ratio"] == pytest.approx(539 / 439)
+    assert found[f"{head}_1p1d_jct_p99_vs_colocated_ratio"] == pytest.approx(539 / 1039)
+    assert found[f"{head}_colocated_jct_p99_vs_stock_ratio"] == pytest.approx(1039 / 439)
+    assert (found["compared_points_count"], found["disaggregation_wins_count"]) == (1, 1)
+    assert found["compared_points_vs_stock_count"] == 1  # colocated is no disaggregation
+    assert (
+        found["disaggregation_wins_vs_stock_count"], found["disaggregation_loses_vs_stock_count"]
+    ) == (0, 1)  # fmt: skip
 
 
 def test_what_auto_does_is_said_of_points_where_handing_off_wins_and_where_it_loses():
@@ -81,24 +101,43 @@ def test_seeds_of_a_point_count_together_and_failures_against_the_slo():
     assert found["failed_requests"] == 40
 
 
-def test_every_layout_begins_with_the_same_points_and_auto_comes_last():
+def test_every_group_has_a_point_of_each_layout_and_what_auto_does_comes_last():
     for gpus, layouts in LAYOUTS.items():
+        found = list(groups(layouts, RATES["cuda"], [1]))
+        num_rates = sum(len(some) for some in RATES["cuda"].values())
+        pairs = {2: ["1p1d"], 4: ["1p2d", "2p1d"]}[gpus]
+        wanted = (
+            [{*pairs, "colocated", "stock"}] * num_rates
+            + [{f"{name}_basic" for name in pairs}] * num_rates
+            + [{f"{name}_auto" for name in pairs}] * 2 * len(RATES["cuda"])
+        )
+        assert [{point.arm for _, point in group} for group in found] == wanted
+        assert all(len({(p.workload, p.rate, p.seed) for _, p in group}) == 1 for group in found)
+        first = [(group[0][1].workload, group[0][1].rate) for group in found[:num_rates]]
+        assert first[:4] == [("sharegpt", 16), ("loogle", 8), ("react", 4), ("sharegpt", 24)]
+        assert len(set(first)) == num_rates
         for layout in layouts:
             assert layout.num_instances == (2 if gpus == 2 else 3)
-            mine = list(points(layout, RATES["cuda"], [1]))
-            plain = [(p.workload, p.rate) for p in mine if not p.arm.endswith("_auto")]
-            assert plain == [
-                (p.workload, p.rate) for p in points(layouts[1], RATES["cuda"], [1])
-            ]  # colocated's
-            assert [p.arm.endswith("_auto") for p in mine] == sorted(p.arm.endswith("_auto") for p in mine)
-            assert len(plain) == sum(len(some) for some in RATES["cuda"].values())
-            for name in layout.arms:
+            for name in layout.arms if not layout.is_stock else ():
                 arm = layout.arm(name)
                 flags = [f"--{key}={value}" for key, value in arm.settings.items()]
                 assert config.load([f"--policy={arm.policy}", *flags]).policy == "cost"
-    assert allowance_s(90.0, 3) == 30.0
     assert knee({1.0: 1.0, 2.0: 0.95, 4.0: 0.5}) == 2.0
     assert knee({1.0: 0.1}) is None
+
+
+def test_a_short_call_measures_whole_groups_and_counts_the_starts_of_engines():
+    found = list(groups(LAYOUTS[2], RATES["cuda"], [1]))
+    assert num_fitting(found, 540.0, 75.0, 64.0) == 1  # 3 starts and 3 points; 3 more points are 609 s
+    assert num_fitting(found, 609.0, 75.0, 64.0) == 2
+    assert num_fitting(found, 540.0, 75.0, 49.0) == 2
+    assert num_fitting(found, 10.0, 75.0, 64.0) == 1  # it goes on when called again
+    assert num_fitting(found, 1e9, 75.0, 64.0) == len(found)
+    assert num_fitting([], 540.0, 75.0, 64.0) == 0
+    chosen = by_layout(found[:2])
+    assert [(layout.name, [p.workload for p in some]) for layout, some in chosen] == [
+        (name, ["sharegpt", "loogle"]) for name in ("1p1d", "colocated", "stock")
+    ]
 
 
 def test_every_arm_gets_the_same_requests_in_tokens_of_its_own():
@@ -117,34 +156,113 @@ def test_every_arm_gets_the_same_requests_in_tokens_of_its_own():
         assert contents[0].isdisjoint(contents[1])
 
 
-def test_finished_points_are_not_measured_again_and_layouts_share_the_time(tmp_path, monkeypatch):
-    asked = options(
-        "--rates", "sharegpt=1,2", "--budget-s", "300", "--point-s", "10", "--layouts", "1p1d,colocated"
-    )
-    progress = Progress(tmp_path / "runs.jsonl", bench.said)
-    progress.add(row("1p1d", 500.0, rate=2.0))
+def test_calls_measure_whole_groups_and_start_each_layout_once_until_nothing_is_left(tmp_path, monkeypatch):
+    asked = bench.parse(["--budget-s", "540", "--resume", str(tmp_path / "runs.jsonl"), "--knee-seeds", ""])
     seen, now = [], [0.0]
 
     def measured(_options, layout, left, progress, end_s):
-        seen.append((layout.name, [(p.arm, p.rate) for p in left], end_s))
-        now[0] = end_s
+        now[0] += 75.0
+        done = []
+        for point in left:
+            if now[0] + 64.0 > end_s:
+                break
+            now[0] += 64.0
+            done.append((point.workload, point.rate, point.arm))
+            progress.add({**row(point.arm, 500.0, rate=point.rate), "workload": point.workload})
+        seen.append((layout.name, done))
+
+    monkeypatch.setattr(bench, "measure_layout", measured)
+    monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
+    assert not bench.measure(asked, Progress(asked.resume, bench.said))
+    assert seen == [
+        ("1p1d", [("sharegpt", 16, "1p1d")]),
+        ("colocated", [("sharegpt", 16, "colocated")]),
+        ("stock", [("sharegpt", 16, "stock"), ("loogle", 8, "stock")]),
+    ]
+    calls = 1
+    while calls < 40:
+        begin, now[0] = len(seen), 0.0
+        calls += 1
+        is_whole = bench.measure(asked, Progress(asked.resume, bench.said))
+        names = [name for name, _ in seen[begin:]]
+        assert len(names) == len(set(names))  # engines start once
+        assert all(done for _, done in seen[begin:])  # and never for nothing
+        if is_whole:
+            break
+    points = [point for _, done in seen for point in done]
+    wanted = [(p.workload, p.rate, p.arm) for group in groups(LAYOUTS[2], asked.rates, [1]) for _, p in group]
+    assert sorted(points) == sorted(wanted)
+    begin = len(seen)
+    assert bench.measure(asked, Progress(asked.resume, bench.said))
+    assert len(seen) == begin
+
+
+def test_the_knee_is_measured_again_with_other_seeds_and_a_mock_has_no_plain_vllm(tmp_path, monkeypatch):
+    asked = options("--rates", "sharegpt=1,2", "--knee-seeds", "2", "--layouts", "1p1d,colocated,stock")
+    seen = []
+
+    def measured(_options, layout, left, progress, end_s):
+        seen.append((layout.name, [(p.arm, p.rate, p.seed) for p in left]))
         for point in left:
             progress.add(row(point.arm, 500.0, rate=point.rate, seed=point.seed))
 
     monkeypatch.setattr(bench, "measure_layout", measured)
-    monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
+    progress = Progress(tmp_path / "runs.jsonl", bench.said)
+    progress.add(row("1p1d", 500.0, rate=2.0))
     assert bench.measure(asked, progress)
-    pairs = [("1p1d", 1.0), ("1p1d_auto", 1.0), ("1p1d_auto", 2.0)]
-    assert seen == [("1p1d", pairs, 150.0), ("colocated", [("colocated", 1.0), ("colocated", 2.0)], 300.0)]
-    again = Progress(tmp_path / "runs.jsonl", bench.said)
-    assert bench.measure(asked, again)
-    assert len(seen) == 2
-    asked.knee_seeds, now[0] = [2], 0.0
-    assert bench.measure(asked, again)
-    assert [points for _, points, _ in seen[2:]] == [
-        [("1p1d", 2.0), ("1p1d_auto", 2.0)],
-        [("colocated", 2.0)],
+    assert seen == [
+        ("1p1d", [("1p1d", 1.0, 1), ("1p1d_auto", 1.0, 1), ("1p1d_auto", 2.0, 1)]),
+        ("colocated", [("colocated", 1.0, 1), ("colocated", 2.0, 1)]),
+        ("1p1d", [("1p1d", 2.0, 2), ("1p1d_auto", 2.0, 2)]),
+        ("colocated", [("colocated", 2.0, 2)]),
     ]
+
+
+def test_plain_servers_are_told_what_our_engines_are_told_and_nothing_of_quire(tmp_path):
+    asked = bench.parse(["--worker", "enforce_eager=true", "--worker", 'role="colocated"'])
+    start = Start(asked.device, asked.engine, "", 0, asked.set, asked.worker)
+    asked.folder = str(tmp_path)
+    assert isinstance(
+        bench.servers_of(asked, LAYOUTS[2][2], Point("stock", "sharegpt", 1.0, 1)), StockServers
+    )
+    words = serve_words(start, tmp_path / "model-8b", 1234)
+    pairs = dict(pairwise(words))
+    assert pairs["--kv-cache-memory-bytes"] == str(start.sections()["mempool"]["device_capacity_bytes"])
+    assert (pairs["--max-num-seqs"], pairs["--max-model-len"], pairs["--load-format"]) == (
+        "256",
+        "16384",
+        "dummy",
+    )
+    assert "--enforce-eager" in words
+    assert not {"--role", "--max-num-batched-tokens", "--block-size", "--no-enable-prefix-caching"} & {*words}
+    on_cpu = serve_words(Start("cpu", "vllm", cache_bytes=1 << 20), tmp_path, 1)
+    assert on_cpu[on_cpu.index("--max-num-seqs") + 1] == str(MAX_NUM_SEQS)
+    assert on_cpu[on_cpu.index("--kv-cache-memory-bytes") + 1] == str(1 << 20)
+    defaults = dict(
+        zip(WorkerSettings.__struct_fields__[::-1], WorkerSettings.__struct_defaults__[::-1], strict=False)
+    )
+    assert defaults["max_num_seqs"] == MAX_NUM_SEQS
+
+
+def test_every_turn_of_a_session_goes_to_one_server_and_sessions_go_in_turn():
+    clients = [Client(f"http://127.0.0.1:{port}") for port in (9, 90)]
+    routes = SessionsInTurn(clients)
+    made = [
+        routes.request_bytes("/v1/completions", {"user": name, "prompt": "\r\nhost: 127.0.0.1:9\r\n"})
+        for name in "abcab"
+    ]
+    assert [[one.wrote(request) for one in clients] for request in made] == [
+        [True, False], [False, True], [True, False], [True, False], [False, True],
+    ]  # fmt: skip
+    outcomes = [
+        Outcome(1, "b", 0, prompt_tokens=100, cached_tokens=64, output_tokens=1),
+        Outcome(2, "c", 0, prompt_tokens=100, output_tokens=1),
+        Outcome(3, "a", 0, skipped=True),
+    ]
+    fill_in(outcomes, routes.server_of)
+    assert [(one.instances, one.sources) for one in outcomes] == [
+        (["stock-1"], {"engine": 64, "computed": 36}), (["stock-0"], {"computed": 100}), ([], {}),
+    ]  # fmt: skip
 
 
 def test_a_result_file_keeps_its_points_of_other_numbers_of_gpus(tmp_path):
@@ -172,10 +290,14 @@ def test_gpus_get_the_8b_shape_with_random_weights_and_cpus_the_demo_model(tmp_p
 
 
 def test_the_figure_has_a_row_a_workload_and_a_line_an_arm():
-    samples = [row(arm, 500.0, rate=rate) for arm in ("1p1d", "colocated") for rate in (1.0, 2.0)]
+    samples = [row(arm, 500.0, rate=rate) for arm in ("1p1d", "colocated", "stock") for rate in (1.0, 2.0)]
     result = {"samples": samples, "metrics": bench.metrics_from_samples(samples)}
     figure = memserve_serving.end_to_end(result)
     assert len(figure.axes) == len(memserve_serving.PANELS)
     legend = figure.axes[-1].get_legend()
     assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == ["PD-CC (colocated)", "1P1D-CC"]
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "PD-CC (colocated)",
+        "1P1D-CC",
+        "vLLM (colocated)",
+    ]

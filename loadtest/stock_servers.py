@@ -1,0 +1,161 @@
+"""Plain vLLM beside Quire: servers as `vllm serve` starts them, a GPU and a prefix cache each, and a client that shares
+them out.
+
+    with StockServers(folder, start, 2) as servers: servers.run(requests, real_history=True)
+
+vLLM decides all that is not said here: prefix caching, chunked prefill, tokens of a step, block size, CUDA graphs. Told
+is what the other engines are told too: model, random weights, dtype, longest sequence, most sequences, bytes of KV.
+The router is the client itself: sessions go to the servers in turn, in the order of their first requests, and every
+turn of a session to the server that has its history. It takes no time and no hop; what several sessions share is
+computed on each server.
+"""
+
+import asyncio
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from loadtest.http_client import Client, Reply
+from loadtest.locality_cluster import (
+    CPU_CACHE_BYTES,
+    GPU_CACHE_BYTES,
+    MAX_IN_FLIGHT,
+    Arm,
+    Start,
+    until_in_time,
+)
+from loadtest.open_loop import OpenLoop, Plan
+from loadtest.outcomes import Outcome
+from loadtest.processes import Fleet, free_port
+from loadtest.registry import ROOT
+from loadtest.workloads.request import Request
+
+DEMO_MODEL = ROOT / "deploy" / "models" / "quire-demo"
+SERVED_MODEL = "stock"
+READY_S = 600.0
+MAX_NUM_SEQS = 64  # our workers' default
+# settings of our workers that are vLLM's own; the others say what Quire does
+TOLD = (
+    "dtype",
+    "load_format",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "gpu_memory_utilization",
+)
+ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # after its 5 s it closes connections while a request is on its way
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # as in our engines: it is compiled at the first start, and nothing is sampled
+}
+CPU_ENV = {  # as in our engines on CPU: a compiler's minute for the sampler alone, threads that bind each other's cores
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def serve_words(start: Start, model: Path, port: int) -> list[str]:
+    """The command of one server: the module that `vllm serve` runs, as not every build has that command.
+
+    Raises: ValueError for a worker setting that is no JSON.
+    """
+    is_cuda = start.device == "cuda"
+    worker = {"max_num_seqs": MAX_NUM_SEQS, **start.sections().get("worker", {})}
+    cache_bytes = start.cache_bytes or (GPU_CACHE_BYTES if is_cuda else CPU_CACHE_BYTES)
+    words = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+        "--served-model-name", SERVED_MODEL, "--host", "127.0.0.1", "--port", str(port),
+        "--kv-cache-memory-bytes", str(cache_bytes), "--enable-prompt-tokens-details", "--disable-uvicorn-access-log",
+    ]  # fmt: skip
+    for name in TOLD:
+        if worker.get(name):
+            words += [f"--{name.replace('_', '-')}", str(worker[name])]
+    return words + (["--enforce-eager"] if worker.get("enforce_eager") or not is_cuda else [])
+
+
+class SessionsInTurn:
+    """Sends every session's requests to one of several clients; `server_of`: its number by session."""
+
+    def __init__(self, clients: Sequence[Client]) -> None:
+        self._clients = clients
+        self.server_of: dict[str, int] = {}
+
+    def request_bytes(self, path: str, body: Mapping[str, Any]) -> bytes:
+        """As Client's; the host header says whose it is. `user` names the session."""
+        number = self.server_of.setdefault(body["user"], len(self.server_of) % len(self._clients))
+        return self._clients[number].request_bytes(path, body)
+
+    async def post(self, request: bytes, *, timeout_s: float = 60.0, reply: Reply | None = None) -> Reply:
+        """As Client's. Raises: TimeoutError, OSError, httptools.HttpParserError."""
+        client = next(one for one in self._clients if one.wrote(request))
+        return await client.post(request, timeout_s=timeout_s, reply=reply)
+
+
+class StockServers:
+    """Used as LocalityCluster is. Raises: StartFailed with the log of a server."""
+
+    def __init__(self, folder: Path, start: Start, num_servers: int, *, max_lag_ms: float = 100.0) -> None:
+        self._start = start
+        self._folder = folder
+        self._fleet = Fleet(folder / "stock")
+        self._num_servers = num_servers
+        self._max_lag_ms = max_lag_ms
+        self._urls: list[str] = []
+
+    def __enter__(self) -> "StockServers":
+        model = self._start.model(self._folder) or DEMO_MODEL
+        is_cuda = self._start.device == "cuda"
+        ports = [free_port() for _ in range(self._num_servers)]
+        self._urls = [f"http://127.0.0.1:{port}" for port in ports]
+        try:
+            for number, port in enumerate(ports):
+                env = {**ENV, **({"CUDA_VISIBLE_DEVICES": str(number)} if is_cuda else CPU_ENV)}
+                self._fleet.begin(f"stock-{number}", serve_words(self._start, model, port), env=env)
+            for number, url in enumerate(self._urls):
+                self._fleet.wait_ready(f"stock-{number}", f"{url}/health", timeout_s=READY_S)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._fleet.__exit__()
+
+    def use(self, arm: Arm) -> None:
+        """Nothing: there is one way to place."""
+
+    def run(
+        self, requests: Sequence[Request], *, is_measured: bool = True, real_history: bool = False
+    ) -> list[Outcome]:
+        """As LocalityCluster.run(). What was cached comes from vLLM's usage. Raises: RuntimeError."""
+        plan = Plan(
+            model=SERVED_MODEL, token_ids=True, real_history=real_history, receipts=False,
+            max_in_flight=MAX_IN_FLIGHT, max_lag_ms=self._max_lag_ms if is_measured else math.inf,
+        )  # fmt: skip
+        return until_in_time(lambda again: asyncio.run(self._send(again, plan)), requests, plan)
+
+    async def _send(self, requests: Sequence[Request], plan: Plan) -> list[Outcome]:
+        clients = [Client(url) for url in self._urls]
+        routes = SessionsInTurn(clients)
+        try:
+            outcomes = await OpenLoop(routes, plan).run(requests)
+        finally:
+            for client in clients:
+                client.close()
+        fill_in(outcomes, routes.server_of)
+        return outcomes
+
+
+def fill_in(outcomes: Iterable[Outcome], server_of: Mapping[str, int]) -> None:
+    """What Quire's receipts say of the others: where each went, and its prompt's tokens by source."""
+    for one in outcomes:
+        if one.ok:
+            one.placement, one.instances = "colocated", [f"stock-{server_of[one.session]}"]
+            found = {"engine": one.cached_tokens, "computed": one.prompt_tokens - one.cached_tokens}
+            one.sources = {name: count for name, count in found.items() if count}
