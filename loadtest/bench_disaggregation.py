@@ -210,6 +210,8 @@ def measure(options: argparse.Namespace, progress: Progress) -> bool:
                 return False
             more = later.get(layout.name, []) if number == len(chosen) else []
             measure_layout(options, layout, [*some, *more], progress, end_s)
+        if num < len(left):  # knees come when every point is there
+            break
     return not any(rounds(options, progress))
 
 

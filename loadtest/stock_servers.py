@@ -34,7 +34,7 @@ from loadtest.workloads.request import Request
 
 DEMO_MODEL = ROOT / "deploy" / "models" / "quire-demo"
 SERVED_MODEL = "stock"
-READY_S = 600.0
+READY_S = 300.0
 MAX_NUM_SEQS = 64  # our workers' default
 # settings of our workers that are vLLM's own; the others say what Quire does
 TOLD = (

@@ -1,23 +1,19 @@
 """bench_disaggregation: every arm the same requests, every layout the same points, figures that follow from samples."""
 
 import json
-from itertools import pairwise
 
 import pytest
 
 from loadtest import bench_disaggregation as bench
 from loadtest.disaggregation_plan import LAYOUTS, RATES, Point, by_layout, groups, knee, num_fitting
 from loadtest.figures import memserve_serving
-from loadtest.http_client import Client
 from loadtest.locality_cluster import Start
 from loadtest.outcomes import Outcome
 from loadtest.progress import Progress
 from loadtest.results import check_metrics
-from loadtest.stock_servers import MAX_NUM_SEQS, SessionsInTurn, StockServers, fill_in, serve_words
 from loadtest.workloads import stats
 from loadtest.workloads.request import Segment
 from services.scheduler import config
-from shared.engine.worker_config import WorkerSettings
 
 
 def options(*words: str):
@@ -218,51 +214,22 @@ def test_the_knee_is_measured_again_with_other_seeds_and_a_mock_has_no_plain_vll
     ]
 
 
-def test_plain_servers_are_told_what_our_engines_are_told_and_nothing_of_quire(tmp_path):
-    asked = bench.parse(["--worker", "enforce_eager=true", "--worker", 'role="colocated"'])
-    start = Start(asked.device, asked.engine, "", 0, asked.set, asked.worker)
-    asked.folder = str(tmp_path)
-    assert isinstance(
-        bench.servers_of(asked, LAYOUTS[2][2], Point("stock", "sharegpt", 1.0, 1)), StockServers
-    )
-    words = serve_words(start, tmp_path / "model-8b", 1234)
-    pairs = dict(pairwise(words))
-    assert pairs["--kv-cache-memory-bytes"] == str(start.sections()["mempool"]["device_capacity_bytes"])
-    assert (pairs["--max-num-seqs"], pairs["--max-model-len"], pairs["--load-format"]) == (
-        "256",
-        "16384",
-        "dummy",
-    )
-    assert "--enforce-eager" in words
-    assert not {"--role", "--max-num-batched-tokens", "--block-size", "--no-enable-prefix-caching"} & {*words}
-    on_cpu = serve_words(Start("cpu", "vllm", cache_bytes=1 << 20), tmp_path, 1)
-    assert on_cpu[on_cpu.index("--max-num-seqs") + 1] == str(MAX_NUM_SEQS)
-    assert on_cpu[on_cpu.index("--kv-cache-memory-bytes") + 1] == str(1 << 20)
-    defaults = dict(
-        zip(WorkerSettings.__struct_fields__[::-1], WorkerSettings.__struct_defaults__[::-1], strict=False)
-    )
-    assert defaults["max_num_seqs"] == MAX_NUM_SEQS
+def test_no_knee_is_measured_again_while_a_point_was_never_measured(tmp_path, monkeypatch):
+    asked = bench.parse(["--rates", "sharegpt=1,2", "--budget-s", "400", "--layouts", "1p1d,colocated,stock"])
+    progress, seen, now = Progress(tmp_path / "runs.jsonl", bench.said), [], [0.0]
+    for arm, rate in (("1p1d", 1.0), ("colocated", 1.0), ("stock", 2.0)):
+        progress.add(row(arm, 500.0, rate=rate))
 
+    def measured(_options, layout, left, progress, end_s):
+        seen.append((layout.name, [(p.rate, p.seed) for p in left]))
+        now[0] += 75.0 + 64.0 * len(left)
+        for point in left:
+            progress.add(row(point.arm, 500.0, rate=point.rate, seed=point.seed))
 
-def test_every_turn_of_a_session_goes_to_one_server_and_sessions_go_in_turn():
-    clients = [Client(f"http://127.0.0.1:{port}") for port in (9, 90)]
-    routes = SessionsInTurn(clients)
-    made = [
-        routes.request_bytes("/v1/completions", {"user": name, "prompt": "\r\nhost: 127.0.0.1:9\r\n"})
-        for name in "abcab"
-    ]
-    assert [[one.wrote(request) for one in clients] for request in made] == [
-        [True, False], [False, True], [True, False], [True, False], [False, True],
-    ]  # fmt: skip
-    outcomes = [
-        Outcome(1, "b", 0, prompt_tokens=100, cached_tokens=64, output_tokens=1),
-        Outcome(2, "c", 0, prompt_tokens=100, output_tokens=1),
-        Outcome(3, "a", 0, skipped=True),
-    ]
-    fill_in(outcomes, routes.server_of)
-    assert [(one.instances, one.sources) for one in outcomes] == [
-        (["stock-1"], {"engine": 64, "computed": 36}), (["stock-0"], {"computed": 100}), ([], {}),
-    ]  # fmt: skip
+    monkeypatch.setattr(bench, "measure_layout", measured)
+    monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
+    assert not bench.measure(asked, progress)
+    assert seen == [("stock", [(1.0, 1)])]
 
 
 def test_a_result_file_keeps_its_points_of_other_numbers_of_gpus(tmp_path):
