@@ -21,6 +21,8 @@ from shared.errors import PeerGone, SettingsError
 SUPERVISOR_START_S = 20.0
 STOP_WAIT_S = 15.0
 POLL_S = 0.05
+# --weave: what prefill and decode do then (decode: at most fuse; colocated workers are decode's)
+WEAVES = {"auto": ("auto", "auto"), "off": ("off", "off"), "fuse": ("fuse", "fuse"), "full": ("full", "fuse")}
 
 
 def up(
@@ -40,6 +42,12 @@ def up(
     pd_caching: Annotated[
         str, typer.Option(help="Which end keeps context: basic, 1, 2 or 3 (MemServe 5.1). Default: 3.")
     ] = "",
+    weave: Annotated[
+        str,
+        typer.Option(
+            help="How ranks of one engine add up: auto, off, fuse, or full (prefill: full, decode: fuse). Default: off."
+        ),
+    ] = "",
     settings_file: Annotated[
         Path | None, typer.Option("--config", help="TOML file. Default: QUIRE_CONFIG.")
     ] = None,
@@ -56,7 +64,7 @@ def up(
     """
     flags: dict[str, Any] = {"model": model, "device": device, "topology": topology, "host": host}
     flags |= {"port": port, "base_port": base_port, "num_prefill": prefill, "num_decode": decode}
-    flags |= {"engine": engine, "pd_caching": pd_caching}
+    flags |= {"engine": engine, "pd_caching": pd_caching, **_weaves(weave)}
     argv = [word for key, value in flags.items() if value for word in (f"--{key}", str(value))]
     for pair in more or []:
         key, sep, value = pair.partition("=")
@@ -76,6 +84,19 @@ def up(
     if foreground:
         sys.exit(run_supervisor.main(["--home", found.home]))
     _start_and_wait(paths, found)
+
+
+def _weaves(wanted: str) -> dict[str, str]:
+    """Of both roles; {}: not said. Raises: SettingsError."""
+    if not wanted:
+        return {}
+    if wanted not in WEAVES:
+        raise SettingsError(
+            f"--weave {wanted!r}: want one of {', '.join(WEAVES)}; each role's own: --set prefill_weave=... "
+            "--set decode_weave=..."
+        )
+    prefill, decode = WEAVES[wanted]
+    return {"prefill_weave": prefill, "decode_weave": decode}
 
 
 def _refuse_second(paths: config.Paths, wanted: config.ClusterSettings) -> None:

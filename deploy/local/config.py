@@ -57,7 +57,7 @@ CLUSTER_KEYS = {
     "transfer_mode": "cluster.transfer_mode",
     "state_dir": "cluster.home",
     "tensor_parallel_size": "cluster.tensor_parallel, prefill_tensor_parallel or decode_tensor_parallel",
-    "weave": "cluster.prefill_weave or cluster.decode_weave",
+    "weave": "--weave, cluster.prefill_weave or cluster.decode_weave",
 }
 
 

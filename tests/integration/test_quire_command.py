@@ -13,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from deploy.local import config
 from deploy.local.cli import app
 from deploy.local.config import DEMO_MODEL, paths_of
 from shared.free_ports import is_free
@@ -65,6 +66,36 @@ def test_wrong_usage_is_exit_code_two(quire):
     assert "cluster.port" in quire("up", env={"QUIRE_GATEWAY_LISTEN": "127.0.0.1:1"}, code=2).stderr
     assert "no folder" in quire("up", "--model", "./none", code=2).stderr
     assert "cluster.pd_caching" in quire("up", "--pd-caching", "4", code=2).stderr
+    assert "auto, off, fuse, full" in quire("up", "--weave", "half", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "prefill", "decode"),
+    [
+        (["--weave", "full"], "full", "fuse"),
+        (["--weave", "fuse"], "fuse", "fuse"),
+        (["--weave", "off"], "off", "off"),
+        (["--weave", "auto"], "auto", "auto"),
+        (["--weave", "full", "--set", "decode_weave=off"], "full", "off"),
+        ([], "", ""),
+    ],
+)
+def test_one_flag_says_how_ranks_of_both_roles_add_up_and_set_says_it_of_one(
+    monkeypatch, words, prefill, decode
+):
+    class Loaded(Exception):
+        pass
+
+    load, found = config.load, []
+
+    def only_load(argv):
+        found.append(load(argv, environ={}))
+        raise Loaded
+
+    monkeypatch.setattr(config, "load", only_load)
+    result = CliRunner().invoke(app, ["up", *words])
+    assert isinstance(result.exception, Loaded), result.output
+    assert (found[0].prefill_weave, found[0].decode_weave) == (prefill, decode)
 
 
 def test_every_command_explains_itself():
