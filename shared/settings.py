@@ -2,16 +2,17 @@
 
 Each service has one frozen struct; its field names are the flags (`--max-body-bytes`), the keys of the
 TOML section named after the service and, upper-cased, the variables (`QUIRE_GATEWAY_MAX_BODY_BYTES`).
-Unknown keys are refused with the nearest right one. This module and the config.py files are the only
-readers of the environment.
+Unknown keys are refused with the nearest right one; `--help` lists all. This module and the config.py
+files are the only readers of the environment.
 """
 
 import difflib
 import os
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -29,6 +30,7 @@ GLOBAL_VARIABLES = {
     "QUIRE_REQUIRE_DOCKER",
     "QUIRE_DOCKER_PREPARED",
 }
+HELP_FLAGS = {"--help", "-h"}
 SECTIONS = ("cluster", "gateway", "scheduler", "coordinator", "mempool", "keeper", "worker")
 
 
@@ -75,6 +77,41 @@ def parse_flags(argv: Sequence[str], known: Sequence[str]) -> dict[str, str]:
     return out
 
 
+def help_text(cls: type[msgspec.Struct], section: str, about: str) -> str:
+    """What `--help` says: what the program does, where settings come from, each flag with its kind and default."""
+    rows = [
+        (f"--{field.name.replace('_', '-')} {_kind(field.type)}", _default(field))
+        for field in msgspec.structs.fields(cls)
+    ]
+    width = max(len(flag) for flag, _ in rows)
+    lines = [f"  {flag:<{width}}  {default}" for flag, default in rows]
+    variables, module = f"QUIRE_{section.upper()}_...", cls.__module__.replace(".", "/")
+    return (
+        f"{about}\n\nFlags win over variables ({variables}), those over section [{section}] of the TOML file that "
+        f"QUIRE_CONFIG names.\nWhat each is for: the comments in {module}.py.\n\nsettings, and their defaults:\n"
+        + "\n".join(lines)
+        + "\n"
+    )
+
+
+def _kind(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "|".join(str(value) or '""' for value in get_args(kind))
+    if kind is bool:
+        return "true|false"
+    return "A,B,..." if get_origin(kind) is list else getattr(kind, "__name__", str(kind)).upper()
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return ",".join(field.default_factory()) or '""'
+    if field.default is msgspec.NODEFAULT:
+        return "(has to be said)"
+    if isinstance(field.default, bool):
+        return str(field.default).lower()
+    return str(field.default) if field.default not in ("", ()) else '""'
+
+
 def load(
     cls: type[T],
     section: str,
@@ -82,6 +119,7 @@ def load(
     *,
     environ: Mapping[str, str] | None = None,
     toml_path: Path | None = None,
+    about: str = "",
 ) -> T:
     """The effective settings of one section.
 
@@ -89,8 +127,12 @@ def load(
         cls: frozen msgspec struct; fields of str, int, float, bool, list[str] or Literal types.
         argv: flags only.
         toml_path: None: the file that QUIRE_CONFIG names, if any.
-    Raises: SettingsError naming the key and what would work.
+        about: what the program does, for `--help`; "": there is no such flag.
+    Raises: SettingsError naming the key and what would work; SystemExit 0 after `--help` or `-h`, on stdout.
     """
+    if about and HELP_FLAGS & set(argv):
+        sys.stdout.write(help_text(cls, section, about))
+        raise SystemExit(0)
     env = os.environ if environ is None else environ  # noqa: TID251  the one reader beside config.py
     known = [f.name for f in msgspec.structs.fields(cls)]
     values: dict[str, Any] = {}

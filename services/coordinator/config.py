@@ -9,6 +9,10 @@ from services.coordinator.core.market_records import MarketLimits
 from shared import settings
 from shared.errors import SettingsError
 
+ABOUT = (
+    "Knows who is in the cluster, grants epochs, lends memory (python -m services.coordinator)."  # for --help
+)
+
 
 class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Effective settings of one coordinator. admin_listen stays empty: /health is on `listen`."""
@@ -52,7 +56,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def load(argv: Sequence[str]) -> CoordinatorSettings:
     """Defaults, TOML, QUIRE_COORDINATOR_* and flags. Raises: SettingsError naming the key and what works."""
-    found = settings.load(CoordinatorSettings, "coordinator", argv)
+    found = settings.load(CoordinatorSettings, "coordinator", argv, about=ABOUT)
     for name in (
         "heartbeat_interval_ms", "ttl_ms", "forget_after_ms", "max_members", "leader_lease_ms", "lease_ttl_ms",
         "ttl_margin_ms", "present_ms", "report_interval_ms", "report_idle_ms", "report_ttl_ms",

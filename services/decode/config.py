@@ -6,9 +6,14 @@ from shared import settings
 from shared.engine.worker_config import WorkerSettings, for_role
 
 DEFAULT_PORT = 8140  # the admin listener's is the next one
+ABOUT = (
+    "Makes answers from KV pages that prefill workers handed over (python -m services.decode --model-dir FOLDER).\n"
+    f'Where a default is "": role decode, instance decode-0, listen tcp://127.0.0.1:{DEFAULT_PORT}, admin_listen the '
+    "next port; model_name the folder's name."
+)  # for --help
 
 
 def load(argv: Sequence[str]) -> WorkerSettings:
     """Defaults, TOML, QUIRE_WORKER_* and flags. Raises: SettingsError naming the key and what works."""
-    found = settings.load(WorkerSettings, "worker", argv)
+    found = settings.load(WorkerSettings, "worker", argv, about=ABOUT)
     return for_role(found, role="decode", instance="decode-0", port=DEFAULT_PORT)

@@ -10,6 +10,8 @@ from shared import settings
 from shared.cpus import usable_cpus
 from shared.errors import SettingsError
 
+ABOUT = "OpenAI's HTTP API over the cluster (python -m services.gateway --model-dir FOLDER)."  # for --help
+
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Effective settings of one gateway process; see README.md for what each is good for."""
@@ -106,7 +108,7 @@ def _check(found: GatewaySettings) -> None:
 
 def load(argv: Sequence[str]) -> GatewaySettings:
     """Defaults, TOML, QUIRE_GATEWAY_* and flags. Raises: SettingsError naming the key and what works."""
-    found = settings.load(GatewaySettings, "gateway", argv)
+    found = settings.load(GatewaySettings, "gateway", argv, about=ABOUT)
     if found.processes == 0:
         found = with_processes(found, useful_processes(usable_cpus()))
     _check(found)

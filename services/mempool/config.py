@@ -14,6 +14,8 @@ from services.mempool.system_memory import CopyOptions
 from shared import settings
 from shared.errors import SettingsError
 
+ABOUT = "Owns every KV page of this host (python -m services.mempool --socket PATH)."  # for --help
+
 MAX_MOVER_THREADS = 64
 MAX_FLOOR_GB_PER_S = 2_000.0  # more than any two GPUs copy
 
@@ -101,7 +103,7 @@ class MempoolSettings(LendingKeys, frozen=True, kw_only=True):
 
 def load(argv: Sequence[str]) -> MempoolSettings:
     """Defaults, TOML, QUIRE_MEMPOOL_* and flags. Raises: SettingsError naming the key and what works."""
-    found = settings.load(MempoolSettings, "mempool", argv)
+    found = settings.load(MempoolSettings, "mempool", argv, about=ABOUT)
     if not found.socket:
         raise SettingsError("setting mempool.socket: name a path, e.g. .quire/run/mempool.sock")
     if not 0.0 < found.granted_share <= 1.0:

@@ -12,6 +12,8 @@ from services.scheduler.core.predict import CostSettings
 from shared import settings
 from shared.errors import SettingsError
 
+ABOUT = "Says on which instances each attempt of a request runs (python -m services.scheduler)."  # for --help
+
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Effective settings of one scheduler."""
@@ -79,7 +81,7 @@ _NOT_NEGATIVE = (
 
 def load(argv: Sequence[str]) -> SchedulerSettings:
     """Defaults, TOML, QUIRE_SCHEDULER_* and flags. Raises: SettingsError naming the key and what works."""
-    found = settings.load(SchedulerSettings, "scheduler", argv)
+    found = settings.load(SchedulerSettings, "scheduler", argv, about=ABOUT)
     for name in _POSITIVE:
         if not getattr(found, name) > 0:
             raise SettingsError(f"setting scheduler.{name}: {getattr(found, name)} must be above 0")

@@ -7,6 +7,8 @@ import msgspec
 from shared import settings
 from shared.errors import SettingsError
 
+ABOUT = "Keeps a mempool's descriptors over its restarts (python -m services.mempool.keeper)."  # for --help
+
 
 class KeeperSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Effective settings of one keeper process."""
@@ -21,7 +23,7 @@ class KeeperSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def load(argv: Sequence[str]) -> KeeperSettings:
     """Defaults, TOML, QUIRE_KEEPER_* and flags. Raises: SettingsError naming the key and what works."""
-    found = settings.load(KeeperSettings, "keeper", argv)
+    found = settings.load(KeeperSettings, "keeper", argv, about=ABOUT)
     if not found.socket:
         raise SettingsError("setting keeper.socket: name a path, e.g. .quire/run/keeper.sock")
     for name in ("max_fds", "expected_fds"):
