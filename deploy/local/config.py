@@ -293,6 +293,14 @@ def check_overrides(
                 raise SettingsError(f"{section}.{key} ({variable}) is decided by `quire up`; set {instead}")
 
 
+def kv_layout(environ: Mapping[str, str] | None = None) -> str:
+    """worker.kv_layout, as every worker of this command will find it. Raises: SettingsError."""
+    env: Mapping[str, str] = environment() if environ is None else environ
+    struct = section_struct(SECTION_CONFIGS["worker"])
+    assert struct is not None
+    return str(msgspec.structs.asdict(settings.load(struct, "worker", (), environ=env))["kv_layout"])
+
+
 def section_struct(module_name: str) -> type[msgspec.Struct] | None:
     """The settings struct that a service's config module defines."""
     module = importlib.import_module(module_name)

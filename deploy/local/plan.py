@@ -101,6 +101,23 @@ def num_ranks(found: ClusterSettings, role: str) -> int:
     return own or found.tensor_parallel or 1
 
 
+def check_handoffs(found: ClusterSettings, workers: Sequence[Worker], kv_layout: str) -> None:
+    """Pages are cut anew between unequal ranks only where they lie by layers and heads: in the default layout.
+
+    Args: kv_layout: of the workers (worker.kv_layout).
+    Raises: SettingsError where prefill workers here could hand nothing over to the decode workers here.
+    """
+    prefill, decode = num_ranks(found, "prefill"), num_ranks(found, "decode")
+    if kv_layout == "cross-layer" or prefill == decode or {w.role for w in workers} != {"prefill", "decode"}:
+        return
+    raise SettingsError(
+        f"setting worker.kv_layout: {kv_layout!r} hands pages over between engines of equally many ranks only, and "
+        f"prefill has {prefill}, decode {decode}; set cluster.prefill_tensor_parallel and "
+        f"cluster.decode_tensor_parallel to the same number, e.g. {max(prefill, decode)}, or worker.kv_layout "
+        "(QUIRE_WORKER_KV_LAYOUT) to cross-layer"
+    )
+
+
 def _placed(found: ClusterSettings, workers: Sequence[Worker], gpus: Sequence[str]) -> tuple[Worker, ...]:
     """A GPU for each rank, one worker after the other, from the first GPU again when all are taken."""
     out: list[Worker] = []

@@ -48,6 +48,7 @@ def prepare(start: Start) -> tuple[config.Paths, Plan, list[Service]]:
     paths = config.paths_of(start.settings.home)
     config.make_folders(paths)
     made = plan.make_plan(start.settings, paths, start.model)
+    plan.check_handoffs(start.settings, made.workers, config.kv_layout())
     services = services_table.build(made)
     config.check_overrides(services_table.managed_keys(services))
     listens = [(s.name, host, port) for s in services for host, port in s.listens]

@@ -113,6 +113,23 @@ def test_no_help_text_has_brackets_which_the_console_would_leave_out():
         assert not [text for text in texts if "[" in text], name
 
 
+@pytest.mark.parametrize("how", ["variable", "file"])
+def test_up_refuses_unequal_ranks_in_a_layout_that_cannot_hand_them_over(quire, tmp_path, how):
+    words = ["up", "--engine", "mock", "--topology", "disaggregated", "--set", "decode_tensor_parallel=2"]
+    words += ["--base-port", str(free_base_port())]
+    env = {"QUIRE_WORKER_KV_LAYOUT": "token-major"} if how == "variable" else {}
+    if how == "file":
+        (tmp_path / "quire.toml").write_text('[worker]\nkv_layout = "token-major"\n')
+        words += ["--config", str(tmp_path / "quire.toml")]
+    with socket.socket() as taken:  # nothing is started, whatever is refused first
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        words += ["--port", str(taken.getsockname()[1])]
+        said = " ".join(quire(*words, env=env, code=2).stderr.split())
+    assert "worker.kv_layout" in said
+    assert "cluster.decode_tensor_parallel" in said
+
+
 def test_a_taken_port_is_refused_with_its_owner(quire):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -198,6 +198,20 @@ def test_engines_are_told_how_many_ranks_they_have():
     assert "tensor_parallel_size" in managed_keys(build(made))["worker"]
 
 
+@pytest.mark.parametrize("layout", ["token-major", "layer-major"])
+def test_unequal_ranks_are_refused_in_layouts_whose_pages_cannot_be_cut_anew(layout):
+    both, colocated = (Worker("prefill", 0), Worker("decode", 0)), (Worker("colocated", 0),)
+    unequal = settings(prefill_tensor_parallel=1, decode_tensor_parallel=2)
+    with pytest.raises(SettingsError) as refused:
+        plan.check_handoffs(unequal, both, layout)
+    for word in ("worker.kv_layout", layout, "prefill_tensor_parallel", "decode_tensor_parallel"):
+        assert word in refused.value.message
+    plan.check_handoffs(settings(tensor_parallel=2), both, layout)
+    plan.check_handoffs(unequal, both, "cross-layer")
+    for alone in (colocated, both[:1], both[1:]):  # nothing is handed over, or elsewhere
+        plan.check_handoffs(unequal, alone, layout)
+
+
 def test_prefill_and_decode_add_up_over_their_ranks_each_in_its_own_way():
     found = settings(
         redis_url="redis://there:1/0",
