@@ -26,9 +26,11 @@ from tests.support.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 BLOCK_TOKENS = 32
+STEP_TOKENS = 128  # at most, of a prefill worker that computes prompts in parts
+LAYOUTS = ["token-major", "layer-major"]
 
 
-@pytest.fixture(scope="module", params=["token-major", "layer-major"])
+@pytest.fixture(scope="module", params=LAYOUTS)
 def cluster(request, tmp_path_factory):
     """1 prefill + 1 decode, float32, one thread, in one of the two layouts."""
     home = tmp_path_factory.mktemp(request.param) / "home"
@@ -113,3 +115,39 @@ def test_aborted_requests_give_their_pages_back_and_disturb_nobody(reference, cl
         for name in names:
             assert_same(name, complete(client, CASES[name], reference[name]), reference[name])
     assert sum(cluster.pool()["pages_by_state"].values()) == before
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def chunked(request, tmp_path_factory):
+    """As `cluster`, in steps so short that most prompts take several."""
+    env = {
+        "QUIRE_WORKER_KV_LAYOUT": request.param,
+        "QUIRE_WORKER_MAX_NUM_BATCHED_TOKENS": str(STEP_TOKENS),
+    }
+    home = tmp_path_factory.mktemp(f"chunked-{request.param}") / "home"
+    with LocalCluster(home, "--set", "dtype=float32", env=env) as running:
+        yield running
+
+
+def test_prompts_computed_in_several_steps_equal_stock_vllm_alone_and_beside_each_other(reference, chunked):
+    """Later parts attend to what earlier parts left in the slot: from inside a block, and at its edge."""
+    names = [f"greedy-{n}" for n in (96, 128, 161, 257, 640, 1000)]
+
+    async def run() -> list[dict]:
+        async with httpx.AsyncClient(base_url=chunked.url, timeout=180) as client:
+            posts = [
+                client.post("/v1/completions", json=completion_body(CASES[n], reference[n])) for n in names
+            ]
+            return [r.json() for r in await asyncio.gather(*posts)]
+
+    with httpx.Client(base_url=chunked.url, timeout=180) as client:
+        alone = {
+            name: complete(client, CASES[name], reference[name]) for name in ("greedy-1500", "second-1500")
+        }
+    for name, answer in alone.items():
+        assert_same(name, answer, reference[name])
+    prefill = stage(alone["greedy-1500"], "prefill")
+    assert prefill is not None
+    assert prefill["tokens_computed"] > 11 * STEP_TOKENS, prefill  # no cache had any of it
+    for name, answer in zip(names, asyncio.run(run()), strict=True):
+        assert_same(name, answer, reference[name])

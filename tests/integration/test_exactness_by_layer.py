@@ -1,4 +1,7 @@
-"""`transfer_mode = by-layer`: prompts leave prefill's space while they are computed; tokens are stock vLLM's."""
+"""`transfer_mode = by-layer`: prompts leave prefill's space while they are computed; tokens are stock vLLM's.
+
+In both layouts in which a layer's part of a page lies in one piece, or in two: with a block table and without one.
+"""
 
 import json
 import time
@@ -15,10 +18,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 NAMES = ["greedy-5", "greedy-64", "seeded-100", "greedy-777", "greedy-1500", "n3-short"]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+@pytest.fixture(scope="module", params=["cross-layer", "layer-major"])
+def cluster(request, tmp_path_factory):
     flags = ("--set", "dtype=float32", "--set", "kv_space=own", "--set", "transfer_mode=by-layer")
-    with LocalCluster(tmp_path_factory.mktemp("layers") / "home", *flags) as cluster:
+    env = {"QUIRE_WORKER_KV_LAYOUT": request.param}
+    with LocalCluster(tmp_path_factory.mktemp(request.param) / "home", *flags, env=env) as cluster:
         yield cluster
 
 
