@@ -7,6 +7,7 @@ import torch
 from shared.errors import SettingsError
 from shared.kv.fingerprint import model_fingerprint
 from shared.kv.layout import EngineDescription
+from shared.vmm.geometry import KvShape
 
 
 def _cache_dtype(config: Any) -> torch.dtype:
@@ -48,23 +49,30 @@ def why_not_in_pages(config: Any) -> str:
     return ""
 
 
+def kv_shape(config: Any) -> KvShape:
+    """Keys and values of one rank, in the cache's own numbers."""
+    model, parallel = config.model_config, config.parallel_config
+    return KvShape(
+        num_layers=model.get_num_layers(parallel),
+        num_kv_heads=model.get_num_kv_heads(parallel),
+        head_dim=model.get_head_size(),
+        dtype_bytes=torch.empty((), dtype=_cache_dtype(config)).element_size(),
+    )
+
+
 def describe_engine(
     config: Any, model_name: str, model_dir: str, kv_layout: str = "cross-layer"
 ) -> EngineDescription:
     """`kv_layout` "private": the cache is vLLM's own, and nobody else reads it."""
     model, parallel = config.model_config, config.parallel_config
-    dtype = _cache_dtype(config)
-    num_layers = model.get_num_layers(parallel)
-    num_kv_heads = model.get_num_kv_heads(parallel)
-    head_dim = model.get_head_size()
+    dtype, shape = _cache_dtype(config), kv_shape(config)
     block_tokens = config.cache_config.block_size
-    item_bytes = torch.empty((), dtype=dtype).element_size()
     # which CUDA backend vLLM chooses follows from dtype and device, both of which the key holds
     isa, backend = "", f"cuda:{config.attention_config.backend or 'auto'}"
     if config.device_config.device_type == "cpu":
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # only in CPU builds' reach
 
-        isa, backend = _get_attn_isa(dtype, block_tokens, head_dim, "auto"), "CPU_ATTN"
+        isa, backend = _get_attn_isa(dtype, block_tokens, shape.head_dim, "auto"), "CPU_ATTN"
     layout = "layers-blocks"  # what "cross-layer" has always been called on the wire
     if kv_layout != "cross-layer":
         backend = "private" if kv_layout == "private" else "QUIRE_SLOTS"
@@ -80,11 +88,11 @@ def describe_engine(
         isa=isa,
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
-        num_layers=num_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
         block_tokens=block_tokens,
-        block_bytes=2 * num_layers * num_kv_heads * head_dim * block_tokens * item_bytes,
+        block_bytes=shape.token_bytes * block_tokens,
         max_model_len=model.max_model_len,
         total_kv_heads=model.get_total_num_kv_heads(),
         order=order,

@@ -1,12 +1,20 @@
 """What AsyncEngineArgs are told for an engine in the pool's pages, and for one that copies."""
 
+import logging
 from typing import Any
 
+import msgspec
 from vllm.platforms import current_platform
 
+from shared.engine.describe import kv_shape
 from shared.engine.slot_settings import slot_arguments
 from shared.engine.worker_config import WorkerSettings, block_tokens, has_slots
+from shared.errors import SettingsError
 from shared.kv.transfer_mode import TransferMode
+from shared.observe.log import get_logger
+from shared.vmm.request_layout import slot_block
+
+logger = logging.getLogger(__name__)
 
 
 def by_layer(settings: WorkerSettings) -> bool:
@@ -65,3 +73,46 @@ def by_copies() -> dict[str, Any]:
             "kv_connector_extra_config": {},
         },
     }
+
+
+def with_slots(settings: WorkerSettings, config: Any) -> WorkerSettings:
+    """Settings of an engine whose requests lie in slots on a GPU, with the tokens of a block; others as they are.
+
+    Where no tokens were named they are those that waste least of a page: it depends on the model's shape, which only
+    `config` (vLLM's) knows. Says in the log what that costs, and that CUDA graphs were not recorded.
+    """
+    if not has_slots(settings) or current_platform.is_cpu():
+        return settings
+    block = slot_block(settings.kv_layout, kv_shape(config), settings.block_tokens)
+    log = get_logger("worker")
+    log.info(
+        "slot_blocks",
+        kv_layout=settings.kv_layout,
+        block_tokens=block.block_tokens,
+        prefix_hit_step_tokens=block.block_tokens,
+        page_bytes=block.page_bytes,
+        waste_percent=round(100 * block.waste_ratio, 1),
+        chosen_by="settings" if settings.block_tokens else "least waste",
+    )
+    if not settings.enforce_eager:
+        log.info(
+            "slots_run_eager", kv_layout=settings.kv_layout, reason="no CUDA graphs of attention from slots"
+        )
+    if settings.block_tokens:
+        return settings
+    return msgspec.structs.replace(settings, block_tokens=block.block_tokens)
+
+
+def without_pool(settings: WorkerSettings, reason: str) -> WorkerSettings:
+    """Settings of an engine with vLLM's own cache, as it is. Raises: SettingsError where pages were asked for."""
+    if settings.kv_cache == "pages" or has_slots(settings):
+        raise SettingsError(
+            f"setting worker.kv_cache: {settings.model_name} cannot work in the pool's pages, {reason}; "
+            "worker.kv_cache = auto hosts it with vLLM's own cache"
+        )
+    logger.warning(
+        "%s: %s: vLLM's own cache is used, prompts are computed on both sides of a hand-off",
+        settings.model_name,
+        reason,
+    )
+    return msgspec.structs.replace(settings, mempool_socket="", kv_cache="copy")

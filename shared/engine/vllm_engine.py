@@ -6,7 +6,6 @@ worker forked from a process that has imported vLLM is ready in a second or two 
 
 import asyncio
 import contextlib
-import logging
 import os
 import shutil
 import tempfile
@@ -24,7 +23,15 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from shared.engine import fair_scheduler, far_scheduler, page_room, page_scheduler
 from shared.engine.cache_events import CacheEventReceiver
 from shared.engine.describe import describe_engine, why_not_in_pages
-from shared.engine.engine_arguments import block_size, by_copies, by_layer, in_pages, quota_pages
+from shared.engine.engine_arguments import (
+    block_size,
+    by_copies,
+    by_layer,
+    in_pages,
+    quota_pages,
+    with_slots,
+    without_pool,
+)
 from shared.engine.engine_sampling import asked_deltas, engine_spec
 from shared.engine.fair_view import FairView
 from shared.engine.interface import (
@@ -54,12 +61,10 @@ from shared.engine.worker_config import (
     has_slots,
     works_in_pages,
 )
-from shared.errors import InvalidRequest, PeerGone, SettingsError
+from shared.errors import InvalidRequest, PeerGone
 from shared.kv.model_files import check_split
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire.requests import TokenLogprob
-
-logger = logging.getLogger(__name__)
 
 EVENT_POLL_S = 0.1
 
@@ -85,8 +90,10 @@ class VllmEngine:
         self.uses_pool = not reason
         layout = settings.kv_layout if has_slots(settings) else "cross-layer"
         if reason:
-            settings, layout = _without_pool(settings, reason), "private"
+            settings, layout = without_pool(settings, reason), "private"
             config = self._engine_args(settings, with_pool=False).create_engine_config()
+        elif (chosen := with_slots(settings, config)) is not settings:
+            settings, config = chosen, self._engine_args(chosen).create_engine_config()
         self.description = describe_engine(config, settings.model_name, settings.model_dir, layout)
         self.device = "cpu" if current_platform.is_cpu() else current_platform.get_device_name()
         self.max_running = config.scheduler_config.max_num_seqs
@@ -321,21 +328,6 @@ def _prompt_logprobs(rows: Any) -> list[list[TokenLogprob] | None] | None:
     if rows is None:
         return None
     return [None if row is None else (_logprobs([row]) or [])[0] for row in rows]
-
-
-def _without_pool(settings: WorkerSettings, reason: str) -> WorkerSettings:
-    """Settings of an engine with vLLM's own cache, as it is. Raises: SettingsError where pages were asked for."""
-    if settings.kv_cache == "pages" or has_slots(settings):
-        raise SettingsError(
-            f"setting worker.kv_cache: {settings.model_name} cannot work in the pool's pages, {reason}; "
-            "worker.kv_cache = auto hosts it with vLLM's own cache"
-        )
-    logger.warning(
-        "%s: %s: vLLM's own cache is used, prompts are computed on both sides of a hand-off",
-        settings.model_name,
-        reason,
-    )
-    return msgspec.structs.replace(settings, mempool_socket="", kv_cache="copy")
 
 
 def _deltas(output: RequestOutput, num_prompt_tokens: int) -> list[EngineDelta]:

@@ -54,7 +54,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     pd_caching: Literal["basic", "1", "2", "3"] = "3"
     # in what pieces, and when, blocks go from prefill to decode (shared/kv/transfer_mode.py); as mempool.transfer_mode
     transfer_mode: Literal["by-request-agg", "by-request", "by-layer"] = "by-request-agg"
-    block_tokens: int = 0  # 0: 64 on a GPU, 32 on a CPU (docs/decisions/0035)
+    # 0: 64 on a GPU, 32 on a CPU (docs/decisions/0035); without block table on a GPU as many as waste least of a page,
+    # by the model's shape: docs/page-geometry.md has the table
+    block_tokens: int = 0
     max_model_len: int = 0  # 0: the model's own
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -91,7 +93,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int = 0  # 0: the engine's own choice
     gpu_memory_utilization: float = 0.0  # 0: the engine's own choice
     tensor_parallel_size: int = 1
-    enforce_eager: bool = False  # a CPU engine is always eager
+    enforce_eager: bool = False  # a CPU engine is always eager, and one without block table
     structured_backend: Literal["guidance", "xgrammar", "auto"] = "guidance"
     structured_any_whitespace: bool = False  # True: a small model may fill its answer with blanks
 
@@ -151,7 +153,10 @@ MOST_WEAVE_SMS = 32  # what the fused operation can be told
 
 
 def block_tokens(settings: WorkerSettings, *, on_cpu: bool) -> int:
-    """Tokens of a block: the unit of hashing, sharing and moving."""
+    """Tokens of a block: the unit of hashing, sharing and moving.
+
+    Without block table on a GPU they follow from the model's shape: engine_arguments.with_slots settles them first.
+    """
     return settings.block_tokens or (CPU_BLOCK_TOKENS if on_cpu else GPU_BLOCK_TOKENS)
 
 

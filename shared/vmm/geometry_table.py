@@ -44,11 +44,12 @@ page has more tokens. *Layer-major* has 2N tensors (vAttention 5.1.2), and a blo
 padding, but growth and prefix hits in steps of so many tokens that it is for attention libraries without strides only.
 Pages of 64 KiB need a modified driver (vAttention 6.2) and are not offered.
 
-`worker.kv_layout` names the layout, `worker.block_tokens` the tokens of a block. On a GPU the unit of mapping, lending
-and release is then one allocation: a token-major block (its page is rounded up to 2 MiB, the tokens share the padding),
-or one layer's K or V of a layer-major block, whose `block_tokens` must be a multiple of what the table says. In host
-memory the same holds with 4 KiB in the place of 2 MiB. Each request takes blocks for 256 tokens (host: 16) more than it
-has.
+`worker.kv_layout` names the layout, `worker.block_tokens` the tokens of a block. 0, its default, is on a GPU what the
+table says, for the model's own shape, and 32 on a CPU; `slot_blocks` in the worker's log has tokens and waste. On a GPU
+the unit of mapping, lending and release is then one allocation: a token-major block (its page is rounded up to 2 MiB,
+the tokens share the padding), or one layer's K or V of a layer-major block, whose `block_tokens` must be a multiple of
+what the table says. In host memory the same holds with 4 KiB in the place of 2 MiB. Each request takes blocks for 256
+tokens (host: 16) more than it has. CUDA graphs are not recorded: engines without a block table run eager.
 
 | model | TP | token-major: tokens a page | MiB | waste, % | layer-major: tokens a page | MiB | pages a block |
 |---|---|---|---|---|---|---|---|

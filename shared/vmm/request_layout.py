@@ -10,8 +10,14 @@ is for writing through the identity window, the second for kernels that know of 
 from dataclasses import dataclass
 
 from shared.errors import SettingsError
-from shared.kv.layout import CUDA_PAGE_BYTES, EngineDescription
-from shared.vmm.geometry import exact_page_tokens
+from shared.kv.layout import CUDA_PAGE_BYTES, EngineDescription, page_bytes_for
+from shared.vmm.geometry import (
+    KvShape,
+    PageGeometry,
+    exact_page_tokens,
+    layer_major_geometry,
+    token_major_geometry,
+)
 
 CROSS_LAYER, TOKEN_MAJOR, LAYER_MAJOR = "cross-layer", "token-major", "layer-major"
 CONTIGUOUS = (TOKEN_MAJOR, LAYER_MAJOR)
@@ -92,6 +98,18 @@ class RequestLayout:
             return TokenView(start + 2 * layer * side, shape, (tokens * token, token, side, self.head_dim, 1))
         stretch = self.num_places * piece
         return TokenView(start + 2 * layer * stretch, shape, (tokens * side, side, stretch, self.head_dim, 1))
+
+
+def slot_block(kind: str, shape: KvShape, block_tokens: int = 0) -> PageGeometry:
+    """A block in a page of its own on a GPU, all layers together, as the mempool allocates it (slab_plan).
+
+    Args: block_tokens: 0: as many as waste least of the page, by docs/page-geometry.md.
+    """
+    geometry = layer_major_geometry if kind == LAYER_MAJOR else token_major_geometry
+    tokens = block_tokens or geometry(shape).block_tokens
+    block_bytes = shape.token_bytes * tokens
+    page_bytes = page_bytes_for(block_bytes, CUDA_PAGE_BYTES)
+    return PageGeometry(tokens, block_bytes, page_bytes, 1, page_bytes)
 
 
 def request_layout(
