@@ -300,8 +300,7 @@ SHEETS = (
         "gains little.",
         paper="Llama-3-8B, batch 32: spikes of 5 to 15 ms when pages are mapped on the path, none in the "
         "background.",
-        differs="step() alone instead of the whole iteration; host memory, and CUDA pages once "
-        "h200-slot-mapping is there.",
+        differs="step() alone instead of the whole iteration; host memory, and CUDA pages of one H200.",
         needs=("slot-mapping",),
         also=("h200-slot-mapping",),
         draw=decode_mapping,
@@ -314,8 +313,7 @@ SHEETS = (
         "as long (deferred reclamation); no model runs.",
         paper="mapping on the path costs prefill up to 1.15 times with 64 KiB, 1.03 with 2 MiB; deferred: "
         "nothing.",
-        differs="mapping alone instead of prefill with it; host memory, and CUDA pages once "
-        "h200-slot-mapping is there.",
+        differs="mapping alone instead of prefill with it; host memory, and CUDA pages of one H200.",
         needs=("slot-mapping",),
         also=("h200-slot-mapping",),
         draw=prefill_mapping,
