@@ -1,4 +1,4 @@
-"""`quire model show`: what each instance knows of its own speed."""
+"""`quire model show`: what each instance knows of its own speed, and of the links by which KV comes to it."""
 
 import json
 import sys
@@ -32,6 +32,7 @@ UNITS = {
     "stage_hop_ms": "per pipeline stage, ms",
 }
 LENGTHS = (128, 1024, 8192)  # whose predicted times are shown
+LINKS = {"peer": "from another space", "dram": "from host memory", "remote": "from another host"}
 
 app = typer.Typer(help="The cost model of each instance.", no_args_is_help=True)
 
@@ -40,7 +41,10 @@ app = typer.Typer(help="The cost model of each instance.", no_args_is_help=True)
 def show(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
 ) -> None:
-    """Show coefficients, their errors and corrections, per instance. Exit code 1: an instance has no model."""
+    """Show coefficients, their errors and corrections, and measured links, per instance.
+
+    By these a prefix is fetched or computed again. Exit code 1: an instance has no model.
+    """
     with connect() as client:
         services = client.call(op="status")["services"]
     found = {
@@ -56,8 +60,10 @@ def show(
 
 
 def _cost(status: dict[str, Any] | None) -> dict[str, Any]:
-    """An instance's part of the answer; {} when it does not answer."""
-    return (status or {}).get("cost") or {}
+    """An instance's part of the answer, with its links; {} when it does not answer, or has no model."""
+    status = status or {}
+    cost = status.get("cost") or {}
+    return {**cost, "links": status.get("links") or {}} if cost.get("coefficients") else cost
 
 
 def _show(found: dict[str, dict[str, Any]]) -> None:
@@ -96,11 +102,25 @@ def _rows(known: dict[str, dict[str, Any]]) -> list[tuple[str, list[str]]]:
             (f"{kind} correction", [f"{s['factor']:.2f} ({s['num_observed']} seen)" for s in seen]),
             (f"{kind} error now", [f"{s['error_ratio']:.1%}" if s["num_observed"] else "-" for s in seen]),
         ]
+    for path, label in LINKS.items():
+        rows.append((f"KV {label}", [_link(cost.get("links", {}).get(path)) for cost in known.values()]))
     for length in LENGTHS:
         rows.append(
             (f"prefill of {length} tokens, ms", [_predicted(cost, length) for cost in known.values()])
         )
     return rows
+
+
+def _link(link: dict[str, Any] | None) -> str:
+    """What fetching is counted with. None: there is no mempool, or the worker is an older one."""
+    if link is None:
+        return "-"
+    seen = f"{link['num_measured']} seen"
+    if not link["num_measured"] and not link["num_given_up"]:
+        seen = "assumed"
+    elif link["num_given_up"]:
+        seen += f", {link['num_given_up']} given up"
+    return f"{link['gb_per_s']:.3g} GB/s, {link['latency_ms']:.1f} ms ({seen})"
 
 
 def _predicted(cost: dict[str, Any], num_tokens: int) -> str:

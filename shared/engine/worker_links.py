@@ -1,12 +1,32 @@
 """How fast KV comes to this instance, by path: from what its mempool brought, for the scheduler's eq 2."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from shared.costmodel.transfer import LinkMeter, careful_rate, faded
+from shared.observe import metrics
 from shared.wire.cost import LinkRate
 
 MAX_SOURCES = 1_024  # mempools of other hosts that are remembered
+FETCHED_BY = ("peer", "dram", "remote")  # paths by which bytes move
+
+
+class _LinkGauges:
+    """What eq 2 counts with, by path."""
+
+    def __init__(self) -> None:
+        label = ("path",)
+        self._gb_per_s = metrics.gauge(
+            "quire_worker_link_gb_per_s", "KV that comes to this instance, as measured lately.", label
+        )
+        self._latency_ms = metrics.gauge(
+            "quire_worker_link_latency_ms", "Of such a transfer, whatever its size.", label
+        )
+
+    def set(self, path: str, rate: LinkRate) -> None:
+        self._gb_per_s.labels(path).set(rate.gb_per_s)
+        self._latency_ms.labels(path).set(rate.latency_ms)
 
 
 class MeasuredLinks:
@@ -17,6 +37,9 @@ class MeasuredLinks:
         self._meters: dict[str, LinkMeter] = {}
         self._seen_s: dict[str, float] = {}
         self._met: dict[str, None] = {}  # sources, the oldest first
+        self._num_came: Counter[str] = Counter()  # transfers that were measured, by path
+        self._num_given_up: Counter[str] = Counter()
+        self._gauges = _LinkGauges()
 
     def called(self, source: str, num_bytes: int, ms: float) -> None:
         """A call that brought so much from the mempool of another host.
@@ -24,12 +47,12 @@ class MeasuredLinks:
         The first from there is left out: the path was opened in it, which takes longer than many transfers.
         """
         if self._has_met(source) and self._meter("remote").observe(num_bytes, ms):
-            self._seen_s["remote"] = self._clock_s()
+            self._saw("remote", self._num_came)
 
     def gave_up(self, source: str, num_bytes: int, ms: float) -> None:
         """Of what was wanted from there so much was still to come after `ms`, and nobody waited longer."""
         if self._has_met(source) and self._meter("remote").gave_up(num_bytes, ms):
-            self._seen_s["remote"] = self._clock_s()
+            self._saw("remote", self._num_given_up)
 
     def _has_met(self, source: str) -> bool:
         """Before now."""
@@ -43,7 +66,11 @@ class MeasuredLinks:
     def copied(self, path: str, num_bytes: int, ms: float) -> None:
         """A copy within this host: `ms` has no waiting in it."""
         if self._meter(path, times_copies=True).observe(num_bytes, ms):
-            self._seen_s[path] = self._clock_s()
+            self._saw(path, self._num_came)
+
+    def _saw(self, path: str, count: Counter[str]) -> None:
+        self._seen_s[path] = self._clock_s()
+        count[path] += 1
 
     def _meter(self, path: str, *, times_copies: bool = False) -> LinkMeter:
         meter = self._meters.get(path)
@@ -59,3 +86,22 @@ class MeasuredLinks:
             for path, meter in self._meters.items()
             if meter.rate is not None
         }
+
+    def status(self) -> dict[str, dict[str, float]]:
+        """What eq 2 counts with, by path: also the careful rate of one that nothing was measured of (both counts 0)."""
+        rates = self.rates()
+        return {
+            path: {
+                "gb_per_s": float(f"{rate.gb_per_s:.4g}"),
+                "latency_ms": round(rate.latency_ms, 3),
+                "num_measured": self._num_came[path],
+                "num_given_up": self._num_given_up[path],
+            }
+            for path in (*FETCHED_BY, *(rates.keys() - {*FETCHED_BY}))
+            for rate in (rates.get(path) or careful_rate(path),)
+        }
+
+    def update_gauges(self) -> None:
+        """Of paths that something was measured of."""
+        for path, rate in self.rates().items():
+            self._gauges.set(path, rate)

@@ -172,6 +172,14 @@ class PromptPages:
         """Rates by path of what the pool brought for this instance; those that nothing came by are left out."""
         return self._links.rates()
 
+    def links_status(self) -> dict[str, dict[str, float]]:
+        """By path what eq 2 counts with, measured or not, and how many transfers said so. Empty: there is no pool."""
+        return self._links.status() if self._client is not None else {}
+
+    def update_gauges(self) -> None:
+        """Of links, as they are now: what is not seen again fades."""
+        self._links.update_gauges()
+
     @property
     def num_leases(self) -> int:
         """Leases taken and not released."""

@@ -337,6 +337,7 @@ class WorkerShell:
             "messages_sent": self.front.outbox.num_messages,
             "chunks_sent": self.front.outbox.num_chunks,
             "cost": self.cost.status(),
+            "links": self.pages.links_status(),
         }
 
     def _update_gauges(self) -> None:
@@ -350,3 +351,4 @@ class WorkerShell:
         for name in ("swapped_out_bytes", "swapped_in_bytes", "swap_lost_blocks"):
             self._gauges[name].set(getattr(load, name))
         self._gauges["step_ms"].set(load.step_ms)
+        self.pages.update_gauges()

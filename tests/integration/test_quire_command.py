@@ -192,7 +192,10 @@ def test_a_cluster_from_up_to_down(quire):
         models = json.loads(quire("model", "show", "--json").stdout)
         assert models["prefill-0"]["coefficients"]["step_overhead_ms"] == 10.0
         assert models["decode-0"]["corrections"]["decode"]["num_observed"] > 0
-        assert re.search(r"per step, ms +10 +10", quire("model", "show").stdout)
+        assert models["prefill-0"]["links"]["remote"]["num_measured"] == 0
+        shown = quire("model", "show").stdout
+        assert re.search(r"per step, ms +10 +10", shown)
+        assert "GB/s" in shown
 
         # both engines are in one space: there is nobody to lend to
         while not (lending := re.search(r"lending  decode-0, prefill-0: (.*)", quire("status").stdout)):

@@ -1,6 +1,7 @@
 """What a worker says of its links: measured, without the opening of a path, and fading."""
 
 import pytest
+from prometheus_client import REGISTRY
 
 from shared.costmodel.transfer import LinkRates
 from shared.engine.worker_links import MAX_SOURCES, MeasuredLinks
@@ -88,3 +89,36 @@ def test_a_latency_of_a_while_ago_does_not_refuse_every_fetch_for_good(clock):
         assert LinkRates(links.rates()).transfer_ms("remote", 3 * MB) < 100.0, "it is tried again"
         links.called("tcp://a", 3 * MB, 5.0)
     assert LinkRates(links.rates()).transfer_ms("remote", 3 * MB) < 10.0
+
+
+def test_status_says_what_eq_2_counts_with_and_how_many_transfers_said_so(clock):
+    """A user asks: why did it not fetch?"""
+    links = MeasuredLinks(clock)
+    links.called("tcp://a", 6 * MB, 70.0)  # opens the path
+    for _ in range(2):
+        links.called("tcp://a", 6 * MB, 14.0)
+    links.called("tcp://a", 1_000, 1.0)  # too short to say anything
+    links.gave_up("tcp://a", 6 * MB, 100.0)
+    links.copied("peer", 100 * MB, 0.5)
+    found = links.status()
+    assert found["remote"] == {"gb_per_s": 0.5, "latency_ms": 2.0, "num_measured": 2, "num_given_up": 1}
+    assert found["peer"] == {"gb_per_s": 200.0, "latency_ms": 1.0, "num_measured": 1, "num_given_up": 0}
+    assert found["dram"] == {"gb_per_s": 5.0, "latency_ms": 1.0, "num_measured": 0, "num_given_up": 0}
+    for path, rate in links.rates().items():
+        assert found[path]["gb_per_s"] == pytest.approx(rate.gb_per_s)
+        assert found[path]["latency_ms"] == pytest.approx(rate.latency_ms)
+
+
+def test_gauges_by_path_fade_with_the_rates(clock):
+    links = MeasuredLinks(clock)
+
+    def shown():
+        links.update_gauges()
+        return REGISTRY.get_sample_value("quire_worker_link_gb_per_s", {"path": "remote"})
+
+    for _ in range(2):
+        links.called("tcp://a", 6 * MB, 602.0)
+    assert shown() == pytest.approx(0.01)
+    assert REGISTRY.get_sample_value("quire_worker_link_latency_ms", {"path": "remote"}) == 2.0
+    clock.now_s += 60.0
+    assert shown() == pytest.approx(0.1)
