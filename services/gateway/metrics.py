@@ -22,6 +22,13 @@ TTFT_PREDICTION = HistogramTally(
         "First token: measured from placement / predicted by the scheduler.",
     )
 )
+STAGES = ("queue", "fetch", "compute", "transfer", "step")
+_STAGE_PREDICTION = histogram_ratio(
+    "quire_gateway_stage_prediction_ratio",
+    "A stage's time: measured / predicted by the scheduler; a prediction below 1 ms counts as 1 ms.",
+    ("stage",),
+)
+STAGE_PREDICTION = tuple(HistogramTally(_STAGE_PREDICTION.labels(stage)) for stage in STAGES)
 ABORTS = counter("quire_gateway_client_aborts_total", "Requests whose client left before the end.")
 SLOW_READERS = counter("quire_gateway_slow_readers_total", "Streams cut because the client did not read.")
 STALE = counter("quire_gateway_stale_messages_total", "Messages of attempts that were given up.")

@@ -1,5 +1,7 @@
 """Receipts over HTTP: what the scheduler expected, what it took, and what else there was."""
 
+import re
+
 import msgspec
 import pytest
 
@@ -57,6 +59,12 @@ async def test_a_receipt_shows_sources_predictions_against_what_it_took_and_othe
     assert times["ttft"]["actual_ms"] > 0
     metrics = (await rig.client.get("/metrics")).text
     assert "quire_gateway_ttft_prediction_ratio_count" in metrics
+    counted = re.compile(r'stage_prediction_ratio_count\{stage="transfer"\} (\S+)')
+    before = float(counted.search(metrics)[1])
+    await rig.client.post("/v1/chat/completions", json=chat())
+    assert float(counted.search((await rig.client.get("/metrics")).text)[1]) == before + 1, (
+        "without a receipt"
+    )
 
 
 async def test_a_session_header_names_the_session(rig):
