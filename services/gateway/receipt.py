@@ -58,12 +58,15 @@ def tokens_by_source(first: StageReceipt) -> dict[str, int]:
 
 
 def times(call: Call, placed: Placed) -> dict[str, dict[str, float | None]]:
-    """By stage, what the scheduler expected and what the workers and the gateway measured, in ms."""
+    """By stage, what the scheduler expected and what the workers and the gateway measured, in ms.
+
+    hold: how long the scheduler kept the request until decode had room in its pages, before it was placed; expected by
+    nobody, and not in ttft, which begins with the placement.
+    """
     expected, took = _expected_ms(placed), _took_ms(call)
-    out = {
-        name: {"predicted_ms": predicted, "actual_ms": actual}
-        for name, predicted, actual in zip(metrics.STAGES, expected, took, strict=True)
-    }
+    out: dict[str, dict[str, float | None]] = {"hold": {"predicted_ms": None, "actual_ms": placed.held_ms}}
+    for name, predicted_ms, actual_ms in zip(metrics.STAGES, expected, took, strict=True):
+        out[name] = {"predicted_ms": predicted_ms, "actual_ms": actual_ms}
     ttft_ms = placed.predicted_ttft_ms if placed.predicted is not None else None
     out["ttft"] = {"predicted_ms": ttft_ms, "actual_ms": _ttft_ms(call)}
     return out

@@ -54,7 +54,7 @@ async def test_a_receipt_shows_sources_predictions_against_what_it_took_and_othe
     ]
     times = receipt["times"]
     assert {name: times[name]["predicted_ms"] for name in times} == {
-        "queue": 1.0, "fetch": 2.0, "compute": 3.0, "transfer": 4.0, "step": 1.5, "ttft": 12.0,
+        "hold": None, "queue": 1.0, "fetch": 2.0, "compute": 3.0, "transfer": 4.0, "step": 1.5, "ttft": 12.0,
     }  # fmt: skip
     assert times["ttft"]["actual_ms"] > 0
     metrics = (await rig.client.get("/metrics")).text

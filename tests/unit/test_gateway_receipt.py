@@ -1,12 +1,13 @@
 """Predicted against actual, by stage: in a receipt, and in metrics whoever asked for one."""
 
+import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
 from services.gateway import tally
 from services.gateway.call import Call
 from services.gateway.core.request_flow import Limits
-from services.gateway.receipt import note_prediction, times
+from services.gateway.receipt import note_prediction, receipt_of, times
 from shared.ids import InstanceId, RequestId
 from shared.kv.block_hash import pack_tokens
 from shared.observe.trace import start_span
@@ -29,8 +30,8 @@ def placed(**more):
 def ended(answer, **first):
     """A call that took, per stage, 5, 0.2, 40, 6 and 2 ms."""
     call = Call(
-        RequestId("r"), sink=None, prompt=pack_tokens([1]), sampling=SamplingSpec(max_tokens=8), hits=[], session="", tenant="",
-        span=start_span("x"), limits=Limits(), explain=False,
+        RequestId("r"), sink=None, prompt=pack_tokens([1]), sampling=SamplingSpec(max_tokens=8), hits=[],
+        session="", tenant="", span=start_span("x"), limits=Limits(), explain=False,
     )  # fmt: skip
     call.placed, call.placed_ns, call.first_ns = answer, 5 * MS, 50 * MS
     took = {"queue_ms": 5.0, "fetch_ms": 0.2, "compute_ms": 40.0, **first}
@@ -85,3 +86,10 @@ def test_a_call_that_went_on_behind_an_earlier_attempt_says_nothing_of_its_last_
     assert added(call) == {}
     assert REGISTRY.get_sample_value(name) == before
     assert times(call, call.placed)["ttft"]["actual_ms"] is None
+
+
+def test_the_time_that_the_scheduler_held_a_request_is_among_a_receipts_times():
+    call = ended(placed(held_ms=299.0, reason="It waited 299 ms for room in decode's pages."))
+    assert receipt_of(call)["times"]["hold"] == {"predicted_ms": None, "actual_ms": 299.0}
+    call.placed = msgspec.structs.replace(call.placed, held_ms=0.0)
+    assert receipt_of(call)["times"]["hold"]["actual_ms"] == 0.0
