@@ -44,9 +44,18 @@ class View:
         self.reports = {}
         self.now_ms = 0
 
-    def add(self, name, role="prefill", *, space=1, host=1, cost=True, address="", ahead=False, **load):
-        """An instance. Equal `space` and `host`: the same memory; `host` 0: no mempool. `ahead`: see Hello."""
-        made = description(block_bytes=32 * TOKEN_BYTES)
+    def add(self, name, role="prefill", *, space=1, host=1, cost=True, address="", ahead=False, tp=1, **load):
+        """An instance of so many ranks, 1 or 2. Equal `space` and `host`: the same memory; `host` 0: no mempool.
+
+        `ahead`: see Hello.
+        """
+        made = description(
+            block_bytes=32 * TOKEN_BYTES // tp,
+            tp_size=tp,
+            num_kv_heads=2 // tp,
+            total_kv_heads=2,
+            order="HND",
+        )
         more = {"cost": coefficients()} if cost is True else {"cost": cost} if cost else {}
         self.placer.instances.hello(
             hello(name, role=role, description=made, sends_ahead=ahead, **more), now_ms=self.now_ms
