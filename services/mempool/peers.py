@@ -50,6 +50,7 @@ class Reader:
     number: int
     instance: str
     paths: dict[int, ServedPath] = field(default_factory=dict)
+    missed_other_cut: bool = False  # said once
 
 
 class Peers:
@@ -158,6 +159,9 @@ class Peers:
         reader, message = self._by_number.get(action.link), action.message
         if reader is None:
             return
+        if action.other_cut and not reader.missed_other_cut:
+            reader.missed_other_cut = True
+            log.warning("blocks_in_another_cut", peer=reader.instance, hint="hosts exchange equal ranks only")
         if not (
             isinstance(message, wire.EpochsChecked)
             and self._checks.answering(action.link, message, partial(self._tell, reader))

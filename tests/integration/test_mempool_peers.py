@@ -7,11 +7,13 @@ import signal
 import time
 from itertools import count
 
+import msgspec
 import pytest
 
 from shared.free_ports import free_port
-from shared.ids import HandoffId
-from tests.integration.mempool_rig import EngineProcess, chain
+from shared.ids import HandoffId, InstanceId
+from shared.mempool.engine_attachment import EngineAttachment
+from tests.integration.mempool_rig import DESCRIPTION, EngineProcess, PatientClient, chain
 from tests.integration.peer_rig import make_pair
 from tests.support.quickest import ever
 
@@ -125,3 +127,26 @@ async def test_a_reader_that_is_killed_leaves_no_pins(pair):
     while (await pair.a.status()).num_leases:
         assert time.monotonic() < until_s
         await asyncio.sleep(0.05)
+
+
+async def test_blocks_that_are_there_in_another_cut_are_a_miss_and_the_source_says_so_once(pair):
+    other = msgspec.structs.replace(DESCRIPTION, tp_rank=1)
+    attachment = await asyncio.to_thread(
+        EngineAttachment, pair.b.mempool.socket, InstanceId("other"), other, 4
+    )
+    client = PatientClient(pair.b.mempool.socket, InstanceId("other"))
+    client.start()
+    try:
+        assert await client.wait_connected(30_000)
+        pair.hand_off(NAMES, "h1")
+        for number in range(2):
+            got = await client.acquire(
+                chain(*NAMES), handoff_id=HandoffId(f"x{number}"), wait_ms=500, source_mempool=pair.a.address
+            )
+            assert got.num_blocks == 0
+        assert (await pair.a.status()).counters["peer_misses_other_cut"] == 2
+        said = [line for line in pair.a.mempool.log_lines() if line["event"] == "blocks_in_another_cut"]
+        assert [line["peer"] for line in said] == ["b"]
+    finally:
+        await client.close()
+        attachment.close()

@@ -231,10 +231,14 @@ class AskPeer:
 
 @dataclass(frozen=True, slots=True)
 class TellPeer:
-    """Answer to a peer's call; dropped when its connection has ended."""
+    """Answer to a peer's call; dropped when its connection has ended.
+
+    other_cut: a miss, and the blocks are here in a space of other contents: cut over other ranks, say.
+    """
 
     link: int
     message: ToReader
+    other_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,19 @@ class RemoteServe:
     def _has_all(self, call: wire.RemoteAcquire, hashes: list[BlockHash]) -> bool:
         return any(len(pool.index.prefix(hashes)) == len(hashes) for pool in self._of(call.content_key))
 
+    def _has_in_other_cut(self, call: wire.RemoteAcquire, hashes: list[BlockHash]) -> bool:
+        """Whether the first block is here, but in no space of these contents: hashes say nothing of the ranks.
+
+        Cost: a look-up for each space.
+        """
+        found = False
+        for pool in self._pools.values():
+            if pool.memory is not None and pool.index.prefix(hashes[:1]):
+                if pool.memory.content_key == call.content_key:
+                    return False
+                found = True
+        return found
+
     def _of(self, content_key: str) -> list[Pool]:
         pools = self._pools.values()
         return [p for p in pools if p.memory is not None and p.memory.content_key == content_key]
@@ -190,7 +203,9 @@ class RemoteServe:
         entries = pool.index.prefix(hashes) if pool is not None else []
         if pool is None or not entries:
             self._counters["peer_misses"] += 1
-            self._tell(link, wire.RemoteAcquired(call_id=call.call_id))
+            other_cut = self._has_in_other_cut(call, hashes)
+            self._counters["peer_misses_other_cut"] += other_cut
+            self._out.append(TellPeer(link, wire.RemoteAcquired(call_id=call.call_id), other_cut))
         elif len(self._leases.get(link, ())) >= self._limits.max_leases:
             self._refuse(link, call.call_id, f"{self._limits.max_leases} leases are held")
         else:
