@@ -176,8 +176,22 @@ def sends_ahead(settings: WorkerSettings) -> bool:
         return False
     if settings.transfer_mode == "by-layer":
         return True
-    has_its_scheduler = settings.local_policy != "cfs" and not settings.far_bytes and not has_slots(settings)
-    return settings.handoff_ahead and has_its_scheduler
+    return settings.handoff_ahead and not _without_ahead(settings)
+
+
+def ahead_prevented_by(settings: WorkerSettings) -> str:
+    """The setting for which handoff_ahead, which is on and would do something, does nothing; "": there is none."""
+    bare = msgspec.structs.replace(settings, local_policy="fcfs", far_bytes=0, kv_layout="cross-layer")
+    return _without_ahead(settings) if sends_ahead(bare) and not sends_ahead(settings) else ""
+
+
+def _without_ahead(settings: WorkerSettings) -> str:
+    """The setting whose engine has another scheduler than the one that sends blocks ahead; "": there is none."""
+    if settings.local_policy == "cfs":
+        return "local_policy"
+    if settings.far_bytes:
+        return "far_bytes"
+    return "kv_layout" if has_slots(settings) else ""
 
 
 # measured on H200s for bursts (docs/decisions/0025)

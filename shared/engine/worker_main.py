@@ -8,7 +8,7 @@ import uvloop
 
 from shared.engine.factory import make_engine
 from shared.engine.interface import Engine
-from shared.engine.worker_config import WorkerSettings
+from shared.engine.worker_config import WorkerSettings, ahead_prevented_by
 from shared.engine.worker_shell import WorkerShell
 from shared.engine.worker_wiring import connect
 from shared.errors import SettingsError
@@ -39,6 +39,13 @@ def run(service: str, settings: WorkerSettings) -> int:
         )
         return EXIT_SETTINGS
     logger.info("settings", **_shown(settings))
+    if prevented_by := ahead_prevented_by(settings):
+        logger.warning(
+            "handoff_ahead_off",
+            because=f"worker.{prevented_by}",
+            value=getattr(settings, prevented_by),
+            effect="blocks of a long prompt leave for decode when all of it is computed",
+        )
     try:
         engine = make_engine(settings)  # before the loop and before any thread: it forks
         trace.setup(

@@ -2,7 +2,9 @@
 
 import pytest
 
-from shared.engine.worker_config import WorkerSettings, sends_ahead
+from shared.engine import worker_main
+from shared.engine.worker_config import WorkerSettings, ahead_prevented_by, sends_ahead
+from shared.errors import SettingsError
 from tests.support.cost_view import View, links
 from tests.unit.test_scheduler_cost import ask
 
@@ -81,3 +83,45 @@ def test_prefill_engines_in_pages_send_ahead_and_say_so():
         assert not sends_ahead(WorkerSettings(**(settings | other))), other
     by_layer = {"transfer_mode": "by-layer", "handoff_ahead": False, "kv_layout": "layer-major"}
     assert sends_ahead(WorkerSettings(**(settings | by_layer)))
+
+
+PAGES = {"mempool_socket": "/x", "model_dir": "m", "model_name": "m", "role": "prefill"}
+PREVENTS = [
+    ({"local_policy": "cfs"}, "local_policy"), ({"far_bytes": 1 << 20}, "far_bytes"),
+    ({"kv_layout": "layer-major"}, "kv_layout"),
+]  # fmt: skip
+NOT_ASKED_FOR = [
+    {}, {"handoff_ahead": False}, {"role": "decode"}, {"kv_cache": "copy"}, {"mempool_socket": ""}, {"engine": "mock"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "name"), PREVENTS)
+@pytest.mark.parametrize("more", NOT_ASKED_FOR)
+def test_a_setting_that_takes_sending_ahead_away_is_named_where_it_does(settings, name, more):
+    assert ahead_prevented_by(WorkerSettings(**(PAGES | settings | more))) == ("" if more else name)
+    assert ahead_prevented_by(WorkerSettings(**(PAGES | more))) == ""
+
+
+@pytest.mark.parametrize("settings", [{}, *(settings for settings, _ in PREVENTS)])
+def test_a_worker_says_at_its_start_that_it_sends_nothing_ahead_although_it_should(monkeypatch, settings):
+    said = {}
+
+    class Logger:
+        def note(self, event, **fields):
+            said[event] = fields
+
+        info = warning = error = note
+
+    def refuse(_):
+        raise SettingsError("no engine here")
+
+    monkeypatch.setattr(worker_main.log, "setup", lambda *_: None)
+    monkeypatch.setattr(worker_main, "get_logger", lambda _: Logger())
+    monkeypatch.setattr(worker_main, "make_engine", refuse)
+    assert worker_main.run("prefill", WorkerSettings(**(PAGES | settings))) == worker_main.EXIT_SETTINGS
+    assert ("handoff_ahead_off" in said) == bool(settings)
+    for name, value in settings.items():
+        assert (said["handoff_ahead_off"]["because"], said["handoff_ahead_off"]["value"]) == (
+            f"worker.{name}",
+            value,
+        )
