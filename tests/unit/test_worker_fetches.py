@@ -5,10 +5,12 @@ import json
 
 import msgspec
 import pytest
+from prometheus_client import REGISTRY
 
 from shared.costmodel.transfer import LinkRates, should_fetch
 from shared.engine.worker_config import WorkerSettings
 from shared.engine.worker_pages import PromptPages
+from shared.engine.worker_shell import WorkerShell
 from shared.errors import PeerGone
 from shared.ids import Epoch, HandoffId, InstanceId, LeaseId
 from shared.kv.block_hash import chain_seed, pack_tokens
@@ -146,3 +148,22 @@ async def test_a_mempool_that_does_not_answer_in_the_time_of_a_fetch_gave_it_up(
     await rig.fetch(3)
     assert rig.fetch_ms > quick_ms
     assert set(rig.pages.links) == {"remote"}
+
+
+async def test_a_worker_shows_what_it_measured_of_its_links_in_its_status_and_its_metrics(model_dir):
+    settings = WorkerSettings(
+        engine="mock", model_dir=model_dir, model_name="m", block_tokens=4, role="prefill", instance="p0",
+        listen="tcp://127.0.0.1:1", admin_listen="127.0.0.1:1",
+    )  # fmt: skip
+    shell = WorkerShell(settings, MockEngine(settings), Pool(), 1_000)
+    shell.pages = (rig := Rig(model_dir)).pages
+    await rig.fetch(num_blocks=3, blocks_peer=3, blocks_timed=3, timed_us=1_000)
+    shown = shell.status()["links"]
+    assert shown["peer"]["num_measured"] == 1
+    assert shown["peer"]["gb_per_s"] == pytest.approx(3 * BLOCK_BYTES / 1e6, rel=1e-3)
+    shell._update_gauges()
+    assert REGISTRY.get_sample_value("quire_worker_link_gb_per_s", {"path": "peer"}) == pytest.approx(
+        3 * BLOCK_BYTES / 1e6
+    )
+    shell.pages = PromptPages(None, rig.layout, settings)
+    assert shell.status()["links"] == {}
