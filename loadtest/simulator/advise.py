@@ -1,12 +1,14 @@
 """Whether to disaggregate a workload, in which ratio, and what link that needs: by simulating every layout.
 
 Layouts are compared by the highest rate at which a share of the requests keeps the SLO, on equal numbers of instances,
-as DistServe and Splitwise compare them. No I/O; time is asked for through a callable, so that a budget can end the
-search: what is left then is coarser, and says so.
+as DistServe and Splitwise compare them. That rate is one that they sustain (sustained.py), however short the trace is.
+No I/O; time is asked for through a callable, so that a budget can end the search: what is left then is coarser, and
+says so.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from loadtest.outcomes import Outcome
@@ -16,8 +18,16 @@ from loadtest.simulator.cluster import Simulation
 from loadtest.simulator.hardware import Machine
 from loadtest.simulator.links import gb_per_s
 from loadtest.simulator.records import Summary, summarize
-from loadtest.simulator.request import SimRequest, densest, faster, mean_rate_per_s
+from loadtest.simulator.request import SimRequest, densest
 from loadtest.simulator.spec import ClusterSpec, roles_of
+from loadtest.simulator.sustained import (
+    MOST_DOUBLINGS,
+    STEPS_PER_DOUBLING,
+    Bracket,
+    EndlessTrace,
+    rate_at,
+    step_of,
+)
 from loadtest.simulator.task import EngineLimits
 from loadtest.workloads.stats import BLOCK_TOKENS
 from services.scheduler.core.predict import CostSettings
@@ -25,8 +35,9 @@ from shared.errors import InvalidRequest
 
 MAX_SPLITS = 7
 GAIN = 1.05  # below this a layout is no better: the search itself is no finer
-REFINE_STEPS = 4  # of the rate: to 2 ** (1 / 16), 4%
-MAX_DOUBLINGS = 10
+MOST_SIMULATED = 8_000  # requests of one run: some 4 s
+MOST_GAIN = 1000.0  # also where colocated instances sustain nothing: JSON has no infinity
+SEARCH_SHARE = 0.75  # of the budget; the rest is for the link
 LINKS_GB_PER_S = (0.05, 1000.0)
 LINK_STEPS = 7
 LEAST_TTFT_MS, LEAST_TPOT_MS = 2_000.0, 50.0
@@ -34,7 +45,8 @@ LEAST_TTFT_MS, LEAST_TPOT_MS = 2_000.0, 50.0
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Args: instances: engines in all; link_gb_per_s: between them; good_share: of the requests must keep the SLO."""
+    """Args: instances: engines in all; link_gb_per_s: between them; good_share: of the requests must keep the SLO.
+    most_simulated: requests of one run: rates that would need more are not tried, unless twice most_requests do."""
 
     requests: Sequence[SimRequest]
     machine: Machine
@@ -44,17 +56,23 @@ class Question:
     good_share: float = 0.9
     most_requests: int = 600
     max_running: int = 256
+    most_simulated: int = MOST_SIMULATED
 
 
 @dataclass(slots=True)
 class Layout:
-    """One way to use the instances. Times at the trace's own rate."""
+    """One way to use the instances. Times at the trace's own rate.
+
+    max_rate_per_s: the highest that it sustained, 0: none that was tried. failed_rate_per_s: the lowest that it did
+    not, 0: none that was tried, so the other is a least value. They lie 4% apart unless the search left it earlier.
+    """
 
     name: str
     num_prefill: int
     num_decode: int
     num_colocated: int
     max_rate_per_s: float = 0.0
+    failed_rate_per_s: float = 0.0
     good_ratio: float = 0.0
     hit_ratio: float = 0.0
     ttft_p50_ms: float = 0.0
@@ -67,17 +85,38 @@ class Layout:
         """Disaggregated."""
         return self.num_prefill > 0
 
+    @property
+    def is_at_least(self) -> bool:
+        """It sustained all that was tried."""
+        return self.max_rate_per_s > 0 and not self.failed_rate_per_s
+
+    def rate_words(self) -> str:
+        """For people."""
+        if self.is_at_least:
+            return f"at least {self.max_rate_per_s:.2f}"
+        if self.failed_rate_per_s <= self.max_rate_per_s * GAIN:
+            return f"{self.max_rate_per_s:.2f}"
+        if self.max_rate_per_s:
+            return f"{self.max_rate_per_s:.2f} to {self.failed_rate_per_s:.2f}"
+        if not self.failed_rate_per_s:
+            return "not tried"
+        return f"below {self.failed_rate_per_s:.2f}"
+
 
 @dataclass(slots=True)
 class Advice:
     """break_even_gb_per_s: the slowest link at which the best split still sustains what colocated instances do; None:
-    none does. within_budget: False where time ended the search early."""
+    none does, or (break_even_known: False) time ended before that was known. gain_ratio: of the rates that were
+    sustained; see Layout for what they are where nothing failed. within_budget: False where time ended the search.
+    decided: False where it ended before one way was known to be better; disaggregate is False then and says nothing."""
 
     disaggregate: bool
     prefill: int
     decode: int
     gain_ratio: float
     break_even_gb_per_s: float | None
+    break_even_known: bool
+    decided: bool
     sentence: str
     trace_rate_per_s: float
     simulated_requests: int
@@ -117,24 +156,23 @@ class Advisor:
             )
         self._question = question
         self._requests = densest(question.requests, question.most_requests)
-        self._rate = mean_rate_per_s(self._requests) or 1.0
+        self._trace = EndlessTrace(self._requests, question.slo)
         self._elapsed_s, self._budget_s = elapsed_s, budget_s
+        self._deadline_s = budget_s * SEARCH_SHARE
         self._num_simulations = 0
         self._within_budget = True
 
     def advise(self) -> Advice:
-        """The verdict. Cost: some 50 simulations, or the budget."""
+        """The verdict. Cost: some 30 simulations, or the budget."""
         layouts = self._layouts()
-        guess = 1.0
         for layout in layouts:
             self._at_own_rate(layout)
-            speed = guess = self._max_speed(layout, guess)
-            layout.max_rate_per_s = round(speed * self._rate, 4)
+        decided = self._find_rates(layouts)
         colocated = layouts[0]
         best = max(layouts[1:], key=lambda one: (one.max_rate_per_s, one.good_ratio, -one.jct_mean_ms))
-        gain = best.max_rate_per_s / max(1e-9, colocated.max_rate_per_s)
-        link = self._break_even(best, colocated.max_rate_per_s / self._rate)
-        return self._verdict(layouts, colocated, best, gain, link)
+        self._deadline_s = self._budget_s
+        link, known = self._break_even(best, colocated.max_rate_per_s)
+        return self._verdict(layouts, best, link, known=known, decided=decided)
 
     # -- simulations ------------------------------------------------------------------------------
 
@@ -159,90 +197,132 @@ class Advisor:
             remote=gb_per_s(link_gb_per_s),
         )
 
-    def _run(self, layout: Layout, speed: float, link_gb_per_s: float, *, whole: bool) -> Summary:
-        """Unless `whole`, it ends as soon as too many requests missed the SLO."""
-        question = self._question
-        left = int((1 - question.good_share) * len(self._requests))
-
-        def too_many(outcome: Outcome) -> bool:
-            nonlocal left
-            left -= not question.slo.met(outcome)
-            return left < 0
-
+    def _simulation(
+        self,
+        layout: Layout,
+        link_gb_per_s: float,
+        requests: Sequence[SimRequest],
+        enough: Callable[[Outcome], bool] | None = None,
+    ) -> Simulation:
         self._num_simulations += 1
         spec = self._spec(layout, link_gb_per_s)
-        requests = faster(self._requests, speed)
-        done = Simulation(spec, question.machine.prices, requests, enough=None if whole else too_many).run()
-        found = summarize(done.outcomes, question.slo)
-        return found if left >= 0 or whole else replace(found, good_ratio=0.0)
-
-    def _holds(self, layout: Layout, speed: float, link_gb_per_s: float) -> bool:
-        return self._run(layout, speed, link_gb_per_s, whole=False).good_ratio >= self._question.good_share
-
-    def _has_time(self) -> bool:
-        self._within_budget = self._within_budget and self._elapsed_s() < self._budget_s
-        return self._within_budget
+        return Simulation(spec, self._question.machine.prices, requests, enough=enough)
 
     def _at_own_rate(self, layout: Layout) -> None:
-        found = self._run(layout, 1.0, self._question.link_gb_per_s, whole=True)
+        done = self._simulation(layout, self._question.link_gb_per_s, self._requests).run()
+        found: Summary = summarize(done.outcomes, self._question.slo)
         layout.good_ratio, layout.hit_ratio = round(found.good_ratio, 4), round(found.hit_ratio, 4)
         for name in ("ttft_p50", "ttft_p99", "tpot_p99", "jct_mean"):
             setattr(layout, f"{name}_ms", round(found.times_ms.get(name, 0.0), 3))
 
-    def _max_speed(self, layout: Layout, guess: float) -> float:
-        """The highest multiple of the trace's rate at which enough requests keep the SLO; 0: none that was tried."""
-        link = self._question.link_gb_per_s
-        low, high = 0.0, 0.0
-        speed = guess or 1.0
-        for _ in range(MAX_DOUBLINGS):
-            if not self._has_time():
-                break
-            if self._holds(layout, speed, link):
-                low = speed
-                speed *= 2
-                if high:
-                    break
-            else:
-                high = speed
-                speed /= 2
-                if low:
-                    break
-        for _ in range(REFINE_STEPS):
-            if not low or not high or not self._has_time():
-                break
-            middle = (low * high) ** 0.5
-            low, high = (middle, high) if self._holds(layout, middle, link) else (low, middle)
-        return low
+    def _holds(self, layout: Layout, rate_per_s: float, link_gb_per_s: float) -> bool | None:
+        """Whether the share keeps the SLO, warm-up aside; None: time ended first. It ends as soon as that is sure."""
+        slo, load = self._question.slo, self._trace.at(rate_per_s)
+        may_miss = int((1 - self._question.good_share) * load.num_judged + 1e-9)
+        must_meet, num_met, num_missed = load.num_judged - may_miss, 0, 0
 
-    def _break_even(self, best: Layout, speed: float) -> float | None:
-        """The slowest link at which the split sustains the speed."""
-        low, high = LINKS_GB_PER_S
-        if not speed or not self._holds(best, speed, high):
-            return None
-        if self._holds(best, speed, low):
-            return low
-        for _ in range(LINK_STEPS):
-            if not self._has_time():
+        def is_sure(outcome: Outcome) -> bool:
+            nonlocal num_met, num_missed
+            if outcome.due_ms >= load.judged_from_ms:
+                is_met = slo.met(outcome)
+                num_met, num_missed = num_met + is_met, num_missed + (not is_met)
+            return num_met >= must_meet or num_missed > may_miss or not self._has_time()
+
+        self._simulation(layout, link_gb_per_s, load.requests, is_sure).run()
+        if num_met >= must_meet or num_missed > may_miss:
+            return num_met >= must_meet
+        return None
+
+    def _has_time(self) -> bool:
+        """Until the deadline of what is done now."""
+        has = self._elapsed_s() < self._deadline_s
+        self._within_budget = self._within_budget and has
+        return has
+
+    # -- the search -------------------------------------------------------------------------------
+
+    def _find_rates(self, layouts: Sequence[Layout]) -> bool:
+        """Whether it came to an end. To a step of the colocated layout and the best split; of the other splits until
+        they are known to be no better."""
+        own, top = step_of(self._trace.rate_per_s), self._top_step()
+        reach = MOST_DOUBLINGS * STEPS_PER_DOUBLING
+        brackets = [Bracket(min(own - reach, top), min(own + reach, top)) for _ in layouts]
+        first, splits = brackets[0], range(1, len(layouts))
+        first.stride *= 2  # nothing is known yet
+        while not first.is_done and self._narrow(layouts[0], first, own):
+            pass
+        start = own if first.low is None else first.low
+        for at in splits:
+            self._narrow(layouts[at], brackets[at], start)
+        while True:
+            at = max(splits, key=lambda n: (brackets[n].most, brackets[n].is_done))
+            if brackets[at].is_done or not self._narrow(layouts[at], brackets[at], start):
                 break
+        for layout, bracket in zip(layouts, brackets, strict=True):
+            layout.max_rate_per_s = 0.0 if bracket.low is None else round(rate_at(bracket.low), 4)
+            layout.failed_rate_per_s = 0.0 if bracket.high is None else round(rate_at(bracket.high), 4)
+        return first.is_done and brackets[at].is_done
+
+    def _narrow(self, layout: Layout, bracket: Bracket, start: int) -> bool:
+        """One more simulation. False: there is no time for it."""
+        if not self._has_time():
+            return False
+        step = bracket.next_step(start)
+        holds = self._holds(layout, rate_at(step), self._question.link_gb_per_s)
+        if holds is None:
+            return False
+        bracket.note(step, holds=holds)
+        return True
+
+    def _top_step(self) -> int:
+        """The highest rate whose run is not too long."""
+        most = max(self._question.most_simulated, 2 * len(self._requests))
+        step = step_of(self._trace.rate_per_s) + MOST_DOUBLINGS * STEPS_PER_DOUBLING
+        while self._trace.num_at(rate_at(step)) > most and rate_at(step) > 1e-3:
+            step -= 1
+        return step
+
+    def _break_even(self, best: Layout, rate_per_s: float) -> tuple[float | None, bool]:
+        """The slowest link at which the split sustains the rate; and whether there was time to know."""
+        low, high = LINKS_GB_PER_S
+        if not rate_per_s:
+            return None, self._within_budget
+        for link in (high, low):
+            holds = self._holds(best, rate_per_s, link) if self._has_time() else None
+            if holds is None:
+                return None, False
+            if holds == (link == low):
+                return (low if holds else None), True
+        for _ in range(LINK_STEPS):
             middle = (low * high) ** 0.5
-            low, high = (low, middle) if self._holds(best, speed, middle) else (middle, high)
-        return round(high, 3)
+            holds = self._holds(best, rate_per_s, middle) if self._has_time() else None
+            if holds is None:
+                break
+            low, high = (low, middle) if holds else (middle, high)
+        return round(high, 3), True
 
     # -- the verdict ------------------------------------------------------------------------------
 
     def _verdict(
-        self, layouts: list[Layout], colocated: Layout, best: Layout, gain: float, link: float | None
+        self, layouts: list[Layout], best: Layout, link: float | None, *, known: bool, decided: bool
     ) -> Advice:
-        question = self._question
-        pays = gain >= GAIN
+        question, colocated = self._question, layouts[0]
+        gain = best.max_rate_per_s / colocated.max_rate_per_s if colocated.max_rate_per_s else math.inf
+        if not best.max_rate_per_s:
+            gain = 0.0
+        pays = decided and gain >= GAIN and not colocated.is_at_least
         return Advice(
             disaggregate=pays,
             prefill=best.num_prefill,
             decode=best.num_decode,
-            gain_ratio=round(gain, 3),
+            gain_ratio=round(min(gain, MOST_GAIN), 3),
             break_even_gb_per_s=link,
-            sentence=_sentence(colocated, best, pays, gain, link, question.link_gb_per_s),
-            trace_rate_per_s=round(self._rate, 3),
+            break_even_known=known,
+            decided=decided,
+            sentence=_sentence(colocated, best, pays, gain, link, question.link_gb_per_s, known=known)
+            if decided
+            else _undecided(layouts),
+            trace_rate_per_s=round(self._trace.rate_per_s, 3),
             simulated_requests=len(self._requests),
             slo_ttft_ms=question.slo.ttft_ms,
             slo_tpot_ms=question.slo.tpot_ms,
@@ -257,21 +337,48 @@ class Advisor:
 
 
 def _sentence(
-    colocated: Layout, best: Layout, pays: bool, gain: float, link: float | None, link_now: float
+    colocated: Layout,
+    best: Layout,
+    pays: bool,
+    gain: float,
+    link: float | None,
+    link_now: float,
+    *,
+    known: bool = True,
 ) -> str:
     if not colocated.max_rate_per_s and not best.max_rate_per_s:
         return "No layout keeps the SLO at any rate that was tried: loosen it, or take faster instances."
     ratio = f"{best.num_prefill} prefill to {best.num_decode} decode"
+    times = _times_words(colocated, best, gain)
     if pays:
+        words = _link_words(link, link_now) if known else ""
         return (
-            f"Disaggregate, {ratio}: it sustains {best.max_rate_per_s:.2f} requests/s within the SLO, "
-            f"{colocated.name} sustain {colocated.max_rate_per_s:.2f} ({gain:.2f}x). {_link_words(link, link_now)}"
+            f"Disaggregate, {ratio}: it sustains {best.rate_words()} requests/s within the SLO, "
+            f"{colocated.name} {colocated.rate_words()} ({times}). {words}"
+        ).rstrip()
+    if colocated.is_at_least:
+        return (
+            f"Keep them colocated: {colocated.name} sustain {colocated.rate_words()} requests/s within the SLO, all "
+            f"that was tried; the best division ({ratio}) {best.rate_words()}."
         )
+    words = _keeps_up_words(link) if known else ""
     return (
-        f"Keep them colocated: {colocated.name} sustain {colocated.max_rate_per_s:.2f} requests/s within the SLO, "
-        f"the best division ({ratio}) {best.max_rate_per_s:.2f} ({gain:.2f}x; it takes {GAIN:g}x to be "
-        f"worth it). {_keeps_up_words(link)}"
+        f"Keep them colocated: {colocated.name} sustain {colocated.rate_words()} requests/s within the SLO, "
+        f"the best division ({ratio}) {best.rate_words()} ({times}; it takes {GAIN:g}x to be worth it). {words}"
+    ).rstrip()
+
+
+def _undecided(layouts: Sequence[Layout]) -> str:
+    found = ", ".join(f"{layout.name} {layout.rate_words()}" for layout in layouts)
+    return (
+        f"Undecided: time ended the search ({found} requests/s). Give fewer --requests, or a quieter machine."
     )
+
+
+def _times_words(colocated: Layout, best: Layout, gain: float) -> str:
+    if not colocated.max_rate_per_s:
+        return "these sustain no rate that was tried"
+    return f"{'at least ' if best.is_at_least else ''}{gain:.2f}x"
 
 
 def _keeps_up_words(link: float | None) -> str:

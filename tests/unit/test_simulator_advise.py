@@ -1,17 +1,20 @@
 """`quire advise`: the verdict follows the workload and the link, ends in time, and bad files are named by line."""
 
 import json
+from random import Random
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from deploy.local import cmd_advise
 from deploy.local.cli import app
 from loadtest.reports.summary import Slo
 from loadtest.simulator.advise import Advisor, Layout, Question, _sentence, default_slo
 from loadtest.simulator.hardware import from_coefficients, from_data_sheet
+from loadtest.simulator.sustained import EndlessTrace
 from shared.errors import InvalidRequest, SettingsError
-from tests.support.simulated import mooncake_lines, plain
+from tests.support.simulated import conversations, mooncake_lines, plain
 
 MACHINE = from_data_sheet("h200", "llama-8b")
 # long prompts between decodes that may not wait: chunks of 8,192 tokens take 200 ms on this machine
@@ -42,7 +45,67 @@ def test_a_slow_link_or_gaps_that_nobody_counts_want_it_colocated():
 def test_a_spent_budget_still_gives_a_verdict_and_says_so():
     advice = ask(100.0, budget_s=0.0)
     assert not advice.within_budget
+    assert not advice.decided
+    assert advice.sentence.startswith("Undecided")
     assert advice.num_simulations <= 6
+
+
+def jittered(count, seed=5):
+    """Of one trace: long prompts of differing lengths, short answers."""
+    rng, at_ms, out = Random(seed), 0.0, []
+    for number in range(count):
+        at_ms += rng.uniform(125, 375)
+        out.append(plain(number, at_ms, rng.randrange(6_000, 10_000), rng.randrange(40, 80)))
+    return out
+
+
+def test_the_verdict_is_the_same_for_a_short_stretch_of_a_trace_as_for_a_long_one():
+    trace = jittered(1_500)
+    found = []
+    for most in (150, 600, 1_500):
+        question = Question(trace, MACHINE, 3, Slo(8_000, 15), link_gb_per_s=100.0, most_requests=most)
+        found.append(Advisor(question, lambda: 0.0, 1.0).advise())
+    assert {(one.disaggregate, one.prefill, one.decode) for one in found} == {(True, 2, 1)}
+    gains = [one.gain_ratio for one in found]
+    assert max(gains) < 1.1 * min(gains)  # rates are tried in steps of 4%
+    links = [one.break_even_gb_per_s for one in found]
+    assert max(links) < 1.5 * min(links)
+
+
+def test_a_rate_counts_only_where_it_could_go_on():
+    # these 30 are over before the last one waits 4 s, at up to twice the rate that three instances can keep
+    machine_rate_per_s = 3 * 1000 / MACHINE.prices.prefill_ms(8_000)
+    colocated = ask(100.0, slo=Slo(4000, 10_000), requests=STEADY[:30]).layouts[0]
+    assert 0.5 * machine_rate_per_s < colocated.max_rate_per_s < 1.15 * machine_rate_per_s
+
+
+def test_where_a_run_may_not_be_long_enough_the_rate_is_said_to_be_at_least():
+    question = Question(STEADY, MACHINE, 3, Slo(2000, 10_000), link_gb_per_s=100.0, most_simulated=300)
+    advice = Advisor(question, lambda: 0.0, 1.0).advise()
+    assert not advice.disaggregate
+    assert "3 colocated sustain at least 4." in advice.sentence
+    assert advice.layouts[0].failed_rate_per_s == 0
+
+
+def test_copies_of_a_trace_share_nothing_with_one_another_and_keep_what_is_shared_within():
+    first = conversations(3)
+    trace = EndlessTrace(first, Slo(2000, 50))
+    load = trace.at(trace.rate_per_s * 4)
+    n = len(first)
+    assert load.num_judged % n == 0
+    assert sum(one.arrival_ms >= load.judged_from_ms for one in load.requests) == load.num_judged
+    assert load.requests[-1].arrival_ms - load.judged_from_ms > 0.9 * 30_000
+    assert len({one.request_id for one in load.requests}) == len(load.requests)
+    times = [one.arrival_ms for one in load.requests]
+    assert times == sorted(times)
+    assert not {b for one in load.requests[:n] for b in one.blocks} & {
+        b for one in load.requests[n : 2 * n] for b in one.blocks
+    }
+    for one, other in zip(first, load.requests[n : 2 * n], strict=True):
+        assert [b[4:] for b in one.blocks] == [b[4:] for b in other.blocks]
+        assert (one.depends_on is None) == (other.depends_on is None)
+        assert other.depends_on is None or other.depends_on == one.depends_on + n
+        assert other.session == f"{one.session}#1"
 
 
 def test_what_cannot_be_divided_or_met_is_said():
@@ -81,7 +144,7 @@ def test_calibrated_coefficients_are_scaled_to_the_engines_that_are_asked_for():
 
 @pytest.mark.parametrize("link", [None, 0.01, 2.0])
 def test_a_division_that_gains_too_little_is_not_said_to_stop_paying(link):
-    colocated, best = Layout("2 colocated", 0, 0, 2, 10.0), Layout("1P:1D", 1, 1, 0, 10.2)
+    colocated, best = Layout("2 colocated", 0, 0, 2, 10.0, 10.4), Layout("1P:1D", 1, 1, 0, 10.2, 10.6)
     words = _sentence(colocated, best, pays=False, gain=1.02, link=link, link_now=20.0)
     assert words.startswith("Keep them colocated")
     assert "1.02x; it takes 1.05x" in words
@@ -92,15 +155,16 @@ def quire(*words):
     return CliRunner().invoke(app, ["advise", *map(str, words)])
 
 
-def test_the_command_prints_a_table_or_json_and_the_same_verdict(tmp_path):
+def test_the_command_prints_a_table_or_json_and_the_same_verdict(tmp_path, monkeypatch):
     path = tmp_path / "t.jsonl"
     path.write_text("\n".join(mooncake_lines(2, count=40)))
-    words = (path, "--gpus", 2, "--requests", 30, "--slo-tpot-ms", 20)
+    monkeypatch.setattr(cmd_advise, "BUDGET_S", 600.0)  # on a busy machine two runs must say the same
+    words = (path, "--gpus", 2, "--requests", 30, "--slo-tpot-ms", 40, "--gpu", "l40s")
     told, read = quire(*words), json.loads(quire(*words, "--json").stdout)
     assert told.exit_code == 0
     assert "1P:1D" in told.stdout
     assert read["sentence"] in " ".join(told.stdout.split())
-    assert (read["simulated_requests"], read["slo_tpot_ms"], read["calibrated"]) == (30, 20.0, False)
+    assert (read["simulated_requests"], read["slo_tpot_ms"], read["calibrated"]) == (30, 40.0, False)
 
 
 def test_bad_files_and_options_are_errors_that_say_what_is_expected(tmp_path, capsys):
