@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,13 +19,18 @@ if TYPE_CHECKING:
 
 BUDGET_S = 40.0
 RUNNING = "running"
+SHEET = "data sheet"  # in the words of costs that come from one
+CHUNK_TOKENS = 8192  # of a step, where no measurement says otherwise
 
 
 def advise(
     trace: Annotated[Path, typer.Argument(help="Mooncake JSONL, or CSV of lengths as Azure's (.csv).")],
     gpus: Annotated[int, typer.Option(help="GPUs, or engines of the running cluster.")] = 4,
     gpu: Annotated[
-        str, typer.Option(help="h200, h100, a100 or l40s: costs from its data sheet, uncalibrated.")
+        str,
+        typer.Option(
+            help="h200, h100, a100 or l40s: measured costs where there are some, else its data sheet's."
+        ),
     ] = "h200",
     model: Annotated[
         str, typer.Option(help="llama-8b, qwen-32b, llama-70b, or a folder with a config.json.")
@@ -36,7 +42,8 @@ def advise(
     cost: Annotated[
         str,
         typer.Option(
-            help="Coefficients: a file of `quire model show --json`, or 'running' for the running cluster's."
+            help="Coefficients: a file of `quire model show --json`, a cost-model result file, or 'running' for the "
+            "running cluster's. Default: as measured for --gpu, --model and --tp."
         ),
     ] = "",
     memory_tokens: Annotated[int, typer.Option(help="KV of one engine in tokens. Default: what fits.")] = 0,
@@ -46,7 +53,9 @@ def advise(
     ] = 0.0,
     slo_tpot_ms: Annotated[float, typer.Option(help="Default: 2 x a lonely decode step, at least 50.")] = 0.0,
     share: Annotated[float, typer.Option(help="Of the requests that must keep both.")] = 0.9,
-    requests: Annotated[int, typer.Option(help="Simulated at most: the densest stretch.")] = 600,
+    requests: Annotated[
+        int, typer.Option(help="At most: the densest stretch, repeated until a rate is sustained.")
+    ] = 600,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
 ) -> None:
     """Simulate a trace on colocated and on divided engines, and say which way sustains more within the SLO."""
@@ -89,7 +98,8 @@ def advise(
 
 
 def _machine(gpu: str, model: str, tp: int, cost: str, memory_tokens: int) -> "Machine":
-    from loadtest.simulator.hardware import from_coefficients, from_data_sheet, from_file
+    from loadtest.profiler.simulated import machine_of
+    from loadtest.simulator.hardware import from_coefficients, from_file
 
     if cost == RUNNING:
         read, tokens = _running()
@@ -97,9 +107,9 @@ def _machine(gpu: str, model: str, tp: int, cost: str, memory_tokens: int) -> "M
             read, memory_tokens=memory_tokens or tokens, source="the running cluster", tp=tp
         )
     if cost:
-        return from_file(Path(cost), memory_tokens=memory_tokens or 1 << 20, tp=tp)
-    machine = from_data_sheet(gpu, model, tp=tp or 1)
-    return type(machine)(machine.prices, memory_tokens or machine.memory_tokens, False, machine.words)
+        return from_file(Path(cost), memory_tokens=memory_tokens, tp=tp, gpu=gpu, model=model)
+    machine = machine_of(gpu, model, tp or 1, chunk_tokens=CHUNK_TOKENS)
+    return replace(machine, memory_tokens=memory_tokens or machine.memory_tokens)
 
 
 def _running() -> tuple[dict[str, Any], int]:
@@ -119,7 +129,7 @@ def _running() -> tuple[dict[str, Any], int]:
 
 def _show(advice: "Advice") -> None:
     out.print(
-        f"{advice.simulated_requests} requests at {advice.trace_rate_per_s:.2f}/s; {advice.costs}; "
+        f"{advice.simulated_requests} requests at {advice.trace_rate_per_s:.2f}/s; "
         f"TTFT {advice.slo_ttft_ms:g} ms and TPOT {advice.slo_tpot_ms:g} ms for {advice.good_share:.0%}",
         markup=False,
     )
@@ -139,18 +149,19 @@ def _show(advice: "Advice") -> None:
         times = (layout.ttft_p50_ms, layout.ttft_p99_ms, layout.tpot_p99_ms, layout.jct_mean_ms)
         table.add_row(
             layout.name,
-            f"{layout.max_rate_per_s:.2f}",
+            layout.rate_words(),
             f"{layout.good_ratio:.1%}",
             *(f"{ms:.0f} ms" for ms in times),
             f"{layout.hit_ratio:.1%}",
         )
     out.print(table)
+    if advice.calibrated:
+        out.print(f"calibrated: {advice.costs}", markup=False)
+    else:
+        kind = "data sheet" if SHEET in advice.costs else "not calibrated"
+        better = "`--cost running` or a file of `quire model show --json` is better"
+        out.print(f"{kind}: {advice.costs}; {better}", markup=False, style="yellow")
     out.print(advice.sentence, markup=False)
-    if not advice.calibrated:
-        out.print(
-            "The costs are a data sheet's: `--cost running` or a file of `quire model show --json` is better.",
-            style="dim",
-        )
     if not advice.within_budget:
         out.print(
             f"The search ended after {BUDGET_S:g} s: give fewer --requests for finer rates.", style="yellow"

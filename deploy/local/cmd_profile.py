@@ -38,7 +38,8 @@ Tp = Annotated[int, typer.Option(help="Simulated: GPUs of one engine.")]
 Cost = Annotated[
     str,
     typer.Option(
-        help="Simulated: `quire model show --json`'s file. Default: measured costs, or a data sheet."
+        help="Simulated: file of `quire model show --json`, or a cost-model result. Default: measured costs, or a data "
+        "sheet."
     ),
 ]
 MemoryTokens = Annotated[int, typer.Option(help="Simulated: KV of the engine. Default: what fits.")]
@@ -178,7 +179,7 @@ def _simulated(model: str, gpu: str, tp: int, cost: str, memory_tokens: int, chu
     machine = machine_of(gpu, model, tp, chunk_tokens=chunk)
     tokens = memory_tokens or machine.memory_tokens
     if cost:
-        machine = from_file(Path(cost), memory_tokens=tokens)
+        machine = from_file(Path(cost), memory_tokens=tokens, gpu=gpu, model=model)
     machine = type(machine)(machine.prices, tokens, machine.calibrated, machine.words)
     return SimulatedRunner(machine, model=model, tp=tp, chunk_tokens=chunk)
 

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -12,7 +11,7 @@ from loadtest.profiler.runner import Observed, Spans
 from loadtest.registry import RESULTS
 from loadtest.results import load_result
 from loadtest.simulator.cluster import Simulation
-from loadtest.simulator.hardware import MODELS, Machine, from_coefficients, from_data_sheet, model_shape
+from loadtest.simulator.hardware import MODELS, Machine, from_coefficients, from_data_sheet, measured
 from loadtest.simulator.prices import ModelPrices
 from loadtest.simulator.request import from_workload
 from loadtest.simulator.spec import ClusterSpec, roles_of
@@ -92,25 +91,14 @@ def machine_of(gpu: str, model: str, tp: int, *, chunk_tokens: int, results: Pat
     """
     sheet = from_data_sheet(gpu, model, tp=tp, max_batched_tokens=chunk_tokens)
     path = results / "cost-model.json"
-    for row in load_result(path)["samples"] if path.is_file() else ():
-        if _fits(row, gpu, model, tp):
-            words = f"{model} on {tp} x {row['coefficients']['device']}, costs as measured"
-            found = from_coefficients(
-                row["coefficients"], memory_tokens=sheet.memory_tokens, source=path.name
-            )
-            return replace(found, words=words)
+    samples = load_result(path)["samples"] if path.is_file() else ()
+    for row in measured(samples, gpu=gpu, model=model, tp=tp):
+        words = f"{model} on {tp} x {row['device']}, costs as measured"
+        found = from_coefficients(row, memory_tokens=sheet.memory_tokens, source=path.name)
+        return replace(found, words=words)
     return sheet
 
 
 def known_models() -> list[str]:
     """By name; a folder with a config.json is one too."""
     return list(MODELS)
-
-
-def _fits(row: dict[str, Any], gpu: str, model: str, tp: int) -> bool:
-    """A model fitted to each point of the grid at its fastest (profile -1), of this GPU, shape and parallelism."""
-    if row.get("part") != "model" or row.get("profile") != -1 or row.get("tp") != tp:
-        return False
-    shape = msgspec.to_builtins(model_shape(model))
-    same = {**row["coefficients"]["shape"]}
-    return row["device"] == gpu.lower() and all(same.get(key, value) == value for key, value in shape.items())

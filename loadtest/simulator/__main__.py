@@ -64,14 +64,21 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
         "--model", default="llama-8b", help=f"{', '.join(MODELS)}, or a folder with a config.json"
     )
     parser.add_argument("--tp", type=int, default=0, help="0: as --cost was calibrated, 1 without it")
-    parser.add_argument("--cost", type=Path, help="coefficients as JSON, instead of --gpu and --model")
+    parser.add_argument(
+        "--cost",
+        type=Path,
+        help="coefficients as JSON instead of the data sheet's, or a cost-model result file",
+    )
     parser.add_argument("--memory-tokens", type=int, default=0, help="KV of each instance; 0: what fits")
 
 
 def machine_of(options: argparse.Namespace) -> Machine:
     """Raises: SettingsError."""
     if options.cost is not None:
-        return from_file(options.cost, memory_tokens=options.memory_tokens or 1 << 20, tp=options.tp)
+        return from_file(
+            options.cost, memory_tokens=options.memory_tokens, tp=options.tp, gpu=options.gpu,
+            model=options.model,
+        )  # fmt: skip
     return from_data_sheet(options.gpu, options.model, tp=options.tp or 1)
 
 

@@ -4,12 +4,14 @@ The shares of peak are what well-tuned dense kernels reach; a calibrated instanc
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from loadtest.results import load_result
 from loadtest.simulator.prices import ModelPrices, kv_bytes_per_token
 from shared.costmodel.shapes import shape_of
 from shared.errors import SettingsError
@@ -124,15 +126,60 @@ def model_shape(model: str) -> ModelShape:
     return shape_of(read, str(read.get("torch_dtype") or read.get("dtype") or "bfloat16"))
 
 
-def from_file(path: Path, *, memory_tokens: int, tp: int = 0) -> Machine:
-    """Coefficients as JSON, or what `quire model show --json` printed; see from_coefficients. Raises: SettingsError."""
+def from_file(path: Path, *, memory_tokens: int = 0, tp: int = 0, gpu: str = "", model: str = "") -> Machine:
+    """Coefficients as JSON, what `quire model show --json` printed, or the result file that `make measure
+    NAME=cost-model` wrote: of that the ones of this GPU and model, where they are named.
+
+    Args: memory_tokens: 0: what the data sheet leaves room for where a result's GPU and model are named, else 2**20.
+    See from_coefficients. Raises: SettingsError.
+    """
     try:
-        read = json.loads(path.read_text())
+        read = load_result(path)
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise SettingsError(f"{path} is not JSON: {error}") from error
-    return from_coefficients(read, memory_tokens=memory_tokens, source=path.name, tp=tp)
+        raise SettingsError(str(error)) from error
+    if isinstance(read, dict) and isinstance(read.get("samples"), list):
+        read = _of_result(read["samples"], path, tp=tp, gpu=gpu, model=model)
+        if not memory_tokens and gpu.lower() in GPUS and model:
+            memory_tokens = from_data_sheet(gpu, model, tp=tp or read.get("tp", 1)).memory_tokens
+    return from_coefficients(read, memory_tokens=memory_tokens or 1 << 20, source=path.name, tp=tp)
+
+
+def measured(samples: Sequence[Any], *, gpu: str = "", model: str = "", tp: int = 0) -> list[dict[str, Any]]:
+    """Coefficients of a cost-model result's samples: fitted to each point of the grid at its fastest (profile -1), of
+    this GPU, shape and parallelism where they are given."""
+    shape = msgspec.to_builtins(model_shape(model)) if model else {}
+    found = []
+    for row in samples:
+        if not isinstance(row, dict) or row.get("part") != "model" or row.get("profile") != -1:
+            continue
+        same = row["coefficients"]["shape"]
+        if (
+            gpu.lower() in ("", row["device"])
+            and tp in (0, row["tp"])
+            and all(same.get(key, value) == value for key, value in shape.items())
+        ):
+            found.append(row["coefficients"])
+    return found
+
+
+def _of_result(samples: Sequence[Any], path: Path, *, tp: int, gpu: str, model: str) -> dict[str, Any]:
+    """Of the parallelism that was asked for, or of another. Raises: SettingsError."""
+    known = measured(samples)
+    if not known:
+        raise SettingsError(
+            f"{path} is a result file without cost coefficients; expected loadtest/results/cost-model.json, or what "
+            "`quire model show --json` prints"
+        )
+    fits = measured(samples, gpu=gpu, model=model, tp=tp) or measured(samples, gpu=gpu, model=model)
+    if not fits:
+        devices = ", ".join(sorted({str(one["device"]) for one in known}))
+        raise SettingsError(
+            f"{path} has no costs of {model or 'this model'} on {gpu or 'this GPU'}; it was measured on {devices}: see "
+            "--gpu and --model"
+        )
+    return fits[0]
 
 
 def from_coefficients(read: Any, *, memory_tokens: int, source: str, tp: int = 0) -> Machine:
@@ -143,8 +190,10 @@ def from_coefficients(read: Any, *, memory_tokens: int, source: str, tp: int = 0
     try:
         found = msgspec.convert(nested[0] if nested else read, CostCoefficients)
     except msgspec.ValidationError as error:
+        why = f" ({error})" if nested or (isinstance(read, dict) and "shape" in read) else ""
         raise SettingsError(
-            f"{source} has no cost coefficients ({error}); expected what `quire model show --json` prints"
+            f"{source} has no cost coefficients{why}; expected what `quire model show --json` prints, or "
+            "loadtest/results/cost-model.json"
         ) from error
     words = f"coefficients of {found.device or 'an unnamed device'} from {source}"
     if tp in (0, found.tp):

@@ -9,9 +9,11 @@ from typer.testing import CliRunner
 
 from deploy.local import cmd_advise
 from deploy.local.cli import app
+from loadtest.profiler.simulated import machine_of
+from loadtest.registry import RESULTS
 from loadtest.reports.summary import Slo
 from loadtest.simulator.advise import Advisor, Layout, Question, _sentence, default_slo
-from loadtest.simulator.hardware import from_coefficients, from_data_sheet
+from loadtest.simulator.hardware import from_coefficients, from_data_sheet, from_file
 from loadtest.simulator.sustained import EndlessTrace
 from shared.errors import InvalidRequest, SettingsError
 from tests.support.simulated import conversations, mooncake_lines, plain
@@ -140,6 +142,34 @@ def test_calibrated_coefficients_are_scaled_to_the_engines_that_are_asked_for():
     assert two.prices.prefill_ms(8_000) < 0.7 * one.prices.prefill_ms(8_000)
     same = from_coefficients(read | {"tp": 2}, memory_tokens=100, source="a file", tp=0)
     assert (same.prices.coefficients.tp, same.calibrated) == (2, True)
+
+
+def test_a_cost_model_result_is_taken_as_costs_and_another_file_is_refused_in_words(tmp_path):
+    path = RESULTS / "cost-model.json"
+    found = from_file(path, gpu="h200", model="llama-8b")
+    measured = machine_of("h200", "llama-8b", 1, chunk_tokens=8192)
+    assert found.calibrated
+    assert found.prices.coefficients == measured.prices.coefficients
+    assert found.memory_tokens == measured.memory_tokens
+    assert not from_file(path, gpu="h200", model="llama-8b", tp=2).calibrated
+    with pytest.raises(SettingsError, match=r"no costs of llama-8b on h100; it was measured on .*H200"):
+        from_file(path, gpu="h100", model="llama-8b")
+    with pytest.raises(SettingsError, match=r"crossover\.json is a result file without cost coefficients"):
+        from_file(RESULTS / "crossover.json")
+    other = tmp_path / "other.json"
+    other.write_text('{"some": 1}')
+    with pytest.raises(SettingsError, match=r"other\.json has no cost coefficients; expected what"):
+        from_file(other)
+
+
+def test_where_the_costs_come_from_is_said_before_the_verdict(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(mooncake_lines(2, count=20)))
+    for gpu, words in (("h200", "calibrated: llama-8b on 1 x NVIDIA H200"), ("l40s", "data sheet: llama-8b")):
+        done = quire(path, "--gpus", 2, "--requests", 10, "--slo-ttft-ms", 0.01, "--gpu", gpu)
+        told = " ".join(done.stdout.split())
+        assert words in told
+        assert told.index(words) < told.index("No layout keeps the SLO")
 
 
 @pytest.mark.parametrize("link", [None, 0.01, 2.0])
