@@ -2,6 +2,7 @@
 
     python -m loadtest.drive --url http://127.0.0.1:8000 --workload sharegpt --rate 2 --seconds 60 --seed 1
     python -m loadtest.drive --url ... --trace trace.jsonl --scale 0.05     Mooncake JSONL or Azure CSV
+    python -m loadtest.drive --url ... --trace lengths.csv --rate 2         CSV of lengths alone: Poisson arrivals
     python -m loadtest.drive --list
 
 Writes one JSONL file (a line per request, see outcomes.py) and prints a summary; loadtest.report compares files. Exit
@@ -61,7 +62,10 @@ def _parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--workload", default="sharegpt", choices=sorted(catalogue.WORKLOADS))
     source.add_argument("--trace", type=Path, help="replay a Mooncake JSONL or an Azure CSV file")
-    parser.add_argument("--rate", type=float, default=0.0, help="requests/s; 0: the workload's own")
+    parser.add_argument(
+        "--rate", type=float, default=0.0,
+        help="requests/s; 0: the workload's own. Of a trace: for a CSV without times, which needs it",
+    )  # fmt: skip
     parser.add_argument(
         "--seconds", type=float, default=0.0, help="of arrivals; 60 where nothing else ends the run"
     )
@@ -102,7 +106,9 @@ def _parser() -> argparse.ArgumentParser:
 def _requests(options: argparse.Namespace) -> tuple[list[Request], bool]:
     """The workload, and whether later turns carry real answers. Raises: ValueError, TraceError, OSError."""
     if options.trace is not None:
-        requests = trace_files.read(options.trace, speed=options.speed, limit=options.requests)
+        requests = trace_files.read(
+            options.trace, speed=options.speed, limit=options.requests, rate_per_s=options.rate, seed=options.seed
+        )  # fmt: skip
         if options.seconds:
             requests = [one for one in requests if one.arrival_ms < options.seconds * 1000]
         real = False

@@ -16,6 +16,7 @@ from shared.errors import PeerGone, SettingsError
 if TYPE_CHECKING:
     from loadtest.simulator.advise import Advice
     from loadtest.simulator.hardware import Machine
+    from loadtest.simulator.request import SimRequest
 
 BUDGET_S = 40.0
 RUNNING = "running"
@@ -24,7 +25,11 @@ CHUNK_TOKENS = 8192  # of a step, where no measurement says otherwise
 
 
 def advise(
-    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL, or CSV of lengths as Azure's (.csv).")],
+    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL, or CSV of lengths (.csv) as Azure's.")],
+    rate: Annotated[
+        float, typer.Option(help="Requests/s, Poisson: for a CSV without times, which needs it.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the arrivals that --rate makes.")] = 1,
     gpus: Annotated[int, typer.Option(help="GPUs, or engines of the running cluster.")] = 4,
     gpu: Annotated[
         str,
@@ -61,22 +66,12 @@ def advise(
     """Simulate a trace on colocated and on divided engines, and say which way sustains more within the SLO."""
     # here and not above: `quire up` needs neither numpy nor the simulator
     from loadtest.simulator.advise import Advisor, Question, default_slo
-    from loadtest.simulator.request import from_workload
-    from loadtest.workloads.stats import BLOCK_TOKENS
-    from loadtest.workloads.trace_files import TraceError, read
 
     if gpus < 1 or tp < 0 or requests < 10 or not 0 < share <= 1 or link_gb_per_s <= 0:
         raise SettingsError(
             "--gpus is at least 1, --tp not negative, --requests 10, --share in (0, 1], --link-gb-per-s above 0"
         )
-    try:
-        found = from_workload(read(trace), BLOCK_TOKENS)
-    except TraceError as error:
-        fail(str(error))
-    except UnicodeDecodeError:
-        fail(f"{trace} is not text: expected Mooncake's JSON lines, or a CSV of lengths")
-    except OSError as error:
-        fail(f"{trace} cannot be read: {error.strerror}")
+    found = _requests(trace, rate, seed)
     machine = _machine(gpu, model, tp, cost, memory_tokens)
     longest = max(request.prompt_tokens + request.output_tokens for request in found)
     if longest > machine.memory_tokens:
@@ -95,6 +90,21 @@ def advise(
         sys.stdout.write(json.dumps(advice.as_json(), indent=2) + "\n")
     else:
         _show(advice)
+
+
+def _requests(trace: Path, rate_per_s: float, seed: int) -> "list[SimRequest]":
+    from loadtest.simulator.request import from_workload
+    from loadtest.workloads.stats import BLOCK_TOKENS
+    from loadtest.workloads.trace_files import TraceError, read
+
+    try:
+        return from_workload(read(trace, rate_per_s=rate_per_s, seed=seed), BLOCK_TOKENS)
+    except TraceError as error:
+        fail(str(error))
+    except UnicodeDecodeError:
+        fail(f"{trace} is not text: expected Mooncake's JSON lines, or a CSV of lengths")
+    except OSError as error:
+        fail(f"{trace} cannot be read: {error.strerror}")
 
 
 def _machine(gpu: str, model: str, tp: int, cost: str, memory_tokens: int) -> "Machine":

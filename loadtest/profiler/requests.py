@@ -74,7 +74,10 @@ def of_workload(name: str, *, seed: int = 1, scale: float = 1.0, context_tokens:
 def of_trace(path: Path, *, scale: float = 1.0, context_tokens: int = 0) -> Lengths:
     """Lengths of a Mooncake JSONL or Azure CSV file. Raises: SettingsError naming file and line."""
     try:
-        found = trace_files.read(path, limit=DRAWN)
+        try:
+            found = trace_files.read(path, limit=DRAWN)
+        except trace_files.NoTimes:
+            found = trace_files.read(path, limit=DRAWN, rate_per_s=1.0)  # times count for nothing here
     except trace_files.TraceError as error:
         raise SettingsError(str(error)) from error
     except OSError as error:

@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--trace", type=Path, required=True)
     out.add_argument("--limit", type=int, default=0, help="requests, the first ones; 0: all")
     out.add_argument("--speed", type=float, default=1.0, help="times the trace's rate")
+    out.add_argument("--rate", type=float, default=0.0, help="requests/s, for a CSV of lengths without times")
     out.add_argument("--instances", type=int, default=8, help="colocated ones, unless --split says otherwise")
     out.add_argument("--split", default="", help="prefill:decode or prefill:decode:colocated")
     out.add_argument("--policy", choices=get_args(PolicyName), default="cost")
@@ -115,7 +116,10 @@ def describe(summary: Summary, done: Simulated, requests: Sequence[SimRequest]) 
 def run(options: argparse.Namespace) -> None:
     """Read, simulate, print. Raises: ClusterError, ValueError."""
     machine = machine_of(options)
-    requests = from_workload(read(options.trace, speed=options.speed, limit=options.limit), BLOCK_TOKENS)
+    found = read(
+        options.trace, speed=options.speed, limit=options.limit, rate_per_s=options.rate, seed=options.seed
+    )
+    requests = from_workload(found, BLOCK_TOKENS)
     spec = ClusterSpec(
         roles_from(options.split, options.instances),
         block_tokens=BLOCK_TOKENS,

@@ -1,4 +1,4 @@
-"""Trace files in and out: Mooncake JSONL (lengths, times, hash ids), Azure CSV (lengths, times).
+"""Trace files in and out: Mooncake JSONL (lengths, times, hash ids), Azure CSV (lengths, times), CSV of lengths alone.
 
 A Mooncake hash id names 512 tokens with all before them. Read, each id becomes the same pseudo-tokens wherever it
 occurs, so that equal ids are equal tokens; written, ids are those of stats.BlockIds. aiperf and Dynamo's mooncake_bench
@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from loadtest.workloads.arrivals import Poisson, take
 from loadtest.workloads.request import MAX_PROMPT_TOKENS, Request, Segment, check, content_id
 from loadtest.workloads.stats import BLOCK_TOKENS, BlockIds
 
@@ -23,7 +24,7 @@ MOONCAKE_LINE = (
 )
 AZURE_LINE = (
     "the columns TIMESTAMP (2023-11-16 18:15:46.68), ContextTokens and GeneratedTokens; or timestamp (ms), "
-    "input_length and output_length"
+    "input_length and output_length; the time may be missing where a rate is given"
 )
 # as others name the columns, in any case; numbers in the first are milliseconds, as Mooncake's
 CSV_COLUMNS = {
@@ -37,18 +38,28 @@ class TraceError(Exception):
     """A line of a trace file is not what its format says; the message names file and line."""
 
 
-def read(path: Path, *, speed: float = 1.0, limit: int = 0) -> list[Request]:
+class NoTimes(TraceError):
+    """A CSV of lengths alone, and no rate to make times of."""
+
+
+def read(
+    path: Path, *, speed: float = 1.0, limit: int = 0, rate_per_s: float = 0.0, seed: int = 1
+) -> list[Request]:
     """Requests of a trace file, .jsonl (Mooncake) or .csv (Azure), ordered by arrival, the first one at 0 ms.
 
-    Args: speed: 2 replays twice as fast. limit: 0 reads all. Raises: TraceError, OSError.
+    Args: speed: 2 replays twice as fast. limit: 0 reads all. rate_per_s: of Poisson arrivals, drawn from the seed, for
+    a CSV without times, and for no other. Raises: TraceError (NoTimes: without times and rate), OSError.
     """
     if speed <= 0:
         raise TraceError(f"a speed of {speed} must be above 0")
+    if not 0 <= rate_per_s < math.inf:
+        raise TraceError(f"--rate {rate_per_s}: requests a second, above 0")
     with path.open(newline="") as source:
         rows = _azure(path, source) if path.suffix.lower() == ".csv" else _mooncake(path, source)
-        found = sorted(_limited(rows, limit or MAX_REQUESTS), key=lambda row: row[0])
-    if not found:
+        read_rows = _limited(rows, limit or MAX_REQUESTS)
+    if not read_rows:
         raise TraceError(f"{path} holds no requests")
+    found = _timed(path, read_rows, rate_per_s, seed)
     first_ms = found[0][0]
     sessions = _Sessions()
     requests = []
@@ -71,7 +82,24 @@ def read(path: Path, *, speed: float = 1.0, limit: int = 0) -> list[Request]:
     return requests
 
 
-Row = tuple[float, int, int, list[int]]  # arrival ms, prompt tokens, output tokens, hash ids
+Row = tuple[
+    float, int, int, list[int]
+]  # arrival ms (NaN: it has none), prompt tokens, output tokens, hash ids
+
+
+def _timed(path: Path, rows: list[Row], rate_per_s: float, seed: int) -> list[Row]:
+    """In the order of arrival. A file has times in all rows or in none."""
+    if not math.isnan(rows[0][0]):
+        if rate_per_s:
+            raise TraceError(f"{path} has times of its own: --rate is for lengths without times")
+        return sorted(rows, key=lambda row: row[0])
+    if not rate_per_s:
+        raise NoTimes(
+            f"{path} has no column of times ({', '.join(CSV_COLUMNS['timestamp'])}): give --rate, the requests a "
+            "second of Poisson arrivals"
+        )
+    times = take(Poisson(rate_per_s), "lengths", seed, num_requests=len(rows))
+    return [(at_ms, *row[1:]) for at_ms, row in zip(times, rows, strict=True)]
 
 
 def _limited(rows: Iterator[Row], limit: int) -> list[Row]:
@@ -109,11 +137,14 @@ def _mooncake(path: Path, source: TextIO) -> Iterator[Row]:
 
 
 def _azure(path: Path, source: TextIO) -> Iterator[Row]:
-    for number, row in enumerate(csv.DictReader(source), 2):
+    reader = csv.DictReader(source)
+    names = {name.strip().lower() for name in reader.fieldnames or () if name}
+    has_times = not names.isdisjoint(CSV_COLUMNS["timestamp"])
+    for number, row in enumerate(reader, 2):
         where = f"{path}:{number}"
         try:
-            at, length, output = (_column(row, name) for name in CSV_COLUMNS)
-            at_ms, length, output = _at_ms(at), int(length), int(output)
+            length, output = (int(_column(row, name)) for name in ("contexttokens", "generatedtokens"))
+            at_ms = _at_ms(_column(row, "timestamp")) if has_times else math.nan
         except (ValueError, KeyError, TypeError) as error:
             raise TraceError(
                 f"{where}: no line of an Azure trace: {error!r}; expected {AZURE_LINE}"

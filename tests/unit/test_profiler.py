@@ -296,6 +296,12 @@ def test_requests_come_at_the_rate_with_tokens_of_their_own_and_bursts_are_as_th
         of_trace(Path("none.jsonl"))
 
 
+def test_a_profile_needs_no_times_of_lengths(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("input_tokens,output_tokens\n7,3\n9,2\n")
+    assert list(of_trace(path).pairs) == [(7, 3), (9, 2)]
+
+
 def test_what_follows_is_one_span():
     spans = Spans()
     for begin, end, holds in ((0, 1, False), (1, 2, True), (2, 5, True), (5, 6, False), (6, 7, True)):

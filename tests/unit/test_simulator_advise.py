@@ -197,13 +197,25 @@ def test_the_command_prints_a_table_or_json_and_the_same_verdict(tmp_path, monke
     assert (read["simulated_requests"], read["slo_tpot_ms"], read["calibrated"]) == (30, 40.0, False)
 
 
+def test_lengths_alone_are_advised_on_at_a_rate(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("input_tokens,output_tokens\n" + "3000,5\n" * 20)
+    words = (path, "--gpus", 2, "--slo-ttft-ms", 0.01, "--requests", 20)
+    read = json.loads(quire(*words, "--rate", 3, "--json").stdout)
+    assert read["simulated_requests"] == 20
+    assert 1.5 < read["trace_rate_per_s"] < 6
+
+
 def test_bad_files_and_options_are_errors_that_say_what_is_expected(tmp_path, capsys):
     path = tmp_path / "t.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,5,5\n")
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("input_tokens,output_tokens\n5,5\n")
     for words, says in (
         ((path,), "t.csv:2"),
         ((path,), "expected the columns TIMESTAMP"),
         ((tmp_path / "none.csv",), "cannot be read"),
+        ((lengths,), "give --rate"),
         ((path, "--share", 2), "--share"),
     ):
         done = quire(*words)

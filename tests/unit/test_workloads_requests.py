@@ -1,11 +1,14 @@
 """loadtest/workloads: records, seeded tokens, sessions in causal order, trace files."""
 
+import itertools
 import json
 from collections import Counter
 from dataclasses import replace
+from statistics import stdev
 
 import pytest
 
+from loadtest import drive
 from loadtest.workloads import catalogue, stats, tokens, trace_files
 from loadtest.workloads.catalogue import WORKLOADS, Options, build
 from loadtest.workloads.request import Answer, Request, Segment, check, clipped, content_id, scaled
@@ -250,6 +253,43 @@ def test_lengths_are_read_under_other_names_too(tmp_path, names):
         path.write_text(f"{names}\n{line}\n")
         with pytest.raises(trace_files.TraceError, match="input_length"):
             trace_files.read(path)
+
+
+def test_lengths_without_times_come_at_a_rate_that_is_given_and_not_without_one(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("input_tokens,output_tokens\n" + "".join(f"{n + 1},{n % 7 + 1}\n" for n in range(400)))
+    with pytest.raises(trace_files.NoTimes, match=r"lengths\.csv has no column of times .*give --rate"):
+        trace_files.read(path)
+    found = trace_files.read(path, rate_per_s=4.0, seed=3)
+    assert [(one.prompt_tokens, one.output_tokens) for one in found] == [
+        (n + 1, n % 7 + 1) for n in range(400)
+    ]
+    gaps = [b.arrival_ms - a.arrival_ms for a, b in itertools.pairwise(found)]
+    assert sum(gaps) / len(gaps) == pytest.approx(250, rel=0.2)
+    assert stdev(gaps) == pytest.approx(250, rel=0.25)  # Poisson
+    assert trace_files.read(path, rate_per_s=4.0, seed=3) == found
+    assert trace_files.read(path, rate_per_s=4.0, seed=4) != found
+    with pytest.raises(trace_files.TraceError, match="above 0"):
+        trace_files.read(path, rate_per_s=-1.0)
+    path.write_text("input_tokens,output_tokens\n5,many\n")
+    with pytest.raises(trace_files.TraceError, match=r"lengths\.csv:2"):
+        trace_files.read(path, rate_per_s=1.0)
+
+
+def test_a_rate_is_refused_where_a_trace_has_times(tmp_path):
+    path = tmp_path / "timed.csv"
+    path.write_text("timestamp,input_length,output_length\n1000,5,2\n")
+    with pytest.raises(trace_files.TraceError, match="times of its own"):
+        trace_files.read(path, rate_per_s=2.0)
+
+
+def test_the_driver_replays_lengths_at_a_rate_and_says_what_is_missing(tmp_path, capsys):
+    path, target = tmp_path / "lengths.csv", tmp_path / "out.jsonl"
+    path.write_text("input_length,output_length\n" + "8,2\n" * 30)
+    assert drive.main(["--trace", str(path), "--write-trace", str(target)]) == 2
+    assert "give --rate" in capsys.readouterr().err
+    assert drive.main(["--trace", str(path), "--rate", "5", "--write-trace", str(target)]) == 0
+    assert len(target.read_text().splitlines()) == 30
 
 
 def test_an_azure_file_is_read(tmp_path):
