@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 BUDGET_S = 40.0
 RUNNING = "running"
 SHEET = "data sheet"  # in the words of costs that come from one
+BURST = 1.5  # times the whole trace's rate: so dense a stretch has its pauses left out
 CHUNK_TOKENS = 8192  # of a step, where no measurement says otherwise
 
 
@@ -172,6 +173,12 @@ def _show(advice: "Advice") -> None:
         better = "`--cost running` or a file of `quire model show --json` is better"
         out.print(f"{kind}: {advice.costs}; {better}", markup=False, style="yellow")
     out.print(advice.sentence, markup=False)
+    if advice.trace_rate_per_s > BURST * advice.whole_rate_per_s > 0:
+        out.print(
+            f"The stretch is a burst of a trace with {advice.whole_rate_per_s:.2f} requests/s: what the bursts and "
+            "pauses together want, more --requests say.",
+            style="yellow",
+        )
     if not advice.within_budget:
         out.print(
             f"The search ended after {BUDGET_S:g} s: give fewer --requests for finer rates.", style="yellow"

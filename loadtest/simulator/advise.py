@@ -18,7 +18,7 @@ from loadtest.simulator.cluster import Simulation
 from loadtest.simulator.hardware import Machine
 from loadtest.simulator.links import gb_per_s
 from loadtest.simulator.records import Summary, summarize
-from loadtest.simulator.request import SimRequest, densest
+from loadtest.simulator.request import SimRequest, densest, mean_rate_per_s
 from loadtest.simulator.spec import ClusterSpec, roles_of
 from loadtest.simulator.sustained import (
     MOST_DOUBLINGS,
@@ -108,7 +108,8 @@ class Advice:
     """break_even_gb_per_s: the slowest link at which the best split still sustains what colocated instances do; None:
     none does, or (break_even_known: False) time ended before that was known. gain_ratio: of the rates that were
     sustained; see Layout for what they are where nothing failed. within_budget: False where time ended the search.
-    decided: False where it ended before one way was known to be better; disaggregate is False then and says nothing."""
+    decided: False where it ended before one way was known to be better; disaggregate is False then and says nothing.
+    trace_rate_per_s: of the stretch; whole_rate_per_s: of all that the trace has."""
 
     disaggregate: bool
     prefill: int
@@ -119,6 +120,7 @@ class Advice:
     decided: bool
     sentence: str
     trace_rate_per_s: float
+    whole_rate_per_s: float
     simulated_requests: int
     slo_ttft_ms: float
     slo_tpot_ms: float
@@ -323,6 +325,7 @@ class Advisor:
             if decided
             else _undecided(layouts),
             trace_rate_per_s=round(self._trace.rate_per_s, 3),
+            whole_rate_per_s=round(mean_rate_per_s(question.requests), 3),
             simulated_requests=len(self._requests),
             slo_ttft_ms=question.slo.ttft_ms,
             slo_tpot_ms=question.slo.tpot_ms,

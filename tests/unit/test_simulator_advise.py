@@ -197,6 +197,15 @@ def test_the_command_prints_a_table_or_json_and_the_same_verdict(tmp_path, monke
     assert (read["simulated_requests"], read["slo_tpot_ms"], read["calibrated"]) == (30, 40.0, False)
 
 
+def test_a_stretch_that_is_only_a_burst_of_the_trace_is_said_to_be_one(tmp_path):
+    path = tmp_path / "bursts.csv"
+    times = [60_000 * burst + 100 * n for burst in range(4) for n in range(20)]
+    path.write_text("timestamp,input_tokens,output_tokens\n" + "".join(f"{at},3000,5\n" for at in times))
+    words = (path, "--gpus", 2, "--slo-ttft-ms", 0.01)
+    assert "a burst of a trace with 0.4" in " ".join(quire(*words, "--requests", 20).stdout.split())
+    assert "a burst of a trace" not in " ".join(quire(*words, "--requests", 80).stdout.split())
+
+
 def test_lengths_alone_are_advised_on_at_a_rate(tmp_path):
     path = tmp_path / "lengths.csv"
     path.write_text("input_tokens,output_tokens\n" + "3000,5\n" * 20)
