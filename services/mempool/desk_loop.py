@@ -51,6 +51,7 @@ class DeskLoop:
         shell = self._shell
         while True:
             await asyncio.sleep(self._interval_s)
+            shell.pool.learn_rates(shell.spaces.pair_rates())
             wishes, actions = shell.pool.decide_market(shell.clock.now_ms())
             shell.perform(actions)
             self._log()

@@ -328,16 +328,20 @@ class Mover:
 
     # -- the rest ---------------------------------------------------------------------------------
 
+    def pair_rates(self) -> dict[tuple[str, str], float]:
+        """GB/s between two GPUs, by (source, target) device, of the pairs that were measured."""
+        found = dict(self._mapper.pairs.found)  # another thread adds to it
+        return {pair: test.gb_per_s for pair, test in found.items()}
+
     def status(self) -> dict[str, Any]:
         """For /status and metrics."""
-        pairs = dict(self._mapper.pairs.found)  # another thread adds to it
         return {
             "spaces": {number: space.state for number, space in self._spaces.items()},
             "copies": len(self._copies),
             "waiting": len(self._waiting),
             "quarantined_pages": self._targets.num_held,
             "pinned_bytes": self._mapper.pinned.num_bytes,
-            "pairs": {" to ".join(pair): found.gb_per_s for pair, found in pairs.items()},
+            "pairs": {" to ".join(pair): rate for pair, rate in self.pair_rates().items()},
             "reasons": dict(self._paths.reasons),
             **self.totals.status(),
         }

@@ -371,6 +371,10 @@ class Spaces:
         """Of copies, for /status."""
         return {} if self._mover is None else self._mover.status()
 
+    def pair_rates(self) -> dict[tuple[str, str], float]:
+        """GB/s between two GPUs, as far as that was measured, by (source, target) device."""
+        return {} if self._mover is None else self._mover.pair_rates()
+
     def close(self) -> None:
         """Copies end first. Peers keep the memory that they mapped."""
         if self._mover is not None:

@@ -63,6 +63,7 @@ class Producer:
         self._heard_at_ms: int | None = None
         self._offered_rate: float | None = None  # at which memory was offered
         self.is_asking = False  # an offer is on its way to the coordinator
+        self.budget_bytes_per_s = rules.fixed_budget_bytes_per_s  # the caller says what was measured
 
     @property
     def may_lend(self) -> bool:
@@ -189,7 +190,9 @@ class Producer:
 
     def _take(self, offer: OnOffer, keep_bytes: int, reason: str) -> TakeBack:
         lent_bytes = max(0, offer.lent_bytes - keep_bytes)
-        return TakeBack(offer.offer_id, keep_bytes, self._rules.deadline_ms(lent_bytes), reason)
+        return TakeBack(
+            offer.offer_id, keep_bytes, self._rules.deadline_ms(lent_bytes, self.budget_bytes_per_s), reason
+        )
 
     def _hold(self, now_ms: int) -> None:
         self._held_until_ms = max(self._held_until_ms, now_ms + self._hold_ms)

@@ -8,6 +8,7 @@ import msgspec
 from shared.errors import SettingsError
 
 GB, GIB, MIB = 1_000_000_000, 1 << 30, 1 << 20
+AUTO_BUDGET = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,9 @@ class LendingRules:
         least_arrivals: fewer requests in a window say nothing about a rate.
         queue_limit: a queue that grew by more than this within a window rises; a longer one than this is not steady.
         silent_ms: an engine that reported nothing for so long gets its memory back.
-        reclaim_deadline_ms: for lent memory to come home, beside what `budget_bytes_per_s` takes.
-        budget_bytes_per_s: copies from and to a producer's lent pages, at most; 0: no limit (AQUA 5).
+        reclaim_deadline_ms: for lent memory to come home, beside what the budget takes.
+        budget_bytes_per_s: copies from and to a producer's lent pages, at most (AQUA 5); AUTO_BUDGET: a share of what
+            was measured (budget.py); 0: no limit.
         ask_bytes: what came back to a space from host memory within window_ms before it asks; asked for at least.
         borrow_bytes: most that one space borrows; 0: nothing. A consumer's profile says less.
         idle_ms: a loan into and out of which nothing moved for so long is returned.
@@ -47,7 +49,7 @@ class LendingRules:
     queue_limit: int = 4
     silent_ms: int = 3_000
     reclaim_deadline_ms: int = 2_000
-    budget_bytes_per_s: int = 0
+    budget_bytes_per_s: int = AUTO_BUDGET
     ask_bytes: int = 64 * MIB
     borrow_bytes: int = 1 << 40
     idle_ms: int = 60_000
@@ -58,7 +60,7 @@ class LendingRules:
     def __post_init__(self) -> None:
         """Raises: SettingsError naming the rule and a value that works."""
         for name in (
-            "threshold_bytes", "budget_bytes_per_s", "borrow_bytes", "steady_ms", "hold_ms", "queue_limit",
+            "threshold_bytes", "borrow_bytes", "steady_ms", "hold_ms", "queue_limit",
             "rate_slack", "rate_rise",
         ):  # fmt: skip
             if getattr(self, name) < 0:
@@ -69,6 +71,11 @@ class LendingRules:
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise SettingsError(f"lending: {name} must be at least 1, not {getattr(self, name)}")
+        if self.budget_bytes_per_s < AUTO_BUDGET:
+            raise SettingsError(
+                f"lending: budget_bytes_per_s {self.budget_bytes_per_s} is no rate; "
+                f"try {AUTO_BUDGET} (a share of what was measured), 0 (no limit) or e.g. 100000000000"
+            )
         if not 0.0 <= self.reserve_share < 1.0:
             raise SettingsError(f"lending: reserve_share {self.reserve_share} is not in [0, 1); try 0.1")
         if self.max_pause_ms < self.pause_ms:
@@ -76,9 +83,14 @@ class LendingRules:
                 f"lending: max_pause_ms {self.max_pause_ms} is below pause_ms {self.pause_ms}"
             )
 
-    def deadline_ms(self, num_bytes: int) -> int:
-        """For so many lent bytes to come home: what the budget takes to move them, and a step (AQUA 6)."""
-        copied_ms = -(-num_bytes * 1_000 // self.budget_bytes_per_s) if self.budget_bytes_per_s else 0
+    @property
+    def fixed_budget_bytes_per_s(self) -> int:
+        """Where nothing was measured; 0: no limit."""
+        return max(0, self.budget_bytes_per_s)
+
+    def deadline_ms(self, num_bytes: int, budget_bytes_per_s: int) -> int:
+        """For so many lent bytes to come home: what this budget (0: none) takes to move them, and a step (AQUA 6)."""
+        copied_ms = -(-num_bytes * 1_000 // budget_bytes_per_s) if budget_bytes_per_s else 0
         return min(MAX_DEADLINE_MS, copied_ms + self.reclaim_deadline_ms)
 
 

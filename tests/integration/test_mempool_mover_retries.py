@@ -139,6 +139,7 @@ async def test_one_slow_measurement_of_a_pair_makes_no_space_unusable(rig, said,
     it.add(1, (0,))
     it.add(2, (1,))
     assert [event for event, _ in await mapped_after(it, said, 2)] == ["space_mapped"]
+    assert set(it.mover.pair_rates().values()) == {300.0}, "as they were measured last, for budgets"
     assert (await it.copy(1, 2)).ok
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.ids import LeaseId
-from shared.lending.budget import Budget
+from shared.lending.budget import AUTO_SHARE, Budget, auto_budget_bytes_per_s
 from shared.lending.consumer import Ask, Borrowed, Consumer, Need, Renew, Return
 from shared.lending.load import Load
 from shared.lending.producer import MAX_HOLDS, MakeOffer, OnOffer, Producer, TakeBack
@@ -242,3 +242,27 @@ def test_no_more_bytes_pass_in_any_time_than_the_budget_its_burst_and_one_copy(r
             sizes = [size for _, size in passed[first : last + 1]]
             allowed = (passed[last][0] - begin) * rate / 1_000 + burst + max(sizes)
             assert sum(sizes) <= allowed + 1
+
+
+GPUS = ["a", "b", "c", "d"]
+
+
+@given(
+    mine=st.sets(st.sampled_from(GPUS)),
+    rates=st.dictionaries(
+        st.tuples(st.sampled_from(GPUS), st.sampled_from(GPUS)), st.floats(0.001, 1_000.0), max_size=12
+    ),
+    faster=st.floats(1.0, 10.0),
+)
+def test_a_budget_of_its_own_is_below_half_of_what_the_gpus_copy_and_rises_only_with_it(mine, rates, faster):
+    outward = [rate for pair, rate in rates.items() if len(mine.intersection(pair)) == 1 != len(set(pair))]
+    found = auto_budget_bytes_per_s(mine, rates)
+    if not outward:
+        assert found == 0
+        return
+    most = max(outward)
+    assert 0 < found <= AUTO_SHARE * most * 1e9 * len(mine)
+    assert found < 0.5 * most * 1e9 * len(mine)
+    assert auto_budget_bytes_per_s(mine, {pair: rate * faster for pair, rate in rates.items()}) >= found
+    others = {pair: rate for pair, rate in rates.items() if not mine.intersection(pair)}
+    assert auto_budget_bytes_per_s(mine, others) == 0

@@ -5,7 +5,8 @@ from itertools import pairwise
 from services.mempool.core.actions import CopyPages, Send
 from services.mempool.core.wishes import Answer, Wish
 from shared.ids import Epoch, InstanceId, LeaseId
-from shared.lending.rules import EngineProfile, LendingRules
+from shared.lending.budget import AUTO_SHARE
+from shared.lending.rules import GB, EngineProfile, LendingRules
 from shared.wire import lending as market
 from shared.wire import mempool as wire
 from shared.wire.mempool_lending import MemoryShares, ReportLoad
@@ -343,3 +344,33 @@ def test_no_more_pages_of_a_producer_are_copied_than_its_budget_lets_through():
             burst = rate / 10
             assert sum(n for _, n in part) <= seconds * rate + burst + max(n for _, n in part) + 1e-9
     assert rig.read(ABCD) in ("abcd", "abc", "ab", "a", "")
+
+
+def test_what_the_mover_measured_becomes_the_producers_budget_and_the_deadline_of_a_reclaim():
+    rig = Rig()
+    memory = rig.core.pools[rig.producer].memory
+    assert memory is not None
+    memory.devices = {0: "cuda:a"}
+    slow = 10 * PAGE_BYTES  # bytes per second
+    rig.core.learn_rates({("cuda:a", "cuda:b"): slow / GB / AUTO_SHARE})
+    rig.lend_all()
+    copies = rig.core.lending.copies
+    budget = copies.limit_of(rig.producer)
+    assert abs(budget - slow) <= 1
+    assert copies.limit_of(0) == 0
+    lent_bytes = rig.told[SELLER].lent_bytes
+    rig.load[SELLER] = ReportLoad(instance_epoch=Epoch(1), num_waiting=9)
+    rig.step()
+    taken = [wish.body for wish in rig.said if isinstance(wish.body, market.AskReclaim)]
+    assert taken[0].deadline_ms == -(-lent_bytes * 1_000 // budget) + RULES.reclaim_deadline_ms
+    assert [word.event for word in rig.desk.words].count("lending_budget") == 1
+
+
+def test_who_lends_host_memory_has_no_budget_and_that_is_said_once():
+    rig = Rig()
+    rig.lend_all()
+    rig.step(5)
+    assert rig.core.lending.copies.limit_of(rig.producer) == 0
+    events = [word.event for word in rig.desk.words]
+    assert events.count("lending_without_budget") == 1
+    assert "lending_budget" not in events

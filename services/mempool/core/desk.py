@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.mempool.core.lending import Lending
+from services.mempool.core.lending_budgets import LendingBudgets
 from services.mempool.core.loan_pool import may_lend
 from services.mempool.core.loan_state import LoanState
 from services.mempool.core.loans import LoanRefused
@@ -80,6 +81,7 @@ class Desk:
         touched: Callable[[Pool], None],
     ) -> None:
         self.rules = rules
+        self.budgets = LendingBudgets(rules, lending.copies)
         self._lending, self._pools, self._profiles, self._name = lending, pools, profiles, name
         self._space_of, self._touched = space_of, touched
         self._reports: dict[InstanceId, _Report] = {}
@@ -157,6 +159,9 @@ class Desk:
             memory = pool.memory
             if memory is None or memory.is_behind:
                 continue
+            lends, devices = self._lending.is_lending(number), set(memory.devices.values())
+            if (word := self.budgets.look(number, devices, is_lending=lends)) is not None:
+                self.words.append(word)
             instances = {engine.instance for engine in memory.engines.attached.values()}
             if instances or number in self._parties:
                 self._decide(number, self._party(number, instances), sorted(instances), now_ms)
@@ -183,6 +188,7 @@ class Desk:
         need = self._need(number)
         if need is not None:
             party.consumer.note(need, now_ms)
+        party.producer.budget_bytes_per_s = self._lending.copies.limit_of(number)
         keeps, is_short = bool(loans) or not self._has_takers(number), party.consumer.is_short
         for one in party.producer.decide(load, offers, now_ms, keeps=keeps, is_short=is_short):
             if isinstance(one, TakeBack):
@@ -378,6 +384,7 @@ class Desk:
                 "may_lend": party.producer.may_lend,
                 "total_bytes": shares.total_bytes, "offered_bytes": shares.offered_bytes,
                 "lent_bytes": shares.lent_bytes, "borrowed_bytes": shares.borrowed_bytes,
+                "budget_bytes_per_s": self._lending.copies.limit_of(number),
             }  # fmt: skip
         return out
 

@@ -176,10 +176,14 @@ class FromOutside(ABC):
         load_interval_ms: int,
     ) -> Desk:
         """From now on engines are asked for their load, and lend and borrow by it. Before anybody attaches."""
-        self.lending.copies.limit(rules.budget_bytes_per_s)
         self.load_interval_ms = load_interval_ms
         self.desk = Desk(self.lending, self.pools, rules, profiles, name, self.space_number, self._touch)
         return self.desk
+
+    def learn_rates(self, gb_per_s: Mapping[tuple[str, str], float]) -> None:
+        """What the mover has measured so far, by (source, target) device: budgets follow from it."""
+        if self.desk is not None:
+            self.desk.budgets.gb_per_s = gb_per_s
 
     def space_number(self, instance: InstanceId) -> int | None:
         """Of the space that the instance's engine is in, or was; None: it never had one."""

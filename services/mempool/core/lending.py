@@ -266,6 +266,10 @@ class Lending:
         if back:
             self._touched(self._pools[shelf.producer])
 
+    def is_lending(self, number: int) -> bool:
+        """Whether pages of this space are on loan."""
+        return any(shelf.producer == number and shelf.lent for shelf in self._shelves.values())
+
     def is_collecting(self, offer_id: str) -> bool:
         """Whether engines still give back pages for this offer."""
         return offer_id in self._collecting

@@ -46,6 +46,7 @@ class LendingCopies:
         self._shelves, self._unit_bytes, self._patience_ms = shelves, unit_bytes, patience_ms
         self._is_dram = is_dram
         self._bytes_per_s = 0
+        self._own_limits: dict[int, int] = {}  # by number of the producer
         self._budgets: dict[int, Budget] = {}  # by number of the producer
         self._held: deque[_Held] = deque()
         self.num_moved: dict[int, int] = {}  # pages in and out, by number of the space of lent pages
@@ -56,6 +57,17 @@ class LendingCopies:
         """Of each producer from now on; 0: none."""
         self._bytes_per_s = bytes_per_s
         self._budgets.clear()
+        self._own_limits.clear()
+
+    def limit_one(self, producer: int, bytes_per_s: int) -> None:
+        """Of this producer, instead; 0: none. What it owes stays owed."""
+        self._own_limits[producer] = bytes_per_s
+        if (budget := self._budgets.get(producer)) is not None:
+            budget.change(bytes_per_s, bytes_per_s // BURST_PARTS)
+
+    def limit_of(self, producer: int) -> int:
+        """Bytes per second; 0: no limit."""
+        return self._own_limits.get(producer, self._bytes_per_s)
 
     def is_open(self, producer: int, now_ms: int) -> bool:
         """Whether a copy of this producer's lent pages could begin now."""
@@ -122,7 +134,8 @@ class LendingCopies:
     def _budget(self, producer: int) -> Budget:
         known = self._budgets.get(producer)
         if known is None:
-            known = self._budgets[producer] = Budget(self._bytes_per_s, self._bytes_per_s // BURST_PARTS)
+            bytes_per_s = self.limit_of(producer)
+            known = self._budgets[producer] = Budget(bytes_per_s, bytes_per_s // BURST_PARTS)
         return known
 
     def next_ms(self, now_ms: int) -> int | None:
