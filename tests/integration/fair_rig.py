@@ -35,22 +35,27 @@ def mixed_cases(greedy: list[list[int]], seeded: tuple[int, ...], answer_tokens:
     return [*out, {"id": "json", "prompt": texts[161], "params": json_params, "structured": SCHEMA}]
 
 
+def twelve_cases() -> list[dict[str, Any]]:
+    """What in_memory_for_four() asks."""
+    texts = prompts(MODEL)
+    greedy = [texts[1500][310 * n :][: 300 - 13 * n] for n in range(4)] + [texts[n] for n in (257, 200)]
+    return mixed_cases(greedy, (320, 400), ANSWER_TOKENS)
+
+
 @contextmanager
 def in_memory_for_four(
     rules: dict[str, Any] | None = None,
     policies: tuple[str, ...] = ("fcfs", "cfs"),
     beside: Callable[[MempoolProcess], AbstractContextManager[Any]] = nullcontext,
+    dram_pages: int = DRAM_PAGES,
 ) -> Iterator[dict[str, Any]]:
     """Both policies' twelve requests in pages for four of them and host memory for all; fair slices by `rules`.
 
-    Args: beside: entered before the engines start, left when they have ended.
+    Args: beside: entered before the engines start, left when they have ended; dram_pages: of host memory, all fit.
     """
-    texts = prompts(MODEL)
-    greedy = [texts[1500][310 * n :][: 300 - 13 * n] for n in range(4)] + [texts[n] for n in (257, 200)]
-    limits = {"capacity-bytes": NUM_PAGES * PAGE_BYTES, "dram-bytes": DRAM_PAGES * PAGE_BYTES}
+    limits = {"capacity-bytes": NUM_PAGES * PAGE_BYTES, "dram-bytes": dram_pages * PAGE_BYTES}
     pool = {**limits, "dram-for-host": "true"}
-    cases = mixed_cases(greedy, (320, 400), ANSWER_TOKENS)
-    with both_policies(cases, pool, WORKER | (rules or {}), policies, beside) as found:
+    with both_policies(twelve_cases(), pool, WORKER | (rules or {}), policies, beside) as found:
         yield found
 
 

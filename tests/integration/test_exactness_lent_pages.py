@@ -6,7 +6,8 @@ the test's: idle, then with a queue, from one moment to the next. Nobody present
 
 import asyncio
 import random
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -38,9 +39,9 @@ LENDING = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def cluster(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("lent")
+@contextmanager
+def cluster_of(folder: Path, env: dict[str, str]) -> Iterator[LocalCluster]:
+    """One worker that borrows by itself, with a space that is too small for NAMES."""
     profile = Profile(
         model="quire-demo", tp=1, role="consumer", bytes_per_gpu=-(64 << 20), stable_rate_per_s=1.0,
         pool_bytes=SPACE_BYTES, peak_kv_bytes=SPACE_BYTES, free_bytes=0,
@@ -51,7 +52,13 @@ def cluster(tmp_path_factory):
         "dram_bytes=536870912", f"lending_profiles={folder / 'profile.json'}",
     )  # fmt: skip
     words = ["--topology", "colocated", *(word for flag in flags for word in ("--set", flag))]
-    with LocalCluster(folder / "home", *words, env=LENDING) as cluster:
+    with LocalCluster(folder / "home", *words, env=env) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(tmp_path_factory):
+    with cluster_of(tmp_path_factory.mktemp("lent"), LENDING) as cluster:
         yield cluster
 
 
