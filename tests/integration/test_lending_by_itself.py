@@ -129,6 +129,11 @@ def test_an_idle_engine_lends_its_queue_takes_back_and_the_market_shows_both(sta
         spaces = cluster.pool.status()["lending"]["spaces"].values()
         (lender,) = [space for space in spaces if space["instances"] == ["producer"]]
         assert lender["lent_bytes"] > 0
+        assert lender["budget_bytes_per_s"] == 0, "of host memory nothing is measured"
+        said = [
+            line["reason"] for line in cluster.pool.log_lines() if line["event"] == "lending_without_budget"
+        ]
+        assert said == ["it is host memory"]
         assert 'share="lent"' in cluster.pool.get("/metrics")
         for hashes in PROMPTS:
             if await cluster.consumer.acquired(hashes, cluster.producer) < len(hashes):
