@@ -26,11 +26,11 @@ from tests.integration.test_pages_under_pressure import PAGE_BYTES
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-NUM_LENT, NUM_USED = (
-    24,
-    4,
-)  # pages: on loan to the crowd, and of these with parked blocks when the lender dies
+NUM_LENT = 24  # pages on loan to the crowd
+NUM_USED = 4  # of these with parked blocks when the lender dies
+NUM_LOST = 12  # the same, where they are lost: some of the blocks may be in the engine's memory still
 NUM_FAR_LENT = 8
+MOST_TRIES = 3
 PLENTY_MS = 600_000
 
 
@@ -47,12 +47,11 @@ def stock(tmp_path_factory) -> dict[str, Any]:
     }
 
 
-def parked_blocks_are_lent(status: Any) -> bool:
-    return sum(space.num_pinned for space in status.spaces if space.devices == ["cpu:loan"]) >= NUM_USED
-
-
-def crowd_of_a_killed_lender(deadline_ms: int) -> dict[str, Any]:
+def crowd_of_a_killed_lender(num_used: int, deadline_ms: int) -> dict[str, Any]:
     made: list[KilledLender] = []
+
+    def parked_blocks_are_lent(status: Any) -> bool:
+        return sum(space.num_pinned for space in status.spaces if space.devices == ["cpu:loan"]) >= num_used
 
     @contextmanager
     def beside(pool: MempoolProcess):
@@ -73,7 +72,7 @@ def assert_stocks(found: dict[str, Any], stock: dict[str, Any]) -> None:
 
 
 def test_parked_requests_of_a_killed_lender_go_on_from_host_memory_with_stocks_tokens(stock):
-    found = crowd_of_a_killed_lender(PLENTY_MS)
+    found = crowd_of_a_killed_lender(NUM_USED, PLENTY_MS)
     assert_stocks(found, stock)
     counts = found["cfs"]["counts_again"]
     assert found["status"]["counters"]["swap_blocks_in_dram"] > 0
@@ -84,10 +83,17 @@ def test_parked_requests_of_a_killed_lender_go_on_from_host_memory_with_stocks_t
 def test_parked_requests_of_a_killed_lender_whose_blocks_are_lost_are_computed_again_with_stocks_tokens(
     stock,
 ):
-    found = crowd_of_a_killed_lender(0)
-    assert_stocks(found, stock)
-    assert found["status"]["counters"]["lending_blocks_dropped"] > 0
-    assert found["cfs"]["counts_again"]["recomputed_tokens"] > 0
+    """What is lost may be in the engine's memory still, as chance has it: then nothing is computed, and it goes again.
+
+    Tokens are held against stock's each time.
+    """
+    for _ in range(MOST_TRIES):
+        found = crowd_of_a_killed_lender(NUM_LOST, 0)
+        assert_stocks(found, stock)
+        assert found["status"]["counters"]["lending_blocks_dropped"] > 0
+        if found["cfs"]["counts_again"]["recomputed_tokens"] > 0:
+            return
+    raise AssertionError("nothing was computed again")
 
 
 def test_a_prompt_longer_than_memory_goes_on_with_stocks_tokens_when_the_lender_of_its_far_blocks_is_killed():
