@@ -66,7 +66,10 @@ async def test_what_a_task_raises_is_raised_into_the_loop_and_a_cancelled_one_sa
 
 def desk(**pool):
     shell = SimpleNamespace(
-        pool=SimpleNamespace(**pool), clock=SimpleNamespace(now_ms=lambda: 0), perform=lambda actions: None
+        pool=SimpleNamespace(learn_rates=lambda rates: None, **pool),
+        spaces=SimpleNamespace(pair_rates=dict),
+        clock=SimpleNamespace(now_ms=lambda: 0),
+        perform=lambda actions: None,
     )
     return DeskLoop("http://127.0.0.1:1", "", shell, SimpleNamespace(words=[]), interval_ms=1)
 
