@@ -189,7 +189,10 @@ def test_a_rank_that_dies_ends_its_engine_and_the_next_one_finds_the_sealed_page
         front = split.cluster.pid_of(f"{role}-0")
         pids = processes_of(front)
         if role == "decode":
-            long = {"model": "quire-demo", "prompt": [5, 6, 7], "max_tokens": 2_000, "ignore_eos": True}
+            long = {
+                "model": "quire-demo", "prompt": [5, 6, 7], "max_tokens": 2_000, "ignore_eos": True,
+                "quire_receipt": True,
+            }  # fmt: skip
             asked = threads.submit(httpx.post, f"{split.cluster.url}/v1/completions", json=long, timeout=180)
             until(lambda: split.num_running(role) > 0 or asked.done(), "it is in a step")
             assert not asked.done(), asked.result().text  # which says why it is in none
