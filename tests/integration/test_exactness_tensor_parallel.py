@@ -193,9 +193,16 @@ def test_a_rank_that_dies_ends_its_engine_and_the_next_one_finds_the_sealed_page
                 "model": "quire-demo", "prompt": [5, 6, 7], "max_tokens": 2_000, "ignore_eos": True,
                 "quire_receipt": True,
             }  # fmt: skip
-            asked = threads.submit(httpx.post, f"{split.cluster.url}/v1/completions", json=long, timeout=180)
-            until(lambda: split.num_running(role) > 0 or asked.done(), "it is in a step")
-            assert not asked.done(), asked.result().text  # which says why it is in none
+            url = f"{split.cluster.url}/v1/completions"
+            for _ in range(
+                3
+            ):  # one that is answered elsewhere, for whatever reason, is not what this is about
+                asked = threads.submit(httpx.post, url, json=long, timeout=180)
+                until(lambda: split.num_running(role) > 0 or asked.done(), "it is in a step or answered")  # noqa: B023
+                if not asked.done():
+                    break
+                print(asked.result().text)
+            assert not asked.done(), asked.result().text  # which says why it was in none
         os.kill(pids[-1], signal.SIGKILL)
         until(lambda: all(is_gone(pid) for pid in pids), "the whole instance ends", DETECTION_S)
         split.cluster.wait_replaced(f"{role}-0", front)
