@@ -9,9 +9,8 @@ from services.coordinator.core.market_records import MarketLimits
 from shared import settings
 from shared.errors import SettingsError
 
-ABOUT = (
-    "Knows who is in the cluster, grants epochs, lends memory (python -m services.coordinator)."  # for --help
-)
+# for --help
+ABOUT = "Knows who is in the cluster, grants epochs, lends memory (python -m services.coordinator)."
 
 
 class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):

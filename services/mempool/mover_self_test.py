@@ -19,9 +19,8 @@ NUM_PAGES = 32
 MIN_PAGE_BYTES = 2 << 20
 TIMEOUT_MS = 5_000
 MEASUREMENTS = 2  # of a pair under the floor
-SLOW_SHARE = (
-    0.25  # of the fastest pair: a pair under it has another way than the others, or a neighbour in it
-)
+# of the fastest pair's rate: a pair under it has another way than the others, or a neighbour in it
+SLOW_SHARE = 0.25
 
 log = get_logger("mempool.mover")
 

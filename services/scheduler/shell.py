@@ -196,9 +196,7 @@ class Scheduler:
         if isinstance(message, GatewayHello):
             self.gateways.hello(identity, message.gateway)
             if message.request_deadline_ms:
-                forget_ms = forget_after(message.request_deadline_ms)
-                self.placer.keep_for(forget_ms)
-                self.instances.keep_for(forget_ms)
+                self.placer.keep_for(forget_after(message.request_deadline_ms))
             return
         if isinstance(message, Ended):
             self.placer.ended(message)

@@ -100,7 +100,7 @@ class Ways:
         self._map_lock = threading.Lock()  # held while something is mapped
         self._maps: dict[tuple[int, SpaceId, bool], CallerMemory] = {}
         self._gpu: Gpu | None = None
-        self._has_looked = False  # for machine code
+        self._native: Checks | None = None  # None: not sought yet
         self._threads: ThreadPoolExecutor | None = None
 
     def knows(self, instance: InstanceId) -> None:
@@ -146,11 +146,11 @@ class Ways:
                 source = self._map(key[0], key[1], writes=False)
                 target = self._map(key[2], key[3], writes=True)
                 way = self._way_between(source, target)
-                if isinstance(way, Way) and self.checks is not CHECKS:
-                    self._compile(way, self.checks)  # its tables may be arrays of another kind
+                if isinstance(way, Way):
+                    if self.checks is CHECKS:  # which serve while others are compiled
+                        self._found[key] = way
+                    self.checks = self._compiled(way)
                 self._found[key] = way
-                if isinstance(way, Way) and self.checks is CHECKS:
-                    self._find_native(way)
         except (ClusterError, OSError, ValueError) as error:
             _, wait_s = self._again.get(key, (0.0, RETRY_MIN_S / 2))
             wait_s = min(RETRY_MAX_S, 2 * wait_s)
@@ -161,21 +161,19 @@ class Ways:
             self._again[key] = time.monotonic() + wait_s, wait_s
             self._found[key] = NO_MAPPING
 
-    def _find_native(self, way: Way) -> None:
-        """Machine code for the checks, once, while numpy's already serve."""
-        if self._has_looked:
-            return
-        self._has_looked = True
+    def _compiled(self, way: Way) -> Checks:
+        """In machine code where that can be had, for the kinds of arrays of this way: no transfer waits for it."""
         try:
-            native = native_checks()
-            if native is not None:
-                self._compile(way, native)
-                self.checks = native
+            if self._native is None:
+                self._native = native_checks() or CHECKS
+            self._try(way, self._native)
         except Exception as error:  # noqa: BLE001  whatever a compiler may raise, numpy's checks say the same
             logger.warning("direct copies are checked by numpy: %r", error)
+            self._native = CHECKS
+        return self._native
 
-    def _compile(self, way: Way, checks: Checks) -> None:
-        """For the kinds of arrays that this way has, so that no transfer waits for that."""
+    def _try(self, way: Way, checks: Checks) -> None:
+        """With no pages."""
         pages, epochs = np.zeros(0, np.int64), np.zeros(0, np.uint64)
         columns = Columns(shared=False)
         side = pages, epochs, columns.epochs, columns.counts

@@ -60,28 +60,35 @@ def hold(
 
 
 @njit(cache=True)
+def _look_at(
+    table: Any, pages: Any, epochs: Any, least: Any, more: Any, base: Any, page_bytes: Any, words: Any, addresses: Any
+) -> bool:  # fmt: skip
+    """One end: whether each word says its epoch and a state from `least` to `least + more`."""
+    fits = True
+    for i in range(pages.size):
+        if not 0 <= pages[i] < table.size:
+            return False
+        word = table[pages[i]]
+        words[i] = word
+        addresses[i] = np.uint64(pages[i]) * page_bytes + base
+        fits &= (word ^ (epochs[i] << _BITS)) - least <= more
+    return fits
+
+
+@njit(cache=True)
 def look(
     source_table: Any, sources: Any, source_epochs: Any, target_table: Any, targets: Any, target_epochs: Any,
     how: int, source_base: Any, target_base: Any, page_bytes: Any, found: Any,
 ) -> bool:  # fmt: skip
     """See direct_checks.Checks."""
     state = _SEALED if how == IS_PINNED else _GRANTED
-    fits = True
-    for i in range(sources.size):
-        if not 0 <= sources[i] < source_table.size:
-            return False
-        word = source_table[sources[i]]
-        found[SOURCE_WORDS, i] = word
-        found[FROMS, i] = np.uint64(sources[i]) * page_bytes + source_base
-        fits &= word ^ (source_epochs[i] << _BITS) == state
-    for i in range(targets.size):
-        if not 0 <= targets[i] < target_table.size:
-            return False
-        word = target_table[targets[i]]
-        found[TARGET_WORDS, i] = word
-        found[TOS, i] = np.uint64(targets[i]) * page_bytes + target_base
-        fits &= (word ^ (target_epochs[i] << _BITS)) - _GRANTED <= _MORE
-    return fits
+    return _look_at(
+        source_table, sources, source_epochs, state, np.uint64(0), source_base, page_bytes,
+        found[SOURCE_WORDS], found[FROMS],
+    ) and _look_at(
+        target_table, targets, target_epochs, _GRANTED, _MORE, target_base, page_bytes,
+        found[TARGET_WORDS], found[TOS],
+    )  # fmt: skip
 
 
 @njit(cache=True)

@@ -3,26 +3,16 @@
 The model is tests/support/burst_run.py; it runs in a process of its own, because importing vLLM takes longer than it.
 """
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.told_rows import rows_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
 def runs():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.burst_run"], cwd=ROOT, capture_output=True, text=True, timeout=800,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{done.stdout[-2_000:]}\n{done.stderr[-8_000:]}"
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    print(*found, sep="\n")
+    found = rows_of("tests.support.burst_run", timeout_s=800)
     return {row["case"]: row for row in found}
 
 

@@ -5,16 +5,11 @@ Who that is, a model holds against the rule at each drop (tests/support/full_tie
 answers stay right, a real engine shows.
 """
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.integration.fair_rig import assert_everything_came_back, in_memory_for_four
+from tests.support.told_rows import rows_of
 
-ROOT = Path(__file__).resolve().parents[2]
 DRAM_PAGES = (60, 40, 24)  # behind an engine with memory for four of twelve requests
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -22,13 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def runs():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.full_tier_run"], cwd=ROOT, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{done.stdout[-2_000:]}\n{done.stderr[-8_000:]}"
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    print(*found, sep="\n")
-    return found
+    return rows_of("tests.support.full_tier_run", timeout_s=600)
 
 
 def test_of_the_parked_only_who_is_here_and_furthest_from_its_turn_is_dropped_and_only_while_pages_are_missing(

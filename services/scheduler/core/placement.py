@@ -63,8 +63,9 @@ class Placer:
         self._open = OpenAttempts(self.limits.max_open, self.limits.forget_ms)
 
     def keep_for(self, forget_ms: int) -> None:
-        """Attempts whose end is not told are forgotten so late, or later."""
+        """Attempts whose end is not told are forgotten so late, or later, at their instances too."""
         self._open.forget_ms = max(self._open.forget_ms, forget_ms)
+        self.instances.keep_for(forget_ms)
 
     @property
     def num_open(self) -> int:
