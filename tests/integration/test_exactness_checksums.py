@@ -7,6 +7,7 @@ answer is wrong, which says that the bytes that are changed matter.
 import os
 import struct
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -22,14 +23,15 @@ CASE = "greedy-777"
 LARGE = struct.pack("<f", 37.5)
 
 
-def memory_of(pid: int, name: str) -> str:
+def memory_of(pid: int, name: str) -> Path:
     """Path of the one memfd of a process with this name."""
-    folder = f"/proc/{pid}/fd"
-    paths = {
-        os.stat(f"{folder}/{fd}").st_ino: f"{folder}/{fd}"
-        for fd in os.listdir(folder)
-        if os.readlink(f"{folder}/{fd}").startswith(f"/memfd:{name} ")
-    }
+    paths = {}
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if os.readlink(link).startswith(f"/memfd:{name} "):
+                paths[link.stat().st_ino] = link
+        except FileNotFoundError:  # the process has closed one since; it keeps its memory's
+            continue
     (path,) = paths.values()
     return path
 
