@@ -22,9 +22,10 @@ COUNTERS = (
     "pages_regained", "pages_released", "pulls_shortened", "spaces_dropped",
     "peer_acquires", "peer_blocks_pinned", "peer_misses", "peer_misses_other_cut", "peer_pages_stale",
     "peer_waits_expired", "releases_unknown",
-    "remote_blocks", "remote_blocks_stale", "remote_late", "remote_links_lost", "remote_malformed", "remote_misses",
-    "remote_pulls", "remote_pulls_failed", "remote_pulls_late", "remote_pulls_lost", "remote_readers_late",
-    "remote_refusals", "remote_refused", "seals_duplicate", "twins_merged", "waits_expired",
+    "remote_blocks", "remote_blocks_recut", "remote_blocks_stale", "remote_late", "remote_links_lost",
+    "remote_malformed", "remote_misses", "remote_pulls", "remote_pulls_failed", "remote_pulls_late",
+    "remote_pulls_lost", "remote_readers_late", "remote_refusals", "remote_refused", "seals_duplicate",
+    "twins_merged", "waits_expired",
 )  # fmt: skip
 
 

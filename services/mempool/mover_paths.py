@@ -24,7 +24,7 @@ from shared.transfer.interface import Link, MappedPages, Moved, Peer
 from shared.transfer.pieces import Pieces
 from shared.transfer.provider import BaseTransport
 from shared.transfer.quarantine import Quarantine
-from shared.transfer.reslice import RankPieces, reslice
+from shared.transfer.reslice import RankPieces, reslice_rounds
 
 Parts = Sequence[
     tuple[int, Sequence[int]]
@@ -180,18 +180,14 @@ class Paths:
         target: MappedSpace,
         target_pages: Sequence[int],
     ) -> Rounds:
-        """Several ranks write parts of one page, which belongs to one transfer at a time: a round for each."""
         assert source.end is not None
         assert target.end is not None
         found: Rounds = []
-        filled = [0] * len(target.ranks)  # how many rounds write to each rank so far
-        for both in reslice(source.end, target.end):
-            theirs, mine = source.ranks[both.source_rank], target.ranks[both.target_rank]
-            number = filled[both.target_rank]
-            filled[both.target_rank] += 1
-            if number == len(found):
-                found.append([])
-            found[number] += self._pulls(source, theirs, source_pages, mine, target_pages, both)
+        for templates in reslice_rounds(source.end, target.end):
+            found.append([])
+            for both in templates:
+                theirs, mine = source.ranks[both.source_rank], target.ranks[both.target_rank]
+                found[-1] += self._pulls(source, theirs, source_pages, mine, target_pages, both)
         return found
 
     def _open(self, gpu: Gpu) -> None:

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Protocol
 
 from services.mempool.core.actions import AskPeer, PullRemote
-from services.mempool.mover_regions import HostRegion
 from services.mempool.peer_background import Background
+from services.mempool.peer_cuts import HostSpace
 from services.mempool.peer_paths import PathEnd, ReaderPath
 from shared.errors import ClusterError, PeerError, PeerProtocolError
 from shared.observe.log import get_logger
@@ -37,7 +37,7 @@ class Owner(Protocol):
     def lost(self, address: str) -> None: ...
     def pulled(self, number: int, failed: bool, in_doubt: Sequence[int]) -> None: ...
     def settled(self, space: int, pages: list[int]) -> None: ...
-    def host_space(self, space: int) -> tuple[str, Sequence[HostRegion]]: ...
+    def host_space(self, space: int) -> HostSpace: ...
 
 
 class ChannelToPeer:
@@ -215,22 +215,22 @@ class PeerLink:
         if self.state == "down":
             return None
         try:
-            content_key, ranks = self._owner.host_space(space)
+            into = self._owner.host_space(space)
         except ClusterError as error:
             log.warning("no_path", peer=self.address, space=space, reason=error.message)
             slot.not_before_s = self._loop.time() + RETRY_PATH_S
             return None
         path_id, self._next_path = self._next_path, self._next_path + 1
         path = slot.path = ReaderPath(
-            path_id, len(ranks), self._owner.pulled, self._owner.settled,
+            path_id, into, self._owner.pulled, self._owner.settled,
             lambda path: self._retire_path(space, path, path.failed),
         )  # fmt: skip
         self._background.make(
-            f"{self._hello.instance}-{path_id}", {space: ranks}, partial(self._made, space, path, content_key)
+            f"{self._hello.instance}-{path_id}", {space: into.ranks}, partial(self._made, space, path, into)
         )
         return path
 
-    def _made(self, space: int, path: ReaderPath, content_key: str, end: PathEnd | None, reason: str) -> None:
+    def _made(self, space: int, path: ReaderPath, into: HostSpace, end: PathEnd | None, reason: str) -> None:
         if end is None:
             path.failed = path.failed or reason
         else:
@@ -239,7 +239,10 @@ class PeerLink:
             self._retire_path(space, path, path.failed)
             return
         assert end is not None
-        opening = wire.OpenPath(path_id=path.path_id, content_key=content_key, description=end.description)
+        opening = wire.OpenPath(
+            path_id=path.path_id, content_key=into.content_key, description=end.description,
+            family_key=into.family_key if into.end is not None else "",
+        )  # fmt: skip
         if not self._say(opening):
             self._retire_path(space, path, "the link is lost")
 
@@ -247,6 +250,11 @@ class PeerLink:
         for space, slot in self._slots.items():
             path = slot.path
             if path is not None and path.path_id == message.path_id and path.end is not None:
+                try:
+                    path.learn_cuts(message.cuts)
+                except PeerProtocolError as error:
+                    self._retire(space, error.message)
+                    return
                 channel = ChannelToPeer(partial(self._send_bytes, space, path))
                 connect = partial(path.end.connect, message.description, channel, path.settled)
                 self._background.run(connect, partial(self._connected, space, path))

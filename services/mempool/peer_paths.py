@@ -9,18 +9,31 @@ PathEnd runs in the background and on NIXL's thread; ReaderPath and its books on
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.mempool.core.actions import PullRemote
 from services.mempool.mover_regions import HostMapping, HostRegion, region_name, space_and_rank
+from services.mempool.peer_cuts import HostSpace, RankPull, cut_anew, heard, mine_of, whole_pages
 from shared.errors import ClusterError
 from shared.observe.log import get_logger
-from shared.transfer.errors import PathUnavailable, PeerLost, TransferError, TransferFailed, TransferRefused
+from shared.transfer.describe import decode
+from shared.transfer.errors import (
+    PathUnavailable,
+    PeerLost,
+    TransferError,
+    TransferFailed,
+    TransferRefused,
+    TransferTimeout,
+)
 from shared.transfer.interface import Channel, Moved, Peer, Region, RegionKind
 from shared.transfer.nixl import NixlTransport
+from shared.transfer.pieces import Pieces
+from shared.transfer.reslice import KvEnd
 from shared.transfer.served_link import MaySend
+from shared.wire.mempool_peer import SpaceCut
 
 FAIL_WAIT_S = 1.0  # for pulls of a lost link to end, before the agent is destroyed
 
@@ -65,6 +78,7 @@ class PathEnd:
         self._transport = NixlTransport(name, mode="write", may_send=may_send)
         self._link = None
         self._futures: set[Future[Moved]] = set()
+        self.page_bytes: dict[str, int] = {}  # of the peer's regions, once connected
         try:
             for region in regions:
                 self._transport.register(region)
@@ -77,6 +91,7 @@ class PathEnd:
         self, description: bytes, channel: Channel, on_settled: Callable[[str, tuple[int, ...]], None]
     ) -> None:
         """Raises: PathUnavailable, TransferError, PeerProtocolError."""
+        self.page_bytes = {region.name: region.page_bytes for region in decode(description).regions}
         self._link = self._transport.connect(Peer(description, channel=channel, on_settled=on_settled))
 
     def on_message(self, data: bytes) -> None:
@@ -84,13 +99,15 @@ class PathEnd:
         if self._link is not None:
             self._link.on_message(data)
 
-    def pull(
-        self, source: str, pages: Sequence[int], target: str, into: Sequence[int], timeout_ms: int
-    ) -> Future[Moved]:
+    def pull(self, pull: RankPull, timeout_ms: int) -> Future[Moved]:
         """Raises: as Link.pull; PathUnavailable before connect()."""
         if self._link is None:
             raise PathUnavailable("the path is not connected")
-        future = self._link.pull(source, pages, target, into, timeout_ms=timeout_ms)
+        source, target, what = pull.source, pull.target, pull.what
+        if isinstance(what, Pieces):
+            future = self._link.pull_pieces(source, target, what, timeout_ms=timeout_ms)
+        else:
+            future = self._link.pull(source, what[0], target, what[1], timeout_ms=timeout_ms)
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)
         return future
@@ -114,6 +131,8 @@ class Pulling:
     """One PullRemote, on its ranks."""
 
     action: PullRemote
+    rounds: list[list[RankPull]] = field(default_factory=list)  # not begun
+    deadline_s: float = 0.0
     num_running: int = 0
     error: str = ""
 
@@ -122,6 +141,7 @@ class ReaderPath:
     """Pulls of one peer into one space, from the moment in which the path is wanted. On the event loop.
 
     Args:
+        into: the space.
         on_pulled: (number, failed, pages in doubt): the end of every pull, once.
         on_settled: (space, pages): nothing can write these any more.
         on_failed: the path is of no use any more, and wants to be closed.
@@ -130,7 +150,7 @@ class ReaderPath:
     def __init__(
         self,
         path_id: int,
-        num_ranks: int,
+        into: HostSpace,
         on_pulled: Callable[[int, bool, Sequence[int]], None],
         on_settled: Callable[[int, list[int]], None],
         on_failed: Callable[["ReaderPath"], None],
@@ -140,7 +160,8 @@ class ReaderPath:
         self.ready = False
         self.failed = ""  # why it is of no use any more
         self._loop = asyncio.get_running_loop()
-        self._num_ranks = num_ranks
+        self._into = into
+        self._cuts: dict[int, KvEnd] = {}  # of the source's spaces that are not cut as `into` is
         self._on_pulled = on_pulled
         self._on_settled = on_settled
         self._on_failed = on_failed
@@ -173,6 +194,10 @@ class ReaderPath:
         self._waiting.remove(pulling)
         self._end(pulling, "the path was not there in time")
 
+    def learn_cuts(self, cuts: Sequence[SpaceCut]) -> None:
+        """Before opened(). Raises: PeerProtocolError on what are none."""
+        self._cuts = heard(cuts)
+
     def opened(self, end: PathEnd) -> None:
         """Both ends are there: what waited begins."""
         self.end, self.ready = end, True
@@ -195,7 +220,7 @@ class ReaderPath:
     def closed(self, *, is_gone: bool) -> None:
         """The agent has been destroyed: every page in doubt has settled. Otherwise they stay in doubt for good."""
         for pulling in list(self._running):  # a future that never ended
-            self._hold(pulling, range(self._num_ranks))
+            self._hold(pulling, range(len(self._into.ranks)))
             self._end(pulling, "the path was closed")
         if not is_gone:
             log.error("path_not_closed", path=self.path_id, pages=len(self._doubt))
@@ -203,18 +228,48 @@ class ReaderPath:
         self._settle(list(self._doubt))
 
     def _start(self, pulling: Pulling) -> None:
-        action = pulling.action
-        assert self.end is not None
         self._running.add(pulling)
-        pulling.num_running = self._num_ranks
-        for rank in range(self._num_ranks):
-            source, target = region_name(action.source_space, rank), region_name(action.space, rank)
+        pulling.deadline_s = time.monotonic() + pulling.action.timeout_ms / 1000
+        try:
+            pulling.rounds = self._rounds(pulling.action)
+        except ClusterError as error:
+            self._one_failed(pulling, error)
+            self._round_ended(pulling)
+            return
+        self._next_round(pulling)
+
+    def _rounds(self, action: PullRemote) -> list[list[RankPull]]:
+        """Raises: TransferRefused where the ends do not fit each other."""
+        assert self.end is not None
+        cut = self._cuts.get(action.source_space)
+        if cut is None:
+            return whole_pages(
+                action.source_space, len(self._into.ranks), action.sources, action.space, action.targets
+            )
+        if self._into.end is None:
+            raise TransferRefused(f"blocks of space {action.space} are not cut anew")
+        return cut_anew(
+            (action.source_space, cut, action.sources),
+            (action.space, self._into.end, action.targets),
+            self.end.page_bytes,
+            mine_of(self._into.ranks, action.space),
+        )
+
+    def _next_round(self, pulling: Pulling) -> None:
+        assert self.end is not None
+        pulls = pulling.rounds.pop(0)
+        pulling.num_running = len(pulls)
+        for pull in pulls:
+            left_ms = int((pulling.deadline_s - time.monotonic()) * 1000)
             try:
-                future = self.end.pull(source, action.sources, target, action.targets, action.timeout_ms)
+                if left_ms <= 0:
+                    raise TransferTimeout("the deadline passed before the next rank's part could start")
+                future = self.end.pull(pull, left_ms)
             except ClusterError as error:
                 failed: Future[Moved] = Future()
                 failed.set_exception(error)
                 future = failed
+            rank = pull.target_rank
             future.add_done_callback(
                 lambda future, rank=rank: self._tell(self._rank_done, pulling, rank, future)
             )
@@ -224,14 +279,23 @@ class ReaderPath:
             return  # closed() has reported it
         error = future.exception()
         if error is not None:
-            pulling.error = pulling.error or str(error) or type(error).__name__
+            self._one_failed(pulling, error)
             if isinstance(error, TransferError) and error.quarantined:
                 self._hold(pulling, [rank])
-            if isinstance(error, TransferFailed | PeerLost | TransferRefused):  # not for being slow, or busy
-                self.failed = self.failed or pulling.error
         pulling.num_running -= 1
         if pulling.num_running == 0:
-            self._end(pulling, pulling.error)
+            self._round_ended(pulling)
+
+    def _one_failed(self, pulling: Pulling, error: BaseException) -> None:
+        pulling.error = pulling.error or str(error) or type(error).__name__
+        if isinstance(error, TransferFailed | PeerLost | TransferRefused):  # not for being slow, or busy
+            self.failed = self.failed or pulling.error
+
+    def _round_ended(self, pulling: Pulling) -> None:
+        if pulling.rounds and not pulling.error:
+            self._next_round(pulling)
+            return
+        self._end(pulling, pulling.error)
         if self.failed:
             self._on_failed(self)
 

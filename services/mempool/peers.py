@@ -16,10 +16,11 @@ from services.mempool.core.actions import Action, AskPeer, PullRemote, TellPeer
 from services.mempool.core.mempool import Mempool
 from services.mempool.mover_regions import HostRegion, space_and_rank
 from services.mempool.peer_background import Background
+from services.mempool.peer_cuts import HostSpace, told
 from services.mempool.peer_links import ChannelToPeer, PeerLink
 from services.mempool.peer_paths import PathEnd
 from services.mempool.remote_checks import RemoteChecks
-from services.mempool.spaces import Spaces
+from services.mempool.spaces import Spaces, kv_end
 from shared.errors import ClusterError, PeerProtocolError, SettingsError
 from shared.ids import PageId
 from shared.observe.log import get_logger
@@ -36,8 +37,9 @@ log = get_logger("mempool.peers")
 
 @dataclass(slots=True, eq=False)
 class ServedPath:
-    """This side's end of a path that a peer has opened."""
+    """This side's end of a path that a peer has opened, and how its spaces are cut, where not as the reader's."""
 
+    cuts: list[wire.SpaceCut] = field(default_factory=list)
     end: PathEnd | None = None
     closed: bool = False
 
@@ -161,7 +163,8 @@ class Peers:
             return
         if action.other_cut and not reader.missed_other_cut:
             reader.missed_other_cut = True
-            log.warning("blocks_in_another_cut", peer=reader.instance, hint="hosts exchange equal ranks only")
+            hint = "their pages differ in more than their ranks"
+            log.warning("blocks_in_another_cut", peer=reader.instance, hint=hint)
         if not (
             isinstance(message, wire.EpochsChecked)
             and self._checks.answering(action.link, message, partial(self._tell, reader))
@@ -222,11 +225,15 @@ class Peers:
         log.info("pages_settled", space=space, num_pages=len(pages))
         self._perform(self._core.on_settled(space, [PageId(page) for page in pages], self._clock.now_ms()))
 
-    def host_space(self, space: int) -> tuple[str, Sequence[HostRegion]]:
-        """Content and pages of one space of ours. Raises: PathUnavailable."""
-        regions = self._spaces.host_regions(space)
+    def host_space(self, space: int) -> HostSpace:
+        """One space of ours. Raises: PathUnavailable."""
+        found = self._host_space(space)
         self._registered.add(space)
-        return self._spaces.description_of(space).content_key, regions
+        return found
+
+    def _host_space(self, space: int) -> HostSpace:
+        regions, description = self._spaces.host_regions(space), self._spaces.description_of(space)
+        return HostSpace(description.content_key, description.family_key, kv_end(description), regions)
 
     # -- the source's side ----------------------------------------------------------------------------
 
@@ -284,19 +291,28 @@ class Peers:
         if call.path_id in reader.paths or len(reader.paths) >= MAX_PATHS:
             raise PeerProtocolError(f"path {call.path_id} of {len(reader.paths)}: open already, or too many")
         spaces: dict[int, Sequence[HostRegion]] = {}
+        cuts: list[wire.SpaceCut] = []
         reason = "nothing of this content is here"
         for number in list(self._spaces.memories):
-            if self._spaces.description_of(number).content_key == call.content_key:
-                try:
-                    spaces[number] = self._spaces.host_regions(number)
-                except PathUnavailable as error:
-                    reason = error.message
+            described = self._spaces.description_of(number)
+            is_alike = described.content_key == call.content_key
+            if not is_alike and (not call.family_key or described.family_key != call.family_key):
+                continue
+            try:
+                space = self._host_space(number)
+            except PathUnavailable as error:
+                reason = error.message
+                continue
+            if is_alike or space.end is not None:
+                spaces[number] = space.ranks
+            if not is_alike and space.end is not None:
+                cuts.append(told(number, space.end))
         if not spaces:
             failed = wire.PathFailed(path_id=call.path_id, code=PathUnavailable.code, reason=reason)
             self._tell(reader, failed)
             return
         self._registered.update(spaces)
-        path = reader.paths[call.path_id] = ServedPath()
+        path = reader.paths[call.path_id] = ServedPath(cuts)
 
         def may_send(region: str, pages: frozenset[int]) -> bool:
             space, core = space_and_rank(region)[0], self._core
@@ -328,7 +344,8 @@ class Peers:
             self._close(reader, path_id)
             self._failed(reader, path_id, str(error))
             return
-        self._tell(reader, wire.PathOpened(path_id=path_id, description=path.end.description))
+        opened = wire.PathOpened(path_id=path_id, description=path.end.description, cuts=path.cuts)
+        self._tell(reader, opened)
 
     def _failed(self, reader: Reader, path_id: int, reason: str) -> None:
         reader.paths.pop(path_id, None)

@@ -171,6 +171,20 @@ def reslice(source: KvEnd, target: KvEnd) -> tuple[RankPieces, ...]:
     return tuple(found)
 
 
+def reslice_rounds(source: KvEnd, target: KvEnd) -> list[list[RankPieces]]:
+    """reslice(), in rounds to be done one after another: several ranks write parts of one target page, which belongs to
+    one transfer at a time. Raises: as reslice()."""
+    rounds: list[list[RankPieces]] = []
+    filled = [0] * target.num_ranks  # how many rounds write to each rank so far
+    for both in reslice(source, target):
+        number = filled[both.target_rank]
+        filled[both.target_rank] += 1
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(both)
+    return rounds
+
+
 def _common(source: KvEnd, source_rank: int, target: KvEnd, target_rank: int) -> Pieces | None:
     layers = _overlap(source.layers_of(source_rank), target.layers_of(target_rank))
     heads = _overlap(source.heads_of(source_rank), target.heads_of(target_rank))

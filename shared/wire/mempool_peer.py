@@ -51,18 +51,35 @@ class PeerRefused(Struct, frozen=True, kw_only=True, tag="peer_refused"):
 
 
 class OpenPath(Struct, frozen=True, kw_only=True, tag="open_path"):
-    """reader -> source: an end for blocks of this content. `description`: shared/transfer/describe.py."""
+    """reader -> source: an end for blocks of this content, however they are cut over ranks where the reader says of
+    what family they are. `description`: shared/transfer/describe.py."""
 
     path_id: int
     content_key: str
     description: bytes
+    family_key: str = ""  # an earlier version has none
+
+
+class SpaceCut(Struct, frozen=True, kw_only=True):
+    """How a space of the source, of another content key, cuts a block over its ranks: shared/transfer/reslice.KvEnd."""
+
+    space: int
+    num_layers: int  # of the whole model, as num_kv_heads
+    num_kv_heads: int
+    block_tokens: int
+    row_bytes: int
+    tp_size: int
+    pp_size: int
+    order: str
 
 
 class PathOpened(Struct, frozen=True, kw_only=True, tag="path_opened"):
-    """source -> reader: the other end. Region "s2r0": pages of rank 0 in space 2."""
+    """source -> reader: the other end. Region "2.0": pages of rank 0 in space 2. Spaces without a cut are cut as the
+    reader's."""
 
     path_id: int
     description: bytes
+    cuts: list[SpaceCut] = []
 
 
 class PathFailed(Struct, frozen=True, kw_only=True, tag="path_failed"):
@@ -89,7 +106,8 @@ class PathBytes(Struct, frozen=True, kw_only=True, tag="path_bytes"):
 class RemoteAcquire(Struct, frozen=True, kw_only=True, tag="remote_acquire"):
     """reader -> source: pin the longest prefix of `hashes` that you have. With a handoff, wait for it up to wait_ms.
 
-    No hashes: nobody wants the handoff; end its hold. Answered by RemoteAcquired or CallRefused.
+    No hashes: nobody wants the handoff; end its hold. Answered by RemoteAcquired or CallRefused. With a family key
+    they may be cut over other ranks than the reader's.
     """
 
     call_id: int
@@ -98,6 +116,7 @@ class RemoteAcquire(Struct, frozen=True, kw_only=True, tag="remote_acquire"):
     handoff_id: HandoffId = HandoffId("")
     wait_ms: int = 0
     ttl_ms: int = 30_000
+    family_key: str = ""  # an earlier version has none
 
 
 class RemoteAcquired(Struct, frozen=True, kw_only=True, tag="remote_acquired"):
@@ -112,6 +131,7 @@ class RemoteAcquired(Struct, frozen=True, kw_only=True, tag="remote_acquired"):
     parents: bytes = b""  # hash of the block before, 32 B each
     valid_tokens: bytes = b""  # u32 each
     checksums: bytes = b""  # u32 each, all 0: they come with EpochsChecked
+    is_recut: bool = False  # the space is of another content key: its cut comes with PathOpened
 
 
 class CheckEpochs(Struct, frozen=True, kw_only=True, tag="check_epochs"):

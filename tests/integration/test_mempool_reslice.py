@@ -62,12 +62,15 @@ class Instance:
         for number, block_hash in enumerate(hashes):
             page, epoch = self.stock.pop()
             self.quota.writing([(page, epoch)])
-            for rank, memory in enumerate(self.ranks):
-                mine = np.ascontiguousarray(block(number)[self._part(rank)])
-                os.pwrite(memory.fd, mine.tobytes(), self._at(rank, page))
+            self.write(page, block(number))
             sealed.append(SealedPage(page, epoch, block_hash, parent, TOKENS))
             parent = block_hash
         self.quota.seal(sealed)
+
+    def write(self, page: int, whole: np.ndarray) -> None:
+        for rank, memory in enumerate(self.ranks):
+            mine = np.ascontiguousarray(whole[self._part(rank)])
+            os.pwrite(memory.fd, mine.tobytes(), self._at(rank, page))
 
     def read(self, page: int) -> np.ndarray:
         whole = np.full((LAYERS, HEADS, TOKENS, 2 * DIM), -1, np.float32)

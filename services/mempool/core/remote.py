@@ -123,6 +123,7 @@ class Remote:
         acquire = wire.RemoteAcquire(
             call_id=number,
             content_key=pool.memory.content_key,
+            family_key=pool.memory.family_key,
             hashes=b"".join(missing),
             handoff_id=call.handoff_id,
             wait_ms=reader.until_ms - now_ms if call.wait_ms > 0 else 0,
@@ -155,9 +156,14 @@ class Remote:
             pull.readers = [found for found in pull.readers if found[1].connection != connection]
 
     def arriving(self, number: int, address: str) -> tuple[int, Sequence[PageId]]:
-        """Space and pages of a pull whose bytes have come from there, and which waits for its source's last word."""
+        """Space and pages of a pull whose bytes have come from there, and which waits for its source's last word.
+
+        Without pages: there is none, or its blocks were cut anew, so that no sum of a page is the source's.
+        """
         pull = self.pulls.get(number)
         if pull is None or pull.address != address or pull.step is not Step.CHECKING or pull.claim is None:
+            return 0, ()
+        if pull.lease is not None and pull.lease.is_recut:
             return 0, ()
         return pull.pool.number, pull.claim.pages
 
@@ -210,6 +216,8 @@ class Remote:
         pull.pool.take_in(pull.entries[:num_good])
         pull.claim.pages = pull.claim.pages[num_good:]
         self._counters["remote_blocks"] += num_good
+        if pull.lease is not None and pull.lease.is_recut:
+            self._counters["remote_blocks_recut"] += num_good
         for _, reader in pull.readers:
             reader.came["remote"] += num_good
         self._counters["remote_blocks_stale"] += len(pull.entries) - num_good

@@ -143,29 +143,33 @@ class RemoteServe:
         self._waiting.setdefault(handoff_id, []).append(Waiting(link, call, hashes, until_ms))
 
     def _has_all(self, call: wire.RemoteAcquire, hashes: list[BlockHash]) -> bool:
-        return any(len(pool.index.prefix(hashes)) == len(hashes) for pool in self._of(call.content_key))
+        return any(len(pool.index.prefix(hashes)) == len(hashes) for pool in self._of(call))
 
     def _has_in_other_cut(self, call: wire.RemoteAcquire, hashes: list[BlockHash]) -> bool:
-        """Whether the first block is here, but in no space of these contents: hashes say nothing of the ranks.
+        """Whether the first block is here, but in no space whose pages this reader can use: hashes say nothing of them.
 
         Cost: a look-up for each space.
         """
         found = False
         for pool in self._pools.values():
             if pool.memory is not None and pool.index.prefix(hashes[:1]):
-                if pool.memory.content_key == call.content_key:
+                if _is_usable(pool, call):
                     return False
                 found = True
         return found
 
-    def _of(self, content_key: str) -> list[Pool]:
-        pools = self._pools.values()
-        return [p for p in pools if p.memory is not None and p.memory.content_key == content_key]
+    def _of(self, call: wire.RemoteAcquire) -> list[Pool]:
+        return [pool for pool in self._pools.values() if _is_usable(pool, call)]
 
     def _answer(self, link: int, call: wire.RemoteAcquire, hashes: list[BlockHash], now_ms: int) -> None:
-        """With the space that has most; the handoff, if the call names one, is over."""
-        found = [(pool, pool.index.prefix(hashes)) for pool in self._of(call.content_key)]
-        best = max(found, key=lambda item: (len(item[1]), self._landing(item[0]) is item[0]), default=None)
+        """With the space that has most, if need be in another cut; the handoff, if the call names one, is over."""
+        found = [(pool, pool.index.prefix(hashes)) for pool in self._of(call)]
+
+        def order(item: tuple[Pool, list[Entry]]) -> tuple[int, bool, bool]:
+            pool, entries = item
+            return len(entries), _is_same_cut(pool, call), self._landing(pool) is pool
+
+        best = max(found, key=order, default=None)
         if best is None or not best[1]:
             self._give(link, call, None, now_ms)
         elif not self._stage(link, call, *best, now_ms):
@@ -239,6 +243,7 @@ class RemoteServe:
                 parents=b"".join(entry.parent for entry in entries),
                 valid_tokens=u32_bytes(entry.valid_tokens for entry in entries),
                 checksums=bytes(4 * len(entries)),  # an earlier version asks for as many as pages
+                is_recut=not _is_same_cut(pool, call),
             ),
         )
 
@@ -282,3 +287,17 @@ class RemoteServe:
 def _instance(link: int) -> InstanceId:
     """Whose leases these are; no worker is called so."""
     return InstanceId(f"peer:{link}")
+
+
+def _is_same_cut(pool: Pool, call: wire.RemoteAcquire) -> bool:
+    """Whether pages of the space are the reader's own, byte for byte."""
+    return pool.memory is not None and pool.memory.content_key == call.content_key
+
+
+def _is_usable(pool: Pool, call: wire.RemoteAcquire) -> bool:
+    """Whether the reader can use pages of the space: they are its own, or it cuts them anew. Lent pages are cut as
+    their borrower's, whose description the lender's space does not have."""
+    if _is_same_cut(pool, call):
+        return True
+    memory = pool.memory
+    return memory is not None and not memory.is_loan and memory.family_key == call.family_key != ""

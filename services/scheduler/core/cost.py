@@ -169,7 +169,7 @@ def _pairs(predictor: Predictor, shortlist: Shortlist, firsts: Sequence[FirstSta
     out = []
     for first in firsts:
         known = first.candidate.known
-        place = known.content_key, known.pool_key, known.space_key
+        place = known.family_key, known.pool_key, known.space_key
         if place not in best:
             best[place] = _best_decode(predictor, first, by_family.get(known.family_key, ()))
         found = best[place]

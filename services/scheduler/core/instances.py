@@ -95,12 +95,10 @@ class Instance:
     links: LinkRates = field(default_factory=LinkRates)
     sends_ahead: bool = False  # see Hello
     target: Target = field(init=False)  # as the gateway needs it
-    content_key: str = field(init=False)  # description.content_key, hashed once
     pool_key: PoolKey | None = field(init=False)  # None: it uses no mempool
     space_key: SpaceKey | None = field(init=False)  # None: no memory of a mempool is its own
 
     def __post_init__(self) -> None:
-        self.content_key = self.description.content_key
         self.target = Target(instance=self.instance, epoch=self.epoch, role=self.role, endpoint=self.endpoint)
         self.move_to(self.pool)
 

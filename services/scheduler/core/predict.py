@@ -68,16 +68,13 @@ class DecodeStage(Struct, frozen=True, gc=False):
 
 
 def path_between(reader: Instance, holder: Instance) -> Path | None:
-    """How the reader gets pages that the holder has. None: it does not.
-
-    A mempool cuts pages anew, over other ranks, between its own spaces only: another host's are found by content key.
-    """
+    """How the reader gets pages that the holder has, which are cut anew where their ranks differ. None: it does not."""
     here, there = reader.pool_key, holder.pool_key
     if here is None or there is None or reader.family_key != holder.family_key:
         return None
     if here == there:
         return "alias" if reader.space_key is not None and reader.space_key == holder.space_key else "peer"
-    return "remote" if here[2] and there[2] and reader.content_key == holder.content_key else None
+    return "remote" if here[2] and there[2] else None
 
 
 def moved_bytes(known: Instance, tokens: int) -> int:
@@ -131,8 +128,6 @@ class Holders:
                 continue
             for tokens, known, medium in found:
                 path: Path = "remote" if pool != mine else medium
-                if path == "remote" and path_between(reader, known) is None:
-                    continue  # in another cut
                 if path == "peer" and path_between(reader, known) != "peer":
                     continue  # in the reader's own space
                 if path not in best or tokens > best[path][0]:
