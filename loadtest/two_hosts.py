@@ -12,8 +12,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
+from loadtest.packet_relay import open_tun
 from loadtest.registry import ROOT
 
 LINES_TIMEOUT_S = 60
@@ -34,6 +36,15 @@ def why_not() -> str:
     if done.returncode:
         return f"no network namespaces: {done.stderr.strip()}"
     subprocess.run(["ip", "netns", "del", name], check=False)
+    return ""
+
+
+def why_not_impaired() -> str:
+    """Why TwoHosts.impaired() cannot be had; "" when it can."""
+    try:
+        os.close(open_tun(f"quire-probe-{os.getpid() % 1000}"))
+    except OSError as error:
+        return f"no TUN device: {error}"
     return ""
 
 
@@ -98,35 +109,42 @@ class TwoHosts:
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
-    def shape(self, *netem: str) -> bool:
-        """`tc netem` at both ends, e.g. "delay", "2ms", "loss", "1%"; none takes it away.
+    @contextlib.contextmanager
+    def impaired(
+        self, *, delay_ms: float = 0.0, jitter_ms: float = 0.0, loss_share: float = 0.0, seed: int = 1
+    ) -> Iterator[dict[str, int]]:
+        """Packets between the hosts come later, in another order, or not at all (packet_relay.py), also those of
+        connections that are open already. Not while they are parted: that would not part them.
 
-        Returns: False where this kernel has no netem. Raises: RuntimeError.
+        Yields: how many packets have "passed" and were "lost", filled in at the end. Raises: OSError without TUN;
+        RuntimeError.
         """
-        for name, device in zip(self.names, DEVICES, strict=True):
-            remove = ["tc", "-n", name, "qdisc", "del", "dev", device, "root"]
-            subprocess.run(remove, capture_output=True, check=False)
-            if netem:
-                try:
-                    run(
-                        "tc",
-                        "-n",
-                        name,
-                        "qdisc",
-                        "add",
-                        "dev",
-                        device,
-                        "root",
-                        "netem",
-                        "limit",
-                        "100000",
-                        *netem,
-                    )
-                except RuntimeError as error:
-                    if "kind is unknown" in str(error):
-                        return False
-                    raise
-        return True
+        devices = [f"quire-tun-{side}" for side in "ab"]
+        fds = [open_tun(device) for device in devices]
+        words = [
+            "--delay-ms", str(delay_ms), "--jitter-ms", str(jitter_ms), "--loss-share", str(loss_share),
+            "--seed", str(seed),
+        ]  # fmt: skip
+        command = [sys.executable, "-m", "loadtest.packet_relay", *map(str, fds), *words]
+        counts: dict[str, int] = {}
+        relay = subprocess.Popen(command, cwd=ROOT, pass_fds=fds, stdout=subprocess.PIPE, text=True)
+        try:
+            for fd in fds:
+                os.close(fd)  # the devices, and the routes by them, are gone with the relay
+            assert relay.stdout is not None
+            if not relay.stdout.readline():
+                raise RuntimeError(f"the relay ended with {relay.wait()}")
+            for name, device in zip(self.names, devices, strict=True):
+                run("ip", "link", "set", device, "netns", name)
+                run("ip", "-n", name, "link", "set", device, "up")
+            for number, (name, device) in enumerate(zip(self.names, devices, strict=True)):
+                route = [f"10.213.7.{2 - number}/32", "dev", device, "src", f"10.213.7.{number + 1}"]
+                run("ip", "-n", name, "route", "replace", *route)
+            yield counts
+        finally:
+            relay.terminate()
+            told = relay.communicate()[0]
+            counts.update(json.loads(told) if told else {})
 
     def limit(self, bytes_per_s: int, *, burst_bytes: int = 1 << 17, queue_bytes: int = 64 << 20) -> None:
         """No more than so many bytes a second in either direction, by a token bucket; 0: as fast as it goes.
@@ -166,8 +184,7 @@ class TwoHosts:
         return ("ip", "netns", "exec", self.names[number])
 
     def heal(self) -> None:
-        """Undo shape() and partition()."""
-        self.shape()
+        """Undo partition()."""
         self._neighbours("del")
 
     def _neighbours(self, action: str, *arguments: str) -> None:

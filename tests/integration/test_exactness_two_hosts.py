@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from loadtest.two_hosts import why_not_impaired
 from shared.ids import InstanceId
 from shared.testing.cluster import Cluster
 from shared.wire.requests import KvPlan
@@ -33,7 +34,8 @@ FIRST = [
     "n3-seeded", "max-tokens-1", "max-tokens-2", "penalties",
 ]  # fmt: skip
 SECOND = "second-257"  # after greedy-257
-DURING_CUTS = [f"greedy-{n}" for n in (33, 47, 96, 100, 128, 161, 200, 320, 400, 511, 640, 777, 1000, 1280)]
+IMPAIRED = ["greedy-161", "greedy-511", "seeded-400", "greedy-1280"]  # of which nothing is computed before
+DURING_CUTS = [f"greedy-{n}" for n in (33, 47, 96, 100, 128, 200, 320, 640, 777, 1000)]
 COMPUTE_S = 30.0  # a whole request, on a busy machine
 DETECTED_S = 2.0
 
@@ -128,6 +130,24 @@ def test_a_prompt_of_another_host_is_fetched_as_told(cluster, pools):
     assert (fetched.receipt.tokens_remote, fetched.receipt.tokens_computed) == (320, 10), fetched.receipt
     assert fetched.receipt.fetch_path == "remote"
     until_at_rest(pools)
+
+
+def test_no_token_is_wrong_over_a_network_that_delays_reorders_and_loses_packets(
+    reference, cluster, pools, hosts
+):
+    """Of connections that were made before, and of new ones: mempools, pages and their checks all go this way."""
+    if reason := why_not_impaired():
+        pytest.skip(reason)
+    before = status_of(pools[1]).counters["remote_blocks"]
+    with hosts.impaired(delay_ms=5, jitter_ms=3, loss_share=0.01) as counts:
+        with httpx.Client(base_url=cluster.url, timeout=180) as client:
+            for name in IMPAIRED:
+                assert_same(name, complete(client, CASES[name], reference[name]), reference[name])
+        _, here = until_at_rest(pools)
+        moved = here.counters["remote_blocks"] - before
+    assert counts["lost"] > 0, counts
+    assert counts["passed"] > moved, "a packet or more for a block"
+    assert moved > 0, here.counters
 
 
 def test_no_token_is_wrong_and_nothing_hangs_while_the_link_is_cut_during_transfers(

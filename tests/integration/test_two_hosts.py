@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from loadtest.two_hosts import Ends
+from loadtest.two_hosts import Ends, why_not_impaired
 
 PAGE_BYTES = 256 << 10
 NUM_PAGES = 32
@@ -40,12 +40,18 @@ def until_settled(ends, seconds):
     return state
 
 
-def test_delay_and_loss_cost_time_and_no_byte(hosts, ends):
-    if not hosts.shape("delay", "2ms", "1ms", "loss", "1%"):
-        pytest.skip("this kernel has no netem")
-    for _ in range(3):
-        answer = ends.order("pull", source=SOURCE, target=TARGET)
-        assert answer["right"], answer
+def test_delay_reordering_and_loss_cost_time_and_no_byte(hosts, ends):
+    if reason := why_not_impaired():
+        pytest.skip(reason)
+    with hosts.impaired(delay_ms=2, jitter_ms=1, loss_share=0.01) as counts:
+        begun = time.monotonic()
+        for _ in range(3):
+            answer = ends.order("pull", source=SOURCE, target=TARGET, timeout_ms=30_000)
+            assert answer["right"], answer
+        assert time.monotonic() - begun > 3 * 0.004, "there and back"
+    assert counts["lost"] > 5, counts
+    assert counts["passed"] * 1_500 > 3 * len(SOURCE) * PAGE_BYTES, "all of it came this way"
+    assert ends.order("pull", source=SOURCE, target=TARGET)["right"]
 
 
 def test_a_flapping_network_costs_time_and_no_byte(hosts):
