@@ -97,8 +97,8 @@ class Relay:
 def main(argv: list[str]) -> None:
     """See the module."""
     parser = argparse.ArgumentParser(
-        prog="python -m loadtest.packet_relay", description=__doc__.splitlines()[0]
-    )  # type: ignore[union-attr]
+        prog="python -m loadtest.packet_relay", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument(
         "fds", type=int, nargs=2, metavar="FD", help="descriptor of a TUN device, non-blocking"
     )
