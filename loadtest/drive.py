@@ -16,9 +16,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from loadtest.http_client import Client
 from loadtest.open_loop import OpenLoop, Plan, lag_p99_ms, verdict
@@ -123,13 +121,7 @@ def _requests(options: argparse.Namespace) -> tuple[list[Request], bool]:
 
 
 def _workload_options(options: argparse.Namespace) -> catalogue.Options:
-    known = {one.name: one.type for one in fields(catalogue.Options)}
-    more: dict[str, Any] = {}
-    for text in options.set:
-        name, sep, value = text.partition("=")
-        if not sep or name not in known:
-            raise ValueError(f"--set {text}: want NAME=VALUE with a name of {', '.join(sorted(known))}")
-        more[name] = int(value) if known[name] is int else float(value)
+    more = catalogue.settings(options.set)
     whole = options.workload == "loogle"  # ends with its sessions
     seconds = options.seconds or (0.0 if options.requests or whole else 60.0)
     return catalogue.Options(

@@ -8,24 +8,28 @@ rounds those above 100 ms to two digits). The POST row is the time to the respon
 rows `ttft`, `tpot` and `e2e` are the measurements. Without --headless the same runs from locust's web page.
 
 With --workload NAME (loadtest/workloads), users play that workload's sessions instead, each its own, as chat messages
-and with the server's real answers as history; arrival times are the users' then, not the workload's.
+and with the server's real answers as history; with --trace FILE (Mooncake JSONL, Azure CSV) those of the file, once.
+Arrival times are the users' then, not the workload's or the file's: loadtest.drive keeps those.
 """
 
 import itertools
 import json
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import gevent
 from locust import FastHttpUser, constant, events, task
+from locust.exception import StopUser
 
 from loadtest.sse import StreamError, StreamTimes, read_stream
 from loadtest.workloads import tokens
-from loadtest.workloads.catalogue import WORKLOADS
+from loadtest.workloads.catalogue import WORKLOADS, settings
 from loadtest.workloads.request import Request
-from loadtest.workloads.shelf import Shelf
+from loadtest.workloads.shelf import NothingLeft, Shelf
+from loadtest.workloads.trace_files import TraceError
 
 USERS = itertools.count()
 TOPICS = Path(__file__).with_name("prompts.txt").read_text().splitlines()
@@ -42,19 +46,54 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "--workload", default="", choices=["", *WORKLOADS], help="play this workload's sessions"
     )
+    parser.add_argument(
+        "--set", default="", help="options of the workload: NAME=VALUE, commas between several"
+    )
+    parser.add_argument(
+        "--trace", default="", help="play the sessions of this Mooncake JSONL or Azure CSV file"
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths; what sessions share stays")
+    parser.add_argument(
+        "--context", type=int, default=0, help="tokens that the model takes; longer prompts are cut"
+    )
     parser.add_argument("--bearer", default="", env_var="QUIRE_API_KEY", is_secret=True, help="API key")
+
+
+@events.init.add_listener
+def check_options(environment: Any, **_: Any) -> None:
+    """What cannot be played is said before anything starts."""
+    shelf_of(environment.parsed_options)
 
 
 @events.test_start.add_listener
 def open_log(environment: Any, **_: Any) -> None:
     """One line-buffered file per run."""
     options = environment.parsed_options
-    environment.shelf = Shelf(options.workload, options.seed) if options.workload else None
+    environment.shelf, environment.num_playing = shelf_of(options), 0
     path = options.jsonl
     environment.request_log = None
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         environment.request_log = Path(path).open("w", buffering=1)  # noqa: SIM115  closed at test_stop
+
+
+def shelf_of(options: Any) -> Shelf | None:
+    """What users play; None: chats about a topic. Ends the process with status 2 on what cannot be played."""
+    how = {"factor": options.scale, "context_tokens": options.context}
+    texts = [text for text in options.set.split(",") if text]
+    try:
+        if options.trace:
+            if options.workload or texts:
+                raise ValueError("--trace is a workload of its own: leave --workload and --set out")
+            return Shelf.of_trace(Path(options.trace), **how)
+        if options.workload:
+            return Shelf.of_workload(options.workload, options.seed, settings(texts), **how)
+        if texts:
+            raise ValueError("--set wants a --workload")
+    except (ValueError, TraceError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    return None
 
 
 @events.test_stop.add_listener
@@ -93,13 +132,28 @@ class ChatUser(FastHttpUser):
     def chat(self) -> None:
         """One streamed turn, or one session of the workload."""
         if self.environment.shelf is not None:
-            self._play(self.environment.shelf.take())
+            self._play_next(self.environment.shelf)
             return
         if len(self.messages) >= 2 * self.options.turns:
             self.messages = []
         self.messages.append({"role": "user", "content": self.random.choice(TOPICS)})
         text = self._turn(self.messages, {"max_tokens": self.options.max_tokens})
         self.messages = [] if text is None else [*self.messages, {"role": "assistant", "content": text}]
+
+    def _play_next(self, shelf: Shelf) -> None:
+        """Ends the run where nothing is left of a trace, and nobody plays any more."""
+        environment = self.environment
+        try:
+            session = shelf.take()
+        except NothingLeft:
+            if not environment.num_playing:
+                environment.runner.quit()
+            raise StopUser from None
+        environment.num_playing += 1
+        try:
+            self._play(session)
+        finally:
+            environment.num_playing -= 1
 
     def _play(self, session: list[Request]) -> None:
         """Its turns in order; a failed one ends it."""

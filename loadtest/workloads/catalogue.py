@@ -1,8 +1,9 @@
 """Every workload by name. `build("sharegpt", Options(rate_per_s=2, seconds=60, seed=1))` is a list of requests."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from loadtest.workloads import arrivals, conversations, published
 from loadtest.workloads.arrivals import Arrivals, Burst, Poisson
@@ -47,6 +48,18 @@ class Workload:
     make: Callable[[Options, float], list[Request]]
     real_history: bool = False
     takes: frozenset[str] = field(default_factory=frozenset)
+
+
+def settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Options by name, of "NAME=VALUE" words. Raises: ValueError with what there is."""
+    known = {one.name: one.type for one in fields(Options)}
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, sep, value = text.partition("=")
+        if not sep or name not in known:
+            raise ValueError(f"--set {text}: want NAME=VALUE with a name of {', '.join(sorted(known))}")
+        found[name] = int(value) if known[name] is int else float(value)
+    return found
 
 
 def build(name: str, options: Options) -> list[Request]:

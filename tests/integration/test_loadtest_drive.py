@@ -159,3 +159,55 @@ def test_locust_users_play_the_same_sessions(upstream, tmp_path):
             break
     assert len(lines) >= 2
     assert {line["error"] for line in lines} == {""}
+
+
+LOCUST = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless", "-u", "2", "-r", "2"]
+
+
+def test_locust_users_play_a_trace_to_its_end(upstream, tmp_path):
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "load.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 400, "output_length": 50, "hash_ids": [number]}
+        for number in range(5)
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = [
+        "-t",
+        "180s",
+        "-H",
+        upstream.base_url,
+        "--trace",
+        str(trace),
+        "--scale",
+        "0.1",
+        "--jsonl",
+        str(out),
+    ]
+    done = subprocess.run(
+        [*LOCUST, *more], cwd=ROOT, capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["error"] for line in lines] == [""] * 5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--trace", "none.jsonl"], "none.jsonl"), (["--set", "share_ratio=2"], "--set wants a --workload"),
+        (["--workload", "react", "--set", "share_ratio=2"], "no use for share_ratio"),
+        (["--workload", "loogle", "--set", "x"], "want NAME=VALUE"),
+        (["--workload", "loogle", "--trace", "t.csv"], "leave --workload"),
+    ],
+)  # fmt: skip
+def test_locust_says_what_cannot_be_played(upstream, words, said):
+    done = subprocess.run(
+        [*LOCUST, "-H", upstream.base_url, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert said in done.stderr

@@ -10,7 +10,7 @@ from loadtest.outcomes import Outcome, Run, read_run, sources_of, take_receipt, 
 from loadtest.reports import render, summary
 from loadtest.reports.summary import Slo, bootstrap, nearest_rank, summarise
 from loadtest.sse import read_pieces
-from loadtest.workloads.shelf import Shelf
+from loadtest.workloads.shelf import NothingLeft, Shelf
 
 RECEIPT = {
     "placement": "disaggregated",
@@ -149,8 +149,39 @@ def test_events_have_the_time_of_the_piece_that_ended_them():
 
 
 def test_a_shelf_gives_whole_sessions_without_end():
-    shelf = Shelf("sharegpt", 1)
+    shelf = Shelf.of_workload("sharegpt", 1)
     for _ in range(150):
         session = shelf.take()
         assert [one.turn for one in session] == list(range(len(session)))
         assert len({one.session for one in session}) == 1
+
+
+def test_a_shelf_of_a_workload_is_told_the_workloads_options():
+    first = Shelf.of_workload("loogle", 1, {"document_tokens": 50}, factor=0.5).take()[0]
+    longer = Shelf.of_workload("loogle", 1, {"document_tokens": 500}).take()[0]
+    assert first.prompt_tokens < 60 < 500 < longer.prompt_tokens
+    with pytest.raises(ValueError, match="no use for share_ratio"):
+        Shelf.of_workload("react", 1, {"share_ratio": 2})
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "lengths.csv"])
+def test_a_shelf_of_a_trace_gives_each_session_once(tmp_path, name):
+    path = tmp_path / name
+    lines = {
+        "trace.jsonl": [
+            '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}',
+            '{"timestamp": 9, "input_length": 1200, "output_length": 5, "hash_ids": [1, 2, 3]}',
+            '{"timestamp": 9, "input_length": 100, "output_length": 7, "hash_ids": [9]}',
+        ],
+        "lengths.csv": ["ContextTokens,GeneratedTokens", "600,5", "1200,5", "100,7"],
+    }
+    path.write_text("\n".join(lines[name]) + "\n")
+    shelf = Shelf.of_trace(path, factor=0.1, context_tokens=100)
+    taken = []
+    while len(taken) < 3:
+        taken += shelf.take()
+    with pytest.raises(NothingLeft):
+        shelf.take()
+    assert len(taken) == 3
+    assert {one.output_tokens for one in taken} == {1}
+    assert max(one.prompt_tokens for one in taken) <= 100 - 1
