@@ -3,17 +3,23 @@
 import asyncio
 from collections.abc import Coroutine
 
+LOST_TASK = "lost_task"  # key of the loop's context: the name of a task that ended by a bug
+
 
 def begin_task(work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-    """Run it on the running loop; the task is the caller's to cancel. What it raises is raised into the loop, whose
-    handler logs it and, in coordinator, scheduler and mempool, ends the process (end_on_bug(),
-    shared/observe/service.py); gateways and workers go on without it.
+    """Run it on the running loop; the task is the caller's to cancel. What it raises is told to the loop's handler,
+    which logs it and, in our services, ends the process: end_on_bug(), end_on_lost_task() (shared/observe/service.py).
     """
     task = asyncio.get_running_loop().create_task(work, name=name)
-    task.add_done_callback(_raise)
+    task.add_done_callback(_tell)
     return task
 
 
-def _raise(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.result()
+def _tell(task: asyncio.Task[None]) -> None:
+    if task.cancelled():
+        return
+    error = task.exception()
+    if error is not None:
+        name = task.get_name()
+        context = {"message": f"the background task {name} ended by a bug", LOST_TASK: name}
+        task.get_loop().call_exception_handler({**context, "exception": error})

@@ -30,7 +30,7 @@ class DeskLoop:
         )  # a space has one offer and one ask under way, and its reclaims
 
     def open(self) -> None:
-        """Begin. Never waits. What deciding raises is raised into the loop: it is a bug."""
+        """Begin. Never waits. What deciding raises is told to the loop: it is a bug."""
         self._task = begin_task(self._run(), "mempool-desk")
 
     async def close(self) -> None:

@@ -28,6 +28,7 @@ from shared.aqua.loop_thread import LoopThread
 from shared.aqua.own_space import OwnSpace
 from shared.aqua.pages import Directory, Location, Pages
 from shared.aqua.settings import AquaSettings, MemoryEvent
+from shared.background_task import begin_task
 from shared.errors import InvalidRequest, NotHeld, OutOfPages, PeerGone, StaleEpoch
 from shared.ids import BlockHash, InstanceId
 from shared.mempool.api import MemPoolApi
@@ -120,7 +121,7 @@ class Aqua:
             name, client, market, self._loan_changed, wanted_bytes=settings.borrow_bytes,
             min_bytes=self._own.page_bytes, ttl_ms=settings.ttl_ms, every_ms=settings.every_ms,
         )  # fmt: skip
-        self._asking = asyncio.create_task(borrower.run(), name="aqua-borrower")
+        self._asking = begin_task(borrower.run(), "aqua-borrower")
         return api, client, market, borrower
 
     # -- tensors ----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from shared.background_task import begin_task
 from shared.engine.worker_config import WorkerSettings
 
 INTERVAL_S = 1.0
@@ -25,7 +26,7 @@ class FairView:
     def start(self) -> None:
         """Needs the event loop."""
         if self._core is not None:
-            self._task = asyncio.create_task(self._follow())
+            self._task = begin_task(self._follow(), "fair-view")
 
     async def _follow(self) -> None:
         with contextlib.suppress(EngineDeadError, EngineGenerateError):  # then others say so

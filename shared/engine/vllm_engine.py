@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from shared.background_task import begin_task
 from shared.engine import fair_scheduler, far_scheduler, page_room, page_scheduler
 from shared.engine.cache_events import CacheEventReceiver
 from shared.engine.describe import describe_engine, why_not_in_pages
@@ -191,7 +192,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Begin to deliver cache events."""
-        self._event_task = asyncio.create_task(self._poll_events())
+        self._event_task = begin_task(self._poll_events(), "cache-events")
         self._fair.start()
 
     async def _poll_events(self) -> None:

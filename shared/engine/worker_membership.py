@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from shared.background_task import begin_task
 from shared.engine.interface import EngineLoad
 from shared.engine.worker_config import WorkerSettings
 from shared.ids import Epoch
@@ -52,7 +53,7 @@ class MembershipKeeper:
     def register_again(self) -> None:
         """Ask for a larger epoch. Asking while it is being asked changes nothing."""
         if self._again is None and self._client is not None:
-            self._again = asyncio.get_running_loop().create_task(self._replace(self._client))
+            self._again = begin_task(self._replace(self._client), "register-again")
 
     async def leave(self) -> None:
         """Orderly end. An absent coordinator notices by itself."""

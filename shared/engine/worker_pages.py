@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from shared.background_task import begin_task
 from shared.costmodel.transfer import CAREFUL_RATES
 from shared.engine.interface import HeldPages
 from shared.engine.worker_config import WorkerSettings
@@ -368,7 +369,7 @@ class PromptPages:
         if engine_done:
             self._leases.discard(lease_id)
             return
-        task = asyncio.get_running_loop().create_task(self._settle(lease_id, engine), name="settle-lease")
+        task = begin_task(self._settle(lease_id, engine), "settle-lease")
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 

@@ -14,6 +14,7 @@ import dataclasses
 import signal
 from typing import Any, Protocol
 
+from shared.background_task import begin_task
 from shared.engine.calibration import calibrate
 from shared.engine.interface import CacheEvent, Engine, EngineLoad
 from shared.engine.worker_attempt import AttemptContext
@@ -163,7 +164,7 @@ class WorkerShell:
         _log.info("worker_listens", endpoint=self.endpoint, role=self.role, admin=self.admin.address)
         if self.membership is not None:
             self.membership.start(self.endpoint)
-        watch = asyncio.create_task(self._watch_engine())
+        watch = begin_task(self._watch_engine(), "engine-watch")
         await self._stopped.wait()
         watch.cancel()
         await self._end()

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import uvloop
 
+from shared.background_task import LOST_TASK
 from shared.errors import SettingsError
 from shared.observe import log, trace
 
@@ -80,20 +81,43 @@ def end_on_signal() -> asyncio.Future[int]:
 def end_on_bug(
     service: str, ended: asyncio.Future[int], state: Callable[[], dict[str, Any]] | None = None
 ) -> None:
-    """From now on a callback of the loop that raises ends the service with status 70: its state may be half changed.
+    """From now on a callback of the loop that raises, or a background task that ends by a bug, ends the service with
+    status 70: its state may be half changed.
 
     Args: state: what to log then.
     """
     logger = log.get_logger(service)
 
     def on_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        logger.error("loop_error", message=context["message"], exc_info=context.get("exception"))
-        if "handle" in context:  # a callback raised; the rest is lost tasks and sockets
+        _log_loop_error(logger, context)
+        if (
+            "handle" in context or LOST_TASK in context
+        ):  # the rest is connections, and tasks that somebody awaits
             if state is not None:
                 logger.error("invariant_broken", **state())
             _end(ended, EXIT_BUG)
 
     asyncio.get_running_loop().set_exception_handler(on_loop_error)
+
+
+def end_on_lost_task(service: str, end: Callable[[str], None]) -> None:
+    """From now on a background task that ends by a bug calls `end` with its name: what it did would be done no more.
+
+    For gateways and workers. A callback that raises is only logged there: it was one request's or one message's, and
+    all the others would end with it, in one process after another where the request is repeated.
+    """
+    logger = log.get_logger(service)
+
+    def on_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        _log_loop_error(logger, context)
+        if LOST_TASK in context:
+            end(context[LOST_TASK])
+
+    asyncio.get_running_loop().set_exception_handler(on_loop_error)
+
+
+def _log_loop_error(logger: Any, context: dict[str, Any]) -> None:
+    logger.error("loop_error", message=context["message"], exc_info=context.get("exception"))
 
 
 def _end(ended: asyncio.Future[int], status: int) -> None:

@@ -31,7 +31,7 @@ class Background:
         self._task: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """Start in the background of the running loop. Never waits. What a callback raises is raised into the loop."""
+        """Start in the background of the running loop. Never waits. What a callback raises is told to the loop."""
         if self._task is None:
             self._task = begin_task(self._run(), type(self).__name__)
 

@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 import hiredis
 
+from shared.background_task import begin_task
 from shared.errors import Overloaded, PeerError, PeerGone, PeerProtocolError, PeerTimeout, SettingsError
 
 CONNECT_TIMEOUT_S = 1.0
@@ -194,7 +195,7 @@ class RedisLink:
     def open(self) -> None:
         """Start connecting, and go on for as long as the link is open. Never waits."""
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._keep(), name="redis-link")
+            self._task = begin_task(self._keep(), "redis-link")
 
     async def wait_up(self, timeout_ms: int) -> bool:
         """Whether it is connected within the time."""
@@ -253,7 +254,8 @@ class RedisLink:
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     connection = await self._connect()
-            except (OSError, TimeoutError, PeerError) as error:
+            except (OSError, TimeoutError, ValueError, PeerError) as error:
+                # ValueError: a name that no host can have
                 self.last_error = f"{type(error).__name__}: {error}"
                 await asyncio.sleep(wait_s)
                 wait_s = min(RECONNECT_MAX_S, 2 * wait_s)

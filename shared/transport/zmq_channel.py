@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Generic, TypeVar
 
+from shared.background_task import begin_task
 from shared.errors import Overloaded, PeerGone, PeerProtocolError, PeerTimeout, SettingsError
 from shared.transport.zmtp_peer import HEARTBEAT_TIMEOUT_MS, ZmtpPeer
 from shared.wire.codec import Channel
@@ -89,7 +90,7 @@ class DealerLink(Generic[Out, In]):
             where = parse_endpoint(self.endpoint)
         except ValueError as error:
             raise SettingsError(f"cannot connect to {self.endpoint!r}: {error}") from error
-        self._task = asyncio.get_running_loop().create_task(self._keep(where), name="zmq-link")
+        self._task = begin_task(self._keep(where), "zmq-link")
 
     def dial_now(self) -> None:
         """Somebody says that the peer is back: a pause between two attempts ends here."""
@@ -109,7 +110,7 @@ class DealerLink(Generic[Out, In]):
         wait_ms = RECONNECT_MIN_MS
         while True:
             self._lost.clear()
-            with suppress(OSError, TimeoutError):
+            with suppress(OSError, TimeoutError, ValueError):  # ValueError: a name that no host can have
                 async with asyncio.timeout(CONNECT_TIMEOUT_MS / 1000):
                     await self._dial(where)
                 await self._lost.wait()

@@ -1,4 +1,4 @@
-"""A bug that ends a background task is raised into the loop, which ends a service: no function stops silently."""
+"""A bug that ends a background task is told to the loop, which ends the process: no function stops silently."""
 
 import asyncio
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from services.gateway.core.request_flow import Limits
 from services.mempool.core.wishes import Wish
 from services.mempool.desk_loop import DeskLoop
 from services.mempool.tree import TreePublishers
-from shared.background_task import begin_task
+from shared.background_task import LOST_TASK, begin_task
 from shared.engine.worker_loads import LoadReports
 from shared.engine.worker_room import DecodeRoom
 from shared.ids import Epoch, InstanceId
@@ -20,8 +20,12 @@ from shared.prompttree.client import PromptTreeClient
 from shared.prompttree.publisher import PromptTreePublisher
 from shared.transport.coordinator_api import CoordinatorApi
 from shared.transport.membership_client import MembershipPoller
+from shared.transport.redis_link import RedisLink
+from shared.transport.zmq_channel import DealerLink
 from shared.wire.lending import AskReclaim
 from shared.wire.membership import InstanceList
+from shared.wire.requests import TO_GATEWAY, TO_WORKER
+from tests.integration.gateway_rig import until
 
 NOWHERE = "redis://127.0.0.1:1"
 
@@ -36,12 +40,12 @@ def bug(*_args, **_how):
 
 @pytest.fixture
 async def raised():
-    """A future of the first context that a callback of the loop raised with, as end_on_bug() sees it."""
+    """A future of what ended the first background task that a bug ended, as end_on_bug() hears of it."""
     loop = asyncio.get_running_loop()
     found = loop.create_future()
 
     def handler(_, context):
-        if "handle" in context and not found.done():
+        if LOST_TASK in context and not found.done():
             found.set_result(context["exception"])
 
     loop.set_exception_handler(handler)
@@ -53,7 +57,7 @@ async def ends_loudly(raised):
     assert isinstance(await asyncio.wait_for(raised, 30), Bug)
 
 
-async def test_what_a_task_raises_is_raised_into_the_loop_and_a_cancelled_one_says_nothing(raised):
+async def test_what_a_task_raises_is_told_to_the_loop_and_a_cancelled_one_says_nothing(raised):
     async def fails():
         bug()
 
@@ -164,3 +168,48 @@ async def test_a_client_of_a_mempool_that_cannot_connect_by_a_bug_says_so(raised
     it.start()
     await ends_loudly(raised)
     await it.close()
+
+
+async def test_a_link_to_redis_whose_owner_cannot_go_on_when_it_is_up_ends_loudly(raised, monkeypatch):
+    """It made no connection any more, and nobody heard why."""
+    it = RedisLink(NOWHERE, on_up=bug)
+
+    async def connects():
+        return SimpleNamespace(abort=lambda: None)
+
+    monkeypatch.setattr(it, "_connect", connects)
+    it.open()
+    await ends_loudly(raised)
+    await it.close()
+
+
+def dealer(endpoint):
+    return DealerLink(endpoint, out=TO_WORKER, into=TO_GATEWAY, on_message=lambda *_: None)
+
+
+async def test_a_link_that_cannot_dial_by_a_bug_ends_loudly(raised, monkeypatch):
+    it = dealer("tcp://127.0.0.1:1")
+    monkeypatch.setattr(it, "_dial", bug)
+    it.open()
+    await ends_loudly(raised)
+    it.close()
+
+
+async def test_a_name_that_no_host_can_have_is_a_peer_that_is_not_there(raised, monkeypatch):
+    """Python's resolver raises ValueError for it: an endpoint that some worker named is nobody's bug."""
+    dials = []
+    it = dealer("tcp://a..b:1")
+    dial = it._dial
+
+    async def counted(where):
+        dials.append(where)
+        await dial(where)
+
+    monkeypatch.setattr(it, "_dial", counted)
+    it.open()
+    redis = RedisLink("redis://a..b:1")
+    redis.open()
+    await until(lambda: len(dials) > 1 and redis.last_error)
+    assert not raised.done()
+    it.close()
+    await redis.close()

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import structlog
 
+from shared.background_task import begin_task
 from shared.errors import SettingsError
 from shared.observe import service
 
@@ -56,6 +57,28 @@ async def after_a_bug(_: Settings) -> int:
     return status
 
 
+async def fails() -> None:
+    raising()
+
+
+async def after_a_background_task_that_a_bug_ended(_: Settings) -> int:
+    ended = service.end_on_signal()
+    service.end_on_bug("x", ended)
+    begin_task(fails(), "x-tick")
+    return await asyncio.wait_for(ended, 30)
+
+
+async def who_hears_of_lost_tasks_alone(_: Settings) -> int:
+    lost = asyncio.get_running_loop().create_future()
+    service.end_on_lost_task("x", lost.set_result)
+    asyncio.get_running_loop().call_soon(raising)
+    await asyncio.sleep(0.01)
+    assert not lost.done(), "a callback was one request's"
+    begin_task(fails(), "x-tick")
+    assert await asyncio.wait_for(lost, 30) == "x-tick"
+    return service.EXIT_BUG
+
+
 async def after_a_lost_tasks_error(_: Settings) -> int:
     ended = service.end_on_signal()
     service.end_on_bug("x", ended)
@@ -72,7 +95,14 @@ async def with_a_taken_address(_: Settings) -> int:
 
 @pytest.mark.parametrize(
     ("run", "status"),
-    [(after_a_signal, 0), (after_a_bug, 70), (after_a_lost_tasks_error, 0), (with_a_taken_address, 2)],
+    [
+        (after_a_signal, 0),
+        (after_a_bug, 70),
+        (after_a_background_task_that_a_bug_ended, 70),
+        (who_hears_of_lost_tasks_alone, 70),
+        (after_a_lost_tasks_error, 0),
+        (with_a_taken_address, 2),
+    ],
 )
 def test_every_end_has_its_status(run, status, capsys):
     assert service.main("x", lambda argv: Settings(), run) == status
