@@ -7,13 +7,14 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from contextlib import suppress
 
 from services.gateway import config
 from services.gateway.config import GatewaySettings, split_listen
+from services.gateway.core.restarts import Restarts
 from shared.errors import SettingsError
 
-RESTART_PAUSE_S = 0.5
 PR_SET_PDEATHSIG = 1
 
 
@@ -37,8 +38,8 @@ def bind(settings: GatewaySettings) -> socket.socket:
     return listener
 
 
-def run_one(settings: GatewaySettings, listener: socket.socket, number: int) -> None:
-    """One process; returns after an orderly end."""
+def run_one(settings: GatewaySettings, listener: socket.socket, number: int) -> int:
+    """One process, until its orderly end; the exit status."""
     import uvloop  # imported here: after use_shared_metrics(), and in each child
 
     from services.gateway.server import serve
@@ -54,7 +55,7 @@ def run_one(settings: GatewaySettings, listener: socket.socket, number: int) -> 
         sample_ratio=settings.trace_sample_ratio,
     )
     try:
-        uvloop.run(serve(settings, listener))
+        return uvloop.run(serve(settings, listener))
     finally:
         trace.shutdown()
 
@@ -74,10 +75,11 @@ def _child(settings: GatewaySettings, address: tuple[str, int], number: int) -> 
         if os.getppid() == parent:
             host = f"[{address[0]}]" if ":" in address[0] else address[0]
             own = config.with_listen(settings, f"{host}:{address[1]}")
-            run_one(own, bind(own), number)
-            code = 0
+            code = run_one(own, bind(own), number)
     except SettingsError as error:
         print(f"gateway: {error.message}", file=sys.stderr)  # noqa: T201 - the logger is not set up yet
+    except BaseException:  # noqa: BLE001 - the process ends here; its log must say why
+        traceback.print_exc()
     finally:
         os._exit(code)
 
@@ -90,42 +92,48 @@ def _forget_levels(pid: int) -> None:
 
 
 def run_many(settings: GatewaySettings, reserved: socket.socket) -> None:
-    """N processes on one address; one that dies is started again. `reserved` holds the port, unlistened."""
+    """N processes on one address; one that ends is started again. `reserved` holds the port, unlistened."""
     address = reserved.getsockname()[:2]
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda caught, _frame: stopping.append(caught))
-    children = {_child(settings, address, n): n for n in range(settings.processes)}
+    children: dict[int, int] = {}
+    due_s = dict.fromkeys(range(settings.processes), 0.0)  # of those that are to be started, by number
+    restarts = Restarts()
     replacing = True
-    while children:
+    while children or due_s:
         if stopping:
             for pid in children:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
             stopping.clear()
+            due_s.clear()
             replacing = False
-        pid, _status = os.waitpid(-1, os.WNOHANG)
+        now_s = time.monotonic()
+        for number in [n for n, when_s in due_s.items() if when_s <= now_s]:
+            del due_s[number]
+            children[_child(settings, address, number)] = number
+            restarts.began(number, now_s)
+        pid, _status = os.waitpid(-1, os.WNOHANG) if children else (0, 0)
         if not pid:
             time.sleep(0.05)
             continue
         _forget_levels(pid)
         number = children.pop(pid, None)
         if number is not None and replacing:
-            time.sleep(RESTART_PAUSE_S)
-            children[_child(settings, address, number)] = number
+            due_s[number] = restarts.ended(number, time.monotonic())
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 after an orderly end, 2 when a setting is wrong."""
+    """Exit status: 0 after an orderly end, 2 when a setting is wrong, 70 after a bug of ours."""
     try:
         settings = config.load(argv)
         listener = bind(settings)
         if settings.processes == 1:
-            run_one(settings, listener, 0)
-        else:
-            with tempfile.TemporaryDirectory(prefix="quire-gateway-metrics-") as folder:
-                config.use_shared_metrics(folder)
-                run_many(settings, listener)
+            return run_one(settings, listener, 0)
+        with tempfile.TemporaryDirectory(prefix="quire-gateway-metrics-") as folder:
+            config.use_shared_metrics(folder)
+            run_many(settings, listener)
     except SettingsError as error:
         print(f"gateway: {error.message}", file=sys.stderr)  # noqa: T201 - for whoever started it by hand
         return 2

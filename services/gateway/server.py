@@ -1,8 +1,11 @@
-"""One gateway process: the application on uvicorn, and an orderly end."""
+"""One gateway process: the application on uvicorn, and an orderly end.
+
+A signal ends it with status 0. A background task that a bug ended does so with status 70 and sooner: who goes on
+without it answers from what it knew then, as if all were well. Whoever started it starts it again.
+"""
 
 import asyncio
 import contextlib
-import signal
 import socket
 from collections.abc import Generator
 
@@ -12,11 +15,16 @@ from services.gateway.app import create_app
 from services.gateway.config import GatewaySettings
 from services.gateway.deps import Gateway
 from services.gateway.http_protocol import GatewayProtocol, Limits
+from shared.observe import service
 from shared.observe.log import get_logger
 from shared.transport.heap import settle_heap
+from shared.wire.requests import ALIVE_TIMEOUT_MS
 
 DRAIN_POLL_S = 0.05
 BACKLOG = 2_048
+# after a bug: workers go on for so long for a gateway that says Alive no more
+BROKEN_DRAIN_MS = ALIVE_TIMEOUT_MS
+END_LIMIT_S = 10.0  # after a bug, for what follows the draining
 
 _log = get_logger("gateway.server")
 
@@ -61,33 +69,40 @@ def make_server(gateway: Gateway) -> uvicorn.Server:
     return _Server(config)
 
 
-async def serve(settings: GatewaySettings, listener: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and return."""
+async def serve(settings: GatewaySettings, listener: socket.socket) -> int:
+    """Serve until SIGTERM, SIGINT or a bug in the background, then drain; the exit status."""
+    ended = service.end_on_signal()
+    service.end_on_lost_task("gateway", ended)
     gateway = Gateway(settings)
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
     server = make_server(gateway)
     await gateway.start()
     running = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     settle_heap()
     host, port = listener.getsockname()[:2]
     _log.info("gateway_listening", address=f"{host}:{port}", model=settings.model_name)
-    waiting = asyncio.create_task(stopping.wait())
-    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    await _drain(gateway)
+    await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
+    status = ended.result() if ended.done() else 0
+    is_broken = status == service.EXIT_BUG
+    if is_broken and settings.processes > 1 and server.started:
+        for each in server.servers:  # the kernel gives connections to the other processes
+            each.close()
+    await _drain(gateway, is_broken)
     server.should_exit = True
-    await running
-    await gateway.stop()
-    _log.info("gateway_stopped")
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(END_LIMIT_S if is_broken else None):
+            await running
+            await gateway.stop()
+    _log.info("gateway_stopped", status=status)
+    return status
 
 
-async def _drain(gateway: Gateway) -> None:
+async def _drain(gateway: Gateway, is_broken: bool) -> None:
     """Refuse new requests (/ready says 503), let those in flight finish until the drain deadline."""
     gateway.admission.draining = True
-    deadline = asyncio.get_running_loop().time() + gateway.settings.drain_deadline_ms / 1000
+    limit_ms = gateway.settings.drain_deadline_ms
+    if is_broken:
+        limit_ms = min(limit_ms, BROKEN_DRAIN_MS)
+    deadline = asyncio.get_running_loop().time() + limit_ms / 1000
     _log.info("gateway_draining", in_flight=gateway.admission.num_running)
     # Polled: at most a second of it, once in a process life.
     while gateway.admission.num_running and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from shared.errors import Overloaded, PeerGone
+from shared.errors import Overloaded, PeerGone, SettingsError
 from shared.ids import Epoch
 from shared.observe.log import get_logger
 from shared.transport.zmq_channel import DealerLink
@@ -49,7 +49,10 @@ class WorkerLink(Generic[C]):
             on_down=self._down,
             silent_ms=silent_ms,
         )
-        self._link.open()
+        try:
+            self._link.open()
+        except SettingsError as error:  # of who named it: a worker that cannot be reached, and nobody's end
+            _log.error("worker_endpoint_wrong", endpoint=endpoint, error=error.message)
 
     @property
     def up(self) -> bool:

@@ -3,7 +3,10 @@
     STARTING -(engine ready, ROUTER bound)-> JOINING -(coordinator gave an epoch)-> INTRODUCED
     INTRODUCED -(scheduler said Welcome, or INTRODUCTION_S passed without one)-> SERVING
     SERVING -(SIGTERM)-> DRAINING -(nothing in flight, or the deadline)-> closed, exit 0
-    any -(engine died)-> in-flight requests fail, exit 1      any -(our bug)-> exit 70
+    any -(engine died)-> in-flight requests fail, exit 1
+    any -(our bug: a broken invariant, or a background task that ended)-> in-flight requests fail, exit 70
+
+Whoever fails goes within END_LIMIT_S, and what it held of the mempool's pages is released, or goes with its connection.
 
 Requests are served from INTRODUCED on; whoever waits for /ready may count on being placed here.
 Losing the coordinator, the scheduler, Redis or the mempool after SERVING changes nothing for requests.
@@ -30,15 +33,16 @@ from shared.ids import Epoch, InstanceId
 from shared.observe import metrics
 from shared.observe.admin import AdminServer
 from shared.observe.log import get_logger
+from shared.observe.service import EXIT_BUG, end_on_lost_task
 from shared.transport.heap import settle_heap
 from shared.wire.reports import Hello, Role
 
 _log = get_logger("worker")
 EXIT_OK = 0
 EXIT_ENGINE_DIED = 1
-EXIT_BUG = 70
 WATCH_INTERVAL_S = 0.25
 INTRODUCTION_S = 3.0  # an absent scheduler keeps no worker from being ready: it learns of it when it is back
+END_LIMIT_S = 20.0  # after a failure; who is told to end has drain_deadline_ms, too
 LAST_WORDS_S = 0.1  # for replies to leave the socket before it closes
 DEREGISTER_TIMEOUT_S = 1.0
 
@@ -138,6 +142,9 @@ class WorkerShell:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        lost: asyncio.Future[int] = loop.create_future()
+        lost.add_done_callback(lambda _: self._on_invariant_broken("a background task ended by a bug"))
+        end_on_lost_task("worker", lost)
         await self.admin.start()
         await self.engine.start()
         await self._calibrate()
@@ -167,7 +174,13 @@ class WorkerShell:
         watch = begin_task(self._watch_engine(), "engine-watch")
         await self._stopped.wait()
         watch.cancel()
-        await self._end()
+        try:
+            async with asyncio.timeout(END_LIMIT_S if self._exit_code != EXIT_OK else None):
+                await self._end()
+        except Exception as error:
+            if self._exit_code == EXIT_OK:
+                raise
+            _log.error("end_failed", error=repr(error), exc_info=error)
         _log.info("worker_ended", exit_code=self._exit_code)
         return self._exit_code
 
@@ -250,11 +263,12 @@ class WorkerShell:
         self._stopped.set()
 
     def _on_invariant_broken(self, reason: str) -> None:
-        _log.error("invariant_broken", code=InvariantBroken.code, reason=reason, status=self.status())
         self._exit_code = EXIT_BUG
         self._phase = "failed"
+        self._stopped.set()  # first: what follows may meet the same bug
+        _log.error("invariant_broken", code=InvariantBroken.code, reason=reason)
         self.front.fail_all("the instance stops after an internal error")
-        self._stopped.set()
+        _log.error("state", **self.status())
 
     def _register_again(self) -> None:
         if self.membership is not None:

@@ -100,8 +100,8 @@ def end_on_bug(
     asyncio.get_running_loop().set_exception_handler(on_loop_error)
 
 
-def end_on_lost_task(service: str, end: Callable[[str], None]) -> None:
-    """From now on a background task that ends by a bug calls `end` with its name: what it did would be done no more.
+def end_on_lost_task(service: str, ended: asyncio.Future[int]) -> None:
+    """From now on a background task that ends by a bug ends the service with status 70: what it did is done no more.
 
     For gateways and workers. A callback that raises is only logged there: it was one request's or one message's, and
     all the others would end with it, in one process after another where the request is repeated.
@@ -111,7 +111,7 @@ def end_on_lost_task(service: str, end: Callable[[str], None]) -> None:
     def on_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         _log_loop_error(logger, context)
         if LOST_TASK in context:
-            end(context[LOST_TASK])
+            _end(ended, EXIT_BUG)
 
     asyncio.get_running_loop().set_exception_handler(on_loop_error)
 

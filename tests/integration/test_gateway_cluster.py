@@ -3,8 +3,10 @@
 import asyncio
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 from services.gateway.call import Call
 from services.gateway.cluster import Cluster
@@ -107,6 +109,19 @@ async def test_both_stages_run_and_the_scheduler_hears_the_end(world):
     assert call.cached_tokens == 16
     await until(lambda: [e.attempt for e in scheduler.ended] == [1])
     assert cluster.num_calls == 0
+
+
+async def test_a_worker_whose_endpoint_cannot_be_is_one_that_cannot_be_reached(world):
+    """Whoever asks for the members would end with it, and the gateway with that, again and again."""
+    cluster, scheduler, a, b = world
+    names = {"instance": "c", "endpoint": "nowhere"}
+    cluster.on_members([a.view, b.view, structs.replace(a.view, **names)])
+    scheduler.decide = colocate(SimpleNamespace(target=structs.replace(a.target, **names), instance="c"), b)
+    b.script = answer_tokens([1, 2])
+    sink = ListSink()
+    submit(cluster, sink)
+    assert await ended(sink) == ["complete"]
+    assert scheduler.places[1].exclude == ["c"]
 
 
 async def test_a_worker_that_dies_before_output_is_replaced(world):

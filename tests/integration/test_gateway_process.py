@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from shared.free_ports import free_port
+from shared.observe.service import EXIT_BUG
 from tests.integration.gateway_rig import (
     MODEL,
     FakeCoordinator,
@@ -52,8 +53,8 @@ async def neighbours():
 
 
 @contextlib.asynccontextmanager
-async def process(model_dir, coordinator, scheduler, **flags):
-    """A ready gateway process and a client of it."""
+async def process(model_dir, coordinator, scheduler, *, code="", **flags):
+    """A ready gateway process and a client of it. `code`: what runs in the place of its module."""
     address = f"127.0.0.1:{free_port()}"
     words = {
         "listen": address, "model_dir": model_dir, "model_name": MODEL, "redis_url": "",
@@ -62,8 +63,9 @@ async def process(model_dir, coordinator, scheduler, **flags):
     }  # fmt: skip
     argv = [word for key, value in words.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.gateway", *argv, stderr=asyncio.subprocess.PIPE
-    )
+        sys.executable, *(("-c", code) if code else ("-m", "services.gateway")), *argv,
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
     limits = httpx.Limits(max_keepalive_connections=0)
     async with httpx.AsyncClient(
         base_url=f"http://{address}", trust_env=False, limits=limits, timeout=30
@@ -134,6 +136,76 @@ async def test_the_drain_deadline_ends_streams_with_an_error_and_exits_0(model_d
             await asyncio.wait_for(worker.abort_seen.wait(), 30)
 
 
+def breaks_when(file: Path, drain_ms: int) -> str:
+    """A gateway of which one process's slow tick raises once this file is there, and takes it away."""
+    return f"""
+import os, sys
+from services.gateway import __main__ as main, server
+from services.gateway.cluster import Cluster
+def count_retries(_):
+    try:
+        os.unlink({str(file)!r})
+    except FileNotFoundError:
+        return
+    raise KeyError("our bug")
+Cluster._count_retries = count_retries
+server.BROKEN_DRAIN_MS = {drain_ms}
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("finishes", "drain_ms"), [(True, 60_000), (False, 200)])
+async def test_a_bug_in_the_background_ends_a_gateway_that_would_answer_from_what_it_knew_then(
+    model_dir, tmp_path, finishes, drain_ms
+):
+    async with neighbours() as (coordinator, scheduler, worker):
+        first, *rest = ids(model_dir, " the quick brown fox jumps")
+        may_end, broken = asyncio.Event(), tmp_path / "broken"
+
+        async def script(worker, identity, gen, prompt):
+            worker.tokens(identity, gen, [first])
+            await may_end.wait()
+            worker.tokens(identity, gen, rest, finish="stop")
+            worker.finished(identity, gen, len(prompt), tokens_computed=len(prompt))
+
+        worker.script = script
+        code = breaks_when(broken, drain_ms)
+        flags = {"drain_deadline_ms": 60_000}
+        async with process(model_dir, coordinator, scheduler, code=code, **flags) as (child, client):
+            body = {**CHAT, "stream": True}
+            async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+                text = ""
+                async for part in reply.aiter_text():
+                    if not text:  # it has begun
+                        broken.touch()
+                        await until(lambda: not broken.exists())
+                        if finishes:
+                            may_end.set()
+                    text += part
+            assert ('"code":"draining"' in text) is not finishes
+            assert text.endswith("data: [DONE]\n\n")
+            assert await asyncio.wait_for(child.wait(), 60) == EXIT_BUG
+            assert b"our bug" in await child.stderr.read()
+
+
+async def test_one_of_two_processes_that_a_bug_ends_leaves_the_address_to_the_other_and_comes_back(
+    model_dir, tmp_path
+):
+    async with neighbours() as (coordinator, scheduler, worker):
+        worker.script = answer_tokens(ids(model_dir, " the"))
+        broken = tmp_path / "broken"
+        code = breaks_when(broken, 200)
+        async with process(model_dir, coordinator, scheduler, code=code, processes=2) as (child, client):
+            before = await _children(child.pid, 2)
+            broken.touch()
+            await until(lambda: len({*_children_now(child.pid)} & {*before}) == 1)
+            await until(lambda: len(_children_now(child.pid)) == 2)
+            await ready(client, child)
+            assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+            child.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(child.wait(), 60) == 0
+
+
 async def test_two_processes_share_the_address_and_a_killed_one_comes_back(model_dir):
     async with neighbours() as (coordinator, scheduler, worker):
         worker.script = answer_tokens(ids(model_dir, " the"))
@@ -200,11 +272,14 @@ async def _counted(client):
 
 async def _children(pid: int, count: int, without: int = 0) -> list[int]:
     def found() -> list[int]:
-        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-        return [int(word) for word in listed.split() if int(word) != without]
+        return [each for each in _children_now(pid) if each != without]
 
     await until(lambda: len(found()) == count)
     return found()
+
+
+def _children_now(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.parametrize(

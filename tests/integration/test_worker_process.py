@@ -3,12 +3,14 @@
 import asyncio
 import json
 import signal
+import sys
 from contextlib import asynccontextmanager
 
 import pytest
 
 from shared.free_ports import free_port
 from shared.ids import HandoffId, InstanceId
+from shared.observe.service import EXIT_BUG
 from shared.testing.mock_tokens import MockVocabulary
 from shared.testing.processes import ServiceProcess, get_json
 from shared.testing.scripted_gateway import ScriptedGateway
@@ -227,6 +229,37 @@ async def test_a_dead_engine_fails_its_requests_and_ends_the_process(model_dir, 
             assert (end.code, end.retryable) == ("peer.gone", True)
             assert await asyncio.to_thread(worker.wait) == 1
             assert "engine_died" in worker.log()
+
+
+@pytest.mark.parametrize("broken", ["_update_gauges", "load"])
+async def test_a_bug_in_the_background_fails_what_runs_and_ends_the_process(model_dir, tmp_path, broken):
+    """A worker that looks at its engine no more would be asked for ever. `load` is also in the state that it logs."""
+    file = tmp_path / "broken"
+    words = f"""
+import os, sys
+from services.decode import __main__ as decode
+from shared.engine.worker_shell import WorkerShell
+before = WorkerShell.{broken}
+def bug(shell):
+    if os.path.exists({str(file)!r}):
+        raise KeyError("our bug")
+    return before(shell)
+WorkerShell.{broken} = bug
+decode.worker_main.leave(decode.main(sys.argv[1:]))
+"""
+    async with world(model_dir, tmp_path) as here:
+        worker = here.worker(mock_step_ms=10)
+        worker.command = [sys.executable, "-c", words, *worker.command[3:]]
+        async with here.gateway_to(worker) as gateway:
+            gateway.generate("r", [1, 2], max_tokens=4000)
+            await gateway.has_tokens("r")
+            file.touch()
+            end = await gateway.end_of("r")
+            assert isinstance(end, Failed)
+            assert (end.code, end.retryable) == ("peer.gone", True)
+            assert await asyncio.to_thread(worker.wait) == EXIT_BUG
+            assert "our bug" in worker.log()
+            assert here.coordinator.left == ["decode-0"]
 
 
 async def test_without_a_coordinator_a_worker_waits_and_says_so(model_dir, tmp_path):

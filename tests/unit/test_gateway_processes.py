@@ -5,6 +5,7 @@ import os
 import pytest
 
 from services.gateway.config import useful_processes
+from services.gateway.core.restarts import FIRST_PAUSE_S, LONGEST_PAUSE_S, STABLE_S, Restarts
 from shared.cpus import usable_cpus
 
 
@@ -24,3 +25,17 @@ def test_a_containers_quota_counts_where_it_is_less_than_the_cores(tmp_path, quo
     (tmp_path / "cpu.max").write_text(quota)
     assert usable_cpus(tmp_path) == min(cores, limit or cores)
     assert usable_cpus(tmp_path / "absent") == cores
+
+
+def test_a_process_that_ends_at_every_start_starts_again_later_and_later():
+    it, now_s, pauses_s = Restarts(), 100.0, []
+    for _ in range(8):
+        it.began(1, now_s)
+        due_s = it.ended(1, now_s + 1)
+        pauses_s.append(due_s - now_s - 1)
+        now_s = due_s
+    assert pauses_s == [0.5, 1, 2, 4, 8, LONGEST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    it.began(2, now_s)
+    assert it.ended(2, now_s) == now_s + FIRST_PAUSE_S, "another one has not failed"
+    it.began(1, now_s)
+    assert it.ended(1, now_s + STABLE_S) == now_s + STABLE_S + FIRST_PAUSE_S, "it ran well meanwhile"

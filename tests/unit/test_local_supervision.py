@@ -112,12 +112,13 @@ def test_not_ready_and_silence_open_no_gate():
     assert cluster.core.entries["redis"].state is State.STARTING
 
 
-def test_back_off_doubles_is_capped_and_is_forgiven_after_a_stable_time():
+@pytest.mark.parametrize("status", [-9, 0, 70])  # killed, by itself, after a bug
+def test_back_off_doubles_is_capped_and_is_forgiven_after_a_stable_time(status):
     rules = Rules(first_backoff_ms=100, max_backoff_ms=1000, stable_ms=5000)
     cluster = Cluster(rules=rules).all_ready()
     waits = []
     for _ in range(6):
-        cluster.exit("gateway", -9)
+        cluster.exit("gateway", status)
         started = cluster.now_ms
         while not spawned(cluster.tick(10)):
             assert cluster.now_ms - started < 20_000
@@ -125,7 +126,7 @@ def test_back_off_doubles_is_capped_and_is_forgiven_after_a_stable_time():
         cluster.ready("gateway")
     assert waits == [100, 200, 400, 800, 1000, 1000]
     cluster.tick(5000)
-    cluster.exit("gateway", -9)
+    cluster.exit("gateway", status)
     assert spawned(cluster.tick(100)) == ["gateway"]
 
 
