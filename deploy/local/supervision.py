@@ -52,7 +52,9 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One service as the rules see it. `depends_on` gates its first start, `needs_live` every start."""
+    """One service as the rules see it. `depends_on` gates its first start, `needs_live` every start: those must answer
+    at that moment, and their end is its end.
+    """
 
     name: str
     depends_on: tuple[str, ...] = ()
@@ -155,7 +157,9 @@ class Supervision:
         """When tick() is due, LOOK_MS after the last event at the latest; None: only events matter."""
         times = [e.deadline_ms for e in self.entries.values() if e.deadline_ms is not None]
         times += [
-            e.answered_ms + self.rules.silent_ms for e in self.entries.values() if e.state is State.READY
+            e.answered_ms + self.rules.silent_ms
+            for e in self.entries.values()
+            if e.state is State.READY and not self._is_spared(e)
         ]
         if times and self._attended_ms is not None:
             times.append(self._attended_ms + LOOK_MS)
@@ -183,8 +187,10 @@ class Supervision:
         entry.health = health
         if health is not Health.SILENT:
             entry.answered_ms = now_ms
-        if entry.state is not State.STARTING or health is not Health.OK:
+        if health is not Health.OK:
             return []
+        if entry.state is State.READY:  # perhaps again: who needs it may have waited
+            return self._spawn_waiting(now_ms)
         took_s = (now_ms - entry.since_ms) / 1000
         self._enter(entry, State.READY, now_ms)
         entry.answered_ms = now_ms
@@ -247,7 +253,7 @@ class Supervision:
                 actions += [Notice("start_timeout", name, text), *self._kill(entry, now_ms)]
             elif entry.state is State.STOPPING and due:
                 actions += self._kill(entry, now_ms)
-            elif entry.state is State.READY and now_ms - entry.answered_ms >= self.rules.silent_ms:
+            elif self._is_silent(entry, now_ms) and not self._is_spared(entry):
                 entry.answered_ms = now_ms
                 text = f"answered no probe for {self.rules.silent_ms // 1000} s; killed"
                 actions += [Notice("unresponsive", name, text), Signal(name, SIGKILL)]
@@ -317,8 +323,18 @@ class Supervision:
     def _may_start(self, entry: Entry) -> bool:
         gates: Iterable[str] = () if entry.was_ready else entry.spec.depends_on
         return all(self.entries[d].was_ready for d in gates) and all(
-            self.entries[d].state is State.READY for d in entry.spec.needs_live
+            self.entries[d].state is State.READY and self.entries[d].health is Health.OK
+            for d in entry.spec.needs_live
         )
+
+    def _is_silent(self, entry: Entry, now_ms: int) -> bool:
+        return entry.state is State.READY and now_ms - entry.answered_ms >= self.rules.silent_ms
+
+    def _is_spared(self, entry: Entry) -> bool:
+        """Its end would be that of others, which all serve: they need it at the next start, and no sooner."""
+        now_ms = self._attended_ms or 0
+        others = [e for e in self.entries.values() if entry.spec.name in e.spec.needs_live]
+        return bool(others) and all(e.state is State.READY and not self._is_silent(e, now_ms) for e in others)
 
     def _stop_free(self, now_ms: int) -> list[Action]:
         """End each running service on which no living one depends."""

@@ -187,7 +187,7 @@ class Supervisor:
         probe = self._services[name].probe
         while self._processes.get(name) is process:
             if probe.kind == "zygote":
-                health = Health.OK if self._zygote.ready else Health.NOT_READY
+                health = await self._zygote.health(PROBE_TIMEOUT_S)
             elif probe.kind == "tcp":
                 health = await probes.probe_tcp(probe.host, probe.port, timeout_s=PROBE_TIMEOUT_S)
             elif probe.kind == "unix":

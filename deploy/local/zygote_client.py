@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from deploy.local.launch import kill_group
+from deploy.local.supervision import Health
 
 CONNECT_RETRY_S = 0.05
 MAX_LINE_BYTES = 1 << 20
@@ -67,6 +68,8 @@ class ZygoteClient:
         self._disowned: Counter[str] = Counter()  # answers, the next ones of each name, that nobody waits for
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
+        self._num_pings = 0
+        self._pinged: asyncio.Future[None] | None = None  # done at the answer to the last ping
 
     def connect(self) -> None:
         """Follow a zygote process that is about to be started."""
@@ -78,6 +81,7 @@ class ZygoteClient:
     def close(self) -> None:
         """The zygote process is gone (or will be): its children are killed and reported."""
         self.ready = False
+        self._pinged = None
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -114,6 +118,17 @@ class ZygoteClient:
         }
         self._writer.write(json.dumps(message).encode() + b"\n")
 
+    async def health(self, timeout_s: float) -> Health:
+        """Whether it would answer a spawn now. One that hangs gets one ping, not one for each time it is looked at."""
+        if self._writer is None or not self.ready:
+            return Health.NOT_READY
+        if self._pinged is None:
+            self._num_pings += 1
+            self._pinged = asyncio.get_running_loop().create_future()
+            self._writer.write(json.dumps({"op": "ping", "number": self._num_pings}).encode() + b"\n")
+        answered, _ = await asyncio.wait([self._pinged], timeout=timeout_s)
+        return Health.OK if answered else Health.SILENT
+
     async def _follow(self) -> None:
         """Connect as soon as the socket is there, then hear events until the connection ends."""
         while True:
@@ -140,6 +155,10 @@ class ZygoteClient:
         kind, name = event.get("event"), str(event.get("name", ""))
         if kind == "ready":
             self.ready = True
+        elif kind == "pong":
+            if self._pinged is not None and event["number"] == self._num_pings:
+                self._pinged.set_result(None)
+                self._pinged = None
         elif kind == "spawned" and self._disowned[name]:  # answers come in the order of the asks
             self._disowned[name] -= 1
             process = ForkedProcess(int(str(event["pid"])))

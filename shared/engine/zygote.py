@@ -1,7 +1,8 @@
 """Imports vLLM once and forks workers: `python -m shared.engine.zygote --socket PATH`.
 
 Protocol: unix stream socket, one JSON object per line. The supervisor connects and sends
-{"op":"spawn","name":N,"module":"services.prefill","argv":[...],"log":PATH,"env":{...}}; it answers with
+{"op":"spawn","name":N,"module":"services.prefill","argv":[...],"log":PATH,"env":{...}}, and now and then
+{"op":"ping","number":K}, which is answered with {"event":"pong","number":K}. It answers with
 {"event":"ready"} when its imports are done, {"event":"spawned","name":N,"pid":P} and
 {"event":"exited","name":N,"pid":P,"status":S} (S < 0: signal). When the connection closes, it kills
 its children and exits. The zygote starts no thread, no OpenMP region and no CUDA context: it only forks.
@@ -82,6 +83,8 @@ class Zygote:
             message = json.loads(line)
             if message.get("op") == "spawn":
                 self._spawn(message)
+            elif message.get("op") == "ping":
+                self.say(event="pong", number=message["number"])
         if len(self._buffer) > MAX_LINE_BYTES:
             raise ValueError("line too long")
         return True

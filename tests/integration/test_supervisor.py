@@ -337,6 +337,18 @@ def test_workers_are_forked_by_the_zygote_and_follow_it(run):
     eventually(lambda: not any(alive(pid) for pid in run.pids()), "no orphans")
 
 
+def test_a_zygote_that_hangs_is_replaced_when_a_worker_is_to_start(run):
+    """It counted as ready, and was given every start of a worker, of which none came."""
+    add_zygote(run)
+    run.rules = {"silent_ms": 3_000}
+    run.start().wait_ready()
+    zygote, worker = run.service("engine-zygote")["pid"], run.service("w")["pid"]
+    os.kill(zygote, signal.SIGSTOP)
+    os.kill(worker, signal.SIGKILL)  # which only the zygote could say
+    run.wait_new("engine-zygote", zygote)
+    run.wait_new("w", worker)
+
+
 def test_a_supervisor_whose_log_is_on_a_full_disk_starts_and_restarts_as_ever(run):
     add_zygote(run).add("a", depends_on=("w",)).start(stderr_path=Path("/dev/full")).wait_ready()
     zygote = run.service("engine-zygote")["pid"]

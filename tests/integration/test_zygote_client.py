@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from deploy.local.supervision import Health
 from deploy.local.zygote_client import ZygoteClient
 
 LIMIT_S = 30
@@ -111,6 +112,32 @@ async def test_a_process_that_comes_when_nobody_waits_for_it_any_more_is_killed(
     zygote.say(event="exited", name="w", pid=wanted.pid, status=3)
     assert await heard.next() == ("w", 3)
     assert heard.events.empty()
+
+
+async def test_a_zygote_is_well_while_it_answers_and_one_that_hangs_is_pinged_once(rig):
+    client, _, zygote = rig
+    asking = asyncio.create_task(client.health(LIMIT_S))
+    first = await zygote.asked()
+    zygote.say(event="pong", number=first["number"])
+    assert await asking is Health.OK
+    for _ in range(3):
+        assert await client.health(0.01) is Health.SILENT
+    second = await zygote.asked()
+    assert (second["op"], second["number"]) == ("ping", first["number"] + 1)
+    zygote.say(event="pong", number=first["number"])  # no answer to this one
+    asking = asyncio.create_task(client.health(LIMIT_S))
+    zygote.say(event="pong", number=second["number"])
+    assert await asking is Health.OK
+    asking = asyncio.create_task(client.health(LIMIT_S))
+    assert (await zygote.asked())["number"] == second["number"] + 1
+    zygote.say(event="pong", number=second["number"] + 1)
+    assert await asking is Health.OK
+
+
+async def test_a_zygote_that_is_gone_is_not_ready(rig):
+    client, _, _zygote = rig
+    client.close()
+    assert await client.health(LIMIT_S) is Health.NOT_READY
 
 
 async def test_a_process_that_is_there_is_not_disowned(rig, tmp_path):

@@ -1,5 +1,7 @@
 """The supervisor's decisions, with a virtual clock."""
 
+from dataclasses import replace
+
 import pytest
 
 from deploy.local.supervision import (
@@ -78,7 +80,9 @@ class Cluster:
 
     def all_ready(self):
         self.begin()
-        self.ready("redis", "zygote", "coordinator", "worker", "gateway")
+        self.ready(
+            *(n for n in ("redis", "zygote", "coordinator", "worker", "gateway") if n in self.core.entries)
+        )
         assert self.core.all_ready_once
         return self
 
@@ -144,6 +148,46 @@ def test_a_forked_service_waits_for_its_zygote_at_every_start():
     assert spawned(cluster.tick(100)) == ["zygote"]
     assert cluster.core.entries["worker"].state is State.WAITING
     assert spawned(cluster.ready("zygote")) == ["worker"]
+
+
+def heard(cluster, **healths):
+    """Probes of a moment."""
+    out = []
+    for name, health in healths.items():
+        out += cluster.follow(cluster.core.on_probe(name, health, now_ms=cluster.now_ms))
+    return out
+
+
+def test_a_zygote_that_does_not_answer_is_not_asked_to_fork():
+    cluster = Cluster().all_ready()
+    heard(cluster, zygote=Health.SILENT)
+    cluster.exit("worker", -9)
+    assert spawned(cluster.tick(5_000)) == []
+    assert cluster.core.entries["worker"].state is State.WAITING
+    assert spawned(heard(cluster, zygote=Health.OK)) == ["worker"], "it only stood still"
+
+
+def test_a_zygote_that_hangs_is_killed_where_a_start_waits_for_it():
+    cluster = Cluster([ZYGOTE, replace(WORKER, depends_on=())], rules=Rules(silent_ms=3_000)).all_ready()
+    heard(cluster, zygote=Health.SILENT)
+    cluster.exit("worker", -9)
+    assert signals(cluster.tick(2_999)) == []
+    assert signals(cluster.tick(1)) == [("zygote", SIGKILL)]
+    cluster.exit("zygote", -9)
+    assert spawned(cluster.tick(100)) == ["zygote"]
+    assert spawned(cluster.ready("zygote")) == ["worker"]
+
+
+def test_a_zygote_that_hangs_is_left_alone_while_all_that_would_end_with_it_serve():
+    cluster = Cluster([ZYGOTE, replace(WORKER, depends_on=())], rules=Rules(silent_ms=3_000)).all_ready()
+    for _ in range(8):
+        heard(cluster, zygote=Health.SILENT, worker=Health.NOT_READY)
+        assert cluster.core.next_wake_ms() > cluster.now_ms
+        assert signals(cluster.tick(1_000)) == []
+    # it hangs, too, or is dead, which only the zygote would say
+    heard(cluster, worker=Health.SILENT)
+    assert signals(cluster.tick(1_999)) == []
+    assert ("zygote", SIGKILL) in signals(cluster.tick(1))
 
 
 def test_a_crash_loop_is_told_once_and_tried_on():
