@@ -113,6 +113,11 @@ class Checks:
         """Pages whose sums are being taken or compared."""
         return self._sums.num_waiting
 
+    @property
+    def failing(self) -> list[int]:
+        """Spaces in which no page is looked at, for they could not be mapped; this is tried again."""
+        return self._sums.failing
+
     def block_bytes_of(self, space: int) -> int:
         """Of a block's part on one rank."""
         return self._spaces.description_of(space).block_bytes

@@ -56,6 +56,10 @@ class PoolCollector(Collector):
             "handoffs": ("Handoffs not yet acquired", status.num_handoffs),
             "attachments": ("Connected engines and clients", len(status.attachments)),
             "resident_bytes": ("Memory behind the pages", self._shell.spaces.resident_bytes()),
+            "checks_failing_spaces": (
+                "Spaces whose pages get no checksums, for they cannot be mapped",
+                len(self._shell.checks.failing),
+            ),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"{_PREFIX}_{name}", text, value=value)

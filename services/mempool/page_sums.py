@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import mmap
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from shared.errors import ClusterError
 from shared.observe.log import get_logger
 
 UNKNOWN = 0  # in place of a sum
+AGAIN_S = 5.0  # a space that could not be mapped is tried again
 
 log = get_logger("mempool.checks")
 
@@ -134,10 +136,13 @@ class _Thread(threading.Thread):
 class PageSums:
     """Of the spaces that this process can read. sums() and its answers on one loop; close() once."""
 
-    def __init__(self, pages_of: Callable[[int], Pages | None]) -> None:
-        """Args: pages_of: a space's; None: they cannot be read, or not yet. Closed here. May raise OSError."""
-        self._pages_of = pages_of
-        self._pages: dict[int, Pages | None] = {}
+    def __init__(
+        self, pages_of: Callable[[int], Pages | None], now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Args: pages_of: a space's; None: not to be read, or not yet. May raise OSError, ValueError. Closed here."""
+        self._pages_of, self._now_s = pages_of, now_s
+        self._pages: dict[int, Pages] = {}
+        self._failed_s: dict[int, float] = {}  # when a space could not be mapped, the last time
         self._thread = _Thread()
         self._is_closed = False
         self.num_waiting = 0  # pages asked for and not answered
@@ -146,18 +151,32 @@ class PageSums:
         """Whether pages of this space can be summed here."""
         return self._get(space) is not None
 
+    @property
+    def failing(self) -> list[int]:
+        """Spaces whose pages have no sums: mapping them failed, which may pass."""
+        return sorted(self._failed_s)
+
     def _get(self, space: int) -> Pages | None:
-        if space not in self._pages:
-            try:
-                pages = self._pages_of(space)
-            except (OSError, ValueError) as error:
+        found = self._pages.get(space)
+        if found is not None:
+            return found
+        failed_s = self._failed_s.get(space)
+        if failed_s is not None and self._now_s() - failed_s < AGAIN_S:
+            return None
+        try:
+            pages = self._pages_of(space)
+        except (OSError, ValueError) as error:
+            if failed_s is None:
                 log.error("space_not_summed", space=space, reason=str(error))
-                self._pages[space] = None
-                return None
-            if pages is None:  # perhaps later
-                return None
-            self._pages[space] = pages
-        return self._pages[space]
+            self._failed_s[space] = self._now_s()
+            return None
+        if pages is None:  # perhaps later
+            return None
+        if failed_s is not None:
+            del self._failed_s[space]
+            log.info("space_summed_again", space=space)
+        self._pages[space] = pages
+        return pages
 
     def sums(
         self, pieces: Sequence[Piece], then: Callable[[list[int]], None], *, urgent: bool = True
@@ -183,8 +202,7 @@ class PageSums:
         self._is_closed = True
         self._thread.close()
         for pages in self._pages.values():
-            if pages is not None:
-                pages.close()
+            pages.close()
         self._pages = {}
 
 

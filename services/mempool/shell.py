@@ -185,6 +185,7 @@ class MempoolShell:
         status["api"] = self.api.status()
         status["counters"] |= self.checks.counters
         status["checks_waiting"] = self.checks.num_waiting
+        status["checks_failing"] = self.checks.failing
         return status
 
     # -- events -----------------------------------------------------------------------------------

@@ -8,13 +8,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.mempool.checks import MAX_WAITING, Checks, Known
 from services.mempool.core.actions import CopyPages, WriteEntries
 from services.mempool.core.entry import Entry
 from services.mempool.core.inheritance import pack_entry
 from services.mempool.memory import PoolMemory
-from services.mempool.page_sums import HostPages, PageSums, Piece
+from services.mempool.page_sums import AGAIN_S, HostPages, PageSums, Piece
 from shared.ids import BlockHash, Epoch, PageId
 from shared.transport.clock import MonotonicClock
 
@@ -164,11 +165,36 @@ async def test_memory_that_cannot_be_mapped_is_not_summed_and_harms_nobody():
         calls.append(space)
         raise OSError(12, "no memory")
 
-    sums, answer = PageSums(pages_of), asyncio.get_running_loop().create_future()
+    sums, answer = PageSums(pages_of, lambda: 100.0), asyncio.get_running_loop().create_future()
     assert not sums.can_read(3)
     sums.sums([Piece(3, 0, 1)], answer.set_result)
     assert await answer == [0]
     assert calls == [3]
+    sums.close()
+
+
+def test_memory_that_could_not_be_mapped_for_a_moment_is_summed_afterwards(memory):
+    """It was not for as long as the mempool lived, and only one line in its log said so."""
+    now_s, calls, works = 100.0, [], False
+
+    def pages_of(space):
+        calls.append(space)
+        if not works:
+            raise OSError(24, "too many open files")
+        return HostPages(memory)
+
+    sums = PageSums(pages_of, lambda: now_s)
+    with capture_logs() as lines:
+        for _ in range(3):
+            assert not sums.can_read(3)
+        now_s += AGAIN_S
+        assert not sums.can_read(3)
+        assert (sums.failing, len(calls)) == ([3], 2)
+        works = True
+        now_s += AGAIN_S
+        assert sums.can_read(3)
+        assert (sums.failing, len(calls)) == ([], 3)
+    assert [line["event"] for line in lines] == ["space_not_summed", "space_summed_again"]
     sums.close()
 
 
