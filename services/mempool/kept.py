@@ -85,6 +85,11 @@ class Kept:
         self._spaces[meta.number] = (memory, meta)
         self._try(lambda: takeover.keep_space(self.client, name_of(meta.number), memory, meta))
 
+    def owes(self, number: int, is_owed: bool) -> None:
+        """Whether newcomers to a space, which is kept already, are owed the memory that it lacks."""
+        memory, meta = self._spaces[number]
+        self.space(memory, msgspec.structs.replace(meta, is_owed=is_owed))
+
     def slabs(
         self, number: int, rank: int, device: str, slabs: DeviceSlabs | KeptSlabs, num_slabs: int
     ) -> None:

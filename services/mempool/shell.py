@@ -23,6 +23,7 @@ from services.mempool.core.actions import (
     KillProcess,
     MapFarPages,
     OfferSlabs,
+    OweMemory,
     PoolLimits,
     PullRemote,
     PunchPages,
@@ -152,6 +153,7 @@ class MempoolShell:
             memory_id=meta.memory_id, processes=[*mine, *(-each for each in calling)], label=meta.label,
             engines=[number for number, one in mine.items() if one.kind == "engine"],
             instances=[InstanceId(one.instance) for one in mine.values()], mappers=mapping, devices=meta.devices,
+            is_owed=meta.is_owed,
         )  # fmt: skip
         log.info("memory_adopted", space=meta.number, num_pages=meta.num_pages, num_awaited=len(mine))
         self.perform(actions)
@@ -324,6 +326,8 @@ class MempoolShell:
                 self.outbox.send_fds(action.connection, wire.LayerWords(call_id=action.call_id), fds)
             case ReleaseUnits() | RestoreUnits():
                 self._change_memory(action)
+            case OweMemory():
+                self.kept.owes(action.space, action.is_owed)
             case MapFarPages():
                 self.outbox.send_fds(action.connection, *self.spaces.far_pages(action))
             case KillProcess():

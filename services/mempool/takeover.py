@@ -65,6 +65,7 @@ class SpaceMeta(msgspec.Struct, frozen=True, kw_only=True):
     memory_id: Epoch = Epoch(0)  # generation of the mempool that made the memory, plus the space's number
     number: int = 0  # of the space
     label: str = ""  # of host memory that is apart from other host memory
+    is_owed: bool = False  # whether newcomers are owed what it lacks
 
 
 class ProcessMeta(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,9 +5,13 @@ import os
 
 import pytest
 
-from services.mempool.kept import Kept
+from services.mempool import takeover
+from services.mempool.kept import Kept, name_of
+from services.mempool.memory import PoolMemory
 from shared.ids import Epoch
-from tests.integration.keeper_rig import KeeperProcess
+from shared.kv.page import PageState, pack_word
+from shared.transport.unix_socket import close_fds
+from tests.integration.keeper_rig import META, NUM_PAGES, PAGE_BYTES, KeeperProcess
 
 GENERATION = Epoch(1_000)
 
@@ -68,3 +72,17 @@ async def test_a_call_that_reaches_the_next_keeper_hands_over_and_is_watched_aga
     await asyncio.sleep(0.05)
     keeper.start()
     await restored(kept, 2)
+
+
+async def test_a_successor_hears_whether_newcomers_are_owed_what_a_space_lacks(keeper, kept):
+    memory = PoolMemory(NUM_PAGES, PAGE_BYTES, GENERATION)
+    memory.write_words((p, pack_word(GENERATION, PageState.RELEASED)) for p in range(NUM_PAGES))
+    kept.space(memory, META)
+    heard = []
+    for is_owed in (True, False):
+        kept.owes(META.number, is_owed)
+        found = takeover.adopt(kept.client, name_of(META.number))
+        heard.append(found.meta.is_owed)
+        close_fds([found.page_fd])
+    assert heard == [True, False]
+    memory.close()

@@ -3,7 +3,14 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from services.mempool.core.actions import Action, OfferSlabs, PoolLimits, ReleaseUnits, RestoreUnits
+from services.mempool.core.actions import (
+    Action,
+    OfferSlabs,
+    OweMemory,
+    PoolLimits,
+    ReleaseUnits,
+    RestoreUnits,
+)
 from services.mempool.core.pool import Pool
 from shared.ids import Epoch, InstanceId
 from shared.kv.layout import EngineDescription
@@ -44,12 +51,16 @@ class ReleaseRig(Harness):
         self.pending: deque[ReleaseUnits | RestoreUnits] = deque()
         self.vacates: deque[tuple[int, wire.Vacate]] = deque()
         self.answers: list[wire.MemoryChanged | wire.CallFailed] = []
+        self.is_owed = False  # as it is kept for a successor
 
     def run(self, actions: list[Action]) -> None:
         super().run(actions)
         for action in actions:
             if isinstance(action, ReleaseUnits | RestoreUnits):
                 self.pending.append(action)
+            elif isinstance(action, OweMemory):
+                assert action.is_owed is not self.is_owed, "said when it changes"
+                self.is_owed = action.is_owed
             elif isinstance(action, OfferSlabs):
                 assert set(action.slabs) <= self.memory
                 self.to_rank(action.connection, wire.MapSlabs(slabs=u32_bytes(action.slabs)))

@@ -2,10 +2,15 @@
 
 import pytest
 
-from services.mempool.core.actions import ReleaseUnits
-from shared.kv.page import PageState
+from services.mempool.core.actions import PoolLimits, ReleaseUnits, RestoreUnits
+from services.mempool.core.pool import Pool
+from services.mempool.core.regains import AGAIN_MS
+from services.mempool.core.space import DRAM_LABEL, Plan
+from shared.ids import Epoch
+from shared.kv.page import PageState, pack_word
 from shared.wire import mempool as wire
-from tests.unit.mempool_harness import PAGE_BYTES, page_lists
+from tests.unit.mempool_harness import BOOT, PAGE_BYTES, page_lists
+from tests.unit.mempool_release_rig import GPU_DESCRIPTION
 from tests.unit.test_mempool_dram import ABCD, WXYZ, spaces, two_prompts, unpin
 from tests.unit.test_mempool_spaces import DECODE, PREFILL, Spaces
 
@@ -71,6 +76,33 @@ def test_host_memory_goes_when_every_space_before_it_is_deserted_and_comes_with_
     rig.say(NEXT, wire.Unpin(**page_lists(pages[2:4])))
     rig.copied()
     assert len(rig.core.pools[1].index) == 2, "blocks leave for it as ever"
+
+
+def test_host_memory_that_went_is_not_asked_for_again_before_somebody_comes():
+    rig = idle()
+    drop(rig)
+    rig.worker(NEXT, "cpu:0", quota=8)
+    system(rig)
+    die(rig, NEXT)
+    drop(rig)
+    rig.advance(2 * AGAIN_MS)
+    assert not rig.memory
+    assert released(rig) == {0: 8, 1: 8}
+
+
+@pytest.mark.parametrize("is_owed", [True, False])
+def test_a_successor_brings_host_memory_back_that_was_on_its_way_to_a_newcomer(is_owed):
+    """No engine attaches there, so nothing asked for it until the next newcomer."""
+    actions = []
+    pool = Pool(PoolLimits(capacity_bytes=1 << 30), BOOT, 1)
+    words = [pack_word(Epoch(1), PageState.RELEASED)] * 4
+    actions += pool.adopt(
+        GPU_DESCRIPTION, Plan(4, PAGE_BYTES, 1), words, b"", memory_id=BOOT, processes=[], engines=[],
+        label=DRAM_LABEL, is_owed=is_owed,
+    )  # fmt: skip
+    actions += pool.tick(1_000)
+    restored = [action.units for action in actions if isinstance(action, RestoreUnits)]
+    assert restored == ([[0, 1, 2, 3]] if is_owed else [])
 
 
 def test_host_memory_comes_back_with_a_space_of_its_content_on_another_device():

@@ -87,12 +87,12 @@ def test_host_memory_goes_and_comes_too():
 def successor(old: ReleaseRig, processes: list[int]) -> ReleaseRig:
     """Of a mempool whose processes may live, or are proven dead."""
     new = ReleaseRig(old.num_slabs, boot=Epoch(BOOT + 1_000), space_idle_ms=IDLE_MS)
-    new.memory, new.words, new.now_ms = old.memory, dict(old.words), old.now_ms
+    new.memory, new.words, new.now_ms, new.is_owed = old.memory, dict(old.words), old.now_ms, old.is_owed
     words = [old.words[page] for page in range(len(old.words))]
     new.run(
         new.pool.adopt(
             GPU_DESCRIPTION, Plan(len(words), 1 << 20, 2, 2), words, b"", memory_id=BOOT, processes=processes,
-            engines=[], instances=[InstanceId("e")] * len(processes), mappers=processes,
+            engines=[], instances=[InstanceId("e")] * len(processes), mappers=processes, is_owed=old.is_owed,
         )
     )  # fmt: skip
     return new
@@ -216,6 +216,54 @@ def test_what_the_system_lacks_when_an_engine_comes_is_asked_for_again():
     rig.settle()
     assert rig.counts() == {"granted": 8}
     assert rig.pool.next_deadline_ms() is None
+
+
+def come_to_a_successor(old: ReleaseRig) -> ReleaseRig:
+    """The same two ranks, which map what they mapped."""
+    new = successor(old, [11, 12])
+    for number, process in enumerate((11, 12)):
+        slabs = set(old.ranks[process].slabs)
+        new.rank(process, number)
+        new.ranks[process].slabs = slabs
+        new.ready(process)
+    return new
+
+
+def test_a_successor_asks_again_for_what_the_system_lacked_when_an_engine_came():
+    """The words say of a page only that its memory is gone: it was taken for pressed for, and never came."""
+    old = deserted()
+    bury(old)
+    old.advance(IDLE_MS)
+    old.settle()
+    old.two_ranks(11)
+    assert old.system(has=1)
+    old.settle()
+    new = come_to_a_successor(old)
+    assert new.counts() == {"free": 2, "released": 6}
+    new.advance(0)
+    assert new.system(has=1)
+    new.settle()
+    assert new.counts() == {"free": 4, "released": 4}
+    new.advance(AGAIN_MS)
+    new.settle()
+    assert new.counts() == {"free": 8}
+    assert all(rank.slabs == {0, 1, 2, 3} for rank in new.ranks.values())
+
+
+def test_a_successor_does_not_ask_again_once_somebody_pressed_for_memory():
+    old = deserted()
+    bury(old)
+    old.advance(IDLE_MS)
+    old.settle()
+    old.two_ranks(11)
+    assert old.system(has=2)
+    old.settle()
+    old.press(UNIT_BYTES)
+    old.settle()
+    new = come_to_a_successor(old)
+    new.advance(2 * AGAIN_MS)
+    assert not new.pending
+    assert new.counts() == {"free": 2, "released": 6}
 
 
 def test_it_is_not_asked_for_again_once_somebody_pressed_for_memory():

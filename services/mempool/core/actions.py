@@ -138,6 +138,14 @@ class RestoreUnits:
 
 
 @dataclass(frozen=True, slots=True)
+class OweMemory:
+    """For a successor: whether a newcomer to this space is owed what it lacks, or it was pressed for. No answer."""
+
+    is_owed: bool
+    space: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class OfferSlabs:
     """MapSlabs to a rank, with a descriptor of each."""
 
@@ -320,6 +328,7 @@ Action = (
     | PunchPages
     | ReleaseUnits
     | RestoreUnits
+    | OweMemory
     | OfferSlabs
     | CopyPages
     | Send

@@ -80,6 +80,7 @@ class Attachments:
         label: str = "",
         instances: Sequence[InstanceId] = (),
         mappers: Sequence[int] = (),
+        is_owed: bool = False,
     ) -> list[Action]:
         """Go on with an earlier mempool's pages, before anybody attaches. The shell has the memory already.
 
@@ -87,7 +88,7 @@ class Attachments:
             processes: numbers of those that may still touch pages.
             engines: of these, the ones that report what they hold; the others only attach.
             instances: of each process.
-            mappers: of the processes, those that map allocations.
+            mappers: of the processes, those that map allocations; is_owed: see Releases.adopt.
         """
         assert self.memory is None
         self.memory = space.adopt(description, planned, self.limits, words, self.index)
@@ -104,7 +105,7 @@ class Attachments:
         self.counters["pages_inherited"] += self.inheritance.num_sealed
         self.report(0)
         self.releases = self._make_releases(self.memory)
-        self.releases.adopt(mappers)
+        self.releases.adopt(mappers, is_owed=is_owed)
         return self._done()
 
     def _make_releases(self, memory: Memory) -> Releases:

@@ -87,6 +87,7 @@ class Mempool(FromOutside):
         devices: Sequence[str] = (),
         label: str = "",
         mappers: Sequence[int] = (),
+        is_owed: bool = False,
     ) -> list[Action]:
         """Pool.adopt of one space. `instances`: of each process; their engines or ranks were in it. A negative process
         was a caller there, and has no instance."""
@@ -98,7 +99,7 @@ class Mempool(FromOutside):
         actions = pool.adopt(
             description, planned, words, entries,
             memory_id=memory_id, processes=processes, engines=engines, devices=devices, label=label,
-            instances=instances, mappers=mappers,
+            instances=instances, mappers=mappers, is_owed=is_owed,
         )  # fmt: skip
         self.dram.link()
         return actions

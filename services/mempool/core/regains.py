@@ -1,7 +1,8 @@
 """Memory that was given to the system comes back to its space: when somebody says so, or comes. No I/O.
 
 Whoever comes where nobody was gets all of it, however long that takes: what the system lacks is asked for again every
-AGAIN_MS. Memory that is pressed for while engines are there comes back by RegainMemory alone.
+AGAIN_MS, by a successor too (OweMemory). Memory that is pressed for while engines are there comes back by RegainMemory
+alone.
 """
 
 from abc import ABC, abstractmethod
@@ -9,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from heapq import nsmallest
 
-from services.mempool.core.actions import Action, RestoreUnits
+from services.mempool.core.actions import Action, OweMemory, RestoreUnits
 from services.mempool.core.page_state import PageEvent
 from services.mempool.core.radix import Index
 from services.mempool.core.release_choice import Choice, Part, ReleaseCall
@@ -60,6 +61,7 @@ class Regains(ABC):
         in_host = 0 if memory.pages_per_slab else memory.table.num_pages // MOST_PARTS
         self._most_under_way = max(MAX_PAGES_UNDER_WAY, in_host)
         self._again_ms: int | None = None  # not before it is what a newcomer still lacks asked for again
+        self._is_owed = False  # as a successor would be told
 
     @property
     def released_bytes(self) -> int:
@@ -82,20 +84,30 @@ class Regains(ABC):
             self._unlocks = False
             self._do(RestoreUnits([], self._number))
         if wanted := len(self.gone) + self._on_their_way:
+            self._owe(True)
             self.calls.append(ReleaseCall.of_the_pool(wanted, now_ms, regains=True))
         self.advance()
 
     def owe_nothing(self) -> None:
         """Somebody presses for memory: what a newcomer lacks is not asked for again, what is being made comes."""
         self._again_ms = None
+        self._owe(False)
         for call in self.calls:
             if call.regains and not call.has_caller:
                 call.wanted = min(call.wanted, call.done + len(call.units))
 
+    def _owe(self, is_owed: bool) -> None:
+        if is_owed != self._is_owed:
+            self._is_owed = is_owed
+            self._do(OweMemory(is_owed, self._number))
+
     def again_at_ms(self) -> int | None:
         """When what newcomers lack is asked for again. None: nothing is, it is being asked for, or nobody is there."""
         engines = self._memory.engines
-        if not (self.gone or self._on_their_way) or not (engines.attached or engines.ranks):
+        is_used = (
+            self._memory.is_dram or engines.attached or engines.ranks
+        )  # nobody attaches to what is behind others
+        if not (self.gone or self._on_their_way) or not is_used:
             return None
         return None if any(not call.has_caller for call in self.calls) else self._again_ms
 

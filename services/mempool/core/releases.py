@@ -30,12 +30,14 @@ MAX_CALLS = 64
 class Releases(Regains):
     """Of one space. Every event of the space ends with advance()."""
 
-    def adopt(self, mappers: Iterable[int]) -> None:
+    def adopt(self, mappers: Iterable[int], *, is_owed: bool = False) -> None:
         """Go on from an earlier mempool's words. What processes were asked to unmap, they are asked again.
 
-        Args: mappers: processes that may map allocations.
+        Args: mappers: processes that may map allocations; is_owed: what it said last (OweMemory).
         """
         self.mappers.update(mappers)
+        self._is_owed = is_owed
+        self._again_ms = 0 if is_owed else None
         for unit in sorted({page // self.pages_per_unit for page in self._table.reserved}):
             pages = self._choice.pages(unit)
             states = {self._table.states[page] for page in pages}
@@ -78,6 +80,7 @@ class Releases(Regains):
 
     def release_all(self, now_ms: int) -> None:
         """Without a caller: everything that can go goes. Nobody is there, and nothing is copied."""
+        self.owe_nothing()
         self._unlocks = self._memory.is_dram
         wanted = self._table.num_present // self.pages_per_unit
         self.calls.append(ReleaseCall.of_the_pool(wanted, now_ms, regains=False))
