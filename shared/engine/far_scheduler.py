@@ -162,7 +162,8 @@ class FarSchedulerMixin(PageSchedulerMixin):
             hashes = self.requests[request_id].block_hashes
             for first in range(0, len(positions), MAX_ASKED):
                 blocks = {p: BlockHash(hashes[p]) for p in positions[first : first + MAX_ASKED]}
-                self.quota.far_out(self.far.ask(request_id, blocks), list(blocks.values()))
+                number = self.far.ask(request_id, blocks, self.pages.clock())
+                self.quota.far_out(number, list(blocks.values()))
 
     def _next(self) -> list[Request]:
         """Those that are to find pages in this step."""

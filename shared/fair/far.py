@@ -32,6 +32,7 @@ class Out:
 
     request_id: str
     blocks: dict[int, BlockHash]
+    asked_s: float
     is_forgotten: bool = False
 
 
@@ -65,7 +66,9 @@ def choose(candidates: Sequence[Candidate], count: int) -> list[tuple[str, list[
 
 
 class FarBook:
-    """Of one engine. Args: capacity: blocks that may be far at once."""
+    """Of one engine. Args: capacity: blocks that may be far at once, or on their way there, so that there are no more
+    calls that nobody has answered.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -101,8 +104,8 @@ class FarBook:
         return max(0, self._capacity - self.num_far - self.num_asked)
 
     def is_worth_waiting(self, now_s: float) -> bool:
-        """Whether pages may come free yet for who finds none."""
-        if self._asked:
+        """Whether pages may come free yet for who finds none. What was asked for long ago may never be answered."""
+        if any(now_s - out.asked_s < PATIENCE_S for out in self._asked.values()):
             return True
         return self._failing_since_s is not None and now_s - self._failing_since_s < PATIENCE_S
 
@@ -110,10 +113,10 @@ class FarBook:
         """Positions of blocks that are asked to leave already."""
         return {p for out in self._asked.values() if out.request_id == request_id for p in out.blocks}
 
-    def ask(self, request_id: str, blocks: Mapping[int, BlockHash]) -> int:
-        """These are asked to leave. The call's number."""
+    def ask(self, request_id: str, blocks: Mapping[int, BlockHash], now_s: float) -> int:
+        """These, as many as there is room() for, are asked to leave. The call's number."""
         self._last += 1
-        self._asked[self._last] = Out(request_id, dict(blocks))
+        self._asked[self._last] = Out(request_id, dict(blocks), now_s)
         return self._last
 
     def placed(self, number: int, places: Sequence[int], now_s: float) -> Placed | None:

@@ -50,7 +50,7 @@ class Host:
         count = min(self.rng.randint(1, 6), self.book.room(self.now_s), len(open_))
         if count:
             blocks = {p: BlockHash(bytes([p]) * 32) for p in open_[:count]}
-            self.calls.append((self.book.ask(name, blocks), name, list(blocks)))
+            self.calls.append((self.book.ask(name, blocks, self.now_s), name, list(blocks)))
             assert self.book.leaving(name) >= set(blocks)
 
     def answer(self) -> None:
@@ -103,6 +103,7 @@ class Host:
         assert self.book.num_asked == sum(len(positions) for _, _, positions in self.calls)
         assert self.book.in_use == bool(used or self.calls)
         assert 0 <= self.book.room(self.now_s) <= self.book.spare
+        assert len(self.book._asked) <= self.book.num_asked <= CAPACITY
 
 
 @given(st.integers(0, 2**32))
@@ -122,21 +123,33 @@ def test_places_add_up_whatever_happens(seed):
 
 def test_who_waits_for_places_that_are_refused_waits_no_longer_than_its_patience():
     book = FarBook(4)
-    number = book.ask("a", {0: BlockHash(b"\1" * 32)})
+    number = book.ask("a", {0: BlockHash(b"\1" * 32)}, 9.0)
     book.placed(number, [NO_PLACE], 10.0)
     assert book.room(10.0) == 0
     assert book.room(10.0 + RETRY_S) == 4
-    number = book.ask("a", {0: BlockHash(b"\1" * 32)})
+    number = book.ask("a", {0: BlockHash(b"\1" * 32)}, 11.0)
     book.placed(number, [NO_PLACE], 11.0)
     assert book.is_worth_waiting(9.9 + PATIENCE_S)
     assert not book.is_worth_waiting(10.0 + PATIENCE_S)
-    number = book.ask("a", {0: BlockHash(b"\1" * 32)})
+    number = book.ask("a", {0: BlockHash(b"\1" * 32)}, 11.0)
     book.placed(number, [3], 13.0)
     assert not book.is_worth_waiting(13.0), "nothing is on its way, and nothing was refused since"
     for now_s in (50.0, 90.0):  # what was refused long ago does not count
-        number = book.ask("a", {1: BlockHash(b"\1" * 32)})
+        number = book.ask("a", {1: BlockHash(b"\1" * 32)}, now_s)
         book.placed(number, [NO_PLACE], now_s)
         assert book.is_worth_waiting(now_s)
+
+
+def test_who_waits_for_an_answer_that_never_comes_waits_no_longer_than_its_patience():
+    """A rank that answers its mempool no more held every request that found no page, for ever."""
+    book = FarBook(4)
+    number = book.ask("a", {0: BlockHash(b"\1" * 32)}, 10.0)
+    assert book.is_worth_waiting(9.9 + PATIENCE_S)
+    assert not book.is_worth_waiting(10.0 + PATIENCE_S)
+    assert book.room(10.0 + PATIENCE_S) == 3, "it may be answered yet"
+    found = book.placed(number, [2], 90.0)
+    assert found is not None
+    assert found.entries == [(0, 2)]
 
 
 def test_an_answer_to_nothing_known_is_nobodys():

@@ -248,6 +248,23 @@ def test_an_engine_that_dies_in_the_middle_of_everything_leaves_no_pin():
     assert rig.core.status().num_pinned == 0
 
 
+def test_an_engine_that_lost_a_rank_alone_hears_that_nothing_is_placed():
+    """It had no answer any more, and its requests waited for pages that were never to come."""
+    rig = FarMarket(places=8)
+    rig.fill(PREFILL, 0, ABCD, "abcd")
+    rig.obeys = False
+    rig.say(PREFILL, FarOut(number=1, hashes=b"".join(ABCD)))
+    rig.closed(RANK)
+    rig.copied()
+    assert rig.placed(1) == [NO_PLACE] * 4
+    rig.say(PREFILL, FarOut(number=2, hashes=b"".join(ABCD)))
+    assert rig.placed(2) == [NO_PLACE] * 4
+    rig.closed(PREFILL)
+    rig.dead(PREFILL)
+    assert rig.num_placed == 0
+    assert rig.core.status().num_pinned == 0
+
+
 def test_only_engines_that_work_in_the_pages_and_their_ranks_have_a_say():
     rig = FarMarket()
     with pytest.raises(PeerProtocolError):

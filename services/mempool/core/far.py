@@ -283,7 +283,13 @@ class Far(FarMoves):
         found = [job.found.get(position, NO_PLACE) for position in range(len(job.hashes))]
         connection = user.engine.connection
         self._touched(user.pool)
-        if user.is_gone:  # nobody hears it, and its places may have been forgotten
+        if (
+            user.is_gone
+        ):  # its places may have been forgotten; an engine that only lost a rank waits for the answer
+            if not job.old and user.engine in self._attached(user):
+                user.pool.say(
+                    connection, FarPlaced(number=job.number, places=u32_bytes([NO_PLACE] * len(found)))
+                )
             return
         if not job.old:
             self._told(user, found)
@@ -338,11 +344,16 @@ class Far(FarMoves):
 
     def _alive(self, user: User) -> set[int]:
         """Processes of the engine that are not proven dead."""
+        if user.engine in self._attached(user):
+            return set(user.engine.ranks)
         assert user.pool.memory is not None
         engines = user.pool.memory.engines
-        if user.engine in engines.attached.values():
-            return set(user.engine.ranks)
         return next((set(lost.alive) for lost in engines.lost if lost.engine is user.engine), set())
+
+    @staticmethod
+    def _attached(user: User) -> Collection[Engine]:
+        assert user.pool.memory is not None
+        return user.pool.memory.engines.attached.values()
 
     def _unpin(self, where: Where) -> None:
         where[0].index.unpin([where[1]])
