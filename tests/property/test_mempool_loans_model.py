@@ -82,15 +82,17 @@ class LoansModel(RuleBasedStateMachine):
             self.loans.settle_for(known)
             assert len(known.aside) + self.loans.lent(known) >= known.limit
 
-    @rule(asked=st.sets(offers))
-    def coordinator_answered(self, asked: set[str]) -> None:
-        """It asks for some offers still; those that are worth nothing and nobody asks for are over."""
-        names = {self.names[offer] for offer in asked}
+    @rule(asked=st.sets(offers), told=st.sets(offers))
+    def coordinator_answered(self, asked: set[str], told: set[str]) -> None:
+        """It asks for some offers still; those that it was told are worth nothing, and nobody asks for, are over."""
+        names, of_report = ({self.names[offer] for offer in some} for some in (asked, told))
         before = dict(self.loans.offers)
+        for name, offer in before.items():
+            offer.is_told = name in of_report and not offer.limit
         self.loans.forget_idle(names)
         for name, offer in before.items():
             is_idle = not offer.limit and not self.loans.lent(offer)
-            assert (name in self.loans.offers) == (name in names or not is_idle)
+            assert (name in self.loans.offers) == (name in names or name not in of_report or not is_idle)
 
     @rule(producer=st.sampled_from(PRODUCERS), count=few)
     def engine_takes(self, producer: int, count: int) -> None:

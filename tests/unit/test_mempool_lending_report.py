@@ -10,7 +10,7 @@ from shared.wire import lending as market
 from shared.wire import mempool as wire
 from shared.wire import mempool_lending as calls
 from tests.unit.mempool_harness import BOOT, PAGE_BYTES, chain
-from tests.unit.test_mempool_lending import FRONT, LENDER, PREFILL, Market
+from tests.unit.test_mempool_lending import FRONT, LENDER, PREFILL, SELLER, Market
 
 M = InstanceId("mempool-0")
 ABCD = chain("a", "b", "c", "d")
@@ -91,6 +91,47 @@ def test_an_offer_for_which_engines_give_nothing_is_closed_by_a_report_and_then_
     assert [view.state for view in both.coordinator.view(now_ms=both.now_ms).offers] == ["closed"]
     assert not both.core.lending.loans.offers
     assert not both.core.lending.known_offers
+    both.rounds()
+    assert not both.report().offers
+
+
+def comes_to_nothing(both) -> market.Offer:
+    """Of an offer that its producer presented."""
+    both.answer_engine = both.sent[LENDER].clear  # it gives nothing
+    offer = both.offered(4).offer
+    both.say(SELLER, calls.PresentOffer(call_id=1, offer=offer))
+    both.advance(both.core.lending._limits.offer_patience_ms)
+    assert [known.limit for known in both.core.lending.loans.offers.values()] == [0]
+    return offer
+
+
+def test_an_answer_from_before_an_offer_does_not_forget_it_untold(both):
+    """The coordinator proposed it again and again to a mempool that refused it as over, without a word."""
+    late = both.coordinator.report(M, both.report(), now_ms=both.now_ms)
+    comes_to_nothing(both)
+    both.run(both.core.on_market_reply(late, both.now_ms))
+    both.rounds()
+    assert [view.state for view in both.coordinator.view(now_ms=both.now_ms).offers] == ["closed"]
+    assert not both.core.lending.loans.offers
+
+
+def test_an_answer_that_still_asks_for_a_forgotten_offer_brings_nothing_of_it_back(both):
+    both.offered(4)
+    late = both.coordinator.report(M, both.report(), now_ms=both.now_ms)
+    assert len(late.offers) == 1
+    offer = comes_to_nothing(both)
+    both.rounds(2)
+    assert not both.core.lending.loans.offers
+    both.sent[LENDER].clear()
+    both.run(both.core.on_market_reply(late, both.now_ms))
+    assert not both.core.lending.loans.offers
+    assert not both.core.lending.known_offers
+    assert not both.core.pools[both.producer].claims
+    assert not both.sent[LENDER], "no engine is asked for pages"
+    both.say(SELLER, calls.PresentOffer(call_id=2, offer=offer))
+    refused = both.sent[SELLER][-1]
+    assert isinstance(refused, wire.CallFailed)
+    assert refused.code == "offer.ended"
     both.rounds()
     assert not both.report().offers
 

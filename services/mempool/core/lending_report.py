@@ -20,7 +20,9 @@ from shared.wire.lending import LeaseReport, MempoolReport, OfferReport, ReportR
 def make_report(
     lending: Lending, pools: Mapping[int, Pool], seq: int, now_ms: int, *, address: str = "", host: str = ""
 ) -> MempoolReport:
-    """Everything that is lent and known now. An offer is told of once its pages are set aside.
+    """Everything that is lent and known now, to be sent: it is noted which offers it says are worth nothing.
+
+    An offer is told of once its pages are set aside.
 
     Args: address: where consumers reach this mempool; host: boot id of the host.
     """
@@ -33,6 +35,8 @@ def make_report(
         for offer_id, offer in loans.offers.items()
         if not lending.is_collecting(offer_id) and (known := lending.known_offers.get(offer_id)) is not None
     ]
+    for each in offers:
+        loans.offers[each.offer.offer_id].is_told = not each.offer.length_bytes
     leases = [_lease(lending, loan, now_ms) for loan in loans.loans.values()]
     return MempoolReport(
         boot_generation=loans.boot_generation, seq=seq, fence=loans.fence, address=address, host=host,

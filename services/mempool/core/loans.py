@@ -58,13 +58,14 @@ class Grant:
 
 @dataclass(slots=True)
 class Offer:
-    """`aside`: pages that are set aside for it and on no loan."""
+    """`aside`: pages that are set aside for it and on no loan. `is_told`: a report said that it is worth nothing."""
 
     offer_id: str
     producer: int  # number of the space
     limit: int  # pages that it may lend
     table: PageTable  # of the producer
     aside: list[PageId] = field(default_factory=list)
+    is_told: bool = False
 
 
 @dataclass(slots=True)
@@ -188,8 +189,11 @@ class Loans:
         self._forget(offer)
 
     def forget_idle(self, asked: Container[str]) -> None:
-        """Offers that are worth nothing are over, unless the coordinator still asks for them: it has not heard so."""
-        for offer in [x for x in self.offers.values() if not x.limit and x.offer_id not in asked]:
+        """Offers that are worth nothing are over, once the coordinator was told so and does not ask for them still.
+
+        An answer may be older than the offer: the coordinator would wait for one that is refused from then on.
+        """
+        for offer in [x for x in self.offers.values() if x.is_told and x.offer_id not in asked]:
             self._forget(offer)
 
     def _give_back(self, offer: Offer) -> None:
