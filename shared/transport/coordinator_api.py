@@ -70,7 +70,7 @@ class CoordinatorApi:
         except httpx.TimeoutException as error:
             self._turn()
             raise PeerTimeout(f"the coordinator did not answer {method} {path}") from error
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             self._turn()
             raise PeerGone(f"{type(error).__name__}: {error}") from error
         if response.status_code == 503 and len(self._urls) > 1:

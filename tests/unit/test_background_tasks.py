@@ -128,6 +128,16 @@ async def test_a_poller_whose_list_is_misunderstood_ends_loudly(raised, monkeypa
     await it.close()
 
 
+async def test_an_address_that_no_coordinator_can_have_is_one_that_nobody_reaches(raised):
+    it = MembershipPoller("http://[::1", interval_ms=1, on_list=bug)
+    it.open()
+    await it.asked.wait()
+    await asyncio.sleep(0.01)
+    assert not raised.done()
+    assert not it.reachable
+    await it.close()
+
+
 async def test_a_probe_of_redis_that_fails_by_a_bug_ends_loudly(raised, monkeypatch):
     it = PromptTreeClient(NOWHERE, breaker=Breaker(max_failures=1, probe_interval_ms=1))
     monkeypatch.setattr(it._link, "call", bug)
