@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 REATTACH_INTERVAL_S = 0.05
 ASKED_NAP_S = 0.002  # between looks at whether what the pool asks for may be answered beside the steps
 EXIT_MEMORY_LOST = 3  # of the engine core: the worker's front sees it die and starts anew
+EXIT_BUG = 70
 
 
 class PoolWatch:
@@ -40,7 +41,14 @@ class PoolWatch:
     _stepped_s: float  # when the last step was scheduled, time.monotonic()
 
     def _watch_pool(self) -> None:
-        threading.Thread(target=self._stay_attached, name="quire-reattach", daemon=True).start()
+        threading.Thread(target=self._watch, name="quire-reattach", daemon=True).start()
+
+    def _watch(self) -> None:
+        try:
+            self._stay_attached()
+        except Exception:
+            logger.critical("nobody hears the mempool any more: the engine must begin anew", exc_info=True)
+            os._exit(EXIT_BUG)
 
     def _stay_attached(self) -> None:
         """Whether this engine is busy or idle: hear what the mempool asks for, and whether it is there."""

@@ -4,6 +4,7 @@ An engine's process uses it: it attaches (request, reply, descriptors) in its ow
 thread while the reader thread delivers what comes.
 """
 
+import logging
 import os
 import socket
 import struct
@@ -19,6 +20,7 @@ from shared.transport import unix_socket
 from shared.transport.unix_framing import Deframer, pack_message
 from shared.wire.codec import Channel
 
+logger = logging.getLogger(__name__)
 Out = TypeVar("Out")
 In = TypeVar("In")
 
@@ -27,8 +29,8 @@ class BlockingUnixLink(Generic[Out, In]):
     """connect(), then call() as often as needed, then start(): from there on messages go to the callback.
 
     Callbacks run on the reader thread: on_message(seq, message, raw, fds), which owns the fds, and
-    on_down(error), once. They must not raise, and must not wait for another message of this link. A link
-    that went down stays down: make a new one.
+    on_down(error), once. They must not raise, and must not wait for another message of this link: one that on_message
+    raised on is a bug, and the link's end. A link that went down stays down: make a new one.
     """
 
     def __init__(
@@ -144,6 +146,9 @@ class BlockingUnixLink(Generic[Out, In]):
                 self._receive()
         except (PeerGone, PeerProtocolError) as failure:
             error = None if self._closing else failure
+        except Exception as failure:  # else the link would look up, and nobody would read it
+            logger.exception("%s: a message could not be handled", self.path)
+            error = failure
         self._shut()
         self._release()
         if self._on_down is not None:

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from shared.engine import pool_watch
 from shared.engine.pool_watch import PoolWatch
 from shared.mempool.slab_unmaps import IDLE_S
 
@@ -51,3 +52,18 @@ def test_one_with_requests_does_so_in_its_steps_unless_it_has_got_none_for_a_whi
     assert not watch._is_idle()
     watch._stepped_s -= 2 * IDLE_S
     assert watch._is_idle()
+
+
+def test_an_engine_that_cannot_hear_the_mempool_by_a_bug_ends(monkeypatch):
+    """Its thread was gone: idle, it gave no page back, and it did not go on with the mempool's successor."""
+    ended = threading.Event()
+    monkeypatch.setattr(pool_watch.os, "_exit", lambda status: status == pool_watch.EXIT_BUG and ended.set())
+    watch = Watch()
+    watch.requests = {}
+
+    def bug() -> None:
+        raise KeyError("our bug")
+
+    monkeypatch.setattr(watch, "_answer_pool", bug)
+    watch._watch_pool()
+    assert ended.wait(PATIENCE_S)

@@ -353,6 +353,23 @@ async def test_an_engine_hears_that_the_server_went_away(served):
     engine.link.close()
 
 
+async def test_a_message_that_an_engine_cannot_handle_by_a_bug_ends_its_link(served):
+    """Its reader was gone, its link looked up, and it heard nothing any more."""
+    engine = Engine(served.server.path)
+
+    def bug(*_):
+        raise KeyError("our bug")
+
+    engine.link._on_message = bug
+    await asyncio.to_thread(engine.link.connect)
+    engine.link.start()
+    engine.link.send(Ask(1))
+    await until(lambda: engine.downs)
+    assert isinstance(engine.downs[0], KeyError)
+    assert not engine.link.up
+    engine.link.close()
+
+
 async def test_an_engine_waits_no_longer_than_told(served):
     served.server._on_message = lambda *_: None
     engine = Engine(served.server.path, send_timeout_ms=200)
