@@ -77,6 +77,7 @@ class _Job:
     pieces: Sequence[Piece]
     found: Sequence[Pages | None]
     answer: Callable[["_Job"], None]
+    fail: Callable[[Exception], None]
     values: list[int] = field(default_factory=list)
 
     def step(self) -> None:
@@ -117,7 +118,11 @@ class _Thread(threading.Thread):
                     return
                 jobs = self._urgent or self._others
                 job = jobs.popleft()
-            job.step()
+            try:
+                job.step()
+            except Exception as error:  # noqa: BLE001  a bug, raised again where it ends the process
+                job.fail(error)
+                return
             if job.is_done:
                 job.answer(job)
                 continue
@@ -182,7 +187,7 @@ class PageSums:
         self, pieces: Sequence[Piece], then: Callable[[list[int]], None], *, urgent: bool = True
     ) -> None:
         """Of each, UNKNOWN where it cannot be read; by `then`, always later, but never after close(). Nobody waits for
-        what is not urgent."""
+        what is not urgent. What else summing raises is raised into the loop, and nothing is summed any more."""
         loop = asyncio.get_running_loop()
         self.num_waiting += len(pieces)
 
@@ -190,7 +195,12 @@ class PageSums:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._answer, job, then)
 
-        self._thread.put(_Job(pieces, [self._get(piece.space) for piece in pieces], answer), urgent=urgent)
+        def fail(error: Exception) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_raise, error)
+
+        found = [self._get(piece.space) for piece in pieces]
+        self._thread.put(_Job(pieces, found, answer, fail), urgent=urgent)
 
     def _answer(self, job: _Job, then: Callable[[list[int]], None]) -> None:
         if not self._is_closed:
@@ -204,6 +214,10 @@ class PageSums:
         for pages in self._pages.values():
             pages.close()
         self._pages = {}
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _sum(pages: Pages | None, piece: Piece) -> int:

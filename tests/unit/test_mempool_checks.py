@@ -198,6 +198,24 @@ def test_memory_that_could_not_be_mapped_for_a_moment_is_summed_afterwards(memor
     sums.close()
 
 
+async def test_a_bug_while_summing_is_raised_into_the_loop_for_who_waits_for_a_sum_would_wait_for_ever():
+    loop = asyncio.get_running_loop()
+    raised = loop.create_future()
+    loop.set_exception_handler(
+        lambda _, context: raised.set_result(("handle" in context, context["exception"]))
+    )
+    broken = KeyError("our bug")
+
+    class Broken(Slow):
+        def sum(self, page, num_bytes):
+            raise broken
+
+    sums = PageSums(lambda space: Broken())
+    sums.sums([Piece(0, 0, 1)], lambda values: None)
+    assert await asyncio.wait_for(raised, 30) == (True, broken)
+    sums.close()
+
+
 def test_what_could_not_be_read_says_nothing_against_a_page():
     known = Known(Piece(0, 0, 1), 1, HASHES[0], 0)
     assert known.agrees(0)
