@@ -1,11 +1,13 @@
 """The fused operation of this rank, over gloo on a CPU and over symmetric memory on GPUs; shared/kernels has both."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from vllm.distributed import get_tp_group
 
 from shared.engine.weave_kept import kept_or_measured, key_of, machine_parts, shared_bytes
@@ -36,7 +38,7 @@ def open_fused(config: Any, device: torch.device) -> Opened:
     hidden, dtype = config.model_config.get_hidden_size(), config.model_config.dtype
     if device.type == "cpu":
         return _on_cpu(hidden, max_tokens, dtype)
-    return _on_gpu(hidden, max_tokens, dtype, device, config.additional_config["quire_weave"]["state_dir"])
+    return _on_gpu(hidden, max_tokens, dtype, device, config.additional_config["quire_weave"])
 
 
 def _on_cpu(hidden: int, max_tokens: int, dtype: torch.dtype) -> Opened:
@@ -46,15 +48,24 @@ def _on_cpu(hidden: int, max_tokens: int, dtype: torch.dtype) -> Opened:
     return fused, fused.close
 
 
-def _on_gpu(hidden: int, max_tokens: int, dtype: torch.dtype, device: torch.device, state_dir: str) -> Opened:
+def _on_gpu(
+    hidden: int, max_tokens: int, dtype: torch.dtype, device: torch.device, weave: Mapping[str, Any]
+) -> Opened:
     group = get_tp_group()
     settings = FusedSettings(hidden, max_tokens, dtype, num_lanes=NUM_LANES)
-    arena = torch_arena(settings.layout().num_bytes, device, group.device_group)
+    num_bytes = settings.layout().num_bytes
+    arena = torch_arena(num_bytes, device, group.device_group, use_multicast=weave["multicast"])
     try:
+        if weave["multicast"]:
+            settings = replace(settings, use_multicast=everybody_has(arena.multicast, group.cpu_group))
         fused = CudaFused(settings, arena, group.rank_in_group, device)
-        fused.use(_times(fused, lambda: calibrate(fused, group.device_group), state_dir))
+        fused.use(_times(fused, lambda: calibrate(fused, group.device_group), weave["state_dir"]))
         if group.rank_in_group == 0:
             logger.info(in_words(fused))
+            if weave["multicast"] and not settings.use_multicast:
+                logger.warning(
+                    "worker.weave_multicast: no multicast address was given here; sums go as without it"
+                )
     except ClusterError:
         arena.close()
         raise
@@ -66,13 +77,21 @@ def _on_gpu(hidden: int, max_tokens: int, dtype: torch.dtype, device: torch.devi
     return fused, close
 
 
+def everybody_has(multicast: int, group: dist.ProcessGroup) -> bool:
+    """Whether every rank of the group has a multicast address: all ranks take one way. All call it at the same time."""
+    found = torch.tensor([int(multicast != 0)])
+    dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
+    return bool(found.item())
+
+
 def in_words(fused: CudaFused) -> str:
     """What this machine can and what is used of it, in one line of the log."""
-    multicast = (
-        "these GPUs have NVLink multicast, which this version leaves alone"
-        if fused.driver.has_multicast
-        else "these GPUs have no NVLink multicast, and none is needed"
-    )
+    if fused.settings.use_multicast:
+        multicast = "large ones through NVLink's switch, which we have never run"
+    elif fused.driver.has_multicast:
+        multicast = "these GPUs have NVLink multicast, which is left alone"
+    else:
+        multicast = "these GPUs have no NVLink multicast, and none is needed"
     budget = f", under other work from {fused.few_sms} multiprocessors" if fused.few_sms else ""
     large = fused.plan(fused.max_tokens)
     way = fused.way(large.algorithm, large.num_tokens)
@@ -87,7 +106,7 @@ def _times(fused: CudaFused, measure: Callable[[], Times], state_dir: str) -> Ti
     group = get_tp_group()
     key = key_of(
         torch.cuda.get_device_name(fused.device), fused.num_sms, fused.world, fused.hidden, fused.max_tokens,
-        str(fused.dtype), machine_parts(),
+        str(fused.dtype), machine_parts(), *["multicast"] * fused.settings.use_multicast,
     )  # fmt: skip
     return kept_or_measured(
         Path(state_dir, f"weave-sums-{key}.json") if state_dir else None,

@@ -66,6 +66,7 @@ def weave_arguments(settings: WorkerSettings, arguments: Mapping[str, Any]) -> d
                 "fuse_min_tokens": fuse_min_tokens,
                 "min_tokens": min_tokens,
                 "sms": settings.weave_sms,
+                "multicast": settings.weave_multicast,
                 "state_dir": settings.state_dir,
                 "starts_anew": gives_up_compiling,
             }

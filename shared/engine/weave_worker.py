@@ -16,8 +16,9 @@ class WeaveWorkerMixin:
     _peers: Peers | None = None
 
     def init_device(self: Any) -> None:
-        """vLLM's; torch's symmetric memory leaves multicast alone, which nothing here needs."""
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # noqa: TID251  torch's, not ours
+        """vLLM's; torch's symmetric memory leaves multicast alone, unless the setting asks for it."""
+        if not self.vllm_config.additional_config["quire_weave"]["multicast"]:
+            os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # noqa: TID251  torch's, not ours
         super().init_device()
 
     def load_model(self: Any, **kwargs: Any) -> None:

@@ -87,6 +87,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     # multiprocessors that a part's sum takes from the other's compute; 0: the fewest from which it was measured, at the
     # engine's start, to be as fast as from more
     weave_sms: int = 0
+    # whether fused sums may go through NVLink's switch where the GPUs give a multicast address (TokenWeave, Listing 1);
+    # by maps of each other's memory where they do not. Never run by us
+    weave_multicast: bool = False
     # of running requests' blocks that may lie outside the engine's memory (in lent pages, host memory), where attention
     # reads them in place: prompts may be longer than that memory; 0: none
     far_bytes: int = 0
@@ -252,6 +255,10 @@ def _check_weave(found: WorkerSettings) -> None:
     if not 0 <= found.weave_sms <= MOST_WEAVE_SMS:
         raise SettingsError(
             f"setting worker.weave_sms: {found.weave_sms} is not in 0..{MOST_WEAVE_SMS}; try 0"
+        )
+    if found.weave_multicast and found.weave == "off":
+        raise SettingsError(
+            "setting worker.weave_multicast: nothing is fused with worker.weave off; try weave = fuse"
         )
     if found.weave == "full" and (found.kv_layout != "cross-layer" or found.transfer_mode == "by-layer"):
         raise SettingsError(

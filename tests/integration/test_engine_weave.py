@@ -66,7 +66,7 @@ def test_every_kind_of_worker_has_one_that_weaves(tmp_path):
     assert found["worker_cls"] == "shared.engine.weave_worker_cpu.WeavePageCPUWorker"
     assert found["additional_config"]["quire_weave"] == {
         "mode": "fuse", "fuse_min_tokens": 1, "min_tokens": 64, "sms": 8, "state_dir": "",
-        "starts_anew": False,
+        "starts_anew": False, "multicast": False,
     }  # fmt: skip
     assert weave_arguments(settings, {})["worker_cls"].endswith(".WeaveCPUWorker")
 

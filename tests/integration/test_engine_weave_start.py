@@ -4,6 +4,7 @@ In process: it imports vLLM.
 """
 
 import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from shared.engine.weave_host import DEFAULT_SMS, HostedWeave
 from shared.engine.weave_kept import kept_or_measured, key_of
 from shared.engine.weave_probe import REPEATS, kv_bytes, measured
 from shared.engine.weave_restart import StartsAnew, refuse, started
+from shared.engine.weave_worker import WeaveWorkerMixin
 from shared.kernels.allreduce_rmsnorm import driver
 from shared.kernels.allreduce_rmsnorm.plan import Algorithm, Engine, Plan, Way
 from shared.weave.threshold import Measured, Timing
@@ -176,11 +178,16 @@ def test_every_rank_goes_by_the_first_ranks_bytes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("has", "says"), [(True, "have NVLink multicast, which this"), (False, "have no NVLink")]
-)
-def test_a_start_says_whether_the_gpus_have_multicast_and_how_sums_are_made(has, says):
+    ("has", "uses", "says"),
+    [
+        (True, False, "have NVLink multicast, which is left alone"), (False, False, "have no NVLink"),
+        (True, True, "through NVLink's switch, which we have never run"),
+    ],
+)  # fmt: skip
+def test_a_start_says_whether_the_gpus_have_multicast_and_how_sums_are_made(has, uses, says):
     fused = SimpleNamespace(
-        driver=SimpleNamespace(has_multicast=has), few_sms=8, world=4, max_tokens=8192,
+        settings=SimpleNamespace(use_multicast=uses), driver=SimpleNamespace(has_multicast=has), few_sms=8, world=4,
+        max_tokens=8192,
         plan=lambda n: Plan(Algorithm.TWO_SHOT, n, 0, 1), way=lambda *_: Way(Engine.PLAIN),
     )  # fmt: skip
     line = weave_open.in_words(fused)
@@ -188,6 +195,69 @@ def test_a_start_says_whether_the_gpus_have_multicast_and_how_sums_are_made(has,
     assert "sums of 4 ranks" in line
     assert "8192 tokens two_shot by plain, under other work from 8 multiprocessors" in line
     assert "\n" not in line
+
+
+def _asks_for_multicast(rank: int, folder: str) -> None:
+    """In a process of its own: rank 1's arena has the address that it is given, rank 0's always has one."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
+    assert dist.group.WORLD is not None
+    found = [weave_open.everybody_has(7 if rank == 0 else other, dist.group.WORLD) for other in (9, 0)]
+    assert found == [True, False], "a rank without one is enough"
+    dist.destroy_process_group()
+
+
+def test_the_switch_is_used_only_where_every_rank_has_its_address(tmp_path):
+    spawn(_asks_for_multicast, args=(str(tmp_path),), nprocs=2)
+
+
+@pytest.mark.parametrize(("asked", "given", "uses"), [(False, 7, False), (True, 7, True), (True, 0, False)])
+def test_the_switch_is_used_where_it_is_asked_for_and_the_machine_gives_its_address(
+    monkeypatch, caplog, asked, given, uses
+):
+    """On GPUs, whose memory and kernels stand-ins are here."""
+    seen: dict[str, object] = {}
+
+    def arena(num_bytes, device, group, *, use_multicast):
+        seen["asks torch"] = use_multicast
+        return SimpleNamespace(multicast=given if use_multicast else 0, close=lambda: None)
+
+    def fused(settings, arena, rank, device):
+        seen["uses"] = settings.use_multicast
+        return SimpleNamespace(settings=settings, use=lambda times: None, close=lambda: None)
+
+    group = SimpleNamespace(device_group=None, cpu_group=None, rank_in_group=0)
+    monkeypatch.setattr(weave_open, "get_tp_group", lambda: group)
+    monkeypatch.setattr(weave_open, "torch_arena", arena)
+    monkeypatch.setattr(weave_open, "CudaFused", fused)
+    monkeypatch.setattr(weave_open, "everybody_has", lambda multicast, _: multicast != 0)
+    monkeypatch.setattr(weave_open, "in_words", lambda _: "")
+    monkeypatch.setattr(weave_open, "_times", lambda *_: None)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        model_config=SimpleNamespace(get_hidden_size=lambda: 1024, dtype=torch.bfloat16),
+        additional_config={"quire_weave": {"state_dir": "", "multicast": asked}},
+    )
+    with caplog.at_level(logging.WARNING):
+        weave_open.open_fused(config, torch.device("cuda"))
+    assert seen == {"asks torch": asked, "uses": uses}
+    assert ("no multicast address" in caplog.text) is (asked and not uses)
+
+
+@pytest.mark.parametrize(("asked", "left_alone"), [(False, "1"), (True, None)])
+def test_torch_leaves_multicast_alone_unless_the_setting_asks_for_it(monkeypatch, asked, left_alone):
+    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
+
+    class Stock:
+        def init_device(self):
+            self.found = os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST")
+
+    class Worker(WeaveWorkerMixin, Stock):
+        vllm_config = SimpleNamespace(additional_config={"quire_weave": {"multicast": asked}})
+
+    worker = Worker()
+    worker.init_device()
+    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
+    assert worker.found == left_alone
 
 
 def test_a_setting_of_multiprocessors_goes_before_what_was_measured(monkeypatch):

@@ -26,7 +26,15 @@ def test_a_layer_that_is_computed_twice_a_step_is_refused_where_each_counts_once
         made(tmp_path, weave="full", **changes)
 
 
-@pytest.mark.parametrize("changes", [{"weave_sms": -1}, {"weave_sms": 33}, {"weave_min_tokens": -1}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weave_sms": -1},
+        {"weave_sms": 33},
+        {"weave_min_tokens": -1},
+        {"weave_multicast": True},
+    ],
+)
 def test_numbers_that_make_no_sense_are_refused_by_name(tmp_path, changes):
     with pytest.raises(SettingsError, match=f"worker.{next(iter(changes))}"):
         made(tmp_path, **changes)
