@@ -16,6 +16,7 @@ from shared.transfer.reslice import KvEnd, Order, reslice_rounds
 from shared.wire.mempool_peer import SpaceCut
 
 MAX_CUTS = 1_024  # spaces of one path
+MAX_AT_ONCE = 32  # pulls: long prompts in small pieces are more than a path takes at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,9 @@ def cut_anew(
                 RankPull(theirs, mine, template.target_rank, pieces)
                 for pieces in laid_over(template, pages, targets, *sizes)
             ]
-    return rounds
+    return [
+        pulls[first : first + MAX_AT_ONCE] for pulls in rounds for first in range(0, len(pulls), MAX_AT_ONCE)
+    ]
 
 
 def mine_of(regions: Sequence[HostRegion], space: int) -> dict[str, int]:

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.mempool import mover_pieces
 from services.mempool.mover_regions import HostRegion, region_name
-from services.mempool.peer_cuts import MAX_CUTS, cut_anew, heard, mine_of, told, whole_pages
+from services.mempool.peer_cuts import MAX_AT_ONCE, MAX_CUTS, cut_anew, heard, mine_of, told, whole_pages
 from shared.errors import PeerProtocolError
 from shared.transfer.errors import TransferRefused
 from shared.transfer.reslice import KvEnd, Order
@@ -57,6 +58,18 @@ def test_every_byte_of_every_rank_comes_from_where_it_is(source, target, padding
         for number, page in enumerate(targets):
             raw = block(target, rank, number)
             np.testing.assert_array_equal(here[name][page * sizes[1][name] :][: raw.size], raw)
+
+
+def test_long_prompts_in_small_pieces_go_in_rounds_that_a_path_takes(monkeypatch):
+    monkeypatch.setattr(mover_pieces, "MAX_PIECES", 64)
+    source = KvEnd(**MODEL | {"block_tokens": 16}, tp_size=2, order=Order.NHD)  # a piece a layer and token
+    target = KvEnd(**MODEL | {"block_tokens": 16}, order=Order.NHD)
+    pages = list(range(100))
+    rounds = cut_anew(
+        (0, source, pages), (0, target, pages), page_bytes(source, 0, 0), page_bytes(target, 0, 0)
+    )
+    assert max(map(len, rounds)) <= MAX_AT_ONCE < len(pages)
+    assert sum(pull.what.num_bytes for pulls in rounds for pull in pulls) == 100 * target.block_bytes(0)
 
 
 @given(cuts)
