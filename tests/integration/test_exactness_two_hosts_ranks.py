@@ -16,6 +16,7 @@ NAMES = [
     "greedy-5", "greedy-64", "greedy-257", "second-257", "greedy-1500", "seeded-100", "logprobs-greedy", "json-schema",
     "penalties", "max-tokens-2",
 ]  # fmt: skip
+PATIENCE_MS = 20_000  # ranks that wait for each other busily leave others no CPU for seconds
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.whole_machine, pytest.mark.timeout(1500)]
 
@@ -24,13 +25,16 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.whole_machine, p
 def two(request, hosts, tmp_path_factory):
     """The cluster, and the mempools of the two hosts: of prefill, and of decode."""
     pools = []
-    flags = patience.flags(
-        {"worker": ["--dtype", "float32", "--threads", "1", "--kv-cache-bytes", str(64 << 20)]}
-    )
+    worker = [
+        "--dtype", "float32", "--threads", "1", "--kv-cache-bytes", str(64 << 20),
+        "--handoff-wait-ms", str(PATIENCE_MS), "--acquire-timeout-ms", str(PATIENCE_MS),
+    ]  # fmt: skip
+    flags = patience.flags({"worker": worker})
     try:
         for number, (role, ranks) in enumerate(zip(("prefill", "decode"), request.param, strict=True)):
             settings = {
                 "peer-listen": f"tcp://10.213.7.{number + 1}:8107", "ucx-tls": "tcp", "capacity-bytes": 256 << 20,
+                "peer-silent-ms": PATIENCE_MS, "copy-timeout-ms": PATIENCE_MS,
             }  # fmt: skip
             folder = tmp_path_factory.mktemp("host")
             pools.append(
