@@ -63,6 +63,7 @@ class FairEngine(ParkingEngine):
     def _begin(self) -> None:
         self._take_turns()
         super()._begin()
+        # where nobody runs and nothing is on its way, each waits for another's memory, until somebody has enough of it
         for measure in chain((self._unreserve_all,), repeat(self._make_way)):
             if self._run is not None:
                 self._left_idle.clear()
@@ -107,7 +108,7 @@ class FairEngine(ParkingEngine):
         self._start, self._step_tokens = [], self.limits.max_batched_tokens
         if not self._queue:
             self.slices.calm_step()
-            self._park_for_growth(may_park=self._is_stuck or bool(self.swapper.pays_at))
+            self._park_for_growth(may_park=self._is_stuck or bool(self.swapper.bytes_per_s))
             if not self._queue:
                 return
         start: list[str] = []
@@ -161,7 +162,7 @@ class FairEngine(ParkingEngine):
             step_tokens=self.limits.max_batched_tokens,
             pages=tokens,
             page_bytes=self._token_bytes,
-            swap_bytes_per_s=self.swapper.pays_at,
+            swap_bytes_per_s=self.swapper.bytes_per_s,
             step_ms=self.step_ms,
         )
 

@@ -99,7 +99,7 @@ class ParkingEngine(Engine):
     def _park_for_growth(self, *, may_park: bool = False) -> None:
         """Who would find no memory in this step gives its slot up, while blocks are on their way or can leave."""
         may_park = may_park or self.slices.pays or self.swapper.absences.is_waiting
-        may_park = may_park or (self.slices.is_calm and bool(self.swapper.pays_at))
+        may_park = may_park or (self.slices.is_calm and bool(self.swapper.bytes_per_s))
         kv_tokens = self._kv_tokens
         running = [Grower(t.name, 1, kv_tokens(t), kv_tokens(t)) for t in self._decoding.values()]
         for task in self._prefilling:
@@ -201,7 +201,7 @@ class ParkingEngine(Engine):
     def _send_out(self, ready: list[str], parked: Iterable[str]) -> None:
         """Blocks of parked requests, the furthest from their turn first, make room for who has a slot, for a slice."""
         absences, accounts = self.swapper.absences, self.slices.accounts.requests
-        if not self.slices.pays or not self._parked or not self.swapper.pays_at:
+        if not self.slices.pays or not self._parked or not self.swapper.bytes_per_s:
             return
         slotted = {task.name: task for task in self._running()}
         slotted |= {name: self._queue[name] for name in (*self._reserved, *ready)}
@@ -228,7 +228,7 @@ class ParkingEngine(Engine):
         Between two steps each leaves once: who comes back and finds no room to run would leave again and again.
         """
         self._unreserve_all()
-        if self.swapper.pays_at and (self.slices.pays or self.slices.is_calm):
+        if self.swapper.bytes_per_s and (self.slices.pays or self.slices.is_calm):
             absences = self.swapper.absences
             here = [n for n in self._parked if absences.is_here(n) and n not in self._left_idle]
             for name in reversed(nearest_first(self.slices, here)):

@@ -111,7 +111,7 @@ class Swapper:
         return self._events.now_ms / 1e3
 
     @property
-    def pays_at(self) -> float:
+    def bytes_per_s(self) -> float:
         """Bytes per second that slices may count on now; 0: nothing can leave."""
         return self.rate.value(self.now_s)
 
