@@ -6,13 +6,23 @@ swap after the other.
 """
 
 from loadtest.burst_model import ArrivalEngine, Job, Machine
+from shared.fair.carrying import (
+    RESERVE_S,
+    Begun,
+    Grower,
+    Seen,
+    free_mark,
+    grow,
+    may_begin,
+    may_fill,
+    nearest_first,
+    pages_for_turns,
+    short_pages,
+)
 from shared.fair.rules import Room
 from shared.fair.slices import FairSlices
 
-RESERVE_MS = 2_000.0  # a slot is kept so long for who finds no pages to come back into
-PARKED_PAGES = 8  # of the engine's for each that is parked, or newcomers wait
 ALWAYS_PAYS = 1e15  # bytes per second that slices count on, as the bench says it
-FREE_SHARES = 128  # of the engine's pages: one more or one less of them free is worth a plan
 
 
 class FairEngine(ArrivalEngine):
@@ -28,7 +38,7 @@ class FairEngine(ArrivalEngine):
         assert machine.link is not None
         self._link = machine.link
         self._out_free_ms = self._in_free_ms = 0.0
-        self._seen = (0, 0, 0)
+        self._seen = Seen(0, 0, 0)
         self._is_short = False
 
     def add(self, job: Job) -> None:
@@ -63,7 +73,8 @@ class FairEngine(ArrivalEngine):
     def _room(self) -> Room:
         ahead, size = self.slices.rules.slice_steps, self.machine.block_tokens
         resident = wanted = coming = 0
-        may_come = not self.slices.rules.has_units or len(self.parked) * PARKED_PAGES <= self.machine.pages
+        begun = Begun(len(self.running), len(self.parked))
+        may_come = may_begin(self.slices.rules, begun, self.machine.pages, can_be_short=False)
         for job in self.jobs.values():
             have = job.pages - (job.away if job.back_ms >= 0 else 0)
             need = max(-(-(job.tokens + ahead) // size), have + job.away)
@@ -74,8 +85,8 @@ class FairEngine(ArrivalEngine):
             coming += job.away if job.back_ms >= 0 else 0
         pages = self.free + coming + resident
         self._is_short = wanted > pages
-        if self._is_short and self.slices.rules.has_units:
-            pages = max(1, pages - len(self.running) - len(self.parked))
+        if self._is_short:
+            pages = pages_for_turns(self.slices.rules, pages, begun, has_room_for_all=True)
         return Room(
             self.machine.slots, self.machine.step_tokens, pages, self._page_bytes,
             ALWAYS_PAYS, self._step_ms,
@@ -83,11 +94,8 @@ class FairEngine(ArrivalEngine):
 
     def _may_fill(self) -> bool:
         taken = len(self.running) + len(self.reserved)
-        seen = taken, len(self.jobs), self.free // max(1, self.machine.pages // FREE_SHARES)
-        was, self._seen = self._seen, seen
-        if self._is_short and self.slices.rules.has_units and seen == was:
-            return False
-        return taken < self.machine.slots
+        was, self._seen = self._seen, Seen(taken, len(self.jobs), free_mark(self.free, self.machine.pages))
+        return may_fill(self.slices.rules, self._seen, was, self.machine.slots, is_short=self._is_short)
 
     def _park(self, job: Job) -> None:
         if job.name in self.reserved:
@@ -125,15 +133,12 @@ class FairEngine(ArrivalEngine):
             job.back_ms >= 0 or job.leaving_ms >= 0 for job in self.jobs.values()
         ):
             return
-        free, tokens = self.free, self._chunk_tokens()
-        for job in list(self.running):
-            left = job.tokens - job.computed
-            new = max(1, min(left, tokens))
-            tokens -= new if left > 1 else 0
-            missing = -(-(job.computed + new) // self.machine.block_tokens) - job.pages
-            if missing > free:
-                self._park(job)
-            free -= max(0, min(missing, free))
+        running = [
+            Grower(job.name, job.tokens - job.computed, job.computed, job.pages) for job in self.running
+        ]
+        tokens, size = self._chunk_tokens(), self.machine.block_tokens
+        for name in grow(running, self.free, tokens, size, most_tokens=1 << 40, may_park=True)[0]:
+            self._park(self.jobs[name])
 
     def _swap(self, start: list[str]) -> list[str]:
         room = self.machine.slots - len(self.running) - len(self.reserved)
@@ -150,7 +155,7 @@ class FairEngine(ArrivalEngine):
         starved = [name for name in self.reserved if not self._bring(self.jobs[name])]
         if starved:
             ready = [name for name in ready if self.jobs[name].pages]
-            for name in [name for name in starved if self.now_ms - self.reserved[name] > RESERVE_MS]:
+            for name in [name for name in starved if self.now_ms - self.reserved[name] > RESERVE_S * 1e3]:
                 self._unreserve(name)
         self._send_out(ready)
         return ready
@@ -179,16 +184,18 @@ class FairEngine(ArrivalEngine):
             name: self.jobs[name].pages - (self.jobs[name].away if self.jobs[name].back_ms >= 0 else 0)
             for name in names
         }
-        wanted = sum(max(0, accounts[name].pages - here[name]) for name in names)
         coming = sum(job.away for job in self.jobs.values() if job.back_ms >= 0)
         leaving = sum(job.leaving for job in self.jobs.values())
-        short = wanted - self.free - leaving - coming
+        short = short_pages(
+            ((accounts[name].pages, here[name]) for name in names), self.free, leaving + coming
+        )
         if short <= 0:
             return
-        others = [job for name, job in self.parked.items() if name not in self.reserved and name not in ready]
-        others.sort(key=lambda job: self.slices.order_key(accounts[job.name]))
+        others = nearest_first(
+            self.slices, (n for n in self.parked if n not in self.reserved and n not in ready)
+        )
         while others and short > 0:
-            job = others.pop()
+            job = self.jobs[others.pop()]
             whole = job.computed // self.machine.block_tokens
             if job.away or job.leaving or not min(whole, job.pages):
                 continue

@@ -46,6 +46,7 @@ MEASURES = {  # result name: module
     "trace-replay": "loadtest.bench_trace_replay",
     "cluster-trace-replay": "loadtest.bench_trace_cluster",
     "simulated-profile": "loadtest.bench_profile",
+    "simulated-burst": "loadtest.bench_burst_simulated",
     "prompt-tree": "loadtest.bench_prompt_tree",
     "simulator": "loadtest.bench_simulator",
     "h200-disaggregation": "loadtest.bench_disaggregation",

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -42,6 +42,13 @@ Cost = Annotated[
         "sheet."
     ),
 ]
+LocalPolicy = Annotated[
+    Literal["fcfs", "cfs"],
+    typer.Option(
+        help="Simulated: with cfs bursts are run in fair slices, too: their TTFT and their swap space."
+    ),
+]
+SwapGbPerS = Annotated[float, typer.Option(help="Simulated, with cfs: to swap space and back.")]
 MemoryTokens = Annotated[int, typer.Option(help="Simulated: KV of the engine. Default: what fits.")]
 Chunk = Annotated[int, typer.Option(help="Simulated: tokens of a step. A running cluster has its own.")]
 TtftMs = Annotated[float, typer.Option(help="Limit of the time to the first token.")]
@@ -83,6 +90,8 @@ def profile(
     tp: Tp = 1,
     cost: Cost = "",
     memory_tokens: MemoryTokens = 0,
+    local_policy: LocalPolicy = "fcfs",
+    swap_gb_per_s: SwapGbPerS = 200.0,
     chunk: Chunk = 512,
     slo_ttft_ms: TtftMs = 1_000.0,
     slo_tbt_ms: TbtMs = 100.0,
@@ -133,8 +142,9 @@ def profile(
         found = _by_batches(callable_, settings, max_batch, device, tell)
     else:
         asked = _lengths(lengths, trace, seed, scale, context)
-        runner = _simulated(simulate, gpu, tp, cost, memory_tokens, chunk) if simulate else None
-        found = _search(runner or _live(url, status or [], max_lag_ms, tell), asked, settings, limits, tell)
+        simulated = _simulated(simulate, gpu, tp, cost, memory_tokens, chunk, local_policy, swap_gb_per_s)
+        runner, turns = simulated or (_live(url, status or [], max_lag_ms, tell), None)
+        found = _search(runner, turns, asked, settings, limits, tell)
     _report(found, target, plots, as_json=as_json)
     sys.exit(OK if found.stable_rate_per_s else FAILED)
 
@@ -170,18 +180,39 @@ def _lengths(name: str, trace: Path | None, seed: int, scale: float, context: in
     return of_workload(name, seed=seed, scale=scale, context_tokens=context)
 
 
-def _simulated(model: str, gpu: str, tp: int, cost: str, memory_tokens: int, chunk: int) -> "Runner":
-    from loadtest.profiler.simulated import SimulatedRunner, machine_of
+def _simulated(
+    model: str,
+    gpu: str,
+    tp: int,
+    cost: str,
+    memory_tokens: int,
+    chunk: int,
+    policy: str,
+    swap_gb_per_s: float,
+) -> "tuple[Runner, Runner | None] | None":
+    """In order of arrival, and in fair slices where they are asked for; None: nothing is simulated."""
+    from loadtest.profiler.simulated import SimulatedRunner, always_in_turns, machine_of
     from loadtest.simulator.hardware import from_file
 
+    has_turns = policy == "cfs"
+    if not model:
+        if has_turns:
+            raise SettingsError(
+                "--local-policy cfs is of simulated engines: give --simulate MODEL, or leave it out"
+            )
+        return None
     if tp < 1 or chunk < 1 or memory_tokens < 0:
         raise SettingsError("--tp and --chunk are at least 1, --memory-tokens at least 0")
+    local = always_in_turns(swap_gb_per_s) if has_turns else None
     machine = machine_of(gpu, model, tp, chunk_tokens=chunk)
     tokens = memory_tokens or machine.memory_tokens
     if cost:
         machine = from_file(Path(cost), memory_tokens=tokens, gpu=gpu, model=model)
     machine = type(machine)(machine.prices, tokens, machine.calibrated, machine.words)
-    return SimulatedRunner(machine, model=model, tp=tp, chunk_tokens=chunk)
+    runner = SimulatedRunner(machine, model=model, tp=tp, chunk_tokens=chunk)
+    return runner, SimulatedRunner(
+        machine, model=model, tp=tp, chunk_tokens=chunk, local=local
+    ) if local else None
 
 
 def _live(url: str, statuses: list[str], max_lag_ms: float, tell: "Told") -> "Runner":
@@ -210,14 +241,19 @@ def _teller(*, quiet: bool) -> "Told":
 
 
 def _search(
-    runner: "Runner", asked: "Lengths", settings: "Settings", limits: "SearchLimits", tell: "Told"
+    runner: "Runner",
+    turns: "Runner | None",
+    asked: "Lengths",
+    settings: "Settings",
+    limits: "SearchLimits",
+    tell: "Told",
 ) -> "Profile":
     from loadtest.profiler.runner import Profiler
     from loadtest.results import machine
 
     tell(f"{runner.model}: {runner.words}; lengths of {asked.words}")
     settings = msgspec.structs.replace(settings, chunk_tokens=runner.chunk_tokens or settings.chunk_tokens)
-    return Profiler(runner, asked, settings, limits, tell=tell, machine=machine()).profile()
+    return Profiler(runner, asked, settings, limits, tell=tell, machine=machine(), turns=turns).profile()
 
 
 def _by_batches(name: str, settings: "Settings", most: int, device: str, tell: "Told") -> "Profile":
@@ -283,6 +319,15 @@ def _rows(found: "Profile") -> list[tuple[str, str]]:
         ("most in use there", size_text(found.peak_kv_bytes)),
         ("free there", size_text(found.free_bytes)),
         *((f"swap need at {factor}x", size_text(count)) for factor, count in found.swap_bytes.items()),
+        *(
+            (
+                f"in fair slices at {row['factor']:g}x",
+                f"{size_text(row['turns_swap_bytes'])} in swap space, TTFT {row['turns_ttft_ms']:.0f} ms, "
+                f"not {row['ttft_ms']:.0f}",
+            )
+            for row in found.bursts
+            if row.get("turns_ttft_ms")
+        ),
         ("role", _role(found)),
     ]
     return rows

@@ -55,6 +55,7 @@ class Observed:
     gaps: list[tuple[float, float]] = field(default_factory=list)
     peak_kv_bytes: int = 0
     full: list[Span] = field(default_factory=list)
+    peak_swap_bytes: int = 0  # of one GPU
 
 
 class Runner(Protocol):
@@ -106,7 +107,7 @@ class Runner(Protocol):
 
 
 class Profiler:
-    """Args: tell: a line of progress for people. machine: goes into the file."""
+    """Args: tell: a line of progress for people. machine: goes into the file. turns: runs bursts in fair slices too."""
 
     def __init__(
         self,
@@ -117,9 +118,10 @@ class Profiler:
         *,
         tell: Told = lambda text: None,
         machine: dict[str, Any] | None = None,
+        turns: Runner | None = None,
     ) -> None:
         self._runner, self._lengths, self._settings, self._limits = runner, lengths, settings, limits
-        self._tell, self._machine = tell, machine or {}
+        self._tell, self._machine, self._turns = tell, machine or {}, turns
         self._runs: list[Measured] = []
         self._series: dict[float, list[list[float]]] = {}
 
@@ -171,7 +173,19 @@ class Profiler:
             f"{factor:g}x for {settings.burst_s:g} s: TTFT {_ms_text(burst.ttft_ms)}, {size_text(burst.demand_bytes)} "
             f"if nobody waited, {size_text(burst.swap_bytes)} more than there is"
         )
-        return burst
+        return self._in_turns(burst, requests) if self._turns is not None else burst
+
+    def _in_turns(self, burst: Burst, requests: Sequence[Request]) -> Burst:
+        assert self._turns is not None
+        observed = self._turns.run(requests)
+        ttft_ms = _measured(observed, 0.0, self._settings.seed, self._settings).ttft_ms
+        self._tell(
+            f"{burst.factor:g}x in fair slices: TTFT {_ms_text(ttft_ms)}, {size_text(observed.peak_swap_bytes)} in "
+            "swap space at most"
+        )
+        return msgspec.structs.replace(
+            burst, turns_ttft_ms=ttft_ms, turns_swap_bytes=observed.peak_swap_bytes
+        )
 
     def _sum_up(self, rate_per_s: float, settled: bool, reason: str, bursts: Sequence[Burst]) -> Profile:
         runner, settings = self._runner, self._settings

@@ -12,6 +12,8 @@ from loadtest.registry import RESULTS
 from loadtest.results import load_result
 from loadtest.simulator.cluster import Simulation
 from loadtest.simulator.hardware import MODELS, Machine, from_coefficients, from_data_sheet, measured
+from loadtest.simulator.links import gb_per_s
+from loadtest.simulator.local import PEER_GB_PER_S, WAIT_MS, Local, rules_for
 from loadtest.simulator.prices import ModelPrices
 from loadtest.simulator.request import from_workload
 from loadtest.simulator.spec import ClusterSpec, roles_of
@@ -19,18 +21,23 @@ from loadtest.simulator.task import EngineLimits
 from loadtest.workloads.request import Request
 from services.gateway.core.request_flow import Limits
 from services.scheduler.core.limits import PlacementLimits
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, SettingsError
 
 BLOCK_TOKENS = 64  # of an 8B shape's page
 MAX_RUNNING = 1 << 14  # memory and the chunk are the bounds, as AQUA 4.1 has it; nothing is shed
+# in fair slices: a worker's slots; with more of them than a step has tokens no prompt would go before decodes
+TURNS_RUNNING, TURNS_OVERLOAD = 256, 1e6
 DEADLINE_MS = 100_000_000  # of a request: a burst's last one is waited for
 GAP_DIGITS = 3  # of ms: equal gaps are counted together
 
 
 class SimulatedRunner:
-    """Args: chunk_tokens: of a step, prompts and decodes together. memory_tokens: of the whole instance."""
+    """Args: chunk_tokens: of a step, prompts and decodes together. local: whose turn it is in the engine."""
 
-    def __init__(self, machine: Machine, *, model: str, tp: int, chunk_tokens: int) -> None:
+    def __init__(
+        self, machine: Machine, *, model: str, tp: int, chunk_tokens: int, local: Local | None = None
+    ) -> None:
+        self._local = local or Local()
         coefficients = msgspec.structs.replace(machine.prices.coefficients, max_batched_tokens=chunk_tokens)
         self._prices = ModelPrices(coefficients)
         self._memory_tokens, self.chunk_tokens = machine.memory_tokens, chunk_tokens
@@ -47,20 +54,41 @@ class SimulatedRunner:
                 f"a request of {longest} tokens has no room in the {self._memory_tokens} of an instance: see --tp, "
                 "--gpu, --context"
             )
+        limits = EngineLimits(MAX_RUNNING, self.chunk_tokens)
+        placement = PlacementLimits(max_prefill_tokens=1 << 40)
+        if self._local.policy == "cfs":
+            limits = replace(limits, max_running=min(TURNS_RUNNING, self.chunk_tokens // 2))
+            placement = replace(placement, overload_factor=TURNS_OVERLOAD)
         spec = ClusterSpec(
             roles_of(0, 0, 1),
             block_tokens=BLOCK_TOKENS,
             memory_tokens=self._memory_tokens,
-            limits=EngineLimits(MAX_RUNNING, self.chunk_tokens),
-            placement=PlacementLimits(max_prefill_tokens=1 << 40),
+            limits=limits,
+            local=self._local,
+            placement=placement,
             flow=Limits(request_deadline_ms=DEADLINE_MS),
         )
         simulation = Simulation(spec, self._prices, from_workload(requests, BLOCK_TOKENS))
         watch = _Watch(simulation)
-        outcomes = simulation.run().outcomes
+        found = simulation.run()
         return Observed(
-            outcomes, list(watch.gaps.items()), round(watch.peak_share * self.pool_bytes), watch.full.spans
+            found.outcomes,
+            list(watch.gaps.items()),
+            round(watch.peak_share * self.pool_bytes),
+            watch.full.spans,
+            round(found.turns.peak_swap_bytes / self.tp),
         )
+
+
+def always_in_turns(swap_gb_per_s: float) -> Local:
+    """Fair slices for bursts over as much lent memory as they want, whatever moving costs: what they need shows.
+
+    Raises: SettingsError for a rate that is not above 0.
+    """
+    if not swap_gb_per_s > 0.0:
+        raise SettingsError(f"--swap-gb-per-s {swap_gb_per_s:g}: above 0; try {PEER_GB_PER_S:g}")
+    peer = gb_per_s(swap_gb_per_s, WAIT_MS)
+    return Local("cfs", rules_for("bursts"), peer, peer_bytes=1 << 50, dram_bytes=0, counted_gb_per_s=1e6)
 
 
 class _Watch:

@@ -2,6 +2,7 @@
 
     python -m loadtest.simulator --trace FILE --instances 8 --policy prompt_tree --gpu h200 --model llama-8b
     python -m loadtest.simulator --trace FILE --split 6:2 --policy cost --out run.jsonl
+    python -m loadtest.simulator --trace FILE --local-policy cfs --fair-for bursts --swap-peer-gb 0
 
 Trace files: Mooncake's JSONL with hash ids, or CSV of lengths (loadtest/workloads/trace_files.py).
 """
@@ -19,6 +20,7 @@ from loadtest.reports.summary import Slo
 from loadtest.simulator.cluster import simulate
 from loadtest.simulator.hardware import GPUS, MODELS, Machine, from_data_sheet, from_file
 from loadtest.simulator.links import gb_per_s
+from loadtest.simulator.local import add_local_options, local_of
 from loadtest.simulator.records import Summary, summarize
 from loadtest.simulator.request import SimRequest, from_workload, infinite_cache
 from loadtest.simulator.spec import ClusterSpec, Simulated, roles_of
@@ -49,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--peer-gb-per-s", type=float, default=200.0, help="between instances of a host")
     out.add_argument("--remote-gb-per-s", type=float, default=20.0, help="between hosts")
     out.add_argument("--max-running", type=int, default=256)
+    add_local_options(out)
     out.add_argument("--slo-ttft-ms", type=float, default=2000.0)
     out.add_argument("--slo-tpot-ms", type=float, default=100.0)
     out.add_argument("--noise", type=float, default=0.0, help="relative deviation of step times")
@@ -110,6 +113,9 @@ def describe(summary: Summary, done: Simulated, requests: Sequence[SimRequest]) 
     busy = [ms / max(1.0, done.end_ms) for ms in done.busy_ms]
     lines.append(f"engines busy {100 * min(busy):.0f}% to {100 * max(busy):.0f}%, {done.num_preempted} preempted, "
                  f"{done.num_rejected} times rejected, {done.peer_bytes / 1e9:.1f} GB between instances")  # fmt: skip
+    turns = done.turns
+    lines.append(f"{turns.num_parked} times parked, {turns.swapped_out_bytes / 1e9:.1f} GB to swap space, "
+                 f"{turns.num_recomputed_tokens} tokens computed again")  # fmt: skip
     return "\n".join(lines)
 
 
@@ -127,6 +133,7 @@ def run(options: argparse.Namespace) -> None:
         dram_tokens=options.dram_tokens,
         policy=options.policy,
         limits=EngineLimits(options.max_running, machine.prices.coefficients.max_batched_tokens),
+        local=local_of(options),
         instances_per_host=options.instances_per_host,
         peer=gb_per_s(options.peer_gb_per_s),
         remote=gb_per_s(options.remote_gb_per_s),
@@ -144,7 +151,7 @@ def run(options: argparse.Namespace) -> None:
         fields = {name: getattr(summary, name) for name in Summary.__slots__}
         print(json.dumps(fields, indent=2))
         return
-    print(f"{machine.words}; {len(spec.roles)} instances, policy {spec.policy}")
+    print(f"{machine.words}; {len(spec.roles)} instances, policy {spec.policy}, engines {spec.local.policy}")
     print(describe(summary, done, requests))
     print(
         f"simulated in {took_s:.1f} s: {done.num_events / took_s:,.0f} events/s, {done.num_steps} engine steps"

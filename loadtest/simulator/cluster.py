@@ -7,8 +7,10 @@ from loadtest.outcomes import Outcome
 from loadtest.simulator.blocks import ROOT, BlockStore, tokens_of
 from loadtest.simulator.engine import Engine
 from loadtest.simulator.events import EventQueue
+from loadtest.simulator.fair_engine import engine_of
 from loadtest.simulator.frontend import Call, Frontend, Submitted
-from loadtest.simulator.links import Links, Rate
+from loadtest.simulator.links import Links, as_told
+from loadtest.simulator.parking import turns_of
 from loadtest.simulator.prices import StepPrices
 from loadtest.simulator.request import SimRequest
 from loadtest.simulator.spec import ClusterSpec, Simulated
@@ -22,7 +24,6 @@ from shared.engine.worker_reports import SOON_MS
 from shared.ids import BlockHash, Epoch, InstanceId, RequestId
 from shared.kv.layout import EngineDescription
 from shared.prompttree.publisher import TTL_S
-from shared.wire.cost import LinkRate
 from shared.wire.handoff import HandoffState
 from shared.wire.placement import Ended, Held, Medium, Place, Placed, PrefixHit, Rejected, Target
 from shared.wire.reports import Hello, PoolPlace, Report
@@ -49,11 +50,10 @@ class Simulation:
         self._spec, self._prices, self._requests = spec, prices, requests
         self._events = EventQueue()
         self._links = Links(spec.peer, spec.remote, spec.dram, spec.instances_per_host)
-        self._rates = {name: _as_told(getattr(spec, name)) for name in ("peer", "remote", "dram")}
+        self._rates = {name: as_told(getattr(spec, name)) for name in ("peer", "remote", "dram")}
         self._tree = SimTree(self._events, len(spec.roles))
-        self._reach = (
-            SimTree(self._events, len(spec.roles)) if spec.dram_tokens else None
-        )  # host memory counted
+        # host memory counted
+        self._reach = SimTree(self._events, len(spec.roles)) if spec.dram_tokens else None
         self._names = [InstanceId(f"{role}-{n}") for n, role in enumerate(spec.roles)]
         self._numbers = {name: n for n, name in enumerate(self._names)}
         self._instances = Instances(spec.instances)
@@ -99,6 +99,7 @@ class Simulation:
             peer_bytes=self._links.num_bytes,
             end_ms=self._events.now_ms,
             busy_ms=[engine.busy_ms for engine in self.engines],
+            turns=turns_of(self.engines),
         )
 
     def settle(self, wait_ms: float = 5_000.0) -> None:
@@ -348,7 +349,9 @@ class Simulation:
                 lambda blocks, n=number: self._tree.removed(n, blocks),
                 lambda blocks, n=number: self._reach and self._reach.removed(n, blocks),
             )
-            engines.append(Engine(number, self._events, self._prices, store, spec.limits, hooks, noise))
+            engines.append(
+                engine_of(number, self._events, self._prices, store, spec.limits, hooks, noise, spec.local)
+            )
         return engines
 
     def _stored(self, number: int, blocks: Sequence[BlockHash]) -> None:
@@ -388,11 +391,6 @@ class Simulation:
 
     def _now(self) -> int:
         return int(self._events.now_ms)
-
-
-def _as_told(rate: Rate) -> LinkRate:
-    """As a worker reports what it measured."""
-    return LinkRate(gb_per_s=(rate.bytes_per_ms or 1e12) / 1e6, latency_ms=rate.latency_ms)
 
 
 def simulate(spec: ClusterSpec, prices: StepPrices, requests: Sequence[SimRequest]) -> Simulated:

@@ -8,8 +8,9 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 
-from loadtest.simulator.blocks import ROOT, BlockStore, tokens_of
+from loadtest.simulator.blocks import BlockStore, tokens_of
 from loadtest.simulator.events import EventQueue
+from loadtest.simulator.held import free, keep_output, seal_prompt
 from loadtest.simulator.prices import Chunk, StepPrices
 from loadtest.simulator.task import EngineHooks, EngineLimits, OnSteps, Task
 from services.mempool.core.entry import Entry
@@ -31,7 +32,7 @@ class Engine:
         noise: Callable[[], float],
     ) -> None:
         self.number, self.store, self.limits = number, store, limits
-        self.num_steps = self.num_preempted = 0
+        self.num_steps = self.num_preempted = self.num_recomputed_tokens = 0
         self.busy_ms = self.step_ms = self.queued_prefill_ms = 0.0
         self.unfinished_prefill_tokens = 0
         self.on_steps: OnSteps | None = None  # who watches: called at the end of a step or row of steps
@@ -88,7 +89,7 @@ class Engine:
         self._loading.discard(task)
         request = task.request
         have = request.prompt_tokens if task.stage == "decode" else task.done_tokens
-        self._seal_prompt(task, have)
+        seal_prompt(self.store, task, have)
         task.done_tokens = min(have, request.prompt_tokens - 1)
         self._ready.append(task)
         self.wake()
@@ -132,8 +133,7 @@ class Engine:
 
     def _begin(self) -> None:
         self._room_for_decodes()
-        num_decodes = len(self._decoding)
-        chunks = self._compose()
+        chunks, num_decodes = self._compose(), len(self._decoding)
         if not chunks and not num_decodes:
             return
         now_ms = self._events.now_ms
@@ -269,7 +269,8 @@ class Engine:
             max(0, need),
         )
         task.done_tokens = local
-        moved = dram = 0
+        self.num_recomputed_tokens += max(0, task.lost_tokens - local)
+        task.lost_tokens = moved = dram = 0
         if task.stage == "decode" and not task.made:
             moved = request.prompt_tokens - local
         elif not task.made:
@@ -303,7 +304,7 @@ class Engine:
     def _advance(self, task: Task, new: int) -> None:
         """A chunk of it was computed."""
         task.done_tokens += new
-        self._seal_prompt(task, min(task.done_tokens, task.request.prompt_tokens))
+        seal_prompt(self.store, task, min(task.done_tokens, task.request.prompt_tokens))
         if task.done_tokens < task.goal_tokens:
             return
         self._prefilling.remove(task)
@@ -318,27 +319,16 @@ class Engine:
         if task.made >= task.wanted_tokens:
             self._finish(task)
             return
+        self._join_decodes(task)
+
+    # -- decodes ----------------------------------------------------------------------------------
+
+    def _join_decodes(self, task: Task) -> None:
         task.state = "decoding"
         task.joined_step = self.num_steps
         self._decoding[task.key] = task
         self._context_tokens += task.done_tokens
         heapq.heappush(self._ends, (task.end_step, task.seq, task))
-
-    def _seal_prompt(self, task: Task, done_tokens: int) -> None:
-        """Name the prompt's blocks that are written and have no name yet."""
-        store, blocks = self.store, task.request.blocks
-        have = len(task.entries)
-        whole = done_tokens >= task.request.prompt_tokens
-        upto = len(blocks) if whole else min(len(blocks), done_tokens // store.block_tokens)
-        if upto <= have:
-            return
-        begin = have * store.block_tokens
-        num_tokens = min(upto * store.block_tokens, task.request.prompt_tokens) - begin
-        parent = blocks[have - 1] if have else ROOT
-        task.entries += store.seal(parent, blocks[have:upto], num_tokens)
-        task.private_tokens -= num_tokens
-
-    # -- decodes ----------------------------------------------------------------------------------
 
     def _leave_decodes(self, task: Task) -> None:
         """Its steps so far become its own."""
@@ -354,29 +344,22 @@ class Engine:
         while self._decoding and self.store.room_tokens < len(self._decoding):
             task = max(self._decoding.values(), key=lambda t: t.seq)
             self._leave_decodes(task)
-            self.num_preempted += 1
-            self._free(task)
-            task.state = "waiting"
-            task.goal_tokens = task.request.prompt_tokens + task.made
-            self._waiting.appendleft(task)
+            self._preempt(task)
         self._reserve_steps(len(self._decoding))
 
+    def _preempt(self, task: Task) -> None:
+        """It is in no step any more, loses what it has, and comes first."""
+        self.num_preempted += 1
+        free(self.store, task)
+        task.state = "waiting"
+        task.lost_tokens = task.done_tokens
+        task.goal_tokens = task.request.prompt_tokens + task.made
+        self._waiting.appendleft(task)
+
     def _finish(self, task: Task) -> None:
-        self._keep_output(task)
+        keep_output(self.store, task)
         self._drop(task)
         self._hooks.finished(self.number, task)
-
-    def _keep_output(self, task: Task) -> None:
-        """Name the blocks that decode completed."""
-        request, store = task.request, self.store
-        whole = request.prompt_tokens // store.block_tokens
-        if not request.output_blocks:
-            return
-        num_tokens = len(request.output_blocks) * store.block_tokens
-        self._free_private(task)
-        if store.reserve(num_tokens):  # the tail's tokens are copied: the full block has a page of its own
-            parent = request.blocks[whole - 1] if whole else ROOT
-            task.entries += store.seal(parent, request.output_blocks, num_tokens)
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -386,15 +369,6 @@ class Engine:
             self.queued_prefill_ms = max(0.0, self.queued_prefill_ms - task.queued_prefill_ms)
             task.queued_prefill_ms = -1.0  # once
 
-    def _free_private(self, task: Task) -> None:
-        self.store.release(task.private_tokens)
-        task.private_tokens = 0
-
-    def _free(self, task: Task) -> None:
-        self._free_private(task)
-        self.store.unpin(task.entries)
-        task.entries = []
-
     def _drop(self, task: Task) -> None:
-        self._free(task)
+        free(self.store, task)
         task.state = "gone"

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from shared.wire.cost import LinkRate
+
 
 @dataclass(frozen=True, slots=True)
 class Rate:
@@ -18,6 +20,11 @@ class Rate:
 def gb_per_s(rate: float, latency_ms: float = 0.1) -> Rate:
     """From the unit in which link speeds are told."""
     return Rate(latency_ms, rate * 1e6)
+
+
+def as_told(rate: Rate) -> LinkRate:
+    """As a worker reports what it measured."""
+    return LinkRate(gb_per_s=(rate.bytes_per_ms or 1e12) / 1e6, latency_ms=rate.latency_ms)
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from loadtest.outcomes import Outcome
 from loadtest.simulator.frontend import Delays
 from loadtest.simulator.links import Rate
+from loadtest.simulator.local import Local
 from loadtest.simulator.task import EngineLimits
 from services.gateway.core.request_flow import Limits
 from services.mempool.core.pd_caching import PdCaching
@@ -38,6 +39,7 @@ class ClusterSpec:
     cost: CostSettings = field(default_factory=CostSettings)
     placement: PlacementLimits = field(default_factory=PlacementLimits)
     limits: EngineLimits = field(default_factory=EngineLimits)
+    local: Local = field(default_factory=Local)
     pd_caching: PdCaching = PdCaching.FULL
     instances_per_host: int = 1
     peer: Rate = field(default_factory=Rate)  # on one host
@@ -61,6 +63,17 @@ def roles_of(num_prefill: int, num_decode: int, num_colocated: int = 0) -> tuple
     return tuple(role for role, number in counts for _ in range(number))
 
 
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What local policies did. num_recomputed_tokens: computed before and lost; peak_swap_bytes: of one engine."""
+
+    num_parked: int = 0
+    num_recomputed_tokens: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+    peak_swap_bytes: int = 0
+
+
 @dataclass(slots=True)
 class Simulated:
     """A run: one record a request, in their order."""
@@ -75,3 +88,4 @@ class Simulated:
     peer_bytes: int
     end_ms: float
     busy_ms: list[float]  # of each instance
+    turns: Turns

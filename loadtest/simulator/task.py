@@ -43,11 +43,18 @@ class Task:
     private_tokens: int = 0
     done_tokens: int = 0  # positions whose KV is there
     goal_tokens: int = 0  # positions to compute before the next token
+    lost_tokens: int = 0  # that were computed before it was preempted
     made: int = 0  # output tokens
     joined_step: int = 0
     seq: int = 0  # order of admission
     queued_prefill_ms: float = 0.0
-    state: str = "waiting"  # loading, prefilling, decoding, held, gone
+    state: str = "waiting"  # loading, prefilling, decoding, parked, held, gone
+
+    @property
+    def name(self) -> str:
+        """Of no other on its engine."""
+        call, attempt = self.key
+        return f"{call}/{attempt}/{self.stage}"
 
     @property
     def wanted_tokens(self) -> int:

@@ -26,13 +26,12 @@ from vllm.v1.request import Request, RequestStatus
 from shared.engine.page_scheduler import given
 from shared.engine.preempt_times import note_preempted
 from shared.engine.swap_scheduler import SwapSchedulerMixin
+from shared.fair.carrying import Begun, Seen, free_mark, may_begin, may_fill, pages_for_turns
 from shared.fair.elsewhere import Elsewhere, to_tell
 from shared.fair.rules import FairRules, Room
 from shared.fair.slices import FairSlices
 
 MAX_SERVED = 4_096  # tenants whose totals are kept
-PARKED_PAGES = 8  # of the engine's for each that is parked, or newcomers wait
-FREE_SHARES = 128  # of the engine's pages: one more or one less of them free is worth a plan
 
 
 class FairSchedulerMixin(SwapSchedulerMixin):
@@ -53,7 +52,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         self._elsewhere = Elsewhere()
         self._parked: dict[str, Request] = {}  # they keep their blocks, here or in swap space
         self._times_parked: Counter[str] = Counter()
-        self._seen = (0, 0, 0)  # what the last look for vacant slots found
+        self._seen = Seen(0, 0, 0)  # what the last look for vacant slots found
         self._step_tokens = 0  # of the step that comes
         self._newcomers_wait = False  # the last plan found no memory for more that begin
         self._may_begin = True  # what the slices were told of newcomers last
@@ -162,16 +161,12 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         self._step_tokens = min(self.max_num_scheduled_tokens, chunk + decodes)
 
     def _may_fill(self) -> bool:
-        """Whether a slot is vacant. With units of service, where pages are short: and something changed since the last
-        look, as a plan costs as much as a step when hundreds wait.
-        """
         taken = len(self.running) + len(self._reserved)
-        share = max(1, self._most_pages // FREE_SHARES)
-        seen = taken, len(self.requests), self.pages.get_num_free_blocks() // share
-        was, self._seen = self._seen, seen
-        if self._is_short and self.slices.rules.has_units and seen == was:
-            return False
-        return taken < self.max_num_running_reqs
+        mark = free_mark(self.pages.get_num_free_blocks(), self._most_pages)
+        was, self._seen = self._seen, Seen(taken, len(self.requests), mark)
+        return may_fill(
+            self.slices.rules, self._seen, was, self.max_num_running_reqs, is_short=self._is_short
+        )
 
     def _promote(self) -> None:
         """Requests that waited for their grammar take their turn with the others."""
@@ -192,9 +187,9 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         resident, wanted = accounts.resident, accounts.pages
         pages = self.pages.get_num_free_blocks() + self._num_on_the_way() + resident
         self._is_short = wanted > pages
-        if self._is_short and self._swaps and (self.slices.rules.has_units or not may_come):
-            # who comes back leaves a page to each that runs, and the last block of who is parked stays where it is
-            pages = max(1, pages - len(self.running) - len(self._parked))
+        if self._is_short and self._swaps:
+            begun = Begun(len(self.running), len(self._parked))
+            pages = pages_for_turns(self.slices.rules, pages, begun, has_room_for_all=may_come)
         return Room(
             slots=self.max_num_running_reqs - self.num_waiting_for_streaming_input,
             step_tokens=self.max_num_scheduled_tokens,
@@ -225,16 +220,13 @@ class FairSchedulerMixin(SwapSchedulerMixin):
             holds(request_id, need, have, away, ready=ready and (may_come or have + away > 0))
 
     def _may_come(self) -> bool:
-        """Whether memory has room for newcomers. Each that is parked keeps its last block here: with too many of them
-        there is no memory to run in, and they would have to be computed again, one after the other. Cost: O(requests).
-        """
-        if self._limits_parked:
-            return len(self._parked) * PARKED_PAGES <= self._most_pages
-        if not (self._parked and self._swaps and self._is_short):  # when the plan before was made
-            return True
-        begun = [*self._parked.values(), *self.running]
-        longest = max(min(r.num_prompt_tokens + r.max_tokens, self.max_model_len) for r in begun)
-        return len(begun) + -(-longest // self.block_size) <= self._most_pages
+        """Whether memory has room for newcomers. Cost: O(requests)."""
+        can_be_short, longest = self._swaps and self._is_short, 0
+        if self._parked and can_be_short and not self._limits_parked:
+            both = chain(self._parked.values(), self.running)
+            longest = max(min(r.num_prompt_tokens + r.max_tokens, self.max_model_len) for r in both)
+        begun = Begun(len(self.running), len(self._parked), -(-longest // self.block_size))
+        return may_begin(self.slices.rules, begun, self._most_pages, can_be_short=can_be_short)
 
     def _put_first(self, names: list[str]) -> None:
         chosen = set(names)

@@ -17,15 +17,12 @@ from vllm.v1.request import Request
 
 from shared.engine.page_pool import LEASED, SEALED, PageBlockPool
 from shared.engine.page_swaps import GROUP
-from shared.fair.away import MAX_HASHES, Absences, Block, Swap, SwapRate, SwapState
+from shared.fair.away import MAX_HASHES, NO_SPACE_S, PROBE_BYTES, Absences, Block, Swap, SwapRate, SwapState
 from shared.ids import BlockHash, Epoch, LeaseId, PageId
 from shared.kv.words import u32_list, u64_list
 from shared.mempool.page_quota import PageQuota, SealedPage
 from shared.wire.mempool_swap import NO_PAGE, SwappedIn, SwappedOut
 
-NO_SPACE_S = 1.0  # swap space that took nothing is tried again
-PROBE_INTERVAL_S = 10.0  # what was measured so long ago is measured again, while somebody waits
-PROBE_BYTES = 64 << 20
 PATIENCE_S = 15.0  # who waits so long for its blocks is computed again: the mempool may stand still
 MAX_NOTED = 64  # swaps of one request that its trace tells of
 

@@ -13,19 +13,16 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from shared.engine.fair_swap import PROBE_INTERVAL_S, Swapper
+from shared.engine.fair_swap import Swapper
 from shared.engine.page_pool import LEASED
 from shared.engine.page_scheduler import PageSchedulerMixin
-from shared.fair.away import SwapRate, SwapState
+from shared.fair.away import PROBE_INTERVAL_S, SwapRate, SwapState
+from shared.fair.carrying import COMING_SHARE, RESERVE_S, Grower, grow, nearest_first, short_pages
 from shared.fair.slices import FairSlices
 
-RESERVE_S = 2.0  # a slot is kept so long for who finds no pages to come back into
 # with nothing running for so long, a newcomer's pages are worth somebody's computing again: when this engine has all
 # pages that it ever had, and when some may still be on their way
 STUCK_S, STUCK_WITHOUT_ITS_PAGES_S = 0.3, 5.0
-COMING_SHARE = (
-    16  # with such a part of the pages waiting for their bytes, no more requests are brought back at once
-)
 # such a part of its pages an engine has beyond its share for moments, while others that it gave are filled for it
 BEYOND_SHARE = 64
 STEP_WEIGHT = 0.2  # of the newest step, in the mean of their times
@@ -98,7 +95,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
             if self.swapper.absences.num_coming * COMING_SHARE > self._most_pages and not self._is_asked(
                 request_id
             ):
-                break  # the way is slow: pages that wait for their bytes are nobody's memory meanwhile
+                break
             if not self.swapper.bring(self.requests[request_id], spare):
                 starved.append(request_id)
         if not starved:
@@ -160,22 +157,23 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         may_park = may_park or self.slices.pays or self.swapper.absences.is_waiting
         if self.slices.is_calm and self.swapper.rate.value(self.pages.clock()):
             may_park = True  # all fit, says the plan: with pages that are not here yet, or will not come
-        free, self._growth = len(self.pages.stock), 0
         # who is parked may begin in this step and decode: the token that _pace() adds for it a running prompt may take
         tokens = min(self.max_num_scheduled_tokens, self._chunk_tokens() + len(self._parked))
-        for request in list(self.running):
-            left = request.num_tokens - request.num_computed_tokens
-            new = max(1, min(left, tokens))
-            tokens -= new if left > 1 else 0
-            end = request.num_computed_tokens + new + self.kv_cache_manager.ahead_tokens
-            have = len(self._tables.get(request.request_id, ()))
-            missing = -(-min(end, self.max_model_len) // self.block_size) - have
-            if missing > free and may_park:
-                self._park(request)
-                self.fair_counts["times_parked_for_pages"] += 1
-            elif missing > 0:
-                self._growth += missing
-            free -= max(0, min(missing, free))
+        park, self._growth = grow(
+            map(self._grower, self.running), len(self.pages.stock), tokens, self.block_size,
+            most_tokens=self.max_model_len, may_park=may_park,
+        )  # fmt: skip
+        for request_id in park:
+            self._park(self.requests[request_id])
+            self.fair_counts["times_parked_for_pages"] += 1
+
+    def _grower(self, request: Request) -> Grower:
+        return Grower(
+            request.request_id,
+            request.num_tokens - request.num_computed_tokens,
+            request.num_computed_tokens + self.kv_cache_manager.ahead_tokens,
+            len(self._tables.get(request.request_id, ())),
+        )
 
     def _chunk_tokens(self) -> int:
         """Of the next step, that prompts may take."""
@@ -201,14 +199,14 @@ class SwapSchedulerMixin(PageSchedulerMixin):
             return
         needs = [accounts[r.request_id] for r in self.running]
         needs += [accounts[r] for r in (*self._reserved, *ready) if r in accounts]
-        wanted = sum(max(0, a.pages - self._held(a.request_id)) for a in {id(a): a for a in needs}.values())
+        slotted = [(a.pages, self._held(a.request_id)) for a in {id(a): a for a in needs}.values()]
         on_the_way = self._num_on_the_way() + self.swapper.absences.num_leaving
-        short = wanted - self.pages.get_num_free_blocks() - on_the_way
+        short = short_pages(slotted, self.pages.get_num_free_blocks(), on_the_way)
         if short <= 0:
             return
-        others.sort(key=lambda r: self.slices.order_key(accounts[r.request_id]))
-        while others and short > 0:
-            request = others.pop()
+        names = nearest_first(self.slices, (r.request_id for r in others))
+        while names and short > 0:
+            request = self.requests[names.pop()]
             if num := self.swapper.begin_out(request, self.leases.get(request.request_id)):
                 self._left_with[request.request_id] = request.num_computed_tokens
                 short -= num

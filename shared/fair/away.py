@@ -15,6 +15,9 @@ from typing import NamedTuple
 from shared.ids import BlockHash
 
 MAX_HASHES = 8_192  # of one swap: a message's worth
+NO_SPACE_S = 1.0  # swap space that took nothing is tried again
+PROBE_INTERVAL_S = 10.0  # what was measured so long ago is measured again, while somebody waits
+PROBE_BYTES = 64 << 20
 PROBE_PAUSE_S = 1.0  # from one attempt to measure to the next
 FORGET_RATIO = 0.5  # what earlier measurements weigh, each time
 

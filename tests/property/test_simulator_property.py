@@ -1,21 +1,43 @@
 """The simulator against random clusters and workloads: nothing is lost, invented or left to chance."""
 
+from dataclasses import replace
+from random import Random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtest.simulator.cluster import Simulation, simulate
+from loadtest.simulator.fair_engine import FairEngine
 from loadtest.simulator.links import gb_per_s
+from loadtest.simulator.local import Local, rules_for
 from loadtest.simulator.records import summarize
 from loadtest.simulator.request import infinite_cache
 from loadtest.simulator.spec import ClusterSpec, Death, roles_of
 from loadtest.simulator.task import EngineLimits
 from services.gateway.core.request_flow import Limits
 from services.mempool.core.pd_caching import PdCaching
-from tests.support.simulated import BLOCK_TOKENS, PRICES, conversations
+from services.scheduler.core.limits import PlacementLimits
+from tests.support.simulated import BLOCK_TOKENS, PRICES, conversations, plain
 
 splits = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)).filter(
     lambda n: n[2] or (n[0] and n[1])
 )
+
+
+locals_ = st.one_of(
+    st.just(Local()),
+    st.builds(
+        lambda fair_for, steps, size, rate, counted: Local(
+            "cfs", rules_for(fair_for, ["chunk_tokens=32"], steps), gb_per_s(rate, 1.0), gb_per_s(0.05, 1.0),
+            size, size // 2, counted,
+        ),
+        st.sampled_from(["shares", "bursts"]),
+        st.integers(1, 9),
+        st.sampled_from([0, 400_000, 1 << 30]),
+        st.sampled_from([0.01, 10.0]),
+        st.sampled_from([0.0, 1e6]),
+    ),
+)  # fmt: skip
 
 
 @st.composite
@@ -31,6 +53,7 @@ def specs(draw):
         dram_tokens=draw(st.sampled_from([0, 1000, 1 << 20])),
         policy=draw(st.sampled_from(["least_load", "session", "prompt_tree"])),
         limits=EngineLimits(draw(st.integers(1, 8)), draw(st.sampled_from([64, 512]))),
+        local=draw(locals_),
         pd_caching=draw(st.sampled_from([PdCaching.BASIC, PdCaching.FULL])),
         instances_per_host=draw(st.integers(1, 3)),
         peer=gb_per_s(draw(st.sampled_from([0, 0.001, 1.0]))),
@@ -61,10 +84,10 @@ def test_every_request_ends_once_and_its_tokens_add_up(spec, seed):
             assert sum(outcome.sources.values()) == outcome.prompt_tokens
 
 
-@settings(max_examples=25, deadline=None)
-@given(specs(), st.integers(0, 50))
-def test_all_memory_returns_and_none_is_used_twice(spec, seed):
-    simulation = Simulation(spec, PRICES, conversations(seed))
+@settings(max_examples=40, deadline=None)
+@given(specs(), st.integers(0, 50), st.sampled_from([300.0, 5.0]))
+def test_all_memory_returns_and_none_is_used_twice(spec, seed, gap_ms):
+    simulation = Simulation(spec, PRICES, conversations(seed, gap_ms=gap_ms))
     simulation.run()
     simulation.settle()
     for engine in simulation.engines:
@@ -73,6 +96,9 @@ def test_all_memory_returns_and_none_is_used_twice(spec, seed):
             assert (engine.num_running, engine.num_waiting, engine.unfinished_prefill_tokens) == (0, 0, 0)
             assert engine.context_tokens == 0
             assert engine.store.indexed_tokens <= spec.memory_tokens
+        if isinstance(engine, FairEngine) and not engine.dead:
+            assert (engine.swapper.space.used_bytes, engine.swapper.absences.is_waiting) == (0, False)
+            assert not engine.slices.accounts.requests
 
 
 @settings(max_examples=15, deadline=None)
@@ -100,3 +126,41 @@ def test_one_instance_with_memory_for_all_hits_what_an_infinite_cache_would(seed
         whole += request.blocks[-1] in seen
         seen.update(request.blocks)
     assert bound.hit_tokens - whole <= hits <= bound.hit_tokens + answers
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 500),
+    st.sampled_from(["shares", "bursts"]),
+    st.integers(1, 9),
+    st.integers(2, 9),
+    st.sampled_from([1, 7, 16]),
+    st.sampled_from([1_500, 2_001]),
+)
+def test_with_room_in_swap_space_and_turns_that_pay_nothing_is_computed_twice(
+    seed, fair_for, slice_steps, slots, unit_tokens, memory_tokens
+):
+    rules = rules_for(fair_for, ["chunk_tokens=32", "spread_ms=50"], slice_steps)
+    spec = ClusterSpec(
+        ("colocated",), block_tokens=BLOCK_TOKENS, memory_tokens=memory_tokens,
+        limits=EngineLimits(slots, 64, unit_tokens),
+        placement=PlacementLimits(overload_factor=100.0), local=Local("cfs", rules, counted_gb_per_s=1e6),
+    )  # fmt: skip
+    rng = Random(seed)  # what several share does not leave, so these share nothing
+    requests = [
+        plain(n, 5.0 * n, rng.randint(10, 900), rng.randint(1, 300), blocks=n % 2 == 0) for n in range(24)
+    ]
+    run = simulate(spec, PRICES, requests)
+    assert all(outcome.ok for outcome in run.outcomes)
+    assert (run.turns.num_recomputed_tokens, run.num_preempted) == (0, 0)
+
+
+@settings(max_examples=15, deadline=None)
+@given(specs(), st.integers(0, 50), st.sampled_from(["shares", "bursts"]))
+def test_where_all_fit_turns_change_nothing(spec, seed, fair_for):
+    many = replace(spec, memory_tokens=1 << 20, limits=replace(spec.limits, max_running=256))
+    requests = conversations(seed)
+    arrival = simulate(replace(many, local=Local()), PRICES, requests)
+    turns = simulate(replace(many, local=Local("cfs", rules_for(fair_for))), PRICES, requests)
+    assert turns.outcomes == arrival.outcomes
+    assert (turns.num_steps, turns.turns) == (arrival.num_steps, arrival.turns)

@@ -143,3 +143,24 @@ def test_help_says_what_exit_codes_mean():
         "--plots",
     ):
         assert option in told
+
+
+def test_with_fair_slices_bursts_are_run_in_turns_too_and_their_swap_space_is_told(tmp_path):
+    target = tmp_path / "p.json"
+    told = quire(*FAST, "--memory-tokens", 24_000, "--chunk", 2048, "--local-policy", "cfs", "--out", target)
+    assert told.exit_code == 0, told.output
+    (burst,) = decode(target.read_bytes()).bursts
+    assert 0 < burst["turns_ttft_ms"] < burst["ttft_ms"]
+    assert burst["turns_swap_bytes"] > 0
+    assert "in fair slices at 2x" in told.stdout
+    assert quire(*FAST, "--memory-tokens", 24_000, "--chunk", 2048, "--out", target).exit_code == 0
+    (plain,) = decode(target.read_bytes()).bursts
+    assert plain == {**burst, "turns_ttft_ms": 0.0, "turns_swap_bytes": 0}
+
+
+def test_turns_of_a_running_cluster_and_swap_space_without_a_rate_are_refused():
+    told = quire("--local-policy", "cfs")
+    assert told.exit_code != 0
+    assert "--local-policy cfs is of simulated engines" in str(told.exception)
+    told = quire(*FAST, "--local-policy", "cfs", "--swap-gb-per-s", 0)
+    assert "--swap-gb-per-s 0: above 0; try 200" in str(told.exception)

@@ -1,9 +1,13 @@
 """The simulator's parts: clock, links, tree, memory, engine steps, trace files."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
+from loadtest import registry
 from loadtest.outcomes import Outcome, read_run
 from loadtest.reports.summary import Slo
 from loadtest.simulator.__main__ import main
@@ -268,3 +272,17 @@ def test_what_cannot_be_read_or_simulated_is_said_and_ends_with_status_2(tmp_pat
     ):
         assert main(["--trace", str(path), *more]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_every_process_simulates_the_same_whatever_its_hash_seed(tmp_path):
+    """Two instances held as much of a prompt, and which of them sent it followed from the order of a set of names."""
+    path, told = tmp_path / "t.jsonl", set()
+    path.write_text("\n".join(mooncake_lines(1, groups=20, count=200, gap_ms=10)))
+    words = ["--trace", str(path), "--split", "2:1:1", "--memory-tokens", "12000", "--json"]
+    for seed in ("1", "2", "3"):
+        ran = subprocess.run(
+            [sys.executable, "-m", "loadtest.simulator", *words], cwd=registry.ROOT, check=True, capture_output=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )  # fmt: skip
+        told.add(ran.stdout)
+    assert len(told) == 1

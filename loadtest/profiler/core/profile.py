@@ -57,7 +57,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 class Burst(msgspec.Struct, frozen=True, kw_only=True):
     """factor times the stable rate for a while. demand_bytes: KV at the peak if nobody waited (demand.py); swap_bytes:
-    what of it the engine's own memory has no room for. ttft_ms: as the run without preemption had it."""
+    what of it the engine's own memory has no room for. ttft_ms: as the run without preemption had it. turns_*: of the
+    same burst in fair slices, where that was run: its TTFT, and the most that lay in swap space, of one GPU."""
 
     factor: float
     demand_bytes: int
@@ -65,6 +66,8 @@ class Burst(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: float
     num_requests: int
     num_failed: int
+    turns_ttft_ms: float = 0.0
+    turns_swap_bytes: int = 0
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

@@ -208,7 +208,7 @@ class Placer:
         return self._by_policy(request, usable, field, predictor)
 
     def _predictor(self, request: PlacementRequest, now_ms: int) -> Predictor:
-        found = [self.instances.get(name) for name in request.holders() - request.exclude]
+        found = [self.instances.get(name) for name in request.holders() if name not in request.exclude]
         holders = Holders(
             (i, request.hit_tokens.get(i.instance, 0), request.dram_tokens.get(i.instance, 0))
             for i in found

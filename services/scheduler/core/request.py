@@ -38,9 +38,9 @@ class PlacementRequest(Struct, frozen=True):
             out[instance] = max(tokens, out[instance])
         return out
 
-    def holders(self) -> set[InstanceId]:
-        """Instances with any of it."""
-        return {*self.hit_tokens, *self.dram_tokens}
+    def holders(self) -> list[InstanceId]:
+        """Instances with any of it, as they were told: equals are chosen among in the same order by every process."""
+        return list(dict.fromkeys((*self.hit_tokens, *self.dram_tokens)))
 
 
 def from_wire(place: Place, gateway: str = "") -> PlacementRequest:
