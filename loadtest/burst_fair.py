@@ -74,7 +74,9 @@ class FairEngine(ArrivalEngine):
         ahead, size = self.slices.rules.slice_steps, self.machine.block_tokens
         resident = wanted = coming = 0
         begun = Begun(len(self.running), len(self.parked))
-        may_come = may_begin(self.slices.rules, begun, self.machine.pages, can_be_short=False)
+        may_come = may_begin(
+            begun, self.machine.pages, limits_parked=self.slices.rules.has_units, can_be_short=False
+        )
         for job in self.jobs.values():
             have = job.pages - (job.away if job.back_ms >= 0 else 0)
             need = max(-(-(job.tokens + ahead) // size), have + job.away)

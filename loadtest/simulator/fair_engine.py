@@ -170,7 +170,8 @@ class FairEngine(ParkingEngine):
         both = chain(self._running(), self._parked.values())
         longest = max((t.request.prompt_tokens + t.request.output_tokens for t in both), default=0)
         begun = Begun(self.num_running, len(self._parked), -(-longest // self._unit))
-        return may_begin(self.slices.rules, begun, self._most_pages, can_be_short=self._is_short)
+        limits = self.slices.rules.has_units
+        return may_begin(begun, self._most_pages, limits_parked=limits, can_be_short=self._is_short)
 
     def _tell_slices(self, may_come: bool) -> None:
         changed = self.swapper.absences.take_changed() | self._unsettled

@@ -226,7 +226,9 @@ class FairSchedulerMixin(SwapSchedulerMixin):
             both = chain(self._parked.values(), self.running)
             longest = max(min(r.num_prompt_tokens + r.max_tokens, self.max_model_len) for r in both)
         begun = Begun(len(self.running), len(self._parked), -(-longest // self.block_size))
-        return may_begin(self.slices.rules, begun, self._most_pages, can_be_short=can_be_short)
+        return may_begin(
+            begun, self._most_pages, limits_parked=self._limits_parked, can_be_short=can_be_short
+        )
 
     def _put_first(self, names: list[str]) -> None:
         chosen = set(names)

@@ -57,13 +57,14 @@ def may_fill(rules: FairRules, seen: Seen, was: Seen | None, slots: int, *, is_s
     return seen.taken < slots
 
 
-def may_begin(rules: FairRules, begun: Begun, most_pages: int, *, can_be_short: bool) -> bool:
+def may_begin(begun: Begun, most_pages: int, *, limits_parked: bool, can_be_short: bool) -> bool:
     """Whether memory has room for newcomers. Each that is parked keeps its last page here: with too many of them there
     is no memory to run in, and they would have to be computed again, one after the other.
 
-    Args: can_be_short: pages were short when the plan before was made, and can leave.
+    Args: limits_parked: turns of units, or blocks that lie far, so that many are parked.
+        can_be_short: pages were short when the plan before was made, and can leave.
     """
-    if rules.has_units:
+    if limits_parked:
         return begun.parked * PARKED_PAGES <= most_pages
     if not (begun.parked and can_be_short):
         return True

@@ -21,16 +21,18 @@ TOKENS, UNITS = FairRules(), FairRules(quantum_tokens=1 << 20)
 
 
 def test_in_units_newcomers_wait_where_those_parked_have_less_than_eight_pages_each():
-    assert may_begin(UNITS, Begun(running=90, parked=12), 100, can_be_short=True)
-    assert not may_begin(UNITS, Begun(running=0, parked=13), 100, can_be_short=False)
+    assert may_begin(Begun(running=90, parked=12), 100, limits_parked=True, can_be_short=True)
+    assert not may_begin(Begun(running=0, parked=13), 100, limits_parked=True, can_be_short=False)
 
 
 def test_to_the_token_newcomers_wait_where_the_longest_could_not_end_beside_a_page_of_each():
     begun = Begun(running=3, parked=2, longest_pages=20)
-    assert may_begin(TOKENS, begun, 25, can_be_short=True)
-    assert not may_begin(TOKENS, begun, 24, can_be_short=True)
-    assert may_begin(TOKENS, begun, 24, can_be_short=False)  # memory is not short, or nothing can leave
-    assert may_begin(TOKENS, Begun(3, 0, 30), 24, can_be_short=True)  # nobody is parked
+    assert may_begin(begun, 25, limits_parked=False, can_be_short=True)
+    assert not may_begin(begun, 24, limits_parked=False, can_be_short=True)
+    assert may_begin(
+        begun, 24, limits_parked=False, can_be_short=False
+    )  # memory is not short, or nothing can leave
+    assert may_begin(Begun(3, 0, 30), 24, limits_parked=False, can_be_short=True)  # nobody is parked
 
 
 def test_a_plan_counts_on_no_page_that_those_begun_keep():
