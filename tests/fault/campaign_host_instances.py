@@ -6,16 +6,21 @@ from typing import Any
 
 from tests.fault.campaign_actors import NUM_RANKS, Owned
 from tests.fault.campaign_instances import Instance, PageInstance, next_incarnation
+from tests.fault.campaign_prompt import Prompt
 from tests.fault.campaign_rig import PAGE_BYTES, Actor, Clock, Zygote
 
 
 class HostInstance(PageInstance):
-    """An engine whose space has so many pages. `away`: by number of the swap, what is parked elsewhere."""
+    """An engine whose space has so many pages.
+
+    Attributes: `away`, `coming`: by number of the swap, what is parked elsewhere, and of it what was asked for.
+    """
 
     def __init__(self, zygote: Zygote, name: str, socket: Path, log: Path, num_pages: int) -> None:
         super().__init__(zygote, name, socket, log)
         self.num_pages = num_pages
         self.away: dict[int, list[bytes]] = {}
+        self.coming: dict[int, Prompt] = {}
         self.kept: set[bytes] = set()  # by the mempool that runs now, in host memory
         self.lent: set[int] = set()  # offers of this instance's pages
 
@@ -25,21 +30,21 @@ class HostInstance(PageInstance):
 
     def void(self) -> None:
         super().void()
-        self.away, self.kept = {}, set()
+        self.away, self.coming, self.kept = {}, {}, set()
 
     def memory_lost(self) -> None:
         super().memory_lost()
-        self.kept = set()
+        self.coming, self.kept = {}, set()
 
     def mempool_died(self) -> None:
         """A successor knows no swaps and no loans; what is in host memory is a block like others."""
         super().mempool_died()
-        self.kept, self.lent = set(), set()
+        self.coming, self.kept, self.lent = {}, set(), set()
 
     def link_cut(self, parts: Iterable[str]) -> None:
         super().link_cut(parts)
         if f"{self.name}.core" in set(parts):
-            self.kept = set()
+            self.coming, self.kept = {}, set()
 
 
 class CallerInstance(Instance):

@@ -64,31 +64,37 @@ def _swap_in(
     make_room(instance, len(prompt.hashes))
     yield "swap: SwapIn sent"
     instance.kept -= set(prompt.hashes)
+    instance.coming[number] = prompt
     given = core.ask("swap_in", number, prompt.hashes)
     expect(world, given == len(prompt.hashes), f"{given} pages for {len(prompt.hashes)} blocks")
-    answer: list[list] = []
-
-    def is_answered() -> bool:
-        found = core.ask("swapped_in", number, prompt.hashes, prompt.parents)
-        if found is not None:
-            answer.append(found)
-        return bool(answer) or (world.faulted and core.ask("is_lost"))
-
-    until(world, is_answered, "SwappedIn", ANSWER_S)
-    if answer:
-        instance.away.pop(number, None)
-        for own, block_hash in zip(answer[0], prompt.hashes, strict=True):
-            if own is not None:
-                instance.sealed[own[0]] = (own[1], block_hash)
+    found: list[list] = []
+    until(world, lambda: _have_come(instance, number, found), "SwappedIn", ANSWER_S)
     yield "swap: SwappedIn received"
-    if not answer:
+    if not found:
         raise Ended("the mempool is gone")
-    here = [(tuple(own), h) for own, h in zip(answer[0], prompt.hashes, strict=True) if own is not None]
+    here = [(tuple(own), h) for own, h in zip(found[0], prompt.hashes, strict=True) if own is not None]
     read(instance, [own for own, _ in here], [h for _, h in here])
     num_lost = len(prompt.hashes) - len(here)
     world.counters["blocks swapped in"] += len(here)
     world.counters["blocks lost on the way"] += num_lost
     expect(world, may_lose or not num_lost, f"{num_lost} blocks were lost")
+
+
+def _have_come(instance: HostInstance, number: int, found: list[list]) -> bool:
+    """Whether the blocks of a SwapIn are the engine's, those that come, or never will be."""
+    core, prompt = instance.part("core"), instance.coming.get(number)
+    if prompt is None:
+        return True
+    answer = core.ask("swapped_in", number, prompt.hashes, prompt.parents)
+    if answer is None:
+        return core.ask("is_lost")
+    found.append(answer)
+    del instance.coming[number]
+    instance.away.pop(number, None)
+    for own, block_hash in zip(answer, prompt.hashes, strict=True):
+        if own is not None:
+            instance.sealed[own[0]] = (own[1], block_hash)
+    return True
 
 
 def _others(world: Hosts, instance: HostInstance) -> Iterator[str]:
@@ -161,6 +167,10 @@ def swap_to_lent_pages(world: Hosts) -> Iterator[str]:
         deadline_ms = world.rng.choice([0, 20]) if when == "soon" else 10_000
         producer.part("front").ask("reclaim", offer, deadline_ms)
         producer.lent.discard(offer)
+        if when == "in time":
+            until(world, lambda: not _num_lent(host, producer), "lent pages return", ANSWER_S)
+            yield "lent: Delete sent, blocks in host memory"
+            host.drop_unpinned()
         yield "lent: the producer computes"
         yield from _others(world, producer)
     yield from _swap_in(world, consumer, prompt, swap_number, may_lose=when == "soon")
@@ -192,6 +202,9 @@ def end_swaps(world: Hosts) -> None:
     """Whatever a story left parked, or lent."""
     for host in world.hosts:
         for instance in host.engines:
+            for number in list(instance.coming):
+                world.clock.until(lambda i=instance, n=number: _have_come(i, n, []), "SwappedIn", ANSWER_S)
+            instance.coming.clear()
             for number in list(instance.away):
                 del instance.away[number]
                 instance.kept = set()
