@@ -87,7 +87,6 @@ def nine_calls(world: Hosts) -> Iterator[str]:
     tokens = [world.number() for _ in range(count * BLOCK_TOKENS)]
     hashes = [bytes(h) for h in hash_blocks(SEED, pack_tokens(tokens), BLOCK_TOKENS)]
     world.note_blocks(hashes, NUM_RANKS)
-    misses = world.num_misses()
     yield "calls: alloc_mem sent"
     own = _alloc(world, caller, count, source)
     for number, rank in enumerate(source.ranks()):
@@ -96,14 +95,14 @@ def nine_calls(world: Hosts) -> Iterator[str]:
             rank.ask("write", _pages(own), hashes, half)
     yield "calls: alloc_mem at the target sent"
     given = _alloc(world, caller, count, target)
-    sent = yield from _moved(world, caller, target, (own, given, []), misses)
+    sent = yield from _moved(world, caller, target, (own, given, []))
     expect(world, sent == given, "the pages are not where they were to be")
     if not world.faulted:
         read(target, _pages(sent), hashes)
     yield "calls: free_mem sent"
     num_freed = _free(caller, given)
     expect(world, num_freed == len(given), f"{num_freed} of {len(given)} pages were held")
-    named = yield from _moved(world, caller, target, (own, [], tokens), misses)
+    named = yield from _moved(world, caller, target, (own, [], tokens))
     if not world.faulted and not is_far and len(named) == count:
         yield "calls: match sent"
         found = unpack_addresses(caller.part("api").ask("match_at", target.name, tokens))
@@ -118,7 +117,6 @@ def _moved(
     caller: CallerInstance,
     target: HostInstance,
     order: tuple[list, list, list[int]],
-    misses: int,
 ) -> Iterator[str]:
     """_transfer(); to another host it is a failure that a path is not made yet, and tried again."""
     for _ in range(100):
@@ -126,7 +124,6 @@ def _moved(
         if isinstance(found, list):
             return found
         is_far = target not in world.host_of(caller).engines
-        world.late |= world.num_misses() != misses
         expect(world, is_far and "CopyFailed" in found and world.suspects, found)
     raise AssertionError("no transfer to the other host comes to an end")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from shared.kv.page import PageState
 from tests.fault.campaign_actors import NUM_RANKS
 from tests.fault.campaign_host_instances import CallerInstance, HostInstance
-from tests.fault.campaign_instances import Instance
+from tests.fault.campaign_instances import QUOTA_PAGES, Instance
 from tests.fault.campaign_rig import PAGE_BYTES, Zygote
 from tests.fault.campaign_spaces import SpacesOracle, SpaceView
 from tests.fault.campaign_world import World
@@ -87,7 +87,12 @@ class Host(World):
         moving = {name: status.pages_by_state.get(name, 0) for name in NOT_MOVING}
         dram = next((s.pages_by_state for s in status.spaces if s.num_pages == DRAM_PAGES), {})
         moving |= {f"{name} in host memory": dram.get(name, 0) for name in ("granted", "writing")}
-        return repr(status) if any(moving.values()) else ""
+        for engine in self.engines:  # more than its share of pages were granted to somebody else
+            states = next((s.pages_by_state for s in status.spaces if s.num_pages == engine.num_pages), {})
+            share = QUOTA_PAGES - len(engine.sealed)
+            granted = states.get("granted", 0) + states.get("writing", 0)
+            moving[f"{engine.name}: more than {share} granted"] = max(0, granted - share)
+        return f"{moving} of {status}" if any(moving.values()) else ""
 
     # -- faults -----------------------------------------------------------------------------------
 

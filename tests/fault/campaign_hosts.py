@@ -33,7 +33,8 @@ class Hosts:
         addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
         self.hosts = [Host(name, folder / name, rng, self.zygote, addresses) for name in "ab"]
         self.a, self.b = self.hosts
-        self.faulted = self.late = False
+        self.faulted = self._is_late = False
+        self._misses = 0  # before this episode
         self.detections_s: dict[str, list[float]] = {}
         self.recoveries_s: list[float] = []
         self.counters: Counter[str] = Counter()
@@ -45,6 +46,20 @@ class Hosts:
         self.num_made = 0  # numbers of handoffs, swaps, offers, steps
         self._unnoticed: list[tuple[str, Host, int, float]] = []  # what, by whom, in which life, since when
         self._frozen: dict[int, float] = {}  # pid -> when its pause is over
+
+    @property
+    def late(self) -> bool:
+        """See World. Also when a link was lost by itself: the machine stopped a mempool for longer than one may be
+        silent."""
+        if not self._is_late and self._num_misses() != self._misses:
+            self.late = True
+            self.counters["links lost by themselves"] += 1
+        return self._is_late
+
+    @late.setter
+    def late(self, late: bool) -> None:
+        self._is_late = late
+        self._misses = self._num_misses()
 
     def number(self) -> int:
         """One that nothing had before."""
@@ -264,8 +279,7 @@ class Hosts:
         for host in self.hosts:
             host.empty()
 
-    def num_misses(self) -> int:
-        """Links and paths that were lost so far."""
+    def _num_misses(self) -> int:
         return sum(host.num_misses() for host in self.hosts)
 
     def drop_unpinned(self) -> None:
