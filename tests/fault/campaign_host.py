@@ -97,11 +97,12 @@ class Host(World):
     # -- faults -----------------------------------------------------------------------------------
 
     def _cut(self, name: str) -> None:
-        if name != f"{self.caller.name}.api":
+        api = f"{self.caller.name}.api"
+        if name != api:
             super()._cut(name)
-        elif (process := self._process(name)) is not None and process.alive:
+        if name in (api, "mempool") and (process := self._process(api)) is not None and process.alive:
             process.cut(self.api_socket)
-            self.caller.link_cut([name])
+            self.caller.link_cut([api])
 
     def check_detection(self) -> None:
         """Callers are known to the nine calls' server by numbers alone."""
