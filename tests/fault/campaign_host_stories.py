@@ -97,7 +97,7 @@ def warm(world: Hosts, source: HostInstance, target: HostInstance) -> Iterator[s
         prompt = fresh(world)
         yield from compute(world, source, prompt.hashes, prompt.parents)
         got = yield from _far_lease(world, source, target, prompt)
-        if got is not None and len(got.pages) == len(prompt.hashes):
+        if got is not None and len(got.pages) == len(prompt.hashes) and not world.faulted:
             world.suspects = False
         release(target, got)
         if world.suspects:
