@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 import os
+import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -110,7 +111,14 @@ class Oracle:
         """Open the memory of the mempool that runs now. True when it is other memory than before."""
         self.close()
         assert self._mempool.process is not None
-        self.view = View(*memfds(self._mempool.process.pid))
+        for _ in range(50):
+            try:
+                self.view = View(*memfds(self._mempool.process.pid))
+                break
+            except (FileNotFoundError, ValueError):  # memory is being made just now
+                time.sleep(0.01)
+        else:
+            raise AssertionError("the pool's memory cannot be opened")
         if self.view.memory == self._memory:
             return False
         self._memory, self._epochs = self.view.memory, []
