@@ -1,10 +1,12 @@
-"""A seeded fault campaign against the mempool, the keeper and the client library: real processes, no vLLM.
+"""A seeded fault campaign against mempools, keepers and the client library: real processes, no vLLM.
 
-`python -m tests.fault.campaign --steps 3000 --seed N`. One conductor lets the processes advance protocol step by
-protocol step (campaign_stories.py); at each counted step one process is hit: kill -9, SIGSTOP ... SIGCONT, or its
-socket is cut, before, while or after the step is taken. Story, step, victim, order and timing come from the seed.
-After every step the pool's memory and status are checked (campaign_oracle.py), after every fault the supervisors'
-restarts follow (campaign_world.py), and after every episode nothing may be left behind.
+`python -m tests.fault.campaign --steps 3000 --seed N`: 3000 hits around one mempool (campaign_world.py), then 750 on
+two hosts (campaign_hosts.py), whose mempools copy between spaces, hosts, lent pages and host memory. One conductor
+lets the processes advance protocol step by protocol step (campaign_*stories.py); at each counted step one process is
+hit: kill -9, SIGSTOP ... SIGCONT, or its socket is cut, before, while or after the step is taken. Story, step, victim,
+order and timing come from the seed. After every step the pools' memory and status are checked (campaign_oracle.py,
+campaign_spaces.py), after every fault the supervisors' restarts follow (campaign_world.py), and after every episode
+nothing may be left behind.
 """
 
 import random
@@ -14,15 +16,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from shared import settings
+from tests.fault.campaign_host_plan import HOST_STORIES, tidy_hosts
+from tests.fault.campaign_hosts import Hosts
 from tests.fault.campaign_rig import Gone
 from tests.fault.campaign_stories import STORIES, Ended, Refused, tidy
-from tests.fault.campaign_world import ACTIONS, BOTH, KILL, World
+from tests.fault.campaign_world import World
 
 REST_S = 30.0  # leases, handoffs and quarantine end within this time after an episode, and mostly at once
 MAX_UNREPAIRED_STEPS = 2
@@ -32,7 +37,12 @@ PHASES = ("before", "while", "after")
 class CampaignSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Flags of the command line, or QUIRE_CAMPAIGN_* variables for pytest."""
 
-    steps: int = 320
+    world: Literal["both", "pool", "hosts"] = (
+        "both"  # one mempool; two that copy to each other; one after the other
+    )
+    steps: int = 320  # hits in the world of one mempool
+    host_steps: int = 0  # in that of two hosts; 0: a quarter of the others
+    story: str = ""  # only this one
     seed: int = 20261121
     budget_s: float = 0.0  # stop early after so long; 0: never
 
@@ -70,10 +80,11 @@ class Report(msgspec.Struct):
         for key in ("action", "phase", "story"):
             found = Counter(getattr(hit, key) for hit in self.hits)
             yield f"  {key}: " + ", ".join(f"{name} {count}" for name, count in found.most_common())
-        yield f"  distinct steps hit: {len({hit.step for hit in self.hits})}"
+        yield f"  distinct steps hit: {len({(hit.story, hit.step) for hit in self.hits})}"
         for name, found_s in sorted(self.detections_s.items()):
+            what = name if " " in name else f"death of {name}"
             yield (
-                f"  death of {name}: noticed {len(found_s)} times, median {statistics.median(found_s) * 1e3:.1f} ms, "
+                f"  {what}: noticed {len(found_s)} times, median {statistics.median(found_s) * 1e3:.1f} ms, "
                 f"most {max(found_s) * 1e3:.1f} ms"
             )
         if self.recoveries_s:
@@ -85,24 +96,30 @@ class Report(msgspec.Struct):
 
 
 class Campaign:
-    """One world, many episodes."""
+    """One world, many episodes.
 
-    def __init__(self, world: World, report: Report) -> None:
+    Args:
+        stories: each with its weight.
+        tidy: lets go of whatever a story left. Raises: Gone, Refused.
+    """
+
+    def __init__(self, world: World | Hosts, report: Report, stories: dict, tidy: Callable) -> None:
         self.world = world
         self.rng = world.rng
         self.report = report
-        self.seen: dict[str, Counter[str]] = {story: Counter() for story in STORIES}  # steps that came up
+        self.stories, self.tidy = stories, tidy
+        self.seen: dict[str, Counter[str]] = {story: Counter() for story in stories}  # steps that came up
 
     def plan(self) -> Cell:
         """The step of a story that was hit least, and the victim that it was hit with least."""
-        story = self.rng.choices(list(STORIES), [weight for _, weight in STORIES.values()])[0]
+        story = self.rng.choices(list(self.stories), [weight for _, weight in self.stories.values()])[0]
         hits = [hit for hit in self.report.hits if hit.story == story]
         steps = Counter(hit.step for hit in hits)
         known = sorted(self.seen[story])
         self.rng.shuffle(known)
         step = min(known, key=lambda name: steps[name], default="")
         pairs = Counter((hit.victim, hit.action) for hit in self.report.hits)
-        choices = [(v, a) for v in self.world.victims() for a in (ACTIONS if v not in BOTH else (KILL,))]
+        choices = self.world.choices()
         self.rng.shuffle(choices)
         victim, action = min(choices, key=lambda pair: pairs[pair])
         return Cell(story, step, victim, action, self.rng.choice(PHASES))
@@ -143,7 +160,7 @@ class Campaign:
         before = [instance.incarnation for instance in world.instances]
         unrepaired = 0
         due = ""
-        for step in STORIES[cell.story][0](world):
+        for step in self.stories[cell.story][0](world):
             self.report.num_protocol_steps += 1
             self.seen[cell.story][step] += 1
             world.clock.trace.append(f"-- {step}")
@@ -176,28 +193,12 @@ class Campaign:
         world = self.world
         for _ in range(3):
             try:
-                tidy(world)
+                self.tidy(world)
                 break
             except (Gone, Refused) as error:
                 world.counters[f"tidied again: {type(error).__name__}"] += 1
                 world.recover()
-        said: list[object] = []
-
-        def is_at_rest() -> bool:
-            status = world.oracle.settled()
-            if status is None:
-                return False
-            said[:] = [status]
-            states = status.pages_by_state
-            busy = status.num_leases + status.num_handoffs + status.num_pinned - status.num_kept
-            busy += sum(states.get(name, 0) for name in ("retiring", "leased", "quarantined"))
-            sealed = sum(len(instance.sealed) for instance in world.instances)
-            return busy == 0 and status.num_kept <= sealed
-
-        try:
-            world.clock.until(is_at_rest, "the pool is at rest", REST_S)
-        except AssertionError as error:
-            raise AssertionError(f"{error}: {said}") from None
+        self._wait_for(world.what_is_busy, "the pool is at rest")
         world.check()
 
     def finale(self) -> None:
@@ -207,30 +208,40 @@ class Campaign:
             world.end(instance)
         world.check_detection()
 
-        def is_empty() -> bool:
-            status = world.oracle.settled()
-            assert status is not None
-            states = {name for name, count in status.pages_by_state.items() if count}
-            counts = (status.num_leases, status.num_handoffs, status.num_pinned, status.num_kept)
-            return states <= {"free", "sealed"} and counts == (0, 0, 0, 0)
-
-        world.clock.until(is_empty, "everything came back", REST_S)
+        self._wait_for(world.what_is_left, "everything came back")
         world.check()
-        world.oracle.delete_unpinned()
-        status = world.oracle.check_counts()
-        assert status is not None
-        assert status.pages_by_state["free"] == status.num_pages, status
+        world.empty()
+
+    def _wait_for(self, obstacle: Callable[[], str], what: str) -> None:
+        """Until there is none."""
+        said = [""]
+
+        def is_so() -> bool:
+            said[0] = obstacle()
+            return not said[0]
+
+        try:
+            self.world.clock.until(is_so, what, REST_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {said[0]}") from None
 
 
-def run(found: CampaignSettings, folder: Path) -> Report:
+def run(found: CampaignSettings, folder: Path, world_name: str) -> Report:
     """All steps, or as many as the budget allows. Raises: AssertionError, with the seed and the step in a note."""
     report = Report(found.seed)
     began = time.monotonic()
-    world = World(folder, random.Random(found.seed))
-    campaign = Campaign(world, report)
+    rng = random.Random(found.seed)
+    num_steps = found.steps
+    if world_name == "pool":
+        world = World(folder, rng)
+        campaign = Campaign(world, report, _only(STORIES, found.story), tidy)
+    else:
+        world = Hosts(folder, rng)
+        campaign = Campaign(world, report, _only(HOST_STORIES, found.story), tidy_hosts)
+        num_steps = steps_on_hosts(found)
     try:
         world.start()
-        while len(report.hits) < found.steps:
+        while len(report.hits) < num_steps:
             campaign.episode()
             if 0 < found.budget_s < time.monotonic() - began:
                 break
@@ -238,7 +249,8 @@ def run(found: CampaignSettings, folder: Path) -> Report:
     except BaseException as error:
         error.add_note("\n".join(world.clock.trace))
         error.add_note(
-            f"--seed {found.seed}, hit {len(report.hits) + 1}: {getattr(campaign, 'current', None)}"
+            f"--world {world_name} --seed {found.seed}, hit {len(report.hits) + 1}: "
+            f"{getattr(campaign, 'current', None)}"
         )
         raise
     finally:
@@ -247,21 +259,31 @@ def run(found: CampaignSettings, folder: Path) -> Report:
         report.detections_s = world.detections_s
         report.recoveries_s = world.recoveries_s
         report.counters = world.counters
-        report.num_checks, report.num_pages_read = world.oracle.num_checks, world.oracle.num_pages_read
+        report.num_checks, report.num_pages_read = world.num_checks, world.num_pages_read
     return report
+
+
+def _only(stories: dict, name: str) -> dict:
+    return {name: stories[name]} if name else stories
+
+
+def steps_on_hosts(found: CampaignSettings) -> int:
+    """Hits in the world of two hosts."""
+    return found.host_steps or found.steps // 4
 
 
 def main(argv: Sequence[str]) -> int:
     found = settings.load(CampaignSettings, "campaign", argv)
     print(f"--steps {found.steps} --seed {found.seed}", flush=True)
-    folder = Path(tempfile.mkdtemp(prefix="quire-campaign-"))
-    try:
-        report = run(found, folder)
-    except BaseException:
-        print(f"logs of the processes: {folder}", flush=True)
-        raise
-    shutil.rmtree(folder)
-    print("\n".join(report.lines()))
+    for name in ("pool", "hosts") if found.world == "both" else (found.world,):
+        folder = Path(tempfile.mkdtemp(prefix=f"quire-campaign-{name}-"))
+        try:
+            report = run(found, folder, name)
+        except BaseException:
+            print(f"logs of the processes: {folder}", flush=True)
+            raise
+        shutil.rmtree(folder)
+        print("\n".join(report.lines()), flush=True)
     return 0
 
 

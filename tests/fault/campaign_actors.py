@@ -57,19 +57,25 @@ class Rank:
         self.number: int = order["rank"]
 
     def attach(self) -> None:
-        memory = RankMemory(
-            self.order["socket"], InstanceId(self.order["instance"]), DESCRIPTION, self.number
-        )
+        memory = self.attached()
         header = memory.header
         self.page_bytes = header.page_bytes
         self.pages = mmap.mmap(memory.fd, header.num_pages * header.page_bytes, offset=memory.offset_bytes)
         memory.stay_attached()
         self.memory = memory
 
+    def attached(self) -> RankMemory:
+        """The pages as the mempool gives them to this process."""
+        return RankMemory(self.order["socket"], InstanceId(self.order["instance"]), DESCRIPTION, self.number)
+
+    def bytes_of(self, block_hash: bytes, epoch: int) -> bytes:
+        """What this rank's part of a page with the block holds."""
+        return pattern(block_hash, epoch, self.number)
+
     def write(self, pages: list[Owned], hashes: list[bytes], half: int) -> None:
         for (page, epoch), block_hash in zip(pages, hashes, strict=True):
             start = page * self.page_bytes + half * HALF_BYTES
-            part = pattern(block_hash, epoch, self.number)[half * HALF_BYTES :][:HALF_BYTES]
+            part = self.bytes_of(block_hash, epoch)[half * HALF_BYTES :][:HALF_BYTES]
             self.pages[start : start + HALF_BYTES] = part
 
     def scribble(self, pages: list[Owned]) -> None:
@@ -83,15 +89,19 @@ class Rank:
         out: list[bool] = []
         for (page, epoch), block_hash in zip(pages, hashes, strict=True):
             start = page * self.page_bytes
-            out.append(self.pages[start : start + BLOCK_BYTES] == pattern(block_hash, epoch, self.number))
+            out.append(self.pages[start : start + BLOCK_BYTES] == self.bytes_of(block_hash, epoch))
         return out
 
 
 class Core:
     """An engine's core: allocates from its quota, seals, pins, releases, and reports to a new mempool."""
 
+    description = DESCRIPTION
+
     def __init__(self, order: dict) -> None:
-        self.quota = PageQuota(order["socket"], InstanceId(order["instance"]), DESCRIPTION, order["quota"])
+        self.quota = PageQuota(
+            order["socket"], InstanceId(order["instance"]), self.description, order["quota"]
+        )
         self.stock: deque[Typed] = deque()
         self.writes: dict[PageId, Epoch] = {}
         self.sealed: dict[PageId, SealedPage] = {}
@@ -328,7 +338,7 @@ def _owned(own: Owned) -> Typed:
     return PageId(own[0]), Epoch(own[1])
 
 
-def serve(actor: Rank | Core | CopyEngine | Front, control: socket.socket) -> None:
+def serve(actor: object, control: socket.socket) -> None:
     """One command after another: [name, *args] in, [whether it went well, result or reason] out."""
     while data := control.recv(MAX_COMMAND_BYTES):
         name, *args = msgspec.msgpack.decode(data)

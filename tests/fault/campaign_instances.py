@@ -16,6 +16,11 @@ QUOTA_PAGES = 10
 _incarnations = itertools.count(1)
 
 
+def next_incarnation() -> int:
+    """A number that no instance had before."""
+    return next(_incarnations)
+
+
 class Lease:
     """Pages that a front leased. `ours`: an engine core has taken it over."""
 
@@ -139,7 +144,7 @@ class PageInstance(Instance):
 
     def start(self, clock: Clock) -> Iterator[str]:
         self.void()
-        self.incarnation = next(_incarnations)
+        self.incarnation = next_incarnation()
         for number in range(NUM_RANKS):
             yield f"{self.name}: rank {number} attaches"
             self.spawn(f"rank{number}", "rank", rank=number).ask("attach")
@@ -189,7 +194,7 @@ class CopyInstance(Instance):
 
     def start(self, clock: Clock) -> Iterator[str]:
         self.void()
-        self.incarnation = next(_incarnations)
+        self.incarnation = next_incarnation()
         yield f"{self.name}: engine attaches"
         self.spawn("engine", "copy", quota=QUOTA_PAGES)
         if f"{self.name}.front" in self.parts:

@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 import os
+import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,20 +23,17 @@ STATUS_MS = 30_000
 
 
 class View:
-    """A mempool's table and pages, opened through /proc: mapped here as long as this object lives, read-only."""
+    """A space's table and pages, opened through /proc: mapped here as long as this object lives, read-only.
 
-    def __init__(self, pid: int) -> None:
-        found: dict[str, dict[int, Path]] = {"table": {}, "pages": {}}  # inode -> a descriptor of it
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            link = Path(f"/proc/{pid}/fd/{name}")
-            for key, prefix in (("table", "/memfd:quire-page-table"), ("pages", "/memfd:quire-pages")):
-                with contextlib.suppress(FileNotFoundError):  # closed meanwhile: it was no memory
-                    if os.readlink(link).startswith(prefix):
-                        found[key][os.stat(link).st_ino] = link
-        assert len(found["table"]) <= 1 >= len(found["pages"]), f"more than one pool: {found}"
-        self.memory = next(iter(found["pages"]), 0)  # another memory has another number
-        self._table = _mapped(found["table"].values(), file_bytes(NUM_PAGES))
-        self._pages = _mapped(found["pages"].values(), NUM_PAGES * PAGE_BYTES * NUM_RANKS)
+    Args: tables, pages: by inode, at most one each.
+    """
+
+    def __init__(self, tables: dict[int, Path], pages: dict[int, Path], num_pages: int = NUM_PAGES) -> None:
+        assert len(tables) <= 1 >= len(pages), f"more than one pool: {tables} {pages}"
+        self.num_pages = num_pages
+        self.memory = next(iter(pages), 0)  # another memory has another number
+        self._table = _mapped(tables.values(), file_bytes(num_pages))
+        self._pages = _mapped(pages.values(), num_pages * PAGE_BYTES * NUM_RANKS)
 
     @property
     def exists(self) -> bool:
@@ -45,29 +43,42 @@ class View:
     def words(self) -> list[int]:
         """Of all pages, now."""
         assert self._table is not None
-        with memoryview(self._table) as raw, raw[: table_bytes(NUM_PAGES)].cast("Q") as words:
+        with memoryview(self._table) as raw, raw[: table_bytes(self.num_pages)].cast("Q") as words:
             return words[HEADER_WORDS:].tolist()
 
     def word(self, page: int) -> int:
         assert self._table is not None
-        with memoryview(self._table) as raw, raw[: table_bytes(NUM_PAGES)].cast("Q") as words:
+        with memoryview(self._table) as raw, raw[: table_bytes(self.num_pages)].cast("Q") as words:
             return words[HEADER_WORDS + page]
 
     def named(self, page: int) -> bytes | None:
         """Hash of the block that is noted for the page, if it is noted under the page's present epoch."""
         assert self._table is not None
-        start = table_bytes(NUM_PAGES) + page * ENTRY.size
+        start = table_bytes(self.num_pages) + page * ENTRY.size
         epoch, _, block_hash, _ = ENTRY.unpack(self._table[start : start + ENTRY.size])
         return block_hash if epoch == self.word(page) >> 8 else None
 
     def holds(self, page: int, epoch: int, block_hash: bytes, num_ranks: int) -> bool:
         """Whether the page's bytes are this block's, on so many ranks."""
         assert self._pages is not None
-        starts = [(rank * NUM_PAGES + page) * PAGE_BYTES for rank in range(num_ranks)]
+        starts = [(rank * self.num_pages + page) * PAGE_BYTES for rank in range(num_ranks)]
         return all(
             self._pages[start : start + BLOCK_BYTES] == pattern(block_hash, epoch, rank)
             for rank, start in enumerate(starts)
         )
+
+
+def memfds(pid: int) -> tuple[dict[int, Path], dict[int, Path]]:
+    """Page tables and pages that a mempool has descriptors of, by inode."""
+    tables: dict[int, Path] = {}
+    pages: dict[int, Path] = {}
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        link = Path(f"/proc/{pid}/fd/{name}")
+        for found, prefix in ((tables, "/memfd:quire-page-table"), (pages, "/memfd:quire-pages")):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile: it was no memory
+                if os.readlink(link).startswith(prefix):
+                    found[os.stat(link).st_ino] = link
+    return tables, pages
 
 
 def _mapped(links: Iterable[Path], length: int) -> mmap.mmap | None:
@@ -100,7 +111,14 @@ class Oracle:
         """Open the memory of the mempool that runs now. True when it is other memory than before."""
         self.close()
         assert self._mempool.process is not None
-        self.view = View(self._mempool.process.pid)
+        for _ in range(50):
+            try:
+                self.view = View(*memfds(self._mempool.process.pid))
+                break
+            except (FileNotFoundError, ValueError):  # memory is being made just now
+                time.sleep(0.01)
+        else:
+            raise AssertionError("the pool's memory cannot be opened")
         if self.view.memory == self._memory:
             return False
         self._memory, self._epochs = self.view.memory, []

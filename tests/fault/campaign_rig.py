@@ -5,6 +5,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -30,6 +31,7 @@ ATTACH_S = 30.0
 PAUSE_S = 0.003
 POLLS = frozenset(("is_lost", "reattach"))
 SYS_PIDFD_GETFD = 438
+A_LIBRARYS = re.compile(r"[EWI]\d{4} [\d:.]+ |\[\d+\.\d+\] .* UCX ")  # a line of NIXL's, or UCX's
 
 
 class Gone(Exception):
@@ -118,8 +120,15 @@ class Process:
         if self.pidfd >= 0:
             assert select.select([self.pidfd], [], [], 30.0)[0], f"{self.role} survived SIGKILL"
 
-    def cut(self, path: Path) -> int:
-        """Shut down its sockets that are connected to `path`, or were accepted there. How many."""
+    def is_stopped(self) -> bool:
+        """Whether no thread of it runs now."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            return True
+
+    def cut(self, path: Path | None) -> int:
+        """Shut down its sockets that are connected to `path`, or were accepted there; None: all of TCP. How many."""
         count = 0
         libc = ctypes.CDLL(None, use_errno=True)
         for name in os.listdir(f"/proc/{self.pid}/fd"):
@@ -146,15 +155,15 @@ class CutForbidden(Exception):
     """This kernel or container lets nobody reach into another process."""
 
 
-def _shut(sock: socket.socket, path: Path) -> int:
+def _shut(sock: socket.socket, path: Path | None) -> int:
     with sock:
-        if sock.family != socket.AF_UNIX:
+        if sock.family not in ((socket.AF_INET, socket.AF_INET6) if path is None else (socket.AF_UNIX,)):
             return 0
         try:
             peer = sock.getpeername()
         except OSError:  # not connected: a listener
             return 0
-        if str(path) not in (peer, sock.getsockname()):
+        if path is not None and str(path) not in (peer, sock.getsockname()):
             return 0
         sock.shutdown(socket.SHUT_RDWR)
         return 1
@@ -169,7 +178,7 @@ class Actor(Process):
         theirs.close()
         self._clock = zygote.clock
         self._asked: str = ""
-        self.was_attached = self.role in ("front", "copy")  # these attach by themselves
+        self.was_attached = self.role in ("front", "host-front", "copy")  # these attach by themselves
 
     def begin(self, name: str, *args: Any) -> None:
         """Send a command. Raises: Gone."""
@@ -253,7 +262,8 @@ class LogFile:
         """All lines so far."""
         *whole, self._rest = (self._rest + self._file.read()).split("\n")
         self.lines += [json.loads(line) for line in whole if line.startswith("{")]
-        self._other_lines += [line for line in whole if line and not line.startswith("{")]
+        said = [line for line in whole if line and not line.startswith("{")]
+        self._other_lines += [line for line in said if not A_LIBRARYS.match(line)]  # of a peer that is gone
         return self.lines
 
     def has(self, since: int, event: str, **fields: object) -> bool:

@@ -4,15 +4,14 @@ A step that a fault made impossible raises Gone, Refused or Ended; before any fa
 is read is compared in every case: there is no fault that excuses a wrong byte.
 """
 
-import random
 import time
 from collections.abc import Iterator
 
 from tests.fault.campaign_actors import Owned
 from tests.fault.campaign_instances import CopyInstance, Instance, Lease, PageInstance
+from tests.fault.campaign_prompt import Prompt
 from tests.fault.campaign_rig import Refused
 from tests.fault.campaign_world import KILL, World
-from tests.integration.mempool_rig import SEED, chain
 
 MAX_IN_USE = 8  # pages that an engine keeps of its share, before it lets go of old ones
 HANDOFF_TTL_MS = LEASE_TTL_MS = 500
@@ -23,22 +22,6 @@ PATIENCE_S = 0.2
 
 class Ended(Exception):
     """A fault made the rest of the story impossible, in a way that engines cope with: they compute."""
-
-
-class Prompt:
-    """A chain of blocks. Prompts of a family share prefixes, so that blocks are found, or sealed twice."""
-
-    def __init__(self, world: World, family: str, num_ranks: int) -> None:
-        rng: random.Random = world.rng
-        prefix = [f"{family}{rng.randrange(3)}", *(["x"] if rng.random() < 0.5 else [])]
-        names = prefix + [f"{rng.randrange(30)}" for _ in range(rng.randint(1, 4 - len(prefix)))]
-        self.hashes: list[bytes] = [bytes(h) for h in chain(*names)]
-        self.parents: list[bytes] = [bytes(SEED), *self.hashes[:-1]]
-        own = chain(*names, f"answer {rng.randrange(1 << 30)}")[-1]
-        self.answer = bytes(own)
-        self.handoff = f"h{rng.randrange(1 << 40)}"
-        for block_hash in (*self.hashes, self.answer):
-            world.oracle.num_ranks_of[block_hash] = num_ranks
 
 
 def expect(world: World, condition: bool, what: str) -> None:
@@ -57,10 +40,10 @@ def lease(world: World, instance: PageInstance, hashes: list[bytes], handoff: st
     yield "Acquire sent"
     instance.acquiring = True
     front.ask("acquire", hashes, handoff, HANDOFF_WAIT_MS if handoff else 0, 0)
-    return (yield from _leased(world, instance, hashes, front, core))
+    return (yield from leased(world, instance, hashes, front, core))
 
 
-def _leased(world: World, instance: PageInstance, hashes: list[bytes], front, core) -> Iterator[str]:
+def leased(world: World, instance: PageInstance, hashes: list[bytes], front, core) -> Iterator[str]:
     yield "Acquired received"
     lease_id, pages = front.ask("acquired")
     instance.acquiring = False
@@ -92,8 +75,7 @@ def compute(world: World, instance: PageInstance, hashes: list[bytes], parents: 
     """Write blocks into granted pages on every rank, and seal them. Returns the pages."""
     core = instance.part("core")
     yield "Unpin sent"
-    spare = max(0, len(instance.sealed) + len(hashes) - MAX_IN_USE)
-    unpin(instance, list(instance.sealed)[:spare])
+    make_room(instance, len(hashes))
     yield "grant received"
     pages = [tuple(own) for own in core.ask("take", len(hashes))]
     instance.writes.update(pages)
@@ -111,6 +93,12 @@ def compute(world: World, instance: PageInstance, hashes: list[bytes], parents: 
     for (page, epoch), block_hash in reversed(list(zip(pages, hashes, strict=True))):
         instance.sealed[page] = (epoch, block_hash)  # the last block of a prompt is the first to be let go
     return pages
+
+
+def make_room(instance: PageInstance, count: int) -> None:
+    """Let go of the oldest sealed pages, so that so many more are within the engine's share."""
+    spare = max(0, len(instance.sealed) + count - MAX_IN_USE)
+    unpin(instance, list(instance.sealed)[:spare])
 
 
 def unpin(instance: PageInstance, pages: list[int]) -> None:
@@ -144,7 +132,7 @@ def handoff_in_pages(world: World) -> Iterator[str]:
     ready_s = time.monotonic()
     source.part("core").ask("ready", prompt.handoff, prompt.hashes, HANDOFF_TTL_MS)
     if early:
-        got = yield from _leased(world, target, prompt.hashes, front, core)
+        got = yield from leased(world, target, prompt.hashes, front, core)
         world.is_late(asked_s, HANDOFF_WAIT_MS)
     else:
         got = yield from lease(world, target, prompt.hashes, prompt.handoff)
@@ -362,7 +350,7 @@ def tidy(world: World) -> None:
             if lease_id:
                 instance.part("front").ask("release", lease_id)
         if isinstance(instance, PageInstance):
-            _tidy_core(instance)
+            tidy_core(instance)
         elif isinstance(instance, CopyInstance):
             if instance.copying:
                 check_copies(world, instance, is_leased=False)
@@ -373,7 +361,8 @@ def tidy(world: World) -> None:
                 instance.part("engine").ask("let_go_of_earlier")
 
 
-def _tidy_core(instance: PageInstance) -> None:
+def tidy_core(instance: PageInstance) -> None:
+    """Its leases and what it was about to write."""
     core = instance.part("core")
     for got in list(instance.leases.values()):
         if got.ours:

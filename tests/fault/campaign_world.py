@@ -3,7 +3,7 @@
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -22,21 +22,16 @@ BOTH = ("mempool+keeper", "keeper+mempool")
 class World:
     """All processes. `damaged`: a fault was done to them that recover() has not repaired yet."""
 
-    def __init__(self, folder: Path, rng: random.Random) -> None:
+    def __init__(self, folder: Path, rng: random.Random, zygote: Zygote | None = None) -> None:
+        """Args: zygote: of a world that this one is a part of."""
         self.rng = rng
-        self.clock = Clock()
-        self.clock.guard = self._guard
-        self.zygote = Zygote(self.clock)
+        self.zygote = zygote or Zygote(Clock())
+        self.clock = self.zygote.clock
+        self.clock.guard = self.guard
         self.keeper = Service(self.zygote, "keeper", folder, "keeper_listening", {"expected-fds": 1})
-        flags = mempool_flags(self.keeper.socket)
-        self.mempool = Service(self.zygote, "mempool", folder, "settings", flags)
-        self.oracle = Oracle(self.mempool)
-        socket, log = self.mempool.socket, folder / "actors.log"
-        self.prefill = PageInstance(self.zygote, "prefill", socket, log)
-        self.decode = PageInstance(self.zygote, "decode", socket, log)
-        self.copy_prefill = CopyInstance(self.zygote, "copy-prefill", socket, log, has_front=False)
-        self.copy_decode = CopyInstance(self.zygote, "copy-decode", socket, log, has_front=True)
-        self.instances: list[Instance] = [self.prefill, self.decode, self.copy_prefill, self.copy_decode]
+        self.mempool = Service(self.zygote, "mempool", folder, "settings", self.flags(folder))
+        self.oracle = self.make_oracle()
+        self.instances = self.make_instances(folder)
         self.damaged = False
         self.faulted = False  # in this episode
         self.late = False  # in this episode the machine was slower than what a story has the time for
@@ -46,6 +41,27 @@ class World:
         self._undetected: list[tuple[str, Process, int]] = []  # what died, under which mempool's eyes
         self._is_kept = False  # the keeper has all that it needs to have
         self._cuts: list[tuple[str, Actor, int, int]] = []  # whom, under which mempool, attached how often
+
+    def flags(self, folder: Path) -> dict[str, object]:
+        """Settings of the mempool."""
+        return mempool_flags(self.keeper.socket)
+
+    def make_oracle(self) -> Oracle:
+        """Of the mempool's memory."""
+        return Oracle(self.mempool)
+
+    def make_instances(self, folder: Path) -> Sequence[Instance]:
+        """Not started yet."""
+        socket, log = self.mempool.socket, folder / "actors.log"
+        self.prefill = PageInstance(self.zygote, "prefill", socket, log)
+        self.decode = PageInstance(self.zygote, "decode", socket, log)
+        self.copy_prefill = CopyInstance(self.zygote, "copy-prefill", socket, log, has_front=False)
+        self.copy_decode = CopyInstance(self.zygote, "copy-decode", socket, log, has_front=True)
+        return [self.prefill, self.decode, self.copy_prefill, self.copy_decode]
+
+    def note_blocks(self, hashes: Iterable[bytes], num_ranks: int) -> None:
+        """Somebody will compute these, on so many ranks."""
+        self.oracle.num_ranks_of.update(dict.fromkeys(hashes, num_ranks))
 
     def start(self) -> None:
         self.keeper.start()
@@ -64,7 +80,18 @@ class World:
                 if process is not None:
                     process.known_to = self.mempool.since
 
-    def _guard(self) -> None:
+    @property
+    def num_checks(self) -> int:
+        """How often the table was looked at."""
+        return self.oracle.num_checks
+
+    @property
+    def num_pages_read(self) -> int:
+        """Pages whose bytes were compared."""
+        return self.oracle.num_pages_read
+
+    def guard(self) -> None:
+        """Raises: Gone when a service is dead, so that nothing is to be waited for."""
         for service in (self.keeper, self.mempool):
             if not service.alive:
                 raise Gone(f"the {service.name} is dead")
@@ -83,6 +110,10 @@ class World:
         """Names of all processes, and pairs of services."""
         return ["mempool", "keeper", *BOTH, *(name for i in self.instances for name in i.parts)]
 
+    def choices(self) -> list[tuple[str, str]]:
+        """What may be done to whom."""
+        return [(v, a) for v in self.victims() for a in (ACTIONS if v not in BOTH else (KILL,))]
+
     def hit(self, victim: str, action: str) -> None:
         """Do it now, to whatever is alive of the victim."""
         self.damaged = self.faulted = True
@@ -94,8 +125,7 @@ class World:
             elif (process := self._process(name)) is None or not process.alive:
                 continue
             elif action == STOP:
-                is_long = self.rng.random() < 0.05
-                self.clock.stop(process, LONG_STOP_S if is_long else self.rng.uniform(*SHORT_STOP_S))
+                self._stop(name, process)
             else:
                 self._kill(name, process)
 
@@ -105,6 +135,10 @@ class World:
         if name == "keeper":
             return self.keeper.process
         return next(i.parts[name] for i in self.instances if name in i.parts)
+
+    def _stop(self, name: str, process: Process) -> None:
+        is_long = self.rng.random() < 0.05
+        self.clock.stop(process, LONG_STOP_S if is_long else self.rng.uniform(*SHORT_STOP_S))
 
     def _kill(self, name: str, process: Process) -> None:
         self.clock.stopped.pop(process.pid, None)
@@ -240,7 +274,7 @@ class World:
         yield f"{instance.name}: what is left of it writes on"
         if instance.alive and self.mempool.alive:
             self.oracle.settled()  # its lost connection has been seen
-            self.oracle.check_table(instance.pinned(), instance.held(), damaged=True)
+            self.check_pages_of(instance)
             instance.scribble()
         self.end(instance)
         self.check_detection()
@@ -281,20 +315,65 @@ class World:
         mempool = self.mempool.process
         if mempool is not None and mempool.alive and mempool.pid not in self.clock.stopped:
             self.oracle.check_counts()
-        pinned = [own for i in self.instances for own in i.pinned()]
-        held = [own for i in self.instances for own in i.held()]
-        self.oracle.check_table(pinned, held, self.damaged)
-        self.oracle.check_bytes()
+        self.check_memory()
         for service in (self.mempool, self.keeper):
             bug = service.log.bug()
             assert not bug, bug
 
-    def drop_unpinned(self) -> None:
-        """Whatever nobody pins leaves the index, if the mempool can be asked now."""
-        if self.mempool.alive and not self.clock.stopped:
+    def check_memory(self) -> None:
+        """What the memory itself says."""
+        pinned = [own for i in self.instances for own in i.pinned()]
+        held = [own for i in self.instances for own in i.held()]
+        self.oracle.check_table(pinned, held, self.damaged)
+        self.oracle.check_bytes()
+
+    def check_pages_of(self, instance: Instance) -> None:
+        """What it pins and holds, while something is damaged."""
+        self.oracle.check_table(instance.pinned(), instance.held(), damaged=True)
+
+    def what_is_busy(self) -> str:
+        """Leased, held over, in doubt, or pinned by others than the caches of living engines; "": nothing is."""
+        status = self.oracle.settled()
+        if status is None:
+            return "no answer"
+        states = status.pages_by_state
+        busy = status.num_leases + status.num_handoffs + status.num_pinned - status.num_kept
+        busy += sum(states.get(name, 0) for name in ("retiring", "leased", "quarantined"))
+        sealed = sum(len(instance.sealed) for instance in self.instances)
+        return "" if busy == 0 and status.num_kept <= sealed else repr(status)
+
+    def what_is_left(self) -> str:
+        """Of what everybody had who is gone now; "": every page is free, or sealed and unpinned."""
+        status = self.oracle.settled()
+        assert status is not None
+        states = {name for name, count in status.pages_by_state.items() if count}
+        counts = (status.num_leases, status.num_handoffs, status.num_pinned, status.num_kept)
+        return "" if states <= {"free", "sealed"} and counts == (0, 0, 0, 0) else repr(status)
+
+    def empty(self) -> None:
+        """Drop the whole index: then every page is free."""
+        self.oracle.delete_unpinned()
+        status = self.oracle.check_counts()
+        assert status is not None
+        assert status.pages_by_state["free"] == status.num_pages, status
+
+    def drop_unpinned(self, *, always: bool = False) -> None:
+        """Whatever nobody pins leaves the index, if the mempool can be asked now.
+
+        Args: always: also while some other process is stopped.
+        """
+        process = self.mempool.process
+        is_stopped = process is not None and process.pid in self.clock.stopped
+        if self.mempool.alive and not (is_stopped if always else self.clock.stopped):
             self.oracle.delete_unpinned()
 
     def close(self) -> None:
+        """End everything."""
+        self.end_processes()
+        self.zygote.close()
+
+    def end_processes(self) -> None:
+        """All but the zygote."""
         self.clock.wake_all()
         self.oracle.close()
         for instance in self.instances:
@@ -305,4 +384,3 @@ class World:
             if service.process is not None:
                 service.process.close()
             service.log.close()
-        self.zygote.close()

@@ -19,6 +19,7 @@ import services.mempool.__main__ as mempool
 import services.mempool.keeper.__main__ as keeper
 from shared.observe import log, service
 from tests.fault.campaign_actors import ACTORS, serve
+from tests.fault.campaign_host_actors import HOST_ACTORS
 
 PR_SET_PDEATHSIG = 1
 MAX_ORDER_BYTES = 1 << 16
@@ -33,7 +34,7 @@ def become(order: dict, fds: list[int]) -> int:
     if order["role"] == "keeper":
         return keeper.main()
     log.setup("actor", order["instance"], "warning")
-    serve(ACTORS[order["role"]](order), socket.socket(fileno=fds[1]))
+    serve((ACTORS | HOST_ACTORS)[order["role"]](order), socket.socket(fileno=fds[1]))
     return 0
 
 
