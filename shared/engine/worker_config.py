@@ -73,7 +73,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     # while turns are taken, prompts that wait are computed over about so long, beside the decodes; 0: at once
     fair_spread_ms: float = -1.0
     fair_chunk_tokens: int = 512  # the least of a step that they then have
-    # of a slice's time; where moving pages takes more, the order is that of arrival
+    # of a turn's time (a slice; in bursts half of the patience); where moving pages takes more: order of arrival
     fair_max_switch_share: float = 0.1
     fair_stay_ratio: float = 1.5  # slices that pay go on until moving takes so many times that share
     # whether blocks of parked requests leave for swap space (lent pages, host memory) where pages are short

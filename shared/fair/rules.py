@@ -9,7 +9,7 @@ class FairRules:
 
     Args:
         slice_steps: engine steps between two plans (AQUA 7's k).
-        max_switch_share: slices pay while switching takes less than this share of a slice's time.
+        max_switch_share: slices pay while switching takes less than this share of a turn's time (turn_steps).
         stay_ratio: slices that pay already go on until the share is so many times that (hysteresis).
         hysteresis_tokens: a running request gives its slot only to one that is so much further behind.
         patience_slices: who waited so many slices goes first among its tenant's requests.
@@ -34,6 +34,14 @@ class FairRules:
     def has_units(self) -> bool:
         """Whether service is compared in units of several tokens."""
         return self.quantum_tokens > 1
+
+    @property
+    def turn_steps(self) -> int:
+        """How long who was given memory has it, as a rule: a slice; with units until a unit was served, a token a step,
+        or for half of the time after which those whom it moved are overdue (decision 0025)."""
+        if not self.has_units:
+            return self.slice_steps
+        return max(self.slice_steps, min(self.quantum_tokens, self.slice_steps * self.patience_slices // 2))
 
     def __post_init__(self) -> None:
         """Raises: ValueError naming the setting."""

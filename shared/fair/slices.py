@@ -167,7 +167,7 @@ class FairSlices:
         start = [a for a in chosen if not a.running]
         moved = self._moved_pages(chosen, room)
         limit = self.rules.max_switch_share * (self.rules.stay_ratio if self._pays else 1.0)
-        self._pays = switch_share(moved, room, self.rules.slice_steps) <= limit
+        self._pays = switch_share(moved, room, self.rules.turn_steps) <= limit
         if not self._pays:
             return None
         left = {a.tenant for a in waiting if a.request_id not in names} | {a.tenant for a in park}

@@ -29,6 +29,27 @@ def test_switching_costs_bytes_over_bandwidth_against_the_slice():
     assert switch_share(1, Room(4, 64, pages=40, page_bytes=MIB), 10) == float("inf")
 
 
+@pytest.mark.parametrize(
+    ("rules", "turn_steps"),
+    [
+        (FairRules(slice_steps=5), 5), (FairRules(slice_steps=8, quantum_tokens=64), 64),
+        (FairRules(slice_steps=8, quantum_tokens=1 << 20, patience_slices=128), 512),
+        (FairRules(slice_steps=8, quantum_tokens=2), 8),
+    ],
+)  # fmt: skip
+def test_a_turn_is_a_slice_or_a_unit_of_service_as_far_as_others_patience_goes(rules, turn_steps):
+    assert rules.turn_steps == turn_steps
+
+
+@pytest.mark.parametrize(("quantum_tokens", "is_fair"), [(1, False), (1 << 20, True)])
+def test_moving_pages_is_weighed_against_the_time_for_which_memory_is_given(quantum_tokens, is_fair):
+    """168 ms for pages that are given for 80 ms, or, until who gives them is overdue, for 20 s."""
+    rules = FairRules(quantum_tokens=quantum_tokens, patience_slices=512)
+    room = Room(4, 64, pages=40, page_bytes=8 * MIB, swap_bytes_per_s=1e9, step_ms=10)
+    plan = contended(room, rules).plan(room)
+    assert (plan.is_fair, bool(plan.park)) == (is_fair, is_fair)
+
+
 def test_slots_alone_being_short_moves_no_page():
     slices = contended(Room(4, 64))
     plan = slices.plan(Room(4, 64, pages=1_000))
