@@ -93,12 +93,12 @@ async def test_transfer_of_the_nine_calls_cuts_pages_anew_between_hosts(hosts, s
         own = await api.alloc_mem(3)
         for number, address in enumerate(own):
             prefill.write(address.page, block(number))
+        far, sent = [], []
         async with asyncio.timeout(60):
-            while True:
+            while not sent:
                 try:
-                    far = await api.alloc_mem(3, "hbm", InstanceId("d"))
+                    far = far or await api.alloc_mem(3, "hbm", InstanceId("d"))
                     sent = await api.transfer(InstanceId("d"), own, far, timeout_ms=20_000)
-                    break
                 except (InstanceUnknown, PeerGone, CopyFailed):  # the mempools have not heard of each other
                     await asyncio.sleep(0.1)
         assert sent == far
