@@ -35,7 +35,7 @@ CLAIM = (
     "in fair slices than in order of arrival, for at most 15% more of the mean completion time, and computes nothing "
     "twice; without contention nothing differs. Gain and ratio of completion times are within 20% of what two H200s "
     "did; the times themselves are shorter than theirs, in both orders. Slices that reckon with the rate at which "
-    "pages were seen to move, as they do by default, do as well."
+    "pages were seen to move, as they do by default, do nearly as well."
 )
 WORKLOAD, MEASURED = "sharegpt", "h200x2-burst"
 AS_MEASURED = "as_measured"  # kind of samples
