@@ -5,9 +5,9 @@ from random import Random
 
 from loadtest.outcomes import Outcome
 from loadtest.simulator.blocks import ROOT, BlockStore, tokens_of
-from loadtest.simulator.engine import Engine
+from loadtest.simulator.engine import Engine, EngineParts
 from loadtest.simulator.events import EventQueue
-from loadtest.simulator.fair_engine import engine_of
+from loadtest.simulator.fair_engine import FairEngine
 from loadtest.simulator.frontend import Call, Frontend, Submitted
 from loadtest.simulator.links import Links, as_told
 from loadtest.simulator.parking import turns_of
@@ -349,9 +349,10 @@ class Simulation:
                 lambda blocks, n=number: self._tree.removed(n, blocks),
                 lambda blocks, n=number: self._reach and self._reach.removed(n, blocks),
             )
-            engines.append(
-                engine_of(number, self._events, self._prices, store, spec.limits, hooks, noise, spec.local)
+            parts = EngineParts(
+                number, self._events, self._prices, store, spec.limits, hooks, noise, spec.local
             )
+            engines.append(FairEngine(parts) if spec.local.policy == "cfs" else Engine(parts))
         return engines
 
     def _stored(self, number: int, blocks: Sequence[BlockHash]) -> None:

@@ -7,10 +7,12 @@ alone are taken together until one of them ends; whoever needs the engine earlie
 import heapq
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from loadtest.simulator.blocks import BlockStore, tokens_of
 from loadtest.simulator.events import EventQueue
 from loadtest.simulator.held import free, keep_output, seal_prompt
+from loadtest.simulator.local import Local
 from loadtest.simulator.prices import Chunk, StepPrices
 from loadtest.simulator.task import EngineHooks, EngineLimits, OnSteps, Task
 from services.mempool.core.entry import Entry
@@ -18,26 +20,32 @@ from services.mempool.core.entry import Entry
 MAX_ROW_STEPS = 512
 
 
-class Engine:
-    """Args: noise: factor of each step's time, called once a step or row of steps."""
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine is made of. noise: factor of each step's time, called once a step or row of steps."""
 
-    def __init__(
-        self,
-        number: int,
-        events: EventQueue,
-        prices: StepPrices,
-        store: BlockStore,
-        limits: EngineLimits,
-        hooks: EngineHooks,
-        noise: Callable[[], float],
-    ) -> None:
-        self.number, self.store, self.limits = number, store, limits
+    number: int
+    events: EventQueue
+    prices: StepPrices
+    store: BlockStore
+    limits: EngineLimits
+    hooks: EngineHooks
+    noise: Callable[[], float]
+    local: Local
+
+
+class Engine:
+    """Order of arrival, whatever else `local` says."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.number, self.store, self.limits = parts.number, parts.store, parts.limits
         self.num_steps = self.num_preempted = self.num_recomputed_tokens = 0
         self.busy_ms = self.step_ms = self.queued_prefill_ms = 0.0
         self.unfinished_prefill_tokens = 0
         self.on_steps: OnSteps | None = None  # who watches: called at the end of a step or row of steps
         self.dead = False
-        self._events, self._prices, self._hooks, self._noise = events, prices, hooks, noise
+        self._events, self._prices = parts.events, parts.prices
+        self._hooks, self._noise = parts.hooks, parts.noise
         self._waiting: deque[Task] = deque()
         self._ready: deque[Task] = deque()  # loaded, before all that waits
         self._loading: set[Task] = set()

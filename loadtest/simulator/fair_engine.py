@@ -6,17 +6,12 @@ their turn (swaps.py). Where all fit nobody is parked, and the order is the othe
 parked is one tenant's: workloads name none.
 """
 
-from collections.abc import Callable
 from itertools import chain, repeat
 
-from loadtest.simulator.blocks import BlockStore
-from loadtest.simulator.engine import Engine
-from loadtest.simulator.events import EventQueue
+from loadtest.simulator.engine import EngineParts
 from loadtest.simulator.held import held_tokens
-from loadtest.simulator.local import Local
 from loadtest.simulator.parking import ParkingEngine, in_prefill
-from loadtest.simulator.prices import StepPrices
-from loadtest.simulator.task import EngineHooks, EngineLimits, Task
+from loadtest.simulator.task import Task
 from shared.fair.carrying import Begun, Seen, free_mark, may_begin, may_fill, pages_for_turns
 from shared.fair.rules import Room
 
@@ -24,21 +19,11 @@ from shared.fair.rules import Room
 class FairEngine(ParkingEngine):
     """Turns around the steps of Engine."""
 
-    def __init__(
-        self,
-        number: int,
-        events: EventQueue,
-        prices: StepPrices,
-        store: BlockStore,
-        limits: EngineLimits,
-        hooks: EngineHooks,
-        noise: Callable[[], float],
-        local: Local,
-    ) -> None:
-        super().__init__(number, events, prices, store, limits, hooks, noise, local)
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
         self._fresh: list[Task] = []  # came, and the slices have not heard of them
         self._start: list[str] = []
-        self._step_tokens = limits.max_batched_tokens
+        self._step_tokens = parts.limits.max_batched_tokens
         self._seen: Seen | None = None
         self._is_stuck = False  # nobody runs, and nothing will come of itself
         self._may_begin = True
@@ -268,19 +253,3 @@ class FairEngine(ParkingEngine):
     def _prefill(self, task: Task) -> None:
         task.state = "prefilling"
         self._prefilling.append(task)
-
-
-def engine_of(
-    number: int,
-    events: EventQueue,
-    prices: StepPrices,
-    store: BlockStore,
-    limits: EngineLimits,
-    hooks: EngineHooks,
-    noise: Callable[[], float],
-    local: Local,
-) -> Engine:
-    """With this local policy."""
-    if local.policy == "cfs":
-        return FairEngine(number, events, prices, store, limits, hooks, noise, local)
-    return Engine(number, events, prices, store, limits, hooks, noise)

@@ -5,42 +5,30 @@ are shared/fair/carrying.py's. Memory is counted in tokens: what one page of pro
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from loadtest.simulator.blocks import BlockStore
-from loadtest.simulator.engine import Engine
-from loadtest.simulator.events import EventQueue
+from loadtest.simulator.engine import Engine, EngineParts
 from loadtest.simulator.held import held_tokens, keep_here
-from loadtest.simulator.local import Local
-from loadtest.simulator.prices import StepPrices
 from loadtest.simulator.spec import Turns
 from loadtest.simulator.swaps import Swapper
-from loadtest.simulator.task import EngineHooks, EngineLimits, Task
+from loadtest.simulator.task import Task
 from shared.fair.away import SwapState
 from shared.fair.carrying import COMING_SHARE, RESERVE_S, Grower, grow, nearest_first, short_pages
 from shared.fair.slices import FairSlices
 
 
 class ParkingEngine(Engine):
-    """Args: see Engine; local: of the slices and of swap space. Pages are of limits.unit_tokens."""
+    """`local` is of the slices and of swap space. Pages are of limits.unit_tokens."""
 
-    def __init__(
-        self,
-        number: int,
-        events: EventQueue,
-        prices: StepPrices,
-        store: BlockStore,
-        limits: EngineLimits,
-        hooks: EngineHooks,
-        noise: Callable[[], float],
-        local: Local,
-    ) -> None:
-        super().__init__(number, events, prices, store, limits, hooks, noise)
-        self.slices = FairSlices(local.rules)
-        self._unit, self._token_bytes = limits.unit_tokens, prices.kv_bytes_per_token
-        self.swapper = Swapper(events, store, local, self._unit, self._unit * self._token_bytes, self.wake)
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        self.slices = FairSlices(parts.local.rules)
+        self._unit, self._token_bytes = parts.limits.unit_tokens, parts.prices.kv_bytes_per_token
+        self.swapper = Swapper(
+            parts.events, parts.store, parts.local, self._unit, self._unit * self._token_bytes, self.wake
+        )
         self.num_parked = 0
-        self._most_pages = store.capacity_tokens // self._unit
+        self._most_pages = parts.store.capacity_tokens // self._unit
         self._queue: dict[str, Task] = {}  # everybody who is in no step
         self._parked: dict[str, Task] = {}
         self._reserved: dict[str, float] = {}  # slots of those that come back, since when
@@ -134,9 +122,8 @@ class ParkingEngine(Engine):
         names = nearest_first(self.slices, [name for name, tokens in here.items() if tokens > 0])
         if not names:
             return False
-        names.sort(
-            key=lambda name: here[name] > self._unit
-        )  # who is away has no more than its last, partial block
+        # who is away has no more than its last, partial block
+        names.sort(key=lambda name: here[name] > self._unit)
         self._preempt(self._parked[names[-1]])
         return True
 

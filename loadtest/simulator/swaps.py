@@ -168,9 +168,7 @@ class Swapper:
         self._refused_s.pop(task.name, None)
         is_away = self.absences.state(task.name) is SwapState.AWAY
         number = self.absences.forget(task.name)
-        if (
-            number is not None and is_away
-        ):  # else its copy is on its way, and what it took is free behind that
+        if number is not None and is_away:  # else its copy is under way, and what it took is free behind that
             self.space.drop(number)
 
     # -- answers ----------------------------------------------------------------------------------
