@@ -13,7 +13,7 @@ from functools import partial
 from services.mempool.mover_engines import CopyEngine, PinnedRanges
 from services.mempool.mover_gpu import Gpu
 from services.mempool.mover_layers import span_template
-from services.mempool.mover_pieces import laid_over, within_page
+from services.mempool.mover_pieces import PagesOrPieces, laid_over, start_pull, within_page
 from services.mempool.mover_spaces import MappedRegion, MappedSpace
 from services.mempool.mover_transports import INSTANCE, OwnHostTransport, StagedTransport, engine_for
 from shared.kernels.copy_pages.copier import Copier
@@ -21,7 +21,6 @@ from shared.transfer.describe import EndDescription, describe_region, encode, th
 from shared.transfer.errors import TransferRefused
 from shared.transfer.imported import ImportedTransport
 from shared.transfer.interface import Link, MappedPages, Moved, Peer
-from shared.transfer.pieces import Pieces
 from shared.transfer.provider import BaseTransport
 from shared.transfer.quarantine import Quarantine
 from shared.transfer.reslice import RankPieces, reslice_rounds
@@ -39,13 +38,11 @@ class Pull:
     link: Link
     source: str
     target: str
-    what: tuple[Sequence[int], Sequence[int]] | Pieces  # source and target pages
+    what: PagesOrPieces
 
     def start(self, timeout_ms: int) -> "Future[Moved]":
         """As Link.pull(). Raises: ClusterError; nothing was started."""
-        if isinstance(self.what, Pieces):
-            return self.link.pull_pieces(self.source, self.target, self.what, timeout_ms=timeout_ms)
-        return self.link.pull(self.source, self.what[0], self.target, self.what[1], timeout_ms=timeout_ms)
+        return start_pull(self.link, self.source, self.target, self.what, timeout_ms)
 
 
 Rounds = list[list[Pull]]  # the pulls of a round run side by side, rounds one after another

@@ -1,15 +1,28 @@
-"""What goes from a page of one space to a page of another, when that is not simply the page. Pure arithmetic.
+"""What goes from a page of one space to a page of another, when that is not simply the page: arithmetic.
 
 Both hold the same block from their first byte on, but a page is a multiple of its medium's granularity, so the ends may
 be padded differently; and a page may lie in several allocations (layer-major), which no copy may cross.
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from functools import lru_cache
+from typing import TypeAlias
 
-from shared.transfer.interface import MAX_PIECES
+from shared.transfer.interface import MAX_PIECES, Link, Moved
 from shared.transfer.pieces import Pieces
 from shared.transfer.reslice import RankPieces
+
+PagesOrPieces: TypeAlias = (
+    tuple[Sequence[int], Sequence[int]] | Pieces
+)  # source and target pages, or parts of them
+
+
+def start_pull(link: Link, source: str, target: str, what: PagesOrPieces, timeout_ms: int) -> "Future[Moved]":
+    """Between these regions; as Link.pull() and pull_pieces(). Raises: ClusterError; nothing was started."""
+    if isinstance(what, Pieces):
+        return link.pull_pieces(source, target, what, timeout_ms=timeout_ms)
+    return link.pull(source, what[0], target, what[1], timeout_ms=timeout_ms)
 
 
 @lru_cache(maxsize=256)

@@ -7,11 +7,10 @@ that and from the reader's own cut (shared/transfer/reslice.py); the source writ
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.mempool.mover_pieces import laid_over
+from services.mempool.mover_pieces import PagesOrPieces, laid_over
 from services.mempool.mover_regions import MAX_RANKS, HostRegion, region_name
 from shared.errors import ClusterError, PeerProtocolError
 from shared.transfer.errors import TransferRefused
-from shared.transfer.pieces import Pieces
 from shared.transfer.reslice import KvEnd, Order, reslice_rounds
 from shared.wire.mempool_peer import SpaceCut
 
@@ -36,7 +35,7 @@ class RankPull:
     source: str  # region
     target: str
     target_rank: int
-    what: tuple[Sequence[int], Sequence[int]] | Pieces
+    what: PagesOrPieces
 
 
 def told(space: int, end: KvEnd) -> SpaceCut:

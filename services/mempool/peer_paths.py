@@ -15,6 +15,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from services.mempool.core.actions import PullRemote
+from services.mempool.mover_pieces import start_pull
 from services.mempool.mover_regions import HostMapping, HostRegion, region_name, space_and_rank
 from services.mempool.peer_cuts import HostSpace, RankPull, cut_anew, heard, mine_of, whole_pages
 from shared.errors import ClusterError
@@ -30,7 +31,6 @@ from shared.transfer.errors import (
 )
 from shared.transfer.interface import Channel, Moved, Peer, Region, RegionKind
 from shared.transfer.nixl import NixlTransport
-from shared.transfer.pieces import Pieces
 from shared.transfer.reslice import KvEnd
 from shared.transfer.served_link import MaySend
 from shared.wire.mempool_peer import SpaceCut
@@ -103,11 +103,7 @@ class PathEnd:
         """Raises: as Link.pull; PathUnavailable before connect()."""
         if self._link is None:
             raise PathUnavailable("the path is not connected")
-        source, target, what = pull.source, pull.target, pull.what
-        if isinstance(what, Pieces):
-            future = self._link.pull_pieces(source, target, what, timeout_ms=timeout_ms)
-        else:
-            future = self._link.pull(source, what[0], target, what[1], timeout_ms=timeout_ms)
+        future = start_pull(self._link, pull.source, pull.target, pull.what, timeout_ms)
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)
         return future

@@ -303,10 +303,11 @@ class Peers:
             except PathUnavailable as error:
                 reason = error.message
                 continue
-            if is_alike or space.end is not None:
-                spaces[number] = space.ranks
-            if not is_alike and space.end is not None:
+            if not is_alike:
+                if space.end is None:
+                    continue
                 cuts.append(told(number, space.end))
+            spaces[number] = space.ranks
         if not spaces:
             failed = wire.PathFailed(path_id=call.path_id, code=PathUnavailable.code, reason=reason)
             self._tell(reader, failed)
