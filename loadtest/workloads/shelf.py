@@ -58,7 +58,11 @@ class Shelf:
     @classmethod
     def of_trace(cls, path: Path, **how: Any) -> "Shelf":
         """Each session of the file once. Raises: TraceError, OSError; ValueError on how they are to be changed."""
-        return cls(iter([trace_files.read(path, rate_per_s=_any_rate(path))]), **how)
+        try:
+            requests = trace_files.read(path)
+        except trace_files.NoTimes:  # arrivals do not matter here
+            requests = trace_files.read(path, rate_per_s=1.0)
+        return cls(iter([requests]), **how)
 
     def take(self) -> list[Request]:
         """The next session's requests, in order of their turns. Raises: NothingLeft, at the end of a trace."""
@@ -80,12 +84,3 @@ class Shelf:
             found.setdefault(request.session, []).append(request)
         sessions = list(found.values())
         return sessions[: max(1, len(sessions) // 2)] if self._is_cut else sessions
-
-
-def _any_rate(path: Path) -> float:
-    """Arrivals do not matter here: a file of lengths alone gets some, others take none."""
-    try:
-        trace_files.read(path, limit=1)
-    except trace_files.NoTimes:
-        return 1.0
-    return 0.0
