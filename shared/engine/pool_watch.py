@@ -19,6 +19,7 @@ from shared.ids import LeaseId
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.mempool.page_quota import PageQuota
 from shared.mempool.slab_unmaps import IDLE_S
+from shared.observe.service import EXIT_BUG
 from shared.wire.mempool import HeldLease
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,6 @@ logger = logging.getLogger(__name__)
 REATTACH_INTERVAL_S = 0.05
 ASKED_NAP_S = 0.002  # between looks at whether what the pool asks for may be answered beside the steps
 EXIT_MEMORY_LOST = 3  # of the engine core: the worker's front sees it die and starts anew
-EXIT_BUG = 70
 
 
 class PoolWatch:
