@@ -13,7 +13,7 @@ from loadtest.simulator.spec import Turns
 from loadtest.simulator.swaps import Swapper
 from loadtest.simulator.task import Task
 from shared.fair.away import SwapState
-from shared.fair.carrying import COMING_SHARE, RESERVE_S, Grower, grow, nearest_first, short_pages
+from shared.fair.carrying import RESERVE_S, Grower, grow, is_slow, nearest_first, short_pages
 from shared.fair.slices import FairSlices
 
 
@@ -156,7 +156,7 @@ class ParkingEngine(Engine):
         spare, starved = self._growth + (self.num_running + len(begun)) * self._unit, []
         for name in self._reserved:
             is_asked = absences.state(name) in (None, SwapState.COMING)
-            if absences.num_coming * COMING_SHARE > self._most_pages and not is_asked:
+            if is_slow(absences.num_coming, self._most_pages) and not is_asked:
                 break
             if not self.swapper.bring(self._queue[name], spare):
                 starved.append(name)

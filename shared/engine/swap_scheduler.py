@@ -17,7 +17,7 @@ from shared.engine.fair_swap import Swapper
 from shared.engine.page_pool import LEASED
 from shared.engine.page_scheduler import PageSchedulerMixin
 from shared.fair.away import PROBE_INTERVAL_S, SwapRate, SwapState
-from shared.fair.carrying import COMING_SHARE, RESERVE_S, Grower, grow, nearest_first, short_pages
+from shared.fair.carrying import RESERVE_S, Grower, grow, is_slow, nearest_first, short_pages
 from shared.fair.slices import FairSlices
 
 # with nothing running for so long, a newcomer's pages are worth somebody's computing again: when this engine has all
@@ -92,9 +92,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         spare, now_s = self._growth + len(self.running), self.pages.clock()
         starved = []
         for request_id in self._reserved:
-            if self.swapper.absences.num_coming * COMING_SHARE > self._most_pages and not self._is_asked(
-                request_id
-            ):
+            if is_slow(self.swapper.absences.num_coming, self._most_pages) and not self._is_asked(request_id):
                 break
             if not self.swapper.bring(self.requests[request_id], spare):
                 starved.append(request_id)

@@ -106,6 +106,11 @@ def grow(
     return park, growth
 
 
+def is_slow(coming_pages: int, most_pages: int) -> bool:
+    """Whether so many pages wait for their bytes that nobody else is to be brought back now."""
+    return coming_pages * COMING_SHARE > most_pages
+
+
 def short_pages(slotted: Iterable[tuple[int, int]], free_pages: int, on_the_way: int) -> int:
     """Pages that those with a slot lack for a slice, beyond what is free or will be. Args: slotted: (needs, has)."""
     return sum(max(0, needs - has) for needs, has in slotted) - free_pages - on_the_way
