@@ -283,9 +283,7 @@ class Far(FarMoves):
         found = [job.found.get(position, NO_PLACE) for position in range(len(job.hashes))]
         connection = user.engine.connection
         self._touched(user.pool)
-        if (
-            user.is_gone
-        ):  # its places may have been forgotten; an engine that only lost a rank waits for the answer
+        if user.is_gone:  # its places may be forgotten; an engine that only lost a rank waits for the answer
             if not job.old and user.engine in self._attached(user):
                 user.pool.say(
                     connection, FarPlaced(number=job.number, places=u32_bytes([NO_PLACE] * len(found)))

@@ -104,9 +104,8 @@ class Regains(ABC):
     def again_at_ms(self) -> int | None:
         """When what newcomers lack is asked for again. None: nothing is, it is being asked for, or nobody is there."""
         engines = self._memory.engines
-        is_used = (
-            self._memory.is_dram or engines.attached or engines.ranks
-        )  # nobody attaches to what is behind others
+        # nobody attaches to what is behind others
+        is_used = self._memory.is_dram or engines.attached or engines.ranks
         if not (self.gone or self._on_their_way) or not is_used:
             return None
         return None if any(not call.has_caller for call in self.calls) else self._again_ms
