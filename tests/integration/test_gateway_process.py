@@ -89,18 +89,24 @@ async def ready(client, child, seconds=60.0):
             await asyncio.sleep(0.05)
 
 
+def answer_in_two(first: int, rest: list[int], may_end: asyncio.Event):
+    """A worker's script: one token, and the others when they may come."""
+
+    async def script(worker, identity, gen, prompt):
+        worker.tokens(identity, gen, [first])
+        await may_end.wait()
+        worker.tokens(identity, gen, rest, finish="stop")
+        worker.finished(identity, gen, len(prompt), tokens_computed=len(prompt))
+
+    return script
+
+
 async def test_sigterm_finishes_what_runs_refuses_the_rest_and_exits_0(model_dir):
     async with neighbours() as (coordinator, scheduler, worker):
         first, *rest = ids(model_dir, " the quick brown fox jumps")
         may_end = asyncio.Event()
 
-        async def script(worker, identity, gen, prompt):
-            worker.tokens(identity, gen, [first])
-            await may_end.wait()
-            worker.tokens(identity, gen, rest, finish="stop")
-            worker.finished(identity, gen, len(prompt), tokens_computed=len(prompt))
-
-        worker.script = script
+        worker.script = answer_in_two(first, rest, may_end)
         async with process(model_dir, coordinator, scheduler) as (child, client):
             task = asyncio.create_task(client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
             await until(lambda: worker.generated)
@@ -162,13 +168,7 @@ async def test_a_bug_in_the_background_ends_a_gateway_that_would_answer_from_wha
         first, *rest = ids(model_dir, " the quick brown fox jumps")
         may_end, broken = asyncio.Event(), tmp_path / "broken"
 
-        async def script(worker, identity, gen, prompt):
-            worker.tokens(identity, gen, [first])
-            await may_end.wait()
-            worker.tokens(identity, gen, rest, finish="stop")
-            worker.finished(identity, gen, len(prompt), tokens_computed=len(prompt))
-
-        worker.script = script
+        worker.script = answer_in_two(first, rest, may_end)
         code = breaks_when(broken, drain_ms)
         flags = {"drain_deadline_ms": 60_000}
         async with process(model_dir, coordinator, scheduler, code=code, **flags) as (child, client):
