@@ -12,9 +12,9 @@ The same requests at the same times for every arm, in tokens of its own. Goodput
 
 A call measures whole groups (a workload and a rate in 1p1d, colocated and stock), as many as --budget-s is enough for;
 then pairs without caching, then `auto` (disaggregation_plan.py). Engines start once a call and layout. --resume FILE
-keeps finished points: call it again to go on. `--gpus 2 --budget-s 540`, with engines ready in 75 s: ShareGPT at 16/s
-of each instance in all three, and stock's next point, which the next call need not measure; with `--point-s 45` two
-groups, LooGLE at 8/s too; calls after it: ReAct at 4/s, then the higher rates.
+keeps finished points: call it again to go on. Engines take 105 to 135 s to be ready and warm, a ShareGPT point 100 to
+120 s, as later turns go on after the arrivals: ShareGPT at 16/s of each instance in all three is 11 minutes, or a call
+of 5 for each of `--layouts 1p1d`, `colocated` and `stock`, with a second workload in the time that is left.
 --quick: 12 s a point, no result file. Points at the knee (the highest rate at which 90% keep the SLO) are repeated with
 --knee-seeds, from a start of their own. A result file keeps its points of other numbers of GPUs.
 """
@@ -60,8 +60,9 @@ GPU_WORKER, GPU_CLUSTER = ("max_num_seqs=256",), ("gateway_processes=2",)
 CONTEXT_TOKENS = 8_000
 THINK_MS = 1_000.0
 WARM_S = 4.0
-START_S = {"cuda": 75.0, "cpu": 45.0}  # of a layout's engines, until one was seen
-DRAIN_S = 4.0  # what a point takes beyond its arrivals, as far as a plan can know
+START_S = {"cuda": 135.0, "cpu": 45.0}  # of a layout's engines, until one was seen
+DRAIN_S = {"sharegpt": 58.0, "react": 30.0}  # what a point takes beyond its arrivals, until one was seen
+SHORT_DRAIN_S = 4.0  # of other workloads
 SHOWN = (
     "ttft_p99_vs_colocated_ratio", "jct_p99_vs_colocated_ratio", "ttft_p99_vs_stock_ratio", "jct_p99_vs_stock_ratio",
     "jct_p99_vs_basic_ratio", "auto_disaggregated_ratio", "_count", "_wins_ratio", "_loses_ratio",
@@ -126,6 +127,14 @@ def is_done(progress: Progress, options: argparse.Namespace, point: Point) -> bo
     return progress.has(kind="point", gpus=options.gpus, **key) is not None
 
 
+def point_s(options: argparse.Namespace, progress: Progress, point: Point) -> float:
+    """Seconds that a point takes: as the longest of its workload did, else as far as one can know."""
+    rows = (row for row in progress.samples if row["workload"] == point.workload)
+    seen_s = [row["seconds"] - row["point_s"] for row in rows if row["gpus"] == options.gpus]
+    drain_s = max(seen_s, default=DRAIN_S.get(point.workload, SHORT_DRAIN_S))
+    return options.point_s + max(drain_s, SHORT_DRAIN_S)
+
+
 def servers_of(options: argparse.Namespace, layout: Layout, first: Point) -> LocalityCluster | StockServers:
     """Not started yet; placing by the arm of `first`."""
     start = Start(
@@ -149,7 +158,7 @@ def measure_layout(
         start_s = round(time.monotonic() - begin_s, 1)
         print(f"{layout.name}: ready and warm after {start_s:.0f} s", flush=True)
         for point in left:
-            if time.monotonic() + options.point_s + DRAIN_S > end_s:
+            if time.monotonic() + point_s(options, progress, point) > end_s:
                 print(f"  {layout.name}: the time is up", flush=True)
                 return
             servers.use(layout.arm(point.arm))
@@ -198,15 +207,18 @@ def measure(options: argparse.Namespace, progress: Progress) -> bool:
     need not start it for.
     """
     end_s = time.monotonic() + options.budget_s
-    point_s = options.point_s + DRAIN_S
+
+    def one_s(point: Point) -> float:
+        return point_s(options, progress, point)
+
     for left in rounds(options, progress):
         seen_s = [row.get("start_s", 0.0) for row in progress.samples if row["gpus"] == options.gpus]
         start_s = max(seen_s, default=0.0) or START_S[options.device]
-        num = num_fitting(left, end_s - time.monotonic(), start_s, point_s)
+        num = num_fitting(left, end_s - time.monotonic(), start_s, one_s)
         later = {layout.name: some for layout, some in by_layout(left[num:])}
         chosen = by_layout(left[:num])
         for number, (layout, some) in enumerate(chosen, 1):
-            if time.monotonic() + start_s + point_s > end_s:
+            if time.monotonic() + start_s + one_s(some[0]) > end_s:
                 return False
             more = later.get(layout.name, []) if number == len(chosen) else []
             measure_layout(options, layout, [*some, *more], progress, end_s)

@@ -4,7 +4,7 @@ Which points a short run leaves out is decided here: it measures whole groups, a
 telling first, as many as its time is enough for, engines' starts included.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loadtest.locality_cluster import Arm
@@ -130,12 +130,14 @@ def by_layout(some: Sequence[Group]) -> list[tuple[Layout, list[Point]]]:
     return list(found.values())
 
 
-def num_fitting(left: Sequence[Group], left_s: float, start_s: float, point_s: float) -> int:
+def num_fitting(
+    left: Sequence[Group], left_s: float, start_s: float, point_s: Callable[[Point], float]
+) -> int:
     """How many of the first groups fit into left_s with the starts of their layouts; at least 1 (where one
     is left), which goes on when the run is called again. start_s, point_s: of a layout's engines, of a point; s."""
     for number in range(len(left), 1, -1):
         found = by_layout(left[:number])
-        if len(found) * start_s + sum(len(mine) for _, mine in found) * point_s <= left_s:
+        if len(found) * start_s + sum(point_s(one) for _, mine in found for one in mine) <= left_s:
             return number
     return min(1, len(left))
 
