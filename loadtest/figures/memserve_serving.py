@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from loadtest.bench_cost_model import BEST, arch_ms, fastest
+from loadtest.bench_cost_model import BEST, arch_ms, truest
 from loadtest.figures.caching import DRAWN_PANELS, through_the_cluster
 from loadtest.figures.sheet import ACCENT, COLOURS, INK, PALE, Result, Sheet
 from shared.costmodel.model import CostModel
@@ -158,7 +158,7 @@ def accuracy(result: Result) -> Figure:
         rows = [row for row in result["samples"] if (row["device"], row["tp"]) == (device, 1)]
         model = next(row for row in rows if row["part"] == "model" and row["profile"] == BEST)
         cost = CostModel(msgspec.convert(model["coefficients"], CostCoefficients))
-        seen = [one for one in fastest(rows, "off") if one.kind == "prefill"]
+        seen = [one for one in truest(rows, "off") if one.kind == "prefill"]
         measured = [one.ms for one in seen]
         ways = (
             ([predict(cost, one) for one in seen], "o", 3, ACCENT, "by operators"),

@@ -65,6 +65,11 @@ def test_errors_are_of_the_fastest_rounds():
     assert len(bench.table(metrics)) == 1 + len([k for k in metrics if "p90" not in k])
 
 
+def test_a_batch_is_its_middle_round_as_its_beginning_may_be_late():
+    rows = [off(3, ms, kind="batch", prompts=[[100, 0], [200, 0]]) for ms in (3.4, 36.2, 35.9)]
+    assert [one.ms for one in bench.truest([*rows, *SAMPLES], "off") if one.kind == "batch"] == [35.9]
+
+
 def test_points_are_the_same_for_the_same_seed_and_fit_the_engine():
     points = off_grid(OPTIONS)
     assert points == off_grid(OPTIONS)
