@@ -124,9 +124,8 @@ def test_every_group_has_a_point_of_each_layout_and_what_auto_does_comes_last():
 
 def test_a_short_call_measures_whole_groups_and_counts_the_starts_of_engines():
     found = list(groups(LAYOUTS[2], RATES["cuda"], [1]))
-    assert (
-        num_fitting(found, 540.0, 75.0, lambda _: 64.0) == 1
-    )  # 3 starts and 3 points; 3 more points are 609 s
+    # 3 starts and 3 points; 3 more points are 609 s
+    assert num_fitting(found, 540.0, 75.0, lambda _: 64.0) == 1
     assert num_fitting(found, 609.0, 75.0, lambda _: 64.0) == 2
     assert num_fitting(found, 540.0, 75.0, lambda _: 49.0) == 2
     assert num_fitting(found, 10.0, 75.0, lambda _: 64.0) == 1  # it goes on when called again
