@@ -2,7 +2,8 @@
 
     python -m loadtest.bench_cost_model [--quick] [--device cpu|cuda] [--tp 2] [--out FOLDER] [--commit HEAD]
 
-writes loadtest/results/cost-model.json; another device's samples in it are kept. One engine in its usual setting (the
+writes loadtest/results/cost-model.json; another device's samples in it are kept, and fitted again, so that one fit made
+all its models. One engine in its usual setting (the
 demo model on one CPU thread; an 8B shape with random weights on a GPU), in rounds: a profile as a worker makes it at
 its start, then points off its grid. What counts as measured is a point's fastest round, on the grid and off it: other
 work on the machine only ever adds. Of a batch it is the middle round: its time begins with the first token of a prompt
@@ -10,8 +11,9 @@ ahead of it, which may come late. Nothing is corrected online.
 
 DEVICE_median_error_ratio, DEVICE_p90_error_ratio: of all kinds. `start`: each round's profile by itself, as a worker
 has it, disturbed or not. `arch`: the paper's direct fit of x and y, for single prompts, beside `prefill`, the same
-points by operators. `tp2`: the coefficients of one rank, scaled, against two ranks; communication is the profile's of
-two ranks, and nothing else of it is used; `tp2_arch`: halved. `crossover`: the link speed at which eq 2 turns, from
+points by operators. `tp2`: the coefficients of one rank, scaled, against two ranks; communication is what the profile
+of two ranks says by its decode steps (each) and its longest prompt (per byte), and nothing else of it is used;
+`tp2_arch`: halved. `crossover`: the link speed at which eq 2 turns, from
 predicted against from measured times, half a prompt cached.
 """
 
@@ -31,7 +33,7 @@ import msgspec
 
 from loadtest.bench_pages import LLAMA_8B, model_folder
 from loadtest.registry import RESULTS, ROOT
-from loadtest.results import Metrics, Samples, machine, quantile, write_result
+from loadtest.results import Metrics, Samples, commit_of, load_result, machine, quantile, write_result
 from shared.costmodel.model import CostModel
 from shared.costmodel.observation import Observation, predict
 from shared.wire.cost import CostCoefficients
@@ -167,16 +169,18 @@ def _two_ranks(
 
 
 def _with_communication(cost: CostModel, grid: Sequence[Observation]) -> CostModel:
-    """Two ranks: what short and what long prompts on two ranks take beyond the divided operators."""
+    """Two ranks: what decode steps and the longest prompt take beyond the divided operators.
+
+    Not short prompts: on a GPU they wait for their launches, and communication hides in that.
+    """
     c = msgspec.structs.replace(cost.coefficients, tp=2, all_reduce_ms=0.0, all_reduce_ms_per_gb=0.0)
     reduces = 2 * c.shape.num_layers
-    whole = sorted(
+    single = [one for one in grid if one.kind == "decode" and one.num_decodes == 1]
+    each_ms = median((one.ms - predict(CostModel(c), one)) / reduces for one in single)
+    c = msgspec.structs.replace(c, all_reduce_ms=max(0.0, each_ms))
+    tokens, ms = max(
         (one.prompts[0][0], one.ms) for one in grid if one.kind == "prefill" and not one.prompts[0][1]
     )
-    short = [(n, ms) for n, ms in whole if n <= 64]
-    each_ms = median((ms - CostModel(c).prefill_ms(n)) / reduces for n, ms in short)
-    c = msgspec.structs.replace(c, all_reduce_ms=max(0.0, each_ms))
-    tokens, ms = whole[-1]
     gb = tokens * c.shape.hidden_size * c.shape.dtype_bytes / 1e9
     per_gb = (ms - CostModel(c).prefill_ms(tokens)) / (reduces * gb)
     return CostModel(msgspec.structs.replace(c, all_reduce_ms_per_gb=max(0.0, per_gb)))
@@ -236,10 +240,32 @@ def run_engine(folder: Path, options: argparse.Namespace, tp: int) -> list[dict[
 
 
 def kept(path: Path, device: str) -> list[dict[str, Any]]:
-    """Samples of other devices in the result file of before."""
+    """Samples of other devices in the result file of before, their profiles fitted again."""
     if not path.exists():
         return []
-    return [row for row in json.loads(path.read_text())["samples"] if row["device"] != device]
+    return fitted_again([row for row in load_result(path)["samples"] if row["device"] != device])
+
+
+def measured_at(path: Path) -> dict[str, str]:
+    """Commits by device, of the result file of before."""
+    return dict(load_result(path)["settings"].get("measured_at", {})) if path.exists() else {}
+
+
+def fitted_again(samples: Sequence[Row]) -> list[dict[str, Any]]:
+    """The same measurements; every model is of today's fit."""
+    found: list[dict[str, Any]] = []
+    for device in dict.fromkeys(row["device"] for row in samples):
+        for tp in (1, 2):
+            rows = [
+                {k: v for k, v in row.items() if k not in ("device", "tp")}
+                for row in samples
+                if (row["device"], row["tp"]) == (device, tp) and row["part"] != "model"
+            ]
+            if rows:
+                found += [
+                    {"device": device, "tp": tp, **row} for row in (with_models(rows) if tp == 1 else rows)
+                ]
+    return found
 
 
 def table(metrics: Metrics) -> list[str]:
@@ -271,16 +297,24 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="quire-cost-") as folder:
         for tp in range(1, options.tp + 1):
             samples += run_engine(Path(folder), options, tp)
+    device, before = samples[0]["device"], options.out / f"{NAME}.json"
     if not options.quick:
-        samples = kept(options.out / f"{NAME}.json", samples[0]["device"]) + samples
+        samples = kept(before, device) + samples
     metrics = metrics_from_samples(samples)
     if not options.quick:
         model = "demo model, float32, 1 thread" if options.device == "cpu" else LLAMA_8B
+        commits = {**measured_at(before), device: options.commit or commit_of(ROOT)[0]}
         path = write_result(
             NAME,
             claim=CLAIM,
             command=shlex.join(["python", "-m", "loadtest.bench_cost_model", *argv]),
-            settings={"model": model, "flags": FLAGS[options.device], "engine_flags": options.engine_flags},
+            settings={
+                "device": device,
+                "model": model,
+                "flags": FLAGS[options.device],
+                "engine_flags": options.engine_flags,
+                "measured_at": commits,
+            },
             metrics=metrics,
             samples=samples,
             folder=options.out,

@@ -1,12 +1,14 @@
 """Coefficients from measured times: non-negative least squares on the relative error. The only module with numpy here.
 
-The model is linear in its coefficients once the tile and the ridge (FLOP per byte at which arithmetic and memory take
-the same time) are given; these are searched on a small grid. A column of the fit is the model's own prediction with one
-coefficient at 1 and the others at 0, so that the formulas exist once, in model.py.
+The model is linear in its coefficients once the tile, the ridge (FLOP per byte at which arithmetic and memory take the
+same time) and the steps that wait for their launches are given; these are searched on small grids. A column of the fit
+is the model's own prediction with one coefficient at 1 and the others at 0, so that the formulas exist once, in
+model.py.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product, starmap
 
 import msgspec
 import numpy as np
@@ -34,17 +36,19 @@ COLUMNS: dict[str, float] = {
     "request_ms": 0.005,
     "prompt_token_ms": 0.01,
 }
+LAUNCHES = ("launch_ms", "pieces_launch_ms")
 COMMUNICATION = ("all_reduce_ms", "all_reduce_ms_per_gb", "stage_hop_ms")  # the frame's: not fitted
 CPU_TILES = ((1, 1), (16, 1), (32, 1), (64, 1))
 GPU_TILES = ((1, 1), (64, 128), (128, 128), (256, 128))
 RIDGES = (0.0, 1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 GRAPH_TOKENS = (64, 128, 256, 512)  # vLLM's largest graph is one of these unless it was told otherwise
-LAUNCH_REACH = (2, 4, 8, 16)  # steps of up to graph_tokens times this may wait for their launches
+LAUNCH_REACH = (0, 2, 4, 8, 16)  # steps of up to graph_tokens times this may wait for their launches
 LAUNCH_PENALTY = 0.005  # as in COLUMNS
 LEAST_LAUNCHED = 3  # observations that show it
 ROUNDS = 4  # of reweighting: an outlier counts by its size, not by its square
 FULL_WEIGHT_ERROR = 0.05
 SLOW_WEIGHT = 0.6  # of what took longer than predicted: other work on a machine only ever adds
+EASE = 0.8  # clocks, and steps that another one overlaps
 WAITED_WEIGHT = 4.0  # how much less a measurement counts that other work on the machine held up
 
 
@@ -74,12 +78,6 @@ def nnls(a: Array, b: Array) -> Array:
     return x
 
 
-@dataclass(frozen=True, slots=True)
-class _Fit:
-    loss: float
-    coefficients: CostCoefficients
-
-
 def _column(frame: CostCoefficients, changes: dict[str, float], seen: Sequence[Observation]) -> Array:
     model = CostModel(msgspec.structs.replace(frame, **changes))
     return np.array([predict(model, one) for one in seen])
@@ -104,6 +102,22 @@ def _solve(columns: Array, known: Array, measured: Array, trust: Array, penaltie
 
 
 @dataclass(frozen=True, slots=True)
+class _Launches:
+    """Which steps wait for their launches. `reach`: those without a graph of up to so many times graph_tokens."""
+
+    graph_tokens: int
+    reach: int
+    pieces: bool  # and those with a prompt that graphs hold
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    loss: float
+    coefficients: CostCoefficients
+    launches: _Launches | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Task:
     """What is to be explained, and what is the same for every tile, ridge and launch that is tried."""
 
@@ -115,29 +129,38 @@ class _Task:
     known: Array  # ms: communication, where the frame has ranks
     fixed: Array  # a column for each of COLUMNS but the first
     step_tokens: npt.NDArray[np.int64]  # of observations that were one step; 0: of several
+    has_prompt: npt.NDArray[np.bool_]
 
     def attempt(
-        self, tile: tuple[int, int], ridge: float, graph_tokens: int = 0, reach: int = 0
+        self, tile: tuple[int, int], ridge: float, launches: _Launches | None = None
     ) -> CostCoefficients:
-        """The best with these; of steps over graph_tokens and up to `reach` times that only launching is seen."""
+        """The best with these; of steps that wait for their launches only the launching is seen."""
         tiled = msgspec.structs.replace(self.zero, tile_tokens=tile[0], tile_columns=tile[1])
         work = _column(tiled, {"matmul_ms_per_gflop": 1.0, "memory_ms_per_gb": ridge}, self.seen)
         columns, penalties = [work, *self.fixed], list(COLUMNS.values())
-        if reach:
-            launched = self.launched(graph_tokens, reach)
-            columns = [np.where(launched, 0.0, work), *self.fixed, launched.astype(float)]
+        masks = self.launched(launches) if launches is not None else {}
+        for mask in masks.values():
+            columns[0] = np.where(mask, 0.0, columns[0])
+            columns.append(mask.astype(float))
             penalties.append(LAUNCH_PENALTY)
         found = _solve(np.column_stack(columns), self.known, self.measured, self.trust, np.array(penalties))
-        values = {name: float(value) for name, value in zip(COLUMNS, found, strict=False)}
+        names = [*COLUMNS, *masks]
+        values = {name: float(value) for name, value in zip(names, found, strict=True)}
         values["memory_ms_per_gb"] = ridge * values["matmul_ms_per_gflop"]
         values |= {name: getattr(self.frame, name) for name in COMMUNICATION}
-        if reach:
-            values |= {"graph_tokens": graph_tokens, "launch_ms": float(found[-1])}
+        if launches is not None:
+            values["graph_tokens"] = launches.graph_tokens
         return msgspec.structs.replace(tiled, **values)
 
-    def launched(self, graph_tokens: int, reach: int) -> npt.NDArray[np.bool_]:
-        """Observations of one step that is too large for a graph, and small enough for launching to show."""
-        return (self.step_tokens > graph_tokens) & (self.step_tokens <= graph_tokens * reach)
+    def launched(self, launches: _Launches) -> dict[str, npt.NDArray[np.bool_]]:
+        """By the coefficient that they show: observations of one step that waits for its launches."""
+        tokens, graph_tokens = self.step_tokens, launches.graph_tokens
+        masks = {}
+        if launches.reach:
+            masks["launch_ms"] = (tokens > graph_tokens) & (tokens <= graph_tokens * launches.reach)
+        if launches.pieces:
+            masks["pieces_launch_ms"] = self.has_prompt & (tokens > 0) & (tokens <= graph_tokens)
+        return masks
 
     def loss(self, coefficients: CostCoefficients) -> float:
         """Mean relative error, the largest ones clipped."""
@@ -147,7 +170,7 @@ class _Task:
 
 def _task(frame: CostCoefficients, seen: Sequence[Observation]) -> _Task:
     nothing = msgspec.structs.replace(
-        frame, memory_ms_per_gb=0.0, graph_tokens=0, launch_ms=0.0, **dict.fromkeys(COLUMNS, 0.0)
+        frame, memory_ms_per_gb=0.0, graph_tokens=0, **dict.fromkeys([*COLUMNS, *LAUNCHES], 0.0)
     )
     zero = msgspec.structs.replace(nothing, **dict.fromkeys(COMMUNICATION, 0.0))
     steps = [steps_of(one, frame.max_batched_tokens) for one in seen]
@@ -160,6 +183,7 @@ def _task(frame: CostCoefficients, seen: Sequence[Observation]) -> _Task:
         known=_column(nothing, {}, seen),
         fixed=np.array([_column(zero, {name: 1.0}, seen) for name in list(COLUMNS)[1:]]),
         step_tokens=np.array([found[0].num_tokens if len(found) == 1 else 0 for found in steps]),
+        has_prompt=np.array([one.kind != "decode" for one in seen]),
     )
 
 
@@ -168,50 +192,56 @@ def fit(
 ) -> CostCoefficients:
     """The frame's shape, device and sizes with coefficients that explain what was seen, and their errors.
 
-    Raises: ClusterError on too few or impossible observations. Cost: 0.1 to 0.4 s for 50 of them.
+    Raises: ClusterError on too few or impossible observations. Cost for 50 of them: 0.1 s for a CPU, 1 s for a GPU.
     """
-    seen = [one for one in seen if one.ms > 0]
+    seen = _possible(seen)
     if len(seen) < LEAST_OBSERVATIONS:
         raise ClusterError(f"a cost model needs {LEAST_OBSERVATIONS} measurements, and there are {len(seen)}")
     task = _task(frame, seen)
     is_gpu = frame.num_processors > 1
-    best: _Fit | None = None
-    for tile in tiles or (GPU_TILES if is_gpu else CPU_TILES):
-        for ridge in RIDGES:
-            best = _better(best, task, task.attempt(tile, ridge))
-    assert best is not None
+    some = tiles or (GPU_TILES if is_gpu else CPU_TILES)
+    best = _with_tiles(None, task, some)
     if is_gpu:
-        best = _with_launches(best, task, tiles or GPU_TILES)
+        best = _with_tiles(_with_launches(best, task), task, some)
     return with_errors(best.coefficients, seen)
 
 
-def _with_launches(best: _Fit, task: _Task, tiles: Sequence[tuple[int, int]]) -> _Fit:
-    """How far launches reach is searched with the tile and the ridge found without them; then these again."""
-    c = best.coefficients
-    tile, ridge = (c.tile_tokens, c.tile_columns), _ridge(c)
-    reached: tuple[int, int] | None = None
-    for graph_tokens in GRAPH_TOKENS:
-        for reach in LAUNCH_REACH:
-            if task.launched(graph_tokens, reach).sum() < LEAST_LAUNCHED:
-                continue
-            found = _better(best, task, task.attempt(tile, ridge, graph_tokens, reach))
-            if found is not best:
-                best, reached = found, (graph_tokens, reach)
-    if reached is not None:
-        for tile in tiles:
-            for ridge in RIDGES:
-                best = _better(best, task, task.attempt(tile, ridge, *reached))
+def _possible(seen: Sequence[Observation]) -> list[Observation]:
+    """Without what cannot be: a step reads every weight, so no prompt takes less than the fastest step of decodes.
+
+    A batch is timed between two outputs, and the first may reach its reader late. One such time, relative to which
+    errors count, would outweigh the whole profile.
+    """
+    least_ms = min((one.ms for one in seen if one.kind == "decode" and one.ms > 0), default=0.0) * EASE
+    return [one for one in seen if one.ms > (0.0 if one.kind == "decode" else least_ms)]
+
+
+def _with_tiles(best: _Fit | None, task: _Task, tiles: Sequence[tuple[int, int]]) -> _Fit:
+    """The best tile and ridge for these launches."""
+    launches = best.launches if best is not None else None
+    for tile, ridge in product(tiles, RIDGES):
+        best = _better(best, task, task.attempt(tile, ridge, launches), launches)
+    assert best is not None
     return best
 
 
-def _ridge(c: CostCoefficients) -> float:
-    return c.memory_ms_per_gb / c.matmul_ms_per_gflop if c.matmul_ms_per_gflop else 0.0
+def _with_launches(best: _Fit, task: _Task) -> _Fit:
+    """The best launches for this tile, and the ridge: launching and memory can seem one the other."""
+    tile = best.coefficients.tile_tokens, best.coefficients.tile_columns
+    for launches in starmap(_Launches, product(GRAPH_TOKENS, LAUNCH_REACH, (False, True))):
+        shown = [int(mask.sum()) for mask in task.launched(launches).values()]
+        if shown and min(shown) >= LEAST_LAUNCHED:
+            for ridge in RIDGES:
+                best = _better(best, task, task.attempt(tile, ridge, launches), launches)
+    return best
 
 
-def _better(best: _Fit | None, task: _Task, coefficients: CostCoefficients) -> _Fit:
+def _better(
+    best: _Fit | None, task: _Task, coefficients: CostCoefficients, launches: _Launches | None
+) -> _Fit:
     """The new one if it explains more; a finer model must be better, not equal."""
     loss = task.loss(coefficients)
-    return _Fit(loss, coefficients) if best is None or loss < 0.99 * best.loss else best
+    return _Fit(loss, coefficients, launches) if best is None or loss < 0.99 * best.loss else best
 
 
 def with_errors(coefficients: CostCoefficients, seen: Sequence[Observation]) -> CostCoefficients:

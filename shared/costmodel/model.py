@@ -5,7 +5,8 @@ pairs of tokens, and a constant share. The paper writes attention as a x^2 y + b
 with cached ratio y. Here it is over new and past tokens, n = x (1 - y) and p = x y, because then the chunks of a prompt
 add up exactly: a (n p + n^2 / 2) + b n^2 + c n + d. Beyond the paper: a matmul is the larger of its arithmetic and its
 bytes, batches of prompts and decodes have a step of their own, and chunks, host work, parallel ranks and the launching
-of kernels that no CUDA graph holds are counted.
+of kernels are counted: what no CUDA graph holds is launched one by one; a step with a prompt, from graphs of pieces,
+with attention launched between them (vLLM's piecewise graphs); a step of decodes alone is one graph and waits for none.
 """
 
 from collections.abc import Sequence
@@ -75,6 +76,7 @@ class CostModel:
         "_b_ms",
         "_byte_ops",
         "_dense",
+        "_eager_ms",
         "_elementwise_ms",
         "_full_ms",
         "_kv_ms",
@@ -110,8 +112,9 @@ class CostModel:
         if tp > 1:
             reduces = ALL_REDUCES_PER_LAYER * shape.num_layers
             self._elementwise_ms += reduces * all_reduce_gb_per_token(shape) * c.all_reduce_ms_per_gb
-        self._dense: dict[tuple[int, int], float] = {}  # of _dense_ms, at most MAX_REMEMBERED
-        self._full_ms = self._dense_ms(c.max_batched_tokens, 1)
+        self._eager_ms = max(c.launch_ms, c.pieces_launch_ms)  # a longer prompt never takes less
+        self._dense: dict[tuple[int, int, bool], float] = {}  # of _dense_ms, at most MAX_REMEMBERED
+        self._full_ms = self._dense_ms(c.max_batched_tokens, 1, True)
 
     # -- operators ------------------------------------------------------------------------------------
 
@@ -124,18 +127,25 @@ class CostModel:
         waves = -(-(padded // tile * column_tiles) // c.num_processors)
         return max(waves * tile * row_ms, weights_ms + rows * row_bytes_ms)
 
-    def _dense_ms(self, num_tokens: int, num_requests: int) -> float:
+    def _dense_ms(self, num_tokens: int, num_requests: int, has_prompt: bool) -> float:
         """Everything of a step but attention and constants, communication included.
 
-        Or the launching of its kernels, where that takes longer and no graph spares it. Remembered: sizes come again.
+        Or the launching of its kernels, where that takes longer. Remembered: sizes come again.
         """
-        key = num_tokens, num_requests
+        key = num_tokens, num_requests, has_prompt
         found = self._dense.get(key)
         if found is None:
             if len(self._dense) >= MAX_REMEMBERED:
                 self._dense.clear()
-            found = self._dense[key] = self._dense_sum_ms(num_tokens, num_requests)
+            least_ms = self._launch_ms(num_tokens, has_prompt)
+            found = self._dense[key] = max(least_ms, self._dense_sum_ms(num_tokens, num_requests))
         return found
+
+    def _launch_ms(self, num_tokens: int, has_prompt: bool) -> float:
+        c = self.coefficients
+        if num_tokens > c.graph_tokens:
+            return self._eager_ms
+        return c.pieces_launch_ms if has_prompt else 0.0
 
     def _dense_sum_ms(self, num_tokens: int, num_requests: int) -> float:
         total = num_tokens * self._elementwise_ms + self._matmul_ms(self._logits, num_requests)
@@ -144,7 +154,7 @@ class CostModel:
         c = self.coefficients
         if c.tp > 1:
             total += ALL_REDUCES_PER_LAYER * c.shape.num_layers * c.all_reduce_ms
-        return max(total, c.launch_ms) if num_tokens > c.graph_tokens else total
+        return total
 
     # -- what others ask ------------------------------------------------------------------------------
 
@@ -162,7 +172,7 @@ class CostModel:
         num_full, rest = divmod(new, size)
         work = num_full * self._full_ms
         if rest:
-            work += self._dense_ms(rest, 1)
+            work += self._dense_ms(rest, 1, True)
         squares = num_full * size * size + rest * rest
         work += self._a_ms * 0.5 * (num_tokens * num_tokens - past * past) + self._b_ms * squares
         num_chunks = num_full + (rest > 0)
@@ -188,7 +198,7 @@ class CostModel:
             squares += new * new
             new_tokens += new
         return (
-            self._dense_ms(num_tokens, len(step.chunks) + step.num_decodes)
+            self._dense_ms(num_tokens, len(step.chunks) + step.num_decodes, bool(step.chunks))
             + self._a_ms * (pairs + 0.5 * squares)
             + self._b_ms * squares
             + self._kv_ms * step.decode_context_tokens

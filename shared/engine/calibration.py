@@ -26,7 +26,7 @@ from shared.wire.cost import CostCoefficients
 
 _log = get_logger("worker.calibration")
 
-VERSION = 2  # of the profile and the model: what another version found is not read
+VERSION = 3  # of the profile and the model: what another version found is not read
 BUDGET_MS = {"cpu": 2_500.0}
 GPU_BUDGET_MS = 6_000.0
 TIMEOUT_FACTOR = 3  # of the budget, for all of it
@@ -129,7 +129,7 @@ async def _measure(engine: Engine, frame: CostCoefficients, vocab_size: int) -> 
             _log.warning("calibration_left_blocks")
     from shared.costmodel.fit import fit  # with numpy, which a worker that reads a kept profile does not need
 
-    return fit(frame, seen)
+    return await asyncio.to_thread(fit, frame, seen)  # a second: heartbeats go on
 
 
 # -- what is kept ---------------------------------------------------------------------------------------

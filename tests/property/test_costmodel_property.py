@@ -21,7 +21,7 @@ models = st.builds(
     attention_ms_per_gflop=rates, attention_square_ms_per_gflop=rates, kv_read_ms_per_gb=rates,
     step_overhead_ms=rates, chunk_ms=rates, decode_request_ms=rates, token_ms=rates, request_ms=rates,
     prompt_token_ms=rates, all_reduce_ms=rates, all_reduce_ms_per_gb=rates, stage_hop_ms=rates,
-    graph_tokens=st.sampled_from([0, 128, 512]), launch_ms=rates,
+    graph_tokens=st.sampled_from([0, 128, 512]), launch_ms=rates, pieces_launch_ms=rates,
 ).map(CostModel)  # fmt: skip
 tokens = st.integers(1, 3000)
 chunks = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 2000)), max_size=4)
@@ -56,7 +56,8 @@ def test_a_step_of_two_parts_costs_no_less_than_each_and_at_most_twice_both_and_
     )
     apart = (model.step_ms(a), model.step_ms(b))
     assert max(apart) <= model.step_ms(both) * EASE
-    assert model.step_ms(both) <= (2 * sum(apart) + model.coefficients.launch_ms) * EASE
+    c = model.coefficients
+    assert model.step_ms(both) <= (2 * sum(apart) + max(c.launch_ms, c.pieces_launch_ms)) * EASE
 
 
 @settings(max_examples=100, deadline=None)

@@ -46,7 +46,7 @@ def seen_on(model: CostModel, noise: float = 0.0, points: list[Point] | None = N
     for point in points or grid(LIMITS):
         if point.behind:
             note(kind="batch", prompts=point.prompts)
-        else:
+        elif len(point.prompts) == 1:
             note(kind="prefill", prompts=point.prompts)
         if point.output_tokens > 2:
             context = sum(n + 4 for n, _ in point.prompts)
@@ -143,6 +143,45 @@ def test_the_fit_sees_from_which_size_on_steps_wait_for_their_launches():
             CostModel(true).prefill_ms(tokens), rel=0.1
         )
     assert fit(msgspec.structs.replace(frame, num_processors=1), seen).launch_ms == 0.0
+
+
+def test_a_step_with_a_prompt_waits_for_the_pieces_of_its_graph_and_one_of_decodes_does_not():
+    model = CostModel(msgspec.structs.replace(CPU, graph_tokens=128, launch_ms=400.0, pieces_launch_ms=90.0))
+    plain = CostModel(CPU)
+    apart = 90.0 - plain._dense_sum_ms(32, 1)
+    assert apart > 0, "the work of this step is shorter than its launches"
+    assert model.prefill_ms(32) == pytest.approx(plain.prefill_ms(32) + apart)
+    assert model.step_ms(StepShape([(16, 0)], 16, 100)) > plain.step_ms(StepShape([(16, 0)], 16, 100))
+    assert model.decode_step_ms(32, 100) == plain.decode_step_ms(32, 100)
+    assert model.decode_step_ms(129, 100) > plain.decode_step_ms(129, 100), "no graph holds it"
+    assert CostModel(msgspec.structs.replace(model.coefficients, launch_ms=0.0)).prefill_ms(129) >= (
+        model.prefill_ms(128)
+    ), "a longer prompt never takes less"
+
+
+def test_the_fit_tells_the_launching_of_pieces_from_what_a_request_costs():
+    true = CostCoefficients(
+        shape=LLAMA_8B, device="gpu", num_processors=132, max_batched_tokens=8192, matmul_ms_per_gflop=0.0012,
+        memory_ms_per_gb=0.28, attention_ms_per_gflop=0.0018, kv_read_ms_per_gb=0.33, step_overhead_ms=0.3,
+        request_ms=4.0, graph_tokens=128, launch_ms=19.0, pieces_launch_ms=9.0,
+    )  # fmt: skip
+    seen = seen_on(CostModel(true), 0.03, grid(ProfileLimits(32768, 8192, 256, 400_000, 64, 1e9)))
+    frame = CostCoefficients(shape=LLAMA_8B, device="gpu", num_processors=132, max_batched_tokens=8192)
+    found = fit(frame, seen)
+    assert found.graph_tokens == 128
+    assert found.request_ms == pytest.approx(4.0, rel=0.15)
+    assert CostModel(found).prefill_ms(90) == pytest.approx(13.3, rel=0.03)
+    batch = [(500, 0)] * 20
+    assert CostModel(found).batch_ms(batch) == pytest.approx(CostModel(true).batch_ms(batch), rel=0.05)
+
+
+def test_a_batch_that_took_less_than_a_decode_step_is_no_measurement():
+    truth = CostModel(CPU)
+    seen = seen_on(truth, 0.02)
+    decode_ms = min(one.ms for one in seen if one.kind == "decode")
+    wrong = [Observation("batch", decode_ms / 9, ((400, 0), (300, 0)))] * 3
+    frame = CostCoefficients(shape=SHAPE, device="cpu")
+    assert fit(frame, [*seen, *wrong]) == fit(frame, seen)
 
 
 def test_the_fit_keeps_the_frame_and_says_its_errors():

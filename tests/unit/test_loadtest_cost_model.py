@@ -24,6 +24,7 @@ SHAPE = ModelShape(
 COST = CostCoefficients(shape=SHAPE, device="cpu", matmul_ms_per_gflop=100.0, step_overhead_ms=5.0)
 MODEL = CostModel(COST)
 LINK = {"all_reduce_ms": 0.5, "all_reduce_ms_per_gb": 0.0}
+TWO_RANKS = CostModel(msgspec.structs.replace(COST, tp=2, **LINK))
 OPTIONS = argparse.Namespace(seed=1, block_tokens=32, longest=4000, points=40)
 
 
@@ -32,7 +33,7 @@ def off(point, ms, tp=1, **fields):
 
 
 def prompt(point, tokens, cached, factor, tp=1):
-    model = MODEL if tp == 1 else CostModel(msgspec.structs.replace(COST, tp=2, **LINK))
+    model = MODEL if tp == 1 else TWO_RANKS
     ms = model.prefill_ms(tokens, cached) * factor
     return off(point, ms, tp, kind="prefill", prompts=[[tokens, cached]])
 
@@ -47,7 +48,12 @@ SAMPLES = [
     prompt(0, 1000, 0, 9.0),  # a slower round
     prompt(1, 1000, 480, 1.0),
     off(2, 10.0, kind="decode", num_decodes=4, context_tokens=100),
-    *({**prompt(0, n, 0, 1.0, tp=2), "part": "grid", "profile": 0} for n in (32, 2000)),
+    {**prompt(0, 2000, 0, 1.0, tp=2), "part": "grid", "profile": 0},
+    {
+        **off(0, TWO_RANKS.decode_step_ms(1, 100), 2, kind="decode", num_decodes=1, context_tokens=100),
+        "part": "grid",
+        "profile": 0,
+    },
     prompt(0, 1000, 0, 1.0, tp=2),
 ]  # fmt: skip
 
@@ -78,8 +84,18 @@ def test_points_are_the_same_for_the_same_seed_and_fit_the_engine():
         assert point.behind == (len(point.prompts) > 1)
 
 
-def test_samples_of_other_devices_are_kept(tmp_path):
+def test_samples_of_other_devices_are_kept_and_fitted_again(tmp_path):
     path = tmp_path / "cost-model.json"
     assert bench.kept(path, "cpu") == []
-    path.write_text(json.dumps({"samples": [{"device": "cpu"}, {"device": "h200"}]}))
-    assert bench.kept(path, "cpu") == [{"device": "h200"}]
+    frame = msgspec.structs.replace(COST, matmul_ms_per_gflop=0.0, step_overhead_ms=0.0)
+    grid = [{**prompt(0, n, 0, 1.0), "part": "grid", "profile": 0} for n in (16, 100, 500, 1000, 3000)]
+    kept = [{"device": "cpu", "tp": 1, "part": "frame", "frame": msgspec.to_builtins(frame)}, *grid]
+    two = prompt(0, 1000, 0, 1.0, tp=2)
+    samples = [*kept, SAMPLES[1], two, {"device": "h200", "tp": 1, "part": "off"}]
+    path.write_text(json.dumps({"samples": samples}))
+    found = bench.kept(path, "h200")
+    assert [row for row in found if row["part"] != "model"] == [*kept, two]
+    models = [row for row in found if row["part"] == "model"]
+    assert [(row["device"], row["tp"], row["profile"]) for row in models] == [("cpu", 1, -1), ("cpu", 1, 0)]
+    fitted = CostModel(msgspec.convert(models[0]["coefficients"], CostCoefficients))
+    assert fitted.prefill_ms(2000) == pytest.approx(MODEL.prefill_ms(2000), rel=0.05)
