@@ -32,8 +32,9 @@ def room_of(scheduler: Any) -> dict[str, Any]:
         more.append(max(0, whole + tail - held[-1]))
     unused = len(pages.stock) + pages.free_block_queue.num_free_blocks
     own = pages.num_owned - unused
+    granted = pages.quota.num_granted  # an engine without a step, a new one above all, has not taken them in
     return {
-        "unused": unused, "own": own, "in_use": own + pages.kinds.count(LEASED),
+        "unused": unused + granted, "own": own, "in_use": own + pages.kinds.count(LEASED),
         "held": held, "more": more, "answer_tokens": answers.expected(scheduler.max_model_len),
     }  # fmt: skip
 

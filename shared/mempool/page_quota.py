@@ -157,6 +157,11 @@ class PageQuota:
             out.append(self._granted.popleft())
         return out
 
+    @property
+    def num_granted(self) -> int:
+        """What take_granted() would take. From any thread."""
+        return len(self._granted)
+
     def take_shrink(self) -> int:
         """How many pages the pool asked back since the last call."""
         if not self._shrink:

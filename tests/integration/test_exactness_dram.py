@@ -36,6 +36,14 @@ def cluster(tmp_path_factory):
         yield cluster
 
 
+def test_the_first_request_of_a_cluster_that_measured_nothing_waits_for_no_room(reference, cluster):
+    """No step of these engines took in what the mempool had granted them."""
+    with httpx.Client(base_url=cluster.url, timeout=180) as client:
+        answer = complete(client, CASES["greedy-777"], reference["greedy-777"])
+    assert_same("greedy-777", answer, reference["greedy-777"])
+    assert answer["quire_receipt"]["times"]["hold"]["actual_ms"] < 1000, answer["quire_receipt"]["reason"]
+
+
 def test_every_case_equals_stock_while_blocks_go_out_and_come_back(reference, cluster):
     wrong = []
     with httpx.Client(base_url=cluster.url, timeout=180) as client:
