@@ -131,6 +131,7 @@ class PageSchedulerMixin(PoolWatch):
         self._seen_leases: OrderedDict[str, None] = OrderedDict()
         self._ended_leases: deque[tuple[int, LeaseId, list[KVCacheBlock]]] = deque()
         self._handoffs: dict[str, HandoffId] = {}  # prompts that are not computed yet
+        self._is_settling = False
         self._ready: deque[tuple[int, HandoffId, list[BlockHash]]] = deque()
         self._use: dict[str, LeaseUse] = {}
         self._turn = threading.RLock()  # where pages change hands: a report to a new mempool waits for it
@@ -238,7 +239,8 @@ class PageSchedulerMixin(PoolWatch):
 
     def _end_lease(self, lease: tuple[LeaseId, list[KVCacheBlock]], fence: int) -> None:
         self._ended_leases.append((fence, *lease))
-        self._end_leases()
+        if not self._is_settling:
+            self._end_leases()
 
     def _end_leases(self) -> None:
         for _ in range(len(self._ended_leases)):
@@ -318,7 +320,11 @@ class PageSchedulerMixin(PoolWatch):
             return self._update_from_output(scheduler_output, model_runner_output)
 
     def _update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._is_settling = True  # a hand-off is told before the lease of its prompt's beginning ends
+        try:
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
+        finally:
+            self._is_settling = False
         done = self.processed_step_seq
         self.pages.step_over(done)
         while self._ready and self._ready[0][0] <= done:

@@ -62,7 +62,7 @@ class Mempool(FromOutside):
         self.pulls.distance = self.lending.distance
         self.audience = Audience(self.pools, self._space_of, self.dram)
         landing = self.dram.landing
-        self.remote = Remote(limits, self._bring, landing, self.pulls.elsewhere, self.counters)
+        self.remote = Remote(limits, self._bring, landing, self.pulls.reachable, self.counters)
         self.serve = RemoteServe(limits, self.pools, landing, self.pulls.want, self.counters)
         self.callers = Callers(self.pools, lambda: self.api)
         self.api = ApiSpaces(
@@ -227,8 +227,7 @@ class Mempool(FromOutside):
                 self._handed_off(pool, message, now_ms)
             case wire.Match() if len(self.pools) > 1:
                 hashes = parse.hashes(message.hashes, self.limits.max_blocks_per_call)
-                count = len(pool.index.prefix(hashes))
-                count += len(self.pulls.elsewhere(pool, hashes[count:]))
+                count = len(self.pulls.reachable(pool, hashes))
                 actions += pool.tell(connection, wire.Matched(call_id=message.call_id, num_blocks=count))
             case wire.Delete() if len(self.pools) > 1:
                 raw = message.hashes

@@ -15,6 +15,7 @@ So the copy engines do not wait for words about a thousand pages, nor the reader
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import takewhile
 
 from services.mempool.core.actions import Action, CopyPages, PoolLimits
 from services.mempool.core.claims import Claim
@@ -59,12 +60,13 @@ class Pulls:
         self.layers: Layered | None = None  # they set it
         self.distance: Callable[[Pool], int] = lambda _: 0  # of equals the nearest is read
 
-    def elsewhere(
+    def reachable(
         self, pool: Pool, hashes: Sequence[BlockHash], *, for_handoff: bool = False
     ) -> list[tuple[Pool, Entry]]:
-        """The longest prefix of `hashes` that other spaces of the same content have, block by block.
+        """The longest prefix of `hashes` that spaces of this content have, each block with the space to read.
 
-        Cost: a look-up per block and stretch; nothing where there is one space.
+        `pool` itself where it has the block: perhaps behind some that left it, as blocks leave one by one.
+        Cost: two look-ups per block and stretch.
         """
         others = [
             p
@@ -75,12 +77,14 @@ class Pulls:
         ]
         others.sort(key=self.distance)
         found: list[tuple[Pool, Entry]] = []
-        while others and len(found) < len(hashes):
-            rest = hashes[len(found) :]
-            best = max(((p, p.index.prefix(rest)) for p in others), key=lambda item: len(item[1]))
-            if not best[1]:
+        while rest := hashes[len(found) :]:
+            part = [(pool, entry) for entry in pool.index.prefix(rest)]
+            if not part and others:
+                best, entries = max(((p, p.index.prefix(rest)) for p in others), key=lambda x: len(x[1]))
+                part = [(best, e) for e in takewhile(lambda e: e.block_hash not in pool.index, entries)]
+            if not part:
                 break
-            found += [(best[0], entry) for entry in best[1]]
+            found += part
         return found
 
     def want(self, pool: Pool, reader: Reader, now_ms: int) -> bool:
@@ -93,7 +97,9 @@ class Pulls:
         if arriving is not None and (arriving.copying or not arriving.is_push or arriving.is_ahead):
             arriving.readers.append(reader)
             return True
-        sources = self.elsewhere(pool, missing, for_handoff=bool(reader.call.handoff_id))
+        found = self.reachable(pool, reader.hashes, for_handoff=bool(reader.call.handoff_id))
+        own = [entry for source, entry in found if source is pool]
+        sources = [item for item in found if item[0] is not pool]
         sources = sources[: max(0, pool.memory.table.num_present - len(own))]
         if not sources or self._num_readers() >= self.limits.max_waiting:
             return False

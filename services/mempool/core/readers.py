@@ -57,7 +57,8 @@ class Readers:
 
     def on_handoff_ready(self, message: wire.HandoffReady, now_ms: int) -> list[Send]:
         """Hold what is indexed of it, and answer who waited. Raises: PeerProtocolError."""
-        entries = self._index.prefix(parse.hashes(message.hashes, self._limits.max_blocks_per_call))
+        hashes = parse.hashes(message.hashes, self._limits.max_blocks_per_call)
+        entries = [entry for h in hashes if (entry := self._index.get(h)) is not None]
         self._counters["handoffs"] += 1
         if self._leases.is_closed(message.handoff_id):  # its acquirer was faster
             return []

@@ -66,7 +66,7 @@ class Remote:
     Args:
         answer: called with readers to answer now, from what this mempool has.
         landing: the space in host memory into which blocks for this one can come; None: there is none.
-        elsewhere: the longest prefix of these that other spaces of this mempool have.
+        reachable: the longest prefix of these that spaces of this mempool have.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Remote:
         limits: PoolLimits,
         answer: Callable[[Pool, Reader, int], None],
         landing: Callable[[Pool], Pool | None],
-        elsewhere: Callable[[Pool, Sequence[BlockHash]], list[tuple[Pool, Entry]]],
+        reachable: Callable[[Pool, Sequence[BlockHash]], list[tuple[Pool, Entry]]],
         counters: Counter[str],
     ) -> None:
         self._limits = limits
         self._answer = answer
         self._landing = landing
-        self._elsewhere = elsewhere
+        self._reachable = reachable
         self._counters = counters
         self._out: list[Action] = []
         self._next_number = 1
@@ -96,8 +96,7 @@ class Remote:
 
     def want(self, pool: Pool, reader: Reader, now_ms: int) -> bool:
         """Begin to bring what the reader misses. False: nothing is to come, answer it now."""
-        own = [(pool, entry) for entry in pool.index.prefix(reader.hashes)]
-        own += self._elsewhere(pool, reader.hashes[len(own) :])
+        own = self._reachable(pool, reader.hashes)
         missing = reader.hashes[len(own) :]
         landing = self._landing(pool)
         if pool.memory is None or not missing or now_ms >= reader.until_ms:
