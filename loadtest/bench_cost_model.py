@@ -194,13 +194,15 @@ def with_models(samples: Sequence[Row]) -> list[dict[str, Any]]:
     from shared.costmodel.fit import fit, fit_arch
 
     out = [dict(row) for row in samples]
-    frame = msgspec.convert(next(row["frame"] for row in samples if row["part"] == "frame"), CostCoefficients)
+    first = next(row for row in samples if row["part"] == "frame")
+    frame = msgspec.convert(first["frame"], CostCoefficients)
     grid = [row for row in samples if row["part"] == "grid"]
     profiles = {BEST: truest(grid, "grid")}
     for row in grid:
         profiles.setdefault(row["profile"], []).append(observation(row))
     for number, seen in profiles.items():
-        found = {"coefficients": msgspec.to_builtins(fit(frame, seen)), "arch": list(fit_arch(seen).weights)}
+        coefficients = fit(frame, seen, graph_tokens=first.get("graph_tokens"))  # older samples do not say
+        found = {"coefficients": msgspec.to_builtins(coefficients), "arch": list(fit_arch(seen).weights)}
         out.append({"part": "model", "profile": number, **found})
     return out
 

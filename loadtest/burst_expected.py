@@ -20,6 +20,7 @@ from loadtest.burst_plan import BURST, DRAM, FACTORS, FCFS, HEADROOM, PEER, PROF
 from loadtest.profiler.requests import WARM
 from loadtest.registry import RESULTS
 from loadtest.results import load_result, quantile
+from loadtest.simulator.hardware import with_slots
 from loadtest.simulator.prices import ModelPrices
 from shared.fair.rules import FairRules
 from shared.fair.slices import FairSlices
@@ -30,15 +31,16 @@ BLOCK_TOKENS = 32  # of an engine's page
 ARXIV = Stable("arxiv", 2.0, 22_120_497_152, "assumed")
 
 
-def prices_of(steps: str) -> ModelPrices:
-    """Of an H200 and the 8B shape, as measured. Raises: StopIteration without a measurement."""
+def prices_of(steps: str, slots: int) -> ModelPrices:
+    """Of an H200 and the 8B shape, as measured, for so many requests at once. Raises: StopIteration without a
+    measurement."""
     rows = load_result(RESULTS / "cost-model.json")["samples"]
     found = next(
         row["coefficients"]
         for row in rows
         if (row.get("part"), row.get("profile"), row.get("device"), row.get("tp")) == ("model", -1, "h200", 1)
     )
-    coefficients = msgspec.convert(found, CostCoefficients)
+    coefficients = with_slots(msgspec.convert(found, CostCoefficients), slots)
     if steps == "eager":
         coefficients = msgspec.structs.replace(coefficients, graph_tokens=0)
     return ModelPrices(coefficients)
@@ -75,7 +77,7 @@ def said(jobs: Sequence[Job], counts: Counts) -> dict[str, float]:
 def run(system: str, options: argparse.Namespace, workload: str, steps: str, seed: int) -> dict[str, float]:
     """One system under one seed's burst."""
     stable, plan = stable_of(workload), burst_plan.DEFAULTS["cuda"]
-    prices = prices_of(steps)
+    prices = prices_of(steps, plan["slots"])
     pairs = burst_plan.lengths(workload, plan["scale"], plan["context_tokens"])
     asked = burst_plan.requests(
         Point(workload, BURST, FCFS, seed), pairs, stable.rate_per_s, factor=FACTORS[workload],

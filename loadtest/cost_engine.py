@@ -64,7 +64,9 @@ async def measure(engine: Any, settings: Any, options: argparse.Namespace) -> li
 
     await engine.start()
     vocabulary, frame = vocab_size(options.model_dir), frame_of(engine, settings)
-    samples: list[dict[str, Any]] = [{"part": "frame", "frame": msgspec.to_builtins(frame)}]
+    samples: list[dict[str, Any]] = [
+        {"part": "frame", "frame": msgspec.to_builtins(frame), "graph_tokens": engine.graph_tokens}
+    ]
     budget = options.budget_ms or budget_ms(frame)
     points = off_grid(options)
     begin = time.perf_counter()

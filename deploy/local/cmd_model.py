@@ -26,7 +26,7 @@ UNITS = {
     "request_ms": "per request outside of steps, ms",
     "graph_tokens": "tokens of the largest step that a CUDA graph holds",
     "launch_ms": "a step without a graph at least, ms",
-    "pieces_launch_ms": "a step with a prompt, from graphs, at least, ms",
+    "idle_launch_ms": "a prompt of an idle engine, from graphs, at least, ms",
     "prompt_token_ms": "per prompt token, cached or not, ms",
     "all_reduce_ms": "per all-reduce, ms",
     "all_reduce_ms_per_gb": "all-reduces, ms per GB",

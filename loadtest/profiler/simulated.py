@@ -11,7 +11,14 @@ from loadtest.profiler.runner import Observed, Spans
 from loadtest.registry import RESULTS
 from loadtest.results import load_result
 from loadtest.simulator.cluster import Simulation
-from loadtest.simulator.hardware import MODELS, Machine, from_coefficients, from_data_sheet, measured
+from loadtest.simulator.hardware import (
+    MODELS,
+    Machine,
+    from_coefficients,
+    from_data_sheet,
+    measured,
+    with_slots,
+)
 from loadtest.simulator.links import gb_per_s
 from loadtest.simulator.local import PEER_GB_PER_S, WAIT_MS, Local, rules_for
 from loadtest.simulator.prices import ModelPrices
@@ -38,7 +45,8 @@ class SimulatedRunner:
         self, machine: Machine, *, model: str, tp: int, chunk_tokens: int, local: Local | None = None
     ) -> None:
         self._local = local or Local()
-        coefficients = msgspec.structs.replace(machine.prices.coefficients, max_batched_tokens=chunk_tokens)
+        coefficients = with_slots(machine.prices.coefficients, MAX_RUNNING)
+        coefficients = msgspec.structs.replace(coefficients, max_batched_tokens=chunk_tokens)
         self._prices = ModelPrices(coefficients)
         self._memory_tokens, self.chunk_tokens = machine.memory_tokens, chunk_tokens
         self.model, self.tp, self.num_instances = model, tp, 1

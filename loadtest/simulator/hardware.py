@@ -38,6 +38,7 @@ GPUS = {
     "a100": Gpu(312, 2039, 80, 108),
     "l40s": Gpu(362, 864, 48, 142),
 }
+LARGEST_GRAPH_TOKENS = 512  # vLLM's default
 MODELS = {
     "llama-8b": ModelShape(num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8,
                            head_dim=128, vocab_size=128256),
@@ -90,6 +91,12 @@ def analytic(
         all_reduce_ms=0.015 if tp > 1 else 0.0,
         all_reduce_ms_per_gb=3.3 if tp > 1 else 0.0,
     )
+
+
+def with_slots(coefficients: CostCoefficients, max_running: int) -> CostCoefficients:
+    """Of an engine that runs so many requests at once: vLLM's largest graph follows from that, unless it has none."""
+    size = min(2 * max_running, LARGEST_GRAPH_TOKENS)
+    return msgspec.structs.replace(coefficients, graph_tokens=size if coefficients.graph_tokens else 0)
 
 
 def from_data_sheet(gpu_name: str, model: str, *, tp: int = 1, max_batched_tokens: int = 8192) -> Machine:

@@ -36,15 +36,16 @@ COLUMNS: dict[str, float] = {
     "request_ms": 0.005,
     "prompt_token_ms": 0.01,
 }
-LAUNCHES = ("launch_ms", "pieces_launch_ms")
+LAUNCHES = ("launch_ms", "idle_launch_ms")
 COMMUNICATION = ("all_reduce_ms", "all_reduce_ms_per_gb", "stage_hop_ms")  # the frame's: not fitted
 CPU_TILES = ((1, 1), (16, 1), (32, 1), (64, 1))
 GPU_TILES = ((1, 1), (64, 128), (128, 128), (256, 128))
-RIDGES = (0.0, 1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+RIDGES = (0.0, 1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 192.0, 256.0)
 GRAPH_TOKENS = (64, 128, 256, 512)  # vLLM's largest graph is one of these unless it was told otherwise
-LAUNCH_REACH = (0, 2, 4, 8, 16)  # steps of up to graph_tokens times this may wait for their launches
+LAUNCH_REACH = (0, 256, 512, 1024, 2048, 4096)  # tokens of a step: larger ones do not wait for their launches
 LAUNCH_PENALTY = 0.005  # as in COLUMNS
 LEAST_LAUNCHED = 3  # observations that show it
+SLACK = 1.05  # launches may be so much shorter than the work that waits for them: noise
 ROUNDS = 4  # of reweighting: an outlier counts by its size, not by its square
 FULL_WEIGHT_ERROR = 0.05
 SLOW_WEIGHT = 0.6  # of what took longer than predicted: other work on a machine only ever adds
@@ -103,11 +104,11 @@ def _solve(columns: Array, known: Array, measured: Array, trust: Array, penaltie
 
 @dataclass(frozen=True, slots=True)
 class _Launches:
-    """Which steps wait for their launches. `reach`: those without a graph of up to so many times graph_tokens."""
+    """Which steps wait for their launches. `reach`: those without a graph of up to so many tokens."""
 
     graph_tokens: int
     reach: int
-    pieces: bool  # and those with a prompt that graphs hold
+    idle: bool  # and prompts alone that graphs hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +130,15 @@ class _Task:
     known: Array  # ms: communication, where the frame has ranks
     fixed: Array  # a column for each of COLUMNS but the first
     step_tokens: npt.NDArray[np.int64]  # of observations that were one step; 0: of several
-    has_prompt: npt.NDArray[np.bool_]
+    is_prompt: npt.NDArray[np.bool_]
 
     def attempt(
         self, tile: tuple[int, int], ridge: float, launches: _Launches | None = None
-    ) -> CostCoefficients:
-        """The best with these; of steps that wait for their launches only the launching is seen."""
+    ) -> CostCoefficients | None:
+        """The best with these; of steps that wait for their launches only the launching is seen.
+
+        None: by what was found some of them would not wait.
+        """
         tiled = msgspec.structs.replace(self.zero, tile_tokens=tile[0], tile_columns=tile[1])
         work = _column(tiled, {"matmul_ms_per_gflop": 1.0, "memory_ms_per_gb": ridge}, self.seen)
         columns, penalties = [work, *self.fixed], list(COLUMNS.values())
@@ -144,6 +148,9 @@ class _Task:
             columns.append(mask.astype(float))
             penalties.append(LAUNCH_PENALTY)
         found = _solve(np.column_stack(columns), self.known, self.measured, self.trust, np.array(penalties))
+        for mask, least_ms in zip(masks.values(), found[len(COLUMNS) :], strict=True):
+            if (work[mask] * found[0] > least_ms * SLACK).any():
+                return None
         names = [*COLUMNS, *masks]
         values = {name: float(value) for name, value in zip(names, found, strict=True)}
         values["memory_ms_per_gb"] = ridge * values["matmul_ms_per_gflop"]
@@ -155,11 +162,12 @@ class _Task:
     def launched(self, launches: _Launches) -> dict[str, npt.NDArray[np.bool_]]:
         """By the coefficient that they show: observations of one step that waits for its launches."""
         tokens, graph_tokens = self.step_tokens, launches.graph_tokens
+        waits = self.is_prompt | (graph_tokens == 0)  # a batch is behind a step, and so is a decode
         masks = {}
-        if launches.reach:
-            masks["launch_ms"] = (tokens > graph_tokens) & (tokens <= graph_tokens * launches.reach)
-        if launches.pieces:
-            masks["pieces_launch_ms"] = self.has_prompt & (tokens > 0) & (tokens <= graph_tokens)
+        if launches.reach > graph_tokens:
+            masks["launch_ms"] = waits & (tokens > graph_tokens) & (tokens <= launches.reach)
+        if launches.idle:
+            masks["idle_launch_ms"] = self.is_prompt & (tokens > 0) & (tokens <= graph_tokens)
         return masks
 
     def loss(self, coefficients: CostCoefficients) -> float:
@@ -183,15 +191,20 @@ def _task(frame: CostCoefficients, seen: Sequence[Observation]) -> _Task:
         known=_column(nothing, {}, seen),
         fixed=np.array([_column(zero, {name: 1.0}, seen) for name in list(COLUMNS)[1:]]),
         step_tokens=np.array([found[0].num_tokens if len(found) == 1 else 0 for found in steps]),
-        has_prompt=np.array([one.kind != "decode" for one in seen]),
+        is_prompt=np.array([one.kind == "prefill" for one in seen]),
     )
 
 
 def fit(
-    frame: CostCoefficients, seen: Sequence[Observation], *, tiles: Sequence[tuple[int, int]] = ()
+    frame: CostCoefficients,
+    seen: Sequence[Observation],
+    *,
+    tiles: Sequence[tuple[int, int]] = (),
+    graph_tokens: int | None = None,
 ) -> CostCoefficients:
     """The frame's shape, device and sizes with coefficients that explain what was seen, and their errors.
 
+    Args: graph_tokens: of the largest step that a graph holds; 0: none does; None: not known, it is found too.
     Raises: ClusterError on too few or impossible observations. Cost for 50 of them: 0.1 s for a CPU, 1 s for a GPU.
     """
     seen = _possible(seen)
@@ -200,9 +213,13 @@ def fit(
     task = _task(frame, seen)
     is_gpu = frame.num_processors > 1
     some = tiles or (GPU_TILES if is_gpu else CPU_TILES)
-    best = _with_tiles(None, task, some)
+    best = _with_tiles(task, some, None)
     if is_gpu:
-        best = _with_tiles(_with_launches(best, task), task, some)
+        sizes = GRAPH_TOKENS if graph_tokens is None else (graph_tokens,)
+        best = _with_launches(best, task, sizes)
+        if best is not None and best.launches is not None:
+            best = _with_tiles(task, some, best.launches)
+    assert best is not None, "without launches something is always found, and these were found before"
     return with_errors(best.coefficients, seen)
 
 
@@ -216,19 +233,19 @@ def _possible(seen: Sequence[Observation]) -> list[Observation]:
     return [one for one in seen if one.ms > (0.0 if one.kind == "decode" else least_ms)]
 
 
-def _with_tiles(best: _Fit | None, task: _Task, tiles: Sequence[tuple[int, int]]) -> _Fit:
-    """The best tile and ridge for these launches."""
-    launches = best.launches if best is not None else None
+def _with_tiles(task: _Task, tiles: Sequence[tuple[int, int]], launches: _Launches | None) -> _Fit | None:
+    """The best tile and ridge for these launches; of what explains alike the finest tile, which no size surprises."""
+    best: _Fit | None = None
     for tile, ridge in product(tiles, RIDGES):
         best = _better(best, task, task.attempt(tile, ridge, launches), launches)
-    assert best is not None
     return best
 
 
-def _with_launches(best: _Fit, task: _Task) -> _Fit:
+def _with_launches(best: _Fit | None, task: _Task, sizes: Sequence[int]) -> _Fit | None:
     """The best launches for this tile, and the ridge: launching and memory can seem one the other."""
+    assert best is not None
     tile = best.coefficients.tile_tokens, best.coefficients.tile_columns
-    for launches in starmap(_Launches, product(GRAPH_TOKENS, LAUNCH_REACH, (False, True))):
+    for launches in starmap(_Launches, product(sizes, LAUNCH_REACH, (False, True))):
         shown = [int(mask.sum()) for mask in task.launched(launches).values()]
         if shown and min(shown) >= LEAST_LAUNCHED:
             for ridge in RIDGES:
@@ -237,9 +254,11 @@ def _with_launches(best: _Fit, task: _Task) -> _Fit:
 
 
 def _better(
-    best: _Fit | None, task: _Task, coefficients: CostCoefficients, launches: _Launches | None
-) -> _Fit:
+    best: _Fit | None, task: _Task, coefficients: CostCoefficients | None, launches: _Launches | None
+) -> _Fit | None:
     """The new one if it explains more; a finer model must be better, not equal."""
+    if coefficients is None:
+        return best
     loss = task.loss(coefficients)
     return _Fit(loss, coefficients, launches) if best is None or loss < 0.99 * best.loss else best
 

@@ -5,8 +5,9 @@ pairs of tokens, and a constant share. The paper writes attention as a x^2 y + b
 with cached ratio y. Here it is over new and past tokens, n = x (1 - y) and p = x y, because then the chunks of a prompt
 add up exactly: a (n p + n^2 / 2) + b n^2 + c n + d. Beyond the paper: a matmul is the larger of its arithmetic and its
 bytes, batches of prompts and decodes have a step of their own, and chunks, host work, parallel ranks and the launching
-of kernels are counted: what no CUDA graph holds is launched one by one; a step with a prompt, from graphs of pieces,
-with attention launched between them (vLLM's piecewise graphs); a step of decodes alone is one graph and waits for none.
+of kernels are counted: kernel by kernel, of what no CUDA graph holds; of a prompt from graphs piece by piece, with
+attention launched between them (vLLM's piecewise graphs). An idle engine waits for all of it; behind a step on the
+device the next is launched meanwhile.
 """
 
 from collections.abc import Sequence
@@ -74,6 +75,7 @@ class CostModel:
     __slots__ = (
         "_a_ms",
         "_b_ms",
+        "_busy_ms",
         "_byte_ops",
         "_dense",
         "_eager_ms",
@@ -112,9 +114,12 @@ class CostModel:
         if tp > 1:
             reduces = ALL_REDUCES_PER_LAYER * shape.num_layers
             self._elementwise_ms += reduces * all_reduce_gb_per_token(shape) * c.all_reduce_ms_per_gb
-        self._eager_ms = max(c.launch_ms, c.pieces_launch_ms)  # a longer prompt never takes less
-        self._dense: dict[tuple[int, int, bool], float] = {}  # of _dense_ms, at most MAX_REMEMBERED
-        self._full_ms = self._dense_ms(c.max_batched_tokens, 1, True)
+        self._dense: dict[tuple[int, int], float] = {}  # of _dense_ms, at most MAX_REMEMBERED
+        self._full_ms = self._dense_ms(c.max_batched_tokens, 1)
+        # an idle engine's launching without graphs (a longer prompt never takes less), and what is left of it behind a
+        # step, which reads the weights at least; without any graphs every step before has waited too
+        self._eager_ms = max(c.launch_ms, c.idle_launch_ms)
+        self._busy_ms = max(0.0, c.launch_ms - (self._dense_ms(1, 1) if c.graph_tokens else 0.0))
 
     # -- operators ------------------------------------------------------------------------------------
 
@@ -127,25 +132,18 @@ class CostModel:
         waves = -(-(padded // tile * column_tiles) // c.num_processors)
         return max(waves * tile * row_ms, weights_ms + rows * row_bytes_ms)
 
-    def _dense_ms(self, num_tokens: int, num_requests: int, has_prompt: bool) -> float:
-        """Everything of a step but attention and constants, communication included.
+    def _dense_ms(self, num_tokens: int, num_requests: int) -> float:
+        """Everything of a step but attention, constants and launches, communication included.
 
-        Or the launching of its kernels, where that takes longer. Remembered: sizes come again.
+        Remembered: sizes come again.
         """
-        key = num_tokens, num_requests, has_prompt
+        key = num_tokens, num_requests
         found = self._dense.get(key)
         if found is None:
             if len(self._dense) >= MAX_REMEMBERED:
                 self._dense.clear()
-            least_ms = self._launch_ms(num_tokens, has_prompt)
-            found = self._dense[key] = max(least_ms, self._dense_sum_ms(num_tokens, num_requests))
+            found = self._dense[key] = self._dense_sum_ms(num_tokens, num_requests)
         return found
-
-    def _launch_ms(self, num_tokens: int, has_prompt: bool) -> float:
-        c = self.coefficients
-        if num_tokens > c.graph_tokens:
-            return self._eager_ms
-        return c.pieces_launch_ms if has_prompt else 0.0
 
     def _dense_sum_ms(self, num_tokens: int, num_requests: int) -> float:
         total = num_tokens * self._elementwise_ms + self._matmul_ms(self._logits, num_requests)
@@ -171,8 +169,10 @@ class CostModel:
         new, size = num_tokens - past, c.max_batched_tokens
         num_full, rest = divmod(new, size)
         work = num_full * self._full_ms
-        if rest:
-            work += self._dense_ms(rest, 1, True)
+        rest_ms = self._dense_ms(rest, 1) if rest else 0.0
+        first, first_ms = (size, self._full_ms) if num_full else (rest, rest_ms)
+        least_ms = self._eager_ms if first > c.graph_tokens else c.idle_launch_ms
+        work += rest_ms
         squares = num_full * size * size + rest * rest
         work += self._a_ms * 0.5 * (num_tokens * num_tokens - past * past) + self._b_ms * squares
         num_chunks = num_full + (rest > 0)
@@ -180,6 +180,7 @@ class CostModel:
             work = (work + (c.pp - 1) * work / num_chunks) / c.pp + (c.pp - 1) * c.stage_hop_ms
         return (
             work
+            + max(0.0, least_ms - first_ms)
             + num_chunks * (c.step_overhead_ms + c.chunk_ms)
             + new * c.token_ms
             + num_tokens * c.prompt_token_ms
@@ -187,7 +188,7 @@ class CostModel:
         )
 
     def step_ms(self, step: StepShape) -> float:
-        """One engine step from its begin to its output, through all pipeline stages. 0 for an empty one."""
+        """One step of a busy engine, from its begin to its output, through all pipeline stages. 0 for an empty one."""
         num_tokens = step.num_tokens
         if not num_tokens:
             return 0.0
@@ -197,8 +198,9 @@ class CostModel:
             pairs += new * past
             squares += new * new
             new_tokens += new
+        dense_ms = self._dense_ms(num_tokens, len(step.chunks) + step.num_decodes)
         return (
-            self._dense_ms(num_tokens, len(step.chunks) + step.num_decodes, bool(step.chunks))
+            (max(dense_ms, self._busy_ms) if num_tokens > c.graph_tokens else dense_ms)
             + self._a_ms * (pairs + 0.5 * squares)
             + self._b_ms * squares
             + self._kv_ms * step.decode_context_tokens

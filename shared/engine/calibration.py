@@ -74,8 +74,8 @@ def key_of(frame: CostCoefficients, engine: Engine, settings: WorkerSettings) ->
     parts = (
         VERSION, frame, description.fingerprint, description.dtype, description.layout, description.backend,
         description.isa, description.block_tokens, description.max_model_len, engine.max_running, settings.threads,
-        settings.enforce_eager, settings.kv_cache, settings.mempool_socket != "", settings.slot_kernel,
-        _processor_name(), os.cpu_count(), *woven,
+        engine.graph_tokens, settings.enforce_eager, settings.kv_cache, settings.mempool_socket != "",
+        settings.slot_kernel, _processor_name(), os.cpu_count(), *woven,
     )  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:24]
 
@@ -129,7 +129,8 @@ async def _measure(engine: Engine, frame: CostCoefficients, vocab_size: int) -> 
             _log.warning("calibration_left_blocks")
     from shared.costmodel.fit import fit  # with numpy, which a worker that reads a kept profile does not need
 
-    return await asyncio.to_thread(fit, frame, seen)  # a second: heartbeats go on
+    # a second: heartbeats go on
+    return await asyncio.to_thread(fit, frame, seen, graph_tokens=engine.graph_tokens)
 
 
 # -- what is kept ---------------------------------------------------------------------------------------

@@ -159,6 +159,7 @@ class Engine(Protocol):
     description: EngineDescription
     max_running: int
     max_batched_tokens: int
+    graph_tokens: int  # of the largest step that a CUDA graph holds; 0: none does
     num_kv_blocks: int
     uses_pool: bool  # False: a cache of its own, of which nobody else reads a block
     device: str  # "cpu", a GPU's name, "mock"

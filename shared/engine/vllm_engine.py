@@ -99,6 +99,7 @@ class VllmEngine:
         self.device = "cpu" if current_platform.is_cpu() else current_platform.get_device_name()
         self.max_running = config.scheduler_config.max_num_seqs
         self.max_batched_tokens = config.scheduler_config.max_num_batched_tokens
+        self.graph_tokens = int(config.compilation_config.max_cudagraph_capture_size or 0)
         extra: dict[str, Any] = {
             "description": msgspec.json.encode(self.description).decode(),
             "mempool_socket": settings.mempool_socket,

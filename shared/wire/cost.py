@@ -47,8 +47,8 @@ class CostCoefficients(Struct, frozen=True, kw_only=True, omit_defaults=True):
     request_ms: float = 0.0  # per request, outside of steps
     graph_tokens: int = 0  # a step of more tokens is launched kernel by kernel, one of fewer from a graph
     launch_ms: float = 0.0  # that its launching takes at least; the device waits where its work is shorter
-    pieces_launch_ms: float = (
-        0.0  # the same of a step with a prompt, from graphs: of pieces, attention between them
+    idle_launch_ms: float = (
+        0.0  # of a prompt from graphs, by pieces, in an idle engine; a busy one does it meanwhile
     )
     prompt_token_ms: float = 0.0  # per prompt token, cached or not: hashing, passing on
 

@@ -1,5 +1,6 @@
 """Whatever the coefficients: more tokens never cost less, more cached ones never more, a batch saves a part."""
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ models = st.builds(
     attention_ms_per_gflop=rates, attention_square_ms_per_gflop=rates, kv_read_ms_per_gb=rates,
     step_overhead_ms=rates, chunk_ms=rates, decode_request_ms=rates, token_ms=rates, request_ms=rates,
     prompt_token_ms=rates, all_reduce_ms=rates, all_reduce_ms_per_gb=rates, stage_hop_ms=rates,
-    graph_tokens=st.sampled_from([0, 128, 512]), launch_ms=rates, pieces_launch_ms=rates,
+    graph_tokens=st.sampled_from([0, 128, 512]), launch_ms=rates, idle_launch_ms=rates,
 ).map(CostModel)  # fmt: skip
 tokens = st.integers(1, 3000)
 chunks = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 2000)), max_size=4)
@@ -57,7 +58,7 @@ def test_a_step_of_two_parts_costs_no_less_than_each_and_at_most_twice_both_and_
     apart = (model.step_ms(a), model.step_ms(b))
     assert max(apart) <= model.step_ms(both) * EASE
     c = model.coefficients
-    assert model.step_ms(both) <= (2 * sum(apart) + max(c.launch_ms, c.pieces_launch_ms)) * EASE
+    assert model.step_ms(both) <= (2 * sum(apart) + max(c.launch_ms, c.idle_launch_ms)) * EASE
 
 
 @settings(max_examples=100, deadline=None)
@@ -73,10 +74,13 @@ def test_packing_computes_every_token_once_and_fills_the_steps(prompts: list[tup
 @settings(max_examples=60, deadline=None)
 @given(models, tokens, st.integers(0, 2999))
 def test_the_closed_form_of_a_prompt_is_the_sum_of_its_steps(model: CostModel, x: int, cached: int):
-    c = model.coefficients
-    plain = model.scaled(tp=c.tp, pp=1)
+    c = msgspec.structs.replace(model.coefficients, pp=1, launch_ms=0.0, idle_launch_ms=0.0)
+    plain = CostModel(c)
     by_steps = plain.batch_ms([(x, cached)]) + c.request_ms + x * c.prompt_token_ms
     assert abs(plain.prefill_ms(x, cached) - by_steps) <= 1e-6 * max(1.0, by_steps)
+    launched = CostModel(msgspec.structs.replace(model.coefficients, pp=1)).prefill_ms(x, cached)
+    more = max(model.coefficients.launch_ms, model.coefficients.idle_launch_ms)
+    assert by_steps / EASE <= launched * (1 + 1e-6) <= (by_steps + more) * (1 + 1e-5)
 
 
 @settings(max_examples=60, deadline=None)

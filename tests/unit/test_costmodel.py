@@ -37,6 +37,14 @@ LIMITS = ProfileLimits(
 )
 
 
+GPU_FRAME = CostCoefficients(shape=LLAMA_8B, device="gpu", num_processors=132, max_batched_tokens=8192)
+GPU = msgspec.structs.replace(
+    GPU_FRAME, matmul_ms_per_gflop=0.0012, memory_ms_per_gb=0.28, attention_ms_per_gflop=0.0018,
+    kv_read_ms_per_gb=0.33, step_overhead_ms=0.3, request_ms=4.0,
+)  # fmt: skip
+GPU_LIMITS = ProfileLimits(32768, 8192, 256, 400_000, 64, 1e9)
+
+
 def seen_on(model: CostModel, noise: float = 0.0, points: list[Point] | None = None) -> list[Observation]:
     rng, out = random.Random(5), []
 
@@ -127,47 +135,52 @@ def test_one_wild_sample_does_not_spoil_the_fit():
 
 
 def test_the_fit_sees_from_which_size_on_steps_wait_for_their_launches():
-    true = CostCoefficients(
-        shape=LLAMA_8B, device="gpu", num_processors=132, max_batched_tokens=8192, matmul_ms_per_gflop=0.0013,
-        memory_ms_per_gb=0.16, attention_ms_per_gflop=0.0015, kv_read_ms_per_gb=0.28, step_overhead_ms=2.5,
-        request_ms=5.7, graph_tokens=256, launch_ms=14.0,
-    )  # fmt: skip
-    limits = ProfileLimits(32768, 8192, 256, 400_000, 64, 1e9)
-    seen = seen_on(CostModel(true), 0.03, grid(limits))
-    frame = CostCoefficients(shape=LLAMA_8B, device="gpu", num_processors=132, max_batched_tokens=8192)
-    found = fit(frame, seen)
-    assert found.graph_tokens == 256
-    assert found.launch_ms == pytest.approx(14.0, rel=0.15)
-    for tokens in (100, 200, 300, 700, 1500, 20_000):
-        assert CostModel(found).prefill_ms(tokens) == pytest.approx(
-            CostModel(true).prefill_ms(tokens), rel=0.1
-        )
-    assert fit(msgspec.structs.replace(frame, num_processors=1), seen).launch_ms == 0.0
+    true = msgspec.structs.replace(GPU, graph_tokens=256, launch_ms=14.0, idle_launch_ms=0.0)
+    seen = seen_on(CostModel(true), 0.03, grid(GPU_LIMITS))
+    for known in (None, 256):
+        found = fit(GPU_FRAME, seen, graph_tokens=known)
+        assert found.graph_tokens == 256
+        assert found.launch_ms == pytest.approx(14.0, rel=0.15)
+        for tokens in (100, 200, 300, 700, 1500, 20_000):
+            assert CostModel(found).prefill_ms(tokens) == pytest.approx(
+                CostModel(true).prefill_ms(tokens), rel=0.1
+            )
+    assert fit(msgspec.structs.replace(GPU_FRAME, num_processors=1), seen).launch_ms == 0.0
 
 
-def test_a_step_with_a_prompt_waits_for_the_pieces_of_its_graph_and_one_of_decodes_does_not():
-    model = CostModel(msgspec.structs.replace(CPU, graph_tokens=128, launch_ms=400.0, pieces_launch_ms=90.0))
+def test_an_idle_engine_waits_for_its_launches_and_a_busy_one_for_what_the_step_before_does_not_hide():
     plain = CostModel(CPU)
-    apart = 90.0 - plain._dense_sum_ms(32, 1)
-    assert apart > 0, "the work of this step is shorter than its launches"
-    assert model.prefill_ms(32) == pytest.approx(plain.prefill_ms(32) + apart)
-    assert model.step_ms(StepShape([(16, 0)], 16, 100)) > plain.step_ms(StepShape([(16, 0)], 16, 100))
-    assert model.decode_step_ms(32, 100) == plain.decode_step_ms(32, 100)
-    assert model.decode_step_ms(129, 100) > plain.decode_step_ms(129, 100), "no graph holds it"
-    assert CostModel(msgspec.structs.replace(model.coefficients, launch_ms=0.0)).prefill_ms(129) >= (
-        model.prefill_ms(128)
-    ), "a longer prompt never takes less"
+    model = CostModel(msgspec.structs.replace(CPU, graph_tokens=128, launch_ms=400.0, idle_launch_ms=90.0))
+    assert plain._dense_sum_ms(32, 1) < 90.0, "the work of this step is shorter than its launches"
+    for prompt, launch_ms in ((32, 0), 90.0), ((900, 868), 90.0), ((200, 0), 400.0), ((900, 700), 400.0):
+        work_ms = plain._dense_sum_ms(prompt[0] - prompt[1], 1)
+        assert model.prefill_ms(*prompt) == pytest.approx(plain.prefill_ms(*prompt) + launch_ms - work_ms)
+    late = model.prefill_ms(2048 + 32) - model.prefill_ms(2048)
+    assert late == pytest.approx(plain.prefill_ms(2048 + 32) - plain.prefill_ms(2048)), "it is behind a chunk"
+    for step in (StepShape([(32, 0)]), StepShape([(16, 0)], 16, 100), StepShape([], 128, 100)):
+        assert model.step_ms(step) == plain.step_ms(step), "a graph holds it"
+    before_ms, step = plain._dense_sum_ms(1, 1), StepShape([(100, 0)], 60, 100)
+    more_ms = model.step_ms(step) - plain.step_ms(step)
+    assert more_ms == pytest.approx(400.0 - before_ms - plain._dense_sum_ms(160, 61))
 
 
-def test_the_fit_tells_the_launching_of_pieces_from_what_a_request_costs():
-    true = CostCoefficients(
-        shape=LLAMA_8B, device="gpu", num_processors=132, max_batched_tokens=8192, matmul_ms_per_gflop=0.0012,
-        memory_ms_per_gb=0.28, attention_ms_per_gflop=0.0018, kv_read_ms_per_gb=0.33, step_overhead_ms=0.3,
-        request_ms=4.0, graph_tokens=128, launch_ms=19.0, pieces_launch_ms=9.0,
-    )  # fmt: skip
-    seen = seen_on(CostModel(true), 0.03, grid(ProfileLimits(32768, 8192, 256, 400_000, 64, 1e9)))
-    frame = CostCoefficients(shape=LLAMA_8B, device="gpu", num_processors=132, max_batched_tokens=8192)
-    found = fit(frame, seen)
+def test_every_step_of_an_engine_without_graphs_waits_for_its_launches():
+    model = CostModel(msgspec.structs.replace(CPU, launch_ms=400.0))
+    assert model.decode_step_ms(1, 100) >= 400.0
+    assert model.step_ms(StepShape([(16, 0)], 16, 100)) >= 400.0
+    true = msgspec.structs.replace(GPU, graph_tokens=0, launch_ms=14.0, idle_launch_ms=0.0)
+    found = fit(GPU_FRAME, seen_on(CostModel(true), 0.03, grid(GPU_LIMITS)), graph_tokens=0)
+    assert found.graph_tokens == 0
+    assert found.launch_ms == pytest.approx(14.0, rel=0.1)
+    for tokens in (40, 300, 1500, 20_000):
+        assert CostModel(found).prefill_ms(tokens) == pytest.approx(
+            CostModel(true).prefill_ms(tokens), rel=0.05
+        )
+
+
+def test_the_fit_tells_an_idle_engines_launches_from_what_a_request_costs():
+    true = msgspec.structs.replace(GPU, graph_tokens=128, launch_ms=19.0, idle_launch_ms=9.0)
+    found = fit(GPU_FRAME, seen_on(CostModel(true), 0.03, grid(GPU_LIMITS)))
     assert found.graph_tokens == 128
     assert found.request_ms == pytest.approx(4.0, rel=0.15)
     assert CostModel(found).prefill_ms(90) == pytest.approx(13.3, rel=0.03)
