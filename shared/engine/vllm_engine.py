@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
@@ -97,9 +98,7 @@ class VllmEngine:
             settings, config = chosen, self._engine_args(chosen).create_engine_config()
         self.description = describe_engine(config, settings.model_name, settings.model_dir, layout)
         self.device = "cpu" if current_platform.is_cpu() else current_platform.get_device_name()
-        self.max_running = config.scheduler_config.max_num_seqs
-        self.max_batched_tokens = config.scheduler_config.max_num_batched_tokens
-        self.graph_tokens = int(config.compilation_config.max_cudagraph_capture_size or 0)
+        self._set_sizes(config)
         extra: dict[str, Any] = {
             "description": msgspec.json.encode(self.description).decode(),
             "mempool_socket": settings.mempool_socket,
@@ -149,6 +148,12 @@ class VllmEngine:
         self._events = CacheEventReceiver(events_address)
         self._event_callback: Callable[[CacheEvent], None] | None = None
         self._event_task: asyncio.Task[None] | None = None
+
+    def _set_sizes(self, config: VllmConfig) -> None:
+        """Of its steps."""
+        self.max_running = config.scheduler_config.max_num_seqs
+        self.max_batched_tokens = config.scheduler_config.max_num_batched_tokens
+        self.graph_tokens = int(config.compilation_config.max_cudagraph_capture_size or 0)
 
     def _make_load_view(self, vllm_config: Any, engine_index: int = 0) -> LoadView:
         self._load_view = LoadView(self._unfinished_prefill, self._context_tokens, self.max_batched_tokens)

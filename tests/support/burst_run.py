@@ -1,7 +1,7 @@
 """Bursts in virtual time, printed as a line of JSON each: `python -m tests.support.burst_run [SHARE] [CASE...]`.
 
 The shape of bench_burst.py's, SHARE of its requests and memory (an eighth): 25 prompts at the stable rate, then twice
-the rate for 20 s; 8B shape on an H200 by its cost model, eager; lent pages and host memory full of what requests that
+the rate for 20 s; 8B shape on an H200 (burst_costs.py); lent pages and host memory full of what requests that
 ended left there. Cases: `peer`: over lent pages; `late`: copies of the engine's GPU go through a thread that something
 holds up, a twentieth of a second each, until 38 s (so the first measured burst looked; 80 GB were being page-locked);
 `later`: 0.08 s each; `dram`: without a loan.
@@ -17,10 +17,11 @@ from typing import Any
 from tests.support import page_engine  # first: it prepares for vLLM  # noqa: F401  # isort: skip
 
 from loadtest import burst_plan
-from loadtest.burst_expected import prices_of, rules_of, stable_of
+from loadtest.burst_expected import rules_of
 from loadtest.burst_model import Job, jobs_of
 from loadtest.burst_plan import BURST, PEER, Point
 from loadtest.results import quantile
+from tests.support.burst_costs import EAGER_H200, RATE_PER_S
 from tests.support.burst_engine import BurstEngine
 from tests.support.burst_world import BurstWorld
 
@@ -33,10 +34,10 @@ CASES = ("peer", "late", "later", "dram")
 
 def jobs(share: int, seed: int = 1) -> list[Job]:
     """Every SHAREth request of the burst."""
-    stable, plan = stable_of("sharegpt"), burst_plan.DEFAULTS["cuda"]
+    plan = burst_plan.DEFAULTS["cuda"]
     pairs = burst_plan.lengths("sharegpt", plan["scale"], plan["context_tokens"])
     point = Point("sharegpt", BURST, PEER, seed)
-    asked = burst_plan.requests(point, pairs, stable.rate_per_s, factor=2.0, burst_s=BURST_S, stable_s=0.0)
+    asked = burst_plan.requests(point, pairs, RATE_PER_S, factor=2.0, burst_s=BURST_S, stable_s=0.0)
     return jobs_of(asked)[::share]
 
 
@@ -58,7 +59,7 @@ def run(case: str, share: int) -> dict[str, Any]:
     pages, swap = PAGES // share, SWAP_PAGES // share
     world = BurstWorld(case, pages, lent_pages=0 if case == "dram" else swap, dram_pages=swap,
                        in_flight_pages=max(32, 256 // share))  # fmt: skip
-    engine = BurstEngine(world, case, prices_of("eager"), asdict(rules_of({})))
+    engine = BurstEngine(world, case, EAGER_H200, asdict(rules_of({})))
     world.advance_to(0.1)
     world.fill("dram", swap)
     if case != "dram":

@@ -16,7 +16,8 @@ from tests.support import page_engine  # first: it prepares for vLLM  # noqa: F4
 
 from vllm.v1.request import Request, RequestStatus
 
-from loadtest.burst_expected import prices_of, rules_of
+from loadtest.burst_expected import rules_of
+from tests.support.burst_costs import EAGER_H200
 from tests.support.burst_engine import BurstEngine, BurstScheduler
 from tests.support.burst_run import PAGES, jobs
 from tests.support.burst_world import BurstWorld
@@ -82,7 +83,7 @@ def run(swap_pages: int) -> dict[str, Any]:
     """One burst."""
     name = f"full-{swap_pages}"
     world = BurstWorld(name, PAGES // SHARE, lent_pages=0, dram_pages=swap_pages, in_flight_pages=32)
-    engine = BurstEngine(world, name, prices_of("eager"), asdict(rules_of({})), kind=Watched)
+    engine = BurstEngine(world, name, EAGER_H200, asdict(rules_of({})), kind=Watched)
     world.advance_to(0.1)
     asked = jobs(SHARE)
     engine.run(asked)
