@@ -30,9 +30,6 @@ UNIT = re.compile(
 _AWAY = re.compile(r" --(?:out|commit) \S+|(?<= --keep )\S*/|(?<= --resume )\S*/")
 
 MAX_BYTES = 1 << 15  # of a result file with its samples; longer ones are for machines alone
-# bench_cost_model.py reads the file of before by itself, and after a change to the script its figures count no more
-# (verify_results.py): whoever measures them anew lets it use load_result, and drops this exception
-IN_ONE_FILE = frozenset({"cost-model"})
 
 Samples = Sequence[Mapping[str, Any]]
 Metrics = dict[str, float]
@@ -108,7 +105,7 @@ def load_result(path: Path) -> dict[str, Any]:
 
 def _store(path: Path, head: Mapping[str, Any], samples: Samples) -> None:
     text = _dump(head, samples)
-    if len(text) > MAX_BYTES and path.stem not in IN_ONE_FILE:
+    if len(text) > MAX_BYTES:
         name = f"samples/{path.stem}.json.xz"
         (path.parent / name).parent.mkdir(exist_ok=True)
         # xz has neither a date nor a name: the same samples are the same bytes

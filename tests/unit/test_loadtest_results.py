@@ -135,19 +135,6 @@ def test_the_same_samples_are_the_same_bytes(tmp_path):
     assert samples_of(one).read_bytes() == samples_of(other).read_bytes()
 
 
-def test_the_file_that_others_read_as_it_is_stays_whole(tmp_path):
-    path = results.write_result(
-        "cost-model",
-        claim="c",
-        command="x",
-        settings={},
-        metrics={},
-        samples=[{"device": "h200", "ms": TIMES}],
-        folder=tmp_path,
-    )
-    assert json.loads(path.read_text())["samples"] == [{"device": "h200", "ms": TIMES}]
-
-
 def test_history_keeps_long_samples_with_their_file_and_none_is_left_behind(tmp_path):
     first = results.load_result(write(tmp_path, samples=LONG))
     assert "samples" not in json.loads(write(tmp_path, samples=[*LONG, SAMPLES[0]]).read_text())
