@@ -8,12 +8,8 @@ from typing import NamedTuple
 from shared.wire.cost import ModelShape
 
 GIGA = 1e9
-SMALL_TILES = (
-    16,
-    32,
-    64,
-    128,
-)  # kernels take a smaller tile where there are fewer rows than the usual one has
+# kernels take a smaller tile where there are fewer rows than the usual one has
+SMALL_TILES = (16, 32, 64, 128)
 
 
 class Matmul(NamedTuple):
