@@ -1,7 +1,6 @@
 """The simulator against random clusters and workloads: nothing is lost, invented or left to chance."""
 
 from dataclasses import replace
-from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,8 +15,7 @@ from loadtest.simulator.spec import ClusterSpec, Death, roles_of
 from loadtest.simulator.task import EngineLimits
 from services.gateway.core.request_flow import Limits
 from services.mempool.core.pd_caching import PdCaching
-from services.scheduler.core.limits import PlacementLimits
-from tests.support.simulated import BLOCK_TOKENS, PRICES, conversations, plain
+from tests.support.simulated import BLOCK_TOKENS, PRICES, conversations
 
 splits = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)).filter(
     lambda n: n[2] or (n[0] and n[1])
@@ -126,33 +124,6 @@ def test_one_instance_with_memory_for_all_hits_what_an_infinite_cache_would(seed
         whole += request.blocks[-1] in seen
         seen.update(request.blocks)
     assert bound.hit_tokens - whole <= hits <= bound.hit_tokens + answers
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.integers(0, 500),
-    st.sampled_from(["shares", "bursts"]),
-    st.integers(1, 9),
-    st.integers(2, 9),
-    st.sampled_from([1, 7, 16]),
-    st.sampled_from([1_500, 2_001]),
-)
-def test_with_room_in_swap_space_and_turns_that_pay_nothing_is_computed_twice(
-    seed, fair_for, slice_steps, slots, unit_tokens, memory_tokens
-):
-    rules = rules_for(fair_for, ["chunk_tokens=32", "spread_ms=50"], slice_steps)
-    spec = ClusterSpec(
-        ("colocated",), block_tokens=BLOCK_TOKENS, memory_tokens=memory_tokens,
-        limits=EngineLimits(slots, 64, unit_tokens),
-        placement=PlacementLimits(overload_factor=100.0), local=Local("cfs", rules, counted_gb_per_s=1e6),
-    )  # fmt: skip
-    rng = Random(seed)  # what several share does not leave, so these share nothing
-    requests = [
-        plain(n, 5.0 * n, rng.randint(10, 900), rng.randint(1, 300), blocks=n % 2 == 0) for n in range(24)
-    ]
-    run = simulate(spec, PRICES, requests)
-    assert all(outcome.ok for outcome in run.outcomes)
-    assert (run.turns.num_recomputed_tokens, run.num_preempted) == (0, 0)
 
 
 @settings(max_examples=15, deadline=None)
