@@ -279,6 +279,8 @@ def test_a_push_reaches_granted_pages_only(ends):
     assert pull(ends, [1, 2], [1, 2]).num_bytes
     assert_pages(ends, [1], [1])
     assert (ends.mine.bytes[2] == 77).all()
+    ends.mine.bytes[6] = pattern(2)  # as other tests of this pair expect it
+    ends.link.push("mine", [6], grant, [2], timeout_ms=WAIT_MS).result(60)
 
 
 @pytest.mark.parametrize("mortal", ["alias"], indirect=True)
