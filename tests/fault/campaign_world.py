@@ -76,8 +76,9 @@ class World:
 
     def _all_known(self) -> None:
         for instance in self.instances:
+            waits = bool(instance.copying)  # with attaching, perhaps, until its copy is over
             for process in instance.parts.values():
-                if process is not None:
+                if process is not None and not (waits and process.ask("is_lost")):
                     process.known_to = self.mempool.since
 
     @property
