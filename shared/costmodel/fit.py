@@ -6,7 +6,7 @@ is the model's own prediction with one coefficient at 1 and the others at 0, so 
 model.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product, starmap
 
@@ -213,13 +213,15 @@ def fit(
     task = _task(frame, seen)
     is_gpu = frame.num_processors > 1
     some = tiles or (GPU_TILES if is_gpu else CPU_TILES)
-    best = _with_tiles(task, some, None)
-    if is_gpu:
+    best = _search(task, product((None,), some, RIDGES))
+    if (
+        is_gpu
+    ):  # launching and memory can seem one the other: the ridge is searched with the launches, and again
+        tile = best.coefficients.tile_tokens, best.coefficients.tile_columns
         sizes = GRAPH_TOKENS if graph_tokens is None else (graph_tokens,)
-        best = _with_launches(best, task, sizes)
-        if best is not None and best.launches is not None:
-            best = _with_tiles(task, some, best.launches)
-    assert best is not None, "without launches something is always found, and these were found before"
+        found = _search(task, product(_shown(task, sizes), (tile,), RIDGES), best)
+        if found.launches is not None:
+            best = _search(task, product((found.launches,), some, RIDGES))
     return with_errors(best.coefficients, seen)
 
 
@@ -233,34 +235,32 @@ def _possible(seen: Sequence[Observation]) -> list[Observation]:
     return [one for one in seen if one.ms > (0.0 if one.kind == "decode" else least_ms)]
 
 
-def _with_tiles(task: _Task, tiles: Sequence[tuple[int, int]], launches: _Launches | None) -> _Fit | None:
-    """The best tile and ridge for these launches; of what explains alike the finest tile, which no size surprises."""
-    best: _Fit | None = None
-    for tile, ridge in product(tiles, RIDGES):
-        best = _better(best, task, task.attempt(tile, ridge, launches), launches)
-    return best
-
-
-def _with_launches(best: _Fit | None, task: _Task, sizes: Sequence[int]) -> _Fit | None:
-    """The best launches for this tile, and the ridge: launching and memory can seem one the other."""
-    assert best is not None
-    tile = best.coefficients.tile_tokens, best.coefficients.tile_columns
+def _shown(task: _Task, sizes: Sequence[int]) -> Iterator[_Launches]:
+    """Launches that enough observations show."""
     for launches in starmap(_Launches, product(sizes, LAUNCH_REACH, (False, True))):
-        shown = [int(mask.sum()) for mask in task.launched(launches).values()]
-        if shown and min(shown) >= LEAST_LAUNCHED:
-            for ridge in RIDGES:
-                best = _better(best, task, task.attempt(tile, ridge, launches), launches)
+        counts = [int(mask.sum()) for mask in task.launched(launches).values()]
+        if counts and min(counts) >= LEAST_LAUNCHED:
+            yield launches
+
+
+def _search(
+    task: _Task,
+    choices: Iterable[tuple[_Launches | None, tuple[int, int], float]],
+    best: _Fit | None = None,
+) -> _Fit:
+    """The one that explains most; a later one must be better, not equal: the finest tile comes first.
+
+    Args: choices: launches, tile and ridge; one of them fits, or there is a `best` already.
+    """
+    for launches, tile, ridge in choices:
+        coefficients = task.attempt(tile, ridge, launches)
+        if coefficients is None:
+            continue
+        loss = task.loss(coefficients)
+        if best is None or loss < 0.99 * best.loss:
+            best = _Fit(loss, coefficients, launches)
+    assert best is not None
     return best
-
-
-def _better(
-    best: _Fit | None, task: _Task, coefficients: CostCoefficients | None, launches: _Launches | None
-) -> _Fit | None:
-    """The new one if it explains more; a finer model must be better, not equal."""
-    if coefficients is None:
-        return best
-    loss = task.loss(coefficients)
-    return _Fit(loss, coefficients, launches) if best is None or loss < 0.99 * best.loss else best
 
 
 def with_errors(coefficients: CostCoefficients, seen: Sequence[Observation]) -> CostCoefficients:
