@@ -36,11 +36,13 @@ class Checks(NamedTuple):
         the targets): NOT_HELD, or how; then the pages are marked as read and written. No page is named twice.
     look(sources' table uint64 [m], pages, epochs, targets' table, pages, epochs, what hold() said, addresses uint64 of
         page 0 of both, page size, uint64 [4, n] to fill): whether all words of the tables say what they should.
+    same(table uint64 [m], pages, uint64 [n]): whether the words of the pages are these still.
     leave(source pages, their counts, target pages, their counts): takes hold()'s marks off.
     """
 
     hold: Callable[..., int]
     look: Callable[..., bool]
+    same: Callable[..., bool]
     leave: Callable[..., None]
 
 
@@ -93,12 +95,16 @@ def _look(
     return not count_nonzero(states - _GRANTED > _MORE)
 
 
+def _same(table: Array, pages: Array, words: Array) -> bool:
+    return table[pages].tobytes() == words.tobytes()  # as np.array_equal, in a tenth of the time
+
+
 def _leave(sources: Array, here_counts: Array, targets: Array, there_counts: Array) -> None:
     here_counts[READING][sources] -= 1
     there_counts[WRITING][targets] -= 1
 
 
-CHECKS = Checks(_hold, _look, _leave)
+CHECKS = Checks(_hold, _look, _same, _leave)
 
 
 def native_checks() -> Checks | None:
@@ -108,4 +114,4 @@ def native_checks() -> Checks | None:
         return None
     from shared.mempool import native_checks as made
 
-    return Checks(made.hold, made.look, made.leave)
+    return Checks(made.hold, made.look, made.same, made.leave)

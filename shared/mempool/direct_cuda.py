@@ -4,6 +4,7 @@ Only a GPU on which this process computes already: none gets a context, half a g
 GPU alone has access to the windows, to those that are only read no right to write (the driver refuses it).
 """
 
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.kernels.copy_pages.copies import CopyFailed
 from shared.kernels.copy_pages.driver import CudaDriver
 from shared.transfer.cuda_window import load_driver
 from shared.transfer.errors import PathUnavailable
+from shared.transfer.native_stream import NativeStream, NativeTicket
 from shared.transfer.page_stream import PageStream, PageTicket
 from shared.vmm.cuda_driver import CudaVmmDriver, VmmDriver
+from shared.vmm.errors import VmmError
 
-LANES = 4
-MIN_LANE_BYTES = 8 << 20  # 20 us on NVLink; another lane costs 5 us of this process's time
+LANES = 4  # without machine code
+MIN_LANE_BYTES = 8 << 20  # 20 us on NVLink; another lane costs 5 us of this process's time then
+
+logger = logging.getLogger(__name__)
 
 
 class GpuWindow:
@@ -106,7 +112,14 @@ class CallerGpu:
         self._vmm = CudaVmmDriver(ordinal)
         self._copy = CudaDriver(ordinal)
         self._context = int(self._current())
-        self._pages = PageStream(self._copy, lanes=LANES, min_lane_bytes=MIN_LANE_BYTES)
+        self._pages = self._made_stream()
+
+    def _made_stream(self) -> PageStream:
+        try:
+            return NativeStream(self._copy)
+        except (VmmError, CopyFailed) as error:
+            logger.warning("own copies are submitted by Python: %s", error.message)
+            return PageStream(self._copy, lanes=LANES, min_lane_bytes=MIN_LANE_BYTES)
 
     def _current(self) -> Any:
         return self._cuda.cuCtxGetCurrent()[1]
@@ -124,8 +137,17 @@ class CallerGpu:
         """Without anything mapped. Raises: VmmError."""
         return GpuWindow(self._vmm, num_slabs, slab_bytes, writes=writes)
 
-    def submit(self, sources: NDArray[np.uint64], targets: NDArray[np.uint64], page_bytes: int) -> GpuTicket:
-        """Start to copy whole pages; as PageStream.submit()."""
+    def submit(
+        self,
+        sources: NDArray[np.uint64],
+        targets: NDArray[np.uint64],
+        page_bytes: int,
+        *,
+        pulls: bool = False,
+    ) -> GpuTicket | NativeTicket:
+        """Start to copy whole pages; as PageStream.submit(). `pulls`: the sources are on another GPU."""
+        if isinstance(self._pages, NativeStream):
+            return self._pages.submit(sources, targets, page_bytes, pulls=pulls)
         was = self.enter()
         try:
             return GpuTicket(self, self._pages.submit(sources, targets, page_bytes))

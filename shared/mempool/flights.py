@@ -54,8 +54,8 @@ class Flight:
         with _LOCK:
             _FLYING.discard(self)
 
-    def ended(self) -> bool:
-        """Whether nothing of it runs any more. Any thread.
+    def ended(self, spin_s: float = 0.0) -> bool:
+        """Whether nothing of it runs any more; where the ticket can, behind a wait of `spin_s` at most. Any thread.
 
         Raises: CopyFailed when not every byte has arrived; `is_over` says whether something still runs.
         """
@@ -63,8 +63,9 @@ class Flight:
             return True
         if self._ticket is None:
             return False
+        spin = getattr(self._ticket, "spin", None) if spin_s else None
         try:
-            if not self._ticket.done():
+            if not (self._ticket.done() if spin is None else spin(spin_s)):
                 return False
         except ClusterError as error:
             if not getattr(error, "running", False):

@@ -92,6 +92,15 @@ def look(
 
 
 @njit(cache=True)
+def same(table: Any, pages: Any, words: Any) -> bool:
+    """See direct_checks.Checks."""
+    kept = True
+    for i in range(pages.size):
+        kept &= table[pages[i]] == words[i]
+    return kept
+
+
+@njit(cache=True)
 def leave(sources: Any, here_counts: Any, targets: Any, there_counts: Any) -> None:
     """See direct_checks.Checks."""
     for i in range(sources.size):

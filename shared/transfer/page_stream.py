@@ -69,11 +69,12 @@ class PageStream:
             part = slice(begin, min(last, begin + MAX_DESCRIPTORS))
             self._driver.copy_batch(targets[part], sources[part], sizes[part], Order.STREAM, stream)
 
-    def passed(self, events: list[int]) -> bool:
-        """Whether all have; then, and after a failure, they are the stream's again and `events` is empty.
+    def passed(self, ticket: "PageTicket") -> bool:
+        """Whether all of its events have; then, and after a failure, they are the stream's again and it has none.
 
-        Raises: CopyFailed, once; the GPU's context is lost then, and nothing of the set runs.
+        Raises: CopyFailed, once, and the ticket has it then; the GPU's context is lost, and nothing of the set runs.
         """
+        events = ticket.events
         with self._lock:
             if not events:
                 return True
@@ -81,7 +82,8 @@ class PageStream:
                 self._driver.make_current()
                 while events and self._driver.passed(events[-1]):
                     self._events.append(events.pop())
-            except CopyFailed:
+            except CopyFailed as error:
+                ticket.failure = error  # under the lock: no other thread takes it for done
                 self._events += events
                 events.clear()
                 raise
@@ -117,19 +119,16 @@ class PageStream:
 
 
 class PageTicket:
-    """One set in flight; see link.Attempt and served_link.Sending."""
+    """One set in flight; see link.Attempt and served_link.Sending. `events` and `failure` are its stream's."""
 
     def __init__(self, stream: PageStream, events: list[int]) -> None:
         self._stream = stream
-        self._left = events
-        self._failure: CopyFailed | None = None
+        self.events = events
+        self.failure: CopyFailed | None = None
 
     def done(self) -> bool:
         """Whether every byte is at its target. Raises: CopyFailed, from then on at every call."""
-        if self._failure is not None:
-            raise self._failure
-        try:
-            return self._stream.passed(self._left)
-        except CopyFailed as error:
-            self._failure = error
-            raise
+        passed = self._stream.passed(self)
+        if self.failure is not None:
+            raise self.failure
+        return passed

@@ -29,10 +29,21 @@ def call6(_typing: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f
     Surplus arguments lie in registers that the function does not read (System V on x86-64, AAPCS64), and of a narrower
     result only its own bits are defined.
     """
-    signature = types.int64(*[types.int64] * 7)
+    return _call_of(6)
+
+
+@intrinsic
+def call8(_typing: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
+    """As call6(), with exactly eight: on x86-64 the last two go by the stack."""
+    return _call_of(8)
+
+
+def _call_of(num: int) -> Any:
+    """What numba wants to know of a call with so many 64-bit arguments."""
+    signature = types.int64(*[types.int64] * (num + 1))
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_WORD, [_WORD] * 6)
+        kind = ir.FunctionType(_WORD, [_WORD] * num)
         return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
 
     return signature, generate

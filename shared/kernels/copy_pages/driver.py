@@ -171,20 +171,33 @@ class CudaDriver:
             raise CopyFailed(name, getattr(status, "name", str(status)))
         return values[0] if values else None
 
-    def _entry(self, name: str, abi: int, prototype: Any) -> Any:
+    @property
+    def context(self) -> int:
+        """The device's primary context."""
+        return int(self._context)
+
+    def batch_words(self, order: Order) -> tuple[int, int]:
+        """Addresses of what cuMemcpyBatchAsync wants to know once for all copies; good as long as this object is."""
+        return self._at_attributes[order], self._at_first
+
+    def entry(self, name: str, abi: int) -> int:
+        """The address of the driver's function, as it was since version `abi`; 0: this driver has none."""
         cuda = self._cuda
         status, address, found = cuda.cuGetProcAddress(name.encode(), abi, 0)
         success = cuda.CUdriverProcAddressQueryResult.CU_GET_PROC_ADDRESS_SUCCESS
-        if status != cuda.CUresult.CUDA_SUCCESS or found != success or not int(address):
-            return None
-        return prototype(int(address))
+        return int(address) if status == cuda.CUresult.CUDA_SUCCESS and found == success else 0
+
+    def _entry(self, name: str, abi: int, prototype: Any) -> Any:
+        address = self.entry(name, abi)
+        return prototype(address) if address else None
 
     def _attributes_of(self, order: Order) -> Any:
         attributes = self._cuda.CUmemcpyAttributes()
         attributes.srcAccessOrder = self._cuda.CUmemcpySrcAccessOrder(int(order))
         return attributes  # location hints stay empty: they are for managed and pageable memory only
 
-    def _checked(self, name: str, status: int) -> None:
+    def check(self, name: str, status: int) -> None:
+        """Of a call's result. Raises: CopyFailed, unless it is a success."""
         if status:
             raise CopyFailed(name, self._cuda.CUresult(status).name)
 
@@ -200,11 +213,11 @@ class CudaDriver:
         self.make_current()
         (status,) = self._cuda.cuCtxEnablePeerAccess(other._context, 0)
         if status != self._cuda.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
-            self._checked("cuCtxEnablePeerAccess", int(status))
+            self.check("cuCtxEnablePeerAccess", int(status))
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """See CopyDriver."""
-        self._checked("cuMemcpyAsync", self._copy(target, source, num_bytes, stream))
+        self.check("cuMemcpyAsync", self._copy(target, source, num_bytes, stream))
 
     def copy_batch(self, targets: U64, sources: U64, sizes: U64, order: Order, stream: int) -> None:
         """See CopyDriver. Cost: about 0.4 us a descriptor of submission."""
@@ -220,7 +233,7 @@ class CudaDriver:
             1,
             stream,
         )
-        self._checked("cuMemcpyBatchAsync", status)
+        self.check("cuMemcpyBatchAsync", status)
 
     def create_stream(self) -> int:
         """See CopyDriver."""
@@ -251,7 +264,7 @@ class CudaDriver:
         (status,) = self._cuda.cuEventQuery(event)
         if status == self._cuda.CUresult.CUDA_ERROR_NOT_READY:
             return False
-        self._checked("cuEventQuery", int(status))
+        self.check("cuEventQuery", int(status))
         return True
 
     def allocate_host(self, num_bytes: int) -> int:
