@@ -5,8 +5,9 @@
 writes h200x2-pool-transfer.json. bench_transfer.py times a link between two processes; this one times the call that a
 worker makes: keeper, mempool and two workers as processes (pool_transfer_worker.py), pages of the first worker named
 and pinned, as many taken at the second one, then `transfer` from call to answer. Pages lie scattered at both ends.
-Every set is measured both ways in one run: as a worker gets it (`case` says whether its own copies were it, "direct"),
-and "mediated", by the mempool. Every page is wiped before and looked at behind the timed calls of each. `attach`: a
+Every set is measured both ways in one run, warm (0.3 s of the same transfers before): as a worker gets it (`case` says
+whether its own copies were it, "direct"), and "mediated", by the mempool. Lists of addresses are as answers bring them.
+Every page is wiped before and looked at behind the timed calls of each. `attach`: a
 pool of --pool-gib on the source's GPU: the pool makes it, the worker maps it, descriptors that each process has more
 than before; then the first transfer ever (`cold`), what is left of the mempool's own mapping included
 (`first_contact`: refused ones before it). Beside them, in the same run: one plain copy, NIXL on cudaMalloc slabs, NCCL

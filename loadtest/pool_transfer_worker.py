@@ -24,6 +24,7 @@ from shared.kv.block_hash import chain_seed
 from shared.kv.layout import EngineDescription
 from shared.mempool.api import MemPoolApi
 from shared.mempool.direct_ways import Copied, Submit, Way
+from shared.mempool.held_pages import AddressList
 from shared.mempool.page_quota import PageQuota
 from shared.mempool.rank_memory import RankMemory
 from shared.wire.mempool_api import InsertFlags, PageAddress, TransferFlags
@@ -32,6 +33,7 @@ BLOCK_TOKENS = 64
 TIMEOUT_MS = 20_000
 FIRST_CONTACT_S = 60.0
 MAP_S = 30.0
+WARM_UP_S = 0.3
 
 
 class HostPages:
@@ -154,7 +156,7 @@ class Worker:
         every = await self._api.alloc_mem(2 * num, "hbm", instance)
         self._rng.shuffle(every)
         await self._api.free_mem(every[num:])
-        return every[:num]
+        return AddressList(every[:num])  # as alloc_mem gives them
 
     async def wipe(self, pages: list[int]) -> dict[str, Any]:
         """So that what is there later has come."""
@@ -169,18 +171,14 @@ class Worker:
                 raise RuntimeError(f"page {page} holds {sorted(found)} instead of {number + 1}")
         return {"checked": len(pages)}
 
-    async def transfer(
-        self, instance: str, repeats: int, warm_up: int = 2, mediated: bool = False
-    ) -> dict[str, Any]:
+    async def transfer(self, instance: str, repeats: int, mediated: bool = False) -> dict[str, Any]:
         """MemPool.transfer of all sources to the targets, again and again. Wall time from call to answer, in us, and
-        how many were copied here. `mediated`: as it is with a flag that says nothing about given targets."""
+        how many were copied here. First for WARM_UP_S: GPUs, links and cores that were idle run slower for a while.
+        `mediated`: as it is with a flag that says nothing about given targets."""
         wall_us: list[float] = []
         flags = TransferFlags.HBM if mediated else TransferFlags.NONE
-        before = 0
-        for number in range(warm_up + repeats):
-            if number == warm_up:
-                before = self._num_direct()
-            begin = time.perf_counter()
+
+        async def one() -> None:
             await self._api.transfer(
                 InstanceId(instance),
                 self._held["sources"],
@@ -188,8 +186,15 @@ class Worker:
                 flags,
                 timeout_ms=TIMEOUT_MS,
             )
-            if number >= warm_up:
-                wall_us.append(round((time.perf_counter() - begin) * 1e6, 1))
+
+        end = time.perf_counter() + WARM_UP_S
+        while time.perf_counter() < end:
+            await one()
+        before = self._num_direct()
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            await one()
+            wall_us.append(round((time.perf_counter() - begin) * 1e6, 1))
         return {"wall_us": wall_us, "direct": self._num_direct() - before}
 
     async def overhead(self, instance: str, repeats: int) -> dict[str, Any]:

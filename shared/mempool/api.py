@@ -35,6 +35,7 @@ from shared.ids import BlockHash, InstanceId
 from shared.kv.block_hash import pack_tokens
 from shared.mempool.api_hashes import HashMemory
 from shared.mempool.direct import Direct
+from shared.mempool.held_pages import AddressList
 from shared.transport.unix_channel import UnixLink
 from shared.transport.unix_socket import close_fds
 from shared.wire import mempool_api as wire
@@ -127,7 +128,7 @@ class MemPoolApi:
         call = wire.AllocMem(
             call_id=self._next(), num_blocks=size, mem_type=mem_type, instance=instance or self.instance
         )
-        taken = wire.unpack_addresses((await self._call(call, wire.Addresses)).addresses)
+        taken = self._listed((await self._call(call, wire.Addresses)).addresses)
         if self.direct is not None:
             self.direct.ways.knows(call.instance)
             self.direct.held.allocated(taken)
@@ -168,7 +169,7 @@ class MemPoolApi:
         )
         if self.direct is not None:
             self.direct.name(addresses)
-        placed = wire.unpack_addresses((await self._call(call, wire.Addresses)).addresses)
+        placed = self._listed((await self._call(call, wire.Addresses)).addresses)
         if self.direct is not None and flags & InsertFlags.PIN:
             self.direct.held.pinned(placed)
         return placed
@@ -181,7 +182,7 @@ class MemPoolApi:
         call = wire.MatchBlocks(
             call_id=self._next(), hashes=b"".join(hashes), instance=instance or self.instance, flags=flags
         )
-        found = wire.unpack_addresses((await self._call(call, wire.Addresses)).addresses)
+        found = self._listed((await self._call(call, wire.Addresses)).addresses)
         if self.direct is not None and flags & MatchFlags.PIN:
             self.direct.ways.knows(call.instance)
             self.direct.held.pinned(found)
@@ -210,7 +211,7 @@ class MemPoolApi:
         if self.direct is not None:
             await self.direct.give_up(addresses)
         reply = await self._call(call, wire.Addresses, SWAP_TIMEOUT_MS)
-        found = wire.unpack_addresses(reply.addresses)
+        found = self._listed(reply.addresses)
         if self.direct is not None:
             self.direct.held.pinned(found)
         return found
@@ -284,6 +285,11 @@ class MemPoolApi:
         return await self._transferred(call, sources, targets)
 
     # -- parts --------------------------------------------------------------------------------------
+
+    def _listed(self, raw: bytes) -> list[PageAddress]:
+        """Of an answer; ready to be copied from or to."""
+        found = wire.unpack_addresses(raw)
+        return found if self.direct is None else AddressList(found)
 
     async def _transferred(
         self, call: wire.Transfer, sources: Sequence[PageAddress], targets: Sequence[PageAddress]

@@ -12,10 +12,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from shared.ids import InstanceId
 from shared.mempool.direct_checks import FROMS, LOOK_ROWS, NOT_HELD, SOURCE_WORDS, TARGET_WORDS, TOS, Checks
 from shared.mempool.direct_ways import Way, Ways
 from shared.mempool.flights import Flight
-from shared.mempool.held_pages import Columns, HeldPages, Pages, Stretch, stretch_of
+from shared.mempool.held_pages import AddressList, Columns, HeldPages, Pages, Stretch, stretch_of
 from shared.wire.mempool_api import CopiedDirectly, PageAddress, Transfer, TransferFlags, instance_key
 
 SPIN_S = 0.0003  # a short copy is waited for without a turn of the loop: 64 MiB take 0.2 ms on NVLink
@@ -39,8 +39,7 @@ logger = logging.getLogger(__name__)
 U64 = NDArray[np.uint64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Begun:
+class _Begun(NamedTuple):  # whose making costs a third of a frozen dataclass's
     flight: Flight
     num_bytes: int
     # the tables, which stay mapped as long as this refers to them, and what they said of each page
@@ -60,6 +59,23 @@ def part_ends(count: int, first: int) -> list[int]:
         ends.append(done)
         size *= 2
     return [*ends, count]
+
+
+def _cutter(addresses: Sequence[PageAddress]) -> "Callable[[int, int], Stretch | None]":
+    """Makes the stretch from one number to another, one after the other; not distinct if a page was in one before."""
+    if isinstance(addresses, AddressList) and (known := addresses.stretch) is not None:
+        return known.part
+    seen: set[int] = set()
+
+    def cut(begin: int, end: int) -> Stretch | None:
+        found = stretch_of(addresses[begin:end])
+        if found is not None:
+            pages = found.pages.tolist()
+            found = found if seen.isdisjoint(pages) else found._replace(is_distinct=False)
+            seen.update(pages)
+        return found
+
+    return cut
 
 
 class Direct:
@@ -135,13 +151,12 @@ class Direct:
         """Copies under way, each while the one before it runs, and why there is no other one, if there ought to be."""
         if len(sources) != len(targets) or not sources:
             return [], "lists"
-        ends = part_ends(len(sources), self.ways.first_pages(sources[0], targets[0]))
         begun: list[_Begun] = []
-        # sources that were named; a target that is named twice is found to be written already
-        seen: set[int] | None = set() if len(ends) > 1 else None
         try:
-            for begin, end in pairwise((0, *ends)):
-                one = self._begin(instance, sources[begin:end], targets[begin:end], seen)
+            for source, target in self._parts(sources, targets):
+                one: _Begun | str = "lists"
+                if source is not None and target is not None:
+                    one = self._begin(instance, source, target)
                 if isinstance(one, str):
                     return begun, one
                 begun.append(one)
@@ -150,24 +165,23 @@ class Direct:
             raise
         return begun, ""
 
-    def _begin(
-        self,
-        instance: InstanceId,
-        sources: Sequence[PageAddress],
-        targets: Sequence[PageAddress],
-        seen: set[int] | None,
-    ) -> "_Begun | str":
-        """A copy under way, or why there is none. `seen`: sources of earlier parts, and of this one too from now on."""
-        source, target = stretch_of(sources), stretch_of(targets)
-        if source is None or target is None:
-            return "lists"
+    def _parts(
+        self, sources: Sequence[PageAddress], targets: Sequence[PageAddress]
+    ) -> "Iterator[tuple[Stretch | None, Stretch | None]]":
+        """What is copied at once, made when it is asked for: columns of long lists while the first pages are copied."""
+        first = self.ways.first_pages(sources[0], targets[0])
+        if not first or len(sources) < 3 * first:
+            yield stretch_of(sources), stretch_of(targets)
+            return
+        parts_of_sources = _cutter(sources)
+        parts_of_targets = _cutter(targets)
+        for begin, end in pairwise((0, *part_ends(len(sources), first))):
+            yield parts_of_sources(begin, end), parts_of_targets(begin, end)
+
+    def _begin(self, instance: InstanceId, source: Stretch, target: Stretch) -> "_Begun | str":
+        """A copy under way, or why there is none."""
         if self.ways.name_of(target.key) != instance or not (source.is_distinct and target.is_distinct):
             return "lists"
-        if seen is not None:
-            before = len(seen)
-            seen.update(source.pages.tolist())
-            if len(seen) - before < source.pages.size:
-                return "lists"
         here, there = self.held.columns(source), self.held.columns(target)
         if here is None or there is None:
             return "not held"

@@ -70,9 +70,39 @@ class Stretch(NamedTuple):  # whose making costs a tenth of a dataclass's
     last: int  # the largest page
     is_distinct: bool  # no page is named twice
 
+    def part(self, begin: int, end: int) -> "Stretch":
+        """Some of them; `last` stays that of all."""
+        return Stretch(
+            self.key, self.space, self.medium, self.pages[begin:end], self.epochs[begin:end], self.last,
+            self.is_distinct,
+        )  # fmt: skip
+
+
+class AddressList(list[PageAddress]):
+    """A list like any other whose columns were made with it: a transfer of these pages, as long as nobody changes the
+    list, begins 0.2 us a page sooner. Answers of the nine calls are such lists where a connection copies by itself."""
+
+    __slots__ = ("_as_made", "_stretch")
+
+    def __init__(self, addresses: Iterable[PageAddress]) -> None:
+        super().__init__(addresses)
+        self._as_made = self.copy()
+        self._stretch = _stretch_of(self._as_made)
+
+    @property
+    def stretch(self) -> Stretch | None:
+        """None too when the list is not what it was. Cost: 10 ns a page, for which it is compared."""
+        return self._stretch if self == self._as_made else None
+
 
 def stretch_of(addresses: Sequence[PageAddress]) -> Stretch | None:
-    """None when there are none, or they are of several instances or spaces. Cost: 0.2 us a page."""
+    """None when there are none, or they are of several instances or spaces. Cost: 0.2 us a page, but see AddressList.
+    The columns may be the list's own: nobody writes them."""
+    known = addresses.stretch if isinstance(addresses, AddressList) else None
+    return _stretch_of(addresses) if known is None else known
+
+
+def _stretch_of(addresses: Sequence[PageAddress]) -> Stretch | None:
     if not addresses:
         return None
     keys, media, spaces, pages, epochs = zip(*addresses, strict=True)
@@ -87,6 +117,8 @@ def stretch_of(addresses: Sequence[PageAddress]) -> Stretch | None:
 
 def stretches_of(addresses: Iterable[PageAddress]) -> list[Stretch]:
     """All of them; of each instance and space one stretch."""
+    if isinstance(addresses, AddressList) and (one := addresses.stretch) is not None:
+        return [one]
     found: dict[tuple[int, SpaceId, Medium], list[PageAddress]] = {}
     for address in addresses:
         found.setdefault((address.instance_key, address.space, address.medium), []).append(address)
