@@ -228,7 +228,7 @@ def transfers(
                     "section": "attach", **common, "pool_gib": round(said["num_pages"] * page_bytes / (1 << 30), 3),
                     "handles": said["handles"], "made_s": said["made_s"], "attach_s": said["attach_s"],
                     "first_contact_s": contact["waited_s"], "failed_before": contact["failed"],
-                    "cold_us": contact["cold_us"], "direct_ready_s": mapped["waited_s"],
+                    "cold_us": contact["cold_us"], "direct_ready_s": mapped["waited_s"], "direct_compiled_s": mapped["compiled_s"],
                     "fds": {"worker": said["open_fds"], "worker_most": said["most_fds"], **fds},
                 }  # fmt: skip
                 pool.target.ask("wipe", pages=pages)
