@@ -5,7 +5,7 @@
 writes h200x2-pool-transfer.json. bench_transfer.py times a link between two processes; this one times the call that a
 worker makes: keeper, mempool and two workers as processes (pool_transfer_worker.py), pages of the first worker named
 and pinned, as many taken at the second one, then `transfer` from call to answer. Pages lie scattered at both ends.
-Every set is measured both ways in one run, warm (0.3 s of the same transfers before): as a worker gets it (`case` says
+Every set is measured both ways in one run, warm (0.5 s of the same transfers before): as a worker gets it (`case` says
 whether its own copies were it, "direct"), and "mediated", by the mempool. Lists of addresses are as answers bring them.
 Every page is wiped before and looked at behind the timed calls of each. `attach`: a
 pool of --pool-gib on the source's GPU: the pool makes it, the worker maps it, descriptors that each process has more
@@ -228,7 +228,8 @@ def transfers(
                     "section": "attach", **common, "pool_gib": round(said["num_pages"] * page_bytes / (1 << 30), 3),
                     "handles": said["handles"], "made_s": said["made_s"], "attach_s": said["attach_s"],
                     "first_contact_s": contact["waited_s"], "failed_before": contact["failed"],
-                    "cold_us": contact["cold_us"], "direct_ready_s": mapped["waited_s"], "direct_compiled_s": mapped["compiled_s"],
+                    "cold_us": contact["cold_us"], "direct_ready_s": mapped["waited_s"],
+                    "direct_compiled_s": mapped["compiled_s"],
                     "fds": {"worker": said["open_fds"], "worker_most": said["most_fds"], **fds},
                 }  # fmt: skip
                 pool.target.ask("wipe", pages=pages)

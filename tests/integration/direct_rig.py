@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.integration.pages_rig import PagesEngine
 P, D = InstanceId("prefill-0"), InstanceId("decode-0")
 SEED = chain_seed("f", "tenant")
 LENGTH = 6000
-WAYS = ["mediated", "direct"]
+WAYS = ["mediated", "direct", "parts"]  # parts: as direct, a page first and then the others, as between GPUs
 NUM = 6
 
 
@@ -79,8 +80,10 @@ class Host:
         """Sources and targets, and the way mapped."""
         sources, targets = await self.sources(api, num), await api.alloc_mem(num, "hbm", D)
         await api.transfer(D, sources, targets)
-        if way == "direct":
+        if way != "mediated":
             await self.mapped(api, sources, targets)
+        if way == "parts":
+            self.in_parts(api)
         for address in targets:
             self.engines[1].write(address.page, bytes(LENGTH))
         return sources, targets
@@ -92,6 +95,12 @@ class Host:
                 return
             await asyncio.sleep(0.01)
         raise AssertionError(api.direct.ways._found)
+
+    def in_parts(self, api) -> None:
+        """From now on this caller copies a page of a list first, and then the others."""
+        found = api.direct.ways._found
+        for key, way in found.items():
+            found[key] = replace(way, first_pages=1)
 
     def hold_copies(self, api) -> list[Gate]:
         """From now on this caller's copies run until they are let go."""

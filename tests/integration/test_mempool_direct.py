@@ -23,11 +23,11 @@ __all__ = ["host", "kept_host"]  # fixtures
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_given_targets_hold_the_bytes_after_the_answer(host, way):
-    api = await host.open(direct=way == "direct")
+    api = await host.open(direct=way != "mediated")
     sources, targets = await host.ready(api, way)
     assert await api.transfer(D, sources[::-1], targets) == targets
     assert host.read(1, targets) == host.read(0, sources[::-1])
-    if way == "direct":
+    if way != "mediated":
         assert api.direct.counters["direct"] == 1
         api.direct.tell()
         await soon(lambda: host.mempool.status()["api"]["counters"].get("transfers_direct") == 1, "counted")
@@ -35,20 +35,20 @@ async def test_given_targets_hold_the_bytes_after_the_answer(host, way):
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_pages_that_a_caller_owns_and_has_not_named_are_sources_too(host, way):
-    api = await host.open(direct=way == "direct")
+    api = await host.open(direct=way != "mediated")
     _, targets = await host.ready(api, way)
     owned = await api.alloc_mem(NUM)
     for at, address in enumerate(owned):
         host.engines[0].write(address.page, content(bytes([200 + at]) * 32))
     await api.transfer(D, owned, targets)
     assert host.read(1, targets) == host.read(0, owned)
-    if way == "direct":
+    if way != "mediated":
         assert api.direct.counters["direct"] == 1
 
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_what_is_not_the_callers_is_refused_and_nothing_arrives(host, way):
-    api, other = await host.open(direct=way == "direct"), await host.open()
+    api, other = await host.open(direct=way != "mediated"), await host.open()
     sources, targets = await host.ready(api, way)
     before = host.read(1, targets)
     theirs = await host.sources(other, 1)
@@ -72,7 +72,7 @@ async def test_what_is_not_the_callers_is_refused_and_nothing_arrives(host, way)
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_given_back_pages_are_neither_sources_nor_targets(host, way):
-    api = await host.open(direct=way == "direct")
+    api = await host.open(direct=way != "mediated")
     sources, targets = await host.ready(api, way)
     assert await api.free_mem([targets[0], sources[1]]) == 2
     with pytest.raises(StaleEpoch):
