@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from shared.ids import InstanceId
 from shared.mempool.direct_checks import FROMS, LOOK_ROWS, NOT_HELD, SOURCE_WORDS, TARGET_WORDS, TOS, Checks
 from shared.mempool.direct_ways import Way, Ways
 from shared.mempool.flights import Flight
-from shared.mempool.held_pages import AddressList, Columns, HeldPages, Pages, Stretch, stretch_of
+from shared.mempool.held_pages import Columns, HeldPages, Pages, Stretch, is_known, stretch_of
 from shared.wire.mempool_api import CopiedDirectly, PageAddress, Transfer, TransferFlags, instance_key
 
 SPIN_S = 0.0003  # a short copy is waited for without a turn of the loop: 64 MiB take 0.2 ms on NVLink
@@ -61,10 +61,8 @@ def part_ends(count: int, first: int) -> list[int]:
     return [*ends, count]
 
 
-def _cutter(addresses: Sequence[PageAddress]) -> "Callable[[int, int], Stretch | None]":
+def _cutter(addresses: Sequence[PageAddress]) -> Callable[[int, int], Stretch | None]:
     """Makes the stretch from one number to another, one after the other; not distinct if a page was in one before."""
-    if isinstance(addresses, AddressList) and (known := addresses.stretch) is not None:
-        return known.part
     seen: set[int] = set()
 
     def cut(begin: int, end: int) -> Stretch | None:
@@ -76,6 +74,15 @@ def _cutter(addresses: Sequence[PageAddress]) -> "Callable[[int, int], Stretch |
         return found
 
     return cut
+
+
+def _parts(
+    sources: Sequence[PageAddress], targets: Sequence[PageAddress], first: int
+) -> Iterator[tuple[Stretch | None, Stretch | None]]:
+    """Made when they are asked for: columns of long lists while the first pages are copied."""
+    parts_of_sources, parts_of_targets = _cutter(sources), _cutter(targets)
+    for begin, end in pairwise((0, *part_ends(len(sources), first))):
+        yield parts_of_sources(begin, end), parts_of_targets(begin, end)
 
 
 class Direct:
@@ -151,9 +158,14 @@ class Direct:
         """Copies under way, each while the one before it runs, and why there is no other one, if there ought to be."""
         if len(sources) != len(targets) or not sources:
             return [], "lists"
+        parts: Iterable[tuple[Stretch | None, Stretch | None]]
+        if not (is_known(sources) and is_known(targets)) and (first := self._first_part(sources, targets)):
+            parts = _parts(sources, targets, first)
+        else:
+            parts = ((stretch_of(sources), stretch_of(targets)),)
         begun: list[_Begun] = []
         try:
-            for source, target in self._parts(sources, targets):
+            for source, target in parts:
                 one: _Begun | str = "lists"
                 if source is not None and target is not None:
                     one = self._begin(instance, source, target)
@@ -165,18 +177,10 @@ class Direct:
             raise
         return begun, ""
 
-    def _parts(
-        self, sources: Sequence[PageAddress], targets: Sequence[PageAddress]
-    ) -> "Iterator[tuple[Stretch | None, Stretch | None]]":
-        """What is copied at once, made when it is asked for: columns of long lists while the first pages are copied."""
+    def _first_part(self, sources: Sequence[PageAddress], targets: Sequence[PageAddress]) -> int:
+        """Pages of it; 0 where the list is too short to be cut."""
         first = self.ways.first_pages(sources[0], targets[0])
-        if not first or len(sources) < 3 * first:
-            yield stretch_of(sources), stretch_of(targets)
-            return
-        parts_of_sources = _cutter(sources)
-        parts_of_targets = _cutter(targets)
-        for begin, end in pairwise((0, *part_ends(len(sources), first))):
-            yield parts_of_sources(begin, end), parts_of_targets(begin, end)
+        return first if len(sources) >= 3 * first else 0
 
     def _begin(self, instance: InstanceId, source: Stretch, target: Stretch) -> "_Begun | str":
         """A copy under way, or why there is none."""
@@ -249,15 +253,26 @@ class Direct:
         run still are in `_flights`."""
         kept, same = True, self.ways.checks.same
         spin_until_s = time.perf_counter() + SPIN_S
-        for number, each in enumerate(begun):
+        for number, (flight, _, source_table, source_words, target_table, target_words) in enumerate(begun):
             try:
-                await self._land(each.flight, spin_until_s, deadline_s)
+                if not self._landed_at_once(flight, spin_until_s):
+                    await self._land(flight, spin_until_s, deadline_s)
             except BaseException:  # those behind it are nobody's now
                 self._flights += [later.flight for later in begun[number + 1 :]]
                 raise
-            kept &= same(each.source_table, each.flight.source.pages, each.source_words)
-            kept &= same(each.target_table, each.flight.target.pages, each.target_words)
+            kept &= same(source_table, flight.source.pages, source_words)
+            kept &= same(target_table, flight.target.pages, target_words)
         return kept
+
+    def _landed_at_once(self, flight: Flight, spin_until_s: float) -> bool:
+        """Whether it has, most often, where a GPU copies: without a coroutine's costs. Raises: CopyFailed."""
+        spin_s = spin_until_s - time.perf_counter()
+        try:
+            return spin_s > 0 and flight.ended(spin_s) and flight.land()
+        except CopyFailed:
+            if not flight.land():
+                self._flights.append(flight)
+            raise
 
     async def _land(self, flight: Flight, spin_until_s: float, deadline_s: float) -> None:
         """Wait until nothing of it runs. A caller that waits no more leaves it in `_flights`. Raises: CopyFailed."""

@@ -6,23 +6,23 @@ GPU alone has access to the windows, to those that are only read no right to wri
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from shared.kernels.copy_pages.copies import CopyFailed
+from shared.kernels.copy_pages.copies import U64, CopyFailed
 from shared.kernels.copy_pages.driver import CudaDriver
+from shared.mempool.flights import Ticket
 from shared.transfer.cuda_window import load_driver
 from shared.transfer.errors import PathUnavailable
-from shared.transfer.native_stream import NativeStream, NativeTicket
+from shared.transfer.native_stream import NativeStream
 from shared.transfer.page_stream import PageStream, PageTicket
 from shared.vmm.cuda_driver import CudaVmmDriver, VmmDriver
 from shared.vmm.errors import VmmError
 
 LANES = 4  # without machine code
 MIN_LANE_BYTES = 8 << 20  # 20 us on NVLink; another lane costs 5 us of this process's time then
+
+Submit = Callable[[U64, U64, int], Ticket]  # as direct_ways.Submit
 
 logger = logging.getLogger(__name__)
 
@@ -137,17 +137,13 @@ class CallerGpu:
         """Without anything mapped. Raises: VmmError."""
         return GpuWindow(self._vmm, num_slabs, slab_bytes, writes=writes)
 
-    def submit(
-        self,
-        sources: NDArray[np.uint64],
-        targets: NDArray[np.uint64],
-        page_bytes: int,
-        *,
-        pulls: bool = False,
-    ) -> GpuTicket | NativeTicket:
-        """Start to copy whole pages; as PageStream.submit(). `pulls`: the sources are on another GPU."""
+    def submitter(self, *, pulls: bool) -> Submit:
+        """What starts to copy whole pages; see PageStream.submit(). `pulls`: the sources are on another GPU."""
         if isinstance(self._pages, NativeStream):
-            return self._pages.submit(sources, targets, page_bytes, pulls=pulls)
+            return self._pages.pull if pulls else self._pages.submit
+        return self._submit
+
+    def _submit(self, sources: U64, targets: U64, page_bytes: int) -> GpuTicket:
         was = self.enter()
         try:
             return GpuTicket(self, self._pages.submit(sources, targets, page_bytes))

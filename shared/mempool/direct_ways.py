@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -45,7 +44,7 @@ class Gpu(Protocol):
 
     def window(self, num_slabs: int, slab_bytes: int, *, writes: bool) -> Window: ...
 
-    def submit(self, sources: U64, targets: U64, page_bytes: int, *, pulls: bool = False) -> Ticket: ...
+    def submitter(self, *, pulls: bool) -> Submit: ...
 
     def close(self) -> None: ...
 
@@ -212,7 +211,7 @@ class Ways:
                 or self._gpu.device not in (source.device, target.device)
             ):
                 return "between these memories"
-            submit = partial(self._gpu.submit, pulls=self._gpu.device == target.device != source.device)
+            submit = self._gpu.submitter(pulls=self._gpu.device == target.device != source.device)
             first_pages = first_part(source.page_bytes)
         bases = np.uint64(source.address), np.uint64(target.address)
         return Way(source, target, bases, np.uint64(source.page_bytes), submit, first_pages)

@@ -70,13 +70,6 @@ class Stretch(NamedTuple):  # whose making costs a tenth of a dataclass's
     last: int  # the largest page
     is_distinct: bool  # no page is named twice
 
-    def part(self, begin: int, end: int) -> "Stretch":
-        """Some of them; `last` stays that of all."""
-        return Stretch(
-            self.key, self.space, self.medium, self.pages[begin:end], self.epochs[begin:end], self.last,
-            self.is_distinct,
-        )  # fmt: skip
-
 
 class AddressList(list[PageAddress]):
     """A list like any other whose columns were made with it: a transfer of these pages, as long as nobody changes the
@@ -93,6 +86,11 @@ class AddressList(list[PageAddress]):
     def stretch(self) -> Stretch | None:
         """None too when the list is not what it was. Cost: 10 ns a page, for which it is compared."""
         return self._stretch if self == self._as_made else None
+
+
+def is_known(addresses: Sequence[PageAddress]) -> bool:
+    """Whether its columns need not be made, unless it was changed."""
+    return isinstance(addresses, AddressList)
 
 
 def stretch_of(addresses: Sequence[PageAddress]) -> Stretch | None:

@@ -30,20 +30,23 @@ def _entered(calls: Any, context: int) -> int:
 @njit(nogil=True, cache=True)
 def start(
     calls: Any, context: int, stream: int, event: int, attributes: int, first: int,
-    sources: Any, targets: Any, sizes: Any,
+    sources: Any, targets: Any, sizes: Any, batch: int,
 ) -> int:  # fmt: skip
-    """Batches on the stream, of MAX_DESCRIPTORS copies each, none where no pages are given, and the event behind them.
+    """Batches on the stream, none where no pages are given, and the event behind them. The first has `batch` pages, each
+    other one twice as many as the one before, and the last what is left.
 
     Args:
         calls: int64, addresses of the driver's functions and of clock_gettime.
         attributes, first: CudaDriver.batch_words().
-        sources, targets, sizes: uint64, C-contiguous, of one length.
+        sources, targets: uint64, C-contiguous, of one length; sizes: as many or more.
     Returns: a CUresult.
     """
     was = _entered(calls, context)
     status = begin = 0
     while begin < sources.size and status == 0:
-        count = min(MAX_DESCRIPTORS, sources.size - begin)
+        left = sources.size - begin
+        count = min(batch if left >= 3 * batch else left, MAX_DESCRIPTORS)
+        batch *= 2
         at = 8 * begin  # of the columns' words
         status = call8(
             calls[BATCH], targets.ctypes.data + at, sources.ctypes.data + at, sizes.ctypes.data + at, count, attributes,

@@ -84,6 +84,7 @@ class Host:
             await self.mapped(api, sources, targets)
         if way == "parts":
             self.in_parts(api)
+            sources, targets = list(sources), list(targets)  # whose columns are not known
         for address in targets:
             self.engines[1].write(address.page, bytes(LENGTH))
         return sources, targets

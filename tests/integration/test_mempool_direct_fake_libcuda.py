@@ -57,7 +57,7 @@ cuda.cuCtxSetCurrent(was)
 
 def copied(sources, targets):
     try:
-        ticket = gpu.submit(np.array(sources, np.uint64), np.array(targets, np.uint64), SLAB)
+        ticket = gpu.submitter(pulls=False)(np.array(sources, np.uint64), np.array(targets, np.uint64), SLAB)
         return ticket.done()
     except Exception as error:
         return error.status

@@ -75,10 +75,3 @@ def test_a_list_knows_its_columns_until_it_is_changed_and_says_what_it_holds_the
 def test_lists_of_two_spaces_or_of_nothing_have_no_columns():
     assert AddressList([]).stretch is None
     assert AddressList(addresses(1) + addresses(1, space=1)).stretch is None
-
-
-def test_a_part_of_columns_has_the_pages_of_the_lists_part():
-    found = AddressList(addresses(5, 3, 9, 1)).stretch
-    part = found.part(1, 3)
-    assert (part.pages.tolist(), part.epochs.tolist(), part.last) == ([3, 9], [4, 10], 9)
-    assert part.pages.flags.c_contiguous
