@@ -32,8 +32,8 @@ def start(
     calls: Any, context: int, stream: int, event: int, attributes: int, first: int,
     sources: Any, targets: Any, sizes: Any, batch: int,
 ) -> int:  # fmt: skip
-    """Batches on the stream, none where no pages are given, and the event behind them. The first has `batch` pages, each
-    other one twice as many as the one before, and the last what is left.
+    """Batches on the stream, none where no pages are given, and the event behind them. The first has `batch` pages,
+    each other one twice as many as the one before, and the last what is left.
 
     Args:
         calls: int64, addresses of the driver's functions and of clock_gettime.
