@@ -127,8 +127,8 @@ class Direct:
         """Copy whole pages, if that is possible here. False: ask the mempool; nothing runs, and targets hold anything.
 
         Raises: StaleEpoch, CopyFailed, PeerGone; pages that are still written stay busy.
-        Cost: 10 us (two AMD cores) and the copy; 0.2 us a page for lists other than AddressList, partly beside it; twice
-            that without numba.
+        Cost: 10 us (two AMD cores) and the copy; for lists other than AddressList 0.2 us a page, partly beside it;
+            twice that without numba.
         """
         deadline_s = time.perf_counter() + timeout_ms / 1000
         begun, why = self._begin_parts(instance, sources, targets)
