@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shared.kernels.copy_pages.copies import U64, CopyFailed
+from shared.kernels.copy_pages.copies import U64
 from shared.kernels.copy_pages.driver import CudaDriver
 from shared.mempool.flights import Ticket
 from shared.transfer.cuda_window import load_driver
@@ -17,7 +17,6 @@ from shared.transfer.errors import PathUnavailable
 from shared.transfer.native_stream import NativeStream
 from shared.transfer.page_stream import PageStream, PageTicket
 from shared.vmm.cuda_driver import CudaVmmDriver, VmmDriver
-from shared.vmm.errors import VmmError
 
 LANES = 4  # without machine code
 MIN_LANE_BYTES = 8 << 20  # 20 us on NVLink; another lane costs 5 us of this process's time then
@@ -117,8 +116,8 @@ class CallerGpu:
     def _made_stream(self) -> PageStream:
         try:
             return NativeStream(self._copy)
-        except (VmmError, CopyFailed) as error:
-            logger.warning("own copies are submitted by Python: %s", error.message)
+        except Exception as error:  # noqa: BLE001  whatever a compiler may raise, Python can submit them too
+            logger.warning("own copies are submitted by Python: %r", error)
             return PageStream(self._copy, lanes=LANES, min_lane_bytes=MIN_LANE_BYTES)
 
     def _current(self) -> Any:

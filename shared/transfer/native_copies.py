@@ -7,10 +7,16 @@ The thread's context is put back, and the interpreter's lock is free meanwhile.
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from shared.transfer.page_stream import MAX_DESCRIPTORS
-from shared.vmm.native_calls import call6, call8
+from shared.vmm.errors import VmmUnavailable
+
+try:
+    from numba import njit
+
+    from shared.vmm.native_calls import call6, call8
+except ImportError as error:
+    raise VmmUnavailable(f"no numba: {error}") from error
 
 GET_CONTEXT, SET_CONTEXT, BATCH, RECORD, QUERY, CLOCK = range(6)  # rows of `calls`
 NOT_READY = 600

@@ -51,39 +51,32 @@ class NativeStream(PageStream):
         self._set_context = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(found[1])
         self._words = driver.batch_words(Order.STREAM)
         self._context = driver.context
-        self._size, self._sizes, self._batch = 0, NO_ADDRESSES, 1
+        self._size, self._sizes = 0, NO_ADDRESSES
         self._turn = 0
         self.submit(NO_ADDRESSES, NO_ADDRESSES, 0).spin(_WARM_UP_S)
 
     def submit(self, sources: U64, targets: U64, size: int) -> "NativeTicket":
         """See PageStream.submit(): behind what was submitted before, on one stream. Cost: 3 us, 1 us a page."""
-        return self._on(self._streams[0], sources, targets, size)
+        return self._on(
+            self._streams[0], sources, targets, size, max(BATCH_PAGES, BATCH_BYTES // max(1, size))
+        )
 
     def pull(self, sources: U64, targets: U64, size: int) -> "NativeTicket":
-        """As submit(), of sources that are a peer's: such copies take longer to begin, so sets take turns on two
-        streams."""
+        """As submit(), of sources that are a peer's. Between two batches of such copies are 7 us, so each set is one
+        batch, and sets take turns on two streams."""
         self._turn ^= 1
-        return self._on(self._streams[self._turn], sources, targets, size)
+        return self._on(self._streams[self._turn], sources, targets, size, max(1, sources.size))
 
-    def _on(self, stream: int, sources: U64, targets: U64, size: int) -> "NativeTicket":
+    def _on(self, stream: int, sources: U64, targets: U64, size: int, batch: int) -> "NativeTicket":
         count = sources.size
         with self._lock:
             if self._num_pending >= MAX_PENDING:
                 raise CopyQueueFull(f"{MAX_PENDING} sets of pages are in flight")
             if size != self._size or self._sizes.size < count:
                 self._size, self._sizes = size, np.full(max(count, 1024), size, np.uint64)
-                self._batch = max(BATCH_PAGES, BATCH_BYTES // max(1, size))
             event = self._events.pop() if self._events else self._new_event()
             status = self._native.start(
-                self._calls,
-                self._context,
-                stream,
-                event,
-                *self._words,
-                sources,
-                targets,
-                self._sizes,
-                self._batch,
+                self._calls, self._context, stream, event, *self._words, sources, targets, self._sizes, batch
             )
             if status:
                 raise self._refused(status, event)

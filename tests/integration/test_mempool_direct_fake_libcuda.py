@@ -46,6 +46,7 @@ def filled(byte):
 own.make_current()
 gpu = gpu_in_use()
 print("device", gpu.device[-2:])
+print("submitted by", type(gpu._pages).__name__)
 cuda.cuCtxSetCurrent(0)
 window = gpu.window(4, SLAB, writes=True)
 source = gpu.window(1, SLAB, writes=False)
@@ -57,12 +58,15 @@ cuda.cuCtxSetCurrent(was)
 
 def copied(sources, targets):
     try:
-        ticket = gpu.submitter(pulls=False)(np.array(sources, np.uint64), np.array(targets, np.uint64), SLAB)
+        ticket = gpu.submitter(pulls=len(sources) > 1)(np.array(sources, np.uint64), np.array(targets, np.uint64), SLAB)
         return ticket.done()
     except Exception as error:
         return error.status
 
 print("arrives", copied([source.address], [window.address + SLAB]), os.pread(fds[1], 1, 5))
+pairs = [window.address, source.address], [window.address + SLAB, window.address + 3 * SLAB]
+print("pulled", copied(*pairs), os.pread(fds[1], 1, 5), os.pread(fds[2], 1, 5))
+os.pwrite(fds[1], bytes([9]) * SLAB, 0)
 print("written back", copied([window.address], [source.address]))
 window.unmap([1, 2])
 window.map([1, 2], [fds[1], filled(4)])
@@ -74,6 +78,12 @@ source.close()
 cuda.cuCtxSetCurrent(was)
 gpu.close()
 print("context kept", int(cuda.cuCtxGetCurrent()[1]) == was)
+"""
+
+
+WITHOUT_NUMBA = """
+import sys
+sys.modules["numba"] = None
 """
 
 
@@ -99,11 +109,16 @@ def test_every_page_between_two_gpus_arrives_by_the_callers_own_copies(environme
     assert any("refused: 32 of 32" in line for line in lines)
 
 
-def test_a_window_lets_the_copying_gpu_into_its_slabs_alone_and_threads_keep_their_context(environment):
-    assert run(WINDOW, environment) == [
+@pytest.mark.parametrize("before", ["", WITHOUT_NUMBA], ids=["machine code", "Python"])
+def test_a_window_lets_the_copying_gpu_into_its_slabs_alone_and_threads_keep_their_context(
+    before, environment
+):
+    assert run(before + WINDOW, environment) == [
         "this process uses no GPU",
         "device a1",
+        f"submitted by {'PageStream' if before else 'NativeStream'}",
         "arrives True b'\\t'",
+        "pulled True b'\\x01' b'\\t'",
         "written back CUDA_ERROR_ILLEGAL_ADDRESS",
         "mapped again True b'\\t'",
         "context kept True",
