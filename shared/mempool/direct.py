@@ -187,6 +187,8 @@ class Direct:
         """A copy under way, or why there is none."""
         if self.ways.name_of(target.key) != instance or not (source.is_distinct and target.is_distinct):
             return "lists"
+        if source.space == target.space and not set(source.pages.tolist()).isdisjoint(target.pages.tolist()):
+            return "lists"  # copies of a set are in no order: what is written may have been read, or not
         here, there = self.held.columns(source), self.held.columns(target)
         if here is None or there is None:
             return "not held"

@@ -9,6 +9,7 @@ from shared.errors import CopyFailed, InvalidRequest, NotHeld, StaleEpoch
 from shared.kernels.copy_pages.copies import CopyQueueFull
 from shared.mempool.held_pages import AddressList
 from tests.integration.direct_rig import NUM, D, host, soon
+from tests.integration.mempool_rig import content
 
 __all__ = ["host"]  # a fixture
 
@@ -192,3 +193,26 @@ async def test_a_list_that_was_changed_since_its_answer_is_copied_as_it_is_now(h
     await api.transfer(D, sources, targets)
     assert host.read(1, targets) == host.read(0, sources)
     assert counted(api) == (2, 0)
+
+
+@pytest.mark.parametrize("given", [list, AddressList], ids=["in parts", "at once"])
+async def test_pages_that_are_both_read_and_written_are_refused_where_their_way_is_mapped_too(host, given):
+    """Otherwise it is chance what a page holds that was written before, or behind, its being read."""
+    api = await host.open()
+    pages = await api.alloc_mem(8, "hbm", D)
+    for number, address in enumerate(pages):
+        host.engines[1].write(address.page, content(bytes([number]) * 32))
+    own, more = pages[:4], pages[4:]
+    await api.transfer(D, own, more)  # by the mempool; begins to map them
+    await host.mapped(api, own, more)
+    host.in_parts(api)
+    before = host.read(1, pages)
+    for sources, targets in ((own, own[::-1]), (own, [own[1], *more[:3]]), ([*more[:3], own[0]], own)):
+        with pytest.raises(InvalidRequest):
+            await api.transfer(D, given(sources), given(targets))
+        if given is AddressList:
+            assert host.read(1, pages) == before
+    assert counted(api)[0] == 0
+    await api.transfer(D, given(own), given(more))
+    assert host.read(1, more) == host.read(1, own)
+    assert counted(api)[0] == 1
