@@ -71,7 +71,8 @@ class Fleet:
             if ended or time.monotonic() > deadline:
                 tail = self._log_of(name).read_text(errors="replace")[-3000:]
                 what = "ended" if ended else f"was not ready after {timeout_s:.0f} s"
-                raise StartFailed(f"{name} {what}: {shlex.join(self._commands[name])}\n{tail}")
+                last = tail.strip().rpartition("\n")[2]  # first, as some show the beginning of this alone
+                raise StartFailed(f"{name} {what}: {last[:160]}\n{shlex.join(self._commands[name])}\n{tail}")
             time.sleep(0.05)
 
     def _log_of(self, name: str) -> Path:
