@@ -45,6 +45,9 @@ class Gate:
 class Host:
     """A mempool, prefill's and decode's pages, and a caller of prefill's with pinned sources and targets at decode."""
 
+    # A mapping that its test closed too early waits for its mempool as long as the folder is there.
+    _old_threads: frozenset[threading.Thread] = frozenset()
+
     def __init__(self, folder, **settings) -> None:
         self.mempool = MempoolProcess(
             folder, **{"api-socket": folder / "api.sock", "idle-punch-ms": 0, "copy-timeout-ms": 60_000}, **settings
@@ -56,8 +59,7 @@ class Host:
         self.apis: list[MemPoolApi] = []
         self.gates: list[Gate] = []
         self.salt = 0
-        # A mapping that its test closed too early waits for its mempool as long as the folder is there.
-        self._old_threads = set(threading.enumerate())
+        self._old_threads = frozenset(threading.enumerate())
 
     async def open(self, instance=P, *, direct=True) -> MemPoolApi:
         pool_socket = self.mempool.socket if direct else ""
