@@ -13,7 +13,6 @@ from shared.ids import InstanceId
 from shared.wire.lending import (
     AskLease,
     AskReclaim,
-    Grant,
     LeaseCall,
     LendingRefused,
     OfferMemory,
@@ -41,7 +40,7 @@ class MarketModel(RuleBasedStateMachine):
         self.world = World()
         self.offers: list[str] = []
         self.asks: list[tuple[AskLease, str]] = []
-        self.decided: list[Grant] = []  # those whose answer was lost, too
+        self.decided: set[tuple[str, int]] = set()  # leases and their bytes; those whose answer was lost, too
         self.deadlines: dict[tuple[str, int], int] = {}  # (offer, keep) -> latest instant allowed
 
     @initialize()
@@ -148,9 +147,12 @@ class MarketModel(RuleBasedStateMachine):
         if isinstance(answer, LendingRefused) or not self.world.write(name):
             return None  # not journalled: the shell refuses instead
         offer = market.book.offers[answer.offer_id]
-        if answer not in self.decided:  # else it is told again, whatever was reclaimed since
+        promise = answer.lease_id, answer.length_bytes
+        if (
+            promise not in self.decided
+        ):  # else it is told again, perhaps as presented, whatever was reclaimed since
             assert market.book.leased_bytes(answer.offer_id) <= offer.limit_bytes
-            self.decided.append(answer)
+            self.decided.add(promise)
         if not is_lost:
             self.world.sent.append(answer)
         return answer
