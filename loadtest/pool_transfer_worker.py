@@ -24,7 +24,8 @@ from shared.ids import InstanceId
 from shared.kv.block_hash import chain_seed
 from shared.kv.layout import EngineDescription
 from shared.mempool.api import MemPoolApi
-from shared.mempool.direct_ways import Copied, Submit, Way
+from shared.mempool.direct_ways import Copied, Way
+from shared.mempool.flights import Submit
 from shared.mempool.held_pages import AddressList
 from shared.mempool.page_quota import PageQuota
 from shared.mempool.rank_memory import RankMemory

@@ -214,9 +214,8 @@ def fit(
     is_gpu = frame.num_processors > 1
     some = tiles or (GPU_TILES if is_gpu else CPU_TILES)
     best = _search(task, product((None,), some, RIDGES))
-    if (
-        is_gpu
-    ):  # launching and memory can seem one the other: the ridge is searched with the launches, and again
+    if is_gpu:
+        # launching and memory can seem one the other: the ridge is searched with the launches, and again
         tile = best.coefficients.tile_tokens, best.coefficients.tile_columns
         sizes = GRAPH_TOKENS if graph_tokens is None else (graph_tokens,)
         found = _search(task, product(_shown(task, sizes), (tile,), RIDGES), best)

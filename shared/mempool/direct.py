@@ -258,42 +258,28 @@ class Direct:
         spin_until_s = time.perf_counter() + SPIN_S
         for number, (flight, _, source_table, source_words, target_table, target_words) in enumerate(begun):
             try:
-                if not self._landed_at_once(flight, spin_until_s):
-                    await self._land(flight, spin_until_s, deadline_s)
-            except BaseException:  # those behind it are nobody's now
-                self._flights += [later.flight for later in begun[number + 1 :]]
+                # Most often it ends in this wait, and is worth no coroutine then.
+                if not flight.ended(max(0.0, spin_until_s - time.perf_counter())):
+                    await self._ended(flight, spin_until_s, deadline_s)
+                flight.land()
+            except BaseException:  # it, if it runs, and those behind it are nobody's now
+                self._flights += [each.flight for each in begun[number:] if not each.flight.land()]
                 raise
             kept &= same(source_table, flight.source.pages, source_words)
             kept &= same(target_table, flight.target.pages, target_words)
         return kept
 
-    def _landed_at_once(self, flight: Flight, spin_until_s: float) -> bool:
-        """Whether it has, most often, where a GPU copies: without a coroutine's costs. Raises: CopyFailed."""
-        spin_s = spin_until_s - time.perf_counter()
-        try:
-            return spin_s > 0 and flight.ended(spin_s) and flight.land()
-        except CopyFailed:
-            if not flight.land():
-                self._flights.append(flight)
-            raise
-
-    async def _land(self, flight: Flight, spin_until_s: float, deadline_s: float) -> None:
-        """Wait until nothing of it runs. A caller that waits no more leaves it in `_flights`. Raises: CopyFailed."""
-        begin_s = time.perf_counter()
-        spin_s = max(0.0, min(spin_until_s, deadline_s) - begin_s)
-        try:
-            while not flight.ended(spin_s):
-                now = time.perf_counter()
-                spin_s = max(0.0, spin_until_s - now)
-                if now >= deadline_s:
-                    raise CopyFailed(f"{flight.target.pages.size} pages did not arrive in time")
-                if flight.futures:  # on threads, which need the interpreter's lock
-                    await asyncio.wait(map(asyncio.wrap_future, flight.futures), timeout=deadline_s - now)
-                elif not spin_s:
-                    await asyncio.sleep(0 if now - begin_s < TURNS_S else PAUSE_S)
-        finally:
-            if not flight.land():
-                self._flights.append(flight)
+    async def _ended(self, flight: Flight, spin_until_s: float, deadline_s: float) -> None:
+        """Wait until nothing of it runs. Raises: CopyFailed."""
+        begin_s = now = time.perf_counter()
+        while not flight.ended(max(0.0, spin_until_s - now)):
+            now = time.perf_counter()
+            if now >= deadline_s:
+                raise CopyFailed(f"{flight.target.pages.size} pages did not arrive in time")
+            if flight.futures:  # on threads, which need the interpreter's lock
+                await asyncio.wait(map(asyncio.wrap_future, flight.futures), timeout=deadline_s - now)
+            elif now >= spin_until_s:
+                await asyncio.sleep(0 if now - begin_s < TURNS_S else PAUSE_S)
 
     def tell(self) -> None:
         """Have the mempool count what was copied since the last time."""

@@ -6,12 +6,12 @@ GPU alone has access to the windows, to those that are only read no right to wri
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from shared.kernels.copy_pages.copies import U64
 from shared.kernels.copy_pages.driver import CudaDriver
-from shared.mempool.flights import Ticket
+from shared.mempool.flights import Submit
 from shared.transfer.cuda_window import load_driver
 from shared.transfer.errors import PathUnavailable
 from shared.transfer.native_stream import NativeStream
@@ -20,8 +20,6 @@ from shared.vmm.cuda_driver import CudaVmmDriver, VmmDriver
 
 LANES = 4  # without machine code
 MIN_LANE_BYTES = 8 << 20  # 20 us on NVLink; another lane costs 5 us of this process's time then
-
-Submit = Callable[[U64, U64, int], Ticket]  # as direct_ways.Submit
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from shared.ids import InstanceId, SpaceId
 from shared.kernels.copy_pages.host_memory import move
 from shared.mempool.caller_memory import CallerMemory, Window
 from shared.mempool.direct_checks import CHECKS, LOOK_ROWS, Checks, native_checks
-from shared.mempool.flights import Ticket, wait_quiet
+from shared.mempool.flights import Submit, wait_quiet
 from shared.mempool.held_pages import Columns, Stretch, stretch_of
 from shared.wire.mempool_api import PageAddress, instance_key
 
@@ -33,7 +33,6 @@ NO_MAPPING = "no mapping"  # for now, until _again
 
 logger = logging.getLogger(__name__)
 U64 = NDArray[np.uint64]
-Submit = Callable[[U64, U64, int], Ticket]  # of addresses of pages and their size; raises ClusterError
 WayKey = tuple[int, SpaceId, int, SpaceId]  # source's instance key and space, target's
 
 

@@ -5,11 +5,12 @@ One registry a process: to a mempool's successor a process speaks for all of its
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
 from shared.errors import ClusterError, CopyFailed
+from shared.kernels.copy_pages.copies import U64
 from shared.mempool.direct_checks import Checks
 from shared.mempool.held_pages import Columns, Stretch
 
@@ -22,6 +23,9 @@ class Ticket(Protocol):
     def done(self) -> bool:
         """Whether every byte is at its target. Raises: ClusterError; with `running`, some of it may still run."""
         ...
+
+
+Submit = Callable[[U64, U64, int], Ticket]  # of addresses of pages and their size; raises ClusterError
 
 
 class Flight:
