@@ -4,7 +4,8 @@ them out.
     with StockServers(folder, start, 2) as servers: servers.run(requests, real_history=True)
 
 vLLM decides all that is not said here: prefix caching, chunked prefill, tokens of a step, block size, CUDA graphs. Told
-is what the other engines are told too: model, random weights, dtype, longest sequence, most sequences, bytes of KV.
+is what the other engines are told too: model, random weights, dtype, longest sequence, most sequences, bytes of KV,
+and as many API processes for each server as Quire's gateway has for all: one alone is busy at 16 requests/s.
 The router is the client itself: sessions go to the servers in turn, in the order of their first requests, and every
 turn of a session to the server that has its history. It takes no time and no hop; what several sessions share is
 computed on each server.
@@ -61,22 +62,35 @@ CPU_ENV = {  # as in our engines on CPU: a compiler's minute for the sampler alo
 
 
 def serve_words(start: Start, model: Path, port: int) -> list[str]:
-    """The command of one server: the module that `vllm serve` runs, as not every build has that command.
+    """The command of one server. With one API process the module that `vllm serve` runs, as not every build has that
+    command.
 
     Raises: ValueError for a worker setting that is no JSON.
     """
     is_cuda = start.device == "cuda"
     worker = {"max_num_seqs": MAX_NUM_SEQS, **start.sections().get("worker", {})}
     cache_bytes = start.cache_bytes or (GPU_CACHE_BYTES if is_cuda else CPU_CACHE_BYTES)
+    num_apis = api_processes(start)
+    serve = ["vllm.entrypoints.openai.api_server", "--model"]
+    if num_apis > 1:
+        serve = ["vllm.entrypoints.cli.main", "serve"]
     words = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+        sys.executable, "-m", *serve, str(model),
         "--served-model-name", SERVED_MODEL, "--host", "127.0.0.1", "--port", str(port),
         "--kv-cache-memory-bytes", str(cache_bytes), "--enable-prompt-tokens-details", "--disable-uvicorn-access-log",
     ]  # fmt: skip
     for name in TOLD:
         if worker.get(name):
             words += [f"--{name.replace('_', '-')}", str(worker[name])]
+    if num_apis > 1:
+        words += ["--api-server-count", str(num_apis)]
     return words + (["--enforce-eager"] if worker.get("enforce_eager") or not is_cuda else [])
+
+
+def api_processes(start: Start) -> int:
+    """Of each server: as many as Quire's gateway is told."""
+    told = dict(setting.split("=", 1) for setting in start.cluster)
+    return int(told.get("gateway_processes", "1"))
 
 
 class SessionsInTurn:

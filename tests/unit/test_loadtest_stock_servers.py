@@ -4,6 +4,7 @@ import sys
 import urllib.error
 import urllib.request
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -104,3 +105,15 @@ def test_a_server_that_ends_says_why_and_leaves_none_behind(tmp_path, monkeypatc
     with pytest.raises(StartFailed, match="no such model"):
         servers.__enter__()
     assert servers._fleet._running == {}
+
+
+def test_a_plain_server_has_as_many_api_processes_as_the_gateway():
+    """One is busy with 16 streams a second of an 8B shape; `vllm serve` alone starts more."""
+    model = Path("/model")
+    start = Start("cuda", "vllm", cluster=["gateway_processes=2"])
+    words = serve_words(start, model, 8000)
+    assert words[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", "/model"]
+    assert words[words.index("--api-server-count") + 1] == "2"
+    alone = serve_words(Start("cuda", "vllm"), model, 8000)
+    assert alone[2:5] == ["vllm.entrypoints.openai.api_server", "--model", "/model"]
+    assert "--api-server-count" not in alone
