@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from loadtest.precise_timer import PreciseTimer
 from loadtest.processes import Fleet, free_port, process_cpu_us
 from loadtest.tree_reporters import MODEL
 from loadtest.tree_rig import BLOCK_TOKENS, DOCUMENT_BLOCKS, PROMPT_BLOCKS, SEED, TAG, Trees
@@ -112,21 +113,20 @@ class Requester:
         """Poisson arrivals of new prompts about random documents; none waits for another."""
         times = Times()
         question_bytes = 4 * BLOCK_TOKENS * (PROMPT_BLOCKS - DOCUMENT_BLOCKS)
-        loop = asyncio.get_running_loop()
         tasks: set[asyncio.Task[None]] = set()
         gc.collect()
         gc.disable()
         try:
-            due = loop.time()
-            for _ in range(int(rate_per_s * seconds)):
-                due += rng.expovariate(rate_per_s)
-                if (wait := due - loop.time()) > 0:
-                    await asyncio.sleep(wait)
-                times.late_ms.append(round((loop.time() - due) * 1e3, 3))
-                packed = rng.choice(docs) + rng.randbytes(question_bytes)
-                task = asyncio.create_task(self.decide(packed, times))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
+            with PreciseTimer() as timer:
+                due = time.monotonic()
+                for _ in range(int(rate_per_s * seconds)):
+                    due += rng.expovariate(rate_per_s)
+                    await timer.until(due)
+                    times.late_ms.append(round((time.monotonic() - due) * 1e3, 3))
+                    packed = rng.choice(docs) + rng.randbytes(question_bytes)
+                    task = asyncio.create_task(self.decide(packed, times))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
             await asyncio.gather(*tasks)
         finally:
             gc.enable()

@@ -16,13 +16,6 @@ CAREFUL_RATES: Mapping[str, LinkRate] = {
     "dram": LinkRate(gb_per_s=5.0, latency_ms=1.0),
     "remote": LinkRate(gb_per_s=1.0, latency_ms=2.0),
 }
-# Of GPUs' memory, over PCIe 4: with the rates above a prompt is computed as fast as it comes, so that eq 2 fetches
-# nothing, and nothing is ever measured (decision 0040).
-CAREFUL_GPU_RATES: Mapping[str, LinkRate] = {
-    **CAREFUL_RATES,
-    "peer": LinkRate(gb_per_s=20.0, latency_ms=1.0),
-    "dram": LinkRate(gb_per_s=10.0, latency_ms=1.0),
-}
 LEAST_BYTES = 1 << 20  # a shorter transfer says something of the latency only
 RECENT = 5  # transfers whose median rate counts: a link that has changed is known after three
 UNLIKE = 2.0  # times the bytes, of two that are compared
@@ -32,13 +25,9 @@ FADE_HALF_LIFE_MS = 60_000.0
 LEAST_GB_PER_S = 1e-6  # a link that brings nothing has a rate too, from which it can fade
 
 
-def careful_rate(path: str, *, on_gpu: bool = False) -> LinkRate:
-    """Of a path that nobody has measured; an unknown one counts as "remote".
-
-    Args: on_gpu: it ends in a GPU's memory.
-    """
-    rates = CAREFUL_GPU_RATES if on_gpu else CAREFUL_RATES
-    return rates.get(path) or rates["remote"]
+def careful_rate(path: str) -> LinkRate:
+    """Of a path that nobody has measured; an unknown one counts as "remote"."""
+    return CAREFUL_RATES.get(path) or CAREFUL_RATES["remote"]
 
 
 @dataclass(frozen=True, slots=True)

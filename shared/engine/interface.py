@@ -153,11 +153,6 @@ class CacheEvent:
     hashes: list[BlockHash] = field(default_factory=list)
 
 
-def is_gpu(device: str) -> bool:
-    """Whether Engine.device names a GPU."""
-    return device not in ("cpu", "mock")
-
-
 class Engine(Protocol):
     """Lifecycle: start() once; generate() and abort() concurrently; close() once, last."""
 

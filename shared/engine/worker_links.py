@@ -30,11 +30,10 @@ class _LinkGauges:
 
 
 class MeasuredLinks:
-    """Used from the event loop. Args: clock_s: monotonic; on_gpu: KV comes into a GPU's memory."""
+    """Used from the event loop. Args: clock_s: monotonic."""
 
-    def __init__(self, clock_s: Callable[[], float] = time.monotonic, *, on_gpu: bool = False) -> None:
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
-        self._on_gpu = on_gpu
         self._meters: dict[str, LinkMeter] = {}
         self._seen_s: dict[str, float] = {}
         self._met: dict[str, None] = {}  # sources, the oldest first
@@ -76,18 +75,13 @@ class MeasuredLinks:
     def _meter(self, path: str, *, times_copies: bool = False) -> LinkMeter:
         meter = self._meters.get(path)
         if meter is None:
-            meter = self._meters[path] = LinkMeter(self._careful(path), times_copies)
+            meter = self._meters[path] = LinkMeter(careful_rate(path), times_copies)
         return meter
 
-    def _careful(self, path: str) -> LinkRate:
-        return careful_rate(path, on_gpu=self._on_gpu)
-
     def rates(self) -> dict[str, LinkRate]:
-        """By path, of those that something came by; the longer ago, the more careful. A GPU's also before that: whoever
-        reads them (the scheduler) takes what is missing for the careful rate of host memory."""
+        """By path, of those that something came by; the longer ago, the more careful."""
         now_s = self._clock_s()
-        unseen = {path: self._careful(path) for path in FETCHED_BY} if self._on_gpu else {}
-        return unseen | {
+        return {
             path: faded(meter.rate, meter.careful, (now_s - self._seen_s[path]) * 1e3)
             for path, meter in self._meters.items()
             if meter.rate is not None
@@ -104,11 +98,10 @@ class MeasuredLinks:
                 "num_given_up": self._num_given_up[path],
             }
             for path in (*FETCHED_BY, *(rates.keys() - {*FETCHED_BY}))
-            for rate in (rates.get(path) or self._careful(path),)
+            for rate in (rates.get(path) or careful_rate(path),)
         }
 
     def update_gauges(self) -> None:
         """Of paths that something was measured of."""
         for path, rate in self.rates().items():
-            if path in self._seen_s:
-                self._gauges.set(path, rate)
+            self._gauges.set(path, rate)

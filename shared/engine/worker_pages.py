@@ -119,7 +119,7 @@ class PageLease:
 class PromptPages:
     """Finds and leases the pages of prompts. `client` None: there is no pool.
 
-    Args: kept: the engine works in the pages, so its leases have no expiry; on_gpu: they are a GPU's.
+    Args: kept: the engine works in the pages, so its leases have no expiry.
     """
 
     def __init__(
@@ -129,7 +129,6 @@ class PromptPages:
         settings: WorkerSettings,
         *,
         kept: bool = False,
-        on_gpu: bool = False,
     ) -> None:
         self._kept = kept
         self._first_memory = _NO_EPOCH
@@ -138,7 +137,7 @@ class PromptPages:
         self._description = description
         self._settings = settings
         self._leases: set[LeaseId] = set()
-        self._links = MeasuredLinks(on_gpu=on_gpu)
+        self._links = MeasuredLinks()
         name = "quire_worker_page_lookups_total"
         self._outcomes = metrics.counter(name, "Requests by what the mempool gave them.", ("outcome",))
 
@@ -171,7 +170,7 @@ class PromptPages:
 
     @property
     def links(self) -> dict[str, LinkRate]:
-        """Rates by path of what the pool brought for this instance; else the careful one of a GPU, or none."""
+        """Rates by path of what the pool brought for this instance; those that nothing came by are left out."""
         return self._links.rates()
 
     def links_status(self) -> dict[str, dict[str, float]]:

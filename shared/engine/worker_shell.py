@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from shared.background_task import begin_task
 from shared.engine.calibration import calibrate
-from shared.engine.interface import CacheEvent, Engine, EngineLoad, is_gpu
+from shared.engine.interface import CacheEvent, Engine, EngineLoad
 from shared.engine.worker_attempt import AttemptContext
 from shared.engine.worker_checks import WorkerLimits
 from shared.engine.worker_config import WorkerSettings, sends_ahead
@@ -109,9 +109,7 @@ class WorkerShell:
             settings.listen, limits, self.reports.report_soon, settings.gateway_silent_ms
         )
         pool = pages if engine.uses_pool else None
-        self.pages = PromptPages(
-            pool, engine.description, settings, kept=engine.keeps_leases, on_gpu=is_gpu(engine.device)
-        )
+        self.pages = PromptPages(pool, engine.description, settings, kept=engine.keeps_leases)
         self.room = DecodeRoom(engine, self.pages, settings)
         self.admin = AdminServer(settings.admin_listen, ready=self.ready, status=self.status)
         self._phase = "starting"

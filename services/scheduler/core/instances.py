@@ -92,7 +92,8 @@ class Instance:
     prefill_said: Fading = field(default_factory=Fading)
     decode_said: Fading = field(default_factory=Fading)
     pool: PoolPlace | None = None  # by move_to()
-    links: LinkRates = field(default_factory=LinkRates)
+    links: LinkRates = field(default_factory=lambda: LinkRates({}))  # of measured paths; others are careful
+    probed_at_ms: int | None = None  # when it last fetched only to measure (probes.py)
     sends_ahead: bool = False  # see Hello
     target: Target = field(init=False)  # as the gateway needs it
     pool_key: PoolKey | None = field(init=False)  # None: it uses no mempool

@@ -24,6 +24,7 @@ from services.scheduler.core.instances import Instance, Instances
 from services.scheduler.core.limits import PlacementLimits
 from services.scheduler.core.policies import Candidate, Choice, PolicyName, choose
 from services.scheduler.core.predict import CostSettings, Holders, Predictor
+from services.scheduler.core.probes import kv_plan
 from services.scheduler.core.request import AttemptKey, PlacementRequest, Stage, from_wire
 from services.scheduler.core.room import Roomy, Waiter, WaitingRoom, need_blocks, with_room
 from services.scheduler.core.standing import Families, Field, Standing
@@ -32,7 +33,6 @@ from shared.errors import Overloaded
 from shared.ids import HandoffId
 from shared.wire.placement import Alternative, Ended, Held, Place, Placed, Rejected
 from shared.wire.reports import Role
-from shared.wire.requests import KvPlan
 
 NO_INSTANCE = "no_instance"
 SERVE_EVERY_MS = 10  # hundreds of instances report several times a second each
@@ -332,6 +332,7 @@ class Placer:
             self._note(request, now_ms, first.known, then.known)
         else:
             self._note(request, now_ms, first.known)
+        kv, why = kv_plan(self.policy, self.cost.fetch, way and way.first, self.instances, now_ms)
         handoff_id = HandoffId(f"{self.boot}-{self.num_placed - 1}") if is_pair else HandoffId("")
         return Placed(
             request_id=request.key[0],
@@ -341,20 +342,14 @@ class Placer:
             prefill=first.known.target if is_pair else None,
             handoff_id=handoff_id,
             policy=self.policy,
-            reason=reason,
+            reason=f"{reason.rstrip('.')}{why}." if why else reason,
             prefill_hit_tokens=first.hit_tokens if is_pair else 0,
             decode_hit_tokens=then.hit_tokens,
             predicted_ttft_ms=round(way.ttft_ms, 3) if way is not None else None,
             predicted=way.predicted() if way is not None else None,
-            kv=self._kv_plan(way),
+            kv=kv,
             alternatives=alternatives,
         )
-
-    def _kv_plan(self, way: Way | None) -> KvPlan | None:
-        """Eq 2's verdict; policies that know no prefixes leave it to the mempool."""
-        if self.cost.fetch == "never":
-            return KvPlan(reach="own")
-        return way.first.kv if way is not None and self.policy in ("cost", "prompt_tree") else None
 
     def _others(self, field: Field, *chosen: Candidate) -> list[Alternative]:
         """The next best ones by load, of the same roles."""
