@@ -1,6 +1,6 @@
 """The gateway with everything on beside other projects' routers, in one run.
 
-    python -m loadtest.bench_gateway_peers [--quick] [--model-dir FOLDER] [--seed N] [--out FOLDER]
+    python -m loadtest.bench_gateway_peers [--quick] [--model-dir FOLDER] [--seed N] [--out FOLDER] [--commit HEAD]
 
 writes loadtest/results/gateway-peers.json (not with --quick). What bench_gateway.py measures of CPU and added TTFT, of:
 Quire with one engine stage, plain and with tracing of every request; no proxy; and vllm-router, sglang-router and smg,
@@ -101,6 +101,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="a tenth of the load")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--commit", default="", help="of a copy without a repository")
     options = parser.parse_args(argv)
     begin_load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="quire-peers-") as folder:
@@ -121,6 +122,7 @@ def main(argv: Sequence[str]) -> int:
             metrics=metrics,
             samples=bench.samples,
             folder=options.out,
+            commit=options.commit,
         )  # fmt: skip
         print(path)
     return int(any(s.get("failed") for s in bench.samples))

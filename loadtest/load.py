@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from loadtest.http_client import Client, Reply
+from loadtest.precise_timer import PreciseTimer
 from loadtest.systems import System
 
 CHAT = "/v1/chat/completions"
@@ -69,17 +70,16 @@ async def open_loop(
     client: Client, requests: Sequence[bytes], rate_per_s: float, rng: random.Random
 ) -> tuple[list[float], int]:
     """Poisson arrivals that never wait for answers: (TTFT of each in ms, failures)."""
-    loop = asyncio.get_running_loop()
     tasks = []
     gc.collect()
     gc.disable()
     try:
-        due = loop.time()
-        for request in requests:
-            due += rng.expovariate(rate_per_s)
-            if (wait := due - loop.time()) > 0:
-                await asyncio.sleep(wait)
-            tasks.append(asyncio.create_task(client.post(request)))
+        with PreciseTimer() as timer:
+            due = time.monotonic()
+            for request in requests:
+                due += rng.expovariate(rate_per_s)
+                await timer.until(due)
+                tasks.append(asyncio.create_task(client.post(request)))
         replies = await asyncio.gather(*tasks, return_exceptions=True)
     finally:
         gc.enable()
