@@ -18,6 +18,9 @@ from shared.observe.log import get_logger
 from shared.observe.span import Span
 from shared.observe.span_store import JsonlSpanExporter
 
+# Of one export: while a thread encodes it, the service's own thread waits for the interpreter now and then. A call over
+# the network costs as much as 30 spans.
+LOCAL_BATCH_SPANS, COLLECTOR_BATCH_SPANS = 64, 256
 QUEUE_SPANS = 8_192  # waiting for export; later ones are dropped
 EXPORT_TIMEOUT_S = 2.0  # of one batch, and of all that is queued at shutdown
 LOCAL_FLUSH_MS = 200
@@ -113,13 +116,13 @@ class Recorder:
             shutdown_on_exit=False,
         )
         if endpoint:
-            self._add(_collector(endpoint), COLLECTOR_FLUSH_MS)
+            self._add(_collector(endpoint), COLLECTOR_FLUSH_MS, COLLECTOR_BATCH_SPANS)
         if directory:
-            self._add(JsonlSpanExporter(Path(directory), service), LOCAL_FLUSH_MS)
+            self._add(JsonlSpanExporter(Path(directory), service), LOCAL_FLUSH_MS, LOCAL_BATCH_SPANS)
         otel.set_tracer_provider(self._provider)
         self._tracer = self._provider.get_tracer("quire")
 
-    def _add(self, exporter: SpanExporter, delay_ms: int) -> None:
+    def _add(self, exporter: SpanExporter, delay_ms: int, batch_spans: int) -> None:
         quiet = QuietExporter(exporter)
         self._exporters.append(quiet)
         self._provider.add_span_processor(
@@ -127,7 +130,7 @@ class Recorder:
                 quiet,
                 max_queue_size=QUEUE_SPANS,
                 schedule_delay_millis=delay_ms,
-                max_export_batch_size=512,
+                max_export_batch_size=batch_spans,
                 export_timeout_millis=int(EXPORT_TIMEOUT_S * 1000),
             )
         )
