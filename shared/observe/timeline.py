@@ -53,6 +53,11 @@ def _local_spans(directory: Path, needles: Iterable[str]) -> Iterator[SpanRecord
             continue
 
 
+def local_spans(directory: Path) -> Iterator[SpanRecord]:
+    """Every span of the store, in no order."""
+    return _local_spans(directory, ("{",))
+
+
 def _unique(spans: Iterable[SpanRecord]) -> list[SpanRecord]:
     by_id: dict[tuple[str, str], SpanRecord] = {}
     for span in spans:
