@@ -12,6 +12,7 @@ from shared.observe.span_record import SpanRecord
 from shared.observe.timeline import local_spans
 
 MAX_SPANS = 500_000  # that are looked at: 100 bytes each
+REQUEST = "gateway.receive"  # a request's span, whoever its trace began with; profiles of workers have none
 FIRST_TOKEN = "first_token"  # the end of an event's name: its own row, from the request's begin
 
 
@@ -34,7 +35,7 @@ class _Seen(Struct, gc=False):
     name: str
     begin_ns: int
     end_ns: int
-    is_root: bool
+    is_request: bool
     failed: bool
 
 
@@ -47,18 +48,18 @@ def read_stages(directory: Path, *, since_ns: int = 0) -> tuple[list[Stage], int
 
 
 def stages_of(spans: Iterable[SpanRecord]) -> tuple[list[Stage], int]:
-    """The same of any spans; of a request whose first span is not among them nothing counts."""
+    """The same of any spans; of a trace without a request nothing counts."""
     seen = list(_seen(spans))
-    roots: dict[str, int] = {}
+    begins: dict[str, int] = {}
     for one in seen:
-        if one.is_root:
-            roots[one.trace] = min(one.begin_ns, roots.get(one.trace, one.begin_ns))
+        if one.is_request:
+            begins[one.trace] = min(one.begin_ns, begins.get(one.trace, one.begin_ns))
     rows: dict[tuple[str, str], list[_Seen]] = defaultdict(list)
     for one in seen:
-        if one.trace in roots:
+        if one.trace in begins:
             rows[one.service, one.name].append(one)
-    stages = [_stage(service, name, row, roots) for (service, name), row in rows.items()]
-    return sorted(stages, key=lambda s: (s.starts_p50_ms, -s.took_p50_ms, s.name)), len(roots)
+    stages = [_stage(service, name, row, begins) for (service, name), row in rows.items()]
+    return sorted(stages, key=lambda s: (s.starts_p50_ms, -s.took_p50_ms, s.name)), len(begins)
 
 
 def _seen(spans: Iterable[SpanRecord]) -> Iterator[_Seen]:
@@ -67,8 +68,9 @@ def _seen(spans: Iterable[SpanRecord]) -> Iterator[_Seen]:
             return
         service = span.service.removeprefix("quire-")
         times = span.start_ns, max(span.start_ns, span.end_ns)
-        yield _Seen(span.trace_id, service, span.name, *times, not span.parent_id, bool(span.error))
-        if not span.parent_id:
+        is_request = span.name == REQUEST
+        yield _Seen(span.trace_id, service, span.name, *times, is_request, bool(span.error))
+        if is_request:
             for event in span.events:
                 if event.name.endswith(FIRST_TOKEN):
                     yield _Seen(
@@ -76,8 +78,8 @@ def _seen(spans: Iterable[SpanRecord]) -> Iterator[_Seen]:
                     )
 
 
-def _stage(service: str, name: str, seen: list[_Seen], roots: dict[str, int]) -> Stage:
-    starts = sorted((one.begin_ns - roots[one.trace]) / 1e6 for one in seen)
+def _stage(service: str, name: str, seen: list[_Seen], begins: dict[str, int]) -> Stage:
+    starts = sorted((one.begin_ns - begins[one.trace]) / 1e6 for one in seen)
     took = sorted((one.end_ns - one.begin_ns) / 1e6 for one in seen)
     return Stage(
         service=service,
