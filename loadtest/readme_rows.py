@@ -37,7 +37,7 @@ ROWS: list[tuple[str, str, str, str, str]] = [
     (
         "gateway-peers",
         "quire_traced_added_ttft_p99_ms",
-        "added TTFT at one rate for all, every request traced, p99",
+        "added TTFT at half load, every request traced, p99",
         "{:.1f} ms",
         "5",
     ),
