@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from loadtest.http_client import Client, Reply
-from loadtest.precise_timer import PreciseTimer
+from loadtest.precise_timer import poisson
 from loadtest.systems import System
 
 CHAT = "/v1/chat/completions"
@@ -70,16 +70,12 @@ async def open_loop(
     client: Client, requests: Sequence[bytes], rate_per_s: float, rng: random.Random
 ) -> tuple[list[float], int]:
     """Poisson arrivals that never wait for answers: (TTFT of each in ms, failures)."""
-    tasks = []
     gc.collect()
     gc.disable()
     try:
-        with PreciseTimer() as timer:
-            due = time.monotonic()
-            for request in requests:
-                due += rng.expovariate(rate_per_s)
-                await timer.until(due)
-                tasks.append(asyncio.create_task(client.post(request)))
+        waiting = iter(requests)
+        arrivals = poisson(rng, rate_per_s, len(requests))
+        tasks = [asyncio.create_task(client.post(next(waiting))) async for _ in arrivals]
         replies = await asyncio.gather(*tasks, return_exceptions=True)
     finally:
         gc.enable()

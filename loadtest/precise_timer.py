@@ -7,7 +7,9 @@ queueing of a burst would be measured. A timerfd wakes the loop when it is due, 
 import asyncio
 import ctypes
 import os
+import random
 import time
+from collections.abc import AsyncIterator
 
 CLOCK_MONOTONIC = 1
 ABSOLUTE = 1
@@ -52,6 +54,16 @@ class PreciseTimer:
         setting = _Setting(_Moment(0, 0), value)
         _checked(_libc.timerfd_settime(self._fd, ABSOLUTE, ctypes.byref(setting), None))
         await self._due
+
+
+async def poisson(rng: random.Random, rate_per_s: float, count: int) -> AsyncIterator[float]:
+    """Waits for each of so many arrivals; yields when it was due, by time.monotonic()."""
+    with PreciseTimer() as timer:
+        due_s = time.monotonic()
+        for _ in range(count):
+            due_s += rng.expovariate(rate_per_s)
+            await timer.until(due_s)
+            yield due_s
 
 
 def _checked(result: int) -> int:

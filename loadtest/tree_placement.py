@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from loadtest.precise_timer import PreciseTimer
+from loadtest.precise_timer import poisson
 from loadtest.processes import Fleet, free_port, process_cpu_us
 from loadtest.tree_reporters import MODEL
 from loadtest.tree_rig import BLOCK_TOKENS, DOCUMENT_BLOCKS, PROMPT_BLOCKS, SEED, TAG, Trees
@@ -117,16 +117,12 @@ class Requester:
         gc.collect()
         gc.disable()
         try:
-            with PreciseTimer() as timer:
-                due = time.monotonic()
-                for _ in range(int(rate_per_s * seconds)):
-                    due += rng.expovariate(rate_per_s)
-                    await timer.until(due)
-                    times.late_ms.append(round((time.monotonic() - due) * 1e3, 3))
-                    packed = rng.choice(docs) + rng.randbytes(question_bytes)
-                    task = asyncio.create_task(self.decide(packed, times))
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
+            async for due_s in poisson(rng, rate_per_s, int(rate_per_s * seconds)):
+                times.late_ms.append(round((time.monotonic() - due_s) * 1e3, 3))
+                packed = rng.choice(docs) + rng.randbytes(question_bytes)
+                task = asyncio.create_task(self.decide(packed, times))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
             await asyncio.gather(*tasks)
         finally:
             gc.enable()

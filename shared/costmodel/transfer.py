@@ -32,9 +32,9 @@ def careful_rate(path: str) -> LinkRate:
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """Measured rates by path ("alias", "peer", "dram", "remote")."""
+    """Measured rates by path ("alias", "peer", "dram", "remote"); paths that are missing count as careful."""
 
-    rates: Mapping[str, LinkRate] = field(default_factory=lambda: CAREFUL_RATES)
+    rates: Mapping[str, LinkRate] = field(default_factory=dict[str, LinkRate])
 
     def transfer_ms(self, path: str, num_bytes: int) -> float:
         """Time of one transfer. An unknown path counts as "remote"; nothing to move costs nothing."""

@@ -11,7 +11,7 @@ from msgspec import Struct
 from shared.observe.span_record import SpanRecord
 from shared.observe.timeline import local_spans
 
-MAX_SPANS = 500_000  # that are looked at: 100 bytes each
+MAX_SPANS = 500_000  # that are looked at: 330 bytes each
 REQUEST = "gateway.receive"  # a request's span, whoever its trace began with; profiles of workers have none
 FIRST_TOKEN = "first_token"  # the end of an event's name: its own row, from the request's begin
 
@@ -42,7 +42,7 @@ class _Seen(Struct, gc=False):
 def read_stages(directory: Path, *, since_ns: int = 0) -> tuple[list[Stage], int]:
     """(stages in the order in which they begin, requests) of those that began since then. ([], 0): there are none.
 
-    Cost: one pass over the store's files, 15 us a span.
+    Cost: one pass over the store's files, 3 us a span on two EPYC cores.
     """
     return stages_of(span for span in local_spans(directory) if span.start_ns >= since_ns)
 

@@ -92,7 +92,7 @@ class Instance:
     prefill_said: Fading = field(default_factory=Fading)
     decode_said: Fading = field(default_factory=Fading)
     pool: PoolPlace | None = None  # by move_to()
-    links: LinkRates = field(default_factory=lambda: LinkRates({}))  # of measured paths; others are careful
+    links: LinkRates = field(default_factory=LinkRates)
     probed_at_ms: int | None = None  # when it last fetched only to measure (probes.py)
     sends_ahead: bool = False  # see Hello
     target: Target = field(init=False)  # as the gateway needs it
