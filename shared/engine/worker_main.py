@@ -54,6 +54,7 @@ def run(service: str, settings: WorkerSettings) -> int:
             endpoint=settings.trace_endpoint,
             directory=settings.trace_dir,
             sample_ratio=settings.trace_sample_ratio,
+            with_libraries=settings.engine == "vllm",
         )
         return uvloop.run(_serve(settings, engine))
     except SettingsError as error:

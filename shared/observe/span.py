@@ -1,4 +1,4 @@
-"""What a service holds of a span. The base records nothing; sdk_tracing.py has the recording one."""
+"""What a service holds of a span. The base records nothing; recorder.py has the recording one."""
 
 import random
 from collections.abc import Mapping

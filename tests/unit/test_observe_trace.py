@@ -1,16 +1,19 @@
-"""shared/observe/trace.py and span_store.py: what a span records and what it costs when nothing records."""
+"""shared/observe: what a span records, what it costs, and what happens to spans that cannot be exported."""
 
 import errno
 import os
 import re
+import threading
 import time
 import timeit
 
 import msgspec
 import pytest
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry import trace as otel
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from shared.observe import sdk_tracing, span_store, trace
+from shared.observe import export_queue, recorder, span_store, trace
+from shared.observe.export_queue import ExportQueue
 from shared.observe.span_record import SpanRecord
 from tests.support.quickest import slowness
 
@@ -30,6 +33,14 @@ def store(tmp_path):
 
     yield read
     trace.shutdown()
+
+
+def until(is_true, seconds: float = 10.0) -> bool:
+    """Whether it came true in time."""
+    end = time.monotonic() + seconds
+    while not (found := is_true()) and time.monotonic() < end:
+        time.sleep(0.002)
+    return bool(found)
 
 
 def test_without_exporter_a_span_passes_its_parent_on():
@@ -124,30 +135,170 @@ def test_after_shutdown_spans_record_nothing(store):
     assert not trace.start_span("a").recording
 
 
-class Broken(SpanExporter):
+def record(name: str = "span") -> SpanRecord:
+    return SpanRecord(trace_id="ab" * 16, span_id="cd" * 8, name=name, start_ns=1, end_ns=2)
+
+
+class Exporter:
+    """Keeps the sizes of batches; fails, or waits, when told to."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.fails = False
+
     def export(self, spans):
-        raise ConnectionError("no collector")
+        self.may_go_on.wait(10.0)
+        self.batches.append(len(spans))
+        if self.fails:
+            raise ConnectionError("no collector")
 
-    def shutdown(self):
-        pass
+    def close(self):
+        self.may_go_on.set()
 
 
-def test_failed_exports_are_told_once_a_minute(monkeypatch):
-    told = []
+@pytest.fixture
+def told(monkeypatch):
+    """Of each warning: its event, the number of spans and the reason."""
+    found = []
 
     class Log:
         def warning(self, event, **fields):
-            told.append((event, fields["num_spans"]))
+            found.append((event, fields["num_spans"], fields["reason"]))
 
-    monkeypatch.setattr(sdk_tracing, "get_logger", lambda _name: Log())
-    exporter = sdk_tracing.QuietExporter(Broken())
-    results = [exporter.export([object()] * 3) for _ in range(5)]
-    assert results == [SpanExportResult.FAILURE] * 5
-    assert told == [("spans_lost", 3)]
-    later = time.monotonic() + 61
-    monkeypatch.setattr(time, "monotonic", lambda: later)
-    exporter.export([object()])
-    assert told[1:] == [("spans_lost", 13)]
+    monkeypatch.setattr(export_queue, "get_logger", lambda _name: Log())
+    return found
+
+
+def test_failed_exports_are_told_once_a_minute(told):
+    exporter = Exporter()
+    exporter.fails = True
+    queue = ExportQueue(exporter, batch_spans=3, flush_s=60.0)
+    for number in range(1, 4):
+        for _ in range(3):
+            queue.put(record())
+        assert until(lambda number=number: len(exporter.batches) == number)
+    assert until(lambda: told == [("spans_lost", 3, "ConnectionError: no collector")])
+    queue._complain_at = 0.0  # a minute later
+    queue.put(record())
+    queue.close()
+    assert told[1:] == [("spans_lost", 7, "ConnectionError: no collector")]
+
+
+def test_spans_beyond_what_a_queue_holds_are_dropped_and_told(told):
+    exporter = Exporter()
+    exporter.may_go_on.clear()
+    queue = ExportQueue(exporter, batch_spans=8, flush_s=60.0)
+    for _ in range(8):
+        queue.put(record())
+    assert until(lambda: not queue._records)  # they are being exported
+    for _ in range(export_queue.QUEUE_SPANS + 5):
+        queue.put(record())
+    exporter.may_go_on.set()
+    queue.close()
+    assert sum(exporter.batches) == 8 + export_queue.QUEUE_SPANS
+    assert told == [("spans_lost", 5, "queue_full")]
+
+
+def test_a_span_waits_no_longer_than_the_flush_interval():
+    exporter = Exporter()
+    queue = ExportQueue(exporter, batch_spans=64, flush_s=0.02)
+    queue.put(record())
+    assert until(lambda: exporter.batches == [1])
+    queue.close()
+
+
+def test_batches_are_no_larger_than_told():
+    exporter = Exporter()
+    exporter.may_go_on.clear()
+    queue = ExportQueue(exporter, batch_spans=64, flush_s=60.0)
+    for _ in range(200):
+        queue.put(record())
+    exporter.may_go_on.set()
+    queue.close()
+    assert sum(exporter.batches) == 200
+    assert max(exporter.batches) == 64
+
+
+def test_closing_waits_no_longer_than_two_timeouts_for_an_exporter_that_stands_still(monkeypatch, told):
+    monkeypatch.setattr(export_queue, "EXPORT_TIMEOUT_S", 0.05)
+    exporter = Exporter()
+    exporter.may_go_on.clear()
+    queue = ExportQueue(exporter, batch_spans=2, flush_s=60.0)
+    for _ in range(100):
+        queue.put(record())
+    begin = time.monotonic()
+    queue.close()
+    assert time.monotonic() - begin < 5.0
+
+
+def test_a_forked_child_exports_what_it_records_and_nothing_of_its_parents():
+    read, write = os.pipe()
+
+    class ToPipe(Exporter):
+        def export(self, spans):
+            os.write(write, b"".join(f"{os.getpid() == parent}:{one.name},".encode() for one in spans))
+
+    parent = os.getpid()
+    queue = ExportQueue(ToPipe(), batch_spans=64, flush_s=60.0)
+    queue.put(record("parents"))
+    if (pid := os.fork()) == 0:
+        queue.put(record("childs"))
+        queue.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    queue.close()
+    os.close(write)
+    assert sorted(os.read(read, 1_000).decode().split(",")[:-1]) == ["False:childs", "True:parents"]
+    os.close(read)
+
+
+def test_a_span_keeps_its_first_events(store):
+    span = trace.start_span("a")
+    for number in range(recorder.MAX_EVENTS + 2):
+        span.event(f"e{number}")
+    span.end()
+    (found,) = store()
+    assert [event.name for event in found.events] == [f"e{n}" for n in range(recorder.MAX_EVENTS)]
+
+
+def test_what_is_said_of_a_span_after_its_end_is_not_kept(store):
+    span = trace.start_span("a")
+    span.end()
+    span.set("late", 1)
+    span.event("late")
+    span.fail("late")
+    assert not span.recording
+    (found,) = store()
+    assert (found.attributes, found.events, found.error) == ({}, [], "")
+
+
+def test_half_of_new_traces_are_recorded_at_ratio_one_half(tmp_path):
+    trace.setup("test", "test-0", endpoint="", directory=str(tmp_path), sample_ratio=0.5)
+    num = sum(trace.start_span("a").recording for _ in range(2_000))
+    trace.shutdown()
+    assert 800 < num < 1_200  # nine standard deviations
+
+
+def test_spans_that_a_library_makes_with_the_sdk_reach_the_store_under_ours(tmp_path):
+    trace.setup("test", "test-0", endpoint="", directory=str(tmp_path), sample_ratio=1.0, with_libraries=True)
+    ours = trace.start_span("ours")
+    context = TraceContextTextMapPropagator().extract({"traceparent": ours.traceparent})
+    tracer = otel.get_tracer_provider().get_tracer("library")
+    theirs = tracer.start_span("theirs", context, attributes={"n": 1})
+    theirs.add_event("e", {"i": 2})
+    theirs.end()
+    unsampled = TraceContextTextMapPropagator().extract({"traceparent": UNSAMPLED})
+    tracer.start_span("not sampled", unsampled).end()
+    ours.end()
+    trace.shutdown()
+    lines = b"".join(path.read_bytes() for path in tmp_path.glob("spans-*.jsonl")).splitlines()
+    first, second = (msgspec.json.decode(line, type=SpanRecord) for line in lines)
+    assert (first.name, first.attributes) == ("theirs", {"n": 1})
+    assert [(event.name, event.attributes) for event in first.events] == [("e", {"i": 2})]
+    assert (first.trace_id, first.parent_id) == (second.trace_id, second.span_id)
+    assert (first.service, first.instance) == (second.service, second.instance) == ("quire-test", "test-0")
 
 
 def test_an_unreachable_collector_never_blocks_the_caller():
@@ -163,13 +314,9 @@ def test_an_unreachable_collector_never_blocks_the_caller():
 
 def test_a_full_file_is_rotated_once_and_never_more_than_two_remain(tmp_path):
     exporter = span_store.JsonlSpanExporter(tmp_path, "test", max_file_bytes=2_000)
-    trace.setup("test", "test-0", endpoint="", directory=str(tmp_path / "unused"), sample_ratio=1.0)
     for number in range(100):
-        span = trace.start_span(f"span-{number}")
-        span.end()
-        exporter.export([span._span])
-    trace.shutdown()
-    exporter.shutdown()
+        exporter.export([record(f"span-{number}")])
+    exporter.close()
     files = sorted(path.name for path in tmp_path.glob("spans-*"))
     assert files == [f"spans-test-{os.getpid()}.1.jsonl", f"spans-test-{os.getpid()}.jsonl"]
     assert all((tmp_path / name).stat().st_size <= 2_000 for name in files)
@@ -181,12 +328,8 @@ def test_a_full_file_is_rotated_once_and_never_more_than_two_remain(tmp_path):
 def export_one(tmp_path):
     """Exports a span; every export but the first rotates the file. Yields (export, exporter)."""
     exporter = span_store.JsonlSpanExporter(tmp_path, "test", max_file_bytes=1)
-    trace.setup("test", "test-0", endpoint="", directory=str(tmp_path / "unused"), sample_ratio=1.0)
-    span = trace.start_span("span")
-    span.end()
-    yield lambda: exporter.export([span._span]), exporter
-    trace.shutdown()
-    exporter.shutdown()
+    yield lambda: exporter.export([record()]), exporter
+    exporter.close()
 
 
 def test_a_file_that_could_not_be_opened_is_opened_at_the_next_export_and_no_other_is_written_to(
