@@ -104,7 +104,7 @@ class Recorder:
         self.sample_ratio = sample_ratio
         self._queues: list[ExportQueue] = []
         if endpoint:
-            from shared.observe.sdk_spans import CollectorExporter
+            from shared.observe.otlp import CollectorExporter
 
             exporter = CollectorExporter(endpoint, self.service, instance)
             self._queues.append(

@@ -1,75 +1,13 @@
-"""Where Quire's spans meet the OpenTelemetry SDK: spans that libraries make with it, and what a collector gets.
-
-Imported only by processes that have one of the two (0.15 s of CPU).
-"""
-
-import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+"""Spans that libraries make with the OpenTelemetry SDK: vLLM's. Imported only where it is (0.15 s of CPU)."""
 
 from opentelemetry import trace as otel
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags, format_span_id, format_trace_id
+from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
-from shared.observe.export_queue import EXPORT_TIMEOUT_S
 from shared.observe.recorder import Recorder
 from shared.observe.span_record import SpanEvent, SpanRecord
-
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
-_SCOPE = InstrumentationScope("quire")
-_OK = Status(StatusCode.UNSET)
-
-
-class CollectorExporter:
-    """To an OTLP/HTTP collector, as protobuf. All spans are of this service and instance. Costs 22 us a span."""
-
-    def __init__(self, endpoint: str, service: str, instance: str) -> None:
-        # Its own complaints come with every batch; the queue says the same once a minute.
-        logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter").setLevel(logging.CRITICAL)
-        self._resource = Resource({"service.name": service, "service.instance.id": instance})
-        self._inner = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_TIMEOUT_S)
-
-    def export(self, spans: Sequence[SpanRecord]) -> None:
-        """Raises: ConnectionError when the collector did not take them; OSError."""
-        sent = self._inner.export([readable(span, self._resource) for span in spans])
-        if sent is not SpanExportResult.SUCCESS:
-            raise ConnectionError("the collector did not take them")
-
-    def close(self) -> None:
-        self._inner.shutdown()
-
-
-def readable(record: SpanRecord, resource: Resource) -> ReadableSpan:
-    """A record as the SDK's exporters take it. Attributes of types that OTLP does not have become text."""
-    trace_id = int(record.trace_id, 16)
-    parent = None
-    if record.parent_id:
-        parent = SpanContext(trace_id, int(record.parent_id, 16), is_remote=True, trace_flags=_SAMPLED)
-    return ReadableSpan(
-        name=record.name,
-        context=SpanContext(trace_id, int(record.span_id, 16), is_remote=False, trace_flags=_SAMPLED),
-        parent=parent,
-        resource=resource,
-        attributes=_attributes(record.attributes),
-        events=[Event(one.name, _attributes(one.attributes), one.time_ns) for one in record.events],
-        status=Status(StatusCode.ERROR, record.error) if record.error else _OK,
-        start_time=record.start_ns,
-        end_time=record.end_ns,
-        instrumentation_scope=_SCOPE,
-    )
-
-
-def _attributes(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value if isinstance(value, str | bool | int | float | list | tuple) else str(value)
-        for key, value in given.items()
-        if value is not None
-    }
 
 
 def span_record(span: ReadableSpan) -> SpanRecord:
