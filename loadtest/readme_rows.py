@@ -37,14 +37,14 @@ ROWS: list[tuple[str, str, str, str, str]] = [
     (
         "gateway-peers",
         "quire_traced_added_ttft_p99_ms",
-        "added TTFT at half load, every request traced, p99",
+        "added TTFT at half load, every request traced, 32 cores, p99",
         "{:.1f} ms",
         "5",
     ),
     (
         "gateway-peers",
         "smg_cache_aware_added_ttft_p99_ms",
-        "added TTFT at half of what the gateway takes untraced, smg by cached text, p99",
+        "added TTFT at the rate of the gateway untraced, smg by cached text, p99",
         "{:.1f} ms",
         "",
     ),
