@@ -86,9 +86,13 @@ class ExportQueue:
         while self._give_up_at == float("inf"):
             self._wake.wait(self._flush_s)
             self._wake.clear()
-            while self._records:
-                num = min(len(self._records), self._batch_spans)
-                self._export([self._records.popleft() for _ in range(num)])
+            self._drain()
+        self._drain()  # what came between the last time and close()
+
+    def _drain(self) -> None:
+        while self._records:
+            num = min(len(self._records), self._batch_spans)
+            self._export([self._records.popleft() for _ in range(num)])
 
     def _export(self, batch: list[SpanRecord]) -> None:
         reason = "queue_full"

@@ -221,6 +221,18 @@ def test_batches_are_no_larger_than_told():
     assert max(exporter.batches) == 64
 
 
+def test_a_span_that_came_just_before_the_end_is_exported():
+    exporter = Exporter()
+    queue = ExportQueue(exporter, batch_spans=64, flush_s=60.0)
+    queue._thread = (
+        threading.current_thread()
+    )  # in the moment after it looked for spans, and before it looks for the end
+    queue.put(record())
+    queue._give_up_at = time.monotonic() + 10.0
+    queue._run()
+    assert exporter.batches == [1]
+
+
 def test_closing_waits_no_longer_than_two_timeouts_for_an_exporter_that_stands_still(monkeypatch, told):
     monkeypatch.setattr(export_queue, "EXPORT_TIMEOUT_S", 0.05)
     exporter = Exporter()
