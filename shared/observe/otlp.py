@@ -39,7 +39,7 @@ class CollectorExporter:
         is_kept = self._connection.sock is not None
         try:
             status = self._post(body)
-        except (ConnectionError, http.client.RemoteDisconnected):
+        except ConnectionError:
             if not is_kept:
                 raise
             status = self._post(body)  # the collector had closed a connection that was idle

@@ -2,7 +2,7 @@
 
 Quire makes its spans itself: one of the OpenTelemetry SDK costs the thread that serves requests about 20 us, and is
 written by interpreted code in another thread, which the first one then waits for (docs/decisions/0041). Spans that
-vLLM makes with the SDK, and what goes to a collector, pass through sdk_spans.py.
+vLLM makes with the SDK come through sdk_spans.py.
 """
 
 import random

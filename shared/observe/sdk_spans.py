@@ -10,20 +10,19 @@ from shared.observe.recorder import Recorder
 from shared.observe.span_record import SpanEvent, SpanRecord
 
 
-def span_record(span: ReadableSpan) -> SpanRecord:
-    """A finished SDK span as a record."""
+def span_record(span: ReadableSpan, service: str, instance: str) -> SpanRecord:
+    """A finished SDK span as a record of this service and instance."""
     context = span.get_span_context()
     assert context is not None
     assert span.start_time is not None
     assert span.end_time is not None
-    resource = span.resource.attributes
     return SpanRecord(
         trace_id=format_trace_id(context.trace_id),
         span_id=format_span_id(context.span_id),
         parent_id=format_span_id(span.parent.span_id) if span.parent else "",
         name=span.name,
-        service=str(resource.get("service.name", "")),
-        instance=str(resource.get("service.instance.id", "")),
+        service=service,
+        instance=instance,
         start_ns=span.start_time,
         end_ns=span.end_time,
         attributes=dict(span.attributes or {}),
@@ -42,16 +41,14 @@ class _ToRecorder(SpanProcessor):
         self._recorder = recorder
 
     def on_end(self, span: ReadableSpan) -> None:
-        if span.context is not None and span.context.trace_flags.sampled:
-            self._recorder.take(span_record(span))
+        self._recorder.take(span_record(span, self._recorder.service, self._recorder.instance))
 
 
 def take_sdk_spans(recorder: Recorder) -> None:
     """From now on spans that libraries make with OpenTelemetry's global provider are recorded too: vLLM's."""
-    provider = TracerProvider(
-        sampler=ParentBased(TraceIdRatioBased(recorder.sample_ratio)),
-        resource=Resource({"service.name": recorder.service, "service.instance.id": recorder.instance}),
-        shutdown_on_exit=False,
-    )
+    sampler = ParentBased(
+        TraceIdRatioBased(recorder.sample_ratio)
+    )  # what it does not sample never ends in a processor
+    provider = TracerProvider(sampler=sampler, resource=Resource.get_empty(), shutdown_on_exit=False)
     provider.add_span_processor(_ToRecorder(recorder))
     otel.set_tracer_provider(provider)

@@ -2,7 +2,7 @@
 
 No context variables: a span's parent is an argument, because the work of one request hops between callbacks,
 threads and processes. Without an exporter a span only passes its parent on (below 1 us); with one it is
-kept (about 3 us), batched and exported from a thread of its own (1 us to a file, 22 us to a collector).
+kept (about 3 us), batched and exported from a thread of its own (1 us to a file, 5 us to a collector).
 """
 
 from collections.abc import Mapping

@@ -224,9 +224,7 @@ def test_batches_are_no_larger_than_told():
 def test_a_span_that_came_just_before_the_end_is_exported():
     exporter = Exporter()
     queue = ExportQueue(exporter, batch_spans=64, flush_s=60.0)
-    queue._thread = (
-        threading.current_thread()
-    )  # in the moment after it looked for spans, and before it looks for the end
+    queue._thread = threading.current_thread()  # which has just looked for spans, and looks for the end now
     queue.put(record())
     queue._give_up_at = time.monotonic() + 10.0
     queue._run()
