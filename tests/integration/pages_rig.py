@@ -74,7 +74,7 @@ class PagesEngine:
         self.say(wire.Vacated(number=asked.number))
 
     def save(self, hashes: list[BlockHash], contents: list[bytes]) -> list[Owned]:
-        """Write and seal a prompt's blocks; they stay pinned."""
+        """Write and seal a prompt's blocks; they stay pinned. The mempool knows then: others may ask."""
         until(lambda: len(self.granted) >= len(hashes), f"{len(hashes)} pages are granted")
         pages, self.granted[:] = self.granted[: len(hashes)], self.granted[len(hashes) :]
         for (page, _), data in zip(pages, contents, strict=True):
@@ -88,6 +88,7 @@ class PagesEngine:
             )
         )
         self.cached += pages
+        self._answer(wire.Match(call_id=self._next_call(), hashes=hashes[0]))
         return pages
 
     def unpin(self, pages: list[Owned]) -> None:
@@ -96,15 +97,20 @@ class PagesEngine:
 
     def acquire(self, hashes: list[BlockHash]) -> list[int]:
         """Pages of what is there; their lease goes at once."""
+        asked = wire.Acquire(call_id=self._next_call(), hashes=b"".join(hashes), wait_ms=30_000)
+        return u32_list(self._answer(asked).pages)
+
+    def _next_call(self) -> int:
         self.calls += 1
-        self.say(wire.Acquire(call_id=self.calls, hashes=b"".join(hashes), wait_ms=30_000))
+        return self.calls
 
-        def answered() -> bool:
-            return any(getattr(a, "call_id", 0) == self.calls for a in self.answers)
+    def _answer(self, asked):
+        def found():
+            return next((a for a in self.answers if getattr(a, "call_id", 0) == asked.call_id), None)
 
-        until(answered, "an answer")
-        answer = next(a for a in self.answers if getattr(a, "call_id", 0) == self.calls)
-        return u32_list(answer.pages)
+        self.say(asked)
+        until(lambda: found() is not None, "an answer")
+        return found()
 
     def write(self, page: int, data: bytes) -> None:
         self._pages[page * self.page_bytes : page * self.page_bytes + len(data)] = data
