@@ -135,11 +135,12 @@ class DecodeStep:
 class PromptStep:
     """A step behind another one that computed the whole of one prompt, and a token of each of `num_decodes` others."""
 
-    ms: float
+    ms: float  # with the step before
     new_tokens: int
     past_tokens: int  # of the prompt, found
     num_decodes: int
     context_tokens: int  # of those who decoded
+    decodes_before: int = 0  # requests that decoded in the step before; 0: ms is without it
 
 
 EngineStep: TypeAlias = DecodeStep | PromptStep

@@ -37,6 +37,9 @@ class LoadView(StatLoggerBase):
         self._max_batched_tokens = max_batched_tokens
         self._last_decoding = 0  # requests that decoded in the step before, if nothing else ran
         self._last_open = 0  # prompts that were not finished then
+        self._before: tuple[float, int] | None = (
+            None  # the step before, if only decodes ran: its time, how many
+        )
 
     def record(
         self,
@@ -75,16 +78,22 @@ class LoadView(StatLoggerBase):
     def _note_prompt(self, gap_s: float, stats: Any) -> None:
         """One prompt came to its first token, no other one was open, and it fitted into this step beside the decodes.
 
-        Then the step computed all of it, however long it had waited before.
+        Then the step computed all of it, however long it had waited before. It is told together with the step before,
+        in which only decodes ran: vLLM launches a step before it takes the result of the one before, and a prompt's
+        launch takes so long (no CUDA graph covers it) that the result comes late by most of what the prompt takes.
         """
         was_open, self._last_open = self._last_open, len(self._unfinished_prefill)
+        before, self._before = self._before, None
         firsts = len(stats.time_to_first_tokens_iter)
         found, decodes = stats.prompt_token_stats, stats.num_generation_tokens - firsts
-        fits = 0 < found.computed <= self._max_batched_tokens - decodes
-        alone = max(was_open, self._last_open) <= 1
-        if firsts == 1 and decodes > 0 and fits and alone and gap_s < IDLE_S:
-            others = sum(self._context_tokens.values()) - found.total
-            self._tell(PromptStep(gap_s * 1e3, found.computed, found.cached_tokens, decodes, max(0, others)))
+        if max(was_open, self._last_open) > 1 or decodes <= 0 or gap_s >= IDLE_S:
+            return
+        if not firsts:
+            self._before = (gap_s, decodes)
+        elif firsts == 1 and before is not None and 0 < found.computed <= self._max_batched_tokens - decodes:
+            others = max(0, sum(self._context_tokens.values()) - found.total)
+            ms = (before[0] + gap_s) * 1e3
+            self._tell(PromptStep(ms, found.computed, found.cached_tokens, decodes, others, before[1]))
 
     def _note_decode(self, gap_s: float, iteration_stats: Any) -> None:
         decoding = 0

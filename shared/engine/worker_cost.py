@@ -86,9 +86,9 @@ class WorkerCost:
     def on_step(self, step: EngineStep) -> None:
         """The engine measured a step: of decodes alone, or of a prompt beside decodes.
 
-        Of the latter what the decodes add is taken away, as it is predicted and corrected. A prompt that does not at
-        least double the step says too little of prompts: a step of one token reads the weights too. Nor does a step
-        that took less than what its decodes are predicted to add.
+        Of the latter what the decodes add, and their step before, is taken away, as predicted and corrected. A prompt
+        that does not at least double the step says too little of prompts: a step of one token reads the weights too.
+        Nor does a step that took less than what its decodes are predicted to add.
         """
         if self._model is None:
             return
@@ -100,7 +100,10 @@ class WorkerCost:
         prompt_ms = self._model.step_ms(StepShape(chunks))
         whole_ms = self._model.step_ms(StepShape(chunks, step.num_decodes, step.context_tokens))
         if whole_ms >= 2 * self._model.decode_step_ms(step.num_decodes, step.context_tokens):
-            rest_ms = step.ms - (whole_ms - prompt_ms) * self.corrections["decode"].factor
+            decodes_ms = whole_ms - prompt_ms
+            if step.decodes_before:
+                decodes_ms += self._model.decode_step_ms(step.decodes_before, step.context_tokens)
+            rest_ms = step.ms - decodes_ms * self.corrections["decode"].factor
             if rest_ms > 0:
                 self._observe("prefill", prompt_ms, rest_ms)
 

@@ -45,6 +45,16 @@ def test_what_decodes_add_is_taken_away_as_they_are_known_to_be():
     assert cost.corrections["prefill"].factor == pytest.approx(1.0)
 
 
+def test_the_step_of_decodes_before_it_is_taken_away_too():
+    slow = [DecodeStep(3 * MODEL.decode_step_ms(4, 2000), 4, 2000)] * 15
+    chunks = ((400, 100),)
+    prompt = MODEL.step_ms(StepShape(chunks))
+    added = MODEL.step_ms(StepShape(chunks, 4, 2000)) - prompt
+    both_ms = 2 * prompt + 3 * (added + MODEL.decode_step_ms(5, 2000))
+    cost = learnt([*slow, *[PromptStep(both_ms, 400, 100, 4, 2000, decodes_before=5)] * 15])
+    assert cost.corrections["prefill"].factor == pytest.approx(2.0)
+
+
 def test_a_token_that_a_step_computes_beside_many_says_nothing_of_prompts():
     """A decode worker computes the last token of each prompt that it is handed."""
     cost = learnt([mixed(9.0, new=1, past=400, decodes=8, context=8000) for _ in range(20)])
