@@ -77,7 +77,8 @@ class PrefillLedger:
 
     What is measured is the instance, not one request: from the moment a prompt comes to an idle instance until none
     is left, or MAX_WINDOW_REQUESTS are done, predicted work stands against elapsed time. So prompts that share steps
-    need no untangling. A span in which decodes ran too measures nothing.
+    need no untangling. A span in which decodes ran too measures nothing, nor one in which a prompt was cached but for
+    one token, as a hand-off is: that is a decode step to the engine, and its graph.
     """
 
     model: CostModel
@@ -108,6 +109,7 @@ class PrefillLedger:
         item = self._open.pop(key, None)
         if item is None:
             return None
+        self._spoilt |= item.num_tokens - cached_tokens <= 1
         self._done_ms += self.model.prefill_ms(item.num_tokens, cached_tokens)
         self._num_done += 1
         if self._open and self._num_done < MAX_WINDOW_REQUESTS:

@@ -293,6 +293,19 @@ def test_a_ledger_measures_busy_spans_and_counts_what_is_queued():
     assert ledger.first_output("unknown", 0, 220.0) is None
 
 
+def test_a_handed_over_prompt_teaches_nothing_of_prompts():
+    model = CostModel(CPU)
+    ledger = PrefillLedger(model)
+    ledger.begin("handed", 1_025, 1_024, now_ms=0.0)
+    assert ledger.first_output("handed", 1_024, 5.0) is None
+    ledger.begin("beside a prompt", 1_025, 1_024, now_ms=10.0)
+    ledger.begin("a", 1_000, 0, now_ms=10.0)
+    ledger.first_output("beside a prompt", 1_024, 15.0)
+    assert ledger.first_output("a", 0, 60.0) is None
+    ledger.begin("b", 1_000, 998, now_ms=100.0)
+    assert ledger.first_output("b", 998, 120.0) == (model.prefill_ms(1_000, 998), 20.0)
+
+
 def test_eq_2_fetches_where_moving_is_cheaper_than_computing():
     links = LinkRates({"peer": LinkRate(gb_per_s=10.0, latency_ms=0.5)})
     assert links.transfer_ms("peer", 10_000_000) == pytest.approx(1.5)
