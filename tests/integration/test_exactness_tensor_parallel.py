@@ -24,6 +24,7 @@ from tests.integration.test_exactness import (
     is_one_token,
     stage,
 )
+from tests.open_files import open_files
 from tests.support.cluster_dram import dram_behind_host_memory, empty
 from tests.support.exactness_cases import ANSWER_TOKENS
 from tests.support.local_cluster import LocalCluster
@@ -107,11 +108,7 @@ def processes_of(pid: int) -> list[int]:
 
 def listening(pid: int) -> list[str]:
     """Local addresses, in hexadecimal, of the TCP sockets on which the process listens."""
-    inodes = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        name = os.readlink(link)
-        if name.startswith("socket:"):
-            inodes.add(name[8:-1])
+    inodes = {name[8:-1] for name in open_files(pid).values() if name.startswith("socket:")}
     rows = [
         line.split()
         for name in ("tcp", "tcp6")

@@ -23,6 +23,7 @@ from tests.integration.mempool_rig import (
     until,
 )
 from tests.integration.pages_rig import PagesEngine
+from tests.open_files import open_files
 
 BIG = msgspec.structs.replace(DESCRIPTION, block_bytes=1 << 20)
 NUM_PAGES = 128
@@ -142,8 +143,7 @@ def gpu_mempool(tmp_path, environment):
 
 def memfds(pid: int) -> int:
     """Allocations of the imitated GPU that a process has a descriptor of."""
-    links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-    return sum("memfd:gpu" in link or "memfd:fake" in link for link in links)
+    return sum("memfd:gpu" in name or "memfd:fake" in name for name in open_files(pid).values())
 
 
 def test_a_gpus_allocations_go_and_come_with_a_rank_attached(gpu_mempool, environment):

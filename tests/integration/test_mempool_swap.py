@@ -28,6 +28,7 @@ from tests.integration.test_mempool_lending import (
     content,
     leased,
 )
+from tests.open_files import open_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -208,9 +209,9 @@ async def spoil(pool: MempoolProcess, block_hash: bytes, producer: Engine | None
 
 def host_memory_of(pool: MempoolProcess) -> str:
     """Path of the pages of the last space that was made: host memory behind the engines'."""
-    folder = f"/proc/{pool.process.pid}/fd"
-    links = {fd: os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)}
-    return f"{folder}/{max(int(fd) for fd, link in links.items() if link.startswith('/memfd:quire-pages '))}"
+    pid = pool.process.pid
+    pages = [fd for fd, name in open_files(pid).items() if name.startswith("/memfd:quire-pages ")]
+    return f"/proc/{pid}/fd/{max(pages)}"
 
 
 def test_a_mempool_that_dies_and_comes_back_still_has_what_is_in_host_memory(tmp_path):
