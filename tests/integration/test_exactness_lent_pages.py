@@ -94,6 +94,11 @@ class Producer:
         shares = self.engine.client.memory
         return shares.lent_bytes if shares is not None else 0
 
+    @property
+    def is_pressed(self) -> bool:
+        """It wants its pages back, and has not noted that they are."""
+        return self._pressed_s > 0.0
+
     def press(self) -> None:
         self.waiting, self._pressed_s = 9, time.monotonic()
 
@@ -139,7 +144,7 @@ def test_tokens_equal_stocks_while_a_real_engine_borrows_and_lent_pages_are_recl
                 while not left and not cluster.pool()["counters"].get("blocks_pulled_from_peer"):
                     await ask(client, chance.choice(NAMES))  # chance brought nothing back yet
                 loop.call_later(chance.uniform(0.0, 0.3), producer.press)
-                while not producer.waiting or producer.lent_bytes:
+                while not producer.waiting or producer.is_pressed:  # its front notes that all is back
                     await ask(client, chance.choice(NAMES))
                 producer.waiting = 0
 
