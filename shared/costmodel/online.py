@@ -109,7 +109,8 @@ class PrefillLedger:
         item = self._open.pop(key, None)
         if item is None:
             return None
-        self._spoilt |= item.num_tokens - cached_tokens <= 1
+        if item.num_tokens - cached_tokens <= 1:
+            self.spoil()
         self._done_ms += self.model.prefill_ms(item.num_tokens, cached_tokens)
         self._num_done += 1
         if self._open and self._num_done < MAX_WINDOW_REQUESTS:

@@ -24,10 +24,10 @@ from tests.integration.test_exactness import (
     is_one_token,
     stage,
 )
-from tests.open_files import open_files
 from tests.support.cluster_dram import dram_behind_host_memory, empty
 from tests.support.exactness_cases import ANSWER_TOKENS
 from tests.support.local_cluster import LocalCluster
+from tests.support.open_files import open_files
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.whole_machine, pytest.mark.timeout(1500)]
 

@@ -23,7 +23,7 @@ from tests.integration.mempool_rig import (
     until,
 )
 from tests.integration.pages_rig import PagesEngine
-from tests.open_files import open_files
+from tests.support.open_files import open_files
 
 BIG = msgspec.structs.replace(DESCRIPTION, block_bytes=1 << 20)
 NUM_PAGES = 128

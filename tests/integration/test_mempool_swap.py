@@ -28,7 +28,7 @@ from tests.integration.test_mempool_lending import (
     content,
     leased,
 )
-from tests.open_files import open_files
+from tests.support.open_files import open_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
