@@ -128,13 +128,13 @@ class Market:
         await asked(borrow, lambda answer: isinstance(answer, LendingDone), self.lender)
 
     async def reclaim(self) -> None:
-        """All of it; the coordinator is told, the mempool does it."""
+        """All of it. The mempool remembers offers that are over, the coordinator does not: it is asked first."""
+        ask = AskReclaim(offer_id=self.offer_id, producer=self.lender.name, deadline_ms=DEADLINE_MS)
+        assert isinstance(await self.client.reclaim(ask), ReclaimOrder)
         order = ReclaimOrder(
             reclaim_id=self.offer_id, offer_id=self.offer_id, keep_bytes=0, deadline_ms=DEADLINE_MS
         )
         assert isinstance(await self.lender.client.present(order), LendingDone)
-        ask = AskReclaim(offer_id=self.offer_id, producer=self.lender.name, deadline_ms=DEADLINE_MS)
-        assert isinstance(await self.client.reclaim(ask), ReclaimOrder)
 
     def num_borrowed(self) -> int:
         """Blocks that have been copied to lent pages, of all consumers ever."""
