@@ -14,6 +14,7 @@ from services.gateway import config
 from services.gateway.config import GatewaySettings, split_listen
 from services.gateway.core.restarts import Restarts
 from shared.errors import SettingsError
+from shared.frame_room import with_frame_room
 
 PR_SET_PDEATHSIG = 1
 
@@ -55,7 +56,7 @@ def run_one(settings: GatewaySettings, listener: socket.socket, number: int) -> 
         sample_ratio=settings.trace_sample_ratio,
     )
     try:
-        return uvloop.run(serve(settings, listener))
+        return with_frame_room(uvloop.run, serve(settings, listener))
     finally:
         trace.shutdown()
 

@@ -12,6 +12,7 @@ from shared.engine.worker_config import WorkerSettings, ahead_prevented_by
 from shared.engine.worker_shell import WorkerShell
 from shared.engine.worker_wiring import connect
 from shared.errors import SettingsError
+from shared.frame_room import with_frame_room
 from shared.kv.model_files import vocab_size
 from shared.observe import log, trace
 from shared.observe.log import get_logger
@@ -31,6 +32,12 @@ async def _serve(settings: WorkerSettings, engine: Engine) -> int:
 
 def run(service: str, settings: WorkerSettings) -> int:
     """Exit code: 0 drained, 1 the engine died, 2 wrong settings, 70 our bug."""
+    return with_frame_room(
+        _run, service, settings
+    )  # the engine core, forked in here, launches its layers in it
+
+
+def _run(service: str, settings: WorkerSettings) -> int:
     log.setup(service, settings.instance, settings.log_level)
     logger = get_logger("worker")
     if not __debug__:

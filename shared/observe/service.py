@@ -14,6 +14,7 @@ import uvloop
 
 from shared.background_task import LOST_TASK
 from shared.errors import SettingsError
+from shared.frame_room import with_frame_room
 from shared.observe import log, trace
 
 EXIT_SETTINGS = 2
@@ -61,7 +62,7 @@ def main(
             directory=settings.trace_dir,
             sample_ratio=settings.trace_sample_ratio,
         )
-        return uvloop.run(run(settings))
+        return with_frame_room(uvloop.run, run(settings))
     except SettingsError as error:
         print(f"{service}: {error.message}", file=sys.stderr)  # noqa: T201
         return EXIT_SETTINGS
