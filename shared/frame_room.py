@@ -1,7 +1,7 @@
 """Room for Python's frames, so that no hot loop lives on the edge of a chunk.
 
-CPython 3.11 and 3.12 keep the frames of a thread in chunks of 16 KiB, mapped when a call does not fit into the last one
-and unmapped when that call returns (push_chunk and _PyThreadState_PopFrame in Python/pystate.c). Whoever calls in a loop
+CPython 3.11 and 3.12 keep the frames of a thread in chunks of 16 KiB, mapped when a call does not fit into the last
+one and unmapped when it returns (push_chunk and _PyThreadState_PopFrame in Python/pystate.c). Whoever calls in a loop
 at just that depth pays two system calls and a page fault each time: 4 us where a call takes 40 ns. Which loop it hits
 hangs on all frames below it. In an engine core it was the one that launches a model's layers (decision 0043).
 """
