@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.mempool.core.actions import Action, Send, WriteEntries, WriteWords
 from shared.errors import PeerProtocolError
 from shared.kv.page import PageState
 from shared.kv.words import u32_list, u64_list
@@ -318,3 +319,19 @@ def test_a_reader_that_waits_for_pages_does_not_hold_up_lent_pages_that_are_over
     rig.advance(1)
     assert rig.leased() == 0
     assert [m.call_id for m in rig.sent[FRONT] if isinstance(m, wire.Acquired)] == [9]
+
+
+def test_an_answer_comes_behind_the_words_of_the_host_memory_that_it_speaks_of():
+    """A mempool that is killed between the two has promised blocks that its successor does not find."""
+    rig = Swapping()
+    batches: list[list[Action]] = []
+    run = rig.run
+    rig.run = lambda actions: (batches.append(list(actions)), run(actions))[1]
+    assert rig.out(1, ABCD, "abcd").kept == b"\1\1\1\1"
+    (batch,) = [
+        b for b in batches if any(isinstance(a, Send) and isinstance(a.message, SwappedOut) for a in b)
+    ]
+    told = [i for i, a in enumerate(batch) if isinstance(a, Send)]
+    written = [i for i, a in enumerate(batch) if isinstance(a, WriteWords | WriteEntries) and a.space != 0]
+    assert written
+    assert max(written) < min(told)

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import count
 
 from services.mempool.core import parse, space
+from services.mempool.core.action_order import told_last
 from services.mempool.core.actions import Action, PoolLimits
 from services.mempool.core.api_spaces import ApiSpaces
 from services.mempool.core.audience import Audience
@@ -385,7 +386,7 @@ class Mempool(FromOutside):
             self.lending.advance(now_ms)
             self.dram.advance(now_ms)
         copies += self.swaps.take_actions() + self.dram.take_copies() + self.api.take_actions()
-        return out + self._begin(copies, now_ms)
+        return told_last(out) + self._begin(copies, now_ms)
 
     def status(self, call_id: int = 0) -> wire.PoolStatus:
         """All spaces together, and each."""
