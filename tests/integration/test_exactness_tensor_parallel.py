@@ -8,6 +8,7 @@ import asyncio
 import os
 import signal
 import threading
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -131,7 +132,8 @@ def test_every_case_equals_stock_though_the_ranks_are_unequal(reference, split):
                         1 if name != "n3-seeded" else decode["tokens_computed"]
                     ), name
             except AssertionError as error:
-                wrong.append(str(error).splitlines()[0])
+                where = traceback.extract_tb(error.__traceback__)[-1].lineno
+                wrong.append(f"{str(error).splitlines()[0]}, line {where}: {answer}")
     assert not wrong, "\n".join(wrong)
     spaces = split.spaces()
     assert spaces["prefill"]["content_key"] != spaces["decode"]["content_key"]
