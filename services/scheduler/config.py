@@ -50,8 +50,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     # a gain below the larger of both does not move a request from the holder of its prefix, ...
     hysteresis_ms: float = 5.0
     hysteresis_share: float = 0.1  # of the time until its first token
-    # ... or a whole request to a prefill or decode instance
-    role_margin_ms: float = 5.0
+    # ... or a whole request to a prefill or decode instance. 0: wherever it is predicted to be cheaper (decision 0044)
+    role_margin_ms: float = 0.0
     role_margin_share: float = 0.0
     panic_queue_ms: float = 10_000.0  # an instance with a longer queue is avoided, whatever it holds
     slowdown_weight: float = (

@@ -223,8 +223,16 @@ def two(space=2, **cost):
 
 
 def test_a_pair_that_shares_memory_stays_a_pair():
-    placed = ask(two(space=1))
+    placed = ask(two(space=1), continues=True)  # as dear as one instance: roles are kept
     assert (placed.kind, placed.predicted.transfer_ms) == ("disaggregated", 0.0)
+    placed = ask(two(space=1, role_margin_ms=5.0))  # 1 ms dearer: the first token is drawn again
+    assert (placed.kind, placed.predicted.transfer_ms) == ("disaggregated", 0.0)
+
+
+def test_by_default_a_pair_is_taken_only_where_no_instance_alone_is_predicted_to_be_cheaper():
+    placed = ask(two(space=1))
+    assert placed.kind == "colocated"
+    assert "one instance saves 1.0 ms" in placed.reason
 
 
 def test_a_first_token_that_is_final_waits_for_no_hand_off():

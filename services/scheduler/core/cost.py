@@ -4,8 +4,8 @@
     cost: queue + fetch + compute + hand-off + decode's steps + what those that decode there lose   (predict.py)
 
 MemServe's eq 1 and eq 2 with three brakes. Panic: an instance with too long a queue is avoided whatever it holds.
-Roles: a prefill or decode instance runs a whole request only if that is cheaper by a margin. Hysteresis: the holder
-of the longest prefix is not left for a small gain, which would scatter a session's prefix.
+Roles: a prefill or decode instance runs a whole request only if that is cheaper by a margin, by default any.
+Hysteresis: the holder of the longest prefix is not left for a small gain, which would scatter a session's prefix.
 """
 
 from collections.abc import Iterable, Sequence

@@ -33,7 +33,7 @@ class CostSettings:
     fetch: Literal["auto", "always", "never"] = "auto"
     hysteresis_ms: float = 5.0
     hysteresis_share: float = 0.1
-    role_margin_ms: float = 5.0
+    role_margin_ms: float = 0.0
     role_margin_share: float = 0.0
     panic_queue_ms: float = 10_000.0
     slowdown_weight: float = 1.0
