@@ -72,8 +72,9 @@ class Simulation:
         self._records: list[Outcome | None] = [None] * len(requests)
         self._num_ended = self._num_rejected = self._num_retries = 0
         self._frontend = Frontend(
-            self._events, self, spec.delays, spec.flow, model=MODEL, on_end=self._on_end
-        )
+            self._events, self, spec.delays, spec.flow,
+            model=MODEL, block_tokens=spec.block_tokens, on_end=self._on_end,
+        )  # fmt: skip
 
     def run(self) -> Simulated:
         """Until every request has its outcome."""

@@ -22,6 +22,7 @@ from services.gateway.core.request_flow import (
 from services.gateway.core.retry_budget import RetryBudget
 from shared.errors import PromptTooLong
 from shared.ids import InstanceId, RequestId
+from shared.prompttree.asked_before import AskedBefore
 from shared.wire.handoff import HandoffState
 from shared.wire.placement import Place, Placed, PrefixHit, Rejected, Target
 
@@ -58,6 +59,7 @@ class Call:
     flow: RequestFlow
     record: Outcome
     hits: list[PrefixHit] = field(default_factory=list)
+    seen_tokens: int = 0  # leading ones of the prompt, asked for before
     targets: list[InstanceId] = field(default_factory=list)  # of the running attempt
     first_at_ms: float = -1.0
 
@@ -78,10 +80,13 @@ class Frontend:
         limits: Limits,
         *,
         model: str,
+        block_tokens: int,
         on_end: Callable[[Call], None],
     ) -> None:
         self._events, self._workers, self._delays, self._limits = events, workers, delays, limits
         self._model = model
+        self._block_tokens = block_tokens
+        self._asked = AskedBefore()
         self._on_end = on_end
         self._budget = RetryBudget()
         self._open: dict[int, Call] = {}
@@ -110,7 +115,11 @@ class Frontend:
         self._events.after(self._limits.request_deadline_ms + TICK_MS, self._tick, call)
 
     def _start(self, call: Call) -> None:
-        call.hits = self._workers.lookup(call.request)
+        request, block_tokens = call.request, self._block_tokens
+        call.hits = self._workers.lookup(request)
+        call.seen_tokens = block_tokens * self._asked.ask(
+            request.blocks[: request.prompt_tokens // block_tokens]
+        )
         self._run(call, call.flow.start(now_ms=self._now()))
 
     # -- from workers -----------------------------------------------------------------------------
@@ -183,6 +192,7 @@ class Frontend:
                 max_tokens=request.output_tokens,
                 model=self._model,
                 hits=call.hits,
+                seen_tokens=call.seen_tokens,
                 session=request.session,
                 exclude=action.exclude,
                 continues=True,

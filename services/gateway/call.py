@@ -1,6 +1,6 @@
 """One prompt on its way through the cluster, and the interface of whoever takes its output."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from services.gateway.core.request_flow import Limits, RequestFlow
 from services.gateway.core.retry_budget import RetryBudget
@@ -11,6 +11,16 @@ from shared.wire.placement import Placed, PrefixHit, Target
 from shared.wire.requests import SamplingSpec, StageReceipt, TokenChunk, TokenLogprob, can_continue
 
 PromptLogprobs = list[list[TokenLogprob] | None]
+
+
+class FoundPrefix(NamedTuple):
+    """What is known of a prompt's beginning: who holds it, and how many of its tokens were asked for here before."""
+
+    hits: list[PrefixHit]
+    seen_tokens: int = 0
+
+
+NOTHING_FOUND = FoundPrefix([])
 
 
 class Sink(Protocol):
@@ -41,7 +51,7 @@ class Call:
     """One prompt on its way through the cluster."""
 
     __slots__ = (
-        "early_receipt", "explain", "first_ns", "flow", "hits", "num_prompt_tokens", "output_ids",
+        "early_receipt", "explain", "first_ns", "flow", "found", "num_prompt_tokens", "output_ids",
         "placed", "placed_ns", "prompt", "receipts", "request_id", "sampling", "schedule_span", "session", "sink",
         "span", "targets", "tenant", "tenant_salt", "weight",
     )  # fmt: skip
@@ -53,7 +63,7 @@ class Call:
         *,
         prompt: bytes,
         sampling: SamplingSpec,
-        hits: list[PrefixHit],
+        found: FoundPrefix,
         session: str,
         tenant: str,
         span: Span,
@@ -67,7 +77,7 @@ class Call:
         self.prompt = prompt  # packed token ids
         self.num_prompt_tokens = len(prompt) // 4
         self.sampling = sampling
-        self.hits = hits
+        self.found = found
         self.session = session
         self.tenant = tenant
         self.tenant_salt = tenant

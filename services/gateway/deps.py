@@ -19,6 +19,7 @@ from services.gateway.text import ModelText
 from shared.errors import SettingsError
 from shared.kv.layout import EngineDescription
 from shared.mempool.api_hashes import HashMemory
+from shared.prompttree.asked_before import AskedBefore
 from shared.prompttree.client import PromptTreeClient
 from shared.prompttree.lookup_cache import LookupCache
 
@@ -41,6 +42,7 @@ class Gateway:
         self.sampling_defaults = _sampling_defaults(self.text.generation_config)
         self.started_s = int(time.time())
         self._hashes = HashMemory(1, max_chunks=MAX_HASH_CHUNKS)
+        self.asked_before = AskedBefore()
         self.admission = Admission(settings.max_concurrent_requests, settings.max_concurrent_per_tenant)
         limits = Limits(
             placement_deadline_ms=settings.placement_deadline_ms,

@@ -136,7 +136,7 @@ async def begin(incoming: Incoming, kind: str, spec: ChoiceSpec, prompts: list[P
         )
         for prompt in prompts
     ]
-    hits = [
+    found = [
         await find_hits(gateway, prompt.packed, incoming.tenant, incoming.span, incoming.request_id)
         for prompt in prompts
     ]
@@ -163,7 +163,7 @@ async def begin(incoming: Incoming, kind: str, spec: ChoiceSpec, prompts: list[P
             sink,
             packed=prompt.packed,
             sampling=samplings[number],
-            hits=hits[number],
+            found=found[number],
             session=session,
             tenant=incoming.tenant,
             span=incoming.span,

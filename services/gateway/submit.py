@@ -4,13 +4,12 @@ import time
 from functools import lru_cache
 
 from services.gateway import metrics
-from services.gateway.call import Call, Sink
+from services.gateway.call import NOTHING_FOUND, Call, FoundPrefix, Sink
 from services.gateway.deps import Gateway
 from shared.errors import PromptTooLong
 from shared.ids import RequestId
 from shared.kv.block_hash import chain_seed
 from shared.observe.trace import Span, start_span
-from shared.wire.placement import PrefixHit
 from shared.wire.requests import SamplingSpec
 
 _seed = lru_cache(maxsize=1024)(chain_seed)
@@ -42,19 +41,21 @@ def output_budget(
     return max_tokens
 
 
-async def find_hits(
-    gateway: Gateway, packed: bytes, tenant: str, span: Span, request_id: str
-) -> list[PrefixHit]:
+async def find_hits(gateway: Gateway, packed: bytes, tenant: str, span: Span, request_id: str) -> FoundPrefix:
     """Who holds how much of the prompt's KV, as far as the prompt tree knows. No answer in time: no hits."""
     found, tree = gateway.description, gateway.tree
     if found is None or tree is None or found.block_tokens < 1:
-        return []
+        return NOTHING_FOUND
     if not tree.up:  # before the hashes, which would be for nothing
         tree.skipped()
-        return []
+        return NOTHING_FOUND
     hashes = gateway.hash_memory(found.block_tokens).hashes(_seed(found.fingerprint, tenant), packed)
     if not hashes:
-        return []
+        return NOTHING_FOUND
+    num_seen, num_failures = (
+        gateway.asked_before.ask(hashes[: gateway.settings.tree_max_blocks]),
+        tree.num_failures,
+    )
     began_ns = time.monotonic_ns()
     child = start_span("tree.lookup", parent=span.traceparent, attributes={"quire.request_id": request_id})
     hits = await tree.lookup(hashes, found.block_tokens)  # has its own deadline and never raises
@@ -63,7 +64,8 @@ async def find_hits(
         child.set("quire.blocks", len(hashes))
         child.set("quire.hits", len(hits))
     child.end()
-    return hits
+    # without an answer nobody seems to hold what was seen
+    return FoundPrefix(hits, num_seen * found.block_tokens if tree.num_failures == num_failures else 0)
 
 
 def make_call(
@@ -73,7 +75,7 @@ def make_call(
     *,
     packed: bytes,
     sampling: SamplingSpec,
-    hits: list[PrefixHit],
+    found: FoundPrefix,
     session: str,
     tenant: str,
     span: Span,
@@ -85,7 +87,7 @@ def make_call(
         sink,
         prompt=packed,
         sampling=sampling,
-        hits=hits,
+        found=found,
         session=session,
         tenant=tenant,
         weight=gateway.weights.get(tenant, 1.0),

@@ -57,6 +57,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     slowdown_weight: float = (
         1.0  # a millisecond that others lose, in milliseconds of the request's own; 0: selfish
     )
+    # a millisecond of computing again what new pages push out, in milliseconds of the request's own (decision 0045)
+    evict_weight: float = 4.0
     expected_output_tokens: int = 64  # decode steps that count, at most the request's max_tokens
     handoff_ms: float = 2.0  # of a hand-off, beside its bytes
     max_alternatives: int = 8  # in an answer: ways that were not taken
@@ -72,6 +74,7 @@ _NOT_NEGATIVE = (
     "role_margin_ms",
     "role_margin_share",
     "slowdown_weight",
+    "evict_weight",
     "handoff_ms",
     "max_alternatives",
     "room_wait_ms",
@@ -127,6 +130,7 @@ def cost_settings(found: SchedulerSettings) -> CostSettings:
         role_margin_share=found.role_margin_share,
         panic_queue_ms=found.panic_queue_ms,
         slowdown_weight=found.slowdown_weight,
+        evict_weight=found.evict_weight,
         decode_tokens=found.expected_output_tokens,
         handoff_ms=found.handoff_ms,
         max_alternatives=found.max_alternatives,

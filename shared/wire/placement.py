@@ -33,6 +33,9 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="place"):
     max_tokens: int = 0
     model: str = ""
     hits: list[PrefixHit] = []
+    seen_tokens: int = (
+        0  # leading ones of the prompt that this gateway was asked for before; 0, too: not known
+    )
     session: str = ""  # the `user` field or a session header: the `session` policy sticks to it
     tenant: str = ""
     exclude: list[InstanceId] = []  # failed for this request already
@@ -81,6 +84,7 @@ class Predicted(Struct, frozen=True, kw_only=True, omit_defaults=True):
     transfer_ms: float = 0.0  # of the hand-off
     step_ms: float = 0.0  # one decode step with the request in the batch
     slowdown_ms: float = 0.0  # what all that decode already lose together, weighted
+    evict_ms: float = 0.0  # of computing again what its new pages push out, weighted; nobody waits for it now
     total_ms: float = 0.0  # what was compared: all of it, with the expected number of decode steps
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec import structs
 
-from services.gateway.call import Call
+from services.gateway.call import NOTHING_FOUND, Call
 from services.gateway.cluster import Cluster
 from services.gateway.core.request_flow import Limits
 from shared.ids import Epoch, RequestId
@@ -82,7 +82,7 @@ def submit(cluster, sink, n=1, limits=LIMITS, temperature=1.0) -> Call:
     call = Call(
         RequestId("r1"), sink, prompt=pack_tokens(list(range(20))),
         sampling=SamplingSpec(max_tokens=100, n=n, temperature=temperature),
-        hits=[], session="", tenant="", span=start_span("t"), limits=limits,
+        found=NOTHING_FOUND, session="", tenant="", span=start_span("t"), limits=limits,
     )  # fmt: skip
     sink.call = call
     cluster.submit(call)

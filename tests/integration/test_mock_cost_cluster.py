@@ -47,3 +47,17 @@ def test_predictions_reach_the_receipt_and_a_burst_on_one_prefix_is_spread(tmp_p
         assert sum(receipt["tokens"]["computed"] for receipt in receipts) < 6 * 1_320
         status = cluster["scheduler"].status()
         assert {one["has_model"] for one in status["instances"]} == {True}
+
+
+@pytest.mark.slow
+def test_prompts_that_come_again_and_are_gone_give_new_pages_a_price(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(DEMO, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    rng = random.Random(8)
+    prompts = [[rng.randrange(100, 900) for _ in range(512)] for _ in range(6)]
+    flags = {**FLAGS, "worker": [*FLAGS["worker"], "--mock-kv-blocks", "40"]}  # each keeps one of them
+    with Cluster(model, log_dir=tmp_path / "logs", num_prefill=1, flags=flags) as cluster:
+        first_round = [ask(cluster, prompt)["reason"] for prompt in prompts]
+        assert not any("pushes out" in reason for reason in first_round), first_round
+        second_round = [ask(cluster, prompt)["reason"] for prompt in prompts * 2]
+        assert any("what it pushes out costs" in reason for reason in second_round), second_round

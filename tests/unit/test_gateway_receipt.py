@@ -5,7 +5,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from services.gateway import tally
-from services.gateway.call import Call
+from services.gateway.call import NOTHING_FOUND, Call
 from services.gateway.core.request_flow import Limits
 from services.gateway.receipt import note_prediction, receipt_of, times
 from shared.ids import InstanceId, RequestId
@@ -30,7 +30,7 @@ def placed(**more):
 def ended(answer, **first):
     """A call that took, per stage, 5, 0.2, 40, 6 and 2 ms."""
     call = Call(
-        RequestId("r"), sink=None, prompt=pack_tokens([1]), sampling=SamplingSpec(max_tokens=8), hits=[],
+        RequestId("r"), sink=None, prompt=pack_tokens([1]), sampling=SamplingSpec(max_tokens=8), found=NOTHING_FOUND,
         session="", tenant="", span=start_span("x"), limits=Limits(), explain=False,
     )  # fmt: skip
     call.placed, call.placed_ns, call.first_ns = answer, 5 * MS, 50 * MS

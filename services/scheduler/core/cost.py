@@ -2,6 +2,7 @@
 
     ways: every prefill instance with its best decode instance; every instance alone (conditional disaggregation)
     cost: queue + fetch + compute + hand-off + decode's steps + what those that decode there lose   (predict.py)
+        + what its new pages push out                                                            (pressure.py)
 
 MemServe's eq 1 and eq 2 with three brakes. Panic: an instance with too long a queue is avoided whatever it holds.
 Roles: a prefill or decode instance runs a whole request only if that is cheaper by a margin, by default any.
@@ -61,6 +62,7 @@ class Way(Struct, frozen=True, gc=False):
             transfer_ms=_round(self.handoff_ms),
             step_ms=_round(self.decode.step_ms),
             slowdown_ms=_round(self.first.slowdown_ms + self.decode.slowdown_ms),
+            evict_ms=_round(self.first.evict_ms),
             total_ms=_round(self.total_ms),
         )
 
@@ -113,9 +115,8 @@ def _way(ranked: Ranked) -> Way:
 
 
 def _pair(first: FirstStage, decode: DecodeStage, handoff_ms: float, again_ms: float) -> Ranked:
-    total_ms = (
-        first.latency_ms + first.slowdown_ms + handoff_ms + again_ms + decode.decode_ms + decode.slowdown_ms
-    )
+    before_ms = first.latency_ms + first.slowdown_ms + first.evict_ms
+    total_ms = before_ms + handoff_ms + again_ms + decode.decode_ms + decode.slowdown_ms
     chosen_at, name = first.candidate.known.chosen_at, first.candidate.name
     return total_ms, False, chosen_at, name, True, first, decode, handoff_ms, again_ms
 
@@ -123,7 +124,8 @@ def _pair(first: FirstStage, decode: DecodeStage, handoff_ms: float, again_ms: f
 def _alone(first: FirstStage, decode: DecodeStage) -> Ranked:
     candidate = first.candidate
     known = candidate.known
-    total_ms = first.latency_ms + first.slowdown_ms + decode.decode_ms + decode.slowdown_ms
+    before_ms = first.latency_ms + first.slowdown_ms + first.evict_ms
+    total_ms = before_ms + decode.decode_ms + decode.slowdown_ms
     breaks_roles = known.role != "colocated"
     return total_ms, breaks_roles, known.chosen_at, candidate.name, False, first, decode, 0.0, 0.0
 
@@ -145,7 +147,10 @@ def _ways(predictor: Predictor, field: Field, *, must_colocate: bool) -> list[Ra
 
 def _first_stages(found: Sequence[FirstStage]) -> list[FirstStage]:
     """The first MAX_PAIRED, and among them the one that holds most."""
-    ranked = [(f.latency_ms + f.slowdown_ms, f.candidate.known.chosen_at, f.candidate.name, f) for f in found]
+    ranked = [
+        (f.latency_ms + f.slowdown_ms + f.evict_ms, f.candidate.known.chosen_at, f.candidate.name, f)
+        for f in found
+    ]
     ranked.sort()
     out = [row[3] for row in ranked]
     if len(out) > MAX_PAIRED:
@@ -251,6 +256,8 @@ def _describe(way: Way) -> str:
     )
     slower = first.slowdown_ms + decode.slowdown_ms
     others = f", others lose {slower:.1f}" if slower >= 0.1 else ""
+    if first.evict_ms >= 0.1:
+        others += f", what it pushes out costs {first.evict_ms:.1f}"
     return f"{where}: {' + '.join(parts)} ms, then {decode.step_ms:.1f} a token{others}"
 
 
@@ -287,6 +294,7 @@ def _why_not(way: Way, chosen: Way) -> str:
         "decode": way.decode.decode_ms - chosen.decode.decode_ms,
         "slows others": way.first.slowdown_ms + way.decode.slowdown_ms
         - chosen.first.slowdown_ms - chosen.decode.slowdown_ms,
+        "pushes out": way.first.evict_ms - chosen.first.evict_ms,
     }  # fmt: skip
     name, more_ms = max(parts.items(), key=lambda item: item[1])
     return f"{name} {more_ms:.1f} ms more" if more_ms >= 0.05 else "as good; another's turn"

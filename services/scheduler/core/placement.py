@@ -24,6 +24,7 @@ from services.scheduler.core.instances import Instance, Instances
 from services.scheduler.core.limits import PlacementLimits
 from services.scheduler.core.policies import Candidate, Choice, PolicyName, choose
 from services.scheduler.core.predict import CostSettings, Holders, Predictor
+from services.scheduler.core.pressure import Pressures
 from services.scheduler.core.probes import kv_plan
 from services.scheduler.core.request import AttemptKey, PlacementRequest, Stage, from_wire
 from services.scheduler.core.room import Roomy, Waiter, WaitingRoom, need_blocks, with_room
@@ -53,6 +54,7 @@ class Placer:
     cost: CostSettings = field(default_factory=CostSettings)
     num_placed: int = 0
     tenants: Tenants = field(default_factory=Tenants)
+    pressures: Pressures = field(default_factory=Pressures)
     waiting: WaitingRoom = field(init=False)
     _served_at_ms: int = -SERVE_EVERY_MS
     _open: OpenAttempts = field(init=False)
@@ -204,7 +206,10 @@ class Placer:
         predictor = self._predictor(request, field.now_ms)
         if self.policy == "cost" and not field.lacks_models():
             decision = self._decide(request, usable, field, predictor)
-            return self._by_cost(request, decision, field.now_ms) if decision is not None else None
+            if decision is None:
+                return None
+            self.pressures.note(predictor, decision.way.first)
+            return self._by_cost(request, decision, field.now_ms)
         return self._by_policy(request, usable, field, predictor)
 
     def _predictor(self, request: PlacementRequest, now_ms: int) -> Predictor:
@@ -214,7 +219,7 @@ class Placer:
             for i in found
             if i is not None and self.instances.is_live(i, now_ms=now_ms)
         )
-        return Predictor(request, holders, self.cost)
+        return Predictor(request, holders, self.cost, self.pressures.ms_per_token(request.model))
 
     def _decide(
         self,

@@ -37,6 +37,7 @@ class CostSettings:
     role_margin_share: float = 0.0
     panic_queue_ms: float = 10_000.0
     slowdown_weight: float = 1.0
+    evict_weight: float = 4.0
     decode_tokens: int = 64
     handoff_ms: float = 2.0
     max_alternatives: int = 8
@@ -53,6 +54,7 @@ class FirstStage(Struct, frozen=True, gc=False):
     compute_ms: float
     latency_ms: float  # all three: until the first token is sampled there
     slowdown_ms: float  # of those that decode there, all together, weighted
+    evict_ms: float  # of computing again what its new pages push out (pressure.py), weighted
     kv: KvPlan | None
 
 
@@ -138,10 +140,17 @@ class Holders:
 class Predictor:
     """Predictions for one request. Calls of a model are remembered: instances with equal coefficients share one."""
 
-    def __init__(self, request: PlacementRequest, holders: Holders, settings: CostSettings) -> None:
+    def __init__(
+        self,
+        request: PlacementRequest,
+        holders: Holders,
+        settings: CostSettings,
+        evict_ms_per_token: float = 0.0,
+    ) -> None:
         self.request = request
         self.holders = holders
         self.settings = settings
+        self.evict_ms_per_token = settings.evict_weight * evict_ms_per_token
         self._exec: dict[tuple[CostModel, int], float] = {}
         self._firsts: dict[InstanceId, FirstStage] = {}
         self._decodes: dict[InstanceId, DecodeStage] = {}
@@ -176,6 +185,7 @@ class Predictor:
         holders, weight = self.holders, self.settings.slowdown_weight
         tokens_of = None if holders.spaces else holders.tokens
         may_fetch = bool(holders.pools)
+        prompt_tokens, evict_ms_per_token = self.request.num_prompt_tokens, self.evict_ms_per_token
         own = KvPlan(reach="own") if self.settings.fetch == "never" else None
         for candidate in candidates:
             found = known_firsts.get(candidate.name)
@@ -197,7 +207,8 @@ class Predictor:
                     slowdown_ms = weight * rates.num_decodes * alone_ms
                 found = known_firsts[name] = FirstStage(
                     candidate, local, cached, queue_ms, fetch_ms, compute_ms,
-                    queue_ms + fetch_ms + compute_ms, slowdown_ms, kv,
+                    queue_ms + fetch_ms + compute_ms, slowdown_ms,
+                    evict_ms_per_token * (prompt_tokens - local), kv,
                 )  # fmt: skip
             out.append(found)
         return out

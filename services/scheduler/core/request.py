@@ -25,6 +25,7 @@ class PlacementRequest(Struct, frozen=True):
     max_tokens: int = 0  # of the output; 0: not known
     hit_tokens: dict[InstanceId, int] = {}  # in the instance's own memory
     dram_tokens: dict[InstanceId, int] = {}  # with the host memory behind it, where that has more
+    seen_tokens: int = 0  # leading ones that the gateway was asked for before
     explain: bool = True  # the answer names ways that were not taken
     continues: bool = False  # a prefill stage's token is the client's
     tenant: str = ""
@@ -56,6 +57,7 @@ def from_wire(place: Place, gateway: str = "") -> PlacementRequest:
         max_tokens=max(0, place.max_tokens),
         hit_tokens=_clipped(((h.instance, h.tokens) for h in place.hits if h.medium != "dram"), num_tokens),
         dram_tokens=_clipped(((h.instance, h.tokens) for h in place.hits if h.medium == "dram"), num_tokens),
+        seen_tokens=min(max(0, place.seen_tokens), num_tokens),
         explain=place.explain,
         continues=place.continues,
         tenant=place.tenant,
