@@ -42,6 +42,13 @@ def test_without_room_it_forgets_but_never_claims_more(prompts, most_blocks):
         seen.update(hashes)
 
 
+def test_names_that_only_count_have_places_of_their_own():
+    memory = AskedBefore(64)
+    prompts = [[(prompt * 4 + block).to_bytes(16, "big") for block in range(4)] for prompt in range(16)]
+    assert [memory.ask(each) for each in prompts] == [0] * 16
+    assert [memory.ask(each) for each in prompts] == [4] * 16
+
+
 def test_a_hash_of_zeros_is_not_taken_for_an_empty_place():
     memory = AskedBefore(4)
     assert memory.ask([bytes(32)]) == 0

@@ -1,7 +1,7 @@
 """Whatever the coefficients: more tokens never cost less, more cached ones never more, a batch saves a part."""
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shared.costmodel.model import CostModel, StepShape, pack_prefills
@@ -28,6 +28,15 @@ tokens = st.integers(1, 3000)
 chunks = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 2000)), max_size=4)
 steps = st.builds(StepShape, chunks, st.integers(0, 64), st.integers(0, 100_000))
 EASE = 1 + 1e-9
+STAGES = CostModel(
+    CostCoefficients(
+        shape=ModelShape(
+            num_layers=1, hidden_size=64, intermediate_size=128, num_heads=1, num_kv_heads=1, head_dim=32,
+            vocab_size=100, dtype_bytes=2,
+        ),
+        pp=2, max_batched_tokens=64, attention_square_ms_per_gflop=1.0,
+    )
+)  # fmt: skip
 
 
 @settings(max_examples=120, deadline=None)
@@ -40,6 +49,7 @@ def test_time_grows_with_the_prompt(model: CostModel, a: int, b: int, cached: in
 
 @settings(max_examples=120, deadline=None)
 @given(models, tokens, st.integers(0, 3000), st.integers(0, 3000))
+@example(STAGES, 2049, 0, 1)  # 33 chunks, of which the last is one token, and 32 full ones
 def test_time_never_grows_with_what_is_cached(model: CostModel, x: int, a: int, b: int):
     less, more = sorted((a, b))
     assert model.prefill_ms(x, more) <= model.prefill_ms(x, less) * EASE

@@ -112,7 +112,10 @@ def test_tensor_parallelism_divides_operators_and_not_the_constant_share():
 def test_pipeline_stages_work_on_different_chunks_at_once():
     work = CostModel(msgspec.structs.replace(CPU, request_ms=0.0, prompt_token_ms=0.0, step_overhead_ms=0.0))
     assert work.scaled(pp=2).prefill_ms(1000) == pytest.approx(work.prefill_ms(1000))
-    assert work.scaled(pp=2).prefill_ms(8192) == pytest.approx(0.625 * work.prefill_ms(8192))
+    # of four chunks, each dearer than the one before: the first stage's half of all, then the second's of the last one
+    whole_ms, last_ms = work.prefill_ms(8192), work.prefill_ms(8192, 8192 - 2048)
+    assert whole_ms / 4 < last_ms < whole_ms
+    assert work.scaled(pp=2).prefill_ms(8192) == pytest.approx(0.5 * (whole_ms + last_ms))
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
