@@ -42,7 +42,10 @@ def output_budget(
 
 
 async def find_hits(gateway: Gateway, packed: bytes, tenant: str, span: Span, request_id: str) -> FoundPrefix:
-    """Who holds how much of the prompt's KV, as far as the prompt tree knows. No answer in time: no hits."""
+    """Who holds how much of the prompt's KV, as far as the prompt tree knows. No answer in time: nothing found.
+
+    What an answer lacks of the blocks that were asked for before was evicted (scheduler, core/pressure.py).
+    """
     found, tree = gateway.description, gateway.tree
     if found is None or tree is None or found.block_tokens < 1:
         return NOTHING_FOUND
@@ -52,10 +55,8 @@ async def find_hits(gateway: Gateway, packed: bytes, tenant: str, span: Span, re
     hashes = gateway.hash_memory(found.block_tokens).hashes(_seed(found.fingerprint, tenant), packed)
     if not hashes:
         return NOTHING_FOUND
-    num_seen, num_failures = (
-        gateway.asked_before.ask(hashes[: gateway.settings.tree_max_blocks]),
-        tree.num_failures,
-    )
+    num_seen = gateway.asked_before.ask(hashes[: gateway.settings.tree_max_blocks])
+    num_failures = tree.num_failures
     began_ns = time.monotonic_ns()
     child = start_span("tree.lookup", parent=span.traceparent, attributes={"quire.request_id": request_id})
     hits = await tree.lookup(hashes, found.block_tokens)  # has its own deadline and never raises
