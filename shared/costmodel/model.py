@@ -176,10 +176,11 @@ class CostModel:
         squares = num_full * size * size + rest * rest
         work += self._a_ms * 0.5 * (num_tokens * num_tokens - past * past) + self._b_ms * squares
         num_chunks = num_full + (rest > 0)
-        if (
-            c.pp > 1
-        ):  # chunks follow each other through the stages; the last one runs through the others alone
-            work = (work + (c.pp - 1) * self._last_ms(num_tokens, new)) / c.pp + (c.pp - 1) * c.stage_hop_ms
+        if c.pp > 1:
+            # chunks follow each other through the stages, and the last one runs through the others alone: counted as
+            # full where there are several, so that it never grows with what is cached
+            last_ms = first_ms + self._a_ms * first * (num_tokens - 0.5 * first) + self._b_ms * first * first
+            work = (work + (c.pp - 1) * last_ms) / c.pp + (c.pp - 1) * c.stage_hop_ms
         return (
             work
             + max(0.0, least_ms - first_ms)
@@ -188,15 +189,6 @@ class CostModel:
             + num_tokens * c.prompt_token_ms
             + c.request_ms
         )
-
-    def _last_ms(self, num_tokens: int, new: int) -> float:
-        """The chunk at a prompt's end, of all stages, counted as full where there are several: so it never grows with
-        what is cached.
-        """
-        last = min(new, self.coefficients.max_batched_tokens)
-        squares = last * last
-        pairs = last * num_tokens - 0.5 * squares
-        return self._dense_ms(last, 1) + self._a_ms * pairs + self._b_ms * squares
 
     def step_ms(self, step: StepShape) -> float:
         """One step of a busy engine, from its begin to its output, through all pipeline stages. 0 for an empty one."""

@@ -33,9 +33,7 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="place"):
     max_tokens: int = 0
     model: str = ""
     hits: list[PrefixHit] = []
-    seen_tokens: int = (
-        0  # leading ones of the prompt that this gateway was asked for before; 0, too: not known
-    )
+    seen_tokens: int = 0  # leading ones that this gateway was asked for before; 0, too: not known
     session: str = ""  # the `user` field or a session header: the `session` policy sticks to it
     tenant: str = ""
     exclude: list[InstanceId] = []  # failed for this request already

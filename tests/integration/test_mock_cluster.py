@@ -1,11 +1,9 @@
 """shared/testing/cluster.py starts every service for real, and what comes out of it is the mock's oracle."""
 
 import json
-import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import msgspec
@@ -16,8 +14,8 @@ from shared.observe.span_record import REQUEST_ID, SpanRecord
 from shared.testing.cluster import Cluster
 from shared.testing.mock_tokens import MockVocabulary
 from tests.support import patience
+from tests.support.mock_model import DEMO, without_weights
 
-DEMO = Path(__file__).resolve().parents[2] / "deploy" / "models" / "quire-demo"
 NUM_TOKENS = 1_500  # three seconds at least: whoever reads the first ones is in time to kill the worker
 FLAGS = patience.flags({"worker": ["--mock-step-ms", "2"], "gateway": ["--resume-deadline-ms", "20000"]})
 PROMPT = "The list type has these methods. " * 12
@@ -26,8 +24,7 @@ PROMPT = "The list type has these methods. " * 12
 @pytest.fixture
 def cluster(tmp_path, request):
     """By an indirect parameter: with that policy."""
-    model = tmp_path / "model"
-    shutil.copytree(DEMO, model, ignore=shutil.ignore_patterns("*.safetensors"))  # the mock needs no weights
+    model = without_weights(tmp_path / "model")
     logs = tmp_path / "logs"
     flags = FLAGS | {"scheduler": [*FLAGS["scheduler"], "--policy", getattr(request, "param", "cost")]}
     with Cluster(model, log_dir=logs, flags=flags) as running:

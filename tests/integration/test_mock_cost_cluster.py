@@ -1,17 +1,15 @@
 """Policy cost over real processes with mock engines: predictions reach the receipt, and a busy holder is left."""
 
 import random
-import shutil
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 
 from shared.testing.cluster import Cluster
 from tests.support import patience
+from tests.support.mock_model import without_weights
 
-DEMO = Path(__file__).resolve().parents[2] / "deploy" / "models" / "quire-demo"
 FLAGS = patience.flags(
     {
         "worker": ["--mock-step-ms", "2", "--mock-prefill-tokens-per-s", "5000"],
@@ -29,8 +27,7 @@ def ask(cluster, prompt, max_tokens=4):
 
 @pytest.mark.slow
 def test_predictions_reach_the_receipt_and_a_burst_on_one_prefix_is_spread(tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(DEMO, model, ignore=shutil.ignore_patterns("*.safetensors"))  # the mock needs no weights
+    model = without_weights(tmp_path / "model")
     rng = random.Random(7)
     shared = [rng.randrange(100, 900) for _ in range(320)]
     with Cluster(model, log_dir=tmp_path / "logs", num_prefill=2, flags=FLAGS) as cluster:
@@ -51,8 +48,7 @@ def test_predictions_reach_the_receipt_and_a_burst_on_one_prefix_is_spread(tmp_p
 
 @pytest.mark.slow
 def test_prompts_that_come_again_and_are_gone_give_new_pages_a_price(tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(DEMO, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    model = without_weights(tmp_path / "model")
     rng = random.Random(8)
     prompts = [[rng.randrange(100, 900) for _ in range(512)] for _ in range(6)]
     flags = {**FLAGS, "worker": [*FLAGS["worker"], "--mock-kv-blocks", "40"]}  # each keeps one of them

@@ -1,23 +1,13 @@
 """What a gateway remembers of prompts: never more than it was asked, all of it while the table has room."""
 
-import hashlib
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.prompttree.asked_before import AskedBefore
+from tests.unit.mempool_harness import chain
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=40)
-
-
-def chain(blocks):
-    """Hashes as of a prompt's blocks: each names all before it."""
-    out, name = [], b""
-    for block in blocks:
-        name = hashlib.sha256(name + bytes([block])).digest()
-        out.append(name)
-    return out
 
 
 def reference(seen, hashes):
@@ -28,7 +18,7 @@ def reference(seen, hashes):
 def test_with_room_it_knows_exactly_the_leading_blocks_that_were_asked_for(prompts):
     memory, seen = AskedBefore(1 << 16), set()
     for prompt in prompts:
-        hashes = chain(prompt)
+        hashes = chain(*prompt)
         assert memory.ask(hashes) == reference(seen, hashes)
         seen.update(hashes)
 
@@ -37,7 +27,7 @@ def test_with_room_it_knows_exactly_the_leading_blocks_that_were_asked_for(promp
 def test_without_room_it_forgets_but_never_claims_more(prompts, most_blocks):
     memory, seen = AskedBefore(most_blocks), set()
     for prompt in prompts:
-        hashes = chain(prompt)
+        hashes = chain(*prompt)
         assert memory.ask(hashes) <= reference(seen, hashes)
         seen.update(hashes)
 

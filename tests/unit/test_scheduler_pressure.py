@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from loadtest import bench_locality, locality_simulated
+from loadtest import bench_locality, disaggregation_metrics, locality_simulated
 from services.scheduler.core.predict import CostSettings
 from services.scheduler.core.pressure import HALF_LIFE, Pressure
 from tests.support.control_plane import place
@@ -107,18 +107,18 @@ def test_nothing_new_costs_nothing():
 def test_simulated_documents_are_found_more_often_with_little_memory_and_as_often_with_enough(
     memory_tokens, least_gain, monkeypatch
 ):
-    def hit_ratio(evict_weight):
+    def found(evict_weight):
         monkeypatch.setattr(
             locality_simulated, "CostSettings", partial(CostSettings, evict_weight=evict_weight)
         )
         cluster = locality_simulated.SimulatedCluster("h200", "llama-8b", None, memory_tokens)
         cluster.use(bench_locality.ARMS["cost"])
         options = bench_locality.parse(["--simulate", "h200", "--ratios", "2"])
-        found = [
-            one.sources
+        rows = [
+            {"sources": one.sources}
             for seed in (1, 2, 3)
             for one in cluster.run(bench_locality.workload(options, 2, seed, 120.0, "cost"))
         ]
-        return 1 - sum(each.get("computed", 0) for each in found) / sum(sum(each.values()) for each in found)
+        return disaggregation_metrics.hit_ratio(rows)
 
-    assert hit_ratio(4.0) - hit_ratio(0.0) >= least_gain
+    assert found(4.0) - found(0.0) >= least_gain

@@ -86,9 +86,8 @@ class Shortlist:
         idlest = next(iter(field.by_queue(role)), None)
         if idlest is None:
             return []
-        token_ms = (
-            self._predictor.exec_ms(idlest[3].known, 0) / max(1, x) + self._predictor.evict_ms_per_token
-        )
+        token_ms = self._predictor.exec_ms(idlest[3].known, 0) / max(1, x)
+        token_ms += self._predictor.evict_ms_per_token
         whole_ms = x * token_ms
         walk = iter(field.by_queue(role, families))
         holders = self._holders[role]
