@@ -41,6 +41,8 @@ class Outcome:
     stages: dict[str, float] = field(
         default_factory=dict
     )  # queue_ms, fetch_ms, compute_ms of the first stage
+    # by stage, ms: what the scheduler expected, what it took; None where one of them does not know
+    times: dict[str, list[float | None]] = field(default_factory=dict)
     bytes_moved: int = 0
     predicted_ttft_ms: float = 0.0
     longest_gap_ms: float = 0.0
@@ -82,6 +84,8 @@ def take_receipt(outcome: Outcome, receipt: Mapping[str, Any] | None) -> None:
     outcome.predicted_ttft_ms = float(receipt.get("predicted_ttft_ms") or 0.0)
     outcome.instances = [str(stage.get("instance", "")) for stage in stages]
     outcome.bytes_moved = sum(int(stage.get("bytes_moved") or 0) for stage in stages)
+    times: Mapping[str, Mapping[str, float | None]] = receipt.get("times") or {}
+    outcome.times = {name: [one.get("predicted_ms"), one.get("actual_ms")] for name, one in times.items()}
     if stages:
         first = stages[0]
         outcome.sources = sources_of(first)

@@ -17,6 +17,7 @@ RECEIPT = {
     "policy": "prompt_tree",
     "reason": "prefill-1 holds 96 prompt tokens",
     "predicted_ttft_ms": 12.5,
+    "times": {"hold": {"predicted_ms": None, "actual_ms": 0.0}, "fetch": {"predicted_ms": 2.2, "actual_ms": 6.4}},
     "stages": [
         {"instance": "prefill-1", "prompt_tokens": 128, "tokens_engine": 32, "tokens_pool": 64, "tokens_peer": 24,
          "tokens_remote": 8, "tokens_computed": 32, "queue_ms": 1.5, "compute_ms": 7.25, "bytes_moved": 100},
@@ -46,6 +47,7 @@ def test_a_receipt_counts_every_prompt_token_once():
     assert outcome.instances == ["prefill-1", "decode-0"]
     assert outcome.bytes_moved == 111
     assert outcome.stages == {"queue_ms": 1.5, "fetch_ms": 0.0, "compute_ms": 7.25}
+    assert outcome.times == {"hold": [None, 0.0], "fetch": [2.2, 6.4]}
     take_receipt(outcome, None)
     assert outcome.policy == "prompt_tree"
     assert sources_of({}) == {}
