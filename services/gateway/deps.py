@@ -1,6 +1,7 @@
 """What one gateway process shares between its routes."""
 
 import time
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -42,7 +43,6 @@ class Gateway:
         self.sampling_defaults = _sampling_defaults(self.text.generation_config)
         self.started_s = int(time.time())
         self._hashes = HashMemory(1, max_chunks=MAX_HASH_CHUNKS)
-        self.asked_before = AskedBefore()
         self.admission = Admission(settings.max_concurrent_requests, settings.max_concurrent_per_tenant)
         limits = Limits(
             placement_deadline_ms=settings.placement_deadline_ms,
@@ -92,6 +92,11 @@ class Gateway:
         """OpenAI's name for the version that answered: the head of the model's content fingerprint."""
         found = self.membership.description
         return f"fp_{found.fingerprint[:12]}" if found else "fp_unknown"
+
+    @cached_property
+    def asked_before(self) -> AskedBefore:
+        """Made for the first prompt that is looked up: 8 MiB, of no use without a prompt tree."""
+        return AskedBefore()
 
     def hash_memory(self, block_tokens: int) -> HashMemory:
         """Block hashes of prompts whose beginnings were seen before cost a tenth of hashing them again."""

@@ -56,17 +56,17 @@ async def find_hits(gateway: Gateway, packed: bytes, tenant: str, span: Span, re
     if not hashes:
         return NOTHING_FOUND
     num_seen = gateway.asked_before.ask(hashes[: gateway.settings.tree_max_blocks])
-    num_failures = tree.num_failures
     began_ns = time.monotonic_ns()
     child = start_span("tree.lookup", parent=span.traceparent, attributes={"quire.request_id": request_id})
-    hits = await tree.lookup(hashes, found.block_tokens)  # has its own deadline and never raises
+    hits = await tree.ask(hashes, found.block_tokens)  # has its own deadline and never raises
     metrics.LOOKUP.observe((time.monotonic_ns() - began_ns) / 1e6)
     if child.recording:
         child.set("quire.blocks", len(hashes))
-        child.set("quire.hits", len(hits))
+        child.set("quire.hits", len(hits or ()))
     child.end()
-    # without an answer nobody seems to hold what was seen
-    return FoundPrefix(hits, num_seen * found.block_tokens if tree.num_failures == num_failures else 0)
+    if hits is None:  # not that nobody holds what was seen
+        return NOTHING_FOUND
+    return FoundPrefix(hits, num_seen * found.block_tokens)
 
 
 def make_call(
