@@ -16,7 +16,7 @@ from shared.kernels.allreduce_rmsnorm.shapes import KernelShape, Launch
 from shared.kernels.nvrtc import Binary, CompilerUnavailable, SourceRefused, compile_source
 
 SOURCE = Path(__file__).with_name("fused.cu")
-HEADER = Path(__file__).with_name("ptx.cuh")
+HEADERS = tuple(SOURCE.with_name(name) for name in ("ptx.cuh", "rows.cuh"))
 
 _Pointers = ctypes.c_uint64 * MAX_WORLD
 
@@ -59,7 +59,7 @@ def compile_kernels(shape: KernelShape, arch: str) -> Binary:
     """
     defines = {**shape.defines(), "PARAMS_BYTES": ctypes.sizeof(Params)}
     try:
-        return compile_source(SOURCE, arch, defines=defines, headers=[HEADER])
+        return compile_source(SOURCE, arch, defines=defines, headers=HEADERS)
     except CompilerUnavailable as error:
         raise FusedUnavailable(error.message) from error
     except SourceRefused as error:
@@ -69,7 +69,7 @@ def compile_kernels(shape: KernelShape, arch: str) -> Binary:
 @cache
 def source_digest() -> str:
     """Of what is compiled: times of another kernel are not this one's. 16 hex digits."""
-    return hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes()).hexdigest()[:16]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))).hexdigest()[:16]
 
 
 class FusedDriver(Protocol):
