@@ -34,6 +34,7 @@ from shared.kernels.allreduce_rmsnorm.timing import Call, Clock
 HIDDEN = 8192
 TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 SWEEP_TOKENS = (512, 4096, 16384)
+PUSH_SWEEP_TOKENS = (1, 8, 32)
 BUDGETS = (2, 4, 8, 16, 32)
 ONE_SHOT_MOST_TOKENS = 512
 BUDGETS_FROM_BYTES = 8 << 20
@@ -99,6 +100,8 @@ class Bench:
             ways = [(Algorithm.TWO_SHOT, Engine.PLAIN), (Algorithm.TWO_SHOT, Engine.BULK)]
             if num_tokens <= ONE_SHOT_MOST_TOKENS:
                 ways.insert(0, (Algorithm.ONE_SHOT, Engine.PLAIN))
+            if num_tokens <= self.fused.push_tokens:
+                ways.insert(0, (Algorithm.ONE_SHOT, Engine.PUSH))
             for algorithm, engine in ways:
                 budgets = (*BUDGETS, 0) if num_bytes >= BUDGETS_FROM_BYTES else (0,)
                 figures = []
@@ -127,6 +130,7 @@ class Bench:
                     us = statistics.median(self.clock.measure(self.ours(num_tokens, *way, 0)))
                     row.append(f"{way[0]} relaxed={relaxed} {us:.1f}")
             say(f"sweep {num_tokens} tokens: {'; '.join(row)}")
+        self._sweep_pushes()
         variants: list[tuple[Engine, dict[str, int]]] = [
             *((Engine.BULK, {"segment_vectors": width, "max_stages": 64}) for width in (64, 128, 256, 512)),
             *((Engine.BULK, {"segment_vectors": 256, "max_stages": stages}) for stages in (2, 3, 4, 6)),
@@ -146,6 +150,17 @@ class Bench:
                 figures = {sms: statistics.median(self.clock.measure(call)) for sms, call in calls.items()}
                 text = " ".join(f"{sms or 'all'}:{us:.1f}" for sms, us in figures.items())
                 say(f"sweep {num_tokens} tokens {engine} {cut} stages {self.fused.shape.stages}: {text}")
+        self.fused.shape = plain
+
+    def _sweep_pushes(self) -> None:
+        plain = self.fused.shape
+        for num_tokens in PUSH_SWEEP_TOKENS:
+            row = []
+            for threads in (256, 512, 1024):
+                self.fused.shape = replace(plain, most_push_threads=threads)
+                call = self.ours(num_tokens, Algorithm.ONE_SHOT, Engine.PUSH, 0)
+                row.append(f"{threads} threads {statistics.median(self.clock.measure(call)):.1f}")
+            say(f"sweep {num_tokens} tokens pushed: {'; '.join(row)}")
         self.fused.shape = plain
 
     def write(self) -> None:

@@ -1,4 +1,4 @@
-"""Measures at start which way is the fastest at which size in a group: one-shot, or two-shot, its engine and its CTAs.
+"""Measures at start which way is the fastest at which size in a group: one-shot or two-shot, its engine and its CTAs.
 
 All ranks have the same answer: of each replay the slowest rank's time counts.
 """
@@ -22,7 +22,7 @@ from shared.kernels.allreduce_rmsnorm.plan import (
 )
 from shared.kernels.allreduce_rmsnorm.timing import Clock
 
-TOKENS = (1, 4, 16, 32, 64, 128, 256, 512)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 # Two-shot for sure. Its engines and CTAs differ by a few percent either way there, so that few sizes do.
 MORE_TOKENS = (1024, 2048, 4096, 8192, 16_384, 32_768)
 BUDGETS = (4, 8, 16, 32)
@@ -36,6 +36,11 @@ def two_shot_ways(bulk: Engine, *, is_large: bool) -> list[Way]:
     return ways + [Way(bulk, num_sms) for num_sms in BUDGETS] if is_large else ways
 
 
+def one_shot_ways(num_tokens: int, push_tokens: int) -> list[Way]:
+    """What is tried at a size. Args: push_tokens: the most that PUSH sums."""
+    return [Way(Engine.PLAIN), *[Way(Engine.PUSH)] * (num_tokens <= push_tokens)]
+
+
 def sizes(max_tokens: int) -> tuple[list[int], list[int]]:
     """(of every algorithm, of two-shot alone): what a group's buffers hold."""
     return [n for n in TOKENS if n <= max_tokens], [n for n in MORE_TOKENS if n <= max_tokens]
@@ -46,8 +51,8 @@ def calibrate(fused: CudaFused, group: dist.ProcessGroup | None = None) -> Times
 
     The residual and weights are its own; lane 0's input is read as it is, its output overwritten.
     Raises: PeerTimeout.
-    Cost: a second or two (60 ways at most, of about 30 ms), and a residual of the largest size (128 MiB of a hidden
-        size of 8,192 and 8,192 tokens).
+    Cost: two to three seconds (76 ways at most, of about 30 ms), and a residual of the largest size (128 MiB of a
+        hidden size of 8,192 and 8,192 tokens).
     """
     clock = Clock(fused.device, group, rounds=ROUNDS)
     few, many = sizes(fused.max_tokens)
@@ -65,16 +70,18 @@ def calibrate(fused: CudaFused, group: dist.ProcessGroup | None = None) -> Times
 
     rows: list[tuple[int, dict[Algorithm, float]]] = []
     ways: list[tuple[int, dict[Way, float]]] = []
+    few_ways: list[tuple[int, dict[Way, float]]] = []
     for count in (*few, *many):
         num_bytes = count * fused.hidden * ELEMENT_BYTES
         two_shot = measured(Algorithm.TWO_SHOT, count, two_shot_ways(bulk, is_large=count in many))
         ways.append((num_bytes, two_shot))
         if count in few:
-            one_shot = measured(Algorithm.ONE_SHOT, count, [Way(Engine.PLAIN)])
+            one_shot = measured(Algorithm.ONE_SHOT, count, one_shot_ways(count, fused.push_tokens))
+            few_ways.append((num_bytes, one_shot))
             fastest = {
                 Algorithm.ONE_SHOT: min(one_shot.values()),
                 Algorithm.TWO_SHOT: min(two_shot.values()),
             }
             rows.append((num_bytes, fastest))
     fused.check()
-    return times_from_rows(rows, ways)
+    return times_from_rows(rows, ways, few_ways)

@@ -16,7 +16,7 @@ from shared.kernels.allreduce_rmsnorm.shapes import KernelShape, Launch
 from shared.kernels.nvrtc import Binary, CompilerUnavailable, SourceRefused, compile_source
 
 SOURCE = Path(__file__).with_name("fused.cu")
-HEADERS = tuple(SOURCE.with_name(name) for name in ("ptx.cuh", "rows.cuh"))
+HEADERS = tuple(SOURCE.with_name(name) for name in ("ptx.cuh", "rows.cuh", "push.cuh"))
 
 _Pointers = ctypes.c_uint64 * MAX_WORLD
 
@@ -28,22 +28,26 @@ class Params(ctypes.Structure):
     out: Any
     whole: Any
     flags: Any
+    slots: Any
     _fields_ = [
         ("input", _Pointers),
         ("out", _Pointers),
         ("whole", _Pointers),
         ("flags", _Pointers),
+        ("slots", _Pointers),
         ("input_all", ctypes.c_uint64),
         ("out_all", ctypes.c_uint64),
         ("weight", ctypes.c_uint64),
         ("residual", ctypes.c_uint64),
         ("epochs", ctypes.c_uint64),
+        ("turns", ctypes.c_uint64),
         ("failed", ctypes.c_uint64),
         ("report", ctypes.c_uint64),
         ("timeout_ns", ctypes.c_uint64),
         ("row_start", ctypes.c_int32),
         ("row_stop", ctypes.c_int32),
         ("rank", ctypes.c_int32),
+        ("slot_rows", ctypes.c_int32),
         ("num_targets", ctypes.c_int32),
         ("gemma", ctypes.c_int32),
         ("eps", ctypes.c_float),

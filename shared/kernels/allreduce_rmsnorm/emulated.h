@@ -1,5 +1,6 @@
 // ptx.cuh for a CPU: every CUDA thread is a fiber, and a seeded scheduler runs them in any order that waiting allows. Bulk
-// copies read at some later step and arrive at another. Addresses outside the given ranges are counted. For tests only.
+// copies read at some later step and arrive at another; words that others poll arrive one by one. Addresses outside the given
+// ranges are counted. For tests only.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -23,7 +24,8 @@ struct Rendezvous {  // of CUDA's barriers
   long generation = 0;
 };
 struct Block {
-  int number, count, threads;
+  int rank, number, count, threads;
+  long begin_at;  // pass: CTAs of a launch do not begin at one time
   std::map<std::type_index, std::shared_ptr<void>> shared;
   std::vector<u64> dynamic;
   Rendezvous barriers[16];
@@ -38,7 +40,7 @@ struct Fiber {
   std::vector<char> stack;
   Block* block;
   int thread;
-  const void* params;
+  const void* launch;
   bool ended = false;
   std::vector<std::shared_ptr<Group>> groups;
   std::shared_ptr<Group> open = std::make_shared<Group>();
@@ -52,6 +54,12 @@ struct BulkCopy {
   long read_at, arrive_at;  // passes
   bool has_read = false;
   std::vector<char> data;
+  int rank;
+};
+struct PolledWord {  // on its way
+  u32 *to, word;
+  int rank;  // whose it is
+  long arrive_at;
 };
 struct Phase64 {  // of an mbarrier
   int arrivals, pending;
@@ -63,6 +71,7 @@ struct World {
   ucontext_t scheduler;
   std::mt19937 draw;
   std::vector<BulkCopy> copies;
+  std::vector<PolledWord> words;
   std::map<u64*, Phase64> barriers;
   std::vector<std::pair<u64, u64>> ranges;
   std::vector<u64> bases;  // of all ranks' arenas, behind the multicast address
@@ -115,6 +124,14 @@ inline void meet_at(Rendezvous& place, int threads) {
 }
 inline void __syncthreads() { meet_at(world.now->block->barriers[0], world.now->block->threads); }
 inline void __syncwarp() { meet_at(world.now->block->warps[world.now->thread / 32], 32); }
+inline int __syncthreads_or(int word) {
+  std::vector<float>& lanes = world.now->block->lanes;
+  lanes[world.now->thread] = word != 0;
+  __syncthreads();
+  const bool any = std::count(lanes.begin(), lanes.end(), 1.f) > 0;
+  __syncthreads();
+  return any;
+}
 inline float __shfl_xor_sync(u32, float v, int mask) {
   std::vector<float>& lanes = world.now->block->lanes;
   lanes[world.now->thread] = v;
@@ -124,6 +141,12 @@ inline float __shfl_xor_sync(u32, float v, int mask) {
   return theirs;
 }
 inline u32 atomicCAS(u32* at, u32 old, u32 word) { return *at == old ? (*at = word, old) : *at; }
+inline u32 atomicInc(u32* at, u32 last) {
+  touch(at, 4);
+  const u32 old = *at;
+  *at = old >= last ? 0 : old + 1;
+  return old;
+}
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 inline float __int_as_float(u32 bits) {
   float f;
@@ -159,6 +182,15 @@ inline void sync_some(int barrier, int threads) { meet_at(world.now->block->barr
 inline void store_release(u32* at, u32 word) { touch(at, 4), *at = word; }
 inline void store_relaxed(u32* at, u32 word) { store_release(at, word); }
 inline u32 load_acquire(const u32* at) { return pause_fiber(), touch(at, 4), *at; }
+inline void store_polled(uint4* at, uint4 v) {  // each word for itself, some before and some behind what this thread does then
+  touch(at, 16);
+  const u32 words[] = {v.x, v.y, v.z, v.w};
+  for (int i = 0; i < 4; i++) {
+    const long passes = world.draw() % 4 ? world.draw() % 6 : world.draw() % 40;
+    world.words.push_back({reinterpret_cast<u32*>(at) + i, words[i], world.now->block->rank, world.pass + passes});
+  }
+}
+inline uint4 load_polled(const uint4* at) { return pause_fiber(), touch(at, 16), *at; }
 
 inline void barrier_init(u64* at, u32 arrivals) { world.barriers[at] = {int(arrivals), int(arrivals), 0, 0}; }
 inline void barrier_turn(Phase64& one) {
@@ -177,7 +209,7 @@ inline void start_copy(uint4* to, const uint4* from, u32 bytes, u64* barrier, st
   const int slow = group ? 200 : 24;  // passes; long enough for a meeting, or for the rows behind, to come first
   const long read_at = world.pass + world.draw() % slow;
   world.copies.push_back({reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), bytes, barrier, group, read_at,
-                          read_at + static_cast<long>(world.draw() % slow)});
+                          read_at + static_cast<long>(world.draw() % slow), false, {}, world.now->block->rank});
 }
 inline void bulk_load(uint4* to, const uint4* from, u32 bytes, u64* barrier) {
   touch(from, bytes), start_copy(to, from, bytes, barrier, nullptr);
@@ -224,6 +256,14 @@ inline void advance_copies() {  // those whose time has come read, or arrive
     std::swap(one, world.copies.back());
     world.copies.pop_back();
   }
+}
+inline void advance_words() {
+  auto arrives = [](const PolledWord& one) {
+    if (world.pass < one.arrive_at) return false;
+    *one.to = one.word;
+    return true;
+  };
+  world.words.erase(std::remove_if(world.words.begin(), world.words.end(), arrives), world.words.end());
 }
 
 #if BF16

@@ -3,9 +3,10 @@
 //
 // CTA c of one rank meets CTA c of every other rank twice: before it reads (their inputs are written, and nobody reads the
 // old outputs any more) and when it is through (all rows have arrived, and nobody reads this rank's input any more).
-// Nothing else waits: rows of different CTAs are read, normed and sent while others still are on their way.
+// Nothing else waits: rows of different CTAs are read, normed and sent while others still are on their way. (fused_push, for
+// few rows, meets nobody.)
 //
-// Compiled by NVRTC, without headers. -D: WORLD HIDDEN BF16 ROW_THREADS ROWS_PER_CTA IN_FLIGHT SEGMENT STAGES
+// Compiled by NVRTC, without headers. -D: WORLD HIDDEN BF16 ROW_THREADS ROWS_PER_CTA PUSH_THREADS IN_FLIGHT SEGMENT STAGES
 // RELAXED_ARRIVAL PARAMS_BYTES.
 #if EMULATED  // on a CPU, for tests
 #include "emulated.h"
@@ -30,16 +31,19 @@ struct Params {                  // launch.py has the same, field by field
   uint4* out[kMaxWorld];          // likewise
   uint4* whole[kMaxWorld];        // likewise; the whole residual, or null
   u32* flags[kMaxWorld];          // [max_ctas, kMaxWorld]: word r of CTA c is written by rank r's CTA c
+  uint4* slots[kMaxWorld];        // [2, slot_rows, kWorld, HIDDEN] of every rank: rows that were pushed there, or zeros
   const uint4* input_all;         // multicast addresses, or null
   uint4* out_all;
   const uint4* weight;  // [HIDDEN]
   uint4* residual;      // [num_tokens, HIDDEN], this rank's
   u32* epochs;          // [max_ctas], this rank's: two more with every call that CTA c took part in
+  u32* turns;           // [2], this rank's: pushes so far, and how many CTAs have begun the one behind them
   u32* failed;          // this rank's: not 0 once a wait ran out; every later call returns at once
   u32* report;          // the same word for the host, in its memory
   u64 timeout_ns;
   int row_start, row_stop;  // rows that this launch reads, norms and sends
   int rank;
+  int slot_rows;    // at least row_stop, in a push
   int num_targets;  // kWorld, or 1: one-shot keeps its rows to itself
   int gemma;        // the weight is a distance from one
   float eps;
@@ -193,6 +197,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) gather_rows(const __grid_co
     }
   leave(p, m);
 }
+
+#include "push.cuh"
 
 #if __CUDA_ARCH__ >= 900
 // The copy engine of each SM (bulk copies) reads and sends: one warp asks, many bytes are under way without registers, so

@@ -20,7 +20,13 @@ from shared.kernels.allreduce_rmsnorm.plan import (
     make_plan,
     pick,
 )
-from shared.kernels.allreduce_rmsnorm.shapes import ArenaLayout, KernelShape, Launch, arena_layout
+from shared.kernels.allreduce_rmsnorm.shapes import (
+    ArenaLayout,
+    KernelShape,
+    Launch,
+    arena_layout,
+    push_tokens,
+)
 
 DTYPES = (torch.bfloat16, torch.float16)
 TIMEOUT_MS = 20_000  # a peer may compile a kernel or capture a graph meanwhile
@@ -32,6 +38,7 @@ FIRST_BULK_CAPABILITY = (9, 0)
 MIN_BULK_HIDDEN = 2048  # shorter rows keep too few threads of the bulk engine busy
 _KERNELS = {
     Engine.PLAIN: "fused_plain",
+    Engine.PUSH: "fused_push",
     Engine.BULK: "fused_bulk",
     Engine.MULTIMEM: "fused_multimem",
 }
@@ -43,7 +50,8 @@ class FusedSettings:
 
     Args:
         hidden: 1024..16384, a multiple of 8.
-        max_tokens: rows of a lane's buffers: max_tokens * hidden * 2 bytes twice, three times with whole_residual.
+        max_tokens: rows of a lane's buffers: max_tokens * hidden * 2 bytes twice, three times with whole_residual, and
+            up to 8 MiB of slots.
         timeout_ms: how long a kernel of rank 0 waits for a peer's before it gives up; others wait LATER_MS longer.
         times: rank 0's, of calibrate.py; None picks by the table in plan.py.
         max_ctas: of any call, 0 for one an SM; less where something else must run beside it, e.g. another rank.
@@ -92,6 +100,7 @@ class CudaFused:
         self.rank, self.world, self.device = rank, world, arena.own.device
         self.hidden, self.max_tokens = settings.hidden, settings.max_tokens
         self.dtype, self.num_lanes = settings.dtype, settings.num_lanes
+        self.push_tokens = push_tokens(world, settings.hidden, settings.max_tokens)  # the most that PUSH sums
         self.settings = settings
         self.patience_ms = settings.timeout_ms + (LATER_MS if rank else 0)
         self._arena, self._layout = arena, settings.layout()
@@ -110,7 +119,7 @@ class CudaFused:
             for kind, offset in (("input", where.input), ("out", where.out), ("whole", where.whole))
             if offset >= 0
         }
-        engines = [Engine.PLAIN, self.engine(Algorithm.TWO_SHOT)]
+        engines = [Engine.PLAIN, Engine.PUSH, self.engine(Algorithm.TWO_SHOT)]
         engines += [Engine.MULTIMEM] * settings.use_multicast
         for name in ("gather_rows", "add_norm", *(_KERNELS[one] for one in engines)):
             self.driver.function(self.shape, name)
@@ -125,20 +134,25 @@ class CudaFused:
         self._times = times
 
     def way(self, algorithm: Algorithm, num_tokens: int | None = None, num_sms: int = 0) -> Way:
-        """Who moves the bytes, from how many SMs: a choice of speed alone, each gives the same bits.
+        """Who moves the bytes, from how many SMs: a choice of speed alone. Each gives the same bits, but a zero's sign.
 
-        Bulk copies fill the links from few SMs; where all SMs may help, registers are often the shorter way (5 to 13%
-        at TP 2 up to 8 MB, 3 to 4% at TP 4 from 128 MB up), by what was measured. Without `num_tokens`: for few SMs.
+        One-shot: rows are pushed where slots hold them, or read, whichever was measured to be shorter. Two-shot: bulk
+        copies fill the links from few SMs; where all SMs may help, registers are often the shorter way (5 to 13% at
+        TP 2 up to 8 MB, 3 to 4% at TP 4 from 128 MB up), by what was measured. Without `num_tokens`: for few SMs, and
+        for any number.
         """
         if algorithm is Algorithm.MULTIMEM:
             return Way(Engine.MULTIMEM, num_sms)
-        bulk = self.driver.capability >= FIRST_BULK_CAPABILITY and self.hidden >= MIN_BULK_HIDDEN
-        if not bulk or algorithm is not Algorithm.TWO_SHOT:
-            return Way(Engine.PLAIN, num_sms)
         measured = None
-        if num_tokens is not None and not num_sms and self._times is not None:
-            measured = self._times.way(num_tokens * self.hidden * ELEMENT_BYTES)
-        return measured or Way(Engine.BULK, num_sms)
+        if num_tokens is not None and self._times is not None:
+            measured = self._times.way(algorithm, num_tokens * self.hidden * ELEMENT_BYTES)
+        if algorithm is Algorithm.ONE_SHOT:
+            if num_tokens is None or num_tokens > self.push_tokens:
+                return Way(Engine.PLAIN, num_sms)
+            return Way(measured.engine if measured else Engine.PUSH, num_sms)
+        if self.driver.capability < FIRST_BULK_CAPABILITY or self.hidden < MIN_BULK_HIDDEN:
+            return Way(Engine.PLAIN, num_sms)
+        return measured if measured and not num_sms else Way(Engine.BULK, num_sms)
 
     def engine(self, algorithm: Algorithm) -> Engine:
         """Of few SMs; see way()."""
@@ -188,13 +202,15 @@ class CudaFused:
         gemma: bool = False,
         whole_residual: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """run() in a given way, for measurements. Raises: as run()."""
+        """run() in a given way, for measurements. Raises: as run(); InvalidRequest: more is pushed than slots hold."""
         check_call(plan.num_tokens, self.max_tokens, lane, self.num_lanes, num_sms)
+        scattered = plan.algorithm is not Algorithm.ONE_SHOT
+        if engine is Engine.PUSH and (scattered or plan.num_tokens > self.push_tokens):
+            raise InvalidRequest(f"{plan}: one-shot sums of up to {self.push_tokens} tokens are pushed")
         self._check("partial", partial, (plan.num_tokens, self.hidden))
         self._check("residual", residual, (plan.num_tokens, self.hidden))
         self._check("weight", weight, (self.hidden,))
         self.check()
-        scattered = plan.algorithm is not Algorithm.ONE_SHOT
         if partial.data_ptr() != self._params[lane].input[self.rank]:
             self.input(plan.num_tokens, lane).copy_(partial)
         params = self._call_params(lane, plan, residual, whole=whole_residual and scattered)
@@ -256,12 +272,15 @@ class CudaFused:
     def _lane_params(self, lane: int) -> Params:
         """What never changes."""
         where, bases, params = self._layout.lanes[lane], self._arena.bases, Params()
-        for field, offset in (("input", where.input), ("out", where.out), ("flags", where.flags)):
+        places = {"input": where.input, "out": where.out, "flags": where.flags, "slots": where.slots}
+        for field, offset in places.items():
             getattr(params, field)[: self.world] = addresses(bases, offset)
         if self._arena.multicast:
             params.input_all = self._arena.multicast + where.input
             params.out_all = self._arena.multicast + where.out
         params.epochs = bases[self.rank] + where.epochs
+        params.turns = bases[self.rank] + where.turns
+        params.slot_rows = self.push_tokens
         params.failed = bases[self.rank] + self._layout.failed
         params.report = self._report.address
         params.timeout_ns = self.patience_ms * 1_000_000

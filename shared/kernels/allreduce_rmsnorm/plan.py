@@ -33,13 +33,16 @@ class Engine(StrEnum):
     """Who reads and sends inside an SM."""
 
     PLAIN = "plain"  # threads, through registers: any GPU
+    PUSH = (
+        "push"  # threads send rows into slots of every rank and poll their own: one-shot of few rows, any GPU
+    )
     BULK = "bulk"  # the SM's copy engine, through shared memory: sm_90
     MULTIMEM = "multimem"  # the switch: sm_90 with multicast
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a two-shot sum that may have every SM is made. `num_sms`: CTAs; 0: one an SM."""
+    """How a sum of a given algorithm that may have every SM is made. `num_sms`: CTAs; 0: one an SM."""
 
     engine: Engine
     num_sms: int = 0
@@ -65,6 +68,7 @@ class Times:
     """Measured us of each algorithm at ascending sizes, one world size and dtype size; what was not run is absent.
 
     ways: ascending sizes, and the fastest way of a two-shot sum that may have every SM; () where that was not measured.
+    one_shot_ways: the same of one-shot sums.
     few_sms: with how many SMs a sum is as fast as with any that leave most of the GPU to others; 0: not measured.
     """
 
@@ -72,12 +76,14 @@ class Times:
     times_us: Mapping[Algorithm, tuple[float, ...]]
     ways: tuple[tuple[int, Way], ...] = ()
     few_sms: int = 0
+    one_shot_ways: tuple[tuple[int, Way], ...] = ()
 
-    def way(self, num_bytes: int) -> Way | None:
+    def way(self, algorithm: Algorithm, num_bytes: int) -> Way | None:
         """Of the nearest measured size, in the logarithms. None where nothing was measured."""
-        if not self.ways:
+        measured = {Algorithm.ONE_SHOT: self.one_shot_ways, Algorithm.TWO_SHOT: self.ways}.get(algorithm)
+        if not measured:
             return None
-        return min(self.ways, key=lambda row: abs(log(row[0] / num_bytes)))[1]
+        return min(measured, key=lambda row: abs(log(row[0] / num_bytes)))[1]
 
     def at(self, algorithm: Algorithm, num_bytes: int) -> float:
         """Between measured sizes straight in the logarithms, beyond them by the nearest one's rate."""
@@ -206,16 +212,24 @@ def fewest_sms(rows: Sequence[Mapping[Way, float]]) -> int:
 def times_from_rows(
     rows: Sequence[tuple[int, Mapping[Algorithm, float]]],
     ways: Sequence[tuple[int, Mapping[Way, float]]] = (),
+    one_shot_ways: Sequence[tuple[int, Mapping[Way, float]]] = (),
 ) -> Times:
     """Rows of (bytes, us by algorithm), any order; algorithms that miss a size are left out.
 
-    Args: ways: (bytes, us by way) of two-shot sums, any order.
+    Args:
+        ways: (bytes, us by way) of two-shot sums, any order.
+        one_shot_ways: the same of one-shot sums.
     """
+
+    def fastest(measured: Sequence[tuple[int, Mapping[Way, float]]]) -> tuple[tuple[int, Way], ...]:
+        return tuple((size, fastest_way(us)) for size, us in sorted(measured, key=lambda row: row[0]))
+
     ordered = sorted(rows, key=lambda row: row[0])
     common = set.intersection(*(set(row[1]) for row in ordered))
     return Times(
         tuple(row[0] for row in ordered),
         {one: tuple(row[1][one] for row in ordered) for one in sorted(common)},
-        tuple((size, fastest_way(us)) for size, us in sorted(ways, key=lambda row: row[0])),
+        fastest(ways),
         fewest_sms([us for _, us in ways]),
+        fastest(one_shot_ways),
     )

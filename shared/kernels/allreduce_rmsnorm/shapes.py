@@ -1,6 +1,6 @@
 """Sizes of a launch and of the memory that ranks share: numbers in, numbers out; no torch, no CUDA.
 
-arena of one rank:  lane 0: input | out | whole residual | flags | epochs    lane 1: ...    failed word
+arena of one rank:  lane 0: input | out | whole residual | flags | epochs | slots | turns    lane 1: ...    failed word
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,9 @@ SEGMENT_VECTORS = 256
 MAX_STAGES = 12
 IN_FLIGHT = 16  # loads that a thread of the plain engine has under way: with 512 threads 128 KiB an SM
 SHARED_BYTES = (227 << 10) - 1024  # of an SM of sm_90, less what the kernel declares itself
+PUSH_THREADS = 1024
+PUSH_SLOT_BYTES = 4 << 20  # of all ranks' rows: more is two-shot's
+NUM_SLOTS = 2
 ALIGN_BYTES = 512
 
 
@@ -44,6 +47,7 @@ class KernelShape:
     max_stages: int = MAX_STAGES
     in_flight: int = IN_FLIGHT
     relaxed_arrival: bool = False
+    most_push_threads: int = PUSH_THREADS
 
     @property
     def vectors(self) -> int:
@@ -59,6 +63,11 @@ class KernelShape:
     def rows_per_cta(self) -> int:
         """Rows in work at a time in a CTA of the plain engine."""
         return CTA_THREADS // self.row_threads
+
+    @property
+    def push_threads(self) -> int:
+        """Threads of a row, and of a CTA, in the push engine."""
+        return min(self.most_push_threads, _up(self.vectors, WARP_THREADS))
 
     @property
     def segment(self) -> int:
@@ -88,6 +97,7 @@ class KernelShape:
             "BF16": int(self.bf16),
             "ROW_THREADS": self.row_threads,
             "ROWS_PER_CTA": self.rows_per_cta,
+            "PUSH_THREADS": self.push_threads,
             "SEGMENT": self.segment,
             "STAGES": self.stages,
             "IN_FLIGHT": self.in_flight,
@@ -100,6 +110,8 @@ class KernelShape:
         ctas = num_ctas(algorithm, num_tokens, self.world, min(most_ctas, MAX_CTAS))
         if engine is Engine.BULK:
             return Launch(ctas, self.segment + WARP_THREADS, self.shared_bytes)
+        if engine is Engine.PUSH:
+            return Launch(ctas, self.push_threads, 0)
         return Launch(ctas, self.row_threads * self.rows_per_cta, 0)
 
 
@@ -121,6 +133,8 @@ class Lane:
     whole: int
     flags: int
     epochs: int
+    slots: int
+    turns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +146,13 @@ class ArenaLayout:
     num_bytes: int
 
 
+def push_tokens(world: int, hidden: int, max_tokens: int) -> int:
+    """Rows that a slot holds of each rank: the most that the push engine sums. At least 16, or max_tokens."""
+    return min(max_tokens, PUSH_SLOT_BYTES // (world * hidden * ELEMENT_BYTES))
+
+
 def arena_layout(hidden: int, max_tokens: int, num_lanes: int, *, whole_residual: bool) -> ArenaLayout:
-    """Flags, epochs and the failed word start as zeros. Raises: InvalidRequest."""
+    """Flags, epochs, slots, turns and the failed word start as zeros. Raises: InvalidRequest."""
     check_shape(1, 0, hidden, max_tokens)
     if not 1 <= num_lanes <= 8:
         raise InvalidRequest(f"{num_lanes} lanes: 1 to 8")
@@ -145,6 +164,7 @@ def arena_layout(hidden: int, max_tokens: int, num_lanes: int, *, whole_residual
         return here
 
     rows_bytes = max_tokens * hidden * ELEMENT_BYTES
+    slot_bytes = min(PUSH_SLOT_BYTES, MAX_WORLD * rows_bytes)  # enough for any world
     lanes = tuple(
         Lane(
             input=take(rows_bytes),
@@ -152,6 +172,8 @@ def arena_layout(hidden: int, max_tokens: int, num_lanes: int, *, whole_residual
             whole=take(rows_bytes) if whole_residual else -1,
             flags=take(MAX_CTAS * MAX_WORLD * 4),
             epochs=take(MAX_CTAS * 4),
+            slots=take(NUM_SLOTS * slot_bytes),
+            turns=take(2 * 4),
         )
         for _ in range(num_lanes)
     )

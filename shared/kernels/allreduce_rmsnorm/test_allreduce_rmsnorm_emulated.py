@@ -1,6 +1,8 @@
 """fused.cu itself on the CPU, threads in random orders: right rows in every way, nothing astray, dead peers named."""
 
+import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ MULTICAST = 1 << 46  # an address of nothing else
 GROUPS = [(2, 1032, torch.bfloat16), (3, 2560, torch.float16)]  # one segment of a row, and two
 WAYS = [
     (Algorithm.ONE_SHOT, Engine.PLAIN),
+    (Algorithm.ONE_SHOT, Engine.PUSH),
     (Algorithm.TWO_SHOT, Engine.PLAIN),
     (Algorithm.TWO_SHOT, Engine.BULK),
     (Algorithm.MULTIMEM, Engine.MULTIMEM),
@@ -93,6 +96,52 @@ def test_every_way_gives_float64s_rows_with_the_same_bits_everywhere(folder, wor
                 assert near(carried[rows], want_residual[rows], 1.2, share)
 
 
+@pytest.mark.parametrize("cut", [{}, {"most_push_threads": 128, "in_flight": 2}], ids=["whole", "cut"])
+@pytest.mark.parametrize(("world", "hidden", "dtype"), GROUPS)
+def test_pushed_rows_are_right_when_ranks_are_launches_apart_and_other_engines_go_between(
+    folder, world, hidden, dtype, cut
+):
+    """A rank that is quick comes to the next push while another one still polls this one's rows."""
+    draw = random.Random(hidden)
+    fused, group = open_group(folder, world, hidden, dtype, seed=8)
+    for one in fused:
+        one.shape = replace(one.shape, **cut)
+    wanted, carried, kept_alive, pushes = [], [], [], [0, 0]
+    with group.apart() as outs:
+        for number in range(24):
+            algorithm, engine = WAYS[1] if draw.random() < 0.8 else draw.choice(WAYS[:4])
+            num_tokens, lane, num_sms = draw.randint(1, 7), int(draw.random() < 0.2), draw.randint(1, 4)
+            pushes[lane] += engine is Engine.PUSH
+            partials, residual, weight = tensors(world, num_tokens, hidden, dtype, 100 + number)
+            residual[:, 32:64] = -0.0
+            for rank, rows in enumerate(partials):  # words of zeros, of either sign; halves of words; rows
+                rows[:, : 96 + 32 * rank] = 0.0
+                rows[:, 32:64] = -0.0 if rank else 0.0
+                rows[:, 601 :: 3 + rank] = 0.0
+            for rows in partials[draw.randrange(world) :]:
+                rows[draw.randrange(num_tokens)] = 0.0
+            held = [residual.clone() for _ in fused]
+            kept_alive += [*held, weight]
+            for rank, one in enumerate(fused):
+                plan = make_plan(algorithm, num_tokens, world, rank)
+                how = {"lane": lane, "num_sms": num_sms}
+                one.run_as(plan, engine, partials[rank], held[rank], weight, EPS, **how)
+                carried.append((plan, held[rank], reference(partials, residual, weight, EPS)[1]))
+            wanted.append(reference(partials, residual, weight, EPS)[0])
+    for number, want in enumerate(wanted):
+        found = [out.view(dtype)[: want.numel()].view(want.shape) for out in outs[number]]
+        assert all(torch.equal(one.view(torch.int16), found[0].view(torch.int16)) for one in found)
+        assert near(found[0], want, 2.5), number
+    for plan, rows, want in carried:
+        own = slice(plan.start, plan.stop)
+        assert plan.start == plan.stop or near(rows[own], want[own], 1.2)
+    for one in fused:
+        for lane, where in enumerate(one._layout.lanes):
+            assert not one._arena.own[where.slots : where.turns].any(), "rows are left in a slot"
+            turns = one._arena.own[where.turns : where.turns + 8].view(torch.int32)
+            assert turns.tolist() == [pushes[lane], 0]
+
+
 def test_residuals_are_gathered_and_add_norm_needs_no_peer(folder):
     world, hidden, dtype = GROUPS[0]
     fused, group = open_group(folder, world, hidden, dtype, seed=5, use_multicast=False)
@@ -109,6 +158,36 @@ def test_residuals_are_gathered_and_add_norm_needs_no_peer(folder):
     assert near(rows, want, 2.5)
     assert near(residual, want_residual, 1.2)
     assert [name for name, _ in group.launches] == ["gather_rows"] * 2 + ["add_norm"]
+
+
+def test_a_dead_peer_that_pushes_nothing_is_named_and_later_pushes_neither_wait_nor_send(folder):
+    world, hidden, dtype = GROUPS[1]
+    fused, group = open_group(folder, world, hidden, dtype, seed=7, timeout_ms=20)
+    group.absent = {1}
+    partials, residual, weight = tensors(world, 4, hidden, dtype, 4)
+    plan = make_plan(Algorithm.ONE_SHOT, 4, world, 0)
+    held = {rank: residual.clone() for rank in (0, 2)}
+
+    def push() -> None:
+        for rank, rows in held.items():
+            fused[rank]._failure = 0
+            fused[rank]._report._word.value = 0  # the host forgets, the kernel does not
+            fused[rank].run_as(plan, Engine.PUSH, partials[rank], rows, weight, EPS, num_sms=2)
+
+    push()
+    for rank in (0, 2):
+        with pytest.raises(PeerTimeout, match=f"rank {rank} waited .* ms for rank 1, which never came"):
+            fused[rank].check()
+    where = fused[1]._layout.lanes[0]
+    slots = fused[1]._arena.own[where.slots : where.turns]
+    assert slots.any()
+    slots.zero_()
+    before = held[0].clone()
+    push()
+    assert not slots.any(), "what a rank computes that has lost another one is void"
+    assert torch.equal(held[0], before)
+    for rank in (0, 2):
+        fused[rank].check()
 
 
 def test_a_dead_peer_is_named_and_later_calls_return_at_once(folder):

@@ -12,7 +12,7 @@ from shared.kernels.allreduce_rmsnorm.errors import FusedUnavailable, Phase, pac
 from shared.kernels.allreduce_rmsnorm.fused import LATER_MS, CudaFused, FusedSettings
 from shared.kernels.allreduce_rmsnorm.plan import Algorithm, Way, make_plan, times_from_rows
 from shared.kernels.allreduce_rmsnorm.reference import reference
-from shared.kernels.allreduce_rmsnorm.shapes import Engine
+from shared.kernels.allreduce_rmsnorm.shapes import Engine, Launch
 
 HIDDEN, MOST, EPS = 1032, 9, 1e-5
 CPU = torch.device("cpu")
@@ -47,10 +47,19 @@ def tensors(world: int, num_tokens: int, seed: int):
     return [normal(num_tokens, HIDDEN) for _ in range(world)], normal(num_tokens, HIDDEN), normal(HIDDEN)
 
 
-@pytest.mark.parametrize("algorithm", [Algorithm.ONE_SHOT, Algorithm.TWO_SHOT])
+@pytest.mark.parametrize(
+    ("algorithm", "engine"),
+    [
+        (Algorithm.ONE_SHOT, Engine.PLAIN),
+        (Algorithm.ONE_SHOT, Engine.PUSH),
+        (Algorithm.TWO_SHOT, Engine.PLAIN),
+    ],
+)
 @pytest.mark.parametrize(("world", "num_tokens"), [(1, 1), (2, 1), (2, 9), (3, 2), (4, 7)])
 @pytest.mark.parametrize(("whole", "gemma"), [(False, False), (True, True)])
-def test_rows_of_every_rank_are_float64s_and_lanes_do_not_touch(algorithm, world, num_tokens, whole, gemma):
+def test_rows_of_every_rank_are_float64s_and_lanes_do_not_touch(
+    algorithm, engine, world, num_tokens, whole, gemma
+):
     fused, group = open_group(world)
     for lane in (0, 1):
         partials, residual, weight = tensors(world, num_tokens, lane)
@@ -59,7 +68,7 @@ def test_rows_of_every_rank_are_float64s_and_lanes_do_not_touch(algorithm, world
         for rank, one in enumerate(fused):
             plan = make_plan(algorithm, num_tokens, world, rank)
             more = {"lane": lane, "gemma": gemma, "whole_residual": whole}
-            found.append(one.run_as(plan, Engine.PLAIN, partials[rank], held[rank], weight, EPS, **more))
+            found.append(one.run_as(plan, engine, partials[rank], held[rank], weight, EPS, **more))
         want, want_residual = reference(partials, residual, weight, EPS, gemma=gemma)
         for rank, (normed, carried) in enumerate(found):
             assert torch.equal(normed, found[0][0])
@@ -73,7 +82,38 @@ def test_rows_of_every_rank_are_float64s_and_lanes_do_not_touch(algorithm, world
         if lane == 1:
             assert torch.equal(fused[0].input(num_tokens, 1), partials[0])
             assert not torch.equal(fused[0].input(num_tokens, 0), partials[0])
-    assert {name for name, _ in group.launches} == {"fused_plain"}
+    assert {name for name, _ in group.launches} == {f"fused_{engine}"}
+
+
+def test_few_rows_are_pushed_unless_reading_was_measured_to_be_shorter_and_more_than_slots_hold_are_read():
+    wide = FusedSettings(16384, 300)
+    memories = [torch.zeros(wide.layout().num_bytes, dtype=torch.uint8) for _ in range(2)]
+    bases = tuple(one.data_ptr() for one in memories)
+    group = ActedGroup(2)
+    fused = [
+        CudaFused(wide, Arena(one, bases, 0, lambda: None), rank, CPU, driver=ActedDriver(group))
+        for rank, one in enumerate(memories)
+    ]
+    push, plain = Way(Engine.PUSH), Way(Engine.PLAIN)
+    assert fused[0].push_tokens == 64
+    assert [fused[0].way(Algorithm.ONE_SHOT, count) for count in (1, 64, 65)] == [push, push, plain]
+    assert fused[0].way(Algorithm.ONE_SHOT, 1, num_sms=3) == Way(Engine.PUSH, 3)
+    assert fused[0].engine(Algorithm.ONE_SHOT) is Engine.PLAIN, "of any number of rows"
+    rows = [(16384 * 2 * count, {plain: us, push: 1.0}) for count, us in ((1, 2.0), (8, 0.9), (256, 2.0))]
+    times = times_from_rows([(1, {Algorithm.ONE_SHOT: 1.0, Algorithm.TWO_SHOT: 2.0})], (), rows)
+    weight = torch.ones(16384, dtype=torch.bfloat16)
+    held = [torch.zeros(2, 16384, dtype=torch.bfloat16) for _ in fused]
+    for rank, one in enumerate(fused):
+        one.use(times)
+        assert [one.way(Algorithm.ONE_SHOT, count).engine for count in (2, 20, 64, 65)] == [
+            Engine.PUSH, Engine.PLAIN, Engine.PUSH, Engine.PLAIN,
+        ]  # fmt: skip
+        one.run(one.input(2), held[rank], weight, EPS, num_sms=1)
+        for plan in (make_plan(Algorithm.ONE_SHOT, 65, 2, rank), make_plan(Algorithm.TWO_SHOT, 2, 2, rank)):
+            given = one.input(plan.num_tokens)
+            with pytest.raises(InvalidRequest, match="one-shot sums of up to 64 tokens"):
+                one.run_as(plan, Engine.PUSH, given, given, weight, EPS)
+    assert group.launches == [("fused_push", Launch(1, 1024, 0))] * 2
 
 
 def test_the_input_view_is_not_copied_and_gathered_residuals_are_whole():
@@ -112,7 +152,6 @@ def test_long_rows_of_many_tokens_go_to_the_bulk_engine_and_short_ones_to_regist
     arena = Arena(memory, (memory.data_ptr(), memory.data_ptr()), 0, lambda: None)
     one = CudaFused(wide, arena, 0, CPU, driver=ActedDriver(ActedGroup(2)))
     assert one.engine(Algorithm.TWO_SHOT) is Engine.BULK
-    assert one.engine(Algorithm.ONE_SHOT) is Engine.PLAIN
     assert one.way(Algorithm.TWO_SHOT, 1) == Way(Engine.BULK), "nothing was measured"
 
 
@@ -131,7 +170,6 @@ def test_rows_on_all_sms_go_the_way_that_was_measured_to_be_shorter_and_a_budget
     assert one.way(Algorithm.TWO_SHOT, 1) == plain
     assert one.way(Algorithm.TWO_SHOT, 3) == one.way(Algorithm.TWO_SHOT, 4) == bulk
     assert one.way(Algorithm.TWO_SHOT, 1, num_sms=16) == Way(Engine.BULK, 16)
-    assert one.way(Algorithm.ONE_SHOT, 1, num_sms=16) == Way(Engine.PLAIN, 16)
     assert one.engine(Algorithm.TWO_SHOT) is Engine.BULK
 
 

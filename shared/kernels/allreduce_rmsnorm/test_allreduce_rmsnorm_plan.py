@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import InvalidRequest
-from shared.kernels.allreduce_rmsnorm.calibrate import sizes, two_shot_ways
+from shared.kernels.allreduce_rmsnorm.calibrate import one_shot_ways, sizes, two_shot_ways
 from shared.kernels.allreduce_rmsnorm.plan import (
     MAX_TOKENS,
     Algorithm,
@@ -91,9 +91,10 @@ def test_the_engine_is_that_of_the_nearest_measured_size_also_beyond_one_where_t
     ]
     times = times_from_rows([(1, {Algorithm.TWO_SHOT: 1.0})], ways)
     asked = (1, 1 << 23, (1 << 24) - 1, (1 << 24) + 1, 1 << 25, 3 << 24, 1 << 26, 1 << 29)
-    found = [times.way(size) for size in asked]
+    found = [times.way(Algorithm.TWO_SHOT, size) for size in asked]
     assert found == [PLAIN, PLAIN, PLAIN, BULK, BULK, PLAIN, PLAIN, PLAIN]
-    assert times_from_rows([(1, {Algorithm.TWO_SHOT: 1.0})]).way(1) is None
+    assert times.way(Algorithm.ONE_SHOT, 1) is times.way(Algorithm.MULTIMEM, 1) is None
+    assert times_from_rows([(1, {Algorithm.TWO_SHOT: 1.0})]).way(Algorithm.TWO_SHOT, 1) is None
 
 
 def test_fewer_ctas_than_sms_are_taken_only_where_they_win_by_more_than_noise():
@@ -150,19 +151,20 @@ def test_what_is_tried_at_start_has_the_fastest_way_of_the_h200s_at_every_size_w
         [(size, {way: us[way] for way in tried}) for size, us in rows if size <= 8192 * 8192 * 2],
     )
     for size, us in rows:  # sizes beyond those that an engine's buffers hold at its start, too
-        way = times.way(size)
+        way = times.way(Algorithm.TWO_SHOT, size)
         assert way is not None
         assert us[way] <= 1.02 * min(us.values()), (size, way)
     assert times.few_sms == few
 
 
 def test_every_size_that_the_buffers_hold_is_measured_up_to_32k_tokens():
-    assert sizes(2) == ([1], [])
+    assert sizes(2) == ([1, 2], [])
     few, many = sizes(8192)
     assert (few[-1], many) == (512, [1024, 2048, 4096, 8192])
     assert sizes(65_536)[1][-1] == 32_768
     assert two_shot_ways(Engine.PLAIN, is_large=False) == [PLAIN]
     assert two_shot_ways(Engine.BULK, is_large=False) == [PLAIN, BULK]
+    assert [one_shot_ways(count, 64) for count in (64, 65)] == [[PLAIN, Way(Engine.PUSH)], [PLAIN]]
 
 
 def test_times_between_sizes_lie_between_and_grow_beyond_the_last():

@@ -13,10 +13,12 @@ from shared.kernels.allreduce_rmsnorm.plan import Algorithm
 from shared.kernels.allreduce_rmsnorm.shapes import (
     CTA_THREADS,
     MAX_CTAS,
+    PUSH_SLOT_BYTES,
     SHARED_BYTES,
     Engine,
     KernelShape,
     arena_layout,
+    push_tokens,
 )
 
 
@@ -34,7 +36,7 @@ def test_the_source_compiles_to_machine_code_without_a_gpu(arch, world, hidden, 
     binary = driver.compile_kernels(KernelShape(world, hidden, bf16), arch)
     assert binary.cubin[:4] == b"\x7fELF"
     kernels = set(re.findall(r"\.entry (\w+)\(", binary.ptx))
-    everywhere = {"fused_plain", "gather_rows", "add_norm"}
+    everywhere = {"fused_plain", "fused_push", "gather_rows", "add_norm"}
     assert kernels == everywhere | ({"fused_bulk", "fused_multimem"} if arch == "sm_90a" else set())
 
 
@@ -64,7 +66,7 @@ def test_every_kernel_meets_its_peers_twice_by_release_and_acquire_for_the_syste
 
 def test_an_arrival_may_be_relaxed_a_leave_never():
     text = driver.compile_kernels(KernelShape(2, 1024, True, relaxed_arrival=True), "sm_80").ptx
-    kernels = text.count(".entry ") - 1  # add_norm meets nobody
+    kernels = text.count(".entry ") - 2  # add_norm and fused_push meet nobody
     assert text.count("st.relaxed.sys.global.u32") == kernels + 1, "and the host's word"
     assert text.count("st.release.sys.global.u32") == kernels
 
@@ -74,6 +76,24 @@ def test_all_loads_of_a_batch_are_asked_for_before_the_first_is_used():
     loads = [match.start() for match in re.finditer(r"ld\.global\.L1::no_allocate\.v4\.u32", text)]
     assert len(loads) == 4 * (4 + 1), "four vectors a thread, of four ranks and the residual"
     assert text.find("cvt.rn.bf16x2.f32") > loads[-1]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_the_push_kernel_meets_nobody_and_asks_for_its_own_row_and_its_two_words_at_once(arch):
+    text = ptx_of(arch, "fused_push")
+    sends, polls = "st.relaxed.sys.global.v4.u32", "ld.relaxed.sys.global.v4.u32"
+    assert text.count(sends) == text.count(polls) == 3
+    assert "st.release" not in text
+    asked = text.index("ld.global.L1::no_allocate.v4.u32")
+    words = re.findall(r"ld\.global\.u32\s+(%r\d+),", text)
+    assert len(words) == 2
+    uses = [re.search(rf"{word}\b(?!,\s*\[)", text) for word in words]
+    assert all(use and use.start() > asked for use in uses), "no load waits for another one"
+    assert asked < text.index(sends)
+    block = text[text.index(polls) : text.rindex(polls)]
+    assert "bra" not in block, "rows of all ranks are asked for before one is looked at"
+    assert text.index("bar.red.or.pred") < text.index("atom.global.inc.u32") < text.index(polls)
+    assert "%globaltimer" in text, "every wait is bounded"
 
 
 def test_the_bulk_kernel_reads_and_sends_by_bulk_copies_and_waits_until_they_have_arrived():
@@ -104,6 +124,7 @@ def test_a_source_that_does_not_compile_is_refused_with_the_compilers_words(monk
 @pytest.mark.parametrize("hidden", [1024, 1032, 2880, 4096, 8192, 16384])
 def test_every_shape_fits_an_sm(world, hidden):
     shape = KernelShape(world, hidden, True)
+    assert hidden // 8 <= shape.push_threads * 2 <= 2048
     assert shape.row_threads * shape.rows_per_cta <= CTA_THREADS
     assert shape.row_threads == 32 or shape.rows_per_cta <= 15, "a named barrier a row"
     assert shape.stages >= 2
@@ -121,11 +142,22 @@ def test_nothing_in_an_arena_overlaps():
     places = []
     for lane in layout.lanes:
         places += [(lane.input, rows), (lane.out, rows), (lane.whole, rows)]
-        places += [(lane.flags, MAX_CTAS * 8 * 4), (lane.epochs, MAX_CTAS * 4)]
+        places += [(lane.flags, MAX_CTAS * 8 * 4), (lane.epochs, MAX_CTAS * 4), (lane.turns, 8)]
+        places += [(lane.slots, 2 * 8 * rows)]
     places = sorted([*places, (layout.failed, 4)])
     assert all(a + size <= b for (a, size), (b, _) in pairwise(places))
     assert places[-1][0] + places[-1][1] <= layout.num_bytes
     assert all(place % 16 == 0 for place, _ in places)
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+@pytest.mark.parametrize("hidden", [1024, 1032, 8192, 16384])
+@pytest.mark.parametrize("max_tokens", [1, 17, 8192])
+def test_slots_hold_what_is_pushed_and_few_megabytes(world, hidden, max_tokens):
+    (lane,) = arena_layout(hidden, max_tokens, 1, whole_residual=False).lanes
+    most = push_tokens(world, hidden, max_tokens)
+    assert min(16, max_tokens) <= most <= max_tokens
+    assert 2 * world * most * hidden * 2 <= lane.turns - lane.slots <= 2 * PUSH_SLOT_BYTES
 
 
 def test_a_failed_word_names_the_peer_and_an_empty_one_nobody():

@@ -1,19 +1,23 @@
 """Times as bytes, so that a group's next start need not measure them again. No I/O.
 
-    {"version": 1, "key": "<of the caller>", "sizes_bytes": [...], "times_us": {"one_shot": [...], ...},
-     "ways": [[16777216, "plain", 0], ...], "few_sms": 8}
+    {"version": 2, "key": "<of the caller>", "sizes_bytes": [...], "times_us": {"one_shot": [...], ...},
+     "ways": [[16777216, "plain", 0], ...], "few_sms": 8, "one_shot_ways": [[16384, "push", 0], ...]}
 
 `key` says what they belong to (GPU, driver, ranks, shape, kernel). Another version or key, or bytes that are no such
-file, count as no file. `ways`: (bytes, engine, CTAs, 0: one an SM).
+file, count as no file. `ways`, of two-shot sums, and `one_shot_ways`: (bytes, engine, CTAs, 0: one an SM).
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import msgspec
 
 from shared.kernels.allreduce_rmsnorm.plan import MAX_BUDGET_SMS, Algorithm, Engine, Times, Way
 
-FILE_VERSION = 1
+FILE_VERSION = 2
+_ONE_SHOT_ENGINES = {Engine.PLAIN, Engine.PUSH}
+
+_Ways = list[tuple[int, Engine, int]]
 
 
 class _TimesFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,8 +25,9 @@ class _TimesFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     key: str
     sizes_bytes: list[int]
     times_us: dict[Algorithm, list[float]]
-    ways: list[tuple[int, Engine, int]]
+    ways: _Ways
     few_sms: int
+    one_shot_ways: _Ways
 
 
 def pack_times(key: str, times: Times) -> bytes:
@@ -30,7 +35,7 @@ def pack_times(key: str, times: Times) -> bytes:
     whole = _TimesFile(
         version=FILE_VERSION, key=key, sizes_bytes=list(times.sizes_bytes),
         times_us={name: list(us) for name, us in times.times_us.items()},
-        ways=[(size, way.engine, way.num_sms) for size, way in times.ways], few_sms=times.few_sms,
+        ways=_packed(times.ways), few_sms=times.few_sms, one_shot_ways=_packed(times.one_shot_ways),
     )  # fmt: skip
     return msgspec.json.format(msgspec.json.encode(whole), indent=2)
 
@@ -48,12 +53,26 @@ def unpack_times(data: bytes, key: str) -> Times | None:
         return None
     if any(len(us) != len(sizes) or min(us) <= 0.0 for us in found.times_us.values()):
         return None
-    budgets = [found.few_sms, *(num_sms for _, _, num_sms in found.ways)]
-    if any(size < 1 for size, _, _ in found.ways) or not all(0 <= one <= MAX_BUDGET_SMS for one in budgets):
+    ways = [*found.ways, *found.one_shot_ways]
+    budgets = [found.few_sms, *(num_sms for _, _, num_sms in ways)]
+    if any(size < 1 for size, _, _ in ways) or not all(0 <= one <= MAX_BUDGET_SMS for one in budgets):
+        return None
+    if not {engine for _, engine, _ in found.one_shot_ways} <= _ONE_SHOT_ENGINES:
+        return None
+    if any(engine is Engine.PUSH for _, engine, _ in found.ways):
         return None
     return Times(
         tuple(sizes),
         {name: tuple(us) for name, us in found.times_us.items()},
-        tuple((size, Way(engine, num_sms)) for size, engine, num_sms in found.ways),
+        _unpacked(found.ways),
         found.few_sms,
+        _unpacked(found.one_shot_ways),
     )
+
+
+def _packed(ways: Sequence[tuple[int, Way]]) -> _Ways:
+    return [(size, way.engine, way.num_sms) for size, way in ways]
+
+
+def _unpacked(ways: _Ways) -> tuple[tuple[int, Way], ...]:
+    return tuple((size, Way(engine, num_sms)) for size, engine, num_sms in ways)
