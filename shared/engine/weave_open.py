@@ -31,8 +31,9 @@ Opened = tuple[FusedAllReduceNorm, Callable[[], None]]
 def open_fused(config: Any, device: torch.device) -> Opened:
     """And what closes it. All ranks call it at the same time. Raises: ClusterError when this rank cannot have it.
 
-    Cost: on a GPU four buffers of a step's tokens (two lanes, what goes in and what comes out), a compilation of about
-    a second, and, unless `worker.state_dir` has it, a second or two to measure which way is the fastest at which size.
+    Cost: on a GPU four buffers of a step's tokens (two lanes, what goes in and what comes out) and up to 16 MiB of
+    slots, a compilation of about a second, and, unless `worker.state_dir` has it, two to three seconds to measure which
+    way is the fastest at which size.
     """
     max_tokens = min(config.scheduler_config.max_num_batched_tokens, MAX_TOKENS)
     hidden, dtype = config.model_config.get_hidden_size(), config.model_config.dtype

@@ -28,7 +28,7 @@ from torch.multiprocessing.spawn import spawn
 from shared.errors import ClusterError
 from shared.kernels.allreduce_rmsnorm.fused import FusedSettings
 from shared.kernels.allreduce_rmsnorm.plan import Algorithm, make_plan
-from tests.gpu.fused_bed import CAPTURE, EPS, WAYS, Bed, say
+from tests.gpu.fused_bed import CAPTURE, EPS, WAYS, Bed, fits, say
 from tests.gpu.fused_checks import check_peers, check_replays, check_shapes
 
 OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -90,6 +90,8 @@ def bench(bed: Bed) -> bool:
         for algorithm, engine in WAYS:
             if algorithm is Algorithm.ONE_SHOT and num_tokens > 512:
                 continue
+            if not fits(fused[bed.local[0]], engine, num_tokens):
+                continue
             row = []
             for sms in budgets:
 
@@ -132,7 +134,7 @@ def run_all(bed: Bed, options: argparse.Namespace) -> bool:
         tokens = 16 if way[0] is Algorithm.ONE_SHOT else large
         replays = partial(check_replays, bed, options.replays, way, tokens, 8192)
         checks.append((f"replays {way[0]}/{way[1]}", replays))
-    checks.append(("peers", lambda: check_peers(bed)))
+    checks += [(f"peers {way[0]}/{way[1]}", partial(check_peers, bed, way)) for way in WAYS]
     if options.bench:
         checks.append(("bench", lambda: bench(bed)))
     good = True

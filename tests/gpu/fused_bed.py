@@ -16,6 +16,7 @@ from shared.kernels.allreduce_rmsnorm.shapes import Engine
 
 WAYS = [
     (Algorithm.ONE_SHOT, Engine.PLAIN),
+    (Algorithm.ONE_SHOT, Engine.PUSH),
     (Algorithm.TWO_SHOT, Engine.PLAIN),
     (Algorithm.TWO_SHOT, Engine.BULK),
 ]
@@ -96,6 +97,11 @@ class Bed:
         word = torch.tensor([int(good)], device=self.device)
         dist.all_reduce(word, dist.ReduceOp.MIN)
         return bool(word.item())
+
+
+def fits(fused: CudaFused, engine: Engine, num_tokens: int) -> bool:
+    """Whether the engine takes so many."""
+    return engine is not Engine.PUSH or num_tokens <= fused.push_tokens
 
 
 def stock(

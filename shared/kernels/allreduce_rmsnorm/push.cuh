@@ -13,7 +13,7 @@ constexpr int kPushed = (kVectors + kPushThreads - 1) / kPushThreads;  // vector
 constexpr int kPolls = kInFlight * kRowThreads * kRowsPerCta / kPushThreads;  // under way a thread: an SM's as of fused_plain
 constexpr int kPolled = kPolls <= kWorld ? 1 : (kPolls / kWorld < kPushed ? kPolls / kWorld : kPushed);
 constexpr int kOthers = kWorld > 1 ? kWorld - 1 : 1;  // an array is never empty
-constexpr u32 kTriesPerLook = 64;  // at the clock; some 50 us
+constexpr u32 kTriesPerLook = 64;  // at the clock, which costs more than a try
 static_assert(kPushThreads % 32 == 0 && kPushThreads <= 1024, "shape");
 
 struct PushSums {
@@ -115,14 +115,16 @@ __device__ __forceinline__ uint4 summed_with(const Params& p, uint4 own, const u
 extern "C" __global__ void __launch_bounds__(kPushThreads, 1) fused_push(const __grid_constant__ Params p) {
   SHARED(PushSums, sums);
   uint4 sent[kPushed];
-  load_own(p, p.row_start + blockIdx.x, sent);  // beside the two words
+  load_own(p, p.row_start + blockIdx.x, sent);  // before anything waits for one of the two words
   const u32 turn = p.turns[0];
   const bool lost = *p.failed != 0;
-  if (!lost) send_rows(p, turn, sent);
+  if (!lost) send_rows(p, turn, sent);  // else nobody may take for right what is void
   if (__syncthreads_or(lost)) return;
+  // Here this CTA has read its turn. The next turn is written by the CTA that was the last to do so, at its end: the count is on
+  // its way while rows are.
   const int last = gridDim.x - 1;
-  int begun = 0;  // CTAs that knew their turn before this one
-  if (threadIdx.x == 0) begun = atomicInc(p.turns + 1, last);  // on its way while rows are
+  int begun = 0;
+  if (threadIdx.x == 0) begun = atomicInc(p.turns + 1, last);
   const float offset = p.gemma ? 1.f : 0.f;
   uint4 weight[kPushed];
 #pragma unroll

@@ -124,8 +124,8 @@ def test_pushed_rows_are_right_when_ranks_are_launches_apart_and_other_engines_g
             kept_alive += [*held, weight]
             for rank, one in enumerate(fused):
                 plan = make_plan(algorithm, num_tokens, world, rank)
-                how = {"lane": lane, "num_sms": num_sms}
-                one.run_as(plan, engine, partials[rank], held[rank], weight, EPS, **how)
+                rows = partials[rank], held[rank]
+                one.run_as(plan, engine, *rows, weight, EPS, lane=lane, num_sms=num_sms)
                 carried.append((plan, held[rank], reference(partials, residual, weight, EPS)[1]))
             wanted.append(reference(partials, residual, weight, EPS)[0])
     for number, want in enumerate(wanted):
