@@ -1,8 +1,8 @@
 """Spans of copies in the traces of the requests that they are for: when the mover has ended one."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from services.mempool.core.actions import CopyPages
 from shared.observe.trace import start_span
 
 if TYPE_CHECKING:
@@ -24,16 +24,20 @@ def of_layers(done: "CopyDone", parent: str) -> None:
     span.end(done.sent[-1].end_ns)
 
 
-def of_return(done: "CopyDone", begin_ns: int, returns: Mapping[str, int]) -> None:
-    """In the trace of each request whose blocks the copy brought back from decode to prefill, a span of it.
+def of_copy(done: "CopyDone", begin_ns: int, action: CopyPages) -> None:
+    """Of a copy from when its pages were there: `kv.return` in the trace of each request whose blocks it brought back
+    from decode to prefill, `mempool.copy` in those of requests that waited for it."""
+    for parent, num_blocks in action.returns.items():
+        _of_blocks("kv.return", parent, done, begin_ns, num_blocks)
+    for parent in action.readers:
+        _of_blocks("mempool.copy", parent, done, begin_ns, len(action.targets))
 
-    Args: returns: blocks of each.
-    """
-    for parent, num_blocks in returns.items():
-        span = start_span(
-            "kv.return", parent=parent, start_ns=begin_ns,
-            attributes={"blocks": num_blocks, "path": done.path, "copy_bytes": done.num_bytes},
-        )  # fmt: skip
-        if not done.ok:
-            span.fail(done.reason)
-        span.end()
+
+def _of_blocks(name: str, parent: str, done: "CopyDone", begin_ns: int, num_blocks: int) -> None:
+    span = start_span(
+        name, parent=parent, start_ns=begin_ns,
+        attributes={"blocks": num_blocks, "path": done.path, "copy_bytes": done.num_bytes},
+    )  # fmt: skip
+    if not done.ok:
+        span.fail(done.reason)
+    span.end()

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from services.mempool import copy_spans
@@ -91,8 +91,7 @@ class Spaces:
         self._system = SystemMemory(self.windows)
         self.layer_words: dict[tuple[int, InstanceId, int], LayerMemory] = {}  # by space, instance, rank
         self._followed: dict[int, tuple[Gate, str]] = {}  # copies on their way by layer, and traceparents
-        # copies of blocks that go back: since when, whose
-        self._returns: dict[int, tuple[int, Mapping[str, int]]] = {}
+        self._traced: dict[int, tuple[int, CopyPages]] = {}  # copies that traces are told of, and since when
 
     # -- making and taking over -----------------------------------------------------------------------
 
@@ -191,8 +190,8 @@ class Spaces:
         if self._mover is None:  # ranks are on their way: no space is whole
             self._on_copied(action.copy_id, True, (), 0)
             return
-        if action.returns:
-            self._returns[action.copy_id] = time.time_ns(), action.returns
+        if action.returns or action.readers:
+            self._traced[action.copy_id] = time.time_ns(), action
         try:
             feed, ended = self._feed(action, [space for space, _ in parts]), self._ended
             self._mover.copy(
@@ -200,7 +199,7 @@ class Spaces:
             )
         except ClusterError as error:
             log.warning("copy_refused", copy_id=action.copy_id, code=error.code, reason=error.message)
-            self._returns.pop(action.copy_id, None)
+            self._traced.pop(action.copy_id, None)
             self._on_copied(action.copy_id, True, (), 0)
 
     def _feed(self, action: CopyPages, sources: Iterable[int]) -> "Feed | None":
@@ -237,7 +236,8 @@ class Spaces:
     def _ended(self, done: "CopyDone") -> None:
         _, parent = self._followed.pop(done.copy_id, (None, ""))
         copy_spans.of_layers(done, parent)
-        copy_spans.of_return(done, *self._returns.pop(done.copy_id, (0, {})))
+        if done.copy_id in self._traced:
+            copy_spans.of_copy(done, *self._traced.pop(done.copy_id))
         if not done.ok:
             log.warning("copy_failed", copy_id=done.copy_id, code=done.code, reason=done.reason)
         self._on_copied(done.copy_id, not done.ok, done.quarantined, done.elapsed_us)

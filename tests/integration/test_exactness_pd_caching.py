@@ -51,10 +51,11 @@ def test_each_mode_says_what_stock_says_and_finds_what_it_keeps(reference, tmp_p
                 while cluster.pool()["counters"].get("blocks_pushed_back", 0) == before:
                     assert time.monotonic() < deadline, cluster.pool()["counters"]
                     time.sleep(0.02)
-                spans = spans_of_request(cluster.home, told["id"], until={"kv.return"})
-                returned = [span["attributes"] for span in spans if span["name"] == "kv.return"]
-                assert returned[0]["blocks"] == 1, returned
-                assert returned[0]["copy_bytes"] > 0, returned
+                spans = spans_of_request(cluster.home, told["id"], until={"kv.return", "mempool.copy"})
+                told_of = {span["name"]: span["attributes"] for span in spans}
+                assert told_of["kv.return"]["blocks"] == 1, told_of
+                assert told_of["kv.return"]["copy_bytes"] > 0, told_of
+                assert told_of["mempool.copy"]["blocks"] == length // BLOCK_TOKENS + 1, told_of  # its last is not whole
             answer = complete(client, CASES[second], reference[second])
             assert_same(second, answer, reference[second])
             prefill = stage(answer, "prefill")

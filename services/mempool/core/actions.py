@@ -178,7 +178,7 @@ class CopyPages:
     `sources`: (space, page) for each target. They are sealed and pinned until the answer, but for those of a LayerCut
     with a step, which are being written. `raw`: pages on loan may hold another content than their space's: they are
     copied byte for byte, and never cut anew. `returns`: of how many of its blocks going back from decode to prefill
-    each trace is told. `follows`: it is more of what that copy began,
+    each trace is told. `readers`: traces of those who wait for it. `follows`: it is more of what that copy began,
     from no other spaces.
     """
 
@@ -190,6 +190,7 @@ class CopyPages:
     cut: LayerCut | None = None
     raw: bool = False
     returns: Mapping[str, int] = field(default_factory=dict)
+    readers: tuple[str, ...] = ()
     follows: int = 0
 
     def by_source(self) -> tuple[list[tuple[int, Sequence[PageId]]], Sequence[PageId]]:

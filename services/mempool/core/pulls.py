@@ -254,7 +254,7 @@ class Pulls:
         return CopyPages(
             pull.number, pull.pool.number, list(pull.claim.pages), sources, self.limits.copy_timeout_ms, cut,
             returns=Counter(filter(None, map(pull.traces.get, pull.hashes))) if pull.traces else Counter(),
-            follows=follows,
+            readers=tuple(r.call.traceparent for r in whole.readers if r.call.traceparent), follows=follows,
         )  # fmt: skip
 
     def _shorten(self, pull: Pull, now_ms: int) -> None:
