@@ -52,7 +52,7 @@ class LinkMeter:
     that followed each other meet no bytes, their median; until there are some, the careful one. It is shorter than
     whole transfers: lines that begin later than two of the last few took are of another time, and are forgotten.
 
-    Args: times_copies: what is observed are copies alone, without the latency of who waited for them.
+    Args: times_copies: what is observed are copies alone, without the latency of who waited for them: waited() says it.
     Cost: some 10 us an observation; holds RECENT transfers and WINDOW comparisons.
     """
 
@@ -70,9 +70,15 @@ class LinkMeter:
         if not self.times_copies:
             self._compare(num_bytes, ms)
         self._last.append((num_bytes, ms, True))
-        self._forget_disproved()
+        if not self.times_copies:
+            self._forget_disproved()
         self._say()
         return True
+
+    def waited(self, ms: float) -> None:
+        """Where copies are timed: who waited for one took so much longer than it. Ignored where it makes no sense."""
+        if isfinite(ms) and ms >= 0.0:
+            self._latencies.append(ms)
 
     def gave_up(self, num_bytes: int, ms: float) -> bool:
         """So much had not come after `ms`: the link is at most as fast, and counts for half as fast as it was thought.

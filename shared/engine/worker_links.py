@@ -1,10 +1,11 @@
 """How fast KV comes to this instance, by path: from what its mempool brought, for the scheduler's eq 2."""
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from statistics import median
 
-from shared.costmodel.transfer import LinkMeter, careful_rate, faded
+from shared.costmodel.transfer import WINDOW, LinkMeter, careful_rate, faded
 from shared.observe import metrics
 from shared.wire.cost import LinkRate
 
@@ -39,6 +40,7 @@ class MeasuredLinks:
         self._met: dict[str, None] = {}  # sources, the oldest first
         self._num_came: Counter[str] = Counter()  # transfers that were measured, by path
         self._num_given_up: Counter[str] = Counter()
+        self._found_ms: deque[float] = deque(maxlen=WINDOW)
         self._gauges = _LinkGauges()
 
     def called(self, source: str, num_bytes: int, ms: float) -> None:
@@ -63,10 +65,21 @@ class MeasuredLinks:
             del self._met[next(iter(self._met))]
         return False
 
-    def copied(self, path: str, num_bytes: int, ms: float) -> None:
-        """A copy within this host: `ms` has no waiting in it."""
-        if self._meter(path, times_copies=True).observe(num_bytes, ms):
+    def copied(self, path: str, num_bytes: int, ms: float, *, call_ms: float | None = None) -> None:
+        """A copy within this host: `ms` has no waiting in it.
+
+        Args: call_ms: the whole call, of a prompt that waited for nothing but pages and the copy. What calls take that
+        bring nothing is none of the path's. None: a hand-off, which waits for the prompt's end too.
+        """
+        meter = self._meter(path, times_copies=True)
+        if call_ms is not None and call_ms >= ms:  # a shorter one came to a copy that was under way
+            meter.waited(max(0.0, call_ms - ms - (median(self._found_ms) if self._found_ms else 0.0)))
+        if meter.observe(num_bytes, ms):
             self._saw(path, self._num_came)
+
+    def found(self, call_ms: float) -> None:
+        """A call of a prompt that brought nothing: all of it was here, or nowhere."""
+        self._found_ms.append(call_ms)
 
     def _saw(self, path: str, count: Counter[str]) -> None:
         self._seen_s[path] = self._clock_s()

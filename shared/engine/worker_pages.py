@@ -270,7 +270,8 @@ class PromptPages:
                 self._links.gave_up(source_mempool, planned_bytes, took_ms)
             return None
         brought = lease.brought if lease is not None else NOTHING_BROUGHT
-        self._measured(brought, got, source_mempool, (time.perf_counter() - begin_s) * 1e3)
+        took_ms = (time.perf_counter() - begin_s) * 1e3
+        self._measured(brought, got, source_mempool, took_ms, is_fetch=not handoff_id)
         return lease
 
     @property
@@ -278,8 +279,11 @@ class PromptPages:
         """On all ranks."""
         return self._description.block_bytes * max(1, self._description.tp_size)
 
-    def _measured(self, brought: Brought, got: Acquired, source: str, took_ms: float) -> None:
-        """What links do. The call's own time has the wait for pages, for a prompt's end and what came ahead in it.
+    def _measured(
+        self, brought: Brought, got: Acquired, source: str, took_ms: float, *, is_fetch: bool
+    ) -> None:
+        """What links do. The call's own time has the wait for pages in it, and of a hand-off that for the prompt's end
+        and what came ahead.
 
         What is late of a remote path only the mempool knows: a wait that is over may have been for the holder's answer.
         """
@@ -289,7 +293,10 @@ class PromptPages:
             self._links.called(source, brought.num_bytes, took_ms)
         elif brought.path in CAREFUL_RATES and got.timed_us:  # by one path alone
             num_bytes = got.blocks_timed * brought.block_bytes
-            self._links.copied(brought.path, num_bytes, got.timed_us / 1e3)
+            call_ms = took_ms if is_fetch else None
+            self._links.copied(brought.path, num_bytes, got.timed_us / 1e3, call_ms=call_ms)
+        elif is_fetch and not brought.num_bytes:
+            self._links.found(took_ms)
 
     def _lease(self, got: Acquired, hashes: list[BlockHash], valid_tokens: int) -> PageLease | None:
         """Raises: ValueError when the lists do not fit together."""

@@ -52,6 +52,28 @@ def test_paths_are_measured_apart_and_copies_have_no_latency_in_them(clock):
     assert found["peer"].latency_ms == 1.0
 
 
+def test_what_prompts_wait_beside_their_copies_is_the_paths_latency_but_not_what_every_call_takes(clock):
+    """On H200s a call took 6 ms for a copy of 1.4, one that brings nothing 0.8."""
+    links = MeasuredLinks(clock)
+    for call_ms in (0.7, 0.8, 9.0):
+        links.found(call_ms)
+    for call_ms in (4.2, 5.2, 6.2, 30.0):
+        links.copied("peer", 126 * MB, 1.4, call_ms=call_ms)
+    assert links.rates()["peer"].latency_ms == 1.0, "four are too few"
+    links.copied("peer", 126 * MB, 1.4, call_ms=5.2)
+    assert links.rates()["peer"].latency_ms == pytest.approx(3.0)
+    assert links.rates()["peer"].gb_per_s == pytest.approx(90.0)
+    for _ in range(40):
+        links.copied("peer", 126 * MB, 1.4)  # hand-offs
+        links.copied("peer", 126 * MB, 1.4, call_ms=0.3)  # the copy was under way
+    assert links.rates()["peer"].latency_ms == pytest.approx(3.0)
+    clock.now_s += 60.0
+    assert links.rates()["peer"].latency_ms == pytest.approx(3.0**0.5), "it fades to what is careful"
+    for _ in range(31):
+        links.copied("peer", 126 * MB, 1.4, call_ms=2.6)
+    assert links.rates()["peer"].latency_ms == pytest.approx(0.4)
+
+
 def test_a_link_slower_than_careful_fades_and_a_new_transfer_says_it_again(clock):
     links = MeasuredLinks(clock)
     for _ in range(2):
