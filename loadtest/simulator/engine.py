@@ -8,6 +8,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from loadtest.simulator.blocks import BlockStore, tokens_of
 from loadtest.simulator.events import EventQueue
@@ -40,8 +41,11 @@ class Engine:
     def __init__(self, parts: EngineParts) -> None:
         self.number, self.store, self.limits = parts.number, parts.store, parts.limits
         self.num_steps = self.num_preempted = self.num_recomputed_tokens = 0
-        self.busy_ms = self.step_ms = self.queued_prefill_ms = 0.0
-        self.unfinished_prefill_tokens = 0
+        self.busy_ms = self.step_ms = 0.0
+        self._unfinished: dict[
+            str, tuple[int, int]
+        ] = {}  # prompts: tokens, and how many were said to be cached
+        self._arrived: list[tuple[str, int]] = []  # since the last report
         self.on_steps: OnSteps | None = None  # who watches: called at the end of a step or row of steps
         self.dead = False
         self._events, self._prices = parts.events, parts.prices
@@ -73,6 +77,20 @@ class Engine:
         """KV tokens of running requests."""
         return self._context_tokens + sum(task.done_tokens for task in self._prefilling)
 
+    def told(self) -> dict[str, Any]:
+        """What a report says of it; what has come is told once."""
+        arrived, self._arrived = self._arrived, []
+        return {
+            "num_running": self.num_running,
+            "num_waiting": self.num_waiting,
+            "unfinished_prefill_tokens": sum(tokens for tokens, _ in self._unfinished.values()),
+            "running_context_tokens": self.context_tokens,
+            "kv_used_share": self.store.used_share,
+            "step_ms": self.step_ms,
+            "queued_prefill_ms": self._prices.waiting_ms(list(self._unfinished.values())),
+            "arrived": arrived,
+        }
+
     def submit(self, task: Task) -> bool:
         """A stage arrives. False: it could never fit."""
         request = task.request
@@ -81,11 +99,8 @@ class Engine:
         task.queued_at_ms = self._events.now_ms
         task.goal_tokens = request.prompt_tokens
         if task.stage != "decode":
-            self.unfinished_prefill_tokens += request.prompt_tokens
-            task.queued_prefill_ms = self._prices.prefill_ms(
-                request.prompt_tokens, min(task.hinted_tokens, request.prompt_tokens - 1)
-            )
-            self.queued_prefill_ms += task.queued_prefill_ms
+            self._unfinished[task.name] = request.prompt_tokens, task.hinted_tokens
+            self._arrived.append(task.key)
         self._waiting.append(task)
         self.wake()
         return True
@@ -118,7 +133,7 @@ class Engine:
             if task in queue:
                 queue.remove(task)
         self._loading.discard(task)
-        self._forget_prefill(task)
+        self._unfinished.pop(task.name, None)
         self._drop(task)
         self.wake()
 
@@ -316,7 +331,7 @@ class Engine:
         if task.done_tokens < task.goal_tokens:
             return
         self._prefilling.remove(task)
-        self._forget_prefill(task)
+        self._unfinished.pop(task.name, None)
         task.made += 1
         if task.stage == "prefill":
             task.state = "held"
@@ -370,12 +385,6 @@ class Engine:
         self._hooks.finished(self.number, task)
 
     # -- the end ----------------------------------------------------------------------------------
-
-    def _forget_prefill(self, task: Task) -> None:
-        if task.stage != "decode" and task.queued_prefill_ms >= 0:
-            self.unfinished_prefill_tokens -= task.request.prompt_tokens
-            self.queued_prefill_ms = max(0.0, self.queued_prefill_ms - task.queued_prefill_ms)
-            task.queued_prefill_ms = -1.0  # once
 
     def _drop(self, task: Task) -> None:
         free(self.store, task)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-from shared.costmodel.model import CostModel, StepShape
+from shared.costmodel.model import CostModel, StepShape, pack_prefills
 from shared.wire.cost import CostCoefficients, ModelShape
 
 Chunk = tuple[int, int]  # (new tokens, tokens before them in the same request)
@@ -34,6 +34,10 @@ class StepPrices(Protocol):
 
     def prefill_ms(self, num_tokens: int, cached_tokens: int = 0) -> float:
         """A prompt alone on the instance: MemServe's exec(x, y)."""
+        ...
+
+    def waiting_ms(self, prompts: Sequence[Chunk]) -> float:
+        """Of (tokens, cached tokens) that an engine has yet to finish, all together."""
         ...
 
     def outside_ms(self, num_tokens: int) -> float:
@@ -81,6 +85,10 @@ class ModelPrices:
         """exec(x, y)."""
         return self._prefill * self._model.prefill_ms(num_tokens, cached_tokens)
 
+    def waiting_ms(self, prompts: Sequence[Chunk]) -> float:
+        """As a worker reports it."""
+        return self._prefill * self._model.waiting_ms(prompts)
+
     def outside_ms(self, num_tokens: int) -> float:
         """Hashing and passing on."""
         c = self.coefficients
@@ -120,6 +128,12 @@ class LinearPrices:
         return sum(
             self.step_ms([chunk], 0, 0)
             for chunk in chunks_of(num_tokens, cached_tokens, self.max_batched_tokens)
+        )
+
+    def waiting_ms(self, prompts: Sequence[Chunk]) -> float:
+        """Packed into steps."""
+        return sum(
+            self.step_ms(step.chunks, 0, 0) for step in pack_prefills(prompts, self.max_batched_tokens)
         )
 
     def outside_ms(self, num_tokens: int) -> float:

@@ -47,7 +47,6 @@ class Task:
     made: int = 0  # output tokens
     joined_step: int = 0
     seq: int = 0  # order of admission
-    queued_prefill_ms: float = 0.0
     state: str = "waiting"  # loading, prefilling, decoding, parked, held, gone
 
     @property

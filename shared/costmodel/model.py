@@ -28,6 +28,7 @@ from shared.costmodel.operators import (
 from shared.wire.cost import CostCoefficients
 
 ALL_REDUCES_PER_LAYER = 2
+MOST_TOGETHER = 256  # waiting prompts whose steps are thought through
 MAX_REMEMBERED = 16_384  # sizes of a step, 200 bytes each
 
 
@@ -226,6 +227,18 @@ class CostModel:
         return sum(
             self.step_ms(step) for step in pack_prefills(prompts, self.coefficients.max_batched_tokens)
         )
+
+    def waiting_ms(self, prompts: Sequence[tuple[int, int]]) -> float:
+        """Of (tokens, cached tokens) whose first tokens an engine still owes, first come first: until the last of them.
+
+        Prompts that wait together share steps: what a step takes of itself, its launch above all, counts once for
+        all of them. The first may have found the engine idle. Cost: 3 us a prompt, up to MOST_TOGETHER; those behind
+        are counted one by one.
+        """
+        together, behind = prompts[:MOST_TOGETHER], prompts[MOST_TOGETHER:]
+        first_ms = self.prefill_ms(*prompts[0]) if prompts else 0.0
+        together_ms = max(first_ms, self.batch_ms(together)) if len(together) > 1 else first_ms
+        return together_ms + sum(self.prefill_ms(*prompt) for prompt in behind)
 
     def scaled(self, *, tp: int = 1, pp: int = 1) -> "CostModel":
         """The same device and model on tp x pp ranks: operators are divided, the constant share is not.

@@ -68,7 +68,7 @@ class OnlineCorrection:
 @dataclass(slots=True)
 class _Prefill:
     num_tokens: int
-    predicted_ms: float
+    cached_tokens: int  # as far as known when it came
 
 
 @dataclass(slots=True)
@@ -90,16 +90,18 @@ class PrefillLedger:
 
     @property
     def queued_ms(self) -> float:
-        """Predicted work of the unfinished prefills (the sum of MemServe's eq 1), uncorrected."""
-        return sum(item.predicted_ms for item in self._open.values())
+        """Predicted work of the unfinished prefills (MemServe's eq 1), uncorrected.
+
+        Cost: that of CostModel.waiting_ms().
+        """
+        return self.model.waiting_ms([(item.num_tokens, item.cached_tokens) for item in self._open.values()])
 
     def begin(self, key: str, num_tokens: int, cached_tokens: int, now_ms: float) -> float:
         """A prompt enters the engine; `cached_tokens` as far as known. Returns: its predicted work in ms."""
         if not self._open:
             self._restart(now_ms)
-        predicted = self.model.prefill_ms(num_tokens, cached_tokens)
-        self._open[key] = _Prefill(num_tokens, predicted)
-        return predicted
+        self._open[key] = _Prefill(num_tokens, cached_tokens)
+        return self.model.prefill_ms(num_tokens, cached_tokens)
 
     def first_output(self, key: str, cached_tokens: int, now_ms: float) -> tuple[float, float] | None:
         """A prefill is done, and how much of it was cached is known.

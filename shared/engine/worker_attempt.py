@@ -220,7 +220,9 @@ class Attempt:
         cost = self._context.cost
         if self._context.room is not None:
             self._context.room.entered(self._engine_id)
-        cost.begin(self._engine_id, len(self._tokens), request.held.valid_tokens if request.held else 0)
+        placed = (self.message.request_id, self.message.attempt) if self.message.stage != "decode" else None
+        cached = request.held.valid_tokens if request.held else 0
+        cost.begin(self._engine_id, len(self._tokens), cached, placed)
         # The interface promises that closing the iterator aborts the request.
         stream = cast(AsyncGenerator[EngineDelta, None], self._context.engine.generate(request))
         async with aclosing(stream):

@@ -1,6 +1,7 @@
 """What this worker knows of its own speed: its cost model, corrections from what it measures, work that is queued."""
 
 import time
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -8,10 +9,12 @@ import msgspec
 from shared.costmodel.model import CostModel, StepShape
 from shared.costmodel.online import OnlineCorrection, PrefillLedger
 from shared.engine.interface import DecodeStep, EngineStep, KvUse
+from shared.ids import RequestId
 from shared.observe import metrics
 from shared.wire.cost import CostCoefficients
 
 KINDS = ("prefill", "decode")
+MAX_ARRIVED = 1_024  # while there is no scheduler: by the time there is one, it counts none of them
 
 
 class _KindMetrics:
@@ -41,6 +44,7 @@ class WorkerCost:
         self._model: CostModel | None = None
         self._ledger: PrefillLedger | None = None
         self._decoding: set[str] = set()
+        self.arrived: deque[tuple[RequestId, int]] = deque(maxlen=MAX_ARRIVED)  # that no report has told of
         self.corrections = {kind: OnlineCorrection() for kind in KINDS}
         self._metrics = {kind: _KindMetrics(kind) for kind in KINDS}
         for shown in self._metrics.values():
@@ -59,8 +63,15 @@ class WorkerCost:
 
     # -- attempts ---------------------------------------------------------------------------------------
 
-    def begin(self, key: str, num_tokens: int, cached_tokens: int) -> None:
-        """The engine gets a prompt of which so much is held already, as far as known."""
+    def begin(
+        self, key: str, num_tokens: int, cached_tokens: int, placed: tuple[RequestId, int] | None = None
+    ) -> None:
+        """The engine gets a prompt of which so much is held already, as far as known.
+
+        Args: placed: as the scheduler knows it (request, attempt); None: it does not count it as a prompt.
+        """
+        if placed is not None:
+            self.arrived.append(placed)
         if self._ledger is not None:
             self._ledger.begin(key, num_tokens, cached_tokens, _now_ms())
             if self._decoding:

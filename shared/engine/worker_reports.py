@@ -192,6 +192,8 @@ class SchedulerReports:
             num_prefills_measured=prefill.num_observed,
             num_decodes_measured=decode.num_observed,
             queued_prefill_ms=round(self._cost.queued_prefill_ms, 3),
+            arrived=list(self._cost.arrived),
         )
         if self._send(report):
             self._seq += 1
+            self._cost.arrived.clear()

@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.ids import Epoch, InstanceId
+from shared.ids import Epoch, InstanceId, RequestId
 from shared.kv.layout import EngineDescription
 from shared.wire.codec import Channel
 from shared.wire.cost import CostCoefficients, LinkRate
@@ -75,6 +75,9 @@ class Report(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="report"
     # what the corrections are of, since the start: one that grows says that an unchanged correction still holds
     num_prefills_measured: int = 0
     num_decodes_measured: int = 0
+    # prompts (request, attempt) that came into the engine since the last report: from this one on they are in its
+    # numbers. None: it does not say
+    arrived: list[tuple[RequestId, int]] | None = None
 
 
 class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):

@@ -55,7 +55,9 @@ def test_each_mode_says_what_stock_says_and_finds_what_it_keeps(reference, tmp_p
                 told_of = {span["name"]: span["attributes"] for span in spans}
                 assert told_of["kv.return"]["blocks"] == 1, told_of
                 assert told_of["kv.return"]["copy_bytes"] > 0, told_of
-                assert told_of["mempool.copy"]["blocks"] == length // BLOCK_TOKENS + 1, told_of  # its last is not whole
+                assert told_of["mempool.copy"]["blocks"] == length // BLOCK_TOKENS + 1, (
+                    told_of
+                )  # its last is not whole
             answer = complete(client, CASES[second], reference[second])
             assert_same(second, answer, reference[second])
             prefill = stage(answer, "prefill")

@@ -1,5 +1,8 @@
 """Whatever the coefficients: more tokens never cost less, more cached ones never more, a batch saves a part."""
 
+from itertools import pairwise
+from unittest.mock import patch
+
 import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -79,6 +82,15 @@ def test_packing_computes_every_token_once_and_fills_the_steps(prompts: list[tup
     assert sum(step.num_tokens for step in packed) == expected
     assert all(step.num_tokens == size for step in packed[:-1])
     assert all(0 < step.num_tokens <= size for step in packed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(models, st.lists(st.tuples(tokens, st.integers(0, 2999)), min_size=1, max_size=5), st.integers(1, 4))
+def test_what_waits_takes_as_long_as_the_first_alone_and_longer_with_each(model, prompts, most):
+    with patch("shared.costmodel.model.MOST_TOGETHER", most):
+        known = [model.waiting_ms(prompts[:number]) for number in range(len(prompts) + 1)]
+    assert known[:2] == [0.0, model.prefill_ms(*prompts[0])]
+    assert all(one <= other * EASE for one, other in pairwise(known))
 
 
 @settings(max_examples=60, deadline=None)

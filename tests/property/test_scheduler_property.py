@@ -194,7 +194,7 @@ def test_who_is_remembered_as_live_is_live(events):
         assert not instances.live("unknown", now_ms=now_ms)
 
 
-LOADS = ("direct", "decodes", "handoff", "end", "report", "")
+LOADS = ("direct", "decodes", "handoff", "end", "report", "arrived", "")
 
 
 @given(st.lists(st.tuples(st.sampled_from(LOADS), st.integers(0, 3), st.integers(0, 12)), max_size=40))
@@ -220,6 +220,9 @@ def test_a_view_that_only_drained_is_the_view(events):
             load.end(key)
         elif what == "report":
             load.on_report(report("p0", num_running=number, queued_prefill_ms=9.0 * number), now_ms=now_ms)
+        elif what == "arrived":
+            seq = (load.report.seq if load.report else 0) + 1 + (steps == 7)  # now and then a report was lost
+            load.on_report(report("p0", seq=seq, num_running=number, arrived=[key]), now_ms=now_ms)
         anew = deepcopy(load)
         anew._drained = None
         assert load.view(now_ms=now_ms) == anew.view(now_ms=now_ms)

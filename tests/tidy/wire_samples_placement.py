@@ -163,6 +163,7 @@ PLACEMENT_SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
         ),
         (),
     ),
+    "report-arrived": (REPORTS, Report(instance=P, epoch=Epoch(7), seq=8, arrived=[(R, 1), (R, 2)]), ()),
     "report-served": (REPORTS, Report(instance=P, epoch=Epoch(7), seq=6, served={"t": 1_000}), ()),
     "report-reply-served": (REPORT_REPLIES, ServedElsewhere(served={"q/3": {"t": 5}}), ()),
     "acquire-own-space": (TO_MEMPOOL, Acquire(call_id=1, hashes=HASH, own_space_only=True), ()),

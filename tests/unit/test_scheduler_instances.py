@@ -151,6 +151,27 @@ def test_a_placement_counts_until_a_report_that_includes_it():
     assert (view.num_requests, view.prefill_tokens) == (1, 400)
 
 
+def test_a_worker_that_says_what_has_come_is_believed_and_its_prompts_count_once():
+    one = load()
+    for name, at in (("a", 100), ("b", 101), ("c", 102)):
+        one.add_direct((name, 1), prefill_tokens=100, context_tokens=100, prefill_ms=20.0, now_ms=at)
+    assert one.view(now_ms=105).queue_ms == 60.0
+    one.on_report(report("p0", seq=1, queued_prefill_ms=20.0, arrived=[("b", 1), ("other", 1)]), now_ms=110)
+    assert one.view(now_ms=110).queue_ms == 60.0, "b is in the report, a and c are not"
+    one.on_report(report("p0", seq=2, queued_prefill_ms=25.0, arrived=[("c", 1)]), now_ms=400)
+    assert one.view(now_ms=400).queue_ms == 45.0, "a is on its way, however long its pages take"
+    one.on_report(report("p0", seq=4, arrived=[]), now_ms=430)
+    assert one.view(now_ms=430).queue_ms == 0.0, "what was said in the lost report is not known"
+
+
+def test_a_prompt_that_never_comes_to_a_worker_that_says_what_does_stops_counting():
+    one = load()
+    one.add_direct(("a", 1), prefill_tokens=100, context_tokens=100, prefill_ms=20.0, now_ms=100)
+    for seq, now_ms in enumerate((1_000, 10_000, 10_200), start=1):
+        one.on_report(report("p0", seq=seq, arrived=[]), now_ms=now_ms)
+        assert one.view(now_ms=now_ms).num_requests == (now_ms < 10_100)
+
+
 def test_a_decode_stage_counts_once_before_and_after_it_arrives():
     one = load()
     one.on_report(report("d0"), now_ms=0)

@@ -4,7 +4,7 @@ import pytest
 
 from shared.costmodel.model import CostModel, StepShape
 from shared.engine.interface import DecodeStep, PromptStep
-from shared.engine.worker_cost import WorkerCost
+from shared.engine.worker_cost import MAX_ARRIVED, WorkerCost
 from tests.unit.test_costmodel import CPU
 
 MODEL = CostModel(CPU)
@@ -74,3 +74,14 @@ def test_a_step_that_took_less_than_its_decodes_are_said_to_add_says_nothing():
     cost = learnt([*slow, PromptStep(2 * added, 400, 100, 4, 2000)])
     assert cost.corrections["decode"].factor == pytest.approx(3.0)
     assert cost.corrections["prefill"].num_observed == 0
+
+
+def test_what_came_is_told_until_a_report_left_and_forgotten_while_there_is_nobody_to_tell():
+    cost = WorkerCost()  # also without a model
+    cost.begin("a", 800, 0, ("r", 1))
+    cost.begin("handed over", 800, 799)
+    assert list(cost.arrived) == [("r", 1)]
+    for number in range(MAX_ARRIVED):
+        cost.begin(f"b{number}", 8, 0, (f"s{number}", 1))
+    assert len(cost.arrived) == MAX_ARRIVED
+    assert cost.arrived[0] == ("s0", 1)

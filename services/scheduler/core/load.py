@@ -1,9 +1,10 @@
-"""How busy one instance is: its last report, plus what was placed on it and cannot be in that report yet.
+"""How busy one instance is: its last report, plus what was placed on it and is not in that report yet.
 
-A prefill or colocated stage reaches its worker some milliseconds after it is placed, so the first report made
-after that includes it. A decode stage arrives only when its prefill is done; until it ends it counts as one
-request, but once it is old enough to have arrived, never beyond what the report says. What nobody tells the end
-of (a gateway died) is ended by the placer: it counts against the room in pages until then.
+A prefill or colocated stage counts on top of reports until one includes it: its worker says which have come; of one
+that does not say, it is the first report made some milliseconds after the placement. A decode stage arrives only when
+its prefill is done; until it ends it counts as one request, but once it is old enough to have arrived, never beyond
+what the report says. What nobody tells the end of (a gateway died) is ended by the placer: it counts against the room
+in pages until then.
 """
 
 import math
@@ -46,8 +47,9 @@ class OpenStage(Struct, frozen=True):
 class InstanceLoad:
     """Load of one instance under one epoch.
 
-    Args: transit_ms: from a placement to its arrival at the worker; arrive_ms: the same for a decode stage,
-    its prefill included; forget_ms: a decode stage that never ended is dropped then.
+    Args: transit_ms: from a placement to its arrival at a worker that does not say what has come, or whose word was
+    lost; arrive_ms: the same for a decode stage, its prefill included, and the longest for a worker that says it;
+    forget_ms: a decode stage that never ended is dropped then.
     """
 
     max_running: int
@@ -123,12 +125,19 @@ class InstanceLoad:
             self._old_context_tokens -= old.context_tokens
 
     def on_report(self, report: Report, *, now_ms: int) -> None:
-        """The worker said how busy it is."""
+        """The worker said how busy it is, and perhaps what has come since its last report.
+
+        Who says that, says it of every prompt once: what is not among them is still on its way, or its pages are.
+        """
         self._drained = None
+        for key in report.arrived or ():
+            self._unreported.pop(key, None)
+        says_all = report.arrived is not None and (self.report is None or report.seq == self.report.seq + 1)
         self.report, self.reported_at_ms = report, now_ms
+        patience_ms = self.arrive_ms if says_all else self.transit_ms
         while self._unreported:  # in the order of placement
             key, stage = next(iter(self._unreported.items()))
-            if stage.placed_at_ms + self.transit_ms > now_ms:
+            if stage.placed_at_ms + patience_ms > now_ms:
                 break
             del self._unreported[key]
 
