@@ -91,7 +91,8 @@ def test_all_memory_returns_and_none_is_used_twice(spec, seed, gap_ms):
     for engine in simulation.engines:
         if not engine.dead:
             assert (engine.store.private_tokens, engine.store.pinned_tokens) == (0, 0)
-            assert (engine.num_running, engine.num_waiting, engine.unfinished_prefill_tokens) == (0, 0, 0)
+            assert (engine.num_running, engine.num_waiting) == (0, 0)
+            assert engine.told()["queued_prefill_ms"] == engine.told()["unfinished_prefill_tokens"] == 0
             assert engine.context_tokens == 0
             assert engine.store.indexed_tokens <= spec.memory_tokens
         if isinstance(engine, FairEngine) and not engine.dead:
