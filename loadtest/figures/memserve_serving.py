@@ -52,7 +52,7 @@ def end_to_end(result: Result) -> Figure:
                 heads = [f"gpus{gpus}_{workload}_rate{rate:g}_{arm}".replace(".", "_") for rate in rates]
                 _line(axes, result["metrics"], heads, rates, metric, scale, colours[arm], _arm_words(arm))
             axes.set(title=words, xlabel="requests/s of an instance")
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.08 * axes.dataLim.y1)  # also where all points lie together
         axes_row[0].set_ylabel(f"{TITLES[workload]}, {3 if gpus == 4 else gpus} GPUs")
     for axes in grid[:, -1]:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
