@@ -207,6 +207,8 @@ async def test_nonsense_in_redis_gives_no_hits_instead_of_an_error(redis, opened
     await link.call("SET", "quire:pt:owners", "a string", timeout_ms=PATIENCE_MS)
     assert await depths(client, chain(4), BLOCK_TOKENS) == {}
     assert client.num_failures == 1
+    await link.call("DEL", "quire:pt:owners", timeout_ms=PATIENCE_MS)
+    assert await client.ask(chain(4), BLOCK_TOKENS) == [], "an answer: nobody has them"
 
 
 async def test_scripts_survive_a_script_flush(redis, opened):
