@@ -76,9 +76,14 @@ class LinkMeter:
         return True
 
     def waited(self, ms: float) -> None:
-        """Where copies are timed: who waited for one took so much longer than it. Ignored where it makes no sense."""
+        """Where copies are timed: who waited for one took so much longer than it. The median of the last few counts.
+
+        Ignored where it makes no sense.
+        """
         if isfinite(ms) and ms >= 0.0:
             self._latencies.append(ms)
+            while len(self._latencies) > FULL_WINDOW:
+                self._latencies.popleft()
 
     def gave_up(self, num_bytes: int, ms: float) -> bool:
         """So much had not come after `ms`: the link is at most as fast, and counts for half as fast as it was thought.
@@ -128,19 +133,26 @@ class LinkMeter:
                 self._latencies = deque(kept, maxlen=WINDOW)
 
 
-def faded(rate: LinkRate, careful: LinkRate, age_ms: float) -> LinkRate:
+def faded(rate: LinkRate, careful: LinkRate, age_ms: float, latency_age_ms: float | None = None) -> LinkRate:
     """What to say of a link that was last seen so long ago.
 
     Where it was slower than careful, eq 2 may not use it any more, and nothing would show that it is quick again (or
     that it was never that slow): it comes back to careful by half of the way, in ratios, each half-life. A link far too
     slow is so tried again seldom. The rate and the latency each for itself: either alone can refuse every fetch. What
     was better than careful stays as it was seen: it is used.
+
+    Args: latency_age_ms: where something else shows the latency than the rate; None: the same.
     """
-    kept = 0.5 ** (max(0.0, age_ms) / FADE_HALF_LIFE_MS)
+
+    def kept_of(since_ms: float) -> float:
+        return 0.5 ** (max(0.0, since_ms) / FADE_HALF_LIFE_MS)
+
+    kept = kept_of(age_ms)
     gb_per_s, latency_ms = rate.gb_per_s, rate.latency_ms
     if 0.0 < gb_per_s < careful.gb_per_s:
         gb_per_s = careful.gb_per_s * (gb_per_s / careful.gb_per_s) ** kept
     if 0.0 < careful.latency_ms < latency_ms:
+        kept = kept_of(age_ms if latency_age_ms is None else latency_age_ms)
         latency_ms = careful.latency_ms * (latency_ms / careful.latency_ms) ** kept
     return LinkRate(gb_per_s=gb_per_s, latency_ms=latency_ms)
 

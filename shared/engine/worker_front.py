@@ -82,10 +82,12 @@ class WorkerFront:
         """Attempts that have not ended."""
         return len(self._attempts)
 
-    @property
-    def num_waiting(self) -> int:
-        """Attempts that are not in the engine yet."""
-        return sum(attempt.is_waiting for attempt, _ in self._attempts.values())
+    def num_waiting(self, *, prompts: bool = True) -> int:
+        """Attempts that are not in the engine yet. Without `prompts`: of hand-offs alone."""
+        return sum(
+            attempt.is_waiting and (prompts or attempt.message.stage == "decode")
+            for attempt, _ in self._attempts.values()
+        )
 
     @property
     def num_gateways(self) -> int:

@@ -37,6 +37,7 @@ class MeasuredLinks:
         self._clock_s = clock_s
         self._meters: dict[str, LinkMeter] = {}
         self._seen_s: dict[str, float] = {}
+        self._waited_s: dict[str, float] = {}  # paths whose latency is shown by fetches alone
         self._met: dict[str, None] = {}  # sources, the oldest first
         self._num_came: Counter[str] = Counter()  # transfers that were measured, by path
         self._num_given_up: Counter[str] = Counter()
@@ -74,6 +75,7 @@ class MeasuredLinks:
         meter = self._meter(path, times_copies=True)
         if call_ms is not None and call_ms >= ms:  # a shorter one came to a copy that was under way
             meter.waited(max(0.0, call_ms - ms - (median(self._found_ms) if self._found_ms else 0.0)))
+            self._waited_s[path] = self._clock_s()
         if meter.observe(num_bytes, ms):
             self._saw(path, self._num_came)
 
@@ -95,10 +97,13 @@ class MeasuredLinks:
         """By path, of those that something came by; the longer ago, the more careful."""
         now_s = self._clock_s()
         return {
-            path: faded(meter.rate, meter.careful, (now_s - self._seen_s[path]) * 1e3)
+            path: faded(
+                meter.rate, meter.careful, (now_s - self._seen_s[path]) * 1e3,
+                (now_s - self._waited_s.get(path, self._seen_s[path])) * 1e3,
+            )
             for path, meter in self._meters.items()
             if meter.rate is not None
-        }
+        }  # fmt: skip
 
     def status(self) -> dict[str, dict[str, float]]:
         """What eq 2 counts with, by path: also the careful rate of one that nothing was measured of (both counts 0)."""

@@ -293,7 +293,8 @@ class PromptPages:
             self._links.called(source, brought.num_bytes, took_ms)
         elif brought.path in CAREFUL_RATES and got.timed_us:  # by one path alone
             num_bytes = got.blocks_timed * brought.block_bytes
-            call_ms = took_ms if is_fetch else None
+            is_whole = num_bytes >= brought.num_bytes  # else the call had other copies in it
+            call_ms = took_ms if is_fetch and is_whole else None
             self._links.copied(brought.path, num_bytes, got.timed_us / 1e3, call_ms=call_ms)
         elif is_fetch and not brought.num_bytes:
             self._links.found(took_ms)

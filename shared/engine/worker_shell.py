@@ -96,7 +96,7 @@ class WorkerShell:
         self.reports = SchedulerReports(
             settings,
             hello=self._hello,
-            load=self.load,
+            load=lambda: self.load(prompts=False),
             cost=self.cost,
             on_stale=self._register_again,
             on_welcome=self._serve,
@@ -276,10 +276,11 @@ class WorkerShell:
 
     # -- what others ask ------------------------------------------------------------------------------
 
-    def load(self) -> EngineLoad:
-        """The engine's load, with what waits in front of it."""
+    def load(self, *, prompts: bool = True) -> EngineLoad:
+        """The engine's load, with what waits in front of it. Without `prompts`: as the scheduler is told, who counts
+        prompts itself until they are said to have come into the engine."""
         seen = self.engine.load()
-        waiting = self.front.num_waiting
+        waiting = self.front.num_waiting(prompts=prompts)
         if not waiting:
             return seen
         return dataclasses.replace(seen, num_waiting=seen.num_waiting + waiting)

@@ -67,11 +67,21 @@ def test_what_prompts_wait_beside_their_copies_is_the_paths_latency_but_not_what
         links.copied("peer", 126 * MB, 1.4)  # hand-offs
         links.copied("peer", 126 * MB, 1.4, call_ms=0.3)  # the copy was under way
     assert links.rates()["peer"].latency_ms == pytest.approx(3.0)
-    clock.now_s += 60.0
-    assert links.rates()["peer"].latency_ms == pytest.approx(3.0**0.5), "it fades to what is careful"
-    for _ in range(31):
+    for _ in range(3):
         links.copied("peer", 126 * MB, 1.4, call_ms=2.6)
-    assert links.rates()["peer"].latency_ms == pytest.approx(0.4)
+    assert links.rates()["peer"].latency_ms == pytest.approx(0.4), "three say that it has changed"
+
+
+def test_a_latency_of_a_bad_time_fades_while_hand_offs_go_on_and_eq_2_fetches_nothing(clock):
+    links = MeasuredLinks(clock)
+    for _ in range(5):
+        links.copied("peer", 126 * MB, 1.4, call_ms=301.4)
+    assert links.rates()["peer"].latency_ms == pytest.approx(300.0)
+    for _ in range(60):
+        clock.now_s += 1.0
+        links.copied("peer", 126 * MB, 1.4)
+    assert links.rates()["peer"].latency_ms == pytest.approx(300.0**0.5)
+    assert links.rates()["peer"].gb_per_s == pytest.approx(90.0), "as it is seen"
 
 
 def test_a_link_slower_than_careful_fades_and_a_new_transfer_says_it_again(clock):
