@@ -42,9 +42,7 @@ class Engine:
         self.number, self.store, self.limits = parts.number, parts.store, parts.limits
         self.num_steps = self.num_preempted = self.num_recomputed_tokens = 0
         self.busy_ms = self.step_ms = 0.0
-        self._unfinished: dict[
-            str, tuple[int, int]
-        ] = {}  # prompts: tokens, and how many were said to be cached
+        self._unfinished: dict[str, tuple[int, int]] = {}  # prompts: tokens, said to be cached
         self._arrived: list[tuple[str, int]] = []  # since the last report
         self.on_steps: OnSteps | None = None  # who watches: called at the end of a step or row of steps
         self.dead = False

@@ -125,10 +125,7 @@ class LinearPrices:
 
     def prefill_ms(self, num_tokens: int, cached_tokens: int = 0) -> float:
         """Chunk by chunk."""
-        return sum(
-            self.step_ms([chunk], 0, 0)
-            for chunk in chunks_of(num_tokens, cached_tokens, self.max_batched_tokens)
-        )
+        return self.waiting_ms([(num_tokens, cached_tokens)])
 
     def waiting_ms(self, prompts: Sequence[Chunk]) -> float:
         """Packed into steps."""
@@ -139,13 +136,3 @@ class LinearPrices:
     def outside_ms(self, num_tokens: int) -> float:
         """Nothing."""
         return 0.0
-
-
-def chunks_of(num_tokens: int, cached_tokens: int, max_batched_tokens: int) -> list[Chunk]:
-    """How a prompt that has the instance for itself is cut."""
-    out, done = [], cached_tokens
-    while done < num_tokens:
-        new = min(num_tokens - done, max_batched_tokens)
-        out.append((new, done))
-        done += new
-    return out

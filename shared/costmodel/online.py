@@ -96,12 +96,11 @@ class PrefillLedger:
         """
         return self.model.waiting_ms([(item.num_tokens, item.cached_tokens) for item in self._open.values()])
 
-    def begin(self, key: str, num_tokens: int, cached_tokens: int, now_ms: float) -> float:
-        """A prompt enters the engine; `cached_tokens` as far as known. Returns: its predicted work in ms."""
+    def begin(self, key: str, num_tokens: int, cached_tokens: int, now_ms: float) -> None:
+        """A prompt enters the engine; `cached_tokens` as far as known."""
         if not self._open:
             self._restart(now_ms)
         self._open[key] = _Prefill(num_tokens, cached_tokens)
-        return self.model.prefill_ms(num_tokens, cached_tokens)
 
     def first_output(self, key: str, cached_tokens: int, now_ms: float) -> tuple[float, float] | None:
         """A prefill is done, and how much of it was cached is known.

@@ -93,5 +93,6 @@ def test_what_waits_in_front_of_the_engine_changes_no_other_number_of_its_load()
     load = EngineLoad(
         num_running=4, num_waiting=3, num_preempted=9, num_kept_tokens=70, num_recomputed_tokens=1
     )
-    worker = SimpleNamespace(engine=SimpleNamespace(load=lambda: load), front=SimpleNamespace(num_waiting=lambda prompts: 2))
+    front = SimpleNamespace(num_waiting=lambda prompts: 2)
+    worker = SimpleNamespace(engine=SimpleNamespace(load=lambda: load), front=front)
     assert WorkerShell.load(worker) == replace(load, num_waiting=5)

@@ -28,7 +28,10 @@ def one_thread():
 
 
 def open_group(world: int, **more) -> tuple[list[CudaFused], ActedGroup]:
-    settings = FusedSettings(HIDDEN, MOST, num_lanes=2, **{"whole_residual": True, **more})
+    return opened(world, FusedSettings(HIDDEN, MOST, num_lanes=2, **{"whole_residual": True, **more}))
+
+
+def opened(world: int, settings: FusedSettings) -> tuple[list[CudaFused], ActedGroup]:
     memories = [torch.zeros(settings.layout().num_bytes, dtype=torch.uint8) for _ in range(world)]
     bases = tuple(one.data_ptr() for one in memories)
     group = ActedGroup(world)
@@ -86,14 +89,7 @@ def test_rows_of_every_rank_are_float64s_and_lanes_do_not_touch(
 
 
 def test_few_rows_are_pushed_unless_reading_was_measured_to_be_shorter_and_more_than_slots_hold_are_read():
-    wide = FusedSettings(16384, 300)
-    memories = [torch.zeros(wide.layout().num_bytes, dtype=torch.uint8) for _ in range(2)]
-    bases = tuple(one.data_ptr() for one in memories)
-    group = ActedGroup(2)
-    fused = [
-        CudaFused(wide, Arena(one, bases, 0, lambda: None), rank, CPU, driver=ActedDriver(group))
-        for rank, one in enumerate(memories)
-    ]
+    fused, group = opened(2, FusedSettings(16384, 300))
     push, plain = Way(Engine.PUSH), Way(Engine.PLAIN)
     assert fused[0].push_tokens == 64
     assert [fused[0].way(Algorithm.ONE_SHOT, count) for count in (1, 64, 65)] == [push, push, plain]
@@ -147,19 +143,13 @@ def test_add_norm_is_the_same_without_a_sum():
 def test_long_rows_of_many_tokens_go_to_the_bulk_engine_and_short_ones_to_registers():
     fused, _ = open_group(2)
     assert fused[0].engine(Algorithm.TWO_SHOT) is Engine.PLAIN
-    wide = FusedSettings(8192, 4)
-    memory = torch.zeros(wide.layout().num_bytes, dtype=torch.uint8)
-    arena = Arena(memory, (memory.data_ptr(), memory.data_ptr()), 0, lambda: None)
-    one = CudaFused(wide, arena, 0, CPU, driver=ActedDriver(ActedGroup(2)))
+    (one, _), _ = opened(2, FusedSettings(8192, 4))
     assert one.engine(Algorithm.TWO_SHOT) is Engine.BULK
     assert one.way(Algorithm.TWO_SHOT, 1) == Way(Engine.BULK), "nothing was measured"
 
 
 def test_rows_on_all_sms_go_the_way_that_was_measured_to_be_shorter_and_a_budget_goes_to_bulk_copies():
-    wide = FusedSettings(8192, 4)
-    memory = torch.zeros(wide.layout().num_bytes, dtype=torch.uint8)
-    arena = Arena(memory, (memory.data_ptr(), memory.data_ptr()), 0, lambda: None)
-    one = CudaFused(wide, arena, 0, CPU, driver=ActedDriver(ActedGroup(2)))
+    (one, _), _ = opened(2, FusedSettings(8192, 4))
     plain, bulk = Way(Engine.PLAIN), Way(Engine.BULK)
     one.use(
         times_from_rows(
@@ -188,14 +178,7 @@ def test_a_sum_that_was_fastest_with_few_ctas_has_so_many_and_a_callers_budget_s
         for rank, one in enumerate(fused):
             one.run(partials[rank], held[rank], weight, EPS, num_sms=num_sms)
     assert [launch.ctas for _, launch in group.launches] == [4, 4, 3, 3]
-    wide = FusedSettings(2048, 8)
-    memories = [torch.zeros(wide.layout().num_bytes, dtype=torch.uint8) for _ in range(2)]
-    bases = tuple(one.data_ptr() for one in memories)
-    group = ActedGroup(2)
-    fused = [
-        CudaFused(wide, Arena(memory, bases, 0, lambda: None), rank, CPU, driver=ActedDriver(group))
-        for rank, memory in enumerate(memories)
-    ]
+    fused, group = opened(2, FusedSettings(2048, 8))
     rows, weight = torch.ones(8, 2048, dtype=torch.bfloat16), torch.ones(2048, dtype=torch.bfloat16)
     held = [rows.clone() for _ in fused]
     for rank, one in enumerate(fused):
