@@ -50,6 +50,7 @@ MEASURES = {  # result name: module
     "prompt-tree": "loadtest.bench_prompt_tree",
     "simulator": "loadtest.bench_simulator",
     "h200-disaggregation": "loadtest.bench_disaggregation",
+    "h200-beside-stock": "loadtest.bench_beside_stock",
     "placer": "loadtest.bench_placer",
     "fair-shares": "loadtest.bench_fair_shares",
     "h200-fused-norm": "loadtest.bench_fused_norm",

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deploy.local.config import visible_gpus
 from loadtest.http_client import Client, Reply
 from loadtest.locality_cluster import (
     CPU_CACHE_BYTES,
@@ -126,10 +127,12 @@ class StockServers:
         model = self._start.model(self._folder) or DEMO_MODEL
         is_cuda = self._start.device == "cuda"
         ports = [free_port() for _ in range(self._num_servers)]
+        asked = visible_gpus()  # those that this process may use, where it may not use all
+        gpus = asked.split(",") if asked else [str(number) for number in range(self._num_servers)]
         self._urls = [f"http://127.0.0.1:{port}" for port in ports]
         try:
             for number, port in enumerate(ports):
-                env = {**ENV, **({"CUDA_VISIBLE_DEVICES": str(number)} if is_cuda else CPU_ENV)}
+                env = {**ENV, **({"CUDA_VISIBLE_DEVICES": gpus[number]} if is_cuda else CPU_ENV)}
                 self._fleet.begin(f"stock-{number}", serve_words(self._start, model, port), env=env)
             for number, url in enumerate(self._urls):
                 self._fleet.wait_ready(f"stock-{number}", f"{url}/health", timeout_s=READY_S)

@@ -105,7 +105,7 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
             self._forget(spare)
             self.quota.give_back(owned)
             self._evict(count - len(spare), is_replaced=False)
-        self._evict(self.quota.take_uncache())
+        self._evict(self.quota.take_uncache(), is_replaced=False)
         numbers, pages = self.quota.take_vacates()
         if numbers:
             self._vacate(pages)

@@ -34,6 +34,7 @@ class Engine:
     held: set[PageId] = field(default_factory=set)
     works_in_pages: bool = False
     least: int = 0  # pages that its longest request takes
+    due: int = 0  # blocks that it was asked to unpin for the reserve, and has not
     # sealed pages in use; of a twin the entry is not in the index: the hash was known, the page serves this engine only
     pinned: dict[PageId, Entry] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)  # processes that compute for it, its own among them
@@ -122,6 +123,29 @@ class Engines:
         most = max(1, int(self._table.num_present * share))
         return min(engine.quota, max(1, most // len(self.attached)))
 
+    @property
+    def num_reserved(self) -> int:
+        """Pages that engines do not take as long as others pin some: for those that the mempool itself writes.
+
+        Cached ones stay cached until such a write needs them. Without it the pages that were brought for an engine and
+        are leased to it, which its cap does not count, would use them up, and every pull would wait for a step's end.
+        """
+        present = self._table.num_present
+        return present - int(present * self._kept_share)
+
+    @property
+    def num_at_hand(self) -> int:
+        """Pages that are free, or hold a block that nobody pins."""
+        return self._table.num_free + len(self._index) - self._index.num_pinned
+
+    def _may_get(self, engine: Engine) -> int:
+        """Pages of its demand that it is granted as soon as there are free ones. Never negative."""
+        count = min(engine.demand, self.cap(engine) - engine.num_pages)
+        if engine.works_in_pages:
+            own = engine.least - engine.num_pages  # its longest request comes before what others may want
+            count = min(count, max(self.num_at_hand - self.num_reserved, own))
+        return max(0, count)
+
     def num_pages_for(self, count: int) -> int:
         """How many pages a space needs, so that engines that work in them can have `count` of them."""
         return math.ceil(count / self._kept_share)
@@ -144,7 +168,7 @@ class Engines:
         asking = [e for e in self.attached.values() if e.demand > 0]
         if len(asking) == 1:
             return self._serve_one(asking[0], make_room)
-        while asking := [e for e in asking if e.demand > 0 and e.num_pages < self.cap(e)]:
+        while asking := [e for e in asking if self._may_get(e)]:
             got = self._table.grant()
             if got is None:
                 if not make_room():
@@ -161,7 +185,7 @@ class Engines:
     ) -> dict[int, list[tuple[PageId, Epoch]]]:
         """As serve(), where only this one asks. Cost: a tenth for each page."""
         granted: list[tuple[PageId, Epoch]] = []
-        while (count := min(engine.demand, self.cap(engine) - engine.num_pages)) > 0:
+        while count := self._may_get(engine):
             pages, epochs = self._table.grant_many(count)
             engine.held.update(pages)
             engine.demand -= len(pages)
@@ -172,7 +196,21 @@ class Engines:
 
     def num_lacking(self) -> int:
         """Pages that serve() would grant if they were free."""
-        return sum(min(e.demand, max(0, self.cap(e) - e.num_pages)) for e in self.attached.values())
+        return sum(map(self._may_get, self.attached.values()))
+
+    def top_up(self) -> dict[int, int]:
+        """connection -> cached blocks that it shall unpin, if no request uses them, so that the reserve is whole behind
+        its next step. Who cannot is not asked again before it gave something back."""
+        keeping = [engine for engine in self.attached.values() if engine.works_in_pages]
+        if not keeping:
+            return {}
+        engine = max(keeping, key=lambda e: len(e.pinned))
+        lacking = self.num_reserved - self.num_at_hand - sum(e.due for e in keeping)
+        count = min(lacking, len(engine.pinned))
+        if count <= 0 or engine.due:
+            return {}
+        engine.due = count
+        return {engine.connection: count}
 
     def excess(self) -> dict[int, int]:
         """connection -> pages beyond its cap."""
@@ -195,6 +233,7 @@ class Engines:
                 self._end_pin(page, entry)
         self._index.unpin(entry for entry in entries if entry.branch is not None)
         engine.demand += len(pages)
+        engine.due = max(0, engine.due - len(pages))
 
     def give_back_all(self, engine: Engine, pages: Sequence[PageId]) -> None:
         """The engine has not written these pages of its own, or writes them no more."""
@@ -204,6 +243,7 @@ class Engines:
             self._table.free_all([page for page in pages if states[page] == state], PageEvent.GIVE_BACK)
         if engine.works_in_pages:  # its share is filled up without asking
             engine.demand += len(pages)
+        engine.due = max(0, engine.due - len(pages))
 
     def lose(self, connection: int) -> Engine | None:
         """The connection ended, the processes perhaps not: its pages wait for proof of their death."""
