@@ -187,31 +187,48 @@ def test_an_engine_over_its_share_is_asked_to_shrink_when_another_attaches():
     assert len(pool.granted[2]) == 4
 
 
-def test_what_is_leased_to_an_engine_does_not_use_up_the_pages_that_pulls_find_at_hand():
+def test_what_is_leased_to_an_engine_does_not_use_up_the_pages_that_pulls_find():
     rig = Spaces(20, kept_share=0.9)
     rig.worker(PREFILL, "cpu:0")
     rig.worker(DECODE, "cpu:1", quota=20)
     rig.client(FRONT, f"i{DECODE}")
-    cached = rig.fill(DECODE, 1, chain(*"abcdefghijklmnopqr"), "abcdefghijklmnopqr")
-    assert len(cached) == 18, "two are kept"
     rig.fill(PREFILL, 0, chain("1", "2"), "12")
     rig.fill(PREFILL, 0, chain("3", "4"), "34")
+    table = rig.core.pools[1].memory.table
+    cached = rig.fill(DECODE, 1, chain(*"abcdefghijklmnopqr"), "abcdefghijklmnopqr")
+    assert (len(cached), table.num_free) == (18, 2)
 
     acquire(rig, chain("1", "2"), 1, until_release=True)
     rig.copied()
-    assert shrinks(rig) == [wire.Shrink(count=2, cached=True)], "those that were kept are in use"
-    assert rig.core.pools[1].num_at_hand == 0
-    for page in cached[-2:]:
+    assert shrinks(rig) == [wire.Shrink(count=2, spare=True)], "those that were kept are in use"
+    for page in cached[:-3:-1]:
         rig.say(DECODE, wire.Unpin(**page_lists([page])))
     assert not rig.granted[DECODE], "they are not granted again"
-    assert rig.core.pools[1].num_at_hand == 2
+    assert table.num_free == 2
 
     acquire(rig, chain("3", "4"), 2, until_release=True)
     assert len(rig.copies) == 1, "it waits for nobody"
     assert rig.core.status().counters.get("pages_asked_back", 0) == 0
 
 
-def test_who_has_nothing_to_unpin_is_asked_once_for_the_reserve():
+def test_the_reserve_is_free_pages_as_what_nobody_pins_may_have_what_is_pinned_behind_it():
+    rig = Spaces(20, kept_share=0.9)
+    rig.worker(PREFILL, "cpu:0")
+    rig.worker(DECODE, "cpu:1", quota=20)
+    rig.client(FRONT, f"i{DECODE}")
+    rig.fill(PREFILL, 0, chain("1", "2"), "12")
+    cached = rig.fill(DECODE, 1, chain(*"abcdefghijklmnopqr"), "abcdefghijklmnopqr")
+    rig.say(DECODE, wire.Unpin(**page_lists(cached[:2])))
+    assert rig.core.pools[1].num_at_hand == 4, "two are free, and two cannot leave"
+    acquire(rig, chain("1", "2"), 1, until_release=True)
+    rig.copied()
+    assert shrinks(rig) == [wire.Shrink(count=2, spare=True)]
+    rig.say(DECODE, wire.Unpin(**page_lists(cached[2:])))
+    assert rig.core.pools[1].memory.table.num_free == 2
+    assert len(rig.granted[DECODE]) == 16, "what is leased to it is not its own"
+
+
+def test_who_has_nothing_to_spare_is_asked_once():
     rig = Spaces(20, kept_share=0.9)
     rig.worker(PREFILL, "cpu:0")
     rig.worker(DECODE, "cpu:1", quota=20)
@@ -222,7 +239,7 @@ def test_who_has_nothing_to_unpin_is_asked_once_for_the_reserve():
     rig.copied()
     acquire(rig, chain("1", "2"), 2, until_release=True)
     rig.copied()
-    assert shrinks(rig) == [wire.Shrink(count=1, cached=True)]
+    assert shrinks(rig) == [wire.Shrink(count=1, spare=True)]
 
 
 def test_an_engine_gets_what_its_longest_request_takes_before_the_reserve_does():

@@ -34,7 +34,7 @@ class Engine:
     held: set[PageId] = field(default_factory=set)
     works_in_pages: bool = False
     least: int = 0  # pages that its longest request takes
-    due: int = 0  # blocks that it was asked to unpin for the reserve, and has not
+    due: int = 0  # pages that it was asked to spare for the reserve, and that have not come
     # sealed pages in use; of a twin the entry is not in the index: the hash was known, the page serves this engine only
     pinned: dict[PageId, Entry] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)  # processes that compute for it, its own among them
@@ -80,6 +80,7 @@ class Engines:
         self.lost: list[LostEngine] = []
         self.ranks: dict[int, Rank] = {}  # by connection
         self._computes = False
+        self.has_memory_behind = False
 
     @property
     def none_computes(self) -> bool:
@@ -125,26 +126,28 @@ class Engines:
 
     @property
     def num_reserved(self) -> int:
-        """Pages that engines do not take as long as others pin some: for those that the mempool itself writes.
+        """Free pages that engines leave to what the mempool itself writes (docs/decisions/0047).
 
-        Cached ones stay cached until such a write needs them. Without it the pages that were brought for an engine and
-        are leased to it, which its cap does not count, would use them up, and every pull would wait for a step's end.
+        Their caps alone do not: what is brought for an engine and leased to it is beyond its cap, so it would use them
+        up, and every pull would wait for the end of an engine's step. With memory behind this one there is none: what
+        engines unpin leaves then, and they get what is free meanwhile.
         """
+        if self.has_memory_behind:
+            return 0
         present = self._table.num_present
         return present - int(present * self._kept_share)
 
-    @property
-    def num_at_hand(self) -> int:
-        """Pages that are free, or hold a block that nobody pins."""
-        return self._table.num_free + len(self._index) - self._index.num_pinned
+    def _wanted(self, engine: Engine) -> int:
+        """Pages of its demand that its cap allows. Never negative."""
+        return max(0, min(engine.demand, self.cap(engine) - engine.num_pages))
 
-    def _may_get(self, engine: Engine) -> int:
-        """Pages of its demand that it is granted as soon as there are free ones. Never negative."""
-        count = min(engine.demand, self.cap(engine) - engine.num_pages)
-        if engine.works_in_pages:
-            own = engine.least - engine.num_pages  # its longest request comes before what others may want
-            count = min(count, max(self.num_at_hand - self.num_reserved, own))
-        return max(0, count)
+    def _free_for(self, engine: Engine) -> int:
+        """Free pages that it may have."""
+        free = self._table.num_free
+        if not engine.works_in_pages:
+            return free
+        own = engine.least - engine.num_pages  # its longest request comes before what others may want
+        return max(0, min(free, max(free - self.num_reserved, own)))
 
     def num_pages_for(self, count: int) -> int:
         """How many pages a space needs, so that engines that work in them can have `count` of them."""
@@ -161,20 +164,20 @@ class Engines:
     def serve(self, make_room: Callable[[], bool]) -> dict[int, list[tuple[PageId, Epoch]]]:
         """Grant pages to whoever asked, the engine with the fewest first, until none is left.
 
-        Args: make_room: frees one page, or returns False.
+        Args: make_room: frees a page, or returns False.
         Returns: connection -> what it was granted.
         """
         granted: dict[int, list[tuple[PageId, Epoch]]] = {}
         asking = [e for e in self.attached.values() if e.demand > 0]
         if len(asking) == 1:
             return self._serve_one(asking[0], make_room)
-        while asking := [e for e in asking if self._may_get(e)]:
-            got = self._table.grant()
+        while asking := [e for e in asking if self._wanted(e)]:
+            engine = min(asking, key=lambda e: e.num_pages)
+            got = self._table.grant() if self._free_for(engine) else None
             if got is None:
-                if not make_room():
+                if not self._freed(make_room):
                     break
                 continue
-            engine = min(asking, key=lambda e: e.num_pages)
             engine.held.add(got[0])
             engine.demand -= 1
             granted.setdefault(engine.connection, []).append(got)
@@ -185,28 +188,42 @@ class Engines:
     ) -> dict[int, list[tuple[PageId, Epoch]]]:
         """As serve(), where only this one asks. Cost: a tenth for each page."""
         granted: list[tuple[PageId, Epoch]] = []
-        while count := self._may_get(engine):
-            pages, epochs = self._table.grant_many(count)
+        while count := self._wanted(engine):
+            pages, epochs = self._table.grant_many(min(count, self._free_for(engine)))
             engine.held.update(pages)
             engine.demand -= len(pages)
             granted += zip(pages, epochs, strict=True)
-            if len(pages) < count and not make_room():
+            if len(pages) < count and not self._freed(make_room):
                 break
         return {engine.connection: granted} if granted else {}
 
-    def num_lacking(self) -> int:
-        """Pages that serve() would grant if they were free."""
-        return sum(map(self._may_get, self.attached.values()))
+    def _freed(self, make_room: Callable[[], bool]) -> bool:
+        """Whether there are more free pages than before: some may have begun to leave instead."""
+        before = self._table.num_free
+        return make_room() and self._table.num_free > before
 
-    def top_up(self) -> dict[int, int]:
-        """connection -> cached blocks that it shall unpin, if no request uses them, so that the reserve is whole behind
-        its next step. Who cannot is not asked again before it gave something back."""
-        keeping = [engine for engine in self.attached.values() if engine.works_in_pages]
+    def num_lacking(self) -> int:
+        """Pages that serve() would grant, and the reserve lacks, if they were free."""
+        wanted = sum(map(self._wanted, self.attached.values()))
+        return wanted + (max(0, self.num_reserved - self._table.num_free) if self._keeping() else 0)
+
+    def _keeping(self) -> list[Engine]:
+        return [engine for engine in self.attached.values() if engine.works_in_pages]
+
+    def top_up(self, make_room: Callable[[], bool]) -> dict[int, int]:
+        """Fill the reserve with what can be evicted; connection -> pages that it shall spare for the rest.
+
+        Who could not is not asked again before it gave something back. After serve().
+        """
+        keeping = self._keeping()
         if not keeping:
             return {}
-        engine = max(keeping, key=lambda e: len(e.pinned))
-        lacking = self.num_reserved - self.num_at_hand - sum(e.due for e in keeping)
-        count = min(lacking, len(engine.pinned))
+        while self._table.num_free < self.num_reserved:
+            if not self._freed(make_room):
+                break
+        lacking = self.num_reserved - self._table.num_free - sum(engine.due for engine in keeping)
+        engine = max(keeping, key=lambda e: e.num_pages)
+        count = min(lacking, engine.num_pages)
         if count <= 0 or engine.due:
             return {}
         engine.due = count

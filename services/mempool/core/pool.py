@@ -222,7 +222,7 @@ class Pool(Lifetimes):
     def num_at_hand(self) -> int:
         """Pages that a claim gets without asking anybody, but for blocks that must leave for other memory first."""
         assert self.memory is not None
-        return self.memory.engines.num_at_hand
+        return self.memory.table.num_free + len(self.index) - self.index.num_pinned
 
     @property
     def num_spare(self) -> int:
