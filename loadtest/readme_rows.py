@@ -247,6 +247,15 @@ ROWS: list[tuple[str, str, str, str, str]] = [
         "",
     ),
     (
+        "h200-beside-stock",
+        "loogle_ttft_mean_ratio",
+        "two colocated instances beside two plain vLLM servers at the same time, mean TTFT, documents (24/s of each)",
+        "{:.2f}",
+        "",
+    ),
+    ("h200-beside-stock", "sharegpt_ttft_mean_ratio", "the same, chat (16/s)", "{:.2f}", ""),
+    ("h200-beside-stock", "react_ttft_mean_ratio", "the same, agents (12/s)", "{:.2f}", ""),
+    (
         "checksums",
         "default_p50_ratio",
         "a lease of 64 blocks of 1 MiB where 1 block in 1,000 has a checksum, time without",
