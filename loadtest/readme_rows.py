@@ -59,13 +59,7 @@ ROWS: list[tuple[str, str, str, str, str]] = [
     ("prompt-tree", "insert_p50_us", "256 new blocks into one, median", "{:.0f} us", "400"),
     ("prompt-tree", "placement_p99_ms", "look-up and placement at 1,000 requests/s, p99", "{:.2f} ms", "2"),
     ("cluster-footprint", "ready_s", "`quire up` to ready, installed", "{:.0f} s", "40"),
-    (
-        "cluster-footprint",
-        "pss_bytes",
-        "memory (PSS) of 1 prefill + 1 decode + everything else",
-        "{:.2f} GiB",
-        "5",
-    ),
+    ("cluster-footprint", "pss_bytes", "memory (PSS), 1 prefill + 1 decode + all else", "{:.2f} GiB", "5"),
     (
         "h200-vmm",
         "throughput_ratio",
@@ -246,15 +240,9 @@ ROWS: list[tuple[str, str, str, str, str]] = [
         "{:.0f}",
         "",
     ),
-    (
-        "h200-beside-stock",
-        "loogle_ttft_mean_ratio",
-        "two colocated instances beside two plain vLLM servers at the same time, mean TTFT, documents (24/s of each)",
-        "{:.2f}",
-        "",
-    ),
-    ("h200-beside-stock", "sharegpt_ttft_mean_ratio", "the same, chat (16/s)", "{:.2f}", ""),
-    ("h200-beside-stock", "react_ttft_mean_ratio", "the same, agents (12/s)", "{:.2f}", ""),
+    ("h200-beside-stock", "loogle_ttft_mean_ratio", "mean TTFT over plain vLLM's, documents", "{:.2f}", ""),
+    ("h200-beside-stock", "sharegpt_ttft_mean_ratio", "the same, chat", "{:.2f}", ""),
+    ("h200-beside-stock", "react_ttft_mean_ratio", "the same, agents", "{:.2f}", ""),
     (
         "checksums",
         "default_p50_ratio",
