@@ -250,7 +250,10 @@ def test_an_engine_gets_what_its_longest_request_takes_before_the_reserve_does()
     assert len(pool.granted[1]) == 5, "its cap"
     lent = pool.pool.claim(5, ask=False)
     pool.give_back(1, pool.take(1, 5))
-    assert len(pool.granted[1]) == 5, f"none is at hand beside {len(lent.pages)} that are gone"
+    assert len(pool.granted[1]) == 5, f"none is free beside {len(lent.pages)} that are gone"
+    assert not [m for m in pool.sent[1] if isinstance(m, wire.Shrink)], (
+        "nor is it asked for what it would get again"
+    )
 
 
 def shrinks(rig: Spaces) -> list:

@@ -223,7 +223,9 @@ class Engines:
                 break
         lacking = self.num_reserved - self._table.num_free - sum(engine.due for engine in keeping)
         engine = max(keeping, key=lambda e: e.num_pages)
-        count = min(lacking, engine.num_pages)
+        count = min(
+            lacking, engine.num_pages - engine.least
+        )  # it would get those of its longest request again
         if count <= 0 or engine.due:
             return {}
         engine.due = count
