@@ -203,29 +203,22 @@ class Engines:
         return make_room() and self._table.num_free > before
 
     def num_lacking(self) -> int:
-        """Pages that serve() would grant, and the reserve lacks, if they were free."""
-        wanted = sum(map(self._wanted, self.attached.values()))
-        return wanted + (max(0, self.num_reserved - self._table.num_free) if self._keeping() else 0)
+        """Pages that serve() would grant if they were free, the reserve apart."""
+        return sum(map(self._wanted, self.attached.values()))
 
-    def _keeping(self) -> list[Engine]:
-        return [engine for engine in self.attached.values() if engine.works_in_pages]
+    def top_up(self) -> dict[int, int]:
+        """connection -> pages that it shall spare, so that the reserve is whole behind its next step. After serve().
 
-    def top_up(self, make_room: Callable[[], bool]) -> dict[int, int]:
-        """Fill the reserve with what can be evicted; connection -> pages that it shall spare for the rest.
-
-        Who could not is not asked again before it gave something back. After serve().
+        Empty ones in its stock rather than blocks that nobody pins, which some request may ask for: those go when a
+        page is needed at once. Who could not is not asked again before it gave something back, nor for what its longest
+        request would get again.
         """
-        keeping = self._keeping()
+        keeping = [engine for engine in self.attached.values() if engine.works_in_pages]
         if not keeping:
             return {}
-        while self._table.num_free < self.num_reserved:
-            if not self._freed(make_room):
-                break
         lacking = self.num_reserved - self._table.num_free - sum(engine.due for engine in keeping)
         engine = max(keeping, key=lambda e: e.num_pages)
-        count = min(
-            lacking, engine.num_pages - engine.least
-        )  # it would get those of its longest request again
+        count = min(lacking, engine.num_pages - engine.least)
         if count <= 0 or engine.due:
             return {}
         engine.due = count
