@@ -228,18 +228,21 @@ def test_the_reserve_is_free_pages_as_what_nobody_pins_may_have_what_is_pinned_b
     assert len(rig.granted[DECODE]) == 16, "what is leased to it is not its own"
 
 
-def test_who_has_nothing_to_spare_is_asked_once():
+def test_who_has_nothing_to_spare_is_asked_again_when_a_pull_lacks_pages():
     rig = Spaces(20, kept_share=0.9)
     rig.worker(PREFILL, "cpu:0")
     rig.worker(DECODE, "cpu:1", quota=20)
     rig.client(FRONT, f"i{DECODE}")
     rig.fill(DECODE, 1, chain(*"abcdefghijklmnopqr"), "abcdefghijklmnopqr")
     rig.fill(PREFILL, 0, chain("1", "2"), "12")
+    rig.fill(PREFILL, 0, chain("3"), "3")
     acquire(rig, chain("1"), 1, until_release=True)
     rig.copied()
     acquire(rig, chain("1", "2"), 2, until_release=True)
     rig.copied()
-    assert shrinks(rig) == [wire.Shrink(count=1, spare=True)]
+    assert shrinks(rig) == [wire.Shrink(count=1, spare=True)], "once, as there was a page for each"
+    acquire(rig, chain("3"), 3, until_release=True)
+    assert shrinks(rig)[1:] == [wire.Shrink(count=2, spare=True), wire.Shrink(count=1)]
 
 
 def test_an_engine_gets_what_its_longest_request_takes_before_the_reserve_does():

@@ -210,8 +210,8 @@ class Engines:
         """connection -> pages that it shall spare, so that the reserve is whole behind its next step. After serve().
 
         Empty ones in its stock rather than blocks that nobody pins, which some request may ask for: those go when a
-        page is needed at once. Who could not is not asked again before it gave something back, nor for what its longest
-        request would get again.
+        page is needed at once. Who could not is not asked again before it gave something back or a claim lacks pages,
+        and never for what its longest request would get again.
         """
         keeping = [engine for engine in self.attached.values() if engine.works_in_pages]
         if not keeping:
@@ -223,6 +223,11 @@ class Engines:
             return {}
         engine.due = count
         return {engine.connection: count}
+
+    def ask_anew(self) -> None:
+        """The reserve did not suffice: who was asked to spare pages had none, or has not come to it."""
+        for engine in self.attached.values():
+            engine.due = 0
 
     def excess(self) -> dict[int, int]:
         """connection -> pages beyond its cap."""
