@@ -39,7 +39,7 @@ class MempoolSettings(LendingKeys, frozen=True, kw_only=True):
     )  # address space of the pages of each space in host memory; memory is used only as pages are written
     device_capacity_bytes: int = 0  # of pages on GPUs, all ranks of an engine together; 0: what it found free
     granted_share: float = 0.5  # of the pages: at most so many granted to copying engines and not yet sealed
-    # of the pages: at most so many for engines that work in the pages, cached ones too; the rest stays free for pulls
+    # of the pages: at most so many for engines that work in the pages, cached ones too
     kept_share: float = 0.99
     # tcp://HOST:PORT for mempools of other hosts, one address, never all; "": this host is alone
     peer_listen: str = ""

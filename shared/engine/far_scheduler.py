@@ -150,7 +150,7 @@ class FarSchedulerMixin(PageSchedulerMixin):
             missing, new = self._missing(request, tokens)
             wanted += max(0, missing)
             tokens = max(1, tokens - new)
-        wanted += min(self.pages.low_stock, self._left(tokens))
+        wanted += min(self._low_stock, self._left(tokens))
         fenced = sum(len(blocks) for _, blocks in self._fenced)
         coming = self.pages.num_expected + self.far.num_asked + fenced
         unused = len(self.pages.stock) + self.pages.free_block_queue.num_free_blocks

@@ -76,7 +76,6 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
         self.keeps = True  # blocks that no request uses, for later hits
         self.far_room = 0  # blocks that could leave for far places
         self.far_freed: list[int] = []  # far block ids that no block table has any more
-        self.low_stock = 0  # pages that steps may need soon
         self.num_expected = 0  # pages that were unpinned and whose replacement has not come
         self.clock: Callable[[], float] = time.monotonic  # seconds
         self._expected_until_s = 0.0
@@ -99,22 +98,18 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
         self.num_owned += len(granted)
         self.num_expected = max(0, self.num_expected - len(granted))
         self._expect_nothing_late()
-        self._give_back(self.quota.take_shrink(), len(self.stock))
-        self._give_back(self.quota.take_spare(), max(0, len(self.stock) - self.low_stock))
-        self._evict(self.quota.take_uncache(), is_replaced=False)
+        count = self.quota.take_shrink()
+        if count:
+            spare = [self.stock.pop() for _ in range(min(count, len(self.stock)))]
+            owned = [self.own(block) for block in spare]
+            self._forget(spare)
+            self.quota.give_back(owned)
+            self._evict(count - len(spare), is_replaced=False)
+        self._evict(self.quota.take_uncache())
         numbers, pages = self.quota.take_vacates()
         if numbers:
             self._vacate(pages)
             self.quota.vacated(numbers)
-
-    def _give_back(self, count: int, most: int) -> None:
-        """At most so many of them from the stock; cached ones that no request uses for the rest."""
-        given = [self.stock.pop() for _ in range(min(count, most))]
-        if given:
-            owned = [self.own(block) for block in given]
-            self._forget(given)
-            self.quota.give_back(owned)
-        self._evict(count - len(given), is_replaced=False)
 
     def _vacate(self, pages: list[Owned]) -> None:
         """Let go of those that are in stock, or sealed and used by no request; they are not replaced."""

@@ -126,7 +126,7 @@ class PageSchedulerMixin(PoolWatch):
         largest_step = config.max_num_batched_tokens // description.block_tokens + config.max_num_seqs
         self._stepped_s = 0.0
         self._stalls = LeaseStalls()
-        self.pages.low_stock = min(STOCK_STEPS * largest_step, max(1, header.num_pages // 4))
+        self._low_stock = min(STOCK_STEPS * largest_step, max(1, header.num_pages // 4))
         self.leases: dict[str, tuple[LeaseId, list[KVCacheBlock]]] = {}
         self._seen_leases: OrderedDict[str, None] = OrderedDict()
         self._ended_leases: deque[tuple[int, LeaseId, list[KVCacheBlock]]] = deque()
@@ -264,7 +264,7 @@ class PageSchedulerMixin(PoolWatch):
         manager: PageKVCacheManager = self.kv_cache_manager
         output = super().schedule(*args, **kwargs)
         unmet, manager.unmet_blocks = manager.unmet_blocks, 0
-        self.pages.refill(max(self.pages.low_stock, unmet))
+        self.pages.refill(max(self._low_stock, unmet))
         self.pages.step_scheduled(self.sched_step_seq)
         for new in output.scheduled_new_reqs:
             self._note_use(new.req_id, new.block_ids[0], new.num_computed_tokens)

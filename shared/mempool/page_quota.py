@@ -80,7 +80,6 @@ class PageQuota:
         self._arrived = threading.Condition()
         self._shrink = 0
         self._uncache = 0
-        self._spare = 0
         self._vacates: deque[wire.Vacate] = deque()  # at most as many as the pool has pages under way
         self._swapped: deque[tuple[SwappedOut | SwappedIn, float]] = deque()  # one for each call
         self._far: deque[FarPlaced | FarMoved] = deque()
@@ -137,7 +136,7 @@ class PageQuota:
         self._link.close()
         self.header = TableHeader(reply.boot_generation, reply.num_pages, reply.page_bytes)
         with self._arrived:
-            self._link, self.lost, self._shrink, self._uncache, self._spare = link, False, 0, 0, 0
+            self._link, self.lost, self._shrink, self._uncache = link, False, 0, 0
             self._vacates.clear()
         self.counters["reattached"] += 1
         link.start()
@@ -177,14 +176,6 @@ class PageQuota:
             return 0
         with self._arrived:
             count, self._uncache = self._uncache, 0
-        return count
-
-    def take_spare(self) -> int:
-        """How many pages that no step needs soon the pool asked for since the last call, granted or cached ones."""
-        if not self._spare:
-            return 0
-        with self._arrived:
-            count, self._spare = self._spare, 0
         return count
 
     def take_vacates(self, most: int = wire.PAGES_PER_VACATE) -> tuple[list[int], list[Owned]]:
@@ -255,8 +246,7 @@ class PageQuota:
         with self._arrived:
             return self._arrived.wait_for(
                 lambda: (
-                    self._shrink + self._uncache + self._spare > 0
-                    or bool(self._vacates or self._far or self.lost)
+                    self._shrink + self._uncache > 0 or bool(self._vacates) or bool(self._far) or self.lost
                 ),
                 timeout_s,
             )
@@ -351,9 +341,7 @@ class PageQuota:
                 self._arrived.notify_all()
         elif isinstance(message, wire.Shrink):
             with self._arrived:
-                if message.spare:
-                    self._spare += message.count
-                elif message.cached:
+                if message.cached:
                     self._uncache += message.count
                 else:
                     self._shrink += message.count

@@ -1,16 +1,16 @@
 """worker <-> mempool of the same host, over a unix stream socket (peer credentials are checked).
 
 Three kinds of connection. An *engine* attaches: it gets two fds with Attached, the pages (read-write) and the page
-table (read-only), holds a quota of granted pages, writes them and sends Sealed. A *rank* is a process that computes for
-an engine: it gets the same fds and says nothing more. A *client* (a front, a tool) only calls. Callers of the nine
-calls that copy by themselves: mempool_callers.py.
+table (read-only), then holds a quota of granted pages, writes them and sends Sealed. A *rank* is a process that
+computes for an engine: it gets the same fds and says nothing more. A *client* (a front, a tool) only calls. Callers of
+the nine calls that copy by themselves: mempool_callers.py.
 
 An engine either copies (it seals pages that it filled from a cache of its own) or *works in the pages*
 (`works_in_pages`: its KV cache is the pool's memory). Of the latter, a page stays pinned from its grant until Unpin,
-sealed or not. Page lists travel as raw little-endian u32, epochs as u64, hashes as 32 bytes each, in `bytes` fields.
-Calls carry `call_id` and are answered once, with the same id; what an engine says without one is one-way.
+sealed or not. Page lists travel as raw little-endian u32, epochs as u64, hashes as 32 bytes each, inside `bytes`
+fields. Calls carry `call_id` and are answered once, with the same id; what an engine says without one is one-way.
 
-Memory goes back to the system, and comes again, when a client says ReleaseMemory and RegainMemory. A rank on a GPU is
+Memory goes back to the system, and comes again, when a client says ReleaseMemory and RegainMemory. On GPUs a rank is
 told by Unmap and MapSlabs, and says Unmapped and Mapped; before its first Mapped it is told nothing.
 """
 
@@ -70,8 +70,10 @@ class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
 
 
 class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
-    """For an engine or a rank: two fds come with it (pages read-write, table read-only). Pages on a GPU lie in slabs of
-    `pages_per_slab` instead, each an allocation with an fd of its own: only the table's comes, SlabsCall gets those.
+    """For an engine or a rank: two fds come with it (pages read-write, table read-only).
+
+    Pages on a GPU lie in slabs of `pages_per_slab` instead, each an allocation with an fd of its own: then only
+    the table's fd comes, and SlabsCall gets the others.
     """
 
     boot_generation: Epoch
@@ -118,11 +120,10 @@ class Detach(Struct, frozen=True, kw_only=True, tag="detach"):
 
 
 class Shrink(Struct, frozen=True, kw_only=True, tag="shrink"):
-    """Please GiveBack this many granted pages; `cached`: Unpin sealed ones that no request uses; `spare`: either."""
+    """Please GiveBack this many granted pages, or with `cached` Unpin as many sealed ones that no request uses."""
 
     count: int
     cached: bool = False
-    spare: bool = False  # none that a step needs soon
 
 
 class Writing(Struct, frozen=True, kw_only=True, tag="writing"):

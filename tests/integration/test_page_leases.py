@@ -12,7 +12,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from shared.engine import page_pool
 from shared.engine.page_pool import PageBlockPool
-from shared.engine.page_swaps import LEASED, SEALED, STOCK, UNKNOWN
+from shared.engine.page_swaps import LEASED, SEALED, UNKNOWN
 from shared.ids import BlockHash
 
 NUM_BLOCKS, BLOCK_TOKENS = 64, 32
@@ -27,8 +27,7 @@ class Quota:
         self.counters: Counter[str] = Counter()
 
         self.unpinned: list[list[tuple[int, int]]] = []
-        self.shrink = self.spare = 0
-        self.given: list[tuple[int, int]] = []
+        self.shrink = 0
 
     def unpin(self, pages: list) -> None:
         self.unpinned.append(list(pages))
@@ -43,15 +42,11 @@ class Quota:
     def take_uncache(self) -> int:
         return 0
 
-    def take_spare(self) -> int:
-        count, self.spare = self.spare, 0
-        return count
-
     def take_vacates(self) -> tuple[list, list]:
         return [], []
 
     def give_back(self, pages: list) -> None:
-        self.given += pages
+        assert not pages
 
 
 @pytest.fixture
@@ -159,25 +154,3 @@ def test_blocks_leave_the_cache_as_by_vllm_without_a_call_of_its_for_each(pool, 
     assert all(pool.blocks[page + 1].block_hash is None for page in PAGES)
     assert said == [("removed", [HASHES[i] for i in (0, 1, 2, 3, 4, 6, 7)])]
     assert pool.get_cached_block(HASHES[2], [0]) == [twice]
-
-
-def test_what_the_pool_wants_spared_is_stock_that_no_step_needs_soon_then_cached_blocks_and_never_the_rest(
-    pool,
-):
-    cached(pool)
-    pool.stock.extend(pool.blocks[1:7])
-    for block in pool.stock:
-        pool.kinds[block.block_id] = STOCK
-    pool.num_owned += 6
-    pool.low_stock = 4
-    pool.quota.spare = 3
-    pool.absorb()
-    assert pool.quota.given == [(5, 0), (4, 0)]
-    assert [page for part in pool.quota.unpinned for page, _ in part] == PAGES[:1]
-    assert pool.num_expected == 0, "what is spared is not replaced"
-    pool.quota.spare = 50
-    pool.absorb()
-    assert len(pool.stock) == pool.low_stock == pool.num_owned
-    pool.quota.shrink = 3
-    pool.absorb()
-    assert len(pool.stock) == 1, "what is asked back is given, whatever it is needed for"

@@ -9,8 +9,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.mempool.core.actions import CopyPages
-from services.mempool.core.engines import Engines
-from services.mempool.core.page_table import PageTable
 from shared.ids import BlockHash, HandoffId, InstanceId
 from shared.kv.page import PageState
 from shared.kv.words import u32_list
@@ -35,21 +33,6 @@ class Worker:
         self.pinned: dict[BlockHash, Owned] = {}
         self.leases: dict[str, list[tuple[int, BlockHash]]] = {}
         self.asked: dict[int, list[BlockHash]] = {}
-
-
-def keep_watch(engines: Engines, table: PageTable) -> None:
-    """Engines take nothing of the reserve, but for what their longest request takes."""
-    if "serve" in vars(engines):
-        return
-    serve = engines.serve
-
-    def watched(make_room):
-        granted = serve(make_room)
-        names = [engines.attached[connection] for connection in granted]
-        assert table.num_free >= engines.num_reserved or all(e.num_pages <= e.least for e in names), names
-        return granted
-
-    engines.serve = watched  # type: ignore[method-assign]
 
 
 class SpacesModel(RuleBasedStateMachine):
@@ -77,11 +60,8 @@ class SpacesModel(RuleBasedStateMachine):
     def start(self, slot: int) -> None:
         self.number += 1000
         worker = self.workers[slot] = Worker(self.number, f"i{slot}")
-        self.spaces.worker(worker.engine, DEVICES[slot], quota=NUM_PAGES, instance=worker.name)
+        self.spaces.worker(worker.engine, DEVICES[slot], quota=4, instance=worker.name)
         self.spaces.client(worker.front, worker.name)
-        for pool in self.spaces.core.pools.values():
-            if pool.memory is not None:
-                keep_watch(pool.memory.engines, pool.memory.table)
 
     # -- engines ----------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ from shared.kv.page import PageState
 from shared.kv.words import u32_bytes
 from shared.wire import mempool as wire
 from tests.unit.mempool_harness import DESCRIPTION, Harness, InstanceId, Owned, chain, page_lists
-from tests.unit.test_mempool_spaces import DECODE, FRONT, PREFILL, Spaces, acquire, answers
 
 
 def worker(pool: Harness, connection: int, **fields: object) -> None:
@@ -185,82 +184,6 @@ def test_an_engine_over_its_share_is_asked_to_shrink_when_another_attaches():
     assert pool.granted[2] == []
     pool.give_back(1, pool.take(1, 4))
     assert len(pool.granted[2]) == 4
-
-
-def test_what_is_leased_to_an_engine_does_not_use_up_the_pages_that_pulls_find():
-    rig = Spaces(20, kept_share=0.9)
-    rig.worker(PREFILL, "cpu:0")
-    rig.worker(DECODE, "cpu:1", quota=20)
-    rig.client(FRONT, f"i{DECODE}")
-    rig.fill(PREFILL, 0, chain("1", "2"), "12")
-    rig.fill(PREFILL, 0, chain("3", "4"), "34")
-    table = rig.core.pools[1].memory.table
-    cached = rig.fill(DECODE, 1, chain(*"abcdefghijklmnopqr"), "abcdefghijklmnopqr")
-    assert (len(cached), table.num_free) == (18, 2)
-
-    acquire(rig, chain("1", "2"), 1, until_release=True)
-    rig.copied()
-    assert shrinks(rig) == [wire.Shrink(count=2, spare=True)], "those that were kept are in use"
-    for page in cached[:-3:-1]:
-        rig.say(DECODE, wire.Unpin(**page_lists([page])))
-    assert not rig.granted[DECODE], "they are not granted again"
-    assert table.num_free == 2
-
-    acquire(rig, chain("3", "4"), 2, until_release=True)
-    assert len(rig.copies) == 1, "it waits for nobody"
-    assert rig.core.status().counters.get("pages_asked_back", 0) == 0
-
-
-def test_the_reserve_is_free_pages_as_what_nobody_pins_may_have_what_is_pinned_behind_it():
-    rig = Spaces(20, kept_share=0.9)
-    rig.worker(PREFILL, "cpu:0")
-    rig.worker(DECODE, "cpu:1", quota=20)
-    rig.client(FRONT, f"i{DECODE}")
-    rig.fill(PREFILL, 0, chain("1", "2"), "12")
-    cached = rig.fill(DECODE, 1, chain(*"abcdefghijklmnopqr"), "abcdefghijklmnopqr")
-    rig.say(DECODE, wire.Unpin(**page_lists(cached[:2])))
-    assert rig.core.pools[1].num_at_hand == 4, "two are free, and two cannot leave"
-    acquire(rig, chain("1", "2"), 1, until_release=True)
-    rig.copied()
-    assert shrinks(rig) == [wire.Shrink(count=2, spare=True)]
-    rig.say(DECODE, wire.Unpin(**page_lists(cached[2:])))
-    assert rig.core.pools[1].memory.table.num_free == 2
-    assert len(rig.granted[DECODE]) == 16, "what is leased to it is not its own"
-
-
-def test_who_has_nothing_to_spare_is_asked_again_when_a_pull_lacks_pages():
-    rig = Spaces(20, kept_share=0.9)
-    rig.worker(PREFILL, "cpu:0")
-    rig.worker(DECODE, "cpu:1", quota=20)
-    rig.client(FRONT, f"i{DECODE}")
-    rig.fill(DECODE, 1, chain(*"abcdefghijklmnopqr"), "abcdefghijklmnopqr")
-    rig.fill(PREFILL, 0, chain("1", "2"), "12")
-    rig.fill(PREFILL, 0, chain("3"), "3")
-    acquire(rig, chain("1"), 1, until_release=True)
-    rig.copied()
-    acquire(rig, chain("1", "2"), 2, until_release=True)
-    rig.copied()
-    assert shrinks(rig) == [wire.Shrink(count=1, spare=True)], "once, as there was a page for each"
-    acquire(rig, chain("3"), 3, until_release=True)
-    assert shrinks(rig)[1:] == [wire.Shrink(count=2, spare=True), wire.Shrink(count=1)]
-
-
-def test_an_engine_gets_what_its_longest_request_takes_before_the_reserve_does():
-    pool = Harness(num_pages=10, kept_share=0.5)
-    longest = msgspec.structs.replace(DESCRIPTION, max_model_len=6 * DESCRIPTION.block_tokens)
-    pool.client(3)
-    worker(pool, 1, quota=8, description=longest)
-    assert len(pool.granted[1]) == 5, "its cap"
-    lent = pool.pool.claim(5, ask=False)
-    pool.give_back(1, pool.take(1, 5))
-    assert len(pool.granted[1]) == 5, f"none is free beside {len(lent.pages)} that are gone"
-    assert not [m for m in pool.sent[1] if isinstance(m, wire.Shrink)], (
-        "nor is it asked for what it would get again"
-    )
-
-
-def shrinks(rig: Spaces) -> list:
-    return answers(rig, DECODE, wire.Shrink)
 
 
 def test_ranks_get_room_for_every_page():

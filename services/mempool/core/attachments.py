@@ -339,9 +339,6 @@ class Attachments:
             self.counters["pages_granted"] += len(granted)
             pages, epochs = zip(*granted, strict=True)
             self._send(connection, wire.Granted(pages=u32_bytes(pages), epochs=u64_bytes(epochs)))
-        for connection, count in memory.engines.top_up().items():
-            self.counters["pages_asked_ahead"] += count
-            self._send(connection, wire.Shrink(count=count, spare=True))
 
     def _make_room(self) -> bool:
         if self.outlet is not None and self.memory is not None:

@@ -117,7 +117,6 @@ class Dram:
             )  # fmt: skip
             if not pool.memory.is_loan:
                 pool.outlet = partial(self._make_room, pool)
-                pool.memory.engines.has_memory_behind = True
 
     def behind(self, number: int) -> list[int]:
         """Spaces that take blocks of this one now: lent pages, then host memory."""

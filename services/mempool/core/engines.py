@@ -34,7 +34,6 @@ class Engine:
     held: set[PageId] = field(default_factory=set)
     works_in_pages: bool = False
     least: int = 0  # pages that its longest request takes
-    due: int = 0  # pages that it was asked to spare for the reserve, and that have not come
     # sealed pages in use; of a twin the entry is not in the index: the hash was known, the page serves this engine only
     pinned: dict[PageId, Entry] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)  # processes that compute for it, its own among them
@@ -80,7 +79,6 @@ class Engines:
         self.lost: list[LostEngine] = []
         self.ranks: dict[int, Rank] = {}  # by connection
         self._computes = False
-        self.has_memory_behind = False
 
     @property
     def none_computes(self) -> bool:
@@ -124,31 +122,6 @@ class Engines:
         most = max(1, int(self._table.num_present * share))
         return min(engine.quota, max(1, most // len(self.attached)))
 
-    @property
-    def num_reserved(self) -> int:
-        """Free pages that engines leave to what the mempool itself writes (docs/decisions/0047).
-
-        Their caps alone do not: what is brought for an engine and leased to it is beyond its cap, so it would use them
-        up, and every pull would wait for the end of an engine's step. With memory behind this one there is none: what
-        engines unpin leaves then, and they get what is free meanwhile.
-        """
-        if self.has_memory_behind:
-            return 0
-        present = self._table.num_present
-        return present - int(present * self._kept_share)
-
-    def _wanted(self, engine: Engine) -> int:
-        """Pages of its demand that its cap allows. Never negative."""
-        return max(0, min(engine.demand, self.cap(engine) - engine.num_pages))
-
-    def _free_for(self, engine: Engine) -> int:
-        """Free pages that it may have."""
-        free = self._table.num_free
-        if not engine.works_in_pages:
-            return free
-        own = engine.least - engine.num_pages  # its longest request comes before what others may want
-        return max(0, min(free, max(free - self.num_reserved, own)))
-
     def num_pages_for(self, count: int) -> int:
         """How many pages a space needs, so that engines that work in them can have `count` of them."""
         return math.ceil(count / self._kept_share)
@@ -164,20 +137,20 @@ class Engines:
     def serve(self, make_room: Callable[[], bool]) -> dict[int, list[tuple[PageId, Epoch]]]:
         """Grant pages to whoever asked, the engine with the fewest first, until none is left.
 
-        Args: make_room: frees a page, or returns False.
+        Args: make_room: frees one page, or returns False.
         Returns: connection -> what it was granted.
         """
         granted: dict[int, list[tuple[PageId, Epoch]]] = {}
         asking = [e for e in self.attached.values() if e.demand > 0]
         if len(asking) == 1:
             return self._serve_one(asking[0], make_room)
-        while asking := [e for e in asking if self._wanted(e)]:
-            engine = min(asking, key=lambda e: e.num_pages)
-            got = self._table.grant() if self._free_for(engine) else None
+        while asking := [e for e in asking if e.demand > 0 and e.num_pages < self.cap(e)]:
+            got = self._table.grant()
             if got is None:
-                if not self._freed(make_room):
+                if not make_room():
                     break
                 continue
+            engine = min(asking, key=lambda e: e.num_pages)
             engine.held.add(got[0])
             engine.demand -= 1
             granted.setdefault(engine.connection, []).append(got)
@@ -188,46 +161,18 @@ class Engines:
     ) -> dict[int, list[tuple[PageId, Epoch]]]:
         """As serve(), where only this one asks. Cost: a tenth for each page."""
         granted: list[tuple[PageId, Epoch]] = []
-        while count := self._wanted(engine):
-            pages, epochs = self._table.grant_many(min(count, self._free_for(engine)))
+        while (count := min(engine.demand, self.cap(engine) - engine.num_pages)) > 0:
+            pages, epochs = self._table.grant_many(count)
             engine.held.update(pages)
             engine.demand -= len(pages)
             granted += zip(pages, epochs, strict=True)
-            if len(pages) < count and not self._freed(make_room):
+            if len(pages) < count and not make_room():
                 break
         return {engine.connection: granted} if granted else {}
 
-    def _freed(self, make_room: Callable[[], bool]) -> bool:
-        """Whether there are more free pages than before: some may have begun to leave instead."""
-        before = self._table.num_free
-        return make_room() and self._table.num_free > before
-
     def num_lacking(self) -> int:
-        """Pages that serve() would grant if they were free, the reserve apart."""
-        return sum(map(self._wanted, self.attached.values()))
-
-    def top_up(self) -> dict[int, int]:
-        """connection -> pages that it shall spare, so that the reserve is whole behind its next step. After serve().
-
-        Empty ones in its stock rather than blocks that nobody pins, which some request may ask for: those go when a
-        page is needed at once. Who could not is not asked again before it gave something back or a claim lacks pages,
-        and never for what its longest request would get again.
-        """
-        keeping = [engine for engine in self.attached.values() if engine.works_in_pages]
-        if not keeping:
-            return {}
-        lacking = self.num_reserved - self._table.num_free - sum(engine.due for engine in keeping)
-        engine = max(keeping, key=lambda e: e.num_pages)
-        count = min(lacking, engine.num_pages - engine.least)
-        if count <= 0 or engine.due:
-            return {}
-        engine.due = count
-        return {engine.connection: count}
-
-    def ask_anew(self) -> None:
-        """The reserve did not suffice: who was asked to spare pages had none, or has not come to it."""
-        for engine in self.attached.values():
-            engine.due = 0
+        """Pages that serve() would grant if they were free."""
+        return sum(min(e.demand, max(0, self.cap(e) - e.num_pages)) for e in self.attached.values())
 
     def excess(self) -> dict[int, int]:
         """connection -> pages beyond its cap."""
@@ -250,7 +195,6 @@ class Engines:
                 self._end_pin(page, entry)
         self._index.unpin(entry for entry in entries if entry.branch is not None)
         engine.demand += len(pages)
-        engine.due = max(0, engine.due - len(pages))
 
     def give_back_all(self, engine: Engine, pages: Sequence[PageId]) -> None:
         """The engine has not written these pages of its own, or writes them no more."""
@@ -260,7 +204,6 @@ class Engines:
             self._table.free_all([page for page in pages if states[page] == state], PageEvent.GIVE_BACK)
         if engine.works_in_pages:  # its share is filled up without asking
             engine.demand += len(pages)
-        engine.due = max(0, engine.due - len(pages))
 
     def lose(self, connection: int) -> Engine | None:
         """The connection ended, the processes perhaps not: its pages wait for proof of their death."""

@@ -236,9 +236,6 @@ class Pool(Lifetimes):
 
         Args: ask: engines to give pages back, if it takes that. lends: they become leased (lending.py).
         """
-        assert self.memory is not None
-        if count > self.memory.table.num_free:
-            self.memory.engines.ask_anew()
         claim = Claim(count, lends=lends)
         self.claims.append(claim)
         self._serve()
@@ -266,8 +263,9 @@ class Pool(Lifetimes):
         """Ask engines to unpin cached blocks that no request uses, the one with the most first; of how many pages."""
         memory = self.memory
         asked = 0
-        engines = memory.engines.attached.values() if memory else ()
-        for engine in sorted(engines, key=lambda e: -len(e.pinned)):
+        for engine in (
+            sorted(memory.engines.attached.values(), key=lambda e: -len(e.pinned)) if memory else ()
+        ):
             part = min(count - asked, len(engine.pinned))
             if part > 0:
                 asked += part
