@@ -2,6 +2,7 @@
 
 import msgspec
 
+from services.mempool.core.engines import STOCK_PART
 from services.mempool.core.page_table import PageTable
 from shared.kv.page import PageState
 from shared.kv.words import u32_bytes
@@ -184,6 +185,48 @@ def test_an_engine_over_its_share_is_asked_to_shrink_when_another_attaches():
     assert pool.granted[2] == []
     pool.give_back(1, pool.take(1, 4))
     assert len(pool.granted[2]) == 4
+
+
+def test_a_restarted_engine_begins_with_a_stock_and_leaves_the_other_blocks_that_are_there():
+    pool = Harness(num_pages=100)
+    worker(pool, 1, quota=100, process=5)
+    pool.client(3)
+    names = [str(number) for number in range(90)]
+    pool.save(1, chain(*names))
+    pool.closed(1)
+    pool.dead(5)
+    worker(pool, 2, quota=100, process=6)
+    assert len(pool.granted[2]) == 100 // STOCK_PART + 1, (
+        "and one for its longest request, which has no length here"
+    )
+    assert pool.acquire(3, chain(*names)).num_blocks == 100 - len(pool.granted[2]), (
+        "the first blocks: the last went"
+    )
+
+
+def test_what_an_engine_uses_of_its_stock_is_replaced_by_the_coldest_blocks_until_it_has_its_share():
+    pool = Harness(num_pages=100)
+    worker(pool, 1, quota=100, process=5)
+    pool.save(1, chain(*range(90)))
+    pool.closed(1)
+    pool.dead(5)
+    worker(pool, 2, quota=100, process=6)
+    stock = len(pool.granted[2])
+    for part in range(10):
+        pool.save(2, chain(*(f"{part}-{i}" for i in range(10))))
+        assert len(pool.granted[2]) == min(stock, 99 - 10 * (part + 1)), "as long as there are any"
+        if len(pool.granted[2]) < 10:
+            break
+    assert pool.counts()["granted"] + pool.counts()["sealed"] == 100
+
+
+def test_pages_that_an_engine_lets_go_of_are_replaced_whatever_its_stock():
+    pool = Harness(num_pages=100)
+    worker(pool, 1, quota=100)
+    pages = pool.save(1, chain(*range(30)))
+    assert len(pool.granted[1]) == 69
+    unpin(pool, 1, pages[20:])
+    assert len(pool.granted[1]) == 79, "nine by the coldest blocks, one that was free"
 
 
 def test_ranks_get_room_for_every_page():

@@ -18,6 +18,7 @@ from services.mempool.core.page_table import PageTable
 from services.mempool.core.radix import Index
 from shared.ids import Epoch, InstanceId, PageId
 
+STOCK_PART = 4  # of a space's pages: as many as an engine ever keeps in stock (PageScheduler), or more
 CALLER = InstanceId("")  # instance of attachments that are no rank of an engine (callers.py)
 
 
@@ -34,6 +35,9 @@ class Engine:
     held: set[PageId] = field(default_factory=set)
     works_in_pages: bool = False
     least: int = 0  # pages that its longest request takes
+    owed: int = (
+        0  # of its demand what replaces pages that it had, or that it asked for: blocks are evicted for these
+    )
     # sealed pages in use; of a twin the entry is not in the index: the hash was known, the page serves this engine only
     pinned: dict[PageId, Entry] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)  # processes that compute for it, its own among them
@@ -129,6 +133,7 @@ class Engines:
     def ask(self, engine: Engine, count: int) -> None:
         """NeedPages: more demand, never beyond the quota."""
         engine.demand = min(engine.demand + count, engine.quota)
+        engine.owed = min(engine.owed + count, engine.demand)
 
     def holds(self, engine: Engine, page: int, epoch: int) -> bool:
         """Whether the engine speaks of a page that is its own, under the page's present epoch."""
@@ -144,15 +149,18 @@ class Engines:
         asking = [e for e in self.attached.values() if e.demand > 0]
         if len(asking) == 1:
             return self._serve_one(asking[0], make_room)
-        while asking := [e for e in asking if e.demand > 0 and e.num_pages < self.cap(e)]:
+        while asking := [e for e in asking if self._wanted(e)]:
+            takers = asking
+            if not self._table.num_free:
+                takers = [engine for engine in asking if self._needed(engine) > 0]
+                if not takers or not make_room():
+                    break
             got = self._table.grant()
             if got is None:
-                if not make_room():
-                    break
                 continue
-            engine = min(asking, key=lambda e: e.num_pages)
+            engine = min(takers, key=lambda e: e.num_pages)
             engine.held.add(got[0])
-            engine.demand -= 1
+            self._granted(engine, 1)
             granted.setdefault(engine.connection, []).append(got)
         return granted
 
@@ -161,18 +169,34 @@ class Engines:
     ) -> dict[int, list[tuple[PageId, Epoch]]]:
         """As serve(), where only this one asks. Cost: a tenth for each page."""
         granted: list[tuple[PageId, Epoch]] = []
-        while (count := min(engine.demand, self.cap(engine) - engine.num_pages)) > 0:
+        while count := self._wanted(engine):
             pages, epochs = self._table.grant_many(count)
             engine.held.update(pages)
-            engine.demand -= len(pages)
+            self._granted(engine, len(pages))
             granted += zip(pages, epochs, strict=True)
-            if len(pages) < count and not make_room():
+            if len(pages) < count and not (self._needed(engine) > 0 and make_room()):
                 break
         return {engine.connection: granted} if granted else {}
 
+    def _granted(self, engine: Engine, count: int) -> None:
+        engine.demand -= count
+        engine.owed = max(0, engine.owed - count)
+
+    def _wanted(self, engine: Engine) -> int:
+        """Pages that it gets as far as there are free ones. Never negative."""
+        return max(0, min(engine.demand, self.cap(engine) - engine.num_pages))
+
+    def _needed(self, engine: Engine) -> int:
+        """Pages of these for which blocks are evicted: what it had before, and a stock to begin with. An engine that
+        starts beside blocks that another one left behind takes no more of them, as most of its stock would be empty."""
+        if not engine.works_in_pages:
+            return self._wanted(engine)
+        stock = self._table.num_present // STOCK_PART + engine.least
+        return min(self._wanted(engine), max(engine.owed, stock - len(engine.held)))
+
     def num_lacking(self) -> int:
-        """Pages that serve() would grant if they were free."""
-        return sum(min(e.demand, max(0, self.cap(e) - e.num_pages)) for e in self.attached.values())
+        """Pages that serve() would evict blocks for, and grant."""
+        return sum(max(0, self._needed(engine)) for engine in self.attached.values())
 
     def excess(self) -> dict[int, int]:
         """connection -> pages beyond its cap."""
@@ -195,6 +219,7 @@ class Engines:
                 self._end_pin(page, entry)
         self._index.unpin(entry for entry in entries if entry.branch is not None)
         engine.demand += len(pages)
+        engine.owed += len(pages)
 
     def give_back_all(self, engine: Engine, pages: Sequence[PageId]) -> None:
         """The engine has not written these pages of its own, or writes them no more."""
@@ -204,6 +229,7 @@ class Engines:
             self._table.free_all([page for page in pages if states[page] == state], PageEvent.GIVE_BACK)
         if engine.works_in_pages:  # its share is filled up without asking
             engine.demand += len(pages)
+            engine.owed += len(pages)
 
     def lose(self, connection: int) -> Engine | None:
         """The connection ended, the processes perhaps not: its pages wait for proof of their death."""
