@@ -38,6 +38,7 @@ from shared.errors import SettingsError
 from shared.ids import BlockHash, HandoffId, InstanceId, LeaseId
 from shared.kv.block_hash import chain_seed, hash_blocks, hash_tail, pack_tokens, split_hashes
 from shared.kv.layout import EngineDescription, num_blocks
+from shared.kv.page import STOCK_PART
 from shared.kv.words import u32_list, u64_list
 from shared.mempool.page_quota import PageQuota, SealedPage
 from shared.room.answers import AnswerLengths
@@ -126,7 +127,7 @@ class PageSchedulerMixin(PoolWatch):
         largest_step = config.max_num_batched_tokens // description.block_tokens + config.max_num_seqs
         self._stepped_s = 0.0
         self._stalls = LeaseStalls()
-        self._low_stock = min(STOCK_STEPS * largest_step, max(1, header.num_pages // 4))
+        self._low_stock = min(STOCK_STEPS * largest_step, max(1, header.num_pages // STOCK_PART))
         self.leases: dict[str, tuple[LeaseId, list[KVCacheBlock]]] = {}
         self._seen_leases: OrderedDict[str, None] = OrderedDict()
         self._ended_leases: deque[tuple[int, LeaseId, list[KVCacheBlock]]] = deque()

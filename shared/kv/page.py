@@ -15,6 +15,7 @@ from shared.ids import Epoch
 
 WORD_BYTES = 8
 MAX_EPOCH = (1 << 56) - 1
+STOCK_PART = 4  # of a space's pages: an engine keeps no more in stock for its next steps
 
 
 class PageState(IntEnum):

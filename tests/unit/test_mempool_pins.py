@@ -2,9 +2,8 @@
 
 import msgspec
 
-from services.mempool.core.engines import STOCK_PART
 from services.mempool.core.page_table import PageTable
-from shared.kv.page import PageState
+from shared.kv.page import STOCK_PART, PageState
 from shared.kv.words import u32_bytes
 from shared.wire import mempool as wire
 from tests.unit.mempool_harness import DESCRIPTION, Harness, InstanceId, Owned, chain, page_lists

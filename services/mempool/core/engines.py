@@ -17,8 +17,8 @@ from services.mempool.core.page_state import PageEvent
 from services.mempool.core.page_table import PageTable
 from services.mempool.core.radix import Index
 from shared.ids import Epoch, InstanceId, PageId
+from shared.kv.page import STOCK_PART
 
-STOCK_PART = 4  # of a space's pages: as many as an engine ever keeps in stock (PageScheduler), or more
 CALLER = InstanceId("")  # instance of attachments that are no rank of an engine (callers.py)
 
 
@@ -152,7 +152,7 @@ class Engines:
         while asking := [e for e in asking if self._wanted(e)]:
             takers = asking
             if not self._table.num_free:
-                takers = [engine for engine in asking if self._needed(engine) > 0]
+                takers = [engine for engine in asking if self._needed(engine)]
                 if not takers or not make_room():
                     break
             got = self._table.grant()
@@ -174,7 +174,7 @@ class Engines:
             engine.held.update(pages)
             self._granted(engine, len(pages))
             granted += zip(pages, epochs, strict=True)
-            if len(pages) < count and not (self._needed(engine) > 0 and make_room()):
+            if len(pages) < count and not (self._needed(engine) and make_room()):
                 break
         return {engine.connection: granted} if granted else {}
 
@@ -187,16 +187,18 @@ class Engines:
         return max(0, min(engine.demand, self.cap(engine) - engine.num_pages))
 
     def _needed(self, engine: Engine) -> int:
-        """Pages of these for which blocks are evicted: what it had before, and a stock to begin with. An engine that
-        starts beside blocks that another one left behind takes no more of them, as most of its stock would be empty."""
+        """Pages of these for which blocks are evicted: what it had before, and a stock to begin with. Never negative.
+
+        An engine that starts beside blocks that another one left takes no more: most of its stock would be empty.
+        """
         if not engine.works_in_pages:
             return self._wanted(engine)
         stock = self._table.num_present // STOCK_PART + engine.least
-        return min(self._wanted(engine), max(engine.owed, stock - len(engine.held)))
+        return min(self._wanted(engine), max(0, engine.owed, stock - len(engine.held)))
 
     def num_lacking(self) -> int:
         """Pages that serve() would evict blocks for, and grant."""
-        return sum(max(0, self._needed(engine)) for engine in self.attached.values())
+        return sum(map(self._needed, self.attached.values()))
 
     def excess(self) -> dict[int, int]:
         """connection -> pages beyond its cap."""
