@@ -13,7 +13,7 @@ from loadtest.simulator.spec import Turns
 from loadtest.simulator.swaps import Swapper
 from loadtest.simulator.task import Task
 from shared.fair.away import SwapState
-from shared.fair.carrying import RESERVE_S, Grower, grow, is_slow, nearest_first, short_pages
+from shared.fair.carrying import RESERVE_S, Grower, grow, is_slow, nearest_first, pages_to_begin, short_pages
 from shared.fair.slices import FairSlices
 
 
@@ -153,7 +153,9 @@ class ParkingEngine(Engine):
         """Have those with a reserved slot come back, as far as there is memory. Returns: of `ready`, who may start."""
         absences = self.swapper.absences
         begun = [name for name in ready if self._tokens_here(self._queue[name])]
-        spare, starved = self._growth + (self.num_running + len(begun)) * self._unit, []
+        taken, starved = self._growth + self.num_running * self._unit, []
+        lacks = (max(self._unit, self._lacks(self._queue[name])) for name in begun)
+        spare = taken + pages_to_begin(lacks, self.store.room_tokens - taken)
         for name in self._reserved:
             is_asked = absences.state(name) in (None, SwapState.COMING)
             if is_slow(absences.num_coming, self._most_pages) and not is_asked:
@@ -166,6 +168,11 @@ class ParkingEngine(Engine):
         for name in [name for name in starved if self._reserved[name] < late_s]:
             self._unreserve(name)
         return begun  # a newcomer would take the memory
+
+    def _lacks(self, task: Task) -> int:
+        """Tokens of memory without which it does not begin."""
+        new = min(task.goal_tokens - task.done_tokens, self.limits.max_batched_tokens)
+        return max(1, task.done_tokens + new - held_tokens(task)) if in_prefill(task) else 1
 
     def _who_can(self, start: list[str]) -> list[str]:
         """Nobody runs: who was parked goes on before newcomers, if there is no memory for any of these. As many of the

@@ -17,7 +17,7 @@ from shared.engine.fair_swap import Swapper
 from shared.engine.page_pool import LEASED
 from shared.engine.page_scheduler import PageSchedulerMixin
 from shared.fair.away import PROBE_INTERVAL_S, SwapRate, SwapState
-from shared.fair.carrying import RESERVE_S, Grower, grow, is_slow, nearest_first, short_pages
+from shared.fair.carrying import RESERVE_S, Grower, grow, is_slow, nearest_first, pages_to_begin, short_pages
 from shared.fair.slices import FairSlices
 
 # with nothing running for so long, a newcomer's pages are worth somebody's computing again: when this engine has all
@@ -89,7 +89,9 @@ class SwapSchedulerMixin(PageSchedulerMixin):
 
     def _bring(self, ready: list[str]) -> list[str]:
         """Have those with a reserved slot come back, as far as there are pages. Returns: of `ready`, who may start."""
-        spare, now_s = self._growth + len(self.running), self.pages.clock()
+        taken, now_s = self._growth + len(self.running), self.pages.clock()
+        lacks = (self._lacks(request_id) for request_id in ready if self._held(request_id))
+        spare = taken + pages_to_begin(lacks, len(self.pages.stock) - taken)
         starved = []
         for request_id in self._reserved:
             if is_slow(self.swapper.absences.num_coming, self._most_pages) and not self._is_asked(request_id):

@@ -106,6 +106,18 @@ def grow(
     return park, growth
 
 
+def pages_to_begin(lacks: Iterable[int], free_pages: int) -> int:
+    """Pages that those who may start in this step find, in their order, so that nobody who comes back takes them: two
+    would drive each other out in turn, each gone again before the other had computed anything.
+
+    Args: lacks: what each needs to begin. Who finds less than that does not begin and keeps none.
+    """
+    left = free_pages
+    for lack in lacks:
+        left -= lack if lack <= left else 0
+    return free_pages - left
+
+
 def is_slow(coming_pages: int, most_pages: int) -> bool:
     """Whether so many pages wait for their bytes that nobody else is to be brought back now."""
     return coming_pages * COMING_SHARE > most_pages

@@ -11,6 +11,7 @@ from shared.fair.carrying import (
     may_begin,
     may_fill,
     nearest_first,
+    pages_to_begin,
     pages_for_turns,
     short_pages,
 )
@@ -77,3 +78,9 @@ def test_the_furthest_from_its_turn_leaves_first():
     slices.served("a", 5, 5)
     slices.served("c", 2, 8)
     assert nearest_first(slices, ["a", "b", "c"]) == ["b", "c", "a"]
+
+
+def test_who_comes_back_leaves_the_pages_that_those_who_begin_in_this_step_find():
+    assert pages_to_begin([2, 5, 1], 8) == 8
+    assert pages_to_begin([9, 3], 8) == 3  # the first finds too few and keeps none
+    assert pages_to_begin([1], -2) == 0
