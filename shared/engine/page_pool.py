@@ -98,18 +98,26 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
         self.num_owned += len(granted)
         self.num_expected = max(0, self.num_expected - len(granted))
         self._expect_nothing_late()
-        count = self.quota.take_shrink()
-        if count:
-            spare = [self.stock.pop() for _ in range(min(count, len(self.stock)))]
-            owned = [self.own(block) for block in spare]
-            self._forget(spare)
-            self.quota.give_back(owned)
-            self._evict(count - len(spare), is_replaced=False)
+        asked = self.quota.take_shrink()
+        spare = min(asked, len(self.stock))
+        self._give_back(spare)
+        self._evict(asked - spare, is_replaced=False)
         self._evict(self.quota.take_uncache())
         numbers, pages = self.quota.take_vacates()
         if numbers:
             self._vacate(pages)
             self.quota.vacated(numbers)
+
+    def give_spare(self) -> None:
+        """Give back what the mempool asks for as far as it is in stock: no step, begun or to come, knows these pages."""
+        self._give_back(self.quota.take_shrink(len(self.stock)))
+
+    def _give_back(self, count: int) -> None:
+        if count:
+            spare = [self.stock.pop() for _ in range(count)]
+            owned = [self.own(block) for block in spare]
+            self._forget(spare)
+            self.quota.give_back(owned)
 
     def _vacate(self, pages: list[Owned]) -> None:
         """Let go of those that are in stock, or sealed and used by no request; they are not replaced."""

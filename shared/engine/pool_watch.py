@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 REATTACH_INTERVAL_S = 0.05
 ASKED_NAP_S = 0.002  # between looks at whether what the pool asks for may be answered beside the steps
+SPARED_PAGES = 256  # asked for at once, at most, that are given from the stock while a step runs: a prompt's
 EXIT_MEMORY_LOST = 3  # of the engine core: the worker's front sees it die and starts anew
 
 
@@ -58,8 +59,19 @@ class PoolWatch:
                 time.sleep(REATTACH_INTERVAL_S)
             if asked and (self._is_idle() or self.quota.lost):
                 self._answer_pool()
-            elif asked:  # two threads that share an interpreter: steps would take longer
+            elif asked and not self._spare():  # two threads that share an interpreter: steps would take longer
                 time.sleep(ASKED_NAP_S)
+
+    def _spare(self) -> bool:
+        """While a step runs: few pages, and only empty ones. False: something is asked for yet.
+
+        A prompt's blocks wait for these on their way from another GPU, for half a step in the mean without this.
+        """
+        if not 0 < self.quota.num_asked <= SPARED_PAGES:
+            return False
+        with self._turn:
+            self.pages.give_spare()
+        return not self.quota.wait_asked(0.0)
 
     def _is_idle(self) -> bool:
         """Whether no step minds who has the interpreter: there is no request, or none has got a step for a while.

@@ -162,13 +162,19 @@ class PageQuota:
         """What take_granted() would take. From any thread."""
         return len(self._granted)
 
-    def take_shrink(self) -> int:
-        """How many pages the pool asked back since the last call."""
+    def take_shrink(self, most: int | None = None) -> int:
+        """How many pages the pool asked back since the last call; `most`: the others with the next."""
         if not self._shrink:
             return 0
         with self._arrived:
-            count, self._shrink = self._shrink, 0
+            count = self._shrink if most is None else min(most, self._shrink)
+            self._shrink -= count
         return count
+
+    @property
+    def num_asked(self) -> int:
+        """What take_shrink() would say. From any thread."""
+        return self._shrink
 
     def take_uncache(self) -> int:
         """How many cached pages, of those that no request uses, the pool wants unpinned since the last call."""

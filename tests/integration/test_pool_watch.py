@@ -24,11 +24,19 @@ class Watch(PoolWatch):
         self.looked = threading.Event()
         self.requests: dict[str, Any] = {"one": object()}
         self._stepped_s = time.monotonic() + 3_600
-        self.quota = SimpleNamespace(closed=False, lost=False, wait_asked=self.wait_asked)  # type: ignore[assignment]
+        self._turn = threading.RLock()
+        self.quota = SimpleNamespace(closed=False, lost=False, wait_asked=self.wait_asked, num_asked=0)  # type: ignore[assignment]
+        self.pages = SimpleNamespace(give_spare=self.give_spare)  # type: ignore[assignment]
+        self.stock = 0
+        self.given: list[int] = []
 
     def wait_asked(self, timeout_s: float) -> bool:
         self.looked.set()
-        return True
+        return timeout_s > 0 or self.quota.num_asked > 0
+
+    def give_spare(self) -> None:
+        self.given.append(min(self.stock, self.quota.num_asked))
+        self.quota.num_asked -= self.given[-1]
 
     def _answer_pool(self) -> None:
         self.quota.closed = True
@@ -52,6 +60,22 @@ def test_one_with_requests_does_so_in_its_steps_unless_it_has_got_none_for_a_whi
     assert not watch._is_idle()
     watch._stepped_s -= 2 * IDLE_S
     assert watch._is_idle()
+
+
+def test_a_prompts_pages_come_out_of_the_stock_while_a_step_runs_and_the_rest_with_the_next_step():
+    watch = Watch()
+    watch.stock = watch.quota.num_asked = 16
+    assert watch._spare()
+    watch.quota.num_asked = 17
+    assert not watch._spare()
+    assert watch.given == [16, 16]
+
+
+def test_many_pages_are_the_next_steps_to_give_as_this_one_would_take_longer():
+    watch = Watch()
+    watch.stock = watch.quota.num_asked = pool_watch.SPARED_PAGES + 1
+    assert not watch._spare()
+    assert not watch.given
 
 
 def test_an_engine_that_cannot_hear_the_mempool_by_a_bug_ends(monkeypatch):

@@ -257,6 +257,13 @@ class PagesModel(MemoryRules):
             return
         worker.engine.assert_books()
 
+    @rule(slot=slots)
+    def spare_pages(self, slot):
+        """It has its turn while steps are under way: pages of the stock."""
+        if worker := self.workers.get(slot):
+            worker.engine.scheduler._spare()
+            worker.engine.assert_books()
+
     @rule(slot=slots, seldom=seldom)
     def reset_cache(self, slot, seldom):
         if seldom and slot in self.workers:
