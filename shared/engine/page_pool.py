@@ -109,7 +109,7 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
             self.quota.vacated(numbers)
 
     def give_spare(self) -> None:
-        """Give back what the mempool asks for as far as it is in stock: no step, begun or to come, knows these pages."""
+        """Give back what the mempool asks for as far as it is in stock: no step, begun or to come, knows them."""
         self._give_back(self.quota.take_shrink(len(self.stock)))
 
     def _give_back(self, count: int) -> None:

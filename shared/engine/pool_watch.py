@@ -59,7 +59,9 @@ class PoolWatch:
                 time.sleep(REATTACH_INTERVAL_S)
             if asked and (self._is_idle() or self.quota.lost):
                 self._answer_pool()
-            elif asked and not self._spare():  # two threads that share an interpreter: steps would take longer
+            elif (
+                asked and not self._spare()
+            ):  # two threads that share an interpreter: steps would take longer
                 time.sleep(ASKED_NAP_S)
 
     def _spare(self) -> bool:
