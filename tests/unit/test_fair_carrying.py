@@ -11,8 +11,8 @@ from shared.fair.carrying import (
     may_begin,
     may_fill,
     nearest_first,
-    pages_to_begin,
     pages_for_turns,
+    pages_to_begin,
     short_pages,
 )
 from shared.fair.rules import FairRules
