@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 REATTACH_INTERVAL_S = 0.05
 ASKED_NAP_S = 0.002  # between looks at whether what the pool asks for may be answered beside the steps
-SPARED_PAGES = 256  # asked for at once, at most, that are given from the stock while a step runs: a prompt's
+SPARED_PAGES = 256  # asked for at once, at most, if the stock is to give them while a step runs: a prompt's
 EXIT_MEMORY_LOST = 3  # of the engine core: the worker's front sees it die and starts anew
 
 
@@ -59,10 +59,8 @@ class PoolWatch:
                 time.sleep(REATTACH_INTERVAL_S)
             if asked and (self._is_idle() or self.quota.lost):
                 self._answer_pool()
-            elif (
-                asked and not self._spare()
-            ):  # two threads that share an interpreter: steps would take longer
-                time.sleep(ASKED_NAP_S)
+            elif asked and not self._spare():
+                time.sleep(ASKED_NAP_S)  # two threads that share an interpreter: steps would take longer
 
     def _spare(self) -> bool:
         """While a step runs: few pages, and only empty ones. False: something is asked for yet.
