@@ -9,7 +9,7 @@ parked is one tenant's: workloads name none.
 from itertools import chain, repeat
 
 from loadtest.simulator.engine import EngineParts
-from loadtest.simulator.held import held_tokens
+from loadtest.simulator.held import lacking_tokens
 from loadtest.simulator.parking import ParkingEngine, in_prefill
 from loadtest.simulator.task import Task
 from shared.fair.carrying import Begun, Seen, free_mark, may_begin, may_fill, pages_for_turns
@@ -196,7 +196,7 @@ class FairEngine(ParkingEngine):
 
     def _has_room(self, task: Task, new: int) -> bool:
         """Memory for so many tokens more. At its admission it had all; who was parked has it chunk by chunk."""
-        missing = max(0, task.done_tokens + new - held_tokens(task))
+        missing = lacking_tokens(task, new)
         if not self.store.reserve(missing):
             return False
         task.private_tokens += missing

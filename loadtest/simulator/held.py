@@ -50,6 +50,11 @@ def held_tokens(task: Task) -> int:
     return tokens_of(task.entries) + task.private_tokens
 
 
+def lacking_tokens(task: Task, new: int) -> int:
+    """Of memory for so many tokens more of its KV, beyond what it has."""
+    return max(0, task.done_tokens + new - held_tokens(task))
+
+
 def shared_tokens(task: Task) -> int:
     """Of its sealed blocks, the leading ones that somebody else uses too. Who pins a block pins all before it."""
     return tokens_of([entry for entry in task.entries if entry.pins > 1])

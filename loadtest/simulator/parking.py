@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from loadtest.simulator.engine import Engine, EngineParts
-from loadtest.simulator.held import held_tokens, keep_here
+from loadtest.simulator.held import held_tokens, keep_here, lacking_tokens
 from loadtest.simulator.spec import Turns
 from loadtest.simulator.swaps import Swapper
 from loadtest.simulator.task import Task
@@ -154,7 +154,7 @@ class ParkingEngine(Engine):
         absences = self.swapper.absences
         begun = [name for name in ready if self._tokens_here(self._queue[name])]
         taken, starved = self._growth + self.num_running * self._unit, []
-        lacks = (max(self._unit, self._lacks(self._queue[name])) for name in begun)
+        lacks = (self._lacks(self._queue[name]) for name in begun)
         spare = taken + pages_to_begin(lacks, self.store.room_tokens - taken)
         for name in self._reserved:
             is_asked = absences.state(name) in (None, SwapState.COMING)
@@ -170,9 +170,9 @@ class ParkingEngine(Engine):
         return begun  # a newcomer would take the memory
 
     def _lacks(self, task: Task) -> int:
-        """Tokens of memory without which it does not begin."""
+        """Tokens of memory that it may need to begin, a page at least."""
         new = min(task.goal_tokens - task.done_tokens, self.limits.max_batched_tokens)
-        return max(1, task.done_tokens + new - held_tokens(task)) if in_prefill(task) else 1
+        return max(self._unit, lacking_tokens(task, new))
 
     def _who_can(self, start: list[str]) -> list[str]:
         """Nobody runs: who was parked goes on before newcomers, if there is no memory for any of these. As many of the

@@ -44,7 +44,7 @@ class StepSeals:
 
 
 class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
-    """See the module. Everything runs on the engine core's thread.
+    """See the module. Everything runs on the engine core's thread, or in its place under its lock (PoolWatch).
 
     `on_cache_event`: ("stored" | "removed" | "cleared", hashes), for the prompt tree.
     """
@@ -98,10 +98,10 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
         self.num_owned += len(granted)
         self.num_expected = max(0, self.num_expected - len(granted))
         self._expect_nothing_late()
-        asked = self.quota.take_shrink()
-        spare = min(asked, len(self.stock))
-        self._give_back(spare)
-        self._evict(asked - spare, is_replaced=False)
+        if asked := self.quota.take_shrink():
+            spare = min(asked, len(self.stock))
+            self.quota.give_back(self.give(spare))
+            self._evict(asked - spare, is_replaced=False)
         self._evict(self.quota.take_uncache())
         numbers, pages = self.quota.take_vacates()
         if numbers:
@@ -110,14 +110,7 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
 
     def give_spare(self) -> None:
         """Give back what the mempool asks for as far as it is in stock: no step, begun or to come, knows them."""
-        self._give_back(self.quota.take_shrink(len(self.stock)))
-
-    def _give_back(self, count: int) -> None:
-        if count:
-            spare = [self.stock.pop() for _ in range(count)]
-            owned = [self.own(block) for block in spare]
-            self._forget(spare)
-            self.quota.give_back(owned)
+        self.quota.give_back(self.give(self.quota.take_shrink(len(self.stock))))
 
     def _vacate(self, pages: list[Owned]) -> None:
         """Let go of those that are in stock, or sealed and used by no request; they are not replaced."""

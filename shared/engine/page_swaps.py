@@ -15,7 +15,7 @@ class SwapPages:
     """Methods of PageBlockPool."""
 
     def give(self: Any, count: int) -> list[Owned]:
-        """Pages of the stock that the mempool is to fill: they are this engine's no more. There are so many."""
+        """Pages of the stock for the mempool: they are this engine's no more. There are so many."""
         blocks = [self.stock.pop() for _ in range(count)]
         owned = [self.own(block) for block in blocks]
         self._forget(blocks)

@@ -1,4 +1,4 @@
-"""What an engine's scheduler does between its steps for the mempool: hear what it asks for, and whether it is there.
+"""What an engine's scheduler does beside its steps for the mempool: hear what it asks for, and whether it is there.
 
 A thread of its own beside the engine core's, which waits for requests where there are none.
 """

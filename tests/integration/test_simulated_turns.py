@@ -22,9 +22,8 @@ from tests.support.simulated import BLOCK_TOKENS, PRICES, plain
     st.sampled_from([1, 7, 16]),
     st.sampled_from([1_500, 2_001]),
 )
-@example(
-    295, "shares", 7, 6, 16, 1_500
-)  # two prompts, each sent away to make room, took it from each other again
+# two prompts, each sent away to make room, took it from each other again:
+@example(295, "shares", 7, 6, 16, 1_500)
 def test_with_room_in_swap_space_and_turns_that_pay_nothing_is_computed_twice(
     seed, fair_for, slice_steps, slots, unit_tokens, memory_tokens
 ):
