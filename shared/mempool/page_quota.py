@@ -1,7 +1,7 @@
 """The pages that the mempool grants to an engine whose KV cache is the pool's memory. No torch, no event loop.
 
-The engine core's thread, or another under its lock, takes pages and says what it sealed and uses no more; a reader thread
-adds what the pool grants. Nothing here waits for the pool, except attach(). Every page that the engine has,
+The engine core's thread, or another under its lock, takes pages and says what it sealed and uses no more; a reader
+thread adds what the pool grants. Nothing here waits for the pool, except attach(). Every page that the engine has,
 sealed or not, counts against its share; the pool fills a share up by itself whenever a page leaves it.
 """
 
