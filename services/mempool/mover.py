@@ -341,6 +341,7 @@ class Mover:
             "waiting": len(self._waiting),
             "quarantined_pages": self._targets.num_held,
             "pinned_bytes": self._mapper.pinned.num_bytes,
+            "huge_bytes": self._mapper.huge_bytes,
             "pairs": {" to ".join(pair): rate for pair, rate in self.pair_rates().items()},
             "reasons": dict(self._paths.reasons),
             **self.totals.status(),

@@ -38,6 +38,7 @@ def mover_metrics(status: Mapping[str, Any]) -> Iterator[GaugeMetricFamily | Cou
         ("copies", "Copies on their way"),
         ("quarantined_pages", "Pages that a failed copy may still write"),
         ("pinned_bytes", "Host memory that is page-locked for copy engines"),
+        ("huge_bytes", "Of it, what lies in huge pages"),
     ):
         key = "copies_running" if name == "copies" else f"copy_{name}"
         yield GaugeMetricFamily(f"{_PREFIX}_{key}", text, value=status.get(name, 0))

@@ -9,9 +9,8 @@ import os
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-import numpy as np
-
 from shared.transfer.errors import PathUnavailable
+from shared.vmm.huge_pages import map_congruent, unmap
 
 MAX_RANKS = 64
 
@@ -80,20 +79,19 @@ class HostMapping:
     """
 
     def __init__(self, where: HostRegion) -> None:
-        self.base = self.address = 0
         begin = where.offset_bytes - where.offset_bytes % mmap.ALLOCATIONGRANULARITY
         end = where.offset_bytes + where.page_bytes * where.num_pages
         try:
             size = os.fstat(where.fd).st_size
             if size < end:
                 raise PathUnavailable(f"{size} bytes of memory, the pages end at {end}")
-            self._mapping = mmap.mmap(where.fd, end - begin, offset=begin)
-        except (OSError, ValueError) as error:
+            self.base = map_congruent(where.fd, begin, end - begin)
+        except OSError as error:
             raise PathUnavailable(f"a memfd cannot be mapped: {error}") from error
         self.num_bytes = end - begin
-        self.base = int(np.frombuffer(self._mapping, np.uint8).ctypes.data)
         self.address = self.base + where.offset_bytes - begin
 
     def close(self) -> None:
         """Unmap; nothing may be copying any more."""
-        self._mapping.close()
+        unmap(self.base, self.num_bytes)
+        self.num_bytes = 0

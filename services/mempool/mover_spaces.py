@@ -20,6 +20,7 @@ from shared.observe.log import get_logger
 from shared.transfer.interface import Region, RegionKind
 from shared.transfer.reslice import KvEnd
 from shared.vmm.errors import VmmError
+from shared.vmm.huge_pages import make_huge
 
 PIN_CHUNK_BYTES = 256 << 20
 REST_MIN_S, REST_MAX_S = 30.0, 300.0  # until host memory that was refused is tried again
@@ -82,6 +83,7 @@ class Mapper:
         self._stopping = threading.Event()
         self._gpus: dict[str, Gpu] = {}
         self._spaces: dict[int, MappedSpace] = {}
+        self._huge: dict[int, int] = {}  # bytes in huge pages, by the first of what was locked at once
         self._refused: dict[int, Refused] = {}  # by base of host memory that the driver would not page-lock
         self.pinned = PinnedRanges()
         self.resting: set[int] = set()  # spaces that are not to be page-locked now; changed on the loop
@@ -198,10 +200,14 @@ class Mapper:
         return min(waits_s, default=None)
 
     def _pin(self, gpu: Gpu, mapped: MappedRegion, host: HostMapping, first: int, num_bytes: int) -> bool:
+        self._huge[first] = make_huge(
+            first, num_bytes
+        )  # all of it is taken now; the driver has less to lock then
         try:
             gpu.copy.make_current()
             gpu.copy.register_host(first, num_bytes)
         except CopyFailed as error:
+            self._huge.pop(first)
             before = self._refused.get(host.base)
             rest_s = min(REST_MAX_S, 2 * before.rest_s) if before is not None else REST_MIN_S
             self._refused[host.base] = Refused(rest_s, time.monotonic() + rest_s)
@@ -214,6 +220,11 @@ class Mapper:
         self._refused.pop(host.base, None)
         self.pinned.add(first, num_bytes)
         return True
+
+    @property
+    def huge_bytes(self) -> int:
+        """Of what is page-locked, what lies in huge pages. Any thread."""
+        return sum(list(self._huge.values()))
 
     def _is_pinned(self, first: int, num_bytes: int) -> bool:
         return self.pinned.cover(first, first + num_bytes)
@@ -234,6 +245,7 @@ class Mapper:
         self.pinned.remove(host.base, host.num_bytes)
         self._refused.pop(host.base, None)
         for first in locked:
+            self._huge.pop(first, None)
             gpu = next(iter(self._gpus.values()))
             gpu.copy.make_current()
             gpu.copy.unregister_host(first)

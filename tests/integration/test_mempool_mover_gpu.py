@@ -17,6 +17,7 @@ from shared.transfer.transfer_thread import TransferThread
 from tests.support.fake_mover_gpus import PAGE_BYTES, FakeGpus, FakeSlabs
 from tests.support.fake_vmm_driver import GRANULARITY_BYTES
 from tests.support.gate_copier import overdue
+from tests.support.huge import HUGE, needs_huge
 from tests.support.mover_spaces_rig import NUM, PER_SLAB, GpuSpace, movers, until
 
 
@@ -185,6 +186,20 @@ async def test_host_memory_that_rests_is_not_page_locked_and_is_again_when_it_wa
     await it.pinned()
 
 
+@needs_huge
+async def test_memory_that_is_page_locked_is_made_of_huge_pages_first_and_keeps_its_bytes(rig):
+    it = rig(pin_host=True)
+    it.add(1, (0,))
+    it.add(2, 2, HUGE // 2)  # each rank: 12 huge pages
+    before = it.spaces[2].pages().copy()
+    await it.pinned()
+    assert it.mover.status()["huge_bytes"] == 2 * NUM * HUGE // 2
+    assert np.array_equal(it.spaces[2].pages(), before)
+    it.mover.pinning.rest(2)
+    await until(lambda: it.mover.status()["pinned_bytes"] == 0)
+    assert it.mover.status()["huge_bytes"] == 0
+
+
 async def test_memory_that_cannot_be_page_locked_goes_through_slots_and_the_log_says_what_that_costs(
     rig, monkeypatch
 ):
@@ -199,7 +214,7 @@ async def test_memory_that_cannot_be_page_locked_goes_through_slots_and_the_log_
     for source, target in ((1, 2), (2, 1)):
         done = await it.copy(source, target)
         assert (done.ok, done.path) == (True, "staged"), done
-    assert it.mover.status()["pinned_bytes"] == 0
+    assert (it.mover.status()["pinned_bytes"], it.mover.status()["huge_bytes"]) == (0, 0)
     ((event, fields),) = said
     assert (event, fields["locked_bytes"]) == ("not_page_locked", 0)
     assert "register_host" in fields["reason"]

@@ -8,6 +8,7 @@ STATUS = {
     "copies": 3,
     "quarantined_pages": 2,
     "pinned_bytes": 4096,
+    "huge_bytes": 2048,
     "pairs": {"cuda:a to cuda:b": 314.0},
     "reasons": {"imported": "by the copy engines of cuda:b"},
     "paths": {"imported": {"copies": 5, "bytes": 640, "last_gb_per_s": 300.5}},
@@ -40,6 +41,7 @@ def test_copies_bytes_and_rates_are_told_by_path_and_failures_by_code():
         "quire_mempool_copies_running 3.0",
         "quire_mempool_copy_quarantined_pages 2.0",
         "quire_mempool_copy_pinned_bytes 4096.0",
+        "quire_mempool_copy_huge_bytes 2048.0",
     ):
         assert line in text
 
