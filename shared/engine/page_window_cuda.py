@@ -5,7 +5,6 @@ goes back to the system are unmapped while kernels run: no step knows their bloc
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from shared.engine.far_window import free_addresses
 from shared.engine.far_window_cuda import MAX_HOST_BYTES, CudaFar, room_for_slabs
 from shared.mempool.rank_memory import RankMemory
 from shared.transport.unix_socket import close_fds
+from shared.vmm.book import runs
 from shared.vmm.cuda_driver import CudaVmmDriver, VmmDriver
 from shared.vmm.cuda_pages import DeviceSpan
 from shared.vmm.errors import VmmError
@@ -76,7 +76,7 @@ class CudaWindow:
 
     def _allow(self, slabs: Sequence[int]) -> None:
         access = self._driver.access_address(True)
-        for first, count in _runs(slabs):
+        for _, first, count in runs(slabs):
             self._driver.set_access(self._at + first * self._slab_bytes, count * self._slab_bytes, access)
 
     def unmap(self, slabs: Sequence[int], bytes_per_s: int = 0) -> None:
@@ -133,15 +133,6 @@ def _reserve(driver: VmmDriver, size_bytes: int) -> int:
         return driver.reserve(size_bytes, wish)
     except VmmError:
         return driver.reserve(size_bytes)
-
-
-def _runs(slabs: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, count) of consecutive numbers in a sorted list."""
-    if not slabs:
-        return []
-    starts = [slabs[0], *(b for a, b in pairwise(slabs) if b != a + 1)]
-    ends = [*(a for a, b in pairwise(slabs) if b != a + 1), slabs[-1]]
-    return [(start, end - start + 1) for start, end in zip(starts, ends, strict=True)]
 
 
 def open_cuda_window(

@@ -16,6 +16,7 @@ from shared.transfer.cuda_window import load_driver
 from shared.transfer.errors import PathUnavailable
 from shared.transfer.native_stream import NativeStream
 from shared.transfer.page_stream import PageStream, PageTicket
+from shared.vmm.book import runs
 from shared.vmm.cuda_driver import CudaVmmDriver, VmmDriver
 
 LANES = 4  # without machine code
@@ -50,8 +51,8 @@ class GpuWindow:
                     self._mapped.add(slab)
                 finally:
                     self._vmm.release(handle)  # the mapping keeps the memory
-            for first, end in _runs(slabs):
-                at, length = self.address + first * self._slab_bytes, (end - first) * self._slab_bytes
+            for _, first, count in runs(sorted(slabs)):
+                at, length = self.address + first * self._slab_bytes, count * self._slab_bytes
                 self._vmm.set_access(at, length, self._vmm.access_address(self._writes))
 
     def unmap(self, slabs: Sequence[int]) -> None:
@@ -61,9 +62,9 @@ class GpuWindow:
 
     def _unmap(self, slabs: Sequence[int]) -> None:
         self._vmm.make_current()
-        for first, end in _runs(slabs):
-            self._vmm.unmap(self.address + first * self._slab_bytes, (end - first) * self._slab_bytes)
-            self._mapped.difference_update(range(first, end))
+        for _, first, count in runs(sorted(slabs)):
+            self._vmm.unmap(self.address + first * self._slab_bytes, count * self._slab_bytes)
+            self._mapped.difference_update(range(first, first + count))
 
     def close(self) -> None:
         """See caller_memory.Window."""
@@ -72,17 +73,6 @@ class GpuWindow:
                 self._unmap(sorted(self._mapped))
                 self._vmm.free_reservation(self.address, self._size)
                 self.address = 0
-
-
-def _runs(slabs: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, end) of consecutive numbers."""
-    out: list[tuple[int, int]] = []
-    for slab in sorted(slabs):
-        if out and out[-1][1] == slab:
-            out[-1] = (out[-1][0], slab + 1)
-        else:
-            out.append((slab, slab + 1))
-    return out
 
 
 class GpuTicket:
