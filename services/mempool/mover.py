@@ -67,6 +67,7 @@ class Mover:
         max_copies: int = MAX_COPIES,
         pin_host: bool = False,
         floor_gb_per_s: float = 0.0,
+        huge_pages: bool = False,
         open_gpu: OpenGpu = open_gpu,
         background: ThreadPoolExecutor | None = None,
     ) -> None:
@@ -75,14 +76,16 @@ class Mover:
         Args:
             threads: of the CPU, for copies between host spaces; host_copier: instead of those, the caller's.
             pin_host: page-lock host spaces once there is a GPU: all of it is taken, and none is punched unless the
-                space rests (is_pinned(), mover_pinning.py).
+                space rests (is_pinned(), mover_pinning.py). huge_pages: it is made of them first (shared/vmm).
             floor_gb_per_s: a pair of GPUs under it makes the space that brings it unusable (LinkTooSlow).
             background: one thread, for everything that maps; shut down by close().
         """
         self._loop = asyncio.get_running_loop()
         self._on_settled = on_settled
         self._max_copies = max_copies
-        self._mapper = Mapper(open_gpu, pin_host=pin_host, floor_gb_per_s=floor_gb_per_s)
+        self._mapper = Mapper(
+            open_gpu, pin_host=pin_host, floor_gb_per_s=floor_gb_per_s, huge_pages=huge_pages
+        )
         self._paths = Paths(
             lambda region, pages: self._tell(self._settled, region, pages), self._mapper.pinned,
             threads=threads, host_copier=host_copier,

@@ -76,10 +76,13 @@ class MappedSpace:
 class Mapper:
     """One per mover; its methods on one thread, but for stop()."""
 
-    def __init__(self, open_gpu: OpenGpu, *, pin_host: bool, floor_gb_per_s: float) -> None:
+    def __init__(
+        self, open_gpu: OpenGpu, *, pin_host: bool, floor_gb_per_s: float, huge_pages: bool = False
+    ) -> None:
         """See Mover."""
         self._open_gpu = open_gpu
         self._pin_host = pin_host
+        self._makes_huge = huge_pages
         self._stopping = threading.Event()
         self._gpus: dict[str, Gpu] = {}
         self._spaces: dict[int, MappedSpace] = {}
@@ -200,14 +203,13 @@ class Mapper:
         return min(waits_s, default=None)
 
     def _pin(self, gpu: Gpu, mapped: MappedRegion, host: HostMapping, first: int, num_bytes: int) -> bool:
-        self._huge[first] = make_huge(
-            first, num_bytes
-        )  # all of it is taken now; the driver has less to lock then
+        if self._makes_huge:  # all of it is taken now in any case; the driver has less to do then
+            self._huge[first] = make_huge(first, num_bytes)
         try:
             gpu.copy.make_current()
             gpu.copy.register_host(first, num_bytes)
         except CopyFailed as error:
-            self._huge.pop(first)
+            self._huge.pop(first, None)
             before = self._refused.get(host.base)
             rest_s = min(REST_MAX_S, 2 * before.rest_s) if before is not None else REST_MIN_S
             self._refused[host.base] = Refused(rest_s, time.monotonic() + rest_s)

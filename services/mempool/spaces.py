@@ -253,7 +253,7 @@ class Spaces:
             how = self._copying
             self._mover = Mover(
                 self._on_settled, threads=how.threads, pin_host=how.pin_host,
-                floor_gb_per_s=how.floor_gb_per_s, background=self._system.thread,
+                floor_gb_per_s=how.floor_gb_per_s, huge_pages=how.huge_pages, background=self._system.thread,
             )  # fmt: skip
             self._mover.pinning.resting |= self._resting
         for number in whole:

@@ -33,6 +33,7 @@ class CopyOptions(NamedTuple):
     pin_host: bool = False
     threads: int = 2
     floor_gb_per_s: float = 0.0
+    huge_pages: bool = False
 
 
 class Windows(Protocol):

@@ -16,7 +16,6 @@ from shared.engine.far_slabs_cuda import FarSlabs
 from shared.engine.far_window import map_nothing, map_shared, reserve_above
 from shared.errors import ClusterError
 from shared.mempool.rank_memory import PageSlabs
-from shared.vmm.book import runs
 from shared.vmm.cuda_driver import VmmDriver
 
 MAX_HOST_BYTES = 1 << 40  # of the host memory that can be mapped: addresses only
@@ -96,9 +95,6 @@ class CudaFar:
             else:
                 for place, fd in zip(places, fds, strict=True):
                     self._map_page(place, fd)
-                access = self._driver.access_address(False)
-                for _, first, count in runs(sorted(places)):
-                    self._driver.set_access(self._at(first), count * self._page_bytes, access)
         except (ClusterError, OSError, ValueError):
             self.unmap(places)
             raise
@@ -123,6 +119,7 @@ class CudaFar:
         finally:
             self._driver.release(handle)  # the mapping keeps the memory
         self._on_gpu.add(place)
+        self._driver.set_access(self._at(place), self._page_bytes, self._driver.access_address(False))
 
     def _map_host(self, place: int, fd: int, offset: int) -> None:
         if offset % self._page_bytes or not 0 <= offset <= self._host_bytes - self._page_bytes:
@@ -156,10 +153,9 @@ class CudaFar:
     def unmap(self, places: Sequence[int]) -> None:
         """See FarUser."""
         self._driver.make_current()
-        # neighbours together: each call waits until the GPU has forgotten the addresses, 0.4 ms during a step
-        for _, first, count in runs(sorted(self._on_gpu.intersection(places))):
-            self._driver.unmap(self._at(first), count * self._page_bytes)
-            self._on_gpu.difference_update(range(first, first + count))
+        for place in self._on_gpu.intersection(places):
+            self._driver.unmap(self._at(place), self._page_bytes)
+            self._on_gpu.discard(place)
         if self._slabs is not None:
             self._slabs.leave(places)
         for place in places:

@@ -188,7 +188,7 @@ async def test_host_memory_that_rests_is_not_page_locked_and_is_again_when_it_wa
 
 @needs_huge
 async def test_memory_that_is_page_locked_is_made_of_huge_pages_first_and_keeps_its_bytes(rig):
-    it = rig(pin_host=True)
+    it = rig(pin_host=True, huge_pages=True)
     it.add(1, (0,))
     it.add(2, 2, HUGE // 2)  # each rank: 12 huge pages
     before = it.spaces[2].pages().copy()

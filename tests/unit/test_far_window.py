@@ -98,18 +98,6 @@ def test_another_gpus_page_is_imported_and_this_gpu_may_only_read_it():
     assert not gpu.driver.mapped
 
 
-def test_neighbours_are_allowed_and_unmapped_with_one_call_and_others_by_themselves():
-    gpu = Gpu()
-    gpu.far.map([2, 0, 1], [gpu.page(7), gpu.page(8), gpu.page(9)], [])
-    assert [read(gpu.block(NUM_OWN + place)) for place in (2, 0, 1)] == [{7}, {8}, {9}]
-    first = gpu.address + NUM_OWN * PAGE
-    assert gpu.driver.named("cuMemSetAccess") == [(first, 3 * PAGE, READ_ONLY)]
-    gpu.far.map([3], [gpu.page(6)], [])
-    gpu.far.unmap([3, 0, 1])
-    assert gpu.driver.named("cuMemUnmap") == [(first, 2 * PAGE), (first + 3 * PAGE, PAGE)]
-    assert read(gpu.block(NUM_OWN + 2)) == {7}
-
-
 @pytest.mark.parametrize("reads_only", [True, False])
 def test_host_pages_lie_a_whole_number_of_blocks_above_the_window(memory, reads_only):
     gpu = Gpu()
