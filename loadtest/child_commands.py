@@ -7,6 +7,7 @@ What else a process prints goes to its log. One command is under way at a time.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import queue
@@ -21,7 +22,9 @@ from loadtest.registry import ROOT
 
 MARK = "@@answer "
 STOP_S = 20.0
-TAIL = 3_000  # characters of a log that an error shows
+SETTLE_S = 10.0  # that a process whose command failed has to say why, until it ends
+TAIL = 6_000  # characters of a log that an error shows
+LINE = 400  # and of one line: an engine that dies prints its whole configuration behind the error
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 
@@ -79,6 +82,8 @@ class Child:
             raise ChildFailed(f"{self.name} ended\n{self.tail()}")
         found = json.loads(line)
         if "error" in found:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(SETTLE_S)
             raise ChildFailed(f"{self.name}: {found['error']}\n{self.tail()}")
         return found
 
@@ -89,7 +94,8 @@ class Child:
 
     def tail(self) -> str:
         """The end of its log."""
-        return self._log.read_text(errors="replace")[-TAIL:]
+        lines = self._log.read_text(errors="replace").splitlines()
+        return "\n".join(line[:LINE] for line in lines)[-TAIL:]
 
     def close(self) -> None:
         """Its input ends, which ends it; else it is killed. Idempotent."""
