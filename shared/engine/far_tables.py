@@ -27,6 +27,19 @@ def runs(request_id: str, changed: dict[int, int]) -> list[TableChange]:
     return out
 
 
+def make_room(runner: Any, num_places: int) -> None:
+    """Once a runner has its tables. vLLM's second one stages as many writes for a step as it serves requests, which is
+    what vLLM itself needs; entries that change come on top: runs of them, at most one for each far place.
+    """
+    if not _is_v2(runner):
+        return
+    table = runner.block_tables.block_tables[0]
+    for name in ("write_indices", "write_starts", "write_cu_lens"):
+        pool = getattr(table, name)
+        rows = table.num_rows + num_places
+        setattr(table, name, type(pool)(rows, dtype=pool.dtype, max_concurrency=pool.max_concurrency))
+
+
 def change_tables(
     runner: Any, output: Any, changes: Sequence[TableChange], block_of: Callable[[int], int]
 ) -> None:
@@ -35,7 +48,7 @@ def change_tables(
     Args: block_of: where a block id lies in this process's cache.
     """
     gone = set(output.finished_req_ids) | set(output.preempted_req_ids or ())
-    is_v2 = hasattr(runner, "req_states")
+    is_v2 = _is_v2(runner)
     for change in changes:
         if change.request_id in gone:
             continue
@@ -57,6 +70,10 @@ def place_tables(output: Any, block_of: Callable[[int], int]) -> None:
     for index, request_id in enumerate(cached.req_ids):
         if request_id in cached.resumed_req_ids and cached.new_block_ids[index] is not None:
             cached.new_block_ids[index] = _placed(cached.new_block_ids[index], block_of)
+
+
+def _is_v2(runner: Any) -> bool:
+    return hasattr(runner, "req_states")
 
 
 def _placed(groups: Sequence[Sequence[int]], block_of: Callable[[int], int]) -> tuple[list[int], ...]:

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
-from shared.engine.far_tables import change_tables, place_tables
+from shared.engine.far_tables import change_tables, make_room, place_tables
 from shared.engine.layer_progress import LayerProgress, open_word
 from shared.engine.page_warmup import use_null_block
 from shared.engine.page_window import PageWindow, device_name, open_window
@@ -112,6 +112,8 @@ class PageWorkerMixin:
         packed = packed_config(kv_cache_config, header.page_bytes)
         with _cache_from(self.model_runner, self._window.tensor):
             super().initialize_from_config(packed)
+        if far_places:
+            make_room(self.model_runner, far_places)
         self._follow_layers(kv_cache_config)
 
     def _follow_layers(self: Any, config: KVCacheConfig) -> None:
