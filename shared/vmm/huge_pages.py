@@ -4,8 +4,8 @@ Memory in pages of 4 KiB costs a fault for each where it is used first, where an
 driver page-locks it. MADV_COLLAPSE (Linux 6.1) makes huge pages of it at once, in every process that maps it, with
 what is in them. It needs an address that lies in its huge page as the bytes lie in the file: map_congruent().
 
-Cost, on two cores: 0.13 s a GiB that nobody has used yet, where its faults take 1.4 s; then 0.014 ms instead of 1.6 to
-map and lock 8 MiB of it elsewhere, and three times the rate to read it. docs/decisions/0049.
+Cost, on two cores: 0.06 s a GiB that nobody has used yet, where its faults take 1.1 s; then 0.015 ms instead of 0.8 to
+map and lock 8 MiB of it elsewhere. Copies on the CPU are as fast as before. docs/decisions/0049.
 """
 
 import ctypes
