@@ -81,6 +81,7 @@ def test_only_whole_huge_pages_within_the_bytes_are_made(fd):
         unmap(address, SIZE)
 
 
+@needs_huge
 @pytest.mark.parametrize("offset", [0, PAGE, HUGE - PAGE, HUGE, HUGE + 3 * PAGE])
 def test_a_mapping_lies_in_its_huge_pages_as_its_bytes_do_in_the_file_and_leaves_nothing_beside_it(
     fd, offset
@@ -98,6 +99,7 @@ def test_a_mapping_lies_in_its_huge_pages_as_its_bytes_do_in_the_file_and_leaves
     assert not lines_of(address)
 
 
+@needs_huge
 def test_what_cannot_be_mapped_leaves_nothing_mapped(fd):
     with pytest.raises(OSError, match="descriptor"):
         map_congruent(1 << 20, 0, SIZE)
@@ -106,6 +108,7 @@ def test_what_cannot_be_mapped_leaves_nothing_mapped(fd):
     assert "test-huge" not in Path("/proc/self/maps").read_text()
 
 
+@needs_huge
 def test_where_the_kernel_refuses_memory_stays_as_it_is(fd, monkeypatch):
     address = map_congruent(fd, 0, SIZE)
     try:
