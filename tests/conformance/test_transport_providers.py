@@ -16,6 +16,8 @@ from shared.transfer.pieces import Pieces
 from tests.support.quickest import quickest_s
 from tests.support.transfer_ends import NUM_PAGES, PAGE_BYTES, Ends, pattern
 
+pytestmark = pytest.mark.slow
+
 HAS_NIXL = importlib.util.find_spec("nixl_cu13") is not None
 needs_ucxx = pytest.mark.skipif(
     importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed (optional)"

@@ -9,6 +9,8 @@ from loadtest.figures import sheet, tokenweave, vattention, vattention_tables
 from loadtest.figures.__main__ import SHEETS, main
 from loadtest.registry import MEASURES, RESULTS
 
+pytestmark = pytest.mark.slow
+
 FOOTPRINT = [
     {"ready_s": 20.0, "failed": 0, "pss_bytes": {"gateway": 10 << 20, "decode-0": 900 << 20}},
     {"ready_s": 30.0, "failed": 0, "pss_bytes": {"gateway": 20 << 20, "decode-0": 900 << 20}},

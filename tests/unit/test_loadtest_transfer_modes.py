@@ -11,6 +11,8 @@ from loadtest.results import check_metrics
 from loadtest.transfer_modes_rig import NUM_LAYERS, ModesRig
 from shared.kv.transfer_mode import TransferMode
 
+pytestmark = pytest.mark.slow
+
 
 def samples():
     rows = []

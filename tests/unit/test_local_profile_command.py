@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 from deploy.local.cli import app
 from loadtest.profiler.core.profile import Profile, decode, encode
 
+pytestmark = pytest.mark.slow
+
 GB = 10**9
 FAST = (
     "--simulate", "llama-8b", "--rates", "8:16", "--max-rate", 16, "--step", 8, "--repeats", 1, "--seconds", 2,

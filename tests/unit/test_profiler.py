@@ -25,6 +25,8 @@ from loadtest.profiler.requests import WARM, Lengths, of_trace, of_workload
 from loadtest.profiler.runner import Observed, Profiler, Spans, served
 from shared.errors import InvalidRequest, SettingsError
 
+pytestmark = pytest.mark.slow
+
 GB = 10**9
 SMALL = Lengths("small", [(100, 20), (300, 40)])
 

@@ -11,6 +11,8 @@ from tests.support.control_plane import place
 from tests.support.cost_view import View
 from tests.unit.test_scheduler_cost import ask
 
+pytestmark = pytest.mark.slow
+
 FAST = {"hysteresis_ms": 0.0, "hysteresis_share": 0.0}
 
 

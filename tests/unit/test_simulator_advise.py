@@ -16,6 +16,8 @@ from loadtest.simulator.sustained import EndlessTrace
 from shared.errors import InvalidRequest, SettingsError
 from tests.support.simulated import conversations, mooncake_lines, plain
 
+pytestmark = pytest.mark.slow
+
 MACHINE = from_data_sheet("h200", "llama-8b")
 # long prompts between decodes that may not wait: chunks of 8,192 tokens take 200 ms on this machine
 STEADY = [plain(n, 250.0 * n, 8000, 60) for n in range(48)]

@@ -33,6 +33,8 @@ from loadtest.workloads.trace_files import read
 from shared.prompttree.publisher import BATCH_WINDOW_MS
 from tests.support.simulated import BLOCK_TOKENS, PRICES, conversations, mooncake_lines, names, plain
 
+pytestmark = pytest.mark.slow
+
 HAND = LinearPrices(
     step_base_ms=10.0, token_ms=1.0, context_ms=0.0, decode_ms_per_request=0.0, kv_bytes_per_token=1
 )

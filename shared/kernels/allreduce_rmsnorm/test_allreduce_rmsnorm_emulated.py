@@ -16,7 +16,7 @@ from shared.kernels.allreduce_rmsnorm.plan import Algorithm, make_plan, times_fr
 from shared.kernels.allreduce_rmsnorm.reference import reference
 from shared.kernels.allreduce_rmsnorm.shapes import Engine
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 EPS = 1e-5
 CPU = torch.device("cpu")
 MULTICAST = 1 << 46  # an address of nothing else
