@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from services.mempool.core import far
 from services.mempool.core.actions import Action, KillProcess, MapFarPages
 from services.mempool.core.far_state import can_map
 from services.mempool.far_messages import far_in_slabs
@@ -120,6 +121,20 @@ def test_lent_pages_take_them_first_and_host_memory_the_rest():
     places = rig.out(1, ABCD, "abcd")
     assert [rig.maps[place][0] == rig.producer for place in places].count(True) == 3
     assert rig.seen(places) == "abcd"
+
+
+def test_places_are_unmapped_in_parts_and_those_of_the_first_are_free_while_the_last_are_mapped(monkeypatch):
+    monkeypatch.setattr(far, "UNMAPPED_AT_ONCE", 3)
+    rig = FarMarket()
+    places = rig.out(1, ABCD, "abcd")
+    rig.obeys = False
+    rig.drop(*places)
+    (first, _), (last, others) = rig.asked
+    assert others == places[3:]
+    rig.say(RANK, FarMapped(number=first, is_ok=True))
+    assert rig.num_placed == 1
+    rig.say(RANK, FarMapped(number=last, is_ok=True))
+    assert rig.num_placed == 0
 
 
 def test_what_is_kept_outside_already_is_mapped_without_a_copy():

@@ -31,6 +31,7 @@ from shared.wire.mempool_far import NO_PLACE, FarDrop, FarMapped, FarMoved, FarO
 
 MAX_JOBS = 256  # of one engine
 MAX_PAGES_PER_COPY = 64  # as many descriptors go with one message
+UNMAPPED_AT_ONCE = 32
 
 
 class Far(FarMoves):
@@ -269,14 +270,17 @@ class Far(FarMoves):
         self._ask_to_unmap(user, mine)
 
     def _ask_to_unmap(self, user: User, places: list[int]) -> None:
-        if not places or user.is_gone:
+        """In parts, so that the first pages are home while the last are unmapped: 0.4 ms each beside steps."""
+        if user.is_gone:
             return
-        for place in places:
-            user.places[place].state = PlaceState.UNMAPPING
-        number = next(self._asked_numbers)
-        self._asked[number] = Asked(user, None, [(0, place) for place in places], set(user.ranks))
-        for connection in user.ranks:
-            self._out.append(Send(connection, UnmapFar(number=number, places=u32_bytes(places))))
+        for first in range(0, len(places), UNMAPPED_AT_ONCE):
+            part = places[first : first + UNMAPPED_AT_ONCE]
+            for place in part:
+                user.places[place].state = PlaceState.UNMAPPING
+            number = next(self._asked_numbers)
+            self._asked[number] = Asked(user, None, [(0, place) for place in part], set(user.ranks))
+            for connection in user.ranks:
+                self._out.append(Send(connection, UnmapFar(number=number, places=u32_bytes(part))))
 
     def _answer(self, job: Job) -> None:
         user = job.user
