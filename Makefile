@@ -18,8 +18,8 @@ ARGS :=
 # Random tests draw anew with every commit, and a run of one commit repeats; SEED=random draws at every run.
 SEED := $(shell printf '%d' "0x$$(git rev-parse --short=7 HEAD 2> /dev/null | cut -c -7)" 2> /dev/null)
 FIXED := $(filter-out random,$(SEED))
-QUICK = $(PYTEST) -q -m "not slow"
 PYTEST = $(if $(FIXED),TEST_SEED=$(FIXED)) $(PY) -m pytest $(if $(FIXED),--hypothesis-seed=$(FIXED))
+QUICK = $(PYTEST) -q -m "not slow"
 
 # Two modules at a time: most tests wait. ARGS="-n 0": one after the other.
 BESIDE := -n 2 --dist loadfile --no-loadscope-reorder

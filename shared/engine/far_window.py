@@ -4,15 +4,13 @@ In host memory a place that maps nothing cannot be touched at all: a step that r
 instead of computing with other bytes.
 """
 
-import ctypes
 import errno
 import mmap
-import os
 from collections.abc import Sequence
 from typing import Protocol
 
 from shared.mempool.rank_memory import FarUser, PageSlabs
-from shared.vmm.host_calls import FAILED, MAP_FIXED, MAP_FIXED_NOREPLACE, MAP_NORESERVE, libc
+from shared.vmm.host_calls import MAP_FIXED, MAP_FIXED_NOREPLACE, MAP_NORESERVE, libc, map_memory
 
 _PROT_NONE = 0
 _STEP_BYTES = 4 << 30  # from one try for free addresses to the next
@@ -110,5 +108,4 @@ def map_nothing(address: int, num_bytes: int) -> None:
 def _map(address: int, num_bytes: int, protection: int, fd: int = -1, offset: int = 0) -> None:
     """Over whatever was there; without a descriptor, nothing. Raises: OSError."""
     flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-    if libc.mmap(address, num_bytes, protection, flags | MAP_FIXED, fd, offset) == FAILED:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    map_memory(address, num_bytes, protection, flags | MAP_FIXED, fd, offset)

@@ -5,14 +5,13 @@ Each block keeps its place for the life of the process, so nothing is mapped or 
 
 import ctypes
 import mmap
-import os
 from typing import NamedTuple
 
 import torch
 
 from shared.engine.far_window import FarPlaces, HostFar
 from shared.mempool.rank_memory import RankMemory, SlabUser
-from shared.vmm.host_calls import FAILED, MAP_FIXED, libc
+from shared.vmm.host_calls import MAP_FIXED, map_memory
 
 
 class PageWindow(NamedTuple):
@@ -50,11 +49,9 @@ def open_window(memory: RankMemory, device: torch.device, far_places: int = 0) -
     far_bytes = far_places * header.page_bytes
     owner = mmap.mmap(-1, size + far_bytes)  # private and untouched: only the first page of it stays
     base = ctypes.addressof(ctypes.c_char.from_buffer(owner))
-    at = libc.mmap(
+    map_memory(
         base + header.page_bytes, size - header.page_bytes, mmap.PROT_READ | mmap.PROT_WRITE,
         mmap.MAP_SHARED | MAP_FIXED, memory.fd, memory.offset_bytes,
     )  # fmt: skip
-    if at == FAILED:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     far = HostFar(base + size, header.page_bytes, far_places) if far_places else None
     return PageWindow(torch.frombuffer(owner, dtype=torch.int8), owner, far=far)

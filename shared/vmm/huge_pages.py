@@ -8,25 +8,17 @@ Cost, on two cores: 0.06 s a GiB that nobody has used yet, where its faults take
 map and lock 8 MiB of it elsewhere. Copies on the CPU are as fast as before. docs/decisions/0049.
 """
 
-import ctypes
 import mmap
-import os
 from functools import cache
 from pathlib import Path
 
-from shared.vmm.host_calls import FAILED, MAP_FIXED, MAP_NORESERVE, libc
+from shared.vmm.host_calls import MAP_FIXED, MAP_NORESERVE, libc, map_memory
 
-MOST_BYTES = (
-    32 << 20
-)  # larger ones (of systems with pages of 64 KiB) are not worth the memory that they round up to
-PORTION_BYTES = (
-    16 << 20
-)  # each call drains every core's lists first: 2 ms, whether of one huge page or of many
+MOST_BYTES = 32 << 20  # larger ones, of systems with pages of 64 KiB, round up to too much memory
+PORTION_BYTES = 16 << 20  # each call drains every core's lists first: 2 ms, however much it is for
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _PROT_NONE = 0
 _MADV_POPULATE_READ, _MADV_COLLAPSE = 22, 25
-
-libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 @cache
@@ -45,15 +37,14 @@ def map_congruent(fd: int, offset: int, num_bytes: int) -> int:
     huge = huge_page_bytes()
     num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     room = num_bytes + huge
-    begin = libc.mmap(None, room, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
-    if begin == FAILED:
-        raise _failed()
+    begin = map_memory(None, room, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     address = begin + (offset - begin) % huge if huge else begin
     both = mmap.PROT_READ | mmap.PROT_WRITE
-    if libc.mmap(address, num_bytes, both, mmap.MAP_SHARED | MAP_FIXED, fd, offset) == FAILED:
-        error = _failed()
+    try:
+        map_memory(address, num_bytes, both, mmap.MAP_SHARED | MAP_FIXED, fd, offset)
+    except OSError:
         unmap(begin, room)
-        raise error
+        raise
     unmap(begin, address - begin)
     unmap(address + num_bytes, begin + room - address - num_bytes)
     return address
@@ -83,8 +74,3 @@ def make_huge(address: int, num_bytes: int) -> int:
         if libc.madvise(at, size, _MADV_COLLAPSE) == 0:
             done += size
     return done
-
-
-def _failed() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))

@@ -31,7 +31,7 @@ from shared.wire.mempool_far import NO_PLACE, FarDrop, FarMapped, FarMoved, FarO
 
 MAX_JOBS = 256  # of one engine
 MAX_PAGES_PER_COPY = 64  # as many descriptors go with one message
-UNMAPPED_AT_ONCE = 32
+UNMAPPED_AT_ONCE = 32  # pages, of one message
 
 
 class Far(FarMoves):
