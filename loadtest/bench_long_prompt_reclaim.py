@@ -3,11 +3,12 @@
     python -m loadtest.bench_long_prompt_reclaim [--out FOLDER] [--commit HEAD]   writes h200x2-long-prompt-reclaim.json
     python -m loadtest.bench_long_prompt_reclaim --device cpu --quick             the demo model; no result file
 
-8B shape, random weights, eager. On GPU 1 a vLLM engine with a closed loop of clients: few, many, few. It reports its
-load to the mempool as every worker does, which lends its pages while load is steady and takes them back when the queue
-grows; this script tells it nothing. On GPU 0 an engine with KV memory for --own-tokens decodes one prompt of --ratio
-times as much from the first loan to the end; a loan is asked for in its name whenever there is an offer. Where its far
-blocks lie is read off the mempool every 10 ms, as is when a reclaim began and when the lender had all of its pages.
+8B shape, random weights. On GPU 1 a vLLM engine with CUDA graphs and a closed loop of clients: few, many, few. It
+reports its load to the mempool as every worker does, which lends its pages while load is steady and takes them back
+when the queue grows; this script tells it nothing. On GPU 0 an eager engine with KV memory for --own-tokens decodes one
+prompt of --ratio times as much from the first loan to the end; a loan is asked for in its name whenever there is an
+offer. Where its far blocks lie is read off the mempool every 10 ms, as is when a reclaim began and when the lender had
+all of its pages.
 `alone`: the same loads of the lender before it began to report, so that nothing was offered.
 A reclaim's bound: its bytes at the rate of plain copies between GPU 0 and page-locked host memory, which are measured
 in the same run, and one step of the consumer.
@@ -209,6 +210,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--ratio: a prompt that fits has nothing far")
     if options.quick:
         options.phase_s, options.alone_s = min(4.0, options.phase_s), min(2.0, options.alone_s)
+    options.eager = "the consumer" if options.device == "cuda" else "both"
     options.return_s = options.return_s or (25.0 if options.device == "cuda" else 60.0)
     options.pool_bytes = (options.own_tokens + 4 * options.block_tokens) * options.token_bytes
     options.prompt_tokens = int(options.ratio * options.own_tokens)

@@ -97,7 +97,7 @@ def run(
     if options.quick:
         return 0
     settings = {key: value for key, value in vars(options).items() if key not in ("out", "commit", "quick")}
-    settings |= {"shape": options.model_dir or "8B", "eager": options.device == "cuda"}
+    settings = {"shape": options.model_dir or "8B", "eager": options.device == "cuda", **settings}
     path = write_result(
         name, claim=claim, command=f"python -m {module} " + " ".join(argv), settings=settings,
         metrics=metrics, samples=samples, folder=options.out, commit=options.commit,

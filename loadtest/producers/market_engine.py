@@ -222,21 +222,20 @@ def main(argv: Sequence[str]) -> int:
     from shared.transport.lending_client import LendingClient
 
     options.vocabulary = json.loads(Path(options.model_dir, "config.json").read_text())["vocab_size"]
-    cuda = options.device == "cuda"
+    cuda, is_lender = options.device == "cuda", options.role == "producer"
     settings = WorkerSettings(
         instance=options.instance, role="colocated", model_dir=options.model_dir, model_name="bench",
         device=options.device, load_format="dummy", mempool_socket=options.socket, kv_cache="pages",
         kv_space="own", dtype="auto" if cuda else "float32", block_tokens=options.block_tokens,
         max_model_len=options.max_model_len, max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens, kv_cache_bytes=options.kv_cache_bytes,
-        far_bytes=options.far_bytes, enforce_eager=cuda, calibrate="off",
+        far_bytes=options.far_bytes, enforce_eager=cuda and not is_lender, calibrate="off",
     )  # fmt: skip
     engine = make_engine(settings)
 
     async def run() -> None:
         client = MempoolClient(options.socket, InstanceId(options.instance))
         market = LendingClient(options.coordinator_url, patience_ms=10_000)
-        is_lender = options.role == "producer"
         made = (MarketProducer if is_lender else MarketConsumer)(options, engine, client, market)
         names = (
             ("report", "clients", "window")

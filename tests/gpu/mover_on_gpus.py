@@ -218,7 +218,7 @@ async def every_way(devices: list[str], num: int, page_bytes: int) -> list[str]:
     """Rows of the table for one size of pages."""
     rows: list[str] = []
     fds = len(os.listdir("/proc/self/fd"))
-    rig = Rig(devices, num + SPARE, page_bytes, pin_host=True)
+    rig = Rig(devices, num + SPARE, page_bytes, pin_host=True, huge_pages=True)
     took_s = await rig.open(list(rig.devices))
     opened = len(os.listdir("/proc/self/fd")) - fds
     ways = [(HOST, HOST2), (HOST, FIRST), (FIRST, HOST), (FIRST, SECOND)]

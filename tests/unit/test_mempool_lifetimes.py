@@ -326,6 +326,6 @@ def test_nonsense_is_refused_with_the_settings_name(words):
 
 def test_the_movers_settings_reach_it():
     found = config.load(["--mover-threads", "4", "--mover-floor-gb-per-s", "200", "--pin-host", "false"])
-    assert config.copy_options(found) == (False, 4, 200.0, False)
-    assert config.copy_options(config.load([])) == (True, 2, 0.0, False)
-    assert config.copy_options(config.load(["--huge-pages", "true"])).huge_pages
+    assert config.copy_options(found) == (False, 4, 200.0, True)
+    assert config.copy_options(config.load([])) == (True, 2, 0.0, True)
+    assert not config.copy_options(config.load(["--huge-pages", "false"])).huge_pages
