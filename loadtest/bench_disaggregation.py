@@ -1,7 +1,7 @@
 """Does disaggregation pay: MemServe's Figure 8. Prefill and decode apart against as many colocated instances.
 
     python -m loadtest.bench_disaggregation --gpus 2|4 [--point-s 60] [--budget-s S] [--resume FILE] [--out FOLDER]
-        [--commit HEAD] [--worker enforce_eager=true]                              -> h200-disaggregation.json
+        [--arms A,B] [--commit HEAD] [--worker K=V]                                 -> h200-disaggregation.json
 
 --gpus 2: 1P1D against 2 colocated; 4: 1P2D and 2P1D against 3 colocated; pairs with PD-Caching-3, and PD-Basic (nothing
 kept). `colocated`: our engines on the same mempool, gateway and scheduler, policy `cost` as in all; `auto` leaves it
@@ -16,7 +16,7 @@ keeps finished points: call it again to go on. Engines take 105 to 135 s to be r
 120 s, as later turns go on after the arrivals: ShareGPT at 16/s of each instance in all three is 11 minutes, or a call
 of 5 for each of `--layouts 1p1d`, `colocated` and `stock`, with a second workload in the time that is left.
 --quick: 12 s a point, no result file. Points at the knee (the highest rate at which 90% keep the SLO) are repeated with
---knee-seeds, from a start of their own. A result file keeps its points of other numbers of GPUs.
+--knee-seeds, from a start of their own. A result file keeps its points that a call did not measure.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from loadtest.locality_cluster import LocalityCluster, Start
 from loadtest.outcomes import Outcome
 from loadtest.progress import Progress
 from loadtest.registry import RESULTS, ROOT
-from loadtest.results import Metrics, Samples, load_result, quantile, write_result
+from loadtest.results import Metrics, Samples, gpu_names, load_result, quantile, write_result
 from loadtest.stock_servers import StockServers
 from loadtest.workloads.catalogue import WORKLOADS, Options, build
 from loadtest.workloads.request import Request, salted, scaled
@@ -59,6 +60,7 @@ SLO_MS = {"cuda": (500.0, 25.0), "cpu": (2_000.0, 100.0)}  # time to first token
 GPU_WORKER, GPU_CLUSTER = ("max_num_seqs=256",), ("gateway_processes=2",)
 CONTEXT_TOKENS = 8_000
 THINK_MS = 1_000.0
+KEY = ("gpus", "arm", "workload", "rate", "seed")  # of a sample: two of one file differ in it
 WARM_S = 4.0
 START_S = {"cuda": 135.0, "cpu": 45.0}  # of a layout's engines, until one was seen
 DRAIN_S = {"sharegpt": 58.0, "react": 30.0}  # what a point takes beyond its arrivals, until one was seen
@@ -99,6 +101,7 @@ def row_of(
         "kind": "point", "gpus": options.gpus, "arm": point.arm, "workload": point.workload, "rate": point.rate,
         "seed": point.seed, "rate_per_s": point.rate * layout.num_instances, "point_s": options.point_s,
         "slo_ms": [options.slo_ttft_ms, options.slo_tpot_ms],
+        "cards": sorted(set(gpu_names())),  # points of one file may have been measured on several machines
     }  # fmt: skip
     return {
         **sample_of(outcomes, **head),
@@ -123,8 +126,12 @@ def said(row: dict[str, Any]) -> str:
 
 def is_done(progress: Progress, options: argparse.Namespace, point: Point) -> bool:
     """Whether there is a sample of it."""
-    key = {"arm": point.arm, "workload": point.workload, "rate": point.rate, "seed": point.seed}
-    return progress.has(kind="point", gpus=options.gpus, **key) is not None
+    return progress.has(kind="point", gpus=options.gpus, **asdict(point)) is not None
+
+
+def is_asked(options: argparse.Namespace, point: Point) -> bool:
+    """Whether --arms names its arm, or none."""
+    return not options.arms or point.arm in options.arms
 
 
 def point_s(options: argparse.Namespace, progress: Progress, point: Point) -> float:
@@ -194,7 +201,7 @@ def _left(
     seeds: Sequence[int],
 ) -> list[Group]:
     found = (
-        [one for one in group if not is_done(progress, options, one[1])]
+        [one for one in group if is_asked(options, one[1]) and not is_done(progress, options, one[1])]
         for group in groups(layouts, rates, seeds)
     )
     return [group for group in found if group]
@@ -244,6 +251,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--model-dir", default="", help="default: 8B shape, random weights; on CPU the demo model"
     )
     parser.add_argument("--layouts", default="", help="of the GPUs' layouts these, e.g. 1p1d,colocated")
+    parser.add_argument(
+        "--arms", default="", help="of the layouts' arms these, e.g. 1p1d,colocated: without auto"
+    )
     parser.add_argument("--rates", action="append", default=[], metavar="WORKLOAD=A,B", help="of an instance")
     parser.add_argument("--point-s", type=float, default=60.0, help="of arrivals")
     parser.add_argument("--seed", type=int, default=1)
@@ -276,6 +286,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options.layouts = [word for word in options.layouts.split(",") if word]
     if unknown := set(options.layouts) - {one.name for one in LAYOUTS[options.gpus]}:
         parser.error(f"no layouts {sorted(unknown)} with {options.gpus} GPUs")
+    options.arms = [word for word in options.arms.split(",") if word]
+    if unknown := set(options.arms) - {arm for one in LAYOUTS[options.gpus] for arm in one.arms}:
+        parser.error(f"no arms {sorted(unknown)} with {options.gpus} GPUs")
     given = dict(word.split("=", 1) for word in options.rates)
     if unknown := set(given) - set(WORKLOADS):
         parser.error(f"no workloads {sorted(unknown)}; there are {', '.join(WORKLOADS)}")
@@ -285,11 +298,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def kept(path: Path, measured: Samples) -> list[dict[str, Any]]:
-    """Points of other numbers of GPUs in the result file of before."""
+    """What the result file of before has of other points, each with the commit that it was measured at."""
     if not path.is_file():
         return []
-    gpus = {row["gpus"] for row in measured}
-    return [row for row in load_result(path)["samples"] if row["gpus"] not in gpus]
+    before = load_result(path)
+    mine = {tuple(row[name] for name in KEY) for row in measured}
+    rows = [row for row in before["samples"] if tuple(row[name] for name in KEY) not in mine]
+    return [{"commit": before["commit"][:7], **row} for row in rows]
 
 
 def write(options: argparse.Namespace, argv: Sequence[str], samples: Samples, metrics: Metrics) -> Path:

@@ -162,11 +162,16 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "load_average_1min": round(os.getloadavg()[0], 2),
     }
-    gpus = _nvidia("name")
+    gpus = gpu_names()
     if gpus:
         found["gpu"] = gpus
         found["driver"] = _nvidia("driver_version")[0]
     return found
+
+
+def gpu_names() -> list[str]:
+    """Of every GPU here its name, e.g. "NVIDIA H200"; [] without one."""
+    return _nvidia("name")
 
 
 def _cpu_model() -> str:

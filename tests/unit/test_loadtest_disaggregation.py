@@ -233,11 +233,20 @@ def test_no_knee_is_measured_again_while_a_point_was_never_measured(tmp_path, mo
     assert seen == [("stock", [(1.0, 1)])]
 
 
-def test_a_result_file_keeps_its_points_of_other_numbers_of_gpus(tmp_path):
+def test_a_result_file_keeps_the_points_that_a_call_did_not_measure_with_the_commit_that_they_are_of(
+    tmp_path,
+):
     path = tmp_path / "h200-disaggregation.json"
-    old = [row("1p1d", 1.0), row("1p2d", 1.0, gpus=4)]
-    path.write_text(json.dumps({"samples": old}))
-    assert bench.kept(path, [row("1p1d", 2.0)]) == [old[1]]
+    old = [
+        row("1p1d", 1.0), row("1p1d", 1.0, rate=2.0), {**row("1p1d", 1.0, seed=2), "commit": "1078da8"},
+        row("1p2d", 1.0, gpus=4),
+    ]  # fmt: skip
+    path.write_text(json.dumps({"commit": "c3620031" * 5, "samples": old}))
+    found = bench.kept(path, [row("1p1d", 2.0)])
+    assert found == [
+        {**one, "commit": commit}
+        for one, commit in zip(old[1:], ("c362003", "1078da8", "c362003"), strict=True)
+    ]
     assert bench.kept(tmp_path / "none.json", old) == []
 
 
@@ -253,8 +262,26 @@ def test_gpus_get_the_8b_shape_with_random_weights_and_cpus_the_demo_model(tmp_p
     on_cpu = Start("cpu", "vllm")
     assert on_cpu.sections() == {}
     assert "kv_space=own" in on_cpu.flags(tmp_path, [])
-    with pytest.raises(SystemExit):
-        bench.parse(["--layouts", "3p1d"])
+    for wrong in (["--layouts", "3p1d"], ["--arms", "1p1d,3p1d"]):
+        with pytest.raises(SystemExit):
+            bench.parse(wrong)
+
+
+def test_a_call_may_leave_out_what_a_free_choice_does(tmp_path, monkeypatch):
+    asked = options("--rates", "sharegpt=1,2", "--arms", "1p1d,colocated")
+    seen = []
+
+    def measured(_options, layout, left, progress, end_s):
+        seen.append((layout.name, [(p.arm, p.rate) for p in left]))
+        for point in left:
+            progress.add(row(point.arm, 500.0, rate=point.rate))
+
+    monkeypatch.setattr(bench, "measure_layout", measured)
+    assert bench.measure(asked, Progress(tmp_path / "runs.jsonl", bench.said))
+    assert seen == [
+        ("1p1d", [("1p1d", 1.0), ("1p1d", 2.0)]),
+        ("colocated", [("colocated", 1.0), ("colocated", 2.0)]),
+    ]
 
 
 def test_the_figure_has_a_row_a_workload_and_a_line_an_arm():
