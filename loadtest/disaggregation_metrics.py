@@ -12,21 +12,28 @@ from loadtest.results import Metrics, Samples
 RESAMPLES = 200
 COMPARED = ("ttft_mean", "ttft_p99", "tpot_mean", "tpot_p99", "jct_mean", "jct_p99")
 BASELINES = ("colocated", "stock")  # our engines, plain vLLM
+TOGETHER = (
+    "commit",
+    "cards",
+)  # of two points that are compared: measured by one call, as far as samples tell
 
 
 def metrics_from_samples(samples: Samples) -> Metrics:
     """Of each point, with 95% intervals from its requests; arms over colocated, over stock vLLM, and over themselves
-    without caching. failed_requests: of all points."""
+    without caching, where both were measured together: machines of one kind differ by a third. failed_requests: of all
+    points."""
     out: Metrics = {}
+    together: dict[str, list[Any]] = {}
     rows = sorted((s for s in samples if s["kind"] == "point"), key=_point_key)
     for key, some in groupby(rows, key=_point_key):
         found = list(some)
         head = _head(*key)
+        together[head] = [[row.get(name) for name in TOGETHER] for row in found]
         out |= {f"{head}_{name}": value for name, value in _of_point(found).items()}
     for gpus, workload, rate, arm in dict.fromkeys(_point_key(row) for row in rows):
         for other, word in (*((one, one) for one in BASELINES), (f"{arm}_basic", "basic")):
             mine, theirs = _head(gpus, workload, rate, arm), _head(gpus, workload, rate, other)
-            if arm == other or f"{theirs}_jct_mean_ms" not in out:
+            if arm == other or together.get(theirs) != together[mine]:
                 continue
             for name in COMPARED:
                 if below := out[f"{theirs}_{name}_ms"]:

@@ -88,6 +88,17 @@ def test_what_auto_does_is_said_of_points_where_handing_off_wins_and_where_it_lo
     assert check_metrics(found) == []
 
 
+@pytest.mark.parametrize("what", [{"commit": "1078da8"}, {"cards": ["NVIDIA H200"]}])
+def test_points_that_were_not_measured_together_are_not_compared(what):
+    samples = [row("1p1d", 500.0), {**row("colocated", 1_000.0), **what}, {**row("stock", 400.0), **what}]
+    found = bench.metrics_from_samples(samples)
+    head = "gpus2_sharegpt_rate1"
+    assert {f"{head}_{arm}_jct_p99_ms" for arm in ("1p1d", "colocated", "stock")} <= found.keys()
+    assert f"{head}_colocated_jct_p99_vs_stock_ratio" in found
+    assert not [name for name in found if name.startswith(f"{head}_1p1d") and "_vs_" in name]
+    assert "compared_points_count" not in found
+
+
 def test_seeds_of_a_point_count_together_and_failures_against_the_slo():
     both = [row("1p1d", 500.0), row("1p1d", 700.0, seed=2)]
     both[1]["failed"] = 40
