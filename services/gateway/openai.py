@@ -26,7 +26,6 @@ from services.gateway.openai_fields import (
     StreamOptions,
     TokenIds,
     Tools,
-    is_token_list,
     template_messages,
     template_tools,
 )
@@ -268,8 +267,9 @@ class CompletionBody(SamplingBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or as token ids."""
-        return [self.prompt] if isinstance(self.prompt, str) or is_token_list(self.prompt) else self.prompt
+        """Each prompt, as text or as token ids. Cost: none; check_prompt() has looked at every id."""
+        given = self.prompt
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 class TokenizeBody(Model):
