@@ -20,6 +20,7 @@ class Collector:
 
     def __init__(self):
         self.received = []
+        self.headers = {}
         self.status = 200
         self.closes = False
         self.num_connections = 0
@@ -41,6 +42,7 @@ def collector():
             body = self.rfile.read(int(self.headers["content-length"]))
             closes = found.closes
             found.received.append((self.path, self.headers["content-type"], body))
+            found.headers = dict(self.headers.items())
             self.send_response(found.status)
             self.send_header("content-length", "0")
             self.end_headers()
@@ -162,3 +164,48 @@ def test_a_refusal_is_told_and_the_next_batch_is_taken(collector):
 def test_an_endpoint_that_is_no_url_is_refused(endpoint):
     with pytest.raises(SettingsError, match="no URL of a collector"):
         CollectorExporter(endpoint, "quire-x", "x-0")
+
+
+def test_a_collector_gets_the_headers_and_attributes_that_opentelemetrys_variables_name(
+    collector, monkeypatch
+):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-api-key=a%20b, authorization=Bearer%20t%3D ,")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=prod,service.name=not-ours")
+    exporter = CollectorExporter(collector.url, "quire-x", "x-0")
+    exporter.export([record()])
+    exporter.close()
+    assert collector.headers["x-api-key"] == "a b"
+    assert collector.headers["authorization"] == "Bearer t="
+    assert collector.headers["Content-Type"] == "application/json"
+    (resource,) = parsed(collector.received[0][2]).resource_spans
+    assert {a.key: a.value.string_value for a in resource.resource.attributes} == {
+        "deployment.environment": "prod", "service.name": "quire-x", "service.instance.id": "x-0",
+    }  # fmt: skip
+
+
+def test_headers_for_traces_come_before_those_for_all(collector, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-api-key=all")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "x-api-key=traces")
+    exporter = CollectorExporter(collector.url, "quire-x", "x-0")
+    exporter.export([record()])
+    exporter.close()
+    assert collector.headers["x-api-key"] == "traces"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "secret",
+        "=secret",
+        "a b=secret",
+        "a=secret%0d%0ax: y",
+        "a=secret%C3%A9",
+        "content-type=secret",
+        "é=secret",
+    ],
+)
+def test_headers_that_cannot_be_sent_are_refused_and_no_value_is_said(collector, monkeypatch, text):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", text)
+    with pytest.raises(SettingsError, match="OTEL_EXPORTER_OTLP_HEADERS") as caught:
+        CollectorExporter(collector.url, "quire-x", "x-0")
+    assert "secret" not in str(caught.value)
