@@ -10,12 +10,12 @@ engines would idle: as long as this thread lives, the process's threads ask for 
 """
 
 import sys
-import threading
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from shared.transfer.transfer_job import DrivenFuture
+from shared.vital_thread import start_vital
 
 # between looks at what somebody waits for here: a twentieth of the time waited, within these (on an H200 a layer of an
 # 8B model takes 0.7 ms for 1K tokens)
@@ -36,8 +36,7 @@ class PullThread:
         self._awaited: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(min(self._switch_s, SWITCH_S))
-        self._thread = threading.Thread(target=self._run, name="mover", daemon=True)
-        self._thread.start()
+        self._thread = start_vital(self._run, name="mover", loss="no page would be copied any more")
 
     def post(self, action: Callable[[], None]) -> None:
         """Run it on the thread, in order. Actions do not raise; those posted after close() are dropped."""

@@ -46,8 +46,9 @@ class OwnSpace:
         self.instance = instance
         self.description = describe(instance, page_bytes, layout, only_lends=only_lends)
         self.memory = RankMemory(
-            socket, instance, self.description, 0, device=device, capacity_bytes=capacity_bytes
-        )
+            socket, instance, self.description, 0, device=device, capacity_bytes=capacity_bytes,
+            on_bug=lambda: None,  # the process is its user's
+        )  # fmt: skip
         self._engine = PageQuota(socket, instance, self.description, 0)
         try:
             self.header = self._engine.attach()

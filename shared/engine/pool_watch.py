@@ -19,7 +19,7 @@ from shared.ids import LeaseId
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.mempool.page_quota import PageQuota
 from shared.mempool.slab_unmaps import IDLE_S
-from shared.observe.service import EXIT_BUG
+from shared.vital_thread import start_vital
 from shared.wire.mempool import HeldLease
 
 logger = logging.getLogger(__name__)
@@ -42,14 +42,7 @@ class PoolWatch:
     _stepped_s: float  # when the last step was scheduled, time.monotonic()
 
     def _watch_pool(self) -> None:
-        threading.Thread(target=self._watch, name="quire-reattach", daemon=True).start()
-
-    def _watch(self) -> None:
-        try:
-            self._stay_attached()
-        except Exception:
-            logger.critical("nobody hears the mempool any more: the engine must begin anew", exc_info=True)
-            os._exit(EXIT_BUG)
+        start_vital(self._stay_attached, name="quire-reattach", loss="nobody hears the mempool any more")
 
     def _stay_attached(self) -> None:
         """Whether this engine is busy or idle: hear what the mempool asks for, and whether it is there."""

@@ -33,8 +33,9 @@ from shared.ids import Epoch, InstanceId
 from shared.observe import metrics
 from shared.observe.admin import AdminServer
 from shared.observe.log import get_logger
-from shared.observe.service import EXIT_BUG, end_on_lost_task
+from shared.observe.service import end_on_lost_task
 from shared.transport.heap import settle_heap
+from shared.vital_thread import EXIT_BUG
 from shared.wire.reports import Hello, Role
 
 _log = get_logger("worker")

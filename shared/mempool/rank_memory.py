@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -22,6 +22,7 @@ from shared.kv.words import u32_bytes, u32_list, u64_list
 from shared.mempool.slab_unmaps import SlabUnmaps, Unmapper
 from shared.transport.unix_blocking import BlockingUnixLink
 from shared.transport.unix_socket import close_fds
+from shared.vital_thread import end_process, start_vital
 from shared.wire import mempool as wire
 from shared.wire.mempool_far import FarMapped, MapFar, UnmapFar
 
@@ -77,6 +78,7 @@ class RankMemory:
         device: as in wire.Attach.
         capacity_bytes: what all ranks' pages together may take; only the first attachment decides it.
         far_places: the most pages from elsewhere that this process maps (stay_attached).
+        on_bug: of its threads; see start_vital().
     Raises: ResourceError when the pool refuses; ClusterError when it cannot be reached.
     """
 
@@ -91,8 +93,10 @@ class RankMemory:
         capacity_bytes: int = 0,
         instance_epoch: Epoch = _NO_EPOCH,
         far_places: int = 0,
+        on_bug: Callable[[], None] = end_process,
     ) -> None:
         self._path = Path(socket)
+        self._on_bug = on_bug
         self._down = threading.Event()
         self._closing = False
         self._link = self._new_link()
@@ -155,10 +159,15 @@ class RankMemory:
         """
         self._slabs, self._far = slabs, far
         if slabs is not None:
-            self._unmaps = SlabUnmaps(slabs, lambda done: self._say(wire.Unmapped(slabs=u32_bytes(done))))
+            self._unmaps = SlabUnmaps(
+                slabs, lambda done: self._say(wire.Unmapped(slabs=u32_bytes(done))), on_bug=self._on_bug
+            )
         self._link.start()
         self._say_mapped()
-        threading.Thread(target=self._reattach_forever, name="quire-rank", daemon=True).start()
+        start_vital(
+            self._reattach_forever, name="quire-rank", on_bug=self._on_bug,
+            loss="a successor of the mempool would never know this rank",
+        )  # fmt: skip
 
     def step_launched(self) -> None:
         """By the thread of the steps, behind each step's last launch: see SlabUnmaps."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from shared.errors import ClusterError
+from shared.vital_thread import end_process, start_vital
 
 IDLE_S = 0.02  # without a step for so long, nobody minds how it is done
 STEPS_BYTES_PER_S = 64 << 30  # 0.4 ms between two slabs of 32 MiB; and a turn of this thread for every batch
@@ -39,6 +40,7 @@ class SlabUnmaps:
         user: unmaps.
         say: told which slabs are unmapped, on the thread that did it.
         clock: seconds, monotonic.
+        on_bug: see start_vital().
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class SlabUnmaps:
         say: Callable[[Sequence[int]], None],
         *,
         clock: Callable[[], float] = time.monotonic,
+        on_bug: Callable[[], None] = end_process,
     ) -> None:
         self.lock = threading.Lock()
         self._user, self._say, self._clock = user, say, clock
@@ -54,7 +57,9 @@ class SlabUnmaps:
         self._arrived = threading.Event()
         self._stepped_s = clock() - 2 * IDLE_S
         self._closed = False
-        threading.Thread(target=self._work, name="quire-unmap", daemon=True).start()
+        start_vital(
+            self._work, name="quire-unmap", on_bug=on_bug, loss="memory that shall go would stay mapped here"
+        )
 
     def add(self, slabs: Sequence[int]) -> None:
         """No step touches these, begun or to come."""

@@ -16,9 +16,9 @@ from shared.background_task import LOST_TASK
 from shared.errors import SettingsError
 from shared.frame_room import with_frame_room
 from shared.observe import log, trace
+from shared.vital_thread import EXIT_BUG
 
 EXIT_SETTINGS = 2
-EXIT_BUG = 70
 
 
 class ServiceSettings(Protocol):

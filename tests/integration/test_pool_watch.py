@@ -9,9 +9,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from shared import vital_thread
 from shared.engine import pool_watch
 from shared.engine.pool_watch import PoolWatch
 from shared.mempool.slab_unmaps import IDLE_S
+from shared.vital_thread import EXIT_BUG
 
 PATIENCE_S = 10.0
 
@@ -81,7 +83,7 @@ def test_many_pages_are_the_next_steps_to_give_as_this_one_would_take_longer():
 def test_an_engine_that_cannot_hear_the_mempool_by_a_bug_ends(monkeypatch):
     """Its thread was gone: idle, it gave no page back, and it did not go on with the mempool's successor."""
     ended = threading.Event()
-    monkeypatch.setattr(pool_watch.os, "_exit", lambda status: status == pool_watch.EXIT_BUG and ended.set())
+    monkeypatch.setattr(vital_thread.os, "_exit", lambda status: status == EXIT_BUG and ended.set())
     watch = Watch()
     watch.requests = {}
 
