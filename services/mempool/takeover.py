@@ -32,6 +32,7 @@ from shared.mempool.keeper_client import KeeperClient, KeeperStale, KeptRun
 from shared.observe.log import get_logger
 from shared.transport.unix_socket import close_fds
 from shared.wire import keeper as wire
+from shared.wire.codec import MALFORMED
 
 PROCESSES = "processes"  # the space of pidfds
 KEEPER_PATIENCE_MS = 15_000  # for one that stands still: what it keeps is every page that there is
@@ -267,7 +268,7 @@ def kept_processes(client: KeeperClient) -> list[KeptProcess]:
     for run in client.fetch_space(PROCESSES, "process"):
         try:
             meta = msgspec.msgpack.decode(run.meta, type=ProcessMeta)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except MALFORMED:
             meta = ProcessMeta(kind="engine")
         out += [KeptProcess(run.first_page + i, fd, meta) for i, fd in enumerate(run.fds)]
     return out

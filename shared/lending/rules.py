@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from shared.errors import SettingsError
+from shared.wire.codec import MALFORMED
 
 GB, GIB, MIB = 1_000_000_000, 1 << 30, 1 << 20
 AUTO_BUDGET = -1
@@ -128,7 +129,7 @@ def decode_profile(data: bytes, source: str) -> EngineProfile:
     """Raises: SettingsError when it is no profile."""
     try:
         found = msgspec.json.decode(data, type=EngineProfile)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through
+    except MALFORMED as error:
         raise SettingsError(f"{source} is no profile of `quire profile`: {error}") from error
     if found.format != FORMAT:
         raise SettingsError(f"{source} has the format {found.format!r}, not {FORMAT!r}")

@@ -8,6 +8,7 @@ import msgspec
 
 from shared.errors import PeerProtocolError
 from shared.transfer.interface import Region, RegionKind
+from shared.wire.codec import MALFORMED
 
 VERSION = 1
 MAX_DESCRIPTION_BYTES = 4 << 20
@@ -68,7 +69,7 @@ def decode(raw: bytes) -> EndDescription:
         raise PeerProtocolError(f"a description of {len(raw)} bytes; at most {MAX_DESCRIPTION_BYTES}")
     try:
         found = msgspec.msgpack.decode(raw, type=EndDescription)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through
+    except MALFORMED as error:
         raise PeerProtocolError(f"bad description of a transfer end: {error}") from error
     if found.version != VERSION:
         raise PeerProtocolError(

@@ -28,6 +28,7 @@ from shared.transfer.quarantine import Quarantine
 from shared.transfer.served import Answer, Ask, AskedAttempt, Cancel
 from shared.transfer.served_link import MaySend, Sending, ServedLink
 from shared.transfer.transfer_job import Attempt
+from shared.wire.codec import MALFORMED
 
 
 class NcclEnd(msgspec.Struct, frozen=True):
@@ -262,7 +263,7 @@ def _buffers(address: int, offsets: list[int], sizes: list[int]) -> list[tuple[i
 def _ids_of(end: EndDescription) -> NcclEnd:
     try:
         found = msgspec.msgpack.decode(end.payloads.get(PathName.NCCL.value, b""), type=NcclEnd)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through
+    except MALFORMED as error:
         raise PeerProtocolError(f"bad NCCL payload of {end.instance}: {error}") from error
     if len(found.first_pulls) != ID_BYTES or len(found.second_pulls) != ID_BYTES:
         raise PeerProtocolError(f"{end.instance} sent no NCCL ids")

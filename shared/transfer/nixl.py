@@ -33,6 +33,7 @@ from shared.transfer.provider import BaseTransport
 from shared.transfer.quarantine import Quarantine
 from shared.transfer.served_link import MaySend, Sending, ServedLink
 from shared.transfer.transfer_job import Attempt
+from shared.wire.codec import MALFORMED
 
 ATTEND_CONNECT_S = 2.0
 Mode = Literal["auto", "read", "write"]
@@ -244,7 +245,7 @@ def _nixl_end(end: EndDescription) -> NixlEnd:
         raise PathUnavailable(f"{end.instance} runs without NIXL")
     try:
         found = msgspec.msgpack.decode(end.payloads[PathName.NIXL.value], type=NixlEnd)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through
+    except MALFORMED as error:
         raise PeerProtocolError(f"bad NIXL payload of {end.instance}: {error}") from error
     if any(name not in found.regions or found.regions[name][0] < 0 for name in (r.name for r in end.regions)):
         raise PeerProtocolError(f"{end.instance}: a region without an address for NIXL")

@@ -21,6 +21,7 @@ from shared.errors import PeerError, PeerProtocolError
 from shared.transfer.errors import PeerLost, TransferError, TransferFailed, TransferRefused
 from shared.transfer.interface import MAX_MESSAGE_BYTES, MAX_PIECES, Channel
 from shared.transfer.pieces import Pieces
+from shared.wire.codec import MALFORMED
 
 MAX_SERVED = 256  # pulls that one peer may have waiting here
 
@@ -67,7 +68,7 @@ def unpack(raw: bytes) -> Message:
         raise PeerProtocolError(f"a transfer message of {len(raw)} bytes; at most {MAX_MESSAGE_BYTES}")
     try:
         return _decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through
+    except MALFORMED as error:
         raise PeerProtocolError(f"bad transfer message: {error}") from error
 
 

@@ -26,6 +26,7 @@ from shared.transfer.quarantine import Quarantine
 from shared.transfer.served import AskedAttempt
 from shared.transfer.served_link import MaySend, Sending, ServedLink
 from shared.transfer.transfer_job import Attempt
+from shared.wire.codec import MALFORMED
 
 PIECE_BITS = 17  # of a tag: interface.MAX_PIECES
 NUMBER_BITS = 34  # transfers of one link
@@ -269,5 +270,5 @@ def _address_of(end: EndDescription) -> bytes:
         raise PathUnavailable(f"{end.instance} runs without ucxx")
     try:
         return msgspec.msgpack.decode(end.payloads[PathName.UCXX.value], type=UcxxEnd).address
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through
+    except MALFORMED as error:
         raise PeerProtocolError(f"bad ucxx payload of {end.instance}: {error}") from error

@@ -6,6 +6,7 @@ import httpx
 import msgspec
 
 from shared.errors import PeerError, PeerGone, PeerProtocolError, PeerTimeout
+from shared.wire.codec import MALFORMED
 
 REQUEST_TIMEOUT_S = 1.0
 MAX_REPLY_BYTES = 8 << 20
@@ -87,7 +88,7 @@ class CoordinatorApi:
     def _leave_standby(self, response: httpx.Response) -> None:
         try:
             refusal = msgspec.json.decode(response.content, type=_Refusal)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except MALFORMED:
             return
         if refusal.code != STANDBY:
             return
@@ -104,5 +105,5 @@ def decode(response: httpx.Response, reply: type[T], what: str) -> T:
         raise PeerProtocolError(f"{len(response.content)} bytes from the coordinator")
     try:
         return msgspec.json.decode(response.content, type=reply)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through
+    except MALFORMED as error:
         raise PeerProtocolError(f"{what}: {error}") from error

@@ -19,6 +19,7 @@ from shared.errors import PeerError, PeerGone, PeerProtocolError, PeerTimeout
 from shared.ids import InstanceId, LeaseId
 from shared.transport.coordinator_api import CoordinatorApi, decode
 from shared.transport.membership_client import MIN_INTERVAL_S, Background, Event
+from shared.wire.codec import MALFORMED
 from shared.wire.lending import (
     AskLease,
     AskReclaim,
@@ -203,5 +204,5 @@ def _mempool(mempool: InstanceId) -> str:
 def _refused(response: Response) -> LendingRefused:
     try:
         return msgspec.json.decode(response.content, type=LendingRefused)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except MALFORMED:
         raise PeerProtocolError(f"{response.status_code} {response.text[:200]}") from None

@@ -15,6 +15,10 @@ from shared.errors import PeerProtocolError
 MAX_BODY_BYTES = 32 << 20
 MAX_RAW_FRAMES = 8
 
+# what msgspec raises on bytes that are nothing it writes: it lets bad UTF-8 through as it is, and gives up where arrays
+# are nested a thousand deep
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
 T = TypeVar("T")
 
 
@@ -47,5 +51,5 @@ class Channel(Generic[T]):
             raise PeerProtocolError(f"seq of {len(seq)} bytes, body of {len(body)} bytes")
         try:
             return int.from_bytes(seq, "big"), self._decoder.decode(body), list(frames[3:])
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through as it is
+        except MALFORMED as error:
             raise PeerProtocolError(f"bad body on {self.schema.decode()}: {error}") from error

@@ -153,10 +153,26 @@ def test_what_has_arrived_is_counted_by_its_worker_alone():
     assert d0.view(now_ms=20_000).room_blocks == 90, "placements whose end was never told stop counting"
 
 
-def test_a_held_request_whose_client_left_is_forgotten_and_too_many_do_not_wait():
+def test_with_too_many_waiting_the_first_goes_without_room_and_the_last_does_not_overtake():
     made = cluster({"p0": FREE, "d0": Room(100, 0, 40, 64)}, disaggregation="always")
-    answers = [made.place(place(f"r{n}", tokens=320, max_tokens=64), now_ms=0) for n in range(5)]
-    assert [type(one) for one in answers] == [Held] * 4 + [Placed]
+    answers = [made.place(place(f"r{n}", tokens=320, max_tokens=64), now_ms=0) for n in range(6)]
+    assert [type(one) for one in answers] == [Held] * 6
+    served = made.serve_held(now_ms=10)
+    assert [(one.request_id, type(one)) for one in served] == [("r0", Placed), ("r1", Placed)]
+    assert len(made.waiting) == 4
+
+
+def test_who_makes_way_in_one_moment_is_bounded_too_and_another_models_requests_make_none():
+    made = cluster({"p0": FREE, "d0": Room(100, 0, 40, 64)}, disaggregation="always")
+    answers = [made.place(place(f"r{n}", tokens=320, max_tokens=64), now_ms=0) for n in range(9)]
+    assert [type(one) for one in answers] == [Held] * 8 + [Placed]
+    assert not made.waiting._make_way("another")
+
+
+def test_a_held_request_whose_client_left_is_forgotten():
+    made = cluster({"p0": FREE, "d0": Room(100, 0, 40, 64)}, disaggregation="always")
+    for n in range(4):
+        assert isinstance(made.place(place(f"r{n}", tokens=320, max_tokens=64), now_ms=0), Held)
     made.ended(Ended(request_id="r0", attempt=1))
     tell(made, {"d0": FREE}, 10, seq=2)
     assert [one.request_id for one in made.serve_held(now_ms=10)] == ["r1", "r2", "r3"]

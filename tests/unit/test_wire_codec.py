@@ -7,7 +7,10 @@ from hypothesis import strategies as st
 
 from shared.errors import PeerProtocolError
 from shared.wire.codec import MAX_RAW_FRAMES
+from shared.wire.cost import CostCoefficients, ModelShape
+from shared.wire.reports import REPORTS
 from shared.wire.requests import TO_WORKER, Abort, GatewayToWorker
+from tests.support.control_plane import hello
 
 GOOD = TO_WORKER.pack(Abort(request_id="r", attempt=1), seq=7, raw=[b"abc"])
 
@@ -37,6 +40,36 @@ def test_bad_utf8_is_a_protocol_error():
     )
     with pytest.raises(PeerProtocolError):
         TO_WORKER.unpack([GOOD[0], GOOD[1], body])
+
+
+def test_a_field_that_nobody_knows_of_arrays_in_arrays_is_a_protocol_error():
+    """It ended the scheduler: RecursionError is no error of msgspec's own."""
+    body = bytearray(msgspec.msgpack.encode({"type": "abort", "request_id": "r", "attempt": 1}))
+    body[0] += 1  # a map of one field more
+    body += msgspec.msgpack.encode("zz") + b"\x91" * 5_000 + b"\xc0"
+    with pytest.raises(PeerProtocolError):
+        TO_WORKER.unpack([GOOD[0], GOOD[1], bytes(body)])
+
+
+SHAPE = ModelShape(
+    num_layers=2, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=4, head_dim=16, vocab_size=100
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((name, 0) for name in ("tile_columns", "tile_tokens", "num_processors", "max_batched_tokens", "tp", "pp")),
+        *((("launch_ms", value)) for value in (float("nan"), float("inf"), -1.0)),
+    ],
+)  # fmt: skip
+def test_costs_that_nobody_can_count_with_are_a_protocol_error(field, value):
+    """Of a worker's Hello. Who divided by it was the scheduler."""
+    good = hello("decode-0", cost=CostCoefficients(shape=SHAPE))
+    assert REPORTS.unpack(REPORTS.pack(good))[1] == good
+    bad = hello("decode-0", cost=CostCoefficients(shape=SHAPE, **{field: value}))
+    with pytest.raises(PeerProtocolError):
+        REPORTS.unpack(REPORTS.pack(bad))
 
 
 @pytest.mark.parametrize(

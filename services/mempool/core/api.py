@@ -38,7 +38,7 @@ class Api:
 
     def __init__(self, limits: ApiLimits | None = None) -> None:
         self.limits = limits or ApiLimits()
-        self.homes: dict[InstanceId, Home] = {}
+        self.homes = state.Homes()
         self.peers: dict[InstanceId, int] = {}  # instance -> number of the peer mempool that serves it
         self.holders: dict[int, Holder] = {}
         self.counters: Counter[str] = Counter()
@@ -225,8 +225,7 @@ class Api:
         if len(pages) != len(hashes) or not state.owned([holder], stretches):
             state.held([holder], home, stretches)
             raise InvalidRequest(f"{len(hashes)} hashes for {len(pages)} pages that were allocated")
-        if state.names_twice(stretches):
-            raise InvalidRequest("an address is named twice")
+        state.check_can_be_blocks(home, stretches)
         if any(self.moves.busy.has_any(each.space, each.pages) for each in stretches):
             raise InvalidRequest("a copy still touches one of the pages")
         entries = self.name_pages(home, call.parent, hashes, stretches, call.last_tokens)
@@ -311,9 +310,9 @@ class Api:
         self.moves.on_peer_reply(reply)
         return self._done()
 
-    def on_tiers(self, instance: InstanceId, actions: Sequence[TierAction]) -> list[ApiAction]:
-        """What an instance's Tiers decided: what is left of it when callers of swaps are answered."""
-        self._swaps.on_tiers(self.homes[instance], actions)
+    def on_tiers(self, home: Home, actions: Sequence[TierAction]) -> list[ApiAction]:
+        """What a home's Tiers decided: what is left of it when callers of swaps are answered."""
+        self._swaps.on_tiers(home, actions)
         return self._done()
 
     def tick(self, now_ms: int) -> list[ApiAction]:
@@ -370,7 +369,7 @@ class Api:
 
     def allocator(self, space: SpaceId) -> Allocator:
         """Of a space that a holder has pages of."""
-        return next(a for home in self.homes.values() for _, a in home.spaces() if a.space == space)
+        return self.homes.allocator(space)
 
     def pin(self, holder: Holder, entries: Sequence[tuple[SpaceId, Entry]]) -> None:
         """One more pin on each, the holder's."""

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from services.mempool.core.api_state import CallPeer, Holder, Home, MovePages, held, owned
+from services.mempool.core.api_state import (
+    CallPeer,
+    Holder,
+    Home,
+    MovePages,
+    check_can_be_blocks,
+    held,
+    owned,
+)
 from services.mempool.core.busy_pages import BusyPages
 from services.mempool.core.entry import Entry
 from services.mempool.core.tiers import CopyResult
@@ -243,6 +251,7 @@ class Moves:
         move = _Move(holder, call_id, order, source, home, sources, [])
         if order.insert:
             self._api.check_path(home, order.parent, hashes, order.last_tokens)
+            check_can_be_blocks(home, self._api.stretches(order.targets))
             found = home.places.prefix(hashes)
             move.known = [(stretch.space, entry) for stretch in found for entry in stretch.entries]
         self._take_targets(move, num_sources)

@@ -116,8 +116,9 @@ class ApiSpaces:
     def on_call(self, connection: int, call: wire.ApiCall | wire.PullPages, now_ms: int) -> None:
         """Any call after the first message. Raises: PeerProtocolError; end the connection."""
         self._find_homes()
-        wanted = self._wanted(call.order if isinstance(call, wire.PullPages) else call)
-        if wanted is None or len(self._waiting) >= MAX_WAITING:
+        order = call.order if isinstance(call, wire.PullPages) else call
+        wanted = self._wanted(order)
+        if wanted is None or len(self._waiting) >= MAX_WAITING or not self._can_wait(order):
             self._perform(self.api.on_call(connection, call, now_ms))
             return
         pool, count = wanted
@@ -209,6 +210,18 @@ class ApiSpaces:
         most = int(self.api.limits.max_held_ratio * pool.memory.table.num_pages)
         return (pool, count) if count <= min(most, self._limits.max_blocks_per_call) else None
 
+    def _can_wait(self, call: wire.ApiCall) -> bool:
+        """False: it is refused at once. Raises: PeerProtocolError now; later it would be in another peer's event."""
+        try:
+            match call:
+                case wire.Transfer():
+                    self.api.stretches(call.sources)
+                case wire.SwapIn():
+                    self.api.stretches(call.addresses)
+        except InvalidRequest:
+            return False
+        return True
+
     def advance(self, now_ms: int) -> None:
         """After every event: decide the calls whose pages have come, or that have waited long enough."""
         for waiting in list(self._waiting):
@@ -295,9 +308,8 @@ class ApiSpaces:
         return [page for page in pages if page not in mine]
 
     def _on_swapped(self, number: int, decided: Sequence[TierAction]) -> None:
-        for instance, home in list(self.api.homes.items()):
-            if home.tiers is not None and home.tiers.fast.space == number:
-                self._perform(self.api.on_tiers(instance, decided))
+        for home in self.api.homes.swapping(SpaceId(number)):
+            self._perform(self.api.on_tiers(home, decided))
 
     # -- time, and what is to be done -------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import Protocol
 
@@ -120,6 +120,32 @@ Page = tuple[SpaceId, PageId]
 Beside = Callable[["Holder", Home, bytes], bytes]  # what a caller gets with pages that it took
 
 
+class Homes(dict[InstanceId, Home]):
+    """By instance. An instance that came back with other pages has another home; of what its callers still have in the
+    spaces of before, and swap there, the home of before is remembered, one for each such space."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: dict[SpaceId, Home] = {}
+
+    def __setitem__(self, instance: InstanceId, home: Home) -> None:
+        if (before := self.get(instance)) is not None:
+            self._before.update((each.space, before) for _, each in before.spaces())
+        super().__setitem__(instance, home)
+
+    def allocator(self, space: SpaceId) -> Allocator:
+        """Of a space that a holder has pages of."""
+        past = self._before.get(space)
+        homes = chain(self.values(), (past,) if past is not None else ())
+        return next(each for home in homes for _, each in home.spaces() if each.space == space)
+
+    def swapping(self, space: SpaceId) -> list[Home]:
+        """Those whose tiers swap pages of this space."""
+        past = self._before.get(space)
+        homes = chain(self.values(), (past,) if past is not None else ())
+        return [home for home in homes if home.tiers is not None and home.tiers.fast.space == space]
+
+
 @dataclass(slots=True)
 class Holder:
     """One connection and what it holds. `process`: it maps the pages, and may write its own until proven dead."""
@@ -213,6 +239,18 @@ def serves(mem_type: wire.MemType, medium: Medium) -> bool:
 def is_current(allocator: Allocator, address: PageAddress) -> bool:
     """Whether the page is still the one that the address means."""
     return allocator.first_stale([address.page], [address.epoch]) is None
+
+
+def check_can_be_blocks(home: Home, stretches: Sequence[AddressStretch]) -> None:
+    """Raises: InvalidRequest for pages that are named twice, and for lent ones: whoever pins a block there would keep
+    its lender's pages for as long as it likes."""
+    if names_twice(stretches):
+        raise InvalidRequest("an address is named twice")
+    lent = {each.space for each in home.leased}
+    if any(stretch.space in lent for stretch in stretches):
+        raise InvalidRequest(
+            "lent pages hold no blocks that others could find: they go when their lender wants them"
+        )
 
 
 def names_twice(stretches: Iterable[AddressStretch]) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from services.mempool.core.api_state import Holder, Home, held
 from services.mempool.core.tiers import SwapDone, TierAction
 from shared.errors import InvalidRequest
-from shared.ids import InstanceId
+from shared.ids import SpaceId
 from shared.wire import mempool_api as wire
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class Swaps:
 
     def __init__(self, api: "Api") -> None:
         self._api = api
-        self._calls: dict[tuple[InstanceId, int], tuple[Holder, SwapCall]] = {}  # by ticket
+        self._calls: dict[tuple[SpaceId, int], tuple[Holder, SwapCall]] = {}  # by tiers' space and ticket
 
     def swap(self, holder: Holder, call: SwapCall, now_ms: int) -> None:
         """Begin; the answer comes with the ticket's SwapDone. Raises: InvalidRequest, NotHeld, Overloaded."""
@@ -42,18 +42,16 @@ class Swaps:
             if len(entries) < len(addresses):
                 raise InvalidRequest("only indexed blocks in DRAM, pinned by the caller, are swapped in")
             ticket, actions = home.tiers.swap_in(entries, now_ms)
-        self._calls[home.instance, ticket] = holder, call
+        self._calls[home.tiers.fast.space, ticket] = holder, call
         holder.num_open += 1
         self.on_tiers(home, actions)
 
     def on_tiers(self, home: Home, actions: Sequence[TierAction]) -> None:
         """Answer callers; tickets of others and copies go on to the shell."""
         for action in actions:
-            mine = (
-                self._calls.pop((home.instance, action.ticket), None)
-                if isinstance(action, SwapDone)
-                else None
-            )
+            mine = None
+            if isinstance(action, SwapDone) and home.tiers is not None:
+                mine = self._calls.pop((home.tiers.fast.space, action.ticket), None)
             if mine is None or not isinstance(action, SwapDone):
                 self._api.out.append(action)
             else:

@@ -7,10 +7,15 @@ goes as every block does when its last pin has ended.
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import count
 from typing import Protocol
 
 from services.mempool.core.entry import Branch, Entry
 from shared.ids import BlockHash
+
+_numbers = count(
+    1
+)  # of all indexes: a condemned block leaves for another one, which may condemn its next copy
 
 
 class Watch(Protocol):
@@ -26,7 +31,6 @@ class Condemned(ABC):
 
     watch: Watch | None
     _entries: dict[BlockHash, Entry]
-    _num_condemned = 0
 
     @abstractmethod
     def delete(self, hashes: Sequence[BlockHash]) -> list[Entry]:
@@ -52,8 +56,7 @@ class Condemned(ABC):
         pinned = [entry for entry in path if entry.branch is not None]
         names: dict[BlockHash, BlockHash] = {}
         for entry in pinned:
-            self._num_condemned += 1
-            seed = b"condemned:%d:" % self._num_condemned + entry.block_hash
+            seed = b"condemned:%d:%d:" % (next(_numbers), entry.page) + entry.block_hash
             name = names[entry.block_hash] = BlockHash(hashlib.sha256(seed).digest())
             self._forget(entry)
             entry.block_hash, entry.parent = name, names.get(entry.parent, entry.parent)

@@ -250,6 +250,7 @@ class Engines:
 
     def bury(self, process: int) -> int:
         """The process is proven dead. Pages that nobody alive can touch any more are free: how many."""
+        self.ranks = {c: rank for c, rank in self.ranks.items() if rank.process != process}
         for engine in self.attached.values():
             engine.ranks.discard(process)
         for lost in self.lost:

@@ -325,6 +325,9 @@ class LayerPulls:
         """Its reader will come to this space. None: it has come, or never will."""
         if pool.leases.is_closed(handoff_id):
             return None
+        before = self._held.get(handoff_id)
+        if before is not None and before.pool is not pool:  # the instance has come back in another space
+            self.let_go(handoff_id)
         held = self._held.setdefault(handoff_id, Held(pool))
         self._held.move_to_end(handoff_id)
         held.until_ms = now_ms + HOLD_MS

@@ -135,6 +135,12 @@ class Pulls:
         pull.hashes = list(hashes)
         self._arriving.update(((pull.pool.number, block_hash), pull) for block_hash in hashes)
 
+    def _expected_no_more(self, pull: Pull, hashes: Sequence[BlockHash]) -> None:
+        """By the names under which they were: a block that was condemned meanwhile has another one."""
+        for block_hash in hashes:
+            if self._arriving.get((pull.pool.number, block_hash)) is pull:
+                del self._arriving[pull.pool.number, block_hash]
+
     def push(
         self,
         source: Pool,
@@ -290,11 +296,11 @@ class Pulls:
         left, pull.sources = pull.sources[count:], pull.sources[:count]
         pull.claim.wanted = count
         self.counters["pulls_shortened"] += bool(left)
-        for source, entry in left:
-            if self._arriving.get((pull.pool.number, entry.block_hash)) is pull:
-                del self._arriving[pull.pool.number, entry.block_hash]
-            source.index.unpin([entry])
-        del pull.hashes[len(pull.hashes) - len(left) :]
+        kept = len(pull.hashes) - len(left)
+        self._expected_no_more(pull, pull.hashes[kept:])
+        del pull.hashes[kept:]
+        for source, entries in by_pool(left):
+            source.index.unpin(entries)
 
     def let_go(self, number: int, now_ms: int) -> list[Pool]:
         """Lent pages of this space are overdue: who still waits for pages to copy them into reads none of them.
@@ -353,9 +359,7 @@ class Pulls:
     def end(self, pull: Pull, now_ms: int) -> None:
         """Answer its readers before its pins go: what was copied stays long enough for them."""
         del self.pulls[pull.number]
-        for block_hash in pull.hashes:
-            if self._arriving.get((pull.pool.number, block_hash)) is pull:
-                del self._arriving[pull.pool.number, block_hash]
+        self._expected_no_more(pull, pull.hashes)
         if self.layers is not None:
             self.layers.ended(pull)
         for reader in pull.readers:

@@ -131,7 +131,10 @@ class Swaps:
         here = swap.pool.index.get(block_hash)
         if here is not None:
             return swap.pool, here
-        return swap.kept.get(block_hash) or self._kept_at(swap.pool, block_hash, any_state=True)
+        kept = swap.kept.get(block_hash)
+        if kept is not None and kept[1].block_hash == block_hash:  # else it was condemned meanwhile
+            return kept
+        return self._kept_at(swap.pool, block_hash, any_state=True)
 
     def _kept_at(self, pool: Pool, block_hash: BlockHash, *, any_state: bool = False) -> Place | None:
         """Where outside its space a block is; in places that take blocks, or in `any_state`."""

@@ -103,7 +103,7 @@ class Placer:
 
     def _place_held(self, waiter: Waiter, now_ms: int) -> Placed | Rejected | None:
         held_ms = now_ms - waiter.since_ms
-        is_over = held_ms >= self.limits.room_wait_ms
+        is_over = waiter.is_due or held_ms >= self.limits.room_wait_ms
         answer = self._place_now(from_wire(waiter.place, waiter.gateway), now_ms, may_wait=not is_over)
         if not isinstance(answer, Placed):
             return answer

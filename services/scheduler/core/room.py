@@ -100,6 +100,7 @@ class Waiter(Struct):
     place: Place
     since_ms: int
     gateway: str = ""
+    is_due: bool = False  # it makes way for one that came later: it waits no more, whatever the time
 
 
 Answer = Placed | Rejected
@@ -107,7 +108,10 @@ Answer = Placed | Rejected
 
 @dataclass(slots=True)
 class WaitingRoom:
-    """Requests in order of arrival, those of each model by themselves. Bounded: `most`."""
+    """Requests in order of arrival, those of each model by themselves. Bounded: `most`, and as many that are due.
+
+    Who comes when it is full does not overtake: the first of its model that is not due yet makes way for it.
+    """
 
     most: int
     _queues: dict[str, deque[AttemptKey]] = field(default_factory=dict)
@@ -125,12 +129,22 @@ class WaitingRoom:
 
     def add(self, place: Place, *, now_ms: int, gateway: str = "") -> bool:
         """False: too many wait."""
-        if len(self._held) >= self.most:
+        if len(self._held) >= self.most and not self._make_way(place.model):
             return False
         key = (place.request_id, place.attempt)
         self._held[key] = Waiter(place, now_ms, gateway)
         self._queues.setdefault(place.model, deque()).append(key)
         return True
+
+    def _make_way(self, model: str) -> bool:
+        """Whether one does. Cost: one step for each that is due, until they are served."""
+        if len(self._held) >= 2 * self.most:
+            return False
+        held = (self._held.get(key) for key in self._queues.get(model, ()))
+        first = next((waiter for waiter in held if waiter is not None and not waiter.is_due), None)
+        if first is not None:
+            first.is_due = True
+        return first is not None
 
     def drop(self, key: AttemptKey) -> None:
         """It waits no more. Unknown ones are ignored. Cost: O(1); its place in the queue goes when its turn comes."""
