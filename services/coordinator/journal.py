@@ -15,6 +15,7 @@ from shared.ids import InstanceId
 from shared.observe.log import get_logger
 from shared.observe.metrics import counter
 from shared.transport.redis_link import RedisLink
+from shared.wire.codec import MALFORMED
 
 KEY = "quire:coordinator:journal"
 DEADLINE_MS = 1_000
@@ -121,7 +122,7 @@ def _entries(reply: list[bytes]) -> list[JournalEntry]:
     for raw in reply[1::2]:
         try:
             entries.append(msgspec.json.decode(raw, type=JournalEntry))
-        except ValueError as error:  # also UnicodeDecodeError, which msgspec lets through
+        except MALFORMED as error:
             _bad.inc()
             _log.warning("journal_entry_bad", error=str(error))
     return entries

@@ -22,6 +22,7 @@ from shared.errors import ClusterError, PeerGone
 from shared.observe.log import get_logger
 from shared.observe.metrics import counter
 from shared.transport.redis_link import RedisLink, RedisRefused, Script
+from shared.wire.codec import MALFORMED
 
 DEADLINE_MS = 1_000
 MAX_HISTORY = 200
@@ -217,6 +218,6 @@ def _decoded(lines: Iterable[bytes], decoder: msgspec.json.Decoder[T]) -> list[T
     for line in lines:
         try:
             found.append(decoder.decode(line))
-        except ValueError as error:  # also UnicodeDecodeError, which msgspec lets through
+        except MALFORMED as error:
             _log.warning("market_entry_bad", error=str(error))
     return found

@@ -6,6 +6,7 @@ import msgspec
 from fastapi import Request, Response
 
 from shared.errors import BodyTooLarge, InvalidRequest
+from shared.wire.codec import MALFORMED
 
 MAX_BODY_BYTES = 64 << 10
 JSON = "application/json"
@@ -29,7 +30,7 @@ async def read_body(request: Request, kind: type[T], *, max_bytes: int = MAX_BOD
             raise BodyTooLarge(f"the body exceeds {max_bytes} bytes")
     try:
         return msgspec.json.decode(raw, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through
+    except MALFORMED as error:
         raise InvalidRequest(str(error)) from error
 
 

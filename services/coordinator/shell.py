@@ -104,7 +104,8 @@ class Coordinator:
         return self.lending.leadership.leader_url if self.lending.role() == "standby" else ""
 
     def _lead(self) -> None:
-        """A new term: others may have led, so the journal knows more than this process."""
+        """A new term: others may have led, so members and the journal know more than this process."""
+        self._membership.lead(now_ms=self._clock.now_ms())
         if self._journal is not None:
             self._journal.read_again()
 
@@ -137,11 +138,12 @@ class Coordinator:
             late_ms >= self._settings.heartbeat_interval_ms
         ):  # else what the living offered is taken back below
             self._membership.excuse(late_ms, now_ms=now_ms)
-        for instance, state in self._membership.tick(now_ms=now_ms):
+        forgets = self.lending.role() == "leader"  # else another one may lead, and hear who is silent here
+        for instance, state in self._membership.tick(now_ms=now_ms, forgets=forgets):
             _log.warning("member_silent", member=instance, state=state.value)
         self._flush()
         members = {view.instance: (view.epoch, view.state != "dead") for view in self.listing().instances}
-        self.lending.market.follow(members, now_ms=now_ms)
+        self.lending.market.follow(members, self._membership.gone_epoch, now_ms=now_ms)
 
 
 def _unix_us() -> int:

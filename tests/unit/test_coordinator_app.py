@@ -78,11 +78,13 @@ async def test_unknown_is_404_and_stale_is_409_with_code_and_message(api):
         b"\xff\xfe",
         b"null",
         b'{"instance": "\xff"}',
+        b'{"nobody knows": ' + b"[" * 2_000 + b"]" * 2_000 + b"}",
     ],
 )
 async def test_nonsense_is_400(api, body):
     assert refusal(await api.post("/v1/instances", content=body)) == (400, "invalid_request")
-    assert refusal(await api.post("/v1/instances/x/heartbeat", content=body)) == (400, "invalid_request")
+    for path in ("instances/x/heartbeat", "leases", "offers", "reclaims"):
+        assert refusal(await api.post(f"/v1/{path}", content=body)) == (400, "invalid_request"), path
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "x" * 129, "<script>", "ä"])

@@ -1,5 +1,7 @@
 """Membership: states by missed heartbeats, epochs that only grow, the journal."""
 
+import pytest
+
 from services.coordinator.core.membership import (
     Full,
     JournalEntry,
@@ -173,3 +175,98 @@ def test_a_coordinator_that_stands_still_at_every_turn_sees_the_dead_too():
         membership.excuse(3_000, now_ms=now_ms)
         changes = [state for _, state in membership.tick(now_ms=now_ms) if state is MemberState.DEAD]
     assert changes
+
+
+def led_again(**more):
+    """p0 and p1 spoke here; long after that, in which others may have led, a new term begins."""
+    membership = Membership(**more)
+    for name in ("p0", "p1"):
+        joined(membership, name, now_unix_us=5_000)
+    membership.take_journal()
+    membership.lead(now_ms=100_000)
+    return membership
+
+
+def test_a_term_begins_with_a_full_time_to_live_for_everybody():
+    membership = led_again()
+    assert states(membership, 100_000 + 1_499) == {"p0": "suspect", "p1": "suspect"}
+    membership.heartbeat("p0", Heartbeat(epoch=5_000), now_ms=101_499)
+    assert states(membership, 101_500) == {"p0": "live", "p1": "dead"}
+    membership.lead(now_ms=102_000)
+    assert states(membership, 103_499) == {"p0": "suspect", "p1": "suspect"}, "a dead one may beat elsewhere"
+
+
+def test_a_term_that_begins_is_a_new_version_where_there_are_members():
+    membership = led_again()
+    version = membership.version
+    membership.lead(now_ms=100_100)
+    assert membership.version == version + 1
+    empty = Membership()
+    empty.lead(now_ms=0)
+    assert empty.version == 0
+
+
+def test_a_member_that_registered_with_another_leader_is_taken_over_from_it():
+    membership = led_again(max_members=2)
+    version = membership.version
+    entry = JournalEntry(instance="p0", epoch=6_000, member=register("p0", endpoint="tcp://new:1"))
+    assert membership.restore([entry], now_ms=100_100) == 1
+    view = membership.listing(now_ms=100_100).instances[0]
+    assert (view.instance, view.epoch, view.endpoint, view.state) == ("p0", 6_000, "tcp://new:1", "suspect")
+    assert membership.version > version
+    assert membership.take_journal() == [], "it is not gone"
+    assert isinstance(membership.heartbeat("p0", Heartbeat(epoch=5_000), now_ms=0), Stale)
+    assert isinstance(membership.heartbeat("p0", Heartbeat(epoch=6_000), now_ms=0), HeartbeatReply)
+
+
+@pytest.mark.parametrize("epoch", [5_000, 6_000])
+def test_a_member_that_left_under_another_leader_is_none_any_more(epoch):
+    membership = led_again()
+    gone = JournalEntry(instance="p0", epoch=epoch)
+    membership.restore([gone], now_ms=100_100)
+    assert states(membership, 100_100) == {"p1": "suspect"}
+    assert membership.take_journal() == [gone]
+    assert membership.gone_epoch("p0") == epoch
+
+
+def test_a_member_that_spoke_in_this_term_is_believed_before_the_journal_of_its_epoch():
+    membership = led_again()
+    membership.heartbeat("p0", Heartbeat(epoch=5_000), now_ms=100_100)
+    membership.restore([JournalEntry(instance="p0", epoch=5_000)], now_ms=100_200)
+    assert states(membership, 100_200)["p0"] == "live"
+    newer = JournalEntry(instance="p0", epoch=6_000, member=register("p0"))
+    assert membership.restore([newer], now_ms=100_300) == 0
+    assert "p0" not in states(membership, 100_300), "it must register again"
+
+
+def test_an_entry_of_the_same_epoch_leaves_its_member_as_it_is():
+    membership = led_again()
+    same = JournalEntry(instance="p0", epoch=5_000, member=register("p0"))
+    assert membership.restore([same], now_ms=101_000) == 0
+    assert states(membership, 101_500) == {"p0": "dead", "p1": "dead"}
+
+
+def test_what_the_journal_brings_is_hearsay_until_it_speaks():
+    membership = Membership()
+    membership.restore([JournalEntry(instance="p0", epoch=5_000, member=register("p0"))], now_ms=0)
+    membership.restore([JournalEntry(instance="p0", epoch=6_000, member=register("p0"))], now_ms=100)
+    assert [view.epoch for view in membership.listing(now_ms=100).instances] == [6_000]
+
+
+def test_who_left_or_was_forgotten_is_gone_and_who_was_never_known_is_not():
+    membership = Membership()
+    left, _ = joined(membership, "p0"), joined(membership, "p1", now_unix_us=7_000)
+    assert membership.gone_epoch("p0") is None
+    membership.remove("p0", left)
+    membership.tick(now_ms=61_500)
+    assert (membership.gone_epoch("p0"), membership.gone_epoch("p1")) == (left, 7_000)
+    assert membership.gone_epoch("x") is None
+
+
+def test_who_is_silent_while_another_coordinator_may_lead_is_dead_and_not_forgotten():
+    membership = Membership()
+    joined(membership)
+    membership.take_journal()
+    membership.tick(now_ms=1_000_000, forgets=False)
+    assert [view.state for view in membership.listing(now_ms=1_000_000).instances] == ["dead"]
+    assert membership.take_journal() == []

@@ -25,6 +25,10 @@ def world():
     return led_world()
 
 
+def nobody_gone(_):
+    return None
+
+
 # --- grants
 
 
@@ -208,14 +212,26 @@ def test_only_the_producer_takes_its_offer_back(world):
 def test_what_a_dead_or_replaced_producer_offered_is_taken_back(world):
     offer(world, producer="p1", mempool="m1", producer_epoch=Epoch(7))
     world.settle("a")
-    world.a.follow({InstanceId("p1"): (Epoch(7), True)}, now_ms=world.now_ms)
+    world.a.follow({InstanceId("p1"): (Epoch(7), True)}, nobody_gone, now_ms=world.now_ms)
     assert not world.a.book.reclaims
-    world.a.follow({InstanceId("p1"): (Epoch(8), True)}, now_ms=world.now_ms)
+    world.a.follow({InstanceId("p1"): (Epoch(8), True)}, nobody_gone, now_ms=world.now_ms)
     assert [x.keep_bytes for x in world.a.book.reclaims.values()] == [0]
 
 
+def test_what_a_producer_offered_that_is_gone_is_taken_back_and_what_nobody_knows_of_is_not(world):
+    offer(world, producer="p1", mempool="m1", producer_epoch=Epoch(7))
+    world.settle("a")
+    for never_or_earlier in (None, Epoch(6)):
+        world.a.follow({}, {InstanceId("p1"): never_or_earlier}.get, now_ms=world.now_ms)
+        assert not world.a.book.reclaims
+    for _ in range(2):
+        world.a.follow({}, {InstanceId("p1"): Epoch(7)}.get, now_ms=world.now_ms)
+    assert [x.keep_bytes for x in world.a.book.reclaims.values()] == [0], "once"
+
+
 def test_who_has_an_older_epoch_than_its_member_neither_offers_nor_borrows(world):
-    world.a.follow({InstanceId(name): (Epoch(8), True) for name in ("p1", "c0")}, now_ms=world.now_ms)
+    members = {InstanceId(name): (Epoch(8), True) for name in ("p1", "c0")}
+    world.a.follow(members, nobody_gone, now_ms=world.now_ms)
     assert code(offer(world, producer="p1", producer_epoch=Epoch(7))) == "epoch.stale"
     assert offer(world, producer="p1", producer_epoch=Epoch(8)).state == "proposed"
     assert code(ask(world, consumer_epoch=Epoch(7))) == "epoch.stale"

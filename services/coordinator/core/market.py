@@ -7,7 +7,7 @@ LendingRefused. The shell must have stored `take_journal()` before it hands out 
 or reclaim().
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from services.coordinator.core import market_reports
 from services.coordinator.core.market_book import Book
@@ -43,6 +43,7 @@ from shared.wire.lending import (
 
 NO_TERM = 0
 FORGET_EVERY_MS = 1_000
+Gone = Callable[[InstanceId], Epoch | None]  # the last epoch of who is no member any more
 
 
 class Market:
@@ -189,8 +190,8 @@ class Market:
         keep_bytes = max(0, offer.target_bytes - ask.length_bytes) if ask.length_bytes else 0
         return book.open_reclaim(offer, keep_bytes, ask.deadline_ms, key, now_ms).order(now_ms)
 
-    def follow(self, members: Mapping[InstanceId, tuple[Epoch, bool]], *, now_ms: int) -> None:
-        """Take back what dead or replaced producers offered. members: newest epoch, and whether it lives."""
+    def follow(self, members: Mapping[InstanceId, tuple[Epoch, bool]], gone: Gone, *, now_ms: int) -> None:
+        """Take back what dead, replaced or gone producers offered. members: newest epoch, and whether it lives."""
         self.book.epochs = {instance: epoch for instance, (epoch, _) in members.items()}
         if now_ms >= self._leads_until_ms:
             return
@@ -198,8 +199,11 @@ class Market:
             offer = record.offer
             if not offer.producer_epoch or record.closed or record.target_bytes == 0:
                 continue
-            epoch, lives = members.get(offer.producer, (offer.producer_epoch, True))
-            if epoch > offer.producer_epoch or not lives:
+            if (member := members.get(offer.producer)) is not None:
+                is_lost = member[0] > offer.producer_epoch or not member[1]
+            else:  # who was never known may live: this process forgot everybody when it started
+                is_lost = (gone(offer.producer) or NO_BOOT) >= offer.producer_epoch
+            if is_lost:
                 self.book.open_reclaim(record, 0, self.limits.orphan_deadline_ms, "", now_ms)
 
     # --- consumers

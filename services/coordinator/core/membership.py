@@ -6,7 +6,8 @@
 Epochs only grow, across restarts too: a new one is above everything this instance is known to have had, and
 at least the wall clock's microseconds. So a lost journal is harmless unless the wall clock also went back.
 A member restored from the journal starts as SUSPECT with a full time to live: the coordinator's own restart
-must not look like the death of everybody else.
+must not look like the death of everybody else. So does every member when a term begins: while another coordinator
+led, members spoke there. Until it speaks here such a member is hearsay, and the journal knows better.
 """
 
 from collections.abc import Iterable
@@ -73,6 +74,7 @@ class Member:
     epoch: Epoch
     seen_at_ms: int
     state: MemberState = MemberState.LIVE
+    is_hearsay: bool = False  # nobody has said here, in this term, that it lives
     num_running: int = 0
     num_waiting: int = 0
     kv_used_share: float = 0.0
@@ -91,20 +93,35 @@ class Membership:
     _members: dict[InstanceId, Member] = field(default_factory=dict)
     _epochs: dict[InstanceId, Epoch] = field(default_factory=dict)
 
+    def lead(self, *, now_ms: int) -> None:
+        """A term begins. Another coordinator may have led and heard the members: their silence here means nothing."""
+        for member in self._members.values():
+            member.seen_at_ms, member.state, member.is_hearsay = now_ms, MemberState.SUSPECT, True
+        if self._members:
+            self.version += 1
+
     def restore(self, entries: Iterable[JournalEntry], *, now_ms: int) -> int:
-        """Take over what an earlier life wrote, unless something newer is known. Returns members added."""
+        """Take over what an earlier life, or another leader, wrote, unless something newer is known.
+
+        Returns: members added or replaced.
+        """
         num_added = 0
         for entry in entries:
-            newer = entry.epoch > self._epochs.get(entry.instance, Epoch(-1))
-            if not newer:
-                continue
             known = self._members.get(entry.instance)
-            self._remember(entry.instance, entry.epoch)
-            if known is not None:  # registered here under an epoch that others refuse: it must do so again
-                self._drop(entry.instance)
+            is_hearsay = known is not None and known.is_hearsay
+            last = self._epochs.get(entry.instance, Epoch(-1))
+            has_left = entry.epoch == last and entry.member is None and is_hearsay  # under another leader
+            if entry.epoch <= last and not has_left:
                 continue
-            if entry.member is not None and len(self._members) < self.max_members:
-                self._members[entry.instance] = Member(entry.member, entry.epoch, now_ms, MemberState.SUSPECT)
+            self._remember(entry.instance, entry.epoch)
+            if entry.member is None or (known is not None and not is_hearsay):
+                # gone; or registered here under an epoch that others refuse: it must do so again
+                if known is not None:
+                    self._drop(entry.instance)
+            elif known is not None or len(self._members) < self.max_members:
+                self._members[entry.instance] = Member(
+                    entry.member, entry.epoch, now_ms, MemberState.SUSPECT, is_hearsay=True
+                )
                 num_added += 1
         if num_added:
             self.version += 1
@@ -131,6 +148,7 @@ class Membership:
         if member.epoch != heartbeat.epoch:
             return Stale(instance=instance, epoch=heartbeat.epoch, current=member.epoch)
         member.seen_at_ms = now_ms
+        member.is_hearsay = False
         member.num_running = heartbeat.num_running
         member.num_waiting = heartbeat.num_waiting
         member.kv_used_share = heartbeat.kv_used_share
@@ -155,8 +173,11 @@ class Membership:
             if member.state is not MemberState.DEAD:
                 member.seen_at_ms = min(now_ms, member.seen_at_ms + late_ms)
 
-    def tick(self, *, now_ms: int) -> list[tuple[InstanceId, MemberState]]:
-        """State changes since the last tick. Call at least every heartbeat interval."""
+    def tick(self, *, now_ms: int, forgets: bool = True) -> list[tuple[InstanceId, MemberState]]:
+        """State changes since the last tick. Call at least every heartbeat interval.
+
+        forgets: whether who was dead for long is gone. Not while another coordinator may lead, and hear it.
+        """
         changes = []
         for instance, member in list(self._members.items()):
             silent_ms = now_ms - member.seen_at_ms
@@ -164,11 +185,15 @@ class Membership:
             if state is not member.state:
                 member.state = state
                 changes.append((instance, state))
-            if silent_ms >= self.ttl_ms + self.forget_after_ms:
+            if forgets and silent_ms >= self.ttl_ms + self.forget_after_ms:
                 self._drop(instance)
         if changes:
             self.version += 1
         return changes
+
+    def gone_epoch(self, instance: InstanceId) -> Epoch | None:
+        """The last one of an instance that left or was forgotten. None: it is a member, or was never known."""
+        return None if instance in self._members else self._epochs.get(instance)
 
     def listing(self, *, now_ms: int) -> InstanceList:
         """All members, in the order of their ids."""
