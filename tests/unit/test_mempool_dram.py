@@ -280,3 +280,18 @@ def test_what_a_reader_is_about_to_get_from_host_memory_is_not_dropped_to_make_r
     (got,) = answers(rig, FRONT, wire.Acquired)
     assert [rig.bytes[0, page] for page in u32_list(got.pages)] == ["a", "b"]
     rig.counts()
+
+
+def test_a_copy_for_a_reader_begins_in_the_event_that_its_pages_come_free_in():
+    """They had left for host memory; the copy waited for whatever event came next, or for 50 ms."""
+    rig = Spaces(4, dram_bytes=16 * PAGE_BYTES, dram_for_host=True)
+    rig.worker(PREFILL, "cpu:0", quota=4)
+    rig.worker(DECODE, "cpu:1", quota=4)
+    rig.client(FRONT, f"i{DECODE}")
+    unpin_of = rig.fill(DECODE, 1, WXYZ, "wxyz")
+    rig.say(DECODE, wire.Unpin(**page_lists(unpin_of)))  # all four of its pages begin to leave
+    fill(rig, ABCD, "abcd")
+    acquire(rig, ABCD)
+    assert {copy.space for copy in rig.copies.values()} == {number_of_dram(rig)}
+    rig.copied()
+    assert [(copy.space, len(copy.targets)) for copy in rig.copies.values()] == [(2, 4)]

@@ -288,24 +288,22 @@ class Mempool(FromOutside):
 
     def _acquire_remote(self, pool: Pool, connection: int, call: wire.Acquire, now_ms: int) -> list[Action]:
         """As _acquire, of blocks that another host's mempool has."""
-        hashes = parse.hashes(call.hashes, self.limits.max_blocks_per_call)
         instance = pool.instance_of(connection)
         if instance is None:
             raise PeerProtocolError("Acquire before Attach")
         pool.counters["acquires"] += 1
-        patience_ms = min(max(call.wait_ms, self.limits.pull_patience_ms), self.limits.max_wait_ms)
-        reader = Reader(connection, instance, call, hashes, now_ms + patience_ms)
-        if not (self.peer_address and self.remote.want(pool, reader, now_ms)):
-            self._bring(pool, reader, now_ms)
+        self._read(pool, connection, instance, call, now_ms, far=True)
         return []
 
     def _read(
-        self, pool: Pool, connection: int, instance: InstanceId, call: wire.Acquire, now_ms: int
-    ) -> None:
-        """Answer, after what is missing has come from another space."""
+        self, pool: Pool, connection: int, instance: InstanceId, call: wire.Acquire, now_ms: int, far: bool = False
+    ) -> None:  # fmt: skip
+        """Answer, after what is missing has come from another space; `far`: of another host."""
         hashes = parse.hashes(call.hashes, self.limits.max_blocks_per_call)
         patience_ms = min(max(call.wait_ms, self.limits.pull_patience_ms), self.limits.max_wait_ms)
-        self._bring(pool, Reader(connection, instance, call, hashes, now_ms + patience_ms), now_ms)
+        reader = Reader(connection, instance, call, hashes, now_ms + patience_ms)
+        if not (far and self.peer_address and self.remote.want(pool, reader, now_ms)):
+            self._bring(pool, reader, now_ms)
 
     def _bring(self, pool: Pool, reader: Reader, now_ms: int) -> None:
         """What other spaces have, then the answer."""
@@ -365,15 +363,10 @@ class Mempool(FromOutside):
 
     def _after(self, now_ms: int) -> list[Action]:
         """Copies that can begin now, behind the words of their pages; and what answers have caused."""
-        copies: list[Action] = []
         self.pulls.push_back.advance(now_ms)
-        if self.pulls.has_work():
-            copies = self.pulls.advance(now_ms)
-            self._touch(*self.pools.values())
-        if self.remote.pulls:
-            self.remote.advance(now_ms)
-        if asked := self.remote.take_actions() + self.serve.take_actions():
-            copies += asked
+        had_work = self.pulls.has_work()
+        copies = self._begin_reads(now_ms)
+        if had_work or copies:
             self._touch(*self.pools.values())
         out: list[Action] = []
         self.swaps.advance(now_ms)
@@ -385,8 +378,17 @@ class Mempool(FromOutside):
                 out += self._touched.pop(min(self._touched)).flush()
             self.lending.advance(now_ms)
             self.dram.advance(now_ms)
+            if begun := self._begin_reads(now_ms):  # these pages were for readers
+                copies += begun
+                self._touch(*self.pools.values())
         copies += self.swaps.take_actions() + self.dram.take_copies() + self.api.take_actions()
         return told_last(out) + self._begin(copies, now_ms)
+
+    def _begin_reads(self, now_ms: int) -> list[Action]:
+        copies = self.pulls.advance(now_ms) if self.pulls.has_work() else []
+        if self.remote.pulls:
+            self.remote.advance(now_ms)
+        return copies + self.remote.take_actions() + self.serve.take_actions()
 
     def status(self, call_id: int = 0) -> wire.PoolStatus:
         """All spaces together, and each."""
