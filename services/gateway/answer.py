@@ -17,7 +17,7 @@ from services.gateway.core.admission import Admission, Admitted
 from services.gateway.edge import STATUS
 from services.gateway.http_body import Receive, Scope
 from services.gateway.http_errors import error_body, header_block, status_of, type_of
-from services.gateway.http_protocol import PUSH_KEY, Push
+from services.gateway.push import PUSH_KEY, Push
 from services.gateway.receipt import receipt_of
 from shared.observe.log import get_logger
 from shared.observe.trace import Span

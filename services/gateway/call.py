@@ -7,6 +7,7 @@ from services.gateway.core.retry_budget import RetryBudget
 from shared.ids import RequestId
 from shared.kv.block_hash import pack_tokens
 from shared.observe.trace import Span
+from shared.wire.explain import explain as explain_placement
 from shared.wire.placement import Placed, PrefixHit, Target
 from shared.wire.requests import SamplingSpec, StageReceipt, TokenChunk, TokenLogprob, can_continue
 
@@ -104,6 +105,18 @@ class Call:
         if self.early_receipt is not None:
             self.receipts.append(self.early_receipt)
             self.early_receipt = None
+
+    def end_schedule_span(self, placed: Placed | None = None) -> None:
+        """It has been placed, or ends without."""
+        span, self.schedule_span = self.schedule_span, None
+        if span is None:
+            return
+        if placed is not None:
+            span.set("quire.kind", placed.kind)
+            if span.recording:
+                for name, value in explain_placement(placed).items():
+                    span.set(name, value)
+        span.end()
 
     def discard(self) -> None:
         """Its attempt was given up before anything was sent: as if none had been."""

@@ -35,7 +35,6 @@ from shared.background_task import begin_task
 from shared.errors import Overloaded, PeerGone
 from shared.observe.log import get_logger
 from shared.observe.trace import start_span
-from shared.wire.explain import explain
 from shared.wire.membership import InstanceView
 from shared.wire.placement import Placed, SchedulerToGateway
 from shared.wire.requests import (
@@ -54,6 +53,7 @@ from shared.wire.requests import (
 QUICK_TICK_MS = 50
 _OUTCOMES = (Complete, Cancel, Fail)
 FORGET_LINK_AFTER_MS = 30_000
+_UNPROCESSED = "The output could not be processed."
 
 _log = get_logger("gateway.cluster")
 
@@ -179,6 +179,7 @@ class Cluster:
             return
         if not call.first_ns:
             call.first_ns = time.monotonic_ns()
+            call.flow.mark_output()
         if call.flow.continues:
             call.output_ids += chunk.token_ids
             if call.flow.resume_by_ms:
@@ -205,7 +206,7 @@ class Cluster:
 
     def _sink_failed(self, call: Call, error: Exception) -> None:
         _log.error("sink_failed", request=call.request_id, error=repr(error), exc_info=error)
-        self._run(call, call.flow.on_broken("cluster.error", "The output could not be processed."))
+        self._run(call, call.flow.on_broken("cluster.error", _UNPROCESSED))
 
     def _prefilled(self, call: Call, message: Prefilled) -> None:
         if call.flow.phase is not Phase.PREFILLING:
@@ -257,9 +258,8 @@ class Cluster:
         for action in actions:  # what an action leads to comes behind the others: the list grows
             actions += self._do(call, action)
         if self._quick_timer is None and call.flow.wants_quick_ticks:
-            self._quick_timer = asyncio.get_running_loop().call_later(
-                QUICK_TICK_MS / 1000, self._tick_quickly
-            )
+            loop = asyncio.get_running_loop()
+            self._quick_timer = loop.call_later(QUICK_TICK_MS / 1000, self._tick_quickly)
 
     def _do(self, call: Call, action: Action) -> list[Action]:
         if isinstance(action, SendGenerate):
@@ -332,13 +332,7 @@ class Cluster:
             link = self._link(target.endpoint)
             link.expect(target.epoch)
             link.calls.add(call)
-        if call.schedule_span is not None:
-            call.schedule_span.set("quire.kind", placed.kind)
-            if call.schedule_span.recording:
-                for name, value in explain(placed).items():
-                    call.schedule_span.set(name, value)
-            call.schedule_span.end()
-            call.schedule_span = None
+        call.end_schedule_span(placed)
 
     def _leave_targets(self, call: Call) -> None:
         for target in call.targets:
@@ -348,9 +342,7 @@ class Cluster:
     def _end(self, call: Call, outcome: Complete | Cancel | Fail) -> None:
         self._leave_targets(call)
         self._calls.pop(call.request_id, None)
-        if call.schedule_span is not None:
-            call.schedule_span.end()
-            call.schedule_span = None
+        call.end_schedule_span()
         try:
             if isinstance(outcome, Complete):
                 call.keep_early_receipt()  # if its stage was lost behind its last token
@@ -359,7 +351,15 @@ class Cluster:
             elif isinstance(outcome, Fail):
                 call.sink.fail(call, outcome.code, outcome.message, outcome.retry_after_ms)
         except Exception as error:  # noqa: BLE001 - the loop's other requests go on
-            _log.error("sink_failed", request=call.request_id, error=repr(error), exc_info=True)
+            _log.error("sink_failed", request=call.request_id, error=repr(error), exc_info=error)
+            if isinstance(outcome, Complete):  # the client still waits, and its place is still taken
+                self._fail_sink(call)
+
+    def _fail_sink(self, call: Call) -> None:
+        try:
+            call.sink.fail(call, "cluster.error", _UNPROCESSED, None)
+        except Exception as error:  # noqa: BLE001 - as in _end
+            _log.error("sink_failed", request=call.request_id, error=repr(error), exc_info=error)
 
     # ---- time ----
 

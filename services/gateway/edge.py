@@ -15,7 +15,8 @@ from services.gateway import metrics
 from services.gateway.auth import KeyRing
 from services.gateway.http_body import ClientGone, Message, Receive, Scope, Send, check_body, header
 from services.gateway.http_errors import HttpFailure, describe, header_block, plain_http
-from services.gateway.http_protocol import PUSH_KEY, REFUSED_KEY
+from services.gateway.http_protocol import REFUSED_KEY
+from services.gateway.push import PUSH_KEY
 from services.gateway.tally import CountTally
 from shared.errors import ClusterError, InvariantBroken
 from shared.observe.log import get_logger

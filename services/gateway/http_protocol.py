@@ -1,10 +1,7 @@
 """uvicorn's httptools protocol with the limits it lacks, and without ASGI between a request and its answer.
 
 Limits: bytes of a request's head, time to receive a head, idle time inside a body, and unsent bytes of a
-reader that does not read. `Push` lets a callback of the event loop (a token that came from ZeroMQ) write
-straight to the connection: one wake-up per token instead of three. It relies on the attributes of uvicorn's
-RequestResponseCycle that `Push` names; tests/integration/test_gateway_protocol.py fails if an upgrade
-changes them.
+reader that does not read, see push.py, whose `Push` writes the answers.
 """
 
 import asyncio
@@ -14,156 +11,13 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.gateway.http_errors import error_body
+from services.gateway.push import PUSH_KEY, REASONS, Limits, Watch
 
 Direct = Callable[[dict[str, Any], bytes], Coroutine[Any, Any, None]]  # scope, body
 
-PUSH_KEY = "quire.push"
 REFUSED_KEY = "quire.refused"
-_CRLF = b"\r\n"
-_REASONS = {
-    200: b"OK", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found",
-    405: b"Method Not Allowed", 408: b"Request Timeout", 413: b"Content Too Large",
-    429: b"Too Many Requests", 431: b"Request Header Fields Too Large", 500: b"Internal Server Error",
-    502: b"Bad Gateway", 503: b"Service Unavailable", 504: b"Gateway Timeout",
-}  # fmt: skip
-
-
-class Limits:
-    """Set once per process before the server starts: uvicorn gives protocols no arguments of ours."""
-
-    header_bytes = 16 << 10
-    header_timeout_s = 10.0
-    body_idle_timeout_s = 10.0
-    unsent_bytes = 256 << 10
-    body_bytes = 16 << 20  # the handler refuses more; what still comes then is dropped, up to four times this
-
-
-class Push:
-    """Writes one response from plain callbacks. Every method is a no-op once the client is gone."""
-
-    __slots__ = ("_cycle", "_head", "_transport")
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._transport = cycle.transport
-        self._head = b""  # of a stream whose first chunk has not come
-
-    @property
-    def gone(self) -> bool:
-        """The client closed the connection, or the response is complete."""
-        return self._cycle.disconnected or self._cycle.response_complete
-
-    @property
-    def started(self) -> bool:
-        """The head of the response has been written."""
-        return self._cycle.response_started
-
-    def start_stream(self, headers: bytes) -> None:
-        """Head of a chunked 200 response; it leaves with the first chunk. `headers`: whole lines, CRLF included."""
-        cycle = self._cycle
-        if cycle.disconnected:
-            return
-        cycle.response_started = True
-        cycle.chunked_encoding = True
-        cycle.waiting_for_100_continue = False
-        close = b"" if cycle.keep_alive else b"connection: close\r\n"
-        self._head = b"HTTP/1.1 200 OK\r\n%b%btransfer-encoding: chunked\r\n%b\r\n" % (
-            _default_headers(cycle), headers, close,
-        )  # fmt: skip
-
-    def write(self, data: bytes) -> bool:
-        """One chunk. Returns False when the reader is too slow: the caller then gives the stream up."""
-        cycle = self._cycle
-        if cycle.disconnected:
-            return True
-        if self._head:
-            self._transport.write(b"%b%x\r\n%b\r\n" % (self._head, len(data), data))
-            self._head = b""
-            return True
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return not cycle.flow.write_paused or self._transport.get_write_buffer_size() <= Limits.unsent_bytes
-
-    def end_stream(self, last: bytes) -> None:
-        """Last chunk, not empty, and end of the response."""
-        if not self._cycle.disconnected:
-            self._transport.write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (self._head, len(last), last))
-            self._head = b""
-            self._complete()
-
-    def respond(self, status: int, headers: bytes, body: bytes) -> None:
-        """A whole response of known length."""
-        cycle = self._cycle
-        if cycle.disconnected:
-            return
-        cycle.response_started = True
-        cycle.waiting_for_100_continue = False
-        close = b"" if cycle.keep_alive else b"connection: close\r\n"
-        self._transport.write(
-            b"HTTP/1.1 %d %b\r\n%b%bcontent-length: %d\r\n%b\r\n%b"
-            % (status, _REASONS[status], _default_headers(cycle), headers, len(body), close, body)
-        )
-        self._complete()
-
-    def cut(self) -> None:
-        """Drop the connection with what is unsent."""
-        self._transport.abort()
-
-    def when_gone(self, callback: Callable[[], None]) -> None:
-        """Call it once if the client goes before the response is complete. Only of requests that came directly."""
-        event = self._cycle.message_event
-        assert isinstance(event, _Watch)
-        event.callback = callback
-        if self._cycle.disconnected:
-            event.set()
-
-    def _complete(self) -> None:
-        cycle = self._cycle
-        cycle.response_complete = True
-        cycle.message_event.set()  # wakes the handler, which waits in receive()
-        if not cycle.keep_alive:
-            self._transport.close()
-        done, cycle.on_response = cycle.on_response, _nothing
-        done()
-
-
-def _nothing() -> None:
-    """In the place of a callback that has run."""
-
-
-class _Watch:
-    """In the place of a cycle's event, where nobody waits in receive(): a callback for a client that goes."""
-
-    __slots__ = ("callback", "cycle")
-
-    def __init__(self) -> None:
-        self.callback: Callable[[], None] | None = None
-        self.cycle: RequestResponseCycle | None = None
-
-    def set(self) -> None:
-        """The client is gone, or the response is complete: then there is nothing to watch any more."""
-        callback, self.callback = self.callback, None
-        cycle = self.cycle
-        if cycle is None:
-            return
-        if cycle.response_complete:
-            self.cycle = None  # they name each other
-        elif cycle.disconnected and callback is not None:
-            self.cycle = None
-            callback()
-
-
-class _DefaultHeaders:
-    """uvicorn makes a new list of them every second."""
-
-    pairs: list[tuple[bytes, bytes]] | None = None
-    lines = b""
-
-
-def _default_headers(cycle: RequestResponseCycle) -> bytes:
-    if cycle.default_headers is not _DefaultHeaders.pairs:
-        _DefaultHeaders.pairs = cycle.default_headers
-        _DefaultHeaders.lines = b"".join([b"%b: %b\r\n" % pair for pair in cycle.default_headers])
-    return _DefaultHeaders.lines
+MAX_QUEUED = 16  # requests of a connection behind the one that runs, and
+MAX_QUEUED_BYTES = 1 << 20  # of their bodies; beyond either nothing more is read until the next one runs
 
 
 class GatewayProtocol(HttpToolsProtocol):
@@ -183,6 +37,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._task: asyncio.Task[None] | None = (
             None  # of the last direct request: loops only know tasks weakly
         )
+        self._running: RequestResponseCycle | None = None  # `cycle` is the newest, which may wait behind it
         self._idle_since_s = 0.0  # 0: a request is being served
         self._in_head = False  # a request's first byte has come, its headers are not complete
         self._in_body = False
@@ -200,6 +55,11 @@ class GatewayProtocol(HttpToolsProtocol):
         """The peer closed, or we did."""
         self._disarm()
         super().connection_lost(exc)
+        running, self._running = self._running, None
+        if running is not None and running is not self.cycle and not running.response_complete:
+            running.disconnected = True  # uvicorn tells the newest request only
+            running.message_event.set()
+        self.pipeline.clear()
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
             self.timeout_keep_alive_task = None
@@ -266,7 +126,22 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._head_is_too_large():
             self.scope[REFUSED_KEY] = True  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
+        self._read_on()
         self.scope[PUSH_KEY] = self.cycle  # type: ignore[typeddict-unknown-key]  # the handler makes a Push of it
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """uvicorn's, for a request that need not wait or need no longer."""
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _read_on(self) -> None:
+        """uvicorn stops reading behind a request that waits; it would not be seen then that the client leaves."""
+        if (
+            0 < len(self.pipeline) <= MAX_QUEUED
+            and sum(len(cycle.body) for cycle, _ in self.pipeline) <= MAX_QUEUED_BYTES
+            and not self.transport.is_closing()
+        ):
+            self.flow.resume_reading()
 
     def _leave_to_asgi(self) -> None:
         """The rest of a request comes later."""
@@ -278,7 +153,7 @@ class GatewayProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def _start_direct(self, direct: Direct) -> None:
-        watch, parser = _Watch(), self.parser
+        watch, parser = Watch(), self.parser
         assert parser is not None, "it called this"
         scope: dict[str, Any] = {
             "type": "http",
@@ -286,7 +161,7 @@ class GatewayProtocol(HttpToolsProtocol):
             "path": self.url.decode(),
             "headers": self.headers,
         }
-        self.cycle = watch.cycle = RequestResponseCycle(
+        self.cycle = self._running = watch.cycle = RequestResponseCycle(
             scope=scope,  # type: ignore[arg-type]
             transport=self.transport,
             flow=self.flow,
@@ -313,6 +188,7 @@ class GatewayProtocol(HttpToolsProtocol):
             self._direct_body += body
         else:
             super().on_body(body)
+            self._read_on()
 
     def on_message_complete(self) -> None:
         """Parser callback."""
@@ -365,7 +241,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def _timed_out(self) -> None:
         self._timer = None
-        if self.flow.read_paused:  # we are the slow side
+        if self.flow.read_paused or self.pipeline:  # we are the slow side
             self._arm(Limits.body_idle_timeout_s)
         elif self._in_head or self._in_body:
             self._refuse(408, "request_timeout", "The request was not received in time.")
@@ -377,11 +253,12 @@ class GatewayProtocol(HttpToolsProtocol):
         self._disarm()
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        running = self._running  # its answer has no place for another
+        if running is None or running.response_complete or not running.response_started:
             body = error_body(message, "invalid_request_error", None, code)
             self.transport.write(
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\nconnection: close\r\n"
-                b"content-length: %d\r\n\r\n%b" % (status, _REASONS[status], len(body), body)
+                b"content-length: %d\r\n\r\n%b" % (status, REASONS[status], len(body), body)
             )
         self.transport.close()
 

@@ -13,6 +13,7 @@ from shared.errors import InvalidRequest
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIAS = 4096
+MAX_ID_DIGITS = 10  # of a token id as a key
 MAX_PROMPTS = 256
 MAX_SCHEMA_CHARS = 128 << 10  # of a grammar, in any of its forms
 _INTS = frozenset({int})  # not bool, which is a subclass
@@ -49,13 +50,16 @@ class CalledFunction(TypedDict):
     arguments: str
 
 
-class ToolCall(TypedDict, total=False):
+class _ToolCallBase(TypedDict):
+    function: CalledFunction
+
+
+class ToolCall(_ToolCallBase, total=False):
     """A call that the assistant made in an earlier turn."""
 
     __pydantic_config__ = _STRICT  # type: ignore[misc]
     id: str
     type: Literal["function"]
-    function: CalledFunction
 
 
 class _MessageBase(TypedDict):
@@ -149,11 +153,13 @@ def _template_call(call: dict[str, Any], position: int) -> dict[str, Any]:
     text = call["function"]["arguments"]
     try:
         arguments = json.loads(text) if text.strip() else {}
-    except ValueError:
+        if "\\u" in text:  # half a surrogate pair, which no tokenizer takes, comes as an escape only
+            json.dumps(arguments, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise InvalidRequest(
-            f"messages[{position}].tool_calls: arguments must be the JSON text of an object.",
+            f"messages[{position}].tool_calls: arguments must be the JSON text of an object, in valid Unicode.",
             param="messages",
         )
     return {**call, "type": "function", "function": {**call["function"], "arguments": arguments}}
@@ -218,7 +224,7 @@ def _check_bias(value: dict[str, float]) -> dict[str, float]:
     if len(value) > MAX_LOGIT_BIAS:
         raise _wrong(f"at most {MAX_LOGIT_BIAS} entries are allowed, got {len(value)}")
     for key, bias in value.items():
-        if not (key.isascii() and key.isdigit()):
+        if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
             raise _wrong(f"keys are token ids, got {key[:32]!r}")
         if not -100.0 <= bias <= 100.0:
             raise _wrong(f"values lie between -100 and 100, got {bias} for {key}")

@@ -19,8 +19,8 @@ from services.gateway.detokenize import PRIMER_TOKENS
 from services.gateway.edge import REQUEST_ID, TENANT
 from services.gateway.http_body import Scope, header, is_on
 from services.gateway.http_errors import HttpFailure
-from services.gateway.http_protocol import PUSH_KEY, Push
 from services.gateway.openai import SamplingBody, to_sampling
+from services.gateway.push import PUSH_KEY, Push
 from services.gateway.streaming import EventShape, StreamAnswer
 from services.gateway.submit import find_hits, make_call, output_budget
 from services.gateway.whole import WholeAnswer

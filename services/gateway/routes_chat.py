@@ -22,7 +22,7 @@ class ChatEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request. Raises: ClusterErrors until the answer has begun."""
-        del send  # answers are written by callbacks, see http_protocol.Push
+        del send  # answers are written by callbacks, see push.Push
         received_ns = time.monotonic_ns()
         raw = await read_json_body(scope, receive, self._gateway.settings.max_body_bytes)
         answer = await self.begin(scope, raw, received_ns)

@@ -21,7 +21,7 @@ class CompletionEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request. Raises: ClusterErrors until the answer has begun."""
-        del send  # answers are written by callbacks, see http_protocol.Push
+        del send  # answers are written by callbacks, see push.Push
         received_ns = time.monotonic_ns()
         raw = await read_json_body(scope, receive, self._gateway.settings.max_body_bytes)
         answer = await self.begin(scope, raw, received_ns)
@@ -57,6 +57,7 @@ async def completion_prompts(gateway: Gateway, body: CompletionBody, incoming: I
                     given,
                     add_special_tokens=body.add_special_tokens is not False,
                     max_tokens=gateway.max_model_len,
+                    param="prompt",
                 )
                 packed = pack_tokens(ids)
                 echo = given if body.echo else None

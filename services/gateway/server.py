@@ -14,7 +14,8 @@ import uvicorn
 from services.gateway.app import create_app
 from services.gateway.config import GatewaySettings
 from services.gateway.deps import Gateway
-from services.gateway.http_protocol import GatewayProtocol, Limits
+from services.gateway.http_protocol import GatewayProtocol
+from services.gateway.push import Limits
 from shared.observe import service
 from shared.observe.log import get_logger
 from shared.transport.heap import settle_heap

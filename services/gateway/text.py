@@ -87,14 +87,18 @@ class ModelText:
 
     # -- tokens ---------------------------------------------------------------------------------------
 
-    async def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int = 0) -> "array[int]":
+    async def encode(
+        self, text: str, *, add_special_tokens: bool, max_tokens: int = 0, param: str = "messages"
+    ) -> "array[int]":
         """Token ids (u32). Text that was not seen before is tokenized on a thread when it is long.
 
-        Args: max_tokens: refuse text that cannot have so few tokens without tokenizing it; 0: never.
+        Args:
+            max_tokens: refuse text that cannot have so few tokens without tokenizing it; 0: never.
+            param: the body's field that the text comes from.
         Raises: PromptTooLong.
         """
         if max_tokens:
-            self._check_length(text, max_tokens)
+            self._check_length(text, max_tokens, param)
         found, missing = self._look_up(text)
         if missing:
             if sum(map(len, missing)) <= INLINE_CHARS:
@@ -197,7 +201,7 @@ class ModelText:
         out.extend(after)
         return out
 
-    def _check_length(self, text: str, max_tokens: int) -> None:
+    def _check_length(self, text: str, max_tokens: int, param: str) -> None:
         table = self.texts.table
         if table is None:
             return
@@ -207,7 +211,7 @@ class ModelText:
                 f"This model's maximum context length is {max_tokens} tokens. However, your prompt has "
                 f"{len(text)} characters, which cannot be fewer than {len(text) // longest} tokens. Please "
                 "reduce its length.",
-                param="messages",
+                param=param,
             )
 
     def _check_borders(self) -> None:

@@ -7,7 +7,8 @@ import socket
 import pytest
 import uvicorn
 
-from services.gateway.http_protocol import PUSH_KEY, GatewayProtocol, Push
+from services.gateway.http_protocol import MAX_QUEUED, MAX_QUEUED_BYTES, GatewayProtocol
+from services.gateway.push import PUSH_KEY, Limits, Push
 from tests.integration.gateway_rig import until
 
 PATH = b"/v1/chat/completions"
@@ -46,6 +47,11 @@ class App:
         push, body = Push(scope[PUSH_KEY]), b""
         while (message := await receive()).get("more_body"):
             body += message["body"]
+        if self.hold is not None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.gone()
+            return
         push.respond(200, b"x-way: asgi\r\n", body + message.get("body", b""))
         await receive()
 
@@ -152,6 +158,90 @@ async def test_a_client_that_leaves_is_noticed_once(server, when):
     server.app.hold.set()
     await until(lambda: server.app.num_gone)
     assert server.app.num_gone == 1
+
+
+QUEUED = {
+    "small": post(b"y"),
+    "large": post(b"y" * 200_000),
+    "half": post(b"y" * 200_000)[:-1_000],
+    "several": post(b"y") * MAX_QUEUED,
+}
+
+
+@pytest.mark.parametrize("path", [PATH, b"/asgi"], ids=["direct", "asgi"])
+@pytest.mark.parametrize("queued", QUEUED)
+async def test_a_client_that_leaves_is_noticed_though_a_request_waits_behind_the_one_that_runs(
+    server, path, queued
+):
+    server.app.hold = asyncio.Event()
+    server.app.hold.set()
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(post(b"x", path=path))
+    await until(lambda: server.app.ways)
+    (connection,) = server.server_state.connections
+    writer.write(QUEUED[queued])
+    await writer.drain()
+    await until(lambda: connection.pipeline)
+    writer.close()
+    await until(lambda: server.app.num_gone)
+    await until(lambda: not server.server_state.connections)
+    assert len(server.app.ways) == server.app.num_gone == 1, "what waited was not begun"
+
+
+async def held(server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, GatewayProtocol]:
+    """A connection whose first request runs until the test answers it."""
+    server.app.hold = asyncio.Event()
+    server.app.hold.set()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(post(b"x"))
+    await until(lambda: server.app.ways)
+    (connection,) = server.server_state.connections
+    await until(lambda: connection.cycle.message_event.callback)
+    server.app.hold = None
+    return reader, writer, connection
+
+
+@pytest.mark.parametrize(
+    "bodies", [[b"%d" % each for each in range(3 * MAX_QUEUED)], [b"y" * 3 * MAX_QUEUED_BYTES]], ids=len
+)
+async def test_what_waits_behind_a_request_is_bounded_and_answered_in_order(server, bodies):
+    reader, writer, connection = await held(server)
+    for body in bodies:
+        writer.write(post(body))
+        await asyncio.sleep(0.001)
+    await until(lambda: connection.flow.read_paused)
+    assert sum(len(cycle.body) for cycle, _ in connection.pipeline) <= 2 * MAX_QUEUED_BYTES
+    Push(connection._running).respond(200, b"", b"x")
+    for body in [b"x", *bodies]:
+        assert (await read_answer(reader)).endswith(b"\r\n\r\n" + body)
+    writer.close()
+
+
+async def test_a_body_that_waits_behind_a_request_may_be_slow(server, monkeypatch):
+    monkeypatch.setattr(Limits, "body_idle_timeout_s", 0.1)
+    reader, writer, connection = await held(server)
+    writer.write(post(b"yy")[:-1])
+    await until(lambda: connection.pipeline)
+    await asyncio.sleep(0.4)
+    writer.write(b"y")
+    await until(lambda: not connection.cycle.more_body)
+    Push(connection._running).respond(200, b"", b"x")
+    assert (await read_answer(reader)).endswith(b"x")
+    assert (await read_answer(reader)).endswith(b"yy")
+    writer.close()
+
+
+async def test_what_is_no_http_behind_a_waiting_request_is_not_answered_inside_the_running_answer(server):
+    reader, writer, connection = await held(server)
+    push = Push(connection._running)
+    push.start_stream(b"")
+    push.write(b"one")
+    writer.write(post(b"y"))
+    await until(lambda: connection.pipeline)
+    writer.write(b"\x16\x03\x01\x02\x00\r\n\r\n")
+    assert (await reader.read()).endswith(b"\r\n\r\n3\r\none\r\n")
+    await until(lambda: server.app.num_gone)
+    writer.close()
 
 
 async def test_an_answered_request_notices_nobody_leaving(server):

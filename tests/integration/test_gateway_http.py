@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 
-from services.gateway.http_protocol import Limits
+from services.gateway.push import Limits
 from tests.integration.gateway_app import Rig, running
 from tests.integration.gateway_rig import MAX_MODEL_LEN, MODEL, chat, disaggregate, until
 

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from services.gateway.whole import WholeAnswer
 from shared.wire.placement import Rejected
 from tests.integration.gateway_app import running
 from tests.integration.gateway_rig import MODEL, USER, answer_tokens, chat, colocate, disaggregate, until
@@ -32,6 +33,12 @@ def check(reply, status: int) -> dict:
     return error
 
 
+def called(call: dict) -> dict:
+    """A chat in which the assistant has made this call."""
+    return chat(messages=[*USER, {"role": "assistant", "tool_calls": [call]}])
+
+
+BAD_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"$defs": 5}}}]
 DEEP = b'{"model":"m","messages":' + b"[" * 20_000 + b"]" * 20_000 + b"}"
 
 
@@ -63,6 +70,11 @@ DEEP = b'{"model":"m","messages":' + b"[" * 20_000 + b"]" * 20_000 + b"}"
         (chat(logit_bias={"a": 1}), 400, None),
         (chat(response_format={"type": "json_schema"}), 400, None),
         (chat(tools="hammer"), 400, None),
+        (called({"id": "c", "type": "function"}), 400, None),
+        (called({"function": {"name": "f", "arguments": '{"a":' + "[" * 200_000}}), 400, None),
+        (called({"function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}), 400, None),
+        (chat(logit_bias={"9" * 5_000: 1}), 400, None),
+        (chat(tools=BAD_TOOLS, tool_choice="required"), 400, None),
         ({"messages": USER}, 400, None),
         ({"model": MODEL}, 400, None),
     ],
@@ -89,6 +101,13 @@ async def test_a_bad_prompt_is_refused(rig, prompt):
 async def test_the_field_at_fault_is_named(rig):
     assert check(await rig.client.post(CHAT, json=chat(temperature="hot")), 400)["param"] == "temperature"
     assert check(await rig.client.post(CHAT, json=chat(model="x")), 404)["param"] == "model"
+    missing = check(await rig.client.post("/tokenize", json=called({"type": "function"})), 400)
+    assert missing["param"] == "messages[1].tool_calls[0].function"
+    for url, param, body in (
+        (CHAT, "messages", chat(messages=[{"role": "user", "content": "fox " * 20_000}])),
+        ("/v1/completions", "prompt", {"model": MODEL, "prompt": "fox " * 20_000}),
+    ):
+        assert check(await rig.client.post(url, json=body), 400)["param"] == param
 
 
 async def test_a_17_mb_body_is_413_announced_or_not(rig):
@@ -337,4 +356,12 @@ async def test_nonsense_from_a_worker_is_one_error_and_no_crash(rig):
     assert reply.status_code == 500 or reply.text.endswith("[DONE]\n\n")
     rig.say(" the fox")
     assert (await rig.client.post(CHAT, json=chat())).status_code == 200
+    assert rig.gateway.admission.num_running == 0
+
+
+async def test_a_whole_answer_that_cannot_be_rendered_is_an_error_and_gives_its_place_back(rig, monkeypatch):
+    monkeypatch.setattr(WholeAnswer, "render_choice", lambda self, choice, echo: "\ud83d")
+    rig.say(" the fox")
+    assert check(await rig.client.post(CHAT, json=chat(), timeout=10), 500)["code"] == "cluster.error"
+    assert rig.gateway.cluster.num_calls == 0
     assert rig.gateway.admission.num_running == 0

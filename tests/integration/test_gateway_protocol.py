@@ -9,7 +9,8 @@ import httpx
 import pytest
 import uvicorn
 
-from services.gateway.http_protocol import PUSH_KEY, GatewayProtocol, Limits, Push
+from services.gateway.http_protocol import GatewayProtocol
+from services.gateway.push import PUSH_KEY, Limits, Push
 from tests.integration.gateway_rig import until
 
 

@@ -65,6 +65,22 @@ async def test_what_only_looks_like_a_call_is_text(rig, read):
 
 
 @pytest.mark.parametrize("read", [streamed, whole])
+@pytest.mark.parametrize(
+    "call",
+    [
+        r'{"name": "get_\ud83d", "arguments": {"city": "x"}}',
+        r'{"name": "get_weather", "arguments": "{\"city\": \"\ud83d\"}"}',
+    ],
+    ids=["name", "arguments"],
+)
+async def test_a_call_with_a_string_that_no_answer_can_carry_is_text(rig, read, call):
+    text = f"<tool_call>\n{call}\n</tool_call>"
+    rig.say(text)
+    assert await read(rig, chat()) == (text, [], "stop")
+    assert rig.gateway.admission.num_running == 0
+
+
+@pytest.mark.parametrize("read", [streamed, whole])
 async def test_forced_calls_are_grammars_to_the_engine(rig, read):
     rig.say('[{"name": "get_weather", "parameters": {"city": "Rom"}}]')
     call = {"name": "get_weather", "arguments": '{"city": "Rom"}'}

@@ -52,6 +52,7 @@ def sampling(body, **options) -> SamplingSpec:
         ({"stop": [""]}, "stop", "must not be empty"),
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"9" * 5_000: 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "between -100 and 100"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
@@ -71,6 +72,11 @@ def sampling(body, **options) -> SamplingSpec:
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0].type",
             "'text'",
+        ),
+        (
+            {"messages": [*USER, {"role": "assistant", "tool_calls": [{"id": "c", "type": "function"}]}]},
+            "messages[1].tool_calls[0].function",
+            "Missing",
         ),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Missing"),
         ({"response_format": {"type": "xml"}}, "response_format", "'json_object'"),
@@ -228,6 +234,15 @@ def test_forced_calls_become_grammars():
     assert json.loads(named.value) == TOOLS[0]["function"]["parameters"]
 
 
+@pytest.mark.parametrize("definitions", [5, [1], None])
+def test_definitions_that_are_no_object_are_refused_where_they_would_be_moved(definitions):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"$defs": definitions}}}]
+    assert sampling(chat(tools=tools)).structured is None
+    with pytest.raises(InvalidRequest, match=r"\$defs") as caught:
+        sampling(chat(tools=tools, tool_choice="required"))
+    assert caught.value.param == "tools"
+
+
 def test_tool_choice_tells_how_to_read_the_output():
     assert chat().tool_plan("hermes") is None
     assert chat(tools=TOOLS).tool_plan("none") is None
@@ -262,12 +277,22 @@ def test_templates_get_text_and_objects():
     ]
 
 
-@pytest.mark.parametrize("arguments", ["[1]", "{", "5"])
+@pytest.mark.parametrize(
+    "arguments",
+    ["[1]", "{", "5", '{"a":' + "[" * 200_000, '{"a": "\\ud83d"}', '{"\\uDE00": 1}'],
+    ids=range(6),
+)
 def test_arguments_that_are_no_object_are_refused(arguments):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     body = chat(messages=[{"role": "assistant", "tool_calls": [call]}])
     with pytest.raises(InvalidRequest, match="arguments"):
         body.template_messages()
+
+
+def test_arguments_may_have_escapes_of_whole_characters():
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud83d\\ude00"}'}}
+    (message,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).template_messages()
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": "\U0001f600"}
 
 
 def test_tokenize_takes_a_prompt_or_messages():

@@ -1,6 +1,7 @@
 """What one request does when things happen to it."""
 
 from services.gateway.core.request_flow import (
+    MAX_ATTEMPTS,
     Cancel,
     Complete,
     Discard,
@@ -270,6 +271,48 @@ def test_a_second_loss_backs_off_and_keeps_the_clock():
     assert flow.on_instance_down(P0.instance, now_ms=7)[-1] == Discard()
     assert flow.phase is Phase.BACKOFF
     assert flow.on_tick(now_ms=57) == [SendPlace(3, [D0.instance, P0.instance])]
+
+
+def test_a_stream_that_got_on_after_a_loss_takes_the_next_one_as_its_first():
+    flow = begun_and_lost()
+    flow.on_placed(placed(2, prefill=None, decode=P0), now_ms=10)
+    flow.on_instance_down(P0.instance, now_ms=20)
+    assert flow.phase is Phase.BACKOFF, "no token between the two losses"
+    flow.on_tick(now_ms=70)
+    flow.on_placed(placed(3, prefill=None, decode=D0), now_ms=80)
+    flow.mark_resumed(now_ms=100)
+    late_ms = 3 + 5 * LIMITS.placement_deadline_ms
+    assert flow.on_instance_down(D0.instance, now_ms=late_ms)[-1] == SendPlace(4, [D0.instance])
+    until_ms = late_ms + LIMITS.resume_deadline_ms
+    assert flow.on_rejected(rejected(4), now_ms=until_ms - 100) == []
+    assert flow.on_tick(now_ms=until_ms)[-1].code == "peer.gone"
+
+
+def test_a_whole_answer_that_had_output_has_a_fresh_placements_time_after_each_loss():
+    late_ms = 5 + 2 * LIMITS.placement_deadline_ms
+    for had_output in (True, False):
+        flow = decoding()
+        flow.mark_output()
+        flow.on_instance_down(D0.instance, now_ms=5)
+        flow.on_placed(placed(2, prefill=None, decode=P0), now_ms=6)
+        if had_output:
+            flow.mark_output()
+        last = flow.on_instance_down(P0.instance, now_ms=late_ms)[-1]
+        assert flow.phase is (Phase.BACKOFF if had_output else Phase.ENDED)
+        assert isinstance(last, Discard if had_output else Fail)
+
+
+def test_losses_are_bounded_however_often_a_stream_gets_on():
+    flow, now_ms = begun_and_lost(), 3
+    while flow.phase is not Phase.ENDED:
+        now_ms += 1
+        assert flow.attempt <= MAX_ATTEMPTS
+        flow.on_placed(placed(flow.attempt, prefill=None, decode=P0), now_ms=now_ms)
+        flow.mark_resumed(now_ms=now_ms)
+        actions = flow.on_instance_down(P0.instance, now_ms=now_ms)
+        if flow.phase is Phase.BACKOFF:
+            actions = flow.on_tick(now_ms=now_ms + 50)
+    assert isinstance(actions[-1], Fail)
 
 
 def test_a_held_placement_is_waited_for_as_long_as_the_scheduler_says_and_not_beyond_its_deadline():

@@ -116,9 +116,8 @@ class RequestFlow:
     """The state machine. Methods return actions in the order in which they must happen."""
 
     limits: Limits
-    budget: RetryBudget | None = (
-        None  # shared by all requests of the process; None: no bound but the deadlines
-    )
+    # shared by all requests of the process; None: no bound but the deadlines and MAX_ATTEMPTS
+    budget: RetryBudget | None = None
     phase: Phase = Phase.PLACING
     attempt: int = 0
     continues: bool = False  # output of one attempt can be the beginning of another's
@@ -128,6 +127,7 @@ class RequestFlow:
     exclude: list[InstanceId] = field(default_factory=list)
     num_retries: int = 0
     last_failure: str = ""
+    _has_output: bool = False  # set by mark_output(): of this attempt
     _deadline_ms: int = 0  # of the whole request
     _place_by_ms: int = 0  # of this placement
     _shed_by_ms: int = 0
@@ -153,6 +153,10 @@ class RequestFlow:
     def mark_sent(self) -> None:
         """A byte of the answer has left for the client."""
         self.bytes_sent = True
+
+    def mark_output(self) -> None:
+        """The attempt has its first token, and no earlier one's was kept."""
+        self._has_output = True
 
     def mark_answered(self) -> None:
         """The last token of every choice has come."""
@@ -315,6 +319,7 @@ class RequestFlow:
         self.attempt += 1
         self.phase = Phase.PLACING
         self.placed = None
+        self._has_output = False
         self._wake_ms = now_ms + self.limits.place_reply_ms
         return [SendPlace(self.attempt, self.exclude)]
 
@@ -341,6 +346,10 @@ class RequestFlow:
             return [*actions, *self._end(Fail(code, message))]
         if not self._may_retry(now_ms):
             return [*actions, *self._end(_over_budget(code, message))]
+        if self.bytes_sent and not self.resume_by_ms:
+            # It has got on since its last loss: this one is as its first. Another before the next token is not.
+            self.resume_by_ms = now_ms + self.limits.resume_deadline_ms
+            self.num_retries, self._backoff_ms, self.exclude = 0, BACKOFF_FIRST_MS, []
         if gone is not None and code != "epoch.stale":
             self.exclude = [*self.exclude, gone]
         return [*actions, *self._retry(message, now_ms)]
@@ -352,14 +361,11 @@ class RequestFlow:
     def _retry(self, message: str, now_ms: int) -> list[Action]:
         """A running attempt was lost, before the client saw a byte of it or with one that can go on."""
         lost = GoOn() if self.bytes_sent else Discard()
-        if (
-            self.bytes_sent and not self.resume_by_ms
-        ):  # another loss before the next token does not lengthen it
-            self.resume_by_ms = now_ms + self.limits.resume_deadline_ms
         self.last_failure = message
         self.num_retries += 1
-        if self.num_retries == 1:  # the clock of a fresh placement; later losses do not lengthen it
+        if self.num_retries == 1 or self._has_output:  # the last placement was of use: a fresh one's clock
             self._place_by_ms = now_ms + self.limits.placement_deadline_ms
+        if self.num_retries == 1 and self.attempt < MAX_ATTEMPTS:
             return [lost, *self._place(now_ms)]
         return [lost, *self._place_later(now_ms)]
 

@@ -104,7 +104,7 @@ class CallReader:
         if text == "null":
             return "{}"
         if text.startswith('"'):  # encoded twice
-            text = json.loads(text, strict=False)
+            text = _string(text) or ""
         if not text.lstrip().startswith("{"):
             raise ValueError("arguments are no object")
         return text
@@ -221,8 +221,12 @@ class CallReader:
 
 
 def _string(text: str) -> str | None:
+    """The string that this JSON is. None if it is none, or one that no answer can carry: half a surrogate pair."""
     try:
         value = json.loads(text, strict=False)
-    except ValueError:
-        return None
-    return value if isinstance(value, str) else None
+        if isinstance(value, str):
+            value.encode()
+            return value
+    except (ValueError, RecursionError):
+        pass
+    return None

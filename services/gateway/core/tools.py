@@ -13,6 +13,7 @@ from services.gateway.core.tool_parsers import (
     ToolPlan,
     make_parser,
 )
+from shared.errors import InvalidRequest
 
 ToolFormat = Literal["none", "hermes", "llama"]  # how a model was trained to write calls
 
@@ -40,12 +41,19 @@ def named_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
 def required_schema(
     functions: Mapping[str, dict[str, Any] | None], *, max_calls: int | None = None
 ) -> dict[str, Any]:
-    """The whole output is a list of calls, at least one. `functions`: name -> schema of its parameters."""
+    """The whole output is a list of calls, at least one.
+
+    Args: functions: name -> schema of its parameters.
+    Raises: InvalidRequest when a schema's `$defs` is no object.
+    """
     definitions: dict[str, Any] = {}
     calls = []
     for name, parameters in functions.items():
         schema = dict(parameters or {"type": "object", "properties": {}})
-        definitions |= schema.pop("$defs", {})  # references begin at the root, wherever the schema stands
+        own = schema.pop("$defs", {})  # references begin at the root, wherever the schema stands
+        if not isinstance(own, dict):
+            raise InvalidRequest(f"The $defs of the function {name!r} must be an object.", param="tools")
+        definitions |= own
         calls.append(
             {
                 "properties": {"name": {"type": "string", "enum": [name]}, "parameters": schema},
