@@ -5,6 +5,7 @@ gives a port of its own choice, or by another process that looked for one at the
 kernel chooses from by default (32,768), and go round: all processes of a user count on in one file.
 """
 
+import errno
 import fcntl
 import os
 import socket
@@ -54,11 +55,18 @@ def in_turn(name: str, numbers: range, count: int, is_good: Callable[[int], bool
 
 def is_free(host: str, port: int) -> bool:
     """Whether a listener could bind to host:port now."""
+    return bind_error(host, port) is None
+
+
+def bind_error(host: str, port: int) -> OSError | None:
+    """Why no listener could bind to host:port now: EADDRINUSE, or what no other owner would change; None: it could."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return error
+        except UnicodeError:  # its name has a part that no name in DNS may have
+            return OSError(errno.EINVAL, "not a name of a host")
+    return None

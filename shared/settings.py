@@ -19,6 +19,7 @@ import msgspec
 from shared.errors import SettingsError
 
 T = TypeVar("T", bound=msgspec.Struct)
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 # Variables of the whole command rather than of one section.
 GLOBAL_VARIABLES = {
@@ -42,10 +43,10 @@ def _nearest(key: str, known: Sequence[str]) -> str:
 def read_toml(path: Path) -> dict[str, dict[str, Any]]:
     """The file's sections. Raises: SettingsError on a missing or malformed file or an unknown section."""
     try:
-        data = tomllib.loads(path.read_text())
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"cannot read settings file {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: {error}") from error
     for section, body in data.items():
         if section not in SECTIONS:
@@ -154,16 +155,31 @@ def load(
     for key, value in parse_flags(argv, known).items():
         values[key] = _listed(cls, key, value)
     try:
-        return msgspec.convert(values, cls, strict=False)
+        found = msgspec.convert(values, cls, strict=False)
     except msgspec.ValidationError as error:
         text = str(error)
         key = text.rpartition("$.")[2].rstrip("`") if "$." in text else "?"
         raise SettingsError(f"setting {section}.{key}: {text}") from error
+    for key in known:
+        if isinstance(listed := getattr(found, key), list) and "" in listed:
+            raise SettingsError(
+                f"setting {section}.{key}: an entry is empty, as where a variable that was to fill it is not set"
+            )
+    return found
+
+
+def check_share(section: str, name: str, value: float) -> None:
+    """Raises: SettingsError unless the value is from 0 to 1."""
+    if not 0.0 <= value <= 1.0:
+        raise SettingsError(f"setting {section}.{name}: {value} is not from 0 to 1; try 1")
 
 
 def _listed(cls: type[msgspec.Struct], key: str, value: str) -> Any:
-    """Comma-separated text for list fields; other text is converted by msgspec."""
+    """Comma-separated text for list fields; other text is converted by msgspec.
+
+    An empty part stays one: were it dropped, `--api-keys ,` would switch authentication off.
+    """
     kind = next(f.type for f in msgspec.structs.fields(cls) if f.name == key)
     if getattr(kind, "__origin__", None) is list:
-        return [part for part in value.split(",") if part]
+        return [part.strip() for part in value.split(",")] if value.strip() else []
     return value

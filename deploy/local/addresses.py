@@ -2,6 +2,7 @@
 
 import ipaddress
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from shared.errors import SettingsError
 
@@ -44,6 +45,18 @@ def check_address(address: str, *, joins: bool) -> None:
         raise SettingsError(
             "setting cluster.address: name one address of this machine, not all; e.g. 10.0.0.5"
         )
+
+
+def check_url(name: str, url: str, example: str) -> None:
+    """Of a server. Raises: SettingsError on what no client could connect to, whoever listens."""
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna")
+        good = bool(host) and parts.scheme in ("http", "https") and parts.port != 0 and url.isprintable()
+    except ValueError:  # no port, or no name of a host
+        good = False
+    if not good:
+        raise SettingsError(f"{name} {url!r} is no address of a server; try {example}")
 
 
 def in_url(host: str) -> str:

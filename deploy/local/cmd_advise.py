@@ -1,6 +1,7 @@
 """`quire advise TRACE`: whether to disaggregate this workload, by simulation."""
 
 import json
+import math
 import sys
 import time
 from dataclasses import replace
@@ -68,10 +69,13 @@ def advise(
     # here and not above: `quire up` needs neither numpy nor the simulator
     from loadtest.simulator.advise import Advisor, Question, default_slo
 
-    if gpus < 1 or tp < 0 or requests < 10 or not 0 < share <= 1 or link_gb_per_s <= 0:
+    if gpus < 1 or tp < 0 or requests < 10 or not 0 < share <= 1 or not 0 < link_gb_per_s < math.inf:
         raise SettingsError(
             "--gpus is at least 1, --tp not negative, --requests 10, --share in (0, 1], --link-gb-per-s above 0"
         )
+    for flag, value in (("--slo-ttft-ms", slo_ttft_ms), ("--slo-tpot-ms", slo_tpot_ms), ("--rate", rate)):
+        if not 0 <= value < math.inf:
+            raise SettingsError(f"{flag} {value:g}: want a number, not negative")
     found = _requests(trace, rate, seed)
     machine = _machine(gpu, model, tp, cost, memory_tokens)
     longest = max(request.prompt_tokens + request.output_tokens for request in found)

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import httpx
+import msgspec
 import typer
 from rich.table import Table
 
-from deploy.local import config, receipt_text
+from deploy.local import addresses, config, receipt_text
 from deploy.local.terminal import bytes_text, err, fail, out, program, status_or_none
-from shared.errors import PeerGone
+from shared.errors import PeerGone, SettingsError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_TIMEOUT_S = 5.0
@@ -21,9 +22,37 @@ RECEIPT_HEADER = {"x-quire-receipt": "1"}
 TIMES = ("queue_ms", "fetch_ms", "compute_ms")
 TOKENS = ("tokens_engine", "tokens_pool", "tokens_computed")
 
+NOT_UTF8 = "what is to be said is not UTF-8 text"
 MIN_RATE_S = 0.05  # a shorter answer came in one piece: no rate
 
 Message = dict[str, str]
+
+
+# Of OpenAI's API what is shown here; that another kind of server answers is found out by these, too.
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+
+
+class _Event(msgspec.Struct):
+    id: str = ""
+    choices: list[_Choice] = []
+    usage: dict[str, Any] | None = None
+    quire_receipt: Any = None
+    error: Any = None
 
 
 def chat(
@@ -39,14 +68,16 @@ def chat(
     """Chat with the served model. QUIRE_API_KEY is sent if set."""
     base = config.gateway_url(url) or _local_url()
     options = {"max_tokens": max_tokens, "temperature": temperature}
-    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    addresses.check_url("--url (or QUIRE_URL)", base, DEFAULT_URL)
+    messages: list[Message] = [{"role": "system", "content": _utf8(system)}] if system else []
+    said = [_utf8(text)] if text else []
     key = config.api_key()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
     with httpx.Client(base_url=base, headers=headers, timeout=timeout, trust_env=False) as client:
         try:
             options["model"] = _model(client)
-            for line in [text] if text else _typed():
+            for line in said or _typed():
                 messages.append({"role": "user", "content": line})
                 reply = Reply()
                 reply.stream(client, {**options, "messages": messages})
@@ -55,6 +86,8 @@ def chat(
                     reply.show_receipt()
         except httpx.ConnectError as error:
             raise PeerGone(f"no gateway answers at {base}; `quire up` starts one") from error
+        except msgspec.MsgspecError as error:  # of a str
+            fail(f"{base} answers, but not as OpenAI's API: {error}")
         except httpx.HTTPError as error:
             fail(f"{base}: {type(error).__name__} {error}")
         except KeyboardInterrupt:
@@ -79,20 +112,24 @@ class Reply:
             if response.status_code != 200:
                 response.read()
                 fail(f"HTTP {response.status_code}: {_error_text(response.text)}")
+            num_events = 0
             for line in response.iter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
-                    self._hear(json.loads(line[6:]))
+                    self._hear(msgspec.json.decode(line[6:], type=_Event))
+                    num_events += 1
+        if not num_events:
+            raise msgspec.DecodeError("an answer without events")
         sys.stdout.write("\n")
 
-    def _hear(self, event: dict[str, Any]) -> None:
-        if "error" in event:
+    def _hear(self, event: _Event) -> None:
+        if event.error is not None:
             sys.stdout.write("\n")
-            fail(f"the stream broke off: {_error_text(json.dumps(event))}")
-        self._id = event.get("id", self._id)
-        self._usage = event.get("usage") or self._usage
-        self._receipt = event.get("quire_receipt", self._receipt)
-        for choice in event.get("choices", []):
-            piece = choice.get("delta", {}).get("content") or ""
+            fail(f"the stream broke off: {_error_text(json.dumps({'error': event.error}))}")
+        self._id = event.id or self._id
+        self._usage = event.usage or self._usage
+        self._receipt = event.quire_receipt or self._receipt
+        for choice in event.choices:
+            piece = (choice.delta and choice.delta.content) or ""
             if piece and self._first is None:
                 self._first = time.monotonic()
             self.text += piece
@@ -143,10 +180,10 @@ def _model(client: httpx.Client) -> str:
     response = client.get("/v1/models")
     if response.status_code != 200:
         fail(f"HTTP {response.status_code}: {_error_text(response.text)}")
-    models = response.json().get("data", [])
+    models = msgspec.json.decode(response.text, type=_Models).data
     if not models:
         fail("the gateway serves no model yet; look at `quire status`")
-    return str(models[0]["id"])
+    return models[0].id
 
 
 def _typed() -> Iterator[str]:
@@ -156,8 +193,19 @@ def _typed() -> Iterator[str]:
             line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return
+        except UnicodeDecodeError as error:
+            raise SettingsError(NOT_UTF8) from error
         if line.strip():
-            yield line
+            yield _utf8(line)
+
+
+def _utf8(text: str) -> str:
+    """The text itself. Raises: SettingsError where it came as other bytes, which Python keeps as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SettingsError(NOT_UTF8) from error
+    return text
 
 
 def _error_text(body: str) -> str:

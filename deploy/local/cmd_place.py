@@ -10,6 +10,7 @@ import msgspec
 import typer
 from rich.table import Table
 
+from deploy.local.addresses import check_url
 from deploy.local.config import api_key
 from deploy.local.placement_file import read
 from deploy.local.terminal import FAILED, bytes_text, err, fail, out
@@ -70,8 +71,7 @@ def place(
 async def _tell(urls: str, answer: Placement) -> str:
     """What the coordinator has now. Exits where it has not."""
     for url in urls.split(","):
-        if not url.strip().startswith(("http://", "https://")):
-            raise SettingsError(f"--apply {url!r} is no address of a coordinator; try http://127.0.0.1:8103")
+        check_url("--apply", url.strip(), "http://127.0.0.1:8103")
     client = LendingClient(urls, key=api_key(), patience_ms=TELL_MS)
     pairs = [Pair(consumer=InstanceId(p.consumer), producer=InstanceId(p.producer)) for p in answer.pairs]
     try:

@@ -9,9 +9,11 @@ import typer
 
 from deploy.local import config
 from deploy.local.terminal import fail, out, status_or_none
+from shared.errors import SettingsError
 from shared.observe import stages as observed
 
 DEFAULT_LAST_S = 300.0
+MOST_LAST_S = 1e9  # 31 years: a longer time is no time in nanoseconds
 
 
 def stages(
@@ -27,6 +29,8 @@ def stages(
 
     Spans reach the store a second or two after they end. Traces that go to a collector are not here.
     """
+    if not 0 < last_s <= MOST_LAST_S:
+        raise SettingsError(f"--last {last_s:g}: want seconds, {MOST_LAST_S:g} at most")
     store = folder or config.paths_of(config.default_home()).traces
     found, num_requests = observed.read_stages(store, since_ns=time.time_ns() - int(last_s * 1e9))
     if as_json:

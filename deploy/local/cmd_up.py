@@ -29,15 +29,19 @@ def up(
     model: Annotated[str, typer.Option(help="Folder or Hugging Face id. Default: the demo model.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "",
     topology: Annotated[str, typer.Option(help="auto, disaggregated or colocated.")] = "",
-    prefill: Annotated[int, typer.Option(help="Number of prefill workers.", show_default=False)] = 0,
+    prefill: Annotated[
+        int | None, typer.Option(help="Number of prefill workers.", show_default=False)
+    ] = None,
     decode: Annotated[
-        int, typer.Option(help="Number of decode (or colocated) workers.", show_default=False)
-    ] = 0,
+        int | None, typer.Option(help="Number of decode (or colocated) workers.", show_default=False)
+    ] = None,
     host: Annotated[str, typer.Option(help="Address of the gateway.")] = "",
-    port: Annotated[int, typer.Option(help="Port of the gateway. Default: 8000.", show_default=False)] = 0,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the gateway. Default: 8000.", show_default=False)
+    ] = None,
     base_port: Annotated[
-        int, typer.Option(help="First of the other ports. Default: 8100.", show_default=False)
-    ] = 0,
+        int | None, typer.Option(help="First of the other ports. Default: 8100.", show_default=False)
+    ] = None,
     engine: Annotated[str, typer.Option(help="vllm, or mock for experiments without a model.")] = "",
     pd_caching: Annotated[
         str, typer.Option(help="Which end keeps context: basic, 1, 2 or 3 (MemServe 5.1). Default: 3.")
@@ -65,7 +69,9 @@ def up(
     flags: dict[str, Any] = {"model": model, "device": device, "topology": topology, "host": host}
     flags |= {"port": port, "base_port": base_port, "num_prefill": prefill, "num_decode": decode}
     flags |= {"engine": engine, "pd_caching": pd_caching, **_weaves(weave)}
-    argv = [word for key, value in flags.items() if value for word in (f"--{key}", str(value))]
+    # a 0 was said, too, and may be refused
+    said = {key: value for key, value in flags.items() if value not in (None, "")}
+    argv = [word for key, value in said.items() for word in (f"--{key}", str(value))]
     for pair in more or []:
         key, sep, value = pair.partition("=")
         if not sep:

@@ -217,9 +217,19 @@ def load(
 def _filled(found: ClusterSettings, env: Mapping[str, str]) -> ClusterSettings:
     return msgspec.structs.replace(
         found,
-        home=str(Path(found.home or env.get("QUIRE_HOME") or REPO / ".quire").expanduser().absolute()),
+        home=str(expanded(found.home or env.get("QUIRE_HOME") or REPO / ".quire").absolute()),
         redis_url=found.redis_url or env.get("QUIRE_REDIS_URL", ""),
     )
+
+
+def expanded(path: str | Path) -> Path:
+    """With the home folder for `~` or `~user`. Raises: SettingsError where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise SettingsError(
+            f"{str(path)!r} names the home folder of a user that this machine lacks"
+        ) from error
 
 
 def check_variable_names(env: Mapping[str, str]) -> None:
@@ -296,9 +306,19 @@ def check_overrides(
 def kv_layout(environ: Mapping[str, str] | None = None) -> str:
     """worker.kv_layout, as every worker of this command will find it. Raises: SettingsError."""
     env: Mapping[str, str] = environment() if environ is None else environ
-    struct = section_struct(SECTION_CONFIGS["worker"])
+    return str(_settings_of("worker", env)["kv_layout"])
+
+
+def gateway_wants_keys(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the gateway's own settings have keys; cluster.api_keys are others. Raises: SettingsError."""
+    own = _settings_of("gateway", environment() if environ is None else environ)
+    return bool(own["api_keys"] or own["api_keys_file"])
+
+
+def _settings_of(section: str, env: Mapping[str, str]) -> dict[str, object]:
+    struct = section_struct(SECTION_CONFIGS[section])
     assert struct is not None
-    return str(msgspec.structs.asdict(settings.load(struct, "worker", (), environ=env))["kv_layout"])
+    return msgspec.structs.asdict(settings.load(struct, section, (), environ=env))
 
 
 def section_struct(module_name: str) -> type[msgspec.Struct] | None:
@@ -358,14 +378,17 @@ def visible_gpus() -> str | None:
 
 def use_config_file(path: Path) -> None:
     """Make a TOML file the settings file of this command and of every process it starts."""
-    os.environ["QUIRE_CONFIG"] = str(path.expanduser().absolute())  # noqa: TID251  this is the config.py
+    os.environ["QUIRE_CONFIG"] = str(expanded(path).absolute())  # noqa: TID251  this is the config.py
 
 
 def gateway_url(url: str = "") -> str:
-    """Where clients find the gateway: an explicit URL, QUIRE_URL, else "" ."""
-    return (url or environment().get("QUIRE_URL", "")).rstrip("/")
+    """Where clients find the gateway: an explicit URL, QUIRE_URL, else "". Either may end in /v1, as `up` prints it."""
+    return (url or environment().get("QUIRE_URL", "")).rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def api_key() -> str:
-    """The key that `quire chat` and `quire place --apply` send."""
-    return environment().get("QUIRE_API_KEY", "")
+    """The key that `quire chat` and `quire place --apply` send. Raises: SettingsError where no header could hold it."""
+    key = environment().get("QUIRE_API_KEY", "")
+    if not (key.isascii() and key.isprintable()):
+        raise SettingsError("QUIRE_API_KEY has characters that a header cannot hold; want printable ASCII")
+    return key

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from deploy.local import addresses, plan, services_table
 from deploy.local.config import CA_FILES, ClusterSettings, paths_of
-from deploy.local.ports import busy_ports
+from deploy.local.ports import busy_ports, refused_listens
 from deploy.local.terminal import bytes_text, status_or_none
 from shared.errors import SettingsError
 
@@ -89,6 +89,9 @@ def check_ports(found: ClusterSettings) -> Finding:
     listens += [("standby", host, ports.standby)] if found.standby else []
     for role, count in (("prefill", found.num_prefill), ("decode", found.num_decode)):
         listens += [(role, host, port) for index in range(count) for port in ports.worker(role, index)]
+    if refused := refused_listens(listens):
+        fix = "QUIRE_CLUSTER_HOST is an address of this machine; ports below 1024 are not for every user"
+        return Finding("ports", Verdict.FAIL, "; ".join(refused), fix)
     busy = busy_ports(listens)
     fix = "stop the owner, or choose others: QUIRE_CLUSTER_PORT, QUIRE_CLUSTER_BASE_PORT"
     if busy:
@@ -186,15 +189,14 @@ def check_docker(_: ClusterSettings) -> Finding:
 def check_disk(found: ClusterSettings) -> Finding:
     """Logs, spans, Redis' journal."""
     folder = Path(found.home)
-    while not folder.exists():
+    while not os.path.exists(folder):  # what may not be looked into is not there either
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     verdict = Verdict.OK if free >= NEED_DISK_BYTES else Verdict.WARN
     fix = "logs, spans and downloaded models need room; set QUIRE_HOME (and HF_HOME) to a larger disk"
-    if not os.access(folder, os.W_OK):
-        return Finding(
-            "disk", Verdict.FAIL, f"{folder} is not writable", "set QUIRE_HOME to a folder of yours"
-        )
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        why = "is not writable" if folder.is_dir() else "is no folder"
+        return Finding("disk", Verdict.FAIL, f"{folder} {why}", "set QUIRE_HOME to a folder of yours")
     return Finding("disk", verdict, f"{bytes_text(free)} free at {folder}", fix)
 
 
@@ -218,7 +220,7 @@ def check_limits(_: ClusterSettings) -> Finding:
 
 def check_model(found: ClusterSettings) -> Finding:
     """The demo model, or the folder that is set; an id is not downloaded here."""
-    if found.model and not Path(found.model).expanduser().is_dir() and found.model.count("/") == 1:
+    if plan.is_model_id(found.model) and not Path(found.model).is_dir():
         return Finding("model", Verdict.OK, f"{found.model} (from Hugging Face, not checked here)")
     try:
         model = plan.find_model(found)

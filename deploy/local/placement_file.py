@@ -86,7 +86,7 @@ def _with_profile(path: Path, number: int, item: dict[str, Any]) -> dict[str, An
     if "profile" not in item:
         return item
     named = item["profile"]
-    if not isinstance(named, str):
+    if not isinstance(named, str) or not Path(named).name:
         raise SettingsError(f"{path}: models[{number}].profile is the name of a file")
     profile = _load((path.parent / named).with_suffix(Path(named).suffix or ".json"))
     missing = [key for key in PROFILE_KEYS if key not in profile]

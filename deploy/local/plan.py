@@ -13,7 +13,14 @@ from pathlib import Path
 import msgspec
 
 from deploy.local.addresses import LOOPBACK, parse_join
-from deploy.local.config import DEMO_MODEL, ClusterSettings, Paths, use_system_certificates, visible_gpus
+from deploy.local.config import (
+    DEMO_MODEL,
+    ClusterSettings,
+    Paths,
+    expanded,
+    use_system_certificates,
+    visible_gpus,
+)
 from deploy.local.services_table import ROWS, Plan, Ports, Worker
 from shared.errors import SettingsError
 
@@ -144,20 +151,24 @@ def gpu_share(found: ClusterSettings, workers: Sequence[Worker]) -> float:
     return round(GPU_MEMORY_SHARE / most, 2)
 
 
+def is_model_id(wanted: str) -> bool:
+    """Whether it looks like owner/name rather than a path."""
+    return not wanted.startswith((".", "/", "~")) and wanted.count("/") == 1
+
+
 def find_model(found: ClusterSettings) -> Model:
     """The folder of the model; a Hugging Face id is downloaded into its cache.
 
     Raises: SettingsError when there is neither a folder nor a download.
     """
     wanted = found.model or str(DEMO_MODEL)
-    folder = Path(wanted).expanduser()
+    folder = expanded(wanted)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise SettingsError(f"setting cluster.model: no config.json in {folder}; name a model's folder")
         folder = folder.resolve()
         return Model(folder=str(folder), name=found.model_name or folder.name)
-    looks_like_path = wanted.startswith((".", "/", "~")) or wanted.count("/") != 1
-    if looks_like_path:
+    if not is_model_id(wanted):
         raise SettingsError(f"setting cluster.model: no folder {wanted!r}, and not an id like owner/name")
     return Model(folder=_download(wanted), name=found.model_name or wanted)
 
@@ -314,7 +325,7 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
 def _lending(found: ClusterSettings) -> list[tuple[str, str | float]]:
     """Who borrows has host memory behind its pages: what finds no lent page goes there, and what has to leave one."""
     dram_bytes = found.dram_bytes or (found.memory_market and (found.mempool_bytes or DEFAULT_DRAM_BYTES))
-    profiles = [str(Path(name).expanduser().absolute()) for name in found.lending_profiles]
+    profiles = [str(expanded(name).absolute()) for name in found.lending_profiles]
     return [
         ("--dram-bytes", dram_bytes),
         ("--dram-for-host", "true" if dram_bytes else ""),

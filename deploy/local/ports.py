@@ -1,12 +1,16 @@
 """Which ports are taken, and who has them?"""
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterable
 
-from shared.free_ports import is_free
+from shared.free_ports import bind_error
 
 LISTEN_STATE = "0A"  # of /proc/net/tcp
+# the gateway's setting, and that of all others
+HOST_KEYS = ("cluster.host", "cluster.address")
+PORT_KEYS = ("cluster.port", "cluster.base_port")
 
 
 def owner(port: int) -> str:
@@ -25,14 +29,32 @@ def owner(port: int) -> str:
 
 
 def busy_ports(listens: Iterable[tuple[str, str, int]]) -> list[str]:
-    """One line for each of (service, host, port) that cannot be bound."""
+    """One line for each of (service, host, port) that somebody else has."""
     lines: list[str] = []
     for service, host, port in listens:
-        if not is_free(host, port):
+        if _is_taken(bind_error(host, port)):
             who = owner(port)
             by = f" by {who}" if who else ""
             lines.append(f"port {port}, wanted by {service} on {host}, is in use{by}")
     return lines
+
+
+def refused_listens(listens: Iterable[tuple[str, str, int]]) -> list[str]:
+    """One line for each host that cannot be listened on, and each port that this user may not have."""
+    lines: list[str] = []
+    for service, host, port in listens:
+        error = bind_error(host, port)
+        if error is None or _is_taken(error):
+            continue
+        is_port = isinstance(error, PermissionError)
+        where = f"{host}:{port}" if is_port else host
+        key = (PORT_KEYS if is_port else HOST_KEYS)[0 if service == "gateway" else 1]
+        lines.append(f"cannot listen on {where}: {error.strerror}; see {key}")
+    return list(dict.fromkeys(lines))  # many services are on one host
+
+
+def _is_taken(error: OSError | None) -> bool:
+    return error is not None and error.errno == errno.EADDRINUSE
 
 
 def _listening_inodes(port: int) -> set[str]:

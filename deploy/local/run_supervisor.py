@@ -16,7 +16,7 @@ from typing import IO, Any
 import msgspec
 
 from deploy.local import addresses, config, plan, services_table
-from deploy.local.ports import busy_ports
+from deploy.local.ports import busy_ports, refused_listens
 from deploy.local.services_table import Plan, Service
 from deploy.local.supervisor import Supervisor
 from shared.errors import SettingsError
@@ -52,6 +52,8 @@ def prepare(start: Start) -> tuple[config.Paths, Plan, list[Service]]:
     services = services_table.build(made)
     config.check_overrides(services_table.managed_keys(services))
     listens = [(s.name, host, port) for s in services for host, port in s.listens]
+    if refused := refused_listens(listens):
+        raise SettingsError("; ".join(refused))
     end = time.monotonic() + PORT_WAIT_S  # the last cluster may have been killed a moment ago
     while (lines := busy_ports(listens)) and time.monotonic() < end:
         time.sleep(0.1)
@@ -78,7 +80,7 @@ def describe(start: Start, made: Plan) -> dict[str, Any]:
         "topology": "colocated" if made.workers[0].role == "colocated" else "disaggregated",
         "traces": traces,
         "trace_endpoint": start.settings.trace_endpoint,
-        "authenticated": bool(start.settings.api_keys),
+        "authenticated": bool(start.settings.api_keys) or config.gateway_wants_keys(),
         "mempool_admin": f"http://{addresses.LOOPBACK}:{made.ports.mempool_admin}",
         "logs": str(config.paths_of(start.settings.home).logs),
     }

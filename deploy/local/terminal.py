@@ -22,7 +22,8 @@ WIDE_COLUMNS = 160  # of what is not a terminal
 
 
 def _console(*, stderr: bool) -> Console:
-    made = Console(stderr=stderr, highlight=False, soft_wrap=True)
+    # no emoji: their codes are parts of addresses too, as in fd00:a:b::1
+    made = Console(stderr=stderr, highlight=False, soft_wrap=True, emoji=False)
     if not made.is_terminal:
         made.width = WIDE_COLUMNS
     return made

@@ -17,7 +17,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Effective settings of one coordinator. admin_listen stays empty: /health is on `listen`."""
 
     instance: str = "coordinator-0"
-    log_level: str = "info"
+    log_level: settings.LogLevel = "info"
     trace_endpoint: str = ""
     trace_dir: str = ""
     trace_sample_ratio: float = 1.0
@@ -56,6 +56,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
 def load(argv: Sequence[str]) -> CoordinatorSettings:
     """Defaults, TOML, QUIRE_COORDINATOR_* and flags. Raises: SettingsError naming the key and what works."""
     found = settings.load(CoordinatorSettings, "coordinator", argv, about=ABOUT)
+    settings.check_share("coordinator", "trace_sample_ratio", found.trace_sample_ratio)
     for name in (
         "heartbeat_interval_ms", "ttl_ms", "forget_after_ms", "max_members", "leader_lease_ms", "lease_ttl_ms",
         "ttl_margin_ms", "present_ms", "report_interval_ms", "report_idle_ms", "report_ttl_ms",

@@ -17,7 +17,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Effective settings of one gateway process; see README.md for what each is good for."""
 
     instance: str = "gateway-0"
-    log_level: str = "info"
+    log_level: settings.LogLevel = "info"
     trace_endpoint: str = ""
     trace_dir: str = ""
     trace_sample_ratio: float = 1.0
@@ -39,7 +39,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     header_timeout_ms: int = 10_000
     body_idle_timeout_ms: int = 10_000
     keep_alive_timeout_ms: int = 65_000
-    slow_reader_bytes: int = 256 << 10  # unsent bytes of one stream before its client is cut off
+    slow_reader_bytes: int = 256 << 10  # unsent beside its largest event before a stream is cut off
 
     max_concurrent_requests: int = 1024  # per process
     max_concurrent_per_tenant: int = 0  # 0: no limit of its own
@@ -85,17 +85,21 @@ def split_listen(listen: str) -> tuple[str, int]:
 
 def _check(found: GatewaySettings) -> None:
     split_listen(found.listen)
+    settings.check_share("gateway", "trace_sample_ratio", found.trace_sample_ratio)
     for name in (
         "processes", "max_body_bytes", "max_header_bytes", "max_concurrent_requests", "placement_deadline_ms",
         "place_reply_ms", "request_deadline_ms", "resume_deadline_ms", "worker_silent_ms", "header_timeout_ms",
         "body_idle_timeout_ms", "tree_lookup_deadline_ms", "tree_cache_age_ms", "membership_interval_ms",
-        "keep_alive_timeout_ms", "slow_reader_bytes",
+        "keep_alive_timeout_ms", "slow_reader_bytes", "tokenizer_threads",
     ):  # fmt: skip
         if getattr(found, name) < 1:
             raise SettingsError(f"setting gateway.{name}: {getattr(found, name)} must be at least 1")
     if found.tree_cache_answers < 0:
         raise SettingsError("setting gateway.tree_cache_answers: must be 0 (none) or more, e.g. 1024")
-    for name in ("retry_share", "retry_floor_per_s", "retry_burst"):
+    for name in (
+        "retry_share", "retry_floor_per_s", "retry_burst", "max_concurrent_per_tenant", "shed_wait_ms",
+        "drain_deadline_ms",
+    ):  # fmt: skip
         if not getattr(found, name) >= 0:
             raise SettingsError(f"setting gateway.{name}: {getattr(found, name)} must not be negative")
     if not found.model_dir:

@@ -24,7 +24,7 @@ class MempoolSettings(LendingKeys, frozen=True, kw_only=True):
     """Effective settings of one mempool process."""
 
     instance: str = "mempool-0"
-    log_level: str = "info"
+    log_level: settings.LogLevel = "info"
     trace_endpoint: str = ""
     trace_dir: str = ""
     trace_sample_ratio: float = 1.0
@@ -106,6 +106,7 @@ class MempoolSettings(LendingKeys, frozen=True, kw_only=True):
 def load(argv: Sequence[str]) -> MempoolSettings:
     """Defaults, TOML, QUIRE_MEMPOOL_* and flags. Raises: SettingsError naming the key and what works."""
     found = settings.load(MempoolSettings, "mempool", argv, about=ABOUT)
+    settings.check_share("mempool", "trace_sample_ratio", found.trace_sample_ratio)
     if not found.socket:
         raise SettingsError("setting mempool.socket: name a path, e.g. .quire/run/mempool.sock")
     if not 0.0 < found.granted_share <= 1.0:

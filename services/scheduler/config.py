@@ -19,7 +19,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Effective settings of one scheduler."""
 
     instance: str = "scheduler-0"
-    log_level: str = "info"
+    log_level: settings.LogLevel = "info"
     trace_endpoint: str = ""
     trace_dir: str = ""
     trace_sample_ratio: float = 1.0
@@ -85,6 +85,7 @@ _NOT_NEGATIVE = (
 def load(argv: Sequence[str]) -> SchedulerSettings:
     """Defaults, TOML, QUIRE_SCHEDULER_* and flags. Raises: SettingsError naming the key and what works."""
     found = settings.load(SchedulerSettings, "scheduler", argv, about=ABOUT)
+    settings.check_share("scheduler", "trace_sample_ratio", found.trace_sample_ratio)
     for name in _POSITIVE:
         if not getattr(found, name) > 0:
             raise SettingsError(f"setting scheduler.{name}: {getattr(found, name)} must be above 0")

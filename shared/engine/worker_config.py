@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from shared.errors import SettingsError
+from shared.settings import LogLevel, check_share
 from shared.wire.reports import Role
 
 
@@ -18,7 +19,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Effective settings of one worker. An empty string means the role's default, where one exists."""
 
     instance: str = ""
-    log_level: str = "info"
+    log_level: LogLevel = "info"
     trace_endpoint: str = ""
     trace_dir: str = ""
     trace_sample_ratio: float = 1.0
@@ -300,6 +301,7 @@ def for_role(found: WorkerSettings, *, role: Role, instance: str, port: int) -> 
     for name in _NOT_NEGATIVE:
         if getattr(found, name) < 0:
             raise SettingsError(f"setting worker.{name}: {getattr(found, name)} must not be negative")
+    check_share("worker", "trace_sample_ratio", found.trace_sample_ratio)
     _check_fair(found)
     if not found.model_dir or not Path(found.model_dir, "config.json").is_file():
         raise SettingsError(f"setting worker.model_dir: {found.model_dir!r} holds no config.json")

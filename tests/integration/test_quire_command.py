@@ -6,6 +6,8 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 from deploy.local import config
 from deploy.local.cli import app
 from deploy.local.config import DEMO_MODEL, paths_of
+from shared.errors import SettingsError
 from shared.free_ports import is_free
 from tests.support import patience
 from tests.support.local_cluster import free_base_port
@@ -67,6 +70,141 @@ def test_wrong_usage_is_exit_code_two(quire):
     assert "no folder" in quire("up", "--model", "./none", code=2).stderr
     assert "cluster.pd_caching" in quire("up", "--pd-caching", "4", code=2).stderr
     assert "auto, off, fuse, full" in quire("up", "--weave", "half", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "key"),
+    [
+        ("--prefill", "num_prefill"),
+        ("--decode", "num_decode"),
+        ("--port", "port"),
+        ("--base-port", "base_port"),
+    ],
+)
+def test_a_zero_is_refused_like_any_other_wrong_number(flag, key):
+    refused = CliRunner().invoke(app, ["up", flag, "0"]).exception
+    assert isinstance(refused, SettingsError)
+    assert f"setting cluster.{key}:" in refused.message
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["stages", "--last", text] for text in ("inf", "1e300")),
+        ["profile", "--simulate", "llama-8b", "--max-rate", "inf"],
+        *(
+            ["advise", "nowhere.jsonl", flag, text]
+            for flag in ("--slo-ttft-ms", "--slo-tpot-ms", "--link-gb-per-s", "--rate")
+            for text in ("nan", "inf", "-1")
+        ),
+        *(
+            ["place", "PLACE", "--apply", url]
+            for url in ("http://127.0.0.1:99999", "http://a:b", "http://", "x")
+        ),
+        ["place", "NO-PROFILE"],
+        *(["chat", "hello", "--url", url] for url in ("http://127.0.0.1:99999", "http://a..b", "there")),
+        ["chat", "hello \udcff", "--url", "http://127.0.0.1:9"],
+        ["chat", "hello", "--system", "\udcff", "--url", "http://127.0.0.1:9"],
+    ],
+)
+def test_a_value_out_of_range_is_refused_in_one_line(words, tmp_path):
+    server = '[[servers]]\nname = "a"\ngpus = 1\ngpu_memory_bytes = "80 GB"\n[[models]]\n'
+    model = 'model = "m"\ntp = 1\nbytes_per_gpu = "25 GB"\n'
+    for name, text in (("PLACE", server + model), ("NO-PROFILE", server + 'profile = ""\n')):
+        (tmp_path / name).write_text(text)
+    words = [str(tmp_path / word) if word in ("PLACE", "NO-PROFILE") else word for word in words]
+    refused = CliRunner().invoke(app, words).exception
+    assert isinstance(refused, SettingsError), refused
+    assert "\n" not in refused.message
+
+
+@pytest.mark.parametrize("key", ["\u00e9", "a\nb"])
+def test_a_key_that_no_header_can_hold_is_refused_without_being_shown(monkeypatch, key):
+    monkeypatch.setenv("QUIRE_API_KEY", key)
+    refused = CliRunner().invoke(app, ["chat", "hello", "--url", "http://127.0.0.1:9"]).exception
+    assert isinstance(refused, SettingsError)
+    assert "QUIRE_API_KEY" in refused.message
+    assert key not in refused.message
+
+
+class Other(BaseHTTPRequestHandler):
+    """A web server that is no gateway: 200, and `models` or `answer`."""
+
+    models = b'{"data": [{"id": "m"}]}'
+    answer = b""
+
+    def do_GET(self) -> None:
+        self._say(self.models)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self._say(self.answer)
+
+    def _say(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def other():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Other)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+HTML, A_LIST, NO_TEXT = b"<html>", b"[1]", b"\xff"
+
+
+@pytest.mark.parametrize(
+    ("where", "body"),
+    [
+        *(("models", body) for body in (HTML, A_LIST, NO_TEXT, b"{}", b'{"data": 3}', b'{"data": ["m"]}')),
+        *(("answer", b"data: %s\n\n" % body) for body in (HTML, A_LIST, NO_TEXT, b'{"choices": 3}')),
+        ("answer", HTML),
+    ],
+)
+def test_another_web_server_is_named_as_such_in_one_line(monkeypatch, other, where, body):
+    monkeypatch.setattr(Other, where, body)
+    done = CliRunner().invoke(app, ["chat", "hello", "--url", other])
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert done.exit_code == 1
+    (line,) = done.output.strip().splitlines()
+    assert line.startswith(f"error: {other} answers, but not as OpenAI's API: ")
+
+
+def test_an_answer_is_shown_piece_by_piece_until_an_error_ends_it(monkeypatch, other):
+    events = [
+        {"id": "x", "choices": [{"delta": {"role": "assistant", "content": "caf\u00e9"}}], "usage": None}
+    ]
+    events += [
+        {"id": "x", "choices": [{"delta": {"content": None}}]},
+        {"error": {"message": "gone", "code": "c"}},
+    ]
+    monkeypatch.setattr(Other, "answer", b"".join(b"data: %s\n\n" % json.dumps(e).encode() for e in events))
+    done = CliRunner().invoke(app, ["chat", "hello", "--url", other + "/v1"])
+    assert done.exit_code == 1
+    assert "caf\u00e9" in done.output
+    assert "the stream broke off: gone (c)" in done.output
+
+
+def test_typed_text_that_is_not_utf8_is_refused(quire, other):
+    command = [sys.executable, "-P", "-m", "deploy.local.cli", "chat", "--url", other]
+    env = {**quire.env, "PYTHONPATH": str(REPO), "PYTHONUTF8": "1"}
+    for errors in ("strict", "surrogateescape"):
+        told = subprocess.run(
+            command, env={**env, "PYTHONIOENCODING": f"utf-8:{errors}"}, input=b"\xff\n", capture_output=True
+        )
+        assert told.returncode == 2
+        assert told.stderr.decode().strip() == "error: what is to be said is not UTF-8 text"
 
 
 @pytest.mark.parametrize(
@@ -128,6 +266,13 @@ def test_up_refuses_unequal_ranks_in_a_layout_that_cannot_hand_them_over(quire, 
         said = " ".join(quire(*words, env=env, code=2).stderr.split())
     assert "worker.kv_layout" in said
     assert "cluster.decode_tensor_parallel" in said
+
+
+def test_up_names_the_setting_of_a_host_that_cannot_be_listened_on(quire):
+    words = ["--host", "no-such-host.invalid", "--base-port", str(free_base_port())]
+    said = " ".join(quire("up", "--engine", "mock", *words, code=2).stderr.split())
+    assert said.startswith("error: cannot listen on no-such-host.invalid: ")
+    assert said.endswith("; see cluster.host")
 
 
 def test_a_taken_port_is_refused_with_its_owner(quire):

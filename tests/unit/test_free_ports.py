@@ -1,12 +1,13 @@
 """Ports for servers that are about to be started."""
 
+import errno
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from shared import free_ports as module
-from shared.free_ports import free_port, free_ports
+from shared.free_ports import bind_error, free_port, free_ports, is_free
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,3 +42,20 @@ def test_at_the_end_of_the_range_they_begin_again_and_a_spoilt_file_is_no_harm(t
         counter.write_text(text)
         ports = free_ports(3)
         assert all(port - module.PORTS[0] < 1_000 for port in ports), (text, ports)
+
+
+def test_a_port_that_another_has_is_told_from_a_host_that_nobody_can_have():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        error = bind_error("127.0.0.1", port)
+        assert error is not None
+        assert error.errno == errno.EADDRINUSE
+        assert not is_free("127.0.0.1", port)
+    assert is_free("127.0.0.1", port)
+    for host in ("192.0.2.1", "no-such-host.invalid", "a..b", "x" * 64):
+        error = bind_error(host, port)
+        assert error is not None
+        assert error.errno != errno.EADDRINUSE
+        assert error.strerror, host

@@ -8,9 +8,19 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from deploy.local import config, plan, terminal
+from deploy.local import config, plan, run_supervisor, terminal
 from deploy.local.config import ClusterSettings
+from services.coordinator import config as coordinator
+from services.gateway import config as gateway
+from services.mempool import config as mempool
+from services.prefill import config as prefill
+from services.scheduler import config as scheduler
+from shared import settings
 from shared.errors import SettingsError
+
+SERVICES = {
+    "gateway": gateway, "scheduler": scheduler, "coordinator": coordinator, "mempool": mempool, "worker": prefill
+}  # fmt: skip
 
 
 def load(argv=(), env=None, toml=None):
@@ -92,6 +102,64 @@ def test_wrong_values_are_refused_by_name(argv):
     assert argv[0][2:].replace("-", "_") in refused.value.message
 
 
+@pytest.mark.parametrize("text", [",", "one,", " , two", "one,,two"])
+@pytest.mark.parametrize("section", ["cluster", "gateway", "coordinator"])
+def test_an_empty_key_is_refused_and_does_not_switch_authentication_off(section, text, tmp_path):
+    with pytest.raises(SettingsError, match=rf"{section}\.api_keys: an entry is empty"):
+        load(env={f"QUIRE_{section.upper()}_API_KEYS": text})
+    (tmp_path / "quire.toml").write_text(f'[{section}]\napi_keys = ["one", ""]\n')
+    with pytest.raises(SettingsError, match=rf"{section}\.api_keys: an entry is empty"):
+        load(toml=tmp_path / "quire.toml")
+
+
+def test_a_list_has_no_blanks_around_its_commas_and_blank_text_is_an_empty_one():
+    assert load(["--api-keys", " a, b ,c"]).api_keys == ["a", "b", "c"]
+    for text in ("", " "):
+        assert load(["--api-keys", text]).api_keys == []
+    found = settings.load(mempool.MempoolSettings, "mempool", ["--allowed-uids", "1, 2"], environ={})
+    assert found.allowed_uids == [1, 2]
+
+
+def test_a_settings_file_that_is_no_text_is_refused_by_name(tmp_path):
+    file = tmp_path / "quire.toml"
+    file.write_bytes(b'[cluster]\nmodel = "\xff"\n')
+    with pytest.raises(SettingsError, match=r"quire\.toml: 'utf-8' codec"):
+        load(toml=file)
+
+
+def test_the_home_folder_of_nobody_is_refused_wherever_a_path_may_begin_with_one():
+    with pytest.raises(SettingsError, match="'~nobody-here/x' names the home folder of a user"):
+        load(env={"QUIRE_HOME": "~nobody-here/x"})
+    with pytest.raises(SettingsError, match="~nobody-here"):
+        plan.find_model(load(["--model", "~nobody-here/x"]))
+    with pytest.raises(SettingsError, match="~nobody-here"):
+        config.use_config_file(Path("~nobody-here/quire.toml"))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        *((section, "log_level", "loud") for section in SERVICES),
+        *((section, "trace_sample_ratio", value) for section in SERVICES for value in ("-0.1", "1.5", "nan")),
+        ("gateway", "max_concurrent_per_tenant", "-1"),
+        ("gateway", "shed_wait_ms", "-1"),
+        ("gateway", "drain_deadline_ms", "-1"),
+        ("gateway", "tokenizer_threads", "0"),
+    ],
+)
+def test_a_service_refuses_what_it_could_not_work_with_by_name(section, key, value):
+    flag = f"--{key.replace('_', '-')}"
+    with pytest.raises(SettingsError, match=rf"setting {section}\.{key}"):
+        SERVICES[section].load([flag, value])
+
+
+def test_zero_is_no_limit_no_waiting_and_no_traces_where_it_means_that():
+    zeros = ("max_concurrent_per_tenant", "shed_wait_ms", "drain_deadline_ms", "trace_sample_ratio")
+    flags = [word for key in zeros for word in (f"--{key}", "0")]
+    found = gateway.load([*flags, "--model-dir", str(config.DEMO_MODEL)])
+    assert [getattr(found, key) for key in zeros] == [0, 0, 0, 0]
+
+
 def test_a_service_setting_that_the_cluster_decides_is_refused_with_the_right_one():
     with pytest.raises(SettingsError, match=r"gateway.listen .* set cluster.port, cluster.host"):
         config.check_overrides({"gateway": {"listen"}}, environ={"QUIRE_GATEWAY_LISTEN": "x"})
@@ -125,6 +193,32 @@ def test_a_model_is_a_folder_with_a_config_or_an_id(tmp_path):
     found = plan.find_model(load(["--model", str(tmp_path)]))
     assert (found.folder, found.name) == (str(tmp_path.resolve()), tmp_path.name)
     assert plan.find_model(load(["--model", str(tmp_path), "--model-name", "mine"])).name == "mine"
+
+
+@pytest.mark.parametrize("from_", ["cluster", "variable", "file", "nowhere"])
+def test_up_prints_the_key_header_wherever_keys_were_set(monkeypatch, tmp_path, from_):
+    if from_ == "variable":
+        monkeypatch.setenv("QUIRE_GATEWAY_API_KEYS", "k")
+    if from_ == "file":
+        (tmp_path / "quire.toml").write_text('[gateway]\napi_keys_file = "keys.txt"\n')
+        monkeypatch.setenv("QUIRE_CONFIG", str(tmp_path / "quire.toml"))
+    found = load(["--engine", "mock", *(["--api-keys", "k"] if from_ == "cluster" else [])])
+    start = run_supervisor.Start(settings=found, model=plan.find_model(found))
+    made = plan.make_plan(found, config.paths_of(tmp_path), start.model)
+    assert run_supervisor.describe(start, made)["authenticated"] is (from_ != "nowhere")
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
+def test_the_address_that_up_prints_is_one_for_clients_too(monkeypatch, url):
+    assert config.gateway_url(url) == "http://h:1"
+    monkeypatch.setenv("QUIRE_URL", url)
+    assert config.gateway_url() == "http://h:1"
+
+
+def test_an_address_in_what_is_printed_has_no_pictures(capsys):
+    terminal._console(stderr=False).print("fd00:a:b::1", markup=False)
+    terminal._console(stderr=False).print("at [bold]fd00:a:b::1[/bold]")
+    assert capsys.readouterr().out == "fd00:a:b::1\nat fd00:a:b::1\n"
 
 
 @pytest.mark.parametrize("named", ["", "/a/company/bundle.pem"])

@@ -1,6 +1,7 @@
 """The profiler: labels, the file, requests, and profiles of simulated and made-up systems."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,10 @@ def test_rates_that_make_no_sense_are_refused():
         {"repeats": 2},
         {"max_runs": 0},
         {"step": 2.0},
+        {"most": math.inf},
+        {"most": math.nan},
+        {"most": 1e308},
+        {"high": math.inf, "most": math.inf},
     ):
         with pytest.raises(SettingsError):
             SearchLimits(**wrong)

@@ -8,6 +8,7 @@ several runs; a side that turns out otherwise moves the knee by a step, the pape
 decrements". A rate's verdict never changes once a majority has it, so the knee moves in one direction only and it ends.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -37,6 +38,8 @@ class SearchLimits:
                 f"rates must be 0 < step <= low <= high <= most, not {self.step:g}, {self.low:g}, {self.high:g}, "
                 f"{self.most:g}; try 0.5, 1, 10, 256"
             )
+        if not math.isfinite(self.most / self.step):
+            raise SettingsError(f"most must be a number of steps, not {self.most:g}; try 256")
         if self.repeats < 1 or self.repeats % 2 == 0:
             raise SettingsError(
                 f"repeats must be odd, so that there is a majority, not {self.repeats}; try 3"
