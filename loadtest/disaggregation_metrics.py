@@ -12,10 +12,8 @@ from loadtest.results import Metrics, Samples
 RESAMPLES = 200
 COMPARED = ("ttft_mean", "ttft_p99", "tpot_mean", "tpot_p99", "jct_mean", "jct_p99")
 BASELINES = ("colocated", "stock")  # our engines, plain vLLM
-TOGETHER = (
-    "commit",
-    "cards",
-)  # of two points that are compared: measured by one call, as far as samples tell
+# of two points that are compared: measured by one call, as far as samples tell
+TOGETHER = ("commit", "cards")
 
 
 def metrics_from_samples(samples: Samples) -> Metrics:

@@ -20,6 +20,7 @@ from deploy.local.ports import busy_ports, refused_listens
 from deploy.local.services_table import Plan, Service
 from deploy.local.supervisor import Supervisor
 from shared.errors import SettingsError
+from shared.wire.codec import MALFORMED
 
 ALREADY_RUNNING = 4
 PORT_WAIT_S = 1.0
@@ -101,7 +102,7 @@ def read_start(paths: config.Paths) -> Start:
     """Raises: SettingsError when the file is missing or not ours."""
     try:
         return msgspec.json.decode(paths.settings.read_bytes(), type=Start)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, *MALFORMED) as error:
         raise SettingsError(f"cannot read {paths.settings}: {error}; run `quire up`") from error
 
 

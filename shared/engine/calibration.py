@@ -22,6 +22,7 @@ from shared.engine.worker_config import WorkerSettings
 from shared.errors import ClusterError
 from shared.kv.model_files import read_config
 from shared.observe.log import get_logger
+from shared.wire.codec import MALFORMED
 from shared.wire.cost import CostCoefficients
 
 _log = get_logger("worker.calibration")
@@ -147,7 +148,7 @@ def _read(path: Path | None) -> CostCoefficients | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=CostCoefficients)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, *MALFORMED) as error:
         _log.warning("calibration_unreadable", path=str(path), error=str(error))
         return None
 

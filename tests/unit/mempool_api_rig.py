@@ -159,7 +159,9 @@ class ApiRig:
                     if h.tiers and h.tiers.fast.space in (action.source, action.target)
                 )
                 self.perform(
-                    self.api.on_tiers(home, home.tiers.on_copied(action.copy_id, outcome, self.now_ms))
+                    self.api.on_tiers(
+                        home.tiers.fast.space, home.tiers.on_copied(action.copy_id, outcome, self.now_ms)
+                    )
                 )
             else:
                 source_pool = self.net.pool_of(action.source)

@@ -165,6 +165,25 @@ def test_a_swap_under_way_is_answered_when_its_instance_came_back_elsewhere():
     assert 1 in [reply.call_id for reply in rig.replies]
 
 
+def test_a_swap_in_a_space_that_instances_share_is_answered_in_the_name_of_the_one_that_was_asked():
+    rig = _with_caller(Spaces(8, dram_bytes=8 * PAGE_BYTES, dram_for_host=True))
+    rig.worker(DECODE, "cpu:0", quota=0)
+    pages = rig.fill(PREFILL, 0, chain(*"abcd"), "abcd")
+    unpin(rig, pages)
+    for number, name in enumerate(("i1", f"i{DECODE}")):
+        _asking(rig, api_wire.SwapOut(call_id=number, num_blocks=1, instance=InstanceId(name)))
+    while rig.copies:
+        for copy_id in list(rig.copies):
+            del rig.copies[copy_id]
+            _heard(rig, rig.core.on_copied(copy_id, rig.now_ms))
+    named = {
+        reply.call_id: {one.instance_key for one in api_wire.unpack_addresses(reply.addresses)}
+        for reply in rig.replies
+        if reply.addresses
+    }
+    assert named[1] == {api_wire.instance_key(InstanceId(f"i{DECODE}"))}
+
+
 # -- callers' own mistakes ----------------------------------------------------------------------------
 
 

@@ -310,9 +310,9 @@ class Api:
         self.moves.on_peer_reply(reply)
         return self._done()
 
-    def on_tiers(self, home: Home, actions: Sequence[TierAction]) -> list[ApiAction]:
-        """What a home's Tiers decided: what is left of it when callers of swaps are answered."""
-        self._swaps.on_tiers(home, actions)
+    def on_tiers(self, space: SpaceId, actions: Sequence[TierAction]) -> list[ApiAction]:
+        """What a space's Tiers decided: what is left of it when callers of swaps are answered."""
+        self._swaps.on_tiers(space, actions)
         return self._done()
 
     def tick(self, now_ms: int) -> list[ApiAction]:

@@ -308,8 +308,7 @@ class ApiSpaces:
         return [page for page in pages if page not in mine]
 
     def _on_swapped(self, number: int, decided: Sequence[TierAction]) -> None:
-        for home in self.api.homes.swapping(SpaceId(number)):
-            self._perform(self.api.on_tiers(home, decided))
+        self._perform(self.api.on_tiers(SpaceId(number), decided))
 
     # -- time, and what is to be done -------------------------------------------------------------------
 

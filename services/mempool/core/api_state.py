@@ -121,8 +121,8 @@ Beside = Callable[["Holder", Home, bytes], bytes]  # what a caller gets with pag
 
 
 class Homes(dict[InstanceId, Home]):
-    """By instance. An instance that came back with other pages has another home; of what its callers still have in the
-    spaces of before, and swap there, the home of before is remembered, one for each such space."""
+    """By instance. An instance that came back with other pages has another home; for what its callers still have in the
+    spaces of before, the home of before is remembered, one for each such space."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,12 +138,6 @@ class Homes(dict[InstanceId, Home]):
         past = self._before.get(space)
         homes = chain(self.values(), (past,) if past is not None else ())
         return next(each for home in homes for _, each in home.spaces() if each.space == space)
-
-    def swapping(self, space: SpaceId) -> list[Home]:
-        """Those whose tiers swap pages of this space."""
-        past = self._before.get(space)
-        homes = chain(self.values(), (past,) if past is not None else ())
-        return [home for home in homes if home.tiers is not None and home.tiers.fast.space == space]
 
 
 @dataclass(slots=True)

@@ -20,7 +20,8 @@ class Swaps:
 
     def __init__(self, api: "Api") -> None:
         self._api = api
-        self._calls: dict[tuple[SpaceId, int], tuple[Holder, SwapCall]] = {}  # by tiers' space and ticket
+        # by tiers' space and ticket; the home is who was asked: instances may share a space, and come back in another
+        self._calls: dict[tuple[SpaceId, int], tuple[Home, Holder, SwapCall]] = {}
 
     def swap(self, holder: Holder, call: SwapCall, now_ms: int) -> None:
         """Begin; the answer comes with the ticket's SwapDone. Raises: InvalidRequest, NotHeld, Overloaded."""
@@ -42,20 +43,19 @@ class Swaps:
             if len(entries) < len(addresses):
                 raise InvalidRequest("only indexed blocks in DRAM, pinned by the caller, are swapped in")
             ticket, actions = home.tiers.swap_in(entries, now_ms)
-        self._calls[home.tiers.fast.space, ticket] = holder, call
+        space = home.tiers.fast.space
+        self._calls[space, ticket] = home, holder, call
         holder.num_open += 1
-        self.on_tiers(home, actions)
+        self.on_tiers(space, actions)
 
-    def on_tiers(self, home: Home, actions: Sequence[TierAction]) -> None:
+    def on_tiers(self, space: SpaceId, actions: Sequence[TierAction]) -> None:
         """Answer callers; tickets of others and copies go on to the shell."""
         for action in actions:
-            mine = None
-            if isinstance(action, SwapDone) and home.tiers is not None:
-                mine = self._calls.pop((home.tiers.fast.space, action.ticket), None)
+            mine = self._calls.pop((space, action.ticket), None) if isinstance(action, SwapDone) else None
             if mine is None or not isinstance(action, SwapDone):
                 self._api.out.append(action)
             else:
-                self._finish(home, *mine, action)
+                self._finish(*mine, action)
 
     def _finish(self, home: Home, holder: Holder, call: SwapCall, done: SwapDone) -> None:
         assert home.tiers is not None

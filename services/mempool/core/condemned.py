@@ -13,9 +13,8 @@ from typing import Protocol
 from services.mempool.core.entry import Branch, Entry
 from shared.ids import BlockHash
 
-_numbers = count(
-    1
-)  # of all indexes: a condemned block leaves for another one, which may condemn its next copy
+# of all indexes: a condemned block leaves for another one, which may condemn its next copy
+_numbers = count(1)
 
 
 class Watch(Protocol):

@@ -13,6 +13,7 @@ from itertools import pairwise
 import msgspec
 
 from shared.kernels.allreduce_rmsnorm.plan import MAX_BUDGET_SMS, Algorithm, Engine, Times, Way
+from shared.wire.codec import MALFORMED
 
 FILE_VERSION = 2
 _ONE_SHOT_ENGINES = {Engine.PLAIN, Engine.PUSH}
@@ -44,7 +45,7 @@ def unpack_times(data: bytes, key: str) -> Times | None:
     """What a file's bytes hold; None where they are of something else, or nothing can be picked by them."""
     try:
         found = msgspec.json.decode(data, type=_TimesFile)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except MALFORMED:
         return None
     sizes = found.sizes_bytes
     if found.version != FILE_VERSION or found.key != key or not sizes or not found.times_us:
