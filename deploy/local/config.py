@@ -117,7 +117,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     decode_weave: Literal["", "auto", "off", "fuse", "full"] = ""  # colocated workers' too
     trace_endpoint: str = ""  # OTLP/HTTP base URL; "": the local span store
     trace_sample_ratio: float = 1.0
-    log_level: Literal["", "debug", "info", "warning", "error"] = ""
+    log_level: settings.LogLevel | Literal[""] = ""
     log_cap_bytes: int = 16 << 20  # per file; one older file is kept
     ready_timeout_s: int = 300
 

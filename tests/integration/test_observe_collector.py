@@ -100,6 +100,13 @@ def test_a_collector_gets_every_span_of_a_trace(collector, tmp_path):
     assert len(list(tmp_path.glob("spans-gateway-*.jsonl"))) == 1  # both at once are allowed
 
 
+def export_one(collector):
+    """A span, by an exporter of its own."""
+    exporter = CollectorExporter(collector.url, "quire-x", "x-0")
+    exporter.export([record()])
+    exporter.close()
+
+
 def test_every_kind_of_attribute_times_events_and_errors_arrive(collector):
     given = {
         "s": "x",
@@ -171,9 +178,7 @@ def test_a_collector_gets_the_headers_and_attributes_that_opentelemetrys_variabl
 ):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-api-key=a%20b, authorization=Bearer%20t%3D ,")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=prod,service.name=not-ours")
-    exporter = CollectorExporter(collector.url, "quire-x", "x-0")
-    exporter.export([record()])
-    exporter.close()
+    export_one(collector)
     assert collector.headers["x-api-key"] == "a b"
     assert collector.headers["authorization"] == "Bearer t="
     assert collector.headers["Content-Type"] == "application/json"
@@ -186,9 +191,7 @@ def test_a_collector_gets_the_headers_and_attributes_that_opentelemetrys_variabl
 def test_headers_for_traces_come_before_those_for_all(collector, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-api-key=all")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "x-api-key=traces")
-    exporter = CollectorExporter(collector.url, "quire-x", "x-0")
-    exporter.export([record()])
-    exporter.close()
+    export_one(collector)
     assert collector.headers["x-api-key"] == "traces"
 
 

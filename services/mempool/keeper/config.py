@@ -18,7 +18,7 @@ class KeeperSettings(msgspec.Struct, frozen=True, kw_only=True):
     expected_fds: int = (
         16_384  # a warning at start when fewer can be kept: 120 GiB in pages of 8 MiB need 15,360
     )
-    log_level: str = "info"
+    log_level: settings.LogLevel = "info"
 
 
 def load(argv: Sequence[str]) -> KeeperSettings:
@@ -29,6 +29,4 @@ def load(argv: Sequence[str]) -> KeeperSettings:
     for name in ("max_fds", "expected_fds"):
         if getattr(found, name) < 1:
             raise SettingsError(f"setting keeper.{name}: {getattr(found, name)} must be at least 1")
-    if found.log_level not in ("debug", "info", "warning", "error"):
-        raise SettingsError(f"setting keeper.log_level: no level {found.log_level!r}; try info")
     return found
