@@ -52,7 +52,7 @@ class SimulatedCluster:
             block_tokens=BLOCK_TOKENS,
             memory_tokens=self._memory_tokens,
             policy=policies[self._arm.policy],
-            cost=CostSettings(fetch=fetch, disaggregation=self._arm.settings.get("disaggregation", "always")),
+            cost=CostSettings(fetch=fetch, disaggregation=self._arm.settings.get("disaggregation", "auto")),
             limits=EngineLimits(MAX_RUNNING, self._machine.prices.coefficients.max_batched_tokens),
             instances_per_host=1 if fetch == "never" else 4,
             peer=gb_per_s(PEER_GB_PER_S),
