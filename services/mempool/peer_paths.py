@@ -216,7 +216,7 @@ class ReaderPath:
     def closed(self, *, is_gone: bool) -> None:
         """The agent has been destroyed: every page in doubt has settled. Otherwise they stay in doubt for good."""
         for pulling in list(self._running):  # a future that never ended
-            self._hold(pulling, range(len(self._into.ranks)))
+            self._hold(pulling.action.space, pulling.action.targets, range(len(self._into.ranks)))
             self._end(pulling, "the path was closed")
         if not is_gone:
             log.error("path_not_closed", path=self.path_id, pages=len(self._doubt))
@@ -276,8 +276,9 @@ class ReaderPath:
         error = future.exception()
         if error is not None:
             self._one_failed(pulling, error)
-            if isinstance(error, TransferError) and error.quarantined:
-                self._hold(pulling, [rank])
+            if isinstance(error, TransferError):
+                # some of the blocks, where they are cut anew: a rank has several pulls; each settles its own
+                self._hold(pulling.action.space, error.quarantined, [rank])
         pulling.num_running -= 1
         if pulling.num_running == 0:
             self._round_ended(pulling)
@@ -295,9 +296,9 @@ class ReaderPath:
         if self.failed:
             self._on_failed(self)
 
-    def _hold(self, pulling: Pulling, ranks: Sequence[int]) -> None:
-        for page in pulling.action.targets:
-            self._doubt.setdefault((pulling.action.space, page), set()).update(ranks)
+    def _hold(self, space: int, pages: Sequence[int], ranks: Sequence[int]) -> None:
+        for page in pages:
+            self._doubt.setdefault((space, page), set()).update(ranks)
 
     def _end(self, pulling: Pulling, error: str) -> None:
         self._running.discard(pulling)

@@ -322,37 +322,55 @@ class MemPoolApi:
         return self._call_id
 
     async def _call(self, call: wire.ApiCall, kind: type[R], timeout_ms: int = CALL_TIMEOUT_MS) -> R:
-        if len(self._pending) >= MAX_OPEN:
-            if self.direct is not None:
-                self.direct.answered(call.call_id)
-            raise Overloaded(f"{MAX_OPEN} calls are open")
         future: asyncio.Future[wire.ApiReply] = asyncio.get_running_loop().create_future()
-        self._pending[call.call_id] = future
+        self._send(call, future)
         try:
-            self._link.send(call)
-            async with asyncio.timeout(timeout_ms / 1000):
-                reply = await future
-        except TimeoutError:
-            self._abandon(call)
-            raise PeerTimeout(f"{type(call).__name__}: no answer within {timeout_ms} ms") from None
+            # wait() does not cancel the future: an answer in the turn of the caller's cancellation is in it
+            await asyncio.wait([future], timeout=timeout_ms / 1000)
         except asyncio.CancelledError:
-            self._abandon(call)
+            self._abandon(call, future)
             raise
         finally:
             self._pending.pop(call.call_id, None)
+        if not future.done():
+            self._abandon(call, future)
+            raise PeerTimeout(f"{type(call).__name__}: no answer within {timeout_ms} ms")
+        reply = future.result()
         if isinstance(reply, wire.ApiFailed):
             raise _ERRORS.get(reply.code, PeerError)(reply.reason)
         if not isinstance(reply, kind):
             raise PeerError(f"{type(call).__name__} was answered by {type(reply).__name__}")
         return reply
 
-    def _abandon(self, call: wire.ApiCall) -> None:
-        """Nobody waits for the answer any more: what it would give to the caller goes back when it comes."""
+    def _send(self, call: wire.ApiCall, future: "asyncio.Future[wire.ApiReply]") -> None:
+        """Raises: Overloaded, PeerGone; it was not sent, so the mempool touches nothing for it."""
+        try:
+            if len(self._pending) >= MAX_OPEN:
+                raise Overloaded(f"{MAX_OPEN} calls are open")
+            self._pending[call.call_id] = future  # first: sending may be what finds that the mempool is gone
+            self._link.send(call)
+        except Exception:
+            self._pending.pop(call.call_id, None)
+            if self.direct is not None:
+                self.direct.answered(call.call_id)
+            raise
+
+    def _abandon(self, call: wire.ApiCall, future: "asyncio.Future[wire.ApiReply]") -> None:
+        """Nobody waits for the answer any more: what it gives to the caller goes back, now or when it comes."""
         pins = isinstance(call, wire.InsertBlocks | wire.MatchBlocks) and bool(call.flags)
-        if pins or isinstance(call, wire.AllocMem | wire.SwapIn):
+        gives = pins or isinstance(call, wire.AllocMem | wire.SwapIn)
+        if future.done():  # in this turn
+            if future.exception() is None and gives:
+                self._give_back(future.result())
+        elif gives:
             self._abandoned[call.call_id] = None
             if len(self._abandoned) > MAX_OPEN:
                 self._abandoned.popitem(last=False)
+
+    def _give_back(self, reply: wire.ApiReply) -> None:
+        if isinstance(reply, wire.Addresses) and reply.addresses:
+            with suppress(PeerGone, Overloaded):  # they go at the end of the connection then
+                self._link.send(wire.FreeMem(call_id=self._next(), addresses=reply.addresses))
 
     def _on_message(self, _seq: int, message: wire.FromMempoolApi, _raw: list[bytes], fds: list[int]) -> None:
         close_fds(fds)
@@ -371,8 +389,7 @@ class MemPoolApi:
             future.set_result(message)
         elif message.call_id in self._abandoned:
             del self._abandoned[message.call_id]
-            if isinstance(message, wire.Addresses) and message.addresses:
-                self._link.send(wire.FreeMem(call_id=self._next(), addresses=message.addresses))
+            self._give_back(message)
 
     def _on_down(self, error: Exception | None) -> None:
         if self.direct is not None:

@@ -174,8 +174,11 @@ class CallerMemory:
             count = 1
             while count < min(SLABS_PER_CALL, len(present)) and present[count] == present[0] + count:
                 count += 1
-            window.map(present[:count], fds := self._slab_fds(present[0], count))
-            close_fds(fds)
+            fds = self._slab_fds(present[0], count)
+            try:
+                window.map(present[:count], fds)
+            finally:
+                close_fds(fds)
             del present[:count]
 
     def _map_table(self, fd: int, header: TableHeader) -> None:

@@ -182,13 +182,13 @@ class PromptTreePublisher:
             if not await self._claim():
                 return
         while (batch := self.held.next_batch()) is not None:
-            self._is_telling = True
+            self._is_telling, epoch = True, self._epoch
             try:
                 verdict = await self._call(WRITE, self._tag, batch.stored, batch.removed)
             finally:
                 self._is_telling = False
             if verdict != b"ok":
-                self._end_publication(verdict)
+                self._end_publication(verdict, epoch)
                 return
         if self._row != self._told_row:
             await self._beat()
@@ -198,7 +198,7 @@ class PromptTreePublisher:
         row, epoch = self._row, self._epoch
         verdict = await self._call(CLAIM, self._tag, self._ttl_s, row)
         if verdict != b"ok" or epoch != self._epoch:  # renewed meanwhile: claim again
-            self._end_publication(verdict)
+            self._end_publication(verdict, epoch)
             return False
         self.covered = False
         self.held.on_claimed()
@@ -214,7 +214,7 @@ class PromptTreePublisher:
         if not self._link.up or self.stale or not self.held.claimed:
             return
         self._num_beats += 1
-        row, sweep = self._row, int(self._num_beats % SWEEP_BEATS == 0)
+        epoch, row, sweep = self._epoch, self._row, int(self._num_beats % SWEEP_BEATS == 0)
         try:
             reply = await self._call(BEAT, self._tag, self._ttl_s, row, sweep)
         except ClusterError as error:
@@ -223,7 +223,7 @@ class PromptTreePublisher:
             self.held.lost()
         else:
             if isinstance(reply, bytes):
-                self._end_publication(reply)
+                self._end_publication(reply, epoch)
                 return
             self._told_row = row
             if self.held.claimed and not self.held.agrees(reply):
@@ -239,14 +239,15 @@ class PromptTreePublisher:
             raise PeerProtocolError(f"a script of the prompt tree answered {reply!r}")
         return reply
 
-    def _end_publication(self, verdict: bytes | int) -> None:
+    def _end_publication(self, verdict: bytes | int, epoch: Epoch) -> None:
+        """`epoch`: that the call was sent with."""
         self.held.lost()
         was_covered, self.covered = self.covered, verdict == b"covered"
         if self.covered:
             if not was_covered:
                 _log.info("prompt_tree_covered", owner=self._owner, num_blocks=len(self.held))
             return
-        if verdict != b"stale":
+        if verdict != b"stale" or epoch < self._epoch:  # renewed meanwhile: the next claim says
             self._wake.set()
             return
         self.stale = True

@@ -4,7 +4,8 @@
     quire:pt:spaces                    hash: a mempool's space -> "<tag> <epoch> <behind> <audience>" (hits.py)
     quire:pt:held:<owner>:<tag>        set of 16-byte block hashes, and one marker; it has the TTL
     quire:pt:version                   grows with every retraction, for gateways that remember look-ups
-    quire:pt:fence:<table>:<owner>     epoch of a row that is gone, for a day: no older process claims the name
+    quire:pt:fence:<table>:<owner>     epoch of a row that is gone, or of who was told "covered" instead of getting one,
+                                       for a day: no older process claims the name
 
 Every owner (an engine's instance, or a space of a mempool) writes its own set only. The tag (16 hex digits, random)
 names one publication of its blocks: a new epoch, an emptied cache or a lost Redis gets a new tag, which ends the
@@ -189,7 +190,10 @@ if row then
   if row_epoch(row) > tonumber(epoch) then return 'stale' end
   withdraw(owner, row)
 end
-if covered(owner) then return 'covered' end
+if covered(owner) then
+  keep_fence(owner, epoch)
+  return 'covered'
+end
 call('HSET', ROWS, owner, tag .. ' ' .. epoch .. ' ' .. rest)
 call('SADD', held(owner, tag), 'marker')
 call('EXPIRE', held(owner, tag), ttl)

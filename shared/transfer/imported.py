@@ -115,8 +115,8 @@ class ImportedLink(MappedLink):
 
 
 def joined(parts: "list[Future[Moved]]", check: PageCheck | None) -> "Future[Moved]":
-    """One future for several: ends when the last of them has; the check comes last. Fails as the first that failed,
-    with the quarantined pages of all."""
+    """One future for several: ends when the last of them has; the check comes last. Fails as the first that failed, or,
+    where pages are quarantined, the first that can say so: with those of all."""
     whole: Future[Moved] = Future()
     whole.set_running_or_notify_cancel()
     lock = threading.Lock()
@@ -140,11 +140,12 @@ def joined(parts: "list[Future[Moved]]", check: PageCheck | None) -> "Future[Mov
 def _settle(whole: "Future[Moved]", parts: "list[Future[Moved]]", check: PageCheck | None) -> None:
     errors = [error for part in parts if (error := part.exception()) is not None]
     if errors:
+        begun = [error for error in errors if isinstance(error, TransferError)]
+        held = tuple(page for error in begun for page in error.quarantined)
         first = errors[0]
-        if isinstance(first, TransferError):
-            first.quarantined = tuple(
-                page for error in errors if isinstance(error, TransferError) for page in error.quarantined
-            )
+        if held:  # a refusal of the other part must not hide them
+            first = begun[0]
+            first.quarantined = held
         whole.set_exception(first)
         return
     moved = [part.result() for part in parts]

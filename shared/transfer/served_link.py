@@ -119,7 +119,7 @@ class ServedLink(BaseLink):
             sending = self._start_serving(ask)
         except (TransferError, TransferRefused) as error:
             outcome = "refused" if isinstance(error, TransferRefused) else "failed"
-            self.answer(Answer(transfer=ask.transfer, outcome=outcome, detail=describe_error(error)))
+            self._send(Answer(transfer=ask.transfer, outcome=outcome, detail=describe_error(error)))
             return
         job = ServedPull(self, ask, sending)
         self._serving[ask.transfer] = job
@@ -139,9 +139,14 @@ class ServedLink(BaseLink):
         return self._send_pieces(ask.transfer, mine, theirs, pieces)
 
     def answer(self, answer: Answer) -> None:
-        """To the puller; a puller that is gone needs none."""
+        """Of a pull that was served and is over: only that strikes it from the books. A question that is refused
+        never was in them, and may have the number of one that runs."""
         self._serving.pop(answer.transfer, None)
         self.unmap_if_unused()
+        self._send(answer)
+
+    def _send(self, answer: Answer) -> None:
+        """To the puller; a puller that is gone needs none."""
         if self._channel is None or self.is_cut:
             return
         try:

@@ -71,6 +71,7 @@ class StagedPull:
                 self._give_slots_back()
             self._asked, self._round = None, (0, [])
         if self._copying is None:
+            self._give_slots_back()  # of a round whose copy out of them was refused
             return True
         try:
             done = self._copying.poll()
@@ -187,8 +188,21 @@ class StagedLink(ServedLink):
         try:
             ticket = copier.submit(copies, direction_of(source_device, target_device), stream=stream)
         except ClusterError as error:
+            if getattr(error, "running", False):  # a part of it runs: it is one that never ends
+                return TicketAttempt(_Refused(error))
             raise TransferFailed(error.message) from error
         return TicketAttempt(ticket)
+
+
+class _Refused:
+    """A set that the driver refused behind its first copies; see mapped.Ticket."""
+
+    def __init__(self, error: ClusterError) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        """See mapped.Ticket."""
+        raise self._error
 
 
 class StagedTransport(ShmTransport):

@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from shared.prompttree.hits import pack_audience
+from shared.prompttree.scripts import BEAT, CLAIM, NONE_BEHIND, OWNERS, RELEASE, SPACES, WRITE
 from shared.transport.redis_link import RedisLink
 from tests.support.control_plane import until, until_async
 from tests.support.prompttree_rig import (
@@ -120,3 +122,57 @@ async def test_an_older_process_cannot_claim_after_the_row_of_the_newer_one_is_g
     assert await depths(client, chain(40), BLOCK_TOKENS) == {"living": 2 * BLOCK_TOKENS}
     await published(make_publisher(redis, opened, epoch=7), *chain(4))
     assert (await depths(client, chain(40), BLOCK_TOKENS))["p0"] == 4 * BLOCK_TOKENS
+
+
+async def make_link(redis, opened):
+    link = RedisLink(redis.url)
+    opened.append(link)
+    link.open()
+    await link.wait_up(PATIENCE_MS)
+    return link
+
+
+@pytest.mark.parametrize("during", [CLAIM, WRITE, BEAT], ids=["claim", "write", "beat"])
+async def test_a_process_that_got_a_larger_epoch_meanwhile_is_not_ended_by_an_answer_to_the_old_one(
+    redis, opened, during, monkeypatch
+):
+    client, link = await make_client(redis, opened), await make_link(redis, opened)
+    stale = []
+    beat_ms = 100 if during is BEAT else 30_000
+    publisher = make_publisher(redis, opened, epoch=1, beat_ms=beat_ms, on_stale=lambda: stale.append(True))
+    if during is not CLAIM:
+        await published(publisher, *chain(3))
+    ask, verdicts = publisher._call, []
+
+    async def renewed_before_the_answer(script, *args):
+        reply = await ask(script, *args)
+        if script is during and reply == b"stale":
+            verdicts.append(reply)
+            publisher.renew(3)
+        return reply
+
+    monkeypatch.setattr(publisher, "_call", renewed_before_the_answer)
+    claim = (OWNERS, "p0", 2, "f" * 16, 120, "prefill")
+    assert await link.run(CLAIM, *claim, timeout_ms=PATIENCE_MS) == b"ok"
+    if during is not BEAT:
+        publisher.stored(chain(4))
+    await until(lambda: verdicts and (publisher.in_sync or publisher.stale))
+    assert verdicts == [b"stale"]
+    assert not publisher.stale
+    assert not stale
+    num_blocks = 3 if during is BEAT else 4
+    assert await depths(client, chain(8), BLOCK_TOKENS) == {"p0": num_blocks * BLOCK_TOKENS}
+
+
+async def test_an_older_process_cannot_claim_after_a_newer_one_for_which_a_space_spoke(redis, opened):
+    link = await make_link(redis, opened)
+
+    async def run(script, *args):
+        return await link.run(script, *args, timeout_ms=PATIENCE_MS)
+
+    audience = f"{NONE_BEHIND} {pack_audience({'p0': 'hbm'})}"
+    assert await run(CLAIM, SPACES, "pool/0", 1, "a" * 16, 120, audience) == b"ok"
+    assert await run(CLAIM, OWNERS, "p0", 7, "b" * 16, 120, "prefill") == b"covered"
+    assert await run(RELEASE, SPACES, "pool/0", 1, "a" * 16) == b"ok"
+    assert await run(CLAIM, OWNERS, "p0", 6, "c" * 16, 120, "prefill") == b"stale"
+    assert await run(CLAIM, OWNERS, "p0", 7, "d" * 16, 120, "prefill") == b"ok"
