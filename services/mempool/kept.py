@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from services.mempool import takeover
+from services.mempool.descriptors import exported
 from services.mempool.memory import PoolMemory, runs
 from services.mempool.slabs import DeviceSlabs, KeptSlabs
 from shared.errors import ClusterError
@@ -19,7 +20,7 @@ from shared.ids import Epoch
 from shared.kv.layout import num_slabs
 from shared.mempool.keeper_client import KeeperClient, KeeperStale
 from shared.observe.log import get_logger
-from shared.transport.unix_socket import close_fds
+from shared.transport.unix_socket import OutOfDescriptors, close_fds, duplicates
 
 SPACE = "pages"  # the first one's name; the others have their number behind it
 SLABS_PER_CALL = 128
@@ -109,7 +110,7 @@ class Kept:
     ) -> None:
         for first, count in runs(which):
             for begin in range(first, first + count, SLABS_PER_CALL):
-                fds = [slabs.export(i) for i in range(begin, min(begin + SLABS_PER_CALL, first + count))]
+                fds = exported(slabs, range(begin, min(begin + SLABS_PER_CALL, first + count)))
                 try:
                     takeover.keep_slabs(self.client, name_of(number), base + begin, fds)
                 finally:
@@ -143,7 +144,6 @@ class Kept:
     ) -> None:
         """A process is about to get memory of these spaces: the next mempool must be able to see its death."""
         known = self._processes.get(pid)
-        own = os.dup(pidfd) if known is None else known[0]
         before = [] if known is None else known[1].spaces
         maps = kind == "rank" or (known is not None and known[1].maps)
         kind = "engine" if known is not None and known[1].kind == "engine" else kind
@@ -151,26 +151,35 @@ class Kept:
             kind=kind, instance=instance, spaces=sorted({*before, *spaces}), maps=maps,
             called=[] if known is None else known[1].called,
         )  # fmt: skip
-        self._keep_process(pid, own, meta)
+        self._keep_process(pid, pidfd, meta)
 
-    def _keep_process(self, pid: int, own: int, meta: takeover.ProcessMeta) -> None:
+    def _keep_process(self, pid: int, pidfd: int, meta: takeover.ProcessMeta) -> None:
+        """By a copy of `pidfd`, the first time."""
+        if pid in self._processes:
+            own = self._processes[pid][0]
+        else:
+            try:
+                (own,) = duplicates([pidfd])
+            except OutOfDescriptors as error:
+                log.warning("not_kept", code=error.code, reason=error.message)
+                return
         self._processes[pid] = (own, meta)
         self._try(lambda: takeover.keep_process(self.client, pid, own, meta))
 
     def adopted(self, pid: int, pidfd: int, meta: takeover.ProcessMeta) -> None:
         """A process that an earlier mempool had kept."""
-        self._keep_process(pid, os.dup(pidfd), meta)
+        self._keep_process(pid, pidfd, meta)
 
     def caller(self, pid: int, pidfd: int, called: Sequence[int]) -> None:
         """A process maps these spaces as a caller of the nine calls, or is about to, and no others so."""
         known = self._processes.get(pid)
         if known is None and called:
             meta = takeover.ProcessMeta(kind="caller", maps=False, called=list(called))
-            self._keep_process(pid, os.dup(pidfd), meta)
+            self._keep_process(pid, pidfd, meta)
         elif known is not None and known[1].kind == "caller" and not called:
             self.dead(pid)  # no other mempool has to ask after it
         elif known is not None:
-            self._keep_process(pid, known[0], msgspec.structs.replace(known[1], called=list(called)))
+            self._keep_process(pid, pidfd, msgspec.structs.replace(known[1], called=list(called)))
 
     def dead(self, pid: int) -> None:
         """A process is proven dead."""

@@ -44,7 +44,11 @@ class PoolMemory:
         fixed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
         self.page_fd = _memfd("quire-pages", 0 if table_only else num_ranks * num_pages * page_bytes)
         fcntl.fcntl(self.page_fd, fcntl.F_ADD_SEALS, fixed | fcntl.F_SEAL_SEAL)
-        self._make_table(TableHeader(boot_generation, num_pages, page_bytes), ())
+        try:
+            self._make_table(TableHeader(boot_generation, num_pages, page_bytes), ())
+        except BaseException:
+            os.close(self.page_fd)
+            raise
 
     @classmethod
     def adopt(
@@ -79,15 +83,17 @@ class PoolMemory:
     def _make_table(self, header: TableHeader, words: Sequence[int]) -> None:
         length = file_bytes(header.num_pages)
         writable = _memfd("quire-page-table", length)
-        self._mapping = mmap.mmap(writable, length)
-        self._entries_at = table_bytes(header.num_pages)
-        self._words = memoryview(self._mapping)[: self._entries_at].cast("Q")
-        self._words[HEADER_WORDS : HEADER_WORDS + len(words)] = array("Q", words)
-        write_header(self._words, header)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(writable, fcntl.F_ADD_SEALS, seals)
-        self.table_fd = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
-        os.close(writable)
+        try:
+            self._mapping = mmap.mmap(writable, length)
+            self._entries_at = table_bytes(header.num_pages)
+            self._words = memoryview(self._mapping)[: self._entries_at].cast("Q")
+            self._words[HEADER_WORDS : HEADER_WORDS + len(words)] = array("Q", words)
+            write_header(self._words, header)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(writable, fcntl.F_ADD_SEALS, seals)
+            self.table_fd = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(writable)
 
     def write_words(self, words: Iterable[tuple[int, int]]) -> None:
         """Publish page words in order. Each is one aligned 64-bit store.
@@ -137,7 +143,11 @@ class PoolMemory:
 
 def _memfd(name: str, length: int) -> int:
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, length)
+    try:
+        os.ftruncate(fd, length)
+    except OSError:
+        os.close(fd)
+        raise
     return fd
 
 

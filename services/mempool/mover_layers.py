@@ -25,9 +25,14 @@ class LayerMemory:
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("quire-layers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, MEMORY_BYTES)
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        self._words = Words(mmap.mmap(self._fd, MEMORY_BYTES), 1)
+        try:
+            os.ftruncate(self._fd, MEMORY_BYTES)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
+            self._words = Words(mmap.mmap(self._fd, MEMORY_BYTES), 1)
+        except BaseException:  # a mapping has a descriptor of its own, which may be the one too many
+            os.close(self._fd)
+            raise
 
     def take_fd(self) -> int:
         """The descriptor, the caller's from now on. Once."""

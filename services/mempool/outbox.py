@@ -1,5 +1,6 @@
 """Messages to the processes of this host, in order. A lease waits for a look at its pages, the rest behind it."""
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -9,14 +10,15 @@ import msgspec
 from services.mempool.checks import Checks
 from services.mempool.core.actions import Send
 from services.mempool.spaces import Spaces
-from shared.errors import Overloaded, PeerGone
+from shared.errors import Overloaded, PeerGone, ResourceError
 from shared.ids import Epoch, LeaseId
 from shared.kv.words import u32_list, u64_list
 from shared.observe.log import get_logger
 from shared.observe.trace import Span, start_span
 from shared.transport.unix_channel import UnixConnection
-from shared.transport.unix_socket import close_fds
+from shared.transport.unix_socket import OutOfDescriptors, close_fds
 from shared.wire import mempool as wire
+from shared.wire.mempool_callers import CallerAttached
 
 log = get_logger("mempool")
 
@@ -83,10 +85,23 @@ class Outbox:
         connection = self.connections.get(action.connection)
         if connection is None:
             return
-        fds = self._spaces.descriptors(action.space, action.reads_only) if action.with_memory else []
+        try:
+            fds = self._spaces.descriptors(action.space, action.reads_only) if action.with_memory else []
+        except OutOfDescriptors as error:
+            self._cannot(action.connection, message, error)
+            return
         if self._spans and isinstance(message, wire.Acquired | wire.CallFailed):
             self._end_span(action.connection, message)
         self._hand_over(action.connection, message, fds)
+
+    def give(self, number: int, make: Callable[[], tuple[wire.FromMempool, list[int]]]) -> None:
+        """What send_fds() takes, made now. Who cannot have the descriptors loses its connection."""
+        try:
+            message, fds = make()
+        except ResourceError as error:  # a limit, or a driver that exports nothing
+            self._cannot(number, None, error)
+            return
+        self.send_fds(number, message, fds)
 
     def send_fds(self, number: int, message: wire.FromMempool, fds: list[int]) -> None:
         """With descriptors, which are closed here."""
@@ -103,8 +118,21 @@ class Outbox:
         except (PeerGone, Overloaded) as error:
             log.warning("peer_unreachable", connection=number, code=error.code)
             self.connections[number].close()
+        except OutOfDescriptors as error:
+            self._cannot(number, message, error)
         finally:
             close_fds(fds)
+
+    def _cannot(self, number: int, message: wire.FromMempool | None, error: ResourceError) -> None:
+        """Without its descriptors a message is of no use: whoever waits for it comes again, if it is told in time."""
+        connection = self.connections.get(number)
+        log.error("descriptors_lacking", connection=number, code=error.code, reason=error.message)
+        if connection is None:
+            return
+        if isinstance(message, wire.Attached | CallerAttached):
+            with contextlib.suppress(PeerGone, Overloaded):
+                connection.send(wire.AttachRefused(code=error.code, reason=error.message))
+        connection.close()
 
     # -- traces -------------------------------------------------------------------------------------
 

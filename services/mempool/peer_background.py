@@ -1,6 +1,11 @@
-"""The slow parts of paths to other hosts, one after the other on a thread of their own: agents made and destroyed."""
+"""The slow parts of paths to other hosts, one after the other on a thread of their own: agents made and destroyed.
+
+Whoever has much to do there does not keep others waiting for it: owners take turns.
+"""
 
 import asyncio
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,6 +25,8 @@ class Background:
         self._loop = asyncio.get_running_loop()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="mempool-peers")
         self._mappings = Mappings()
+        self._lock = threading.Lock()
+        self._waiting: dict[int, deque[Callable[[], None]]] = {}  # by owner, whose turn is next first
 
     def make(
         self,
@@ -28,19 +35,30 @@ class Background:
         then: Callable[[PathEnd | None, str], None],
         *,
         may_send: MaySend = lambda region, pages: True,
+        is_wanted: Callable[[], bool] = lambda: True,
+        owner: int = 0,
     ) -> None:
-        """An end with all pages of these spaces; `then` gets it, or why there is none."""
+        """An end with all pages of these spaces; `then` gets it, or why there is none.
 
-        def work() -> PathEnd:
+        Args:
+            is_wanted: asked on the thread, at its turn; where not, none is made.
+            owner: see run().
+        """
+
+        def work() -> PathEnd | None:
+            if not is_wanted():
+                return None
             return PathEnd(name, self._mappings.regions(spaces), may_send=may_send)
 
         def done(end: Any, error: Exception | None) -> None:
             then(end, str(error or ""))
 
-        self.run(work, done)
+        self.run(work, done, owner)
 
-    def run(self, work: Callable[[], object], then: Callable[[Any, Exception | None], None]) -> None:
-        """`then` gets what it returned, or what it raised."""
+    def run(
+        self, work: Callable[[], object], then: Callable[[Any, Exception | None], None], owner: int = 0
+    ) -> None:
+        """`then` gets what it returned, or what it raised. In order for one owner; owners take turns."""
 
         def body() -> None:
             result, failure = None, None
@@ -54,10 +72,23 @@ class Background:
             except RuntimeError:
                 log.debug("loop_ended")
 
-        try:
-            self._executor.submit(body)
-        except RuntimeError as error:  # closed
-            self._loop.call_soon(then, None, error)
+        with self._lock:
+            try:
+                self._executor.submit(self._next)
+            except RuntimeError as error:  # closed
+                self._loop.call_soon(then, None, error)
+                return
+            self._waiting.setdefault(owner, deque()).append(body)
+
+    def _next(self) -> None:
+        """The first of whose turn it is, who is behind all others then."""
+        with self._lock:
+            owner = next(iter(self._waiting))
+            queue = self._waiting.pop(owner)
+            body = queue.popleft()
+            if queue:
+                self._waiting[owner] = queue
+        body()
 
     def close(self) -> None:
         """Finish what is queued, the closing of every path; then unmap."""

@@ -62,6 +62,7 @@ class Slot:
     path: ReaderPath | None = None
     not_before_s: float = 0.0
     closing: set[ReaderPath] = field(default_factory=set)
+    opened_id: int = 0  # of the last path that the peer said it opened
 
 
 class PeerLink:
@@ -153,9 +154,10 @@ class PeerLink:
             self._connecting.cancel()
             self._connecting = None
         queue, self._queue = self._queue, []
-        for message in (self._hello, *queue):
-            self._link.send(message)
-        log.info("peer_connected", peer=self.address)
+        if all(self._say(message) for message in (self._hello, *queue)):
+            log.info("peer_connected", peer=self.address)
+        else:  # what the peer was not asked, it does not answer
+            self._lose("the link takes no message")
 
     def _not_reached(self) -> None:
         self._connecting = None
@@ -250,6 +252,11 @@ class PeerLink:
         for space, slot in self._slots.items():
             path = slot.path
             if path is not None and path.path_id == message.path_id and path.end is not None:
+                # connected twice, it would lose the answers to its pulls on the first link
+                if slot.opened_id == path.path_id:
+                    log.warning("path_opened_twice", peer=self.address, path=path.path_id)
+                    return
+                slot.opened_id = path.path_id
                 try:
                     path.learn_cuts(message.cuts)
                 except PeerProtocolError as error:

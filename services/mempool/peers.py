@@ -30,7 +30,7 @@ from shared.transport.zmq_channel import RouterServer
 from shared.wire import mempool_peer as wire
 
 MAX_QUEUED = 4_096  # messages that one peer has not read
-MAX_PATHS = 64  # of one peer
+MAX_PATHS = 64  # of one peer, until their ends here have been destroyed
 
 log = get_logger("mempool.peers")
 
@@ -52,6 +52,7 @@ class Reader:
     number: int
     instance: str
     paths: dict[int, ServedPath] = field(default_factory=dict)
+    num_ends: int = 0  # of paths, also of closed ones, that are being made, or made and not destroyed
     missed_other_cut: bool = False  # said once
 
 
@@ -91,6 +92,7 @@ class Peers:
         self._links: dict[str, PeerLink] = {}
         self._readers: dict[bytes, Reader] = {}
         self._by_number: dict[int, Reader] = {}
+        self._refused: set[bytes] = set()  # identities of connections
         self._next_reader = 1
         self._registered: set[int] = set()
         self._server: RouterServer[wire.ToSource, wire.ToReader] = RouterServer(
@@ -259,15 +261,15 @@ class Peers:
             self._server.disconnect(identity)
 
     def _welcome(self, identity: bytes, hello: wire.ToSource) -> None:
-        if not isinstance(hello, wire.PeerHello):
-            raise PeerProtocolError(f"{type(hello).__name__} before PeerHello")
+        if identity in self._refused or not isinstance(hello, wire.PeerHello):
+            raise PeerProtocolError(f"{type(hello).__name__} before PeerHello, or after it was refused")
         if hello.version != wire.VERSION:
             reason = f"this mempool speaks version {wire.VERSION}, not {hello.version}"
-            self._server.send(identity, wire.PeerRefused(code="peer.version", reason=reason))
+            self._refuse(identity, wire.PeerRefused(code="peer.version", reason=reason))
             return
         if len(self._readers) >= self._max_peers:
             reason = f"{self._max_peers} mempools read here already"
-            self._server.send(identity, wire.PeerRefused(code="peer.too_many", reason=reason))
+            self._refuse(identity, wire.PeerRefused(code="peer.too_many", reason=reason))
             return
         reader = Reader(identity, self._next_reader, hello.instance)
         self._next_reader += 1
@@ -276,7 +278,14 @@ class Peers:
         mine = self._hello
         self._tell(reader, wire.PeerWelcome(instance=mine.instance, boot_generation=mine.boot_generation))
 
+    def _refuse(self, identity: bytes, refusal: wire.PeerRefused) -> None:
+        """Once. What it says next ends the connection; now its link would make another one, 20 times a second."""
+        log.warning("reader_refused", code=refusal.code, reason=refusal.reason)
+        self._refused.add(identity)
+        self._send(identity, refusal)
+
     def _on_reader_lost(self, identity: bytes) -> None:
+        self._refused.discard(identity)
         reader = self._readers.pop(identity, None)
         if reader is None:
             return
@@ -288,8 +297,11 @@ class Peers:
         self._perform(self._core.on_peer_gone(reader.number, self._clock.now_ms()))
 
     def _open(self, reader: Reader, call: wire.OpenPath) -> None:
-        if call.path_id in reader.paths or len(reader.paths) >= MAX_PATHS:
-            raise PeerProtocolError(f"path {call.path_id} of {len(reader.paths)}: open already, or too many")
+        if call.path_id in reader.paths:
+            raise PeerProtocolError(f"path {call.path_id} is open already")
+        if reader.num_ends >= MAX_PATHS:
+            self._failed(reader, call.path_id, f"{reader.num_ends} paths are there, or not destroyed yet")
+            return
         spaces: dict[int, Sequence[HostRegion]] = {}
         cuts: list[wire.SpaceCut] = []
         reason = "nothing of this content is here"
@@ -314,27 +326,33 @@ class Peers:
             return
         self._registered.update(spaces)
         path = reader.paths[call.path_id] = ServedPath(cuts)
+        reader.num_ends += 1
 
         def may_send(region: str, pages: frozenset[int]) -> bool:
             space, core = space_and_rank(region)[0], self._core
             return core.serve.may_read(reader.number, space, pages) or core.api.peers.may_read(space, pages)
 
         name = f"{self._hello.instance}-to-{reader.number}-{call.path_id}"
-        self._background.make(name, spaces, partial(self._made, reader, path, call), may_send=may_send)
+        self._background.make(
+            name, spaces, partial(self._made, reader, path, call),
+            may_send=may_send, is_wanted=lambda: not path.closed, owner=reader.number,
+        )  # fmt: skip
 
     def _made(
         self, reader: Reader, path: ServedPath, call: wire.OpenPath, end: PathEnd | None, reason: str
     ) -> None:
         if end is None:
-            self._failed(reader, call.path_id, reason)
+            reader.num_ends -= 1
+            if not path.closed:  # else there may be another one of this number
+                self._failed(reader, call.path_id, reason)
             return
         path.end = end
         if path.closed:
-            self._background.run(end.close, lambda _, error: None)
+            self._destroy(reader, end)
             return
         channel = ChannelToPeer(partial(self._send_bytes, reader, path, call.path_id))
         connect = partial(end.connect, call.description, channel, lambda region, pages: None)
-        self._background.run(connect, partial(self._connected, reader, path, call.path_id))
+        self._background.run(connect, partial(self._connected, reader, path, call.path_id), reader.number)
 
     def _connected(
         self, reader: Reader, path: ServedPath, path_id: int, _: object, error: Exception | None
@@ -363,11 +381,20 @@ class Peers:
             path.closed = True
             if path.end is not None:
                 path.end.lost("the reader is gone")
-                self._background.run(path.end.close, lambda _, error: None)
+                self._destroy(reader, path.end)
+
+    def _destroy(self, reader: Reader, end: PathEnd) -> None:
+        def destroyed(_: object, error: Exception | None) -> None:
+            reader.num_ends -= 1
+
+        self._background.run(end.close, destroyed, reader.number)
 
     def _tell(self, reader: Reader, message: wire.ToReader) -> None:
+        self._send(reader.identity, message, reader.instance)
+
+    def _send(self, identity: bytes, message: wire.ToReader, peer: str = "") -> None:
         try:
-            self._server.send(reader.identity, message)
+            self._server.send(identity, message)
         except ClusterError as error:  # gone, or it does not read: then it is as good as gone
-            log.warning("reader_unreachable", peer=reader.instance, code=error.code)
-            self._server.disconnect(reader.identity)
+            log.warning("reader_unreachable", peer=peer, code=error.code)
+            self._server.disconnect(identity)

@@ -37,9 +37,11 @@ from services.mempool.core.actions import (
     WriteEntries,
     WriteWords,
 )  # fmt: skip
+from services.mempool.core.callers import refusal
 from services.mempool.core.mempool import Mempool
 from services.mempool.core.space import Plan
 from services.mempool.deadline_timer import DeadlineTimer
+from services.mempool.descriptors import shortage
 from services.mempool.kept import Kept
 from services.mempool.outbox import Outbox
 from services.mempool.processes import ProcessWatch
@@ -52,6 +54,7 @@ from shared.kv.words import u32_bytes
 from shared.observe.log import get_logger
 from shared.transport.clock import Clock
 from shared.transport.unix_channel import UnixConnection, UnixServer
+from shared.transport.unix_socket import OutOfDescriptors
 from shared.wire import mempool as wire
 from shared.wire.mempool_callers import AttachCaller
 
@@ -225,12 +228,16 @@ class MempoolShell:
         self, connection: UnixConnection[wire.FromMempool], message: wire.Attach | AttachCaller
     ) -> list[Action]:
         process, kind = 0, message.kind if isinstance(message, wire.Attach) else "caller"
+        # A caller that comes back says so that it copies nothing any more: that is heard in any case.
+        says_more = isinstance(message, AttachCaller) and message.memory_id != 0
+        if kind != "client" and not says_more and (reason := shortage()):
+            log.error("descriptors_lacking", connection=connection.state, reason=reason)
+            return refusal(connection.state, OutOfDescriptors.code, reason)
         if kind != "client":
             process = self._processes.number_of(connection)
             if process is None:
                 reason = "the kernel gives no pidfd of this peer, or it is dead"
-                refusal = wire.AttachRefused(code="peer.credentials", reason=reason)
-                return [Send(connection.state, refusal), Disconnect(connection.state, reason)]
+                return refusal(connection.state, "peer.credentials", reason)
         log.info(
             "peer_attaches", kind=kind, peer_instance=message.instance, pid=connection.peer.pid,
             connection=connection.state,
@@ -292,8 +299,8 @@ class MempoolShell:
             case SendSlabs():
                 slabs = range(action.first, action.first + action.count)
                 reply = wire.Slabs(call_id=action.call_id, first=action.first, count=action.count)
-                self.outbox.send_fds(
-                    action.connection, reply, self.spaces.export(action.space, action.rank, slabs)
+                self.outbox.give(
+                    action.connection, lambda: (reply, self.spaces.export(action.space, action.rank, slabs))
                 )
             case PunchPages():
                 self._punch(action)
@@ -317,19 +324,23 @@ class MempoolShell:
                 self.api.send(action)
             case OfferSlabs():
                 offer = wire.MapSlabs(slabs=u32_bytes(action.slabs))
-                fds = self.spaces.export(action.space, action.rank, action.slabs)
-                self.outbox.send_fds(action.connection, offer, fds)
+                self.outbox.give(
+                    action.connection,
+                    lambda: (offer, self.spaces.export(action.space, action.rank, action.slabs)),
+                )
             case StepOver():
                 self.spaces.step_over(action.copy_id)
             case SendLayerWords():
-                fds = [self.spaces.make_layer_words(action.space, action.instance, action.rank)]
-                self.outbox.send_fds(action.connection, wire.LayerWords(call_id=action.call_id), fds)
+                words, make = wire.LayerWords(call_id=action.call_id), self.spaces.make_layer_words
+                self.outbox.give(
+                    action.connection, lambda: (words, [make(action.space, action.instance, action.rank)])
+                )
             case ReleaseUnits() | RestoreUnits():
                 self._change_memory(action)
             case OweMemory():
                 self.kept.owes(action.space, action.is_owed)
             case MapFarPages():
-                self.outbox.send_fds(action.connection, *self.spaces.far_pages(action))
+                self.outbox.give(action.connection, lambda: self.spaces.far_pages(action))
             case KillProcess():
                 self._processes.kill(action.process, action.reason)
             case KeepCaller():

@@ -1,7 +1,6 @@
 """The memory of every space of this mempool, and what the core asks to be done with it."""
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from services.mempool.core.actions import (
     ReleaseUnits,
     RestoreUnits,
 )
+from services.mempool.descriptors import exported, of_memory
 from services.mempool.far_messages import far_in_host, far_in_slabs
 from services.mempool.kept import Kept
 from services.mempool.memory import PoolMemory
@@ -26,6 +26,7 @@ from shared.ids import Epoch, InstanceId, PageId
 from shared.kv.layout import EngineDescription, slabs_per_page
 from shared.kv.page import PageState, unpack_word
 from shared.observe.log import get_logger
+from shared.transport.unix_socket import opening
 from shared.wire.mempool_far import MapFar
 
 if TYPE_CHECKING:
@@ -141,25 +142,20 @@ class Spaces:
         return meta.devices
 
     def descriptors(self, number: int, reads_only: bool) -> list[int]:
-        """Of pages in host memory, for reading or for writing too, and of the table; the caller's to close."""
-        memory = self.memories[number]
-        if self.has_slabs(number):
-            return [os.dup(memory.table_fd)]
-        if not reads_only:
-            return [os.dup(memory.page_fd), os.dup(memory.table_fd)]
-        pages = os.open(f"/proc/self/fd/{memory.page_fd}", os.O_RDONLY | os.O_CLOEXEC)
-        return [pages, os.dup(memory.table_fd)]
+        """Of pages in host memory, and of the table; the caller's to close. Raises: OutOfDescriptors."""
+        return of_memory(self.memories[number], table_only=self.has_slabs(number), reads_only=reads_only)
 
     def export(self, number: int, rank: int, which: Iterable[int]) -> list[int]:
-        """Descriptors of one rank's slabs, the caller's to close."""
-        return [self.slabs[number, rank].export(slab) for slab in which]
+        """Descriptors of one rank's slabs, the caller's to close. Raises: ResourceError."""
+        return exported(self.slabs[number, rank], which)
 
     def far_pages(self, action: MapFarPages) -> tuple[MapFar, list[int]]:
-        """What a rank is told to map them, and descriptors, the caller's to close; of host memory a read-only one."""
+        """What a rank is told to map them, and descriptors, the caller's to close. Raises: ResourceError."""
         if self.has_slabs(action.space):
             told, slabs = far_in_slabs(action, self._metas[action.space])
             return told, self.export(action.space, action.rank, slabs)
-        return far_in_host(action, self.memories[action.space])
+        with opening():
+            return far_in_host(action, self.memories[action.space])
 
     def adopt(self, found: Adopted) -> None:
         """An earlier mempool's space."""
@@ -222,10 +218,11 @@ class Spaces:
 
     def make_layer_words(self, space: int, instance: InstanceId, rank: int) -> int:
         """A descriptor of the rank's memory for its layer word, the caller's to close. New memory each time: what an
-        earlier process of that rank may still write is not read any more."""
+        earlier process of that rank may still write is not read any more. Raises: OutOfDescriptors."""
         from services.mempool.mover_layers import LayerMemory
 
-        made = self.layer_words[space, instance, rank] = LayerMemory()
+        with opening():
+            made = self.layer_words[space, instance, rank] = LayerMemory()
         return made.take_fd()
 
     def step_over(self, copy_id: int) -> None:

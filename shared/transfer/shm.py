@@ -40,8 +40,8 @@ class HostMapping:
                 raise PeerProtocolError(f"region {region.name!r} is longer than its memfd")
             protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
             self._map = mmap.mmap(fd, region.num_bytes, prot=protection, offset=offset_bytes)
-        except OSError as error:
-            raise PeerProtocolError(f"region {region.name!r} is no memfd: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # an empty one cannot be mapped
+            raise PeerProtocolError(f"region {region.name!r} is no memfd of pages: {error}") from error
         finally:
             os.close(fd)
         self._view: np.ndarray | None = np.frombuffer(self._map, np.uint8)

@@ -5,6 +5,7 @@ have no loop use BlockingUnixLink (shared/transport/unix_blocking.py). Framing: 
 """
 
 import asyncio
+import logging
 import os
 import select
 import socket
@@ -21,6 +22,9 @@ from shared.wire.codec import Channel
 
 MAX_QUEUED_BYTES = 2 * MAX_MESSAGE_BYTES  # of one connection, waiting for a peer that reads slowly
 MAX_CONNECTIONS = 256
+ACCEPT_PAUSE_S = 0.1  # after accept() failed: descriptors ran out for a moment
+
+logger = logging.getLogger(__name__)
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -59,13 +63,13 @@ class _Stream:
         return self.open and not self._hung_up.poll(0)
 
     def write(self, data: bytes, fds: Sequence[int]) -> None:
-        """Send or queue. Raises: PeerGone when ended; Overloaded when the peer does not read."""
+        """Send or queue. Raises: PeerGone when ended; Overloaded when the peer does not read; OutOfDescriptors."""
         if not self.open:
             raise PeerGone("the unix connection has ended")
         if self._queued_bytes + len(data) > MAX_QUEUED_BYTES:
             raise Overloaded(f"{self._queued_bytes} bytes wait for a peer that does not read")
         # Queued messages may outlive the caller's descriptors: the queue holds copies until they are sent.
-        own = tuple(os.dup(fd) for fd in fds)
+        own = tuple(unix_socket.duplicates(fds))
         self._queue.append((memoryview(data), own))
         self._queued_bytes += len(data)
         if len(self._queue) == 1:
@@ -150,7 +154,8 @@ class UnixConnection(Generic[Out]):
     def send(self, message: Out, raw: Sequence[bytes] = (), fds: Sequence[int] = ()) -> int:
         """Queue one message; its sequence number. `fds` stay the caller's and may be closed on return.
 
-        Raises: PeerGone when the connection ended; Overloaded when the client does not read.
+        Raises: PeerGone when the connection ended; Overloaded when the client does not read; OutOfDescriptors
+            when `fds` cannot be copied: nothing was sent.
         """
         seq = self._seq
         frames = self._server.out.pack(message, seq=seq, raw=raw)
@@ -208,18 +213,38 @@ class UnixServer(Generic[In, Out]):
         self._allowed_uids = frozenset({os.getuid()}) if allowed_uids is None else allowed_uids
         self._max_connections = max_connections
         self._listener: socket.socket | None = None
+        self._pause: asyncio.TimerHandle | None = None
+        self._paused = False  # since the last accept() that went well
 
     async def start(self) -> None:
         """Listen. Raises: SettingsError when the path cannot be used."""
         self._listener = unix_socket.listen_privately(self.path, backlog=128)
+        self._listen()
+
+    def _listen(self) -> None:
+        assert self._listener is not None
+        self._pause = None
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+
+    def _rest(self, error: OSError) -> None:
+        """Whoever waits makes the listener readable still: the loop would do nothing else than fail to accept it."""
+        assert self._listener is not None
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._listener.fileno())
+        self._pause = loop.call_later(ACCEPT_PAUSE_S, self._listen)
+        if not self._paused:
+            logger.warning("%s: clients wait: %s", self.path, error)
+        self._paused = True
 
     def _accept(self) -> None:
         assert self._listener is not None
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # the client left again, or descriptors ran out: the listener stays
+        except OSError as error:  # else the client left again
+            if error.errno in unix_socket.NO_ROOM:
+                self._rest(error)
             return
+        self._paused = False
         sock.setblocking(False)
         peer = unix_socket.peer_credentials(sock)
         if peer.uid not in self._allowed_uids or len(self.connections) >= self._max_connections:
@@ -249,6 +274,8 @@ class UnixServer(Generic[In, Out]):
         if self._listener is None:
             return
         listener, self._listener = self._listener, None
+        if self._pause is not None:
+            self._pause.cancel()
         asyncio.get_running_loop().remove_reader(listener.fileno())
         listener.close()
         self.path.unlink(missing_ok=True)

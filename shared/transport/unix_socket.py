@@ -2,18 +2,54 @@
 
 import array
 import contextlib
+import errno
 import os
+import resource
 import socket
 import stat
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.errors import PeerGone, SettingsError
+from shared.errors import PeerGone, ResourceError, SettingsError
 from shared.transport.unix_framing import MAX_FDS
 
 SO_PEERPIDFD = 77  # Linux 6.5; the socket module does not name it yet
 READ_BYTES = 256 << 10
+NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
+NO_ROOM = NO_DESCRIPTORS | {errno.ENOBUFS, errno.ENOMEM}  # why accept() fails for a while
+
+
+class OutOfDescriptors(ResourceError):
+    """This process, or the machine, may open no more of them now."""
+
+    code = "descriptors.exhausted"
+
+
+@contextlib.contextmanager
+def opening() -> Iterator[None]:
+    """Around calls that open descriptors. Raises: OutOfDescriptors for their OSError, where it means that."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_DESCRIPTORS:
+            raise
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise OutOfDescriptors(f"{error.strerror}; RLIMIT_NOFILE is {soft} here (ulimit -n)") from error
+
+
+def duplicates(fds: Sequence[int]) -> list[int]:
+    """A copy of each, the caller's to close: all of them or none. Raises: OutOfDescriptors."""
+    made: list[int] = []
+    try:
+        with opening():
+            for fd in fds:
+                made.append(os.dup(fd))  # noqa: PERF401  those made before one fails are closed
+    except BaseException:
+        close_fds(made)
+        raise
+    return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,7 +208,15 @@ class ThreadMapper:
         self._thread.start()
 
     def _serve(self) -> None:
-        self._window.prepare_thread()
+        try:
+            self._window.prepare_thread()
+            self._execute()
+        except Exception as error:  # noqa: BLE001  whatever it was, no later op is executed: who waits hears of it
+            with self._changed:
+                self._failure = f"op {self._done} failed in the background: {error}"
+                self._changed.notify_all()
+
+    def _execute(self) -> None:
         while True:
             with self._changed:
                 while not self._ops and not self._closed:
@@ -216,16 +224,10 @@ class ThreadMapper:
                 if not self._ops:
                     return
                 op = self._ops.popleft()
-            try:
-                if op.code == OP_PAUSE:
-                    time.sleep(op.address / 1e6)
-                else:
-                    self._window.apply([op])
-            except VmmError as error:
-                with self._changed:
-                    self._failure = f"op {self._done} failed in the background: {error.message}"
-                    self._changed.notify_all()
-                return
+            if op.code == OP_PAUSE:
+                time.sleep(op.address / 1e6)
+            else:
+                self._window.apply([op])
             with self._changed:
                 self._done += 1
                 self._changed.notify_all()

@@ -1,0 +1,250 @@
+"""Where descriptors or memory run out, one that needs them is told, or ended, and nothing is left open."""
+
+import asyncio
+import errno
+import logging
+import mmap
+import os
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from services.mempool import shell
+from services.mempool.core.actions import Disconnect, PoolLimits, Send
+from services.mempool.descriptors import exported, of_memory
+from services.mempool.kept import Kept
+from services.mempool.memory import PoolMemory
+from services.mempool.mover_layers import LayerMemory
+from services.mempool.outbox import Outbox
+from services.mempool.shell import MempoolShell
+from shared.errors import OutOfPages, ResourceError
+from shared.ids import Epoch, InstanceId
+from shared.transport import unix_socket
+from shared.transport.clock import MonotonicClock
+from shared.transport.unix_channel import UnixLink, UnixServer
+from shared.transport.unix_socket import OutOfDescriptors
+from shared.vmm.errors import VmmError
+from shared.vmm.interface import Op
+from shared.vmm.mapper import ThreadMapper
+from shared.wire import mempool as wire
+from shared.wire.mempool_callers import AttachCaller, CallerAttached
+
+ATTACHED = wire.Attached(boot_generation=Epoch(1), attachment=1)
+MATCHED = wire.Matched(call_id=9, num_blocks=0)
+
+
+def no_room(*_args, **_how):
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  the condition is another object's state
+            await asyncio.sleep(0.001)
+
+
+def num_open() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def dups_left(monkeypatch):
+    """os.dup() fails after as many as the test says."""
+    real, left = os.dup, [1 << 30]
+
+    def dup(fd):
+        left[0] -= 1
+        return real(fd) if left[0] >= 0 else no_room()
+
+    monkeypatch.setattr(os, "dup", dup)
+    return left
+
+
+# -- descriptors ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def pair(tmp_path):
+    """A server, a client's link, the server's connection to it, and what came."""
+    came: list[object] = []
+    server = UnixServer(
+        tmp_path / "s", into=wire.TO_MEMPOOL, out=wire.FROM_MEMPOOL, on_message=lambda *_: None
+    )
+    await server.start()
+
+    def on_message(_seq, message, _raw, fds):
+        came.append(message)
+        unix_socket.close_fds(fds)
+
+    link = UnixLink(tmp_path / "s", out=wire.TO_MEMPOOL, into=wire.FROM_MEMPOOL, on_message=on_message)
+    await link.connect()
+    await until(lambda: server.connections)
+    yield SimpleNamespace(server=server, link=link, came=came, connection=next(iter(server.connections)))
+    link.close()
+    server.close()
+
+
+async def test_a_message_whose_descriptors_cannot_be_copied_is_not_sent_and_leaves_none_open(pair, dups_left):
+    before = num_open()
+    dups_left[0] = 1
+    with pytest.raises(OutOfDescriptors, match=r"Too many open files; RLIMIT_NOFILE is \d+"):
+        pair.connection.send(MATCHED, fds=[0, 1])
+    assert num_open() == before
+    dups_left[0] = 2
+    pair.connection.send(ATTACHED, fds=[0, 1])
+    await until(lambda: pair.came)
+    assert pair.came == [ATTACHED]
+
+
+async def test_a_server_without_descriptors_does_not_ask_for_its_clients_all_the_time(pair, caplog):
+    class Listener:
+        """The server's, of a process that has no descriptor left."""
+
+        num_asked, is_full = 0, True
+
+        def __init__(self, real: socket.socket) -> None:
+            self.fileno, self.close, self._accept = real.fileno, real.close, real.accept
+
+        def accept(self):
+            self.num_asked += 1
+            return no_room() if self.is_full else self._accept()
+
+    listener = pair.server._listener = Listener(pair.server._listener)
+    late = socket.socket(socket.AF_UNIX)
+    with caplog.at_level(logging.WARNING):
+        late.connect(str(pair.server.path))
+        await asyncio.sleep(0.35)
+    assert 2 <= listener.num_asked <= 5
+    assert [r.message for r in caplog.records].count(
+        f"{pair.server.path}: clients wait: [Errno {errno.EMFILE}] Too many open files"
+    ) == 1  # fmt: skip
+    listener.is_full = False
+    await until(lambda: len(pair.server.connections) == 2)
+    late.close()
+
+
+class Connection:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.sent, self.is_closed, self.error = [], False, error
+
+    def send(self, message, fds=()):
+        if fds and self.error is not None:
+            raise self.error
+        self.sent.append(message)
+
+    def close(self):
+        self.is_closed = True
+
+
+CALLER = CallerAttached(boot_generation=Epoch(1), num_pages=1, page_bytes=1)
+
+
+@pytest.mark.parametrize("message", [ATTACHED, CALLER])
+@pytest.mark.parametrize("lacks", ["to make", "to send"])
+def test_who_attaches_when_there_is_no_descriptor_for_it_is_refused(message, lacks):
+    def descriptors(_space, _reads_only):
+        if lacks == "to make":
+            raise OutOfDescriptors("none left")
+        return [os.dup(0)]
+
+    before = num_open()
+    outbox = Outbox(SimpleNamespace(descriptors=descriptors), SimpleNamespace(), 8)
+    one = outbox.connections[1] = Connection(OutOfDescriptors("none left"))
+    outbox.send(Send(1, message, with_memory=True))
+    assert one.sent == [wire.AttachRefused(code="descriptors.exhausted", reason="none left")]
+    assert one.is_closed
+    assert num_open() == before
+
+
+def test_what_a_driver_does_not_export_ends_the_connection_that_waits_for_it():
+    outbox = Outbox(SimpleNamespace(), SimpleNamespace(), 8)
+    one, two = outbox.connections[1], outbox.connections[2] = Connection(), Connection()
+
+    def export():
+        raise ResourceError("cuMemExportToShareableHandle: CUDA_ERROR_OPERATING_SYSTEM")
+
+    outbox.give(1, export)
+    outbox.give(2, lambda: (MATCHED, [os.dup(0)]))
+    assert (one.sent, one.is_closed) == ([], True)
+    assert (two.sent, two.is_closed) == ([MATCHED], False)
+
+
+def test_of_slabs_and_of_memory_all_descriptors_are_made_or_none(dups_left):
+    memory = PoolMemory(1, 4096, Epoch(1))
+    before = num_open()
+    slabs = SimpleNamespace(export=os.dup)
+    for make in (
+        lambda: exported(slabs, [0, 1, 2]),
+        lambda: of_memory(memory, table_only=False, reads_only=False),
+    ):
+        dups_left[0] = 1
+        with pytest.raises(OutOfDescriptors):
+            make()
+    dups_left[0] = 0
+    with pytest.raises(OutOfDescriptors):
+        of_memory(memory, table_only=False, reads_only=True)
+    assert num_open() == before
+    memory.close()
+
+
+@pytest.mark.parametrize("make", [lambda: PoolMemory(1, 4096, Epoch(1)), LayerMemory])
+def test_memory_that_lacks_its_last_descriptor_leaves_none_open(make, monkeypatch):
+    before = num_open()
+    monkeypatch.setattr(mmap, "mmap", no_room)  # which takes one of its own
+    with pytest.raises(OSError, match="Too many"):
+        make()
+    assert num_open() == before
+
+
+def test_a_process_that_there_is_no_descriptor_for_is_not_kept_and_nothing_else_happens(dups_left):
+    kept = Kept("", Epoch(1))
+    dups_left[0] = 0
+    kept.process(7, 0, "engine", "e")
+    kept.caller(8, 0, [0])
+    kept.dead(7)
+    dups_left[0] = 1
+    kept.process(7, 0, "engine", "e")
+    kept.process(7, 0, "rank", "e")  # by the same copy
+    assert kept._processes[7][1].maps
+    kept.dead(7)
+
+
+async def test_without_room_nobody_attaches_but_a_caller_that_says_it_copies_no_more_is_heard(
+    tmp_path, monkeypatch
+):
+    one = MempoolShell(tmp_path / "m", PoolLimits(capacity_bytes=1 << 20), Epoch(1), MonotonicClock())
+    monkeypatch.setattr(one._processes, "number_of", lambda _: 1)
+    monkeypatch.setattr(shell, "shortage", lambda: "1 of 32 are left")
+    connection = SimpleNamespace(state=1, peer=SimpleNamespace(pid=1))
+
+    def codes(message):
+        said, end = one._attach(connection, message)
+        assert isinstance(end, Disconnect)
+        return said.message.code
+
+    caller = {"instance": InstanceId("c"), "pages_of": InstanceId("e"), "space": 5}
+    for kind in ("engine", "rank"):
+        assert codes(wire.Attach(kind=kind, instance=InstanceId("e"))) == "descriptors.exhausted"
+    assert codes(AttachCaller(**caller)) == "descriptors.exhausted"
+    assert codes(AttachCaller(**caller, memory_id=Epoch(3))) == "caller.unsupported"
+    (attached,) = one._attach(connection, wire.Attach(kind="client", instance=InstanceId("e")))
+    assert isinstance(attached.message, wire.Attached), "it needs none"
+    one.close()
+
+
+# -- the mapper without numba -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["apply", "prepare_thread"])
+def test_who_waits_for_a_mapper_hears_at_once_that_it_has_no_memory(where):
+    def fails(*_args):
+        raise OutOfPages("cuMemMap: CUDA_ERROR_OUT_OF_MEMORY")
+
+    calls = {"apply": lambda _: None, "prepare_thread": lambda: None, where: fails}
+    mapper = ThreadMapper(SimpleNamespace(**calls))
+    with pytest.raises(VmmError, match=r"failed in the background: cuMemMap"):
+        mapper.wait(mapper.submit([Op(1, 2, 3, 4, 5)]), 5.0)
+    with pytest.raises(VmmError, match="cuMemMap"):
+        mapper.submit([Op(1, 2, 3, 4, 5)])
+    mapper.close()

@@ -1,0 +1,226 @@
+"""A peer that does not read, or has many paths made, is told or ended, and takes nothing from the others."""
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from services.mempool import peer_background
+from services.mempool.peer_background import Background
+from services.mempool.peer_links import PeerLink, Slot
+from services.mempool.peer_paths import ReaderPath
+from services.mempool.peers import MAX_PATHS, Peers
+from shared.errors import Overloaded
+from shared.ids import Epoch
+from shared.transport.clock import MonotonicClock
+from shared.wire import mempool_peer
+
+
+class Server:
+    """RouterServer's, to peers that do not read."""
+
+    def __init__(self) -> None:
+        self.sent, self.ended, self.is_full = [], [], False
+
+    def send(self, identity, message):
+        if self.is_full:
+            raise Overloaded("a peer does not read")
+        self.sent.append((identity, message))
+
+    def disconnect(self, identity):
+        self.ended.append(identity)
+
+
+class Waiting:
+    """Background that does what is asked when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked, self.owners = [], set()
+
+    def make(self, name, spaces, then, *, may_send=None, is_wanted=lambda: True, owner=0):
+        self.asked.append(lambda: then(End() if is_wanted() else None, "not wanted"))
+        self.owners.add(owner)
+
+    def run(self, work, then, owner=0):
+        self.asked.append(lambda: then(work(), None))
+        self.owners.add(owner)
+
+    def do(self) -> None:
+        asked, self.asked = self.asked, []
+        for each in asked:
+            each()
+
+    def close(self) -> None:
+        pass
+
+
+class End:
+    """A path's; `num` of them are there."""
+
+    num, description = 0, b""
+
+    def __init__(self) -> None:
+        End.num += 1
+        self.num_connects = 0
+
+    def connect(self, *_args) -> None:
+        self.num_connects += 1
+
+    def lost(self, _reason) -> None:
+        pass
+
+    def close(self) -> bool:
+        End.num -= 1
+        return True
+
+
+@pytest.fixture
+async def peers(monkeypatch):
+    described = SimpleNamespace(content_key="k", family_key="k")
+    spaces = SimpleNamespace(memories={0: None}, description_of=lambda _: described)
+    core = SimpleNamespace(boot_generation=Epoch(1), on_peer_gone=lambda *_: [])
+    it = Peers(
+        "tcp://127.0.0.1:0", "a", core, spaces, MonotonicClock(), lambda _: None, SimpleNamespace(),
+        max_peers=2, pins_memory=False, silent_ms=1_000,
+    )  # fmt: skip
+    it._background.close()
+    it._server, it._background = Server(), Waiting()
+    monkeypatch.setattr(it, "_host_space", lambda _: SimpleNamespace(ranks=[], end=None))
+    monkeypatch.setattr(End, "num", 0)
+    return it
+
+
+def say(peers, identity, message):
+    peers._on_call(identity, 0, message, [])
+
+
+def hello(**fields):
+    return mempool_peer.PeerHello(instance="b", boot_generation=1, **fields)
+
+
+async def test_a_peer_that_is_refused_and_does_not_read_loses_its_connection_and_that_is_all(peers):
+    peers._server.is_full = True
+    say(peers, b"1", hello(version=2))
+    assert peers._server.ended == [b"1"]
+    peers._server.is_full = False
+    say(peers, b"2", hello())
+    say(peers, b"3", hello())
+    peers._server.is_full = True
+    say(peers, b"4", hello())  # one too many
+    assert peers._server.ended == [b"1", b"4"]
+
+
+async def test_a_peer_is_refused_once_on_a_connection(peers):
+    say(peers, b"1", hello(version=2))
+    assert peers._server.ended == [], "its link would make another connection at once"
+    say(peers, b"1", hello(version=2))
+    assert peers._server.ended == [b"1"]
+    assert [type(message) for _, message in peers._server.sent] == [mempool_peer.PeerRefused]
+    peers._on_reader_lost(b"1")
+    assert not peers._refused
+
+
+def open_path(peers, number):
+    say(peers, b"1", mempool_peer.OpenPath(path_id=number, content_key="k", description=b""))
+
+
+async def test_paths_that_are_closed_count_until_they_are_destroyed(peers):
+    say(peers, b"1", hello())
+    for number in range(MAX_PATHS):
+        open_path(peers, number)
+        say(peers, b"1", mempool_peer.ClosePath(path_id=number))
+    open_path(peers, 900)
+    assert peers._server.sent[-1][1].path_id == 900
+    assert isinstance(peers._server.sent[-1][1], mempool_peer.PathFailed)
+    assert len(peers._background.asked) == MAX_PATHS
+    peers._background.do()  # none of them is made
+    assert End.num == 0
+    assert not peers._background.asked
+    open_path(peers, 0)
+    peers._background.do()
+    peers._background.do()
+    assert isinstance(peers._server.sent[-1][1], mempool_peer.PathOpened)
+    say(peers, b"1", mempool_peer.ClosePath(path_id=0))
+    peers._background.do()
+    (reader,) = peers._readers.values()
+    assert (End.num, reader.num_ends) == (0, 0)
+    assert peers._background.owners == {reader.number}
+
+
+async def test_a_path_that_was_closed_before_it_was_made_does_not_end_the_next_one_of_its_number(peers):
+    say(peers, b"1", hello())
+    open_path(peers, 5)
+    say(peers, b"1", mempool_peer.ClosePath(path_id=5))
+    open_path(peers, 5)
+    peers._background.do()
+    peers._background.do()
+    assert [type(message) for _, message in peers._server.sent[1:]] == [mempool_peer.PathOpened]
+
+
+async def test_a_peer_with_many_paths_does_not_keep_others_waiting_for_all_of_them():
+    background, begin, done = Background(), threading.Event(), []
+    background.run(lambda: begin.wait(30), lambda *_: None)
+    for number in range(20):
+        background.run(lambda number=number: done.append((1, number)), lambda *_: None, 1)
+    background.run(lambda: done.append((2, 0)), lambda *_: None, 2)
+    background.run(lambda: done.append((2, 1)), lambda *_: None, 2)
+    begin.set()
+    background.close()
+    assert done[:5] == [(1, 0), (2, 0), (1, 1), (2, 1), (1, 2)]
+    assert done[4:] == [(1, number) for number in range(2, 20)], "in order for one"
+
+
+async def test_an_end_that_nobody_wants_any_more_is_not_made(monkeypatch):
+    made, told = [], []
+
+    class Made:
+        def __init__(self, name, _regions, *, may_send) -> None:
+            made.append(name)
+
+    monkeypatch.setattr(peer_background, "PathEnd", Made)
+    background = Background()
+    background.make("a", {}, lambda *how: told.append(how), is_wanted=lambda: False)
+    background.make("b", {}, lambda *how: told.append(how))
+    background.close()
+    await asyncio.sleep(0)
+    assert made == ["b"]
+    assert [(end is None, reason) for end, reason in told] == [(True, ""), (False, "")]
+    background.run(lambda: None, lambda _, error: told.append(error))  # closed: said, later
+    await asyncio.sleep(0)
+    assert isinstance(told[-1], RuntimeError)
+
+
+def link_of(background, lost=None):
+    owner = SimpleNamespace(pulled=None, settled=None, lost=lost)
+    return PeerLink("tcp://127.0.0.1:1", hello(), owner, background, silent_ms=1_000)
+
+
+async def test_a_peer_that_says_again_that_a_path_is_open_does_not_have_it_connected_again():
+    background = Waiting()
+    link = link_of(background)
+    path = ReaderPath(1, SimpleNamespace(ranks=[]), lambda *_: None, lambda *_: None, lambda _: None)
+    path.end = end = End()
+    link._slots[7] = Slot(path)
+    opened = mempool_peer.PathOpened(path_id=1, description=b"")
+    link._on_message(0, opened, [])
+    link._on_message(0, opened, [])  # while it is being connected
+    background.do()
+    link._on_message(0, opened, [])  # and after that
+    background.do()
+    assert end.num_connects == 1
+    assert path.ready
+    link.close()
+
+
+async def test_a_peer_that_takes_no_message_when_its_link_is_up_is_lost():
+    lost = []
+    link = link_of(Waiting(), lost.append)
+
+    def full(_message):
+        raise Overloaded("full")
+
+    link._link.up, link._link.send = True, full
+    link._on_up()
+    assert lost == [link.address]
+    link.close()
