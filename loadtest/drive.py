@@ -6,20 +6,24 @@
     python -m loadtest.drive --list
 
 Writes one JSONL file (a line per request, see outcomes.py) and prints a summary; loadtest.report compares files. Exit
-status 0: a valid run; 1: more than --max-failed of the requests failed; 3: the client was the bottleneck.
+status 0: a valid run; 1: more than --max-failed of the requests failed; 2: it was not begun, and why; 3: the client was
+the bottleneck.
 """
 
 import argparse
 import asyncio
+import http.client
 import json
 import sys
 import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from loadtest.http_client import Client
 from loadtest.open_loop import OpenLoop, Plan, lag_p99_ms, verdict
+from loadtest.option_checks import check_numbers
 from loadtest.outcomes import Run, write_run
 from loadtest.reports.summary import Slo, one_line, summarise
 from loadtest.results import machine
@@ -29,6 +33,11 @@ from loadtest.workloads.stats import infinite_cache_hit_ratio
 from loadtest.workloads.tokens import TokenRange
 
 CLIENT_BOUND = 3
+LEAST = {
+    "rate": 0, "seconds": 0, "requests": 0, "context": 0, "output_scale": 0, "max_lag_ms": 0, "max_failed": 0,
+    "max_in_flight": 1, "block_tokens": 1,
+}  # fmt: skip
+ABOVE_0 = ("speed", "scale", "timeout_s", "slo_ttft_ms", "slo_tpot_ms")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,15 +49,23 @@ def main(argv: Sequence[str]) -> int:
             print(f"{one.name:22} {one.about}; {one.rate_per_s:g}/s; takes {takes}")
         return 0
     try:
+        check_numbers(options, LEAST, above_0=ABOVE_0)
         requests, real_history = _requests(options)
+        if not requests:
+            raise ValueError("there is no request to send: see --seconds, --requests and --rate")
+        if options.write_trace:
+            number = trace_files.write_mooncake(Path(options.write_trace), requests)
+            print(f"{number} requests in {options.write_trace}")
+            return 0
+        _check_out(options.out)
+        url = _server(options.url)
+        client = Client(url, bearer=options.bearer)
+        plan = _plan(options, options.model or _first_model(url, options.bearer), real_history)
+        hit_bound = infinite_cache_hit_ratio(requests, options.block_tokens, answers=True)
     except (ValueError, trace_files.TraceError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if options.write_trace:
-        number = trace_files.write_mooncake(Path(options.write_trace), requests)
-        print(f"{number} requests in {options.write_trace}")
-        return 0
-    return asyncio.run(_drive(options, requests, real_history))
+    return asyncio.run(_drive(options, requests, client, plan, hit_bound))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,6 +100,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--text", action="store_true", help="chat messages of words instead of token ids")
     parser.add_argument("--tokens", default="256:4096", help="range of the prompts' token ids")
+    parser.add_argument(
+        "--token-ids", action="store_true",
+        help="ask for token ids (Quire, vLLM): tokens that show no text are seen then",
+    )  # fmt: skip
     parser.add_argument("--no-receipts", action="store_true", help="do not ask for Quire's receipts")
     parser.add_argument("--model", default="", help="default: the first that the server lists")
     parser.add_argument("--bearer", default="", help="API key")
@@ -129,20 +150,48 @@ def _workload_options(options: argparse.Namespace) -> catalogue.Options:
     )
 
 
-async def _drive(options: argparse.Namespace, requests: list[Request], real_history: bool) -> int:
+def _server(url: str) -> str:
+    """Without the path that `quire up` and other servers print behind it. Raises: ValueError."""
+    base = url.rstrip("/").removesuffix("/v1")
+    parts = urlsplit(base)
+    if parts.scheme != "http" or not parts.hostname or not parts.port or parts.path.strip("/"):
+        raise ValueError(f"--url {url}: want http://HOST:PORT, as http://127.0.0.1:8000")
+    return base
+
+
+def _check_out(path: Path) -> None:
+    """That the run can be written is known before it is begun. Raises: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("a"):
+        pass
+    if is_new:
+        path.unlink()
+
+
+def _plan(options: argparse.Namespace, model: str, real_history: bool) -> Plan:
+    """Raises: ValueError."""
     first, _, end = options.tokens.partition(":")
-    model = options.model or await asyncio.to_thread(_first_model, options.url, options.bearer)
-    plan = Plan(
+    try:
+        ids = TokenRange(int(first), int(end))
+    except ValueError as error:
+        raise ValueError(f"--tokens {options.tokens}: want FIRST:END, as 256:4096: {error}") from None
+    return Plan(
         model=model,
         text=options.text,
         real_history=real_history,
+        token_ids=options.token_ids,
         receipts=not options.no_receipts,
-        ids=TokenRange(int(first), int(end)),
+        ids=ids,
         max_in_flight=options.max_in_flight,
         timeout_s=options.timeout_s,
         max_lag_ms=options.max_lag_ms,
     )
-    client = Client(options.url, bearer=options.bearer)
+
+
+async def _drive(
+    options: argparse.Namespace, requests: list[Request], client: Client, plan: Plan, hit_bound: float
+) -> int:
     loop = OpenLoop(client, plan, progress=_Progress(len(requests)))
     started = time.time()
     try:
@@ -156,10 +205,10 @@ async def _drive(options: argparse.Namespace, requests: list[Request], real_hist
         "seed": options.seed,
         "scale": options.scale,
         "options": options.set,
-        "real_history": real_history,
-        "model": model,
+        "real_history": plan.real_history,
+        "model": plan.model,
         "started_unix_s": round(started, 3),
-        "hit_bound": round(infinite_cache_hit_ratio(requests, options.block_tokens, answers=True), 4),
+        "hit_bound": round(hit_bound, 4),
         "most_in_flight": loop.most_in_flight,
         "client_verdict": verdict(outcomes, plan),
         "machine": machine(),
@@ -170,6 +219,10 @@ async def _drive(options: argparse.Namespace, requests: list[Request], real_hist
     print(f"\n{one_line(found)}")
     print(f"hits of an infinite cache: {head['hit_bound']:.1%} of prompt tokens, in whole blocks")
     print(f"lag p99 {lag_p99_ms(outcomes):.1f} ms, most in flight {loop.most_in_flight}; {options.out}")
+    if unseen := sum(one.ok and not one.ttft_ms for one in outcomes):
+        print(
+            f"  {unseen} answers showed no text: they have no TTFT, and are not within the SLO; see --token-ids"
+        )
     for text in sorted({one.error for one in outcomes if one.error})[:5]:
         print(f"  error: {text[:300]}")
     if why := verdict(outcomes, plan):
@@ -195,14 +248,17 @@ class _Progress:
 
 
 def _first_model(url: str, bearer: str) -> str:
+    """Raises: ValueError."""
     headers = {"authorization": f"Bearer {bearer}"} if bearer else {}
-    with urllib.request.urlopen(
-        urllib.request.Request(f"{url}/v1/models", headers=headers), timeout=10
-    ) as reply:
-        listed = json.load(reply).get("data") or []
-    if not listed:
-        raise ValueError(f"{url} lists no model: name one with --model")
-    return str(listed[0]["id"])
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{url}/v1/models", headers=headers), timeout=10
+        ) as reply:
+            return str(json.load(reply)["data"][0]["id"])
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{url}/v1/models lists no model ({error or type(error).__name__}): is the server up? --model names one"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -158,19 +158,21 @@ class Client:
         return f"\r\nhost: {self._host}:{self._port}\r\n".encode() in request[:HEAD_BYTES]
 
     async def post(self, request: bytes, *, timeout_s: float = 60.0, reply: Reply | None = None) -> Reply:
-        """Send request_bytes() and wait for the end of the response.
+        """Send request_bytes() and wait for the end of the response. Connecting counts: who calls waits for it, too.
 
         Args: reply: filled while the response comes, for those who count events meanwhile.
         Raises: TimeoutError, OSError, httptools.HttpParserError.
         """
-        connection = await self._connection()
         reply = reply or Reply(0.0)
         reply.started = time.perf_counter()
+        connection = None
         try:
             async with asyncio.timeout(timeout_s):
+                connection = await self._connection()
                 result = await connection.begin(request, reply)
         except BaseException:
-            connection.close()
+            if connection is not None:
+                connection.close()
             raise
         if connection.open:
             self._idle.append(connection)

@@ -7,7 +7,6 @@ grows, the client is what is being measured, and `verdict` says so.
 
 import asyncio
 import gc
-import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,8 @@ from loadtest.workloads.request import Request
 
 AHEAD = 32  # requests whose bytes are made before they are due, at most
 SPARE_MS = 5.0  # to the next request's time, for making one more
+# What a field of an answer raises that is not what it should be: one such answer ends one request, not the run.
+NO_ANSWER = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -149,16 +150,16 @@ class OpenLoop:
             if reply.status != 200:
                 raise StreamError(f"status {reply.status}: {reply.body[:300].decode(errors='replace')}")
             times = read_pieces(reply.pieces, reply.started)
-        except (StreamError, json.JSONDecodeError, OSError, TimeoutError, httptools.HttpParserError) as error:
+            take_receipt(outcome, times.receipt)
+        except (StreamError, OSError, TimeoutError, httptools.HttpParserError, *NO_ANSWER) as error:
             outcome.error = f"{type(error).__name__}: {error}"
             return None
-        outcome.ttft_ms, outcome.jct_ms = round(times.ttft_ms, 3), round(times.last_ms, 3)
+        outcome.ttft_ms, outcome.jct_ms = round(times.ttft_ms, 3), round(times.ended_ms, 3)
         outcome.tpot_ms = round(times.tpot_ms, 4)
         outcome.longest_gap_ms = max(times.gaps_ms, default=0.0)
         self.gaps_ms += times.gaps_ms
         outcome.prompt_tokens, outcome.cached_tokens = times.prompt_tokens, times.cached_tokens
         outcome.output_tokens = times.output_tokens or len(times.token_ids) or times.num_events
-        take_receipt(outcome, times.receipt)
         if not outcome.output_tokens:
             outcome.error = "the answer holds no token"
         return times
@@ -196,6 +197,8 @@ class OpenLoop:
         if plan.text:
             answered = (lambda of: self._answer(of).text) if plan.real_history else None
             body["messages"] = tokens.messages(request.prompt, answered=answered)
+            if plan.token_ids:
+                body["return_token_ids"] = True
             return self._client.request_bytes(CHAT, body)
         ids_of = (lambda of: self._answer(of).token_ids) if plan.real_history else None
         prompt = tokens.prompt_ids(request.prompt, plan.ids, answered=ids_of)

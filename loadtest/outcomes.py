@@ -14,8 +14,9 @@ FORMAT = "quire-run/1"
 class Outcome:
     """One request. Times in ms from the run's beginning or from when it was sent; 0: did not happen.
 
-    lag_ms: how late it was sent, which is the client's fault. error: "" when the answer is whole; skipped: nothing was
-    sent (the turn before failed, or the client had too many in flight).
+    lag_ms: how late it was sent, which is the client's fault. ttft_ms: 0 of a whole answer: none of its tokens showed
+    text. error: "" when the answer is whole; skipped: nothing was sent (the turn before failed, or the client had too
+    many in flight).
     sources: prompt tokens by where their KV came from, by the receipt of the stage that computed the prompt.
     """
 

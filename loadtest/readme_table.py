@@ -1,7 +1,9 @@
 """The README's table of figures, from the result files: `python -m loadtest.readme_table` rewrites it."""
 
+import argparse
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from loadtest.readme_rows import ROWS
@@ -35,8 +37,9 @@ def render() -> str:
     return "\n" + "\n".join(lines) + "\n\nMachine: " + "; ".join(sorted(machines)) + ".\n"
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     """Rewrite the part of the README between the marks."""
+    argparse.ArgumentParser(prog="python -m loadtest.readme_table", description=__doc__).parse_args(argv)
     text = README.read_text()
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
@@ -45,4 +48,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -16,7 +16,7 @@ MAX_LINE_BYTES = 1 << 20
 
 
 class StreamError(Exception):
-    """The stream did not end as one must: an error event, no [DONE], or a line that is no event."""
+    """The stream did not end as one must: an error event, no [DONE], or something that is no event of an answer."""
 
 
 def events(readline: Callable[[], bytes]) -> Iterator[str]:
@@ -34,7 +34,10 @@ def events(readline: Callable[[], bytes]) -> Iterator[str]:
         if data == b"[DONE]":
             done = True
         elif not done:
-            yield data.decode()
+            try:
+                yield data.decode()
+            except UnicodeDecodeError as error:
+                raise StreamError(f"not UTF-8: {data[:80]!r}") from error
     if not done:
         raise StreamError("the stream ended without [DONE]")
 
@@ -56,11 +59,15 @@ def shown_ids(event: dict[str, Any]) -> list[int]:
 
 @dataclass(slots=True)
 class StreamTimes:
-    """Times of one streamed answer, in ms from the start. `gaps_ms`: between consecutive content events."""
+    """Times of one streamed answer, in ms from the start. `gaps_ms`: between consecutive content events.
+
+    A content event shows text, or carries the ids of tokens that show none.
+    """
 
     started: float  # seconds of time.perf_counter()
-    ttft_ms: float = 0.0  # 0: no token came
-    last_ms: float = 0.0
+    ttft_ms: float = 0.0  # 0: no content came
+    last_ms: float = 0.0  # of the last content event
+    ended_ms: float = 0.0  # of it, or of the event behind it that says why the answer ended
     num_events: int = 0  # with content
     output_tokens: int = 0  # as usage says; else one per content event
     prompt_tokens: int = 0
@@ -72,38 +79,62 @@ class StreamTimes:
 
     @property
     def tpot_ms(self) -> float:
-        """(last - first) / (output tokens - 1); 0 for fewer than two tokens."""
+        """(end - first) / (output tokens - 1); 0 for fewer than two tokens, or where none was seen.
+
+        Tokens that show no text before the first that does make it too short by their share, unless ids tell of them.
+        """
         tokens = self.output_tokens or self.num_events
-        return (self.last_ms - self.ttft_ms) / (tokens - 1) if tokens > 1 else 0.0
+        return (self.ended_ms - self.ttft_ms) / (tokens - 1) if tokens > 1 and self.num_events else 0.0
+
+    def take(self, data: str, now: float) -> None:
+        """Count one event's data, which came at `now`. Raises: StreamError: an error, or no event of an answer."""
+        try:
+            self.note(json.loads(data), now)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise StreamError(f"no event of an answer: {data[:80]!r}: {error!r}") from error
 
     def note(self, event: dict[str, Any], now: float) -> None:
-        """Count one event that came at `now`. Raises: StreamError when it is an error event."""
+        """Count one event that came at `now`.
+
+        Raises: StreamError when it is an error event; what its fields raise where they are not what they should be.
+        """
         if "error" in event:
             raise StreamError(json.dumps(event["error"]))
         if usage := event.get("usage"):
-            self.prompt_tokens = usage["prompt_tokens"]
-            self.output_tokens = usage["completion_tokens"]
-            self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            self.prompt_tokens = _count(usage["prompt_tokens"])
+            self.output_tokens = _count(usage["completion_tokens"])
+            self.cached_tokens = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         if receipt := event.get("quire_receipt"):
             self.receipt = receipt
         text, ids = shown_text(event), shown_ids(event)
         self.token_ids += ids
+        at_ms = (now - self.started) * 1000
+        if any(choice.get("finish_reason") for choice in event.get("choices") or []):
+            self.ended_ms = at_ms
         if not text and not ids:
             return
-        at_ms = (now - self.started) * 1000
         if self.num_events:
             self.gaps_ms.append(round(at_ms - self.last_ms, 3))
         else:
             self.ttft_ms = at_ms
-        self.last_ms = at_ms
+        self.last_ms = self.ended_ms = at_ms
         self.num_events += 1
         self.text += text
+
+
+def _count(number: Any) -> int:
+    """Of tokens. Raises: TypeError, ValueError."""
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{number!r} is no number of tokens")
+    if number < 0:
+        raise ValueError(f"{number} tokens")
+    return number
 
 
 def read_pieces(pieces: Sequence[tuple[float, bytes]], started: float) -> StreamTimes:
     """The same from a response that came in pieces: an event's time is that of the piece that ended it.
 
-    Args: pieces: (arrival in seconds of time.perf_counter(), bytes). Raises: StreamError, json.JSONDecodeError.
+    Args: pieces: (arrival in seconds of time.perf_counter(), bytes). Raises: StreamError.
     """
     times = StreamTimes(started)
     at, held = 0.0, b""
@@ -123,13 +154,13 @@ def read_pieces(pieces: Sequence[tuple[float, bytes]], started: float) -> Stream
         return line
 
     for data in events(readline):
-        times.note(json.loads(data), now)
+        times.take(data, now)
     return times
 
 
 def read_stream(readline: Callable[[], bytes], started: float) -> StreamTimes:
-    """Read a whole stream. Raises: StreamError, json.JSONDecodeError."""
+    """Read a whole stream. Raises: StreamError."""
     times = StreamTimes(started)
     for data in events(readline):
-        times.note(json.loads(data), time.perf_counter())
+        times.take(data, time.perf_counter())
     return times

@@ -1,9 +1,11 @@
 """`make verify-results`: does every quoted figure still follow from its samples, its script and its commit?
 
-python -m loadtest.verify_results [FOLDER]      exit status 1 when a file fails
+python -m loadtest.verify_results [FOLDER]      exit status 1 when a file fails, 2 without such a folder
 """
 
+import argparse
 import importlib
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -15,14 +17,34 @@ from loadtest.results import check_metrics, git, load_result
 
 FIELDS = ("name", "claim", "script", "command", "commit", "date", "machine", "settings", "metrics", "samples")
 RELATIVE_TOLERANCE = 1e-9
+# What a file raises whose fields are not what they should be: it fails, and the others are checked.
+NO_RESULT = (ArithmeticError, AttributeError, ImportError, LookupError, OSError, TypeError, ValueError)
 
 
 def problems_of(path: Path, *, root: Path = ROOT) -> list[str]:
-    """What is wrong with one result file; [] when it may be quoted."""
+    """What is wrong with one result file; [] when it may be quoted, and nothing is `uncommitted`."""
     try:
         result = load_result(path)
     except ValueError as error:
         return [str(error)]
+    except NO_RESULT as error:
+        return [f"is no result file: {error!r}"]
+    try:
+        return _problems(result, path, root)
+    except NO_RESULT as error:
+        return [f"cannot be checked: {error!r}"]
+
+
+def uncommitted(path: Path) -> list[str]:
+    """Of a file that was measured with changes that no commit has: what was measured is not known."""
+    try:
+        is_dirty = json.loads(path.read_text()).get("dirty", True) is not False
+    except NO_RESULT:
+        return []  # problems_of says it
+    return ["was measured with changes that are in no commit (dirty): measure again"] if is_dirty else []
+
+
+def _problems(result: dict[str, Any], path: Path, root: Path) -> list[str]:
     missing = [field for field in FIELDS if field not in result]
     if missing:
         return [f"lacks {', '.join(missing)}"]
@@ -38,7 +60,7 @@ def problems_of(path: Path, *, root: Path = ROOT) -> list[str]:
 def _recompute(module: str, metrics: dict[str, float], samples: list[dict[str, Any]]) -> list[str]:
     try:
         again = importlib.import_module(module).metrics_from_samples(samples)
-    except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:
+    except NO_RESULT as error:
         return [f"{module}.metrics_from_samples fails on its samples: {error!r}"]
     wrong = [f"metric {key!r} does not come from the samples" for key in metrics.keys() - again.keys()]
     wrong += [f"metric {key!r} is missing" for key in again.keys() - metrics.keys()]
@@ -73,11 +95,18 @@ def strays(folder: Path) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Check every newest result file; history/ is kept as it was."""
-    folder = Path(argv[0]) if argv else RESULTS
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS)
+    folder: Path = parser.parse_args(argv).folder
+    if not folder.is_dir():
+        print(f"error: {folder} is no folder", file=sys.stderr)
+        return 2
     num_bad = 0
     paths = sorted(folder.glob("*.json"))
     for path in paths:
-        wrong = problems_of(path)
+        wrong = problems_of(path) + uncommitted(path)
         num_bad += bool(wrong)
         print(f"{'FAIL' if wrong else 'ok  '} {path.name}")
         for text in wrong:

@@ -185,9 +185,10 @@ main() {
   shift
   device=auto wanted_python=""
   while (($#)); do
+    (($# > 1)) || usage
     case $1 in
-      --device) device=${2:?}; shift 2 ;;
-      --python) wanted_python=${2-}; shift 2 ;;
+      --device) device=${2:-auto}; shift 2 ;;
+      --python) wanted_python=$2; shift 2 ;;
       *) usage ;;
     esac
   done

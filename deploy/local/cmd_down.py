@@ -1,19 +1,20 @@
 """`quire down`: stop everything."""
 
+import contextlib
 import os
+import select
 import signal
 import time
 from typing import Annotated
 
 import typer
 
-from deploy.local import config, run_supervisor
 from deploy.local.control import ControlClient
 from deploy.local.terminal import connect, out
 from shared.errors import PeerGone
 
 PATIENCE_S = 20.0
-LOCK_WAIT_S = 5.0
+END_WAIT_S = 5.0
 
 
 def down(
@@ -27,27 +28,27 @@ def down(
             out.print("nothing is running")
         return
     began = time.monotonic()
-    with client:
-        pid = client.supervisor_pid
-        try:
-            _stop(client)
-        except (TimeoutError, PeerGone):
-            out.print(f"the supervisor (pid {pid}) does not answer: killed, and its services with it")
-            os.kill(pid, signal.SIGKILL)
-    _wait_for_lock()
+    with client, contextlib.suppress(ProcessLookupError):  # it ends by itself, too, as where two say `down`
+        _end(client)
     out.print(f"stopped in {time.monotonic() - began:.1f} s")
 
 
-def _wait_for_lock() -> None:
-    """Until the supervisor's process is really gone, so that the next `quire up` finds the place free."""
-    paths = config.paths_of(config.default_home())
-    end = time.monotonic() + LOCK_WAIT_S
-    while time.monotonic() < end:
-        lock = run_supervisor.take_lock(paths)
-        if lock is not None:
-            lock.close()
-            return
-        time.sleep(0.02)
+def _end(client: ControlClient) -> None:
+    """Until the process is really gone, so that the next `quire up` finds the place free.
+
+    Raises: ProcessLookupError: it is gone already.
+    """
+    pid = client.supervisor_pid
+    pidfd = os.pidfd_open(pid)  # a number may be another process's by the time it is killed
+    try:
+        try:
+            _stop(client)
+        except (TimeoutError, PeerGone):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            out.print(f"the supervisor (pid {pid}) does not answer: killed, and its services with it")
+        select.select([pidfd], [], [], END_WAIT_S)
+    finally:
+        os.close(pidfd)
 
 
 def _stop(client: ControlClient) -> None:

@@ -1,6 +1,7 @@
 """`quire profile`: the highest rate within an SLO, free memory there, what bursts need; or a callable's batches."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -128,6 +129,10 @@ def profile(
     if bool(url or status) + bool(simulate) + bool(callable_) > 1:
         raise SettingsError("give one of --url with --status, --simulate and --callable")
     factors = _numbers("--burst", burst, ",")
+    _refuse_endless(
+        seconds=seconds, burst_s=burst_s, scale=scale, max_rate=max_rate, step=step, slo_ttft_ms=slo_ttft_ms,
+        slo_tbt_ms=slo_tbt_ms, ttft_share=ttft_share, swap_gb_per_s=swap_gb_per_s, max_lag_ms=max_lag_ms,
+    )  # fmt: skip
     settings = Settings(
         slo=Slo(ttft_ms=slo_ttft_ms, tbt_ms=slo_tbt_ms, ttft_share=ttft_share),
         threshold_bytes=threshold_bytes, chunk_tokens=chunk, step_per_s=step, bursts=tuple(factors),
@@ -154,9 +159,19 @@ def profile(
 
 def _numbers(name: str, text: str, sep: str) -> list[float]:
     try:
-        return [float(word) for word in text.split(sep)]
+        found = [float(word) for word in text.split(sep)]
     except ValueError as error:
         raise SettingsError(f"{name} {text}: expected numbers with '{sep}' between them") from error
+    if not all(map(math.isfinite, found)):
+        raise SettingsError(f"{name} {text}: want finite numbers")
+    return found
+
+
+def _refuse_endless(**options: float) -> None:
+    """What is infinite would not end, and what is no number compares with nothing."""
+    for name, value in options.items():
+        if not math.isfinite(value):
+            raise SettingsError(f"--{name.replace('_', '-')} {value}: want a finite number")
 
 
 def _range(text: str) -> tuple[float, float]:

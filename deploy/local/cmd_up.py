@@ -1,17 +1,19 @@
 """`quire up`: check, start the supervisor in the background, show progress until the cluster serves."""
 
 import contextlib
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import msgspec
 import typer
 
-from deploy.local import config, plan, run_supervisor
+from deploy.local import config, config_digest, plan, run_supervisor
 from deploy.local.control import ControlClient
 from deploy.local.launch import tail
 from deploy.local.progress import Progress
@@ -21,8 +23,19 @@ from shared.errors import PeerGone, SettingsError
 SUPERVISOR_START_S = 20.0
 STOP_WAIT_S = 15.0
 POLL_S = 0.05
+ANOTHER_BEGAN = "another `quire up` has begun: waiting for it"
+STILL_STOPPING = "the last cluster is still stopping: waiting for that"
 # --weave: what prefill and decode do then (decode: at most fuse; colocated workers are decode's)
 WEAVES = {"auto": ("auto", "auto"), "off": ("off", "off"), "fuse": ("fuse", "fuse"), "full": ("full", "fuse")}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What was asked for."""
+
+    settings: config.ClusterSettings
+    paths: config.Paths
+    command: str  # `quire`, as later commands find this cluster
 
 
 def up(
@@ -77,19 +90,19 @@ def up(
         if not sep:
             raise SettingsError(f"--set {pair!r}: want KEY=VALUE; keys: {', '.join(config.cluster_keys())}")
         argv += [f"--{config.cluster_key(key)}", value]
-    if settings_file is not None:
-        config.use_config_file(settings_file)
+    later = dict(config.environment())  # as other commands will find it, who do not hear of --config
+    if named := settings_file or later.get("QUIRE_CONFIG"):
+        config.use_config_file(Path(named))  # absolute: the supervisor runs in another folder
     found = config.load(argv)
-    paths = config.paths_of(found.home)
-    config.make_folders(paths)
-    _refuse_second(paths, found)
-    start = run_supervisor.Start(settings=found, model=plan.find_model(found))
-    run_supervisor.prepare(start)
-    run_supervisor.write_start(paths, start)
-    _keep_old_logs(paths)
-    if foreground:
-        sys.exit(run_supervisor.main(["--home", found.home]))
-    _start_and_wait(paths, found)
+    wanted = Wanted(found, config.paths_of(found.home), _command(found, later))
+    config.make_folders(wanted.paths)
+    with _take_place(wanted) as lock:
+        run_supervisor.write_start(wanted.paths, _prepared(found))
+        _keep_old_logs(wanted.paths)
+        if foreground:
+            sys.exit(run_supervisor.main(["--home", found.home], lock=lock))
+        supervisor = _start(wanted, lock)
+    _wait(wanted, supervisor)
 
 
 def _weaves(wanted: str) -> dict[str, str]:
@@ -105,20 +118,92 @@ def _weaves(wanted: str) -> dict[str, str]:
     return {"prefill_weave": prefill, "decode_weave": decode}
 
 
-def _refuse_second(paths: config.Paths, wanted: config.ClusterSettings) -> None:
-    """Exit when a cluster runs already: 0 if it is what was asked for, else 1."""
-    try:
-        with ControlClient(paths.control) as client:
-            status = client.call(op="status")
-    except PeerGone:
-        return
-    if run_supervisor.read_start(paths).settings == wanted:
-        out.print(f"already running: {status['url']} serves {status['model']} (`quire status`, `quire down`)")
-        sys.exit(0)
-    fail(
-        f"a cluster with other settings is running ({status['url']} serves {status['model']}); "
-        "`quire down` first, or set QUIRE_HOME and other ports for a second one"
+def _command(found: config.ClusterSettings, later: Mapping[str, str]) -> str:
+    """`quire`, before it the variable that leads to a home which only this command was told of."""
+
+    def is_found(**more: str) -> bool:
+        with contextlib.suppress(SettingsError):  # of another setting: a flag overruled it
+            return str(config.default_home({**later, **more})) == found.home
+        return False
+
+    if is_found():
+        return program()
+    # a settings file's cluster.home goes before QUIRE_HOME
+    name = "QUIRE_HOME" if is_found(QUIRE_HOME=found.home) else "QUIRE_CLUSTER_HOME"
+    return f"{name}={shlex.quote(found.home)} {program()}"
+
+
+def _prepared(found: config.ClusterSettings) -> run_supervisor.Start:
+    start = run_supervisor.Start(
+        settings=found, model=plan.find_model(found), services=config_digest.digests()
     )
+    run_supervisor.prepare(start)
+    return start
+
+
+def _take_place(wanted: Wanted) -> IO[bytes]:
+    """The run's lock, once whoever has it is gone: a cluster that stops, or another `up` that failed.
+
+    From here until the supervisor ends somebody holds it, so two that begin at once do not both start. Exits when a
+    cluster runs already: 0 if it is what was asked for, and ready, else 1.
+    """
+    end = time.monotonic() + wanted.settings.ready_timeout_s
+    said, num_unanswered = "", 0
+    while (lock := run_supervisor.take_lock(wanted.paths)) is None:
+        try:
+            why = _look(wanted)
+        except PeerGone as error:  # once: it ended between two questions
+            num_unanswered += 1
+            if num_unanswered > 1:
+                fail(f"{error.message}; `{wanted.command} down` ends it")
+            why = said
+        if why != said:
+            out.print(why)
+            said = why
+        if time.monotonic() > end:
+            fail(f"not after {wanted.settings.ready_timeout_s} s; {wanted.paths.lock} is still held")
+        time.sleep(POLL_S)
+    return lock
+
+
+def _look(wanted: Wanted) -> str:
+    """What to wait for; exits when there is a cluster that stays. Raises: PeerGone: it does not answer."""
+    try:
+        client = ControlClient(wanted.paths.control)
+    except PeerGone:
+        return ANOTHER_BEGAN
+    with client:
+        status = client.call(op="status")
+        if status["stopping"]:
+            return STILL_STOPPING
+        _refuse_others(wanted, status)
+        command = wanted.command
+        if not status["was_ready"]:
+            out.print("another `quire up` with these settings has begun: waiting with it")
+            _follow(client, wanted, is_ours=False)
+        else:
+            serves = f"{status['url']} serves {status['model']}"
+            out.print(f"already running: {serves} (`{command} status`, `{command} down`)", markup=False)
+    sys.exit(0)
+
+
+def _refuse_others(wanted: Wanted, status: Mapping[str, Any]) -> None:
+    """Exit 1 when what runs has other settings."""
+    found = wanted.settings
+    is_id = plan.is_model_id(found.model) and not Path(found.model).is_dir()
+    try:
+        running = run_supervisor.read_start(wanted.paths)
+    except SettingsError:
+        names = [f"which is not known, as {wanted.paths.settings} cannot be read"]
+    else:
+        model = running.model if is_id else plan.find_model(found)
+        start = run_supervisor.Start(settings=found, model=model, services=config_digest.digests())
+        names = run_supervisor.differences(running, start)
+    if names:
+        fail(
+            f"a cluster with other settings is running ({status['url']} serves {status['model']}); not the same: "
+            f"{', '.join(names)}; `{wanted.command} down` first, or set QUIRE_HOME and other ports for a second one"
+        )
 
 
 def _keep_old_logs(paths: config.Paths) -> None:
@@ -127,39 +212,55 @@ def _keep_old_logs(paths: config.Paths) -> None:
         log.replace(log.with_name(log.name + ".1"))
 
 
-def _start_and_wait(paths: config.Paths, found: config.ClusterSettings) -> None:
-    log = paths.logs / "supervisor.log"
-    with log.open("ab") as stderr:
-        supervisor = subprocess.Popen(
-            [sys.executable, "-m", "deploy.local.run_supervisor", "--home", found.home],
+def _start(wanted: Wanted, lock: IO[bytes]) -> "subprocess.Popen[bytes]":
+    """The supervisor, which has the lock from its first moment."""
+    words = ["--home", wanted.settings.home, "--lock-fd", str(lock.fileno())]
+    with _log(wanted).open("ab") as stderr:
+        return subprocess.Popen(
+            [sys.executable, "-m", "deploy.local.run_supervisor", *words],
             stdin=subprocess.DEVNULL,
             stdout=stderr,
             stderr=stderr,
             cwd=config.REPO,
             start_new_session=True,
+            pass_fds=(lock.fileno(),),
         )
-    client = _wait_for_control(paths, supervisor, log)
-    with client:
+
+
+def _log(wanted: Wanted) -> Path:
+    return wanted.paths.logs / "supervisor.log"
+
+
+def _wait(wanted: Wanted, supervisor: "subprocess.Popen[bytes]") -> None:
+    with _wait_for_control(wanted, supervisor) as client:
         try:
-            _follow(client, found)
+            _follow(client, wanted, is_ours=True)
         except KeyboardInterrupt:
             out.print("interrupted: stopping what was started")
-            _stop(paths)
+            _stop(wanted)
             sys.exit(130)
 
 
-def _wait_for_control(paths: config.Paths, supervisor: "subprocess.Popen[bytes]", log: Path) -> ControlClient:
+def _wait_for_control(wanted: Wanted, supervisor: "subprocess.Popen[bytes]") -> ControlClient:
     end = time.monotonic() + SUPERVISOR_START_S
     while time.monotonic() < end and supervisor.poll() is None:
         with contextlib.suppress(PeerGone):
-            return ControlClient(paths.control)
+            client = ControlClient(wanted.paths.control)
+            if client.supervisor_pid == supervisor.pid:
+                return client
+            client.close()  # not the one whose progress is to be shown
         time.sleep(POLL_S)
+    log = _log(wanted)
     show_log_tail({"log_tail": tail(log, lines=12), "log": str(log)})
     return fail("the supervisor did not start, or ended at once")
 
 
-def _follow(client: ControlClient, found: config.ClusterSettings) -> None:
-    """Show notices until everything is ready; exits 1 when that does not happen."""
+def _follow(client: ControlClient, wanted: Wanted, *, is_ours: bool) -> None:
+    """Show notices until everything is ready; exits 1 when that does not happen.
+
+    Args: is_ours: this command started it, so a start that takes too long is stopped.
+    """
+    found = wanted.settings
     status = client.call(op="watch")
     names = [service["name"] for service in status["services"]]
     out.print(f"starting {status['model']} on {status['device']}, {status['topology']}: {', '.join(names)}")
@@ -167,7 +268,7 @@ def _follow(client: ControlClient, found: config.ClusterSettings) -> None:
     last: dict[str, Any] = {}
     if status["gave_up"]:  # faster than this process could connect
         last = {"event": "give_up", "name": status["gave_up"], "text": "could not be started"}
-        last["log_tail"] = tail(config.paths_of(found.home).logs / f"{status['gave_up']}.log", lines=12)
+        last["log_tail"] = tail(wanted.paths.logs / f"{status['gave_up']}.log", lines=12)
     with Progress(status) as progress:
         if not last and not status["was_ready"]:
             for last in _until(client, end):
@@ -176,7 +277,7 @@ def _follow(client: ControlClient, found: config.ClusterSettings) -> None:
                     break
         waiting = ", ".join(progress.waiting) or "nothing"
     if status["was_ready"] or last.get("event") == "all_ready":
-        _summary(status)
+        _summary(status, wanted.command)
         return
     if last.get("event") == "give_up":
         show_log_tail(last)
@@ -185,7 +286,8 @@ def _follow(client: ControlClient, found: config.ClusterSettings) -> None:
         fail(f"{last['name']} {last['text']}; `quire doctor` looks for the usual causes")
     if time.monotonic() < end:
         fail(f"the supervisor was stopped or killed; still waiting for: {waiting}")
-    _stop(config.paths_of(found.home))
+    if is_ours:
+        _stop(wanted)
     fail(f"not ready after {found.ready_timeout_s} s; still waiting for: {waiting}")
 
 
@@ -199,31 +301,37 @@ def _until(client: ControlClient, end: float) -> Iterator[dict[str, Any]]:
             return
 
 
-def _stop(paths: config.Paths) -> None:
+def _stop(wanted: Wanted) -> None:
     try:
-        with ControlClient(paths.control) as client:
+        with ControlClient(wanted.paths.control) as client:
             client.call(op="stop")
             for _ in client.events(timeout_s=STOP_WAIT_S):
                 pass
     except (PeerGone, TimeoutError) as error:
-        out.print(f"the supervisor did not answer the stop: {error}; try `quire down`", markup=False)
+        out.print(
+            f"the supervisor did not answer the stop: {error}; try `{wanted.command} down`", markup=False
+        )
 
 
-def _summary(status: dict[str, Any]) -> None:
-    """How to use what runs now."""
+def _summary(status: dict[str, Any], command: str) -> None:
+    """How to use what runs now. Args: command: `quire`, as it finds this cluster."""
     url, model = status["url"], status["model"]
     body = {"model": model, "messages": [{"role": "user", "content": "What is a list in Python?"}]}
     body |= {"max_tokens": 64, "stream": True}
     key = " -H 'Authorization: Bearer KEY'" if status["authenticated"] else ""
     out.print()
     out.print(f"Quire serves [bold]{model}[/bold] at [bold]{url}/v1[/bold]")
-    out.print(f"  try     {program()} chat 'What is a list in Python?'", markup=False)
+    out.print(f"  try     {command} chat 'What is a list in Python?'", markup=False)
     out.print(f"  curl    curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\")
     out.print(f"            -d '{msgspec.json.encode(body).decode()}'", markup=False)
     if status["trace_endpoint"]:
-        out.print(f"  traces  {status['trace_endpoint']} (OTLP); `{program()} trace REQUEST_ID --jaeger URL`")
+        out.print(
+            f"  traces  {status['trace_endpoint']} (OTLP); `{command} trace REQUEST_ID --jaeger URL`",
+            markup=False,
+        )
     else:
-        out.print(f"  traces  {shorten(status['traces'])}; `{program()} trace REQUEST_ID`")
+        out.print(f"  traces  {shorten(status['traces'])}; `{command} trace REQUEST_ID`", markup=False)
     out.print(
-        f"  logs    {shorten(status['logs'])}; `{program()} logs`, `{program()} status`, `{program()} down`"
+        f"  logs    {shorten(status['logs'])}; `{command} logs`, `{command} status`, `{command} down`",
+        markup=False,
     )

@@ -219,6 +219,7 @@ def _filled(found: ClusterSettings, env: Mapping[str, str]) -> ClusterSettings:
         found,
         home=str(expanded(found.home or env.get("QUIRE_HOME") or REPO / ".quire").absolute()),
         redis_url=found.redis_url or env.get("QUIRE_REDIS_URL", ""),
+        lending_profiles=[str(expanded(name).absolute()) for name in found.lending_profiles],
     )
 
 

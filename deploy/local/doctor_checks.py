@@ -15,8 +15,8 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
-from deploy.local import addresses, plan, services_table
-from deploy.local.config import CA_FILES, ClusterSettings, paths_of
+from deploy.local import plan, run_supervisor, services_table
+from deploy.local.config import CA_FILES, DEMO_MODEL, ClusterSettings, paths_of
 from deploy.local.ports import busy_ports, refused_listens
 from deploy.local.terminal import bytes_text, status_or_none
 from shared.errors import SettingsError
@@ -77,28 +77,25 @@ def check_cores(_: ClusterSettings) -> Finding:
 
 
 def check_ports(found: ClusterSettings) -> Finding:
-    """Free, or ours."""
+    """Those that `quire up` would listen on: free, or ours."""
     status = status_or_none()
     if status is not None:
         return Finding("ports", Verdict.OK, f"in use by the running cluster ({status['url']})")
-    ports = services_table.Ports(gateway=found.port, base=found.base_port)
-    host = addresses.LOOPBACK
-    listens = [("gateway", found.host, ports.gateway), ("redis", host, ports.redis)]
-    listens += [("scheduler", host, p) for p in (ports.scheduler, ports.reports, ports.scheduler_admin)]
-    listens += [("coordinator", host, ports.coordinator), ("mempool", host, ports.mempool_admin)]
-    listens += [("standby", host, ports.standby)] if found.standby else []
-    for role, count in (("prefill", found.num_prefill), ("decode", found.num_decode)):
-        listens += [(role, host, port) for index in range(count) for port in ports.worker(role, index)]
+    any_model = plan.Model(folder=str(DEMO_MODEL), name="any")  # of no matter to ports
+    try:
+        _, services = run_supervisor.planned(run_supervisor.Start(settings=found, model=any_model))
+    except SettingsError as error:
+        return Finding("ports", Verdict.FAIL, "not known: `quire up` refuses a setting", error.message)
+    listens = run_supervisor.listens_of(services)
     if refused := refused_listens(listens):
-        fix = "QUIRE_CLUSTER_HOST is an address of this machine; ports below 1024 are not for every user"
+        fix = "name an address of this machine; ports below 1024 are not for every user"
         return Finding("ports", Verdict.FAIL, "; ".join(refused), fix)
     busy = busy_ports(listens)
     fix = "stop the owner, or choose others: QUIRE_CLUSTER_PORT, QUIRE_CLUSTER_BASE_PORT"
     if busy:
         return Finding("ports", Verdict.FAIL, "; ".join(busy), fix)
-    return Finding(
-        "ports", Verdict.OK, f"{found.port} and {len(listens) - 1} from {found.base_port} are free"
-    )
+    numbers = sorted(port for _, _, port in listens)
+    return Finding("ports", Verdict.OK, f"{', '.join(map(str, numbers))} are free")
 
 
 def check_ca_store(_: ClusterSettings) -> Finding:
@@ -112,7 +109,9 @@ def check_ca_store(_: ClusterSettings) -> Finding:
 
 
 def check_redis(found: ClusterSettings) -> Finding:
-    """A server of ours, or a URL."""
+    """A server of ours, a URL, or the first machine's."""
+    if found.join:
+        return Finding("redis", Verdict.OK, "the first machine's")
     if found.redis_url:
         return Finding("redis", Verdict.OK, "the server that the settings name")
     try:
@@ -135,7 +134,7 @@ def check_vllm(_: ClusterSettings) -> Finding:
 
 def check_vllm_import(_: ClusterSettings) -> Finding:
     """In a process of its own: its libraries may be missing, or made for another machine."""
-    command = [sys.executable, "-c", "import vllm, torch"]
+    command = [sys.executable, "-P", "-c", "import vllm, torch"]  # -P: not what lies in the working directory
     began = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)

@@ -18,6 +18,7 @@ count = 2
 
 import difflib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterable
@@ -33,6 +34,7 @@ MOST_FILE_BYTES = 16 << 20
 TABLES = ("servers", "models")
 PROFILE_KEYS = ("model", "role", "tp", "bytes_per_gpu")
 SIZES = ("gpu_memory_bytes", "bytes_per_gpu")
+MOST_BYTES = 1 << 50  # no GPU has a pebibyte; sums are counted in 64 bits
 UNITS = {"": 0, "b": 0, "kb": 3, "mb": 6, "gb": 9, "tb": 12}
 BINARY_UNITS = {"kib": 10, "mib": 20, "gib": 30, "tib": 40}
 SIZE = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
@@ -88,12 +90,19 @@ def _with_profile(path: Path, number: int, item: dict[str, Any]) -> dict[str, An
     named = item["profile"]
     if not isinstance(named, str) or not Path(named).name:
         raise SettingsError(f"{path}: models[{number}].profile is the name of a file")
-    profile = _load((path.parent / named).with_suffix(Path(named).suffix or ".json"))
+    profile = _load(_profile_file(path.parent / named))
     missing = [key for key in PROFILE_KEYS if key not in profile]
     if missing:
         raise SettingsError(f"{path}: models[{number}].profile {named!r} lacks {', '.join(missing)}")
     rest = {key: value for key, value in item.items() if key != "profile"}
     return {**{key: profile[key] for key in PROFILE_KEYS}, **rest}
+
+
+def _profile_file(named: Path) -> Path:
+    """With `.json` where that was left out: `opt-1.3b` has no suffix, whatever pathlib says."""
+    if named.suffix in (".json", ".toml") or os.path.isfile(named):
+        return named
+    return named.with_name(f"{named.name}.json")
 
 
 def _entry(path: Path, table: str, number: int, item: dict[str, Any], cls: type[Entry]) -> Entry:
@@ -135,14 +144,24 @@ def _known(where: str, item: dict[str, Any], known: Iterable[str]) -> None:
 
 def _bytes(where: str, value: Any) -> int:
     """A count of bytes, from a number or from text with a unit."""
+    size = _size(value)
+    if size is None:
+        raise SettingsError(
+            f"{where}: {value!r} is no size; use a number of bytes or text such as '25 GB' or '-24 GiB'"
+        )
+    if not -MOST_BYTES <= size <= MOST_BYTES:
+        raise SettingsError(f"{where}: more than 2^50 bytes, a pebibyte, are of no GPU")
+    return round(size)
+
+
+def _size(value: Any) -> float | None:
+    """Infinite where it has hundreds of digits; None: it is none."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and (found := SIZE.fullmatch(value.strip())):
-        number, unit = found[1], found[2].lower()
+        number, unit = float(found[1]), found[2].lower()
         if unit in UNITS:
-            return round(float(number) * 10 ** UNITS[unit])
+            return number * 10 ** UNITS[unit]
         if unit in BINARY_UNITS:
-            return round(float(number) * 2 ** BINARY_UNITS[unit])
-    raise SettingsError(
-        f"{where}: {value!r} is no size; use a number of bytes or text such as '25 GB' or '-24 GiB'"
-    )
+            return number * 2 ** BINARY_UNITS[unit]
+    return None

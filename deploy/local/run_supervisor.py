@@ -31,10 +31,23 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
     settings: config.ClusterSettings
     model: plan.Model
+    services: dict[str, str] = {}  # config_digest.digests(): the services read their settings themselves
+
+
+def differences(running: Start, wanted: Start) -> list[str]:
+    """Names of the settings that are not the same, without their values: keys are among them."""
+    ours, theirs = (msgspec.structs.asdict(start.settings) for start in (wanted, running))
+    found = [f"cluster.{key}" for key, value in ours.items() if theirs[key] != value]
+    if wanted.model != running.model and not {"cluster.model", "cluster.model_name"} & set(found):
+        found.append("cluster.model")  # a relative path, said in another folder
+    return found + sorted({key for key, _ in wanted.services.items() ^ running.services.items()})
 
 
 def take_lock(paths: config.Paths) -> IO[bytes] | None:
-    """The run's lock, held for as long as the file is open, so not by a killed process; None: taken."""
+    """The run's lock, held for as long as the file is open, so not by a killed process; None: taken.
+
+    `quire up` takes it before it looks at anything, and hands the open file to its supervisor.
+    """
     lock = os.fdopen(os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -44,15 +57,26 @@ def take_lock(paths: config.Paths) -> IO[bytes] | None:
     return lock
 
 
+def planned(start: Start) -> tuple[Plan, list[Service]]:
+    """What would run; nothing is made yet. Raises: SettingsError."""
+    made = plan.make_plan(start.settings, config.paths_of(start.settings.home), start.model)
+    plan.check_handoffs(start.settings, made.workers, config.kv_layout())
+    services = services_table.build(made)
+    config.check_overrides(services_table.managed_keys(services))
+    return made, services
+
+
+def listens_of(services: Sequence[Service]) -> list[tuple[str, str, int]]:
+    """(service, host, port) of each that must be free."""
+    return [(service.name, host, port) for service in services for host, port in service.listens]
+
+
 def prepare(start: Start) -> tuple[config.Paths, Plan, list[Service]]:
     """Everything that can be refused before a process is started. Raises: SettingsError."""
     paths = config.paths_of(start.settings.home)
     config.make_folders(paths)
-    made = plan.make_plan(start.settings, paths, start.model)
-    plan.check_handoffs(start.settings, made.workers, config.kv_layout())
-    services = services_table.build(made)
-    config.check_overrides(services_table.managed_keys(services))
-    listens = [(s.name, host, port) for s in services for host, port in s.listens]
+    made, services = planned(start)
+    listens = listens_of(services)
     if refused := refused_listens(listens):
         raise SettingsError("; ".join(refused))
     end = time.monotonic() + PORT_WAIT_S  # the last cluster may have been killed a moment ago
@@ -113,12 +137,21 @@ def write_start(paths: config.Paths, start: Start) -> None:
         file.write(msgspec.json.encode(start))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """One cluster, until stopped."""
+def _inherited(fd: int) -> IO[bytes]:
+    """The lock as `quire up` handed it over; the services must not have it, too."""
+    os.set_inheritable(fd, False)
+    return os.fdopen(fd, "r+b")
+
+
+def main(argv: Sequence[str] | None = None, *, lock: IO[bytes] | None = None) -> int:
+    """One cluster, until stopped. Args: lock: the run's, where this process has it already."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--home", required=True, type=Path)
-    paths = config.paths_of(parser.parse_args(argv).home)
-    lock = take_lock(paths)
+    parser.add_argument("--lock-fd", type=int, help="of the run's lock, where it was taken for this process")
+    given = parser.parse_args(argv)
+    paths = config.paths_of(given.home)
+    if lock is None:
+        lock = take_lock(paths) if given.lock_fd is None else _inherited(given.lock_fd)
     if lock is None:
         print("another supervisor holds the lock", file=sys.stderr)
         return ALREADY_RUNNING

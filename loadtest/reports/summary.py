@@ -23,8 +23,8 @@ class Slo:
     tpot_ms: float = 100.0
 
     def met(self, outcome: Outcome) -> bool:
-        """Whole, and within both."""
-        return outcome.ok and outcome.ttft_ms <= self.ttft_ms and outcome.tpot_ms <= self.tpot_ms
+        """Whole, and seen to be within both: an answer of which nothing was seen has no TTFT to be within."""
+        return outcome.ok and 0 < outcome.ttft_ms <= self.ttft_ms and outcome.tpot_ms <= self.tpot_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +156,12 @@ def _sources(good: Sequence[Outcome]) -> dict[str, float]:
 
 
 def _predicted(good: Sequence[Outcome]) -> dict[str, Interval]:
-    """|predicted - measured| / measured of TTFT, where one was predicted; the client is part of what is measured."""
-    rows = [abs(one.predicted_ttft_ms / one.ttft_ms - 1) for one in good if one.predicted_ttft_ms > 0]
+    """|predicted - measured| / measured of TTFT, where both are there; the client is part of what is measured."""
+    rows = [
+        abs(one.predicted_ttft_ms / one.ttft_ms - 1)
+        for one in good
+        if one.predicted_ttft_ms > 0 and one.ttft_ms > 0
+    ]
     if not rows:
         return {}
     values = np.array(rows)

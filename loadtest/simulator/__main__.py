@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from loadtest.option_checks import check_numbers
 from loadtest.outcomes import Run, write_run
 from loadtest.reports.summary import Slo
 from loadtest.simulator.cluster import simulate
@@ -29,6 +30,12 @@ from loadtest.workloads.stats import BLOCK_TOKENS
 from loadtest.workloads.trace_files import TraceError, read
 from services.scheduler.core.policies import PolicyName
 from shared.errors import ClusterError
+
+LEAST = {
+    "limit": 0, "rate": 0, "instances": 1, "tp": 0, "memory_tokens": 0, "dram_tokens": 0, "instances_per_host": 1,
+    "peer_gb_per_s": 0, "remote_gb_per_s": 0, "max_running": 1, "noise": 0,
+}  # fmt: skip
+ABOVE_0 = ("speed", "slo_ttft_ms", "slo_tpot_ms")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -90,7 +97,7 @@ def roles_from(split: str, instances: int) -> tuple:
     """Raises: ValueError."""
     if not split:
         return roles_of(0, 0, instances)
-    counts = [int(part) for part in split.split(":")]
+    counts = [int(part) if part.isdecimal() else -1 for part in split.split(":")]
     if len(counts) not in (2, 3) or min(counts) < 0 or not sum(counts):
         raise ValueError(f"--split {split!r}: expected prefill:decode or prefill:decode:colocated, as in 6:2")
     return roles_of(*counts)
@@ -121,6 +128,7 @@ def describe(summary: Summary, done: Simulated, requests: Sequence[SimRequest]) 
 
 def run(options: argparse.Namespace) -> None:
     """Read, simulate, print. Raises: ClusterError, ValueError."""
+    check_numbers(options, LEAST, above_0=ABOVE_0)
     machine = machine_of(options)
     found = read(
         options.trace, speed=options.speed, limit=options.limit, rate_per_s=options.rate, seed=options.seed

@@ -1,6 +1,7 @@
 """Arrival times of open-loop load: Poisson, Gamma, on/off, a burst. Rates in requests/s, times in ms from 0.
 
-Each is an endless, seeded row; `take` ends it by number or by time.
+Each is an endless, seeded row; `take` ends it by number or by time. A process that would never reach an end is refused
+when it is made (ValueError).
 """
 
 import itertools
@@ -9,6 +10,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
+
+RATES_PER_S = (1e-9, 1e9)  # with others sums of gaps are infinite, or stand still
+MOST_IN_TIME = 1_000_000  # arrivals of a run that only time ends
 
 
 class Arrivals(Protocol):
@@ -20,14 +24,38 @@ class Arrivals(Protocol):
 
 
 def take(arrivals: Arrivals, *seed: object, num_requests: int = 0, seconds: float = 0.0) -> list[float]:
-    """Arrival times in ms up to whichever bound comes first. Raises: ValueError without a bound."""
+    """Arrival times in ms up to whichever bound comes first.
+
+    Raises: ValueError without a bound, or where seconds alone hold more than MOST_IN_TIME arrivals.
+    """
+    if not math.isfinite(seconds):
+        raise ValueError(f"{seconds} seconds are no time that a run can take")
     if num_requests <= 0 and seconds <= 0:
         raise ValueError("say how many requests or how many seconds")
     rng = random.Random("-".join(str(word) for word in ("arrivals", *seed)))
     times = arrivals.times_ms(rng)
     if seconds > 0:
         times = itertools.takewhile(lambda at_ms: at_ms < seconds * 1000, times)
-    return list(itertools.islice(times, num_requests) if num_requests > 0 else times)
+    found = list(itertools.islice(times, num_requests if num_requests > 0 else MOST_IN_TIME + 1))
+    if num_requests <= 0 and len(found) > MOST_IN_TIME:
+        raise ValueError(
+            f"more than {MOST_IN_TIME:,} requests come in {seconds:g} s: say how many are wanted"
+        )
+    return found
+
+
+def _rate(per_s: float) -> None:
+    """Raises: ValueError."""
+    least, most = RATES_PER_S
+    if not least <= per_s <= most:
+        raise ValueError(f"a rate of {per_s:g} requests/s must be above 0 and finite: {least:g} to {most:g}")
+
+
+def _above_0(**numbers: float) -> None:
+    """Raises: ValueError. With others time stands still, or goes backwards, and no bound is ever reached."""
+    for name, number in numbers.items():
+        if not 0 < number < math.inf:
+            raise ValueError(f"{name} {number:g} must be above 0 and finite")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +63,9 @@ class Poisson:
     """Gaps are exponential."""
 
     rate_per_s: float
+
+    def __post_init__(self) -> None:
+        _rate(self.rate_per_s)
 
     def times_ms(self, rng: random.Random) -> Iterator[float]:
         """See Arrivals."""
@@ -50,6 +81,9 @@ class Quantised:
 
     inner: Arrivals
     step_ms: float
+
+    def __post_init__(self) -> None:
+        _above_0(step_ms=self.step_ms)
 
     def times_ms(self, rng: random.Random) -> Iterator[float]:
         """See Arrivals."""
@@ -70,6 +104,10 @@ class Gamma:
     shape: float
     drift: float = 0.0
     drift_requests: float = 600.0
+
+    def __post_init__(self) -> None:
+        _rate(self.rate_per_s)
+        _above_0(shape=self.shape, drift_requests=self.drift_requests)
 
     def times_ms(self, rng: random.Random) -> Iterator[float]:
         """See Arrivals."""
@@ -97,6 +135,10 @@ class OnOff:
     peak: float
     dispersion: float
     window_requests: float
+
+    def __post_init__(self) -> None:
+        _rate(self.rate_per_s)
+        _above_0(window_requests=self.window_requests)
 
     def switching_per_request(self) -> float:
         """Both leaving rates together, per mean gap, by the MMPP's index of dispersion. Raises: ValueError."""
@@ -135,6 +177,15 @@ class Burst:
     warm: int = 25
     factor: float = 2.0
     burst_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        _rate(self.rate_per_s)
+        _above_0(factor=self.factor)
+        _rate(self.rate_per_s * self.factor)
+        if self.warm < 0 or not 0 <= self.burst_s < math.inf:
+            raise ValueError(
+                f"{self.warm} requests and then a burst of {self.burst_s:g} s: neither may be below 0"
+            )
 
     def times_ms(self, rng: random.Random) -> Iterator[float]:
         """See Arrivals. The change of rate is exact: a gap that crosses it is drawn anew from there on."""

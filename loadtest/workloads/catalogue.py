@@ -1,5 +1,6 @@
 """Every workload by name. `build("sharegpt", Options(rate_per_s=2, seconds=60, seed=1))` is a list of requests."""
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -36,6 +37,9 @@ class Options:
 
 
 COMMON = frozenset({"rate_per_s", "seconds", "num_requests", "seed"})
+# What options may be; those that are not here, not below 0. Arrival processes say what their own may be.
+_LEAST = {"share_ratio": 1, "document_tokens": 1, "long_prefix_tokens": 1}
+_MOST = {"long_share": 1.0, "num_sessions": 1_000_000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +55,21 @@ class Workload:
 
 
 def settings(texts: Iterable[str]) -> dict[str, Any]:
-    """Options by name, of "NAME=VALUE" words. Raises: ValueError with what there is."""
-    known = {one.name: one.type for one in fields(Options)}
+    """Options by name, of "NAME=VALUE" words, without those that have flags of their own.
+
+    Raises: ValueError with what there is.
+    """
+    known = {one.name: one.type for one in fields(Options) if one.name not in COMMON}
     found: dict[str, Any] = {}
     for text in texts:
         name, sep, value = text.partition("=")
         if not sep or name not in known:
             raise ValueError(f"--set {text}: want NAME=VALUE with a name of {', '.join(sorted(known))}")
-        found[name] = int(value) if known[name] is int else float(value)
+        kind = int if known[name] is int else float
+        try:
+            found[name] = kind(value)
+        except ValueError:
+            raise ValueError(f"--set {text}: {value!r} is no {'whole ' * (kind is int)}number") from None
     return found
 
 
@@ -70,9 +81,25 @@ def build(name: str, options: Options) -> list[Request]:
     for one in fields(Options):
         if one.name not in COMMON | workload.takes and getattr(options, one.name) != one.default:
             raise ValueError(f"the workload {name} has no use for {one.name}")
+    _check(options)
     requests = workload.make(options, options.rate_per_s or workload.rate_per_s)
     check(requests)
     return requests
+
+
+def _check(options: Options) -> None:
+    """Raises: ValueError naming what makes no sense, which would be a workload without an end, or none."""
+    for one in fields(Options):
+        value, least, most = (
+            getattr(options, one.name),
+            _LEAST.get(one.name, 0),
+            _MOST.get(one.name, math.inf),
+        )
+        if value is None or one.name == "seed":
+            continue
+        if not math.isfinite(value) or not least <= value <= most:
+            upto = f" to {most:g}" if most < math.inf else " or more"
+            raise ValueError(f"{one.name} is {value:g}, and may be {least}{upto}")
 
 
 def _times(options: Options, process: Arrivals) -> list[float]:

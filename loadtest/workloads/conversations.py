@@ -13,6 +13,7 @@ from loadtest.workloads.request import Answer, Part, Segment, content_id
 from loadtest.workloads.sessions import Session, Turn
 
 MAX_TURNS = 40
+MAX_EMPTY = 1_000  # chats one after the other of which not even the first turn fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,12 @@ SHAREGPT_OUTPUT = Lognormal(math.log(415), math.log(834 / 415) / 1.2816)
 def chats(
     seed: int, *, context_tokens: int = 0, think: Distribution | None = None, chat: Chat = CHAT
 ) -> Iterator[Session]:
-    """Conversations without end; each turn sends the whole history. context_tokens ends one before it exceeds them."""
+    """Conversations without end; each turn sends the whole history. context_tokens ends one before it exceeds them.
+
+    Raises: ValueError, while they are taken, where no chat fits into so few.
+    """
     draws = {name: Draws(seed, "chat", name) for name in ("asked", "answered", "turns", "think")}
-    number = 0
+    number = empty = 0
     while True:
         turns: list[Turn] = []
         history: list[Part] = []
@@ -75,6 +79,9 @@ def chats(
             think_ms = draws["think"].of(think or chat.think_ms)
             turns.append(Turn((*history, asked), output_tokens, think_ms))
             history += [asked, Answer(turn, output_tokens)]
+        empty = 0 if turns else empty + 1
+        if empty >= MAX_EMPTY:
+            raise ValueError(f"no chat fits into a context of {context_tokens} tokens")
         if turns:
             yield Session(f"chat-{number}", turns)
         number += 1

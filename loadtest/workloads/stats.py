@@ -59,6 +59,8 @@ def gap_variation(times_ms: Sequence[float]) -> float:
 
 def blocks_of(prompt: Iterable[Part], block_tokens: int = BLOCK_TOKENS) -> list[tuple[Piece, ...]]:
     """A prompt's blocks, the last perhaps partial, each as the pieces it is made of. Equal pieces: equal tokens."""
+    if block_tokens < 1:
+        raise ValueError(f"no block has {block_tokens} tokens")
     blocks: list[tuple[Piece, ...]] = []
     pieces: list[Piece] = []
     room = block_tokens

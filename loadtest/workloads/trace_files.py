@@ -8,6 +8,7 @@ read the same lines.
 import csv
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +19,9 @@ from loadtest.workloads.request import MAX_PROMPT_TOKENS, Request, Segment, chec
 from loadtest.workloads.stats import BLOCK_TOKENS, BlockIds
 
 MAX_LINE_CHARS = 1 << 20
-MAX_REQUESTS = 1_000_000
+MAX_REQUESTS = 1_000_000  # that are read where nobody says how many
+MAX_MS = 1e15  # of a time: today is 2e12 since 1970
+NO_ROW = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 MOONCAKE_LINE = (
     '{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [one for each 512 tokens]}'
 )
@@ -50,13 +53,13 @@ def read(
     Args: speed: 2 replays twice as fast. limit: 0 reads all. rate_per_s: of Poisson arrivals, drawn from the seed, for
     a CSV without times, and for no other. Raises: TraceError (NoTimes: without times and rate), OSError.
     """
-    if speed <= 0:
-        raise TraceError(f"a speed of {speed} must be above 0")
+    if not 0 < speed < math.inf:
+        raise TraceError(f"a speed of {speed} must be above 0 and finite")
     if not 0 <= rate_per_s < math.inf:
         raise TraceError(f"--rate {rate_per_s}: requests a second, above 0")
-    with path.open(newline="") as source:
-        rows = _azure(path, source) if path.suffix.lower() == ".csv" else _mooncake(path, source)
-        read_rows = _limited(rows, limit or MAX_REQUESTS)
+    if limit < 0:
+        raise TraceError(f"{limit} requests of a trace: 0 reads all")
+    read_rows = _rows(path, limit)
     if not read_rows:
         raise TraceError(f"{path} holds no requests")
     found = _timed(path, read_rows, rate_per_s, seed)
@@ -76,6 +79,8 @@ def read(
             )
         )
     try:
+        if not math.isfinite(requests[-1].arrival_ms):
+            raise ValueError(f"at a speed of {speed} it has no end")
         check(requests)
     except ValueError as error:
         raise TraceError(f"{path}: {error}") from None
@@ -98,26 +103,43 @@ def _timed(path: Path, rows: list[Row], rate_per_s: float, seed: int) -> list[Ro
             f"{path} has no column of times ({', '.join(CSV_COLUMNS['timestamp'])}): give --rate, the requests a "
             "second of Poisson arrivals"
         )
-    times = take(Poisson(rate_per_s), "lengths", seed, num_requests=len(rows))
+    try:
+        times = take(Poisson(rate_per_s), "lengths", seed, num_requests=len(rows))
+    except ValueError as error:
+        raise TraceError(f"--rate {rate_per_s}: {error}") from None
     return [(at_ms, *row[1:]) for at_ms, row in zip(times, rows, strict=True)]
 
 
-def _limited(rows: Iterator[Row], limit: int) -> list[Row]:
-    found = []
-    for row in rows:
-        found.append(row)
-        if len(found) >= limit:
-            break
+def _rows(path: Path, limit: int) -> list[Row]:
+    """The first so many; 0: MAX_REQUESTS, and a line on stderr where there are more.
+
+    A byte order mark is no part of the first column's name. Raises: TraceError, OSError.
+    """
+    found: list[Row] = []
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as source:
+            for row in (_azure if path.suffix.lower() == ".csv" else _mooncake)(path, source):
+                if not limit and len(found) == MAX_REQUESTS:
+                    print(f"{path} is longer: its first {MAX_REQUESTS:,} requests are read", file=sys.stderr)
+                    break
+                found.append(row)
+                if len(found) == limit:
+                    break
+    except UnicodeDecodeError as error:
+        raise TraceError(
+            f"{path} is not text: expected Mooncake's JSON lines, or a CSV of lengths: {error}"
+        ) from None
     return found
 
 
 def _mooncake(path: Path, source: TextIO) -> Iterator[Row]:
-    for number, line in enumerate(source, 1):
+    lines = iter(lambda: source.readline(MAX_LINE_CHARS + 1), "")
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
         if len(line) > MAX_LINE_CHARS:
-            raise TraceError(f"{where}: {len(line)} characters")
+            raise TraceError(f"{where}: more than {MAX_LINE_CHARS} characters")
         try:
             row: Any = json.loads(line)
             at_ms, length, output = (
@@ -126,10 +148,12 @@ def _mooncake(path: Path, source: TextIO) -> Iterator[Row]:
                 int(row["output_length"]),
             )
             ids = [int(one) for one in row.get("hash_ids") or []]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except NO_ROW as error:
             raise TraceError(
                 f"{where}: no line of a Mooncake trace: {error!r}; expected {MOONCAKE_LINE}"
             ) from None
+        if not math.isfinite(at_ms):
+            raise TraceError(f"{where}: {at_ms} is no time")
         blocks = -(-length // BLOCK_TOKENS)
         if ids and len(ids) != blocks:
             raise TraceError(f"{where}: {length} tokens are {blocks} blocks, not {len(ids)} hash ids")
@@ -138,14 +162,21 @@ def _mooncake(path: Path, source: TextIO) -> Iterator[Row]:
 
 def _azure(path: Path, source: TextIO) -> Iterator[Row]:
     reader = csv.DictReader(source)
+    try:
+        yield from _azure_rows(path, reader)
+    except csv.Error as error:  # a field of more than 128 KiB, say
+        raise TraceError(f"{path}:{reader.line_num + 1}: no line of a CSV file: {error}") from None
+
+
+def _azure_rows(path: Path, reader: "csv.DictReader[str]") -> Iterator[Row]:
     names = {name.strip().lower() for name in reader.fieldnames or () if name}
     has_times = not names.isdisjoint(CSV_COLUMNS["timestamp"])
-    for number, row in enumerate(reader, 2):
-        where = f"{path}:{number}"
+    for row in reader:
+        where = f"{path}:{reader.line_num}"
         try:
             length, output = (int(_column(row, name)) for name in ("contexttokens", "generatedtokens"))
             at_ms = _at_ms(_column(row, "timestamp")) if has_times else math.nan
-        except (ValueError, KeyError, TypeError) as error:
+        except NO_ROW as error:
             raise TraceError(
                 f"{where}: no line of an Azure trace: {error!r}; expected {AZURE_LINE}"
             ) from None
@@ -162,19 +193,25 @@ def _column(row: dict[str, str], name: str) -> str:
 
 
 def _at_ms(at: str) -> float:
-    """Of a date, or milliseconds. Raises: ValueError."""
+    """Of a date with or without fractions of seconds and a time zone (UTC), or milliseconds. Raises: ValueError."""
     try:
         found = float(at)
     except ValueError:
-        return datetime.strptime(at[:26], "%Y-%m-%d %H:%M:%S.%f").replace(tzinfo=UTC).timestamp() * 1000
+        day = datetime.fromisoformat(at.strip())  # of more than six digits it takes the first
+        return (day if day.tzinfo else day.replace(tzinfo=UTC)).timestamp() * 1000
     if not math.isfinite(found):
         raise ValueError(f"{at!r} is no time")
     return found
 
 
 def _checked(where: str, at_ms: float, length: int, output: int, ids: list[int]) -> Row:
+    """An answer of no tokens is one of one: a request that makes none cannot be sent."""
     if not 1 <= length <= MAX_PROMPT_TOKENS:
         raise TraceError(f"{where}: a prompt of {length} tokens")
+    if not 0 <= output <= MAX_PROMPT_TOKENS:
+        raise TraceError(f"{where}: an answer of {output} tokens")
+    if abs(at_ms) > MAX_MS:
+        raise TraceError(f"{where}: {at_ms:g} ms is no time")
     return at_ms, length, max(1, output), ids
 
 

@@ -53,6 +53,15 @@ def prepare(host: HostedWeave) -> None:
 
 def calibrate(host: HostedWeave) -> None:
     """On every rank, while nothing else runs, before graphs are captured. Raises: what the layers raise."""
+    assert host.sums is not None
+    if host.sums.fused.max_tokens < LEAST_TOKENS:  # on every rank: of the same settings
+        host.follow(WeaveRule(fuse_min_tokens=1))
+        if host.rank == 0:
+            logger.info(
+                "worker.weave = full: steps of at most %d tokens are never cut: from %d on it is measured",
+                host.sums.fused.max_tokens, LEAST_TOKENS,
+            )  # fmt: skip
+        return
     path = _path(host)
     found = _shared(_read(path) if host.rank == 0 else None)
     if found is None:

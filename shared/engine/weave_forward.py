@@ -118,6 +118,15 @@ class WovenForward:
         Args: hidden: [tokens, hidden], becomes the residual and is overwritten.
         """
         assert positions is not None
+        self._sums.is_woven = True
+        try:
+            return self._weave(hidden, positions, cut, end_layer)
+        finally:
+            self._sums.is_woven = False
+
+    def _weave(
+        self, hidden: torch.Tensor, positions: torch.Tensor, cut: CutStep, end_layer: int
+    ) -> torch.Tensor:
         inner, sums, streams = self._inner, self._sums, self._streams
         end_layer = end_layer or inner.end_layer
         residual = [hidden[tokens] for tokens in cut.tokens]

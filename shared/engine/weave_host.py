@@ -104,8 +104,8 @@ class HostedWeave:
             self._min_tokens = rule.full_min_tokens or NEVER
 
     def split_of(self, num_tokens: int) -> TokenSplit | None:
-        """Where a step with so many tokens is cut, if it is woven."""
-        if self.sums is None or num_tokens < 2 or not self.sums.takes(num_tokens):
+        """Where a step with so many tokens is cut, if it is woven: also where fusing it whole would not pay yet."""
+        if self.sums is None or not 2 <= num_tokens <= self.sums.fused.max_tokens:
             return None
         if self.device.type == "cpu":  # it has no waves; the order of work is what is tested there
             first = num_tokens // 2

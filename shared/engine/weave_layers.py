@@ -19,18 +19,20 @@ class FusedSums:
     """The fused operation of this rank, which lane of it is in use, and since when it is used.
 
     Steps of less than `min_tokens`, or more than it has room for, go vLLM's way. All layers of a step go one way, so a
-    residual whose rows are with their owners is never read by the other one.
+    residual whose rows are with their owners is never read by the other one: a woven step's parts go this way however
+    few tokens they have (`is_woven`).
     """
 
     fused: FusedAllReduceNorm
     min_tokens: int = 1
     lane: int = 0
+    is_woven: bool = False  # while the parts of a step are computed
     is_alone: bool = False  # for measurements: what goes vLLM's way is not added up at all
     counters: dict[str, int] = field(default_factory=lambda: {"fused": 0, "woven": 0, "whole": 0})
 
     def takes(self, num_tokens: int) -> bool:
-        """Whether a step with so many tokens is fused."""
-        return self.min_tokens <= num_tokens <= self.fused.max_tokens
+        """Whether a step, or a part of a woven one, with so many tokens is fused."""
+        return (self.is_woven or self.min_tokens <= num_tokens) and num_tokens <= self.fused.max_tokens
 
 
 class FusedNorm(torch.nn.Module):

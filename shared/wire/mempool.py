@@ -88,7 +88,7 @@ class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
 
 
 class AttachRefused(Struct, frozen=True, kw_only=True, tag="attach_refused"):
-    """`code`: {layout,device}.mismatch, memory.replaced, peer.credentials, epoch.stale, {pages,descriptors}.exhausted."""
+    """Code: {layout,device}.mismatch, memory.replaced, peer.credentials, epoch.stale, {pages,descriptors}.exhausted."""
 
     code: str
     reason: str
