@@ -17,6 +17,7 @@ from deploy.local.supervision import Health
 
 CONNECT_RETRY_S = 0.05
 MAX_LINE_BYTES = 1 << 20
+CANNOT_SPAWN = 127  # a shell's exit code for what it cannot start
 
 
 class ForkedProcess:
@@ -50,7 +51,7 @@ class ZygoteClient:
 
     Args:
         on_spawned: (name, process), once per spawn that worked.
-        on_exited: (name, returncode), once per spawn that is not disowned, also when the zygote itself is lost.
+        on_exited: (name, returncode), once per spawn that is not disowned, also when it failed or the zygote is lost.
     """
 
     def __init__(
@@ -164,6 +165,10 @@ class ZygoteClient:
             process = ForkedProcess(int(str(event["pid"])))
             process.send(signal.SIGKILL)
             process.close()
+        elif kind == "spawn_failed" and self._disowned[name]:
+            self._disowned[name] -= 1
+        elif kind == "spawn_failed" and name in self._children:  # its log says why
+            self._ended(name, CANNOT_SPAWN)
         elif kind == "spawned" and name in self._children:
             process = ForkedProcess(int(str(event["pid"])))
             self._children[name] = process

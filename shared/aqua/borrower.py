@@ -43,6 +43,7 @@ class Borrower:
         self._wanted_bytes, self._min_bytes = wanted_bytes, min_bytes
         self._ttl_ms, self._every_s = ttl_ms, every_ms / 1000
         self._held: dict[LeaseId, tuple[Grant, int]] = {}
+        self._unanswered: Grant | None = None  # presented, and perhaps in force
 
     @property
     def held_bytes(self) -> int:
@@ -62,6 +63,9 @@ class Borrower:
 
     async def give_back(self) -> None:
         """Done with all of them; what is not heard ends with its time."""
+        if self._unanswered is not None:
+            await self._client.release_loan(self._unanswered.lease_id)
+            self._unanswered = None
         while self._held:
             lease_id, _ = self._held.popitem()
             await self._client.release_loan(lease_id)
@@ -77,9 +81,26 @@ class Borrower:
                 self._on_change(answer.num_bytes - num_bytes)
 
     async def _ask(self) -> None:
+        """For one lease. A grant without an answer is presented again, before anything else is asked for."""
+        grant = self._unanswered or await self._granted()
+        if grant is None:
+            return
+        self._unanswered = grant
+        taken = await self._client.present(grant)
+        if taken is None:
+            return
+        self._unanswered = None
+        if isinstance(taken, LendingDone):
+            self._held[grant.lease_id] = grant, taken.num_bytes
+            self._on_change(taken.num_bytes)
+        else:
+            log.info("grant_refused", instance=self._instance, lease=grant.lease_id, answer=repr(taken))
+
+    async def _granted(self) -> Grant | None:
+        """What the market grants of what lacks."""
         view = await self._market.market()
         if isinstance(view, LendingRefused):
-            return
+            return None
         mine = {m.mempool for m in view.mempools if m.boot_generation == self._client.boot_generation}
         spaces = [
             SpaceRef(mempool=each.offer.mempool, space=each.offer.space)
@@ -88,17 +109,10 @@ class Borrower:
             and each.limit_bytes - each.leased_bytes >= self._min_bytes
         ]  # fmt: skip
         if not spaces:
-            return
+            return None
         ask = AskLease(
             consumer=self._instance, length_bytes=self._wanted_bytes - self.held_bytes,
             min_bytes=self._min_bytes, purpose="swap", spaces=list(dict.fromkeys(spaces)), ttl_ms=self._ttl_ms,
         )  # fmt: skip
         grant = await self._market.lease(ask)
-        if isinstance(grant, LendingRefused):
-            return
-        taken = await self._client.present(grant)
-        if isinstance(taken, LendingDone):
-            self._held[grant.lease_id] = grant, taken.num_bytes
-            self._on_change(taken.num_bytes)
-        else:
-            log.info("grant_refused", instance=self._instance, lease=grant.lease_id, answer=repr(taken))
+        return None if isinstance(grant, LendingRefused) else grant

@@ -10,19 +10,19 @@ The process maps nothing but its own pages: a peer's and the host's are written 
 """
 
 import asyncio
+import contextlib
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
 from shared.aqua.borrower import Borrower
-from shared.aqua.errors import AquaClosed
+from shared.aqua.errors import AquaClosed, TensorLost
 from shared.aqua.local_memory import LocalMemory, mempool_device, open_window
 from shared.aqua.loop_thread import LoopThread
 from shared.aqua.own_space import OwnSpace
@@ -86,16 +86,16 @@ class Aqua:
             settings.socket, name, mempool_device(device, settings.instance), settings.page_bytes,
             settings.local_bytes, "token-major",
         )  # fmt: skip
-        self._loop = LoopThread(f"aqua-{settings.instance}")
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._own.close)
+            self._loop = LoopThread(f"aqua-{settings.instance}")
+            undo.callback(self._loop.close)
             num_bytes = settings.address_bytes or 64 * settings.local_bytes
             window = open_window(self._own, -(-num_bytes // self._own.page_bytes), device)
             self._memory = LocalMemory(window, device)
+            undo.callback(self._memory.close)
             self._api, self._client, self._market, self._borrower = self._call(self._connect(name))
-        except BaseException:
-            self._loop.close()
-            self._own.close()
-            raise
+            undo.pop_all()
         _open.add(self)
 
     async def _connect(
@@ -109,11 +109,16 @@ class Aqua:
             block_tokens=1,
             on_evacuated=self._heard.append,
         )
-        await api.connect()
         client = MempoolClient(settings.socket, name)
-        client.start()
-        if not await client.wait_connected(settings.timeout_ms):
-            raise PeerGone(f"mempool {settings.socket} does not answer")
+        try:
+            await api.connect()
+            client.start()
+            if not await client.wait_connected(settings.timeout_ms):
+                raise PeerGone(f"mempool {settings.socket} does not answer")
+        except BaseException:
+            api.close()
+            await client.close()
+            raise
         if not (settings.coordinator_url and settings.borrow_bytes):
             return api, client, None, None
         market = LendingClient(settings.coordinator_url, key=settings.coordinator_key)
@@ -126,7 +131,7 @@ class Aqua:
 
     # -- tensors ----------------------------------------------------------------------------------
 
-    @contextmanager
+    @contextlib.contextmanager
     def making(self, num_bytes: int) -> Iterator[Placed]:
         """A new tensor, mapped here to be filled; offloaded behind the block. Raises: OutOfPages, InvalidRequest."""
         if num_bytes <= 0:
@@ -239,6 +244,9 @@ class Aqua:
             self._directory.add(new)
             try:  # also of one in use: offload(changed=False) will move nothing
                 self._copy(old.current, new.current)
+            except TensorLost:  # heard meanwhile: the events say so, and whoever uses it
+                self._forget(new)
+                continue
             except BaseException:
                 self._forget(new)
                 raise

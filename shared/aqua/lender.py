@@ -300,12 +300,12 @@ class Lender:
 
     def close(self, deadline_ms: int = 1_000) -> None:
         """Take everything back, and end the connections. Idempotent."""
-        if self._is_closed:
-            return
-        try:
-            self.reclaim(deadline_ms)
-        finally:
-            with self._lock:
+        with self._lock:
+            if self._is_closed:
+                return
+            try:
+                self._clear(max(0, deadline_ms))
+            finally:
                 self._is_closed = True
                 self._call(self._disconnect())
                 self._loop.close()

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from shared.errors import ClusterError
 from shared.lending.load import Load
-from shared.lending.producer import MakeOffer, OnOffer, Producer
+from shared.lending.producer import MakeOffer, OnOffer, Producer, TakeBack
 from shared.lending.rules import LendingRules
 from shared.observe.log import get_logger
 
@@ -47,6 +47,8 @@ class LendsWhenIdle:
         self._lender, self._most_bytes, self._clock_ms = lender, most_bytes, clock_ms
         self._producer = Producer(rules)
         self._load: Load | None = None
+        self._wanted: TakeBack | None = None  # not done yet
+        self._retry_at_ms = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lends-when-idle", daemon=True)
         self._thread.start()
@@ -60,22 +62,32 @@ class LendsWhenIdle:
             load, self._load = self._load, None
             offers = [OnOffer("mine", self.lent_bytes)] if self.lent_bytes else []
             for decision in self._producer.decide(load, offers, self._clock_ms()):
-                try:
-                    if isinstance(decision, MakeOffer):
-                        self._lend(decision.length_bytes)
-                    else:
-                        self.reclaims.append((decision.reason, self._lender.reclaim(decision.deadline_ms)))
-                        self.lent_bytes = 0
-                except ClusterError as error:  # the next look decides again
-                    log.info("lending_failed", decision=type(decision).__name__, error=error.message)
+                if isinstance(decision, MakeOffer):
+                    self._lend(decision.length_bytes)
+                else:
+                    self._wanted = decision
+            if self._wanted is not None and self._clock_ms() >= self._retry_at_ms:
+                self._take_back(self._wanted)
 
     def _lend(self, num_bytes: int) -> None:
         try:
             self.lent_bytes = self._lender.lend(num_bytes)
-        except ClusterError:
+        except ClusterError as error:  # a later look decides again
+            log.info("lending_failed", decision="MakeOffer", error=error.message)
             self._producer.answered(self._clock_ms(), retry_after_ms=RETRY_MS)
-            raise
-        self._producer.answered(self._clock_ms())
+        else:
+            self._producer.answered(self._clock_ms())
+
+    def _take_back(self, wanted: TakeBack) -> None:
+        """Until it is done: a queue that grew and stays long is not decided about again."""
+        try:
+            took_s = self._lender.reclaim(wanted.deadline_ms)
+        except ClusterError as error:
+            log.info("lending_failed", decision="TakeBack", error=error.message)
+            self._retry_at_ms = self._clock_ms() + RETRY_MS
+        else:
+            self.reclaims.append((wanted.reason, took_s))
+            self.lent_bytes, self._wanted, self._retry_at_ms = 0, None, 0
 
     def close(self) -> None:
         """Nothing more is decided; what is lent stays so."""

@@ -74,8 +74,18 @@ class AquaTensor:
 
     @contextmanager
     def compute(self, *, changed: bool = True) -> Iterator[torch.Tensor]:
-        """to_compute() for a block of code, offload() behind it."""
-        yield self.to_compute()
+        """to_compute() for a block of code, offload() behind it, also where the block raises: what it raised is heard,
+        with a note where the tensor could not be offloaded.
+        """
+        tensor = self.to_compute()
+        try:
+            yield tensor
+        except BaseException as raised:
+            try:
+                self.offload(changed=changed)
+            except Exception as error:  # noqa: BLE001  the device's, too, of which the block's may have come
+                raised.add_note(f"and the tensor could not be offloaded: {error!r}")
+            raise
         self.offload(changed=changed)
 
     def close(self) -> None:

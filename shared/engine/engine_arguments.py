@@ -7,9 +7,17 @@ import msgspec
 from vllm.platforms import current_platform
 
 from shared.engine.describe import kv_shape
-from shared.engine.slot_settings import slot_arguments
-from shared.engine.worker_config import WorkerSettings, block_tokens, has_slots
+from shared.engine.slot_settings import slot_arguments, slot_settings
+from shared.engine.worker_config import (
+    WorkerSettings,
+    block_tokens,
+    fair_rules,
+    fair_swap,
+    far_places,
+    has_slots,
+)
 from shared.errors import SettingsError
+from shared.kv.layout import EngineDescription
 from shared.kv.transfer_mode import TransferMode
 from shared.observe.log import get_logger
 from shared.vmm.request_layout import slot_block
@@ -72,6 +80,27 @@ def by_copies() -> dict[str, Any]:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {},
         },
+    }
+
+
+def for_the_core(
+    settings: WorkerSettings, description: EngineDescription, events_address: str
+) -> dict[str, Any]:
+    """What Quire's scheduler and workers, or the connector, read beside vLLM's own configuration."""
+    return {
+        "description": msgspec.json.encode(description).decode(),
+        "mempool_socket": settings.mempool_socket,
+        "instance": settings.instance,
+        "quota_pages": quota_pages(settings),
+        "events_address": events_address,
+        "handoff_ttl_ms": settings.handoff_ttl_ms,
+        "follow_layers": by_layer(settings),
+        "kv_space": settings.instance if settings.kv_space == "own" else settings.kv_space,
+        "keeps_cache": settings.role != "decode" or settings.pd_caching in ("2", "3"),
+        **(slot_settings(settings) if has_slots(settings) else {}),
+        "fair": fair_rules(settings),
+        "swap": fair_swap(settings),
+        **far_places(settings, description.block_bytes),
     }
 
 

@@ -1,28 +1,73 @@
-"""How the processes of one engine's tensor-parallel ranks find each other, end, and what they leave behind.
+"""How the processes of one engine find each other, end, and what they leave behind.
 
 vLLM has them meet at a TCP store that torch opens on every interface of the machine. All ranks of an engine are on one
 host here: they meet in a file of the engine's own folder. When one dies, the others wait for it in a collective,
-deaf to signals, and vLLM waits nine seconds for them: here they are killed at once.
+deaf to signals, and vLLM waits nine seconds for them: here they are killed at once. The engine core of a worker that
+was killed waits for requests for ever, with all its memory: here the kernel ends it, and its ranks with it.
 """
 
+import contextlib
+import fcntl
+import multiprocessing
 import os
+import shutil
+import tempfile
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import vllm.v1.executor.multiproc_executor as multiproc_module
 import vllm.v1.executor.uniproc_executor as uniproc_module
+from vllm.v1.engine.core import EngineCoreProc
+
+from shared.engine.vllm_setup import die_with_parent
 
 SHARED_MEMORY = Path("/dev/shm")
 REAPED_S = 0.5
+FOLDER = "quire-engine-"
 
 
 _stock_ending = multiproc_module.MultiprocExecutor._ensure_worker_termination
+_stock_core = EngineCoreProc.run_engine_core
+_stock_rank = multiproc_module.WorkerProc.worker_main
+
+
+class EngineFolder:
+    """Of one engine, until remove(). Locked while one of its processes lives: what killed ones have left goes first."""
+
+    def __init__(self) -> None:
+        _remove_left()
+        # locked before it has the name that others look for
+        made = tempfile.mkdtemp(prefix=f".new-{FOLDER}")
+        self._lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+        with contextlib.suppress(OSError):  # a file system without locks: then nobody else can lock it either
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.path = made.replace(f".new-{FOLDER}", FOLDER)
+        Path(made).rename(self.path)
+
+    def remove(self) -> None:
+        """Harmless when removed already."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _remove_left() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where one of its processes lives
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def host_ranks(folder: str) -> None:
     """For engines that are made in this process, or forked from it, from now on: their ranks meet in this folder,
-    and end together.
+    and end together, with this process at the latest.
     """
     # vLLM names shared memory after what follows the last colon: unique, and without a slash
     method = f"file://{folder}/ranks:{Path(folder).name}"
@@ -33,6 +78,25 @@ def host_ranks(folder: str) -> None:
     uniproc_module.get_distributed_init_method = in_file
     multiproc_module.get_distributed_init_method = in_file
     multiproc_module.MultiprocExecutor._ensure_worker_termination = staticmethod(end_ranks)
+    EngineCoreProc.run_engine_core = staticmethod(_run_core)
+    multiproc_module.WorkerProc.worker_main = staticmethod(_run_rank)
+
+
+def _run_core(*args: Any, **kwargs: Any) -> None:
+    """vLLM's engine core, in a process of its own. It has a name here: also what is not forked finds it by that."""
+    _die_with_starter()
+    _stock_core(*args, **kwargs)
+
+
+def _run_rank(*args: Any, **kwargs: Any) -> None:
+    """vLLM's rank, in a process of its own."""
+    _die_with_starter()
+    _stock_rank(*args, **kwargs)
+
+
+def _die_with_starter() -> None:
+    starter = multiprocessing.parent_process()
+    die_with_parent(None if starter is None else starter.pid)
 
 
 def end_ranks(ranks: list[BaseProcess]) -> None:

@@ -1,16 +1,22 @@
-"""SamplingSpec (the wire) to vLLM's SamplingParams."""
+"""SamplingSpec (the wire) to vLLM's SamplingParams, and what vLLM says of a prompt back to the wire."""
 
+import asyncio
 from typing import Any
 
 import msgspec
 import torch
 from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from shared.errors import InvalidRequest
-from shared.wire.requests import SamplingSpec, StructuredSpec
+from shared.wire.requests import GREEDY_BELOW, SamplingSpec, StructuredSpec, TokenLogprob
+
+MOST_CHOICES = 1 << 14  # vLLM's own limit of n
+NUM_SEEDS = (1 << 63) - MOST_CHOICES
+SLICE_SCORES = 4_096  # about a millisecond
 
 
 def structured_params(spec: StructuredSpec) -> StructuredOutputsParams:
@@ -31,6 +37,16 @@ def structured_params(spec: StructuredSpec) -> StructuredOutputsParams:
                 raise InvalidRequest(f"choice is no JSON list of strings: {error}") from error
 
 
+def engine_seed(seed: int | None) -> int | None:
+    """A seed that every choice's can be made of, by the same rule each time.
+
+    vLLM gives choice i `seed + i`, which must fit int64, and reads -1 as no seed: too large ones wrap around.
+    """
+    if seed in (None, -1) or 0 <= seed < NUM_SEEDS or seed < -MOST_CHOICES:
+        return seed
+    return seed % NUM_SEEDS
+
+
 def sampling_params(spec: SamplingSpec, extra_args: dict[str, Any]) -> SamplingParams:
     """Token ids go in and come out: the gateway detokenizes and watches for stop strings.
 
@@ -41,11 +57,12 @@ def sampling_params(spec: SamplingSpec, extra_args: dict[str, Any]) -> SamplingP
             n=spec.n,
             max_tokens=spec.max_tokens,
             min_tokens=spec.min_tokens,
-            temperature=spec.temperature,
+            # anything else below 0.01 is raised to that, and would be drawn
+            temperature=0.0 if 0 <= spec.temperature < GREEDY_BELOW else spec.temperature,
             top_p=spec.top_p,
             top_k=spec.top_k,
             min_p=spec.min_p,
-            seed=spec.seed,
+            seed=engine_seed(spec.seed),
             presence_penalty=spec.presence_penalty,
             frequency_penalty=spec.frequency_penalty,
             repetition_penalty=spec.repetition_penalty,
@@ -54,6 +71,7 @@ def sampling_params(spec: SamplingSpec, extra_args: dict[str, Any]) -> SamplingP
             ignore_eos=spec.ignore_eos,
             logprobs=spec.logprobs,
             prompt_logprobs=spec.prompt_logprobs,
+            flat_logprobs=spec.prompt_logprobs is not None,  # made in a third of the time, see prompt_rows()
             structured_outputs=structured_params(spec.structured) if spec.structured else None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
@@ -61,6 +79,31 @@ def sampling_params(spec: SamplingSpec, extra_args: dict[str, Any]) -> SamplingP
         )
     except (ValueError, TypeError) as error:
         raise InvalidRequest(str(error)) from error
+
+
+async def prompt_rows(found: FlatLogprobs) -> list[list[TokenLogprob] | None]:
+    """The prompt's log probabilities as the wire has them: see PromptScored.
+
+    There may be hundreds of thousands: the loop gets its turn in between.
+    """
+    rows: list[list[TokenLogprob] | None] = []
+    due = SLICE_SCORES
+    for begin, end in zip(found.start_indices, found.end_indices, strict=True):
+        rows.append(_row(found, begin, end) if begin < end else None)
+        if end > due:
+            due = end + SLICE_SCORES
+            await asyncio.sleep(0)
+    return rows
+
+
+def _row(found: FlatLogprobs, begin: int, end: int) -> list[TokenLogprob]:
+    """The token itself is among the best, as a rule: it comes once then."""
+    ids = found.token_ids[begin:end]
+    values = zip(ids, found.logprobs[begin:end], found.ranks[begin:end], strict=True)
+    row = [TokenLogprob(token, logprob, rank or 0) for token, logprob, rank in values]
+    if ids[0] in ids[1:]:
+        row[0] = row.pop(ids.index(ids[0], 1))
+    return row
 
 
 class RewindableGenerator(torch.Generator):

@@ -7,8 +7,6 @@ worker forked from a process that has imported vLLM is ready in a second or two 
 import asyncio
 import contextlib
 import os
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -28,9 +26,8 @@ from shared.engine.describe import describe_engine, why_not_in_pages
 from shared.engine.engine_arguments import (
     block_size,
     by_copies,
-    by_layer,
+    for_the_core,
     in_pages,
-    quota_pages,
     with_slots,
     without_pool,
 )
@@ -50,19 +47,11 @@ from shared.engine.load_view import LoadView
 from shared.engine.page_room import room_from
 from shared.engine.page_scheduler import EXTRA_ARGS_KEY
 from shared.engine.preload import preload_architecture
-from shared.engine.rank_processes import host_ranks
-from shared.engine.sampling import honour_seeds, sampling_params
-from shared.engine.slot_settings import slot_settings
+from shared.engine.rank_processes import EngineFolder, host_ranks
+from shared.engine.sampling import honour_seeds, prompt_rows, sampling_params
 from shared.engine.weave_restart import started
 from shared.engine.weave_settings import weave_arguments
-from shared.engine.worker_config import (
-    WorkerSettings,
-    fair_rules,
-    fair_swap,
-    far_places,
-    has_slots,
-    works_in_pages,
-)
+from shared.engine.worker_config import WorkerSettings, has_slots, works_in_pages
 from shared.errors import InvalidRequest, PeerGone
 from shared.kv.model_files import check_split
 from shared.kv.words import u32_bytes, u64_bytes
@@ -81,11 +70,8 @@ class VllmEngine:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
-        self._events_dir = tempfile.mkdtemp(prefix="quire-events-")
-        events_address = f"ipc://{self._events_dir}/events"
         preload_architecture(settings.model_dir)
         check_split(settings.model_dir, settings.tensor_parallel_size)
-        host_ranks(self._events_dir)
         honour_seeds()
         config = self._engine_args(settings).create_engine_config()
         reason = why_not_in_pages(config)
@@ -99,25 +85,27 @@ class VllmEngine:
         self.description = describe_engine(config, settings.model_name, settings.model_dir, layout)
         self.device = "cpu" if current_platform.is_cpu() else current_platform.get_device_name()
         self._set_sizes(config)
-        extra: dict[str, Any] = {
-            "description": msgspec.json.encode(self.description).decode(),
-            "mempool_socket": settings.mempool_socket,
-            "instance": settings.instance,
-            "quota_pages": quota_pages(settings),
-            "events_address": events_address,
-            "handoff_ttl_ms": settings.handoff_ttl_ms,
-            "follow_layers": by_layer(settings),
-            "kv_space": settings.instance if settings.kv_space == "own" else settings.kv_space,
-            "keeps_cache": settings.role != "decode" or settings.pd_caching in ("2", "3"),
-            **(slot_settings(settings) if has_slots(settings) else {}),
-            "fair": fair_rules(settings),
-            "swap": fair_swap(settings),
-            **far_places(settings, self.description.block_bytes),
-        }
         self.keeps_leases = works_in_pages(settings)
         # fair slices and far blocks run more requests than memory holds at once: they have rules of their own
         self._counts_room = self.keeps_leases and settings.local_policy == "fcfs" and not settings.far_bytes
         self._reads_cache = settings.role == "decode" or settings.pd_caching != "basic"
+        self._load_view: LoadView | None = None
+        self._unfinished_prefill: dict[str, int] = {}
+        self._context_tokens: dict[str, int] = {}
+        self._event_callback: Callable[[CacheEvent], None] | None = None
+        self._event_task: asyncio.Task[None] | None = None
+        self._folder = EngineFolder()
+        try:
+            self._begin(settings, config)
+        except BaseException:
+            self._folder.remove()
+            raise
+
+    def _begin(self, settings: WorkerSettings, config: VllmConfig) -> None:
+        """The engine core's process, and those of its ranks."""
+        events_address = f"ipc://{self._folder.path}/events"
+        host_ranks(self._folder.path)
+        extra = for_the_core(settings, self.description, events_address)
         if self.keeps_leases:
             config.additional_config["quire"] = extra
             page_scheduler.install()
@@ -129,15 +117,12 @@ class VllmEngine:
             config.kv_transfer_config.kv_connector_extra_config.update(extra)
         # the CPU platform asks for spawn, which would import everything again (15 CPU-seconds)
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # noqa: TID251  vLLM's setting, not ours
-        self._load_view: LoadView | None = None
-        self._unfinished_prefill: dict[str, int] = {}
-        self._context_tokens: dict[str, int] = {}
         off = msgspec.structs.replace(settings, weave="off")
         self._llm, config = started(
             lambda found: AsyncLLM.from_vllm_config(found, stat_loggers=[self._make_load_view]),
             config,
             lambda: self._engine_args(off, with_pool=self.uses_pool).create_engine_config(),
-            self._events_dir,
+            self._folder.path,
         )
         # vLLM's own request span, under ours: it goes to whatever tracer provider the process sets. Naming an
         # endpoint instead would make vLLM set a provider of its own, with an exporter thread, before the fork.
@@ -146,8 +131,6 @@ class VllmEngine:
         self._fair = FairView(settings, self._llm.engine_core)
         self.served_elsewhere = self._fair.hear
         self._events = CacheEventReceiver(events_address)
-        self._event_callback: Callable[[CacheEvent], None] | None = None
-        self._event_task: asyncio.Task[None] | None = None
 
     def _set_sizes(self, config: VllmConfig) -> None:
         """Of its steps."""
@@ -233,6 +216,8 @@ class VllmEngine:
                         found = output.num_cached_tokens
                     output.num_cached_tokens = found
                     deltas = _deltas(output, len(request.prompt_token_ids))
+                    if is_first and deltas and output.prompt_logprobs:  # every choice has the same
+                        deltas[0].prompt_logprobs = await prompt_rows(output.prompt_logprobs)
                     if is_first and deltas and deltas[0].kv_use is None:
                         deltas[0].kv_use = _early_use(output, request)
                     for delta in asked_deltas(deltas, request.sampling, copies):
@@ -321,7 +306,7 @@ class VllmEngine:
         self._fair.close()
         self._llm.shutdown()
         self._events.close()
-        shutil.rmtree(self._events_dir, ignore_errors=True)
+        self._folder.remove()
 
 
 def _logprobs(rows: Any) -> list[list[TokenLogprob]] | None:
@@ -329,12 +314,6 @@ def _logprobs(rows: Any) -> list[list[TokenLogprob]] | None:
     if rows is None:
         return None
     return [[TokenLogprob(token, lp.logprob, lp.rank or 0) for token, lp in row.items()] for row in rows]
-
-
-def _prompt_logprobs(rows: Any) -> list[list[TokenLogprob] | None] | None:
-    if rows is None:
-        return None
-    return [None if row is None else (_logprobs([row]) or [])[0] for row in rows]
 
 
 def _deltas(output: RequestOutput, num_prompt_tokens: int) -> list[EngineDelta]:
@@ -356,8 +335,6 @@ def _deltas(output: RequestOutput, num_prompt_tokens: int) -> list[EngineDelta]:
         )
     if not deltas:
         return deltas
-    if output.prompt_logprobs:
-        deltas[0].prompt_logprobs = _prompt_logprobs(output.prompt_logprobs)
     if output.finished:
         deltas[-1].request_done = True
         deltas[-1].kv_use = _kv_use(output, num_prompt_tokens)

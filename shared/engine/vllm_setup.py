@@ -78,8 +78,13 @@ def check_platform(device: str) -> None:
         )
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies: no engine outlives its worker."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel to kill this process when its parent dies: no engine outlives its worker.
+
+    Args: parent: its process id. One that died before it was asked ends this process too; None: that goes unnoticed.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)

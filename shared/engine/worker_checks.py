@@ -8,8 +8,17 @@ import numpy as np
 from shared.errors import ClusterError, InvalidRequest, Overloaded, PeerGone, PromptTooLong, StaleEpoch
 from shared.ids import Epoch
 from shared.kv.block_hash import unpack_tokens
-from shared.wire.requests import LARGEST_WEIGHT, LEAST_WEIGHT, Generate, can_continue
+from shared.wire.requests import (
+    LARGEST_WEIGHT,
+    LEAST_WEIGHT,
+    MAX_SCORES,
+    Generate,
+    can_continue,
+    num_scores,
+    too_many,
+)
 
+MAX_INT32 = (1 << 31) - 1
 _TOKEN = np.dtype("<u4")  # as pack_tokens() writes it
 
 
@@ -64,8 +73,8 @@ def check_prompt(message: Generate, raw: Sequence[bytes], *, limits: WorkerLimit
     tokens = unpack_tokens(raw[0])
     if (largest := int(np.frombuffer(raw[0], _TOKEN).max())) >= limits.vocab_size:  # 1 us per 1,000 tokens
         return refusal(InvalidRequest, f"token id {largest} is not in a vocabulary of {limits.vocab_size}")
-    if message.sampling.max_tokens < 0 or message.sampling.n < 1:
-        return refusal(InvalidRequest, "max_tokens must not be negative, n at least 1")
+    if reason := _unfit(message, num_tokens, limits):
+        return refusal(InvalidRequest, reason)
     if not LEAST_WEIGHT <= message.weight <= LARGEST_WEIGHT:
         return refusal(InvalidRequest, f"a weight of {message.weight} is not one of a tenant")
     if count := message.num_output_tokens:
@@ -77,3 +86,28 @@ def check_prompt(message: Generate, raw: Sequence[bytes], *, limits: WorkerLimit
     if message.stage == "prefill" and message.handoff_to is None:
         return refusal(InvalidRequest, "a prefill stage must name who takes over")
     return tokens
+
+
+def _unfit(message: Generate, num_tokens: int, limits: WorkerLimits) -> str:
+    """Why an engine cannot take what the request asks for; "": it can. What it does not look at itself is here.
+
+    It would raise in a step, or write beside its logits, and end with all that it runs.
+    """
+    spec = message.sampling
+    if spec.max_tokens < 0 or spec.n < 1:
+        return "max_tokens must not be negative, n at least 1"
+    if num_tokens + max(spec.max_tokens, spec.min_tokens) > MAX_INT32:
+        return f"{num_tokens} prompt tokens and {spec.max_tokens} more cannot be counted"
+    if found := too_many(spec):
+        return found[1]
+    ids = spec.stop_token_ids
+    if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
+        return f"a stop token id is not in a vocabulary of {limits.vocab_size}"
+    if max(spec.logprobs or 0, spec.prompt_logprobs or 0) > limits.vocab_size:
+        return f"more alternatives than a vocabulary of {limits.vocab_size} has"
+    if not all(-100 <= bias <= 100 for bias in spec.logit_bias.values()):
+        return "a logit bias lies between -100 and 100"
+    is_scored = message.handoff is None and not message.num_output_tokens  # else it was done before
+    if is_scored and (cost := num_scores(spec, num_tokens)) > MAX_SCORES:
+        return f"{cost} prompt log probabilities are asked for, at most {MAX_SCORES} are made"
+    return ""

@@ -201,7 +201,10 @@ class WorkerFront:
             self._abort_gateway(identity, SILENT)
 
     def _on_lost(self, identity: bytes, error: str) -> None:
+        """Messages were dropped: a gateway that still has the connection would wait for them, so it ends."""
         _log.warning("gateway_unreachable", error=error)
+        self._router.disconnect(identity)
+        self._last_alive.pop(identity, None)
         self._abort_gateway(identity, "unreachable")
 
     def _abort_gateway(self, identity: bytes, reason: str) -> None:

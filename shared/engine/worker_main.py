@@ -22,10 +22,13 @@ EXIT_SETTINGS = 2
 
 async def _serve(settings: WorkerSettings, engine: Engine) -> int:
     wires = connect(settings)
-    shell = WorkerShell(settings, engine, wires.pages, vocab_size(settings.model_dir))
-    wires.attach(shell)
     try:
+        shell = WorkerShell(settings, engine, wires.pages, vocab_size(settings.model_dir))
+        wires.attach(shell)
         return await shell.run()
+    except SettingsError:
+        await engine.close()  # a shell that could not begin, as where an address is taken, has not
+        raise
     finally:
         await wires.close()
 

@@ -4,8 +4,9 @@ Protocol: unix stream socket, one JSON object per line. The supervisor connects 
 {"op":"spawn","name":N,"module":"services.prefill","argv":[...],"log":PATH,"env":{...}}, and now and then
 {"op":"ping","number":K}, which is answered with {"event":"pong","number":K}. It answers with
 {"event":"ready"} when its imports are done, {"event":"spawned","name":N,"pid":P} and
-{"event":"exited","name":N,"pid":P,"status":S} (S < 0: signal). When the connection closes, it kills
-its children and exits. The zygote starts no thread, no OpenMP region and no CUDA context: it only forks.
+{"event":"exited","name":N,"pid":P,"status":S} (S < 0: signal); {"event":"spawn_failed","name":N,"error":E}
+instead of both where the kernel refuses a process. When the connection closes, it kills its children and exits.
+The zygote starts no thread, no OpenMP region and no CUDA context: it only forks.
 """
 
 import argparse
@@ -92,13 +93,20 @@ class Zygote:
     def _spawn(self, message: dict[str, Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
+        zygote = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no process, or no memory for one, just now: what runs goes on
+            with contextlib.suppress(OSError), open(_log_of(message), "a") as out:
+                out.write(f"cannot be forked: {error}\n")
+            self.say(event="spawn_failed", name=message["name"], error=str(error))
+            return
         if pid == 0:
-            self._child(message)
+            self._child(message, zygote)
         self.children[pid] = message["name"]
         self.say(event="spawned", name=message["name"], pid=pid)
 
-    def _child(self, message: dict[str, Any]) -> None:
+    def _child(self, message: dict[str, Any], zygote: int) -> None:
         """In the forked process: become the service. Never returns."""
         status = 1
         try:
@@ -106,8 +114,8 @@ class Zygote:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.connection.close()
             os.setsid()
-            die_with_parent()
-            log = os.open(message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            die_with_parent(zygote)
+            log = _log_of(message)
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.close(log)
@@ -144,6 +152,10 @@ class Zygote:
         for pid in list(self.children):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+
+
+def _log_of(message: dict[str, Any]) -> int:
+    return os.open(message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

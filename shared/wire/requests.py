@@ -14,7 +14,13 @@ from shared.wire.codec import Channel
 from shared.wire.handoff import HandoffState
 
 Stage = Literal["prefill", "decode", "colocated"]
-GREEDY_BELOW = 1e-5  # temperatures; vLLM's own border
+GREEDY_BELOW = 1e-5  # temperatures, which are 0 for the engine too
+MAX_LOGIT_BIAS = 1_024  # entries: as many as vLLM has room for on a GPU
+MAX_STOP_IDS = 100  # with min_tokens: it has room for 128, what the model itself ends with among them
+# Of a prompt's log probabilities, by num_scores(): Python objects are made of them in one go, by vLLM on a worker's
+# loop and by gateways on theirs, and a peer that is silent for 1.5 s is given up. So many take either less than 0.6 s.
+# One alternative for 131,072 prompt tokens, or 20 for 22,795.
+MAX_SCORES = 1 << 19
 
 
 class StructuredSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -57,6 +63,29 @@ def can_continue(spec: SamplingSpec) -> bool:
     free = spec.temperature < GREEDY_BELOW or spec.seed_is_free
     penalized = spec.presence_penalty or spec.frequency_penalty or spec.repetition_penalty != 1.0
     return free and spec.n == 1 and not penalized and spec.structured is None
+
+
+def too_many(spec: SamplingSpec) -> tuple[str, str] | None:
+    """Of which field a request has more than an engine has room for, and the reason; None: of none.
+
+    An engine would notice in a step, which ends it and whatever else it runs.
+    """
+    if (count := len(spec.logit_bias)) > MAX_LOGIT_BIAS:
+        return "logit_bias", f"logit_bias has at most {MAX_LOGIT_BIAS} entries, got {count}."
+    if spec.min_tokens > 0 and (count := len(set(spec.stop_token_ids))) > MAX_STOP_IDS:
+        reason = f"With min_tokens, stop_token_ids has at most {MAX_STOP_IDS} token ids, got {count}."
+        return "stop_token_ids", reason
+    return None
+
+
+def num_scores(spec: SamplingSpec, num_prompt_tokens: int) -> int:
+    """What a prompt's log probabilities cost, in entries; at most MAX_SCORES.
+
+    A row has the token itself and `prompt_logprobs` alternatives, and costs as much as two more by itself.
+    """
+    if spec.prompt_logprobs is None:
+        return 0
+    return num_prompt_tokens * (spec.prompt_logprobs + 3) * spec.n
 
 
 class HandoffTarget(Struct, frozen=True, kw_only=True):
