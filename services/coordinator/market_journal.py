@@ -54,7 +54,8 @@ redis.call('HSET', 'quire:coordinator:leader', 'until_us', string.format('%.0f',
 return {string.format('%.0f', term), ''}
 """
 )
-_IS_LEADER = (
+# begins whatever a leader writes; ARGV[1..3]: its owner, boot and term
+IS_LEADER = (
     _NOW
     + """
 local leader = redis.call('HMGET', 'quire:coordinator:leader', 'owner', 'boot', 'term', 'until_us')
@@ -63,7 +64,7 @@ if tonumber(leader[4] or '0') <= now_us then return 0 end
 """
 )
 _WRITE = Script(
-    _IS_LEADER
+    IS_LEADER
     + """
 local next = 5
 for i = 1, tonumber(ARGV[4]) do
@@ -76,9 +77,10 @@ redis.call('LTRIM', 'quire:coordinator:history', -tonumber(ARGV[next]), -1)
 return 1
 """
 )
-_RESIGN = Script(_IS_LEADER + "return redis.call('DEL', 'quire:coordinator:leader')")
+_RESIGN = Script(IS_LEADER + "return redis.call('DEL', 'quire:coordinator:leader')")
 
 Event = tuple[str, str, str]
+Fence = tuple[str, str, int]  # a leader's owner, boot and term
 T = TypeVar("T")
 _ENTRIES: msgspec.json.Decoder[MarketEntry] = msgspec.json.Decoder(MarketEntry)
 _EVENTS = msgspec.json.Decoder(Event)
@@ -115,7 +117,7 @@ class MarketJournal:
     """
 
     def __init__(self, redis_url: str, *, owner: str, boot: str, url: str, on_up: Callable[[], None]) -> None:
-        self._who = (owner, boot)
+        self.who = (owner, boot)
         self._url = url
         self._link = RedisLink(redis_url, on_up=on_up)
         self._pending: dict[str, bytes] = {}  # b"": remove
@@ -136,7 +138,7 @@ class MarketJournal:
         """Stop; `resign` lets a standby take over at once."""
         if resign and self._link.up:
             try:
-                await self._link.run(_RESIGN, *self._who, self._term, timeout_ms=DEADLINE_MS)
+                await self._link.run(_RESIGN, *self.who, self._term, timeout_ms=DEADLINE_MS)
             except ClusterError as error:
                 _log.warning("resign_failed", error=error.message)
         await self._link.close()
@@ -154,7 +156,7 @@ class MarketJournal:
 
     async def claim(self, lease_ms: int, *, above_term: int) -> Claim:
         """Begin to lead, or go on. above_term: terms up to this one are other leaders'."""
-        words = (*self._who, self._url, lease_ms, time.time_ns() // 1_000, above_term + 1)
+        words = (*self.who, self._url, lease_ms, time.time_ns() // 1_000, above_term + 1)
         term, url = await self._link.run(_CLAIM, *words, timeout_ms=DEADLINE_MS)
         return Claim(int(term), url.decode())
 
@@ -196,7 +198,7 @@ class MarketJournal:
                 words = [word for pair in fields.items() for word in pair]
                 try:
                     stored = await self._link.run(
-                        _WRITE, *self._who, term, len(fields), *words, MAX_HISTORY, *events,
+                        _WRITE, *self.who, term, len(fields), *words, MAX_HISTORY, *events,
                         timeout_ms=DEADLINE_MS,
                     )  # fmt: skip
                 except ClusterError:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from services.coordinator.config import CoordinatorSettings, market_limits
 from services.coordinator.core.leadership import Leadership
 from services.coordinator.core.market import Market
-from services.coordinator.market_journal import MarketJournal, NotLeading
+from services.coordinator.market_journal import Fence, MarketJournal, NotLeading
 from shared.background_task import begin_task
 from shared.errors import ClusterError
 from shared.ids import InstanceId, LeaseId
@@ -53,7 +53,7 @@ class MarketShell:
     """start() once, stop() once.
 
     Args: url: where this coordinator is reached; on_lead: runs when a new term begins, before anything is
-    served in it.
+    served in it; on_stand_by: runs whenever the store says that another one leads.
     """
 
     def __init__(
@@ -64,11 +64,13 @@ class MarketShell:
         url: str,
         unix_us: Callable[[], int],
         on_lead: Callable[[], None],
+        on_stand_by: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._clock = clock
         self._unix_us = unix_us
         self._on_lead = on_lead
+        self._on_stand_by = on_stand_by
         self.leadership = Leadership(settings.leader_lease_ms)
         self.market = Market(market_limits(settings))
         self.fsync_policy = ""
@@ -115,6 +117,14 @@ class MarketShell:
         if self._journal is None:
             return "leader"
         return self.leadership.role(self._clock.now_ms())
+
+    @property
+    def fence(self) -> Fence | None:
+        """What the store checks before it takes this process's word for a leader's; None while it has not said who
+        leads."""
+        if self._journal is None or self.role() == "unknown":
+            return None
+        return (*self._journal.who, self.leadership.term)
 
     # --- calls whose answer is stored first
 
@@ -247,6 +257,7 @@ class MarketShell:
             leadership.refused(claim.leader_url)
             market.extend(0)
             journal.forget()
+            self._on_stand_by()
             self._answered.set()
             return
         if claim.term != leadership.term:

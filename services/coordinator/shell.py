@@ -35,9 +35,13 @@ class Coordinator:
             max_members=settings.max_members,
             version=_unix_us(),  # so that it also grows across restarts
         )
-        self._journal = Journal(settings.redis_url, self._restore) if settings.redis_url else None
+        self._journal: Journal | None = None
+        if settings.redis_url:
+            self._journal = Journal(settings.redis_url, self._restore, lambda: self.lending.fence)
         self._ticking: asyncio.Task[None] | None = None
-        self.lending = MarketShell(settings, clock, url=url, unix_us=_unix_us, on_lead=self._lead)
+        self.lending = MarketShell(
+            settings, clock, url=url, unix_us=_unix_us, on_lead=self._lead, on_stand_by=self._stand_by
+        )
 
     async def start(self) -> None:
         """Take over the journal if Redis answers soon, and go on without it if not."""
@@ -47,13 +51,14 @@ class Coordinator:
         self._ticking = begin_task(self._tick(self._clock.now_ms()), "coordinator-tick")
 
     async def stop(self) -> None:
-        """Write what is pending and stop."""
+        """Write what is pending, resign and stop: whoever leads next reads what was written, and nobody else may
+        write then."""
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
-        await self.lending.stop()
         if self._journal is not None:
             await self._journal.close()
+        await self.lending.stop()
 
     def register(self, register: Register) -> Registered | Full:
         """POST /v1/instances."""
@@ -109,6 +114,11 @@ class Coordinator:
         if self._journal is not None:
             self._journal.read_again()
 
+    def _stand_by(self) -> None:
+        """Another one leads: what is not written is of a term that is over."""
+        if self._journal is not None:
+            self._journal.forget()
+
     def _restore(self, entries: list[JournalEntry]) -> None:
         if self.leader_url:
             return  # the leader's members are its own affair
@@ -118,9 +128,9 @@ class Coordinator:
         self._flush()
 
     def _flush(self) -> None:
-        entries = self._membership.take_journal()
+        entries, forgotten = self._membership.take_journal(), self._membership.take_forgotten()
         if self._journal is not None and not self.leader_url:
-            self._journal.note(entries)
+            self._journal.note(entries, forgotten)
 
     async def _tick(self, due_ms: int) -> None:
         while True:

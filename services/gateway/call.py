@@ -52,7 +52,7 @@ class Call:
     """One prompt on its way through the cluster."""
 
     __slots__ = (
-        "early_receipt", "explain", "first_ns", "flow", "found", "num_prompt_tokens", "output_ids",
+        "early_receipt", "ended", "explain", "first_ns", "flow", "found", "num_prompt_tokens", "output_ids",
         "placed", "placed_ns", "prompt", "receipts", "request_id", "sampling", "schedule_span", "session", "sink",
         "span", "targets", "tenant", "tenant_salt", "weight",
     )  # fmt: skip
@@ -85,6 +85,7 @@ class Call:
         self.weight = weight  # of its tenant
         self.span = span
         self.explain = explain  # somebody reads why it was placed as it was
+        self.ended: set[int] = set()  # choices that have their finish reason from a worker
         self.output_ids: list[int] = []  # delivered so far; only if its flow continues, to go on behind them
         self.flow = RequestFlow(limits, budget, continues=can_continue(sampling))
         self.schedule_span: Span | None = None
@@ -99,6 +100,11 @@ class Call:
     def frame(self) -> bytes:
         """What the next stage begins with: the prompt, and output that is final."""
         return self.prompt + pack_tokens(self.output_ids) if self.output_ids else self.prompt
+
+    def choice_ended(self, index: int) -> bool:
+        """A choice has its finish reason. Whether all have: what comes then says nothing to the client."""
+        self.ended.add(index)
+        return len(self.ended) == self.sampling.n
 
     def keep_early_receipt(self) -> None:
         """The running stage ends without a receipt of its own: what it said with its first chunk stays."""
@@ -122,6 +128,7 @@ class Call:
         """Its attempt was given up before anything was sent: as if none had been."""
         self.receipts.clear()
         self.output_ids.clear()
+        self.ended.clear()
         self.early_receipt = None
         self.first_ns = 0
         self.sink.discard()
@@ -133,5 +140,13 @@ class Call:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the first stage did not compute."""
-        return self.receipts[0].tokens_engine + self.receipts[0].tokens_pool if self.receipts else 0
+        """Prompt tokens that the first stage did not compute.
+
+        The first that tells may have gone on behind output of one that was lost: it found some of that, too.
+        """
+        if not self.receipts:
+            return 0
+        first = self.receipts[0]
+        cached = first.tokens_engine + first.tokens_pool
+        went_on = first.prompt_tokens > self.num_prompt_tokens
+        return min(cached, self.num_prompt_tokens) if went_on else cached

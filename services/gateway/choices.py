@@ -157,7 +157,8 @@ class Choice:
         text, plan = self.text(), self._spec.tool_plan
         out: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if plan is not None:
-            content, calls, parser = read_whole(plan, text, self._new_id)
+            was_cut = self.finish_reason == "length"
+            content, calls, parser = read_whole(plan, text, self._new_id, was_cut=was_cut)
             if calls:
                 out["content"] = content or None
                 out["tool_calls"] = [call_json(call) for call in calls]

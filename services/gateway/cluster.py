@@ -12,20 +12,18 @@ from contextlib import suppress
 
 from services.gateway import metrics, tally
 from services.gateway.call import Call, PromptLogprobs
-from services.gateway.core.request_flow import (
+from services.gateway.core.request_actions import (
     Action,
     Cancel,
     Complete,
     Fail,
     GoOn,
-    Limits,
-    Phase,
-    RequestFlow,
     SendAbort,
     SendEnded,
     SendGenerate,
     SendPlace,
 )
+from services.gateway.core.request_flow import Limits, Phase, RequestFlow
 from services.gateway.core.retry_budget import RetryBudget
 from services.gateway.messages import generate_message, place_message
 from services.gateway.receipt import note_prediction
@@ -100,7 +98,7 @@ class Cluster:
     async def stop(self) -> None:
         """Fail what still runs and close every link."""
         for call in list(self._calls.values()):
-            self._run(call, call.flow.on_broken("draining", "The server is shutting down."))
+            self._run(call, call.flow.on_late("draining", "The server is shutting down."))
         if self._slow_task is not None:
             self._slow_task.cancel()
             await asyncio.gather(self._slow_task, return_exceptions=True)
@@ -120,10 +118,6 @@ class Cluster:
     def cancel(self, call: Call) -> None:
         """The client left."""
         self._run(call, call.flow.on_client_gone())
-
-    def give_up(self, call: Call, code: str, message: str) -> None:
-        """The gateway itself cannot go on with this call."""
-        self._run(call, call.flow.on_broken(code, message))
 
     def on_members(self, members: Iterable[InstanceView]) -> None:
         """Connect ahead of the first request; forget endpoints that nobody has listed for a while."""
@@ -185,8 +179,8 @@ class Cluster:
             if call.flow.resume_by_ms:
                 spare_ms = call.flow.mark_resumed(now_ms=_now_ms())
                 _log.info("resumed", request=call.request_id, spare_ms=spare_ms)
-            if chunk.finish_reason is not None:
-                call.flow.mark_answered()
+        if chunk.finish_reason is not None and call.choice_ended(chunk.index):
+            call.flow.mark_answered()
         try:
             enough = call.sink.chunk(chunk)
         except Exception as error:  # noqa: BLE001 - one request's bad output must not stop the others'

@@ -40,6 +40,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     body_idle_timeout_ms: int = 10_000
     keep_alive_timeout_ms: int = 65_000
     slow_reader_bytes: int = 256 << 10  # unsent beside its largest event before a stream is cut off
+    unread_timeout_ms: int = 60_000  # of a complete answer's rest, while its client takes nothing of it
 
     max_concurrent_requests: int = 1024  # per process
     max_concurrent_per_tenant: int = 0  # 0: no limit of its own
@@ -90,7 +91,7 @@ def _check(found: GatewaySettings) -> None:
         "processes", "max_body_bytes", "max_header_bytes", "max_concurrent_requests", "placement_deadline_ms",
         "place_reply_ms", "request_deadline_ms", "resume_deadline_ms", "worker_silent_ms", "header_timeout_ms",
         "body_idle_timeout_ms", "tree_lookup_deadline_ms", "tree_cache_age_ms", "membership_interval_ms",
-        "keep_alive_timeout_ms", "slow_reader_bytes", "tokenizer_threads",
+        "keep_alive_timeout_ms", "slow_reader_bytes", "unread_timeout_ms", "tokenizer_threads",
     ):  # fmt: skip
         if getattr(found, name) < 1:
             raise SettingsError(f"setting gateway.{name}: {getattr(found, name)} must be at least 1")

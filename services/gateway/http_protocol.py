@@ -64,6 +64,17 @@ class GatewayProtocol(HttpToolsProtocol):
             self.timeout_keep_alive_task.cancel()
             self.timeout_keep_alive_task = None
 
+    @property
+    def is_answering(self) -> bool:
+        """A request runs."""
+        return self._running is not None and not self._running.response_complete
+
+    def resume_writing(self) -> None:
+        """The client has read: an idle connection is read from again, see on_response_complete()."""
+        super().resume_writing()
+        if not self.is_answering and not self.transport.is_closing():
+            self.flow.resume_reading()
+
     def data_received(self, data: bytes) -> None:
         """Feed the parser, then see what the request still lacks."""
         self._piece_bytes = len(data)
@@ -202,12 +213,15 @@ class GatewayProtocol(HttpToolsProtocol):
             self._start_direct(direct)
 
     def on_response_complete(self) -> None:
-        """uvicorn's callback at the end of a response."""
+        """uvicorn's callback at the end of a response. Whoever does not read answers asks for no more of them."""
         if self.pipeline or self.transport.is_closing():
             super().on_response_complete()
             return
         self.server_state.total_requests += 1
-        self.flow.resume_reading()
+        if self.flow.write_paused:
+            self.flow.pause_reading()
+        else:
+            self.flow.resume_reading()
         self._idle_since_s = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self._watch_idle(self.timeout_keep_alive)

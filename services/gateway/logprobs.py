@@ -1,6 +1,7 @@
 """Log probabilities in OpenAI's two forms."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from services.gateway.detokenize import TokenTexts
@@ -8,6 +9,7 @@ from shared.wire.requests import TokenLogprob
 
 Rows = Sequence[Sequence[TokenLogprob] | None]
 LEAST = -9999.0  # stands for minus infinity, which JSON has no word for; vLLM's value
+_logprob = attrgetter("logprob")
 
 
 def chat_logprobs(
@@ -32,7 +34,7 @@ def _chat_entry(item: TokenLogprob, texts: TokenTexts) -> dict[str, Any]:
 
 
 def _best(row: Sequence[TokenLogprob], count: int) -> list[TokenLogprob]:
-    return sorted(row, key=lambda each: -each.logprob)[:count]
+    return sorted(row, key=_logprob, reverse=True)[:count]  # equals stay in order
 
 
 class CompletionLogprobs:
@@ -52,26 +54,30 @@ class CompletionLogprobs:
         self._first_token = first_token
 
     def entries(self, rows: Rows) -> dict[str, Any]:
-        """Lists for these positions only; offsets go on from the last call's."""
-        out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        """Lists for these positions only; offsets go on from the last call's.
+
+        Cost: about 3 us a row of two. An echo may have a hundred thousand rows, and the loop waits.
+        """
+        text_of, num_top, offset = self._texts.text, self._num_top, self._offset
+        tokens: list[str] = []
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
         for row in rows:
             if row is None:
-                text = "" if self._first_token is None else self._texts.text(self._first_token)
-                self._add(out, text, None, None)
-                continue
-            # the sampled token always, so one more than asked for when it is not among the best: as OpenAI
-            top = {
-                self._texts.text(each.token_id): max(each.logprob, LEAST)
-                for each in [*_best(row, self._num_top), row[0]]
-            }
-            self._add(out, self._texts.text(row[0].token_id), max(row[0].logprob, LEAST), top)
-        return out
-
-    def _add(
-        self, out: dict[str, Any], text: str, logprob: float | None, top: dict[str, float] | None
-    ) -> None:
-        out["tokens"].append(text)
-        out["token_logprobs"].append(logprob)
-        out["top_logprobs"].append(top)
-        out["text_offset"].append(self._offset)
-        self._offset += len(text)
+                text = "" if self._first_token is None else text_of(self._first_token)
+                logprob, top = None, None
+            else:
+                text = text_of(row[0].token_id)
+                top = {text_of(each.token_id): each.logprob for each in _best(row, num_top)}
+                # the sampled token always, so one more than asked for when it is not among the best: as OpenAI
+                top[text] = logprob = row[0].logprob
+                if logprob < LEAST or min(top.values()) < LEAST:
+                    logprob, top = max(logprob, LEAST), {each: max(top[each], LEAST) for each in top}
+            tokens.append(text)
+            logprobs.append(logprob)
+            tops.append(top)
+            offsets.append(offset)
+            offset += len(text)
+        self._offset = offset
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}

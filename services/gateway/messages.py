@@ -1,7 +1,7 @@
 """Messages that start something: to the scheduler and to a worker."""
 
 from services.gateway.call import Call
-from services.gateway.core.request_flow import SendGenerate, SendPlace
+from services.gateway.core.request_actions import SendGenerate, SendPlace
 from shared.wire.placement import Place
 from shared.wire.requests import Generate
 

@@ -30,7 +30,7 @@ _STAGE_PREDICTION = histogram_ratio(
 )
 STAGE_PREDICTION = tuple(HistogramTally(_STAGE_PREDICTION.labels(stage)) for stage in STAGES)
 ABORTS = counter("quire_gateway_client_aborts_total", "Requests whose client left before the end.")
-SLOW_READERS = counter("quire_gateway_slow_readers_total", "Streams cut because the client did not read.")
+SLOW_READERS = counter("quire_gateway_slow_readers_total", "Answers cut because the client did not read.")
 STALE = counter("quire_gateway_stale_messages_total", "Messages of attempts that were given up.")
 PROMPT_TOKENS = CountTally(
     counter("quire_gateway_prompt_tokens_total", "Prompt tokens of completed requests.")

@@ -30,7 +30,7 @@ from services.gateway.openai_fields import (
     template_tools,
 )
 from shared.errors import InvalidRequest
-from shared.wire.requests import GREEDY_BELOW, SamplingSpec, StructuredSpec
+from shared.wire.requests import GREEDY_BELOW, SamplingSpec, StructuredSpec, too_many
 
 Value = TypeVar("Value")
 
@@ -342,7 +342,7 @@ def to_sampling(
                 f"Invalid value for '{param}': token ids are 0 to {vocab_size - 1}.", param=param
             )
     num_logprobs = body.num_logprobs
-    return SamplingSpec(
+    spec = SamplingSpec(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
         n=body.num_choices,
@@ -362,6 +362,9 @@ def to_sampling(
         prompt_logprobs=num_logprobs if isinstance(body, CompletionBody) and body.echo else None,
         structured=body.structured(),
     )
+    if found := too_many(spec):
+        raise InvalidRequest(found[1], param=found[0])
+    return spec
 
 
 def _or(value: Value | None, default: Value) -> Value:

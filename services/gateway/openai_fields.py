@@ -9,10 +9,10 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from shared.errors import InvalidRequest
+from shared.wire.requests import MAX_LOGIT_BIAS
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
-MAX_LOGIT_BIAS = 4096
 MAX_ID_DIGITS = 10  # of a token id as a key
 MAX_PROMPTS = 256
 MAX_SCHEMA_CHARS = 128 << 10  # of a grammar, in any of its forms

@@ -26,8 +26,10 @@ from services.gateway.submit import find_hits, make_call, output_budget
 from services.gateway.whole import WholeAnswer
 from shared.errors import InvalidRequest, ModelNotFound
 from shared.observe.trace import start_span
+from shared.wire.requests import MAX_SCORES, SamplingSpec, num_scores
 
 SEED_BITS = 63
+MAX_SUM = 4 * MAX_SCORES  # over all prompts, each rendered when it is complete: some 25 MB of JSON
 _TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\Z")
 MAX_TOTAL_CHOICES = 2_048  # prompts times n
 
@@ -49,7 +51,7 @@ def incoming_traceparent(scope: Scope) -> str:
 class Incoming:
     """An admitted request until its answer takes over. Leaving the `with` block by an error gives all back.
 
-    Raises: HttpFailure 503 or 429 when the gateway is full.
+    Raises: HttpFailure 503 or 429 when the gateway is full; InvalidRequest if it never has room for so many prompts.
     """
 
     def __init__(
@@ -62,6 +64,11 @@ class Incoming:
         self.request_id: str = scope[REQUEST_ID]
         self.tenant: str = scope[TENANT]
         self.taken = False  # by an answer
+        if num_prompts > (largest := gateway.admission.largest):
+            raise InvalidRequest(
+                f"A request may have at most {largest} prompts here, as many as may run at a time; got {num_prompts}.",
+                param="prompt",
+            )
         verdict = gateway.admission.enter(self.tenant, num_prompts, now_ms=received_ns // 1_000_000)
         if not isinstance(verdict, Admitted):
             raise HttpFailure(
@@ -136,6 +143,7 @@ async def begin(incoming: Incoming, kind: str, spec: ChoiceSpec, prompts: list[P
         )
         for prompt in prompts
     ]
+    check_scores(prompts, samplings)
     found = [
         await find_hits(gateway, prompt.packed, incoming.tenant, incoming.span, incoming.request_id)
         for prompt in prompts
@@ -174,6 +182,17 @@ async def begin(incoming: Incoming, kind: str, spec: ChoiceSpec, prompts: list[P
     incoming.taken = True
     answer.run(calls)
     return answer
+
+
+def check_scores(prompts: list[Prompt], samplings: list[SamplingSpec]) -> None:
+    """What a prompt brings is rendered at once, whatever comes meanwhile. Raises: InvalidRequest."""
+    costs = [num_scores(spec, len(prompt.ids)) for spec, prompt in zip(samplings, prompts, strict=True)]
+    for cost, most, of in ((max(costs), MAX_SCORES, "a prompt"), (sum(costs), MAX_SUM, "all prompts")):
+        if cost > most:
+            raise InvalidRequest(
+                f"With echo, prompt tokens times (logprobs + 3) times n must be at most {most} for {of}; got {cost}.",
+                param="logprobs",
+            )
 
 
 def _session(incoming: Incoming) -> str:

@@ -7,21 +7,26 @@ without it answers from what it knew then, as if all were well. Whoever started 
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Generator
+from typing import cast
 
 import uvicorn
 
+from services.gateway import metrics
 from services.gateway.app import create_app
 from services.gateway.config import GatewaySettings
 from services.gateway.deps import Gateway
 from services.gateway.http_protocol import GatewayProtocol
 from services.gateway.push import Limits
+from services.gateway.unread import Unread, num_unsent
 from shared.observe import service
 from shared.observe.log import get_logger
 from shared.transport.heap import settle_heap
 from shared.wire.requests import ALIVE_TIMEOUT_MS
 
 DRAIN_POLL_S = 0.05
+UNREAD_TICKS = 10  # a second of uvicorn's ticks
 BACKLOG = 2_048
 # after a bug: workers go on for so long for a gateway that says Alive no more
 BROKEN_DRAIN_MS = ALIVE_TIMEOUT_MS
@@ -31,12 +36,29 @@ _log = get_logger("gateway.server")
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: SIGTERM first drains (see _drain)."""
+    """uvicorn without its signal handlers: SIGTERM first drains (see _drain). It gives up who does not read."""
+
+    def __init__(self, config: uvicorn.Config, unread_timeout_s: float) -> None:
+        super().__init__(config)
+        self._unread = Unread(unread_timeout_s)
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn's, ten times a second."""
+        if counter % UNREAD_TICKS == 0:
+            for each in self._unread.look(connections_of(self), time.monotonic()):
+                metrics.SLOW_READERS.inc()
+                each.transport.abort()
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """Leave the handlers alone."""
         yield
+
+
+def connections_of(server: uvicorn.Server) -> set[GatewayProtocol]:
+    """Those that are open, or not sent yet."""
+    return cast(set[GatewayProtocol], server.server_state.connections)
 
 
 def apply_limits(settings: GatewaySettings) -> None:
@@ -67,7 +89,7 @@ def make_server(gateway: Gateway) -> uvicorn.Server:
         timeout_keep_alive=-(-settings.keep_alive_timeout_ms // 1000),
         timeout_graceful_shutdown=1,  # the draining before it is what waits
     )
-    return _Server(config)
+    return _Server(config, settings.unread_timeout_ms / 1000)
 
 
 async def serve(settings: GatewaySettings, listener: socket.socket) -> int:
@@ -87,7 +109,7 @@ async def serve(settings: GatewaySettings, listener: socket.socket) -> int:
     if is_broken and settings.processes > 1 and server.started:
         for each in server.servers:  # the kernel gives connections to the other processes
             each.close()
-    await _drain(gateway, is_broken)
+    await _drain(gateway, server, is_broken)
     server.should_exit = True
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(END_LIMIT_S if is_broken else None):
@@ -97,16 +119,18 @@ async def serve(settings: GatewaySettings, listener: socket.socket) -> int:
     return status
 
 
-async def _drain(gateway: Gateway, is_broken: bool) -> None:
-    """Refuse new requests (/ready says 503), let those in flight finish until the drain deadline."""
+async def _drain(gateway: Gateway, server: uvicorn.Server, is_broken: bool) -> None:
+    """Refuse new requests (/ready says 503), let those in flight finish and be read until the drain deadline."""
     gateway.admission.draining = True
     limit_ms = gateway.settings.drain_deadline_ms
     if is_broken:
         limit_ms = min(limit_ms, BROKEN_DRAIN_MS)
     deadline = asyncio.get_running_loop().time() + limit_ms / 1000
     _log.info("gateway_draining", in_flight=gateway.admission.num_running)
-    # Polled: at most a second of it, once in a process life.
-    while gateway.admission.num_running and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
+    # Polled: once in a process life.
+    while gateway.admission.num_running or num_unsent(connections_of(server)):
+        if asyncio.get_running_loop().time() >= deadline:
+            break
         await asyncio.sleep(DRAIN_POLL_S)
     if gateway.admission.num_running:
         _log.warning("drain_deadline_passed", in_flight=gateway.admission.num_running)

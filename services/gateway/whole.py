@@ -39,7 +39,7 @@ class WholeAnswer(Answer):
         """The response."""
         body = {
             **self._base,
-            "choices": [sink.render(choice) for sink in self._sinks for choice in sink.choices],
+            "choices": [choice for sink in self._sinks for choice in sink.rendered],
             "usage": self.usage(),
         }
         if self.wants_receipt:
@@ -78,6 +78,9 @@ class WholeSink:
 
     def __init__(self, answer: WholeAnswer, choices: list[Choice], echo: str | None) -> None:
         self.choices = choices
+        self.rendered: list[
+            dict[str, Any]
+        ] = []  # elements of the response's `choices`, once the call is complete
         self._answer = answer
         self._echo = echo
         self._num_open = len(choices)
@@ -118,13 +121,11 @@ class WholeSink:
         if self._num_open:
             self._answer.fail("peer.protocol", "The engine ended without a finish reason.", None)
             return
+        # now, not when the last prompt of the request is: a hundred thousand rows of log probabilities take a while
+        self.rendered = [self._answer.render_choice(choice, self._echo) for choice in self.choices]
         self._answer.call_done()
 
     def fail(self, call: Call, code: str, message: str, retry_after_ms: int | None) -> None:
         """No more output will come."""
         del call
         self._answer.fail(code, message, retry_after_ms)
-
-    def render(self, choice: Choice) -> dict[str, Any]:
-        """One element of `choices`."""
-        return self._answer.render_choice(choice, self._echo)

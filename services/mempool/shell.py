@@ -38,6 +38,7 @@ from services.mempool.core.actions import (
     WriteWords,
 )  # fmt: skip
 from services.mempool.core.callers import refusal
+from services.mempool.core.memory_ahead import memory_ahead
 from services.mempool.core.mempool import Mempool
 from services.mempool.core.space import Plan
 from services.mempool.deadline_timer import DeadlineTimer
@@ -48,7 +49,7 @@ from services.mempool.processes import ProcessWatch
 from services.mempool.spaces import DEFAULT_COPYING, Spaces
 from services.mempool.system_memory import CopyOptions
 from services.mempool.takeover import Adopted, ProcessMeta, Takeover
-from shared.errors import PeerProtocolError
+from shared.errors import OutOfPages, PeerProtocolError
 from shared.ids import Epoch, InstanceId, PageId
 from shared.kv.words import u32_bytes
 from shared.observe.log import get_logger
@@ -223,6 +224,7 @@ class MempoolShell:
             log.warning("peer_protocol_error", connection=number, pid=connection.peer.pid, reason=str(error))
             actions = [Disconnect(number, error.code)]
         self.perform(actions)
+        self.spaces.ready.drop()
 
     def _attach(
         self, connection: UnixConnection[wire.FromMempool], message: wire.Attach | AttachCaller
@@ -244,6 +246,9 @@ class MempoolShell:
         )  # fmt: skip
         if isinstance(message, AttachCaller):
             return self.pool.on_attach_caller(connection.state, process, message, self.clock.now_ms())
+        if reason := self.spaces.ready.make(memory_ahead(self.pool, message)):
+            log.error("memory_lacking", connection=connection.state, reason=reason)
+            return refusal(connection.state, OutOfPages.code, reason)
         actions = self.pool.on_attach(connection.state, process, message, self.clock.now_ms())
         found = self._processes.pidfd_of(process) if process else None
         if found is not None and message.kind != "client":  # kept before the actions give it memory

@@ -18,6 +18,7 @@ from services.mempool.descriptors import exported, of_memory
 from services.mempool.far_messages import far_in_host, far_in_slabs
 from services.mempool.kept import Kept
 from services.mempool.memory import PoolMemory
+from services.mempool.memory_ready import MemoryReady
 from services.mempool.slabs import DeviceSlabs, KeptSlabs
 from services.mempool.system_memory import CopyOptions, SystemMemory, punched
 from services.mempool.takeover import Adopted, SpaceMeta
@@ -84,6 +85,7 @@ class Spaces:
         self.slabs: dict[tuple[int, int], DeviceSlabs | KeptSlabs] = {}  # by space and rank, on GPUs
         self._metas: dict[int, SpaceMeta] = {}
         self._boot_generation = boot_generation
+        self.ready = MemoryReady(boot_generation)
         self._on_copied = on_copied
         self._on_settled = on_settled
         self._mover: Mover | None = None  # nothing is copied, nor mapped here, where there is one space
@@ -98,10 +100,7 @@ class Spaces:
 
     def create(self, action: CreateMemory) -> None:
         """Table, and pages in host memory; those on GPUs follow rank by rank."""
-        memory = PoolMemory(
-            action.num_pages, action.page_bytes, self._boot_generation, action.num_ranks,
-            table_only=action.pages_per_slab > 0,
-        )  # fmt: skip
+        memory = self.ready.take(action)
         meta = SpaceMeta(
             description=action.description, num_pages=action.num_pages, page_bytes=action.page_bytes,
             num_ranks=action.num_ranks, pages_per_slab=action.pages_per_slab, memory_id=action.memory_id,

@@ -97,6 +97,7 @@ class NativeMapper:
         self._poll = select.poll()
         self._poll.register(self._done_fd, select.POLLIN)
         self._closed = False
+        self._failure = ""  # of the thread, outside its ops
         self._warm_up()
         self._thread = threading.Thread(target=self._serve, name=MAPPER_THREAD, daemon=True)
         self._thread.start()
@@ -120,7 +121,12 @@ class NativeMapper:
         )  # fmt: skip
 
     def _serve(self) -> None:
-        self._window.prepare_thread()
+        try:
+            self._window.prepare_thread()
+        except Exception as error:  # noqa: BLE001  whatever it was, no op is executed: who waits hears of it
+            self._failure = f"the mapper's thread has not begun: {error}"
+            os.eventfd_write(self._done_fd, 1)  # never read: all who wait are woken
+            return
         self._drain()
 
     @property
@@ -168,10 +174,12 @@ class NativeMapper:
             left_ms = (deadline - time.monotonic()) * 1000
             if left_ms <= 0:
                 raise VmmError(f"op {ticket} is not executed after {timeout_s} s; {self.done} are")
-            if self._poll.poll(left_ms):
+            if self._poll.poll(left_ms) and not self._failure:
                 os.eventfd_read(self._done_fd)
 
     def _check(self) -> None:
+        if self._failure:
+            raise VmmError(self._failure)
         if self._closed:
             raise VmmError("the mapper is closed")
         failed = self._native.observe(self._word(self._native.FAILED))

@@ -13,6 +13,7 @@ led, members spoke there. Until it speaks here such a member is hearsay, and the
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 
 import msgspec
 from msgspec import Struct
@@ -27,7 +28,7 @@ from shared.wire.membership import (
     Registered,
 )
 
-MAX_KNOWN_EPOCHS = 10_000
+MAX_KNOWN_EPOCHS = 10_000  # of who left too; those of members are known however many there are
 
 
 class MemberState(StrEnum):
@@ -82,7 +83,7 @@ class Member:
 
 @dataclass(slots=True)
 class Membership:
-    """The table. `journal` collects what the shell must store; it takes and empties it."""
+    """The table. `journal` and `forgotten` collect what the shell must store and remove; it takes and empties them."""
 
     heartbeat_interval_ms: int = 500
     ttl_ms: int = 1_500
@@ -90,6 +91,7 @@ class Membership:
     max_members: int = 1_024
     version: int = 0  # grows with every change that readers must see
     journal: dict[InstanceId, JournalEntry] = field(default_factory=dict)
+    forgotten: set[InstanceId] = field(default_factory=set)
     _members: dict[InstanceId, Member] = field(default_factory=dict)
     _epochs: dict[InstanceId, Epoch] = field(default_factory=dict)
 
@@ -106,7 +108,9 @@ class Membership:
         Returns: members added or replaced.
         """
         num_added = 0
-        for entry in entries:
+        for entry in sorted(
+            entries, key=lambda entry: entry.epoch
+        ):  # beyond the bound the oldest are forgotten
             known = self._members.get(entry.instance)
             is_hearsay = known is not None and known.is_hearsay
             last = self._epochs.get(entry.instance, Epoch(-1))
@@ -123,6 +127,7 @@ class Membership:
                     entry.member, entry.epoch, now_ms, MemberState.SUSPECT, is_hearsay=True
                 )
                 num_added += 1
+        self._trim()
         if num_added:
             self.version += 1
         return num_added
@@ -136,6 +141,7 @@ class Membership:
         self._remember(register.instance, epoch)
         self._members[register.instance] = Member(register, epoch, now_ms)
         self._note(register.instance)
+        self._trim()
         return Registered(epoch=epoch, heartbeat_interval_ms=self.heartbeat_interval_ms, ttl_ms=self.ttl_ms)
 
     def heartbeat(
@@ -210,6 +216,11 @@ class Membership:
         entries, self.journal = list(self.journal.values()), {}
         return entries
 
+    def take_forgotten(self) -> set[InstanceId]:
+        """Instances to remove from the store, none of them in what take_journal() has not brought yet."""
+        forgotten, self.forgotten = self.forgotten, set()
+        return forgotten
+
     def _state_after(self, silent_ms: int, now: MemberState) -> MemberState:
         if silent_ms >= self.ttl_ms:
             return MemberState.DEAD
@@ -246,6 +257,12 @@ class Membership:
     def _remember(self, instance: InstanceId, epoch: Epoch) -> None:
         self._epochs.pop(instance, None)
         self._epochs[instance] = epoch
-        if len(self._epochs) > MAX_KNOWN_EPOCHS:
-            oldest = next((known for known in self._epochs if known not in self._members), instance)
-            del self._epochs[oldest]
+        self.forgotten.discard(instance)
+
+    def _trim(self) -> None:
+        """Forget who left first of those beyond the bound: a new epoch of theirs relies on the wall clock alone."""
+        excess = max(0, len(self._epochs) - MAX_KNOWN_EPOCHS)
+        for instance in list(islice((i for i in self._epochs if i not in self._members), excess)):
+            del self._epochs[instance]
+            self.journal.pop(instance, None)
+            self.forgotten.add(instance)

@@ -60,6 +60,11 @@ class Admission:
         self._per_tenant[tenant] = held + cost
         return Admitted(tenant, cost, now_ms)
 
+    @property
+    def largest(self) -> int:
+        """Beyond so large a cost one request alone is refused at any time: there is no use in trying again."""
+        return min(self.max_concurrent, self.max_per_tenant or self.max_concurrent)
+
     def leave(self, ticket: Admitted, *, now_ms: int) -> None:
         """Give the places back."""
         self.num_running -= ticket.cost

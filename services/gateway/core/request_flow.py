@@ -15,13 +15,23 @@ has `resume_deadline_ms` for its next token: who reads a stream hears within two
 from dataclasses import dataclass, field
 from enum import Enum
 
-from msgspec import Struct
-
+from services.gateway.core.request_actions import (
+    Action,
+    Cancel,
+    Complete,
+    Discard,
+    Fail,
+    GoOn,
+    SendAbort,
+    SendEnded,
+    SendGenerate,
+    SendPlace,
+)
 from services.gateway.core.retry_budget import RetryBudget
-from shared.ids import HandoffId, InstanceId
+from shared.ids import InstanceId
 from shared.wire.handoff import HandoffState
-from shared.wire.placement import Held, Placed, Rejected, SchedulerToGateway, Target
-from shared.wire.requests import HandoffTarget, KvPlan, Stage
+from shared.wire.placement import Held, Placed, Rejected, SchedulerToGateway
+from shared.wire.requests import HandoffTarget
 
 BACKOFF_FIRST_MS = 50
 RETRY_AFTER_MS = 1_000  # what a client is told when the retry budget is spent
@@ -49,66 +59,6 @@ class Limits:
     request_deadline_ms: int = 600_000
     resume_deadline_ms: int = 1_800  # of a begun stream, from the loss of its instance to its next token
     worker_silent_ms: int = 1_500  # an instance that answers no heartbeat for so long is lost
-
-
-class SendPlace(Struct, frozen=True):
-    """Ask the scheduler."""
-
-    attempt: int
-    exclude: list[InstanceId]
-
-
-class SendGenerate(Struct, frozen=True):
-    """Start a stage on an instance."""
-
-    attempt: int
-    target: Target
-    stage: Stage
-    deadline_ms: int
-    handoff_to: HandoffTarget | None = None
-    handoff: HandoffState | None = None
-    kv: KvPlan | None = None  # prefill and colocated
-
-
-class SendAbort(Struct, frozen=True):
-    """The instance must stop working on this attempt."""
-
-    attempt: int
-    target: Target
-    handoff_id: HandoffId | None = None  # of the prefill instance: its pages wait for nobody
-
-
-class SendEnded(Struct, frozen=True):
-    """The scheduler's load view forgets this attempt."""
-
-    attempt: int
-
-
-class Discard(Struct, frozen=True):
-    """Output of the attempt was given up before the client saw any: forget it."""
-
-
-class GoOn(Struct, frozen=True):
-    """The attempt was given up; the next one goes on behind what the client has."""
-
-
-class Complete(Struct, frozen=True):
-    """Terminal: the answer is whole."""
-
-
-class Cancel(Struct, frozen=True):
-    """Terminal: nobody waits for an answer any more."""
-
-
-class Fail(Struct, frozen=True):
-    """Terminal. `code` is a stable code of shared/errors.py."""
-
-    code: str
-    message: str
-    retry_after_ms: int | None = None
-
-
-Action = SendPlace | SendGenerate | SendAbort | SendEnded | Discard | GoOn | Complete | Cancel | Fail
 
 
 @dataclass(slots=True)
@@ -285,16 +235,19 @@ class RequestFlow:
         return self._stop(Complete())
 
     def on_broken(self, code: str, message: str) -> list[Action]:
-        """The gateway cannot go on with this request (slow reader, bad output): stop all work, fail."""
+        """The gateway cannot go on with this request (bad output): stop all work, fail."""
         return self._stop(Fail(code, message))
+
+    def on_late(self, code: str, message: str) -> list[Action]:
+        """No time is left: stop all work. Who has the whole answer does not hear of it."""
+        return self._stop(Complete() if self.answered else Fail(code, message))
 
     def on_tick(self, *, now_ms: int) -> list[Action]:
         """Time passes; call at least every 100 ms while placing, every second otherwise."""
         if self.phase is Phase.ENDED:
             return []
         if now_ms >= self._deadline_ms:
-            fail = Fail("peer.timeout", "The request's deadline passed.")
-            return self._stop(fail)
+            return self.on_late("peer.timeout", "The request's deadline passed.")
         if 0 < self.resume_by_ms <= now_ms:
             return self._stop(
                 Fail("peer.gone", "The instance is gone, and no other went on with this in time.")

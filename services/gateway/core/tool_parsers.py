@@ -51,6 +51,11 @@ class ToolParser(ABC):
         out, self._out = self._out, []
         return out
 
+    @property
+    def is_in_call(self) -> bool:
+        """The output, as far as it goes, ends within a call that has been announced."""
+        return False
+
     def finish_reason(self, reason: str) -> str:
         """OpenAI's reason: an output that ends by itself after calls ends with "tool_calls"."""
         return "tool_calls" if reason == "stop" and self.num_calls and self.plan.kind != "named" else reason
@@ -107,6 +112,7 @@ class JsonCallParser(ToolParser):
     """
 
     strict_keys = False
+    may_lack_arguments = True  # what has a name alone is a call, too
 
     def __init__(self, plan: ToolPlan, new_id: NewId) -> None:
         super().__init__(plan, new_id)
@@ -118,6 +124,11 @@ class JsonCallParser(ToolParser):
         self._sent_to = 0  # arguments given so far, as a place in the reader's text
         self._skips = False  # this call is one too many
 
+    @property
+    def is_in_call(self) -> bool:
+        """See ToolParser."""
+        return self._read == self._read_call and self._announced
+
     def _take(self, text: str) -> None:
         text, self._held = self._held + text, ""
         while text:
@@ -128,6 +139,8 @@ class JsonCallParser(ToolParser):
             self._give_up("")
         elif self._read == self._read_text:
             self._text(self._held)
+        elif self._read == self._read_raw and not self._skips:
+            self._append(self._held)
         self._held = ""
 
     @abstractmethod
@@ -152,6 +165,8 @@ class JsonCallParser(ToolParser):
         if not self._skips:
             self._give_arguments()
         if reader.state is State.DONE and not self._announced and not self._skips:
+            if reader.arguments_at < 0 and not self.may_lack_arguments:
+                return self._give_up(rest)
             try:
                 arguments = reader.arguments()
             except ValueError:
@@ -243,9 +258,13 @@ class HermesParser(JsonCallParser):
 
 
 class LlamaParser(JsonCallParser):
-    """Llama 3's JSON: output begins with `{`, or a `<|python_tag|>` stands before it; `;` between calls."""
+    """Llama 3's JSON: output begins with `{`, or a `<|python_tag|>` stands before it; `;` between calls.
+
+    Without the tag an object that has a name, but no arguments, is an answer in JSON, as with vLLM.
+    """
 
     strict_keys = True
+    may_lack_arguments = False
 
     def __init__(self, plan: ToolPlan, new_id: NewId) -> None:
         super().__init__(plan, new_id)
@@ -268,7 +287,7 @@ class LlamaParser(JsonCallParser):
             self._held = text[len(text) - keep :]
             return ""
         self._text(text[:at])
-        self._fresh = True
+        self._fresh = self.may_lack_arguments = True
         return text[at + len(LLAMA_TAG) :]
 
     def _read_after(self, text: str) -> str:

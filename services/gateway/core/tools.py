@@ -68,11 +68,13 @@ def required_schema(
     return out
 
 
-def read_whole(plan: ToolPlan, text: str, new_id: NewId) -> tuple[str, list[CallDelta], ToolParser]:
+def read_whole(
+    plan: ToolPlan, text: str, new_id: NewId, *, was_cut: bool = False
+) -> tuple[str, list[CallDelta], ToolParser]:
     """A whole output: its text, and its calls, each as one delta.
 
-    A call of the model's own accord whose arguments are no JSON object makes all of it text, as with vLLM. A
-    forced one is cut short by max_tokens at worst; what there is of it is given, as OpenAI does.
+    A call of the model's own accord whose arguments are no JSON object makes all of it text, as with vLLM. One that
+    max_tokens cut short (`was_cut`) is given as far as it got, as in a stream and as OpenAI does; so is a forced one.
     """
     parser = make_parser(plan, new_id)
     content, calls = "", []
@@ -83,7 +85,8 @@ def read_whole(plan: ToolPlan, text: str, new_id: NewId) -> tuple[str, list[Call
             calls.append(delta)
         else:
             calls[delta.index].arguments += delta.arguments
-    if plan.kind in ("hermes", "llama") and not all(_is_object(call.arguments) for call in calls):
+    whole = calls[:-1] if was_cut and parser.is_in_call else calls
+    if plan.kind in ("hermes", "llama") and not all(_is_object(call.arguments) for call in whole):
         parser.num_calls = 0
         return text, [], parser
     return content, calls, parser

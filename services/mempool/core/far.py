@@ -98,6 +98,8 @@ class Far(FarMoves):
         if sum(each.user is user for each in self._jobs) > MAX_JOBS:
             self.counters["far_calls_refused"] += 1
             return
+        if user.is_gone:
+            return  # it lost a rank: nothing would be mapped, nor given back before its processes are dead
         here: list[tuple[int, int]] = []
         for position, block_hash in enumerate(hashes):
             if user.free and (kept := self._kept_at(user.pool, block_hash)) is not None:
@@ -201,11 +203,12 @@ class Far(FarMoves):
             entries = target.take_in(copied)
             if not job.is_back:
                 self.counters[f"far_blocks_out_{'peer' if target.is_loan else 'dram'}"] += len(entries)
-            target.index.pin(entries)
-            for number, entry in zip(copy.places, entries, strict=True):
-                self._place(user, number, (target, entry))
-            positions = [position for position, _ in copy.items]
-            self._ask_to_map(job, list(zip(positions, copy.places, strict=True)))
+            if not user.is_gone:  # else nobody maps it: cached blocks like others
+                target.index.pin(entries)
+                for number, entry in zip(copy.places, entries, strict=True):
+                    self._place(user, number, (target, entry))
+                positions = [position for position, _ in copy.items]
+                self._ask_to_map(job, list(zip(positions, copy.places, strict=True)))
         for _, where in copy.items:
             self._unpin(where)
         self._touched(target)

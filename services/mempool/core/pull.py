@@ -58,6 +58,22 @@ class Pull:
     num_portions: int = 0  # under way
     is_over: bool = False  # but for its portions
 
+    def take_late(self, now_ms: int) -> list[Reader]:
+        """Readers who joined with less time than it has, which is over. Who has as much, or more, hears at its end."""
+        late = [r for r in self.readers if r.until_ms <= now_ms and r.until_ms < self.until_ms]
+        if late:
+            self.readers = [r for r in self.readers if r.until_ms > now_ms or r.until_ms >= self.until_ms]
+        return late
+
+    def due_ms(self) -> int:
+        """When there is something to do about it without an event, while it waits for pages."""
+        due = [self.until_ms, *(reader.until_ms for reader in self.readers)]
+        if not self.is_push:
+            due.append(self.ask_ms)
+        if self.short_ms is not None and (self.claim.pages or self.begun):
+            due.append(self.short_ms)
+        return min(due)
+
 
 class Layered(Protocol):
     """LayerPulls of layered.py, which knows this module."""

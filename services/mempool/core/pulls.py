@@ -5,8 +5,9 @@
 
 A space is one GPU's pages, or a part of host memory (ARCHITECTURE.md, rule 8; MemServe 4.3 `transfer`).
 Sources are sealed and pinned until the copy has ended, so no byte of theirs can change; targets are nobody's else.
-A reader never waits longer than it asked to: it is answered with what is there, and computes the rest. Where pages are
-short, the first blocks come: when three quarters of the time are over, those for which there are pages.
+A reader never waits longer for pages than it asked to, whoever's pull it joined: it is answered with what is there, and
+computes the rest. Where pages are short, the first blocks come: when three quarters of the time of whoever began it are
+over, those for which there are pages. A copy that runs is waited for.
 
 A large copy goes in *portions*, each a CopyPages of its own: one begins once there are `portion_bytes` of pages for it,
 while engines still give back the others, and is indexed, and pinned for the readers, while later ones are on their way.
@@ -91,7 +92,7 @@ class Pulls:
         """Begin to bring what the reader misses. False: nothing is to come, answer it now."""
         own = pool.index.prefix(reader.hashes)
         missing = reader.hashes[len(own) :]
-        if pool.memory is None or not missing or now_ms >= reader.until_ms:
+        if pool.memory is None or not missing or now_ms >= reader.until_ms or self._is_full():
             return False
         arriving = self._arriving.get((pool.number, missing[0]))
         if arriving is not None and (arriving.copying or not arriving.is_push or arriving.is_ahead):
@@ -101,7 +102,7 @@ class Pulls:
         own = [entry for source, entry in found if source is pool]
         sources = [item for item in found if item[0] is not pool]
         sources = sources[: max(0, pool.memory.table.num_present - len(own))]
-        if not sources or self._num_readers() >= self.limits.max_waiting:
+        if not sources:
             return False
         pool.index.pin(own)
         if self.layers is not None and len(sources) > pool.num_at_hand:
@@ -194,8 +195,8 @@ class Pulls:
         """Whether advance() may have something to do."""
         return bool(self.pulls) or (self.layers is not None and self.layers.next_deadline_ms() is not None)
 
-    def _num_readers(self) -> int:
-        return sum(len(pull.readers) for pull in self.pulls.values())
+    def _is_full(self) -> bool:
+        return sum(len(pull.readers) for pull in self.pulls.values()) >= self.limits.max_waiting
 
     def advance(self, now_ms: int) -> list[Action]:
         """After every event: start what has its pages, give up what waited too long for them."""
@@ -206,6 +207,9 @@ class Pulls:
         for pull in [p for p in self.pulls.values() if not p.copying]:
             if pull.number not in self.pulls:
                 continue  # it made way for a reader of another one
+            for reader in pull.take_late(now_ms):
+                reader.came.update(pull.came)
+                self._answer(pull.pool, reader, now_ms)
             if pull.short_ms is not None and now_ms >= pull.short_ms and (pull.claim.pages or pull.begun):
                 self._shorten(pull, now_ms)
             while count := self._num_ready(pull):
@@ -364,9 +368,9 @@ class Pulls:
             self.layers.ended(pull)
         for reader in pull.readers:
             reader.came.update(pull.came)
-            if pull.is_push and self.want(pull.pool, reader, now_ms):
-                continue  # it wants more than what came
-            self._answer(pull.pool, reader, now_ms)
+            has_more_time = pull.is_push or reader.until_ms > pull.until_ms
+            if not (has_more_time and self.want(pull.pool, reader, now_ms)):  # more than what came
+                self._answer(pull.pool, reader, now_ms)
         pull.pool.index.unpin(pull.own)
         self._let_go(pull)
         if pull.is_push and pull.is_counted:
@@ -390,9 +394,7 @@ class Pulls:
 
     def next_deadline_ms(self) -> int | None:
         """When advance() has something to do without an event."""
-        waiting = [p for p in self.pulls.values() if not p.copying]
-        due = [p.until_ms if p.is_push else min(p.until_ms, p.ask_ms) for p in waiting]
-        due += [p.short_ms for p in waiting if p.short_ms is not None and (p.claim.pages or p.begun)]
+        due = [pull.due_ms() for pull in self.pulls.values() if not pull.copying]
         if self.layers is not None and (later := self.layers.next_deadline_ms()) is not None:
             due.append(later)
         return min(due, default=None)

@@ -88,9 +88,7 @@ class Swaps:
             swap.is_over = True
             return
         self._swaps[key] = swap
-        for position, block_hash in enumerate(hashes):
-            if block_hash in swap.kept:
-                continue
+        for position, block_hash in enumerate(dict.fromkeys(hashes)):  # named twice it is kept once
             if (place := self._kept_at(pool, block_hash)) is not None:
                 self._keep(swap, block_hash, place)
             elif (entry := pool.index.get(block_hash)) is not None:
