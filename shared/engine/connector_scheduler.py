@@ -122,6 +122,9 @@ class SchedulerSide:
             for key in self.loads_of.pop(request_id, ()):
                 if self.loading.get(key) == request_id:
                     del self.loading[key]
+            if request_id not in self.requests:  # its client left meanwhile: nobody asks how long it took
+                pool.fetch_ms.pop(request_id, None)
+                pool.failed_blocks.pop(request_id, None)
 
     def finished(self, request: Request) -> dict[str, Any]:
         """What the front's receipt says about the KV of the request, of all its choices that have ended."""

@@ -48,27 +48,45 @@ class FairFarSchedulerMixin(FairSchedulerMixin, FarSchedulerMixin):
     # -- pages are short --------------------------------------------------------------------------------
 
     def _schedule(self, *args: object, **kwargs: object) -> SchedulerOutput:
-        for request in [r for r in self._losing if not self._in_flight(r)]:
-            self._losing.remove(request)
-            if request.request_id in self._parked:
+        for request in list(self._losing):
+            if request.request_id not in self._parked:  # it got its slot in the step in which that was heard
+                super()._lose(request)
+            elif not self._in_flight(request):
                 self._drop(request)
         output = super()._schedule(*args, **kwargs)
         self._end_a_stall()
         return output
 
-    def _end_a_stall(self) -> None:
-        """Nobody runs, and no page comes of itself: who is furthest from its turn gives its own up."""
+    def _starved(self) -> list[Request]:
+        """And where nobody runs, and no page comes for who is first: who has begun and needs none goes before it, since
+        vLLM stops at the first that finds none. So it is where parked requests share most of what is here, which may
+        not leave.
+        """
+        held = super()._starved()
+        if self.waiting and self._is_stalled(0.0):
+            stock, tokens = len(self.pages.stock), self.max_num_scheduled_tokens
+            fit = [r for r in self.waiting if self._missing(r, tokens)[0] <= stock]
+            if self.waiting.peek_request() not in fit:
+                self._put_first([r.request_id for r in fit if r.request_id in self._parked])
+        return held
+
+    def _is_stalled(self, patience_s: float) -> bool:
+        """Whether nobody runs, for so long, and no page is on its way."""
         assert self.far is not None
         now_s = self.pages.clock()
-        if self.running or not self._idle_since_s or now_s - self._idle_since_s < PATIENCE_S:
-            return
-        if self._fenced or self.far.is_worth_waiting(now_s):
+        if self.running or not self._idle_since_s or now_s - self._idle_since_s < patience_s:
+            return False
+        return not (self._fenced or self.pages.num_expected or self.far.is_worth_waiting(now_s))
+
+    def _end_a_stall(self) -> None:
+        """Nobody runs, and no page comes of itself: who is furthest from its turn gives its own up."""
+        if not self._is_stalled(PATIENCE_S):
             return
         accounts = self.slices.accounts.requests
         parked = [r for r in self._parked.values() if not self._in_flight(r)]
         if len(parked) > 1:
             self._drop(max(parked, key=lambda r: self.slices.order_key(accounts[r.request_id])))
-            self._idle_since_s = now_s
+            self._idle_since_s = self.pages.clock()
 
     def _is_stuck(self, request: Request | None) -> bool:
         """Not while pages are on their way: two requests, each in its turn without them, would drop one another and
@@ -92,6 +110,10 @@ class FairFarSchedulerMixin(FairSchedulerMixin, FarSchedulerMixin):
         self._forget(request)
         super()._drop(request)
         self.pages.far_room = self.far.spare
+
+    def _forget(self, request: Request) -> None:
+        super()._forget(request)
+        self._losing = [r for r in self._losing if r is not request]
 
 
 class FairFarPageScheduler(FairFarSchedulerMixin, Scheduler):

@@ -24,7 +24,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from shared.engine.far_tables import runs
-from shared.engine.page_pool import SEALED
+from shared.engine.page_pool import SEALED, WRITING
 from shared.engine.page_scheduler import PageSchedulerMixin
 from shared.engine.pool_watch import EXIT_MEMORY_LOST
 from shared.fair.far import MAX_ASKED, PATIENCE_S, Candidate, FarBook, Moved, choose
@@ -32,6 +32,7 @@ from shared.ids import BlockHash
 from shared.kv.words import u32_list
 from shared.wire.mempool_far import NO_PLACE, FarMoved, FarPlaced
 
+MOST_VAIN = 4  # preemptions one after the other that came no further: a lease is in the way
 WAIT_S = 0.002  # of a step in which nothing can run for lack of pages, for the mempool's answer
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class FarSchedulerMixin(PageSchedulerMixin):
         self._changed: dict[str, dict[int, int]] = {}  # entries that the ranks' tables do not have yet
         self._most_owned = 0  # pages at once
         self._left_at_s = -PATIENCE_S  # when own pages were last given for far ones
+        self._came_to: dict[str, int] = {}  # computed tokens of preempted requests, at most
+        self._num_vain = 0  # preemptions of requests that had come no further than before
         # more than half of the memory in one step would leave too little that is sealed, and may leave
         most_tokens = max(1, self._num_own // 2) * self.block_size
         self.max_num_scheduled_tokens = min(self.max_num_scheduled_tokens, most_tokens)
@@ -77,8 +80,9 @@ class FarSchedulerMixin(PageSchedulerMixin):
             old = [r for r in everyone if r in held or r in self.running]
             self.running = old + [r for r in self.running if r not in everyone]
         self.far_counts["steps_without_pages"] += bool(held)
+        self._end_a_lease_in_the_way()
         if not output.total_num_scheduled_tokens:  # what changed goes with the next step that computes
-            if held:
+            if held and self.sched_step_seq <= self.processed_step_seq:  # else that step's end comes first
                 self.quota.wait_far(WAIT_S)
             return output
         changed, self._changed = self._changed, {}
@@ -117,7 +121,8 @@ class FarSchedulerMixin(PageSchedulerMixin):
         now_s = self.pages.clock()
         self._most_owned = max(self._most_owned, self.pages.num_owned)
         is_owed = self.pages.num_owned < self._most_owned and now_s - self._left_at_s < PATIENCE_S
-        if not (is_owed or self._fenced or self.pages.num_expected or self.far.is_worth_waiting(now_s)):
+        may_come = is_owed or self._fenced or self.pages.num_expected or self.far.is_worth_waiting(now_s)
+        if not (may_come or self.sched_step_seq > self.processed_step_seq):
             return []
         free, tokens, wanted = len(self.pages.stock), self.max_num_scheduled_tokens, 0
         held: list[Request] = []
@@ -129,9 +134,23 @@ class FarSchedulerMixin(PageSchedulerMixin):
             else:
                 free -= max(0, missing)
                 tokens -= new
-        if held:  # nobody asks for pages in its name meanwhile
-            self.pages.refill(wanted)
+        if not held or not (may_come or self._is_filling()):
+            return []
+        self.pages.refill(wanted)  # nobody asks for pages in its name meanwhile
         return held
+
+    def _is_filling(self) -> bool:
+        """Whether blocks may leave when a step under way is over that fills them: until then nothing may, if leases pin
+        the others. Not for any step: who finds no page would wait as long as another request runs.
+        """
+        assert self.far is not None
+        return self.far.spare > 0 and any(map(self._fills, self._givers()))
+
+    def _fills(self, request: Request) -> bool:
+        if request.quire_private or request.last_sched_seq <= self.processed_step_seq:
+            return False
+        whole, kinds = request.num_computed_tokens // self.block_size, self.pages.kinds
+        return any(kinds[block.block_id] == WRITING for block in self._table(request.request_id)[:whole])
 
     def _missing(self, request: Request, tokens: int) -> tuple[int, int]:
         """Blocks that its next step adds to its table, and that step's tokens."""
@@ -289,12 +308,36 @@ class FarSchedulerMixin(PageSchedulerMixin):
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._forget(request)
+        self._came_to.pop(request.request_id, None)
         return super()._free_request(request, delay_free_blocks)
 
     def _preempt_request(self, request: Request, timestamp: float) -> None:
         self._forget(request)
+        self._note_preempted(request)
         self.far_counts["recomputed_tokens"] += request.num_computed_tokens
         super()._preempt_request(request, timestamp)
+
+    def _note_preempted(self, request: Request) -> None:
+        """A request that is computed again and again and comes no further shows that pages are missing for good."""
+        before = self._came_to.get(request.request_id, -1)
+        self._came_to[request.request_id] = max(before, request.num_computed_tokens)
+        self._num_vain = self._num_vain + 1 if request.num_computed_tokens <= before else 0
+
+    def _end_a_lease_in_the_way(self) -> None:
+        """Blocks that leases pin do not leave. With a request running, if only for a step each time, nobody else ends
+        any (lease_stalls.py): so it is with too few pages beside them for a long prompt's steps.
+        """
+        if self._num_vain < MOST_VAIN:
+            return
+        self._num_vain = 0
+        waiting = [r.request_id for queue in (self.waiting, self.skipped_waiting) for r in queue]
+        held = [name for name in waiting if name in self.leases]
+        if held:  # the last in the queue first
+            request = self.requests[held[-1]]
+            self.quota.counters["leases_dropped"] += 1
+            self.kv_cache_manager.tails.pop(request.request_id, None)
+            is_read = request.last_sched_seq > self.processed_step_seq
+            self._end_lease(self.leases.pop(request.request_id), self.sched_step_seq if is_read else 0)
 
     def _forget(self, request: Request) -> None:
         assert self.far is not None

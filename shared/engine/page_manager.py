@@ -1,6 +1,6 @@
 """vLLM's KV cache manager over pages: allocation depends on the stock, a handed-off prompt may end in a held block."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -82,8 +82,10 @@ class PageKVCacheManager(KVCacheManager):
                 0 if request.status == RequestStatus.RUNNING else min(request.num_tokens, self.max_model_len)
             )
             wanted = max(missing, -(-whole // block_tokens) - have - hits)  # vLLM admits whole prompts only
-            if wanted > self.block_pool.get_num_free_blocks():
-                self.make_way(request, wanted)
+            found = new_computed_blocks.blocks[0] if new_computed_blocks is not None else ()
+            if wanted > self.block_pool.get_num_free_blocks() and not self._makes_way(request, wanted, found):
+                self.unmet_blocks = max(self.unmet_blocks, missing)
+                return None  # the next step looks for its hits anew
         if missing > len(self.block_pool.stock) and not self._wait_for(request, missing):
             self.unmet_blocks = max(self.unmet_blocks, missing)
             return None
@@ -101,6 +103,13 @@ class PageKVCacheManager(KVCacheManager):
             whole = min(request.num_tokens, self.max_model_len)
             self.unmet_blocks = max(self.unmet_blocks, -(-whole // block_tokens) - have)
         return blocks
+
+    def _makes_way(self, request: Request, wanted: int, hits: Sequence[KVCacheBlock]) -> bool:
+        """False: what gave way was among its hits, e.g. leased for another request that waits."""
+        assert self.make_way is not None
+        hashes = [block.block_hash for block in hits]
+        self.make_way(request, wanted)
+        return hashes == [block.block_hash for block in hits]
 
     def _has_slots(self, request: Request, num_new_tokens: int, num_lookahead_tokens: int) -> bool:
         """Whether a running request computes its next tokens in blocks that it has, and fills none: vLLM's allocation

@@ -22,13 +22,18 @@ class SwapPages:
         return owned
 
     def leave(self: Any, blocks: Sequence[KVCacheBlock]) -> None:
-        """Sealed blocks that one block table alone had, and has no more: their pages are the mempool's."""
+        """Sealed blocks that a block table had, and has no more: their pages are the mempool's.
+
+        But for those that a lease brought back meanwhile: they stay, for who came with it.
+        """
+        gone: list[KVCacheBlock] = []
         for block in blocks:
             assert self.kinds[block.block_id] == SEALED, block
-            assert block.ref_cnt == 1, block
-            block.ref_cnt = 0
-            self._maybe_evict_cached_block(block)
-        self._let_go(blocks)
+            block.ref_cnt -= 1
+            if not block.ref_cnt:
+                self._maybe_evict_cached_block(block)
+                gone.append(block)
+        self._let_go(gone)
 
     def place_far(self: Any, block_id: int) -> KVCacheBlock:
         """A block behind this engine's own ones, where its ranks map a copy, is in one block table."""

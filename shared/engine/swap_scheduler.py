@@ -241,23 +241,23 @@ class SwapSchedulerMixin(PageSchedulerMixin):
 
     def _answer_pool(self) -> None:
         with self._turn:
-            was_lost = self.quota.lost
             if self.swapper is not None:  # the thread that watches the mempool was there first
                 self.swapper.hear(self.requests)
+            times = self.quota.counters["reattached"]  # `lost` may change at any moment
             super()._answer_pool()
-            if self.swapper is not None and was_lost and not self.quota.lost:
+            if self.swapper is not None and self.quota.counters["reattached"] > times:
                 self.swapper.lost_pool()
 
     def _is_stuck(self, request: Request | None) -> bool:
         """Whether nobody runs, and pages for a newcomer, or for who is away, will not come of themselves.
 
-        Leases of others that wait end first.
+        Leases of others that wait end first, each in its time: what it pins may be on its way to them.
         """
         held = [r.request_id for r in self.waiting if r.request_id in self.leases and r is not request]
         held = [request_id for request_id in held if request_id not in self._parked]
-        if held:
+        if (ends := self._stalls.to_end(held, self.pages.clock())) is not None:
             self.quota.counters["leases_dropped"] += 1
-            self._end_lease_of(held[-1])
+            self._end_lease_of(ends)
         if held or self.swapper.absences.is_waiting or not self._idle_since_s:
             return False
         most = self._most_pages - self._most_pages // BEYOND_SHARE

@@ -4,7 +4,8 @@ With `fair` behind the examples' number they run in fair slices, with more reque
 
 The scheduler, the block pool, the wire's messages and the mempool's decisions are the real ones; copies and mappings
 end when the example lets them, steps are one or two deep, clients leave, and pages are lent, wanted back and lent
-again at any moment, so that blocks that are read move both ways.
+again at any moment, so that blocks that are read move both ways. Prompts begin as earlier ones did, and come with a
+lease of what the mempool has of them, also of what is just going far.
 Every step reads every slot of its requests through the block table as the ranks know it.
 """
 
@@ -24,12 +25,14 @@ from shared.wire.mempool_far import FarMapped, UnmapFar
 from tests.support import page_engine
 from tests.support.page_engine import Row, SimEngine
 from tests.support.page_swap_space import DRAM, LENT
-from tests.support.page_world import World
+from tests.support.page_world import World, hashes_of
 from tests.support.told_slices import ToldSlices
+from tests.unit.mempool_harness import BLOCK_TOKENS
 
 NUM_PAGES, FAR_BLOCKS, FAR_PLACES, DRAM_PAGES, LENT_PAGES = 12, 24, 32, 60, 10
 RANK = 10_000  # connection
 NUM_TURNS = 90
+LONGEST = 80  # tokens of a prompt
 
 
 class Slots(list):
@@ -152,6 +155,12 @@ class FarEngine(SimEngine):
         ):
             super().__init__(world, "far", socket, **how)
         world.attach_rank(self)
+        self.front = world.client(self.instance)
+
+    def add_with_lease(self, request_id: str, prompt: bytes, max_tokens: int, most_blocks: int) -> None:
+        """With a lease of what the mempool has of the prompt's first blocks."""
+        hashes = hashes_of(prompt)[: min(most_blocks, len(prompt) // BLOCK_TOKENS)]
+        self.add(request_id, prompt, max_tokens, self.world.acquired(self.front, hashes) if hashes else {})
 
     def _rows_of(self, output: SchedulerOutput) -> list[Row]:
         gone = set(output.finished_req_ids) | set(output.preempted_req_ids or ())
@@ -162,6 +171,17 @@ class FarEngine(SimEngine):
                 assert end <= len(row.blocks)
                 row.blocks[change.position : end] = change.block_ids
         return super()._rows_of(output)
+
+
+def ask(rng: random.Random, engine: FarEngine, texts: list[bytes]) -> None:
+    """A prompt that is new, or begins as one of the last ones, or is one."""
+    text = bytes(rng.randrange(3) for _ in range(rng.choice([6, 20, 44, 70, LONGEST])))
+    if texts and rng.random() < 0.5:
+        begin = rng.choice(texts)
+        text = rng.choice([begin, (begin[: rng.randint(1, len(begin))] + text)[:LONGEST]])
+    texts[:] = [*texts[-3:], text]
+    most_blocks = rng.choice([0, 2, 4, LONGEST, LONGEST])
+    engine.add_with_lease(f"r{len(engine.answers)}", text, rng.randint(1, 14), most_blocks)
 
 
 def example(rng: random.Random, number: int, *, is_fair: bool = False) -> dict[str, int]:
@@ -177,14 +197,11 @@ def example(rng: random.Random, number: int, *, is_fair: bool = False) -> dict[s
         engine.scheduler.max_num_running_reqs = rng.choice([1, 2, 4])
         engine.scheduler._most_pages = 8 * NUM_PAGES  # as if there were memory for as many to be parked
     world.pump()
-    num = 0
+    texts: list[bytes] = []
     for _ in range(NUM_TURNS):
         world.holds_copies, world.holds_maps = rng.random() < 0.3, rng.random() < 0.3
         if len(engine.unfinished) < most and rng.random() < 0.4:
-            num += 1
-            length = rng.choice([6, 20, 44, 70, 80])
-            text = bytes(rng.randrange(3) for _ in range(length))
-            engine.add(f"r{num}", text, rng.randint(1, 14), {})
+            ask(rng, engine, texts)
         if engine.unfinished and rng.random() < 0.05:
             engine.abort(rng.choice(engine.unfinished))
         if rng.random() < 0.1:
@@ -194,6 +211,8 @@ def example(rng: random.Random, number: int, *, is_fair: bool = False) -> dict[s
         turns = [engine.schedule, engine.execute, engine.finish, world.pump, world.map_one, world.end_copy]
         for turn in rng.choices(turns, weights=[4, 4, 4, 3, 1, 1], k=6):
             turn()
+            if engine.scheduler._fenced and engine.unfinished and rng.random() < 0.2:
+                ask(rng, engine, [engine.answers[rng.choice(engine.unfinished)].prompt])
         world.advance(rng.choice([1, 30, 400]))
     world.holds_copies = world.holds_maps = False
     for _ in range(3_000):
@@ -212,6 +231,8 @@ def example(rng: random.Random, number: int, *, is_fair: bool = False) -> dict[s
     assert not engine.scheduler.far.in_use, vars(engine.scheduler.far)
     assert (far.num_placed, world.maps, world.asked) == (0, {}, []), (far.num_placed, world.maps)
     assert not engine.scheduler._fenced
+    assert not engine.scheduler.leases, engine.describe()
+    assert not engine.scheduler._ended_leases, engine.describe()
     counts = {**engine.scheduler.far_counts, "blocks_back": far.counters["far_blocks_back"]}
     if not is_fair:
         return counts
