@@ -29,7 +29,7 @@ UNIT = re.compile(
 # how a measurement on another machine comes home is no part of it, nor in which folder it kept what was finished
 _AWAY = re.compile(r" --(?:out|commit) \S+|(?<= --keep )\S*/|(?<= --resume )\S*/")
 
-MAX_BYTES = 1 << 15  # of a result file with its samples; longer ones are for machines alone
+MAX_BYTES = 1 << 14  # of a result file with its samples; longer ones are for machines alone
 
 Samples = Sequence[Mapping[str, Any]]
 Metrics = dict[str, float]
