@@ -90,13 +90,10 @@ def build(name: str, options: Options) -> list[Request]:
 def _check(options: Options) -> None:
     """Raises: ValueError naming what makes no sense, which would be a workload without an end, or none."""
     for one in fields(Options):
-        value, least, most = (
-            getattr(options, one.name),
-            _LEAST.get(one.name, 0),
-            _MOST.get(one.name, math.inf),
-        )
+        value = getattr(options, one.name)
         if value is None or one.name == "seed":
             continue
+        least, most = _LEAST.get(one.name, 0), _MOST.get(one.name, math.inf)
         if not math.isfinite(value) or not least <= value <= most:
             upto = f" to {most:g}" if most < math.inf else " or more"
             raise ValueError(f"{one.name} is {value:g}, and may be {least}{upto}")

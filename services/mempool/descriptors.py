@@ -1,14 +1,9 @@
 """Descriptors that newcomers need: whether there is room, asked before anything is decided about one."""
 
 import os
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from services.mempool.memory import PoolMemory
 from shared.transport.unix_socket import OutOfDescriptors, close_fds, duplicates, opening
-
-if TYPE_CHECKING:
-    from services.mempool.mover_regions import Slabs
 
 # More than one attachment takes, so that threads which open some meanwhile leave enough: memory of a space and of the
 # one behind it (three each while they are made, two mappings), copies of those that are sent, the keeper's
@@ -27,19 +22,6 @@ def shortage() -> str:
     finally:
         close_fds(held)
     return ""
-
-
-def exported(slabs: "Slabs", which: Iterable[int]) -> list[int]:
-    """Descriptors of slabs, the caller's to close: all of them or none. Raises: ResourceError."""
-    made: list[int] = []
-    try:
-        with opening():
-            for slab in which:
-                made.append(slabs.export(slab))  # noqa: PERF401  those made before one fails are closed
-    except BaseException:
-        close_fds(made)
-        raise
-    return made
 
 
 def of_memory(memory: PoolMemory, *, table_only: bool, reads_only: bool) -> list[int]:

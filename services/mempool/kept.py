@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from services.mempool import takeover
-from services.mempool.descriptors import exported
 from services.mempool.memory import PoolMemory, runs
 from services.mempool.slabs import DeviceSlabs, KeptSlabs
 from shared.errors import ClusterError
@@ -20,7 +19,7 @@ from shared.ids import Epoch
 from shared.kv.layout import num_slabs
 from shared.mempool.keeper_client import KeeperClient, KeeperStale
 from shared.observe.log import get_logger
-from shared.transport.unix_socket import OutOfDescriptors, close_fds, duplicates
+from shared.transport.unix_socket import OutOfDescriptors, close_fds, duplicates, opened
 
 SPACE = "pages"  # the first one's name; the others have their number behind it
 SLABS_PER_CALL = 128
@@ -110,7 +109,7 @@ class Kept:
     ) -> None:
         for first, count in runs(which):
             for begin in range(first, first + count, SLABS_PER_CALL):
-                fds = exported(slabs, range(begin, min(begin + SLABS_PER_CALL, first + count)))
+                fds = opened(slabs.export, range(begin, min(begin + SLABS_PER_CALL, first + count)))
                 try:
                     takeover.keep_slabs(self.client, name_of(number), base + begin, fds)
                 finally:

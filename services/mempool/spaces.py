@@ -14,7 +14,7 @@ from services.mempool.core.actions import (
     ReleaseUnits,
     RestoreUnits,
 )
-from services.mempool.descriptors import exported, of_memory
+from services.mempool.descriptors import of_memory
 from services.mempool.far_messages import far_in_host, far_in_slabs
 from services.mempool.kept import Kept
 from services.mempool.memory import PoolMemory
@@ -27,7 +27,7 @@ from shared.ids import Epoch, InstanceId, PageId
 from shared.kv.layout import EngineDescription, slabs_per_page
 from shared.kv.page import PageState, unpack_word
 from shared.observe.log import get_logger
-from shared.transport.unix_socket import opening
+from shared.transport.unix_socket import opened, opening
 from shared.wire.mempool_far import MapFar
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Spaces:
 
     def export(self, number: int, rank: int, which: Iterable[int]) -> list[int]:
         """Descriptors of one rank's slabs, the caller's to close. Raises: ResourceError."""
-        return exported(self.slabs[number, rank], which)
+        return opened(self.slabs[number, rank].export, which)
 
     def far_pages(self, action: MapFarPages) -> tuple[MapFar, list[int]]:
         """What a rank is told to map them, and descriptors, the caller's to close. Raises: ResourceError."""

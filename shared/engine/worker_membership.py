@@ -20,14 +20,6 @@ AGAIN_PAUSE_MS = 500  # two processes that claim one id must not register in a t
 _log = get_logger("worker.membership")
 
 
-class _Client(MembershipClient):
-    """One that can be silent for a while."""
-
-    async def pause(self) -> None:
-        """No beat any more; close() still leaves."""
-        await self._stop()
-
-
 class MembershipKeeper:
     """start() once, leave() last. on_epoch runs on the loop for every epoch that is granted."""
 
@@ -45,7 +37,7 @@ class MembershipKeeper:
         self._load = load
         self._on_epoch = on_epoch
         self._endpoint = ""
-        self._client: _Client | None = None
+        self._client: MembershipClient | None = None
         self._again: asyncio.Task[None] | None = None
 
     @property
@@ -72,7 +64,7 @@ class MembershipKeeper:
             await self._client.close()
 
     def _open(self) -> None:
-        self._client = _Client(
+        self._client = MembershipClient(
             self._settings.coordinator_url,
             self._register(self._endpoint),
             key=self._settings.coordinator_key,
@@ -82,7 +74,7 @@ class MembershipKeeper:
         )
         self._client.open()
 
-    async def _replace(self, old: _Client) -> None:
+    async def _replace(self, old: MembershipClient) -> None:
         _log.warning("registering_again", epoch=old.epoch)
         await old.pause()  # not closed: leave() may come meanwhile
         await asyncio.sleep(AGAIN_PAUSE_MS / 1000)

@@ -93,6 +93,10 @@ class MembershipClient(Background):
         self._closed = True
         await self._api.close()
 
+    async def pause(self) -> None:
+        """No beat any more; close() still leaves."""
+        await self._stop()
+
     async def _run(self) -> None:
         while True:
             registered = await self._registered()

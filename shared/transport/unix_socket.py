@@ -8,7 +8,7 @@ import resource
 import socket
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,17 +39,22 @@ def opening() -> Iterator[None]:
         raise OutOfDescriptors(f"{error.strerror}; RLIMIT_NOFILE is {soft} here (ulimit -n)") from error
 
 
-def duplicates(fds: Sequence[int]) -> list[int]:
-    """A copy of each, the caller's to close: all of them or none. Raises: OutOfDescriptors."""
+def opened(open_one: Callable[[int], int], each: Iterable[int]) -> list[int]:
+    """A descriptor of each, the caller's to close: all or none. Raises: OutOfDescriptors, and what `open_one` does."""
     made: list[int] = []
     try:
         with opening():
-            for fd in fds:
-                made.append(os.dup(fd))  # noqa: PERF401  those made before one fails are closed
+            for one in each:
+                made.append(open_one(one))  # noqa: PERF401  those made before one fails are closed
     except BaseException:
         close_fds(made)
         raise
     return made
+
+
+def duplicates(fds: Iterable[int]) -> list[int]:
+    """A copy of each, the caller's to close: all of them or none. Raises: OutOfDescriptors."""
+    return opened(os.dup, fds)
 
 
 @dataclass(frozen=True, slots=True)

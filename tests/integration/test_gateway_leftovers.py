@@ -1,6 +1,7 @@
 """A gateway at its edges: lists beyond its limits, workers lost behind the last token, and clients that do not read."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import socket
@@ -149,14 +150,21 @@ async def test_a_tool_call_that_max_tokens_cut_is_a_call_so_far_whole_and_stream
         assert await whole(rig, tool_chat()) == ("Look. ", [call], "length")
 
 
-async def test_a_client_that_does_not_read_its_whole_answer_is_cut_off(tmp_path, servers):
+@contextlib.asynccontextmanager
+async def much_unread(tmp_path, servers, unread_timeout_ms):
+    """A gateway, and a client that has asked for much and read nothing."""
     async with (
-        running(make_model_dir(tmp_path), unread_timeout_ms=1_500) as rig,
+        running(make_model_dir(tmp_path), unread_timeout_ms=unread_timeout_ms) as rig,
         Lazy(port_of(rig)) as client,
     ):
         rig.a.script = answer_much
         await client.ask()
         await until(lambda: unsent(servers[0]) > 1 << 20)
+        yield rig, client
+
+
+async def test_a_client_that_does_not_read_its_whole_answer_is_cut_off(tmp_path, servers):
+    async with much_unread(tmp_path, servers, 1_500) as (rig, client):
         assert rig.gateway.admission.num_running == 0, "the answer is complete"
         await until(lambda: unsent(servers[0]) == 0)
         with pytest.raises(AssertionError, match="within an answer"):
@@ -164,13 +172,7 @@ async def test_a_client_that_does_not_read_its_whole_answer_is_cut_off(tmp_path,
 
 
 async def test_a_client_that_reads_slowly_gets_its_whole_answer(tmp_path, servers):
-    async with (
-        running(make_model_dir(tmp_path), unread_timeout_ms=4_000) as rig,
-        Lazy(port_of(rig)) as client,
-    ):
-        rig.a.script = answer_much
-        await client.ask()
-        await until(lambda: unsent(servers[0]) > 1 << 20)
+    async with much_unread(tmp_path, servers, 4_000) as (_, client):
         for _ in range(12):  # longer than the timeout
             for _ in range(4):
                 assert await client.read(1 << 16)

@@ -12,7 +12,7 @@ import pytest
 
 from services.mempool import shell
 from services.mempool.core.actions import Disconnect, PoolLimits, Send
-from services.mempool.descriptors import exported, of_memory
+from services.mempool.descriptors import of_memory
 from services.mempool.kept import Kept
 from services.mempool.memory import PoolMemory
 from services.mempool.mover_layers import LayerMemory
@@ -175,7 +175,7 @@ def test_of_slabs_and_of_memory_all_descriptors_are_made_or_none(dups_left):
     before = num_open()
     slabs = SimpleNamespace(export=os.dup)
     for make in (
-        lambda: exported(slabs, [0, 1, 2]),
+        lambda: unix_socket.opened(slabs.export, [0, 1, 2]),
         lambda: of_memory(memory, table_only=False, reads_only=False),
     ):
         dups_left[0] = 1

@@ -108,9 +108,8 @@ class Membership:
         Returns: members added or replaced.
         """
         num_added = 0
-        for entry in sorted(
-            entries, key=lambda entry: entry.epoch
-        ):  # beyond the bound the oldest are forgotten
+        # in their order: beyond the bound the oldest are forgotten
+        for entry in sorted(entries, key=lambda entry: entry.epoch):
             known = self._members.get(entry.instance)
             is_hearsay = known is not None and known.is_hearsay
             last = self._epochs.get(entry.instance, Epoch(-1))

@@ -60,9 +60,12 @@ class Pull:
 
     def take_late(self, now_ms: int) -> list[Reader]:
         """Readers who joined with less time than it has, which is over. Who has as much, or more, hears at its end."""
-        late = [r for r in self.readers if r.until_ms <= now_ms and r.until_ms < self.until_ms]
-        if late:
-            self.readers = [r for r in self.readers if r.until_ms > now_ms or r.until_ms >= self.until_ms]
+        late: list[Reader] = []
+        others: list[Reader] = []
+        for reader in self.readers:
+            is_late = reader.until_ms <= now_ms and reader.until_ms < self.until_ms
+            (late if is_late else others).append(reader)
+        self.readers = others
         return late
 
     def due_ms(self) -> int:
