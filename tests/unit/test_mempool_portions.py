@@ -6,6 +6,7 @@ from services.mempool.core.actions import CopyPages
 from services.mempool.core.lending_copies import LendingCopies
 from services.mempool.core.loans import Shelf
 from services.mempool.core.page_table import PageTable
+from services.mempool.core.pulls import LARGEST
 from shared.ids import Epoch, PageId
 from shared.kv.page import PageState
 from shared.kv.words import u32_list
@@ -153,7 +154,7 @@ def test_a_reader_that_waited_long_enough_for_pages_gets_the_portions_that_came(
     is_clean(pair)
 
 
-def test_portions_whose_pages_are_all_here_get_shorter_to_the_end():
+def test_portions_whose_pages_are_all_here_are_small_and_the_last_ones_shorter():
     names = [f"n{i}" for i in range(40)]
     spaces = Spaces(40, portion_bytes=PAGE_BYTES)
     spaces.worker(PREFILL, "cpu:0", quota=40)
@@ -162,7 +163,7 @@ def test_portions_whose_pages_are_all_here_get_shorter_to_the_end():
     prompt = chain(*names)
     spaces.fill(PREFILL, 0, prompt, names)
     acquire(spaces, prompt)
-    assert [len(copy.targets) for copy in spaces.copies.values()] == [30, 7, 3]
+    assert [len(copy.targets) for copy in spaces.copies.values()] == [LARGEST] * 9 + [3, 1]
     spaces.copied()
     (got,) = answers(spaces, FRONT, wire.Acquired)
     assert content(spaces, got) == names

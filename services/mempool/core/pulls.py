@@ -11,7 +11,7 @@ over, those for which there are pages. A copy that runs is waited for.
 
 A large copy goes in *portions*, each a CopyPages of its own: one begins once there are `portion_bytes` of pages for it,
 while engines still give back the others, and is indexed, and pinned for the readers, while later ones are on their way.
-So the copy engines do not wait for words about a thousand pages, nor the readers for them behind the last byte.
+So copy engines do not wait for words about a thousand pages, nor readers for them behind the last byte.
 """
 
 from collections import Counter
@@ -29,7 +29,8 @@ from shared.ids import BlockHash, HandoffId
 from shared.kv.transfer_mode import TransferMode
 
 ASK_AGAIN_MS = 50
-TAPER = 8  # portions' bytes: a larger copy whose pages are all here goes in several, so that its end is short
+TAPER = 4  # portions' bytes: a larger copy whose pages are all here goes in several, so that its end is short
+LARGEST = 4  # portions' bytes that go in one CopyPages: what came is indexed while the rest is on its way
 
 
 class Pulls:
@@ -235,9 +236,8 @@ class Pulls:
             return 0
         have = len(pull.claim.pages)
         portions = have * memory.page_bytes * memory.num_ranks // max(1, self.limits.portion_bytes)
-        if pull.claim.lacking:
-            return have if portions else 0
-        return have * 3 // 4 if portions >= TAPER else 0
+        least, most = (1, have) if pull.claim.lacking else (TAPER, have * 3 // 4)
+        return min(most, max(1, have * LARGEST // portions)) if portions >= least else 0
 
     def _start_portion(self, pull: Pull, count: int, now_ms: int) -> CopyPages:
         pages = pull.pool.begin_some(pull.claim, count)
