@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
 from loadtest.registry import RESULTS, ROOT
 from loadtest.results import Metrics, Samples, write_result
@@ -24,8 +25,16 @@ Measure = Callable[[argparse.Namespace, Path], Samples]
 
 
 def streamed(client: httpx.Client, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Events of one completion as they come. Raises: RuntimeError with the server's words."""
-    with client.stream("POST", "/v1/completions", json=dict(body)) as response:
+    """Events of one completion as they come; it is sent when the first is asked for, and encoded before this returns.
+
+    Raises: RuntimeError with the server's words.
+    """
+    return _events(client, msgspec.json.encode(body))
+
+
+def _events(client: httpx.Client, raw: bytes) -> Iterator[dict[str, Any]]:
+    headers = {"content-type": "application/json"}
+    with client.stream("POST", "/v1/completions", content=raw, headers=headers) as response:
         for line in response.iter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
