@@ -35,9 +35,9 @@ class SpaceWatch:
         full = self._block_tokens
         self.publisher.stored([entry.block_hash for entry in entries if entry.valid_tokens >= full])
 
-    def removed(self, entry: Entry) -> None:
+    def removed(self, entries: Sequence[Entry]) -> None:
         """Not indexed any more."""
-        self.publisher.removed([entry.block_hash])
+        self.publisher.removed([entry.block_hash for entry in entries])
 
 
 class TreePublishers:

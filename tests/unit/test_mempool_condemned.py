@@ -31,8 +31,8 @@ class Watched:
 
     def stored(self, entries) -> None: ...
 
-    def removed(self, entry) -> None:
-        self.gone.append(entry.block_hash)
+    def removed(self, entries) -> None:
+        self.gone += [entry.block_hash for entry in entries]
 
 
 def test_what_nobody_pins_goes_at_once_with_all_that_continues_it():

@@ -23,9 +23,10 @@ class Watch:
             assert entry.block_hash not in self.told
             self.told.add(entry.block_hash)
 
-    def removed(self, entry):
-        self.told.remove(entry.block_hash)
-        self.states.append(self.pool.memory.table.states[entry.page])
+    def removed(self, entries):
+        for entry in entries:
+            self.told.remove(entry.block_hash)
+            self.states.append(self.pool.memory.table.states[entry.page])
 
 
 def test_all_that_is_indexed_is_told_and_retracted_before_its_page_can_be_free():

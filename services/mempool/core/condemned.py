@@ -22,7 +22,7 @@ class Watch(Protocol):
 
     def stored(self, entries: Sequence[Entry]) -> None: ...
 
-    def removed(self, entry: Entry) -> None: ...
+    def removed(self, entries: Sequence[Entry]) -> None: ...
 
 
 class Condemned(ABC):
@@ -35,11 +35,12 @@ class Condemned(ABC):
     def delete(self, hashes: Sequence[BlockHash]) -> list[Entry]:
         """See Index."""
 
-    def _forget(self, entry: Entry) -> None:
-        """The block is not found here any more."""
-        del self._entries[entry.block_hash]
+    def _forget(self, entries: Sequence[Entry]) -> None:
+        """The blocks are not found here any more."""
+        for entry in entries:
+            del self._entries[entry.block_hash]
         if self.watch is not None:
-            self.watch.removed(entry)
+            self.watch.removed(entries)
 
     def condemn(self, block_hash: BlockHash) -> tuple[list[Entry], list[Entry]]:
         """Nobody finds this block any more, nor what was computed from it: the blocks behind it.
@@ -57,7 +58,7 @@ class Condemned(ABC):
         for entry in pinned:
             seed = b"condemned:%d:%d:" % (next(_numbers), entry.page) + entry.block_hash
             name = names[entry.block_hash] = BlockHash(hashlib.sha256(seed).digest())
-            self._forget(entry)
+            self._forget([entry])
             entry.block_hash, entry.parent = name, names.get(entry.parent, entry.parent)
             self._entries[name] = entry
         return removed, pinned

@@ -14,13 +14,13 @@ them: the same block may have a page in several. A block may come before its par
 Using a block is using all blocks before it: a parent is never older than its children.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-from services.mempool.core.condemned import Condemned, Watch
+from services.mempool.core.condemned import Watch
 from services.mempool.core.entry import Branch, Entry, runs_of
 from services.mempool.core.leaf_queue import LeafQueue
+from services.mempool.core.leaving import Leaving
 from services.mempool.core.twins import Twins
 from shared.errors import InvalidRequest, InvariantBroken
 from shared.ids import BlockHash, PageId
@@ -28,7 +28,7 @@ from shared.ids import BlockHash, PageId
 FIRST_LOOKUP = 16  # hashes looked up at once, then more: a long list whose first block is unknown stays cheap
 
 
-class Index(Condemned):
+class Index(Leaving):
     """Hash -> entry. Names sealed pages only; the pool keeps the page table in step."""
 
     def __init__(self) -> None:
@@ -258,73 +258,6 @@ class Index(Condemned):
 
     # -- leaving ----------------------------------------------------------------------------------
 
-    def evict(self) -> Entry | None:
-        """Remove and return the least recently used leaf without a pin; None when every leaf is pinned.
-
-        Cost: O(1) within a branch, O(log n) for the next one.
-        """
-        branch = self._leaves.coldest()
-        if branch is None:
-            return None
-        entry = branch.entries[-1]
-        self._remove(entry)
-        return entry
-
-    def take_coldest(self, count: int) -> list[Entry]:
-        """Up to `count` blocks in the order of eviction, pinned, to be copied away and then given to left().
-
-        They stay indexed meanwhile. One that is used before left() stays for good.
-        """
-        out: list[Entry] = []
-        while len(out) < count and (branch := self._leaves.coldest()) is not None:
-            at = len(branch.entries)
-            lowest = max(0, at - (count - len(out)))
-            while at > lowest and not branch.entries[at - 1].pins:
-                at -= 1
-            tail = self._split(branch, at) if at else branch
-            tail.leaving = True
-            out += reversed(tail.entries)
-            self.pin(tail.entries)
-            if tail.above is not None:
-                tail.above.last_used = max(tail.above.last_used, tail.last_used)
-                self._leaves.offer(tail.above)
-        return out
-
-    def left(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Entries of take_coldest() are copied: unpin them; remove and return those that nobody used since."""
-        removed: list[Entry] = []
-        for entry in entries:
-            branch = entry.branch
-            self.unpin([entry])
-            if branch is None or not branch.leaving:
-                continue
-            if entry.pins:
-                branch.leaving = False  # somebody works with it: it stays, and what is before it
-            else:
-                self._remove(entry)
-                removed.append(entry)
-        return removed
-
-    def stayed(self, entries: Iterable[Entry]) -> None:
-        """Entries of take_coldest() could not be copied: unpin them, they stay."""
-        for entry in entries:
-            if entry.branch is not None:
-                entry.branch.leaving = False
-            self.unpin([entry])
-
-    def age(self, entries: Iterable[Entry]) -> None:
-        """Make these the first to go, once they are leaves and unpinned: there are copies elsewhere."""
-        for branch, count in reversed(Counter(entry.branch for entry in entries).items()):
-            # a branch that goes on behind these blocks has to lose the others first
-            if (
-                branch is not None
-                and branch.last_used
-                and count == len(branch.entries)
-                and not any(x.last_used for x in branch.below)
-            ):
-                branch.last_used = 0
-                self._leaves.reoffer(branch)
-
     def delete(self, hashes: Sequence[BlockHash]) -> list[Entry]:
         """Remove and return the named blocks that have no pin; their successors stay until they age."""
         removed: list[Entry] = []
@@ -343,16 +276,22 @@ class Index(Condemned):
         assert not entry.pins
         branch = entry.branch
         assert branch is not None
-        at = entry.position - branch.start + 1
-        if at < len(branch.entries):
-            self._split(branch, at)
-        self._forget(entry)
-        entry.branch = None
-        branch.entries.pop()
+        at = entry.position - branch.start
+        if at + 1 < len(branch.entries):
+            self._split(branch, at + 1)
+        self._cut_off(branch, at)
+
+    def _cut_off(self, branch: Branch, at: int) -> None:
+        """Its blocks from entries[at] on are not indexed any more."""
+        gone = branch.entries[at:]
+        del branch.entries[at:]
+        self._forget(gone[::-1])
+        for entry in gone:
+            entry.branch = None
         if branch.below:  # successors wait for this block to come again
             for below in branch.below:
                 below.above = None
-            self._roots.setdefault(entry.block_hash, set()).update(branch.below)
+            self._roots.setdefault(gone[-1].block_hash, set()).update(branch.below)
             branch.below = set()
         if branch.entries:
             self._leaves.offer(branch)
@@ -364,10 +303,10 @@ class Index(Condemned):
             over.last_used = max(over.last_used, branch.last_used)
             self._leaves.offer(over)
             return
-        siblings = self._roots[entry.parent]
+        siblings = self._roots[gone[0].parent]
         siblings.discard(branch)
         if not siblings:
-            del self._roots[entry.parent]
+            del self._roots[gone[0].parent]
 
     # -- the tree ---------------------------------------------------------------------------------
 
