@@ -45,25 +45,27 @@ class HeldBlocks:
 
     def stored(self, hashes: Sequence[BlockHash]) -> None:
         """The instance now holds these, parents before children. Repeats are harmless."""
+        held, new = self._held, list[bytes]()
         for whole in hashes:
             short = whole[:SHORT_HASH_BYTES]
-            if short in self._held:
+            if short in held:
                 continue
-            if len(self._held) >= self.max_held:
+            if len(held) >= self.max_held:
                 self.num_ignored += 1
                 continue
-            self._held[short] = None
-            self._note(short, stored=True)
-        self._bound()
+            held[short] = None
+            new.append(short)
+        self._note(new, stored=True)
 
     def removed(self, hashes: Iterable[BlockHash]) -> None:
         """The instance evicted these; unknown ones are ignored."""
+        held, gone = self._held, list[bytes]()
         for whole in hashes:
             short = whole[:SHORT_HASH_BYTES]
-            if short in self._held:
-                del self._held[short]
-                self._note(short, stored=False)
-        self._bound()
+            if short in held:
+                del held[short]
+                gone.append(short)
+        self._note(gone, stored=False)
 
     def cleared(self) -> None:
         """The instance holds nothing: the publication ends at once."""
@@ -100,13 +102,14 @@ class HeldBlocks:
             num_told += -1 if stored else 1
         return num_told == num_in_redis
 
-    def _note(self, short: bytes, *, stored: bool) -> None:
-        if not self.claimed:
-            return
-        was = self._pending.pop(short, None)
-        if was is None:
-            self._pending[short] = stored
-        # stored and removed again before it was told: the server's state did not change
+    def _note(self, shorts: list[bytes], *, stored: bool) -> None:
+        if self.claimed:
+            pending = self._pending
+            for short in shorts:
+                # stored and removed again before it was told: the server's state did not change
+                if pending.pop(short, None) is None:
+                    pending[short] = stored
+        self._bound()
 
     def _bound(self) -> None:
         if len(self._pending) > len(self._held) + self.max_pending:

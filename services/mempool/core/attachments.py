@@ -363,11 +363,11 @@ class Attachments:
             assert self.memory is not None
             self.memory.table.free_all([entry.page for entry in entries], PageEvent.RETIRE)
 
-    def note(self, entry: Entry) -> None:
+    def note(self, *entries: Entry) -> None:
         """For a successor: what the page holds under its epoch of now. In the same event it may get another."""
         assert self.memory is not None
-        epoch = Epoch(self.memory.table.epochs[entry.page])
-        self._notes.append((entry.page, pack_entry(entry, epoch)))
+        epochs = self.memory.table.epochs
+        self._notes += [(entry.page, pack_entry(entry, epochs[entry.page])) for entry in entries]
 
     def instance_of(self, connection: int) -> InstanceId | None:
         """Of a client, engine or rank of this pool."""

@@ -16,7 +16,7 @@ from services.mempool.core.page_state import PageEvent
 from services.mempool.core.page_table import PageTable
 from services.mempool.core.radix import Index
 from shared.errors import ResourceError
-from shared.ids import BlockHash, Epoch, PageId
+from shared.ids import BlockHash, PageId
 from shared.kv.page import PageState
 from shared.kv.page_table import ENTRY
 from shared.wire.mempool import Holding, Sealed
@@ -28,7 +28,7 @@ class NotInherited(ResourceError):
     code = "holding.unknown"
 
 
-def pack_entry(entry: Entry, epoch: Epoch) -> bytes:
+def pack_entry(entry: Entry, epoch: int) -> bytes:
     """As it is noted beside the table."""
     return ENTRY.pack(epoch, entry.valid_tokens, entry.block_hash, entry.parent)
 

@@ -40,7 +40,7 @@ class LoanPool(Pool):
         )  # fmt: skip
         self.readers.epochs = table.epochs
 
-    def note(self, entry: Entry) -> None:
+    def note(self, *entries: Entry) -> None:
         """No successor asks."""
 
     def tick(self, now_ms: int) -> list[Action]:

@@ -299,15 +299,13 @@ class Pool(Lifetimes):
         Returns: what is indexed now of these blocks, by whichever page.
         """
         assert self.memory is not None
-        table, new = self.memory.table, list[PageId]()
-        out = self.index.insert_all(entries)
-        for entry, known in zip(entries, out, strict=True):
-            if known is entry:
-                new.append(entry.page)
-                self.note(entry)
-            else:
-                table.free(entry.page, PageEvent.DISCARD)
-        table.apply_all(new, PageEvent.SEAL)
+        table, out = self.memory.table, self.index.insert_all(entries)
+        new = [entry for entry, known in zip(entries, out, strict=True) if known is entry]
+        if len(new) < len(entries):
+            here = set(map(id, new))
+            table.free_all([entry.page for entry in entries if id(entry) not in here], PageEvent.DISCARD)
+        self.note(*new)
+        table.apply_all([entry.page for entry in new], PageEvent.SEAL)
         return out
 
     def cancel(self, claim: Claim) -> None:
