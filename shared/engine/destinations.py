@@ -4,7 +4,8 @@ from typing import Any, NamedTuple
 
 from vllm.v1.request import Request, RequestStatus
 
-from shared.engine.page_scheduler import PageSchedulerMixin, given
+from shared.engine.block_hasher import given
+from shared.engine.page_scheduler import PageSchedulerMixin
 from shared.ids import HandoffId, InstanceId
 
 

@@ -23,7 +23,7 @@ from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
-from shared.engine.page_scheduler import given
+from shared.engine.block_hasher import given
 from shared.engine.preempt_times import note_preempted
 from shared.engine.swap_scheduler import SwapSchedulerMixin
 from shared.fair.carrying import Begun, Seen, free_mark, may_begin, may_fill, pages_for_turns

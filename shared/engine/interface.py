@@ -38,6 +38,7 @@ class EngineRequest:
     chain_seed: BlockHash  # first link of the block-hash chain (fingerprint, tenant salt)
     tenant_salt: str = ""
     held: HeldPages | None = None
+    held_digest: bytes = b""  # chain_digest() of the prompt and the held pages' hashes
     handoff_id: HandoffId | None = None  # prefill: lease the prompt's blocks under this id when sealed
     traceparent: str = ""
     handoff_target: InstanceId | None = None  # prefill: who takes over, where that is known

@@ -25,6 +25,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
+from shared.engine.block_hasher import given, quire_block_hasher, seed_of
 from shared.engine.cache_events import CacheEventSender
 from shared.engine.choice_totals import ChoiceTotals
 from shared.engine.lease_stalls import LeaseStalls
@@ -36,7 +37,7 @@ from shared.engine.preempt_times import note_preempted, preempted_ns
 from shared.engine.vllm_setup import die_with_parent
 from shared.errors import SettingsError
 from shared.ids import BlockHash, HandoffId, InstanceId, LeaseId
-from shared.kv.block_hash import chain_seed, hash_blocks, hash_tail, pack_tokens, split_hashes
+from shared.kv.block_hash import hash_tail, pack_tokens, split_hashes
 from shared.kv.layout import EngineDescription, num_blocks
 from shared.kv.page import STOCK_PART
 from shared.kv.words import u32_list, u64_list
@@ -45,35 +46,8 @@ from shared.room.answers import AnswerLengths
 
 logger = logging.getLogger(__name__)
 
-EXTRA_ARGS_KEY = "quire"  # in SamplingParams.extra_args
 STOCK_STEPS = 2  # the stock is kept at what so many of the largest steps can take
 MAX_SEEN_LEASES = 65_536
-
-
-def given(request: Request) -> dict[str, Any]:
-    """What the request's front sent along."""
-    params = request.sampling_params
-    return (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}) if params is not None else {}
-
-
-def seed_of(request: Request) -> BlockHash:
-    """First link of the request's hash chain, as its front gave it."""
-    return BlockHash(given(request).get("seed") or chain_seed("", ""))
-
-
-def quire_block_hasher(block_tokens: int, _hash_function: Any) -> Any:
-    """In place of vLLM's: block hashes are Quire's own chain, equal in every process of the cluster."""
-
-    def hash_new_blocks(request: Request) -> list[BlockHash]:
-        done = len(request.block_hashes)
-        full = request.num_tokens // block_tokens
-        if full <= done:
-            return []
-        link = BlockHash(request.block_hashes[-1]) if done else seed_of(request)
-        tokens = request.all_token_ids[done * block_tokens : full * block_tokens]
-        return hash_blocks(link, pack_tokens(tokens), block_tokens)
-
-    return hash_new_blocks
 
 
 class LeaseUse(NamedTuple):
@@ -191,10 +165,10 @@ class PageSchedulerMixin(PoolWatch):
         if num_tokens % self.block_size:
             expected.append(self._tail_hash(request, num_tokens))
         agreed: list[BlockHash] = []
-        for given, own in zip(split_hashes(params["hashes"]), expected, strict=False):
-            if given != own:
+        for theirs, own in zip(split_hashes(params["hashes"]), expected, strict=False):
+            if theirs != own:
                 break
-            agreed.append(given)
+            agreed.append(theirs)
         count = len(agreed)
         pages, epochs = u32_list(params["pages"])[:count], u64_list(params["epochs"])[:count]
         blocks = self.pages.lease(pages, epochs, agreed[: len(pages)])

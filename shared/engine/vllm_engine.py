@@ -21,6 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from shared.background_task import begin_task
 from shared.engine import fair_scheduler, far_scheduler, page_room, page_scheduler
+from shared.engine.block_hasher import EXTRA_ARGS_KEY
 from shared.engine.cache_events import CacheEventReceiver
 from shared.engine.describe import describe_engine, why_not_in_pages
 from shared.engine.engine_arguments import (
@@ -45,7 +46,6 @@ from shared.engine.interface import (
 )
 from shared.engine.load_view import LoadView
 from shared.engine.page_room import room_from
-from shared.engine.page_scheduler import EXTRA_ARGS_KEY
 from shared.engine.preload import preload_architecture
 from shared.engine.rank_processes import EngineFolder, host_ranks
 from shared.engine.sampling import honour_seeds, prompt_rows, sampling_params
@@ -246,6 +246,7 @@ class VllmEngine:
             out["hashes"] = b"".join(request.held.hashes)
             out["valid_tokens"] = request.held.valid_tokens
             out["lease_id"] = request.held.lease_id
+            out["digest"] = request.held_digest
         return {EXTRA_ARGS_KEY if self.keeps_leases else "kv_transfer_params": out}
 
     async def abort(self, engine_request_id: str) -> None:

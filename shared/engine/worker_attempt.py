@@ -24,7 +24,7 @@ from shared.engine.worker_room import DecodeRoom
 from shared.engine.worker_trace import AttemptClock
 from shared.errors import ClusterError, InvariantBroken, PeerGone, PeerTimeout, ResourceError
 from shared.ids import HandoffId, InstanceId
-from shared.kv.block_hash import chain_seed
+from shared.kv.block_hash import chain_digest, chain_seed
 from shared.observe import metrics
 from shared.observe.log import get_logger
 from shared.wire.handoff import HandoffState
@@ -200,6 +200,7 @@ class Attempt:
         if sampling.prompt_logprobs is None:  # they come with computing the prompt: pages would skip that
             await self._lease_pages()
         self._clock.mark_submitted(asked_pool=asked_pool)
+        held = self._lease.held if self._lease is not None else None
         request = EngineRequest(
             engine_request_id=self._engine_id,
             stage=self.message.stage,
@@ -208,7 +209,8 @@ class Attempt:
             chain_seed=self._seed,
             tenant_salt=self.message.tenant_salt,
             weight=self.message.weight,
-            held=self._lease.held if self._lease is not None else None,
+            held=held,
+            held_digest=chain_digest(self._prompt, b"".join(held.hashes)) if held is not None else b"",
             handoff_id=handoff_id,
             handoff_target=self.message.handoff_to.target if self.message.handoff_to else None,
             traceparent=self._clock.span.traceparent,

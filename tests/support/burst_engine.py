@@ -15,7 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from loadtest.burst_model import Job
-from shared.engine import page_scheduler
+from shared.engine import block_hasher, page_scheduler
 from shared.engine.fair_scheduler import AsyncFairPageScheduler
 from shared.mempool import page_quota
 from shared.wire.mempool_swap import SwappedIn, SwappedOut
@@ -107,11 +107,11 @@ class BurstEngine:
     def _add(self, job: Job) -> None:
         params = SamplingParams(
             temperature=0.0, max_tokens=job.output_tokens, ignore_eos=True,
-            extra_args={page_scheduler.EXTRA_ARGS_KEY: {"seed": SEED}},
+            extra_args={block_hasher.EXTRA_ARGS_KEY: {"seed": SEED}},
         )  # fmt: skip
         first = int(job.name[1:]) * 10_000
         tokens = list(range(first, first + job.prompt_tokens))
-        hasher = page_scheduler.quire_block_hasher(BLOCK_TOKENS, None)
+        hasher = block_hasher.quire_block_hasher(BLOCK_TOKENS, None)
         self.jobs[job.name] = job
         self.scheduler.add_request(Request(job.name, tokens, params, None, block_hasher=hasher))
 

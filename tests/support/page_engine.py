@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from shared.engine import page_pool, page_scheduler
+from shared.engine import block_hasher, page_pool, page_scheduler
 from shared.engine.fair_scheduler import AsyncFairPageScheduler, FairPageScheduler
 from shared.engine.page_scheduler import AsyncPageScheduler, PageScheduler
 from shared.engine.preempt_times import MAX_TIMES
@@ -207,9 +207,9 @@ class SimEngine:
 
     def add(self, request_id: str, prompt: bytes, max_tokens: int, quire: dict[str, Any]) -> None:
         """As it arrives at an engine core, with what its front sent along."""
-        extra = {page_scheduler.EXTRA_ARGS_KEY: {"seed": SEED, **quire}}
+        extra = {block_hasher.EXTRA_ARGS_KEY: {"seed": SEED, **quire}}
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
-        hasher = page_scheduler.quire_block_hasher(BLOCK_TOKENS, None)
+        hasher = block_hasher.quire_block_hasher(BLOCK_TOKENS, None)
         request = Request(request_id, list(prompt), params, None, block_hasher=hasher)
         self.answers[request_id] = Answer(prompt, max_tokens, quire.get("lease_id", ""))
         self.scheduler.add_request(request)
