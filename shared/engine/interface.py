@@ -180,6 +180,10 @@ class Engine(Protocol):
         """False once the engine has died: nothing will ever come from it again."""
         ...
 
+    async def ping(self) -> None:
+        """Returns when the engine is between two steps. Raises: PeerGone when it died."""
+        ...
+
     async def start(self) -> None:
         """Load the model; returns when the first request can run. Raises: SettingsError, ClusterError."""
         ...

@@ -260,6 +260,13 @@ class VllmEngine:
         except (EngineDeadError, EngineGenerateError) as error:
             raise PeerGone(f"the engine died: {error!r}") from error
 
+    async def ping(self) -> None:
+        """See Engine.ping."""
+        try:
+            await self._llm.engine_core.call_utility_async("get_supported_tasks")
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise PeerGone(f"the engine died: {error!r}") from error
+
     def load(self) -> EngineLoad:
         """See Engine.load."""
         view = self._load_view

@@ -122,6 +122,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     lease_ttl_ms: int = 30_000
     hello_timeout_ms: int = 2_000
     gateway_silent_ms: int = 1_500  # a gateway that answers no heartbeat for so long is lost
+    # an engine that gives no answer between two steps for so long hangs: its worker ends, to be started again; 0: two
+    # minutes on a GPU, ten on a CPU, where one step of a large model may take minutes
+    engine_silent_ms: int = 0
 
     mock_prefill_tokens_per_s: float = 50_000.0
     mock_step_ms: float = 10.0  # one decode step, whatever the batch
@@ -144,7 +147,7 @@ _NOT_NEGATIVE = (
     "block_tokens", "max_model_len", "kv_cache_bytes", "gpu_memory_utilization", "drain_deadline_ms", "mock_step_ms",
     "mock_start_ms", "mock_eos_after_tokens", "mock_die_after_tokens", "mock_hang_after_tokens",
     "mock_drop_first_steps", "fair_max_switch_share", "weave_min_tokens", "far_bytes",
-    "handoff_room_ms",
+    "handoff_room_ms", "engine_silent_ms",
 )  # fmt: skip
 
 

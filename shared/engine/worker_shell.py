@@ -3,7 +3,7 @@
     STARTING -(engine ready, ROUTER bound)-> JOINING -(coordinator gave an epoch)-> INTRODUCED
     INTRODUCED -(scheduler said Welcome, or INTRODUCTION_S passed without one)-> SERVING
     SERVING -(SIGTERM)-> DRAINING -(nothing in flight, or the deadline)-> closed, exit 0
-    any -(engine died)-> in-flight requests fail, exit 1
+    any -(engine died, or hangs)-> in-flight requests fail, exit 1
     any -(our bug: a broken invariant, or a background task that ended)-> in-flight requests fail, exit 70
 
 Whoever fails goes within END_LIMIT_S, and what it held of the mempool's pages is released, or goes with its connection.
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from shared.background_task import begin_task
 from shared.engine.calibration import calibrate
+from shared.engine.engine_watch import EngineWatch
 from shared.engine.interface import CacheEvent, Engine, EngineLoad
 from shared.engine.worker_attempt import AttemptContext
 from shared.engine.worker_checks import WorkerLimits
@@ -42,6 +43,7 @@ _log = get_logger("worker")
 EXIT_OK = 0
 EXIT_ENGINE_DIED = 1
 WATCH_INTERVAL_S = 0.25
+SILENT_MS = (120_000, 600_000)  # engine_silent_ms on a GPU, and on a CPU
 INTRODUCTION_S = 3.0  # an absent scheduler keeps no worker from being ready: it learns of it when it is back
 END_LIMIT_S = 20.0  # after a failure; who is told to end has drain_deadline_ms, too
 LAST_WORDS_S = 0.1  # for replies to leave the socket before it closes
@@ -112,6 +114,8 @@ class WorkerShell:
         pool = pages if engine.uses_pool else None
         self.pages = PromptPages(pool, engine.description, settings, kept=engine.keeps_leases)
         self.room = DecodeRoom(engine, self.pages, settings)
+        limit_ms = settings.engine_silent_ms or SILENT_MS[engine.device in ("cpu", "mock")]
+        self.watch = EngineWatch(engine.ping, limit_ms / 1000, self._on_engine_died)
         self.admin = AdminServer(settings.admin_listen, ready=self.ready, status=self.status)
         self._phase = "starting"
         self._stopped = asyncio.Event()
@@ -172,9 +176,13 @@ class WorkerShell:
         _log.info("worker_listens", endpoint=self.endpoint, role=self.role, admin=self.admin.address)
         if self.membership is not None:
             self.membership.start(self.endpoint)
-        watch = begin_task(self._watch_engine(), "engine-watch")
+        watches = [
+            begin_task(self._watch_engine(), "engine-watch"),
+            begin_task(self.watch.run(), "engine-pings"),
+        ]
         await self._stopped.wait()
-        watch.cancel()
+        for watch in watches:
+            watch.cancel()
         try:
             async with asyncio.timeout(END_LIMIT_S if self._exit_code != EXIT_OK else None):
                 await self._end()
@@ -302,9 +310,10 @@ class WorkerShell:
 
     def ready(self) -> tuple[bool, dict[str, Any]]:
         """Ready: the engine runs, the coordinator has given an epoch, the scheduler was told of it."""
-        is_ready = self._phase == "serving" and self.engine.alive
+        is_ready = self._phase == "serving" and self.engine.alive and not self.watch.is_suspect
         return is_ready, {
             "phase": self._phase,
+            "engine_silent_s": round(self.watch.silent_s, 1),
             "instance": self.settings.instance,
             "role": self.role,
             "epoch": self.epoch,

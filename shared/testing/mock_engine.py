@@ -171,6 +171,15 @@ class MockEngine:
         """See Engine.holds_lease: it copies, so it never does."""
         return False
 
+    async def ping(self) -> None:
+        """See Engine.ping."""
+        if self._hangs:
+            await asyncio.Event().wait()
+
+    @property
+    def _hangs(self) -> bool:
+        return 0 < self.settings.mock_hang_after_tokens <= self._num_made
+
     async def abort(self, engine_request_id: str) -> None:
         """See Engine.abort."""
         item = self._by_id.get(engine_request_id)
@@ -321,9 +330,8 @@ class MockEngine:
             self._pages.save(item.request, item.hashes)
 
     def _emit(self) -> None:
-        limit = self.settings.mock_hang_after_tokens
         for item in list(self._running):
-            if item.left_to_compute or (limit and self._num_made >= limit):
+            if item.left_to_compute or self._hangs:
                 continue
             deltas = self._deltas(item)
             self._num_made += len(deltas)

@@ -231,6 +231,18 @@ async def test_a_dead_engine_fails_its_requests_and_ends_the_process(model_dir, 
             assert "engine_died" in worker.log()
 
 
+async def test_an_engine_that_hangs_is_ended_with_its_worker(model_dir, tmp_path):
+    async with world(model_dir, tmp_path) as here:
+        worker = here.worker(mock_hang_after_tokens=5, engine_silent_ms=2_000)
+        async with here.gateway_to(worker) as gateway:
+            gateway.generate("r", [1, 2], max_tokens=4000)
+            end = await gateway.end_of("r")
+            assert isinstance(end, Failed)
+            assert (end.code, end.retryable) == ("peer.gone", True)
+            assert await asyncio.to_thread(worker.wait) == 1
+            assert "the engine has not answered for 2 s" in worker.log()
+
+
 @pytest.mark.parametrize("broken", ["_update_gauges", "load"])
 async def test_a_bug_in_the_background_fails_what_runs_and_ends_the_process(model_dir, tmp_path, broken):
     """A worker that looks at its engine no more would be asked for ever. `load` is also in the state that it logs."""
