@@ -28,7 +28,7 @@ from loadtest.outcomes import Run, write_run
 from loadtest.reports.summary import Slo, one_line, summarise
 from loadtest.results import machine
 from loadtest.workloads import catalogue, trace_files
-from loadtest.workloads.request import Request, clipped, scaled
+from loadtest.workloads.request import Request, check, clipped, scaled
 from loadtest.workloads.stats import infinite_cache_hit_ratio
 from loadtest.workloads.tokens import TokenRange
 
@@ -138,6 +138,10 @@ def _requests(options: argparse.Namespace) -> tuple[list[Request], bool]:
         requests = scaled(requests, options.scale, output_factor=options.output_scale or None)
     if options.context:
         requests = clipped(requests, options.context)
+    try:
+        check(requests)
+    except ValueError as error:
+        raise ValueError(f"{error}: see --scale, --output-scale and --context") from None
     return requests, real if options.history is None else options.history == "real"
 
 

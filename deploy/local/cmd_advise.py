@@ -78,11 +78,6 @@ def advise(
             raise SettingsError(f"{flag} {value:g}: want a number, not negative")
     found = _requests(trace, rate, seed)
     machine = _machine(gpu, model, tp, cost, memory_tokens)
-    longest = max(request.prompt_tokens + request.output_tokens for request in found)
-    if longest > machine.memory_tokens:
-        fail(
-            f"a request of {longest} tokens has no room in the {machine.memory_tokens} of an engine: see --tp, --gpu"
-        )
     slo = default_slo(found, machine)
     slo = type(slo)(slo_ttft_ms or slo.ttft_ms, slo_tpot_ms or slo.tpot_ms)
     per_engine = tp or (1 if cost == RUNNING else machine.prices.coefficients.tp)
@@ -165,9 +160,11 @@ def _show(advice: "Advice") -> None:
         table.add_row(
             layout.name,
             layout.rate_words(),
-            f"{layout.good_ratio:.1%}",
-            *(f"{ms:.0f} ms" for ms in times),
-            f"{layout.hit_ratio:.1%}",
+            *(
+                (f"{layout.good_ratio:.1%}", *(f"{ms:.0f} ms" for ms in times), f"{layout.hit_ratio:.1%}")
+                if layout.is_simulated
+                else ["-"] * 6
+            ),
         )
     out.print(table)
     if advice.calibrated:

@@ -219,10 +219,12 @@ def _simulated(
     if tp < 1 or chunk < 1 or memory_tokens < 0:
         raise SettingsError("--tp and --chunk are at least 1, --memory-tokens at least 0")
     local = always_in_turns(swap_gb_per_s) if has_turns else None
-    machine = machine_of(gpu, model, tp, chunk_tokens=chunk)
-    tokens = memory_tokens or machine.memory_tokens
     if cost:
+        tokens = memory_tokens or machine_of(gpu, model, tp, chunk_tokens=chunk).memory_tokens
         machine = from_file(Path(cost), memory_tokens=tokens, gpu=gpu, model=model)
+    else:
+        machine = machine_of(gpu, model, tp, chunk_tokens=chunk)
+        tokens = memory_tokens or machine.memory_tokens
     machine = type(machine)(machine.prices, tokens, machine.calibrated, machine.words)
     runner = SimulatedRunner(machine, model=model, tp=tp, chunk_tokens=chunk)
     return runner, SimulatedRunner(

@@ -50,6 +50,7 @@ def tables(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[tuple[str,
             "goodput/s",
             "in the SLO",
             "hits",
+            "of an infinite cache",
         ]
     ]
     overview += [
@@ -112,7 +113,10 @@ def warnings(summaries: Sequence[Summary]) -> list[str]:
     ]
 
 
-NOTE = "In brackets: 95% intervals, bootstrap over requests. Times are the client's; percentiles by nearest rank."
+NOTE = (
+    "In brackets: 95% intervals, bootstrap over requests; of shares in the SLO Wilson's. Times are the client's; "
+    "percentiles by nearest rank."
+)
 
 
 def markdown(runs: Sequence[Run], summaries: Sequence[Summary], drawn: Sequence[str]) -> str:

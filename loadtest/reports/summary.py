@@ -1,4 +1,4 @@
-"""The figures of one run, with confidence intervals by bootstrap over its requests."""
+"""The figures of one run, with confidence intervals: by bootstrap over its requests, of the good share Wilson's."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from loadtest.open_loop import lag_p99_ms
 from loadtest.outcomes import SOURCES, Outcome, Run
 
 RESAMPLES = 400
-LEVEL = 0.95
+LEVEL, LEVEL_Z = 0.95, 1.959964  # of intervals; the normal quantile of it
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 METRICS = ("ttft_ms", "tpot_ms", "jct_ms")
 CHUNK_VALUES = 4_000_000  # resampled at once: bounds memory
@@ -40,8 +40,9 @@ class Interval:
 class Summary:
     """times: by metric, then mean, p50, p90, p99. sources: share of prompt tokens, by where their KV came from.
 
-    goodput: share in the SLO times the offered rate (all requests over the time in which they were due), so that the
-    end of a run, when nothing new comes, costs nothing.
+    seconds: from the first that was sent to the last answer's end. goodput: share in the SLO times the offered rate (of
+    the gaps between the times at which requests were due), so that the end of a run, when nothing new comes, costs
+    nothing.
     """
 
     name: str
@@ -93,6 +94,16 @@ def bootstrap(
     return Interval(float(statistic(rows[None])[0]), float(low), float(high))
 
 
+def wilson(num_good: int, num: int) -> Interval:
+    """A share and its interval by Wilson's score: 5 of 5 are not all there may ever be, as a bootstrap has it."""
+    if not num:
+        return Interval(0, 0, 0)
+    share, z2 = num_good / num, LEVEL_Z * LEVEL_Z
+    middle = (share + z2 / (2 * num)) / (1 + z2 / num)
+    reach = LEVEL_Z * (share * (1 - share) / num + z2 / (4 * num * num)) ** 0.5 / (1 + z2 / num)
+    return Interval(share, max(0.0, min(share, middle - reach)), min(1.0, max(share, middle + reach)))
+
+
 def _ratio(rows: np.ndarray) -> np.ndarray:
     """Sum over sum, of [..., n, 2]."""
     sums = rows.sum(axis=-2)
@@ -108,13 +119,13 @@ def between(run: Run, from_s: float, to_s: float) -> Run:
 def summarise(run: Run, slo: Slo) -> Summary:
     """Every figure of a run. Failed requests count against the SLO; those that the client did not send do too."""
     good = [one for one in run.outcomes if one.ok]
-    begin_ms = min((one.sent_ms for one in good), default=0.0)
-    seconds = max(1e-3, (max((one.ended_ms for one in good), default=0.0) - begin_ms) / 1000)
-    met = np.array([[float(slo.met(one)), 1.0] for one in run.outcomes] or [[0.0, 1.0]])
-    share = bootstrap(met, _ratio)
+    sent = [one for one in run.outcomes if not one.skipped]
+    begin_ms = min((one.sent_ms for one in sent), default=0.0)
+    seconds = max(1e-3, (max((one.ended_ms for one in sent), default=0.0) - begin_ms) / 1000)
+    share = wilson(sum(slo.met(one) for one in run.outcomes), len(run.outcomes))
     due = [one.due_ms for one in run.outcomes]
-    offered_s = (max(due) - min(due)) / 1000 if len(due) > 1 else 0.0
-    per_s = len(due) / (offered_s or seconds)
+    offered_s = (max(due) - min(due)) / 1000 if due else 0.0
+    per_s = (len(due) - 1) / offered_s if offered_s else len(due) / seconds
     return Summary(
         name=run.name,
         num_requests=len(run.outcomes),

@@ -8,12 +8,12 @@ says so.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from loadtest.outcomes import Outcome
 from loadtest.reports.summary import Slo
 from loadtest.results import quantile
+from loadtest.simulator.advice import GAIN, LINKS_GB_PER_S, Advice, Layout, sentence, undecided
 from loadtest.simulator.cluster import Simulation
 from loadtest.simulator.hardware import Machine
 from loadtest.simulator.links import gb_per_s
@@ -22,6 +22,7 @@ from loadtest.simulator.request import SimRequest, densest, mean_rate_per_s
 from loadtest.simulator.spec import ClusterSpec, roles_of
 from loadtest.simulator.sustained import (
     MOST_DOUBLINGS,
+    MOST_MS,
     STEPS_PER_DOUBLING,
     Bracket,
     EndlessTrace,
@@ -34,11 +35,9 @@ from services.scheduler.core.predict import CostSettings
 from shared.errors import InvalidRequest
 
 MAX_SPLITS = 7
-GAIN = 1.05  # below this a layout is no better: the search itself is no finer
 MOST_SIMULATED = 8_000  # requests of one run: some 4 s
 MOST_GAIN = 1000.0  # also where colocated instances sustain nothing: JSON has no infinity
 SEARCH_SHARE = 0.75  # of the budget; the rest is for the link
-LINKS_GB_PER_S = (0.05, 1000.0)
 LINK_STEPS = 7
 LEAST_TTFT_MS, LEAST_TPOT_MS = 2_000.0, 50.0
 
@@ -59,84 +58,6 @@ class Question:
     most_simulated: int = MOST_SIMULATED
 
 
-@dataclass(slots=True)
-class Layout:
-    """One way to use the instances. Times at the trace's own rate.
-
-    max_rate_per_s: the highest that it sustained, 0: none that was tried. failed_rate_per_s: the lowest that it did
-    not, 0: none that was tried, so the other is a least value. They lie 4% apart unless the search left it earlier.
-    """
-
-    name: str
-    num_prefill: int
-    num_decode: int
-    num_colocated: int
-    max_rate_per_s: float = 0.0
-    failed_rate_per_s: float = 0.0
-    good_ratio: float = 0.0
-    hit_ratio: float = 0.0
-    ttft_p50_ms: float = 0.0
-    ttft_p99_ms: float = 0.0
-    tpot_p99_ms: float = 0.0
-    jct_mean_ms: float = 0.0
-
-    @property
-    def is_split(self) -> bool:
-        """Disaggregated."""
-        return self.num_prefill > 0
-
-    @property
-    def is_at_least(self) -> bool:
-        """It sustained all that was tried."""
-        return self.max_rate_per_s > 0 and not self.failed_rate_per_s
-
-    def rate_words(self) -> str:
-        """For people."""
-        if self.is_at_least:
-            return f"at least {self.max_rate_per_s:.2f}"
-        if self.failed_rate_per_s <= self.max_rate_per_s * GAIN:
-            return f"{self.max_rate_per_s:.2f}"
-        if self.max_rate_per_s:
-            return f"{self.max_rate_per_s:.2f} to {self.failed_rate_per_s:.2f}"
-        if not self.failed_rate_per_s:
-            return "not tried"
-        return f"below {self.failed_rate_per_s:.2f}"
-
-
-@dataclass(slots=True)
-class Advice:
-    """break_even_gb_per_s: the slowest link at which the best split still sustains what colocated instances do; None:
-    none does, or (break_even_known: False) time ended before that was known. gain_ratio: of the rates that were
-    sustained; see Layout for what they are where nothing failed. within_budget: False where time ended the search.
-    decided: False where it ended before one way was known to be better; disaggregate is False then and says nothing.
-    trace_rate_per_s: of the stretch; whole_rate_per_s: of all that the trace has."""
-
-    disaggregate: bool
-    prefill: int
-    decode: int
-    gain_ratio: float
-    break_even_gb_per_s: float | None
-    break_even_known: bool
-    decided: bool
-    sentence: str
-    trace_rate_per_s: float
-    whole_rate_per_s: float
-    simulated_requests: int
-    slo_ttft_ms: float
-    slo_tpot_ms: float
-    good_share: float
-    link_gb_per_s: float
-    costs: str
-    calibrated: bool
-    within_budget: bool = True
-    num_simulations: int = 0
-    layouts: list[Layout] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """For scripts."""
-        return asdict(self)
-
-
 def default_slo(requests: Sequence[SimRequest], machine: Machine) -> Slo:
     """Three times a long prompt's prefill alone, twice a lonely decode step, and never tighter than 2 s and 50 ms."""
     prices = machine.prices
@@ -149,15 +70,29 @@ def default_slo(requests: Sequence[SimRequest], machine: Machine) -> Slo:
 
 
 class Advisor:
-    """Args: elapsed_s: since the beginning; budget_s: when the search ends."""
+    """Args: elapsed_s: since the beginning; budget_s: when the search ends.
+
+    Raises: InvalidRequest on a question without an answer; of the trace only the stretch that is simulated must fit.
+    """
 
     def __init__(self, question: Question, elapsed_s: Callable[[], float], budget_s: float) -> None:
         if question.instances < 2:
             raise InvalidRequest(
                 f"{question.instances} instance cannot be divided into prefill and decode: give at least 2 instances"
             )
+        if question.slo.ttft_ms > MOST_MS:
+            raise InvalidRequest(
+                f"a TTFT limit of {question.slo.ttft_ms:g} ms is longer than a rate is simulated for: give "
+                f"--slo-ttft-ms of at most {MOST_MS:g}"
+            )
         self._question = question
         self._requests = densest(question.requests, question.most_requests)
+        longest = max(one.prompt_tokens + one.output_tokens for one in self._requests)
+        room = question.machine.memory_tokens
+        if longest > room:
+            raise InvalidRequest(
+                f"a request of {longest} tokens has no room in the {room} of an engine: see --tp, --gpu"
+            )
         self._trace = EndlessTrace(self._requests, question.slo)
         self._elapsed_s, self._budget_s = elapsed_s, budget_s
         self._deadline_s = budget_s * SEARCH_SHARE
@@ -211,7 +146,14 @@ class Advisor:
         return Simulation(spec, self._question.machine.prices, requests, enough=enough)
 
     def _at_own_rate(self, layout: Layout) -> None:
-        done = self._simulation(layout, self._question.link_gb_per_s, self._requests).run()
+        """What it does then, where there is time for all of it: half a run says nothing of the other half."""
+        link = self._question.link_gb_per_s
+        if not self._has_time():
+            return
+        done = self._simulation(layout, link, self._requests, lambda _: not self._has_time()).run()
+        if len(done.outcomes) < len(self._requests):
+            return
+        layout.is_simulated = True
         found: Summary = summarize(done.outcomes, self._question.slo)
         layout.good_ratio, layout.hit_ratio = round(found.good_ratio, 4), round(found.hit_ratio, 4)
         for name in ("ttft_p50", "ttft_p99", "tpot_p99", "jct_mean"):
@@ -222,10 +164,11 @@ class Advisor:
         slo, load = self._question.slo, self._trace.at(rate_per_s)
         may_miss = int((1 - self._question.good_share) * load.num_judged + 1e-9)
         must_meet, num_met, num_missed = load.num_judged - may_miss, 0, 0
+        judged = load.judged_ids()
 
         def is_sure(outcome: Outcome) -> bool:
             nonlocal num_met, num_missed
-            if outcome.due_ms >= load.judged_from_ms:
+            if outcome.request_id in judged:
                 is_met = slo.met(outcome)
                 num_met, num_missed = num_met + is_met, num_missed + (not is_met)
             return num_met >= must_meet or num_missed > may_miss or not self._has_time()
@@ -321,9 +264,9 @@ class Advisor:
             break_even_gb_per_s=link,
             break_even_known=known,
             decided=decided,
-            sentence=_sentence(colocated, best, pays, gain, link, question.link_gb_per_s, known=known)
+            sentence=sentence(colocated, best, pays, gain, link, question.link_gb_per_s, known=known)
             if decided
-            else _undecided(layouts),
+            else undecided(layouts),
             trace_rate_per_s=round(self._trace.rate_per_s, 3),
             whole_rate_per_s=round(mean_rate_per_s(question.requests), 3),
             simulated_requests=len(self._requests),
@@ -337,64 +280,3 @@ class Advisor:
             num_simulations=self._num_simulations,
             layouts=layouts,
         )
-
-
-def _sentence(
-    colocated: Layout,
-    best: Layout,
-    pays: bool,
-    gain: float,
-    link: float | None,
-    link_now: float,
-    *,
-    known: bool = True,
-) -> str:
-    if not colocated.max_rate_per_s and not best.max_rate_per_s:
-        return "No layout keeps the SLO at any rate that was tried: loosen it, or take faster instances."
-    ratio = f"{best.num_prefill} prefill to {best.num_decode} decode"
-    times = _times_words(colocated, best, gain)
-    if pays:
-        words = _link_words(link, link_now) if known else ""
-        return (
-            f"Disaggregate, {ratio}: it sustains {best.rate_words()} requests/s within the SLO, "
-            f"{colocated.name} {colocated.rate_words()} ({times}). {words}"
-        ).rstrip()
-    if colocated.is_at_least:
-        return (
-            f"Keep them colocated: {colocated.name} sustain {colocated.rate_words()} requests/s within the SLO, all "
-            f"that was tried; the best division ({ratio}) {best.rate_words()}."
-        )
-    words = _keeps_up_words(link) if known else ""
-    return (
-        f"Keep them colocated: {colocated.name} sustain {colocated.rate_words()} requests/s within the SLO, "
-        f"the best division ({ratio}) {best.rate_words()} ({times}; it takes {GAIN:g}x to be worth it). {words}"
-    ).rstrip()
-
-
-def _undecided(layouts: Sequence[Layout]) -> str:
-    found = ", ".join(f"{layout.name} {layout.rate_words()}" for layout in layouts)
-    return (
-        f"Undecided: time ended the search ({found} requests/s). Give fewer --requests, or a quieter machine."
-    )
-
-
-def _times_words(colocated: Layout, best: Layout, gain: float) -> str:
-    if not colocated.max_rate_per_s:
-        return "these sustain no rate that was tried"
-    return f"{'at least ' if best.is_at_least else ''}{gain:.2f}x"
-
-
-def _keeps_up_words(link: float | None) -> str:
-    if link is None:
-        return f"No link up to {LINKS_GB_PER_S[1]:g} GB/s would change that."
-    if link <= LINKS_GB_PER_S[0]:
-        return f"It keeps up with them over any link from {link:g} GB/s on."
-    return f"It keeps up with them from {link:.3g} GB/s between instances on."
-
-
-def _link_words(link: float | None, link_now: float) -> str:
-    if link is None:
-        return f"No link up to {LINKS_GB_PER_S[1]:g} GB/s would change that."
-    if link <= LINKS_GB_PER_S[0]:
-        return f"Any link from {link:g} GB/s on is enough to break even."
-    return f"Below {link:.3g} GB/s between instances disaggregation stops paying (assumed now: {link_now:g} GB/s)."

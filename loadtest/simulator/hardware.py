@@ -19,6 +19,7 @@ from shared.wire.cost import CostCoefficients, ModelShape
 
 MATMUL_SHARE, ATTENTION_SHARE, MEMORY_SHARE = 0.65, 0.5, 0.8  # of peak
 RESERVE_SHARE = 0.1  # of a GPU's memory: activations, graphs, contexts
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")  # in a config.json
 GB = 1e9
 
 
@@ -100,10 +101,16 @@ def with_slots(coefficients: CostCoefficients, max_running: int) -> CostCoeffici
 
 
 def from_data_sheet(gpu_name: str, model: str, *, tp: int = 1, max_batched_tokens: int = 8192) -> Machine:
-    """Args: model: one of MODELS, or a folder with a config.json. Raises: SettingsError."""
+    """Args: model: one of MODELS, or a folder with a config.json. Raises: SettingsError, of experts too."""
     gpu = GPUS.get(gpu_name.lower())
     if gpu is None:
         raise SettingsError(f"no data sheet of the GPU {gpu_name!r}; there are {', '.join(GPUS)}")
+    # its shape has the experts of one token: neither what lies in memory nor what a step of many requests reads
+    if model not in MODELS and any(_config(model).get(key) not in (None, 0, 1) for key in EXPERTS):
+        raise SettingsError(
+            f"{model} is a mixture of experts: its memory and its steps do not follow from a data sheet; take a "
+            "calibrated instance's costs (--cost, as `quire model show --json` prints them) and --memory-tokens"
+        )
     shape = model_shape(model)
     memory_gb = gpu.memory_gb * (1 - RESERVE_SHARE) * tp - weights_gb(shape)
     memory_tokens = int(memory_gb * GB / kv_bytes_per_token(shape))
@@ -121,16 +128,21 @@ def model_shape(model: str) -> ModelShape:
     """Raises: SettingsError."""
     if model in MODELS:
         return MODELS[model]
+    read = _config(model)
+    return shape_of(read, str(read.get("torch_dtype") or read.get("dtype") or "bfloat16"))
+
+
+def _config(model: str) -> dict[str, Any]:
+    """Raises: SettingsError."""
     config = Path(model) / "config.json"
     if not config.is_file():
         raise SettingsError(
             f"model {model!r} is none of {', '.join(MODELS)} and no folder with a config.json"
         )
     try:
-        read = json.loads(config.read_text())
+        return json.loads(config.read_text())
     except ValueError as error:
         raise SettingsError(f"{config} is not JSON: {error}") from error
-    return shape_of(read, str(read.get("torch_dtype") or read.get("dtype") or "bfloat16"))
 
 
 def from_file(path: Path, *, memory_tokens: int = 0, tp: int = 0, gpu: str = "", model: str = "") -> Machine:

@@ -104,9 +104,11 @@ def faster(requests: Sequence[SimRequest], factor: float) -> list[SimRequest]:
 
 
 def mean_rate_per_s(requests: Sequence[SimRequest]) -> float:
-    """Arrivals a second; 0 for one request, or for all at once."""
+    """Arrivals a second; 0 for one request, or for all at once. Of a trace whose times are ticks each tick lasts until
+    the next, the last one as long as the others: 60 every 3 s are 20/s, however few ticks there are."""
     span_ms = requests[-1].arrival_ms - requests[0].arrival_ms
-    return (len(requests) - 1) / span_ms * 1000 if span_ms else 0.0
+    num, num_ticks = len(requests), len({request.arrival_ms for request in requests})
+    return (num - num / num_ticks) / span_ms * 1000 if span_ms else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from shared.ids import BlockHash
 
 LEAST_MS = 30_000.0  # of arrivals that count
 LEAST_TTFTS = 10.0  # and so many times the limit: an overload of a tenth then fills it
+MOST_MS = 600_000.0  # of warm-up, and of what counts: above a limit of 60 s small overloads do not show
 WARM_TTFTS = 2.0
 STEPS_PER_DOUBLING = 16  # rates that are tried: 4% apart, and the same ones for every layout and stretch
 STRIDE = 4  # of the first look beside a rate; it doubles
@@ -33,11 +34,14 @@ def step_of(rate_per_s: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is simulated for one rate; who arrives before judged_from_ms only warms up."""
+    """What is simulated for one rate; all but the last num_judged only warm up."""
 
     requests: list[SimRequest]
-    judged_from_ms: float
     num_judged: int
+
+    def judged_ids(self) -> frozenset[int]:
+        """Of the requests that count: by time, one tick of a trace may lie on both sides of the border."""
+        return frozenset(request.request_id for request in self.requests[-self.num_judged :])
 
 
 class EndlessTrace:
@@ -53,8 +57,10 @@ class EndlessTrace:
         self._num_ids = max(request.request_id for request in requests) + 1
         self._copies = list(requests)  # as many as were needed so far
         answer_tokens = sum(request.output_tokens for request in requests) / len(requests)
-        self._least_ms = max(LEAST_MS, LEAST_TTFTS * slo.ttft_ms)
-        self._warm_ms = max(WARM_TTFTS * slo.ttft_ms, min(LEAST_MS, answer_tokens * slo.tpot_ms))
+        self._least_ms = min(MOST_MS, max(LEAST_MS, LEAST_TTFTS * slo.ttft_ms))
+        self._warm_ms = min(
+            MOST_MS, max(WARM_TTFTS * slo.ttft_ms, min(LEAST_MS, answer_tokens * slo.tpot_ms))
+        )
 
     def num_at(self, rate_per_s: float) -> int:
         """Requests of at(rate_per_s)."""
@@ -66,7 +72,7 @@ class EndlessTrace:
         while len(self._copies) < num_warm + num_judged:
             self._copies += self._copy(len(self._copies) // len(self._stretch))
         found = faster(self._copies[: num_warm + num_judged], rate_per_s / self.rate_per_s)
-        return Load(found, found[num_warm].arrival_ms, num_judged)
+        return Load(found, num_judged)
 
     def _counts(self, rate_per_s: float) -> tuple[int, int]:
         """(warm-up, what counts). In requests, as the mean rate has them: bursts move no border."""

@@ -73,7 +73,7 @@ def check(requests: Sequence[Request]) -> None:
             raise ValueError(f"{where} is there twice")
         if request.arrival_ms < last_ms:
             raise ValueError(f"{where} arrives before the one ahead of it")
-        if not 1 <= request.prompt_tokens <= MAX_PROMPT_TOKENS or request.output_tokens < 1:
+        if not all(1 <= n <= MAX_PROMPT_TOKENS for n in (request.prompt_tokens, request.output_tokens)):
             raise ValueError(
                 f"{where}: {request.prompt_tokens} prompt and {request.output_tokens} output tokens"
             )
@@ -93,6 +93,7 @@ def scaled(
     """Shorter (or longer) prompts and outputs with the same sharing: equal parts stay equal.
 
     Every part keeps at least one token. output_factor: of outputs and of the answers in histories; None: factor.
+    Raises: ValueError, also where a length is beyond what a float holds; check() finds those that are too long.
     """
     if factor <= 0 or (output_factor is not None and output_factor <= 0):
         raise ValueError(f"factors {factor} and {output_factor} must be above 0")
@@ -105,14 +106,17 @@ def scaled(
         end = max(begin + 1, round((one.offset + one.num_tokens) * factor))
         return replace(one, offset=begin, num_tokens=end - begin)
 
-    return [
-        replace(
-            request,
-            prompt=tuple(part(one) for one in request.prompt),
-            output_tokens=_times(request.output_tokens, of_outputs),
-        )
-        for request in requests
-    ]
+    try:
+        return [
+            replace(
+                request,
+                prompt=tuple(part(one) for one in request.prompt),
+                output_tokens=_times(request.output_tokens, of_outputs),
+            )
+            for request in requests
+        ]
+    except OverflowError:
+        raise ValueError(f"factors {factor:g} and {of_outputs:g} make endless lengths") from None
 
 
 def _times(num_tokens: int, factor: float) -> int:

@@ -50,14 +50,15 @@ def prompt_ids(
 ) -> list[int]:
     """Token ids of a prompt.
 
-    Args: answered: token ids that request n was really answered; None there: the planned pseudo-tokens.
+    Args: answered: token ids that request n was really answered, of which the part's num_tokens are taken; None there:
+    the planned pseudo-tokens.
     """
     out: list[int] = []
     for part in prompt:
         if isinstance(part, Answer):
             real = answered(part.of) if answered is not None else None
             if real is not None:
-                out += real
+                out += real[: part.num_tokens]
                 continue
             part = planned_answer(part)
         out += pseudo_tokens(part.content, part.num_tokens, ids, offset=part.offset).tolist()
@@ -72,17 +73,25 @@ def words(segment: Segment) -> str:
     return " ".join(_WORDS[index] for index in picks)
 
 
+def _first_words(text: str, most: int) -> str:
+    """The same text where it has no more."""
+    found = text.split(maxsplit=most)
+    return text if len(found) <= most else text[: -len(found[most])].rstrip()
+
+
 def messages(
     prompt: Sequence[Part], *, answered: Callable[[int], str | None] | None = None
 ) -> list[dict[str, str]]:
-    """A prompt as chat messages: answers are the assistant's, all between them is one user message."""
+    """A prompt as chat messages: answers are the assistant's, all between them is one user message.
+
+    Args: answered: what request n was really answered, of which as many words are taken as the part has tokens.
+    """
     out: list[dict[str, str]] = []
     for part in prompt:
         if isinstance(part, Answer):
             real = answered(part.of) if answered is not None else None
-            out.append(
-                {"role": "assistant", "content": words(planned_answer(part)) if real is None else real}
-            )
+            content = words(planned_answer(part)) if real is None else _first_words(real, part.num_tokens)
+            out.append({"role": "assistant", "content": content})
         elif out and out[-1]["role"] == "user":
             out[-1]["content"] += " " + words(part)
         else:

@@ -144,10 +144,10 @@ def _mooncake(path: Path, source: TextIO) -> Iterator[Row]:
             row: Any = json.loads(line)
             at_ms, length, output = (
                 float(row["timestamp"]),
-                int(row["input_length"]),
-                int(row["output_length"]),
+                _whole(row["input_length"]),
+                _whole(row["output_length"]),
             )
-            ids = [int(one) for one in row.get("hash_ids") or []]
+            ids = _hash_ids(row.get("hash_ids"))
         except NO_ROW as error:
             raise TraceError(
                 f"{where}: no line of a Mooncake trace: {error!r}; expected {MOONCAKE_LINE}"
@@ -160,6 +160,20 @@ def _mooncake(path: Path, source: TextIO) -> Iterator[Row]:
         yield _checked(where, at_ms, length, output, ids)
 
 
+def _whole(value: Any) -> int:
+    """Raises: ValueError, TypeError, OverflowError; of a part of a token too."""
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError(f"{value!r} is no whole number")
+    return int(value)
+
+
+def _hash_ids(value: Any) -> list[int]:
+    """Raises: see _whole."""
+    if value is not None and not isinstance(value, list):
+        raise TypeError(f"hash_ids {value!r} are no list")
+    return [_whole(one) for one in value or ()]
+
+
 def _azure(path: Path, source: TextIO) -> Iterator[Row]:
     reader = csv.DictReader(source)
     try:
@@ -169,13 +183,22 @@ def _azure(path: Path, source: TextIO) -> Iterator[Row]:
 
 
 def _azure_rows(path: Path, reader: "csv.DictReader[str]") -> Iterator[Row]:
-    names = {name.strip().lower() for name in reader.fieldnames or () if name}
-    has_times = not names.isdisjoint(CSV_COLUMNS["timestamp"])
+    names = [name.strip().lower() for name in reader.fieldnames or () if name]
+    for known in CSV_COLUMNS.values():
+        if len(same := [name for name in names if name in known]) > 1:
+            raise TraceError(f"{path}:1: the columns {' and '.join(same)} mean the same: leave one")
+    has_times = not set(names).isdisjoint(CSV_COLUMNS["timestamp"])
+    has_dates: bool | None = None
     for row in reader:
+        if not any(value.strip() if isinstance(value, str) else value for value in row.values()):
+            continue
         where = f"{path}:{reader.line_num}"
         try:
             length, output = (int(_column(row, name)) for name in ("contexttokens", "generatedtokens"))
-            at_ms = _at_ms(_column(row, "timestamp")) if has_times else math.nan
+            at_ms, is_date = _at_ms(_column(row, "timestamp")) if has_times else (math.nan, False)
+            if has_dates not in (None, is_date):
+                raise ValueError("dates and milliseconds in one file")
+            has_dates = is_date
         except NO_ROW as error:
             raise TraceError(
                 f"{where}: no line of an Azure trace: {error!r}; expected {AZURE_LINE}"
@@ -192,16 +215,19 @@ def _column(row: dict[str, str], name: str) -> str:
     raise KeyError(name)
 
 
-def _at_ms(at: str) -> float:
-    """Of a date with or without fractions of seconds and a time zone (UTC), or milliseconds. Raises: ValueError."""
+def _at_ms(at: str) -> tuple[float, bool]:
+    """Of a date with or without fractions of seconds and a time zone (UTC), or milliseconds; and whether it is a date.
+
+    Raises: ValueError.
+    """
     try:
         found = float(at)
     except ValueError:
         day = datetime.fromisoformat(at.strip())  # of more than six digits it takes the first
-        return (day if day.tzinfo else day.replace(tzinfo=UTC)).timestamp() * 1000
+        return (day if day.tzinfo else day.replace(tzinfo=UTC)).timestamp() * 1000, True
     if not math.isfinite(found):
         raise ValueError(f"{at!r} is no time")
-    return found
+    return found, False
 
 
 def _checked(where: str, at_ms: float, length: int, output: int, ids: list[int]) -> Row:

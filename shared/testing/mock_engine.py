@@ -73,19 +73,13 @@ class MockEngine:
         self.device = "mock"
         self.known_cost = CostCoefficients(
             shape=ModelShape(
-                num_layers=1,
-                hidden_size=1,
-                intermediate_size=1,
-                num_heads=1,
-                num_kv_heads=1,
-                head_dim=1,
-                vocab_size=1,
+                num_layers=1, hidden_size=1, intermediate_size=1, num_heads=1, num_kv_heads=1, head_dim=1, vocab_size=1
             ),
             device="mock",
             max_batched_tokens=settings.max_num_batched_tokens,
             step_overhead_ms=settings.mock_step_ms,
             token_ms=1e3 / settings.mock_prefill_tokens_per_s,
-        )
+        )  # fmt: skip
         self.uses_pool = True
         self.keeps_leases = False
         self.description = EngineDescription(

@@ -73,7 +73,7 @@ def test_percentiles_goodput_and_hits_are_those_of_the_requests():
     assert found.times["ttft_ms"]["p50"].value == 105  # of 11 ... 200
     assert found.times["ttft_ms"]["p99"].value == 199
     assert found.slo_share.value == pytest.approx(90 / 200)
-    assert found.goodput.value == pytest.approx(90 / 19.9)  # they were due in so many seconds
+    assert found.goodput.value == pytest.approx(90 / 200 * 199 / 19.9)  # so many gaps in so many seconds
     assert found.requests_per_s == pytest.approx(190 / found.seconds)
     assert found.hit.value == pytest.approx(96 / 128)
     assert found.sources["computed"] == pytest.approx(0.25)
@@ -82,6 +82,40 @@ def test_percentiles_goodput_and_hits_are_those_of_the_requests():
     )  # 12.5 ms was said each time
     for times in found.times.values():
         assert all(one.low <= one.value <= one.high for one in times.values())
+
+
+def steady(number: int, answered: int) -> Run:
+    """One a second, 500 ms each; later ones fail."""
+    rows = [Outcome(n, f"s{n}", 0, due_ms=n * 1000.0, sent_ms=n * 1000.0) for n in range(number)]
+    for one in rows[:answered]:
+        one.ttft_ms, one.jct_ms, one.tpot_ms, one.output_tokens = 50.0, 500.0, 5.0, 10
+    return Run({"hit_bound": 0.5}, rows)
+
+
+@pytest.mark.parametrize("number", [2, 3, 10])
+def test_goodput_is_not_above_the_rate_that_was_offered(number):
+    assert summarise(steady(number, number), Slo()).goodput.value == pytest.approx(1.0)
+
+
+def test_a_server_that_stops_answering_does_not_look_as_fast_as_before():
+    found = summarise(steady(1000, 100), Slo())
+    assert found.seconds == pytest.approx(999.0)
+    assert found.requests_per_s == pytest.approx(100 / 999)
+    assert found.output_tokens_per_s == pytest.approx(1000 / 999)
+    assert found.goodput.value == pytest.approx(0.1)
+
+
+def test_a_share_of_few_requests_is_not_said_to_be_certain():
+    for answered, low, high in ((5, 0.5655, 1.0), (0, 0.0, 0.4345), (4, 0.3755, 0.9638)):
+        share = summarise(steady(5, answered), Slo()).slo_share
+        assert (share.value, share.low, share.high) == pytest.approx((answered / 5, low, high), abs=1e-4)
+
+
+def test_every_column_of_a_report_has_a_heading():
+    made = [steady(5, 5), run()]
+    found = [summarise(one, Slo()) for one in made]
+    for title, rows in render.tables(made, found):
+        assert {len(row) for row in rows} == {len(rows[0])}, title
 
 
 def test_a_warm_up_is_left_out_and_the_bound_of_hits_is_shown(tmp_path):

@@ -1,17 +1,21 @@
 """`quire advise`: the verdict follows the workload and the link, ends in time, and bad files are named by line."""
 
+import itertools
 import json
+import math
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from deploy.local import cmd_advise
 from deploy.local.cli import app
 from loadtest.profiler.simulated import machine_of
 from loadtest.registry import RESULTS
 from loadtest.reports.summary import Slo
-from loadtest.simulator.advise import Advisor, Layout, Question, _sentence, default_slo
-from loadtest.simulator.hardware import from_coefficients, from_data_sheet, from_file
+from loadtest.simulator.advice import Layout, sentence
+from loadtest.simulator.advise import Advisor, Question, default_slo
+from loadtest.simulator.hardware import from_coefficients, from_data_sheet, from_file, model_shape
 from loadtest.simulator.sustained import EndlessTrace
 from shared.errors import InvalidRequest, SettingsError
 from tests.support.simulated import conversations, mooncake_lines, plain
@@ -45,6 +49,33 @@ def test_a_spent_budget_still_gives_a_verdict_and_says_so():
     assert advice.num_simulations <= 6
 
 
+def test_the_runs_at_the_traces_own_rate_keep_to_the_budget_too():
+    ticks = itertools.count()
+    advice = Advisor(Question(STEADY, MACHINE, 3, Slo(4000, 15)), lambda: next(ticks), 70.0).advise()
+    assert advice.num_simulations == 2, "one whole run of 48 requests, and a part of the next"
+    assert [layout.is_simulated for layout in advice.layouts] == [True, False, False]
+    assert [layout.ttft_p50_ms > 0 for layout in advice.layouts] == [True, False, False]
+    assert {layout.rate_words() for layout in advice.layouts} == {"not tried"}
+
+
+def test_a_run_lasts_no_longer_than_is_simulated_however_late_a_first_token_may_be():
+    trace = EndlessTrace(STEADY, Slo(600_000, 50))
+    assert trace.num_at(1.0) <= 1_200 + len(STEADY)
+    for ttft_ms in (600_001, math.inf):
+        with pytest.raises(InvalidRequest, match="--slo-ttft-ms of at most 600000"):
+            ask(1.0, slo=Slo(ttft_ms, 50))
+
+
+def test_of_a_trace_in_ticks_those_are_judged_who_are_counted():
+    # 60 at once every 3 s, of which 24 are in time; the warm-up ends within such a tick
+    ticks = [plain(n, n // 60 * 3000.0, 3000, 20) for n in range(120)]
+    found = []
+    for share in (0.3, 0.4, 0.42):
+        advisor = Advisor(Question(ticks, MACHINE, 2, Slo(2000, 50), good_share=share), lambda: 0.0, 1.0)
+        found.append(advisor._holds(Layout("2 colocated", 0, 0, 2), 4.0, 20.0))
+    assert found == [True, True, False]
+
+
 def test_where_a_run_may_not_be_long_enough_the_rate_is_said_to_be_at_least():
     question = Question(STEADY, MACHINE, 3, Slo(2000, 10_000), link_gb_per_s=100.0, most_simulated=300)
     advice = Advisor(question, lambda: 0.0, 1.0).advise()
@@ -59,8 +90,9 @@ def test_copies_of_a_trace_share_nothing_with_one_another_and_keep_what_is_share
     load = trace.at(trace.rate_per_s * 4)
     n = len(first)
     assert load.num_judged % n == 0
-    assert sum(one.arrival_ms >= load.judged_from_ms for one in load.requests) == load.num_judged
-    assert load.requests[-1].arrival_ms - load.judged_from_ms > 0.9 * 30_000
+    judged = [one for one in load.requests if one.request_id in load.judged_ids()]
+    assert judged == load.requests[-load.num_judged :]
+    assert judged[-1].arrival_ms - judged[0].arrival_ms > 0.9 * 30_000
     assert len({one.request_id for one in load.requests}) == len(load.requests)
     times = [one.arrival_ms for one in load.requests]
     assert times == sorted(times)
@@ -139,7 +171,7 @@ def test_where_the_costs_come_from_is_said_before_the_verdict(tmp_path):
 @pytest.mark.parametrize("link", [None, 0.01, 2.0])
 def test_a_division_that_gains_too_little_is_not_said_to_stop_paying(link):
     colocated, best = Layout("2 colocated", 0, 0, 2, 10.0, 10.4), Layout("1P:1D", 1, 1, 0, 10.2, 10.6)
-    words = _sentence(colocated, best, pays=False, gain=1.02, link=link, link_now=20.0)
+    words = sentence(colocated, best, pays=False, gain=1.02, link=link, link_now=20.0)
     assert words.startswith("Keep them colocated")
     assert "1.02x; it takes 1.05x" in words
     assert "stops paying" not in words
@@ -165,6 +197,37 @@ def test_lengths_alone_are_advised_on_at_a_rate(tmp_path):
     read = json.loads(quire(*words, "--rate", 3, "--json").stdout)
     assert read["simulated_requests"] == 20
     assert 1.5 < read["trace_rate_per_s"] < 6
+
+
+def test_what_there_was_no_time_to_simulate_is_not_shown_as_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(mooncake_lines(2, count=20)))
+    monkeypatch.setattr(cmd_advise, "BUDGET_S", 0.0)
+    told = " ".join(quire(path, "--gpus", 2, "--requests", 10).stdout.split())
+    assert "1P:1D not tried - - - - - -" in told
+    assert "0.0%" not in told
+
+
+def test_a_request_that_is_not_simulated_needs_no_room(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("timestamp,input_tokens,output_tokens\n0,1500000,5\n" + "900000,3000,5\n" * 40)
+    words = (path, "--gpus", 2, "--slo-ttft-ms", 0.01, "--json", "--requests")
+    assert json.loads(quire(*words, 20).stdout)["simulated_requests"] == 20
+    assert "1500005 tokens has no room" in str(quire(*words, 41).exception)
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_a_data_sheet_is_refused_for_a_mixture_of_experts(tmp_path, key):
+    config = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
+              "vocab_size": 32000}  # fmt: skip
+    path = tmp_path / "config.json"
+    for dense in (config, config | {key: None}, config | {key: 1, "num_experts_per_tok": 0}):
+        path.write_text(json.dumps(dense))
+        assert from_data_sheet("h200", str(tmp_path)).memory_tokens > 100_000
+    path.write_text(json.dumps(config | {key: 8, "num_experts_per_tok": 2}))
+    with pytest.raises(SettingsError, match=r"mixture of experts.*--cost"):
+        from_data_sheet("h200", str(tmp_path))
+    assert model_shape(str(tmp_path)).intermediate_size == 2 * 14336, "of measured costs it is looked for"
 
 
 def test_bad_files_and_options_are_errors_that_say_what_is_expected(tmp_path, capsys):

@@ -249,6 +249,11 @@ def test_the_densest_part_of_a_trace_is_cut_out_and_waits_for_nothing_outside():
     assert faster(part, 2.0)[1].arrival_ms == 0.5
 
 
+def test_the_last_tick_of_a_trace_lasts_as_long_as_the_others():
+    assert mean_rate_per_s([plain(n, n // 60 * 3000.0, 10, 1) for n in range(600)]) == pytest.approx(20.0)
+    assert mean_rate_per_s([plain(n, 0.0, 10, 1) for n in range(5)]) == 0.0
+
+
 @pytest.mark.parametrize("policy", ["least_load", "prompt_tree"])
 def test_a_trace_file_is_replayed_from_end_to_end(tmp_path, capsys, policy):
     path, out = tmp_path / "t.jsonl", tmp_path / "run.jsonl"

@@ -129,3 +129,58 @@ def test_the_driver_says_in_one_line_what_is_wrong_with_a_trace(tmp_path, capsys
     (said,) = capsys.readouterr().err.splitlines()
     assert f"{path}:1" in said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (line(prompt=10.9), "10.9 is no whole number"), (line(output="true"), "True is no whole number"),
+        (line(ids='"7"'), "hash_ids '7' are no list"), (line(ids="[7.5]"), "7.5 is no whole number"),
+    ],
+)  # fmt: skip
+def test_what_is_no_count_and_no_list_is_not_taken_for_one(tmp_path, bad, why):
+    path = tmp_path / "t.jsonl"
+    path.write_text(bad)
+    with pytest.raises(TraceError, match=rf"t\.jsonl:1: .*{why}"):
+        read(path)
+    path.write_text(line(prompt="10.0", ids="[7.0]") + line(ids="null"))
+    assert [one.prompt_tokens for one in read(path)] == [10, 10]
+
+
+@pytest.mark.parametrize(
+    "rows", ["0,10,1\n2023-11-16 18:15:46.68,10,1\n", "2023-11-17,10,1\n20231116,10,1\n"]
+)
+def test_dates_and_milliseconds_in_one_file_are_refused(tmp_path, rows):
+    path = tmp_path / "mixed.csv"
+    path.write_text(AZURE + rows)
+    with pytest.raises(TraceError, match=r"mixed\.csv:3: .*dates and milliseconds in one file"):
+        read(path)
+
+
+@pytest.mark.parametrize("names", ["timestamp,arrival_ms", "timestamp,prompt_tokens", "timestamp,Timestamp"])
+def test_two_columns_of_one_meaning_are_refused(tmp_path, names):
+    path = tmp_path / "twice.csv"
+    path.write_text(f"{names},input_length,output_length\n0,5,10,1\n")
+    with pytest.raises(TraceError, match=r"twice\.csv:1: the columns .* mean the same"):
+        read(path)
+
+
+def test_blank_rows_are_no_requests(tmp_path):
+    path = tmp_path / "gaps.csv"
+    path.write_text(AZURE + "0,10,1\n\n   \n , ,\n5,10,1\n   \n")
+    assert times(read(path)) == [0.0, 5.0]
+
+
+@pytest.mark.parametrize("scale", [("--scale", "3e4"), ("--scale", "1e308"), ("--output-scale", "1e6")])
+def test_lengths_that_are_scaled_beyond_what_a_request_may_have_are_refused_in_one_line(
+    tmp_path, capsys, scale
+):
+    path = tmp_path / "t.jsonl"
+    path.write_text(line(prompt=100))
+    words = ["--trace", str(path), "--write-trace", str(tmp_path / "out"), *scale]
+    assert drive.main(words) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "3000000 prompt" in said or "endless lengths" in said or "5000000 output" in said
+    if scale == ("--scale", "3e4"):
+        assert "see --scale" in said
+        assert drive.main([*words, "--context", "4096"]) == 0, "cut, it fits"

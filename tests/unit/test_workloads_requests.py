@@ -53,6 +53,21 @@ def test_messages_alternate_and_have_about_a_word_a_token():
     assert [len(one["content"].split()) for one in found] == [5, 1, 2]
 
 
+def test_of_a_real_answer_no_more_is_sent_than_the_plan_has_room_for():
+    prompt = (Segment(1, 3), Answer(0, 4))
+    assert tokens.prompt_ids(prompt, IDS, answered=lambda _: [7] * 300)[3:] == [7] * 4
+    said = tokens.messages(prompt, answered=lambda _: " one  two\nthree four five six\n")[1]["content"]
+    assert said == " one  two\nthree four"
+    assert tokens.messages(prompt, answered=lambda _: "a b c d \n")[1]["content"] == "a b c d \n"
+
+
+def test_a_clipped_conversation_fits_its_context_with_the_real_answers_in_it():
+    requests = clipped(build("sharegpt", Options(num_requests=400, seed=1)), 2048)
+    long = {one.request_id: one.output_tokens for one in requests}  # the server answers just so many
+    sent = [tokens.prompt_ids(one.prompt, IDS, answered=lambda of: [300] * long[of]) for one in requests]
+    assert max(len(ids) + one.output_tokens for ids, one in zip(sent, requests, strict=True)) == 2048
+
+
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_seed_gives_one_workload_and_another_seed_another(name):
     first = small(name)
@@ -171,6 +186,7 @@ def test_clipping_cuts_ends_and_leaves_room_for_the_output():
         ({"arrival_ms": 1.0}, "before"),
         ({"prompt": ()}, "0 prompt"),
         ({"output_tokens": 0}, "0 output"),
+        ({"output_tokens": 2_000_001}, "2000001 output"),
         ({"depends_on": 7}, "needs 7"),
         ({"session": "b", "depends_on": 0}, "no earlier request of its session"),
     ],

@@ -1,0 +1,148 @@
+"""What `quire advise` found: each layout's rates, the verdict, and both in words."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+GAIN = 1.05  # below this a layout is no better: the search itself is no finer
+LINKS_GB_PER_S = (0.05, 1000.0)  # that are tried
+
+
+@dataclass(slots=True)
+class Layout:
+    """One way to use the instances. Times and ratios at the trace's own rate; is_simulated: False: time ended before.
+
+    max_rate_per_s: the highest that it sustained, 0: none that was tried. failed_rate_per_s: the lowest that it did
+    not, 0: none that was tried, so the other is a least value. They lie 4% apart unless the search left it earlier.
+    """
+
+    name: str
+    num_prefill: int
+    num_decode: int
+    num_colocated: int
+    max_rate_per_s: float = 0.0
+    failed_rate_per_s: float = 0.0
+    good_ratio: float = 0.0
+    hit_ratio: float = 0.0
+    ttft_p50_ms: float = 0.0
+    ttft_p99_ms: float = 0.0
+    tpot_p99_ms: float = 0.0
+    jct_mean_ms: float = 0.0
+    is_simulated: bool = False
+
+    @property
+    def is_split(self) -> bool:
+        """Disaggregated."""
+        return self.num_prefill > 0
+
+    @property
+    def is_at_least(self) -> bool:
+        """It sustained all that was tried."""
+        return self.max_rate_per_s > 0 and not self.failed_rate_per_s
+
+    def rate_words(self) -> str:
+        """For people."""
+        if not self.max_rate_per_s and not self.failed_rate_per_s:
+            return "not tried"
+        if self.is_at_least:
+            return f"at least {self.max_rate_per_s:.2f}"
+        if self.failed_rate_per_s <= self.max_rate_per_s * GAIN:
+            return f"{self.max_rate_per_s:.2f}"
+        if self.max_rate_per_s:
+            return f"{self.max_rate_per_s:.2f} to {self.failed_rate_per_s:.2f}"
+        return f"below {self.failed_rate_per_s:.2f}"
+
+
+@dataclass(slots=True)
+class Advice:
+    """break_even_gb_per_s: the slowest link at which the best split still sustains what colocated instances do; None:
+    none does, or (break_even_known: False) time ended before that was known. gain_ratio: of the rates that were
+    sustained; see Layout for what they are where nothing failed. within_budget: False where time ended the search.
+    decided: False where it ended before one way was known to be better; disaggregate is False then and says nothing.
+    trace_rate_per_s: of the stretch; whole_rate_per_s: of all that the trace has."""
+
+    disaggregate: bool
+    prefill: int
+    decode: int
+    gain_ratio: float
+    break_even_gb_per_s: float | None
+    break_even_known: bool
+    decided: bool
+    sentence: str
+    trace_rate_per_s: float
+    whole_rate_per_s: float
+    simulated_requests: int
+    slo_ttft_ms: float
+    slo_tpot_ms: float
+    good_share: float
+    link_gb_per_s: float
+    costs: str
+    calibrated: bool
+    within_budget: bool = True
+    num_simulations: int = 0
+    layouts: list[Layout] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """For scripts."""
+        return asdict(self)
+
+
+def sentence(
+    colocated: Layout,
+    best: Layout,
+    pays: bool,
+    gain: float,
+    link: float | None,
+    link_now: float,
+    *,
+    known: bool = True,
+) -> str:
+    if not colocated.max_rate_per_s and not best.max_rate_per_s:
+        return "No layout keeps the SLO at any rate that was tried: loosen it, or take faster instances."
+    ratio = f"{best.num_prefill} prefill to {best.num_decode} decode"
+    times = _times_words(colocated, best, gain)
+    if pays:
+        words = _link_words(link, link_now) if known else ""
+        return (
+            f"Disaggregate, {ratio}: it sustains {best.rate_words()} requests/s within the SLO, "
+            f"{colocated.name} {colocated.rate_words()} ({times}). {words}"
+        ).rstrip()
+    if colocated.is_at_least:
+        return (
+            f"Keep them colocated: {colocated.name} sustain {colocated.rate_words()} requests/s within the SLO, all "
+            f"that was tried; the best division ({ratio}) {best.rate_words()}."
+        )
+    words = _keeps_up_words(link) if known else ""
+    return (
+        f"Keep them colocated: {colocated.name} sustain {colocated.rate_words()} requests/s within the SLO, "
+        f"the best division ({ratio}) {best.rate_words()} ({times}; it takes {GAIN:g}x to be worth it). {words}"
+    ).rstrip()
+
+
+def undecided(layouts: Sequence[Layout]) -> str:
+    found = ", ".join(f"{layout.name} {layout.rate_words()}" for layout in layouts)
+    return (
+        f"Undecided: time ended the search ({found} requests/s). Give fewer --requests, or a quieter machine."
+    )
+
+
+def _times_words(colocated: Layout, best: Layout, gain: float) -> str:
+    if not colocated.max_rate_per_s:
+        return "these sustain no rate that was tried"
+    return f"{'at least ' if best.is_at_least else ''}{gain:.2f}x"
+
+
+def _keeps_up_words(link: float | None) -> str:
+    if link is None:
+        return f"No link up to {LINKS_GB_PER_S[1]:g} GB/s would change that."
+    if link <= LINKS_GB_PER_S[0]:
+        return f"It keeps up with them over any link from {link:g} GB/s on."
+    return f"It keeps up with them from {link:.3g} GB/s between instances on."
+
+
+def _link_words(link: float | None, link_now: float) -> str:
+    if link is None:
+        return f"No link up to {LINKS_GB_PER_S[1]:g} GB/s would change that."
+    if link <= LINKS_GB_PER_S[0]:
+        return f"Any link from {link:g} GB/s on is enough to break even."
+    return f"Below {link:.3g} GB/s between instances disaggregation stops paying (assumed now: {link_now:g} GB/s)."
