@@ -89,31 +89,39 @@ def page_arena(
         mapped.clear()
 
     def place(handle: int) -> int:
-        address = driver.reserve(size)
-        driver.map(address, size, handle)
+        try:
+            address = driver.reserve(size)
+            try:
+                driver.map(address, size, handle)
+            except BaseException:
+                driver.free_reservation(address, size)
+                raise
+        finally:
+            driver.release(handle)  # the mapping keeps the memory
         mapped.append(address)
         driver.set_access(address, size, driver.access_address(True))
-        driver.release(handle)  # the mapping keeps the memory
         return address
 
     handle = driver.create(size)
-    fd = driver.export_fd(handle)
+    try:
+        fds = [driver.export_fd(handle)]
+    except BaseException:
+        driver.release(handle)
+        raise
     bases: dict[int, int] = {}
     try:
         bases[rank] = place(handle)
         driver.zero(bases[rank], size)
-        theirs = exchange_fds(folder, rank, world, fd, timeout_s)
+        theirs = exchange_fds(folder, rank, world, fds[0], timeout_s)
+        fds += theirs.values()
         for other, their_fd in theirs.items():
-            try:
-                bases[other] = place(driver.import_fd(their_fd))
-            finally:
-                os.close(their_fd)
+            bases[other] = place(driver.import_fd(their_fd))
+        own = torch.as_tensor(DeviceSpan(bases[rank], size, driver), device=device).view(torch.uint8)
     except BaseException:
         close()
         raise
     finally:
-        os.close(fd)
-    own = torch.as_tensor(DeviceSpan(bases[rank], size, driver), device=device).view(torch.uint8)
+        close_fds(fds)
     return Arena(own, tuple(bases[one] for one in range(world)), 0, close)
 
 

@@ -4,6 +4,7 @@ Descriptors are closed as soon as they are imported: only mempool and keeper hol
 goes back to the system are unmapped while kernels run: no step knows their blocks any more.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from shared.engine.far_window import free_addresses
 from shared.engine.far_window_cuda import MAX_HOST_BYTES, CudaFar, room_for_slabs
+from shared.errors import ClusterError
 from shared.mempool.rank_memory import RankMemory
 from shared.transport.unix_socket import close_fds
 from shared.vmm.book import runs
@@ -92,7 +94,7 @@ class CudaWindow:
                 return
             except VmmError:
                 done, self._mapper = self._mapper.done, None  # it stopped at what was refused
-                self._mapped.difference_update(mapped[: max(0, done - self._num_ops) // 2])
+                self._mapped.difference_update(mapped[: (max(0, done - self._num_ops) + 1) // 2])
                 raise
             finally:
                 self._num_ops += len(paused)
@@ -115,11 +117,18 @@ class CudaWindow:
         self._driver.make_current()
 
     def map(self, slabs: Sequence[int], fds: Sequence[int]) -> None:
-        """See SlabUser."""
+        """See SlabUser. All or nothing: a slab left mapped without access would be taken for one that may be read."""
         self._driver.make_current()
-        absent = [(slab, fd) for slab, fd in zip(slabs, fds, strict=True) if slab not in self._mapped]
-        self._import([slab for slab, _ in absent], [fd for _, fd in absent])
-        self._allow([slab for slab, _ in absent])
+        absent = {slab: fd for slab, fd in zip(slabs, fds, strict=True) if slab not in self._mapped}
+        try:
+            self._import(list(absent), list(absent.values()))
+            self._allow(list(absent))
+        except ClusterError:
+            for slab in self._mapped.intersection(absent):
+                self._mapped.discard(slab)
+                with contextlib.suppress(ClusterError):  # then mapping it again is refused, and said
+                    self._driver.unmap(self._at + slab * self._slab_bytes, self._slab_bytes)
+            raise
 
     def span(self) -> Any:
         """What torch takes over without copying: the null page and all slabs."""

@@ -180,8 +180,13 @@ class SlotAttentionImpl(AttentionImpl[Any]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        special = (alibi_slopes, sliding_window, logits_soft_cap, kv_sharing_target_layer_name, sinks)
-        if any(special) or attn_type != AttentionType.DECODER or kv_cache_dtype != "auto":
+        special = alibi_slopes, sliding_window, logits_soft_cap, kv_sharing_target_layer_name
+        if (
+            any(special)
+            or sinks is not None
+            or attn_type != AttentionType.DECODER
+            or kv_cache_dtype != "auto"
+        ):
             raise SettingsError(
                 "request slots serve plain causal attention only; use worker.kv_layout = cross-layer"
             )

@@ -7,11 +7,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from shared.engine.worker_config import WorkerSettings
 
-# Blocks are allocated, and mapped in the background, so long before their first token. On a GPU that is also how
-# far behind a request's end a kernel may load: it fetches keys in tiles of up to 224 tokens and masks the rest, so
-# the places behind the end must be mapped, and must not change while a step is under way.
+# Blocks are allocated, and mapped in the background, so long before their first token. On a GPU a kernel loads behind
+# a request's end, too: it fetches keys in tiles and masks the rest, so a step waits for the places that its last tile
+# reaches, and they must not change while it is under way. The 32 tokens between the two are steady decoding's lead.
 CPU_AHEAD_TOKENS = 16
 GPU_AHEAD_TOKENS = 256
+GPU_TILE_TOKENS = 224  # FlashAttention-3's longest
 
 
 def install_backend() -> None:

@@ -54,6 +54,7 @@ class SlotSteps:
     """Follows vLLM's scheduler outputs; one thread uses it.
 
     Args:
+        tile_tokens: so far behind a request's end a kernel may load (and mask): a step waits for those places, too.
         record_event: marks the device's work so far; None on the CPU, where a step is over when it returns.
     """
 
@@ -63,11 +64,13 @@ class SlotSteps:
         memory: SlotMapper,
         block_tokens: int,
         record_event: Callable[[], Event] | None,
+        tile_tokens: int = 0,
     ) -> None:
         self.table = table
         self.counters = SlotCounters()
         self._memory = memory
         self._block_tokens = block_tokens
+        self._tile_tokens = tile_tokens
         self._record_event = record_event
         self._step = 0
         self._events: deque[tuple[int, Event]] = deque()
@@ -162,7 +165,7 @@ class SlotSteps:
             return
         ticket = self._memory.submit(change.commands)
         num_pages = sum(len(c.pages) for c in change.commands if hasattr(c, "pages"))
-        if first * self._block_tokens < sum(self._tokens[request]):
+        if self._is_read(request, first):
             self.counters.pages_now += num_pages
             self._ticket = max(self._ticket, ticket)
         else:
@@ -172,13 +175,14 @@ class SlotSteps:
     def _need(self, request: str) -> None:
         """Pages that were mapped in the background are read from this step on."""
         waiting = self._ahead[request]
-        tokens = sum(self._tokens[request])
-        while waiting and (
-            waiting[0][0] * self._block_tokens < tokens or self._memory.is_done(waiting[0][1])
-        ):
+        while waiting and (self._is_read(request, waiting[0][0]) or self._memory.is_done(waiting[0][1])):
             self._ticket = max(self._ticket, waiting.popleft()[1])
         if not waiting:
             del self._ahead[request]
+
+    def _is_read(self, request: str, place: int) -> bool:
+        """Whether the step's kernels may load what is there: to the end of the tile that holds the last token."""
+        return place * self._block_tokens < sum(self._tokens[request]) + self._tile_tokens
 
     def _pass_fences(self) -> None:
         while self._events and self._events[0][1].query():

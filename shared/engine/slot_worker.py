@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from shared.engine.page_worker import PageWorkerMixin
 from shared.engine.slot_attention import SlotReader, use_kernel, use_reader
 from shared.engine.slot_memory import SlotMemory
-from shared.engine.slot_settings import GPU_AHEAD_TOKENS, install_backend
+from shared.engine.slot_settings import GPU_AHEAD_TOKENS, GPU_TILE_TOKENS, install_backend
 from shared.engine.slot_steps import SlotSteps
 from shared.kv.layout import CUDA_PAGE_BYTES, HOST_PAGE_BYTES, EngineDescription
 from shared.vmm.map_budget import process_budget
@@ -78,7 +78,9 @@ class SlotWorkerMixin(PageWorkerMixin):
         if self.device.type != "cpu":
             table = RequestSlots(layout.num_slots, layout.slot_places)
             stream = torch.cuda.current_stream
-            return SlotSteps(table, memory.mapper, layout.block_tokens, lambda: stream().record_event())
+            return SlotSteps(
+                table, memory.mapper, layout.block_tokens, lambda: stream().record_event(), GPU_TILE_TOKENS
+            )
         # the kernel has a mapping for each piece
         most = process_budget().limit * 3 // 4 // layout.num_pieces
         if self.vllm_config.scheduler_config.max_num_seqs * layout.slot_places > most:

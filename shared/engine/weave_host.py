@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from vllm.distributed import get_tp_group
 
 from shared.engine.weave_cuts import StepCuts
 from shared.engine.weave_forward import OneAfterTheOther, Streams, TwoStreams, WovenForward
 from shared.engine.weave_layers import FusedSums, fuse_layers
-from shared.engine.weave_open import Opened, open_fused
+from shared.engine.weave_open import Opened, any_rank, open_fused
 from shared.engine.weave_restart import refuse
 from shared.engine.weave_settings import EXPERTS
 from shared.engine.weave_support import why_not_fused, why_not_woven
@@ -147,13 +146,6 @@ class HostedWeave:
         if self.device.type == "cpu":
             return 1
         return max(1, torch.cuda.get_device_properties(self.device).multi_processor_count - self.num_sms)
-
-
-def any_rank(is_so: bool) -> bool:
-    """The same answer on every rank of the engine."""
-    found = torch.tensor([int(is_so)])
-    dist.all_reduce(found, group=get_tp_group().cpu_group)
-    return bool(int(found))
 
 
 def _sums_of(opened: Opened | None) -> tuple[FusedSums, Callable[[], None]]:

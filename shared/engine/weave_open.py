@@ -1,10 +1,11 @@
 """The fused operation of this rank, over gloo on a CPU and over symmetric memory on GPUs; shared/kernels has both."""
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,8 @@ from vllm.distributed import get_tp_group
 from shared.engine.weave_kept import kept_or_measured, key_of, machine_parts, shared_bytes
 from shared.errors import ClusterError
 from shared.kernels.allreduce_rmsnorm.arenas import torch_arena
-from shared.kernels.allreduce_rmsnorm.calibrate import calibrate
+from shared.kernels.allreduce_rmsnorm.calibrate import calibrate, calibration_rows
+from shared.kernels.allreduce_rmsnorm.errors import FusedUnavailable
 from shared.kernels.allreduce_rmsnorm.fused import CudaFused, FusedSettings
 from shared.kernels.allreduce_rmsnorm.gloo import GlooFused
 from shared.kernels.allreduce_rmsnorm.interface import FusedAllReduceNorm
@@ -25,11 +27,12 @@ logger = logging.getLogger(__name__)
 CPU_TIMEOUT_MS = 60_000  # of one exchange: ranks share cores with others
 NUM_LANES = 2  # one for each part of a step
 
+T = TypeVar("T")
 Opened = tuple[FusedAllReduceNorm, Callable[[], None]]
 
 
 def open_fused(config: Any, device: torch.device) -> Opened:
-    """And what closes it. All ranks call it at the same time. Raises: ClusterError when this rank cannot have it.
+    """And what closes it. All ranks call it at the same time. Raises: ClusterError when a rank cannot have it.
 
     Cost: on a GPU four buffers of a step's tokens (two lanes, what goes in and what comes out) and up to 16 MiB of
     slots, a compilation of about a second, and, unless `worker.state_dir` has it, two to three seconds to measure which
@@ -55,27 +58,62 @@ def _on_gpu(
     group = get_tp_group()
     settings = FusedSettings(hidden, max_tokens, dtype, num_lanes=NUM_LANES)
     num_bytes = settings.layout().num_bytes
-    arena = torch_arena(num_bytes, device, group.device_group, use_multicast=weave["multicast"])
-    try:
+    with contextlib.ExitStack() as kept:  # closed here unless all is well
+        arena = together(
+            lambda: torch_arena(num_bytes, device, group.device_group, use_multicast=weave["multicast"]),
+            lambda made: made.close(),
+        )
+        kept.callback(arena.close)
         if weave["multicast"]:
             settings = replace(settings, use_multicast=everybody_has(arena.multicast, group.cpu_group))
-        fused = CudaFused(settings, arena, group.rank_in_group, device)
-        fused.use(_times(fused, lambda: calibrate(fused, group.device_group), weave["state_dir"]))
+        fused = together(
+            lambda: CudaFused(settings, arena, group.rank_in_group, device), lambda made: made.close()
+        )
+        kept.callback(fused.close)
+        fused.use(_times(fused, lambda: _measured(fused, group.device_group), weave["state_dir"]))
         if group.rank_in_group == 0:
             logger.info(in_words(fused))
             if weave["multicast"] and not settings.use_multicast:
                 logger.warning(
                     "worker.weave_multicast: no multicast address was given here; sums go as without it"
                 )
-    except ClusterError:
-        arena.close()
-        raise
+        return fused, kept.pop_all().close
 
-    def close() -> None:
-        fused.close()
-        arena.close()
 
-    return fused, close
+def _measured(fused: CudaFused, group: dist.ProcessGroup | None) -> Times:
+    """Raises: ClusterError."""
+    rows = together(lambda: calibration_rows(fused), lambda _: None)
+    try:
+        return calibrate(fused, group, rows)
+    except torch.OutOfMemoryError as error:
+        raise FusedUnavailable(f"no memory to measure sums: {error}") from error
+
+
+def any_rank(is_so: bool) -> bool:
+    """The same answer on every rank of the engine. All call it at the same time."""
+    found = torch.tensor([int(is_so)])
+    dist.all_reduce(found, group=get_tp_group().cpu_group)
+    return bool(int(found))
+
+
+def together(make: Callable[[], T], close: Callable[[T], None]) -> T:
+    """What this rank makes, once all have made theirs: a rank that failed alone would be awaited in vain.
+
+    All ranks call it at the same time. Raises: ClusterError, on every rank, when one cannot; nothing is kept then.
+    """
+    failure: ClusterError | None = None
+    made: list[T] = []
+    try:
+        made.append(make())
+    except ClusterError as error:
+        failure = error
+    except torch.OutOfMemoryError as error:
+        failure = FusedUnavailable(f"no memory for sums of ranks: {error}")
+    if any_rank(failure is not None):
+        for one in made:
+            close(one)
+        raise failure or FusedUnavailable("another rank cannot")
+    return made[0]
 
 
 def everybody_has(multicast: int, group: dist.ProcessGroup) -> bool:

@@ -106,8 +106,8 @@ def drain_forever(
                     result = call6(functions[2], address, size, 0, a, 0, 0)
                 elif code == 3:  # cuMemSetAccess(address, size, descriptor, count)
                     result = call6(functions[3], address, size, a, 1, 0, 0)
-                elif code == 5:  # usleep(microseconds)
-                    result = call6(functions[5], address, 0, 0, 0, 0, 0)
+                elif code == 5:  # usleep(microseconds); one that a signal cuts short has paused enough
+                    call6(functions[5], address, 0, 0, 0, 0, 0)
                 else:  # cuMemUnmap(address, size)
                     result = call6(functions[4], address, size, 0, 0, 0, 0)
                 result &= 0xFFFFFFFF

@@ -1,5 +1,6 @@
 """Both background mappers over host memory, and the Python thread over a fake GPU."""
 
+import signal
 import threading
 import time
 
@@ -62,6 +63,19 @@ def test_pauses_lie_between_the_ops_around_them(mapper, window):
     mapper.wait(mapper.submit([pause, *window.plan_unmap(0), pause, pause]))
     assert time.monotonic() - begin_s >= 0.06
     assert mapper.done == mapper.submitted == first + 4
+
+
+def test_a_signal_in_a_pause_fails_nothing(mapper, window):
+    came = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: came.append(1))
+    try:
+        ticket = mapper.submit([Op(OP_PAUSE, 500_000, 0), *window.plan_map(0, [5])])
+        time.sleep(0.1)  # it has begun
+        signal.pthread_kill(mapper._thread.ident, signal.SIGUSR1)
+        mapper.wait(ticket)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert came
 
 
 def test_a_full_ring_makes_the_submitter_wait(mapper, window, monkeypatch):

@@ -3,8 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from shared.engine.slot_attention import SlotAttentionImpl
+from shared.engine.slot_settings import GPU_AHEAD_TOKENS
 from shared.engine.slot_steps import SlotSteps, Span
+from shared.engine.slot_worker import SlotWorkerMixin
+from shared.errors import SettingsError
 from shared.vmm.request_slots import RequestSlots
 from shared.vmm.slot_commands import Map
 
@@ -171,3 +176,52 @@ def test_between_steps_nothing_is_under_way(steps):
     assert steps.under_way
     steps.after()
     assert not steps.under_way
+
+
+TILE_TOKENS = 224  # FlashAttention-3's longest
+
+
+@pytest.fixture
+def gpu_steps(mapper, monkeypatch):
+    """As a GPU's worker makes them, with pages of so many tokens."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=FakeEvent))
+    worker, memory = SimpleNamespace(device=torch.device("cuda")), SimpleNamespace(mapper=mapper)
+
+    def make(block):
+        layout = SimpleNamespace(num_slots=1, slot_places=256, block_tokens=block)
+        return SlotWorkerMixin._make_steps(worker, memory, layout)
+
+    return make
+
+
+@pytest.mark.parametrize("block", [16, 64, 256])
+@pytest.mark.parametrize("chunk", [1, 34, 35, 200, 256, 257])
+def test_a_step_waits_for_every_page_that_its_tiles_reach(mapper, gpu_steps, block, chunk):
+    steps = gpu_steps(block)
+    tokens = have = 0
+    for number in (2048, chunk, *[1] * 300):
+        end = tokens + number
+        more = range(1 + have, 1 + -(-(end + GPU_AHEAD_TOKENS) // block))  # as page_manager.py allocates
+        have += len(more)
+        row = ("a", more, tokens, number)
+        run(steps, output(cached=[row]) if tokens else output(new=[row]))
+        mapped = sum(len(command.pages) for batch in mapper.batches[: mapper.done] for command in batch)
+        assert mapped * block >= end + TILE_TOKENS - 1
+        tokens = end
+
+
+def test_steady_decoding_asks_for_a_page_32_steps_before_it_may_be_read(mapper, gpu_steps):
+    steps = gpu_steps(256)
+    run(steps, output(new=[("a", range(1, 3), 0, 256)]))
+    run(steps, output(cached=[("a", [3], 256, 1)]))  # 257 + 256 tokens need a third
+    for tokens in range(257, 288):
+        run(steps, output(cached=[("a", None, tokens, 1)]))
+    assert mapper.waited == [1]
+    run(steps, output(cached=[("a", None, 288, 1)]))  # 289 + 224
+    assert mapper.waited == [1, 2]
+
+
+@pytest.mark.parametrize("special", [{"sinks": torch.zeros(8)}, {"sliding_window": 128}])
+def test_attention_that_the_kernels_are_not_told_of_is_refused(special):
+    with pytest.raises(SettingsError, match="plain causal attention"):
+        SlotAttentionImpl(8, 64, 0.1, 8, **special)

@@ -46,19 +46,32 @@ def sizes(max_tokens: int) -> tuple[list[int], list[int]]:
     return [n for n in TOKENS if n <= max_tokens], [n for n in MORE_TOKENS if n <= max_tokens]
 
 
-def calibrate(fused: CudaFused, group: dist.ProcessGroup | None = None) -> Times:
+def calibration_rows(fused: CudaFused) -> tuple[torch.Tensor, torch.Tensor]:
+    """Residual and weight for calibrate(): memory that one rank alone may not have, so it is had before ranks meet.
+
+    Raises: torch.OutOfMemoryError. Cost: a residual of the largest size (128 MiB of a hidden size of 8,192 and 8,192
+        tokens).
+    """
+    few, many = sizes(fused.max_tokens)
+    residual = torch.zeros(max(few + many), fused.hidden, dtype=fused.dtype, device=fused.device)
+    return residual, torch.ones(fused.hidden, dtype=fused.dtype, device=fused.device)
+
+
+def calibrate(
+    fused: CudaFused,
+    group: dist.ProcessGroup | None = None,
+    rows_given: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Times:
     """Times for FusedSettings; all ranks call it together, nothing else of the group runs.
 
-    The residual and weights are its own; lane 0's input is read as it is, its output overwritten.
-    Raises: PeerTimeout.
-    Cost: two to three seconds (76 ways at most, of about 30 ms), and a residual of the largest size (128 MiB of a
-        hidden size of 8,192 and 8,192 tokens).
+    Args: rows_given: calibration_rows(), which is made here otherwise.
+    Lane 0's input is read as it is, its output overwritten. Raises: PeerTimeout, torch.OutOfMemoryError.
+    Cost: two to three seconds (76 ways at most, of about 30 ms).
     """
+    residual, weight = rows_given or calibration_rows(fused)
     clock = Clock(fused.device, group, rounds=ROUNDS)
     few, many = sizes(fused.max_tokens)
     bulk = fused.engine(Algorithm.TWO_SHOT)
-    residual = torch.zeros(max(few + many), fused.hidden, dtype=fused.dtype, device=fused.device)
-    weight = torch.ones(fused.hidden, dtype=fused.dtype, device=fused.device)
 
     def measured(algorithm: Algorithm, count: int, tried: Sequence[Way]) -> dict[Way, float]:
         plan = make_plan(algorithm, count, fused.world, fused.rank)

@@ -215,7 +215,9 @@ class CudaFused:
             self.input(plan.num_tokens, lane).copy_(partial)
         params = self._call_params(lane, plan, residual, whole=whole_residual and scattered)
         params.weight, params.eps, params.gemma = weight.data_ptr(), eps, int(gemma)
-        launch = self.shape.launch(engine, plan.algorithm, plan.num_tokens, num_sms or self.num_sms)
+        # budgets and measured ways know of no max_ctas
+        most_ctas = min(num_sms or self.num_sms, self.num_sms)
+        launch = self.shape.launch(engine, plan.algorithm, plan.num_tokens, most_ctas)
         self._launch(_KERNELS[engine], launch, params)
         out = self._views["out", lane][: plan.num_tokens]
         if whole_residual and scattered:
@@ -227,6 +229,8 @@ class CudaFused:
         shape = (rows.shape[0], self.hidden)
         self._check("rows", rows, shape)
         self._check("residual", residual, shape)
+        if not shape[0]:  # a grid of no CTAs is refused
+            return
         params = Params(residual=residual.data_ptr(), weight=weight.data_ptr(), row_stop=shape[0], eps=eps)
         params.out[0] = rows.data_ptr()
         each = self.shape.rows_per_cta

@@ -10,7 +10,7 @@ from shared.kernels.allreduce_rmsnorm.acted_driver import ActedDriver, ActedGrou
 from shared.kernels.allreduce_rmsnorm.arenas import Arena
 from shared.kernels.allreduce_rmsnorm.errors import FusedUnavailable, Phase, pack
 from shared.kernels.allreduce_rmsnorm.fused import LATER_MS, CudaFused, FusedSettings
-from shared.kernels.allreduce_rmsnorm.plan import Algorithm, Way, make_plan, times_from_rows
+from shared.kernels.allreduce_rmsnorm.plan import Algorithm, Times, Way, make_plan, times_from_rows
 from shared.kernels.allreduce_rmsnorm.reference import reference
 from shared.kernels.allreduce_rmsnorm.shapes import Engine, Launch
 
@@ -232,3 +232,25 @@ def test_a_peer_that_did_not_come_is_named_by_check_and_by_every_later_call():
         fused[0].run(partials[0], residual, weight, EPS)
     with pytest.raises(PeerTimeout):
         fused[0].gather_residual(residual)
+
+
+def test_no_call_has_more_ctas_than_the_group_may_use():
+    fused, group = opened(2, FusedSettings(2048, 64, max_ctas=4))
+    weight = torch.ones(2048).bfloat16()
+    times = Times(
+        (1, 2), {Algorithm.ONE_SHOT: (9.0, 9.0), Algorithm.TWO_SHOT: (1.0, 1.0)}, ((1, Way(Engine.BULK, 32)),)
+    )
+    for measured in (None, times):
+        for num_sms in (0, 2, 16):
+            for one in fused:
+                if measured is not None:
+                    one.use(measured)
+                one.run(one.input(64), torch.zeros(64, 2048).bfloat16(), weight, EPS, num_sms=num_sms)
+            assert group.launches[-1][1].ctas == min(num_sms or 4, 4)
+
+
+def test_the_norm_of_no_rows_launches_nothing():
+    (fused,), group = open_group(1)
+    none = torch.zeros(0, HIDDEN).bfloat16()
+    fused.add_norm(none, none.clone(), torch.ones(HIDDEN).bfloat16(), EPS)
+    assert not group.launches

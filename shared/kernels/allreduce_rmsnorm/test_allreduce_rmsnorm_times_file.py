@@ -38,8 +38,9 @@ def test_kept_times_pick_what_the_measured_ones_picked():
         {"version": 1}, {"key": "b"}, {"sizes_bytes": []}, {"sizes_bytes": [1 << 20, 1 << 10]}, {"sizes_bytes": [0, 1]},
         {"times_us": {}}, {"times_us": {"one_shot": [1.0]}}, {"times_us": {"two_shot": [1.0, 0.0]}},
         {"times_us": {"three_shot": [1.0, 2.0]}}, {"ways": [[0, "plain", 0]]}, {"ways": [[1, "plain", 33]]},
-        {"ways": [[1, "other", 0]]}, {"ways": [[1, "push", 0]]}, {"one_shot_ways": [[1, "bulk", 0]]},
-        {"one_shot_ways": [[0, "push", 0]]}, {"few_sms": -1}, {"few_sms": 33}, {"more": 1},
+        {"ways": [[1, "other", 0]]}, {"ways": [[1, "push", 0]]}, {"ways": [[1, "multimem", 0]]},
+        {"one_shot_ways": [[1, "bulk", 0]]}, {"one_shot_ways": [[0, "push", 0]]}, {"few_sms": -1}, {"few_sms": 33},
+        {"more": 1},
     ],
 )  # fmt: skip
 def test_another_groups_file_or_one_that_makes_no_sense_counts_as_none(change):

@@ -17,6 +17,7 @@ from shared.wire.codec import MALFORMED
 
 FILE_VERSION = 2
 _ONE_SHOT_ENGINES = {Engine.PLAIN, Engine.PUSH}
+_TWO_SHOT_ENGINES = {Engine.PLAIN, Engine.BULK}  # MULTIMEM is an algorithm's own, where a group has multicast
 
 _Ways = list[tuple[int, Engine, int]]
 
@@ -60,7 +61,7 @@ def unpack_times(data: bytes, key: str) -> Times | None:
         return None
     if not {engine for _, engine, _ in found.one_shot_ways} <= _ONE_SHOT_ENGINES:
         return None
-    if any(engine is Engine.PUSH for _, engine, _ in found.ways):
+    if not {engine for _, engine, _ in found.ways} <= _TWO_SHOT_ENGINES:
         return None
     return Times(
         tuple(sizes),

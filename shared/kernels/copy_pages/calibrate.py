@@ -5,8 +5,10 @@ caller gives two ranges that this process may copy between (imported pages of an
 """
 
 import hashlib
+import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from shared.kernels.copy_pages.cuda_copier import CudaCopier
 from shared.kernels.copy_pages.driver import CopyDriver
 from shared.kernels.copy_pages.host_memory import move
 from shared.kernels.copy_pages.plan import Always, Choice, Limits, Method
+
+logger = logging.getLogger(__name__)
 
 SIZES = (4 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20, 8 << 20)
 LANES = (1, 2, 4)
@@ -99,20 +103,18 @@ def _line(
     return Line(fixed, tuple(used), tuple(each), tuple(held)) if used else None
 
 
-def _best_cap(driver: CopyDriver, arena: Arena, stream: int, effort: Effort) -> int:
+def _best_cap(opened: Callable[[int], CudaCopier], arena: Arena, stream: int, effort: Effort) -> int:
     """Descriptors a batch call: many cost fewer calls, few let the copy engine begin while the rest is submitted."""
     count = min(MAX_SET_COPIES * 2, arena.num_bytes // CAP_PIECE_BYTES)
     copies = scattered(arena, CAP_PIECE_BYTES, count)
     times: dict[int, float] = {}
     for cap in effort.caps:
-        copier = CudaCopier(driver, limits=Limits(max_descriptors=cap))
-        one = Choice(Method.BATCH)
+        copier, one = opened(cap), Choice(Method.BATCH)
         tries = [
             timed_us(copier, copies, Direction.DEVICE_TO_HOST, stream, one)[0]
             for _ in range(effort.repeats + 1)
         ]
         times[cap] = min(tries[1:])
-        copier.close()
     return min(times, key=lambda cap: times[cap])
 
 
@@ -153,13 +155,17 @@ def measure(driver: CopyDriver, *, peer: Arena | None = None, effort: Effort | N
     if driver.has_kernel:
         ways += [(Method.KERNEL, count) for count in effort.lanes]
     lines: dict[Way, Line] = {}
-    cap = (
-        _best_cap(driver, arenas[Direction.DEVICE_TO_HOST], stream, effort)
-        if driver.has_batch
-        else effort.caps[-1]
-    )
-    copier = CudaCopier(driver, limits=Limits(max_descriptors=cap))
+    copiers: list[CudaCopier] = []
+
+    def opened(cap: int) -> CudaCopier:
+        copiers.append(CudaCopier(driver, limits=Limits(max_descriptors=cap)))
+        return copiers[-1]
+
     try:
+        cap = effort.caps[-1]
+        if driver.has_batch:
+            cap = _best_cap(opened, arenas[Direction.DEVICE_TO_HOST], stream, effort)
+        copier = opened(cap)
         for direction, arena in arenas.items():
             for method, count in ways:
                 way = (direction, method, count)
@@ -167,7 +173,8 @@ def measure(driver: CopyDriver, *, peer: Arena | None = None, effort: Effort | N
                     lines[way] = line
         cpu = _cpu_move(host, arena_bytes, [size for size in sizes if size <= half], effort.repeats)
     finally:
-        copier.close()
+        for copier in copiers:  # before memory goes: what still runs uses it
+            copier.close()
         driver.destroy_stream(stream)
         driver.free_device(device)
         driver.free_host(host)
@@ -184,20 +191,40 @@ def load_or_measure(
 ) -> CostTable:
     """The table kept in `folder` for this machine and driver, or a new one, kept for the next start.
 
-    A table without peer lines is measured again once a peer is there. A file that cannot be read is measured anew.
+    A table without peer lines is measured again once a peer is there. A file that cannot be read is measured anew; one
+    that cannot be written is said in the log.
     """
     path = cache_path(folder, driver.key) if folder else None
-    if path is not None and path.exists():
-        table = from_json(path.read_text(errors="replace"), key=driver.key)
+    if path is not None and (text := _read(path)) is not None:
+        table = from_json(text, key=driver.key)
         if table is not None and (peer is None or any(way[0] is Direction.PEER for way in table.lines)):
             return table
     table = measure(driver, peer=peer, effort=effort)
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(".new")
-        new.write_text(table.to_json())
-        new.replace(path)
+        _write(path, table.to_json())
     return table
+
+
+def _read(path: Path) -> str | None:
+    """None where there is none."""
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.warning("costs of copies: %s is not read: %s", path, error.strerror)
+        return None
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all; ranks of an engine measure at the same time."""
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text)
+        part.replace(path)
+    except OSError as error:
+        logger.warning("costs of copies: %s is not kept: %s", path, error.strerror)
 
 
 def open_copier(

@@ -1,11 +1,19 @@
 """Copies between host pages by the CPU: merged runs, memmove without the GIL, one thread or several."""
 
+import contextlib
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from shared.kernels.copy_pages.copier import DEFAULT_TIMEOUT_S, MAX_PENDING
-from shared.kernels.copy_pages.copies import Copies, CopyQueueFull, CopyTimeout, Direction, Order
+from shared.kernels.copy_pages.copies import (
+    Copies,
+    CopyFailed,
+    CopyQueueFull,
+    CopyTimeout,
+    Direction,
+    Order,
+)
 from shared.kernels.copy_pages.host_memory import move
 from shared.kernels.copy_pages.plan import Always, Choice, Limits, Method, Plan, plan_copies, share_out
 
@@ -19,16 +27,25 @@ class CpuTicket:
         self.plan = plan
         self.parts = parts
 
+    @property
+    def over(self) -> bool:
+        """Done, or failed."""
+        return all(part.done() for part in self.parts)
+
     def done(self) -> bool:
         """See copier.Ticket."""
-        return all(part.done() for part in self.parts)
+        if not self.over:
+            return False
+        for part in self.parts:
+            if (error := part.exception()) is not None:
+                raise CopyFailed("memmove", repr(error)) from error
+        return True
 
     def wait(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """See copier.Ticket."""
         if wait(self.parts, timeout_s).not_done:
             raise CopyTimeout(f"a set of copies is still running after {timeout_s} s")
-        for part in self.parts:
-            part.result()
+        self.done()
 
 
 class CpuCopier:
@@ -43,7 +60,7 @@ class CpuCopier:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="copy-pages") if threads else None
         self._max_pending = max_pending
         self._lock = threading.Lock()
-        self._last: dict[int, CpuTicket] = {}  # by stream: the set that the next one follows
+        self._pending: dict[CpuTicket, int] = {}  # with its stream: sets in flight, in order
 
     def submit(
         self,
@@ -59,13 +76,13 @@ class CpuCopier:
         method = Choice(Method.LOOP, max(1, self._threads))
         plan = plan_copies(copies, direction, Always(method), limits=self.limits)
         with self._lock:
-            self._last = {key: ticket for key, ticket in self._last.items() if not ticket.done()}
-            if sum(1 for _ in self._last) >= self._max_pending:
+            self._pending = {ticket: key for ticket, key in self._pending.items() if not ticket.over}
+            if len(self._pending) >= self._max_pending:
                 raise CopyQueueFull(f"{self._max_pending} sets of copies are in flight")
-            before = self._last.get(stream)
+            before = next((one for one in reversed(self._pending) if self._pending[one] == stream), None)
             if self._pool is not None:
                 ticket = CpuTicket(plan, tuple(self._start(self._pool, plan, before)))
-                self._last[stream] = ticket
+                self._pending[ticket] = stream
             else:
                 ticket = CpuTicket(plan, ())
         if self._pool is None:
@@ -87,14 +104,15 @@ class CpuCopier:
         """See copier.Copier."""
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
-            pending = list(self._last.values())
+            pending = list(self._pending)
         for ticket in pending:
-            ticket.wait(max(0.0, deadline_s - time.monotonic()))
+            with contextlib.suppress(CopyFailed):  # told to who asks the ticket
+                ticket.wait(max(0.0, deadline_s - time.monotonic()))
         if self._pool is not None:
             self._pool.shutdown()
 
 
 def _move_after(earlier: tuple["Future[None]", ...], runs: Copies) -> None:
     for part in earlier:
-        part.result(DEFAULT_TIMEOUT_S)
+        part.result()  # without a bound: who waits for the set has one
     move(runs.targets, runs.sources, runs.sizes)

@@ -58,10 +58,13 @@ def wait_until(ticket: "Ticket", timeout_s: float) -> None:
 class Ticket:
     """See copier.Ticket."""
 
-    def __init__(self, copier: "CudaCopier", plan: Plan, event: int, staged: StagedCopy | None) -> None:
+    def __init__(
+        self, copier: "CudaCopier", plan: Plan, event: int, stream: int, staged: StagedCopy | None
+    ) -> None:
         self.plan = plan
         self._copier = copier
         self._event = event  # 0 once it went back to the copier
+        self._stream = stream
         self._staged = staged
         self.failure: CopyFailed | None = None
 
@@ -76,14 +79,30 @@ class Ticket:
     def advance(self, driver: CopyDriver) -> int:
         """The event to give back when this call finds the set over, else 0. The copier holds its lock."""
         try:
-            if self._event == 0 or (self._staged is not None and not self._staged.done()):
-                return 0
-            if not driver.passed(self._event):
+            if self._event == 0 or not self._is_staged(driver) or not driver.passed(self._event):
                 return 0
         except CopyFailed as error:
-            self.failure = error
+            if self.failure is not None:
+                self.failure.running = True  # nobody can say when it ends
+            self.failure = self.failure or error
+        if self._staged is not None and self.failure is not None:
+            self._staged.abandon(settled=not self.failure.running)
         event, self._event = self._event, 0
         return event
+
+    def _is_staged(self, driver: CopyDriver) -> bool:
+        """Whether the rest is the event's to say. After a failure it is: it goes behind what runs of the set already.
+
+        Raises: CopyFailed: it cannot.
+        """
+        if self._staged is None or self.failure is not None:
+            return True
+        try:
+            return self._staged.done()
+        except CopyFailed as error:
+            self.failure = error
+            driver.record(self._event, self._stream)
+            return True
 
     @property
     def over(self) -> bool:
@@ -192,7 +211,7 @@ class CudaCopier:
                 if event := ticket.advance(self.driver):
                     self._events.append(event)
                     self._pending.remove(ticket)
-            if ticket.failure is not None:
+            if ticket.over and ticket.failure is not None:
                 raise ticket.failure
             return ticket.over
 
@@ -243,9 +262,9 @@ class CudaCopier:
         except CopyFailed as error:
             error.running = not self._settled(plan, event, stream)
             if staged is not None:
-                staged.abandon()
+                staged.abandon(settled=not error.running)
             raise
-        ticket = Ticket(self, plan, event, staged)
+        ticket = Ticket(self, plan, event, stream, staged)
         self._pending.append(ticket)
         return ticket
 

@@ -91,6 +91,7 @@ class StagedCopy:
         self._to_device = plan.direction is Direction.HOST_TO_DEVICE
         self._waiting = deque(plan.groups)
         self._flying: deque[tuple[Group, tuple[int, int]]] = deque()
+        self._refused: list[tuple[int, int]] = []  # one at most: its event does not tell whether it is in use
 
     def start(self) -> None:
         """To the device: all of it. To the host: as much as slots are free. Raises: CopyFailed."""
@@ -98,10 +99,12 @@ class StagedCopy:
             self._pack(self._waiting.popleft(), self._slots.take_soon())
         self._fill()
 
-    def abandon(self) -> None:
-        """After a failure: give the slots back; nothing of the set runs any more, or the context is gone."""
+    def abandon(self, *, settled: bool) -> None:
+        """After a failure: give the slots back. Unless nothing of the set runs, one may be nobody's for good."""
         while self._flying:
             self._slots.give_back(self._flying.popleft()[1])
+        while settled and self._refused:
+            self._slots.give_back(self._refused.pop())
         self._waiting.clear()
 
     def done(self) -> bool:
@@ -115,26 +118,27 @@ class StagedCopy:
 
     def _pack(self, group: Group, slot: tuple[int, int]) -> None:
         """Host pieces into the slot, the slot to the device."""
-        try:
-            move(slot[0] + group.offsets, group.host, group.sizes)
-            self._send(group.device, slot[0] + group.run_offsets, group.run_sizes)
-            self._driver.record(slot[1], self._stream)
-        finally:
-            self._slots.give_back(slot)
+        move(slot[0] + group.offsets, group.host, group.sizes)
+        self._send(slot, group.device, slot[0] + group.run_offsets, group.run_sizes)
+        self._slots.give_back(slot)
 
     def _fill(self) -> None:
         """Start groups from the device while slots are free."""
         while self._waiting and (slot := self._slots.take()) is not None:
             group = self._waiting.popleft()
-            try:
-                self._send(slot[0] + group.run_offsets, group.device, group.run_sizes)
-                self._driver.record(slot[1], self._stream)
-            except CopyFailed:
-                self._slots.give_back(slot)
-                raise
+            self._send(slot, slot[0] + group.run_offsets, group.device, group.run_sizes)
             self._flying.append((group, slot))
 
-    def _send(self, targets: U64, sources: U64, sizes: U64) -> None:
+    def _send(self, slot: tuple[int, int], targets: U64, sources: U64, sizes: U64) -> None:
+        """And the slot's event behind it. Raises: CopyFailed, and the slot is neither free nor flying."""
+        try:
+            self._copy(targets, sources, sizes)
+            self._driver.record(slot[1], self._stream)
+        except CopyFailed:
+            self._refused.append(slot)
+            raise
+
+    def _copy(self, targets: U64, sources: U64, sizes: U64) -> None:
         if targets.size > 1 and self._driver.has_batch:
             self._driver.copy_batch(targets, sources, sizes, self._order, self._stream)
             return

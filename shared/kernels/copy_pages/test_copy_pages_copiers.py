@@ -229,6 +229,49 @@ def test_failures_lose_no_staging_slot():
     ticket.wait(PATIENCE_S)
 
 
+@pytest.fixture
+def half_staged():
+    """Two slots; of a set's groups the first has arrived, the second is on its way; the third will be refused."""
+    copier, driver = cuda(Choice(Method.STAGED), eager=False, num_slots=2)
+    memory = Memory(64 << 10)
+    ticket = submit(copier, memory, staging=True)[1]
+    for _ in range(2):
+        assert driver.streams[STREAM].popleft()()
+    driver.fail_at["copy_batch"] = 1
+    return copier, driver, memory, ticket
+
+
+def test_a_staged_set_that_fails_halfway_says_so_once_nothing_of_it_runs(half_staged):
+    copier, driver, memory, ticket = half_staged
+    assert not ticket.done()
+    assert "copy_batch" not in driver.fail_at, "refused"
+    assert not ticket.done(), "the second group is still copied"
+    driver.run()
+    for _ in range(2):
+        with pytest.raises(CopyFailed) as failed:
+            ticket.done()
+        assert not failed.value.running
+    ticket = submit(copier, memory, staging=True)[1]
+    assert ticket.plan.choice.method is Method.STAGED
+    assert copier._slots.all_lent, "both slots are in use again"
+    while not ticket.done():
+        driver.run()
+
+
+def test_a_staged_set_whose_end_nobody_can_tell_says_that_it_runs_and_keeps_one_slot(half_staged):
+    copier, driver, memory, ticket = half_staged
+    driver.fail_at["record"] = 1
+    with pytest.raises(CopyFailed) as failed:
+        ticket.done()
+    assert failed.value.running
+    assert copier.num_pending == 0
+    driver.run()
+    ticket = submit(copier, memory, staging=True)[1]
+    assert ticket.plan.choice.method is Method.STAGED
+    while not ticket.done():
+        driver.run()
+
+
 def test_without_a_batch_call_the_loop_takes_over_and_during_call_still_holds():
     memory = Memory(64 << 10)
     copier = CudaCopier(RecordingDriver(has_batch=False, eager=False, polls=5), limits=LIMITS)

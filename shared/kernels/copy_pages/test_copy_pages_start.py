@@ -1,13 +1,16 @@
 """Copies by several threads, and what is measured at start."""
 
 import ctypes
+import os
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from shared.kernels.copy_pages import calibrate
-from shared.kernels.copy_pages.copies import Copies, CopyUnavailable, Direction
+from shared.kernels.copy_pages import calibrate, cpu_copier
+from shared.kernels.copy_pages.copies import Copies, CopyFailed, CopyQueueFull, CopyUnavailable, Direction
 from shared.kernels.copy_pages.cpu_copier import CpuCopier
 from shared.kernels.copy_pages.driver import CudaDriver
 from shared.kernels.copy_pages.plan import Method
@@ -56,6 +59,62 @@ def test_two_threads_may_share_a_copier():
     assert [memory.bytes.tobytes() for memory in memories] == wants
 
 
+@pytest.fixture
+def slow_move(monkeypatch):
+    """Each move waits until it is let go, or fails where it is told so."""
+    go, failing = threading.Event(), []
+
+    def move(*columns):
+        assert go.wait(PATIENCE_S)
+        if failing:
+            raise failing.pop()
+        moved(*columns)
+
+    moved = cpu_copier.move
+    monkeypatch.setattr(cpu_copier, "move", move)
+    return go, failing
+
+
+def first_bytes(memory: Memory, number: int) -> Copies:
+    return memory.absolute(Copies.of([0], [memory.half + 8 * number], 8))
+
+
+def test_a_set_behind_one_that_takes_longer_than_the_default_is_done(slow_move, monkeypatch):
+    monkeypatch.setattr(cpu_copier, "DEFAULT_TIMEOUT_S", 0.01)
+    copier, memory = CpuCopier(threads=2), Memory(4096)
+    tickets = [copier.submit(first_bytes(memory, n), stream=7) for n in range(2)]
+    time.sleep(0.05)
+    assert not any(ticket.done() for ticket in tickets)
+    slow_move[0].set()
+    tickets[1].wait(PATIENCE_S)
+    assert all(ticket.done() for ticket in tickets)
+    assert np.array_equal(memory.bytes[:8], memory.bytes[memory.half + 8 : memory.half + 16])
+    copier.close(PATIENCE_S)
+
+
+def test_a_set_that_could_not_be_moved_says_so_to_who_asks_and_to_who_waits(slow_move):
+    go, failing = slow_move
+    failing.append(MemoryError())
+    go.set()
+    copier, memory = CpuCopier(threads=2), Memory(4096)
+    ticket = copier.submit(first_bytes(memory, 0))
+    for ask in (lambda: ticket.wait(PATIENCE_S), ticket.done):
+        with pytest.raises(CopyFailed, match="MemoryError"):
+            ask()
+    copier.submit(first_bytes(memory, 0)).wait(PATIENCE_S)
+    copier.close(PATIENCE_S)
+
+
+def test_the_bound_of_sets_in_flight_counts_those_of_one_stream_too(slow_move):
+    copier, memory = CpuCopier(threads=1, max_pending=2), Memory(4096)
+    for number in range(2):
+        copier.submit(first_bytes(memory, number), stream=7)
+    with pytest.raises(CopyQueueFull):
+        copier.submit(first_bytes(memory, 2), stream=7)
+    slow_move[0].set()
+    copier.close(PATIENCE_S)
+
+
 # Measuring at start
 
 
@@ -81,6 +140,41 @@ def test_costs_are_measured_once_and_read_from_the_file_after_that(tmp_path):
     calibrate.cache_path(tmp_path, driver.key).write_text("not a table")
     calibrate.load_or_measure(driver, tmp_path, effort=EFFORT)
     assert len(driver.calls) > num_calls
+
+
+def test_two_ranks_that_measure_at_once_do_not_take_each_others_file(tmp_path, monkeypatch):
+    driver, write = RecordingDriver(), Path.write_text
+
+    def slowly(path, text):
+        """Another process's whole turn comes between this one's writing and its renaming."""
+        write(path, text)
+        if os.getpid() == mine:
+            with monkeypatch.context() as other:
+                other.setattr(os, "getpid", lambda: mine + 1)
+                calibrate.load_or_measure(RecordingDriver(), tmp_path, effort=EFFORT)
+
+    mine = os.getpid()
+    monkeypatch.setattr(Path, "write_text", slowly)
+    table = calibrate.load_or_measure(driver, tmp_path, effort=EFFORT)
+    assert calibrate.load_or_measure(driver, tmp_path) == table
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+def test_a_file_that_cannot_be_read_or_written_costs_a_measurement_and_is_said(tmp_path, caplog):
+    driver = RecordingDriver()
+    calibrate.cache_path(tmp_path, driver.key).mkdir()
+    calibrate.load_or_measure(driver, tmp_path, effort=EFFORT)
+    assert "is not read" in caplog.text
+    assert "is not kept" in caplog.text
+
+
+@pytest.mark.parametrize("nth", [1, 40, 200])
+def test_a_measurement_that_fails_keeps_nothing(nth):
+    driver = RecordingDriver()
+    driver.fail_at["copy_batch"] = nth
+    with pytest.raises(CopyFailed):
+        calibrate.measure(driver, effort=EFFORT)
+    assert (driver.memory, driver.events, driver.streams) == ({}, {}, {})
 
 
 def test_a_peer_that_comes_later_is_measured_too(tmp_path):
