@@ -97,6 +97,14 @@ def test_a_written_file_can_be_read_by_people_and_names_its_origin(tmp_path):
     assert len(path.read_text().splitlines()) < 80
 
 
+def test_times_of_which_only_quantiles_are_taken_are_kept_by_size(tmp_path):
+    times = [float(one * 37 % 101) for one in range(200)]
+    rows = [{"system": "quire", "series": "ttft", "ttft_ms": times, "times": {"tree_ms": times, "few_ms": [3, 1]}}]
+    kept = results.load_result(write(tmp_path, samples=rows))["samples"]
+    assert kept[0]["ttft_ms"] == kept[0]["times"]["tree_ms"] == sorted(times)
+    assert kept[0]["times"]["few_ms"] == [3, 1]
+
+
 def test_the_file_of_before_moves_to_history(tmp_path):
     first = json.loads(write(tmp_path).read_text())
     write(tmp_path, claim="another")
