@@ -222,11 +222,14 @@ class CostModel:
     def batch_ms(self, prompts: Sequence[tuple[int, int]]) -> float:
         """Of (tokens, cached tokens) that wait together in a busy engine, until the last first token.
 
-        What is done for a request outside of steps is done while other steps run. Cost: O(prompts).
+        What is done for a request outside of steps is done while other steps run. Pipeline stages work on different
+        steps at once: each has its share of all of them, and the longest runs through the others alone.
+
+        Cost: O(prompts).
         """
-        return sum(
-            self.step_ms(step) for step in pack_prefills(prompts, self.coefficients.max_batched_tokens)
-        )
+        c = self.coefficients
+        steps_ms = [self.step_ms(step) for step in pack_prefills(prompts, c.max_batched_tokens)]
+        return (sum(steps_ms) + (c.pp - 1) * max(steps_ms, default=0.0)) / c.pp
 
     def waiting_ms(self, prompts: Sequence[tuple[int, int]]) -> float:
         """Of (tokens, cached tokens) whose first tokens an engine still owes, first come first: until the last of them.

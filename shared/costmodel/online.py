@@ -20,6 +20,7 @@ FULL_RATIOS = 9  # with fewer the missing ones count as 1: a first wild one chan
 NUM_LARGEST = 4  # none counts for more work than the fourth largest: a single one decides nothing
 LEAST_MS = 0.05  # shorter measurements are the clock's
 MAX_WINDOW_REQUESTS = 8  # a busy instance closes a measurement after so many prompts
+SAME_STEP_MS = 1.0  # first outputs that follow each other sooner are of one step
 
 
 def weighted_median(pairs: Sequence[tuple[float, float]]) -> float:
@@ -76,17 +77,20 @@ class PrefillLedger:
     """Unfinished prefills of one instance with their predicted work, and what they took in the end.
 
     What is measured is the instance, not one request: from the moment a prompt comes to an idle instance until none
-    is left, or MAX_WINDOW_REQUESTS are done, predicted work stands against elapsed time. So prompts that share steps
-    need no untangling. A span in which decodes ran too measures nothing, nor one in which a prompt was cached but for
-    one token, as a hand-off is: that is a decode step to the engine, and its graph.
+    is left, or the step ends in which MAX_WINDOW_REQUESTS are done, predicted work stands against elapsed time: as
+    queued_ms would have said it of these prompts, shared steps counted once. A span in which decodes ran too measures
+    nothing, nor one in which a prompt was cached but for one token, as a hand-off is: that is a decode step to the
+    engine, and its graph.
     """
 
     model: CostModel
     _open: dict[str, _Prefill] = field(default_factory=dict)
     _began_ms: float = 0.0
-    _done_ms: float = 0.0
-    _num_done: int = 0
-    _spoilt: bool = False
+    _began_idle: bool = True  # otherwise behind a step, which hides launches
+    _done: list[tuple[int, int]] = field(default_factory=list)  # (tokens, cached), in the order of their ends
+    _last_ms: float = 0.0  # when the last of them ended
+    _spoilt: bool = False  # until then
+    _spoilt_since: bool = False
 
     @property
     def queued_ms(self) -> float:
@@ -99,7 +103,7 @@ class PrefillLedger:
     def begin(self, key: str, num_tokens: int, cached_tokens: int, now_ms: float) -> None:
         """A prompt enters the engine; `cached_tokens` as far as known."""
         if not self._open:
-            self._restart(now_ms)
+            self._restart(now_ms, idle=True)
         self._open[key] = _Prefill(num_tokens, cached_tokens)
 
     def first_output(self, key: str, cached_tokens: int, now_ms: float) -> tuple[float, float] | None:
@@ -110,26 +114,35 @@ class PrefillLedger:
         item = self._open.pop(key, None)
         if item is None:
             return None
-        if item.num_tokens - cached_tokens <= 1:
-            self.spoil()
-        self._done_ms += self.model.prefill_ms(item.num_tokens, cached_tokens)
-        self._num_done += 1
-        if self._open and self._num_done < MAX_WINDOW_REQUESTS:
-            return None
-        pair = None if self._spoilt else (self._done_ms, now_ms - self._began_ms)
-        self._restart(now_ms)
-        return pair
+        pair = None
+        is_full = len(self._done) >= MAX_WINDOW_REQUESTS and now_ms - self._last_ms > SAME_STEP_MS
+        if is_full and self._open:  # it is another step's: what is measured ended with the one before
+            pair, since = self._measured(), self._spoilt_since
+            self._restart(self._last_ms, idle=False)
+            self._spoilt = since
+        self._spoilt |= self._spoilt_since or item.num_tokens - cached_tokens <= 1
+        self._spoilt_since = False
+        self._done.append((item.num_tokens, cached_tokens))
+        self._last_ms = now_ms
+        return pair if self._open else self._measured()
 
     def abandon(self, key: str, now_ms: float) -> None:
         """A request ended without its first token: the span measures nothing."""
         if self._open.pop(key, None) is not None:
-            self._spoilt = True
+            self._spoilt_since = True
             if not self._open:
-                self._restart(now_ms)
+                self._restart(now_ms, idle=True)
 
     def spoil(self) -> None:
         """Something else than prefills ran meanwhile."""
-        self._spoilt = True
+        self._spoilt_since = True
 
-    def _restart(self, now_ms: float) -> None:
-        self._began_ms, self._done_ms, self._num_done, self._spoilt = now_ms, 0.0, 0, False
+    def _measured(self) -> tuple[float, float] | None:
+        if self._spoilt:
+            return None
+        predicted_ms = (self.model.waiting_ms if self._began_idle else self.model.batch_ms)(self._done)
+        return predicted_ms, self._last_ms - self._began_ms
+
+    def _restart(self, now_ms: float, *, idle: bool) -> None:
+        self._began_ms, self._began_idle, self._done = now_ms, idle, []
+        self._spoilt = self._spoilt_since = False

@@ -19,8 +19,9 @@ CAREFUL_RATES: Mapping[str, LinkRate] = {
 LEAST_BYTES = 1 << 20  # a shorter transfer says something of the latency only
 RECENT = 5  # transfers whose median rate counts: a link that has changed is known after three
 UNLIKE = 2.0  # times the bytes, of two that are compared
-WINDOW = 31  # comparisons whose median is the latency, which changes less than the rate
+WINDOW = 9  # lines whose median is the latency, which changes less than the rate
 FULL_WINDOW = 5  # with fewer it is the careful one
+MAX_AGE = 128  # a line with so many newer transfers is of another time
 FADE_HALF_LIFE_MS = 60_000.0
 LEAST_GB_PER_S = 1e-6  # a link that brings nothing has a rate too, from which it can fade
 
@@ -48,12 +49,13 @@ class LinkRates:
 class LinkMeter:
     """What one path's transfers show of it: ms = latency + bytes / rate. Robust against the odd one that was held up.
 
-    The rate is the median of the last few transfers. The latency is where lines through two transfers of unlike sizes
-    that followed each other meet no bytes, their median; until there are some, the careful one. It is shorter than
-    whole transfers: lines that begin later than two of the last few took are of another time, and are forgotten.
+    The rate is the median of the last few transfers. The latency is where lines through transfers of unlike sizes that
+    followed each other meet no bytes, their median; until there are FULL_WINDOW, the careful one. No transfer is in two
+    lines: one that was held up would make a latency of its own. It is shorter than whole transfers: lines that begin
+    later than two of the last few took are of another time, and are forgotten.
 
     Args: times_copies: what is observed are copies alone, without the latency of who waited for them: waited() says it.
-    Cost: some 10 us an observation; holds RECENT transfers and WINDOW comparisons.
+    Cost: some 10 us an observation; holds RECENT transfers, twice, and WINDOW latencies.
     """
 
     careful: LinkRate
@@ -61,7 +63,11 @@ class LinkMeter:
     rate: LinkRate | None = None  # None: nothing that says something was seen
     # bytes, ms, and whether all of them came
     _last: deque[tuple[int, float, bool]] = field(default_factory=lambda: deque(maxlen=RECENT))
-    _latencies: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    # of those that are in no line, since the last line
+    _no_line: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _num_seen: int = 0  # transfers that were tried for lines
+    # and _num_seen then
+    _latencies: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def observe(self, num_bytes: int, ms: float) -> bool:
         """One more transfer. False: ignored, as short ones and nonsense (not positive, not finite) are."""
@@ -81,7 +87,7 @@ class LinkMeter:
         Ignored where it makes no sense.
         """
         if isfinite(ms) and ms >= 0.0:
-            self._latencies.append(ms)
+            self._latencies.append((ms, self._num_seen))
             while len(self._latencies) > FULL_WINDOW:
                 self._latencies.popleft()
 
@@ -105,31 +111,43 @@ class LinkMeter:
     def _say(self) -> None:
         """The rate, of what is known."""
         latency_ms = (
-            median(self._latencies) if len(self._latencies) >= FULL_WINDOW else self.careful.latency_ms
+            median(ms for ms, _ in self._latencies)
+            if len(self._latencies) >= FULL_WINDOW
+            else self.careful.latency_ms
         )
         latency_ms = max(0.0, latency_ms)
         waited_ms = 0.0 if self.times_copies else latency_ms
-        # of one that took no longer than the latency all may have been bytes: the link is at least as fast
+        # of one that took no longer than the latency all may have been bytes: the link is at least as fast; and no jump
+        # behind it, or what took a little longer would say that bytes take no time
         ms_per_byte = median(
-            (took - waited_ms if took > waited_ms else took) / size for size, took, _ in self._last
+            max(took - waited_ms, min(took, waited_ms)) / size for size, took, _ in self._last
         )
         self.rate = LinkRate(gb_per_s=1 / (ms_per_byte * BYTES_PER_MS), latency_ms=latency_ms)
 
     def _compare(self, num_bytes: int, ms: float) -> None:
-        """With the last few, for the latency."""
-        for size, took, came in self._last:
-            if came and max(size, num_bytes) >= UNLIKE * min(size, num_bytes):
+        """With those that are in no line yet, for the latency."""
+        self._num_seen += 1
+        while self._latencies and self._num_seen - self._latencies[0][1] > MAX_AGE:
+            self._latencies.popleft()
+        found: list[float] = []
+        for size, took in self._no_line:
+            if max(size, num_bytes) >= UNLIKE * min(size, num_bytes):
                 ms_per_byte = (ms - took) / (num_bytes - size)
                 if ms_per_byte > 0.0:  # otherwise one of them was held up
-                    self._latencies.append(ms - ms_per_byte * num_bytes)
+                    found.append(ms - ms_per_byte * num_bytes)
+        if found:
+            self._latencies.append((median(found), self._num_seen))
+            self._no_line.clear()
+        else:
+            self._no_line.append((num_bytes, ms))
 
     def _forget_disproved(self) -> None:
         """Latencies that two transfers were shorter than. One may have come by an earlier call, for the most part."""
         quickest = sorted(took for _, took, came in self._last if came)[:2]
         if len(quickest) == 2 and self._latencies:
             took_ms = quickest[1]
-            if max(self._latencies) >= took_ms:
-                kept = [latency for latency in self._latencies if latency < took_ms]
+            if max(self._latencies)[0] >= took_ms:
+                kept = [line for line in self._latencies if line[0] < took_ms]
                 self._latencies = deque(kept, maxlen=WINDOW)
 
 

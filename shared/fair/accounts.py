@@ -126,7 +126,8 @@ class Accounts:
     def level(self, backlogged: Iterable[str] | None) -> None:
         """Tenants with nobody waiting had all that they wanted: they keep no claim from it.
 
-        Args: backlogged: tenants that have somebody waiting; None: nobody waits at all.
+        Args: backlogged: tenants that have somebody waiting; None: nobody waits at all, and nobody owes anything, those
+            included that have left.
         """
         waiting = [self.tenants[name] for name in backlogged] if backlogged is not None else []
         if waiting:
@@ -137,6 +138,9 @@ class Accounts:
         for tenant in self.tenants.values():
             if tenant.name not in names:
                 tenant.virtual = max(tenant.virtual, least)
+        if backlogged is None:
+            self._floor = max(self._floor, least)
+            self._idle.clear()
 
     def _least(self) -> float:
         return min((tenant.virtual for tenant in self.tenants.values()), default=self._floor)

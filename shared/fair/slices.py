@@ -59,6 +59,8 @@ class FairSlices:
 
     def remove(self, request_id: str) -> None:
         """It is over, or aborted; also when it is not here."""
+        if self._was_calm:  # plan() levels where calm ends: too late for who has left by then
+            self.accounts.level(None)
         self.accounts.remove(request_id)
 
     def holds(self, request_id: str, pages: int, resident: int, away: int = 0, *, ready: bool = True) -> None:

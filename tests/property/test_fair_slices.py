@@ -167,6 +167,29 @@ def test_what_was_served_while_nobody_waited_is_held_against_nobody():
     assert max(served.values()) <= 1.1 * min(served.values()), served
 
 
+@pytest.mark.parametrize("rules", [FairRules(slice_steps=8), BURST], ids=["to_the_token", "burst"])
+def test_who_leaves_after_calm_service_and_comes_back_owes_nothing(rules):
+    """It kept all of it as a debt, and starved until the others had been served as much."""
+    engine = FairEngine(rules, ROOM)
+    engine.add(Job("other", "other", 8, 2_100))
+    for i in range(3):
+        engine.add(Job(f"guest{i}", "guest", 8, 2_000))
+    for _ in range(2_200):
+        engine.run_step()
+    assert not engine.jobs
+    for i in range(8):
+        engine.add(Job(f"busy{i}", "ab"[i % 2], 8, 4_000))
+    for _ in range(100):
+        engine.run_step()
+    before = Counter(engine.tokens)
+    for i in range(4):
+        engine.add(Job(f"back{i}", "guest", 8, 4_000))
+    for _ in range(600):
+        engine.run_step()
+    served = engine.tokens - before
+    assert served["guest"] / served.total() == pytest.approx(1 / 3, rel=0.1), served
+
+
 def test_a_flood_of_prompts_takes_no_share_of_another_tenants_decodes():
     engine = FairEngine(FairRules(slice_steps=4), Room(slots=4, step_tokens=512))
     for i in range(8):

@@ -118,6 +118,16 @@ def test_pipeline_stages_work_on_different_chunks_at_once():
     assert work.scaled(pp=2).prefill_ms(8192) == pytest.approx(0.5 * (whole_ms + last_ms))
 
 
+@pytest.mark.parametrize("pp", [2, 4])
+def test_prompts_that_wait_for_pipeline_stages_overlap_as_the_chunks_of_one_do(pp: int):
+    """16 tokens behind a long prompt doubled what it was said to wait: their steps were added stage by stage."""
+    model = CostModel(msgspec.structs.replace(GPU, pp=pp))
+    alone_ms = model.waiting_ms([(32_768, 0)])
+    assert model.waiting_ms([(32_768, 0), (16, 0)]) < 1.1 * alone_ms
+    assert alone_ms < model.waiting_ms([(32_768, 0)] * 2) < 2 * alone_ms
+    assert model.batch_ms([(500, 0)] * 4) == model.step_ms(StepShape([(500, 0)] * 4)), "a step alone"
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_the_fit_predicts_what_it_has_not_seen(noise: float):
     truth = CostModel(CPU)
@@ -287,7 +297,7 @@ def test_a_ledger_measures_busy_spans_and_counts_what_is_queued():
     assert ledger.queued_ms == pytest.approx(model.waiting_ms([(1000, 0), (500, 480)]))
     assert ledger.first_output("a", 0, 90.0) is None
     pair = ledger.first_output("b", 0, 130.0)
-    assert pair == pytest.approx((model.prefill_ms(1000) + model.prefill_ms(500), 130.0))
+    assert pair == pytest.approx((model.waiting_ms([(1000, 0), (500, 0)]), 130.0))
     assert ledger.queued_ms == 0.0
     ledger.begin("c", 100, 0, 200.0)
     ledger.begin("d", 100, 0, 200.0)
@@ -303,6 +313,47 @@ def test_short_prompts_that_wait_together_share_what_a_step_takes_of_itself():
     assert model.waiting_ms([(300, 290)] * 4) < 2 * alone_ms
     assert model.waiting_ms([(300, 0)] * 4) > model.waiting_ms([(300, 0)] * 3) > 2 * alone_ms
     assert model.waiting_ms([]) == 0.0
+
+
+@pytest.mark.parametrize("most", [1, 8, 40])
+@pytest.mark.parametrize("lengths", [(64, 128, 256, 512), (512, 2048, 6000)])
+def test_a_ledger_that_is_fed_the_models_own_times_learns_nothing(lengths: tuple[int, ...], most: int):
+    """Each prompt was counted as if it had a launch and a step of its own: bursts of short ones taught 0.25 to 0.35."""
+    model = CostModel(msgspec.structs.replace(GPU, graph_tokens=256, launch_ms=14.0, idle_launch_ms=9.0))
+    ledger, correction, rng, now_ms = PrefillLedger(model), OnlineCorrection(), random.Random(3), 0.0
+    for _ in range(60):
+        prompts = [(rng.choice(lengths), 0) for _ in range(rng.randint(min(3, most), most))]
+        for number, (tokens, cached) in enumerate(prompts):
+            ledger.begin(f"{number}", tokens, cached, now_ms)
+        left, number = [tokens for tokens, _ in prompts], 0
+        now_ms += model.waiting_ms(prompts) - model.batch_ms(prompts)
+        for step in pack_prefills(prompts, GPU.max_batched_tokens):
+            now_ms += model.step_ms(step)
+            for new, _ in step.chunks:
+                left[number] -= new
+                if not left[number]:
+                    pair = ledger.first_output(f"{number}", 0, now_ms)
+                    number += 1
+                    if pair is not None:
+                        correction.observe(*pair)
+        now_ms += 5.0
+    assert correction.num_observed >= 60
+    assert correction.factor == pytest.approx(1.0, abs=0.03)
+
+
+def test_what_spoils_one_measurement_of_a_busy_instance_spoils_no_other():
+    model, pairs = CostModel(CPU), []
+    ledger = PrefillLedger(model)
+    for number in range(30):
+        ledger.begin(f"{number}", 1_000, 0, 0.0)
+    for number in range(30):
+        pairs.append(ledger.first_output(f"{number}", 0, 10.0 * number))
+        if number == 7:  # the last of the first measurement decodes on
+            ledger.spoil()
+    batch_ms = model.batch_ms([(1_000, 0)] * 8)
+    assert pairs[8] == pytest.approx((model.waiting_ms([(1_000, 0)] * 8), 70.0))
+    assert pairs[16] is None
+    assert pairs[24] == pytest.approx((batch_ms, 80.0))
 
 
 def test_a_handed_over_prompt_teaches_nothing_of_prompts():

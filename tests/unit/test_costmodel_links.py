@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.costmodel.transfer import LEAST_BYTES, LinkMeter, LinkRates, careful_rate, faded, should_fetch
+from shared.costmodel.transfer import (
+    FULL_WINDOW,
+    LEAST_BYTES,
+    MAX_AGE,
+    RECENT,
+    LinkMeter,
+    LinkRates,
+    careful_rate,
+    faded,
+    should_fetch,
+)
 from shared.wire.cost import LinkRate
 
 
@@ -71,6 +81,38 @@ def test_a_link_that_changes_is_known_after_three_transfers(before, after):
         assert number < 2 or seen.rate.gb_per_s == pytest.approx(after, rel=0.1)
 
 
+def test_one_transfer_that_was_held_up_makes_no_latency():
+    """Each transfer behind a short one of 45 ms was compared with it: 44 ms, for good where all others are alike."""
+    seen = meter("remote")
+
+    def came(num_bytes, held_up_ms=0.0):
+        seen.observe(num_bytes, 0.5 + num_bytes / 1e6 + held_up_ms)
+
+    for _ in range(20):
+        came(64_000_000)
+    for _ in range(FULL_WINDOW - 1):
+        came(2_000_000, held_up_ms=42.5)
+        for _ in range(RECENT):
+            came(64_000_000)
+            assert seen.rate is not None
+            assert seen.rate.latency_ms == careful_rate("remote").latency_ms
+    for _ in range(MAX_AGE):
+        came(64_000_000)
+    for number in range(2 * FULL_WINDOW):
+        came(2_000_000)
+        came(64_000_000)
+        assert seen.rate.latency_ms == pytest.approx(0.5 if number >= FULL_WINDOW - 1 else 2.0)
+
+
+@pytest.mark.parametrize("ms", [1.5, 1.999, 2.001, 2.5, 3.999, 4.001, 20.0])
+def test_a_transfer_about_as_long_as_the_latency_says_its_own_bytes_over_its_time_within_a_factor_of_two(ms):
+    """A little more than the latency left a thousandth of a ms for all of its bytes."""
+    seen = meter("remote")
+    seen.observe(2_000_000, ms)
+    assert seen.rate is not None
+    assert 0.999 < seen.rate.gb_per_s * ms / 2 < 2.001
+
+
 def test_a_longer_transfer_that_came_sooner_says_nothing_of_the_latency():
     """Two of three short ones were held up."""
     seen = meter("remote")
@@ -115,7 +157,7 @@ def starved():
 
 @pytest.mark.parametrize("sizes", [(3, 3), (6, 12)])
 def test_two_transfers_that_took_less_than_the_latency_end_it(sizes):
-    """It is in the median of 31 comparisons, and of equal sizes there are none."""
+    """It is in the median of 9 lines, and through equal sizes there are none."""
     seen = starved()
     for megabytes in sizes:
         seen.observe(megabytes * 1_000_000, 10.0 + megabytes / 0.1)

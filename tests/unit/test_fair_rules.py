@@ -313,6 +313,20 @@ def test_tenants_that_left_owing_nothing_are_forgotten():
     assert not accounts.tenants
 
 
+def test_where_nobody_waits_nobody_owes_anything_and_whoever_comes_starts_level():
+    accounts = Accounts()
+    for name in ("ahead", "stays"):
+        accounts.add(name, name, 1.0, 1, 0)
+    accounts.served("ahead", 9_000, 0)
+    accounts.served("stays", 100, 0)
+    accounts.remove("ahead")
+    accounts.level(None)
+    accounts.remove("stays")
+    for name in ("ahead", "stays", "new"):
+        accounts.add(name, name, 1.0, 1, 0)
+    assert {tenant.virtual for tenant in accounts.tenants.values()} == {100.0}
+
+
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
 def test_weights_are_positive(weight):
     with pytest.raises(ValueError, match="weight"):
