@@ -5,6 +5,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from deploy.local.terminal import FAILED, OK, bytes_text, connect, duration_text, get_json, out
@@ -53,13 +54,15 @@ def _show(found: dict[str, Any]) -> None:
         table.add_row(
             service["name"],
             f"[{colour}]{service['state']}[/]",
-            service["health"],
+            escape(service["health"] + (f": {said}" if (said := service.get("says")) else "")),
             str(service["pid"] or "-"),
             duration_text(service["state_s"]),
             str(service["restarts"]),
             service["last_exit"] or "-",
         )
     out.print(table)
+    if said := found.get("journal"):
+        out.print(f"redis    {said}", style="yellow", markup=False)
     _show_pages(found["mempool"])
     _show_lending(found["mempool"])
     _show_queues(found["workers"])

@@ -24,6 +24,7 @@ from shared.errors import SettingsError
 GIB = 1 << 30
 NEED_MEMORY_BYTES = 8 * GIB
 NEED_DISK_BYTES = 2 * GIB
+LEAST_DISK_BYTES = 16 << 20  # of a start: logs, settings, Redis' journal
 NEED_SHM_BYTES = 64 << 20
 NEED_FILES = 1024
 VLLM_VERSION = "0.26.0"
@@ -191,7 +192,8 @@ def check_disk(found: ClusterSettings) -> Finding:
     while not os.path.exists(folder):  # what may not be looked into is not there either
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    verdict = Verdict.OK if free >= NEED_DISK_BYTES else Verdict.WARN
+    low = Verdict.WARN if free >= LEAST_DISK_BYTES else Verdict.FAIL
+    verdict = Verdict.OK if free >= NEED_DISK_BYTES else low
     fix = "logs, spans and downloaded models need room; set QUIRE_HOME (and HF_HOME) to a larger disk"
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         why = "is not writable" if folder.is_dir() else "is no folder"

@@ -1,4 +1,4 @@
-"""Health probes: one HTTP GET or one connection, TCP or unix, with a deadline. No HTTP client library."""
+"""Health probes: one HTTP GET, one PING of Redis or one unix connection, with a deadline. No client library."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ import contextlib
 from deploy.local.supervision import Health
 
 MAX_HEAD_BYTES = 16 << 10
+MAX_SAID_CHARS = 100
 
 
 async def probe_http(host: str, port: int, path: str, *, timeout_s: float) -> Health:
@@ -16,15 +17,26 @@ async def probe_http(host: str, port: int, path: str, *, timeout_s: float) -> He
     return Health.OK if status == 200 else Health.NOT_READY
 
 
-async def probe_tcp(host: str, port: int, *, timeout_s: float) -> Health:
-    """OK if somebody accepts."""
+async def probe_redis(host: str, port: int, *, timeout_s: float) -> tuple[Health, str]:
+    """OK on any reply, SILENT on none: the kernel accepts for a server that is stopped.
+
+    NOT_READY, with what it says, while it loads its file or takes no writes because its disk is full.
+    """
+    writer = None
     try:
         async with asyncio.timeout(timeout_s):
-            _, writer = await asyncio.open_connection(host, port)
-    except (OSError, TimeoutError):
-        return Health.SILENT
-    writer.close()
-    return Health.OK
+            reader, writer = await asyncio.open_connection(host, port, limit=MAX_HEAD_BYTES)
+            writer.write(b"PING\r\n")
+            reply = (await reader.readline()).decode(errors="replace").strip()
+    except (OSError, TimeoutError, ValueError):
+        return Health.SILENT, ""
+    finally:
+        if writer is not None:
+            with contextlib.suppress(OSError):
+                writer.close()
+    if reply.startswith(("-LOADING", "-MISCONF")):
+        return Health.NOT_READY, reply[1 : MAX_SAID_CHARS + 1]
+    return (Health.OK, "") if reply else (Health.SILENT, "")
 
 
 async def probe_unix(path: str, *, timeout_s: float) -> Health:

@@ -8,7 +8,7 @@ from rich.status import Status
 from deploy.local.terminal import out, show_log_tail
 
 BRIEF_LINES = 2
-TROUBLE = ("exited", "crash_loop", "start_timeout", "unresponsive", "give_up")
+TROUBLE = ("exited", "crash_loop", "start_timeout", "unresponsive", "journal_damaged", "give_up")
 
 
 class Progress:

@@ -47,8 +47,13 @@ def take_lock(paths: config.Paths) -> IO[bytes] | None:
     """The run's lock, held for as long as the file is open, so not by a killed process; None: taken.
 
     `quire up` takes it before it looks at anything, and hands the open file to its supervisor.
+    Raises: SettingsError where no such file can be opened.
     """
-    lock = os.fdopen(os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
+    try:
+        fd = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _not_written(paths.lock, error) from error
+    lock = os.fdopen(fd, "r+b")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -131,10 +136,19 @@ def read_start(paths: config.Paths) -> Start:
 
 
 def write_start(paths: config.Paths, start: Start) -> None:
-    """For the supervisor to read; 0600, because API keys may be in it."""
-    fd = os.open(paths.settings, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(msgspec.json.encode(start))
+    """For the supervisor to read; 0600, because API keys may be in it. Raises: SettingsError when that fails."""
+    try:
+        fd = os.open(paths.settings, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(msgspec.json.encode(start))
+    except OSError as error:
+        raise _not_written(paths.settings, error) from error
+
+
+def _not_written(path: Path, error: OSError) -> SettingsError:
+    return SettingsError(
+        f"cannot write {path}: {error.strerror}; move it away or make room, or set QUIRE_HOME elsewhere"
+    )
 
 
 def _inherited(fd: int) -> IO[bytes]:
@@ -150,17 +164,17 @@ def main(argv: Sequence[str] | None = None, *, lock: IO[bytes] | None = None) ->
     parser.add_argument("--lock-fd", type=int, help="of the run's lock, where it was taken for this process")
     given = parser.parse_args(argv)
     paths = config.paths_of(given.home)
-    if lock is None:
-        lock = take_lock(paths) if given.lock_fd is None else _inherited(given.lock_fd)
-    if lock is None:
-        print("another supervisor holds the lock", file=sys.stderr)
-        return ALREADY_RUNNING
-    with lock:
-        try:
+    try:
+        if lock is None:
+            lock = take_lock(paths) if given.lock_fd is None else _inherited(given.lock_fd)
+        if lock is None:
+            print("another supervisor holds the lock", file=sys.stderr)
+            return ALREADY_RUNNING
+        with lock:
             return asyncio.run(supervise(read_start(paths)))
-        except SettingsError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+    except SettingsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

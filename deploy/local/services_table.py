@@ -16,7 +16,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 Launcher = Literal["exec", "zygote"]
-ProbeKind = Literal["http", "tcp", "unix", "zygote"]
+ProbeKind = Literal["http", "redis", "unix", "zygote"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ def _redis(plan: Plan) -> Service:
         module="",
         command=plan.redis_command,
         depends_on=(),
-        probe=Probe("tcp", port=plan.ports.redis),
+        probe=Probe("redis", port=plan.ports.redis),
         listens=((LOOPBACK, plan.ports.redis),),
     )
 

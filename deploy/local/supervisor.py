@@ -15,10 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from deploy.local import probes
+from deploy.local import damaged_journal, probes
 from deploy.local.config import REPO, Paths, child_environment
 from deploy.local.control import ControlServer
 from deploy.local.launch import ExecProcess, Guard, Launched, cap_log, tail
+from deploy.local.plan import redis_folder
 from deploy.local.services_table import ZYGOTE, Service
 from deploy.local.supervision import Health, Notice, Rules, Signal, Spawn, State, Supervision
 from deploy.local.zygote_client import ForkedProcess, ZygoteClient
@@ -28,6 +29,8 @@ HEALTH_PROBE_S = 2.0
 PROBE_TIMEOUT_S = 2.0
 LOG_CHECK_S = 5.0
 TAIL_LINES = 12
+JOURNAL_LINES = 100
+REDIS = "redis"  # its service
 WITH_LOG_TAIL = ("exited", "crash_loop", "give_up", "start_timeout", "unresponsive")
 
 
@@ -55,6 +58,7 @@ class Supervisor:
         self._processes: dict[str, Launched] = {}
         self._log_starts: dict[str, int] = {}  # where the log of the present process begins
         self._probing: dict[str, asyncio.Task[None]] = {}
+        self._said: dict[str, str] = {}  # why a service is not ready, in its own words
         self._began = time.monotonic()
         self._wake: asyncio.TimerHandle | None = None
         self._done = asyncio.Event()
@@ -100,6 +104,7 @@ class Supervisor:
                     "name": name,
                     "state": str(entry.state),
                     "health": str(entry.health),
+                    "says": self._said.get(name, ""),
                     "pid": entry.pid,
                     "state_s": round((now_ms - entry.since_ms) / 1000, 1),
                     "restarts": entry.restarts,
@@ -180,7 +185,18 @@ class Supervisor:
             task.cancel()
         if name == ZYGOTE:
             self._zygote.close()
+        if name == REDIS and returncode > 0:
+            self._look_at_journal()
         self._apply(self._core.on_exit(name, returncode, now_ms=self._now_ms()))
+
+    def _look_at_journal(self) -> None:
+        """Of the own Redis, which has just ended: a damaged one would end it at every start."""
+        lines = tail(self._log(REDIS), lines=JOURNAL_LINES, start=self._log_starts.get(REDIS, 0))
+        if damaged_journal.is_damaged(lines) and (
+            text := damaged_journal.set_aside(redis_folder(self._paths))
+        ):
+            self._info["journal"] = text
+            self._tell(Notice("journal_damaged", REDIS, text))
 
     async def _probe(self, name: str, process: Launched) -> None:
         """Until the process is gone: often while it starts, seldom afterwards."""
@@ -188,8 +204,9 @@ class Supervisor:
         while self._processes.get(name) is process:
             if probe.kind == "zygote":
                 health = await self._zygote.health(PROBE_TIMEOUT_S)
-            elif probe.kind == "tcp":
-                health = await probes.probe_tcp(probe.host, probe.port, timeout_s=PROBE_TIMEOUT_S)
+            elif probe.kind == "redis":
+                health, said = await probes.probe_redis(probe.host, probe.port, timeout_s=PROBE_TIMEOUT_S)
+                self._said[name] = said
             elif probe.kind == "unix":
                 health = await probes.probe_unix(probe.path, timeout_s=PROBE_TIMEOUT_S)
             else:
@@ -285,7 +302,7 @@ def _probe_text(service: Service) -> str:
     probe = service.probe
     return {
         "http": f"http://{probe.host}:{probe.port}{probe.path}",
-        "tcp": f"tcp://{probe.host}:{probe.port}",
+        "redis": f"redis://{probe.host}:{probe.port}",
         "unix": f"unix:{probe.path}",
         "zygote": "zygote",
     }[probe.kind]

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from contextlib import suppress
@@ -15,6 +14,7 @@ from services.gateway.config import GatewaySettings, split_listen
 from services.gateway.core.restarts import Restarts
 from shared.errors import SettingsError
 from shared.frame_room import with_frame_room
+from shared.own_folder import OwnFolder
 
 PR_SET_PDEATHSIG = 1
 
@@ -132,9 +132,12 @@ def main(argv: list[str]) -> int:
         listener = bind(settings)
         if settings.processes == 1:
             return run_one(settings, listener, 0)
-        with tempfile.TemporaryDirectory(prefix="quire-gateway-metrics-") as folder:
-            config.use_shared_metrics(folder)
+        folder = OwnFolder("quire-gateway-metrics-")
+        try:
+            config.use_shared_metrics(folder.path)
             run_many(settings, listener)
+        finally:
+            folder.remove()
     except SettingsError as error:
         print(f"gateway: {error.message}", file=sys.stderr)  # noqa: T201 - for whoever started it by hand
         return 2

@@ -1,6 +1,6 @@
 """uvicorn's httptools protocol with the limits it lacks, and without ASGI between a request and its answer.
 
-Limits: bytes of a request's head, time to receive a head, idle time inside a body, and unsent bytes of a
+Limits: bytes of a request's head, time to receive a head, idle time and slowness inside a body, and unsent bytes of a
 reader that does not read, see push.py, whose `Push` writes the answers.
 """
 
@@ -16,6 +16,7 @@ from services.gateway.push import PUSH_KEY, REASONS, Limits, Watch
 Direct = Callable[[dict[str, Any], bytes], Coroutine[Any, Any, None]]  # scope, body
 
 REFUSED_KEY = "quire.refused"
+MIN_BODY_BYTES_PER_S = 500  # of a body that takes longer than its idle timeout; Apache's, too
 MAX_QUEUED = 16  # requests of a connection behind the one that runs, and
 MAX_QUEUED_BYTES = 1 << 20  # of their bodies; beyond either nothing more is read until the next one runs
 
@@ -44,6 +45,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._head_bytes = 0  # in earlier pieces
         self._piece_bytes = 0
         self._body_bytes = 0
+        self._body_began_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -91,7 +93,9 @@ class GatewayProtocol(HttpToolsProtocol):
             elif self._timer is None:
                 self._arm(Limits.header_timeout_s)
         elif self._in_body:
-            self._arm(Limits.body_idle_timeout_s)
+            idle_s = Limits.body_idle_timeout_s
+            due_s = self._body_began_s + idle_s + self._body_bytes / MIN_BODY_BYTES_PER_S
+            self._arm(min(idle_s, due_s - self.loop.time()))
 
     def on_message_begin(self) -> None:
         """Parser callback. The scope is made when the path is known."""
@@ -105,7 +109,7 @@ class GatewayProtocol(HttpToolsProtocol):
         """Parser callback: hand the request to the application, unless its head is too large."""
         self._in_head = False
         self._in_body = True
-        self._body_bytes = 0
+        self._body_bytes, self._body_began_s = 0, self.loop.time()
         self._disarm()
         direct, parser = self._direct_paths.get(self.url), self.parser
         assert parser is not None, "it called this"
@@ -256,6 +260,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def _timed_out(self) -> None:
         self._timer = None
         if self.flow.read_paused or self.pipeline:  # we are the slow side
+            self._body_began_s = self.loop.time()
             self._arm(Limits.body_idle_timeout_s)
         elif self._in_head or self._in_body:
             self._refuse(408, "request_timeout", "The request was not received in time.")

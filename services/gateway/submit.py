@@ -6,7 +6,7 @@ from functools import lru_cache
 from services.gateway import metrics
 from services.gateway.call import NOTHING_FOUND, Call, FoundPrefix, Sink
 from services.gateway.deps import Gateway
-from shared.errors import PromptTooLong
+from shared.errors import InvalidRequest, PromptTooLong
 from shared.ids import RequestId
 from shared.kv.block_hash import chain_seed
 from shared.observe.trace import Span, start_span
@@ -20,13 +20,16 @@ def output_budget(
 ) -> int:
     """How many tokens may be generated: what was asked for, by default what the context has left.
 
-    Raises: PromptTooLong, with OpenAI's wording.
+    Raises: PromptTooLong, with OpenAI's wording; InvalidRequest for no tokens (not for "" where texts begin with one).
     """
+    field = "messages" if is_chat else "prompt"
+    if num_prompt_tokens == 0:
+        raise InvalidRequest(f"{field} must not be empty", param=field)
     if num_prompt_tokens >= max_model_len:
         raise PromptTooLong(
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt has "
             f"{num_prompt_tokens} tokens. Please reduce its length.",
-            param="messages" if is_chat else "prompt",
+            param=field,
         )
     left = max_model_len - num_prompt_tokens
     if max_tokens is None:

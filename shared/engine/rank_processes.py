@@ -6,12 +6,8 @@ deaf to signals, and vLLM waits nine seconds for them: here they are killed at o
 was killed waits for requests for ever, with all its memory: here the kernel ends it, and its ranks with it.
 """
 
-import contextlib
-import fcntl
 import multiprocessing
 import os
-import shutil
-import tempfile
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,10 +18,13 @@ import vllm.v1.executor.uniproc_executor as uniproc_module
 from vllm.v1.engine.core import EngineCoreProc
 
 from shared.engine.vllm_setup import die_with_parent
+from shared.own_folder import OwnFolder
 
 SHARED_MEMORY = Path("/dev/shm")
 REAPED_S = 0.5
 FOLDER = "quire-engine-"
+MAX_SOCKET_PATH_BYTES = 107  # the kernel's
+SOCKET_NAME_BYTES = 37  # a slash and vLLM's UUID
 
 
 _stock_ending = multiproc_module.MultiprocExecutor._ensure_worker_termination
@@ -33,41 +32,16 @@ _stock_core = EngineCoreProc.run_engine_core
 _stock_rank = multiproc_module.WorkerProc.worker_main
 
 
-class EngineFolder:
-    """Of one engine, until remove(). Locked while one of its processes lives: what killed ones have left goes first."""
+class EngineFolder(OwnFolder):
+    """Of one engine."""
 
     def __init__(self) -> None:
-        _remove_left()
-        # locked before it has the name that others look for
-        made = tempfile.mkdtemp(prefix=f".new-{FOLDER}")
-        self._lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody else can lock it either
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.path = made.replace(f".new-{FOLDER}", FOLDER)
-        Path(made).rename(self.path)
-
-    def remove(self) -> None:
-        """Harmless when removed already."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-
-def _remove_left() -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
-        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where one of its processes lives
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
+        super().__init__(FOLDER)
 
 
 def host_ranks(folder: str) -> None:
     """For engines that are made in this process, or forked from it, from now on: their ranks meet in this folder,
-    and end together, with this process at the latest.
+    where their sockets are too, and end together, with this process at the latest.
     """
     # vLLM names shared memory after what follows the last colon: unique, and without a slash
     method = f"file://{folder}/ranks:{Path(folder).name}"
@@ -75,6 +49,9 @@ def host_ranks(folder: str) -> None:
     def in_file(_ip: str, _port: int) -> str:
         return method
 
+    # vLLM never removes its sockets. Behind a long TMPDIR they lie in that itself, rather than nowhere
+    if len(os.fsencode(folder)) + SOCKET_NAME_BYTES <= MAX_SOCKET_PATH_BYTES:
+        os.environ["VLLM_RPC_BASE_PATH"] = folder  # noqa: TID251  vLLM's setting, not ours
     uniproc_module.get_distributed_init_method = in_file
     multiproc_module.get_distributed_init_method = in_file
     multiproc_module.MultiprocExecutor._ensure_worker_termination = staticmethod(end_ranks)

@@ -1,5 +1,6 @@
 """A worker's process: settings -> engine, clients, shell -> run. Both worker services end up here."""
 
+import contextlib
 import os
 import sys
 from typing import NoReturn
@@ -35,6 +36,8 @@ async def _serve(settings: WorkerSettings, engine: Engine) -> int:
 
 def run(service: str, settings: WorkerSettings) -> int:
     """Exit code: 0 drained, 1 the engine died, 2 wrong settings, 70 our bug."""
+    if sys.stdout is sys.__stdout__:  # else it is somebody's: the zygote's, or a test's
+        log.bear_full_disk()
     return with_frame_room(
         _run, service, settings
     )  # the engine core, forked in here, launches its layers in it
@@ -76,8 +79,9 @@ def _run(service: str, settings: WorkerSettings) -> int:
 
 def leave(code: int) -> NoReturn:
     """End the process at once. Tearing an interpreter with torch down takes 10 s, and nothing is owed by then."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk
+            stream.flush()
     os._exit(code)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import setproctitle  # comes with vLLM, which names its own processes with it
 
 from shared.engine.vllm_setup import check_version, die_with_parent, prepare_environment
+from shared.observe.log import bear_full_disk
 
 MAX_LINE_BYTES = 1 << 20
 
@@ -91,8 +92,7 @@ class Zygote:
         return True
 
     def _spawn(self, message: dict[str, Any]) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         zygote = os.getpid()
         try:
             pid = os.fork()
@@ -119,6 +119,7 @@ class Zygote:
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.close(log)
+            bear_full_disk()
             os.environ.update(message.get("env", {}))  # noqa: TID251  this is the exec of a forked service
             setproctitle.setproctitle(f"quire {message['name']}")
             module = importlib.import_module(message["module"] + ".__main__")
@@ -126,10 +127,10 @@ class Zygote:
         except SystemExit as stop:
             status = stop.code if isinstance(stop.code, int) else 1
         except BaseException:  # noqa: BLE001  the process ends here; its log must say why
-            traceback.print_exc()
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            _flush()
             os._exit(status)
 
     def _reap(self) -> None:
@@ -152,6 +153,13 @@ class Zygote:
         for pid in list(self.children):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+
+
+def _flush() -> None:
+    """Their disk may be full."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
 
 
 def _log_of(message: dict[str, Any]) -> int:

@@ -1,5 +1,7 @@
 """Logs on stderr, one JSON object a line: time, service, instance, event, level, then ids as keys."""
 
+import contextlib
+import io
 import logging
 import sys
 import time
@@ -13,6 +15,32 @@ from structlog.typing import EventDict
 from shared.observe.log_file import LogFile
 
 _encoder = msgspec.json.Encoder(enc_hook=repr)
+
+
+class _Lossy(io.TextIOWrapper):
+    """Loses what its file refuses."""
+
+    def write(self, text: str, /) -> int:
+        """All of it counts as written."""
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """What cannot be written now is lost."""
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
+def bear_full_disk() -> None:
+    """Stdout and stderr of this process, and of those forked from it, raise no OSError from now on.
+
+    Python ends a forked process whose last flush raises, and with it an engine, over a line that nobody needs.
+    """
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        with contextlib.suppress(OSError):  # it is closed
+            raw: Any = io.FileIO(fd, "w", closefd=False)  # no buffer: that would keep what was refused
+            setattr(sys, name, _Lossy(raw, encoding="utf-8", errors="backslashreplace", write_through=True))
 
 
 class _StdlibHandler(logging.Handler):

@@ -130,5 +130,18 @@ async def test_broken_requests_get_an_openai_body_and_the_connection_ends(server
     assert set(error) == {"message", "type", "param", "code"}
 
 
+async def test_a_body_that_comes_by_the_byte_is_given_up_and_one_at_a_modest_rate_is_not(server):
+    for piece, status in ((b"x", 408), (b"x" * 200, 200)):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"POST /whole HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (len(piece) * 15))
+        answer = asyncio.create_task(reader.readline())
+        for _ in range(15):
+            if not answer.done():
+                writer.write(piece)
+            await asyncio.sleep(0.1)
+        assert (await answer).startswith(b"HTTP/1.1 %d " % status)
+        writer.close()
+
+
 async def test_a_silent_connection_is_closed(server):
     assert await raw(server.port, b"") == b""

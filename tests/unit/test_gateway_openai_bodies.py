@@ -14,6 +14,7 @@ from services.gateway.openai import (
     parse_body,
     to_sampling,
 )
+from services.gateway.submit import output_budget
 from shared.errors import InvalidRequest
 from shared.wire.requests import SamplingSpec, StructuredSpec
 
@@ -138,6 +139,13 @@ def test_a_prompt_has_four_forms(prompt, prompts):
 def test_a_fault_in_a_completion_names_the_field(fields, param):
     with pytest.raises(InvalidRequest) as caught:
         completion(**fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(("is_chat", "param"), [(False, "prompt"), (True, "messages")])
+def test_a_prompt_of_no_tokens_is_refused_with_its_field(is_chat, param):
+    with pytest.raises(InvalidRequest, match=f"{param} must not be empty") as caught:
+        output_budget(0, None, 100, is_chat=is_chat)
     assert caught.value.param == param
 
 

@@ -1,9 +1,13 @@
 """How many gateway processes a machine gets."""
 
 import os
+import tempfile
+from contextlib import nullcontext
 
 import pytest
 
+from services.gateway import __main__ as gateway_main
+from services.gateway import config
 from services.gateway.config import useful_processes
 from services.gateway.core.restarts import FIRST_PAUSE_S, LONGEST_PAUSE_S, STABLE_S, Restarts
 from shared.cpus import usable_cpus
@@ -25,6 +29,20 @@ def test_a_containers_quota_counts_where_it_is_less_than_the_cores(tmp_path, quo
     (tmp_path / "cpu.max").write_text(quota)
     assert usable_cpus(tmp_path) == min(cores, limit or cores)
     assert usable_cpus(tmp_path / "absent") == cores
+
+
+def test_the_metrics_of_a_killed_gateway_go_with_the_next_one(tmp_path, monkeypatch):
+    killed, seen = tmp_path / "quire-gateway-metrics-killed", []
+    killed.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")
+    monkeypatch.setattr(config, "load", lambda _: config.GatewaySettings(processes=2))
+    monkeypatch.setattr(gateway_main, "bind", lambda _: nullcontext())
+    monkeypatch.setattr(gateway_main, "run_many", lambda *_: seen.extend(tmp_path.iterdir()))
+    assert gateway_main.main([]) == 0
+    assert len(seen) == 1
+    assert seen != [killed]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_process_that_ends_at_every_start_starts_again_later_and_later():

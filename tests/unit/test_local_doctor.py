@@ -1,5 +1,8 @@
 """What `quire doctor` says of GPU and vLLM together, of paths that `quire up` refuses, of hosts nobody can have."""
 
+import shutil
+from types import SimpleNamespace
+
 import pytest
 
 from deploy.local import doctor_checks, plan
@@ -44,6 +47,14 @@ def test_an_id_of_a_model_is_left_to_up():
 def test_a_home_below_what_is_no_folder_fails():
     found = doctor_checks.check_disk(ClusterSettings(home="/dev/null/x"))
     assert (found.verdict, found.found) == (Verdict.FAIL, "/dev/null is no folder")
+
+
+@pytest.mark.parametrize(
+    ("free", "verdict"), [(0, Verdict.FAIL), (16 << 20, Verdict.WARN), (2 << 30, Verdict.OK)]
+)
+def test_a_disk_without_room_for_a_start_fails(tmp_path, monkeypatch, free, verdict):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    assert doctor_checks.check_disk(ClusterSettings(home=str(tmp_path))).verdict == verdict
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1", "a..b"])

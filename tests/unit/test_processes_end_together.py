@@ -8,9 +8,11 @@ import os
 import select
 import signal
 import socket
+import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +20,7 @@ from shared.engine.vllm_setup import die_with_parent, prepare_environment
 
 prepare_environment("cpu", 1, in_pages=True)
 
+from vllm.utils.network_utils import get_open_zmq_ipc_path  # noqa: E402
 from vllm.v1.engine.core import EngineCoreProc  # noqa: E402
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc  # noqa: E402
 
@@ -59,6 +62,7 @@ def stock_hooks(monkeypatch):
     for module in (rank_processes.uniproc_module, rank_processes.multiproc_module):
         name = "get_distributed_init_method"
         monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", tempfile.gettempdir())
 
 
 def worker(said, folder):
@@ -129,6 +133,43 @@ def test_a_fork_that_the_kernel_refuses_is_told_and_the_zygote_goes_on(tmp_path,
     theirs.close()
 
 
+def test_what_a_worker_forks_lives_while_the_disk_of_its_log_is_full(monkeypatch):
+    def main(argv):
+        core = FORK.Process(target=print, args=("an engine core",))
+        core.start()
+        core.join()
+        print("a worker", flush=True)
+        return 7 if core.exitcode == 0 else 1
+
+    def supervised():
+        sys.stdout, sys.stderr = (os.fdopen(fd, "w", closefd=False) for fd in (1, 2))
+        ours, theirs = socket.socketpair()
+        zygote = Zygote(theirs)
+        zygote._spawn({"name": "w", "module": "w", "argv": [], "log": "/dev/full"})
+        [pid] = zygote.children
+        said.put(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        ours.close()
+
+    monkeypatch.setitem(sys.modules, "w.__main__", SimpleNamespace(main=main))
+    said = FORK.Queue()
+    process = FORK.Process(target=supervised)
+    process.start()
+    assert said.get(timeout=LIMIT_S) == 7
+    process.join()
+
+
+def test_a_worker_leaves_with_its_status_while_the_disk_of_its_log_is_full():
+    def leave():
+        sys.stdout = sys.stderr = open("/dev/full", "w")  # noqa: SIM115  it is the process's
+        print("waits in the buffer")
+        worker_main.leave(7)
+
+    process = FORK.Process(target=leave)
+    process.start()
+    process.join(LIMIT_S)
+    assert process.exitcode == 7
+
+
 class Told:
     """A zygote's end of the connection that only listens."""
 
@@ -163,6 +204,15 @@ def test_a_spawn_that_failed_counts_as_an_exit_of_whoever_still_waits_for_it(tmp
 
 
 # -- folders, and engines that nobody closed ------------------------------------------------------------
+
+
+def test_vllms_sockets_lie_in_the_engines_folder_where_their_paths_fit(stock_hooks):
+    fits = "/" + "f" * (107 - len("/") - len("/") - 36)
+    rank_processes.host_ranks(fits)
+    path = get_open_zmq_ipc_path().removeprefix("ipc://")
+    assert (Path(path).parent, len(path)) == (Path(fits), 107)
+    rank_processes.host_ranks(fits + "f")
+    assert len(get_open_zmq_ipc_path().removeprefix("ipc://")) <= 107
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from deploy.local import cmd_down, cmd_up, config, config_digest, plan, run_supervisor
 from deploy.local.cli import app
 from deploy.local.control import ControlServer
-from shared.errors import PeerGone
+from shared.errors import PeerGone, SettingsError
 
 MOCK = ("--engine", "mock")
 MOMENT_S = 0.4
@@ -153,6 +153,18 @@ async def test_settings_that_cannot_be_read_count_as_others(home):
     assert told.exit_code == 1
     assert "quire down` first" in " ".join(told.stderr.split())
     assert "quire up" not in told.stderr
+
+
+@pytest.mark.parametrize("name", ["lock", "settings"])
+async def test_a_file_of_the_run_that_cannot_be_written_is_named(home, started, name):
+    paths = config.paths_of(home)
+    config.make_folders(paths)
+    getattr(paths, name).mkdir()
+    told = await up("--foreground")
+    assert isinstance(told.exception, SettingsError)
+    assert f"cannot write {getattr(paths, name)}: Is a directory" in told.exception.message
+    if name == "lock":
+        assert run_supervisor.main(["--home", str(home)]) == 1
 
 
 async def test_up_waits_for_a_cluster_that_stops_and_starts_then(home, started):
