@@ -99,7 +99,9 @@ def test_a_written_file_can_be_read_by_people_and_names_its_origin(tmp_path):
 
 def test_times_of_which_only_quantiles_are_taken_are_kept_by_size(tmp_path):
     times = [float(one * 37 % 101) for one in range(200)]
-    rows = [{"system": "quire", "series": "ttft", "ttft_ms": times, "times": {"tree_ms": times, "few_ms": [3, 1]}}]
+    rows = [
+        {"system": "quire", "series": "ttft", "ttft_ms": times, "times": {"tree_ms": times, "few_ms": [3, 1]}}
+    ]
     kept = results.load_result(write(tmp_path, samples=rows))["samples"]
     assert kept[0]["ttft_ms"] == kept[0]["times"]["tree_ms"] == sorted(times)
     assert kept[0]["times"]["few_ms"] == [3, 1]
