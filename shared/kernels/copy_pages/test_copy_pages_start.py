@@ -168,7 +168,7 @@ def test_a_file_that_cannot_be_read_or_written_costs_a_measurement_and_is_said(t
     assert "is not kept" in caplog.text
 
 
-@pytest.mark.parametrize("nth", [1, 40, 200])
+@pytest.mark.parametrize("nth", [1, 8])  # how many there are is the machine's speed
 def test_a_measurement_that_fails_keeps_nothing(nth):
     driver = RecordingDriver()
     driver.fail_at["copy_batch"] = nth
