@@ -5,7 +5,6 @@ A file that cannot be read or written costs a measurement, and is said in the lo
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -14,11 +13,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from shared import kept_file
 from shared.kernels.allreduce_rmsnorm.driver import source_digest
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+WHAT = "worker.weave"
 DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
 
@@ -42,28 +43,13 @@ def key_of(*parts: object) -> str:
 
 def read_kept(path: Path | None) -> bytes | None:
     """None where there is none."""
-    if path is None:
-        return None
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        logger.warning("worker.weave: %s is not read: %s", path, error.strerror)
-        return None
+    return kept_file.read_kept(path, WHAT, logger) if path is not None else None
 
 
 def write_kept(path: Path | None, data: bytes) -> None:
     """Whole or not at all."""
-    if path is None:
-        return
-    part = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(data)
-        part.replace(path)
-    except OSError as error:
-        logger.warning("worker.weave: %s is not kept: %s", path, error.strerror)
+    if path is not None:
+        kept_file.write_kept(path, data, WHAT, logger)
 
 
 def shared_bytes(data: bytes, first: int, group: dist.ProcessGroup) -> bytes:

@@ -219,28 +219,24 @@ async def test_a_killed_worker_comes_back_under_a_larger_epoch_and_refuses_the_o
             assert end.code == "epoch.stale"
 
 
-async def test_a_dead_engine_fails_its_requests_and_ends_the_process(model_dir, tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mock_die_after_tokens": 5}, "engine_died"),
+        ({"mock_hang_after_tokens": 5, "engine_silent_ms": 2_000}, "the engine has not answered for 2 s"),
+    ],
+    ids=["dies", "hangs"],
+)
+async def test_an_engine_that_fails_its_requests_ends_with_the_process(model_dir, tmp_path, settings, said):
     async with world(model_dir, tmp_path) as here:
-        worker = here.worker(mock_die_after_tokens=5)
+        worker = here.worker(**settings)
         async with here.gateway_to(worker) as gateway:
             gateway.generate("r", [1, 2], max_tokens=4000)
             end = await gateway.end_of("r")
             assert isinstance(end, Failed)
             assert (end.code, end.retryable) == ("peer.gone", True)
             assert await asyncio.to_thread(worker.wait) == 1
-            assert "engine_died" in worker.log()
-
-
-async def test_an_engine_that_hangs_is_ended_with_its_worker(model_dir, tmp_path):
-    async with world(model_dir, tmp_path) as here:
-        worker = here.worker(mock_hang_after_tokens=5, engine_silent_ms=2_000)
-        async with here.gateway_to(worker) as gateway:
-            gateway.generate("r", [1, 2], max_tokens=4000)
-            end = await gateway.end_of("r")
-            assert isinstance(end, Failed)
-            assert (end.code, end.retryable) == ("peer.gone", True)
-            assert await asyncio.to_thread(worker.wait) == 1
-            assert "the engine has not answered for 2 s" in worker.log()
+            assert said in worker.log()
 
 
 @pytest.mark.parametrize("broken", ["_update_gauges", "load"])

@@ -6,7 +6,6 @@ caller gives two ranges that this process may copy between (imported pages of an
 
 import hashlib
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shared.kept_file import read_kept, write_kept
 from shared.kernels.copy_pages.copies import Copies, CopyTimeout, Direction
 from shared.kernels.copy_pages.costs import CostTable, Line, Way, from_json
 from shared.kernels.copy_pages.cuda_copier import CudaCopier
@@ -23,6 +23,7 @@ from shared.kernels.copy_pages.plan import Always, Choice, Limits, Method
 
 logger = logging.getLogger(__name__)
 
+WHAT = "costs of copies"
 SIZES = (4 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20, 8 << 20)
 LANES = (1, 2, 4)
 CAPS = (256, 1024, 4096)
@@ -195,36 +196,14 @@ def load_or_measure(
     that cannot be written is said in the log.
     """
     path = cache_path(folder, driver.key) if folder else None
-    if path is not None and (text := _read(path)) is not None:
-        table = from_json(text, key=driver.key)
+    if path is not None and (kept := read_kept(path, WHAT, logger)) is not None:
+        table = from_json(kept.decode(errors="replace"), key=driver.key)
         if table is not None and (peer is None or any(way[0] is Direction.PEER for way in table.lines)):
             return table
     table = measure(driver, peer=peer, effort=effort)
     if path is not None:
-        _write(path, table.to_json())
+        write_kept(path, table.to_json().encode(), WHAT, logger)
     return table
-
-
-def _read(path: Path) -> str | None:
-    """None where there is none."""
-    try:
-        return path.read_text(errors="replace")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        logger.warning("costs of copies: %s is not read: %s", path, error.strerror)
-        return None
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all; ranks of an engine measure at the same time."""
-    part = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text)
-        part.replace(path)
-    except OSError as error:
-        logger.warning("costs of copies: %s is not kept: %s", path, error.strerror)
 
 
 def open_copier(
