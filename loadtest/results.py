@@ -108,7 +108,7 @@ def load_result(path: Path) -> dict[str, Any]:
 
 def _store(path: Path, head: Mapping[str, Any], samples: Samples) -> None:
     if path.stem in SORTED:
-        samples = [{key: _by_size(value) for key, value in sample.items()} for sample in samples]
+        samples = [_by_size(sample) for sample in samples]
     text = _dump(head, samples)
     if len(text) > MAX_BYTES:
         name = f"samples/{path.stem}.json.xz"

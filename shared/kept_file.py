@@ -4,8 +4,10 @@ import logging
 import os
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
 
-def read_kept(path: Path, what: str, logger: logging.Logger) -> bytes | None:
+
+def read_kept(path: Path, what: str) -> bytes | None:
     """None where there is none; what cannot be read is said. Args: what: it is of, for the log."""
     try:
         return path.read_bytes()
@@ -16,7 +18,7 @@ def read_kept(path: Path, what: str, logger: logging.Logger) -> bytes | None:
         return None
 
 
-def write_kept(path: Path, data: bytes, what: str, logger: logging.Logger) -> None:
+def write_kept(path: Path, data: bytes, what: str) -> None:
     """What cannot be written is said. Several processes may write the same file at once."""
     part = path.with_suffix(f".{os.getpid()}")
     try:

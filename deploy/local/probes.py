@@ -22,18 +22,7 @@ async def probe_redis(host: str, port: int, *, timeout_s: float) -> tuple[Health
 
     NOT_READY, with what it says, while it loads its file or takes no writes because its disk is full.
     """
-    writer = None
-    try:
-        async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host, port, limit=MAX_HEAD_BYTES)
-            writer.write(b"PING\r\n")
-            reply = (await reader.readline()).decode(errors="replace").strip()
-    except (OSError, TimeoutError, ValueError):
-        return Health.SILENT, ""
-    finally:
-        if writer is not None:
-            with contextlib.suppress(OSError):
-                writer.close()
+    reply = (await _first_line(host, port, b"PING\r\n", timeout_s=timeout_s)).decode(errors="replace").strip()
     if reply.startswith(("-LOADING", "-MISCONF")):
         return Health.NOT_READY, reply[1 : MAX_SAID_CHARS + 1]
     return (Health.OK, "") if reply else (Health.SILENT, "")
@@ -51,16 +40,24 @@ async def probe_unix(path: str, *, timeout_s: float) -> Health:
 
 
 async def _http_status(host: str, port: int, path: str, *, timeout_s: float) -> int | None:
+    request = f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n"
+    words = (await _first_line(host, port, request.encode(), timeout_s=timeout_s)).split()
+    try:
+        return int(words[1]) if len(words) > 1 and words[0].startswith(b"HTTP/") else None
+    except ValueError:
+        return None
+
+
+async def _first_line(host: str, port: int, request: bytes, *, timeout_s: float) -> bytes:
+    """Of the answer; b"" when there is none in time."""
     writer = None
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(host, port, limit=MAX_HEAD_BYTES)
-            request = f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n"
-            writer.write(request.encode())
-            words = (await reader.readline()).split()
-            return int(words[1]) if len(words) > 1 and words[0].startswith(b"HTTP/") else None
+            writer.write(request)
+            return await reader.readline()
     except (OSError, TimeoutError, ValueError):
-        return None
+        return b""
     finally:
         if writer is not None:
             with contextlib.suppress(OSError):

@@ -97,6 +97,7 @@ def sentence(
     *,
     known: bool = True,
 ) -> str:
+    """The verdict. Args: link: see Advice.break_even_gb_per_s; link_now: assumed, GB/s; known: whether `link` is."""
     if not colocated.max_rate_per_s and not best.max_rate_per_s:
         return "No layout keeps the SLO at any rate that was tried: loosen it, or take faster instances."
     ratio = f"{best.num_prefill} prefill to {best.num_decode} decode"
@@ -120,6 +121,7 @@ def sentence(
 
 
 def undecided(layouts: Sequence[Layout]) -> str:
+    """The same where time ended first."""
     found = ", ".join(f"{layout.name} {layout.rate_words()}" for layout in layouts)
     return (
         f"Undecided: time ended the search ({found} requests/s). Give fewer --requests, or a quieter machine."

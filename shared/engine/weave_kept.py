@@ -4,7 +4,6 @@ A file that cannot be read or written costs a measurement, and is said in the lo
 """
 
 import hashlib
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -15,8 +14,6 @@ import torch.distributed as dist
 
 from shared import kept_file
 from shared.kernels.allreduce_rmsnorm.driver import source_digest
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WHAT = "worker.weave"
@@ -43,13 +40,13 @@ def key_of(*parts: object) -> str:
 
 def read_kept(path: Path | None) -> bytes | None:
     """None where there is none."""
-    return kept_file.read_kept(path, WHAT, logger) if path is not None else None
+    return kept_file.read_kept(path, WHAT) if path is not None else None
 
 
 def write_kept(path: Path | None, data: bytes) -> None:
     """Whole or not at all."""
     if path is not None:
-        kept_file.write_kept(path, data, WHAT, logger)
+        kept_file.write_kept(path, data, WHAT)
 
 
 def shared_bytes(data: bytes, first: int, group: dist.ProcessGroup) -> bytes:

@@ -1,6 +1,5 @@
 """A worker's process: settings -> engine, clients, shell -> run. Both worker services end up here."""
 
-import contextlib
 import os
 import sys
 from typing import NoReturn
@@ -79,9 +78,7 @@ def _run(service: str, settings: WorkerSettings) -> int:
 
 def leave(code: int) -> NoReturn:
     """End the process at once. Tearing an interpreter with torch down takes 10 s, and nothing is owed by then."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # a full disk
-            stream.flush()
+    log.flush_streams()
     os._exit(code)
 
 

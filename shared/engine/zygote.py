@@ -25,7 +25,7 @@ from typing import Any
 import setproctitle  # comes with vLLM, which names its own processes with it
 
 from shared.engine.vllm_setup import check_version, die_with_parent, prepare_environment
-from shared.observe.log import bear_full_disk
+from shared.observe.log import bear_full_disk, flush_streams
 
 MAX_LINE_BYTES = 1 << 20
 
@@ -92,7 +92,7 @@ class Zygote:
         return True
 
     def _spawn(self, message: dict[str, Any]) -> None:
-        _flush()
+        flush_streams()
         zygote = os.getpid()
         try:
             pid = os.fork()
@@ -130,7 +130,7 @@ class Zygote:
             with contextlib.suppress(OSError):
                 traceback.print_exc()
         finally:
-            _flush()
+            flush_streams()
             os._exit(status)
 
     def _reap(self) -> None:
@@ -153,13 +153,6 @@ class Zygote:
         for pid in list(self.children):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-
-
-def _flush() -> None:
-    """Their disk may be full."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
 
 
 def _log_of(message: dict[str, Any]) -> int:

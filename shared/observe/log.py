@@ -43,6 +43,13 @@ def bear_full_disk() -> None:
             setattr(sys, name, _Lossy(raw, encoding="utf-8", errors="backslashreplace", write_through=True))
 
 
+def flush_streams() -> None:
+    """Stdout and stderr; what a full disk refuses is lost."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+
+
 class _StdlibHandler(logging.Handler):
     """Warnings and errors of libraries, in the same form as our own lines."""
 

@@ -69,7 +69,7 @@ class Leaving(Condemned):
     def left(self, entries: Sequence[Entry]) -> list[Entry]:
         """Entries of take_coldest() are copied: unpin them; remove and return those that nobody used since.
 
-        Cost: a fifth where whole branches leave, as take_coldest() returned them.
+        Cost: an eighth where whole branches leave, as take_coldest() returned them.
         """
         removed: list[Entry] = []
         at, mixed = 0, None  # a branch that does not leave as one

@@ -302,8 +302,8 @@ class Pool(Lifetimes):
         table, out = self.memory.table, self.index.insert_all(entries)
         new = [entry for entry, known in zip(entries, out, strict=True) if known is entry]
         if len(new) < len(entries):
-            here = set(map(id, new))
-            table.free_all([entry.page for entry in entries if id(entry) not in here], PageEvent.DISCARD)
+            others = [entry.page for entry, known in zip(entries, out, strict=True) if known is not entry]
+            table.free_all(others, PageEvent.DISCARD)
         self.note(*new)
         table.apply_all([entry.page for entry in new], PageEvent.SEAL)
         return out

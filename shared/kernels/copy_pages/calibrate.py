@@ -5,7 +5,6 @@ caller gives two ranges that this process may copy between (imported pages of an
 """
 
 import hashlib
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from shared.kernels.copy_pages.cuda_copier import CudaCopier
 from shared.kernels.copy_pages.driver import CopyDriver
 from shared.kernels.copy_pages.host_memory import move
 from shared.kernels.copy_pages.plan import Always, Choice, Limits, Method
-
-logger = logging.getLogger(__name__)
 
 WHAT = "costs of copies"
 SIZES = (4 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20, 8 << 20)
@@ -196,13 +193,13 @@ def load_or_measure(
     that cannot be written is said in the log.
     """
     path = cache_path(folder, driver.key) if folder else None
-    if path is not None and (kept := read_kept(path, WHAT, logger)) is not None:
+    if path is not None and (kept := read_kept(path, WHAT)) is not None:
         table = from_json(kept.decode(errors="replace"), key=driver.key)
         if table is not None and (peer is None or any(way[0] is Direction.PEER for way in table.lines)):
             return table
     table = measure(driver, peer=peer, effort=effort)
     if path is not None:
-        write_kept(path, table.to_json().encode(), WHAT, logger)
+        write_kept(path, table.to_json().encode(), WHAT)
     return table
 
 
