@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from loadtest import bench_exactness
+from loadtest import exactness_rig as rig
 from tests.gpu import compare_with_stock as table
 from tests.support.exactness_cases import build_cases
 
@@ -33,14 +35,19 @@ def settings_of(layout: str, dtype: str, kernel: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("layout", TOKENS)
-def test_every_case_equals_stock_vllm_in_float32(layout):
-    cases = build_cases(table.MODEL, 2)
+def test_no_case_is_unlike_stock_vllm_in_float32_but_at_a_near_tie(layout):
+    """The kernel of request slots sums in another order than stock's: bench_exactness.py says what a near tie is."""
+    options = bench_exactness.parsed(["--modes", f"float32+{layout}", "--topologies", "disaggregated"])
+    cases = rig.cases()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        want = table.stock(folder, cases, "float32")
-        settings = settings_of(layout, "float32", "torch_sdpa")
-        row = table.compare(folder, "disaggregated", "float32", cases, want, settings)
-    assert row["unlike_either"] == [], row
+        stock = rig.stock_answers(folder, cases, "float32")
+        run = rig.cluster_answers(folder, options, options.modes[0], "disaggregated", cases, stock)
+        samples = [run, rig.shares_row(folder, run, cases, stock)]
+    (judged,) = bench_exactness.merged(samples)
+    verdicts = {case["id"]: case["verdict"] for case in judged["cases"]}
+    assert len(verdicts) == len(cases)
+    assert "wrong" not in verdicts.values(), judged
 
 
 def main() -> None:
