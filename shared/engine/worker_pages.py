@@ -19,6 +19,7 @@ from shared.ids import BlockHash, Epoch, HandoffId, LeaseId, PageId
 from shared.kv.block_hash import hash_blocks, hash_tail
 from shared.kv.layout import EngineDescription
 from shared.kv.words import u32_list, u64_list
+from shared.loop_timeout import loop_timeout
 from shared.observe import metrics
 from shared.observe.log import get_logger
 from shared.wire.cost import LinkRate
@@ -247,7 +248,7 @@ class PromptPages:
         limit_ms = wait_ms + (_REPLY_MARGIN_MS if wait_ms else self._settings.acquire_timeout_ms)
         begin_s = time.perf_counter()
         try:
-            async with asyncio.timeout(limit_ms / 1000):
+            async with loop_timeout(limit_ms / 1000):
                 got = await client.acquire(
                     hashes,
                     handoff_id=handoff_id,
@@ -257,7 +258,7 @@ class PromptPages:
                     until_release=self._kept,
                     source_mempool=source_mempool,
                     own_space_only=own_space_only,
-                    timeout_ms=limit_ms + _REPLY_MARGIN_MS,  # ours is the one that ends it
+                    timeout_ms=2 * limit_ms + _REPLY_MARGIN_MS,  # ours is the one that ends it
                 )
             lease = self._lease(got, hashes, valid_tokens)
         except (ClusterError, TimeoutError, ValueError) as error:

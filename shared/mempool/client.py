@@ -14,6 +14,7 @@ from typing import TypeVar
 from shared.background_task import begin_task
 from shared.errors import ClusterError, PeerGone
 from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, LeaseId
+from shared.loop_timeout import loop_timeout
 from shared.observe.log import get_logger
 from shared.transport.unix_channel import UnixLink
 from shared.transport.unix_socket import close_fds
@@ -285,7 +286,7 @@ class MempoolClient:
             if not self._send(message):
                 self.counters["calls_unsent"] += 1
                 return None
-            async with asyncio.timeout(timeout_ms / 1000):
+            async with loop_timeout(timeout_ms / 1000):
                 return await future
         except TimeoutError:
             self._abandon(future)
