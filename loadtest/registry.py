@@ -22,6 +22,7 @@ MEASURES = {  # result name: module
     "h200-vmm-variants": "loadtest.bench_pages_variants",
     "h200-release": "loadtest.bench_release",
     "h200-killed": "loadtest.bench_killed",
+    "h200-faults": "loadtest.bench_faults",
     "h200x2-handoff": "loadtest.bench_handoff",
     "mempool-api": "loadtest.bench_mempool_api",
     "checksums": "loadtest.bench_checksums",

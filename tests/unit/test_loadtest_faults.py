@@ -1,0 +1,109 @@
+"""bench_faults.py: whom it touches, and what it makes of answers that are whole, cut off, and wrong."""
+
+import asyncio
+import json
+import random
+
+import httpx
+import pytest
+
+from loadtest import bench_faults, faults_rig
+from loadtest.faults_rig import Heard
+
+READY = ["coordinator", "decode-0", "gateway-0", "mempool", "prefill-0", "redis", "scheduler"]
+CASE = {"id": "a", "params": {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}}
+
+
+def stock(first: list[int], cached: list[int]) -> dict:
+    return {
+        "prompt": [1, 2], "params": CASE["params"], "choices": [{"token_ids": first}],
+        "cached_choices": [{"token_ids": cached}],
+    }  # fmt: skip
+
+
+def heard(tokens: list[int], *, ended: bool) -> Heard:
+    return Heard({0: tokens}, ended, 200)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_last_ready_worker_is_stopped_and_never_killed(seed):
+    rng = random.Random(seed)
+    for _ in range(50):
+        fault = faults_rig.plan(rng, ["mempool", "prefill-0", "scheduler"])
+        assert fault is not None
+        assert not (fault.service == "prefill-0" and fault.how == faults_rig.KILL)
+
+
+def test_every_service_and_the_engine_cores_have_their_turn_and_nobody_ready_is_nobody():
+    rng = random.Random(1)
+    seen = [faults_rig.plan(rng, READY) for _ in range(400)]
+    assert {one.service for one in seen} == set(READY)
+    assert {(one.how, one.part) for one in seen} == {
+        (how, part) for how in (faults_rig.KILL, faults_rig.STOP) for part in ("", "core")
+    }
+    assert all(one.part == "" for one in seen if not one.service.startswith(faults_rig.WORKERS))
+    assert faults_rig.plan(rng, []) is None
+
+
+def test_an_answer_is_compared_whole_and_one_that_broke_off_as_far_as_it_was_heard():
+    answers = stock([5, 6, 7, 8], [5, 6, 9, 9])
+    assert faults_rig.judge(CASE, Heard(), answers) is None
+    assert faults_rig.judge(CASE, heard([5, 6, 7, 8], ended=True), answers)["equal"]
+    like_cached = faults_rig.judge(CASE, heard([5, 6, 9, 9], ended=True), answers)
+    assert not like_cached["equal"]
+    assert not like_cached["unlike_either"]
+    assert faults_rig.judge(CASE, heard([5, 6], ended=True), answers)["unlike_either"]
+    assert faults_rig.judge(CASE, heard([5, 6], ended=False), answers)["equal"]
+    assert faults_rig.judge(CASE, heard([5, 4], ended=False), answers)["unlike_either"]
+    assert faults_rig.judge(CASE, heard([5, 6, 7, 8, 8], ended=False), answers)["unlike_either"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_whatever_a_server_does_a_request_ends_with_what_was_heard(stream):
+    chunk = json.dumps({"choices": [{"index": 0, "token_ids": [5, 6]}]})
+    error = json.dumps({"error": {"message": "gone", "type": "t", "param": None, "code": "c"}})
+    said = {
+        "/whole": httpx.Response(200, text=f"data: {chunk}\n\ndata: [DONE]\n\n" if stream else chunk),
+        "/error": httpx.Response(200, text=f"data: {chunk}\n\ndata: {error}\n\ndata: [DONE]\n\n"),
+        "/cut": httpx.Response(200, text=f"data: {chunk}\n\n"),
+        "/refused": httpx.Response(503, text=error),
+        "/odd": httpx.Response(200, text="no JSON" if not stream else "data: no JSON\n\n"),
+    }
+
+    async def of(path: str) -> Heard:
+        def answer(request: httpx.Request) -> httpx.Response:
+            if path == "/gone":
+                raise httpx.ReadError("reset", request=request)
+            return said[path]
+
+        transport = httpx.MockTransport(answer)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await faults_rig.ask(client, {"stream": stream})
+
+    whole = asyncio.run(of("/whole"))
+    assert (whole.ended, whole.choices, whole.why) == (True, {0: [5, 6]}, "")
+    for path in ("/refused", "/odd", "/gone", *(("/error", "/cut") if stream else ())):
+        found = asyncio.run(of(path))
+        assert not found.ended, path
+        assert found.why or path == "/cut", path
+        assert found.choices == ({0: [5, 6]} if path in ("/error", "/cut") else {}), path
+
+
+def test_an_answer_that_stock_calls_no_near_tie_is_wrong_also_where_it_broke_off():
+    def answer(found: str, *, ended: bool = True, after: bool = False, **more) -> dict:
+        return {"kind": "answer", "found": found, "ended": ended, "after": after, "took_s": 1.0, **more}
+
+    rows = [faults_rig.judge(CASE, heard([5, 4], ended=False), stock([5, 6], [5, 7]))]
+    samples = [
+        answer("equal"), answer("like_cached"), answer("nothing", ended=False), answer("equal", ended=False),
+        answer("unlike", which=0), answer("unlike", ended=False, which=1), answer("equal", after=True),
+        {"kind": "fault", "how": "kill", "service": "mempool", "part": ""},
+        {"kind": "fault", "how": "stop", "service": "decode-0", "part": "core"},
+        {"kind": "unlike", "case": rows[0], "shares": [0.97]}, {"kind": "unlike", "case": rows[0], "shares": [0.1]},
+        {"kind": "end", "back_s": 12.0, "left_leases_count": 0, "left_handoffs_count": 0},
+    ]  # fmt: skip
+    metrics = bench_faults.metrics_from_samples(samples)
+    assert (metrics["answers_count"], metrics["refused_count"], metrics["broken_off_count"]) == (3, 3, 2)
+    assert (metrics["near_tie_count"], metrics["wrong_count"]) == (1, 1)
+    assert (metrics["faults_count"], metrics["kills_count"], metrics["cores_count"]) == (2, 1, 1)
+    assert (metrics["after_count"], metrics["after_unanswered_count"], metrics["back_s"]) == (1, 0, 12.0)
