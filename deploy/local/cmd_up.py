@@ -15,7 +15,7 @@ import typer
 
 from deploy.local import config, config_digest, plan, run_supervisor
 from deploy.local.control import ControlClient
-from deploy.local.launch import tail
+from deploy.local.launch import errors, tail
 from deploy.local.progress import Progress
 from deploy.local.terminal import fail, out, program, shorten, show_log_tail
 from shared.errors import PeerGone, SettingsError
@@ -268,7 +268,8 @@ def _follow(client: ControlClient, wanted: Wanted, *, is_ours: bool) -> None:
     last: dict[str, Any] = {}
     if status["gave_up"]:  # faster than this process could connect
         last = {"event": "give_up", "name": status["gave_up"], "text": "could not be started"}
-        last["log_tail"] = tail(wanted.paths.logs / f"{status['gave_up']}.log", lines=12)
+        log = wanted.paths.logs / f"{status['gave_up']}.log"
+        last |= {"log_tail": tail(log, lines=12), "log_errors": errors(log), "log": str(log)}
     with Progress(status) as progress:
         if not last and not status["was_ready"]:
             for last in _until(client, end):

@@ -39,6 +39,11 @@ class ControlServer:
         listening = _listen(self._path)
         self._server = await asyncio.start_unix_server(self._serve, sock=listening, limit=MAX_LINE_BYTES)
 
+    @property
+    def num_watchers(self) -> int:
+        """Connections that hear of every notice now."""
+        return len(self._watchers)
+
     def publish(self, event: dict[str, Any]) -> None:
         """To every watcher; one that does not read is dropped."""
         line = json.dumps(event).encode() + b"\n"

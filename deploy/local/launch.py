@@ -6,6 +6,7 @@ Every service leads its own session, dies with the supervisor and appends stdout
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,12 @@ from typing import IO, Protocol
 HERE = Path(__file__).resolve().parent
 WRAPPER = (sys.executable, "-I", "-S", str(HERE / "die_with_parent.py"))
 COPY_CHUNK_BYTES = 1 << 20
+# the last line of a traceback, also behind the mark that an engine core puts before its lines
+ERROR = re.compile(
+    r"^(?:\([^)\n]*\) )?(?:(?:ERROR|CRITICAL) .*?\] )?((?:\w+\.)*\w*(?:Error|Exception)\b: \S.*)$",
+    re.MULTILINE,
+)
+MAX_ERROR_CHARS = 400
 
 
 class Launched(Protocol):
@@ -166,6 +173,22 @@ def tail(path: Path, *, lines: int, start: int = 0, max_bytes: int = 64 << 10) -
     except FileNotFoundError:
         return []
     return [line for line in text.splitlines() if line.strip()][-lines:]
+
+
+def errors(path: Path, *, start: int = 0, most: int = 3, max_bytes: int = 4 << 20) -> list[str]:
+    """The first errors that a log file names behind offset `start`, each once: the cause comes before its consequences.
+
+    Where processes of one service end by each other, the last lines are about the last of them.
+    """
+    try:
+        with path.open("rb") as log:
+            size_bytes = log.seek(0, os.SEEK_END)
+            log.seek(start if start <= size_bytes else 0)
+            text = log.read(max_bytes).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return []
+    found = dict.fromkeys(match[1].strip()[:MAX_ERROR_CHARS] for match in ERROR.finditer(text))
+    return list(found)[:most]
 
 
 def kill_group(leader: int) -> None:

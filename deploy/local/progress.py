@@ -43,7 +43,9 @@ class Progress:
         elif kind in TROUBLE:
             out.print(f"  {self._clock()}  {name:<14} {event['text']}", style="yellow", markup=False)
             if kind != "give_up":
-                show_log_tail({"log_tail": event.get("log_tail", [])}, lines=BRIEF_LINES)
+                cause = event.get("log_errors", [])[:1]  # the last lines are about what followed from it
+                brief = {"log_errors": cause} if cause else {"log_tail": event.get("log_tail", [])}
+                show_log_tail(brief, lines=BRIEF_LINES)
         if self._spinner is not None:
             self._spinner.update(self._text())
 

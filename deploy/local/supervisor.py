@@ -18,7 +18,7 @@ from typing import Any
 from deploy.local import damaged_journal, probes
 from deploy.local.config import REPO, Paths, child_environment
 from deploy.local.control import ControlServer
-from deploy.local.launch import ExecProcess, Guard, Launched, cap_log, tail
+from deploy.local.launch import ExecProcess, Guard, Launched, cap_log, errors, tail
 from deploy.local.plan import redis_folder
 from deploy.local.services_table import ZYGOTE, Service
 from deploy.local.supervision import Health, Notice, Rules, Signal, Spawn, State, Supervision
@@ -223,8 +223,9 @@ class Supervisor:
         if notice.event in WITH_LOG_TAIL:
             event["log"] = str(self._log(notice.name))
             start = self._log_starts.get(notice.name, 0)
-            event["log_tail"] = []
+            event["log_tail"], event["log_errors"] = [], []
             with contextlib.suppress(OSError):
+                event["log_errors"] = errors(self._log(notice.name), start=start)
                 event["log_tail"] = tail(self._log(notice.name), lines=TAIL_LINES, start=start)
         stamp = (
             datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

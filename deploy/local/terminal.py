@@ -70,8 +70,12 @@ def get_json(url: str, *, timeout_s: float = 2.0) -> dict[str, Any] | None:
 
 
 def show_log_tail(event: dict[str, Any], *, lines: int = 12) -> None:
-    """The last log lines that a notice carries, and where the rest is."""
-    for line in event.get("log_tail", [])[-lines:]:
+    """The last log lines that a notice carries, the first errors before them, and where the rest is."""
+    told = event.get("log_tail", [])[-lines:]
+    for error in event.get("log_errors", []):
+        if not any(error in line for line in told):
+            err.print(f"    {error}", style="bold", markup=False)
+    for line in told:
         err.print(f"    {line}", style="dim", markup=False)
     if event.get("log"):
         err.print(f"  log: {event['log']}", markup=False)

@@ -82,6 +82,11 @@ async def up(*words):
     return await asyncio.to_thread(CliRunner().invoke, app, ["up", *MOCK, *map(str, words)])
 
 
+async def is_watched(cluster, task):
+    while not cluster.server.num_watchers and not task.done():
+        await asyncio.sleep(0.01)
+
+
 async def is_done(task):
     await asyncio.wait([task], timeout=MOMENT_S)
     return task.done()
@@ -184,6 +189,7 @@ async def test_up_is_not_done_before_the_start_of_another_is(home, event, code):
     async with Cluster(home, *MOCK) as cluster:
         cluster.status["was_ready"] = False
         second = asyncio.create_task(up())
+        await is_watched(cluster, second)
         assert not await is_done(second)
         cluster.server.publish({"event": event, "name": "gateway", "text": "of the test"})
         await asyncio.sleep(MOMENT_S)
@@ -280,6 +286,7 @@ async def test_a_home_that_only_up_was_told_of_is_named_in_what_is_printed(home,
         if by == "file":
             monkeypatch.delenv("QUIRE_CONFIG")
         second = asyncio.create_task(up(*words))
+        await is_watched(cluster, second)
         assert not await is_done(second)
         cluster.server.publish({"event": "all_ready", "name": "", "text": ""})
         said = (await second).stdout
