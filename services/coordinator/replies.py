@@ -4,12 +4,15 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from shared.errors import BodyTooLarge, InvalidRequest
 from shared.wire.codec import MALFORMED
 
 MAX_BODY_BYTES = 64 << 10
 JSON = "application/json"
+CLIENT_LEFT = 499  # nobody reads it
 
 T = TypeVar("T")
 
@@ -22,12 +25,15 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def read_body(request: Request, kind: type[T], *, max_bytes: int = MAX_BODY_BYTES) -> T:
-    """Raises: BodyTooLarge, InvalidRequest."""
+    """Raises: BodyTooLarge, InvalidRequest; HTTPException when the client left inside its body."""
     raw = bytearray()
-    async for piece in request.stream():
-        raw += piece
-        if len(raw) > max_bytes:
-            raise BodyTooLarge(f"the body exceeds {max_bytes} bytes")
+    try:
+        async for piece in request.stream():
+            raw += piece
+            if len(raw) > max_bytes:
+                raise BodyTooLarge(f"the body exceeds {max_bytes} bytes")
+    except ClientDisconnect:
+        raise HTTPException(CLIENT_LEFT, "the client left") from None
     try:
         return msgspec.json.decode(raw, type=kind)
     except MALFORMED as error:

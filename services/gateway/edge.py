@@ -15,7 +15,7 @@ from services.gateway import metrics
 from services.gateway.auth import KeyRing
 from services.gateway.http_body import ClientGone, Message, Receive, Scope, Send, check_body, header
 from services.gateway.http_errors import HttpFailure, describe, header_block, plain_http
-from services.gateway.http_protocol import REFUSED_KEY
+from services.gateway.http_protocol import NO_ROUTE, REFUSED_KEY, REFUSED_STATUS_KEY
 from services.gateway.push import PUSH_KEY
 from services.gateway.tally import CountTally
 from shared.errors import ClusterError, InvariantBroken
@@ -28,6 +28,7 @@ KNOWN_ROUTES = frozenset(
 REQUEST_ID = "quire.request_id"
 TENANT = "quire.tenant"
 STATUS = "quire.status"
+CLIENT_LEFT = 499  # nginx's status for a request that nobody waits for any more
 
 _PREFIXES = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
 _log = get_logger("gateway.http")
@@ -93,7 +94,7 @@ class Edge:
         except Exception as error:  # noqa: BLE001 - the last resort of one request
             await _fail(error, scope, noting)
         finally:
-            route = path if path in KNOWN_ROUTES else "other"
+            route = path if path in KNOWN_ROUTES else NO_ROUTE
             _requests_counter(route, scope[STATUS]).inc()
 
 
@@ -145,7 +146,10 @@ def _noting(scope: Scope, send: Send) -> Send:
 async def _fail(error: Exception, scope: Scope, send: Send) -> None:
     """What a handler raised, answered. Raises: InvariantBroken, as it is."""
     if isinstance(error, ClientGone):
-        metrics.ABORTS.inc()
+        scope[STATUS] = scope.get(REFUSED_STATUS_KEY, 0)
+        if not scope[STATUS]:
+            metrics.ABORTS.inc()
+            scope[STATUS] = CLIENT_LEFT
     elif isinstance(error, InvariantBroken):
         raise error
     elif isinstance(error, ClusterError):

@@ -1,21 +1,29 @@
 """uvicorn's httptools protocol with the limits it lacks, and without ASGI between a request and its answer.
 
-Limits: bytes of a request's head, time to receive a head, idle time and slowness inside a body, and unsent bytes of a
-reader that does not read, see push.py, whose `Push` writes the answers.
+Limits: bytes of a request's head and of what is no body in its body, time to receive a head, idle time and slowness
+inside a body, time to read a body whose request is answered already, and unsent bytes of a reader that does not read,
+see push.py, whose `Push` writes the answers. Requests that are refused here never reach the application, or not whole:
+they are counted here, or their scope says it to who counts them.
 """
 
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from services.gateway import metrics
 from services.gateway.http_errors import error_body
 from services.gateway.push import PUSH_KEY, REASONS, Limits, Watch
 
 Direct = Callable[[dict[str, Any], bytes], Coroutine[Any, Any, None]]  # scope, body
 
 REFUSED_KEY = "quire.refused"
+REFUSED_STATUS_KEY = (
+    "quire.refused_status"  # of a request that runs already: the answer that it got from here
+)
+NO_ROUTE = "other"
 MIN_BODY_BYTES_PER_S = 500  # of a body that takes longer than its idle timeout; Apache's, too
 MAX_QUEUED = 16  # requests of a connection behind the one that runs, and
 MAX_QUEUED_BYTES = 1 << 20  # of their bodies; beyond either nothing more is read until the next one runs
@@ -27,7 +35,8 @@ class GatewayProtocol(HttpToolsProtocol):
     A request for one of the application's `direct` paths (by their bytes; each takes scope and body) that comes in one
     piece, as nearly all do, is started without ASGI; every other one, and one that waits behind another on this
     connection, goes uvicorn's way. The keep-alive timer is not set anew for each request: it looks, when it is
-    due, how long the connection has been idle.
+    due, how long the connection has been idle. No other protocol is spoken here: a request that offers one (`Upgrade:
+    h2c`, `websocket`) is answered as if it did not (RFC 9110, 7.8).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -46,6 +55,9 @@ class GatewayProtocol(HttpToolsProtocol):
         self._piece_bytes = 0
         self._body_bytes = 0
         self._body_began_s = 0.0
+        self._extra_bytes = 0  # in a body, since the last of its own: of pieces that hold none
+        self._trailer_bytes = 0
+        self._plain_head = b""  # of a request that offers another protocol, without the offer
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -79,8 +91,8 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, then see what the request still lacks."""
-        self._piece_bytes = len(data)
-        super().data_received(data)
+        self._piece_bytes, body_bytes = len(data), self._body_bytes
+        self._feed(data)
         if self._direct is not None:  # more is to come
             self._leave_to_asgi()
         if self.transport.is_closing():
@@ -93,9 +105,59 @@ class GatewayProtocol(HttpToolsProtocol):
             elif self._timer is None:
                 self._arm(Limits.header_timeout_s)
         elif self._in_body:
-            idle_s = Limits.body_idle_timeout_s
-            due_s = self._body_began_s + idle_s + self._body_bytes / MIN_BODY_BYTES_PER_S
-            self._arm(min(idle_s, due_s - self.loop.time()))
+            self._extra_bytes = self._extra_bytes + len(data) if self._body_bytes == body_bytes else 0
+            if self._extra_bytes > Limits.header_bytes:
+                self._refuse_trailers()
+            elif not self._is_answered:  # else on_response_complete() has said how long it may last
+                idle_s = Limits.body_idle_timeout_s
+                due_s = self._body_began_s + idle_s + self._body_bytes / MIN_BODY_BYTES_PER_S
+                self._arm(min(idle_s, due_s - self.loop.time()))
+
+    def _feed(self, data: bytes) -> None:
+        """uvicorn's data_received(), which would take what follows an offered protocol for the next request."""
+        self._unset_keepalive_if_required()
+        try:
+            while True:
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as stop:
+                    data = data[stop.args[0] :]
+                if not self._plain_head:
+                    self._refuse(405, "method_not_allowed", "This server is no proxy.")
+                    return
+                self.parser = httptools.HttpRequestParser(self)  # the old one awaits no body any more
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                head, self._plain_head = self._plain_head, b""
+                self.parser.feed_data(head)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _without_offer(self) -> bytes:
+        """The head that is complete, but for the protocol that it offers. Empty for CONNECT, which is no offer."""
+        parser = self.parser
+        if parser.get_method() == b"CONNECT":
+            return b""
+        lines = [b"%b %b HTTP/%b" % (parser.get_method(), self.url, parser.get_http_version().encode())]
+        lines += [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+    @property
+    def _is_answered(self) -> bool:
+        """Of the request whose body is being read; one that is `direct` has not begun yet."""
+        return self._direct is None and self.cycle is not None and self.cycle.response_complete
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Parser callback. Trailers are dropped: what the application has read of a request does not change."""
+        if self._in_body:
+            self._trailer_bytes += len(name) + len(value) + 4
+            if self._trailer_bytes > Limits.header_bytes:
+                self._refuse_trailers()
+            return
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_message_begin(self) -> None:
         """Parser callback. The scope is made when the path is known."""
@@ -103,16 +165,20 @@ class GatewayProtocol(HttpToolsProtocol):
         self.expect_100_continue = False
         self.headers = []
         self._in_head = True
-        self._head_bytes = 0
+        self._idle_since_s = 0.0
 
     def on_headers_complete(self) -> None:
         """Parser callback: hand the request to the application, unless its head is too large."""
-        self._in_head = False
-        self._in_body = True
-        self._body_bytes, self._body_began_s = 0, self.loop.time()
-        self._disarm()
         direct, parser = self._direct_paths.get(self.url), self.parser
         assert parser is not None, "it called this"
+        if self.transport.is_closing():  # what was before it in this piece was refused
+            return
+        if parser.should_upgrade():
+            self._plain_head = self._without_offer()  # see _feed()
+            return
+        self._body_bytes, self._body_began_s = 0, self.loop.time()
+        self._extra_bytes, self._trailer_bytes = -self._piece_bytes, 0  # this piece is none of them
+        self._disarm()
         if (
             direct is not None
             and not self._head_is_too_large()
@@ -120,11 +186,11 @@ class GatewayProtocol(HttpToolsProtocol):
             and not self.expect_100_continue
             and parser.get_method() == b"POST"
             and parser.get_http_version() == "1.1"
-            and not parser.should_upgrade()
         ):
             self._direct, self._direct_body = direct, b""
         else:
             self._start_asgi()
+        self._in_head, self._in_body, self._head_bytes = False, True, 0
 
     def _head_is_too_large(self) -> bool:
         """Counted only where the pieces, which may hold a body, too, leave a doubt."""
@@ -196,6 +262,8 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Parser callback. A refused body is drained, so that its sender reads the refusal, within limits."""
+        if self.transport.is_closing():
+            return
         self._body_bytes += len(body)
         if self._body_bytes > 4 * Limits.body_bytes:
             self.transport.close()
@@ -207,9 +275,13 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Parser callback."""
+        if self._in_head:  # nothing has begun, see on_headers_complete()
+            return
         self._in_body = False
         self._disarm()
         if self._direct is None:
+            if self.cycle.response_complete:
+                self._become_idle()  # what came of the body behind the answer has ended that state
             super().on_message_complete()
             return
         direct, self._direct = self._direct, None
@@ -226,6 +298,11 @@ class GatewayProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
         else:
             self.flow.resume_reading()
+        if self._in_body and self._is_answered:  # a refusal; the rest is read for so long that it is, too
+            self._arm(Limits.body_idle_timeout_s)
+        self._become_idle()
+
+    def _become_idle(self) -> None:
         self._idle_since_s = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self._watch_idle(self.timeout_keep_alive)
@@ -259,7 +336,9 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def _timed_out(self) -> None:
         self._timer = None
-        if self.flow.read_paused or self.pipeline:  # we are the slow side
+        if self._in_body and self._is_answered:
+            self.transport.close()
+        elif self.flow.read_paused or self.pipeline:  # we are the slow side
             self._body_began_s = self.loop.time()
             self._arm(Limits.body_idle_timeout_s)
         elif self._in_head or self._in_body:
@@ -268,18 +347,34 @@ class GatewayProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        """Answer and close before the application saw a whole request."""
+        """Answer and close before the application saw a whole request. Harmless when closing already."""
         self._disarm()
         if self.transport.is_closing():
             return
         running = self._running  # its answer has no place for another
-        if running is None or running.response_complete or not running.response_started:
+        is_free = running is None or running.response_complete or not running.response_started
+        if is_free and not (self._in_body and self._is_answered):
+            self._count(status, code)
             body = error_body(message, "invalid_request_error", None, code)
             self.transport.write(
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\nconnection: close\r\n"
                 b"content-length: %d\r\n\r\n%b" % (status, REASONS[status], len(body), body)
             )
         self.transport.close()
+
+    def _count(self, status: int, code: str) -> None:
+        """A refusal. Whoever has the request already counts it, and is told that its client did not leave."""
+        metrics.ERRORS.labels(code).inc()
+        if self._in_body and self._direct is None and self.cycle is self._running:
+            self.cycle.scope[REFUSED_STATUS_KEY] = status  # type: ignore[typeddict-unknown-key]
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        else:
+            is_known = self._in_body and self.url in self._direct_paths
+            metrics.REQUESTS.labels(self.url.decode() if is_known else NO_ROUTE, str(status)).inc()
+
+    def _refuse_trailers(self) -> None:
+        self._refuse(431, "header_too_large", f"The trailers exceed {Limits.header_bytes} bytes.")
 
     def send_400_response(self, msg: str) -> None:
         """Bytes that are no HTTP."""

@@ -1,12 +1,12 @@
 """The small HTTP listener of services that are not HTTP servers: /health, /ready, /metrics, /status.
 
 Written on asyncio streams because it answers four fixed GETs: a framework would cost its imports in every
-worker. One request per connection, bounded in size, time and number.
+worker. One request per connection, bounded in size, time and number. Where there are too many, the newest is heard and
+the one that has been silent longest is closed: a supervisor that is not answered kills the service.
 """
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from shared.observe import metrics
 
 MAX_HEAD_BYTES = 8 << 10
 REQUEST_TIMEOUT_S = 5.0
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS = 64  # beyond, one is closed for each that comes
 _REASONS = {
     200: "OK",
     400: "Bad Request",
@@ -50,7 +50,7 @@ class AdminServer:
         self._ready = ready
         self._status = status
         self._server: asyncio.Server | None = None
-        self._num_open = 0
+        self._open: dict[asyncio.StreamWriter, bool] = {}  # oldest first: whether its request has come
 
     async def start(self) -> None:
         """Raises: SettingsError when the address is wrong or taken."""
@@ -70,20 +70,30 @@ class AdminServer:
             self._server = None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_open += 1
+        if len(self._open) >= MAX_CONNECTIONS:
+            self._close_oldest()
+        self._open[writer] = False
         try:
-            if self._num_open <= MAX_CONNECTIONS:
-                async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(_encode(*self._answer(head)))
-                    await writer.drain()
-        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
-            return  # nothing can be said to a client that does not speak HTTP or left
-        finally:
-            self._num_open -= 1
-            writer.close()
-            with suppress(ConnectionError):
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                if writer in self._open:
+                    self._open[writer] = True
+                writer.write(_encode(*self._answer(head)))
+                await writer.drain()
+                writer.close()
                 await writer.wait_closed()
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
+            return  # nothing can be said to a client that does not speak HTTP, does not read or left
+        finally:
+            self._open.pop(writer, None)
+            writer.transport.abort()  # harmless behind a close that is complete
+
+    def _close_oldest(self) -> None:
+        """Who has not asked first; then who has not read its answer."""
+        silent = (each for each, has_asked in self._open.items() if not has_asked)
+        oldest = next(silent, None) or next(iter(self._open))
+        del self._open[oldest]
+        oldest.transport.abort()
 
     def _answer(self, head: bytes) -> Answer:
         words = head.split(b"\r\n", 1)[0].split(b" ")

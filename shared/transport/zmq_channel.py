@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 from shared.background_task import begin_task
 from shared.errors import Overloaded, PeerGone, PeerProtocolError, PeerTimeout, SettingsError
+from shared.loop_timeout import loop_timeout
 from shared.transport.zmtp_peer import HEARTBEAT_TIMEOUT_MS, ZmtpPeer
 from shared.wire.codec import Channel
 
@@ -77,6 +78,7 @@ class DealerLink(Generic[Out, In]):
         self._silent_ms = silent_ms
         self._seq = 0
         self._peer: ZmtpPeer | None = None
+        self._dialled: ZmtpPeer | None = None  # the same before its handshake, too
         self._task: asyncio.Task[None] | None = None
         self._was_up = asyncio.Event()
         self._lost = asyncio.Event()
@@ -110,10 +112,14 @@ class DealerLink(Generic[Out, In]):
         wait_ms = RECONNECT_MIN_MS
         while True:
             self._lost.clear()
-            with suppress(OSError, TimeoutError, ValueError):  # ValueError: a name that no host can have
-                async with asyncio.timeout(CONNECT_TIMEOUT_MS / 1000):
-                    await self._dial(where)
-                await self._lost.wait()
+            try:
+                with suppress(OSError, TimeoutError, ValueError):  # ValueError: a name that no host can have
+                    async with loop_timeout(CONNECT_TIMEOUT_MS / 1000):
+                        await self._dial(where)
+                    await self._lost.wait()
+            finally:  # a dial that is given up may have connected, and uvloop tells its peer nothing of the end
+                if self._dialled is not None:
+                    self._dialled.close()
             wait_ms = RECONNECT_MIN_MS if self._was_up.is_set() else min(RECONNECT_MAX_MS, 2 * wait_ms)
             self._was_up.clear()
             self._dial_now.clear()
@@ -129,7 +135,7 @@ class DealerLink(Generic[Out, In]):
             await loop.create_connection(self._make_peer, *where)
 
     def _make_peer(self) -> ZmtpPeer:
-        return ZmtpPeer(
+        self._dialled = ZmtpPeer(
             b"DEALER",
             high_water=self._high_water,
             on_up=self._handle_up,
@@ -137,6 +143,7 @@ class DealerLink(Generic[Out, In]):
             on_lost=self._handle_lost,
             silent_ms=self._silent_ms,
         )
+        return self._dialled
 
     def send(self, message: Out, raw: Sequence[bytes] = (), *, more: bool = False) -> int:
         """Queue one message and return its sequence number. Never waits. `more`: another follows at once.
@@ -168,6 +175,8 @@ class DealerLink(Generic[Out, In]):
 
     def _handle_lost(self, peer: ZmtpPeer) -> None:
         self._lost.set()
+        if peer is self._dialled:
+            self._dialled = None
         if peer is self._peer:
             self._peer = None
             self.up = False
@@ -179,8 +188,8 @@ class DealerLink(Generic[Out, In]):
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
-        if self._peer is not None:
-            self._peer.finish()
+        if self._dialled is not None:
+            self._dialled.finish()
 
 
 class RouterServer(Generic[In, Out]):

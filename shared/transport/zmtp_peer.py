@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import cast
 
-from shared.errors import PeerProtocolError
+from shared.errors import PeerGone, PeerProtocolError
 from shared.transport import zmtp
 from shared.wire.codec import MAX_BODY_BYTES, MAX_RAW_FRAMES
 
@@ -70,7 +70,11 @@ class ZmtpPeer(asyncio.Protocol):
 
         The first of a turn of the loop is written at once, others of that turn in one write at its end. With
         `more`, another one follows in this turn that it may leave with.
+
+        Raises: PeerGone when the connection has ended; on_lost may follow in the next turn only.
         """
+        if self._is_gone():
+            raise PeerGone("the connection has ended")
         if self._num_out >= self._high_water or self._out_bytes > MAX_QUEUED_BYTES:
             return False
         pieces = zmtp.encode(frames)
@@ -96,7 +100,22 @@ class ZmtpPeer(asyncio.Protocol):
             data = b"".join(self._out)
             self._out = []
             self._num_out = self._out_bytes = 0
+            self._put(data)
+
+    def _put(self, data: bytes) -> None:
+        """Write, unless nothing can be written any more: uvloop's transports raise RuntimeError then."""
+        assert self._transport is not None
+        if not self._is_gone():
             self._transport.write(data)
+
+    def _is_gone(self) -> bool:
+        """The transport is closing. Whoever closed it may have told nobody, as uvloop does where a dial is given up:
+        the connection is then lost in the next turn, for a sender expects no on_lost inside its send().
+        """
+        if self._closed or self._transport is None or not self._transport.is_closing():
+            return self._closed
+        self._loop.call_soon(self.close)
+        return True
 
     def pause_writing(self) -> None:
         """The peer does not read as fast as this side writes."""
@@ -112,8 +131,11 @@ class ZmtpPeer(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Greet."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        if self._closed:  # whoever dialled has given it up
+            self._transport.abort()
+            return
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        self._transport.write(zmtp.GREETING)
+        self._put(zmtp.GREETING)
         self._timer = self._loop.call_later(HANDSHAKE_TIMEOUT_MS / 1000, self.close)
 
     def data_received(self, data: bytes) -> None:
@@ -137,9 +159,8 @@ class ZmtpPeer(asyncio.Protocol):
         if len(data) < zmtp.GREETING_BYTES:
             self._greeting = data
             return b""
-        assert self._transport is not None
         self._greeting = None
-        self._transport.write(zmtp.ready(self._socket_type))
+        self._put(zmtp.ready(self._socket_type))
         return data[zmtp.GREETING_BYTES :]
 
     def _drain(self, most: int) -> None:
@@ -168,19 +189,22 @@ class ZmtpPeer(asyncio.Protocol):
                 self._loop.call_soon(_raise, error)
         self._resuming = True
         assert self._transport is not None
-        self._transport.pause_reading()
+        if not self._transport.is_closing():
+            self._transport.pause_reading()
         self._loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
         if self._resuming and not self._closed and self._transport is not None:
             self._drain(BATCH_MESSAGES)
-            if not self._resuming and not self._closed:
+            if not self._resuming and not self._is_gone():
                 self._transport.resume_reading()
 
     def _command(self, command: bytes) -> None:
         if not self.up:
             if zmtp.socket_type_of(command) not in _PARTNERS[self._socket_type]:
                 raise PeerProtocolError("a socket of the wrong kind")
+            if self._is_gone():
+                return
             self.up = True
             self._disarm()
             self._beat_s = self._loop.time()
@@ -204,9 +228,8 @@ class ZmtpPeer(asyncio.Protocol):
 
     def _send_command(self, command: bytes) -> None:
         """Messages are only ever written whole, so a command may stand before those that wait."""
-        assert self._transport is not None
         if not self._paused and not self._closed:
-            self._transport.write(command)
+            self._put(command)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The last whole messages still count."""

@@ -70,3 +70,66 @@ async def test_a_taken_port_is_a_settings_error(server):
     second = admin.AdminServer(server.address, ready=lambda: (True, {}))
     with pytest.raises(SettingsError, match="cannot listen"):
         await second.start()
+
+
+REQUESTS = {
+    "says nothing": b"",
+    "says half of a request": b"GET /health HTTP/1.1\r\n",
+    "does not read": b"GET /status HTTP/1.1\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("what", REQUESTS)
+async def test_a_probe_is_answered_however_many_connections_somebody_holds(what):
+    server = admin.AdminServer(
+        "127.0.0.1:0", ready=lambda: (True, {}), status=lambda: {"long": "x" * (8 << 20)}
+    )
+    await server.start()
+    host, _, port = server.address.rpartition(":")
+    held = []
+    for _ in range(70):
+        held.append(await asyncio.open_connection(host, int(port), limit=1_024))
+        held[-1][1].write(REQUESTS[what])
+    while len(server._open) < admin.MAX_CONNECTIONS:  # noqa: ASYNC110 - of the server in this loop
+        await asyncio.sleep(0.001)
+    for _ in range(3):
+        assert await get(server.address, b"/health") == (b"HTTP/1.1 200 OK", b'{"status":"ok"}')
+    assert len(server._open) <= admin.MAX_CONNECTIONS
+    for _, writer in held:
+        writer.transport.abort()
+    await server.stop()
+    while server._open:  # noqa: ASYNC110 - as above
+        await asyncio.sleep(0.001)
+
+
+async def test_of_too_many_connections_the_one_that_has_been_silent_longest_is_closed(server, monkeypatch):
+    monkeypatch.setattr(admin, "MAX_CONNECTIONS", 2)
+    host, _, port = server.address.rpartition(":")
+    first, second = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+    assert (await get(server.address, b"/health"))[0] == b"HTTP/1.1 200 OK"
+    assert await first[0].read() == b"", "closed, and long before its time was over"
+    second[1].write(b"GET /health HTTP/1.1\r\n\r\n")
+    assert (await second[0].read()).startswith(b"HTTP/1.1 200 OK")
+    for _, writer in (first, second):
+        writer.close()
+
+
+async def test_an_answer_that_nobody_reads_is_dropped_with_its_connection(monkeypatch):
+    monkeypatch.setattr(admin, "REQUEST_TIMEOUT_S", 0.1)
+    server = admin.AdminServer(
+        "127.0.0.1:0", ready=lambda: (True, {}), status=lambda: {"long": "x" * (8 << 20)}
+    )
+    await server.start()
+    host, _, port = server.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1_024)
+    writer.write(b"GET /status HTTP/1.1\r\n\r\n")
+    while not server._open:  # noqa: ASYNC110 - as above
+        await asyncio.sleep(0.001)
+    (ours,) = server._open
+    while server._open:  # noqa: ASYNC110 - as above
+        await asyncio.sleep(0.01)
+    assert ours.transport.is_closing()
+    assert ours.transport.get_write_buffer_size() == 0, "its bytes are not kept for somebody who never reads"
+    del reader
+    writer.transport.abort()
+    await server.stop()

@@ -183,3 +183,25 @@ async def test_a_coordinator_that_stood_still_takes_no_member_for_dead(monkeypat
             assert [view.state for view in coordinator.listing().instances] == ["live"]
     finally:
         await coordinator.stop()
+
+
+@pytest.mark.parametrize("path", ["/v1/instances", "/v1/instances/prefill-0/heartbeat", "/v1/offers"])
+async def test_a_client_that_leaves_inside_its_body_is_no_error_of_the_application(path):
+    messages = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive():
+        return messages.pop(0) if len(messages) > 1 else messages[0]
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    app = create_app(Coordinator(CoordinatorSettings(redis_url=""), ManualClock()), [])
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": [],
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "state": {},
+    }  # fmt: skip
+    await app(scope, receive, send)  # what it raises, uvicorn logs with a traceback
+    assert not any(message.get("status") == 500 for message in sent)

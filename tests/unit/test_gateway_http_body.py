@@ -1,0 +1,28 @@
+"""services/gateway/http_body.py: what a body's announced length says."""
+
+import pytest
+
+from services.gateway.http_body import check_headers
+from shared.errors import BodyTooLarge, InvalidRequest
+
+
+def announced(length: bytes) -> dict:
+    return {"headers": [(b"content-length", length)]}
+
+
+@pytest.mark.parametrize("length", [b"0", b"100", b"0" * 5_000 + b"100", b"0" * 5_000])
+def test_a_length_is_its_number_whatever_zeros_stand_before_it(length):
+    check_headers(announced(length), 100)
+
+
+@pytest.mark.parametrize("length", [b"101", b"0" * 5_000 + b"101", b"9" * 20, b"9" * 21, b"9" * 5_000])
+def test_a_length_beyond_the_limit_is_too_large_however_many_digits_it_has(length):
+    with pytest.raises(BodyTooLarge) as refusal:
+        check_headers(announced(length), 100)
+    assert len(refusal.value.message) < 200
+
+
+@pytest.mark.parametrize("length", [b"", b"-1", b"+1", b"1 1", b"0x1"])
+def test_a_length_that_is_no_number_is_invalid(length):
+    with pytest.raises(InvalidRequest):
+        check_headers(announced(length), 100)
