@@ -49,7 +49,8 @@ class Answer(ABC):
         self.calls: list[Call] = []
         self.ended = False
         self.choices: list[Choice] = []
-        self.first_ns = 0  # monotonic; 0: no token yet
+        self.first_ns = 0  # monotonic; 0: no token yet, of an attempt that was not given up
+        self.shown_ns = 0  # monotonic, when content began to leave ahead of the end; 0: none has
         self._admission = admission
         self._ticket = ticket
         self._scope = scope
@@ -100,6 +101,10 @@ class Answer(ABC):
         self.first_ns = time.monotonic_ns()
         self.span.event("decode.first_token")
 
+    def discarded(self) -> None:
+        """An attempt of one call was given up, its tokens with it."""
+        self.first_ns = min((call.first_ns for call in self.calls if call.first_ns), default=0)
+
     def call_done(self) -> None:
         """One call is complete; the last one completes the answer."""
         self._num_done += 1
@@ -134,11 +139,10 @@ class Answer(ABC):
         num_output = self.num_output_tokens
         self._admission.leave(self._ticket, now_ms=now_ns // 1_000_000)
         metrics.IN_FLIGHT.inc(-len(self.calls))
-        if self.first_ns:
-            metrics.TTFT.observe((self.first_ns - self._received_ns) / 1e6)
-            if num_output > 1 and status == 200:
-                gap_ms = (now_ns - self.first_ns) / 1e6 / (num_output - 1)
-                metrics.TPOT.observe(gap_ms)
+        if self.shown_ns:
+            metrics.TTFT.observe((self.shown_ns - self._received_ns) / 1e6)
+        if status == 200:
+            self._note_tpot(now_ns)
         if status == 200:
             num_prompt, num_cached = self._num_input_tokens()
             metrics.PROMPT_TOKENS.inc(num_prompt)
@@ -153,6 +157,14 @@ class Answer(ABC):
         self._scope.pop(PUSH_KEY, None)
         if self._on_end is not None:
             self._on_end(status)
+
+    def _note_tpot(self, now_ns: int) -> None:
+        """Choices of one prompt run side by side, so the longest one took all the time; prompts wait for each other."""
+        if not self.first_ns or len(self.calls) != 1:
+            return
+        num_steps = max([choice.num_tokens for choice in self.choices]) - 1
+        if num_steps > 0:
+            metrics.TPOT.observe((now_ns - self.first_ns) / 1e6 / num_steps)
 
     @property
     def num_output_tokens(self) -> int:

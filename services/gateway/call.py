@@ -4,6 +4,7 @@ from typing import NamedTuple, Protocol
 
 from services.gateway.core.request_flow import Limits, RequestFlow
 from services.gateway.core.retry_budget import RetryBudget
+from services.gateway.early_receipt import EarlyReceipt
 from shared.ids import RequestId
 from shared.kv.block_hash import pack_tokens
 from shared.observe.trace import Span
@@ -52,9 +53,9 @@ class Call:
     """One prompt on its way through the cluster."""
 
     __slots__ = (
-        "early_receipt", "ended", "explain", "first_ns", "flow", "found", "num_prompt_tokens", "output_ids",
-        "placed", "placed_ns", "prompt", "receipts", "request_id", "sampling", "schedule_span", "session", "sink",
-        "span", "targets", "tenant", "tenant_salt", "weight",
+        "early", "ended", "explain", "first_ns", "flow", "found", "num_earlier_receipts", "num_prompt_tokens",
+        "output_ids", "placed", "placed_ns", "prompt", "receipts", "request_id", "sampling", "schedule_span", "session",
+        "sink", "span", "targets", "tenant", "tenant_salt", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -94,12 +95,23 @@ class Call:
         self.first_ns = 0  # its first token for the client; 0: none yet
         self.targets: list[Target] = []  # of the running attempt
         self.receipts: list[StageReceipt] = []
-        self.early_receipt: StageReceipt | None = None  # of the running stage, for an end before Finished
+        self.num_earlier_receipts = 0  # of them, those of placements before the last one
+        self.early: EarlyReceipt | None = None  # of the running stage, for an end before Finished
 
     @property
     def frame(self) -> bytes:
         """What the next stage begins with: the prompt, and output that is final."""
         return self.prompt + pack_tokens(self.output_ids) if self.output_ids else self.prompt
+
+    def note_chunk(self, chunk: TokenChunk, now_ns: int) -> None:
+        """Output came for the client; monotonic. Cost: of every token."""
+        if not self.first_ns:
+            self.first_ns = now_ns
+            self.flow.mark_output()
+        if chunk.receipt is not None:
+            self.early = EarlyReceipt(chunk, now_ns)
+        elif self.early is not None:
+            self.early.ran_on(chunk, now_ns)
 
     def choice_ended(self, index: int) -> bool:
         """A choice has its finish reason. Whether all have: what comes then says nothing to the client."""
@@ -108,9 +120,9 @@ class Call:
 
     def keep_early_receipt(self) -> None:
         """The running stage ends without a receipt of its own: what it said with its first chunk stays."""
-        if self.early_receipt is not None:
-            self.receipts.append(self.early_receipt)
-            self.early_receipt = None
+        if self.early is not None:
+            self.receipts.append(self.early.whole(self.sampling.n))
+            self.early = None
 
     def end_schedule_span(self, placed: Placed | None = None) -> None:
         """It has been placed, or ends without."""
@@ -129,7 +141,7 @@ class Call:
         self.receipts.clear()
         self.output_ids.clear()
         self.ended.clear()
-        self.early_receipt = None
+        self.early = None
         self.first_ns = 0
         self.sink.discard()
 

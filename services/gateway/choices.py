@@ -159,8 +159,9 @@ class Choice:
         if plan is not None:
             was_cut = self.finish_reason == "length"
             content, calls, parser = read_whole(plan, text, self._new_id, was_cut=was_cut)
-            if calls:
+            if calls or plan.kind == "required":  # a list that was cut before its first call is no text
                 out["content"] = content or None
+            if calls:
                 out["tool_calls"] = [call_json(call) for call in calls]
                 assert self.finish_reason is not None, "the choice has ended"
                 self.finish_reason = parser.finish_reason(self.finish_reason)

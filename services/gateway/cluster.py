@@ -157,7 +157,7 @@ class Cluster:
         if isinstance(message, Prefilled):
             self._prefilled(call, message)
         elif isinstance(message, Finished):
-            call.early_receipt = None
+            call.early = None
             call.receipts.append(message.receipt)
             self._run(call, call.flow.on_finished(message.attempt))
         elif isinstance(message, PromptScored):
@@ -166,14 +166,10 @@ class Cluster:
             self._failed(call, message)
 
     def _deliver(self, call: Call, chunk: TokenChunk) -> None:
-        if chunk.finish_reason in ("abort", "error"):  # the engine gave up without saying why
-            text, now_ms = "The engine ended the request early.", _now_ms()
-            failed = call.flow.on_failed(chunk.attempt, "peer.error", text, True, now_ms=now_ms, source=None)
-            self._run(call, failed)
+        if chunk.finish_reason in ("abort", "error"):
+            self._engine_ended(call, chunk)
             return
-        if not call.first_ns:
-            call.first_ns = time.monotonic_ns()
-            call.flow.mark_output()
+        call.note_chunk(chunk, time.monotonic_ns())
         if call.flow.continues:
             call.output_ids += chunk.token_ids
             if call.flow.resume_by_ms:
@@ -186,11 +182,17 @@ class Cluster:
         except Exception as error:  # noqa: BLE001 - one request's bad output must not stop the others'
             self._sink_failed(call, error)
             return
-        if chunk.receipt is not None:
-            call.early_receipt = chunk.receipt
         if enough:
             call.keep_early_receipt()
             self._run(call, call.flow.on_satisfied())
+
+    def _engine_ended(self, call: Call, chunk: TokenChunk) -> None:
+        """It gave up without saying why: "error" is of this request, wherever it runs; "abort" is not."""
+        code, text = "cluster.error", "The engine could not go on with this request."
+        if again := chunk.finish_reason == "abort":
+            code, text = "peer.error", "The engine ended the request early."
+        now_ms = _now_ms()
+        self._run(call, call.flow.on_failed(chunk.attempt, code, text, again, now_ms=now_ms, source=None))
 
     def _scored(self, call: Call, rows: PromptLogprobs) -> None:
         try:
@@ -320,7 +322,7 @@ class Cluster:
     def _placed(self, call: Call, placed: Placed) -> None:
         """Register the call at the links it depends on."""
         call.placed = placed
-        call.placed_ns = time.monotonic_ns()
+        call.placed_ns, call.num_earlier_receipts = time.monotonic_ns(), len(call.receipts)
         call.targets = [placed.decode] if placed.prefill is None else [placed.prefill, placed.decode]
         for target in call.targets:
             link = self._link(target.endpoint)

@@ -1,9 +1,8 @@
 """OpenAI's request bodies, with vLLM's extensions, and what they mean for the engine.
 
-Null means absent everywhere, as with OpenAI. What no engine of ours can do is refused, not ignored.
+Null means absent everywhere, as with OpenAI. What no engine of ours can do is refused, not ignored (openai_refused.py).
 """
 
-import json
 from abc import abstractmethod
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -13,7 +12,6 @@ from pydantic import Field, model_validator
 from services.gateway.core.tools import ToolFormat, ToolPlan, named_schema, required_schema
 from services.gateway.openai_errors import parse_body, validation_error
 from services.gateway.openai_fields import (
-    MAX_SCHEMA_CHARS,
     JsonObjectFormat,
     JsonSchemaFormat,
     LogitBias,
@@ -26,9 +24,12 @@ from services.gateway.openai_fields import (
     StreamOptions,
     TokenIds,
     Tools,
+    check_messages,
     template_messages,
     template_tools,
 )
+from services.gateway.openai_refused import Refused, RefusedFields, RefusedRendering
+from services.gateway.openai_structured import StructuredOutputs, schema_spec
 from shared.errors import InvalidRequest
 from shared.wire.requests import GREEDY_BELOW, SamplingSpec, StructuredSpec, too_many
 
@@ -51,39 +52,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
 
 
-class StructuredOutputs(Model):
-    """vLLM's extension: exactly one grammar for the output."""
-
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
-    json_object: bool | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-
-    def spec(self) -> StructuredSpec | None:
-        """Raises: InvalidRequest unless exactly one is given."""
-        found: list[StructuredSpec] = []
-        if self.json_ is not None:
-            text = (
-                self.json_ if isinstance(self.json_, str) else _schema_text(self.json_, "structured_outputs")
-            )
-            found.append(StructuredSpec(kind="json_schema", value=text))
-        if self.json_object:
-            found.append(StructuredSpec(kind="json_object"))
-        if self.regex is not None:
-            found.append(StructuredSpec(kind="regex", value=self.regex))
-        if self.choice is not None:
-            found.append(StructuredSpec(kind="choice", value=json.dumps(self.choice)))
-        if self.grammar is not None:
-            found.append(StructuredSpec(kind="grammar", value=self.grammar))
-        if len(found) > 1:
-            raise InvalidRequest("Only one kind of structured output is allowed.", param="structured_outputs")
-        if found and len(found[0].value) > MAX_SCHEMA_CHARS:
-            raise _too_large("structured_outputs")
-        return found[0] if found else None
-
-
-class SamplingBody(Model):
+class SamplingBody(RefusedFields):
     """Fields that both completion routes have."""
 
     model: str
@@ -158,13 +127,11 @@ class SamplingBody(Model):
         if isinstance(form, JsonObjectFormat):
             return StructuredSpec(kind="json_object")
         if isinstance(form, JsonSchemaFormat):
-            return StructuredSpec(
-                kind="json_schema", value=_schema_text(form.json_schema.schema_, "response_format")
-            )
+            return schema_spec(form.json_schema.schema_, "response_format")
         return None
 
 
-class ChatBody(SamplingBody):
+class ChatBody(SamplingBody, RefusedRendering):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=8192)]
@@ -178,6 +145,7 @@ class ChatBody(SamplingBody):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    echo: Refused = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "ChatBody":
@@ -189,13 +157,9 @@ class ChatBody(SamplingBody):
                 raise ValueError(f"tool_choice names {name[:64]!r}, which is not among the tools")
         elif self.tool_choice == "required" and not self.tools:
             raise ValueError("tool_choice 'required' needs tools")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message excludes add_generation_prompt")
-        for position, message in enumerate(self.messages):
-            if message.get("content") is None and not message.get("tool_calls"):
-                if message["role"] == "assistant" and "content" in message:
-                    continue  # an assistant that said nothing: OpenAI's SDK sends content null
-                raise ValueError(f"messages[{position}] needs content")
+        check_messages(
+            self.messages, continued=self.continue_final_message, generated=self.add_generation_prompt
+        )
         return self
 
     @property
@@ -236,19 +200,20 @@ class ChatBody(SamplingBody):
             schema = named_schema(schemas[self.tool_choice.function.name])
         else:
             schema = required_schema(schemas, max_calls=1 if self.parallel_tool_calls is False else None)
-        return StructuredSpec(kind="json_schema", value=_schema_text(schema, "tools"))
+        return schema_spec(schema, "tools")
 
 
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0)] | None = COMPLETION_MAX_TOKENS
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
+    prompt_embeds: Refused = None
 
     @model_validator(mode="after")
     def _nothing_unsupported(self) -> "CompletionBody":
@@ -266,14 +231,19 @@ class CompletionBody(SamplingBody):
         return self.logprobs
 
     @property
+    def max_output_tokens(self) -> int:
+        """See SamplingBody."""
+        return _or(self.max_tokens, COMPLETION_MAX_TOKENS)
+
+    @property
     def prompts(self) -> list[str | list[int]]:
         """Each prompt, as text or as token ids. Cost: none; check_prompt() has looked at every id."""
         given = self.prompt
         return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
-class TokenizeBody(Model):
-    """POST /tokenize: a prompt, or messages that the chat template renders first."""
+class TokenizeBody(RefusedRendering):
+    """POST /tokenize: a prompt, or messages that the chat template renders first, as it would for a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -281,6 +251,7 @@ class TokenizeBody(Model):
     tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -288,6 +259,9 @@ class TokenizeBody(Model):
     def _one_input(self) -> "TokenizeBody":
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt or messages is needed, and not both")
+        check_messages(
+            self.messages or [], continued=self.continue_final_message, generated=self.add_generation_prompt
+        )
         return self
 
     def template_messages(self) -> list[dict[str, Any]]:
@@ -369,21 +343,6 @@ def to_sampling(
 
 def _or(value: Value | None, default: Value) -> Value:
     return default if value is None else value
-
-
-def _too_large(param: str) -> InvalidRequest:
-    return InvalidRequest(f"The grammar in '{param}' exceeds {MAX_SCHEMA_CHARS} characters.", param=param)
-
-
-def _schema_text(schema: dict[str, Any], param: str) -> str:
-    """JSON text of a schema. Raises: InvalidRequest when it holds NaN or is too large."""
-    try:
-        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except ValueError:
-        raise InvalidRequest(f"The schema in '{param}' is no JSON.", param=param) from None
-    if len(text) > MAX_SCHEMA_CHARS:
-        raise _too_large(param)
-    return text
 
 
 __all__ = [

@@ -16,6 +16,7 @@ _FIELD = re.compile(r"[a-z][a-z_0-9]*\Z")
 _BRANCHES = frozenset(
     {"str", "int", "float", "bool", "list", "dict", "none", "json_schema", "json_object", "text"}
 )
+_PARTS = ("TextPart", "RefusalPart")
 _MAX_INPUT_CHARS = 80
 
 
@@ -69,7 +70,7 @@ def _is_field(loc: Sequence[str | int], position: int) -> bool:
     if position == 0:
         return True
     # response_format.json_schema.json_schema: first the branch, then the field
-    return bool(_FIELD.match(part)) and (part not in _BRANCHES or part == before or before == "TextPart")
+    return bool(_FIELD.match(part)) and (part not in _BRANCHES or part == before or before in _PARTS)
 
 
 def _param(path: Sequence[str | int]) -> str:

@@ -15,13 +15,13 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_ID_DIGITS = 10  # of a token id as a key
 MAX_PROMPTS = 256
-MAX_SCHEMA_CHARS = 128 << 10  # of a grammar, in any of its forms
 _INTS = frozenset({int})  # not bool, which is a subclass
 
 _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
-def _wrong(message: str) -> PydanticCustomError:
+def wrong(message: str) -> PydanticCustomError:
+    """A fault of a value, for a validator to raise; pydantic adds where."""
     return PydanticCustomError("value_error", "{reason}", {"reason": message})
 
 
@@ -35,11 +35,19 @@ class Model(BaseModel):
 
 
 class TextPart(TypedDict):
-    """The one kind of content part that a text model takes."""
+    """What a text model takes."""
 
     __pydantic_config__ = _STRICT  # type: ignore[misc]
     type: Literal["text"]
     text: str
+
+
+class RefusalPart(TypedDict):
+    """What an assistant said instead of an answer; text for the model, too."""
+
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    type: Literal["refusal"]
+    refusal: str
 
 
 class CalledFunction(TypedDict):
@@ -70,7 +78,7 @@ class Message(_MessageBase, total=False):
     """One turn; a dict, because that is what chat templates read."""
 
     __pydantic_config__ = _STRICT  # type: ignore[misc]
-    content: str | list[TextPart] | None
+    content: str | list[TextPart | RefusalPart] | None
     name: str | None
     tool_calls: list[ToolCall] | None
     tool_call_id: str | None
@@ -111,11 +119,30 @@ def check_tools(tools: list[Tool]) -> list[Tool]:
     counted = Counter(tool.function.name for tool in tools)
     for name, count in counted.items():
         if count > 1:
-            raise _wrong(f"the function name {name!r} appears {count} times")
+            raise wrong(f"the function name {name!r} appears {count} times")
     return tools
 
 
 Tools = Annotated[list[Tool], Field(max_length=128), AfterValidator(check_tools)]
+
+
+def check_messages(messages: list[Message], *, continued: bool | None, generated: bool | None) -> None:
+    """What no type says of a chat. `continued`: continue_final_message; `generated`: add_generation_prompt.
+
+    Raises: ValueError that begins with the field.
+    """
+    if continued and generated:
+        raise ValueError("continue_final_message excludes add_generation_prompt")
+    for position, message in enumerate(messages):
+        content, role = message.get("content"), message["role"]
+        if content is None and not message.get("tool_calls"):
+            if role == "assistant" and "content" in message:
+                continue  # an assistant that said nothing: OpenAI's SDK sends content null
+            raise ValueError(f"messages[{position}] needs content")
+        if role != "assistant" and isinstance(content, list) and any("refusal" in part for part in content):
+            raise ValueError(
+                f"messages[{position}] has a refusal, which only an assistant's content may have"
+            )
 
 
 def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
@@ -137,7 +164,8 @@ def _template_message(message: Message, position: int) -> dict[str, Any]:
     out: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
     content = message.get("content")
     if isinstance(content, list):
-        out["content"] = "\n".join(part["text"] for part in content)  # vLLM's way for text templates
+        # joined in vLLM's way for text templates
+        out["content"] = "\n".join(part["text"] if "text" in part else part["refusal"] for part in content)
     elif content is None:
         out["content"] = None if message.get("tool_calls") else ""
     calls = message.get("tool_calls")
@@ -211,23 +239,23 @@ class StreamOptions(Model):
 def _check_stop(value: str | list[str]) -> str | list[str]:
     stops = [value] if isinstance(value, str) else value
     if len(stops) > MAX_STOPS:
-        raise _wrong(f"at most {MAX_STOPS} stop strings are allowed, got {len(stops)}")
+        raise wrong(f"at most {MAX_STOPS} stop strings are allowed, got {len(stops)}")
     for stop in stops:
         if not stop:
-            raise _wrong("a stop string must not be empty")
+            raise wrong("a stop string must not be empty")
         if len(stop) > MAX_STOP_CHARS:
-            raise _wrong(f"a stop string has at most {MAX_STOP_CHARS} characters")
+            raise wrong(f"a stop string has at most {MAX_STOP_CHARS} characters")
     return value
 
 
 def _check_bias(value: dict[str, float]) -> dict[str, float]:
     if len(value) > MAX_LOGIT_BIAS:
-        raise _wrong(f"at most {MAX_LOGIT_BIAS} entries are allowed, got {len(value)}")
+        raise wrong(f"at most {MAX_LOGIT_BIAS} entries are allowed, got {len(value)}")
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
-            raise _wrong(f"keys are token ids, got {key[:32]!r}")
+            raise wrong(f"keys are token ids, got {key[:32]!r}")
         if not -100.0 <= bias <= 100.0:
-            raise _wrong(f"values lie between -100 and 100, got {bias} for {key}")
+            raise wrong(f"values lie between -100 and 100, got {bias} for {key}")
     return value
 
 
@@ -242,16 +270,16 @@ def check_prompt(value: Any) -> Any:
         return value
     if isinstance(value, list) and value:
         if len(value) > MAX_PROMPTS:
-            raise _wrong(f"at most {MAX_PROMPTS} prompts are allowed, got {len(value)}")
+            raise wrong(f"at most {MAX_PROMPTS} prompts are allowed, got {len(value)}")
         if all(isinstance(each, str) for each in value) or all(is_token_list(each) for each in value):
             return value
-    raise _wrong("a prompt is a string, a list of strings, a list of token ids or a list of lists of them")
+    raise wrong("a prompt is a string, a list of strings, a list of token ids or a list of lists of them")
 
 
 def _check_ids(value: Any) -> Any:
     if value == [] or is_token_list(value):
         return value
-    raise _wrong("a list of token ids is wanted")
+    raise wrong("a list of token ids is wanted")
 
 
 _IDS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "integer"}}

@@ -9,6 +9,7 @@ from services.gateway.call import Call
 from shared.wire.placement import Alternative, Placed
 from shared.wire.requests import StageReceipt
 
+STAGES = ("queue", "fetch", "compute", "transfer", "step")
 SMALL_MS = 1.0  # ratios to less say nothing: noise is as large
 
 
@@ -61,11 +62,13 @@ def times(call: Call, placed: Placed) -> dict[str, dict[str, float | None]]:
     """By stage, what the scheduler expected and what the workers and the gateway measured, in ms.
 
     hold: how long the scheduler kept the request until decode had room in its pages, before it was placed; expected by
-    nobody, and not in ttft, which begins with the placement.
+    nobody, and not in ttft, which begins with the placement. Of a request that went on at another instance: of its last
+    placement alone, and no ttft. An engine computes prompts that wait together, so what was expected as queue comes, as
+    a rule, as compute.
     """
     expected, took = _expected_ms(placed), _took_ms(call)
     out: dict[str, dict[str, float | None]] = {"hold": {"predicted_ms": None, "actual_ms": placed.held_ms}}
-    for name, predicted_ms, actual_ms in zip(metrics.STAGES, expected, took, strict=True):
+    for name, predicted_ms, actual_ms in zip(STAGES, expected, took, strict=True):
         out[name] = {"predicted_ms": predicted_ms, "actual_ms": actual_ms}
     ttft_ms = placed.predicted_ttft_ms if placed.predicted is not None else None
     out["ttft"] = {"predicted_ms": ttft_ms, "actual_ms": _ttft_ms(call)}
@@ -73,20 +76,21 @@ def times(call: Call, placed: Placed) -> dict[str, dict[str, float | None]]:
 
 
 def _expected_ms(placed: Placed) -> tuple[float | None, ...]:
-    """Of metrics.STAGES, by the scheduler."""
+    """Of STAGES, by the scheduler."""
     expected = placed.predicted
     if expected is None:
-        return (None,) * len(metrics.STAGES)
+        return (None,) * len(STAGES)
     transfer_ms = expected.transfer_ms if placed.prefill is not None else None
     return expected.queue_ms, expected.fetch_ms, expected.compute_ms, transfer_ms, expected.step_ms or None
 
 
 def _took_ms(call: Call) -> tuple[float | None, ...]:
-    """Of metrics.STAGES, by the receipts that there are."""
-    if not call.receipts:
-        return (None,) * len(metrics.STAGES)
-    first, last = call.receipts[0], call.receipts[-1]
-    transfer_ms = next((r.fetch_ms for r in call.receipts if r.stage == "decode"), None)
+    """Of STAGES, by the receipts that there are of its placement."""
+    receipts = call.receipts[call.num_earlier_receipts :]
+    if not receipts:
+        return (None,) * len(STAGES)
+    first, last = receipts[0], receipts[-1]
+    transfer_ms = next((r.fetch_ms for r in receipts if r.stage == "decode"), None)
     return first.queue_ms, first.fetch_ms, _compute_ms(first), transfer_ms, last.step_ms or None
 
 
@@ -108,12 +112,24 @@ def note_prediction(call: Call) -> None:
         metrics.TTFT_PREDICTION.observe(ttft_ms / placed.predicted_ttft_ms)
     if placed.predicted is None:
         return
-    pairs = zip(metrics.STAGE_PREDICTION, _expected_ms(placed), _took_ms(call), strict=True)
+    expected, took = _with_one_prompt(_expected_ms(placed)), _with_one_prompt(_took_ms(call))
+    pairs = zip(metrics.STAGE_PREDICTION, expected, took, strict=True)
     for tally, predicted_ms, actual_ms in pairs:
         if predicted_ms is None or actual_ms is None:
             continue
         if predicted_ms >= SMALL_MS or actual_ms >= SMALL_MS:
             tally.observe(actual_ms / (predicted_ms if predicted_ms > SMALL_MS else SMALL_MS))
+
+
+def _with_one_prompt(of_stages: tuple[float | None, ...]) -> tuple[float | None, ...]:
+    """Of metrics.PREDICTED_STAGES: queue and compute in one.
+
+    The scheduler expects a prompt to wait while those before it are computed. An engine takes them all into its steps
+    at once: none waits in its queue, and each computes for as long as all do.
+    """
+    queue_ms, fetch_ms, compute_ms, *rest = of_stages
+    prompt_ms = None if queue_ms is None or compute_ms is None else queue_ms + compute_ms
+    return (prompt_ms, fetch_ms, *rest)
 
 
 def _ttft_ms(call: Call) -> float | None:

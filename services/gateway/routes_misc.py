@@ -11,7 +11,7 @@ from services.gateway import tally
 from services.gateway.config import shared_metrics_folder
 from services.gateway.deps import Gateway
 from services.gateway.http_body import read_json_body
-from services.gateway.openai import ChatBody, DetokenizeBody, TokenizeBody, parse_body
+from services.gateway.openai import DetokenizeBody, TokenizeBody, parse_body
 from services.gateway.request import check_model
 from shared.errors import ModelNotFound
 from shared.observe import metrics as observed
@@ -107,11 +107,11 @@ async def tokenize(request: Request, gateway: Here) -> Response:
     if body.prompt is not None:
         ids = await text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
-        chat = ChatBody.model_construct(model="", messages=body.messages or [], tools=body.tools)
         rendered = text.render_chat(
-            chat.template_messages(),
-            tools=chat.template_tools(),
+            body.template_messages(),
+            tools=body.template_tools(),
             add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
             extra=body.chat_template_kwargs,
         )
         ids = await text.encode(rendered, add_special_tokens=bool(body.add_special_tokens))

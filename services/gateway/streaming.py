@@ -6,6 +6,7 @@ so that until then an attempt can be repeated and an error still has an HTTP sta
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -143,8 +144,7 @@ class StreamAnswer(Answer):
         if self._held:
             event, self._held = self._held + event, b""
         if not self._started:
-            self._started = True
-            self.push.start_stream(self._headers)
+            self._start()
             self.push.write(event)
         elif not self.push.write(event):
             metrics.SLOW_READERS.inc()
@@ -154,12 +154,18 @@ class StreamAnswer(Answer):
             if not self.ended:
                 self.end(499)
 
+    def _start(self) -> None:
+        """The first event leaves; each of a choice has content, or says that there is none."""
+        self._started = True
+        self.shown_ns = time.monotonic_ns()
+        self.push.start_stream(self._headers)
+
     def complete(self) -> None:
         """Usage, receipt, [DONE]."""
         usage = self.usage() if self._include_usage else None
         closing = self._shape.closing(usage, self.receipt() if self.wants_receipt else None)
         if not self._started:  # at most one event to show
-            self.push.start_stream(self._headers)
+            self._start()
         self.push.end_stream(self._held + closing + DONE)
         self.end(200)
 
@@ -241,6 +247,7 @@ class StreamSink:
         self._echo_logprobs = [None] * len(self._choices)
         self._num_open = len(self._choices)
         self._stopped_here = False
+        self._answer.discarded()
 
     def complete(self, call: Call) -> None:
         """The worker ended, or every choice met a stop string."""
@@ -267,7 +274,10 @@ class StreamSink:
             return b"".join([shape.role(choice.index) for choice in self._choices])
         if self._echo is not None:
             rows, echo = zip(self._choices, self._echo_logprobs, strict=True), self._echo
-            return b"".join(shape.event(choice.index, echo, logprobs) for choice, logprobs in rows)
+            return b"".join(
+                shape.event(choice.index, echo, logprobs, choice.take_token_ids())
+                for choice, logprobs in rows
+            )
         return b""
 
     def _rich(self, choice: Choice, text: str) -> bytes:

@@ -113,6 +113,7 @@ class WholeSink:
             choice.reset()
         self._num_open = len(self.choices)
         self._stopped_here = False
+        self._answer.discarded()
 
     def complete(self, call: Call) -> None:
         """The worker ended, or every choice met a stop string."""

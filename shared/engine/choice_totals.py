@@ -1,7 +1,7 @@
 """What several choices of one request did with KV, as one account. No vLLM import.
 
-vLLM runs each choice as a request of its own, which ends with figures of its own, and a front that is slow may
-see only those of the last. So the engine core's side adds up: the choice that ends last tells what all did.
+vLLM runs each choice as a request of its own, which tells figures of its own with its first output and at its end, and
+a front that is slow may see only those of the last. So the engine core's side adds up: who tells last tells of all.
 """
 
 import re
@@ -26,8 +26,10 @@ class ChoiceTotals:
         self._so_far: OrderedDict[str, Said] = OrderedDict()
 
     def add(self, request_id: str, said: Said) -> Said:
-        """A choice ended, or an only choice: what all of the request's that have ended did. Figures are numbers or
-        lists."""
+        """What a choice, or an only one, has to tell that it has not told: joined with what the request's others told.
+
+        Figures are numbers or lists.
+        """
         child = _CHILD.match(request_id)
         if child is None:
             return said

@@ -95,6 +95,11 @@ class QuireConnector(KVConnectorBase_V1, SupportsHMA):
         assert self.scheduler is not None
         self.scheduler.loads_ended(connector_output.finished_recving or set())
 
+    def told_first(self, request_id: str) -> dict[str, Any]:
+        """CopyScheduler asks, with the request's first output."""
+        assert self.scheduler is not None
+        return self.scheduler.told_first(request_id)
+
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:

@@ -130,9 +130,18 @@ class SchedulerSide:
         """What the front's receipt says about the KV of the request, of all its choices that have ended."""
         request_id = request.request_id
         kv = self.requests.pop(request_id, None)
-        if kv is None:
-            return self.totals.add(request_id, {})
-        said = {
+        return self.totals.add(request_id, self._untold(request_id, kv))
+
+    def told_first(self, request_id: str) -> dict[str, Any]:
+        """With the request's first output: its loads are over."""
+        return self.totals.add(request_id, self._untold(request_id, self.requests.get(request_id)))
+
+    def _untold(self, request_id: str, kv: RequestKv | None) -> dict[str, Any]:
+        """What was loaded for it; {} when that was told already."""
+        if kv is None or kv.is_told:
+            return {}
+        kv.is_told = True
+        return {
             "tokens_loaded": kv.tokens_loaded,
             "blocks_loaded": kv.blocks_loaded,
             "blocks_local": kv.blocks_local,
@@ -140,7 +149,6 @@ class SchedulerSide:
             "fetch_ms": pool.fetch_ms.pop(request_id, 0.0),
             "failed_blocks": pool.failed_blocks.pop(request_id, 0),
         }
-        return self.totals.add(request_id, said)
 
     # -- steps ------------------------------------------------------------------------------------
 

@@ -72,6 +72,7 @@ def in_pages(settings: WorkerSettings) -> dict[str, Any]:
 def by_copies() -> dict[str, Any]:
     """Of an engine with a cache of its own, whose blocks are copied to and from pages."""
     return {
+        "scheduler_cls": "shared.engine.copy_scheduler.CopyScheduler",
         "async_scheduling": False,
         "kv_transfer_config": {
             "kv_connector": "QuireConnector",

@@ -71,7 +71,7 @@ class KvUse:
     fetch_ms: float = 0.0
     failed_blocks: int = 0  # a changed epoch or a lost pool: recomputed
     queue_ms: float = 0.0  # from generate() to the first step that ran it, where the engine says so
-    times_parked: int = 0  # its slot was another's for a while; with the last delta, as `swaps`
+    times_parked: int = 0  # its slot was another's for a while; with the last delta, as those below
     swaps: Sequence[Swapped] = ()
     preempted_ns: Sequence[int] = ()  # since the epoch: when its slot, or its pages, became another's
 
@@ -87,7 +87,7 @@ class EngineDelta:
     logprobs: list[list[TokenLogprob]] | None = None
     prompt_logprobs: list[list[TokenLogprob] | None] | None = None  # with the first delta, if asked for
     request_done: bool = False  # every choice has ended
-    kv_use: KvUse | None = None  # with the last delta; an estimate with the first, where there is one
+    kv_use: KvUse | None = None  # with the first delta, and with the last one, which may know more
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Engine(Protocol):
     keeps_leases: bool  # works in the pages: leases are made until_release and end with holds_lease() False
 
     async def holds_lease(self, lease_id: str) -> bool:
-        """Whether the engine has a lease and will release it itself. Ask after the request's iterator ended.
+        """Whether the engine has a lease, or had it: it releases that itself. Ask after the request's iterator ended.
 
         Raises: PeerGone when the engine died: its leases end with its processes.
         """

@@ -28,6 +28,7 @@ from vllm.v1.request import Request
 from shared.engine.block_hasher import given, quire_block_hasher, seed_of
 from shared.engine.cache_events import CacheEventSender
 from shared.engine.choice_totals import ChoiceTotals
+from shared.engine.kv_told import Told, tell_first
 from shared.engine.lease_stalls import LeaseStalls
 from shared.engine.page_manager import LeasedTail, PageKVCacheManager
 from shared.engine.page_pool import LEASED, PageBlockPool
@@ -108,7 +109,7 @@ class PageSchedulerMixin(PoolWatch):
         self._handoffs: dict[str, HandoffId] = {}  # prompts that are not computed yet
         self._is_settling = False
         self._ready: deque[tuple[int, HandoffId, list[BlockHash]]] = deque()
-        self._use: dict[str, LeaseUse] = {}
+        self._use: dict[str, LeaseUse | None] = {}  # None: it was told
         self._turn = threading.RLock()  # where pages change hands: a report to a new mempool waits for it
         self._totals = ChoiceTotals()
         self.answers = AnswerLengths()
@@ -183,7 +184,9 @@ class PageSchedulerMixin(PoolWatch):
         return hash_tail(parent, pack_tokens(request.all_token_ids[full * self.block_size : num_tokens]))
 
     def holds_lease(self, lease_id: str) -> bool:
-        """Whether this engine will release it."""
+        """Whether this engine will release it, or has. A lease that is held may be too old to be among those seen."""
+        if lease_id in self._seen_leases:
+            return True
         live = any(held == lease_id for held, _ in self.leases.values())
         return live or any(held == lease_id for _, held, _ in self._ended_leases)
 
@@ -198,15 +201,24 @@ class PageSchedulerMixin(PoolWatch):
             # as vLLM fences the blocks themselves: not before a step under way that reads them is over
             in_flight = request.last_sched_seq > self.processed_step_seq
             self._end_lease(lease, self.sched_step_seq if in_flight else 0)
-        use = self._use.pop(request_id, NO_USE)
-        said = {
+        said = self._untold_use(request_id) | {"preempted_ns": preempted_ns(request)}
+        del self._use[request_id]
+        return {**(params or {}), **self._totals.add(request_id, said)}, ec_params
+
+    def _told_first(self, request_id: str) -> Told:
+        return self._totals.add(request_id, self._untold_use(request_id))
+
+    def _untold_use(self, request_id: str) -> Told:
+        """What it found in leased pages; {} when that was told already."""
+        use, self._use[request_id] = self._use.get(request_id, NO_USE), None
+        if use is None:
+            return {}
+        return {
             "tokens_loaded": use.num_tokens,
             "blocks_local": use.num_aliased,
             "blocks_loaded": use.num_copied,
             "bytes_loaded": use.num_copied * self._block_bytes,
-            "preempted_ns": preempted_ns(request),
         }
-        return {**(params or {}), **self._totals.add(request_id, said)}, ec_params
 
     def _preempt_request(self, request: Request, timestamp: float) -> None:
         note_preempted(request)
@@ -300,6 +312,7 @@ class PageSchedulerMixin(PoolWatch):
             outputs = super().update_from_output(scheduler_output, model_runner_output)
         finally:
             self._is_settling = False
+        tell_first(outputs, self._told_first)
         done = self.processed_step_seq
         self.pages.step_over(done)
         while self._ready and self._ready[0][0] <= done:

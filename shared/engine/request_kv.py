@@ -39,6 +39,7 @@ class RequestKv:
     tokens_loaded: int = 0
     blocks_loaded: int = 0
     blocks_local: int = 0
+    is_told: bool = False  # what was loaded, to the front
 
     def extend_chain(self, all_tokens: list[int], num_tokens: int) -> None:
         """Hash the full blocks among the first num_tokens tokens. Cost: only the new blocks."""

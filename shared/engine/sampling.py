@@ -9,6 +9,7 @@ from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.structured_output import backend_guidance
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from shared.errors import InvalidRequest
@@ -157,3 +158,25 @@ def honour_seeds() -> None:
 
     TopKTopPSampler.forward_cpu = draw  # type: ignore[method-assign]
     InputBatch.add_request = add  # type: ignore[method-assign]
+
+
+_CHECKED = "quire_grammar_checked"
+
+
+def mark_checked(params: SamplingParams) -> None:
+    """The grammar of these parameters was tried out: see trust_checks()."""
+    setattr(params, _CHECKED, True)
+
+
+def trust_checks() -> None:
+    """Have vLLM not validate again, on the event loop, the grammars that mark_checked() names. Harmless twice."""
+    stock = backend_guidance.validate_guidance_grammar
+    if hasattr(stock, _CHECKED):
+        return
+
+    def validate(sampling_params: SamplingParams, tokenizer: Any = None) -> None:
+        if not getattr(sampling_params, _CHECKED, False):
+            stock(sampling_params, tokenizer)
+
+    setattr(validate, _CHECKED, True)
+    backend_guidance.validate_guidance_grammar = validate

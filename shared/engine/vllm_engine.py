@@ -34,6 +34,7 @@ from shared.engine.engine_arguments import (
 )
 from shared.engine.engine_sampling import asked_deltas, engine_spec
 from shared.engine.fair_view import FairView
+from shared.engine.grammar_checks import GrammarChecks
 from shared.engine.interface import (
     CacheEvent,
     EngineDelta,
@@ -41,14 +42,13 @@ from shared.engine.interface import (
     EngineRequest,
     EngineRoom,
     EngineStep,
-    KvUse,
-    Swapped,
 )
+from shared.engine.kv_told import Told, keep_told, kv_use
 from shared.engine.load_view import LoadView
 from shared.engine.page_room import room_from
 from shared.engine.preload import preload_architecture
 from shared.engine.rank_processes import EngineFolder, host_ranks
-from shared.engine.sampling import honour_seeds, prompt_rows, sampling_params
+from shared.engine.sampling import honour_seeds, mark_checked, prompt_rows, sampling_params, trust_checks
 from shared.engine.weave_restart import started
 from shared.engine.weave_settings import weave_arguments
 from shared.engine.worker_config import WorkerSettings, has_slots, works_in_pages
@@ -73,6 +73,8 @@ class VllmEngine:
         preload_architecture(settings.model_dir)
         check_split(settings.model_dir, settings.tensor_parallel_size)
         honour_seeds()
+        trust_checks()
+        keep_told()
         config = self._engine_args(settings).create_engine_config()
         reason = why_not_in_pages(config)
         self.uses_pool = not reason
@@ -90,6 +92,9 @@ class VllmEngine:
         self._counts_room = self.keeps_leases and settings.local_policy == "fcfs" and not settings.far_bytes
         self._reads_cache = settings.role == "decode" or settings.pd_caching != "basic"
         self._load_view: LoadView | None = None
+        self._grammars: GrammarChecks | None = None  # of the other backends vLLM asks them itself
+        if settings.structured_backend == "guidance":
+            self._grammars = GrammarChecks(flexible=settings.structured_any_whitespace)
         self._unfinished_prefill: dict[str, int] = {}
         self._context_tokens: dict[str, int] = {}
         self._event_callback: Callable[[CacheEvent], None] | None = None
@@ -198,6 +203,9 @@ class VllmEngine:
         """See Engine.generate."""
         spec, copies = engine_spec(request.sampling, request.num_output_tokens)
         params = sampling_params(spec, self._extra_args(request))
+        if spec.structured is not None and self._grammars is not None:
+            await self._grammars.check(spec.structured)
+            mark_checked(params)
         if not self._reads_cache:
             params.skip_reading_prefix_cache = True
         prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
@@ -207,6 +215,7 @@ class VllmEngine:
         key = request.engine_request_id
         self._unfinished_prefill[key] = len(request.prompt_token_ids)
         self._context_tokens[key] = len(request.prompt_token_ids)
+        told: Told = {}
         try:
             stream = self._llm.generate(prompt, params, key, trace_headers=headers)
             async with contextlib.aclosing(stream):
@@ -215,11 +224,13 @@ class VllmEngine:
                     if is_first:  # of several choices: the others also find what the first one brought
                         found = output.num_cached_tokens
                     output.num_cached_tokens = found
-                    deltas = _deltas(output, len(request.prompt_token_ids))
+                    told |= output.kv_transfer_params or {}
+                    deltas = _deltas(output)
                     if is_first and deltas and output.prompt_logprobs:  # every choice has the same
                         deltas[0].prompt_logprobs = await prompt_rows(output.prompt_logprobs)
-                    if is_first and deltas and deltas[0].kv_use is None:
-                        deltas[0].kv_use = _early_use(output, request)
+                    if deltas and (is_first or output.kv_transfer_params or output.finished):
+                        use = kv_use(output, told, len(request.prompt_token_ids))
+                        deltas[0 if is_first else -1].kv_use = use
                     for delta in asked_deltas(deltas, request.sampling, copies):
                         self._context_tokens[key] += len(delta.token_ids)
                         yield delta
@@ -312,6 +323,8 @@ class VllmEngine:
         if self._event_task is not None:
             self._event_task.cancel()
         self._fair.close()
+        if self._grammars is not None:
+            await self._grammars.close()
         self._llm.shutdown()
         self._events.close()
         self._folder.remove()
@@ -324,8 +337,8 @@ def _logprobs(rows: Any) -> list[list[TokenLogprob]] | None:
     return [[TokenLogprob(token, lp.logprob, lp.rank or 0) for token, lp in row.items()] for row in rows]
 
 
-def _deltas(output: RequestOutput, num_prompt_tokens: int) -> list[EngineDelta]:
-    """One delta per choice of this output; request_done and kv_use only on the very last."""
+def _deltas(output: RequestOutput) -> list[EngineDelta]:
+    """One delta per choice of this output; request_done only on the very last."""
     deltas: list[EngineDelta] = []
     for choice in output.outputs:
         token_ids = list(choice.token_ids)
@@ -341,43 +354,6 @@ def _deltas(output: RequestOutput, num_prompt_tokens: int) -> list[EngineDelta]:
                 logprobs=_logprobs(choice.logprobs),
             )
         )
-    if not deltas:
-        return deltas
-    if output.finished:
+    if deltas and output.finished:
         deltas[-1].request_done = True
-        deltas[-1].kv_use = _kv_use(output, num_prompt_tokens)
     return deltas
-
-
-def _early_use(output: RequestOutput, request: EngineRequest) -> KvUse:
-    """What the first output tells: how much was not computed; whether from pages, only by what was leased."""
-    cached = int(output.num_cached_tokens or 0)
-    from_pages = cached if request.held is not None and request.held.valid_tokens >= cached else 0
-    return KvUse(
-        tokens_engine=cached - from_pages,
-        tokens_pool=from_pages,
-        tokens_computed=max(0, len(request.prompt_token_ids) - cached),
-    )
-
-
-def _kv_use(output: RequestOutput, num_prompt_tokens: int) -> KvUse:
-    said = output.kv_transfer_params or {}
-    loaded = int(said.get("tokens_loaded", 0))
-    cached = int(output.num_cached_tokens or 0)
-    pool_tokens = min(loaded, cached)
-    stats = output.metrics  # engine core's own clock, in seconds
-    queued_s = stats.scheduled_ts - stats.queued_ts if stats is not None and stats.queued_ts else 0.0
-    return KvUse(
-        queue_ms=max(0.0, queued_s) * 1e3,
-        tokens_engine=cached - pool_tokens,
-        tokens_pool=pool_tokens,
-        tokens_computed=max(0, num_prompt_tokens - cached),
-        blocks_moved=int(said.get("blocks_loaded", 0)),
-        blocks_reused=int(said.get("blocks_local", 0)),
-        bytes_moved=int(said.get("bytes_loaded", 0)),
-        fetch_ms=float(said.get("fetch_ms", 0.0)),
-        failed_blocks=int(said.get("failed_blocks", 0)),
-        times_parked=int(said.get("times_parked", 0)),
-        swaps=[Swapped(*each) for each in said.get("swaps", ())],
-        preempted_ns=said.get("preempted_ns", ()),
-    )

@@ -22,6 +22,7 @@ from shared.engine.worker_outbox import Outbox
 from shared.engine.worker_pages import PageLease, PromptPages
 from shared.engine.worker_room import DecodeRoom
 from shared.engine.worker_trace import AttemptClock
+from shared.engine.worker_use import count_use
 from shared.errors import ClusterError, InvariantBroken, PeerGone, PeerTimeout, ResourceError
 from shared.ids import HandoffId, InstanceId
 from shared.kv.block_hash import chain_digest, chain_seed
@@ -71,13 +72,6 @@ class _Metrics:
         self.ended: Callable[[str, str], Any] = lru_cache(maxsize=64)(ended.labels)
         self.first = {stage: ttft.labels(stage) for stage in ("prefill", "decode", "colocated")}
         self.tokens = metrics.counter("quire_worker_output_tokens_total", "Tokens sent to gateways.")
-        by_source = metrics.counter("quire_worker_prompt_tokens_total", "By origin of their KV.", ("source",))
-        self.engine, self.pool, self.computed = map(by_source.labels, ("engine", "pool", "computed"))
-        self.bytes_moved = metrics.counter("quire_worker_kv_bytes_moved_total", "Copied from pages.")
-        blocks = metrics.counter(
-            "quire_worker_kv_blocks_total", "Blocks of prompts by what happened.", ("what",)
-        )
-        self.moved, self.reused, self.failed = map(blocks.labels, ("moved", "reused", "failed"))
 
 
 def first_token_sampling(spec: SamplingSpec) -> SamplingSpec:
@@ -155,6 +149,8 @@ class Attempt:
             if self._context.room is not None:
                 self._context.room.leave(self._engine_id)
             self._clock.end(self._use, error=error_text)
+            if self._clock.ttft_ms:
+                count_use(self._use)
             _METRICS.ended(self.message.stage, end).inc()
 
     def _fail(self, code: str, text: str, *, retryable: bool) -> None:
@@ -240,15 +236,23 @@ class Attempt:
                         self._release()
                 if delta.prompt_logprobs is not None:
                     self._prompt_logprobs = delta.prompt_logprobs
-                if delta.finish_reason in ("abort", "error"):  # not by us: we close the iterator instead
-                    raise ResourceError(f"the engine ended the request: {delta.finish_reason}")
+                if delta.finish_reason == "error":
+                    raise ClusterError(self._refusal())
+                if delta.finish_reason == "abort":  # not by us: we close the iterator instead
+                    raise ResourceError("The engine ended the request early.")
                 self._clock.num_output_tokens += len(delta.token_ids)
                 yield delta
                 if delta.request_done:
                     self._engine_done = True
-                    _count_use(self._use)
                     return
         raise PeerGone("the engine's output ended before the request did")
+
+    def _refusal(self) -> str:
+        """No other engine could serve it either."""
+        text = "The engine could not go on with this request."
+        if self._sampling.structured is None:
+            return text
+        return f"{text} Its grammar may ask for text that the tokenizer spells with a special token."
 
     def _chunk(self, delta: EngineDelta, receipt: StageReceipt | None = None) -> TokenChunk:
         return TokenChunk(
@@ -314,8 +318,10 @@ class Attempt:
         async with aclosing(self._deltas(sampling, None)) as deltas:
             is_first = True
             async for delta in deltas:
-                # A stop string ends the request at the gateway, before Finished could tell.
-                receipt = self._clock.receipt(self._use) if is_first else None
+                # A stop string ends the request at the gateway, before Finished could tell. Of several choices each
+                # tells with its first token what it found.
+                tells = is_first or (delta.kv_use is not None and not delta.request_done)
+                receipt = self._clock.receipt(self._use) if tells else None
                 if is_first and self._prompt_logprobs is not None:
                     self._context.outbox.scored(self.identity, self._scored(self._prompt_logprobs))
                 is_first = False
@@ -343,17 +349,6 @@ def _joined(parts: list[EngineDelta]) -> EngineDelta:
         if part.logprobs is not None:
             first.logprobs = (first.logprobs or []) + part.logprobs
     return first
-
-
-def _count_use(use: KvUse) -> None:
-    _METRICS.engine.inc(use.tokens_engine)
-    _METRICS.computed.inc(use.tokens_computed)
-    if use.tokens_pool or use.bytes_moved or use.blocks_moved or use.blocks_reused or use.failed_blocks:
-        _METRICS.pool.inc(use.tokens_pool)
-        _METRICS.bytes_moved.inc(use.bytes_moved)
-        _METRICS.moved.inc(use.blocks_moved)
-        _METRICS.reused.inc(use.blocks_reused)
-        _METRICS.failed.inc(use.failed_blocks)
 
 
 _METRICS = _Metrics()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shared.errors import ClusterError, InvalidRequest, Overloaded, PeerGone, PromptTooLong, StaleEpoch
+from shared.grammar_limits import too_large
 from shared.ids import Epoch
 from shared.kv.block_hash import unpack_tokens
 from shared.wire.requests import (
@@ -100,6 +101,8 @@ def _unfit(message: Generate, num_tokens: int, limits: WorkerLimits) -> str:
         return f"{num_tokens} prompt tokens and {spec.max_tokens} more cannot be counted"
     if found := too_many(spec):
         return found[1]
+    if spec.structured is not None and (reason := too_large(spec.structured)):
+        return f"{reason}."
     ids = spec.stop_token_ids
     if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
         return f"a stop token id is not in a vocabulary of {limits.vocab_size}"

@@ -213,7 +213,8 @@ class TokenChunk(Struct, frozen=True, array_like=True):
     finish_reason: str | None = None
     stop_token_id: int | None = None  # the EOS or stop token that ended the choice; it is in token_ids
     logprobs: list[list[TokenLogprob]] | None = None  # per token: sampled first, then the alternatives
-    receipt: StageReceipt | None = None  # with a decode stage's first chunk: as far as it is known by then
+    # with a decode stage's first chunk, and where another choice found more: as far as it is known by then
+    receipt: StageReceipt | None = None
 
 
 class PromptScored(Struct, frozen=True, kw_only=True, tag="prompt_scored"):

@@ -1,12 +1,13 @@
 """Receipts over HTTP: what the scheduler expected, what it took, and what else there was."""
 
+import json
 import re
 
 import msgspec
 import pytest
 
 from shared.wire.placement import Alternative, Predicted
-from shared.wire.requests import KvPlan
+from shared.wire.requests import KvPlan, StageReceipt, TokenChunk, Tokens
 from tests.integration.gateway_app import running
 from tests.integration.gateway_rig import chat, disaggregate
 
@@ -65,6 +66,31 @@ async def test_a_receipt_shows_sources_predictions_against_what_it_took_and_othe
     assert float(counted.search((await rig.client.get("/metrics")).text)[1]) == before + 1, (
         "without a receipt"
     )
+
+
+async def test_the_times_of_a_request_that_went_on_elsewhere_are_its_last_placements(rig):
+    ids = rig.ids(" the fox")
+
+    async def loses_it(worker, identity, gen, prompt):
+        lost = StageReceipt(instance=worker.instance, stage="colocated", queue_ms=700.0, compute_ms=16.0)
+        chunk = TokenChunk(gen.request_id, gen.attempt, 0, ids[:1], None, None, None, lost)
+        worker.server.send(identity, Tokens(chunks=[chunk]))
+        worker.failed(identity, gen, "peer.gone", retryable=True)
+
+    async def goes_on(worker, identity, gen, prompt):
+        worker.tokens(identity, gen, ids[1:], finish="stop")
+        worker.finished(identity, gen, len(prompt), queue_ms=1.5, prefill_ms=2.5)
+
+    rig.a.script, rig.b.script = loses_it, goes_on
+    body = chat(stream=True, temperature=0)
+    reply = await rig.client.post("/v1/chat/completions", json=body, headers={"x-quire-receipt": "1"})
+    receipt = next(
+        json.loads(line[6:])["quire_receipt"] for line in reply.text.splitlines() if "quire_receipt" in line
+    )
+    assert [stage["instance"] for stage in receipt["stages"]] == ["w-a", "w-b"]
+    assert receipt["times"]["queue"]["actual_ms"] == 1.5
+    assert receipt["times"]["compute"]["actual_ms"] == 2.5
+    assert receipt["times"]["ttft"]["actual_ms"] is None
 
 
 async def test_a_session_header_names_the_session(rig):

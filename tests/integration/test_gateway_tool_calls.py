@@ -92,6 +92,26 @@ async def test_forced_calls_are_grammars_to_the_engine(rig, read):
     assert rig.a.generated[-1].sampling.structured.value == '{"type":"object"}'
 
 
+async def test_a_list_of_forced_calls_cut_anywhere_is_the_same_streamed_and_whole_and_never_text(rig):
+    calls = [{"name": "get_weather", "parameters": {"city": city}} for city in ("Rom", "Bonn")]
+    text = json.dumps(calls)
+    spaced = " " + json.dumps(calls, indent=1)
+    for said in [*(text[:at] for at in range(1, len(text))), *(spaced[:at] for at in range(1, 30))]:
+        for finish in ("length", "stop"):
+            rig.say(said, finish=finish)
+            found = await streamed(rig, chat(tool_choice="required"))
+            assert found == await whole(rig, chat(tool_choice="required")), said
+            content, made, reason = found
+            assert content == "", said
+            assert reason == ("tool_calls" if made and finish == "stop" else finish)
+    rig.say(text[:12], finish="length")
+    reply = await rig.client.post(CHAT, json=chat(tool_choice="required"))
+    assert reply.json()["choices"][0]["message"]["content"] is None
+    rig.say(text)
+    stopped = chat(tool_choice="required", stop="parameters")
+    assert await streamed(rig, stopped) == await whole(rig, stopped) == ("", [], "stop")
+
+
 async def test_the_template_sees_tools_and_earlier_calls(rig):
     rig.say("15 degrees")
     call = {

@@ -166,6 +166,17 @@ def test_structured_output_is_valid_by_its_schema(client):
     assert 0 <= value["n"] <= 9
 
 
+@pytest.mark.parametrize("what", ["items inside of a grammar", "properties"])
+def test_a_grammar_that_no_engine_can_hold_is_a_bad_request_and_ends_nobody(client, what):
+    items = '{"type": "array", "items": {"type": "integer"}, "minItems": 1000000000}'
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(600)}}
+    asked = {"json": schema} if what == "properties" else {"grammar": f"start: a\na: %json {items}"}
+    fields = {"model": MODEL, "messages": ask("hello"), "max_tokens": 4}
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(**fields, extra_body={"structured_outputs": asked})
+    assert client.chat.completions.create(**fields).choices
+
+
 def test_an_answer_in_json_is_an_object_though_the_model_would_have_said_something_else(client):
     question = {
         "model": MODEL,

@@ -163,7 +163,9 @@ def test_output_length_has_a_default_per_route():
     assert sampling(chat(max_tokens=3)).max_tokens == 3
     assert sampling(chat(max_tokens=3, max_completion_tokens=4)).max_tokens == 4
     assert sampling(completion()).max_tokens == 16
-    assert sampling(completion(max_tokens=None)).max_tokens == 77
+    assert sampling(completion(max_tokens=None)).max_tokens == 16, "null is absent, as with OpenAI and vLLM"
+    assert completion(max_tokens=None).max_output_tokens == 16, "what the context is checked against"
+    assert sampling(chat(max_tokens=None, max_completion_tokens=None)).max_tokens == 77
 
 
 def test_the_prompt_alone_may_be_asked_for_only_with_echo():
@@ -301,6 +303,44 @@ def test_arguments_may_have_escapes_of_whole_characters():
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud83d\\ude00"}'}}
     (message,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).template_messages()
     assert message["tool_calls"][0]["function"]["arguments"] == {"a": "\U0001f600"}
+
+
+def test_a_refusal_in_an_assistants_content_is_text():
+    said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    both = {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}],
+    }
+    body = chat(messages=[*USER, said, both, *USER])
+    assert [each["content"] for each in body.template_messages()] == ["hi", "no", "a\nb", "hi"]
+    for wrong, param in (
+        ([{"type": "refusal"}], "messages[0].content[0]"),
+        ([{"type": "refusal", "refusal": 5}], "messages[0].content[0]"),
+        ([{"type": "refusal", "text": "no"}], "messages[0].content[0]"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            chat(messages=[{"role": "assistant", "content": wrong}])
+        assert str(caught.value.param).startswith(param)
+    with pytest.raises(InvalidRequest, match="only an assistant"):
+        chat(messages=[{**said, "role": "user"}])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]},
+        {"messages": USER, "continue_final_message": True, "add_generation_prompt": True},
+    ],
+)
+def test_tokenize_refuses_the_chats_that_the_chat_route_refuses(fields):
+    refusals = []
+    for model in (ChatBody, TokenizeBody):
+        with pytest.raises(InvalidRequest) as caught:
+            parse_body(model, json.dumps({"model": "m"} | fields).encode())
+        refusals.append((caught.value.message, caught.value.param))
+    assert refusals[0] == refusals[1]
 
 
 def test_tokenize_takes_a_prompt_or_messages():

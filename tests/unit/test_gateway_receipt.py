@@ -48,7 +48,7 @@ def seen():
     name = "quire_gateway_stage_prediction_ratio"
     return {
         stage: tuple(REGISTRY.get_sample_value(f"{name}_{end}", {"stage": stage}) for end in ("count", "sum"))
-        for stage in ("queue", "fetch", "compute", "transfer", "step")
+        for stage in ("queue_and_compute", "fetch", "transfer", "step")
     }
 
 
@@ -62,9 +62,15 @@ def added(call):
 
 
 def test_each_stage_that_was_predicted_and_occurred_is_counted_without_a_receipt_being_asked_for():
-    assert added(ended(placed())) == pytest.approx(
-        {"queue": 0.5, "compute": 2.0, "transfer": 1.5, "step": 1.0}
-    )
+    assert added(ended(placed())) == pytest.approx({"queue_and_compute": 1.5, "transfer": 1.5, "step": 1.0})
+
+
+def test_a_prompt_that_was_expected_to_wait_and_was_computed_beside_others_was_predicted_right():
+    """Of ten prompts at once the last was expected to wait for nine, and took as long in steps that computed all."""
+    expected = Predicted(queue_ms=90.0, compute_ms=10.0)
+    assert added(ended(placed(predicted=expected), queue_ms=0.1, compute_ms=99.9))[
+        "queue_and_compute"
+    ] == pytest.approx(1.0)
 
 
 def test_a_wait_that_nobody_predicted_is_counted_against_a_millisecond():
@@ -86,6 +92,29 @@ def test_a_call_that_went_on_behind_an_earlier_attempt_says_nothing_of_its_last_
     assert added(call) == {}
     assert REGISTRY.get_sample_value(name) == before
     assert times(call, call.placed)["ttft"]["actual_ms"] is None
+
+
+def test_after_a_resumption_times_pair_a_placement_with_its_own_stages():
+    call = ended(placed(prefill=None))
+    call.receipts = [
+        StageReceipt(instance=InstanceId("lost"), stage="colocated", queue_ms=7.0, compute_ms=99.0)
+    ]
+    call.placed_ns, call.num_earlier_receipts = 60 * MS, 1
+    assert {stage["actual_ms"] for name, stage in times(call, call.placed).items() if name != "hold"} == {
+        None
+    }
+    call.receipts.append(
+        StageReceipt(
+            instance=InstanceId("next"), stage="colocated", queue_ms=1.0, prefill_ms=3.0, step_ms=2.5
+        )
+    )
+    found = times(call, call.placed)
+    assert [found[name]["actual_ms"] for name in ("queue", "compute", "transfer", "step")] == [
+        1.0,
+        3.0,
+        None,
+        2.5,
+    ]
 
 
 def test_the_time_that_the_scheduler_held_a_request_is_among_a_receipts_times():

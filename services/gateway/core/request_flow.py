@@ -280,7 +280,7 @@ class RequestFlow:
         """Placing failed without a verdict: again after a growing pause, until the placement deadline."""
         wait_ms, self._backoff_ms = self._backoff_ms, min(BACKOFF_MAX_MS, 2 * self._backoff_ms)
         if now_ms + wait_ms > self._place_by_ms or self.attempt >= MAX_ATTEMPTS:
-            return self._end(Fail("overloaded", f"No placement: {self.last_failure}.", 1_000))
+            return self._end(Fail("overloaded", f"No placement: {_sentence(self.last_failure)}", 1_000))
         return self._back_off(now_ms, wait_ms)
 
     def _back_off(self, now_ms: int, wait_ms: int) -> list[Action]:
@@ -349,4 +349,9 @@ class RequestFlow:
 
 
 def _over_budget(code: str, message: str) -> Fail:
-    return Fail(code, f"{message} No retry is left in the budget.", RETRY_AFTER_MS)
+    return Fail(code, f"{_sentence(message)} No retry is left in the budget.", RETRY_AFTER_MS)
+
+
+def _sentence(text: str) -> str:
+    """What other processes say is a sentence or a clause; here it ends like a sentence."""
+    return text if text.endswith(".") else f"{text}."

@@ -299,7 +299,10 @@ class LlamaParser(JsonCallParser):
 
 
 class RequiredParser(JsonCallParser):
-    """A JSON list of calls, as required_schema() describes it."""
+    """A JSON list of calls, as required_schema() describes it. Where it was cut short, it is no text for a user."""
+
+    def _end(self) -> None:
+        """Nothing: what is held back is a piece of the list."""
 
     def _read_text(self, text: str) -> str:
         rest = text.lstrip(_SPACE)

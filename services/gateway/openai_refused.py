@@ -1,0 +1,50 @@
+"""Fields that vLLM documents and no engine of ours can honour: whoever sets one is told, not ignored.
+
+Null, false and vLLM's own default ask for nothing and pass. Not here is what clients send unasked and what changes no
+token of the answer: stream_options.continuous_usage_stats (benchmarks set it beside include_usage), priority,
+truncation_side, request_id, and what only models that see or think would take.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+from pydantic.json_schema import SkipJsonSchema
+
+from services.gateway.openai_fields import Model, wrong
+
+
+def _unless(*harmless: Any) -> AfterValidator:
+    """Refuses all but null, false and these. By type too: prompt_logprobs 0 asks for something, false does not."""
+
+    def check(value: Any) -> Any:
+        if value is None or value is False or any(type(value) is type(h) and value == h for h in harmless):
+            return value
+        raise wrong("this server does not support the field; leave it out")
+
+    return AfterValidator(check)
+
+
+Refused = Annotated[SkipJsonSchema[Any], _unless()]
+RefusedList = Annotated[SkipJsonSchema[Any], _unless([])]
+
+
+class RefusedFields(Model):
+    """Of both completion routes."""
+
+    allowed_token_ids: Refused = None
+    bad_words: RefusedList = None
+    cache_salt: Refused = None
+    logprob_token_ids: RefusedList = None
+    prompt_logprobs: Refused = None
+    repetition_detection: Refused = None
+    return_tokens_as_token_ids: Refused = None
+    thinking_token_budget: Annotated[SkipJsonSchema[Any], _unless(-1)] = None
+    truncate_prompt_tokens: Refused = None
+    use_beam_search: Refused = None
+
+
+class RefusedRendering(Model):
+    """Of what renders a chat."""
+
+    chat_template: Refused = None
+    documents: RefusedList = None
