@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from deploy.local.terminal import FAILED, OK, bytes_text, connect, duration_text, get_json, out
+from deploy.local.troubles import WORKERS, troubles
 
 COLOURS = {
     "ready": "green",
@@ -17,13 +18,13 @@ COLOURS = {
     "backoff": "red",
     "stopping": "yellow",
 }
-WORKERS = ("prefill-", "decode-", "colocated-")
+COORDINATORS = ("coordinator", "standby")
 
 
 def status(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
 ) -> None:
-    """Show what runs, how it is, which pages exist and what waits. Exit code 1: something is not ready."""
+    """Show what runs, how it is, which pages exist and what waits. Exit code 1: not all is well."""
     with connect() as client:
         found = client.call(op="status")
     found["mempool"] = get_json(found["mempool_admin"] + "/status")
@@ -32,16 +33,27 @@ def status(
         for service in found["services"]
         if service["name"].startswith(WORKERS)
     }
+    found["troubles"] = _troubles(found["services"])
     if as_json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
         _show(found)
-    sys.exit(OK if found["ready"] else FAILED)
+    sys.exit(OK if found["ready"] and not found["troubles"] else FAILED)
+
+
+def _troubles(services: list[dict[str, Any]]) -> list[str]:
+    """Of those that run here."""
+    probes = {service["name"]: service["probe"] for service in services}
+    scheduler = probes.get("scheduler", "").removesuffix("/ready")
+    coordinators = {name: get_json(probes[name]) for name in COORDINATORS if name in probes}
+    return troubles(services, get_json(scheduler + "/status") if scheduler else None, coordinators)
 
 
 def _show(found: dict[str, Any]) -> None:
     state = "ready" if found["ready"] else "stopping" if found["stopping"] else "not ready"
-    colour = "green" if found["ready"] else "yellow"
+    if found["ready"] and found["troubles"]:
+        state = "in trouble"
+    colour = "green" if state == "ready" else "yellow"
     out.print(
         f"[bold]{found['model']}[/bold] at {found['url']}/v1  [{colour}]{state}[/]"
         f"  {found['device']}, {found['topology']}, up {duration_text(found['uptime_s'])}"
@@ -63,6 +75,8 @@ def _show(found: dict[str, Any]) -> None:
     out.print(table)
     if said := found.get("journal"):
         out.print(f"redis    {said}", style="yellow", markup=False)
+    for said in found["troubles"]:
+        out.print(f"trouble  {said}", style="red", markup=False)
     _show_pages(found["mempool"])
     _show_lending(found["mempool"])
     _show_queues(found["workers"])

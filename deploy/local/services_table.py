@@ -44,7 +44,16 @@ ROWS: dict[str, Row] = {
         "services.scheduler", "scheduler", ("coordinator",), "/ready", "runtime", 256 * MIB, 0.5
     ),
     "keeper": Row("services.mempool.keeper", "keeper", (), "", "runtime", 64 * MIB, 0.1),
-    "mempool": Row("services.mempool", "mempool", ("keeper",), "/ready", "runtime", 1 * GIB, 1.0),
+    "mempool": Row(
+        "services.mempool",
+        "mempool",
+        ("keeper",),
+        "/ready",
+        "runtime",
+        1 * GIB,
+        1.0,
+        start_timeout_ms=240_000,  # a successor looks at every page; killed over it, the next one begins anew
+    ),
     "prefill": Row(
         "services.prefill",
         "worker",

@@ -98,7 +98,7 @@ class Entry:
     state: State = State.WAITING
     pid: int = 0
     health: Health = Health.SILENT
-    since_ms: int = 0  # of the state
+    since_ms: int = 0  # of the state; 0 before start()
     deadline_ms: int | None = None  # start timeout, end of back-off, end of stop grace
     answered_ms: int = 0  # last probe that was not silent
     failures: int = 0  # consecutive
@@ -166,8 +166,10 @@ class Supervision:
         return min(times, default=None)
 
     def start(self, *, now_ms: int) -> list[Action]:
-        """Spawn what depends on nothing."""
+        """Spawn what depends on nothing; the others begin to wait."""
         self._attend(now_ms)
+        for entry in self.entries.values():
+            entry.since_ms = now_ms
         return self._spawn_waiting(now_ms)
 
     def on_spawned(self, name: str, pid: int) -> list[Action]:

@@ -7,6 +7,10 @@ quire:coordinator:market    hash: field of core/market_records.py -> MarketEntry
 quire:coordinator:history   list of [event, subject, detail] as JSON, the newest last
 
 None of them has a TTL: a Redis that is full evicts what has one (the trees; volatile-ttl takes the shortest first).
+
+A key that is of another type, or a term that is no number, goes out of the way to KEY:damaged (the newest is kept)
+and a new term begins, in which everything is written anew. Its number is above what the other key and this process
+know of terms and at least the wall clock's; a mempool that knows a larger one has it raised again (deposing_term).
 """
 
 import asyncio
@@ -39,19 +43,39 @@ local now_us = time[1] * 1000000 + time[2]
 _CLAIM = Script(
     _NOW
     + """
+local mended = {}
+local function aside(key, why)
+  redis.call('RENAME', key, key .. ':damaged')
+  table.insert(mended, key .. ' ' .. why)
+end
+local function mend(key, kind)
+  local found = redis.call('TYPE', key)['ok']
+  if found ~= 'none' and found ~= kind then aside(key, 'is a ' .. found) end
+end
+local function number(word, most)
+  local found = tonumber(word or '0')
+  if found and found >= 0 and found <= most then return found end
+end
+local MOST = 9007199254740990  -- whole numbers are exact up to here
+mend('quire:coordinator:leader', 'hash')
 local leader = redis.call('HMGET', 'quire:coordinator:leader', 'owner', 'boot', 'term', 'url', 'until_us')
-local until_us = tonumber(leader[5] or '0')
-if leader[1] and leader[1] ~= ARGV[1] and until_us > now_us then return {'0', leader[4]} end
-local last = tonumber(redis.call('GET', 'quire:coordinator:term') or '0')
-local term = tonumber(leader[3] or '0')
-if leader[1] ~= ARGV[1] or leader[2] ~= ARGV[2] or until_us <= now_us or term < tonumber(ARGV[6]) then
-  term = math.max(last + 1, tonumber(ARGV[5]), tonumber(ARGV[6]))
+local until_us = number(leader[5], now_us + 3600000000) or 0  -- nobody leads an hour ahead
+if leader[1] and leader[1] ~= ARGV[1] and until_us > now_us then return {'0', leader[4] or '', {}} end
+mend('quire:coordinator:term', 'string')
+local last = number(redis.call('GET', 'quire:coordinator:term'), MOST)
+if not last then aside('quire:coordinator:term', 'is no number') end
+mend('quire:coordinator:market', 'hash')
+mend('quire:coordinator:history', 'list')
+mend('quire:coordinator:journal', 'hash')
+local term = number(leader[3], MOST) or 0
+if leader[1] ~= ARGV[1] or leader[2] ~= ARGV[2] or until_us <= now_us or term < tonumber(ARGV[6]) or #mended > 0 then
+  term = math.max(math.max(last or 0, term, tonumber(ARGV[7])) + 1, tonumber(ARGV[5]), tonumber(ARGV[6]))
   local words = string.format('%.0f', term)
   redis.call('SET', 'quire:coordinator:term', words)
   redis.call('HSET', 'quire:coordinator:leader', 'owner', ARGV[1], 'boot', ARGV[2], 'url', ARGV[3], 'term', words)
 end
 redis.call('HSET', 'quire:coordinator:leader', 'until_us', string.format('%.0f', now_us + ARGV[4] * 1000))
-return {string.format('%.0f', term), ''}
+return {string.format('%.0f', term), '', mended}
 """
 )
 # begins whatever a leader writes; ARGV[1..3]: its owner, boot and term
@@ -130,6 +154,11 @@ class MarketJournal:
         """Whether Redis is connected."""
         return self._link.up
 
+    @property
+    def down_reason(self) -> str:
+        """Why it is not connected, in words for an operator."""
+        return f"Redis is not reached: {self._link.last_error or 'it has not answered yet'}"
+
     def open(self) -> None:
         """Start connecting."""
         self._link.open()
@@ -154,10 +183,14 @@ class MarketJournal:
             return "unknown"
         return policy if on == "yes" else "off"
 
-    async def claim(self, lease_ms: int, *, above_term: int) -> Claim:
-        """Begin to lead, or go on. above_term: terms up to this one are other leaders'."""
-        words = (*self.who, self._url, lease_ms, time.time_ns() // 1_000, above_term + 1)
-        term, url = await self._link.run(_CLAIM, *words, timeout_ms=DEADLINE_MS)
+    async def claim(self, lease_ms: int, *, above_term: int, known_term: int = 0) -> Claim:
+        """Begin to lead, or go on. above_term: terms up to this one are other leaders', so a new one has to begin;
+        known_term: a new one is above this one, too."""
+        words = (*self.who, self._url, lease_ms, time.time_ns() // 1_000, above_term + 1, known_term)
+        term, url, mended = await self._link.run(_CLAIM, *words, timeout_ms=DEADLINE_MS)
+        for said in mended:
+            key, _, reason = said.decode().partition(" ")
+            _log.error("journal_key_unreadable", key=key, reason=reason, moved_to=f"{key}:damaged")
         return Claim(int(term), url.decode())
 
     async def read(self) -> Stored:

@@ -75,6 +75,7 @@ class MarketShell:
         self.market = Market(market_limits(settings))
         self.fsync_policy = ""
         self._journal: MarketJournal | None = None
+        self._claim_problem = ""  # why the store does not say who leads, though it answers
         self._must_check = True  # whether Redis writes through to disk
         self._wake = asyncio.Event()
         self._answered = asyncio.Event()
@@ -117,6 +118,15 @@ class MarketShell:
         if self._journal is None:
             return "leader"
         return self.leadership.role(self._clock.now_ms())
+
+    @property
+    def problem(self) -> str:
+        """Why this process does not know who leads, in words for an operator; "" when it does."""
+        if self._journal is None or self.role() != "unknown":
+            return ""
+        if not self._journal.up:
+            return self._journal.down_reason
+        return self._claim_problem or "Redis has not said yet who leads"
 
     @property
     def fence(self) -> Fence | None:
@@ -237,8 +247,11 @@ class MarketShell:
             if journal.up:
                 try:
                     await self._claim(journal)
+                    self._claim_problem = ""
                 except ClusterError as error:
-                    _log.warning("claim_failed", error=error.message)
+                    if error.message != self._claim_problem:  # it asks every second
+                        _log.warning("claim_failed", error=error.message)
+                    self._claim_problem = error.message
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.leader_lease_ms / 3000):
@@ -250,7 +263,9 @@ class MarketShell:
         # where grants depend on it, each time: an operator may change it meanwhile
         if self._must_check or self._settings.journal_fsync == "always":
             await self._check_durability(journal)
-        claim = await journal.claim(self._settings.leader_lease_ms, above_term=market.deposing_term)
+        claim = await journal.claim(
+            self._settings.leader_lease_ms, above_term=market.deposing_term, known_term=leadership.term
+        )
         if not claim.term:
             if leadership.leader_url != claim.leader_url:
                 _log.info("standby", leader=claim.leader_url)

@@ -101,6 +101,7 @@ class Coordinator:
             "journal": self._journal.up if self._journal is not None else "none",
             "role": self.lending.role(),
             "term": self.lending.leadership.term,
+            "problem": self.lending.problem,
         }
 
     @property

@@ -11,6 +11,7 @@ from services.scheduler.core.gateways import Gateways
 from services.scheduler.core.instances import Instance, Instances
 from services.scheduler.core.limits import forget_after
 from services.scheduler.core.placement import Placer
+from services.scheduler.core.refusals import Refusals
 from services.scheduler.core.served import served_elsewhere
 from shared.background_task import begin_task
 from shared.errors import ClusterError
@@ -65,6 +66,13 @@ _decision = histogram_ms(
 )
 
 
+_refused = counter(
+    "quire_scheduler_worker_refusals_total", "Hellos and reports that were refused.", ("code",)
+)
+_dropped = counter(
+    "quire_scheduler_epochs_dropped_total",
+    "Epochs that somebody said and the coordinator's list contradicted.",
+)
 _fetches = counter(
     "quire_scheduler_fetch_verdicts_total",
     "Prompts of which another has more: eq 2's verdict.",
@@ -114,6 +122,7 @@ class Scheduler:
             settings.report_listen, into=REPORTS, out=REPORT_REPLIES, on_message=self._on_worker
         )
         self._askers: dict[tuple[RequestId, int], tuple[bytes, Place, int]] = {}  # of held requests
+        self._refusals = Refusals()
         self._poller: MembershipPoller | None = None
         if settings.coordinator_url:
             self._poller = MembershipPoller(
@@ -122,6 +131,7 @@ class Scheduler:
                 interval_ms=settings.membership_interval_ms,
                 on_list=self._on_members,
                 on_event=lambda event, ids: _log.info(event, **ids),
+                every_answer=True,
             )
         self._ticking: asyncio.Task[None] | None = None
 
@@ -158,6 +168,7 @@ class Scheduler:
             "num_open": self.placer.num_open,
             "num_held": len(self.placer.waiting),
             "instances": [self._instance_status(known, now_ms) for known in self.instances],
+            "refused": self._refusals.lately(now_ms=now_ms),
             "places": self.placer.tenants.places(MAX_TENANTS_SHOWN),
         }
 
@@ -271,14 +282,19 @@ class Scheduler:
                 answer = served_elsewhere(message, self.instances.live(now_ms=now_ms))
         elif isinstance(message, Hello):
             answer = self.instances.hello(message, now_ms=now_ms)
-            _log.info(
-                "hello", worker=message.instance, epoch=message.epoch, role=message.role,
-                endpoint=message.endpoint, accepted=not isinstance(answer, Refused),
-            )  # fmt: skip
+            if not isinstance(answer, Refused):
+                _log.info(
+                    "hello", worker=message.instance, epoch=message.epoch, role=message.role,
+                    endpoint=message.endpoint,
+                )  # fmt: skip
         elif isinstance(message, Goodbye) and self.instances.goodbye(message):
             _log.info("goodbye", worker=message.instance, epoch=message.epoch)
         if isinstance(answer, Refused):
-            _log.warning("worker_refused", worker=message.instance, code=answer.code, reason=answer.reason)
+            _refused.labels(answer.code).inc()
+            if self._refusals.note(message.instance, message.epoch, answer.reason, now_ms=now_ms):
+                _log.warning(
+                    "worker_refused", worker=message.instance, code=answer.code, reason=answer.reason
+                )
         if answer is not None:
             try:
                 self._reports.send(identity, answer)
@@ -287,8 +303,11 @@ class Scheduler:
                 _log.info("answer_unsent", worker=message.instance, error=error.message)
 
     def _on_members(self, members: InstanceList) -> None:
-        for member in members.instances:
-            self.instances.fence(member.instance, member.epoch)
+        for dropped in self.instances.follow(members):
+            _dropped.inc()
+            _log.error(
+                "epoch_not_the_coordinators", worker=dropped.instance, epoch=dropped.epoch, now=dropped.now
+            )
 
     def _forget_lost(self, now_ms: int) -> None:
         """What was placed for gateways that are gone, and what is too old to run."""

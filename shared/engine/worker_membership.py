@@ -16,6 +16,8 @@ from shared.transport.membership_client import MembershipClient
 from shared.wire.membership import Heartbeat, Register
 
 AGAIN_PAUSE_MS = 500  # two processes that claim one id must not register in a tight race
+MAX_PAUSE_MS = 30_000  # each time in a row twice the time before: a larger epoch does not help everywhere
+CALM_MS = 10_000  # without being asked, after a pause: the next time is the first again
 
 _log = get_logger("worker.membership")
 
@@ -39,6 +41,8 @@ class MembershipKeeper:
         self._endpoint = ""
         self._client: MembershipClient | None = None
         self._again: asyncio.Task[None] | None = None
+        self._pause_ms = AGAIN_PAUSE_MS  # before the next time
+        self._calm_at_s = 0.0
 
     @property
     def registered(self) -> bool:
@@ -53,7 +57,14 @@ class MembershipKeeper:
     def register_again(self) -> None:
         """Ask for a larger epoch. Asking while it is being asked changes nothing."""
         if self._again is None and self._client is not None:
-            self._again = begin_task(self._replace(self._client), "register-again")
+            pause_ms = self._next_pause_ms(asyncio.get_running_loop().time())
+            self._again = begin_task(self._replace(self._client, pause_ms), "register-again")
+
+    def _next_pause_ms(self, now_s: float) -> int:
+        pause_ms = self._pause_ms if now_s < self._calm_at_s else AGAIN_PAUSE_MS
+        self._pause_ms = min(MAX_PAUSE_MS, 2 * pause_ms)
+        self._calm_at_s = now_s + (pause_ms + CALM_MS) / 1000
+        return pause_ms
 
     async def leave(self) -> None:
         """Orderly end. An absent coordinator notices by itself."""
@@ -74,8 +85,10 @@ class MembershipKeeper:
         )
         self._client.open()
 
-    async def _replace(self, old: MembershipClient) -> None:
-        _log.warning("registering_again", epoch=old.epoch)
+    async def _replace(self, old: MembershipClient, pause_ms: int) -> None:
+        """It beats for most of a long pause: by a member that lives the scheduler sees who is the right one."""
+        _log.warning("registering_again", epoch=old.epoch, pause_ms=pause_ms)
+        await asyncio.sleep((pause_ms - AGAIN_PAUSE_MS) / 1000)
         await old.pause()  # not closed: leave() may come meanwhile
         await asyncio.sleep(AGAIN_PAUSE_MS / 1000)
         await old.close(leave=False)

@@ -139,7 +139,8 @@ class MembershipClient(Background):
 
 
 class MembershipPoller(Background):
-    """Asks for the list of members. on_list runs on the loop with every list that has a new version."""
+    """Asks for the list of members. on_list runs on the loop with every list that has a new version,
+    with `every_answer` also with one that it has had: that nothing has changed is news, too."""
 
     def __init__(
         self,
@@ -149,8 +150,10 @@ class MembershipPoller(Background):
         interval_ms: int = 1_000,
         on_list: Callable[[InstanceList], None],
         on_event: Event | None = None,
+        every_answer: bool = False,
     ) -> None:
         super().__init__(on_event)
+        self._every_answer = every_answer
         self.last: InstanceList | None = None
         self.asked = asyncio.Event()  # set after the first answer, or its failure: at most a call's timeout
         self._api = CoordinatorApi(coordinator_url, key)
@@ -170,7 +173,7 @@ class MembershipPoller(Background):
                 self._set_reachable(False, error.message)
             else:
                 self._set_reachable(True)
-                is_new = self.last is None or found.version != self.last.version
+                is_new = self._every_answer or self.last is None or found.version != self.last.version
                 self.last = found
                 if is_new:
                     self._on_list(found)

@@ -24,6 +24,10 @@ async def watched(ping, seconds: float, limit_s: float = 0.1) -> tuple[EngineWat
     return watch, said
 
 
+async def turn() -> None:
+    await asyncio.sleep(0)
+
+
 async def never() -> None:
     await asyncio.sleep(3600)
 
@@ -40,7 +44,7 @@ async def test_an_engine_whose_steps_are_long_is_let_be_and_no_longer_suspect_wh
 
     async def slow() -> None:
         while len(suspects) < 2 and not watches[0].is_suspect:
-            await asyncio.sleep(0)
+            await turn()
         suspects.append(watches[0].is_suspect)
         if len(suspects) == 3:
             enough.set()

@@ -84,7 +84,7 @@ async def up(*words):
 
 async def is_watched(cluster, task):
     while not cluster.server.num_watchers and not task.done():
-        await asyncio.sleep(0.01)
+        await asyncio.wait([task], timeout=0.01)
 
 
 async def is_done(task):

@@ -52,30 +52,28 @@ class Inheritance:
         self._table, self._engines = table, engines
         self._index = index
         self._leases = leases
-        self._in_doubt: set[PageId] = set()  # quarantined
-        self._nameless: set[PageId] = set()  # sealed, but not as a block that is indexed
-        self._by_page: dict[PageId, Entry] = {}
-        for page in map(PageId, range(table.num_pages)):
-            state = table.states[page]
-            if state == PageState.QUARANTINED:
-                self._in_doubt.add(page)
-            elif state == PageState.SEALED and not self._restore(page, entries):
-                self._nameless.add(page)
+        # quarantined
+        self._in_doubt = {PageId(p) for p, state in enumerate(table.states) if state == PageState.QUARANTINED}
+        sealed = [PageId(p) for p, state in enumerate(table.states) if state == PageState.SEALED]
+        named = [entry for page in sealed if (entry := self._noted(page, entries)) is not None]
+        indexed = index.insert_all(named)
+        self._by_page: dict[PageId, Entry] = {
+            entry.page: entry for entry, found in zip(named, indexed, strict=True) if found is entry
+        }
+        # sealed, but not as a block that is indexed
+        self._nameless = {page for page in sealed if page not in self._by_page}
         self._pinned = list(self._by_page.values())
         index.pin(self._pinned)
 
-    def _restore(self, page: PageId, entries: bytes) -> bool:
-        packed = entries[page * ENTRY.size : (page + 1) * ENTRY.size]
-        if len(packed) < ENTRY.size:
-            return False
-        epoch, valid_tokens, block_hash, parent = ENTRY.unpack(packed)
+    def _noted(self, page: PageId, entries: bytes) -> Entry | None:
+        """What lies beside the table of a sealed page; None: nothing, or what an earlier epoch was."""
+        start = page * ENTRY.size
+        if start + ENTRY.size > len(entries):
+            return None
+        epoch, valid_tokens, block_hash, parent = ENTRY.unpack_from(entries, start)
         if epoch != self._table.epochs[page]:
-            return False
-        entry = Entry(BlockHash(block_hash), BlockHash(parent), page, valid_tokens)
-        if not self._index.insert(entry):
-            return False
-        self._by_page[page] = entry
-        return True
+            return None
+        return Entry(BlockHash(block_hash), BlockHash(parent), page, valid_tokens)
 
     @property
     def num_sealed(self) -> int:
@@ -158,10 +156,8 @@ class Inheritance:
         self.awaiting.discard(process)
         if self.awaiting:
             return False
-        for page in sorted(self._in_doubt):
-            self._table.free(page, PageEvent.ACKNOWLEDGED)
-        for page in sorted(self._nameless):
-            self._table.free(page, PageEvent.RETIRE)
+        self._table.free_all(sorted(self._in_doubt), PageEvent.ACKNOWLEDGED)
+        self._table.free_all(sorted(self._nameless), PageEvent.RETIRE)
         self._index.unpin(self._pinned)
         self._in_doubt, self._nameless, self._pinned = set(), set(), []
         return True

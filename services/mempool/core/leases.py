@@ -92,6 +92,11 @@ class Leases:
         # (when, kind, key), one item per lease, handoff or waiter ever made; dead ones are skipped
         self._deadlines: list[tuple[int, str, str | int]] = []
 
+    def num_pages(self) -> int:
+        """Kept by leases and handoffs, each page once. Cost: their entries; for whoever looks now and then."""
+        holds = (*self.leases.values(), *self.handoffs.values())
+        return len({entry.page for hold in holds for entry in hold.entries})
+
     # -- leases -----------------------------------------------------------------------------------
 
     def grant(

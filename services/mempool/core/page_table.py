@@ -1,12 +1,13 @@
 """State and epoch of every page, and the free pages. No I/O: word writes go out as actions."""
 
+import sys
 from array import array
 from collections.abc import Collection, Sequence
 
 from services.mempool.core.page_state import PageEvent, next_state
 from shared.errors import InvariantBroken
 from shared.ids import Epoch, PageId
-from shared.kv.page import PageState, pack_word, unpack_word
+from shared.kv.page import PageState, pack_word
 
 
 class PageTable:
@@ -34,21 +35,22 @@ class PageTable:
     @classmethod
     def adopt(cls, words: Sequence[int]) -> "PageTable":
         """Go on from an earlier mempool's words. What was granted, written or on its way out is quarantined."""
-        table = cls(len(words), Epoch(0))
-        table._words, table._warm, table._cold = [], [], []
-        table.counts = [0] * _NUM_STATES
-        for page, word in enumerate(words):
-            epoch, state = unpack_word(word)
-            kept = state if state in _ADOPTED else PageState.QUARANTINED
-            table.epochs[page] = epoch
-            table.states[page] = kept
-            table.counts[kept] += 1
-            if kept is PageState.FREE:
-                table._warm.append(PageId(page))
-            if kept in (PageState.WITHDRAWN, PageState.RELEASED):
-                table.reserved.add(PageId(page))
-            if kept is not state:
-                table._words.append((page, epoch << 8 | kept))
+        table = cls(0, Epoch(0))
+        table.num_pages = len(words)
+        # in passes over everything, as there may be millions of pages and the whole host waits
+        said = array("Q", words)
+        states = said.tobytes()[_STATE_BYTE :: said.itemsize]
+        table.states = bytearray(states.translate(_KEPT))
+        table.epochs = array("Q", [word >> 8 for word in words])
+        table.counts = [table.states.count(state) for state in range(_NUM_STATES)]
+        table._warm = _pages_in(table.states, _FREE)
+        for state in (PageState.WITHDRAWN, PageState.RELEASED):
+            table.reserved.update(_pages_in(table.states, state))
+        if table.states != states:
+            changed = [
+                page for page, (old, new) in enumerate(zip(states, table.states, strict=True)) if old != new
+            ]
+            table._words = [(page, table.epochs[page] << 8 | table.states[page]) for page in changed]
         return table
 
     @property
@@ -225,3 +227,12 @@ class PageTable:
 _FREE = PageState.FREE
 _NUM_STATES = max(PageState) + 1
 _ADOPTED = (PageState.FREE, PageState.SEALED, PageState.WITHDRAWN, PageState.RELEASED)
+_KEPT = bytes(state if state in _ADOPTED else PageState.QUARANTINED for state in range(256))
+_STATE_BYTE = 0 if sys.byteorder == "little" else 7  # of a word
+
+
+def _pages_in(states: bytearray, state: PageState) -> list[PageId]:
+    """Cost: what finding the state's bytes takes where there are few, else a step per page."""
+    if not states.count(state):
+        return []
+    return [PageId(page) for page, found in enumerate(states) if found == state]

@@ -39,14 +39,13 @@ class Releases(Regains):
         self._is_owed = is_owed
         self._again_ms = 0 if is_owed else None
         for unit in sorted({page // self.pages_per_unit for page in self._table.reserved}):
-            pages = self._choice.pages(unit)
-            states = {self._table.states[page] for page in pages}
+            states = set(self._table.states[unit * self.pages_per_unit : (unit + 1) * self.pages_per_unit])
             if states == {PageState.RELEASED}:
                 self.gone.add(unit)
             elif states <= {PageState.RELEASED, PageState.WITHDRAWN}:
                 self.vacating[unit] = set()
             else:  # nobody was asked to unmap it yet
-                self._table.restore(pages)
+                self._table.restore(self._choice.pages(unit))
         self.advance()
 
     @property

@@ -8,6 +8,9 @@ Silence counts only while this process could have heard: see attend().
 An instance's epoch only grows. A smaller one is refused for good, also after the instance was forgotten. The
 coordinator's list may name a larger epoch before its owner says Hello here: then the older process is not
 placed any more, but not refused either, because it may be the owner itself that registered again.
+
+Where there is a coordinator its list decides: anybody can say Hello under any name. An epoch above that of a member
+that beats there is dropped after some answers, see follow(), and believed again only when the list names it.
 """
 
 import math
@@ -24,6 +27,7 @@ from shared.errors import Overloaded, StaleEpoch
 from shared.ids import Epoch, InstanceId
 from shared.kv.layout import EngineDescription
 from shared.wire.cost import CostCoefficients
+from shared.wire.membership import InstanceList
 from shared.wire.placement import Target
 from shared.wire.reports import Goodbye, Hello, PoolPlace, Refused, Report, Resync, Role, Welcome
 
@@ -31,6 +35,8 @@ MAX_REMEMBERED_EPOCHS = 10_000
 CORRECTIONS = (0.1, 10.0)  # what a worker may say of its own model
 CORRECTION_HALF_LIFE_MS = 10_000
 AWAY_AFTER_MS = 300  # between two attend(): three of the shell's ticks
+CONTRADICTED_POLLS = 3  # the first answer may have been on its way when the owner registered
+UNCONFIRMED = "epoch.unconfirmed"  # code of a refusal: come again, under the same epoch
 AWAY_COUNTS_MS = 100  # of a longer time, as one tick: who stands still at every turn has to see the dead, too
 
 _model_of = lru_cache(maxsize=1_024)(CostModel)  # equal coefficients, one model
@@ -64,6 +70,15 @@ class Fading:
             self.said, self.num_measured, self.at_ms = said, num_measured, now_ms
         faded = 0.5 ** ((now_ms - self.at_ms) / CORRECTION_HALF_LIFE_MS)
         return 1.0 + (_correction(said) - 1.0) * faded
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """An epoch that the coordinator's list contradicts; `now`: the one that counts instead."""
+
+    instance: InstanceId
+    epoch: Epoch
+    now: Epoch
 
 
 PoolKey = tuple[str, int, str]  # a mempool, for those whose KV is alike: family, boot generation, address
@@ -129,6 +144,11 @@ class Instances:
     _known: dict[InstanceId, Instance] = field(default_factory=dict)
     _epochs: dict[InstanceId, Epoch] = field(default_factory=dict)  # largest that said Hello
     _fences: dict[InstanceId, Epoch] = field(default_factory=dict)  # largest that the coordinator named
+    # by whom: an epoch that is larger than the coordinator's, and how many of its answers in a row said so
+    _contradicted: dict[InstanceId, tuple[Epoch, int]] = field(default_factory=dict)
+    _denied: dict[InstanceId, Epoch] = field(
+        default_factory=dict
+    )  # dropped: from here on the list comes first
     _family_costs: dict[str, CostCoefficients] = field(default_factory=dict)  # the last of each family
     # by model, "": all; empty: to be found anew
     _live: dict[str, list[Instance]] = field(default_factory=dict)
@@ -164,6 +184,9 @@ class Instances:
         newest = self._epochs.get(hello.instance, Epoch(-1))
         if hello.epoch < newest:
             return _stale(hello.instance, hello.epoch, newest)
+        if self._is_unconfirmed(hello.instance, hello.epoch):
+            reason = f"the coordinator's list does not name epoch {hello.epoch} of {hello.instance}"
+            return Refused(code=UNCONFIRMED, reason=reason)
         known = self._known.get(hello.instance)
         if known is None and len(self._known) >= self.limits.max_instances:
             return Refused(code=Overloaded.code, reason=f"{len(self._known)} instances are the most")
@@ -273,6 +296,44 @@ class Instances:
         if epoch > self._fences.get(instance, Epoch(-1)):
             _remember(self._fences, instance, epoch)
             self._forget_live()
+
+    def follow(self, members: InstanceList) -> list[Dropped]:
+        """One answer of the coordinator, each of them once. Returns: epochs that are no more believed.
+
+        Only who beats there contradicts: a new leader may know a replaced process from its journal.
+        """
+        dropped: list[Dropped] = []
+        contradicted: dict[InstanceId, tuple[Epoch, int]] = {}
+        for member in members.instances:
+            name, epoch = member.instance, member.epoch
+            self.fence(name, epoch)
+            newest = max(self._epochs.get(name, epoch), self._fences.get(name, epoch))
+            if newest <= epoch:
+                continue
+            said, count = self._contradicted.get(name, (newest, 0))
+            # one that is late with a beat neither adds nor begins anew
+            count = (count if said == newest else 0) + (member.state == "live")
+            if count < CONTRADICTED_POLLS:
+                contradicted[name] = newest, count
+                continue
+            self._drop(name, newest, epoch)
+            dropped.append(Dropped(name, newest, epoch))
+        self._contradicted = contradicted
+        return dropped
+
+    def _drop(self, name: InstanceId, epoch: Epoch, now: Epoch) -> None:
+        """What said Hello under `epoch` is nobody; processes below `now` stay refused."""
+        _remember(self._epochs, name, now)
+        _remember(self._fences, name, now)
+        _remember(self._denied, name, epoch)
+        known = self._known.get(name)
+        if known is not None and known.epoch > now:
+            del self._known[name]
+        self._forget_live()
+
+    def _is_unconfirmed(self, name: InstanceId, epoch: Epoch) -> bool:
+        denied = self._denied.get(name)
+        return denied is not None and epoch >= denied and epoch > self._fences.get(name, Epoch(-1))
 
     def tick(self, *, now_ms: int) -> list[Instance]:
         """Instances found dead now, each once per death. Long dead ones are forgotten."""

@@ -1,0 +1,45 @@
+"""What the services' probes do not see: each one answers, and the cluster does not serve as it should."""
+
+from collections.abc import Mapping
+from typing import Any
+
+WORKERS = ("prefill-", "decode-", "colocated-")
+Answer = Mapping[str, Any] | None
+
+
+def troubles(
+    services: list[dict[str, Any]], scheduler: Answer, coordinators: Mapping[str, Answer]
+) -> list[str]:
+    """A line each, for an operator.
+
+    Args: services: of the supervisor's status; scheduler: its /status, None where none runs here or answers;
+    coordinators: each one's /ready by its service, None as above.
+    """
+    out = [
+        f"{name} does not lead: {said.get('problem') or 'it does not say why'}"
+        for name, said in coordinators.items()
+        if said is not None and said.get("role") == "unknown"
+    ]
+    if scheduler is None:
+        return out
+    known = {one["instance"]: one for one in scheduler.get("instances", [])}
+    refused = {one["instance"]: one["reason"] for one in scheduler.get("refused", [])}
+    for service in services:
+        name = service["name"]
+        if not name.startswith(WORKERS) or (service["state"], service["health"]) != ("ready", "ok"):
+            continue
+        reason = _unplaced(known.get(name), refused.get(name, ""))
+        if reason:
+            out.append(f"{name} gets no requests: {reason}")
+    return out
+
+
+def _unplaced(known: Answer, refused: str) -> str:
+    """Why nothing is placed on an instance; "" when something is."""
+    if known is not None and (known.get("live") or known.get("draining")):
+        return ""
+    if refused:
+        return f"the scheduler refuses it: {refused}"
+    if known is None:
+        return "the scheduler does not know it"
+    return f"the scheduler has not heard of it for {known.get('silent_ms', 0) / 1000:.1f} s"
