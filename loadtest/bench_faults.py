@@ -165,15 +165,16 @@ def start(folder: Path, options: argparse.Namespace) -> Any:
 
 def judged(folder: Path, unlike: list[dict[str, Any]], cases: Any, stock: Any) -> list[dict[str, Any]]:
     """Samples of what stock says of answers that are like neither of its own, in their order."""
+    run = {"mode": MODE, "topology": TOPOLOGY, "device": "", "cases": unlike}
+    asked = iter(rig.shares_row(folder, run, cases, stock)["shares"])
     samples = []
     for row in unlike:
-        run = {"mode": MODE, "topology": TOPOLOGY, "device": "", "cases": [row]}
-        asked = rig.shares_row(folder, run, cases, stock)["shares"]
+        mine = [next(asked) for _ in shares.unlike_choices(row)]
         samples.append(
-            {"kind": "unlike", "case": row, "asked": asked, "shares": [one["share"] for one in asked]}
+            {"kind": "unlike", "case": row, "asked": mine, "shares": [one["share"] for one in mine]}
         )
         print(
-            f"  unlike: {row['id']} {[(o['at'], o['ours'], o['stock'], o['share']) for o in asked]}",
+            f"  unlike: {row['id']} {[(o['at'], o['ours'], o['stock'], o['share']) for o in mine]}",
             flush=True,
         )
     return samples

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 
 from loadtest import exactness_shares as shares
+from loadtest.processes import family
 
 KILL, STOP = "kill", "stop"
 WORKERS = ("prefill", "decode", "colocated")
@@ -49,20 +51,11 @@ def plan(rng: random.Random, ready: Sequence[str]) -> Fault | None:
 
 
 def engine_core_of(pid: int) -> int | None:
-    """The first descendant of a worker's front that is an engine core."""
-    found = [pid]
-    for parent in found:
-        try:
-            children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        except OSError:
-            continue
-        for child in map(int, children):
-            try:
-                if b"EngineCore" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    return child
-            except OSError:
-                continue
-            found.append(child)
+    """The engine core among a worker's processes."""
+    for each in family(pid):
+        with suppress(OSError):
+            if b"EngineCore" in Path(f"/proc/{each}/cmdline").read_bytes():
+                return each
     return None
 
 
@@ -83,18 +76,6 @@ async def do(fault: Fault, pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def body_of(case: Mapping[str, Any], resolved: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
-    """The case over HTTP."""
-    body = {
-        "model": "quire-demo", "prompt": resolved["prompt"], "return_token_ids": True, "quire_receipt": True,
-        "stream": stream, **resolved["params"],
-    }  # fmt: skip
-    if "structured" in case:
-        schema = {"name": "answer", "schema": json.loads(case["structured"])}
-        body["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return body
 
 
 @dataclass(slots=True)
@@ -202,9 +183,11 @@ class Clients:
                         await asyncio.sleep(AGAIN_S)
 
     async def _one(self, client: httpx.AsyncClient, case: Mapping[str, Any], *, stream: bool) -> bool:
+        from tests.gpu.compare_with_stock import body_of
+
         begun_s = time.monotonic()
         stock = self._stock[case["id"]]
-        heard = await ask(client, body_of(case, stock, stream=stream))
+        heard = await ask(client, {**body_of(case, stock), "stream": stream})
         found = judge(case, heard, stock)
         row = {
             "kind": "answer", "case": case["id"], "at_s": round(begun_s - self._begun_s, 2),
@@ -215,7 +198,7 @@ class Clients:
         }  # fmt: skip
         if found is not None and row["found"] == "unlike":
             key = f"{case['id']}:{json.dumps(found['ours'])}"
-            row["which"] = list(self.unlike).index(key) if key in self.unlike else len(self.unlike)
             self.unlike.setdefault(key, found)
+            row["which"] = list(self.unlike).index(key)
         self.answers.append(row)
         return heard.ended

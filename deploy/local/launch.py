@@ -163,15 +163,7 @@ def cap_log(path: Path, cap_bytes: int) -> bool:
 
 def tail(path: Path, *, lines: int, start: int = 0, max_bytes: int = 64 << 10) -> list[str]:
     """The last lines of a log file, none from before offset `start`; empty when there is none."""
-    try:
-        with path.open("rb") as log:
-            size_bytes = log.seek(0, os.SEEK_END)
-            if start > size_bytes:  # the file was cut since
-                start = 0
-            log.seek(max(start, size_bytes - max_bytes))
-            text = log.read(max_bytes).decode("utf-8", "replace")
-    except FileNotFoundError:
-        return []
+    text = _text(path, start, max_bytes, is_end=True)
     return [line for line in text.splitlines() if line.strip()][-lines:]
 
 
@@ -180,15 +172,22 @@ def errors(path: Path, *, start: int = 0, most: int = 3, max_bytes: int = 4 << 2
 
     Where processes of one service end by each other, the last lines are about the last of them.
     """
+    text = _text(path, start, max_bytes, is_end=False)
+    found = dict.fromkeys(match[1].strip()[:MAX_ERROR_CHARS] for match in ERROR.finditer(text))
+    return list(found)[:most]
+
+
+def _text(path: Path, start: int, max_bytes: int, *, is_end: bool) -> str:
+    """Of a log file behind offset `start`, at most so much, of the end or the beginning; "" when there is none."""
     try:
         with path.open("rb") as log:
             size_bytes = log.seek(0, os.SEEK_END)
-            log.seek(start if start <= size_bytes else 0)
-            text = log.read(max_bytes).decode("utf-8", "replace")
+            if start > size_bytes:  # the file was cut since
+                start = 0
+            log.seek(max(start, size_bytes - max_bytes) if is_end else start)
+            return log.read(max_bytes).decode("utf-8", "replace")
     except FileNotFoundError:
-        return []
-    found = dict.fromkeys(match[1].strip()[:MAX_ERROR_CHARS] for match in ERROR.finditer(text))
-    return list(found)[:most]
+        return ""
 
 
 def kill_group(leader: int) -> None:

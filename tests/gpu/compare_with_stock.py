@@ -40,8 +40,8 @@ def stock(folder: Path, cases: list[dict[str, Any]], mode: str) -> dict[str, Any
     return json.loads((folder / "out.json").read_text())
 
 
-def ask(client: httpx.Client, case: dict[str, Any], resolved: dict[str, Any]) -> dict[str, Any]:
-    """The same case over HTTP."""
+def body_of(case: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The same case for HTTP."""
     body = {
         "model": "quire-demo",
         "prompt": resolved["prompt"],
@@ -52,7 +52,12 @@ def ask(client: httpx.Client, case: dict[str, Any], resolved: dict[str, Any]) ->
     if "structured" in case:
         schema = {"name": "answer", "schema": json.loads(case["structured"])}
         body["response_format"] = {"type": "json_schema", "json_schema": schema}
-    answer = client.post("/v1/completions", json=body)
+    return body
+
+
+def ask(client: httpx.Client, case: dict[str, Any], resolved: dict[str, Any]) -> dict[str, Any]:
+    """It over HTTP."""
+    answer = client.post("/v1/completions", json=body_of(case, resolved))
     assert answer.status_code == 200, answer.text
     return answer.json()
 

@@ -107,3 +107,23 @@ def test_an_answer_that_stock_calls_no_near_tie_is_wrong_also_where_it_broke_off
     assert (metrics["near_tie_count"], metrics["wrong_count"]) == (1, 1)
     assert (metrics["faults_count"], metrics["kills_count"], metrics["cores_count"]) == (2, 1, 1)
     assert (metrics["after_count"], metrics["after_unanswered_count"], metrics["back_s"]) == (1, 0, 12.0)
+
+
+def test_stock_is_asked_once_about_all_unlike_answers_and_each_has_its_own_shares(monkeypatch, tmp_path):
+    answers = stock([5, 6], [5, 7])
+    twice = {**answers, "choices": answers["choices"] * 2, "cached_choices": answers["cached_choices"] * 2}
+    rows = [
+        faults_rig.judge(CASE, Heard({0: [5, 4], 1: [5, 3]}, True, 200), twice),
+        faults_rig.judge(CASE, heard([9, 9], ended=True), answers),
+    ]
+    asked = []
+
+    def shares_row(_folder, run, _cases, _stock):
+        asked.append(run)
+        given = [{"case": "a", "at": 1, "ours": 4, "stock": 6, "share": share} for share in (0.9, 0.8, 0.1)]
+        return {"shares": given}
+
+    monkeypatch.setattr(bench_faults.rig, "shares_row", shares_row)
+    samples = bench_faults.judged(tmp_path, rows, [CASE], {"a": answers})
+    assert len(asked) == 1
+    assert [one["shares"] for one in samples] == [[0.9, 0.8], [0.1]]
