@@ -42,7 +42,10 @@ CLAIM = (
     "would not have given, whole answers or broken off; then the cluster is whole again, and every answer is."
 )
 MODE, TOPOLOGY = "float32", "faults"
-KV_BYTES, DRAM_BYTES = 512 << 20, 1 << 30  # of each engine; behind all
+KV_BYTES, DRAM_BYTES = (
+    (640 + 512) << 20,
+    1 << 30,
+)  # of each engine, the mempool's CUDA context in it; behind all
 BACK_S = 150.0  # to be whole again
 
 

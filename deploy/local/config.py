@@ -90,7 +90,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     gateway_processes: int = 0
     dtype: str = ""
     max_model_len: int = 0
-    kv_cache_bytes: int = 0  # of each engine
+    kv_cache_bytes: int = 0  # of each engine; on a GPU with the 640 MiB of the mempool's CUDA context
     mempool_bytes: int = 0
     pd_caching: Literal["", "basic", "1", "2", "3"] = (
         ""  # which end keeps what, and what goes back to prefill

@@ -23,11 +23,7 @@ from shared.engine.tail_copies import copy_one_by_one
 from shared.engine.vllm_setup import die_with_parent
 from shared.ids import InstanceId
 from shared.kv.layout import EngineDescription
-from shared.mempool.rank_memory import RankMemory
-
-CONTEXT_BYTES = (
-    640 << 20
-)  # of the mempool's own CUDA context, which this engine's share of the GPU has to hold
+from shared.mempool.rank_memory import RankMemory, pages_bytes
 
 
 class _Worker(Protocol):
@@ -78,21 +74,20 @@ class PageWorkerMixin:
     def determine_available_memory(self: Any) -> int:
         """Attach to the pool, which may use what vLLM found free; says the bytes of the pool's blocks.
 
-        Raises: ResourceError when the pool refuses this engine.
+        Raises: ResourceError when the pool refuses this engine, or nothing is left for pages.
         """
         found_bytes = super().determine_available_memory()
         extra: dict[str, Any] = self.vllm_config.additional_config["quire"]
         description = msgspec.json.decode(extra["description"], type=EngineDescription)
         far_places = int(extra.get("far_places", 0))
+        on_gpu = self.device.type == "cuda"
         self._memory = RankMemory(
             extra["mempool_socket"],
             InstanceId(extra["instance"]),
             description,
             self.rank,
             device=device_name(self.device, extra.get("kv_space", "")),
-            capacity_bytes=(found_bytes - CONTEXT_BYTES) * description.tp_size
-            if self.device.type == "cuda"
-            else 0,
+            capacity_bytes=pages_bytes(found_bytes) * description.tp_size if on_gpu else 0,
             far_places=far_places,
         )
         copy_one_by_one(self.model_runner, self._memory.header.page_bytes)

@@ -94,7 +94,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     # of running requests' blocks that may lie outside the engine's memory (in lent pages, host memory), where attention
     # reads them in place: prompts may be longer than that memory; 0: none
     far_bytes: int = 0
-    kv_cache_bytes: int = 0  # 0: the engine's own choice
+    # 0: the engine's own choice. On a GPU in the mempool's pages, 640 MiB of it are the mempool's CUDA context
+    kv_cache_bytes: int = 0
     gpu_memory_utilization: float = 0.0  # 0: the engine's own choice
     tensor_parallel_size: int = 1
     enforce_eager: bool = False  # a CPU engine is always eager, and one without block table

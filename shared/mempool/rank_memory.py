@@ -29,9 +29,20 @@ from shared.wire.mempool_far import FarMapped, MapFar, UnmapFar
 ATTACH_TIMEOUT_MS = 30_000  # the first one makes the pool create its memory
 SLABS_PER_CALL = 128
 RETRY_S = 0.05
+CONTEXT_BYTES = 640 << 20  # of the mempool's own CUDA context, which an engine's share of its GPU has to hold
 _NO_EPOCH = Epoch(0)
 
 logger = logging.getLogger(__name__)
+
+
+def pages_bytes(found_bytes: int) -> int:
+    """Of what a rank may use on its GPU, what pages may take. Raises: ResourceError: nothing; says what to set."""
+    if found_bytes <= CONTEXT_BYTES:
+        raise ResourceError(
+            f"{found_bytes} bytes for the KV cache are no more than the {CONTEXT_BYTES} that the mempool's own CUDA "
+            "context takes of them: set a larger kv_cache_bytes, or a larger gpu_memory_utilization"
+        )
+    return found_bytes - CONTEXT_BYTES
 
 
 class SlabUser(Unmapper, Protocol):

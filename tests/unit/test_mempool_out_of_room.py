@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from services.mempool import shell
+from services.mempool.core import space
 from services.mempool.core.actions import Disconnect, PoolLimits, Send
 from services.mempool.descriptors import of_memory
 from services.mempool.kept import Kept
@@ -20,6 +21,7 @@ from services.mempool.outbox import Outbox
 from services.mempool.shell import MempoolShell
 from shared.errors import OutOfPages, ResourceError
 from shared.ids import Epoch, InstanceId
+from shared.mempool.rank_memory import CONTEXT_BYTES, pages_bytes
 from shared.transport import unix_socket
 from shared.transport.clock import MonotonicClock
 from shared.transport.unix_channel import UnixLink, UnixServer
@@ -29,6 +31,7 @@ from shared.vmm.interface import Op
 from shared.vmm.mapper import ThreadMapper
 from shared.wire import mempool as wire
 from shared.wire.mempool_callers import AttachCaller, CallerAttached
+from tests.unit.mempool_harness import DESCRIPTION
 
 ATTACHED = wire.Attached(boot_generation=Epoch(1), attachment=1)
 MATCHED = wire.Matched(call_id=9, num_blocks=0)
@@ -248,3 +251,21 @@ def test_who_waits_for_a_mapper_hears_at_once_that_it_has_no_memory(where):
     with pytest.raises(VmmError, match="cuMemMap"):
         mapper.submit([Op(1, 2, 3, 4, 5)])
     mapper.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:" + "ab" * 16])
+@pytest.mark.parametrize("given", [-1, -(128 << 20), 1])
+def test_who_has_no_room_for_a_page_is_told_so(device, given):
+    attach = wire.Attach(
+        kind="rank", instance=InstanceId("x"), description=DESCRIPTION, device=device, capacity_bytes=given
+    )
+    planned = space.plan(DESCRIPTION, attach, PoolLimits(capacity_bytes=1 << 30))
+    assert planned.num_pages == 0
+    assert f"capacity_bytes {given} is less than a page" in planned.shortage
+
+
+@pytest.mark.parametrize("found_bytes", [-1, 0, CONTEXT_BYTES])
+def test_an_engine_without_room_for_pages_on_its_gpu_says_what_to_set(found_bytes):
+    with pytest.raises(ResourceError, match="set a larger kv_cache_bytes"):
+        pages_bytes(found_bytes)
+    assert pages_bytes(CONTEXT_BYTES + 1) == 1

@@ -111,7 +111,7 @@ def plan(description: EngineDescription, message: Attach, limits: PoolLimits) ->
         except ValueError as error:
             return Plan(0, 0, num_ranks, shortage=str(error))
         capacity_bytes = min(wanted_bytes, limits.device_capacity_bytes or wanted_bytes)
-    num_pages = capacity_bytes // (page_bytes * num_ranks)
+    num_pages = max(0, capacity_bytes // (page_bytes * num_ranks))
     if pages_per_slab:
         if may_share_slabs(description):
             while num_pages // pages_per_slab > MAX_SLABS:
