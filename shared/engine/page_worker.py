@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
 from shared.engine.far_tables import change_tables, make_room, place_tables
 from shared.engine.layer_progress import LayerProgress, open_word
+from shared.engine.nucleus import keep_whole_nuclei
 from shared.engine.page_warmup import use_null_block
 from shared.engine.page_window import PageWindow, device_name, open_window
 from shared.engine.rank_processes import unlink_shared_memory
@@ -81,6 +82,7 @@ class PageWorkerMixin:
         description = msgspec.json.decode(extra["description"], type=EngineDescription)
         far_places = int(extra.get("far_places", 0))
         on_gpu = self.device.type == "cuda"
+        keep_whole_nuclei()
         self._memory = RankMemory(
             extra["mempool_socket"],
             InstanceId(extra["instance"]),
