@@ -1,6 +1,7 @@
 """vLLM's top-k and top-p in batches of eight and more, on a GPU, beside its own sort; `-s` prints the time."""
 
 import importlib
+import warnings
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ NEAR = 1e-4  # of a sum of probabilities to the limit: both answers are right
 
 def filters():
     """vLLM's sort, and its kernel as it is."""
-    sampler = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, at its import
+        sampler = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
     kernel = sampler.apply_top_k_top_p_triton
     return sampler.apply_top_k_top_p_pytorch, getattr(kernel, nucleus._MENDED, kernel)
 
