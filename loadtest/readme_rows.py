@@ -312,6 +312,8 @@ ROWS: list[tuple[str, str, str, str, str]] = [
         "{:.0f}",
         "0",
     ),
+    ("h200-faults", "wrong_count", "wrong of 3,939 answers, a kill or stop every 6 s", "{:.0f}", "0"),
+    ("h200-faults", "refused_count", "the same: requests without an answer", "{:.0f}", ""),
     (
         "h200-killed",
         "late_words_count",

@@ -48,16 +48,11 @@ def limits(logits: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """p, 1 where no token that is left may be dropped: the least likely ones have more than 1 - p together.
 
     Args: logits: [rows, vocabulary], -inf for tokens that are out. p: [rows]. Neither is changed.
-    Cost: some eight passes over the logits and one copy of them; no synchronization. That top-k comes first changes
+    Cost: some eight passes over the logits and a copy of them; no synchronization. That top-k comes first changes
     nothing: of fewer tokens each has a greater share.
     """
-    least, ties = _least(logits)
-    share = (least - logits.logsumexp(-1)).exp() * ties
-    return torch.where(share > 1.0 - p, 1.0, p)
-
-
-def _least(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows]: the least finite logit, and how many have it."""
-    left = logits.masked_fill(logits == -torch.inf, torch.inf)
-    least = left.amin(-1)
-    return least, (left == least.unsqueeze(-1)).sum(-1)
+    shares = logits.softmax(-1, dtype=torch.float32)
+    shares.masked_fill_(shares == 0.0, 2.0)  # no token's: they are out, or as good as
+    least = shares.amin(-1)
+    ties = (shares == least.unsqueeze(-1)).sum(-1)
+    return torch.where(least * ties > 1.0 - p, 1.0, p)
