@@ -24,12 +24,13 @@ def make_engine(settings: WorkerSettings) -> Engine:
         from shared.testing.mock_engine import MockEngine
 
         return MockEngine(settings)
-    from shared.engine.vllm_setup import check_platform, check_version, prepare_environment
+    from shared.engine.vllm_setup import check_platform, check_version, prepare_environment, quick_imports
 
     device = choose_device(settings, check_version())
     prepare_environment(device, settings.threads, in_pages=works_in_pages(settings))
-    check_platform(device)
-    from shared.engine.vllm_engine import VllmEngine
+    with quick_imports():
+        check_platform(device)
+        from shared.engine.vllm_engine import VllmEngine
 
     eager = settings.enforce_eager or device == "cpu"
     return VllmEngine(msgspec.structs.replace(settings, device=device, enforce_eager=eager))

@@ -4,8 +4,11 @@ Quire hosts vLLM through interfaces that vLLM calls private, so exactly one vers
 """
 
 import ctypes
+import gc
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 
 from shared.errors import SettingsError
@@ -59,6 +62,23 @@ def prepare_environment(device: str, threads: int, *, in_pages: bool) -> None:
         if not in_pages:
             env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Around vLLM's import, of 6,000 modules: a fifth less time (6.6 CPU-seconds for 8.2 on two cores, by hand).
+
+    Garbage collection walks all that is there again and again and finds nothing. What was imported is left out of every
+    later collection too, which a fork would otherwise pay for twice: in time, and in pages of its own.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_on:
+            gc.enable()
 
 
 def check_platform(device: str) -> None:

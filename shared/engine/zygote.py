@@ -24,7 +24,7 @@ from typing import Any
 
 import setproctitle  # comes with vLLM, which names its own processes with it
 
-from shared.engine.vllm_setup import check_version, die_with_parent, prepare_environment
+from shared.engine.vllm_setup import check_version, die_with_parent, prepare_environment, quick_imports
 from shared.observe.log import bear_full_disk, flush_streams
 
 MAX_LINE_BYTES = 1 << 20
@@ -177,8 +177,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     listener.bind(args.socket)
     os.umask(old_mask)
     listener.listen(1)
-    for module in PRELOAD:
-        importlib.import_module(module)
+    with quick_imports():
+        for module in PRELOAD:
+            importlib.import_module(module)
     connection, _ = listener.accept()
     listener.close()
     os.unlink(args.socket)
