@@ -49,12 +49,14 @@ from tests.support.model_families import _COMMON
 from tests.support.pressure_run import settings
 import msgspec
 from shared.engine.describe import why_not_in_pages
+from shared.engine.preload import preload_architecture
 from shared.engine.vllm_engine import VllmEngine
 
 folder, found = Path(sys.argv[1]), {}
 for name, more in json.loads(sys.argv[2]).items():
     (folder / name).mkdir()
     (folder / name / "config.json").write_text(json.dumps(_COMMON | more))
+    preload_architecture(str(folder / name))  # or each is looked at in a process of its own, for ten CPU-seconds
     base = settings(str(folder / name), str(folder / "none.sock"), name)
     asked = msgspec.structs.replace(base, kv_cache="auto", load_format="dummy", max_model_len=1024)
     found[name] = why_not_in_pages(VllmEngine._engine_args(asked).create_engine_config())

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from shared.engine import weave_host, weave_open
 from shared.engine.weave_host import HostedWeave
 from shared.errors import ClusterError
 from shared.kernels.allreduce_rmsnorm.errors import FusedRefused
 from shared.kernels.allreduce_rmsnorm.plan import Algorithm, Times
+from tests.support.ranks import run_ranks
 
 TIMES = Times((1,), {Algorithm.ONE_SHOT: (1.0,), Algorithm.TWO_SHOT: (1.0,)})
 FAILURES: dict[str, tuple[Exception, list[str]]] = {  # where, how, and what the other rank has to close
@@ -68,4 +68,4 @@ def _rank(rank: int, folder: str) -> None:
 
 
 def test_what_one_rank_cannot_have_no_rank_has_and_none_waits_for_it(tmp_path):
-    spawn(_rank, args=(str(tmp_path),), nprocs=2)
+    run_ranks(_rank, str(tmp_path))

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from shared.engine import weave_calibration, weave_host, weave_kept, weave_open, weave_restart
 from shared.engine.weave_host import DEFAULT_SMS, HostedWeave
@@ -23,6 +22,7 @@ from shared.kernels.allreduce_rmsnorm import driver
 from shared.kernels.allreduce_rmsnorm.plan import Algorithm, Engine, Plan, Way
 from shared.weave.threshold import Measured, Timing
 from shared.weave.waves import Tile
+from tests.support.ranks import run_ranks
 
 SEEN = [Tile(256, 128), Tile(128, 128), Tile(128, 256), Tile(64, 128)]
 KEPT = [Tile(64, 64)] * 4
@@ -171,7 +171,7 @@ def _rank(rank: int, folder: str) -> None:
 
 
 def test_every_rank_goes_by_the_first_ranks_bytes(tmp_path):
-    spawn(_rank, args=(str(tmp_path),), nprocs=2)
+    run_ranks(_rank, str(tmp_path))
 
 
 # -- what is said ---------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def _asks_for_multicast(rank: int, folder: str) -> None:
 
 
 def test_the_switch_is_used_only_where_every_rank_has_its_address(tmp_path):
-    spawn(_asks_for_multicast, args=(str(tmp_path),), nprocs=2)
+    run_ranks(_asks_for_multicast, str(tmp_path))
 
 
 @pytest.mark.parametrize(("asked", "given", "uses"), [(False, 7, False), (True, 7, True), (True, 0, False)])

@@ -29,6 +29,7 @@ from shared.engine import block_hasher, page_pool, page_scheduler
 from shared.engine.fair_scheduler import AsyncFairPageScheduler, FairPageScheduler
 from shared.engine.page_scheduler import AsyncPageScheduler, PageScheduler
 from shared.engine.preempt_times import MAX_TIMES
+from shared.engine.preload import preload_architecture
 from shared.kv.page import PageState
 from shared.mempool import page_quota
 from tests.support.page_world import SimLink, World, instance
@@ -51,6 +52,7 @@ def next_token(text: bytes) -> int:
 
 @functools.cache
 def _config() -> Any:
+    preload_architecture(str(MODEL))  # or vLLM would look at it in a process of its own, for ten CPU-seconds
     config = EngineArgs(
         model=str(MODEL), max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=STEP_TOKENS,
         max_num_seqs=MAX_RUNNING, enforce_eager=True, enable_prefix_caching=True,

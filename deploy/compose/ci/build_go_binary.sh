@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# build_go_binary.sh MODULE VERSION PACKAGE OUT [LDFLAGS]
+# build_go_binary.sh MODULE VERSION PACKAGE OUT [LDFLAGS [EDITS]]
 # Build a static program of a Go module that `go install PACKAGE@VERSION` refuses, because its go.mod holds
 # replace or exclude directives. A throw-away main module requires it, repeats those directives, and starts from
-# the release's own go.sum, so that every checksum is upstream's.
+# the release's own go.sum, so that every checksum is upstream's. EDITS: a program that is given a copy of the source.
+# For tests, so nothing is optimized: half the time.
 set -euo pipefail
-module=$1 version=$2 package=$3 out=$(realpath -m "$4") ldflags=${5:-}
+module=$1 version=$2 package=$3 out=$(realpath -m "$4") ldflags=${5:-} edits=${6:-}
 if [ -x "$out" ]; then exit 0; fi
 if ! command -v go > /dev/null; then
   echo "build_go_binary: no go command: install Go 1.24 or newer to build $package $version" >&2
@@ -29,6 +30,12 @@ for replace in edits.get("Replace") or []:
     if new.get("Version"):  # a local path is of use to its authors only
         print("replace", old["Path"], old.get("Version", ""), "=>", new["Path"], new["Version"])
 ' >> go.mod
+if [ -n "$edits" ]; then
+  cp -r "$source" edited
+  chmod -R u+w edited
+  "$edits" edited
+  go mod edit -replace "$module=./edited"
+fi
 mkdir -p "$(dirname "$out")"
-CGO_ENABLED=0 nice go build -mod=mod -trimpath -ldflags "-s -w $ldflags" -o "$out.part" "$package"
+CGO_ENABLED=0 GOGC=400 nice go build -gcflags 'all=-N -l -dwarf=false' -mod=mod -trimpath -ldflags "-s -w $ldflags" -o "$out.part" "$package"
 mv "$out.part" "$out"

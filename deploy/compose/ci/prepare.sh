@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # prepare.sh CACHE: what the Docker tests need beside a running engine: the public images and the compose plugin.
 # An image that is here is left alone; one that a registry gives is pulled; only where no registry answers is a
-# stand-in made under its public name, and said so. Programs that have to be built stay in CACHE (about six minutes
+# stand-in made under its public name, and said so. Programs that have to be built stay in CACHE (about three minutes
 # of two cores, once).
 set -euo pipefail
 cache=$(realpath -m "$1") here=$(dirname "$(realpath "$0")")
@@ -43,9 +43,10 @@ if ! docker compose version > /dev/null 2>&1; then
   ln -sf "$cache/docker-compose" "$plugins/docker-compose"
 fi
 if ! have "$JAEGER"; then
-  echo "prepare: no registry gives $JAEGER: the same release, built from source"
+  echo "prepare: no registry gives $JAEGER: the same release, without its other stores, built from source"
   jaeger=github.com/jaegertracing/jaeger
-  "$here/build_go_binary.sh" "$jaeger" "$JAEGER_MODULE_VERSION" "$jaeger/cmd/jaeger" "$cache/jaeger/jaeger"
+  "$here/build_go_binary.sh" "$jaeger" "$JAEGER_MODULE_VERSION" "$jaeger/cmd/jaeger" "$cache/jaeger/jaeger" "" \
+    "$here/jaeger_edits.sh"
   build -t "$JAEGER" -f "$here/Dockerfile.jaeger" "$cache/jaeger"
 fi
 echo "prepare: done in $SECONDS s"
