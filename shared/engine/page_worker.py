@@ -77,12 +77,12 @@ class PageWorkerMixin:
 
         Raises: ResourceError when the pool refuses this engine, or nothing is left for pages.
         """
+        keep_whole_nuclei()  # first: what it takes is found by the run that follows
         found_bytes = super().determine_available_memory()
         extra: dict[str, Any] = self.vllm_config.additional_config["quire"]
         description = msgspec.json.decode(extra["description"], type=EngineDescription)
         far_places = int(extra.get("far_places", 0))
         on_gpu = self.device.type == "cuda"
-        keep_whole_nuclei()
         self._memory = RankMemory(
             extra["mempool_socket"],
             InstanceId(extra["instance"]),
