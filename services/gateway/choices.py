@@ -15,6 +15,7 @@ from services.gateway.core.tools import (
     make_parser,
     read_whole,
 )
+from services.gateway.detokenize import PRIMER_TOKENS
 from services.gateway.logprobs import CompletionLogprobs, Rows, chat_logprobs
 from services.gateway.text import ModelText
 from shared.wire.requests import TokenChunk, TokenLogprob
@@ -30,7 +31,7 @@ class ChoiceSpec(Struct, frozen=True):
     skip_special_tokens: bool = True
     num_top_logprobs: int | None = None  # None: no log probabilities at all
     tool_plan: ToolPlan | None = None  # None: output is never read as tool calls
-    return_token_ids: bool = False
+    return_token_ids: bool = False  # the prompt's too
 
 
 class Choice:
@@ -38,14 +39,14 @@ class Choice:
 
     Args:
         index: in the response, over all prompts.
-        prompt_tail: last ids of the prompt, which prime the detokenizer.
+        prompt_ids: of which the last prime the detokenizer.
         new_id: makes ids of tool calls.
         echo_chars: characters of the prompt's text that the answer begins with.
     """
 
     __slots__ = (
-        "_decode", "_decode_rest", "_ids", "_legacy_logprobs", "_new_id", "_offset", "_parser", "_prompt_tail", "_rows",
-        "_spec", "_stop", "_text", "finish_reason", "index", "is_plain", "num_tokens", "parts",
+        "_decode", "_decode_rest", "_ids", "_legacy_logprobs", "_new_id", "_offset", "_owes_prompt", "_parser",
+        "_prompt_ids", "_rows", "_spec", "_stop", "_text", "finish_reason", "index", "is_plain", "num_tokens", "parts",
     )  # fmt: skip
 
     def __init__(
@@ -53,7 +54,7 @@ class Choice:
         index: int,
         spec: ChoiceSpec,
         text: ModelText,
-        prompt_tail: Sequence[int],
+        prompt_ids: Sequence[int],
         *,
         new_id: NewId,
         echo_chars: int = 0,
@@ -62,7 +63,7 @@ class Choice:
         self.is_plain = spec.num_top_logprobs is None and spec.tool_plan is None and not spec.return_token_ids
         self._spec = spec
         self._text = text
-        self._prompt_tail = prompt_tail
+        self._prompt_ids = prompt_ids if spec.return_token_ids else prompt_ids[-PRIMER_TOKENS:]
         self._new_id = new_id
         self._offset = echo_chars
         self.reset()
@@ -72,8 +73,9 @@ class Choice:
         spec, text = self._spec, self._text
         self.num_tokens = 0
         self.finish_reason: str | None = None
+        self._owes_prompt = spec.return_token_ids
         detokenizer = text.detokenizer(
-            self._prompt_tail,
+            self._prompt_ids[-PRIMER_TOKENS:],
             skip_special_tokens=spec.skip_special_tokens,
             show_tool_tokens=spec.tool_plan is not None,
         )
@@ -178,6 +180,11 @@ class Choice:
         """Token ids since the last call; None when they were not asked for."""
         ids, self._ids = self._ids, []
         return ids if self._spec.return_token_ids else None
+
+    def take_prompt_ids(self) -> list[int] | None:
+        """The prompt's token ids, once; None when they were not asked for."""
+        owed, self._owes_prompt = self._owes_prompt, False
+        return list(self._prompt_ids) if owed else None
 
     def take_logprobs(self) -> dict[str, Any] | None:
         """OpenAI's logprobs object over the positions since the last call; None when there are none."""

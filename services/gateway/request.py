@@ -15,7 +15,6 @@ from services.gateway.answer import Answer
 from services.gateway.choices import Choice, ChoiceSpec
 from services.gateway.core.admission import Admitted
 from services.gateway.deps import Gateway
-from services.gateway.detokenize import PRIMER_TOKENS
 from services.gateway.edge import REQUEST_ID, TENANT
 from services.gateway.http_body import Scope, header, is_on
 from services.gateway.http_errors import HttpFailure
@@ -144,6 +143,8 @@ async def begin(incoming: Incoming, kind: str, spec: ChoiceSpec, prompts: list[P
         for prompt in prompts
     ]
     check_scores(prompts, samplings)
+    if spec.return_token_ids:
+        check_prompt_ids(prompts, body.num_choices)
     found = [
         await find_hits(gateway, prompt.packed, incoming.tenant, incoming.span, incoming.request_id)
         for prompt in prompts
@@ -158,7 +159,7 @@ async def begin(incoming: Incoming, kind: str, spec: ChoiceSpec, prompts: list[P
                 number * num_choices + each,
                 spec,
                 gateway.text,
-                prompt.ids[-PRIMER_TOKENS:],
+                prompt.ids,
                 new_id=new_call_id,
                 echo_chars=len(prompt.echo or ""),
             )
@@ -193,6 +194,15 @@ def check_scores(prompts: list[Prompt], samplings: list[SamplingSpec]) -> None:
                 f"With echo, prompt tokens times (logprobs + 3) times n must be at most {most} for {of}; got {cost}.",
                 param="logprobs",
             )
+
+
+def check_prompt_ids(prompts: list[Prompt], num_choices: int) -> None:
+    """Every choice tells its prompt's. Raises: InvalidRequest."""
+    if (cost := num_choices * sum(len(prompt.ids) for prompt in prompts)) > MAX_SUM:
+        raise InvalidRequest(
+            f"With return_token_ids, prompt tokens times n must be at most {MAX_SUM} for all prompts; got {cost}.",
+            param="return_token_ids",
+        )
 
 
 def _session(incoming: Incoming) -> str:

@@ -84,21 +84,31 @@ class EventShape:
         before, after = _plain_choice(self.is_chat, index)
         return self._head + before, after + self._tail
 
-    def role(self, index: int) -> bytes:
+    def role(self, index: int, prompt_ids: list[int] | None = None) -> bytes:
         """The first event of a chat's choice."""
-        return self._head + _role_choice(index) + self._tail
+        if prompt_ids is None:
+            return self._head + _role_choice(index) + self._tail
+        told = b'],"prompt_token_ids":' + _encode(prompt_ids)
+        return self._head + _role_choice(index) + told + self._tail[1:]
 
     def last(self, index: int, finish_reason: str) -> bytes:
         """The event that ends a choice."""
         return self._head + _last_choice(self.is_chat, index, finish_reason) + self._tail
 
     def event(
-        self, index: int, delta: dict[str, Any] | str, logprobs: Any, token_ids: list[int] | None = None
+        self,
+        index: int,
+        delta: dict[str, Any] | str,
+        logprobs: Any,
+        token_ids: list[int] | None = None,
+        prompt_ids: list[int] | None = None,
     ) -> bytes:
         """Any other event of a choice. `delta`: an object for chat, text for completions."""
         choice = _choice(self.is_chat, index, delta, logprobs)
         if token_ids is not None:
             choice["token_ids"] = token_ids
+        if prompt_ids is not None:
+            choice["prompt_token_ids"] = prompt_ids
         return self._head + _encode(choice) + self._tail
 
     def closing(self, usage: dict[str, Any] | None, receipt: Any) -> bytes:
@@ -271,11 +281,11 @@ class StreamSink:
             self.mark_sent()
         shape = self._shape
         if shape.is_chat:
-            return b"".join([shape.role(choice.index) for choice in self._choices])
+            return b"".join([shape.role(choice.index, choice.take_prompt_ids()) for choice in self._choices])
         if self._echo is not None:
             rows, echo = zip(self._choices, self._echo_logprobs, strict=True), self._echo
             return b"".join(
-                shape.event(choice.index, echo, logprobs, choice.take_token_ids())
+                shape.event(choice.index, echo, logprobs, choice.take_token_ids(), choice.take_prompt_ids())
                 for choice, logprobs in rows
             )
         return b""
@@ -285,7 +295,10 @@ class StreamSink:
         shape = self._shape
         logprobs, ids = choice.take_logprobs(), choice.take_token_ids()
         if not shape.is_chat:
-            return shape.event(choice.index, text, logprobs, ids) if text or logprobs or ids else b""
+            if not (text or logprobs or ids):
+                return b""
+            prompt_ids = choice.take_prompt_ids() if self._echo is None else None  # else with the echo
+            return shape.event(choice.index, text, logprobs, ids, prompt_ids)
         deltas: list[dict[str, Any]] = choice.deltas(text)
         if (logprobs is not None or ids) and not deltas:
             deltas = [{"content": ""}]

@@ -42,6 +42,8 @@ class WholeAnswer(Answer):
             "choices": [choice for sink in self._sinks for choice in sink.rendered],
             "usage": self.usage(),
         }
+        if self._is_chat and (prompt_ids := self.choices[0].take_prompt_ids()) is not None:
+            body["prompt_token_ids"] = prompt_ids
         if self.wants_receipt:
             body["quire_receipt"] = self.receipt()
         headers = b"content-type: application/json\r\nx-request-id: %b\r\n" % self.request_id.encode()
@@ -70,6 +72,8 @@ class WholeAnswer(Answer):
         ids = choice.take_token_ids()
         if ids is not None:
             out["token_ids"] = ids
+            if not self._is_chat:  # of a chat the whole answer tells it: it has one prompt
+                out["prompt_token_ids"] = choice.take_prompt_ids()
         return out
 
 

@@ -186,27 +186,6 @@ async def test_echoed_log_probabilities_begin_with_the_prompt_streamed_as_whole(
             assert [v for c in streamed if c["logprobs"] for v in c["logprobs"][key]] == values
 
 
-@pytest.mark.parametrize("max_tokens", [0, 50])
-async def test_echoed_token_ids_are_the_same_streamed_as_whole(rig, max_tokens):
-    rig.say(" jumps")
-    body = {
-        "model": MODEL,
-        "prompt": "the fox",
-        "echo": True,
-        "max_tokens": max_tokens,
-        "return_token_ids": True,
-    }
-    (whole,) = (await rig.client.post("/v1/completions", json=body)).json()["choices"]
-    events = await stream(rig, "/v1/completions", body)
-    pieces = [c["token_ids"] for e in events[:-1] for c in e["choices"] if "token_ids" in c]
-    assert pieces, "a stream has the key, too"
-    assert (
-        [each for piece in pieces for each in piece]
-        == whole["token_ids"]
-        == (rig.ids(" jumps") if max_tokens else [])
-    )
-
-
 @pytest.mark.parametrize("fields", [{}, {"continue_final_message": True, "add_generation_prompt": False}])
 async def test_tokenize_of_a_chat_counts_what_the_chat_is(rig, fields):
     rig.say("a")

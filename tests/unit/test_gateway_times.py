@@ -33,6 +33,9 @@ class Text:
     def reset(self) -> None:
         self.num_tokens, self.finish_reason, self.parts = 0, None, []
 
+    def take_prompt_ids(self) -> None:
+        """Nobody asked."""
+
     def feed(self, chunk: TokenChunk) -> str:
         self.num_tokens += len(chunk.token_ids)
         self.finish_reason = chunk.finish_reason
