@@ -43,6 +43,8 @@ class Engine:
         self.num_steps = self.num_preempted = self.num_recomputed_tokens = 0
         self.busy_ms = self.step_ms = 0.0
         self._unfinished: dict[str, tuple[int, int]] = {}  # prompts: tokens, said to be cached
+        self._told_of: list[tuple[int, int]] = []  # those of the last report, and their time
+        self._told_ms = 0.0
         self._arrived: list[tuple[str, int]] = []  # since the last report
         self.on_steps: OnSteps | None = None  # who watches: called at the end of a step or row of steps
         self.dead = False
@@ -78,14 +80,17 @@ class Engine:
     def told(self) -> dict[str, Any]:
         """What a report says of it; what has come is told once."""
         arrived, self._arrived = self._arrived, []
+        unfinished = list(self._unfinished.values())
+        if unfinished != self._told_of:
+            self._told_of, self._told_ms = unfinished, self._prices.waiting_ms(unfinished)
         return {
             "num_running": self.num_running,
             "num_waiting": self.num_waiting,
-            "unfinished_prefill_tokens": sum(tokens for tokens, _ in self._unfinished.values()),
+            "unfinished_prefill_tokens": sum(tokens for tokens, _ in unfinished),
             "running_context_tokens": self.context_tokens,
             "kv_used_share": self.store.used_share,
             "step_ms": self.step_ms,
-            "queued_prefill_ms": self._prices.waiting_ms(list(self._unfinished.values())),
+            "queued_prefill_ms": self._told_ms,
             "arrived": arrived,
         }
 
