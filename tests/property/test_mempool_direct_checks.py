@@ -92,6 +92,7 @@ def expected_look(source, target, how) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NATIVE is None, reason="needs numba")
 @settings(max_examples=800, deadline=None)
 @given(sides, sides)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,6 +64,7 @@ def specs(draw):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(specs(), st.integers(0, 50))
 def test_every_request_ends_once_and_its_tokens_add_up(spec, seed):
@@ -82,6 +84,7 @@ def test_every_request_ends_once_and_its_tokens_add_up(spec, seed):
             assert sum(outcome.sources.values()) == outcome.prompt_tokens
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(specs(), st.integers(0, 50), st.sampled_from([300.0, 5.0]))
 def test_all_memory_returns_and_none_is_used_twice(spec, seed, gap_ms):
@@ -100,6 +103,7 @@ def test_all_memory_returns_and_none_is_used_twice(spec, seed, gap_ms):
             assert not engine.slices.accounts.requests
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(specs(), st.integers(0, 50))
 def test_the_same_arguments_give_the_same_run(spec, seed):
@@ -107,6 +111,7 @@ def test_the_same_arguments_give_the_same_run(spec, seed):
     assert simulate(spec, PRICES, requests) == simulate(spec, PRICES, requests)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 500), st.sampled_from(["least_load", "prompt_tree"]))
 def test_one_instance_with_memory_for_all_hits_what_an_infinite_cache_would(seed, policy):

@@ -147,6 +147,7 @@ def test_one_wild_sample_does_not_spoil_the_fit():
     assert found.prefill_ms(1500) == pytest.approx(truth.prefill_ms(1500), rel=0.06)
 
 
+@pytest.mark.slow
 def test_the_fit_sees_from_which_size_on_steps_wait_for_their_launches():
     true = msgspec.structs.replace(GPU, graph_tokens=256, launch_ms=14.0, idle_launch_ms=0.0)
     seen = seen_on(CostModel(true), 0.03, grid(GPU_LIMITS))
@@ -191,6 +192,7 @@ def test_every_step_of_an_engine_without_graphs_waits_for_its_launches():
         )
 
 
+@pytest.mark.slow
 def test_the_fit_tells_an_idle_engines_launches_from_what_a_request_costs():
     true = msgspec.structs.replace(GPU, graph_tokens=128, launch_ms=19.0, idle_launch_ms=9.0)
     found = fit(GPU_FRAME, seen_on(CostModel(true), 0.03, grid(GPU_LIMITS)))

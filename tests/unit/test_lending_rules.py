@@ -151,6 +151,7 @@ def test_who_lent_what_its_own_cache_needs_takes_it_back_and_lends_later_each_ti
     assert gaps[-1] >= 4 * gaps[0]
 
 
+@pytest.mark.slow
 def test_shortages_long_apart_hold_lending_up_no_longer_each_time():
     story = Story(rules=LendingRules(hold_ms=1_000, steady_ms=250))
     first, *_, last = [gap_behind_a_shortage(story) for _ in range(4)]

@@ -123,6 +123,7 @@ def test_a_change_of_policy_is_a_change_of_one_section_of_the_clusters_file(tmp_
     }
 
 
+@pytest.mark.slow
 def test_the_simulator_runs_the_same_arms_and_finds_more_by_prompt_tree_than_by_session(tmp_path):
     words = [
         "--simulate",

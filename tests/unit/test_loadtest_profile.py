@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from loadtest import bench_profile, verify_results
 from loadtest.figures import aqua, sheet
 from loadtest.results import check_metrics, load_result
@@ -9,6 +11,7 @@ from loadtest.results import check_metrics, load_result
 FAST = ["--quick", "--seconds", "2", "--requests", "24", "--burst-s", "2", "--max-rate", "10"]
 
 
+@pytest.mark.slow
 def test_a_quick_run_writes_a_file_that_its_samples_prove_and_figures_are_drawn_from(tmp_path, capsys):
     assert bench_profile.main([*FAST, "--out", str(tmp_path)]) == 0
     path = tmp_path / "simulated-profile.json"

@@ -152,6 +152,7 @@ def test_a_run_without_answers_and_one_without_receipts_are_reported_too(tmp_pat
     assert "dead" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_report_stands_alone_shows_all_runs_and_is_the_same_each_time(tmp_path, capsys):
     runs = [run("fast"), run("slow <1>", slow=3.0)]
     runs[1].head["client_verdict"] = "it was late"

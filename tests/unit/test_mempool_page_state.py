@@ -46,6 +46,7 @@ def test_every_state_can_be_reached_and_left():
     assert {row.target for row in TABLE} == set(PageState) == {row.state for row in TABLE} == set(WRITER)
 
 
+@pytest.mark.slow
 def test_every_row_of_the_table_is_taken_by_what_engines_markets_and_successors_ask():
     command = [
         sys.executable,

@@ -91,6 +91,7 @@ def test_only_requests_of_the_last_seconds_are_read(tmp_path):
     assert read_stages(tmp_path / "missing") == ([], 0)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded():
     endless = (span("t1", "gateway.receive", 0, 1, parent="") for _ in range(10**12))
     assert stages_of(endless)[0][0].count == MAX_SPANS

@@ -11,6 +11,7 @@ from loadtest.producers import audio, models, serve, unet
 from loadtest.profiler.core.profile import decode
 
 
+@pytest.mark.slow
 def test_the_diffusion_model_has_the_published_shape():
     with torch.device("meta"):
         model = unet.UNet(unet.SDXL)

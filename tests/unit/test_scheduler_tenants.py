@@ -157,6 +157,7 @@ def test_reports_say_that_an_instance_is_full_and_claims_hold_all_the_same():
     assert asked.ask("gold", now_ms=30) is not None
 
 
+@pytest.mark.slow
 def test_two_engines_serve_4_2_1_at_three_times_what_they_can_do():
     """Within 5% in any 30 s, with gateways that ask again and engines that hear of each other once a second."""
     model = FairCluster(WEIGHTS, dict.fromkeys(WEIGHTS, 33.0), (32, 48), seed=1)
@@ -165,6 +166,7 @@ def test_two_engines_serve_4_2_1_at_three_times_what_they_can_do():
     assert model.worst_error(12, 45, 30) < 0.05
 
 
+@pytest.mark.slow
 def test_shares_outlast_pauses_of_those_who_bring_requests():
     """Clients stand still for up to 3 s; what waits in the engines meanwhile is served by weight."""
     limits = PlacementLimits(overload_factor=16.0)
@@ -174,6 +176,7 @@ def test_shares_outlast_pauses_of_those_who_bring_requests():
     assert model.worst_error(14, 62, 30) < 0.03, "with 8 places a slot it is 0.04"
 
 
+@pytest.mark.slow
 def test_engines_that_disagree_about_a_tenants_lead_still_both_serve_it():
     """One began to hear of the other later: it holds the tenant for far ahead, and nothing it hears says otherwise."""
     model = FairCluster(WEIGHTS, dict.fromkeys(WEIGHTS, 33.0), (32, 48), seed=3)
