@@ -52,7 +52,7 @@ test: ## the whole test suite
 	@$(BOOTSTRAP) dev $(INSTALL_FLAGS)
 	@$(PYTEST) $(BESIDE) $(ARGS)
 
-check: ## format, lint, types, import rules, the quick tests, result files: under two minutes
+check: ## format, lint, types, import rules, the quick tests, result files: a good two minutes
 	@$(BOOTSTRAP) dev $(INSTALL_FLAGS)
 	@$(MAKE) --no-print-directory --output-sync=target -j 2 $(CHECKS)
 
