@@ -32,12 +32,12 @@ from loadtest.outcomes import Outcome
 from loadtest.peer_memory import PeerMemory, gpu_device
 from loadtest.results import quantile
 from loadtest.workloads.request import Request
+from shared.mempool.rank_memory import CONTEXT_BYTES
 
 INSTANCE = "colocated-0"
 # of ports: all are chosen before one listens
 BASE_OFFSETS = {"cfs": 0, burst_plan.BESIDE: 3_000, burst_plan.FCFS: 6_000}
 MEMORY_SHARE = 0.4  # of a GPU, that has to be free when an engine starts: another one may be there
-CONTEXT_BYTES = 640 << 20  # that an engine leaves the mempool of what it has (shared/engine/page_worker.py)
 READ_S, GET_TIMEOUT_S = 0.2, 5.0
 SETTLE_S = 1.3  # an engine's counts are told once a second
 IDLE_LIMIT_S = 120.0

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadtest.lending_rig import COPY_TIMEOUT_MS, RigSettings, mempool_words, start_market
+from shared.mempool.rank_memory import CONTEXT_BYTES as CONTEXT_BYTES  # for whoever uses this rig
 
-CONTEXT_BYTES = 640 << 20  # that an engine leaves the mempool of what it has (shared/engine/page_worker.py)
 GET_TIMEOUT_S = 10.0
 LENDING = {
     "interval-ms": 50, "steady-ms": 2_000, "hold-ms": 4_000, "window-ms": 3_000, "peak-ms": 3_000, "queue-limit": 4,
