@@ -26,14 +26,16 @@ class View:
     """A space's table and pages, opened through /proc: mapped here as long as this object lives, read-only.
 
     Args: tables, pages: by inode, at most one each.
+
+    Raises: OSError, ValueError when the mempool is still making its memory, or closing what it took over.
     """
 
     def __init__(self, tables: dict[int, Path], pages: dict[int, Path], num_pages: int = NUM_PAGES) -> None:
         assert len(tables) <= 1 >= len(pages), f"more than one pool: {tables} {pages}"
         self.num_pages = num_pages
         self.memory = next(iter(pages), 0)  # another memory has another number
-        self._table = _mapped(tables.values(), file_bytes(num_pages))
-        self._pages = _mapped(pages.values(), num_pages * PAGE_BYTES * NUM_RANKS)
+        self._table = _mapped(tables, file_bytes(num_pages))
+        self._pages = _mapped(pages, num_pages * PAGE_BYTES * NUM_RANKS)
 
     @property
     def exists(self) -> bool:
@@ -72,18 +74,33 @@ def memfds(pid: int) -> tuple[dict[int, Path], dict[int, Path]]:
     """Page tables and pages that a mempool has descriptors of, by inode."""
     tables: dict[int, Path] = {}
     pages: dict[int, Path] = {}
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        link = Path(f"/proc/{pid}/fd/{name}")
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        link = Path(f"/proc/{pid}/fd/{number}")
         for found, prefix in ((tables, "/memfd:quire-page-table"), (pages, "/memfd:quire-pages")):
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile: it was no memory
-                if os.readlink(link).startswith(prefix):
-                    found[os.stat(link).st_ino] = link
+                if not (name := os.readlink(link)).startswith(prefix):
+                    continue
+                inode = os.stat(link).st_ino
+                if os.readlink(link) == name:  # else its number became another file's between the two
+                    found[inode] = link
     return tables, pages
 
 
-def _mapped(links: Iterable[Path], length: int) -> mmap.mmap | None:
-    for link in links:
-        fd = os.open(link, os.O_RDONLY)
+def opened(link: Path, inode: int) -> int:
+    """Descriptor of what another process's descriptor was found to be, read-only.
+
+    Raises: OSError when that process has closed it since, and its number is free, or another file's.
+    """
+    fd = os.open(link, os.O_RDONLY)
+    if os.fstat(fd).st_ino != inode:
+        os.close(fd)
+        raise FileNotFoundError(f"{link} is another file now")
+    return fd
+
+
+def _mapped(links: dict[int, Path], length: int) -> mmap.mmap | None:
+    for inode, link in links.items():
+        fd = opened(link, inode)
         try:
             return mmap.mmap(fd, length, prot=mmap.PROT_READ)
         finally:
@@ -115,7 +132,7 @@ class Oracle:
             try:
                 self.view = View(*memfds(self._mempool.process.pid))
                 break
-            except (FileNotFoundError, ValueError):  # memory is being made just now
+            except (OSError, ValueError):  # memory is being made just now, or taken over
                 time.sleep(0.01)
         else:
             raise AssertionError("the pool's memory cannot be opened")

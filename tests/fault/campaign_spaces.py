@@ -15,7 +15,7 @@ from shared.kv.page_table import HEADER_BYTES
 from shared.wire import mempool as wire
 from tests.fault.campaign_actors import BLOCK_BYTES, NUM_RANKS, Owned
 from tests.fault.campaign_host_actors import block_bytes
-from tests.fault.campaign_oracle import Oracle, View, memfds
+from tests.fault.campaign_oracle import Oracle, View, memfds, opened
 from tests.fault.campaign_rig import PAGE_BYTES, Service
 
 LOAN_DEVICE = "cpu:loan"  # lent pages: a space without memory of its own
@@ -27,7 +27,7 @@ class SpaceView(View):
 
     def __init__(self, tables: dict[int, Path], pages: dict[int, Path], num_pages: int) -> None:
         super().__init__(tables, pages, num_pages)
-        self._page_fd = os.open(next(iter(pages.values())), os.O_RDONLY)
+        self._page_fd = opened(pages[self.memory], self.memory)
 
     def holds(self, page: int, epoch: int, block_hash: bytes, num_ranks: int) -> bool:
         """Whether the page's bytes are this block's, wherever and whenever they were written."""
@@ -62,7 +62,7 @@ def open_views(pid: int) -> dict[int, SpaceView]:
     tables, pages = memfds(pid)
     by_size: dict[int, tuple[dict[int, Path], dict[int, Path]]] = {}
     for inode, link in tables.items():
-        with link.open("rb") as file:
+        with open(opened(link, inode), "rb") as file:
             num_pages = int.from_bytes(file.read(HEADER_BYTES)[24:32], "little")
         by_size.setdefault(num_pages, ({}, {}))[0][inode] = link
     for inode, link in pages.items():
@@ -92,10 +92,10 @@ class SpacesOracle(Oracle):
             try:
                 self.views = open_views(self._mempool.process.pid)
                 break
-            except (AssertionError, FileNotFoundError):  # in the middle of a change
+            except (AssertionError, OSError, ValueError):  # in the middle of a change
                 time.sleep(0.01)
         else:
-            raise AssertionError("two spaces of one size")
+            raise AssertionError("two spaces of one size, or memory that cannot be opened")
         inodes = {num_pages: view.memory for num_pages, view in self.views.items()}
         is_new = any(inodes.get(num_pages) != inode for num_pages, inode in self.inodes.items())
         self.inodes = inodes

@@ -1,6 +1,7 @@
 """When a cluster learnt of a death, and of each request that it cost: by the logs of its own processes."""
 
 import json
+import math
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -8,10 +9,14 @@ from typing import Any
 
 from deploy.local.config import paths_of
 
-# what a service says when a peer's connection ended or its heartbeats stopped
+# what a service says when a peer's connection ended, its heartbeats stopped or its answer was late, and of whom
+WORKERS = {"prefill-0", "decode-0"}
 LEARNT = {
-    "worker_link_down", "scheduler_link_down", "scheduler_down", "mempool_lost", "instance_dead", "member_silent",
-    "prompt_tree_given_up", "prompt_tree_beat_failed", "prompt_tree_publish_failed", "journal_failed",
+    "worker_link_down": WORKERS, "instance_dead": WORKERS, "member_silent": WORKERS,
+    "scheduler_link_down": {"scheduler"}, "scheduler_down": {"scheduler"},
+    "mempool_lost": {"mempool"},
+    "prompt_tree_given_up": {"redis"}, "prompt_tree_beat_failed": {"redis"}, "prompt_tree_publish_failed": {"redis"},
+    "journal_failed": {"redis"},
 }  # fmt: skip
 LOST = {"retry", "attempt_failed"}  # the gateway about one request
 
@@ -26,11 +31,17 @@ class LogTail:
         """From now on."""
         self._starts = {path: path.stat().st_size for path in paths_of(home).logs.glob("*.log")}
 
-    def learnt_s(self, victim: str) -> dict[str, float]:
-        """Who learnt that somebody was gone, and when (seconds since 1970), the first time each."""
+    def learnt_s(self, victim: str, killed_s: float) -> dict[str, float]:
+        """Who learnt that the victim was gone, and when (seconds since 1970), the first time each.
+
+        What was said before the kill, or of another process, tells nothing of this death: on a busy machine a
+        look-up in Redis is late, and given up, at any time.
+        """
+        from_s = math.floor(killed_s * 1000) / 1000  # logs cut their times to milliseconds
         found: dict[str, float] = {}
         for source, stamp_s, event in self._lines():
-            if event.get("event") in LEARNT or event.get("exited") == victim:
+            tells = victim in LEARNT.get(event.get("event", ""), ()) or event.get("exited") == victim
+            if tells and stamp_s >= from_s:
                 found.setdefault(source, stamp_s)
         return found
 

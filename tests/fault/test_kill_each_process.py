@@ -204,7 +204,7 @@ def kill_once(cluster, texts, expected, victim) -> tuple[float, list[float]]:
 
     with stalls:
         outcomes, recovery_s = asyncio.run(run())
-    learnt_s, losses_s = log.learnt_s(victim), log.losses_s()
+    learnt_s, losses_s = log.learnt_s(victim, killed_s), log.losses_s()
     assert learnt_s, f"nobody says that the {victim} is gone"
     detected_s = min(learnt_s.values())
     took_s = detected_s - killed_s - stalls.within(killed_s, detected_s)
@@ -231,7 +231,6 @@ def kill_once(cluster, texts, expected, victim) -> tuple[float, list[float]]:
         else:
             assert seen.token_ids == right, seen
         assert seen.first_s < LONGEST_WAIT_S, seen
-    assert detected_s - killed_s >= -0.001, learnt_s  # logs cut their times to milliseconds
     if victim in ("scheduler", "coordinator", "redis", "keeper", "mempool"):
         assert not broken, f"losing the {victim} cut {len(broken)} streams"
     assert_all_pages_accounted_for(cluster)
