@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.examples import examples
 from tests.support.local_cluster import LocalCluster
 
 PROCESSES, FAULTS = (Path(__file__).parent / name for name in ("integration", "fault"))
@@ -17,7 +18,7 @@ settings.register_profile(
     "quire",
     print_blob=True,
     deadline=None,
-    max_examples=100,
+    max_examples=examples(100),
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("deep", parent=settings.get_profile("quire"), max_examples=2000)

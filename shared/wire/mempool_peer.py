@@ -137,7 +137,9 @@ class RemoteAcquired(Struct, frozen=True, kw_only=True, tag="remote_acquired"):
 class CheckEpochs(Struct, frozen=True, kw_only=True, tag="check_epochs"):
     """reader -> source, after the last byte: are these pages still sealed under these epochs?
 
-    held: of pages that callers of the nine calls hold, perhaps not sealed yet: under the same epochs will do.
+    held: of pages that callers of the nine calls hold, perhaps not sealed yet: under the same epochs will do, if the
+        transfer `order` (PullPages.call_id) is still under way: else their holder may have written into them since.
+    order: 0 from an earlier version, whose transfer may be any that names the pages.
     """
 
     call_id: int
@@ -145,6 +147,7 @@ class CheckEpochs(Struct, frozen=True, kw_only=True, tag="check_epochs"):
     pages: bytes
     epochs: bytes
     held: bool = False
+    order: int = 0
 
 
 class EpochsChecked(Struct, frozen=True, kw_only=True, tag="epochs_checked"):

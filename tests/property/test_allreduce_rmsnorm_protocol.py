@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.kernels.allreduce_rmsnorm.plan import Algorithm, make_plan, num_ctas
+from tests.support.examples import examples
 
 WORD = 1 << 32
 MAX_CTAS = 4
@@ -157,13 +158,13 @@ calls = st.builds(
 seeds = st.integers(0, 2**32)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(1, 4), st.lists(calls, min_size=1, max_size=3), st.integers(1, 3), seeds)
 def test_no_row_is_read_early_or_overwritten_late_in_any_order_of_steps(world, graph, replays, seed):
     Model(world, graph * replays, seed).run()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(2, 3), st.lists(calls, min_size=2, max_size=4), seeds, st.integers(1, 6))
 def test_words_may_wrap(world, graph, seed, before):
     Model(world, graph * 2, seed, first_epoch=WORD - before).run()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from shared.kernels.allreduce_rmsnorm.plan import Algorithm, num_ctas
 from shared.kernels.allreduce_rmsnorm.shapes import NUM_SLOTS
+from tests.support.examples import examples
 
 WORD = 1 << 32
 WORDS = 2  # of a row, as far as it matters
@@ -141,13 +142,13 @@ calls = st.builds(Call, num_tokens=st.integers(0, 4), budget=st.integers(1, MAX_
 seeds = st.integers(0, 2**32)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(1, 4), st.lists(calls, min_size=1, max_size=4), st.integers(1, 3), seeds)
 def test_every_rank_polls_the_rows_of_its_own_call_in_any_order_of_steps(world, graph, replays, seed):
     Model(world, graph, replays, seed).run()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(2, 3), st.lists(calls, min_size=2, max_size=4), seeds, st.integers(1, 4))
 def test_turns_may_wrap(world, graph, seed, before):
     Model(world, graph, 2, seed, first_turn=WORD - before).run()

@@ -14,6 +14,7 @@ from shared.aqua.pages import Directory, Pages
 from shared.ids import PageId
 from shared.wire import mempool_api as wire
 from shared.wire.mempool_api import PageAddress
+from tests.support.examples import examples
 from tests.unit.test_mempool_leased import HAND, Hands
 
 picks = st.integers(0, 7)
@@ -242,6 +243,6 @@ class MovesModel(RuleBasedStateMachine):
 
 
 MovesModel.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(120), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestAquaMoves = MovesModel.TestCase

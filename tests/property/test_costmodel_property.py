@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shared.costmodel.model import CostModel, StepShape, pack_prefills
 from shared.wire.cost import CostCoefficients, ModelShape
+from tests.support.examples import examples
 
 rates = st.floats(0, 1e3, allow_nan=False)
 shapes = st.builds(
@@ -42,7 +43,7 @@ STAGES = CostModel(
 )  # fmt: skip
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(models, tokens, tokens, st.integers(0, 2999))
 def test_time_grows_with_the_prompt(model: CostModel, a: int, b: int, cached: int):
     less, more = sorted((a, b))
@@ -50,7 +51,7 @@ def test_time_grows_with_the_prompt(model: CostModel, a: int, b: int, cached: in
     assert 0 <= model.prefill_ms(less, cached) <= model.prefill_ms(more, cached) * EASE
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(models, tokens, st.integers(0, 3000), st.integers(0, 3000))
 @example(STAGES, 2049, 0, 1)  # 33 chunks, of which the last is one token, and 32 full ones
 def test_time_never_grows_with_what_is_cached(model: CostModel, x: int, a: int, b: int):
@@ -58,7 +59,7 @@ def test_time_never_grows_with_what_is_cached(model: CostModel, x: int, a: int, 
     assert model.prefill_ms(x, more) <= model.prefill_ms(x, less) * EASE
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(models, steps, steps)
 def test_a_step_of_two_parts_costs_no_less_than_each_and_at_most_twice_both_and_a_launch(
     model: CostModel, a: StepShape, b: StepShape
@@ -74,7 +75,7 @@ def test_a_step_of_two_parts_costs_no_less_than_each_and_at_most_twice_both_and_
     assert model.step_ms(both) <= (2 * sum(apart) + max(c.launch_ms, c.idle_launch_ms)) * EASE
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(tokens, st.integers(-5, 4000)), max_size=6), st.sampled_from([64, 100, 2048]))
 def test_packing_computes_every_token_once_and_fills_the_steps(prompts: list[tuple[int, int]], size: int):
     packed = pack_prefills(prompts, size)
@@ -84,7 +85,7 @@ def test_packing_computes_every_token_once_and_fills_the_steps(prompts: list[tup
     assert all(0 < step.num_tokens <= size for step in packed)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(models, st.lists(st.tuples(tokens, st.integers(0, 2999)), min_size=1, max_size=5), st.integers(1, 4))
 def test_what_waits_takes_as_long_as_the_first_alone_and_longer_with_each(model, prompts, most):
     with patch("shared.costmodel.model.MOST_TOGETHER", most):
@@ -93,7 +94,7 @@ def test_what_waits_takes_as_long_as_the_first_alone_and_longer_with_each(model,
     assert all(one <= other * EASE for one, other in pairwise(known))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(models, tokens, st.integers(0, 2999))
 def test_the_closed_form_of_a_prompt_is_the_sum_of_its_steps(model: CostModel, x: int, cached: int):
     c = msgspec.structs.replace(model.coefficients, pp=1, launch_ms=0.0, idle_launch_ms=0.0)
@@ -105,7 +106,7 @@ def test_the_closed_form_of_a_prompt_is_the_sum_of_its_steps(model: CostModel, x
     assert by_steps / EASE <= launched * (1 + 1e-6) <= (by_steps + more) * (1 + 1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(models, tokens, st.integers(1, 4))
 def test_more_ranks_without_communication_never_cost_more(model: CostModel, x: int, ranks: int):
     from msgspec.structs import replace

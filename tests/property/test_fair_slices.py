@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shared.fair.elsewhere import Elsewhere
 from shared.fair.rules import FairRules, Room
+from tests.support.examples import examples
 from tests.support.fair_engine import FairEngine, Job
 
 ROOM = Room(slots=4, step_tokens=64, step_ms=10.0)
@@ -67,7 +68,7 @@ def test_three_tenants_that_always_want_more_get_shares_like_their_weights(seed,
         assert served[tenant] / total == pytest.approx(weight / 7, rel=0.05), (seed, served)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(jobs, min_size=1, max_size=30), st.integers(1, 12))
 def test_everybody_ends_and_no_slot_is_idle_while_somebody_waits(found, slice_steps):
     engine, all_jobs = run(FairRules(slice_steps=slice_steps), ROOM, found)
@@ -77,7 +78,7 @@ def test_everybody_ends_and_no_slot_is_idle_while_somebody_waits(found, slice_st
     assert not engine.slices.accounts.tenants
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(jobs, min_size=1, max_size=4), st.integers(1, 12))
 def test_without_contention_nobody_is_parked_and_the_order_is_that_of_arrival(found, slice_steps):
     engine, all_jobs = run(FairRules(slice_steps=slice_steps), ROOM, found)
@@ -88,7 +89,7 @@ def test_without_contention_nobody_is_parked_and_the_order_is_that_of_arrival(fo
     assert not any(plan.is_fair for plan in engine.plans)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(jobs, min_size=5, max_size=30))
 def test_where_switching_does_not_pay_the_order_is_that_of_arrival(found):
     slow = Room(slots=4, step_tokens=64, pages=8, page_bytes=1 << 20, swap_bytes_per_s=1e6, step_ms=10)
@@ -204,7 +205,7 @@ def test_a_flood_of_prompts_takes_no_share_of_another_tenants_decodes():
     assert share == pytest.approx(2 / 3, rel=0.05), share
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.lists(jobs, min_size=5, max_size=25), st.integers(1, 12))
 def test_the_same_arrivals_make_the_same_plans(found, slice_steps):
     rules = FairRules(slice_steps=slice_steps)

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from shared.fair.far import PATIENCE_S, RETRY_S, Candidate, FarBook, choose
 from shared.ids import BlockHash
 from shared.wire.mempool_far import NO_PLACE
+from tests.support.examples import examples
 
 CAPACITY, SPARE = 12, 4
 REQUESTS = ("a", "b", "c")
 
 
 @given(st.lists(st.lists(st.integers(0, 50), unique=True, max_size=12), max_size=5), st.integers(-3, 40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_the_oldest_blocks_of_the_longest_requests_leave_and_no_more_than_are_wanted(lists, count):
     candidates = [Candidate(str(n), sorted(positions)) for n, positions in enumerate(lists)]
     chosen = dict(choose(candidates, count))
@@ -107,7 +108,7 @@ class Host:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_places_add_up_whatever_happens(seed):
     host = Host(random.Random(seed))
     for _ in range(120):

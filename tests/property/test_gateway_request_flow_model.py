@@ -22,6 +22,7 @@ from shared.ids import Epoch, HandoffId, InstanceId, RequestId
 from shared.kv.layout import EngineDescription
 from shared.wire.handoff import HandoffState
 from shared.wire.placement import Placed, Rejected, Target
+from tests.support.examples import examples
 
 DESCRIPTION = EngineDescription(model="m", fingerprint="f", dtype="float32", layout="l", backend="b")
 NAMES = ["a", "b", "c"]
@@ -161,7 +162,7 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(STEPS, st.booleans())
 def test_exactly_one_outcome_and_nothing_left_running(steps, continues):
     world = World(continues)

@@ -20,6 +20,7 @@ from shared.wire.lending import (
     ReclaimOrder,
     SpaceRef,
 )
+from tests.support.examples import examples
 from tests.support.market_world import GIB, SPACE, World
 
 NAMES = st.sampled_from(["leader", "leader", "leader", "leader", "a", "b"])
@@ -280,4 +281,4 @@ class MarketModel(RuleBasedStateMachine):
 
 
 TestMarketModel = MarketModel.TestCase
-TestMarketModel.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestMarketModel.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None)

@@ -18,6 +18,7 @@ from shared.mempool.direct_checks import (
     TOS,
     native_checks,
 )  # fmt: skip
+from tests.support.examples import examples
 
 NATIVE = native_checks()
 PAGES, EPOCHS = 6, 3  # few, so that they meet
@@ -94,7 +95,7 @@ def expected_look(source, target, how) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(NATIVE is None, reason="needs numba")
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=examples(800), deadline=None)
 @given(sides, sides)
 def test_only_held_idle_pages_pass_and_numpy_and_machine_code_agree_to_the_last_mark(source, target):
     results = []
@@ -118,7 +119,7 @@ def test_only_held_idle_pages_pass_and_numpy_and_machine_code_agree_to_the_last_
 
 
 @pytest.mark.skipif(NATIVE is None, reason="needs numba")
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=examples(800), deadline=None)
 @given(sides, sides, st.sampled_from([IS_OWNED, IS_PINNED]))
 def test_only_words_of_the_right_epoch_and_state_pass_and_addresses_are_those_of_the_pages(
     source, target, how

@@ -9,6 +9,7 @@ from shared.kv.page import PageState
 from shared.kv.words import u32_list
 from shared.wire import mempool as wire
 from shared.wire.mempool_far import NO_PLACE, FarMoved, FarOut, FarPlaced
+from tests.support.examples import examples
 from tests.unit.mempool_harness import chain, page_lists
 from tests.unit.test_mempool_far import RANK, FarMarket
 from tests.unit.test_mempool_lending import LENDER
@@ -119,7 +120,7 @@ class World(FarMarket):
 
 @given(st.integers(0, 2**32))
 @example(561)  # the engine died, and was forgotten, with a call of it half done
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_what_is_mapped_stays_what_it_is_and_everything_comes_back(seed):
     rng = random.Random(seed)
     world = World(rng)

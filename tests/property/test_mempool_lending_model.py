@@ -13,6 +13,7 @@ from shared.kv.page import PageState
 from shared.wire import lending as market
 from shared.wire import mempool_lending as calls
 from tests.property.test_mempool_spaces_model import NUM_PAGES, SpacesModel, workers
+from tests.support.examples import examples
 from tests.unit.mempool_harness import BOOT, PAGE_BYTES, chain
 from tests.unit.test_mempool_spaces import Spaces
 
@@ -173,7 +174,7 @@ class LendingModel(SpacesModel):
 
 
 LendingModel.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(60), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLending = LendingModel.TestCase
 

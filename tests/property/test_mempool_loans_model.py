@@ -17,6 +17,7 @@ from services.mempool.core.page_table import PageTable
 from shared.ids import Epoch, InstanceId, LeaseId, PageId
 from shared.kv.page import PageState
 from shared.wire.lending import Token
+from tests.support.examples import examples
 
 NUM_PAGES = 8
 PRODUCERS, CONSUMERS = (0, 1), (10, 11)
@@ -277,5 +278,8 @@ class LoansModel(RuleBasedStateMachine):
 
 TestLoansModel = LoansModel.TestCase
 TestLoansModel.settings = settings(
-    max_examples=80, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(80),
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )

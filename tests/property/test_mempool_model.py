@@ -16,6 +16,7 @@ from shared.ids import BlockHash, Epoch
 from shared.kv.page import PageState, sealed_word, unpack_word
 from shared.kv.words import u32_list, u64_list
 from shared.wire.mempool import Delete, Detach
+from tests.support.examples import examples
 from tests.unit.mempool_harness import BOOT, Harness, Owned, chain
 
 NUM_PAGES = 5
@@ -377,5 +378,8 @@ class MempoolModel(RuleBasedStateMachine):
 
 TestMempoolModel = MempoolModel.TestCase
 TestMempoolModel.settings = settings(
-    max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(300),
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )

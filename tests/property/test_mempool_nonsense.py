@@ -33,6 +33,7 @@ from shared.wire.lending import Grant, Offer, Token
 from shared.wire.mempool_far import FarMapped, UnmapFar
 from shared.wire.mempool_lending import PresentGrant, PresentOffer
 from shared.wire.mempool_swap import SwapCall
+from tests.support.examples import examples
 from tests.unit.mempool_harness import BOOT, DESCRIPTION, PAGE_BYTES, chain
 
 NUM_STEPS = 150
@@ -330,7 +331,7 @@ def example(seed: int) -> Nonsense:
     return run
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 2**32))
 def test_no_message_that_is_well_typed_ends_the_mempool_or_loses_a_page(seed):
     example(seed)

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.mempool.core.radix import Entry, Index
 from shared.ids import BlockHash, PageId
+from tests.support.examples import examples
 
 SEED = BlockHash(b"\0" * 32)
 
@@ -249,5 +250,5 @@ class RadixModel(RuleBasedStateMachine):
         assert len(self.index._leaves) <= 2 * self.most_branches + 65
 
 
-RadixModel.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+RadixModel.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=40, deadline=None)
 TestRadixModel = RadixModel.TestCase

@@ -13,6 +13,7 @@ from services.mempool.core.space import Plan
 from shared.ids import Epoch, InstanceId
 from shared.kv.page import PageState, unpack_word
 from shared.wire import mempool as wire
+from tests.support.examples import examples
 from tests.unit.mempool_harness import BOOT, chain, page_lists
 from tests.unit.mempool_release_rig import GPU_DESCRIPTION, PAGES_PER_SLAB, UNIT_BYTES, ReleaseRig
 
@@ -193,5 +194,5 @@ class ReleaseModel(RuleBasedStateMachine):
 
 TestReleaseModel = ReleaseModel.TestCase
 TestReleaseModel.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(60), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -13,6 +13,7 @@ from shared.kv.page import PageState
 from shared.kv.words import u32_list
 from shared.wire import mempool as wire
 from shared.wire import mempool_peer as peer
+from tests.support.examples import examples
 from tests.unit.mempool_harness import Owned, chain, page_lists
 from tests.unit.test_mempool_remote import A_HOST, DECODE, FRONT, PREFILL, TwoMempools
 from tests.unit.test_mempool_spaces import answers
@@ -260,6 +261,6 @@ def handoff(prompt: list[BlockHash]) -> HandoffId:
 
 
 RemoteModel.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(80), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestRemoteModel = RemoteModel.TestCase

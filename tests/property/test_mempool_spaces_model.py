@@ -13,6 +13,7 @@ from shared.ids import BlockHash, HandoffId, InstanceId
 from shared.kv.page import PageState
 from shared.kv.words import u32_list
 from shared.wire import mempool as wire
+from tests.support.examples import examples
 from tests.unit.mempool_harness import PAGE_BYTES, Owned, chain, page_lists
 from tests.unit.test_mempool_spaces import Spaces
 
@@ -218,7 +219,7 @@ class SpacesModel(RuleBasedStateMachine):
 
 
 SpacesModel.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(80), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSpaces = SpacesModel.TestCase
 

@@ -16,6 +16,7 @@ from shared.wire import mempool as wire
 from shared.wire.mempool_swap import NO_PAGE, SwapDrop, SwapIn, SwapOut, SwappedIn, SwappedOut
 from tests.property.test_mempool_lending_model import LendingModel, own_prompt
 from tests.property.test_mempool_spaces_model import Worker, workers
+from tests.support.examples import examples
 from tests.unit.mempool_harness import SEED, Owned, page_lists
 
 
@@ -180,6 +181,6 @@ class SwapModel(LendingModel):
 
 
 SwapModel.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(60), stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSwaps = SwapModel.TestCase

@@ -15,6 +15,7 @@ from services.mempool.core.tiers import CopyPages, CopyResult, SwapDone, TierLim
 from shared.ids import BlockHash, Epoch, PageId, SpaceId
 from shared.kv.page import PageState
 from tests.property.test_mempool_radix_model import check_tree
+from tests.support.examples import examples
 from tests.unit.mempool_harness import SEED, chain
 
 FAST, SLOW = SpaceId(1), SpaceId(2)
@@ -228,5 +229,5 @@ class TiersModel(RuleBasedStateMachine):
             assert space.index.num_branches == 0
 
 
-TiersModel.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TiersModel.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None)
 TestTiersModel = TiersModel.TestCase

@@ -14,6 +14,7 @@ from shared.placer.patterns import choose_buckets, exact
 from shared.placer.place import place
 from shared.placer.problem import Kind, Problem, Shape
 from shared.wire.placer import Placement, PlacementQuestion, Unplaceable
+from tests.support.examples import examples
 from tests.support.placements import best_of_all, check_placement, question, small_question
 
 
@@ -88,7 +89,7 @@ mixes = st.lists(
 
 
 @given(mixes, st.integers(2, 5), st.integers(0, 2**16))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_mix_keeps_every_constraint_and_does_not_depend_on_the_order_of_its_entries(models, count, seed):
     asked = question([(8, 80, count)], models)
     answer = place(asked, still)

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from shared.prompttree.held_blocks import HeldBlocks
 from shared.prompttree.scripts import SHORT_HASH_BYTES
+from tests.support.examples import examples
 
 TTL_MS = 1_000
 BEAT_MS = 100
@@ -285,5 +286,5 @@ class Tree(RuleBasedStateMachine):
             assert self.server.said(name) == wanted
 
 
-Tree.TestCase.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+Tree.TestCase.settings = settings(max_examples=examples(250), stateful_step_count=40, deadline=None)
 TestTree = Tree.TestCase

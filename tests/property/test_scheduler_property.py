@@ -13,6 +13,7 @@ from shared.wire.placement import Ended, Placed
 from shared.wire.reports import Goodbye, Welcome
 from tests.support.control_plane import description, hello, place, report
 from tests.support.cost_view import coefficients
+from tests.support.examples import examples
 
 NAMES = ["a", "b", "c", "d"]
 LIMITS = InstanceLimits()
@@ -150,7 +151,7 @@ def test_load_returns_to_zero_after_every_attempt_has_ended(requests, policy):
     assert placer.num_open == 0
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 6), st.integers(1, 60), policies)
 def test_a_burst_without_hits_is_spread_evenly(num_instances, num_requests, policy):
     placer = Placer(Instances(LIMITS), policy, "boot", PlacementLimits(overload_factor=1e9))

@@ -13,6 +13,7 @@ from shared.wire.placement import Ended, Held, Placed
 from shared.wire.reports import Room
 from tests.support.control_plane import hello, place, report
 from tests.support.cost_view import coefficients
+from tests.support.examples import examples
 
 BLOCK, NUM_BLOCKS, WAIT_MS, TICK_MS = 32, 60, 2_000, 100
 NAMES = ["d0", "d1", "d2"]
@@ -86,7 +87,7 @@ class World:
         self.report()
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(steps, st.sampled_from(["cost", "prompt_tree", "least_load"]))
 def test_nobody_starves_and_nothing_goes_where_there_is_no_room_while_there_is_elsewhere(told, policy):
     world = World(policy, coefficients())

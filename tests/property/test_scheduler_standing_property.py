@@ -14,6 +14,7 @@ from shared.wire.placement import Ended, Place, PrefixHit
 from shared.wire.reports import PoolPlace
 from tests.support.control_plane import description, hello, report
 from tests.support.cost_view import coefficients, links
+from tests.support.examples import examples
 from tests.support.full_scan import place_by_full_scan
 
 ROLES = ("prefill", "decode", "colocated")
@@ -109,7 +110,7 @@ class History:
         return self.placer.place(request, now_ms=self.now_ms), expected
 
 
-@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=examples(25), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.integers(0, 1 << 30))
 def test_a_placement_is_the_one_that_a_full_scan_gives(seed):
     history = History(seed)

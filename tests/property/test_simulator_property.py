@@ -16,6 +16,7 @@ from loadtest.simulator.spec import ClusterSpec, Death, roles_of
 from loadtest.simulator.task import EngineLimits
 from services.gateway.core.request_flow import Limits
 from services.mempool.core.pd_caching import PdCaching
+from tests.support.examples import examples
 from tests.support.simulated import BLOCK_TOKENS, PRICES, conversations
 
 splits = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)).filter(
@@ -65,7 +66,7 @@ def specs(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(specs(), st.integers(0, 50))
 def test_every_request_ends_once_and_its_tokens_add_up(spec, seed):
     requests = conversations(seed)
@@ -85,7 +86,7 @@ def test_every_request_ends_once_and_its_tokens_add_up(spec, seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(specs(), st.integers(0, 50), st.sampled_from([300.0, 5.0]))
 def test_all_memory_returns_and_none_is_used_twice(spec, seed, gap_ms):
     simulation = Simulation(spec, PRICES, conversations(seed, gap_ms=gap_ms))
@@ -104,7 +105,7 @@ def test_all_memory_returns_and_none_is_used_twice(spec, seed, gap_ms):
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(specs(), st.integers(0, 50))
 def test_the_same_arguments_give_the_same_run(spec, seed):
     requests = conversations(seed)
@@ -112,7 +113,7 @@ def test_the_same_arguments_give_the_same_run(spec, seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(0, 500), st.sampled_from(["least_load", "prompt_tree"]))
 def test_one_instance_with_memory_for_all_hits_what_an_infinite_cache_would(seed, policy):
     """Requests far apart: then a prompt is cached before the next one comes, as the bound supposes."""
@@ -132,7 +133,7 @@ def test_one_instance_with_memory_for_all_hits_what_an_infinite_cache_would(seed
     assert bound.hit_tokens - whole <= hits <= bound.hit_tokens + answers
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(specs(), st.integers(0, 50), st.sampled_from(["shares", "bursts"]))
 def test_where_all_fit_turns_change_nothing(spec, seed, fair_for):
     many = replace(spec, memory_tokens=1 << 20, limits=replace(spec.limits, max_running=256))

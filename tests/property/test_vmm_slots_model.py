@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shared.vmm.slot_commands import Map
 from shared.vmm.slots import HOLE, SlotTable
+from tests.support.examples import examples
 
 SLOTS, SLOT_PAGES, PAGE_TOKENS, PAGES = 2, 4, 2, 8
 FOREIGN = (100, 101, 102)
@@ -180,5 +181,5 @@ class SlotMachine(RuleBasedStateMachine):
 
 TestSlots = SlotMachine.TestCase
 TestSlots.settings = settings(
-    max_examples=200, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(200), stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )

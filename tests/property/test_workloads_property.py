@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from loadtest.workloads import stats, tokens
 from loadtest.workloads.request import Answer, Request, Segment, clipped, scaled
+from tests.support.examples import examples
 
 IDS = tokens.TokenRange(0, 1 << 30)
 segments = st.builds(Segment, st.integers(0, 3), st.integers(1, 12), st.integers(0, 6))
@@ -12,7 +13,7 @@ answers = st.builds(Answer, st.integers(0, 2), st.integers(1, 9))
 prompts = st.lists(st.one_of(segments, answers), min_size=1, max_size=6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(prompts, min_size=1, max_size=6), st.sampled_from([1, 3, 8]))
 def test_hash_ids_are_equal_exactly_where_all_tokens_up_to_there_are(many, block_tokens):
     ids = stats.BlockIds()
@@ -29,7 +30,7 @@ def test_hash_ids_are_equal_exactly_where_all_tokens_up_to_there_are(many, block
     assert len(by_tokens) == len(by_id)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(prompts, min_size=2, max_size=5), st.floats(0.1, 3), st.integers(4, 60))
 def test_scaled_and_clipped_prompts_share_at_least_the_parts_they_shared(many, factor, context):
     requests = [Request(n, float(n), "s", n, tuple(prompt), 3) for n, prompt in enumerate(many)]

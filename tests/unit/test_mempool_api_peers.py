@@ -13,6 +13,7 @@ from shared.wire import mempool_peer as peer_wire
 from shared.wire.mempool_api import Medium
 from tests.unit.mempool_api_rig import ApiRig, D, P, Q
 
+ORDER = 12  # number of the transfer at the source
 HERE, THERE = "tcp://10.0.0.1:1", "tcp://10.0.0.2:1"
 
 
@@ -21,7 +22,8 @@ class Peers:
 
     def __init__(self) -> None:
         self.ends: list[tuple[int, bool, list[int], bool]] = []
-        self.api = ApiRig(P).api
+        self.rig = ApiRig(P)
+        self.api = self.rig.api
         self.core = ApiPeers(
             self.api, lambda n, failed, doubt, stale: self.ends.append((n, failed, [*doubt], stale))
         )
@@ -40,7 +42,9 @@ class Peers:
             b"".join(packed(space, 5 + at, 100 + at) for at, space in enumerate(column))
             for column in zip(*pairs, strict=True)
         )
-        action = MovePages(1, D, wire.unpack_stretches(sources), P, wire.unpack_stretches(targets), 900)
+        action = MovePages(
+            1, D, wire.unpack_stretches(sources), P, wire.unpack_stretches(targets), 900, ORDER
+        )
         self.core.move(action, lambda number, space, pages: self.taken.append((number, space, pages)))
         return self.actions(PullRemote)
 
@@ -81,6 +85,27 @@ def test_a_successor_that_serves_others_is_another_mempool(peers):
     assert peers.api.peers == {Q: 1}
 
 
+def test_an_instance_that_comes_here_costs_callers_nothing_that_they_have_at_its_old_host(peers):
+    peers.here(D, Q)
+    caller = peers.api.holders[peers.rig.connect(P)]
+    caller.remote[D] = {b"an address"}
+    peers.rig.home(Q, 4)
+    peers.here(D, Q)
+    assert caller.remote == {D: {b"an address"}}
+    assert D in peers.api.peers
+
+
+def test_of_two_that_serve_one_instance_the_one_that_stays_is_believed(peers):
+    peers.here(D, address=HERE)
+    assert peers.api.peers == {D: 0}, "who said so last"
+    peers.here(D)
+    assert peers.api.peers == {D: 0}, "and not who says it most often"
+    for number in peers.core.on_lost(HERE):
+        peers.api.lose_peer(number)
+    peers.here(D)
+    assert peers.api.peers == {D: 1}
+
+
 def test_a_lost_peer_is_unknown_until_it_answers_again(peers):
     for number in peers.core.on_lost(THERE):
         peers.api.lose_peer(number)
@@ -101,7 +126,7 @@ def test_a_pull_for_each_pair_of_spaces_and_the_sources_word_behind_the_last_byt
     for number in (first, second):
         assert peers.core.on_pulled(number, failed=False, in_doubt=(), now_ms=0)
     questions = [each.message for each in peers.actions(AskPeer)]
-    assert all(question.held for question in questions)
+    assert all((question.held, question.order) == (True, ORDER) for question in questions)
     assert [u32_list(q.pages) for q in questions] == [[5, 7], [6]]
     assert [u64_list(q.epochs) for q in questions] == [[100, 102], [101]]
     peers.core.on_answer(THERE, peer_wire.EpochsChecked(call_id=first), 0)
@@ -193,6 +218,21 @@ def test_only_pages_that_a_transfer_under_way_names_may_be_read(peers):
     peers.core.call(order(6, 7))
     peers.core.on_lost(THERE)
     assert not peers.core.may_read(1, [7])
+
+
+def test_the_sources_word_is_good_for_the_transfer_that_asks_alone(peers):
+    peers.core.call(order(4, 5, 6))
+    assert peers.core.names(4, 1, [6, 5])
+    assert not peers.core.names(4, 1, [5, 7])
+    assert not peers.core.names(4, 2, [5])
+    assert peers.core.names(0, 1, [5]), "an earlier version does not say which"
+    peers.core.call(order(5, 5))
+    peers.core.expire([5])  # the first was given up, and its caller may write into its pages
+    assert not peers.core.names(4, 1, [5])
+    assert peers.core.names(5, 1, [5])
+    peers.core.on_lost(THERE)
+    assert not peers.core.names(5, 1, [5])
+    assert not peers.core.names(0, 1, [5])
 
 
 def test_calls_to_a_peer_that_was_lost_meanwhile_go_nowhere(peers):

@@ -1,5 +1,7 @@
 """transfer and transfer_with_insert, in one mempool and between two: named after the last byte, or not at all."""
 
+from dataclasses import replace
+
 import pytest
 
 from shared.wire import mempool_api as wire
@@ -290,6 +292,31 @@ def test_a_peer_that_is_gone_ends_its_calls_and_frees_what_it_had():
     pair.there.perform(pair.there.api.disconnect(pair.there._links[pair.here.number]))
     pair.there.end_copies()
     assert pair.there.states(pair.target_space()) == {"free": 12, "writing": 4}, "the receiver got them"
+
+
+def test_what_a_peer_has_moved_is_never_read_from_pages_here():
+    """Its instance has been here once, or is called as one of these: addresses do not say whose mempool's they are."""
+    here = ApiRig(P, D)
+    link = here.connect("mempool-1", is_mempool=True)
+    here.connect(D, receives=True)
+    own = here.save(here.connect(P), PROMPT)
+    order = wire.Transfer(call_id=3, target=D, sources=raw(own))
+    reply = here.call(link, wire.PullPages, source=P, order=order)
+    assert (reply.code, here.held) == ("invalid_request", [])
+
+
+def test_a_caller_that_leaves_frees_all_that_it_had_at_a_peer_in_calls_that_are_taken():
+    net = Net()
+    here, there = (ApiRig(each, net=net, pages=32, max_blocks_per_call=3) for each in (P, D))
+    here.link(there)
+    caller = here.connect(P)
+    free = there.free_pages()
+    for _ in range(3):
+        here.alloc(caller, 3, D)
+    assert there.free_pages() == free - 9
+    there.api.limits = replace(there.api.limits, max_calls_open=0)  # of giving back there is never too much
+    here.perform(here.api.disconnect(caller))
+    assert there.free_pages() == free
 
 
 def test_only_mempools_ask_to_pull():

@@ -100,8 +100,7 @@ class Api:
         holder.pins.clear()
         for instance, addresses in holder.remote.items():
             if instance in self.peers:
-                free = wire.FreeMem(call_id=0, addresses=b"".join(sorted(addresses)))
-                self.out.append(CallPeer(instance, free))
+                self.moves.free_at(instance, sorted(addresses))
         if holder.process is None:
             for space, pages in holder.owned.items():
                 self.give_up(space, list(pages))
@@ -128,7 +127,7 @@ class Api:
             raise PeerProtocolError(f"{type(call).__name__} of nobody")
         self.counters[type(call).__name__] += 1
         try:
-            if holder.num_open >= self.limits.max_calls_open:
+            if holder.num_open >= self.limits.max_calls_open and not isinstance(call, wire.FreeMem):
                 raise Overloaded(f"{holder.num_open} calls are open")
             self._call(holder, call, now_ms)
         except ClusterError as error:

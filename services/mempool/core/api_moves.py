@@ -10,7 +10,7 @@ one space: looked up once a stretch, checked page by page.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,7 @@ from shared.wire.mempool_api import ADDRESS_BYTES, AddressStretch, TransferFlags
 if TYPE_CHECKING:
     from services.mempool.core.api import Api
 
+MAX_FREED = 4_096  # at once: its limit may be another one than ours
 MAX_LATE = 4_096  # calls to peers that were given up, whose answers may still come
 
 
@@ -198,6 +199,13 @@ class Moves:
             holder.remote.setdefault(waiting.instance, set()).update(_singles(reply.addresses))
         self._api.answer(holder, msgspec.structs.replace(reply, call_id=waiting.call_id))
 
+    def free_at(self, instance: InstanceId, addresses: Sequence[bytes]) -> None:
+        """Give single pages at another mempool back, in calls that it takes."""
+        most = min(MAX_FREED, self._api.limits.max_blocks_per_call)
+        for first in range(0, len(addresses), most):
+            free = wire.FreeMem(call_id=0, addresses=b"".join(addresses[first : first + most]))
+            self._api.out.append(CallPeer(instance, free))
+
     def expire(self, now_ms: int) -> None:
         """See Api.tick."""
         for number in [n for n, waiting in self.forwarded.items() if waiting.deadline_ms <= now_ms]:
@@ -230,6 +238,8 @@ class Moves:
         """Another mempool has pinned pages for an instance of this one."""
         if not holder.is_mempool:
             raise InvalidRequest("only mempools ask to pull")
+        if call.source in self._api.homes:  # its pages would be taken for these here
+            raise InvalidRequest(f"{call.source!r} is, or was, an instance of the target's own mempool")
         if len(self._moves) >= self._api.limits.max_moves:
             raise Overloaded(f"{self._api.limits.max_moves} transfers are under way at {now_ms} ms")
         self._begin(holder, call.call_id, call.order, call.source, None)
@@ -268,7 +278,10 @@ class Moves:
             self.busy.touch(stretch.space, stretch.pages)
         rest = behind(stretches, len(move.known))
         timeout_ms = max(1, min(order.timeout_ms, self._api.limits.max_timeout_ms))
-        self._api.out.append(MovePages(number, source, rest, home.instance, move.targets, timeout_ms))
+        of_peer = call_id if sources is None else None
+        self._api.out.append(
+            MovePages(number, source, rest, home.instance, move.targets, timeout_ms, of_peer)
+        )
 
     def _take_targets(self, move: _Move, num_sources: int) -> None:
         """Where the blocks go that the target lacks. Raises: what alloc_mem does, StaleEpoch, NotHeld."""

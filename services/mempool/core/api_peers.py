@@ -6,10 +6,10 @@
               ---> CheckEpochs(held)     after the last byte; EpochsChecked: Api.on_moved
 
 Why no byte can be wrong: the source's mempool holds the pages (Moves._hold) until it hears how the transfer ended, or
-has told its caller that it failed, and after the last byte its word says whether each page still has the epoch of its
-address. It gives only pages that a transfer under way names. Pages lie in host memory at both ends: a path to others
-is refused, and the transfer fails. A peer whose link is lost is unknown until it answers again; calls to it fail at
-once.
+has told its caller that it failed, and after the last byte its word says whether this transfer is still under way and
+each page still has the epoch of its address. It gives only pages that a transfer under way names. Pages lie in host
+memory at both ends: a path to others is refused, and the transfer fails. A peer whose link is lost is unknown until it
+answers again; calls to it fail at once.
 """
 
 from collections import Counter
@@ -43,6 +43,7 @@ class _Pull:
     source_space: int
     pages: list[PageId]
     epochs: list[int]
+    order: int  # the source's number of the transfer
     check_due_ms: int | None = None  # all bytes are here
 
 
@@ -90,12 +91,13 @@ class ApiPeers:
         return min(due, default=None)
 
     def _on_here(self, address: str, message: peer_wire.Here) -> None:
-        found = {name for name in message.instances[:MAX_HERE] if name not in self._api.homes}
+        said = set(message.instances[:MAX_HERE])
+        found = {name for name in said if name not in self._api.homes}  # what has come here is served here
         known = self._here.get(address, set())
-        if known - found:  # another mempool has started there
+        if known - said:  # another mempool has started there
             self._api.lose_peer(self.addresses.index(address))
             known = set()
-        for instance in sorted(found - known):
+        for instance in sorted(name for name in found if name not in known or name not in self._api.peers):
             try:
                 self._api.add_peer(instance, self.addresses.index(address))
             except InvalidRequest:
@@ -126,6 +128,13 @@ class ApiPeers:
             self._orders[message.call_id] = address, pages
             self._readable.update(pages)
         self._out.append(AskPeer(address, peer_wire.PeerCall(call=message)))
+
+    def names(self, order: int, space: int, pages: Iterable[int]) -> bool:
+        """Whether this transfer is under way and names all of these; 0, of an earlier version: any transfer."""
+        if not order:
+            return self.may_read(space, pages)
+        _, named = self._orders.get(order, ("", []))
+        return {(space, page) for page in pages} <= set(named)
 
     def may_read(self, space: int, pages: Iterable[int]) -> bool:
         """Whether a transfer that is under way names all of these. From any thread."""
@@ -176,7 +185,7 @@ class ApiPeers:
             copy_id = next(self._numbers)
             take(copy_id, space, into)
             address = self.addresses[number] if number is not None else ""
-            self._pulls[copy_id] = _Pull(address, source_space, pages, epochs)
+            self._pulls[copy_id] = _Pull(address, source_space, pages, epochs, action.order or 0)
             if address:
                 self._out.append(
                     PullRemote(copy_id, address, space, into, source_space, pages, action.timeout_ms)
@@ -196,7 +205,7 @@ class ApiPeers:
         pull.check_due_ms = now_ms + CHECK_TIMEOUT_MS
         question = peer_wire.CheckEpochs(
             call_id=number, space=pull.source_space, pages=u32_bytes(pull.pages), epochs=u64_bytes(pull.epochs),
-            held=True,
+            held=True, order=pull.order,
         )  # fmt: skip
         self._out.append(AskPeer(pull.address, question))
         return True

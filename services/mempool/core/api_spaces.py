@@ -243,7 +243,7 @@ class ApiSpaces:
                     self.peers.reply(action.connection, action.message)
                 case Reply():
                     self._out.append(ApiSend(action.connection, action.message))
-                case MovePages() if action.source not in self.api.homes:
+                case MovePages() if action.order is not None:
                     move = self._moves[action.move_id] = _Move({})
                     self.peers.move(action, partial(self._begin_copy, action.move_id, move))
                 case MovePages():

@@ -205,8 +205,8 @@ class CallPeer:
 class MovePages:
     """Copy page by page into the targets, which are of this mempool; answer with Api.on_moved(move_id, ...), always.
 
-    `source`: an instance of this mempool or of a peer. Sources are pinned where they are. The mover checks their
-    epochs after the last byte and ends by timeout_ms.
+    `source`: an instance of this mempool, or of the peer whose own number for this is `order`. Sources are pinned where
+    they are. The mover checks their epochs after the last byte and ends by timeout_ms.
     """
 
     move_id: int
@@ -215,6 +215,7 @@ class MovePages:
     target: InstanceId
     targets: Sequence[AddressStretch]  # together as many as the sources
     timeout_ms: int
+    order: int | None = None
 
 
 ApiAction = Reply | CallPeer | MovePages | TierAction

@@ -64,12 +64,13 @@ class Mempool(FromOutside):
         self.audience = Audience(self.pools, self._space_of, self.dram)
         landing = self.dram.landing
         self.remote = Remote(limits, self._bring, landing, self.pulls.reachable, self.counters)
-        self.serve = RemoteServe(limits, self.pools, landing, self.pulls.want, self.counters)
         self.callers = Callers(self.pools, lambda: self.api)
         self.api = ApiSpaces(
             limits, self.pools, self._space_of, self.dram, self.copy_numbers, self.callers, self._touch,
             self.lending.wanted_back,
         )  # fmt: skip
+        named = self.api.peers.names
+        self.serve = RemoteServe(limits, self.pools, landing, self.pulls.want, self.counters, named)
 
     # -- connections ------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ class RemoteServe:
         pools: of all spaces, a view.
         landing: the space in host memory beside this one, or itself; None: there is none.
         bring: have blocks copied into a space; staged() follows. False: there is nothing to copy.
+        names: whether a transfer of the nine calls (its number, 0: any) is under way and names these pages of a space.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class RemoteServe:
         landing: Callable[[Pool], Pool | None],
         bring: Callable[[Pool, Reader, int], bool],
         counters: Counter[str],
+        names: Callable[[int, int, Iterable[int]], bool],
     ) -> None:
         self._limits = limits
         self._pools = pools
         self._landing = landing
         self._bring = bring
+        self._names = names
         self._staging: dict[
             tuple[int, int], wire.RemoteAcquire
         ] = {}  # by link and call: copied to host memory
@@ -210,7 +213,7 @@ class RemoteServe:
             other_cut = self._has_in_other_cut(call, hashes)
             self._counters["peer_misses_other_cut"] += other_cut
             self._out.append(TellPeer(link, wire.RemoteAcquired(call_id=call.call_id), other_cut))
-        elif len(self._leases.get(link, ())) >= self._limits.max_leases:
+        elif self._num_held(link) >= self._limits.max_leases:
             self._refuse(link, call.call_id, f"{self._limits.max_leases} leases are held")
         else:
             self._grant(link, call, pool, entries, now_ms)
@@ -222,8 +225,6 @@ class RemoteServe:
         until_ms = now_ms + max(1, min(call.ttl_ms, self._limits.max_ttl_ms))
         lease = pool.leases.grant(-link, _instance(link), entries, until_ms)
         held = self._leases.setdefault(link, {})
-        for lease_id in [known for known, (space, _) in held.items() if not self._is_held(known, space)]:
-            self._release(link, lease_id)  # ended at its time
         pages = [entry.page for entry in entries]
         held[lease.lease_id] = pool.number, pages
         for page in pages:
@@ -247,6 +248,13 @@ class RemoteServe:
             ),
         )
 
+    def _num_held(self, link: int) -> int:
+        """Leases of the peer, without those that ended at their time."""
+        held = self._leases.get(link, {})
+        for lease_id in [known for known, (space, _) in held.items() if not self._is_held(known, space)]:
+            self._release(link, lease_id)
+        return len(held)
+
     def _is_held(self, lease_id: LeaseId, space: int) -> bool:
         return lease_id in self._pools[space].leases.leases
 
@@ -255,6 +263,8 @@ class RemoteServe:
         pages = parse.pages(call.pages, call.epochs, self._limits.max_blocks_per_call)
         pool = self._pools.get(call.space)
         table = None if pool is None or pool.memory is None else pool.memory.table
+        if call.held and not self._names(call.order, call.space, [page for page, _ in pages]):
+            table = None  # their holder has been told that the transfer failed, and may write into them
         stale = [
             position
             for position, (page, epoch) in enumerate(pages)

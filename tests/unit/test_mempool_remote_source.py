@@ -1,0 +1,45 @@
+"""What a source answers, beside what readers make of it (test_mempool_remote.py)."""
+
+from shared.kv.words import u32_bytes, u32_list, u64_bytes
+from shared.wire import mempool_peer as peer
+from tests.unit.test_mempool_remote import A_HOST, ABC, LINK, PREFILL, Host
+
+
+def source(**limits: object) -> Host:
+    """A mempool with one engine."""
+    host = Host(A_HOST, **limits)
+    host.worker(PREFILL, "cpu")
+    return host
+
+
+def test_of_pages_that_callers_hold_only_a_transfer_under_way_has_the_sources_word():
+    """Their epochs stay when it was given up, and its caller writes into them."""
+    host = source()
+    (page,) = host.fill(PREFILL, 0, ABC[:1], "a")
+    words = {"pages": u32_bytes([page[0]]), "epochs": u64_bytes([page[1]])}
+
+    def stale(**fields: object) -> list[int]:
+        check = peer.CheckEpochs(call_id=1, space=0, **words, **fields)
+        host.run(host.core.on_peer_call(LINK, check, 0))
+        return u32_list(host.told.pop().message.stale)
+
+    assert stale() == []
+    assert stale(held=True) == stale(held=True, order=4) == [0]
+    host.core.serve._names = lambda order, space, pages: (order, space, [*pages]) == (4, 0, [page[0]])
+    assert stale(held=True, order=4) == []
+    assert stale(held=True, order=5) == [0]
+
+
+def test_leases_that_ended_at_their_time_make_room_for_others():
+    host = source(max_leases=2)
+    host.fill(PREFILL, 0, ABC, "abc")
+    key = host.core.pools[0].memory.content_key
+
+    def answer() -> type:
+        call = peer.RemoteAcquire(call_id=1, content_key=key, hashes=ABC[0], ttl_ms=1_000)
+        host.run(host.core.on_peer_call(LINK, call, host.now_ms))
+        return type(host.told.pop().message)
+
+    assert [answer() for _ in range(3)] == [peer.RemoteAcquired, peer.RemoteAcquired, peer.CallRefused]
+    host.advance(host.now_ms + 120_000)
+    assert answer() is peer.RemoteAcquired
