@@ -159,6 +159,10 @@ def _check_peers(found: MempoolSettings) -> None:
         raise SettingsError(
             "setting mempool.api_peers: they must reach this mempool too; set mempool.peer_listen"
         )
+    if len(found.api_peers) > found.max_peers + 1:  # this one may be among them
+        raise SettingsError(
+            f"setting mempool.max_peers: {found.max_peers}, but api_peers names {len(found.api_peers)}"
+        )
     for address in found.api_peers:
         _check_address("api_peers", address)
 

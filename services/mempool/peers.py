@@ -7,7 +7,6 @@ from (peer_links.py). Everything here is on the event loop; agents are made and 
 import asyncio
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from services.mempool.peer_background import Background
 from services.mempool.peer_cuts import HostSpace, told
 from services.mempool.peer_links import ChannelToPeer, PeerLink
 from services.mempool.peer_paths import PathEnd
+from services.mempool.peer_readers import Reader, ServedPath
 from services.mempool.remote_checks import RemoteChecks
 from services.mempool.spaces import Spaces, kv_end
 from shared.errors import ClusterError, PeerProtocolError, SettingsError
@@ -31,29 +31,9 @@ from shared.wire import mempool_peer as wire
 
 MAX_QUEUED = 4_096  # messages that one peer has not read
 MAX_PATHS = 64  # of one peer, until their ends here have been destroyed
+HELLO_MS = 2_000  # from a connection's handshake to its PeerHello
 
 log = get_logger("mempool.peers")
-
-
-@dataclass(slots=True, eq=False)
-class ServedPath:
-    """This side's end of a path that a peer has opened, and how its spaces are cut, where not as the reader's."""
-
-    cuts: list[wire.SpaceCut] = field(default_factory=list)
-    end: PathEnd | None = None
-    closed: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Reader:
-    """A mempool that reads from here."""
-
-    identity: bytes
-    number: int
-    instance: str
-    paths: dict[int, ServedPath] = field(default_factory=dict)
-    num_ends: int = 0  # of paths, also of closed ones, that are being made, or made and not destroyed
-    missed_other_cut: bool = False  # said once
 
 
 class Peers:
@@ -103,6 +83,8 @@ class Peers:
             on_lost=self._on_reader_lost,
             high_water=MAX_QUEUED,
             silent_ms=silent_ms,
+            hello_ms=HELLO_MS,
+            max_peers=2 * max_peers + 64,
         )
 
     async def start(self) -> None:
@@ -178,7 +160,9 @@ class Peers:
         if link is not None:
             return link
         if len(self._links) >= self._max_peers:
-            idle = [x for x in self._links.values() if not x.num_pulls and not x.num_in_doubt]
+            kept = self._core.api.peers.addresses  # callers may hold pages by these
+            links = (x for x in self._links.values() if x.address not in kept)
+            idle = [x for x in links if not x.num_pulls and not x.num_in_doubt]
             if not idle:
                 log.warning("too_many_peers", address=address, max_peers=self._max_peers)
                 return None
@@ -274,6 +258,7 @@ class Peers:
         reader = Reader(identity, self._next_reader, hello.instance)
         self._next_reader += 1
         self._readers[identity] = self._by_number[reader.number] = reader
+        self._server.accept(identity)
         log.info("reader_connected", peer=hello.instance, link=reader.number)
         mine = self._hello
         self._tell(reader, wire.PeerWelcome(instance=mine.instance, boot_generation=mine.boot_generation))

@@ -197,6 +197,10 @@ class RouterServer(Generic[In, Out]):
 
     on_message(identity, seq, message, raw) runs on the loop and must not raise or wait. Malformed messages
     are counted in `num_malformed` and dropped. on_lost(identity): the connection has ended, also at close().
+
+    Args:
+        hello_ms: a connection that is not accept()ed by then ends; 0: none need be.
+        max_peers: connections; at most so many, and the oldest that is not accepted makes room for a new one.
     """
 
     def __init__(
@@ -210,6 +214,8 @@ class RouterServer(Generic[In, Out]):
         on_lost: Callable[[bytes], None] | None = None,
         high_water: int = HIGH_WATER_MESSAGES,
         silent_ms: int = HEARTBEAT_TIMEOUT_MS,
+        hello_ms: int = 0,
+        max_peers: int = MAX_PEERS,
     ) -> None:
         self.address = address  # after start(): the real one, also when port 0 was asked for
         self.num_malformed = 0
@@ -226,6 +232,9 @@ class RouterServer(Generic[In, Out]):
         self._num_met = 0
         self._peers: dict[bytes, ZmtpPeer] = {}
         self._strangers: set[ZmtpPeer] = set()  # before their handshake
+        self._hello_ms = hello_ms
+        self._max_peers = max_peers
+        self._unaccepted: dict[bytes, asyncio.TimerHandle] = {}  # oldest first
 
     async def start(self) -> None:
         """Bind. Raises: SettingsError when the address is taken or wrong."""
@@ -280,12 +289,23 @@ class RouterServer(Generic[In, Out]):
 
     def _handle_up(self, peer: ZmtpPeer) -> None:
         self._strangers.discard(peer)
-        if len(self._peers) >= MAX_PEERS:
+        if len(self._peers) >= self._max_peers and self._unaccepted:
+            self.disconnect(next(iter(self._unaccepted)))
+        if len(self._peers) >= self._max_peers:
             peer.close()
             return
         self._num_met += 1
-        peer.identity = b"\0" + self._num_met.to_bytes(8, "big")
-        self._peers[peer.identity] = peer
+        peer.identity = identity = b"\0" + self._num_met.to_bytes(8, "big")
+        self._peers[identity] = peer
+        if self._hello_ms:
+            loop = asyncio.get_running_loop()
+            self._unaccepted[identity] = loop.call_later(self._hello_ms / 1000, self.disconnect, identity)
+
+    def accept(self, identity: bytes) -> None:
+        """It has said who it is: it may stay. Of use with hello_ms; harmless when it has gone."""
+        timer = self._unaccepted.pop(identity, None)
+        if timer is not None:
+            timer.cancel()
 
     def _handle_frames(self, peer: ZmtpPeer, frames: list[bytes]) -> None:
         try:
@@ -299,6 +319,7 @@ class RouterServer(Generic[In, Out]):
 
     def _handle_lost(self, peer: ZmtpPeer) -> None:
         self._strangers.discard(peer)
+        self.accept(peer.identity)
         if self._peers.pop(peer.identity, None) is not None and self._on_lost is not None:
             self._on_lost(peer.identity)
 

@@ -91,14 +91,22 @@ def socket_type_of(command: bytes) -> bytes:
 class Reader:
     """Bytes after the greeting, as they come, to commands and messages.
 
-    Args: max_frame_bytes: a longer frame breaks the connection; max_frames: of a message, the rest is dropped.
+    Args:
+        max_frame_bytes: a longer frame breaks the connection.
+        max_message_bytes: so does a message whose long frames (of 256 bytes and more) are more together.
+        max_frames: of a message, the rest is dropped.
     """
 
-    __slots__ = ("_data", "_frames", "_max_frame_bytes", "_max_frames", "_missing", "_pieces", "_pos")
+    __slots__ = (
+        "_data", "_frames", "_long_bytes", "_max_frame_bytes", "_max_frames", "_max_message_bytes", "_missing",
+        "_pieces", "_pos",
+    )  # fmt: skip
 
-    def __init__(self, *, max_frame_bytes: int, max_frames: int) -> None:
+    def __init__(self, *, max_frame_bytes: int, max_message_bytes: int, max_frames: int) -> None:
         self._max_frame_bytes = max_frame_bytes
+        self._max_message_bytes = max_message_bytes
         self._max_frames = max_frames
+        self._long_bytes = 0  # of long frames of a message that is not whole
         self._data = b""
         self._pos = 0
         self._pieces: list[bytes] = []  # of a frame that is not whole
@@ -138,6 +146,7 @@ class Reader:
                 if not flags:
                     self._pos = pos
                     self._frames = []
+                    self._long_bytes = 0
                     return frames
                 continue
             if flags & LONG:
@@ -148,8 +157,9 @@ class Reader:
             else:
                 start = pos + 2
                 length = data[pos + 1]
-            if length > self._max_frame_bytes or flags > 7:
-                raise PeerProtocolError(f"frame with flags {flags} and {length} bytes")
+            before = self._long_bytes
+            if length > self._max_frame_bytes or before + length > self._max_message_bytes or flags > 7:
+                raise PeerProtocolError(f"frame with flags {flags} and {length} bytes behind {before}")
             end = start + length
             if end > size:
                 return self._wait(pos, end - size)
@@ -162,9 +172,11 @@ class Reader:
                 return frame
             if len(frames) < most:
                 frames.append(frame)
+            self._long_bytes = before + length
             if not flags & MORE:
                 self._pos = pos
                 self._frames = []
+                self._long_bytes = 0
                 return frames
         return self._wait(pos, 2 - left)
 

@@ -11,7 +11,7 @@ from typing import cast
 
 from shared.errors import PeerGone, PeerProtocolError
 from shared.transport import zmtp
-from shared.wire.codec import MAX_BODY_BYTES, MAX_RAW_FRAMES
+from shared.wire.codec import MAX_BODY_BYTES, MAX_MESSAGE_BYTES, MAX_RAW_FRAMES
 
 HEARTBEAT_INTERVAL_MS = 500
 HEARTBEAT_TIMEOUT_MS = 1_500
@@ -50,7 +50,9 @@ class ZmtpPeer(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._greeting: bytes | None = b""  # None: it was right
-        self._reader = zmtp.Reader(max_frame_bytes=MAX_BODY_BYTES, max_frames=_MAX_FRAMES)
+        self._reader = zmtp.Reader(
+            max_frame_bytes=MAX_BODY_BYTES, max_message_bytes=MAX_MESSAGE_BYTES, max_frames=_MAX_FRAMES
+        )
         self._timer: asyncio.TimerHandle | None = None
         self._heard_s = 0.0
         self._beat_s = 0.0

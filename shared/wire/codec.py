@@ -13,6 +13,9 @@ import msgspec
 from shared.errors import PeerProtocolError
 
 MAX_BODY_BYTES = 32 << 20
+MAX_MESSAGE_BYTES = MAX_BODY_BYTES + (
+    16 << 20
+)  # with its raw frames: the longest prompt's token ids are 8 MiB
 MAX_RAW_FRAMES = 8
 
 # what msgspec raises on bytes that are nothing it writes: it lets bad UTF-8 through as it is, and gives up where arrays

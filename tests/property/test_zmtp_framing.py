@@ -13,7 +13,7 @@ LIMIT = 70_000
 
 
 def reader():
-    return zmtp.Reader(max_frame_bytes=LIMIT, max_frames=4)
+    return zmtp.Reader(max_frame_bytes=LIMIT, max_message_bytes=4 * LIMIT, max_frames=4)
 
 
 def read_all(source, chunks):
@@ -87,6 +87,19 @@ def test_any_greeting_is_taken_or_refused(data):
 def test_frames_beyond_the_bounds_break_the_stream(data):
     with pytest.raises(PeerProtocolError):
         read_all(reader(), [data])
+
+
+@given(st.lists(st.integers(256, LIMIT), min_size=1, max_size=12), st.integers(0, 3))
+def test_a_messages_bytes_are_bounded_however_many_frames_they_are_in(sizes, num_whole):
+    whole = b"".join(zmtp.encode([bytes(LIMIT)] * 4)) * num_whole  # earlier messages do not count
+    data = b"".join(bytes((zmtp.LONG | zmtp.MORE,)) + n.to_bytes(8, "big") + bytes(n) for n in sizes)
+    source = reader()
+    assert len(read_all(source, [whole])) == num_whole
+    if sum(sizes) <= 4 * LIMIT:
+        assert read_all(source, [data]) == []
+    else:
+        with pytest.raises(PeerProtocolError):
+            read_all(source, [data])
 
 
 def test_of_a_message_with_too_many_frames_only_the_first_are_kept():

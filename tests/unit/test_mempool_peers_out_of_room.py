@@ -21,7 +21,7 @@ class Server:
     """RouterServer's, to peers that do not read."""
 
     def __init__(self) -> None:
-        self.sent, self.ended, self.is_full = [], [], False
+        self.sent, self.ended, self.accepted, self.is_full = [], [], [], False
 
     def send(self, identity, message):
         if self.is_full:
@@ -30,6 +30,9 @@ class Server:
 
     def disconnect(self, identity):
         self.ended.append(identity)
+
+    def accept(self, identity):
+        self.accepted.append(identity)
 
 
 class Waiting:
@@ -79,7 +82,8 @@ class End:
 async def peers(monkeypatch):
     described = SimpleNamespace(content_key="k", family_key="k")
     spaces = SimpleNamespace(memories={0: None}, description_of=lambda _: described)
-    core = SimpleNamespace(boot_generation=Epoch(1), on_peer_gone=lambda *_: [])
+    api = SimpleNamespace(peers=SimpleNamespace(addresses=()))
+    core = SimpleNamespace(boot_generation=Epoch(1), on_peer_gone=lambda *_: [], api=api)
     it = Peers(
         "tcp://127.0.0.1:0", "a", core, spaces, MonotonicClock(), lambda _: None, SimpleNamespace(),
         max_peers=2, pins_memory=False, silent_ms=1_000,
@@ -119,6 +123,33 @@ async def test_a_peer_is_refused_once_on_a_connection(peers):
     assert [type(message) for _, message in peers._server.sent] == [mempool_peer.PeerRefused]
     peers._on_reader_lost(b"1")
     assert not peers._refused
+
+
+async def test_only_a_peer_whose_hello_was_taken_may_stay(peers):
+    say(peers, b"1", hello(version=2))
+    say(peers, b"2", mempool_peer.WhoIsHere())
+    for each in (b"3", b"4", b"5"):  # one too many
+        say(peers, each, hello())
+    assert peers._server.accepted == [b"3", b"4"]
+
+
+async def test_links_by_which_callers_may_hold_pages_are_not_closed_to_make_room(peers, monkeypatch):
+    link = SimpleNamespace(num_pulls=0, num_in_doubt=0)
+    closed = []
+
+    def make(address, *_):
+        return SimpleNamespace(
+            **vars(link), address=address, used_s=len(closed), close=lambda: closed.append(address)
+        )
+
+    monkeypatch.setattr("services.mempool.peers.PeerLink", make)
+    peers._core.api.peers.addresses = ("tcp://10.0.0.1:1",)
+    for number in (1, 2, 3, 4):
+        assert peers._link(f"tcp://10.0.0.{number}:1") is not None
+    assert closed == ["tcp://10.0.0.2:1", "tcp://10.0.0.3:1"]
+    peers._core.api.peers.addresses = ("tcp://10.0.0.1:1", "tcp://10.0.0.4:1")
+    assert peers._link("tcp://10.0.0.5:1") is None
+    assert peers._link("tcp://10.0.0.1:1") is not None
 
 
 def open_path(peers, number):
