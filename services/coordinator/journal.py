@@ -85,6 +85,10 @@ class Journal:
             return False
         return True
 
+    async def read_members(self) -> list[JournalEntry]:
+        """What the store has now, without restore(). Raises: ClusterError when it does not answer in time."""
+        return _entries(await self._link.call("HGETALL", KEY, timeout_ms=DEADLINE_MS))
+
     def note(self, entries: Iterable[JournalEntry], forgotten: Iterable[InstanceId] = ()) -> None:
         """Write these soon, and remove the others. Never waits."""
         for entry in entries:
@@ -140,7 +144,7 @@ class Journal:
     async def _read(self) -> None:
         self._must_read = False  # a new connection, or a new term, meanwhile sets it again
         try:
-            entries = _entries(await self._link.call("HGETALL", KEY, timeout_ms=DEADLINE_MS))
+            entries = await self.read_members()
         except BaseException:
             self._must_read = True
             raise

@@ -4,7 +4,7 @@ said."""
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from services.coordinator.config import CoordinatorSettings, market_limits
@@ -49,11 +49,18 @@ _leads = gauge("quire_coordinator_leads", "1 while this coordinator leads.")
 _bytes = gauge("quire_coordinator_market_bytes", "Bytes that may be lent, and that are leased.", ("what",))
 
 
+async def no_wait() -> None:
+    """Nothing has to be known before a term begins."""
+
+
 class MarketShell:
     """start() once, stop() once.
 
-    Args: url: where this coordinator is reached; on_lead: runs when a new term begins, before anything is
-    served in it; on_stand_by: runs whenever the store says that another one leads.
+    Args:
+        url: where this coordinator is reached.
+        before_lead: waited for behind a claim of a new term, which it may hold up for a second.
+        on_lead: runs when a new term begins, before anything is served in it.
+        on_stand_by: runs whenever the store says that another one leads.
     """
 
     def __init__(
@@ -64,12 +71,14 @@ class MarketShell:
         url: str,
         unix_us: Callable[[], int],
         on_lead: Callable[[], None],
+        before_lead: Callable[[], Awaitable[None]] = no_wait,
         on_stand_by: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._clock = clock
         self._unix_us = unix_us
         self._on_lead = on_lead
+        self._before_lead = before_lead
         self._on_stand_by = on_stand_by
         self.leadership = Leadership(settings.leader_lease_ms)
         self.market = Market(market_limits(settings))
@@ -284,6 +293,7 @@ class MarketShell:
             market.restore(
                 stored.entries, history, replace=stored.knows_mempools, now_ms=self._clock.now_ms()
             )
+            await self._before_lead()
             journal.begin(claim.term)
             leadership.claimed(claim.term, asked_at_ms=asked_at_ms)
             self._begin_term(claim.term, leadership.until_ms, knows_all=stored.knows_mempools)

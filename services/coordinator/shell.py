@@ -1,6 +1,7 @@
 """The coordinator without its HTTP: membership, its journal, clock, metrics. The market: market_shell.py."""
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -9,6 +10,7 @@ from services.coordinator.core.membership import Full, JournalEntry, Membership,
 from services.coordinator.journal import Journal
 from services.coordinator.market_shell import MarketShell
 from shared.background_task import begin_task
+from shared.errors import ClusterError
 from shared.ids import Epoch, InstanceId
 from shared.observe.log import get_logger
 from shared.observe.metrics import counter, gauge
@@ -40,8 +42,10 @@ class Coordinator:
             self._journal = Journal(settings.redis_url, self._restore, lambda: self.lending.fence)
         self._ticking: asyncio.Task[None] | None = None
         self.lending = MarketShell(
-            settings, clock, url=url, unix_us=_unix_us, on_lead=self._lead, on_stand_by=self._stand_by
-        )
+            settings, clock, url=url, unix_us=_unix_us,
+            before_lead=self._read_members, on_lead=self._lead, on_stand_by=self._stand_by,
+        )  # fmt: skip
+        self._read: list[JournalEntry] = []  # for the term that is about to begin
 
     async def start(self) -> None:
         """Take over the journal if Redis answers soon, and go on without it if not."""
@@ -109,9 +113,19 @@ class Coordinator:
         """Where the leader is, while this one stands by; else ""."""
         return self.lending.leadership.leader_url if self.lending.role() == "standby" else ""
 
+    async def _read_members(self) -> None:
+        """A term is about to begin: whom the leader before knew is known then, or would be told to register again."""
+        self._read = []
+        if self._journal is not None:
+            with contextlib.suppress(ClusterError):  # they are read again
+                self._read = await self._journal.read_members()
+
     def _lead(self) -> None:
         """A new term: others may have led, so members and the journal know more than this process."""
-        self._membership.lead(now_ms=self._clock.now_ms())
+        now_ms = self._clock.now_ms()
+        self._membership.lead(now_ms=now_ms)
+        self._membership.restore(self._read, now_ms=now_ms)
+        self._read = []
         if self._journal is not None:
             self._journal.read_again()
 

@@ -1,6 +1,7 @@
 """Who writes the coordinators' journal of members: two coordinators, a real Redis, and a way to it that is cut."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -16,6 +17,7 @@ from shared.ids import InstanceId
 from shared.prompttree.embedded import EmbeddedRedis
 from shared.transport.clock import MonotonicClock
 from shared.transport.redis_link import RedisLink
+from shared.wire.membership import Heartbeat, HeartbeatReply
 from tests.support.control_plane import register, until, until_async
 
 P0, P1 = InstanceId("p0"), InstanceId("p1")
@@ -23,7 +25,9 @@ LEASE_MS = 1_000
 
 
 class Way:
-    """To Redis; while it is cut nothing passes, and nobody connects."""
+    """To Redis; while it is cut nothing passes, and nobody connects. What Redis says is late by `late_s`."""
+
+    late_s = 0.0
 
     def __init__(self, port):
         self._port, self._writers, self.is_cut = port, [], False
@@ -39,11 +43,13 @@ class Way:
             return
         behind, to_redis = await asyncio.open_connection("127.0.0.1", self._port)
         self._writers.append(to_redis)
-        await asyncio.gather(self._pass(reader, to_redis), self._pass(behind, writer), return_exceptions=True)
+        ways = self._pass(reader, to_redis), self._pass(behind, writer, self)
+        await asyncio.gather(*ways, return_exceptions=True)
 
     @staticmethod
-    async def _pass(reader, writer):
+    async def _pass(reader, writer, late=None):
         while data := await reader.read(65_536):
+            await asyncio.sleep(late.late_s if late is not None else 0)
             writer.write(data)
             await writer.drain()
         writer.close()
@@ -122,6 +128,23 @@ async def test_what_a_former_leader_had_to_write_is_not_put_over_its_successors(
     assert former._journal is not None
     assert former._journal.up, "nothing of it waits to be written"
     assert (before[P0].epoch, before[P0].member is not None) == (new, True)
+
+
+async def test_a_leader_answers_no_member_before_it_knows_whom_the_one_before_had_registered(world):
+    """It would tell the living to register anew, and what they lend would be taken back."""
+    world.way.late_s = 0.05
+    first = await led(world, "first")
+    epoch = first.register(register(P0)).epoch
+    await until_written(first)
+    second = await led(world, "second", world.way_url)
+    assert second.lending.role() == "standby"
+    await first.stop()
+    world.opened.remove(first)
+    deadline = time.monotonic() + 60
+    while second.leader_url:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.001)
+    assert isinstance(second.heartbeat(P0, Heartbeat(epoch=epoch)), HeartbeatReply)
 
 
 async def test_a_former_leader_that_leads_again_knows_whom_the_one_between_had_registered(world):
