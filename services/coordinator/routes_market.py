@@ -1,18 +1,15 @@
 """The memory market's routes (shared/wire/lending.py). No policy here: check words, ask the market, answer."""
 
 import math
-import re
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
 from services.coordinator.market_shell import MarketShell
 from services.coordinator.replies import documented, json_reply, read_body
-from shared.errors import InvalidRequest
 from shared.ids import InstanceId, LeaseId
 from shared.wire.lending import (
     MAX_DURATION_MS,
-    MAX_ID_CHARS,
     MAX_LENT_BYTES,
     MAX_SPACES,
     AskLease,
@@ -32,11 +29,10 @@ from shared.wire.lending import (
     Renewed,
     ReportReply,
 )
+from shared.wire.lending_limits import MAX_COUNT, check_ids, check_key, check_range, check_report
 
 MAX_REPORT_BYTES = 8 << 20
 MAX_PAIRS = 1_024
-ID = re.compile(rf"[A-Za-z0-9._-]{{1,{MAX_ID_CHARS}}}")  # it becomes a path segment, a Redis field, a label
-KEY = re.compile(r"[!-~]{0,128}")
 MARKET_STRUCTS = (
     OfferMemory, OfferView, OfferList, AskLease, Grant, LeaseCall, LeaseList, Renewed, AskReclaim, ReclaimOrder,
     ReclaimView, MempoolReport, ReportReply, MarketView, Placement, LendingRefused,
@@ -79,8 +75,11 @@ def _add_producer_routes(app: FastAPI, market: MarketShell) -> None:
     )
     async def offer(request: Request) -> Response:
         body = await read_body(request, OfferMemory)
-        _check_ids(producer=body.producer, mempool=body.mempool)
-        _check_range("length_bytes", body.length_bytes, 1, MAX_LENT_BYTES)
+        check_ids(producer=body.producer, mempool=body.mempool)
+        check_range("producer_epoch", body.producer_epoch, 0, MAX_COUNT)
+        check_range("boot_generation", body.boot_generation, 0, MAX_COUNT)
+        check_range("space", body.space, 0, MAX_COUNT)
+        check_range("length_bytes", body.length_bytes, 1, MAX_LENT_BYTES)
         return _answer(await market.offer(body, _key(request)))
 
     @app.get("/v1/offers", **documented("All offers", OfferList))
@@ -93,9 +92,9 @@ def _add_producer_routes(app: FastAPI, market: MarketShell) -> None:
     )
     async def reclaim(request: Request) -> Response:
         body = await read_body(request, AskReclaim)
-        _check_ids(producer=body.producer, offer_id=body.offer_id)
-        _check_range("length_bytes", body.length_bytes, 0, MAX_LENT_BYTES)
-        _check_range("deadline_ms", body.deadline_ms, 0, MAX_DURATION_MS)
+        check_ids(producer=body.producer, offer_id=body.offer_id)
+        check_range("length_bytes", body.length_bytes, 0, MAX_LENT_BYTES)
+        check_range("deadline_ms", body.deadline_ms, 0, MAX_DURATION_MS)
         return _answer(await market.reclaim(body, _key(request)))
 
     @app.get("/v1/reclaims/{reclaim_id}", **documented("How far a reclaim is", ReclaimView, None, 404))
@@ -107,11 +106,12 @@ def _add_consumer_routes(app: FastAPI, market: MarketShell) -> None:
     @app.post("/v1/leases", **documented("Ask for memory", Grant, AskLease, 400, 409, 503, keyed=True))
     async def lease(request: Request) -> Response:
         body = await read_body(request, AskLease)
-        _check_ids(consumer=body.consumer)
-        _check_range("length_bytes", body.length_bytes, 1, MAX_LENT_BYTES)
-        _check_range("min_bytes", body.min_bytes, 0, body.length_bytes)
-        _check_range("ttl_ms", body.ttl_ms, 0, MAX_DURATION_MS)
-        _check_range("spaces: their number", len(body.spaces), 1, MAX_SPACES)
+        check_ids(consumer=body.consumer)
+        check_range("consumer_epoch", body.consumer_epoch, 0, MAX_COUNT)
+        check_range("length_bytes", body.length_bytes, 1, MAX_LENT_BYTES)
+        check_range("min_bytes", body.min_bytes, 0, body.length_bytes)
+        check_range("ttl_ms", body.ttl_ms, 0, MAX_DURATION_MS)
+        check_range("spaces: their number", len(body.spaces), 1, MAX_SPACES)
         return _answer(await market.lease(body, _key(request)))
 
     @app.get("/v1/leases", **documented("All leases", LeaseList))
@@ -135,15 +135,16 @@ def _add_other_routes(app: FastAPI, market: MarketShell) -> None:
     )
     async def report(mempool: str, request: Request) -> Response:
         body = await read_body(request, MempoolReport, max_bytes=MAX_REPORT_BYTES)
-        _check_ids(mempool=mempool)
+        check_ids(mempool=mempool)
+        check_report(body)
         return _answer(market.report(InstanceId(mempool), body))
 
     @app.put("/v1/placement", **documented("Who borrows from whom first", None, Placement, 400, 503))
     async def place(request: Request) -> Response:
         body = await read_body(request, Placement)
-        _check_range("pairs: their number", len(body.pairs), 0, MAX_PAIRS)
+        check_range("pairs: their number", len(body.pairs), 0, MAX_PAIRS)
         for pair in body.pairs:
-            _check_ids(consumer=pair.consumer, producer=pair.producer)
+            check_ids(consumer=pair.consumer, producer=pair.producer)
         refused = await market.place(body)
         return Response(status_code=204) if refused is None else refusal(refused)
 
@@ -158,19 +159,5 @@ def _add_other_routes(app: FastAPI, market: MarketShell) -> None:
 
 def _key(request: Request) -> str:
     key = request.headers.get("idempotency-key", "")
-    if not KEY.fullmatch(key):
-        raise InvalidRequest("Idempotency-Key: up to 128 printable ASCII characters without spaces")
+    check_key("Idempotency-Key", key)
     return key
-
-
-def _check_ids(**words: str) -> None:
-    for name, word in words.items():
-        if not ID.fullmatch(word):
-            raise InvalidRequest(
-                f"{name} {word[:140]!r}: up to {MAX_ID_CHARS} letters, digits, '.', '_', '-'"
-            )
-
-
-def _check_range(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise InvalidRequest(f"{name}: {value} is not in {least} to {most}")

@@ -132,6 +132,9 @@ async def test_refusals_have_a_status_that_says_whether_to_ask_again(api):
         ("/v1/offers", {"length_bytes": 0}),
         ("/v1/offers", {"length_bytes": 1 << 60}),
         ("/v1/offers", {"producer": "a/b"}),
+        ("/v1/offers", {"producer_epoch": 1 << 63}),
+        ("/v1/offers", {"boot_generation": -1}),
+        ("/v1/leases", {"consumer_epoch": 1 << 63}),
         ("/v1/leases", {"spaces": []}),
         ("/v1/leases", {"length_bytes": -1}),
         ("/v1/leases", {"min_bytes": 2 * GIB}),
@@ -144,6 +147,56 @@ async def test_words_out_of_range_are_400(api, path, change):
     good = msgspec.to_builtins(OFFER if path == "/v1/offers" else ASK)
     reply = await api.send("POST", path, {**good, **change})
     assert (reply.status_code, reply.json()["code"]) == (400, "invalid_request")
+
+
+HUGE = 10**400
+OFFERED = {
+    "offer_id": "o-1-1", "producer": "p0", "producer_epoch": 0, "mempool": "m0", "boot_generation": 3, "space": 1,
+    "length_bytes": GIB, "key": "k",
+}  # fmt: skip
+LEASED = {
+    "lease_id": "l-1-1", "offer_id": "o-1-1", "consumer": "c0", "purpose": "swap", "length_bytes": GIB,
+    "token": [1, 1], "remaining_ms": 900,
+}  # fmt: skip
+ROOM = {"space": 1, "name": "cuda:1", "total_bytes": GIB, "free_bytes": 0}
+REPORT = {
+    "boot_generation": 3, "seq": 1, "fence": [0, 0], "spaces": [ROOM],
+    "offers": [{"offer": OFFERED, "leased_bytes": GIB}], "leases": [LEASED],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fence": [HUGE, 0]},
+        {"fence": [(1 << 52) + 1, 0]},  # Redis' Lua would count the next leader's term as the same
+        {"fence": [0, HUGE]},
+        {"fence": [-1, 0]},
+        {"boot_generation": 1 << 63},
+        {"seq": HUGE},
+        {"seq": -1},
+        {"spaces": [{**ROOM, "space": HUGE}]},
+        {"spaces": [{**ROOM, "total_bytes": HUGE}]},
+        {"spaces": [{**ROOM, "free_bytes": -1}]},
+        {"spaces": [ROOM] * 8_193},
+        *({"offers": [{"offer": {**OFFERED, **wrong}, "leased_bytes": 0}]} for wrong in (
+            {"offer_id": "a b"}, {"producer": ""}, {"mempool": "a/b"}, {"key": "a b"}, {"producer_epoch": HUGE},
+            {"boot_generation": HUGE}, {"space": HUGE}, {"length_bytes": HUGE},
+        )),
+        {"offers": [{"offer": OFFERED, "leased_bytes": HUGE}]},
+        *({"leases": [{**LEASED, **wrong}]} for wrong in (
+            {"lease_id": "<b>"}, {"offer_id": ""}, {"consumer": "a b"}, {"key": "x" * 129}, {"token": [HUGE, 1]},
+            {"token": [1, -1]}, {"length_bytes": HUGE}, {"remaining_ms": 3_600_001},
+        )),
+    ],
+    ids=lambda change: "-".join(change),
+)  # fmt: skip
+async def test_numbers_and_words_out_of_range_in_a_mempools_report_are_400_and_change_nothing(api, change):
+    before = (await api.send("GET", "/v1/market")).json()
+    reply = await api.send("PUT", "/v1/mempools/m0/report", {**REPORT, **change})
+    assert (reply.status_code, reply.json()["code"]) == (400, "invalid_request")
+    assert (await api.send("GET", "/v1/market")).json() == before
+    assert (await api.send("PUT", "/v1/mempools/m0/report", REPORT)).status_code == 200
 
 
 async def test_a_key_with_spaces_or_too_long_is_400(api):

@@ -306,6 +306,8 @@ def test_an_offer_is_worth_what_engines_give_back_in_time():
         ({"consumer": InstanceId("nobody")}, "consumer.unknown"),
         ({"consumer": InstanceId(f"i{LENDER}")}, "offer.unfit"),
         ({"token": market.Token(0, 9)}, "lease.stale"),
+        ({"token": market.Token(1 << 60, 9)}, "invalid_request"),
+        ({"lease_id": LeaseId("a b")}, "invalid_request"),
     ],
 )
 def test_a_grant_that_does_not_fit_is_refused_and_changes_nothing(change, code):
@@ -325,6 +327,13 @@ def test_a_grant_is_good_once_and_said_again_it_is_answered_as_before():
     assert rig.leased() == 2
     rig.say(FRONT, calls.ReleaseLoan(call_id=9, lease_id=grant.lease_id))
     assert rig.refused(grant) == "lease.ended"
+
+
+def test_a_grant_said_again_for_another_consumer_is_not_that_ones_loan():
+    rig = Market()
+    rig.worker(33, "cpu:2", quota=4)
+    other = msgspec.structs.replace(rig.lend(2), consumer=InstanceId("i33"))
+    assert rig.refused(other) == "lease.stale"
 
 
 def test_lent_pages_are_in_no_total_twice_and_show_as_a_space_of_their_own():

@@ -10,7 +10,8 @@ memory behind it (`dram_bytes`), for what finds no lent page and for what has to
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from services.mempool.core.actions import Action, PoolLimits
@@ -22,10 +23,12 @@ from services.mempool.core.loan_pool import LoanPool, may_lend
 from services.mempool.core.loans import Grant, Loan, LoanRefused, Loans, Offer, Shelf
 from services.mempool.core.pool import Pool
 from services.mempool.core.space import Memory
+from shared.errors import InvalidRequest
 from shared.ids import Epoch, InstanceId, PageId
 from shared.wire import lending as market
 from shared.wire import mempool as wire
 from shared.wire import mempool_lending as calls
+from shared.wire.lending_limits import check_grant, check_offer
 
 MAX_TTL_MS = market.MAX_DURATION_MS
 MAX_SHELVES = 512  # tables of a few bytes a page, without memory; they stay
@@ -113,6 +116,8 @@ class Lending:
 
         Raises: LoanRefused.
         """
+        with _refusing():
+            check_offer(offer)
         if offer.boot_generation != self.loans.boot_generation:
             raise LoanRefused("epoch.stale", "the offer was made for an earlier mempool")
         memory = self._memory(int(offer.space))
@@ -128,6 +133,8 @@ class Lending:
 
     def take(self, grant: market.Grant, now_ms: int) -> Loan:
         """Accept a grant for a space of this mempool. Raises: LoanRefused; nothing has changed then."""
+        with _refusing():
+            check_grant(grant)
         consumer = self._space_of(grant.consumer)
         offer = self.loans.offers.get(grant.offer_id)
         if offer is None:
@@ -333,3 +340,12 @@ class Lending:
         memory = self._memory(number)
         assert memory is not None
         return memory.page_bytes * memory.num_ranks
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What the coordinator would not take from a report is not known here either."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise LoanRefused(error.code, error.message) from error

@@ -14,7 +14,14 @@ from services.mempool.core.loan_state import LoanState
 from services.mempool.core.loans import Loan, LoanRefused
 from services.mempool.core.pool import Pool
 from shared.ids import SpaceId
-from shared.wire.lending import LeaseReport, MempoolReport, OfferReport, ReportReply, SpaceReport
+from shared.wire.lending import (
+    MAX_DURATION_MS,
+    LeaseReport,
+    MempoolReport,
+    OfferReport,
+    ReportReply,
+    SpaceReport,
+)
 
 
 def make_report(
@@ -50,7 +57,7 @@ def _lease(lending: Lending, loan: Loan, now_ms: int) -> LeaseReport:
     return LeaseReport(
         lease_id=loan.lease_id, offer_id=loan.offer.offer_id, consumer=loan.consumer, purpose=grant.purpose,
         length_bytes=loan.num_pages * lending.unit_bytes(loan.offer.producer), token=loan.token,
-        remaining_ms=max(0, loan.expires_at_ms - now_ms),
+        remaining_ms=min(MAX_DURATION_MS, max(0, loan.expires_at_ms - now_ms)),
         state="held" if loan.state is LoanState.HELD else returning, key=grant.key,
     )  # fmt: skip
 
