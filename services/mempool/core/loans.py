@@ -223,10 +223,11 @@ class Loans:
         if grant.boot_generation != self.boot_generation:
             raise LoanRefused("epoch.stale", "the grant was made for an earlier mempool")
         known = self.loans.get(grant.lease_id)
-        if known is not None and known.token == grant.token and known.asked == grant.num_pages:
+        if known is not None and _is_of(known, grant):
             return known
         if known is not None:
-            raise LoanRefused("lease.stale", f"{grant.lease_id} is held under another token or length")
+            message = f"{grant.lease_id} is held under another token or length, or by another consumer"
+            raise LoanRefused("lease.stale", message)
         if grant.token < self.fence or grant.token == NO_TOKEN:
             raise LoanRefused("lease.stale", f"{grant.token} is below {self.fence}")
         if grant.token in self._ended or any(x.token == grant.token for x in self.loans.values()):
@@ -343,3 +344,13 @@ class Loans:
             if loan.token >= self.fence:
                 self._ended[loan.token] = loan.lease_id
             self._forget(loan.offer)
+
+
+def _is_of(loan: Loan, grant: Grant) -> bool:
+    """Whether the loan is this grant's. A consumer that came back in another space has none of the pages."""
+    return (loan.token, loan.asked, loan.consumer, loan.space) == (
+        grant.token,
+        grant.num_pages,
+        grant.consumer,
+        grant.space,
+    )
