@@ -8,7 +8,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-# What others divide by, and add up: a message with a count of none or a cost without end is malformed.
+# What others divide by, and add up: a message with a count of none, or a cost or rate
+# without end or below nothing, is malformed.
 Count = Annotated[int, Meta(ge=1)]
 Cost = Annotated[float, Meta(ge=0.0, le=1e12)]
 
@@ -16,14 +17,14 @@ Cost = Annotated[float, Meta(ge=0.0, le=1e12)]
 class ModelShape(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sizes of the whole model, before tensor and pipeline parallelism."""
 
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int  # of a mixture of experts: of all experts that one token goes through
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    dtype_bytes: int = 2
+    num_layers: Count
+    hidden_size: Count
+    intermediate_size: Count  # of a mixture of experts: of all experts that one token goes through
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    vocab_size: Count
+    dtype_bytes: Count = 2
 
 
 class CostCoefficients(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -73,5 +74,5 @@ class CostCoefficients(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class LinkRate(Struct, frozen=True, kw_only=True):
     """Measured speed of one path between an instance and other memory."""
 
-    gb_per_s: float
-    latency_ms: float = 0.0
+    gb_per_s: Cost
+    latency_ms: Cost = 0.0

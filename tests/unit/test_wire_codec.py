@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from shared.errors import PeerProtocolError
 from shared.wire.codec import MAX_RAW_FRAMES
-from shared.wire.cost import CostCoefficients, ModelShape
+from shared.wire.cost import CostCoefficients, LinkRate, ModelShape
 from shared.wire.reports import REPORTS
 from shared.wire.requests import TO_WORKER, Abort, GatewayToWorker
-from tests.support.control_plane import hello
+from tests.support.control_plane import hello, report
 
 GOOD = TO_WORKER.pack(Abort(request_id="r", attempt=1), seq=7, raw=[b"abc"])
 
@@ -70,6 +70,26 @@ def test_costs_that_nobody_can_count_with_are_a_protocol_error(field, value):
     bad = hello("decode-0", cost=CostCoefficients(shape=SHAPE, **{field: value}))
     with pytest.raises(PeerProtocolError):
         REPORTS.unpack(REPORTS.pack(bad))
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize("field", ModelShape.__struct_fields__)
+def test_a_model_of_sizes_below_one_is_a_protocol_error(field, value):
+    """Of a worker's Hello. Its predictions fell below nothing, so that it got every request."""
+    bad = CostCoefficients(shape=msgspec.structs.replace(SHAPE, **{field: value}))
+    with pytest.raises(PeerProtocolError):
+        REPORTS.unpack(REPORTS.pack(hello("decode-0", cost=bad)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("field", ["gb_per_s", "latency_ms"])
+def test_links_that_nobody_can_count_with_are_a_protocol_error(field, value):
+    """Of a worker's Report. Times that were no numbers were compared with, and added up."""
+    good = report("decode-0", links={"remote": LinkRate(gb_per_s=5.0, latency_ms=1.0)})
+    assert REPORTS.unpack(REPORTS.pack(good))[1] == good
+    link = msgspec.structs.replace(good.links["remote"], **{field: value})
+    with pytest.raises(PeerProtocolError):
+        REPORTS.unpack(REPORTS.pack(report("decode-0", links={"remote": link})))
 
 
 @pytest.mark.parametrize(
