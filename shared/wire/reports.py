@@ -97,7 +97,7 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
 
 
 class Resync(Struct, frozen=True, kw_only=True, tag="resync"):
-    """I do not know you: say Hello."""
+    """Say Hello: I do not know you, or not under this epoch, or have heard larger numbers of reports than yours."""
 
 
 class Refused(Struct, frozen=True, kw_only=True, tag="refused"):

@@ -130,6 +130,28 @@ def test_an_old_report_proves_life_but_is_no_news_and_gaps_are_counted():
     assert instances.num_report_gaps == 1
 
 
+def test_a_report_with_a_number_of_somebody_elses_is_news_until_the_third_report_behind_it():
+    instances = Instances()
+    instances.hello(hello("p0"), now_ms=0)
+    instances.report(report("p0", seq=2**63 - 1, draining=True), now_ms=1)
+    assert instances.report(report("p0", seq=1), now_ms=250) is None
+    assert instances.report(report("p0", seq=2), now_ms=500) is None
+    assert names(instances, 500) == set()
+    assert isinstance(instances.report(report("p0", seq=3), now_ms=750), Resync)
+    assert isinstance(instances.report(report("p0", seq=4), now_ms=1_000), Resync), "until it says Hello"
+    instances.hello(hello("p0"), now_ms=1_001)
+    assert instances.report(report("p0", seq=5, num_running=3), now_ms=1_002) is None
+    assert instances.get("p0").view(now_ms=1_002).num_requests == 3
+    assert names(instances, 1_002) == {"p0"}
+
+
+def test_old_reports_with_news_between_them_bring_no_hello():
+    instances = Instances()
+    instances.hello(hello("p0"), now_ms=0)
+    for seq in (5, 4, 5, 6, 6, 1, 7):
+        assert instances.report(report("p0", seq=seq), now_ms=seq) is None
+
+
 def test_the_table_is_bounded():
     instances = Instances(InstanceLimits(max_instances=2))
     answers = [instances.hello(hello(f"p{i}"), now_ms=0) for i in range(3)]

@@ -2,6 +2,7 @@
 
     unknown -(Hello)-> live -(no report for dead_after_ms)-> dead -(Report)-> live
     live, dead -(Goodbye, or dead for forget_after_ms)-> unknown; unknown -(Report)-> Resync, then Hello
+    live -(OLD_REPORTS reports in a row whose numbers are not new)-> Resync, then Hello: numbers begin anew
 
 Silence counts only while this process could have heard: see attend().
 
@@ -13,12 +14,12 @@ Where there is a coordinator its list decides: anybody can say Hello under any n
 that beats there is dropped after some answers, see follow(), and believed again only when the list names it.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from services.scheduler.core.fading import Fading
 from services.scheduler.core.limits import FORGET_MS
 from services.scheduler.core.load import InstanceLoad, LoadView
 from shared.costmodel.model import CostModel
@@ -32,11 +33,10 @@ from shared.wire.placement import Target
 from shared.wire.reports import Goodbye, Hello, PoolPlace, Refused, Report, Resync, Role, Welcome
 
 MAX_REMEMBERED_EPOCHS = 10_000
-CORRECTIONS = (0.1, 10.0)  # what a worker may say of its own model
-CORRECTION_HALF_LIFE_MS = 10_000
 AWAY_AFTER_MS = 300  # between two attend(): three of the shell's ticks
 CONTRADICTED_POLLS = 3  # the first answer may have been on its way when the owner registered
 UNCONFIRMED = "epoch.unconfirmed"  # code of a refusal: come again, under the same epoch
+OLD_REPORTS = 3  # in a row: the number before them was not the worker's, or it counts anew
 AWAY_COUNTS_MS = 100  # of a longer time, as one tick: who stands still at every turn has to see the dead, too
 
 _model_of = lru_cache(maxsize=1_024)(CostModel)  # equal coefficients, one model
@@ -50,26 +50,6 @@ class InstanceLimits:
     forget_after_ms: int = 60_000
     report_interval_ms: int = 250
     max_instances: int = 1_024
-
-
-@dataclass(slots=True)
-class Fading:
-    """A correction that nothing has confirmed for a while counts less and less.
-
-    Otherwise an instance that was slow once, perhaps because of a neighbour, would not be asked again and so could
-    never show that it is as fast as before.
-    """
-
-    said: float = 1.0
-    num_measured: int = 0
-    at_ms: int = 0
-
-    def now(self, said: float, num_measured: int, now_ms: int) -> float:
-        """What to multiply by. A worker that measures nothing new repeats what it said, and of how much it is."""
-        if said != self.said or num_measured != self.num_measured:
-            self.said, self.num_measured, self.at_ms = said, num_measured, now_ms
-        faded = 0.5 ** ((now_ms - self.at_ms) / CORRECTION_HALF_LIFE_MS)
-        return 1.0 + (_correction(said) - 1.0) * faded
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +78,7 @@ class Instance:
     load: InstanceLoad
     seen_at_ms: int
     last_seq: int = -1
+    num_old: int = 0  # reports in a row that were not newer than last_seq
     chosen_at: int = 0  # sequence number of its last placement: breaks ties
     draining: bool = False
     dead: bool = False  # said once by tick()
@@ -248,10 +229,11 @@ class Instances:
         known.seen_at_ms = now_ms
         known.dead = False
         if report.seq <= known.last_seq:
-            return None  # an echo of the past: proof of life, but no news
+            known.num_old += 1  # an echo of the past: proof of life, but no news
+            return Resync() if known.num_old >= OLD_REPORTS else None
         if known.last_seq >= 0 and report.seq != known.last_seq + 1:
             self.num_report_gaps += 1  # each report is whole, so a gap needs no repair
-        known.last_seq = report.seq
+        known.last_seq, known.num_old = report.seq, 0
         if known.draining != report.draining:
             known.draining = report.draining
             self._forget_live()
@@ -381,12 +363,6 @@ class Instances:
 
 def _stale(instance: InstanceId, epoch: Epoch, newest: Epoch) -> Refused:
     return Refused(code=StaleEpoch.code, reason=f"{instance} has epoch {newest}; {epoch} is over")
-
-
-def _correction(value: float) -> float:
-    """It comes from a socket."""
-    low, high = CORRECTIONS
-    return min(high, max(low, value)) if math.isfinite(value) else 1.0
 
 
 def _remember(epochs: dict[InstanceId, Epoch], instance: InstanceId, epoch: Epoch) -> None:
