@@ -85,6 +85,7 @@ class SchedulerReports:
         self._timer: asyncio.TimerHandle | None = None
         self._soon: asyncio.TimerHandle | None = None
         self._hello_at = 0.0
+        self._is_asked = False  # for a Hello, by a Resync that came too soon behind the last one
         self.welcomed = False
         self.draining = False
 
@@ -130,7 +131,7 @@ class SchedulerReports:
         return True
 
     def _say_hello(self) -> None:
-        self.welcomed = False
+        self.welcomed = self._is_asked = False
         self._hello_at = asyncio.get_running_loop().time()
         if self._epoch and not self.draining:
             self._send(self._hello(self._epoch))
@@ -151,7 +152,8 @@ class SchedulerReports:
             case ServedElsewhere():
                 self._on_served(message.served)
             case Resync():
-                self._say_hello()
+                self.welcomed, self._is_asked = False, True
+                self._say_hello_if_due()
             case Refused():
                 self.welcomed = False
                 _log.warning("scheduler_refused", code=message.code, reason=message.reason)
@@ -163,7 +165,13 @@ class SchedulerReports:
         self._timer = loop.call_later(self._interval_s, self._tick)
         if self.welcomed:
             self._report()
-        elif self.up and loop.time() - self._hello_at > self._settings.hello_timeout_ms / 1000:
+        elif self.up:
+            self._say_hello_if_due()
+
+    def _say_hello_if_due(self) -> None:
+        """A scheduler that welcomes each Hello and wants another behind each report gets one an interval."""
+        since_s = asyncio.get_running_loop().time() - self._hello_at
+        if since_s > (self._interval_s if self._is_asked else self._settings.hello_timeout_ms / 1000):
             self._say_hello()
 
     def _report(self) -> None:
