@@ -48,11 +48,16 @@ class DeskLoop:
         return {"spaces": self._desk.status(), "bytes_moved": spent, "copies_held": copies.num_held}
 
     async def _run(self) -> None:
-        shell = self._shell
+        shell, interval_ms = self._shell, round(self._interval_s * 1_000)
+        now_ms = shell.clock.now_ms()
         while True:
+            due_ms = now_ms + interval_ms
             await asyncio.sleep(self._interval_s)
+            now_ms = shell.clock.now_ms()
+            if now_ms > due_ms:  # it stood still, and decides before it has read what fronts said meanwhile
+                self._desk.excuse(now_ms - due_ms, now_ms)
             shell.pool.learn_rates(shell.spaces.pair_rates())
-            wishes, actions = shell.pool.decide_market(shell.clock.now_ms())
+            wishes, actions = shell.pool.decide_market(now_ms)
             shell.perform(actions)
             self._log()
             for wish in wishes:

@@ -88,6 +88,11 @@ class Producer:
         """Whether memory that was to be offered still is: load may have risen while the coordinator was asked."""
         return now_ms >= self._held_until_ms
 
+    def excuse(self, late_ms: int, now_ms: int) -> None:
+        """decide() comes so late that reports may lie unread: that time is no silence."""
+        if self._heard_at_ms is not None:
+            self._heard_at_ms = min(now_ms, self._heard_at_ms + late_ms)
+
     def decide(
         self,
         load: Load | None,

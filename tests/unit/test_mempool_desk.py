@@ -216,6 +216,24 @@ def test_an_engine_that_falls_silent_gets_its_memory_back():
     assert rig.leased() == 0
 
 
+def test_a_mempool_that_stood_still_takes_nothing_back_for_what_it_has_not_read_yet():
+    rig = Rig()
+    rig.step(12)
+    lent = rig.leased()
+    assert lent
+    rig.advance(10 * RULES.silent_ms)
+    rig.desk.excuse(10 * RULES.silent_ms - STEP_MS, rig.now_ms)
+    rig.core.decide_market(rig.now_ms)
+    rig.step(5)
+    assert rig.leased() == lent
+    del rig.load[SELLER]
+    for _ in range(1 + 2 * RULES.silent_ms // STEP_MS):  # always late: the interval itself counts
+        rig.advance(1_000)
+        rig.desk.excuse(1_000, rig.now_ms)
+        rig.step()
+    assert rig.leased() == 0
+
+
 def test_nothing_is_offered_for_an_engine_whose_neighbour_in_the_space_reports_nothing():
     rig = Rig()
     rig.worker(30, "cpu:1")

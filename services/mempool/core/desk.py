@@ -15,6 +15,7 @@ from typing import Any
 
 from services.mempool.core.lending import Lending
 from services.mempool.core.lending_budgets import LendingBudgets
+from services.mempool.core.load_reports import LoadReports
 from services.mempool.core.loan_pool import may_lend
 from services.mempool.core.loan_state import LoanState
 from services.mempool.core.loans import LoanRefused
@@ -38,13 +39,6 @@ from shared.wire.lending import (
     SpaceRef,
 )
 from shared.wire.mempool_lending import MemoryShares, ReportLoad
-
-
-@dataclass(slots=True)
-class _Report:
-    message: ReportLoad
-    at_ms: int
-    connection: int
 
 
 @dataclass(slots=True)
@@ -84,7 +78,7 @@ class Desk:
         self.budgets = LendingBudgets(rules, lending.copies)
         self._lending, self._pools, self._profiles, self._name = lending, pools, profiles, name
         self._space_of, self._touched = space_of, touched
-        self._reports: dict[InstanceId, _Report] = {}
+        self._reports = LoadReports(rules.silent_ms)
         self._parties: dict[int, _Party] = {}
         self._num_wishes = 0
         self._wishes: list[Wish] = []
@@ -94,14 +88,18 @@ class Desk:
 
     def on_load(self, connection: int, instance: InstanceId, message: ReportLoad, now_ms: int) -> None:
         """An engine's front says how busy it is. One of a larger epoch takes the place of an earlier one."""
-        known = self._reports.get(instance)
-        if known is None or message.instance_epoch >= known.message.instance_epoch:
-            self._reports[instance] = _Report(message, now_ms, connection)
+        self._reports.hear(connection, instance, message, now_ms)
 
     def on_closed(self, connection: int) -> None:
         """It reports no more."""
-        for instance in [i for i, report in self._reports.items() if report.connection == connection]:
-            del self._reports[instance]
+        self._reports.forget(connection)
+
+    def excuse(self, late_ms: int, now_ms: int) -> None:
+        """decide() comes so late: what was said meanwhile is not read yet, and nobody was silent."""
+        self._reports.excuse(late_ms, now_ms)
+        for party in self._parties.values():
+            party.heard_at_ms = min(now_ms, party.heard_at_ms + late_ms)
+            party.producer.excuse(late_ms, now_ms)
 
     def answered(self, wish: Wish, answer: Answer, now_ms: int) -> None:
         """The coordinator's answer; None: none came in time."""
@@ -200,7 +198,7 @@ class Desk:
             party.consumer.lost(now_ms)
         party.held = held
         lends = any(x.length_bytes or x.lent_bytes for x in offers) or party.producer.is_asking
-        lives = bool(instances) and all(self._is_fresh(name, now_ms) for name in instances)
+        lives = bool(instances) and all(self._reports.is_fresh(name, now_ms) for name in instances)
         if need is None:
             return
         for one in party.consumer.decide(loans, now_ms, lends=lends, lives=lives):
@@ -264,7 +262,7 @@ class Desk:
 
     def _load(self, number: int, instances: Sequence[InstanceId], party: _Party, now_ms: int) -> Load | None:
         """None: not every engine has reported, or nothing new since the last reading."""
-        if not instances or not all(self._is_fresh(name, now_ms) for name in instances):
+        if not instances or not all(self._reports.is_fresh(name, now_ms) for name in instances):
             return None
         reports = [self._reports[name] for name in instances]
         newest = max(report.at_ms for report in reports)
@@ -283,10 +281,6 @@ class Desk:
             sum(report.message.num_waiting for report in reports),
             sum(report.message.num_arrived for report in reports),
         )  # fmt: skip
-
-    def _is_fresh(self, instance: InstanceId, now_ms: int) -> bool:
-        report = self._reports.get(instance)
-        return report is not None and now_ms - report.at_ms < self.rules.silent_ms
 
     def _need(self, number: int) -> Need | None:
         """None: a space without host memory behind it cannot borrow."""
