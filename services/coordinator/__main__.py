@@ -1,6 +1,7 @@
 """`python -m services.coordinator --listen 127.0.0.1:8103`: settings, clock, listener, core -> run."""
 
 import contextlib
+import ipaddress
 import socket
 import sys
 from collections.abc import Generator
@@ -49,13 +50,24 @@ def bind(listen: str) -> socket.socket:
     return listener
 
 
+def own_url(advertise: str, host: str, port: int) -> str:
+    """Under which this coordinator is reached, and told from the others on its Redis.
+
+    A wildcard is the same word on every host: with it as their names two coordinators would both lead.
+    """
+    if advertise:
+        return advertise
+    if ipaddress.ip_address(host).is_unspecified:
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 async def run(settings: CoordinatorSettings) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
     listener = bind(settings.listen)
     logger = log.get_logger("coordinator")
     host, port = listener.getsockname()[:2]
-    url = settings.advertise or f"http://{host}:{port}"
-    coordinator = Coordinator(settings, MonotonicClock(), url=url)
+    coordinator = Coordinator(settings, MonotonicClock(), url=own_url(settings.advertise, host, port))
     server = _Server(
         uvicorn.Config(
             create_app(coordinator, settings.api_keys),

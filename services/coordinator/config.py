@@ -34,7 +34,9 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     journal_wait_ms: int = 500  # at start, for Redis to answer with the journal
 
     # Several coordinators may share one Redis: one leads, the others stand by and say where it is.
-    advertise: str = ""  # URL under which this one is reached; "": http:// and what it listens on
+    # URL under which this one is reached, its own among all of them; "": http:// and what it listens on, or the host's
+    # name where that is a wildcard
+    advertise: str = ""
     leader_lease_ms: int = 3_000  # a leader that Redis has not heard from for so long is succeeded
     # what Redis must do with the market's journal before a grant is said: "any" (warns), or "always": memory is
     # lent only while its appendfsync is always
