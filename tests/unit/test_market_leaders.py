@@ -164,3 +164,39 @@ def test_an_offer_that_is_worth_nothing_and_forgotten_is_not_found_again_and_aga
     listed = replace(report, offers=[*report.offers, OfferReport(offer=empty, leased_bytes=0)])
     world.a.report(world.m0.name, listed, now_ms=world.now_ms)
     assert "o-1-1" not in world.a.book.offers
+
+
+@pytest.mark.parametrize("lost", [("mempool:",), ("mempool:", "offer:"), ("offer:",)])
+def test_what_a_damaged_journal_left_without_its_mempool_or_offer_ends_in_time(world, lost):
+    grant = borrow(world)
+    reclaim(world, grant.offer_id)
+    world.write("a")
+    kept = {name: entry for name, entry in world.store.fields.items() if not name.startswith(lost)}
+    assert {name.split(":")[0] for name in kept} >= {"lease", "reclaim"}
+    b, now_ms = Market(LIMITS), 0
+    b.restore(kept.values(), replace=True, now_ms=now_ms)
+    b.lead(world.store.term + 1, until_ms=1 << 60, knows_all=True, now_ms=now_ms)
+    b.tick(now_ms=LIMITS.forget_after_ms - 1)
+    assert b.book.leases[grant.lease_id].state != "ended", "its mempool may come"
+    assert any(b.book.open_reclaims(grant.offer_id))
+    while now_ms < 5 * LIMITS.forget_after_ms:
+        now_ms += 250
+        b.tick(now_ms=now_ms)
+    assert not b.book.leases
+    assert not b.book.reclaims
+    assert not b.book.offers
+    written = {name for name, entry in b.take_journal().items() if entry is not None}
+    assert written <= {"mempool:m0", "mempool:m1"}
+
+
+def test_an_offer_that_is_open_again_is_in_the_journal_again(world):
+    limits = replace_limits(forget_after_ms=2_000)
+    world.a.limits = world.a.book.limits = limits
+    field = f"offer:{the_offer(world).offer.offer_id}"
+    world.pass_ms(2_000)
+    world.write("a")
+    assert field not in world.store.fields
+    world.settle("a")
+    world.write("a")
+    assert the_offer(world).state == "open"
+    assert field in world.store.fields

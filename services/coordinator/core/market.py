@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from services.coordinator.core import market_reports
 from services.coordinator.core.market_book import Book
 from services.coordinator.core.market_choice import choose
+from services.coordinator.core.market_orphans import end_orphans
 from services.coordinator.core.market_records import (
     NO_BOOT,
     LeaseRecord,
@@ -328,6 +329,7 @@ class Market:
             waited_ms = now_ms - record.changed_at_ms
             if record.state == "proposed" and waited_ms >= limits.forget_after_ms:
                 book.close_offer(record, "its mempool never took it", now_ms)
+        end_orphans(book, now_ms)
         if now_ms >= self._forgets_at_ms:
             self._forgets_at_ms = now_ms + FORGET_EVERY_MS
             book.forget(now_ms)

@@ -107,6 +107,7 @@ def _learn_offer(book: Book, mempool: MempoolRecord, report: OfferReport, now_ms
     elif record.closed and offer.length_bytes > 0:
         # Back from a mempool that was gone, or presented late. What was reclaimed stays so: target_bytes is kept.
         record.closed = False
+        book.write_offer(record)
         book.note("offer_found", offer.offer_id, f"{offer.producer}: again", now_ms)
     elif record.reported_bytes is None and not record.closed:
         book.note("offer_open", offer.offer_id, f"{offer.producer}: {offer.length_bytes} bytes", now_ms)
