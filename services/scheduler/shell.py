@@ -219,7 +219,8 @@ class Scheduler:
         _decision.observe((time.time_ns() - start_ns) / 1e6)
         if isinstance(answer, Held):
             self._askers[message.request_id, message.attempt] = identity, message, start_ns
-        else:
+        else:  # also to one that was held, and asked again over a new connection
+            self._askers.pop((message.request_id, message.attempt), None)
             self._record(message, answer, start_ns)
         self._answer(identity, answer)
 
