@@ -1,9 +1,11 @@
-"""Health probes: one HTTP GET, one PING of Redis or one unix connection, with a deadline. No client library."""
+"""Health probes: one HTTP GET, one PING of Redis or one question to the keeper, with a deadline. No client library."""
 
 import asyncio
 import contextlib
 
 from deploy.local.supervision import Health
+from shared.transport.unix_framing import pack_message
+from shared.wire import keeper as wire
 
 MAX_HEAD_BYTES = 16 << 10
 MAX_SAID_CHARS = 100
@@ -28,15 +30,22 @@ async def probe_redis(host: str, port: int, *, timeout_s: float) -> tuple[Health
     return (Health.OK, "") if reply else (Health.SILENT, "")
 
 
-async def probe_unix(path: str, *, timeout_s: float) -> Health:
-    """OK if somebody accepts at the unix socket."""
+async def probe_keeper(path: str, *, timeout_s: float) -> Health:
+    """OK if it answers a question that needs no floor; the kernel accepts for a keeper that is stopped."""
+    writer, answer = None, b""
+    question = pack_message(wire.TO_KEEPER.pack(wire.ListSpaces()), num_fds=0, max_fds=wire.MAX_FDS)
     try:
         async with asyncio.timeout(timeout_s):
-            _, writer = await asyncio.open_unix_connection(path)
+            reader, writer = await asyncio.open_unix_connection(path)
+            writer.write(question)
+            writer.write_eof()  # it ends the connection: a peer that left with an answer unread would be in its log
+            answer = await reader.read()
     except (OSError, TimeoutError):
         return Health.SILENT
-    writer.close()
-    return Health.OK
+    finally:
+        if writer is not None:
+            writer.close()
+    return Health.OK if answer else Health.SILENT
 
 
 async def _http_status(host: str, port: int, path: str, *, timeout_s: float) -> int | None:

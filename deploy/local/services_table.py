@@ -16,7 +16,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 Launcher = Literal["exec", "zygote"]
-ProbeKind = Literal["http", "redis", "unix", "zygote"]
+ProbeKind = Literal["http", "redis", "keeper", "zygote"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Probe:
     kind: ProbeKind
     host: str = LOOPBACK
     port: int = 0
-    path: str = "/ready"  # of unix: the socket's
+    path: str = "/ready"  # of keeper: its socket's
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +297,7 @@ def _keeper(plan: Plan) -> Service:
         module=kind.module,
         command=("--socket", _keeper_socket(plan), *plan.row_flags.get("keeper", ())),
         depends_on=kind.depends_on,
-        probe=Probe("unix", path=_keeper_socket(plan)),
+        probe=Probe("keeper", path=_keeper_socket(plan)),
         start_timeout_ms=kind.start_timeout_ms,
         stop_grace_ms=kind.stop_grace_ms,
     )

@@ -207,8 +207,8 @@ class Supervisor:
             elif probe.kind == "redis":
                 health, said = await probes.probe_redis(probe.host, probe.port, timeout_s=PROBE_TIMEOUT_S)
                 self._said[name] = said
-            elif probe.kind == "unix":
-                health = await probes.probe_unix(probe.path, timeout_s=PROBE_TIMEOUT_S)
+            elif probe.kind == "keeper":
+                health = await probes.probe_keeper(probe.path, timeout_s=PROBE_TIMEOUT_S)
             else:
                 health = await probes.probe_http(
                     probe.host, probe.port, probe.path, timeout_s=PROBE_TIMEOUT_S
@@ -304,6 +304,6 @@ def _probe_text(service: Service) -> str:
     return {
         "http": f"http://{probe.host}:{probe.port}{probe.path}",
         "redis": f"redis://{probe.host}:{probe.port}",
-        "unix": f"unix:{probe.path}",
+        "keeper": f"unix:{probe.path}",
         "zygote": "zygote",
     }[probe.kind]

@@ -7,6 +7,7 @@ at start. Without a keeper every call does nothing.
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -24,6 +25,7 @@ from shared.transport.unix_socket import OutOfDescriptors, close_fds, duplicates
 SPACE = "pages"  # the first one's name; the others have their number behind it
 SLABS_PER_CALL = 128
 RESTORE_INTERVAL_S = 0.5
+MAX_RESTORE_INTERVAL_S = 10.0  # after tries that were waited for: a keeper that hangs
 
 log = get_logger("mempool.kept")
 
@@ -45,6 +47,7 @@ class Kept:
         self._slabs: dict[tuple[int, int], DeviceSlabs | KeptSlabs] = {}  # by space and rank
         self._processes: dict[int, tuple[int, takeover.ProcessMeta]] = {}  # pid -> own pidfd, meta
         self._timer: asyncio.TimerHandle | None = None
+        self._restore_pause_s = RESTORE_INTERVAL_S
         self._watches = False
         self._watched: tuple[int, int] | None = None  # connection number and descriptor under a reader
 
@@ -230,12 +233,13 @@ class Kept:
 
     def _restore_later(self) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(RESTORE_INTERVAL_S, self._restore)
+            self._timer = asyncio.get_running_loop().call_later(self._restore_pause_s, self._restore)
 
     def _restore(self) -> None:
         self._timer = None
         if self._watched is not None:  # a call was faster
             return
+        began = time.monotonic()
         try:
             is_back = self.client.restore()
         except KeeperStale:
@@ -244,6 +248,11 @@ class Kept:
             log.info("keeper_not_back", code=error.code)
             is_back = False
         if is_back:
+            self._restore_pause_s = RESTORE_INTERVAL_S
             self._watch_now()
-        else:
-            self._restore_later()
+            return
+        # a keeper that hangs holds the whole mempool up at each try; one that is gone costs nothing
+        was_waited_for = time.monotonic() - began >= RESTORE_INTERVAL_S
+        longer_s = min(2 * self._restore_pause_s, MAX_RESTORE_INTERVAL_S)
+        self._restore_pause_s = longer_s if was_waited_for else RESTORE_INTERVAL_S
+        self._restore_later()

@@ -1,5 +1,6 @@
 """The keeper as a process: what it holds outlives its creators, and nothing that a peer does harms it."""
 
+import asyncio
 import contextlib
 import os
 import random
@@ -12,6 +13,8 @@ import sys
 
 import pytest
 
+from deploy.local.probes import probe_keeper
+from deploy.local.supervision import Health
 from shared.errors import PeerGone, ResourceError
 from shared.ids import Epoch
 from shared.mempool.keeper_client import KeeperClient, KeeperFull, KeeperStale
@@ -277,3 +280,16 @@ def test_two_keepers_never_share_a_socket(keeper):
     assert second.returncode == 2
     assert "another process serves" in second.stderr
     assert keeper.client(5).list_spaces() == []
+
+
+def test_a_probe_wants_an_answer_and_leaves_nothing_behind(keeper):
+    with contextlib.closing(keeper.client(1)) as mempool:
+        before, log = keeper.num_open(), keeper.log.read_text()
+        for _ in range(20):
+            assert asyncio.run(probe_keeper(str(keeper.socket), timeout_s=30)) is Health.OK
+        until(lambda: keeper.num_open() == before, "every connection of a probe has ended", 30)
+        assert keeper.log.read_text() == log
+        keeper.process.send_signal(signal.SIGSTOP)
+        assert asyncio.run(probe_keeper(str(keeper.socket), timeout_s=0.5)) is Health.SILENT
+        keeper.process.send_signal(signal.SIGCONT)
+        assert mempool.list_spaces() == []

@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import signal
 
 import pytest
 
+from services.mempool import kept as kept_module
 from services.mempool import takeover
 from services.mempool.kept import Kept, name_of
 from services.mempool.memory import PoolMemory
@@ -72,6 +74,32 @@ async def test_a_call_that_reaches_the_next_keeper_hands_over_and_is_watched_aga
     await asyncio.sleep(0.05)
     keeper.start()
     await restored(kept, 2)
+
+
+async def test_a_keeper_that_hangs_is_tried_more_and_more_seldom(keeper, kept, monkeypatch):
+    """Each try holds the mempool's loop up until its deadline."""
+    monkeypatch.setattr(kept_module, "RESTORE_INTERVAL_S", 0.1)
+    monkeypatch.setattr(kept_module, "MAX_RESTORE_INTERVAL_S", 0.4)
+    kept._restore_pause_s = 0.1
+    kept.client._timeout_ms = 150
+    pauses, later = [], asyncio.get_running_loop().call_later
+
+    def recorded(delay, call, *args):
+        if call == kept._restore:
+            pauses.append(delay)
+        return later(delay, call, *args)
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", recorded)
+    keeper.process.send_signal(signal.SIGSTOP)
+    keep_me(kept)
+    async with asyncio.timeout(30):
+        while len(pauses) < 5:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert pauses[:5] == [0.1, 0.2, 0.4, 0.4, 0.4]
+    kept.client._timeout_ms = 30_000
+    keeper.process.send_signal(signal.SIGCONT)
+    await restored(kept, 1)
+    assert kept._restore_pause_s == 0.1
 
 
 async def test_a_successor_hears_whether_newcomers_are_owed_what_a_space_lacks(keeper, kept):

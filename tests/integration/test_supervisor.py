@@ -141,7 +141,7 @@ def test_a_killed_keeper_comes_back_and_gets_the_mempools_descriptors_again(run)
     run.services.append(
         {
             "name": "keeper", "module": "services.mempool.keeper", "command": ["--socket", socket_path],
-            "probe": "unix", "path": socket_path,
+            "probe": "keeper", "path": socket_path,
         }
     )  # fmt: skip
     run.start().wait_ready()
@@ -154,6 +154,25 @@ def test_a_killed_keeper_comes_back_and_gets_the_mempools_descriptors_again(run)
         run.wait_new("keeper", old)
         assert client.restore()
         assert [(one.space, one.num_fds) for one in client.list_spaces()] == [("s", {"pages": 1})]
+
+
+def test_a_keeper_that_hangs_is_replaced(run):
+    run.rules = {"silent_ms": 4000}
+    path = str(run.paths.sockets / "keeper.sock")
+    command = ["--socket", path]
+    run.services.append(
+        {
+            "name": "keeper",
+            "module": "services.mempool.keeper",
+            "command": command,
+            "probe": "keeper",
+            "path": path,
+        }
+    )
+    run.start().wait_ready()
+    old = run.service("keeper")["pid"]
+    os.kill(old, signal.SIGSTOP)
+    run.wait_new("keeper", old)
 
 
 def test_a_supervisor_that_stood_still_goes_on_with_the_same_processes(run):

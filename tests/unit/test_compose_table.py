@@ -129,7 +129,7 @@ def test_the_health_check_asks_the_path_and_port_of_the_table(name):
     probe = table()[name].probe
     url = f"http://127.0.0.1:{probe.port}{ROWS[name].health_path}"
     assert SERVICES[name]["healthcheck"]["test"][-1] == (
-        f"unix:{probe.path}" if probe.kind == "unix" else url
+        f"unix:{probe.path}" if probe.kind == "keeper" else url
     )
 
 
