@@ -9,21 +9,28 @@ from typing import Annotated
 
 import typer
 
+from deploy.local import config, plan, run_supervisor
 from deploy.local.control import ControlClient
-from deploy.local.terminal import connect, out
+from deploy.local.terminal import connect, fail, out
 from shared.errors import PeerGone
 
 PATIENCE_S = 20.0
 END_WAIT_S = 5.0
+# for a start that cannot be asked to stop yet: `quire up` looks at the GPUs, then its supervisor does
+UNDER_WAY_WAIT_S = 2 * plan.NVIDIA_SMI_TIMEOUT_S + 20.0
+SAY_AFTER_S = 1.0
+POLL_S = 0.05
 
 
 def down(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing when nothing runs.")] = False,
 ) -> None:
-    """Stop every service of this machine's cluster, gateway first. Nothing running is no error."""
-    try:
-        client = connect()
-    except PeerGone:
+    """Stop every service of this machine's cluster, gateway first. Nothing running is no error.
+
+    Exit code 1: a `quire up` has begun that cannot be stopped yet.
+    """
+    client = _connected()
+    if client is None:
         if not quiet:
             out.print("nothing is running")
         return
@@ -31,6 +38,24 @@ def down(
     with client, contextlib.suppress(ProcessLookupError):  # it ends by itself, too, as where two say `down`
         _end(client)
     out.print(f"stopped in {time.monotonic() - began:.1f} s")
+
+
+def _connected() -> ControlClient | None:
+    """None: nothing runs. Who has the run's lock will answer, or let go of it. Exits 1 when neither happens."""
+    paths = config.paths_of(config.default_home())
+    began, is_said = time.monotonic(), False
+    while True:
+        with contextlib.suppress(PeerGone):
+            return connect()
+        if not run_supervisor.is_locked(paths):
+            return None
+        waited_s = time.monotonic() - began
+        if waited_s > UNDER_WAY_WAIT_S:
+            fail(f"a `quire up` is under way, and cannot be stopped yet; {paths.lock} is held")
+        if waited_s > SAY_AFTER_S and not is_said:
+            out.print("a `quire up` is under way: waiting until it can be stopped")
+            is_said = True
+        time.sleep(POLL_S)
 
 
 def _end(client: ControlClient) -> None:

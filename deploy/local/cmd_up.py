@@ -15,12 +15,13 @@ import typer
 
 from deploy.local import config, config_digest, plan, run_supervisor
 from deploy.local.control import ControlClient
+from deploy.local.interrupts import Interrupts
 from deploy.local.launch import errors, tail
 from deploy.local.progress import Progress
 from deploy.local.terminal import fail, out, program, shorten, show_log_tail
 from shared.errors import PeerGone, SettingsError
 
-SUPERVISOR_START_S = 20.0
+SUPERVISOR_START_S = plan.NVIDIA_SMI_TIMEOUT_S + 20.0  # it looks at the GPUs before it answers
 STOP_WAIT_S = 15.0
 POLL_S = 0.05
 ANOTHER_BEGAN = "another `quire up` has begun: waiting for it"
@@ -96,13 +97,15 @@ def up(
     found = config.load(argv)
     wanted = Wanted(found, config.paths_of(found.home), _command(found, later))
     config.make_folders(wanted.paths)
-    with _take_place(wanted) as lock:
-        run_supervisor.write_start(wanted.paths, _prepared(found))
-        _keep_old_logs(wanted.paths)
-        if foreground:
-            sys.exit(run_supervisor.main(["--home", found.home], lock=lock))
-        supervisor = _start(wanted, lock)
-    _wait(wanted, supervisor)
+    with contextlib.ExitStack() as stack:
+        with _take_place(wanted) as lock:
+            run_supervisor.write_start(wanted.paths, _prepared(found))
+            _keep_old_logs(wanted.paths)
+            if foreground:
+                sys.exit(run_supervisor.main(["--home", found.home], lock=lock))
+            interrupts = stack.enter_context(Interrupts())
+            supervisor = _start(wanted, lock)
+        _wait(wanted, supervisor, interrupts)
 
 
 def _weaves(wanted: str) -> dict[str, str]:
@@ -231,14 +234,33 @@ def _log(wanted: Wanted) -> Path:
     return wanted.paths.logs / "supervisor.log"
 
 
-def _wait(wanted: Wanted, supervisor: "subprocess.Popen[bytes]") -> None:
-    with _wait_for_control(wanted, supervisor) as client:
-        try:
+def _wait(wanted: Wanted, supervisor: "subprocess.Popen[bytes]", interrupts: Interrupts) -> None:
+    """Until it serves. A supervisor that nobody could follow, or whose start was interrupted, is ended."""
+    has_control = False
+    try:
+        interrupts.let()
+        with _wait_for_control(wanted, supervisor) as client:
+            has_control = True
             _follow(client, wanted, is_ours=True)
-        except KeyboardInterrupt:
-            out.print("interrupted: stopping what was started")
-            _stop(wanted)
-            sys.exit(130)
+    except KeyboardInterrupt:
+        supervisor.terminate()  # first: the terminal may be what has gone
+        out.print("interrupted: stopping what was started")
+        _end(wanted, supervisor)
+        sys.exit(130)
+    except BaseException:
+        if not has_control:
+            _end(wanted, supervisor)
+        raise
+
+
+def _end(wanted: Wanted, supervisor: "subprocess.Popen[bytes]") -> None:
+    """It stops its services in order; before it answers it has none."""
+    supervisor.terminate()
+    try:
+        supervisor.wait(STOP_WAIT_S)
+    except subprocess.TimeoutExpired:
+        pid = supervisor.pid
+        out.print(f"the supervisor (pid {pid}) has not ended; try `{wanted.command} down`", markup=False)
 
 
 def _wait_for_control(wanted: Wanted, supervisor: "subprocess.Popen[bytes]") -> ControlClient:

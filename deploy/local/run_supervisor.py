@@ -62,6 +62,18 @@ def take_lock(paths: config.Paths) -> IO[bytes] | None:
     return lock
 
 
+def is_locked(paths: config.Paths) -> bool:
+    """Whether somebody has the run's lock now: a supervisor, or an `up` that will start one."""
+    try:
+        with paths.lock.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is no such file, or it is not ours
+        return False
+    return False
+
+
 def planned(start: Start) -> tuple[Plan, list[Service]]:
     """What would run; nothing is made yet. Raises: SettingsError."""
     made = plan.make_plan(start.settings, config.paths_of(start.settings.home), start.model)

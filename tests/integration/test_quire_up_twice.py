@@ -93,3 +93,27 @@ def test_an_up_during_a_start_is_done_when_it_serves_and_one_during_a_stop_leave
     assert (code, quire.is_served()) == (0, True), out + err
     assert said(down)[0] == 0
     assert json.loads(quire("status", "--json")[1])["pid"] != old["pid"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_up_that_ends_before_its_supervisor_answers_leaves_none(quire, number):
+    up = quire.begin(*quire.up)
+    children = Path(f"/proc/{up.pid}/task/{up.pid}/children")
+    while not (found := children.read_text().split()):
+        time.sleep(0.005)
+    up.send_signal(number)
+    code, out, err = said(up)
+    assert (code, "interrupted" in out) == (130, True), out + err
+    assert not Path(f"/proc/{found[0]}").exists()
+    assert not run_supervisor.is_locked(config.paths_of(quire.home))
+
+
+def test_a_down_before_the_supervisor_answers_stops_what_has_begun(quire):
+    up = quire.begin(*quire.up)
+    paths = config.paths_of(quire.home)
+    while not run_supervisor.is_locked(paths):
+        time.sleep(0.005)
+    code, out, err = quire("down")
+    assert (code, "stopped in" in out) == (0, True), out + err
+    assert said(up)[0] == 1
+    assert not run_supervisor.is_locked(paths)
