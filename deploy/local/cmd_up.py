@@ -172,7 +172,7 @@ def _take_place(wanted: Wanted) -> IO[bytes]:
 def _look(wanted: Wanted) -> str:
     """What to wait for; exits when there is a cluster that stays. Raises: PeerGone: it does not answer."""
     try:
-        client = ControlClient(wanted.paths.control)
+        client = ControlClient(wanted.paths.control, home=wanted.paths.home)
     except PeerGone:
         return ANOTHER_BEGAN
     with client:
@@ -267,7 +267,7 @@ def _wait_for_control(wanted: Wanted, supervisor: "subprocess.Popen[bytes]") -> 
     end = time.monotonic() + SUPERVISOR_START_S
     while time.monotonic() < end and supervisor.poll() is None:
         with contextlib.suppress(PeerGone):
-            client = ControlClient(wanted.paths.control)
+            client = ControlClient(wanted.paths.control, home=wanted.paths.home)
             if client.supervisor_pid == supervisor.pid:
                 return client
             client.close()  # not the one whose progress is to be shown
@@ -326,7 +326,7 @@ def _until(client: ControlClient, end: float) -> Iterator[dict[str, Any]]:
 
 def _stop(wanted: Wanted) -> None:
     try:
-        with ControlClient(wanted.paths.control) as client:
+        with ControlClient(wanted.paths.control, home=wanted.paths.home) as client:
             client.call(op="stop")
             for _ in client.events(timeout_s=STOP_WAIT_S):
                 pass

@@ -10,12 +10,12 @@ import contextlib
 import json
 import os
 import socket
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
 from shared.errors import PeerGone
+from shared.transport.unix_socket import peer_credentials
 
 MAX_LINE_BYTES = 1 << 20
 MAX_WATCHERS = 16
@@ -116,11 +116,23 @@ def _listen(path: Path) -> socket.socket:
     return listening
 
 
+def _believed(home: Path | None) -> set[int]:
+    """Users whose supervisor this one talks to."""
+    found = {os.getuid()}
+    if home is not None and found == {0}:
+        with contextlib.suppress(OSError):
+            found.add(home.stat().st_uid)
+    return found
+
+
 class ControlClient:
     """A blocking client, for commands."""
 
-    def __init__(self, path: Path, *, timeout_s: float = REPLY_TIMEOUT_S) -> None:
-        """Raises: PeerGone when no supervisor answers there."""
+    def __init__(self, path: Path, *, home: Path | None = None, timeout_s: float = REPLY_TIMEOUT_S) -> None:
+        """Args: home: of the cluster; root believes its owner too.
+        Raises: PeerGone when no supervisor answers there, or one of another user: anybody can listen in /tmp, and
+            would be sent API keys.
+        """
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(timeout_s)
         try:
@@ -128,13 +140,17 @@ class ControlClient:
         except OSError as error:
             self._socket.close()
             raise PeerGone("no cluster is running here; `quire up` starts one") from error
+        if (uid := peer_credentials(self._socket).uid) not in _believed(home):
+            self._socket.close()
+            raise PeerGone(
+                f"what listens on {path} belongs to another user (uid {uid}); set QUIRE_HOME elsewhere"
+            )
         self._lines = self._socket.makefile("rb")
 
     @property
     def supervisor_pid(self) -> int:
         """As the kernel knows it."""
-        raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        return struct.unpack("3i", raw)[0]
+        return peer_credentials(self._socket).pid
 
     def call(self, **request: Any) -> dict[str, Any]:
         """One request, one answer. Raises: PeerGone on a lost connection or after the timeout."""

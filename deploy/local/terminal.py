@@ -47,7 +47,8 @@ def program() -> str:
 
 def connect() -> ControlClient:
     """To the supervisor of this home. Raises: PeerGone when none runs; SettingsError."""
-    return ControlClient(config.paths_of(config.default_home()).control)
+    paths = config.paths_of(config.default_home())
+    return ControlClient(paths.control, home=paths.home)
 
 
 def status_or_none() -> dict[str, Any] | None:

@@ -4,8 +4,13 @@ import asyncio
 import socket
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from deploy.local import control
 from deploy.local.control import ControlClient, ControlServer
+from shared.errors import PeerGone
 
 
 async def test_a_control_socket_has_its_name_only_once_it_answers(tmp_path, monkeypatch):
@@ -38,4 +43,36 @@ async def test_a_client_is_answered(tmp_path):
             return client.call(op="status")
 
     assert await asyncio.to_thread(ask) == {"said": "status"}
+    await server.close()
+
+
+@pytest.mark.parametrize(
+    ("me", "owner", "is_believed"),
+    [
+        (1000, None, False),
+        (1000, 4242, False),
+        (4242, 0, True),
+        (0, None, False),
+        (0, 1000, False),
+        (0, 4242, True),
+    ],
+)
+async def test_nobody_talks_to_a_supervisor_of_another_user(tmp_path, monkeypatch, me, owner, is_believed):
+    """Root talks to the one of the home's owner, who is uid 4242 here or is not."""
+    server = ControlServer(tmp_path / "control.sock", lambda request: {"said": request["op"]})
+    await server.start()
+    home = owner and SimpleNamespace(stat=lambda: SimpleNamespace(st_uid=owner))
+    monkeypatch.setattr(control, "peer_credentials", lambda _: SimpleNamespace(pid=1, uid=4242, gid=4242))
+    monkeypatch.setattr(control.os, "getuid", lambda: me)
+
+    def ask():
+        with ControlClient(tmp_path / "control.sock", home=home) as client:
+            return client.call(op="status")
+
+    if is_believed:
+        assert await asyncio.to_thread(ask) == {"said": "status"}
+    else:
+        with pytest.raises(PeerGone, match="belongs to another user"):
+            await asyncio.to_thread(ask)
+    await asyncio.sleep(0.05)  # a connection that came and went is seen
     await server.close()
