@@ -5,6 +5,7 @@ import sys
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from deploy.local import config
 from deploy.local.doctor_checks import CHECKS, Finding, Verdict, check_vllm_import
@@ -25,7 +26,7 @@ def doctor(
         finding = check(settings)
         findings.append(finding)
         if not as_json:
-            out.print(f"{MARKS[finding.verdict]} {finding.what:<12} {finding.found}")
+            out.print(f"{MARKS[finding.verdict]} {finding.what:<12} {escape(finding.found)}", markup=True)
             if finding.fix and finding.verdict is not Verdict.OK:
                 out.print(f"       fix: {finding.fix}", markup=False)
     failed = [f for f in findings if f.verdict is Verdict.FAIL]

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from deploy.local.terminal import FAILED, OK, bytes_text, connect, duration_text, get_json, out
 from deploy.local.troubles import WORKERS, troubles
@@ -55,8 +56,9 @@ def _show(found: dict[str, Any]) -> None:
         state = "in trouble"
     colour = "green" if state == "ready" else "yellow"
     out.print(
-        f"[bold]{found['model']}[/bold] at {found['url']}/v1  [{colour}]{state}[/]"
-        f"  {found['device']}, {found['topology']}, up {duration_text(found['uptime_s'])}"
+        f"[bold]{escape(found['model'])}[/bold] at {escape(found['url'])}/v1  [{colour}]{state}[/]"
+        f"  {found['device']}, {found['topology']}, up {duration_text(found['uptime_s'])}",
+        markup=True,
     )
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("service", "state", "health", "pid", "for", "restarts", "last exit"):
@@ -65,8 +67,8 @@ def _show(found: dict[str, Any]) -> None:
         colour = COLOURS.get(service["state"], "dim")
         table.add_row(
             service["name"],
-            f"[{colour}]{service['state']}[/]",
-            escape(service["health"] + (f": {said}" if (said := service.get("says")) else "")),
+            Text(service["state"], style=colour),
+            service["health"] + (f": {said}" if (said := service.get("says")) else ""),
             str(service["pid"] or "-"),
             duration_text(service["state_s"]),
             str(service["restarts"]),

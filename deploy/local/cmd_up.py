@@ -12,6 +12,7 @@ from typing import IO, Annotated, Any
 
 import msgspec
 import typer
+from rich.markup import escape
 
 from deploy.local import config, config_digest, plan, run_supervisor
 from deploy.local.control import ControlClient
@@ -343,7 +344,7 @@ def _summary(status: dict[str, Any], command: str) -> None:
     body |= {"max_tokens": 64, "stream": True}
     key = " -H 'Authorization: Bearer KEY'" if status["authenticated"] else ""
     out.print()
-    out.print(f"Quire serves [bold]{model}[/bold] at [bold]{url}/v1[/bold]")
+    out.print(f"Quire serves [bold]{escape(model)}[/bold] at [bold]{escape(url)}/v1[/bold]", markup=True)
     out.print(f"  try     {command} chat 'What is a list in Python?'", markup=False)
     out.print(f"  curl    curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\")
     out.print(f"            -d '{msgspec.json.encode(body).decode()}'", markup=False)

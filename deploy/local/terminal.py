@@ -22,8 +22,9 @@ WIDE_COLUMNS = 160  # of what is not a terminal
 
 
 def _console(*, stderr: bool) -> Console:
-    # no emoji: their codes are parts of addresses too, as in fd00:a:b::1
-    made = Console(stderr=stderr, highlight=False, soft_wrap=True, emoji=False)
+    # no emoji: their codes are parts of addresses too, as in fd00:a:b::1; markup only where it is asked for: models,
+    # folders and what services say may have square brackets
+    made = Console(stderr=stderr, highlight=False, soft_wrap=True, emoji=False, markup=False)
     if not made.is_terminal:
         made.width = WIDE_COLUMNS
     return made

@@ -217,7 +217,7 @@ def test_the_address_that_up_prints_is_one_for_clients_too(monkeypatch, url):
 
 def test_an_address_in_what_is_printed_has_no_pictures(capsys):
     terminal._console(stderr=False).print("fd00:a:b::1", markup=False)
-    terminal._console(stderr=False).print("at [bold]fd00:a:b::1[/bold]")
+    terminal._console(stderr=False).print("at [bold]fd00:a:b::1[/bold]", markup=True)
     assert capsys.readouterr().out == "fd00:a:b::1\nat fd00:a:b::1\n"
 
 
