@@ -161,11 +161,23 @@ def load(
         key = text.rpartition("$.")[2].rstrip("`") if "$." in text else "?"
         raise SettingsError(f"setting {section}.{key}: {text}") from error
     for key in known:
-        if isinstance(listed := getattr(found, key), list) and "" in listed:
+        value = getattr(found, key)
+        if isinstance(value, list) and "" in value:
             raise SettingsError(
                 f"setting {section}.{key}: an entry is empty, as where a variable that was to fill it is not set"
             )
+        for text in value if isinstance(value, list) else [value]:
+            check_text(f"setting {section}.{key}", text)
     return found
+
+
+def check_text(name: str, value: object) -> None:
+    """Raises: SettingsError, which does not repeat it, on a string that no file, message or path could hold.
+
+    Flags and variables are any bytes but NUL; those that are no UTF-8 come as lone surrogates.
+    """
+    if isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
+        raise SettingsError(f"{name}: has bytes that are no UTF-8, or a NUL")
 
 
 def check_share(section: str, name: str, value: float) -> None:

@@ -8,6 +8,7 @@ import typer
 
 from deploy.local import config
 from deploy.local.terminal import fail, out, status_or_none
+from shared import settings
 from shared.observe import timeline
 from shared.observe.span_record import SpanRecord
 
@@ -25,6 +26,8 @@ def trace(
     ] = None,
 ) -> None:
     """Print what happened to one request: every span of every service on one time axis."""
+    settings.check_text("REQUEST_ID", request_id)
+    settings.check_text("--jaeger", jaeger)
     spans = _read(request_id, jaeger, folder)
     if not spans:
         status = status_or_none()

@@ -194,7 +194,7 @@ def _look(wanted: Wanted) -> str:
 def _refuse_others(wanted: Wanted, status: Mapping[str, Any]) -> None:
     """Exit 1 when what runs has other settings."""
     found = wanted.settings
-    is_id = plan.is_model_id(found.model) and not Path(found.model).is_dir()
+    is_id = plan.is_model_id(found.model) and not plan.is_folder(Path(found.model))
     try:
         running = run_supervisor.read_start(wanted.paths)
     except SettingsError:

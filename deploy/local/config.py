@@ -16,7 +16,7 @@ from shared.errors import SettingsError
 
 REPO = Path(__file__).resolve().parents[2]
 DEMO_MODEL = REPO / "deploy" / "models" / "quire-demo"
-MAX_SOCKET_DIR_CHARS = 80  # a unix socket's path ends at 107 bytes
+MAX_SOCKET_DIR_BYTES = 80  # a unix socket's path ends at 107 bytes
 MAX_RANKS = 64  # of one engine
 MAX_WORKERS_PER_ROLE = 10  # ports base+20.. and base+40..
 CA_FILES = (
@@ -215,9 +215,11 @@ def load(
 
 
 def _filled(found: ClusterSettings, env: Mapping[str, str]) -> ClusterSettings:
+    home = str(expanded(found.home or env.get("QUIRE_HOME") or REPO / ".quire").absolute())
+    settings.check_text(f"QUIRE_HOME (or cluster.home) {home!a}", home)
     return msgspec.structs.replace(
         found,
-        home=str(expanded(found.home or env.get("QUIRE_HOME") or REPO / ".quire").absolute()),
+        home=home,
         redis_url=found.redis_url or env.get("QUIRE_REDIS_URL", ""),
         lending_profiles=[str(expanded(name).absolute()) for name in found.lending_profiles],
     )
@@ -336,8 +338,8 @@ def paths_of(home: str | Path) -> Paths:
     root = Path(home).absolute()
     run = root / "run"
     sockets = run
-    if len(str(run)) > MAX_SOCKET_DIR_CHARS:
-        digest = hashlib.sha256(str(run).encode()).hexdigest()[:12]
+    if len(os.fsencode(run)) > MAX_SOCKET_DIR_BYTES:
+        digest = hashlib.sha256(os.fsencode(run)).hexdigest()[:12]
         sockets = Path("/tmp") / f"quire-{os.getuid()}-{digest}"
     return Paths(home=root, run=run, logs=run / "logs", traces=root / "traces", sockets=sockets)
 

@@ -31,6 +31,7 @@ CPU_KV_SEQUENCES = 4
 CPU_VALUE_BYTES = 4  # fp32, the widest
 CPU_MIN_KV_BYTES = 256 << 20
 CPU_MAX_KV_BYTES = 4 << 30
+MAX_QUOTED_CHARS = 200
 DEFAULT_DRAM_BYTES = 1 << 30  # the mempool's own capacity
 
 
@@ -156,6 +157,21 @@ def is_model_id(wanted: str) -> bool:
     return not wanted.startswith((".", "/", "~")) and wanted.count("/") == 1
 
 
+def is_folder(wanted: Path) -> bool:
+    """Raises: SettingsError where that cannot be seen."""
+    try:
+        return wanted.is_dir()
+    except OSError as error:  # too long, or behind a folder that is closed to this user
+        raise SettingsError(
+            f"setting cluster.model: {shortened(str(wanted))}: {error.strerror}; name a model's folder"
+        ) from error
+
+
+def shortened(name: str) -> str:
+    """As it is quoted in an error."""
+    return repr(name) if len(name) <= MAX_QUOTED_CHARS else f"{name[:MAX_QUOTED_CHARS]!r}..."
+
+
 def find_model(found: ClusterSettings) -> Model:
     """The folder of the model; a Hugging Face id is downloaded into its cache.
 
@@ -163,13 +179,15 @@ def find_model(found: ClusterSettings) -> Model:
     """
     wanted = found.model or str(DEMO_MODEL)
     folder = expanded(wanted)
-    if folder.is_dir():
+    if is_folder(folder):
         if not (folder / "config.json").is_file():
             raise SettingsError(f"setting cluster.model: no config.json in {folder}; name a model's folder")
         folder = folder.resolve()
         return Model(folder=str(folder), name=found.model_name or folder.name)
     if not is_model_id(wanted):
-        raise SettingsError(f"setting cluster.model: no folder {wanted!r}, and not an id like owner/name")
+        raise SettingsError(
+            f"setting cluster.model: no folder {shortened(wanted)}, and not an id like owner/name"
+        )
     return Model(folder=_download(wanted), name=found.model_name or wanted)
 
 

@@ -150,9 +150,13 @@ def read_start(paths: config.Paths) -> Start:
 def write_start(paths: config.Paths, start: Start) -> None:
     """For the supervisor to read; 0600, because API keys may be in it. Raises: SettingsError when that fails."""
     try:
+        encoded = msgspec.json.encode(start)  # first: what cannot be written must not empty the file
+    except UnicodeEncodeError as error:  # of a folder that was found, say
+        raise SettingsError(f"{error.object!a} is no UTF-8; rename it") from error
+    try:
         fd = os.open(paths.settings, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(fd, "wb") as file:
-            file.write(msgspec.json.encode(start))
+            file.write(encoded)
     except OSError as error:
         raise _not_written(paths.settings, error) from error
 
