@@ -185,6 +185,8 @@ def _look(wanted: Wanted) -> str:
         if not status["was_ready"]:
             out.print("another `quire up` with these settings has begun: waiting with it")
             _follow(client, wanted, is_ours=False)
+        elif not status["ready"]:
+            fail(f"it runs ({status['url']}), but is not ready; `{command} status` says what is not")
         else:
             serves = f"{status['url']} serves {status['model']}"
             out.print(f"already running: {serves} (`{command} status`, `{command} down`)", markup=False)

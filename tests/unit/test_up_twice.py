@@ -36,7 +36,7 @@ class Cluster:
         self.status = {
             "url": "http://127.0.0.1:8000", "model": "quire-demo", "device": "cpu", "topology": "disaggregated",
             "services": [{"name": "gateway", "state": "starting"}], "authenticated": False, "trace_endpoint": "",
-            "traces": "t", "logs": "l", "stopping": False, "was_ready": True, "gave_up": "",
+            "traces": "t", "logs": "l", "stopping": False, "was_ready": True, "ready": True, "gave_up": "",
         }  # fmt: skip
         self.server = ControlServer(self.paths.control, lambda _: self.status)
         self.lock = None
@@ -196,6 +196,14 @@ async def test_up_is_not_done_before_the_start_of_another_is(home, event, code):
     told = await second
     assert told.exit_code == code, told.output
     assert ("Quire serves" in told.stdout) == (code == 0)
+
+
+async def test_up_does_not_call_a_cluster_well_that_is_not_ready(home):
+    async with Cluster(home, *MOCK) as cluster:
+        cluster.status["ready"] = False
+        told = await up()
+    assert (told.exit_code, told.stdout) == (1, "")
+    assert "is not ready; `quire status`" in told.stderr
 
 
 async def test_who_begins_while_another_up_prepares_waits_for_it_and_leaves_its_files_alone(home, started):
