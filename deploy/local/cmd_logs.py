@@ -37,8 +37,11 @@ def logs(
     try:
         while follow:
             time.sleep(POLL_S)
+            if not name:  # services that have started since
+                files = sorted(folder.glob("*.log"))
+                width = max(width, *(len(file.stem) for file in files), 0)
             for file in files:
-                places[file] = _follow(file, places[file], width, prefix=not name)
+                places[file] = _follow(file, places.get(file, 0), width, prefix=not name)
     except KeyboardInterrupt:
         return
 

@@ -164,7 +164,8 @@ def cap_log(path: Path, cap_bytes: int) -> bool:
 def tail(path: Path, *, lines: int, start: int = 0, max_bytes: int = 64 << 10) -> list[str]:
     """The last lines of a log file, none from before offset `start`; empty when there is none."""
     text = _text(path, start, max_bytes, is_end=True)
-    return [line for line in text.splitlines() if line.strip()][-lines:]
+    found = [line for line in text.splitlines() if line.strip()]
+    return found[max(0, len(found) - lines) :]
 
 
 def errors(path: Path, *, start: int = 0, most: int = 3, max_bytes: int = 4 << 20) -> list[str]:
