@@ -14,10 +14,13 @@ from pathlib import Path
 
 from deploy.local.launch import kill_group
 from deploy.local.supervision import Health
+from shared.background_task import begin_task
 
 CONNECT_RETRY_S = 0.05
 MAX_LINE_BYTES = 1 << 20
 CANNOT_SPAWN = 127  # a shell's exit code for what it cannot start
+EXIT_WAIT_S = 0.5  # for the zygote's word about a worker's end, then for its answer to a ping
+SILENT_PINGS = 2  # not one: if this process stood still, the answer is there, and not yet read
 
 
 class ForkedProcess:
@@ -39,9 +42,19 @@ class ForkedProcess:
             if signum == signal.SIGKILL:
                 kill_group(self.pid)
 
-    def close(self) -> None:
-        """The zygote reported its exit."""
+    def watch(self, on_end: Callable[[], None]) -> None:
+        """Call it, once, when the process has ended, also while nobody reaps it."""
         if self._pidfd >= 0:
+            asyncio.get_running_loop().add_reader(self._pidfd, self._ended, on_end)
+
+    def _ended(self, on_end: Callable[[], None]) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        on_end()
+
+    def close(self) -> None:
+        """Its exit is known."""
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
 
@@ -51,7 +64,8 @@ class ZygoteClient:
 
     Args:
         on_spawned: (name, process), once per spawn that worked.
-        on_exited: (name, returncode), once per spawn that is not disowned, also when it failed or the zygote is lost.
+        on_exited: (name, returncode), once per spawn that is not disowned, also when it failed or the zygote is lost,
+            or hangs: of a worker that ends then, the status is not known, and said to be SIGKILL's.
     """
 
     def __init__(
@@ -69,6 +83,7 @@ class ZygoteClient:
         self._disowned: Counter[str] = Counter()  # answers, the next ones of each name, that nobody waits for
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
+        self._unsaid: set[asyncio.Task[None]] = set()  # each waits for the word about one end
         self._num_pings = 0
         self._pinged: asyncio.Future[None] | None = None  # done at the answer to the last ping
 
@@ -86,6 +101,8 @@ class ZygoteClient:
         if self._task is not None:
             self._task.cancel()
             self._task = None
+        for waiting in self._unsaid:
+            waiting.cancel()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -172,12 +189,33 @@ class ZygoteClient:
         elif kind == "spawned" and name in self._children:
             process = ForkedProcess(int(str(event["pid"])))
             self._children[name] = process
+            process.watch(lambda: self._await_word(name, process))
             self._on_spawned(name, process)
         elif kind == "exited":
             child = self._children.get(name)
             if child is not None and child.pid == event["pid"]:  # not a disowned one's
                 kill_group(child.pid)  # what it had started itself
                 self._ended(name, int(str(event["status"])))
+
+    def _await_word(self, name: str, process: ForkedProcess) -> None:
+        task = begin_task(self._end_unsaid(name, process), f"end of {name}")
+        self._unsaid.add(task)
+        task.add_done_callback(self._unsaid.discard)
+
+    async def _end_unsaid(self, name: str, process: ForkedProcess) -> None:
+        """A worker has ended. A zygote that hangs does not say so, and nothing that waits for it would go on."""
+        num_silent = 0
+        await asyncio.sleep(EXIT_WAIT_S)
+        while self._children.get(name) is process:
+            if num_silent >= SILENT_PINGS:
+                # what it had started itself; nobody has reaped it, so the number is still its own
+                kill_group(process.pid)
+                self._ended(name, -signal.SIGKILL)
+            elif await self.health(EXIT_WAIT_S) is Health.SILENT:
+                num_silent += 1
+            else:
+                num_silent = 0
+                await asyncio.sleep(EXIT_WAIT_S)
 
     def _ended(self, name: str, returncode: int) -> None:
         child = self._children.pop(name, None)

@@ -136,14 +136,16 @@ def test_a_killed_service_comes_back_and_the_others_stay(run):
     assert run.service("b")["pid"] == other
 
 
+def add_keeper(run):
+    """The real one; its socket."""
+    path = str(run.paths.sockets / "keeper.sock")
+    row = {"name": "keeper", "module": "services.mempool.keeper", "command": ["--socket", path]}
+    run.services.append({**row, "probe": "keeper", "path": path})
+    return path
+
+
 def test_a_killed_keeper_comes_back_and_gets_the_mempools_descriptors_again(run):
-    socket_path = str(run.paths.sockets / "keeper.sock")
-    run.services.append(
-        {
-            "name": "keeper", "module": "services.mempool.keeper", "command": ["--socket", socket_path],
-            "probe": "keeper", "path": socket_path,
-        }
-    )  # fmt: skip
+    socket_path = add_keeper(run)
     run.start().wait_ready()
     assert run.service("keeper")["probe"] == f"unix:{socket_path}"
     client = KeeperClient(socket_path, Epoch(5), lambda keeper: keeper.keep("s", "pages", 0, [0], count=7))
@@ -158,17 +160,7 @@ def test_a_killed_keeper_comes_back_and_gets_the_mempools_descriptors_again(run)
 
 def test_a_keeper_that_hangs_is_replaced(run):
     run.rules = {"silent_ms": 4000}
-    path = str(run.paths.sockets / "keeper.sock")
-    command = ["--socket", path]
-    run.services.append(
-        {
-            "name": "keeper",
-            "module": "services.mempool.keeper",
-            "command": command,
-            "probe": "keeper",
-            "path": path,
-        }
-    )
+    add_keeper(run)
     run.start().wait_ready()
     old = run.service("keeper")["pid"]
     os.kill(old, signal.SIGSTOP)
@@ -366,6 +358,14 @@ def test_a_zygote_that_hangs_is_replaced_when_a_worker_is_to_start(run):
     os.kill(worker, signal.SIGKILL)  # which only the zygote could say
     run.wait_new("engine-zygote", zygote)
     run.wait_new("w", worker)
+
+
+def test_a_stop_waits_for_no_zygote_that_hangs(run):
+    add_zygote(run).add("db").start().wait_ready()
+    os.kill(run.service("engine-zygote")["pid"], signal.SIGSTOP)
+    run.call(op="stop")
+    assert run.process.wait(timeout=12) == 0
+    assert not any(alive(pid) for pid in run.pids())
 
 
 def test_a_supervisor_whose_log_is_on_a_full_disk_starts_and_restarts_as_ever(run):

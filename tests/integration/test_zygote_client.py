@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 
 import pytest
 
+from deploy.local import zygote_client
 from deploy.local.supervision import Health
 from deploy.local.zygote_client import ZygoteClient
 
@@ -148,3 +151,35 @@ async def test_a_process_that_is_there_is_not_disowned(rig, tmp_path):
     client.disown("w")
     zygote.say(event="exited", name="w", pid=wanted.pid, status=0)
     assert await heard.next() == ("w", 0)
+
+
+async def test_a_worker_that_ends_while_the_zygote_hangs_has_ended(rig, tmp_path, monkeypatch):
+    client, heard, zygote = rig
+    monkeypatch.setattr(zygote_client, "EXIT_WAIT_S", 0.05)
+    spawn(client, tmp_path)
+    old = zygote.fork("w")
+    assert await heard.next() == ("w", old.pid)
+    os.kill(old.pid, signal.SIGTERM)  # not reaped here: a zombie, as of a stopped zygote
+    assert await heard.next() == ("w", -9)
+    spawn(client, tmp_path)
+    new = zygote.fork("w")
+    assert await heard.next() == ("w", new.pid)
+    zygote.say(event="exited", name="w", pid=old.pid, status=-15)  # after all
+    zygote.say(event="exited", name="w", pid=new.pid, status=0)
+    assert await heard.next() == ("w", 0)
+    assert heard.events.empty()
+
+
+async def test_the_word_of_a_zygote_that_answers_is_waited_for(rig, tmp_path, monkeypatch):
+    client, heard, zygote = rig
+    monkeypatch.setattr(zygote_client, "EXIT_WAIT_S", 0.05)
+    spawn(client, tmp_path)
+    await zygote.asked()
+    worker = zygote.fork("w")
+    assert await heard.next() == ("w", worker.pid)
+    os.kill(worker.pid, signal.SIGTERM)
+    for _ in range(5):
+        ping = await zygote.asked()
+        zygote.say(event="pong", number=ping["number"])
+    zygote.say(event="exited", name="w", pid=worker.pid, status=3)
+    assert await heard.next() == ("w", 3)
