@@ -85,7 +85,7 @@ class ControlServer:
     def _answer(self, line: bytes, writer: asyncio.StreamWriter) -> None:
         try:
             request = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # nested too deep, the latter
             request = None
         if not isinstance(request, dict):
             answer: dict[str, Any] = {"error": "not a JSON object"}

@@ -268,7 +268,7 @@ class Supervisor:
             return {"ok": True, "pid": os.getpid()}
         if op not in ("kill", "restart"):
             return {"error": f"unknown op {op!r}"}
-        if name not in self._core.entries:
+        if not isinstance(name, str) or name not in self._core.entries:
             return {"error": f"no service {name!r}; there are: {', '.join(self._core.order)}"}
         if op == "restart":
             self._apply(self._core.restart(name, now_ms=self._now_ms()))

@@ -1,6 +1,7 @@
 """The supervisor's control socket, without a supervisor."""
 
 import asyncio
+import json
 import socket
 import stat
 from pathlib import Path
@@ -9,7 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from deploy.local import control
+from deploy.local.config import paths_of
 from deploy.local.control import ControlClient, ControlServer
+from deploy.local.supervisor import Supervisor
 from shared.errors import PeerGone
 
 
@@ -75,4 +78,34 @@ async def test_nobody_talks_to_a_supervisor_of_another_user(tmp_path, monkeypatc
         with pytest.raises(PeerGone, match="belongs to another user"):
             await asyncio.to_thread(ask)
     await asyncio.sleep(0.05)  # a connection that came and went is seen
+    await server.close()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 100_000,
+        b'{"op":"status","deep":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b"\xff",
+        b"1",
+        b'{"op":[]}',
+        *(
+            b'{"op":"%s","name":%s}' % (op, name)
+            for op in (b"kill", b"restart")
+            for name in (b"[]", b"{}", b"null")
+        ),
+    ],
+)
+async def test_a_bad_request_is_answered(tmp_path, line):
+    supervisor = Supervisor([], paths_of(tmp_path))
+    server = ControlServer(tmp_path / "control.sock", supervisor._handle)
+    await server.start()
+    reader, writer = await asyncio.open_unix_connection(str(tmp_path / "control.sock"))
+    async with asyncio.timeout(30):
+        for asked in (line, b'{"op":"status"}'):
+            writer.write(asked + b"\n")
+            told = json.loads(await reader.readline())
+            assert ("error" in told) == (asked is line)
+    writer.close()
+    await asyncio.sleep(0.05)  # its end is seen
     await server.close()
