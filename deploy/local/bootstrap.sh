@@ -168,15 +168,17 @@ install_packages() {
   printf '%s-%s %s\n' "$kind" "$device" "$(digest "$venv/bin/python" "$file")" >"$stamp"
 }
 
-# The project itself, editable: a path file and a launcher. No build, no index.
+# The project itself, editable: a path file and a launcher. No build, no index. Each is there at every moment: others
+# use them while `make` does this once more.
 link_project() {
   local site
   site=$("$venv/bin/python" -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  printf '%s\n' "$root" >"$site/quire.pth"
-  rm -f "$venv/bin/quire"
+  printf '%s\n' "$root" >"$site/quire.pth.$$"
+  mv -f "$site/quire.pth.$$" "$site/quire.pth"
   # without bytecode, where the environment forbids it, every start would compile vLLM anew (14 CPU-seconds)
-  printf '#!/bin/sh\nunset PYTHONDONTWRITEBYTECODE\nexec "%s" -P -m deploy.local.cli "$@"\n' "$venv/bin/python" >"$venv/bin/quire"
-  chmod 755 "$venv/bin/quire"
+  printf '#!/bin/sh\nunset PYTHONDONTWRITEBYTECODE\nexec "%s" -P -m deploy.local.cli "$@"\n' "$venv/bin/python" >"$venv/bin/quire.$$"
+  chmod 755 "$venv/bin/quire.$$"
+  mv -f "$venv/bin/quire.$$" "$venv/bin/quire"
 }
 
 main() {

@@ -175,6 +175,24 @@ def test_no_device_is_any_device_to_the_installer(words, device, code):
     assert ("usage:" in done.stderr) == bool(code)
 
 
+def test_the_installed_command_is_there_while_make_links_it_again(tmp_path):
+    """Others use it meanwhile."""
+    script = (ROOT / "deploy/local/bootstrap.sh").read_text()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text(f"#!/bin/sh\necho {tmp_path}\n")
+    (tmp_path / "bin" / "python").chmod(0o755)
+    quire, path_file = tmp_path / "bin" / "quire", tmp_path / "quire.pth"
+    look = f"{{ [[ -x {quire} && -s {path_file} ]] || echo missing; }}"
+    stubs = "".join(f"{word}() {{ {look}; command {word} $@; {look}; }}\n" for word in ("rm", "chmod", "mv"))
+    script = script.removesuffix('main "$@"\n') + f"root={ROOT} venv={tmp_path}\nlink_project\n{stubs}"
+    script += "link_project\n"
+    done = subprocess.run(["bash", "-c", script, "bootstrap.sh"], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert quire.read_text().endswith('-m deploy.local.cli "$@"\n')
+    assert path_file.read_text() == f"{ROOT}\n"
+    assert sorted(each.name for each in tmp_path.rglob("quire*")) == ["quire", "quire.pth"]
+
+
 def test_variables_of_the_compose_file_do_not_stop_commands_of_a_local_cluster():
     """`down`, `chat` and all others that look for the home; `up` and `doctor` refuse what they do not know."""
     files = (ROOT / "deploy/compose").rglob("*.yaml")
