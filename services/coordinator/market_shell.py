@@ -3,6 +3,7 @@ said."""
 
 import asyncio
 import contextlib
+import socket
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -92,7 +93,7 @@ class MarketShell:
         if settings.redis_url:
             self._journal = MarketJournal(
                 settings.redis_url,
-                owner=f"{settings.instance}@{url}",
+                owner=f"{settings.instance}@{socket.gethostname()} {url}",  # 127.0.0.1 is every host
                 boot=uuid.uuid4().hex,
                 url=url,
                 on_up=self._journal_is_up,
