@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 
 from services.mempool.core.entry import Entry
 from services.mempool.core.radix import Index
+from services.mempool.core.twins import Pinned
 from shared.ids import BlockHash, PageId
+from shared.kv.words import u32_list
+from shared.wire import mempool as wire
+from tests.unit.mempool_harness import chain, page_lists
+from tests.unit.test_mempool_spaces import FRONT, Spaces, acquire, answers
 
 SEED = BlockHash(b"\0" * 32)
 
@@ -70,6 +75,58 @@ def test_a_block_that_is_unknown_or_known_elsewhere_changes_nothing():
     index = index_of((1,), (1, 1))
     assert index.condemn(block(7)) == ([], [])
     assert len(index) == 2
+
+
+def twin_of(index: Index, path: tuple[int, ...], page: int) -> Entry:
+    """An engine's page of a block that is indexed under another."""
+    twin = Entry(block(*path), block(*path[:-1]), PageId(page), 4)
+    pinned: Pinned = {twin.page: twin}
+    index.twins.add(twin, pinned, index.get(twin.block_hash))
+    return twin
+
+
+def test_twins_are_condemned_with_what_they_may_have_been_computed_from():
+    """Also those of blocks that have left the index meanwhile, and what is indexed behind such a twin."""
+    index = index_of((1,), (1, 1), (1, 1, 1, 1), (2,), (2, 1))
+    twins = [twin_of(index, (1, 1), 10), twin_of(index, (1, 1, 1), 11)]  # (1, 1, 1) itself is not indexed
+    good = twin_of(index, (2, 1), 12)
+    behind = index.get(block(1, 1, 1, 1))
+    assert behind is not None
+    index.pin([behind])
+    removed, pinned = index.condemn(block(1))
+    assert {entry.block_hash for entry in removed} == {block(1), block(1, 1)}
+    assert pinned == [behind, *twins]
+    assert index.twins.pages.keys() == {good.block_hash, *(twin.block_hash for twin in twins)}
+    assert not {block(1, 1), block(1, 1, 1), block(1, 1, 1, 1)} & {entry.block_hash for entry in pinned}
+    for twin in (*twins, good):  # its engine uses it no more
+        index.twins.end(twin)
+    assert not index.twins.pages
+
+
+def computed_by_two() -> tuple[Spaces, list, list, list]:
+    """Engine 1 has computed a, b; engine 2, whose request leases the page of a, has computed b beside it."""
+    rig = Spaces(16)
+    rig.worker(1, "cpu:0")
+    rig.worker(2, "cpu:0")
+    rig.client(FRONT, "i2")
+    hashes = chain("a", "b")
+    pages = rig.save(1, hashes)
+    acquire(rig, hashes[:1], until_release=True)
+    twin = rig.take(2, 1)
+    rig.write(2, twin)
+    rig.seal(2, twin, hashes, first=1)
+    return rig, hashes, pages, twin
+
+
+def test_a_block_that_was_computed_anew_is_not_replaced_by_a_twin_that_was_computed_from_wrong_bytes():
+    rig, hashes, pages, _ = computed_by_two()
+    rig.run(rig.core.on_corrupt(0, hashes[0], 0))
+    assert rig.core.counters["blocks_condemned"] == 3
+    rig.say(1, wire.Unpin(**page_lists(pages)))
+    fresh = rig.save(1, hashes)
+    rig.say(1, wire.Unpin(**page_lists(fresh)))
+    acquire(rig, hashes, call_id=2)
+    assert u32_list(answers(rig, FRONT, wire.Acquired)[-1].pages) == [page for page, _ in fresh]
 
 
 PATHS = st.lists(st.integers(1, 3), min_size=1, max_size=5).map(tuple)

@@ -283,3 +283,18 @@ def test_the_note_of_a_block_that_left_at_once_does_not_name_what_its_page_holds
     assert pool.granted[1][-1] == (old[0], old[1] + 1), "the page was granted again at once"
     epoch, *_ = ENTRY.unpack(pool.entries[old[0] * ENTRY.size : (old[0] + 1) * ENTRY.size])
     assert epoch == old[1]
+
+
+def test_a_twin_that_was_condemned_is_nobodys_block_for_a_successor_either():
+    pool, hashes = Recorded(), chain("a")
+    for process in (10, 20):
+        worker(pool, process, process, instance=InstanceId("i1"))
+        twin = pool.save(process, hashes)
+    assert pool.pool.condemn(hashes[0]) == 2
+    pool.run(pool.pool.flush())
+    after = successor(pool, (10, 20))
+    worker(
+        after, 20, 20, instance=InstanceId("i1"), memory_id=BOOT, holding=holding([], twin, hashes)
+    )  # fmt: skip
+    assert after.disconnected == {20: "holding.unknown"}
+    assert hashes[0] not in after.pool.index

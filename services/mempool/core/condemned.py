@@ -1,7 +1,7 @@
 """Blocks whose bytes are not to be trusted any more leave the index, whoever pins their pages. No I/O.
 
 What nobody pins goes at once. What somebody pins stays where it is in the tree, under a name that nobody asks for, and
-goes as every block does when its last pin has ended.
+goes as every block does when its last pin has ended. So do twins: an engine may have computed one from such bytes.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ from itertools import count
 from typing import Protocol
 
 from services.mempool.core.entry import Branch, Entry
+from services.mempool.core.twins import Twins
 from shared.ids import BlockHash
 
 # of all indexes: a condemned block leaves for another one, which may condemn its next copy
@@ -29,7 +30,9 @@ class Condemned(ABC):
     """See Index, which has these."""
 
     watch: Watch | None
+    twins: Twins
     _entries: dict[BlockHash, Entry]
+    _roots: dict[BlockHash, set[Branch]]
 
     @abstractmethod
     def delete(self, hashes: Sequence[BlockHash]) -> list[Entry]:
@@ -43,29 +46,55 @@ class Condemned(ABC):
             self.watch.removed(entries)
 
     def condemn(self, block_hash: BlockHash) -> tuple[list[Entry], list[Entry]]:
-        """Nobody finds this block any more, nor what was computed from it: the blocks behind it.
+        """Nobody finds this block any more, nor what was computed from it: the blocks behind it, and their twins.
 
-        Returns: blocks that are removed, and those that are pinned, under other names.
-        Cost: one step per block.
+        Returns: blocks that are removed, and those that are pinned, twins among them, under other names.
+        Cost: one step per block, and per twin of the space.
         """
-        known = self._entries.get(block_hash)
-        if known is None or known.branch is None:
-            return [], []
-        path = _behind(known, known.branch)
+        path, suspects = self._computed_from(block_hash)
         removed = self.delete([entry.block_hash for entry in path])
         pinned = [entry for entry in path if entry.branch is not None]
         names: dict[BlockHash, BlockHash] = {}
         for entry in pinned:
-            seed = b"condemned:%d:%d:" % (next(_numbers), entry.page) + entry.block_hash
-            name = names[entry.block_hash] = BlockHash(hashlib.sha256(seed).digest())
+            name = names[entry.block_hash] = new_name(entry)
             self._forget([entry])
             entry.block_hash, entry.parent = name, names.get(entry.parent, entry.parent)
             self._entries[name] = entry
-        return removed, pinned
+        return removed, pinned + self.twins.rename(suspects, new_name)
+
+    def _computed_from(self, block_hash: BlockHash) -> tuple[list[Entry], set[BlockHash]]:
+        """What is indexed of the block and of all that continue it, and the names of these, those of twins included."""
+        path: list[Entry] = []
+        names: set[BlockHash] = set()
+        twins = self.twins.by_parent()
+        waiting = [block_hash]
+        while waiting:
+            name = waiting.pop()
+            if name in names:
+                continue
+            known, heads = self._entries.get(name), list[Entry]()
+            if known is not None:
+                heads = [known]
+            elif name in self.twins.pages:  # what continues it waits for it to be indexed
+                heads = [branch.entries[0] for branch in self._roots.get(name, ())]
+            behind = [entry for head in heads for entry in _behind(head) if entry.block_hash not in names]
+            path += behind
+            found = [name, *(entry.block_hash for entry in behind)]
+            names.update(found)
+            waiting += [twin for each in found for twin in twins.get(each, ())]
+        return path, names
 
 
-def _behind(entry: Entry, branch: Branch) -> list[Entry]:
+def new_name(entry: Entry) -> BlockHash:
+    """One that nobody asks for."""
+    seed = b"condemned:%d:%d:" % (next(_numbers), entry.page) + entry.block_hash
+    return BlockHash(hashlib.sha256(seed).digest())
+
+
+def _behind(entry: Entry) -> list[Entry]:
     """The block and all that continue it, each behind the one that it continues."""
+    branch = entry.branch
+    assert branch is not None
     found = branch.entries[entry.position - branch.start :]
     waiting = list(branch.below)
     while waiting:

@@ -4,7 +4,8 @@ A twin serves its engine alone. When nobody pins the indexed page any more, the 
 free at once: with pinned blocks behind it the index could not evict it, as long as those are used.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Set
 
 from services.mempool.core.entry import Entry
 from shared.ids import BlockHash, PageId
@@ -31,6 +32,25 @@ class Twins:
         del pages[twin.page]
         if not pages:
             del self.pages[twin.block_hash]
+
+    def by_parent(self) -> dict[BlockHash, list[BlockHash]]:
+        """Hashes of twins by that of the block which each continues."""
+        found: defaultdict[BlockHash, list[BlockHash]] = defaultdict(list)
+        for block_hash, pages in self.pages.items():
+            for page, pinned in pages.items():
+                found[pinned[page].parent].append(block_hash)
+        return found
+
+    def rename(self, hashes: Set[BlockHash], new_name: Callable[[Entry], BlockHash]) -> list[Entry]:
+        """Twins of these blocks are theirs no more: they take the place of no indexed page. Those twins."""
+        renamed: list[Entry] = []
+        for block_hash in [each for each in self.pages if each in hashes]:
+            for page, pinned in self.pages.pop(block_hash).items():
+                twin = pinned[page]
+                twin.block_hash = new_name(twin)
+                self.pages[twin.block_hash] = {page: pinned}
+                renamed.append(twin)
+        return renamed
 
     def merge(self) -> Iterator[tuple[Entry, PageId]]:
         """Indexed blocks that have a twin's page from now on, which the caller pins, and the page that each had."""
