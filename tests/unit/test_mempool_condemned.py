@@ -2,6 +2,7 @@
 
 from itertools import count
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -127,6 +128,36 @@ def test_a_block_that_was_computed_anew_is_not_replaced_by_a_twin_that_was_compu
     rig.say(1, wire.Unpin(**page_lists(fresh)))
     acquire(rig, hashes, call_id=2)
     assert u32_list(answers(rig, FRONT, wire.Acquired)[-1].pages) == [page for page, _ in fresh]
+
+
+@pytest.mark.parametrize("leases", [True, False])
+def test_what_an_engine_computes_from_a_condemned_block_is_not_found_until_it_has_let_go_of_that(leases):
+    """Whether it leases that page or has computed it itself."""
+    rig = Spaces(16)
+    rig.worker(1, "cpu:0")
+    rig.worker(2, "cpu:0", quota=6)
+    rig.client(FRONT, "i2")
+    hashes = chain("a", "b", "c")
+    pages = rig.save(1 if leases else 2, hashes[:1])
+    if leases:
+        acquire(rig, hashes[:1], until_release=True)
+    late = rig.take(2, 2)
+    rig.write(2, late)
+    rig.run(rig.core.on_corrupt(0, hashes[0], 0))
+    rig.save(1, hashes[:1])  # by another engine
+    rig.seal(2, late, hashes, first=1)  # what its step was about to write, and what it computed from that
+    rig.run(rig.core.on_corrupt(0, chain("other")[0], 0))
+    assert [each in rig.core.pools[0].index for each in hashes] == [True, False, False]
+    if leases:
+        (lease,) = answers(rig, FRONT, wire.Acquired)
+        rig.say(2, wire.Release(lease_id=lease.lease_id))
+    rig.say(1 if leases else 2, wire.Unpin(**page_lists(pages)))
+    rig.say(2, wire.Unpin(**page_lists(late)))
+    fresh = rig.save(2, hashes)
+    acquire(rig, hashes, call_id=2)
+    assert u32_list(answers(rig, FRONT, wire.Acquired)[-1].pages)[1:] == [page for page, _ in fresh[1:]]
+    rig.run(rig.core.on_corrupt(0, chain("other")[0], 0))
+    assert not rig.core.pools[0].index.condemned, "nobody has any of them"
 
 
 PATHS = st.lists(st.integers(1, 3), min_size=1, max_size=5).map(tuple)

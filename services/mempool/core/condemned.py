@@ -2,6 +2,7 @@
 
 What nobody pins goes at once. What somebody pins stays where it is in the tree, under a name that nobody asks for, and
 goes as every block does when its last pin has ended. So do twins: an engine may have computed one from such bytes.
+What an engine still computes from a condemned block that it has in use gets such a name when it is sealed.
 """
 
 import hashlib
@@ -31,6 +32,7 @@ class Condemned(ABC):
 
     watch: Watch | None
     twins: Twins
+    condemned: dict[BlockHash, list[Entry]]
     _entries: dict[BlockHash, Entry]
     _roots: dict[BlockHash, set[Branch]]
 
@@ -60,7 +62,25 @@ class Condemned(ABC):
             self._forget([entry])
             entry.block_hash, entry.parent = name, names.get(entry.parent, entry.parent)
             self._entries[name] = entry
-        return removed, pinned + self.twins.rename(suspects, new_name)
+        self._drop_unused()
+        for old, name in names.items():
+            self.condemned.setdefault(old, []).append(self._entries[name])
+        twins = self.twins.rename(suspects, new_name)
+        for old, twin in twins:
+            self.condemned.setdefault(old, []).append(twin)
+        return removed, pinned + [twin for _, twin in twins]
+
+    def condemn_late(self, entry: Entry, known: Entry) -> None:
+        """This block, which is not indexed yet, was computed from the condemned block `known`."""
+        self.condemned.setdefault(entry.block_hash, []).append(entry)
+        entry.block_hash, entry.parent = new_name(entry), known.block_hash
+
+    def _drop_unused(self) -> None:
+        """Of condemned blocks those that nobody has any more."""
+        for old, entries in list(self.condemned.items()):
+            entries[:] = [entry for entry in entries if entry.pins or entry.block_hash in self.twins.pages]
+            if not entries:
+                del self.condemned[old]
 
     def _computed_from(self, block_hash: BlockHash) -> tuple[list[Entry], set[BlockHash]]:
         """What is indexed of the block and of all that continue it, and the names of these, those of twins included."""

@@ -127,6 +127,10 @@ class Leases:
         self._index.unpin(lease.entries)
         return True
 
+    def has(self, instance: InstanceId, entry: Entry) -> bool:
+        """Whether a lease of the instance pins it. Cost: their entries."""
+        return any(entry in x.entries for x in self.leases.values() if x.instance == instance)
+
     def orphan(self, connection: int) -> None:
         """The connection closed, its leases live on without it until their time ends."""
         for lease in self.leases.values():

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from services.mempool.core.actions import Action
 from services.mempool.core.attachments import Attachments
-from services.mempool.core.engines import CALLER
+from services.mempool.core.engines import CALLER, Engine
+from services.mempool.core.entry import Entry
 from shared.ids import BlockHash
 from shared.kv.page import PageState
 from shared.wire import mempool as wire
@@ -95,6 +96,15 @@ class Lifetimes(Attachments):
         if pinned:
             self.ask_unpin(self.index.num_pinned)
         return len(removed) + len(pinned)
+
+    def condemn_late(self, engine: Engine, entry: Entry) -> None:
+        """A block that the engine seals: if it still has the condemned block which this one continues, it computed this
+        one from that. When it has let go of it, it has computed that block anew, too."""
+        for known in self.index.condemned.get(entry.parent, ()):
+            if engine.pinned.get(known.page) is known or self.leases.has(engine.instance, known):
+                self.index.condemn_late(entry, known)
+                self.counters["blocks_condemned"] += 1
+                return
 
     @abstractmethod
     def ask_unpin(self, count: int) -> int:

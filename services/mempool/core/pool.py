@@ -163,6 +163,7 @@ class Pool(Lifetimes):
             if memory.table.states[page] == PageState.GRANTED:  # sealed without Writing: it wrote nonetheless
                 memory.table.apply(page, PageEvent.WRITE)
             entry = Entry(block.block_hash, block.parent, page, block.valid_tokens)
+            self.condemn_late(engine, entry)
             is_new = self.index.insert(entry)
             self.counters["pages_sealed" if is_new else "seals_duplicate"] += 1
             if is_new:

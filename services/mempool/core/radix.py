@@ -39,6 +39,8 @@ class Index(Leaving):
         self._leaves = LeafQueue(self._branches)
         self._tick = self.num_pinned = 0
         self.twins = Twins()
+        # by the name that they had: condemned blocks that somebody still has, and some that nobody has any more
+        self.condemned: dict[BlockHash, list[Entry]] = {}
         self.watch: Watch | None = None
 
     def __len__(self) -> int:

@@ -41,15 +41,20 @@ class Twins:
                 found[pinned[page].parent].append(block_hash)
         return found
 
-    def rename(self, hashes: Set[BlockHash], new_name: Callable[[Entry], BlockHash]) -> list[Entry]:
-        """Twins of these blocks are theirs no more: they take the place of no indexed page. Those twins."""
-        renamed: list[Entry] = []
+    def rename(
+        self, hashes: Set[BlockHash], new_name: Callable[[Entry], BlockHash]
+    ) -> list[tuple[BlockHash, Entry]]:
+        """Twins of these blocks are theirs no more: they take the place of no indexed page.
+
+        Returns: the name that each had, and the twin.
+        """
+        renamed: list[tuple[BlockHash, Entry]] = []
         for block_hash in [each for each in self.pages if each in hashes]:
             for page, pinned in self.pages.pop(block_hash).items():
                 twin = pinned[page]
                 twin.block_hash = new_name(twin)
                 self.pages[twin.block_hash] = {page: pinned}
-                renamed.append(twin)
+                renamed.append((block_hash, twin))
         return renamed
 
     def merge(self) -> Iterator[tuple[Entry, PageId]]:
