@@ -5,7 +5,7 @@ import pytest
 
 from services.mempool.core.actions import ApiSend
 from shared.errors import PeerProtocolError
-from shared.ids import InstanceId
+from shared.ids import Epoch, InstanceId
 from shared.kv.page import PageState
 from shared.kv.words import u32_list
 from shared.wire import mempool as wire
@@ -86,6 +86,33 @@ def test_blocks_that_were_condemned_while_their_request_was_parked_do_not_come_b
 
 
 # -- who comes back elsewhere, or is dead already -----------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu:0", "cpu:1"])
+def test_an_engine_whose_successor_is_in_another_space_is_refused_as_one_in_the_same_would_be(device):
+    rig, name = Spaces(), InstanceId("i")
+
+    def attach(connection, process, epoch, where, kind):
+        message = wire.Attach(
+            kind=kind, instance=name, instance_epoch=Epoch(epoch), description=DESCRIPTION, device=where,
+            works_in_pages=True, quota_pages=4,
+        )  # fmt: skip
+        rig.run(rig.core.on_attach(connection, process, message, 0))
+
+    for connection, kind in ((101, "rank"), (1, "engine")):
+        attach(connection, 1, 1, "cpu:0", kind)
+    rig.closed(101)  # it hangs; its process lives
+    rig.closed(1)
+    for connection, kind in ((102, "rank"), (2, "engine")):
+        attach(connection, 2, 2, device, kind)
+    home = rig.core.space_of(name)
+    for connection, kind in ((103, "rank"), (3, "engine")):  # it goes on
+        attach(connection, 1, 1, "cpu:0", kind)
+        assert rig.disconnected[connection] == "epoch.stale"
+    assert rig.core.space_of(name) == home
+    rig.closed(2)
+    attach(4, 3, 3, device, "engine")
+    assert 4 not in rig.disconnected
 
 
 def test_a_hand_off_that_is_announced_for_two_spaces_has_its_pins_where_its_blocks_are():

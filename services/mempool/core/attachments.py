@@ -168,11 +168,10 @@ class Attachments:
         if memory is None:
             return created
         epoch = message.instance_epoch
-        rivals = [e for e in memory.engines.of_instance(message.instance) if epoch and e.instance_epoch]
-        if any(rival.instance_epoch > epoch for rival in rivals):
+        if memory.engines.has_later(message.instance, epoch):
             return self._refuse(connection, "epoch.stale", f"a later {message.instance} is attached")
-        for rival in rivals:
-            if rival.instance_epoch < epoch:
+        for rival in memory.engines.of_instance(message.instance):
+            if 0 < rival.instance_epoch < epoch:
                 self._replace(rival, "epoch.stale")
         if message.lets_go:
             # the end of its earlier connection may be read after this message

@@ -110,6 +110,10 @@ class Engines:
         """Attached engines of one instance."""
         return [engine for engine in self.attached.values() if engine.instance == instance]
 
+    def has_later(self, instance: InstanceId, epoch: Epoch) -> bool:
+        """Whether an engine of this instance is attached that has a larger epoch than this; 0 is none."""
+        return epoch > 0 and any(engine.instance_epoch > epoch for engine in self.of_instance(instance))
+
     def instance_of(self, connection: int) -> InstanceId | None:
         """Of an attached engine or rank."""
         engine, rank = self.attached.get(connection), self.ranks.get(connection)

@@ -7,7 +7,6 @@ clients of an instance to that of its engine, whichever comes first.
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from itertools import count
 
 from services.mempool.core import parse, space
@@ -15,7 +14,8 @@ from services.mempool.core.action_order import told_last
 from services.mempool.core.actions import Action, PoolLimits
 from services.mempool.core.api_spaces import ApiSpaces
 from services.mempool.core.audience import Audience
-from services.mempool.core.callers import Callers
+from services.mempool.core.belonging import is_outdated, pool_for
+from services.mempool.core.callers import Callers, refusal
 from services.mempool.core.claims import Client
 from services.mempool.core.dram import Dram
 from services.mempool.core.from_outside import FromOutside
@@ -110,7 +110,8 @@ class Mempool(FromOutside):
         """Processes of an earlier mempool that have not said what they hold."""
         return {number for pool in self.pools.values() for number in pool.awaited()}
 
-    def _new_pool(self, number: int) -> Pool:
+    def _new_pool(self, number: int | None = None) -> Pool:
+        number = max(self.pools) + 1 if number is None else number
         pool = self.pools[number] = Pool(self.limits, self.boot_generation, number, self._fence)
         return pool
 
@@ -137,11 +138,14 @@ class Mempool(FromOutside):
             actions = pool.on_attach(connection, process, message, now_ms)
             self._clients[connection] = message.instance
             return actions
-        pool = self._pool_for(message)
+        if is_outdated(message, self.pools):
+            self.counters["attaches_refused"] += 1
+            return refusal(connection, "epoch.stale", f"a later {message.instance} is attached")
+        last = self._space_of.get(message.instance)
+        pool = pool_for(message, self.pools, last, is_full=self._is_full) or self._new_pool()
         is_first = pool.is_first(process)
         actions = pool.on_attach(connection, process, message, now_ms)
-        new_pool = partial(self._new_pool, max(self.pools) + 1)
-        actions += self.dram.put_behind(pool, message, new_pool, is_full=self._is_full)
+        actions += self.dram.put_behind(pool, message, self._new_pool, is_full=self._is_full)
         if pool.has_member(connection):
             if is_first:
                 self.dram.wake(pool, now_ms)
@@ -164,25 +168,6 @@ class Mempool(FromOutside):
     @property
     def _is_full(self) -> bool:
         return sum(not pool.is_loan for pool in self.pools.values()) >= self.limits.max_spaces
-
-    def _pool_for(self, message: wire.Attach) -> Pool:
-        """The space of an engine or rank. Raises: PeerProtocolError."""
-        key = space.described(message).content_key
-        if message.memory_id:
-            known = [p for p in self.pools.values() if p.memory_id == message.memory_id]
-            return known[0] if known else self.pools[self.space_of(message.instance)]
-        mine = self.pools.get(self._space_of.get(message.instance, -1))
-        if mine is not None and mine.takes(message, key):
-            return mine
-        for pool in self.pools.values():
-            if pool.takes(message, key):
-                return pool
-        for pool in self.pools.values():
-            if pool.memory is None:
-                return pool
-        if self._is_full:
-            return self.pools[self.space_of(message.instance)]  # which refuses it
-        return self._new_pool(max(self.pools) + 1)
 
     def on_closed(self, connection: int, now_ms: int) -> list[Action]:
         """A connection ended, by either side. Unknown ones are ignored."""

@@ -1,0 +1,38 @@
+"""Which space an engine or rank belongs to. No I/O."""
+
+from collections.abc import Mapping
+
+from services.mempool.core import space
+from services.mempool.core.pool import Pool
+from shared.wire import mempool as wire
+
+
+def is_outdated(message: wire.Attach, pools: Mapping[int, Pool]) -> bool:
+    """Whether a later engine of the instance is attached, in whichever space: its readers are where that is."""
+    return any(
+        pool.memory is not None and pool.memory.engines.has_later(message.instance, message.instance_epoch)
+        for pool in pools.values()
+    )
+
+
+def pool_for(
+    message: wire.Attach, pools: Mapping[int, Pool], last: int | None, *, is_full: bool
+) -> Pool | None:
+    """The space of an engine or rank, perhaps one that refuses it; None: a new one.
+
+    Args: last: of its instance, if that was anywhere.
+    Raises: PeerProtocolError on an impossible description.
+    """
+    key = space.described(message).content_key
+    fallback = pools[last if last is not None else min(pools)]
+    if message.memory_id:
+        return next((p for p in pools.values() if p.memory_id == message.memory_id), fallback)
+    if last is not None and fallback.takes(message, key):
+        return fallback
+    for pool in pools.values():
+        if pool.takes(message, key):
+            return pool
+    for pool in pools.values():
+        if pool.memory is None:
+            return pool
+    return fallback if is_full else None
