@@ -131,20 +131,23 @@ class MempoolShell:
     def adopt(self, found: Takeover) -> None:
         """Go on where an earlier mempool stopped. Once, before start(); on the running loop."""
         members: dict[int, ProcessMeta] = {}
+        dead: set[InstanceId] = set()  # of engines
         for one in found.processes:
             if one.dead:
                 os.close(one.pidfd)
+                dead.update([InstanceId(one.meta.instance)] if one.meta.kind == "engine" else [])
                 continue
             number = self._processes.adopt(one.number, one.pidfd)
             meta = one.meta
             self.kept.adopted(one.number, one.pidfd, meta)
             members[number] = meta
+        bereft = dead - {InstanceId(one.instance) for one in members.values() if one.kind == "engine"}
         for space in found.adopted:
-            self._adopt(space, members)
+            self._adopt(space, members, bereft)
         if found.adopted:
             asyncio.get_running_loop().call_later(REPORT_DEADLINE_S, self._end_silent)
 
-    def _adopt(self, found: Adopted, members: dict[int, ProcessMeta]) -> None:
+    def _adopt(self, found: Adopted, members: dict[int, ProcessMeta], bereft: set[InstanceId]) -> None:
         meta = found.meta
         self.spaces.adopt(found)
         planned = Plan(meta.num_pages, meta.page_bytes, meta.num_ranks, meta.pages_per_slab)
@@ -157,7 +160,7 @@ class MempoolShell:
             memory_id=meta.memory_id, processes=[*mine, *(-each for each in calling)], label=meta.label,
             engines=[number for number, one in mine.items() if one.kind == "engine"],
             instances=[InstanceId(one.instance) for one in mine.values()], mappers=mapping, devices=meta.devices,
-            is_owed=meta.is_owed,
+            is_owed=meta.is_owed, bereft=bereft,
         )  # fmt: skip
         log.info("memory_adopted", space=meta.number, num_pages=meta.num_pages, num_awaited=len(mine))
         self.perform(actions)

@@ -76,7 +76,7 @@ def before() -> Recorded:
     return pool
 
 
-def successor(before: Recorded, processes=(10,), engines=None) -> Recorded:
+def successor(before: Recorded, processes=(10,), engines=None, **fields: object) -> Recorded:
     after = Recorded(boot=NEXT_BOOT)
     after.entries[:] = before.entries
     words = [before.words[p] for p in range(NUM_PAGES)]
@@ -92,6 +92,7 @@ def successor(before: Recorded, processes=(10,), engines=None) -> Recorded:
             processes=processes,
             engines=processes if engines is None else engines,
             instances=[InstanceId("i1")] * len(processes),
+            **fields,
         )
     )
     return after
@@ -298,3 +299,52 @@ def test_a_twin_that_was_condemned_is_nobodys_block_for_a_successor_either():
     )  # fmt: skip
     assert after.disconnected == {20: "holding.unknown"}
     assert hashes[0] not in after.pool.index
+
+
+def rank(pool: Harness, connection: int, process: int, **fields: object) -> None:
+    message = wire.Attach(kind="rank", instance=InstanceId("i1"), description=DESCRIPTION, **fields)
+    pool.run(pool.pool.on_attach(connection, process, message, pool.now_ms))
+
+
+def written_by_a_rank() -> tuple[Recorded, list[Owned]]:
+    """An engine, process 10, has its pages written by process 101."""
+    pool = Recorded()
+    rank(pool, 11, 101)
+    worker(pool, 1, 10, quota=4, instance=InstanceId("i1"))
+    pages = pool.take(1, 4)
+    pool.write(1, pages)
+    return pool, pages
+
+
+def test_what_ranks_may_write_waits_for_their_death_when_their_engine_dies_without_a_word():
+    """Whether it was to come back after them, or was dead when the mempool came."""
+    pool, pages = written_by_a_rank()
+    for engines, bereft in ((10,), ()), ((), (InstanceId("i1"),)):
+        after = successor(pool, (*engines, 101), engines=engines, bereft=bereft)
+        rank(after, 11, 101, memory_id=BOOT)  # its step still runs
+        after.dead(10)
+        worker(after, 7, 99, instance=InstanceId("other"), quota=6, memory_id=BOOT)
+        worker(
+            after, 8, 98, instance=InstanceId("i1"), quota=6, memory_id=BOOT
+        )  # which starts ranks of its own
+        assert after.counts()["quarantined"] == len(pages)
+        after.dead(101)
+        assert "quarantined" not in after.counts()
+        assert after.pool.inheritance is None
+
+
+@pytest.mark.parametrize("rank_is_first", [True, False])
+def test_an_engines_word_is_its_ranks_too_whichever_of_them_comes_first(rank_is_first):
+    pool, pages = written_by_a_rank()
+    after = successor(pool, (10, 101), engines=(10,))
+    steps = [
+        lambda: rank(after, 11, 101, memory_id=BOOT),
+        lambda: worker(
+            after, 1, 10, quota=1, instance=InstanceId("i1"), memory_id=BOOT, holding=holding(pages[:1], [], [])
+        ),
+    ]  # fmt: skip
+    for step in steps if rank_is_first else steps[::-1]:
+        assert after.counts()["quarantined"] >= len(pages) - 1
+        step()
+    assert "quarantined" not in after.counts()
+    assert after.state(pages[0][0]) is PageState.WRITING

@@ -1,7 +1,7 @@
 """Who is connected to a pool and what memory they get: the part of the pool that begins connections. No I/O."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from services.mempool.core import space
 from services.mempool.core.actions import (
@@ -56,7 +56,6 @@ class Attachments:
         self.load_interval_ms = 0  # for clients: how often they report the load of their engine; 0: never
         self.memory_id = Epoch(0)  # the generation in which the memory was made, plus its number
         self.inheritance: Inheritance | None = None
-        self.engine_processes: set[int] = set()  # of those that are awaited, the ones that hold pages
         self.inherited_from: dict[int, InstanceId] = {}  # whose those that were awaited are
         self._active_at_ms = 0
         self._sends: list[Action] = []
@@ -81,13 +80,14 @@ class Attachments:
         instances: Sequence[InstanceId] = (),
         mappers: Sequence[int] = (),
         is_owed: bool = False,
+        bereft: Collection[InstanceId] = (),
     ) -> list[Action]:
         """Go on with an earlier mempool's pages, before anybody attaches. The shell has the memory already.
 
         Args:
             processes: numbers of those that may still touch pages.
             engines: of these, the ones that report what they hold; the others only attach.
-            instances: of each process.
+            instances: of each process; bereft: those whose engine is dead, perhaps unlike its ranks.
             mappers: of the processes, those that map allocations; is_owed: see Releases.adopt.
         """
         assert self.memory is None
@@ -96,12 +96,12 @@ class Attachments:
         self.memory.devices = {rank: device for rank, device in enumerate(devices) if device}
         self.memory_id = memory_id
         self._active_at_ms = -1  # until the first tick: when it was is not known
-        self.engine_processes = set(engines)
         self.inherited_from = dict(zip(processes, instances, strict=False))
         self.readers.epochs = self.memory.table.epochs
         self.inheritance = Inheritance(
-            self.memory.table, self.memory.engines, self.index, self.leases, entries, processes
-        )
+            self.memory.table, self.memory.engines, self.index, self.leases, entries, processes,
+            {process: self.inherited_from[process] for process in engines}, bereft,
+        )  # fmt: skip
         self.counters["pages_inherited"] += self.inheritance.num_sealed
         self.report(0)
         self.releases = self._make_releases(self.memory)
@@ -155,13 +155,13 @@ class Attachments:
             self.releases.attached(process)
             created += space.slabs_of(memory, self.number, connection, message)
             self._welcome(connection, memory)
-            if not self._is_engine(process):
-                self.report(process)
+            self._report_ranks(message.instance, [process])
         return created
 
-    def _is_engine(self, process: int) -> bool:
-        """Whether the process is an engine too, which reports for itself."""
-        return self.memory is not None and process in self.engine_processes
+    def _report_ranks(self, instance: InstanceId, processes: Iterable[int]) -> None:
+        for process in processes:
+            if self.inheritance is not None and self.inheritance.speaks_for_ranks(instance):
+                self.report(process)
 
     def _attach_engine(self, connection: int, process: int, message: wire.Attach) -> list[Action]:
         created, memory = self._memory_for(connection, message)
@@ -190,7 +190,11 @@ class Attachments:
             return self._refuse(connection, error.code, error.message)
         memory.engines.attach(engine)
         self._welcome(connection, memory)
+        if self.inheritance is not None:
+            self.inheritance.said(process)
         self.report(process)
+        back = [rank.process for rank in memory.engines.ranks.values() if rank.instance == message.instance]
+        self._report_ranks(message.instance, back)
         for over, count in memory.engines.excess().items():
             self._send(over, wire.Shrink(count=count))
         self._serve()

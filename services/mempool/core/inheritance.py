@@ -4,9 +4,12 @@ Of the earlier mempool's knowledge there is left what lies beside the table: sta
 hash, parent and length of sealed ones. Whose pages they were is known to the engines, which report it when they
 attach again (wire.Holding). Until every process that could touch a page has reported, or is dead, sealed
 pages stay where they are and pages in doubt stay in quarantine (ARCHITECTURE.md, rule 7).
+
+A rank has a step under way and says nothing of pages: its engine's word is its own too, whichever of them comes first.
+With an engine that dies without a word, it is its ranks' death that counts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from services.mempool.core import parse
 from services.mempool.core.engines import Engine, Engines
@@ -16,7 +19,7 @@ from services.mempool.core.page_state import PageEvent
 from services.mempool.core.page_table import PageTable
 from services.mempool.core.radix import Index
 from shared.errors import ResourceError
-from shared.ids import BlockHash, PageId
+from shared.ids import BlockHash, InstanceId, PageId
 from shared.kv.page import PageState
 from shared.kv.page_table import ENTRY
 from shared.wire.mempool import Holding, Sealed
@@ -36,7 +39,10 @@ def pack_entry(entry: Entry, epoch: int) -> bytes:
 class Inheritance:
     """From the adoption of a table until settled.
 
-    Args: processes: numbers of those that may still touch pages.
+    Args:
+        processes: numbers of those that may still touch pages.
+        speakers: of these, engines, which say what they hold, and whose they are.
+        bereft: instances whose engine has died without a word already.
     """
 
     def __init__(
@@ -47,8 +53,11 @@ class Inheritance:
         leases: Leases,
         entries: bytes,
         processes: Iterable[int],
+        speakers: Mapping[int, InstanceId],
+        bereft: Collection[InstanceId] = (),
     ) -> None:
         self.awaiting = set(processes)
+        self._silent, self._bereft = dict(speakers), set(bereft)
         self._table, self._engines = table, engines
         self._index = index
         self._leases = leases
@@ -151,8 +160,19 @@ class Inheritance:
         if not 0 <= page < self._table.num_pages or self._table.epochs[page] != epoch or not is_expected:
             raise NotInherited(f"page {page} is not as it was under epoch {epoch}")
 
+    def said(self, process: int) -> None:
+        """An engine has attached: what it has not claimed neither it nor its ranks touch."""
+        self._silent.pop(process, None)
+
+    def speaks_for_ranks(self, instance: InstanceId) -> bool:
+        """Whether the word of the instance's engines is known, or there are none: its ranks may report."""
+        return instance not in self._bereft and instance not in self._silent.values()
+
     def reported(self, process: int) -> bool:
-        """A process has attached, or is dead. True when this settles the inheritance: drop it."""
+        """A process has attached and its engine's word is known, or it is dead.
+
+        True when this settles the inheritance: drop it.
+        """
         self.awaiting.discard(process)
         if self.awaiting:
             return False

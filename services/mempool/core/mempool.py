@@ -6,7 +6,7 @@ clients of an instance to that of its engine, whichever comes first.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import count
 
 from services.mempool.core import parse, space
@@ -90,6 +90,7 @@ class Mempool(FromOutside):
         label: str = "",
         mappers: Sequence[int] = (),
         is_owed: bool = False,
+        bereft: Collection[InstanceId] = (),
     ) -> list[Action]:
         """Pool.adopt of one space. `instances`: of each process; their engines or ranks were in it. A negative process
         was a caller there, and has no instance."""
@@ -101,7 +102,7 @@ class Mempool(FromOutside):
         actions = pool.adopt(
             description, planned, words, entries,
             memory_id=memory_id, processes=processes, engines=engines, devices=devices, label=label,
-            instances=instances, mappers=mappers, is_owed=is_owed,
+            instances=instances, mappers=mappers, is_owed=is_owed, bereft=bereft,
         )  # fmt: skip
         self.dram.link()
         return actions
