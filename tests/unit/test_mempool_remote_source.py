@@ -1,8 +1,10 @@
 """What a source answers, beside what readers make of it (test_mempool_remote.py)."""
 
+import msgspec
+
 from shared.kv.words import u32_bytes, u32_list, u64_bytes
 from shared.wire import mempool_peer as peer
-from tests.unit.test_mempool_remote import A_HOST, ABC, LINK, PREFILL, Host
+from tests.unit.test_mempool_remote import A_HOST, ABC, LINK, PREFILL, Host, TwoMempools
 
 
 def source(**limits: object) -> Host:
@@ -43,3 +45,18 @@ def test_leases_that_ended_at_their_time_make_room_for_others():
     assert [answer() for _ in range(3)] == [peer.RemoteAcquired, peer.RemoteAcquired, peer.CallRefused]
     host.advance(host.now_ms + 120_000)
     assert answer() is peer.RemoteAcquired
+
+
+def test_blocks_without_a_lease_are_a_miss_and_nothing_of_them_is_left():
+    """Nothing keeps such pages at the source. They were taken, and failed an assertion in every later event."""
+    two = TwoMempools()
+    two.hand_off()
+    two.acquire()
+    (ask,), two.b.asked = two.b.asked, []
+    two.a.run(two.a.core.on_peer_call(LINK, ask.message, 0))
+    wrong = msgspec.structs.replace(two.a.told.pop().message, lease_id="")
+    two.b.run(two.b.core.on_peer_answer(A_HOST, wrong, 0))
+    assert two.got()[0].num_blocks == 0
+    assert two.b.core.counters["remote_malformed"] == 1
+    assert not two.b.core.remote.pulls
+    two.b.advance(60_000)

@@ -200,6 +200,8 @@ class Remote:
             self._counters["remote_misses"] += 1
             self._give_up(pull, now_ms)
             return
+        if not lease.lease_id:  # nothing keeps these pages at the source
+            raise PeerProtocolError("RemoteAcquired: blocks without a lease")
         assert pull.pool.memory is not None
         pull.pages, pull.entries = _entries(pull, lease, pull.pool.memory.block_tokens)
         pull.claim = pull.pool.claim(len(pull.entries))
