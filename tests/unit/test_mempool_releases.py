@@ -129,6 +129,17 @@ def test_a_dead_process_maps_nothing():
     assert rig.counts() == {"released": 2, "free": 6}
 
 
+def test_a_death_that_is_read_before_the_end_of_the_connection_stops_no_call():
+    rig = ReleaseRig(2)
+    rig.two_ranks()
+    rig.two_ranks(11, "f")
+    del rig.ranks[11]
+    rig.dead(11)
+    rig.press(UNIT_BYTES)
+    rig.settle()
+    assert [answer.num_bytes for answer in rig.answers] == [UNIT_BYTES]
+
+
 def test_an_allocation_comes_back_when_every_process_maps_it():
     rig = coming_back()
     assert rig.counts() == {"withdrawn": 2, "free": 2}

@@ -290,8 +290,9 @@ class Releases(Regains):
         self._settle()
 
     def buried(self, process: int) -> None:
-        """Proof of death: it maps nothing."""
+        """Proof of death, perhaps before the end of its connections is read: it maps nothing."""
         self.mappers.discard(process)
+        self.ready = {connection: each for connection, each in self.ready.items() if each != process}
         for waiting in (*self.leaving.values(), *self.coming.values()):
             waiting.discard(process)
         self._settle()
