@@ -229,6 +229,22 @@ def test_a_failed_copy_that_may_still_write_is_settled_before_the_next(hands):
     assert int(lent[0].space) != SpaceId(hands.producer)
 
 
+def test_a_caller_gives_up_what_was_lent_to_the_space_that_its_instance_has_left(hands):
+    hands.hold("a")
+    hands.hold("b", OTHER_HAND)
+    for connection in (PREFILL, 100 + PREFILL):
+        hands.closed(connection)
+    hands.dead(PREFILL)
+    hands.worker(77, "cpu:7", instance=ME)
+    assert hands.ask(wire.MatchBlocks, OTHER_HAND, instance=ME, hashes=b"").num_known == 0
+    for hand in (HAND, OTHER_HAND):
+        hands.core.api.on_closed(hand)
+        hands.run(hands.core.after_api(hands.now_ms))
+    hands.copied()
+    hands.reclaim(0, 1_000)
+    assert hands.leased() == 0
+
+
 def test_each_caller_hears_of_its_own(hands):
     mine, _ = hands.hold("a")
     other, _ = hands.hold("b", OTHER_HAND)

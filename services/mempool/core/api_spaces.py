@@ -167,7 +167,7 @@ class ApiSpaces:
             known = self.api.homes.get(instance)
             pool, tiers = self._pools[number], self._dram.tiers.get(number)
             is_current = known is not None and known.hbm is not None and known.hbm.space == number
-            if known is not None:
+            if is_current and known is not None:  # a home of before keeps what was lent to its space
                 self._leased.find(known, number)
             if is_current and known is not None and pool.memory is not None:  # an engine may have come since
                 known.is_for_callers = pool.memory.engines.none_computes
