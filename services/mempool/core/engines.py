@@ -148,39 +148,33 @@ class Engines:
 
         Args: make_room: frees one page, or returns False.
         Returns: connection -> what it was granted.
+        Cost: a step per page that room is made for, else a few per engine.
         """
         granted: dict[int, list[tuple[PageId, Epoch]]] = {}
         asking = [e for e in self.attached.values() if e.demand > 0]
-        if len(asking) == 1:
-            return self._serve_one(asking[0], make_room)
         while asking := [e for e in asking if self._wanted(e)]:
-            takers = asking
-            if not self._table.num_free:
+            takers, most = asking, self._table.num_free
+            if not most:
                 takers = [engine for engine in asking if self._needed(engine)]
                 if not takers or not make_room():
                     break
-            got = self._table.grant()
-            if got is None:
-                continue
-            engine = min(takers, key=lambda e: e.num_pages)
-            engine.held.add(got[0])
-            self._granted(engine, 1)
-            granted.setdefault(engine.connection, []).append(got)
+                most = min(1, self._table.num_free)  # what comes free may be another's: it was reserved
+            for engine, count in self._shares(takers, most):
+                pages, epochs = self._table.grant_many(count)
+                engine.held.update(pages)
+                self._granted(engine, count)
+                granted.setdefault(engine.connection, []).extend(zip(pages, epochs, strict=True))
         return granted
 
-    def _serve_one(
-        self, engine: Engine, make_room: Callable[[], bool]
-    ) -> dict[int, list[tuple[PageId, Epoch]]]:
-        """As serve(), where only this one asks. Cost: a tenth for each page."""
-        granted: list[tuple[PageId, Epoch]] = []
-        while count := self._wanted(engine):
-            pages, epochs = self._table.grant_many(count)
-            engine.held.update(pages)
-            self._granted(engine, len(pages))
-            granted += zip(pages, epochs, strict=True)
-            if len(pages) < count and not (self._needed(engine) and make_room()):
-                break
-        return {engine.connection: granted} if granted else {}
+    def _shares(self, takers: Sequence[Engine], most: int) -> list[tuple[Engine, int]]:
+        """Of `most` free pages, what brings those with the fewest up to the next, or to what one of them wants."""
+        least = min(engine.num_pages for engine in takers)
+        poorest = [engine for engine in takers if engine.num_pages == least][:most]
+        if not poorest:
+            return []
+        steps = [e.num_pages - least for e in takers if e.num_pages > least]
+        count = min(most // len(poorest), *map(self._wanted, poorest), *steps)
+        return [(engine, count) for engine in poorest]
 
     def _granted(self, engine: Engine, count: int) -> None:
         engine.demand -= count

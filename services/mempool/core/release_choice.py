@@ -119,12 +119,16 @@ class Choice:
         return entry if is_here else None
 
     def evict(self, pages: Iterable[PageId]) -> int:
-        """Those that hold a block which nobody pins come free. How many."""
-        count = 0
-        for page in pages:
-            entry = self._indexed(page) if self._table.states[page] == PageState.SEALED else None
-            if entry is not None and not entry.pins:
-                self._index.delete([entry.block_hash])
-                count += 1
-                self._table.free(page, PageEvent.RETIRE)
-        return count
+        """Those that hold a block which nobody pins come free. How many.
+
+        Cost: one step per page, and one pass over the prompts of their blocks.
+        """
+        states = self._table.states
+        sealed = (self._indexed(page) for page in pages if states[page] == PageState.SEALED)
+        found = [entry for entry in sealed if entry is not None and not entry.pins]
+        found.sort(
+            key=lambda entry: entry.position
+        )  # delete() begins with the last: what stays is divided once
+        for entry in self._index.delete([entry.block_hash for entry in found]):
+            self._table.free(entry.page, PageEvent.RETIRE)
+        return len(found)
