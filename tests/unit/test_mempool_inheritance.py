@@ -348,3 +348,13 @@ def test_an_engines_word_is_its_ranks_too_whichever_of_them_comes_first(rank_is_
         step()
     assert "quarantined" not in after.counts()
     assert after.state(pages[0][0]) is PageState.WRITING
+
+
+def test_a_report_to_a_pool_without_memory_is_refused_and_plans_none():
+    """Nobody would have made it: the next engine of the space was welcomed to memory that is not there."""
+    pool = Recorded()
+    worker(pool, 1, 10, holding=holding([], [], []))
+    assert pool.disconnected == {1: "holding.unknown"}
+    assert pool.pool.memory is None
+    worker(pool, 2, 20, quota=1)
+    assert pool.created is not None

@@ -219,6 +219,8 @@ class Attachments:
         if message.memory_id not in (0, self.memory_id):
             return self._refuse(connection, "memory.replaced", "the pool's memory is another by now"), None
         if self.memory is None:
+            if message.holding is not None:
+                return self._refuse(connection, NotInherited.code, "this pool has no memory yet"), None
             planned = space.plan(description, message, self.limits)
             if planned.num_pages == 0:
                 return self._refuse(connection, "pages.exhausted", planned.shortage), None
@@ -309,18 +311,6 @@ class Attachments:
         """Whether blocks of the two pools hold the same, perhaps cut over other ranks."""
         mine, theirs = self.memory, other.memory
         return mine is not None and theirs is not None and mine.shares_content(theirs)
-
-    def takes(self, message: wire.Attach, content_key: str) -> bool:
-        """Whether this pool's pages are where this engine or rank needs them."""
-        memory = self.memory
-        if memory is None or memory.content_key != content_key or memory.is_behind:
-            return False
-        is_mine = memory.engines.knows(message.instance)
-        if message.kind == "engine" and is_mine:
-            return True
-        if memory.pages_per_slab and not is_mine and message.rank not in memory.devices:
-            return False  # the ranks of another instance are on their way
-        return not space.other_device(memory, message)
 
     # -- parts ------------------------------------------------------------------------------------
 

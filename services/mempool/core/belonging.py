@@ -15,6 +15,19 @@ def is_outdated(message: wire.Attach, pools: Mapping[int, Pool]) -> bool:
     )
 
 
+def takes(pool: Pool, message: wire.Attach, content_key: str) -> bool:
+    """Whether this pool's pages are where this engine or rank needs them."""
+    memory = pool.memory
+    if memory is None or memory.content_key != content_key or memory.is_behind:
+        return False
+    is_mine = memory.engines.knows(message.instance)
+    if message.kind == "engine" and is_mine:
+        return True
+    if memory.pages_per_slab and not is_mine and message.rank not in memory.devices:
+        return False  # the ranks of another instance are on their way
+    return not space.other_device(memory, message)
+
+
 def pool_for(
     message: wire.Attach, pools: Mapping[int, Pool], last: int | None, *, is_full: bool
 ) -> Pool | None:
@@ -27,10 +40,10 @@ def pool_for(
     fallback = pools[last if last is not None else min(pools)]
     if message.memory_id:
         return next((p for p in pools.values() if p.memory_id == message.memory_id), fallback)
-    if last is not None and fallback.takes(message, key):
+    if last is not None and takes(fallback, message, key):
         return fallback
     for pool in pools.values():
-        if pool.takes(message, key):
+        if takes(pool, message, key):
             return pool
     for pool in pools.values():
         if pool.memory is None:

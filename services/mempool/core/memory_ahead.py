@@ -5,6 +5,7 @@ it by then. So whoever attaches where memory cannot be made is refused first, as
 """
 
 from services.mempool.core import space
+from services.mempool.core.belonging import takes
 from services.mempool.core.mempool import Mempool
 from services.mempool.core.space import Plan
 from shared.wire.mempool import Attach
@@ -21,7 +22,7 @@ def memory_ahead(core: Mempool, message: Attach) -> list[Plan]:
         if not there:
             return []  # it is refused: its memory is another by now
     else:
-        there = [pool for pool in pools if pool.takes(message, key)]
+        there = [pool for pool in pools if takes(pool, message, key)]
     if there:
         wants = [pool for pool in there if core.dram.wants(pool, description)]
         return [core.dram.plan(pool, description) for pool in wants[:1]]
