@@ -174,6 +174,15 @@ def test_leases_that_an_engine_works_in_go_on(before):
     assert after.pool.index.num_pinned == 0
 
 
+def test_a_lease_that_an_engine_has_kept_ends_with_that_engine_and_not_with_its_successor(before):
+    after = successor(before)
+    lease = wire.HeldLease(lease_id=LeaseId("old-1"), **page_lists(before.sealed))
+    for connection, process, held in ((1, 10, holding([], [], [], [lease])), (2, 20, None)):
+        worker(after, connection, process, instance=InstanceId("i1"), memory_id=BOOT, holding=held)
+    after.dead(10)
+    assert after.pool.index.num_pinned == 0
+
+
 @pytest.mark.parametrize("case", ["epoch", "free", "range", "hash"])
 def test_a_report_that_the_table_does_not_confirm_is_refused(before, case):
     after = successor(before)

@@ -1,6 +1,7 @@
 """What the pool decides about engines that work in its pages: pins end with a word or with proof of death."""
 
 import msgspec
+import pytest
 
 from services.mempool.core.page_table import PageTable
 from shared.kv.page import STOCK_PART, PageState
@@ -250,3 +251,41 @@ def test_the_table_keeps_its_sum_through_pins():
     table: PageTable = pool.pool.memory.table
     assert sum(table.counts) == 4
     assert pool.counts() == {"free": 2, "sealed": 2}
+
+
+def succeeded(**epochs: int) -> tuple[Harness, wire.Acquired]:
+    """An engine, process 101, works in a lease; another of its instance, process 102, attaches."""
+    pool, instance = Harness(num_pages=8), InstanceId("i")
+    worker(pool, 1, instance=instance, process=101, instance_epoch=epochs.get("first", 0))
+    pool.client(11, "i")
+    pool.save(1, chain("a", "b"))
+    lease = keep(pool, 11, chain("a", "b"))
+    worker(pool, 2, instance=instance, process=102, instance_epoch=epochs.get("second", 0))
+    return pool, lease
+
+
+@pytest.mark.parametrize("epochs", [{}, {"first": 1, "second": 2}])
+def test_what_an_engine_worked_in_ends_with_its_death_though_its_successor_is_there_already(epochs):
+    pool, _ = succeeded(**epochs)
+    pool.closed(1)
+    pool.closed(11)
+    pool.client(12, "i")
+    mine = keep(pool, 12, chain("a"))
+    pool.dead(101)
+    assert set(pool.pool.leases.leases) == {mine.lease_id}, "what was leased for the successor stays"
+    pool.dead(102)
+    assert pool.pool.status().num_pinned == 0
+
+
+def test_a_lease_that_is_of_one_of_two_engines_stays_until_both_are_dead():
+    pool, lease = succeeded()
+    either = keep(pool, 11, chain("a"))
+    pool.dead(101)
+    assert set(pool.pool.leases.leases) == {either.lease_id}
+    pool.dead(102)
+    assert pool.pool.status().num_leases == 0
+    pool, lease = succeeded()
+    pool.dead(102)
+    assert set(pool.pool.leases.leases) == {lease.lease_id}
+    worker(pool, 3, instance=InstanceId("i"), process=101, lets_go=True)
+    assert pool.pool.status().num_leases == 0

@@ -18,21 +18,21 @@ from services.mempool.core.engines import Engine
 from services.mempool.core.entry import Entry
 from services.mempool.core.inheritance import Inheritance, NotInherited, pack_entry
 from services.mempool.core.leases import Fence, Leases
-from services.mempool.core.page_state import PageEvent
 from services.mempool.core.radix import Index
 from services.mempool.core.readers import Readers
 from services.mempool.core.releases import Releases
 from services.mempool.core.space import Memory
+from services.mempool.core.supply import Supply
 from shared.errors import PeerProtocolError
 from shared.ids import Epoch, InstanceId
 from shared.kv.layout import EngineDescription, num_blocks
-from shared.kv.words import u32_bytes, u64_bytes
+from shared.kv.words import u32_bytes
 from shared.wire import mempool as wire
 
 MAX_FAR_PLACES = 65_536  # of one rank
 
 
-class Attachments:
+class Attachments(Supply):
     """State of a pool, and its connections. Pool adds what they say.
 
     Args:
@@ -47,7 +47,7 @@ class Attachments:
         self.boot_generation = boot_generation
         self.number = number
         self.index = Index()
-        self.leases = Leases(self.index, fence or Fence(boot_generation))
+        self.leases = Leases(self.index, fence or Fence(boot_generation), self._engine_of)
         self.memory: Memory | None = None
         self.clients: dict[int, Client] = {}
         self.counters: Counter[str] = Counter()
@@ -265,9 +265,20 @@ class Attachments:
 
     def _let_go(self, process: int, instance: InstanceId) -> None:
         assert self.memory is not None
-        self.counters["pages_acknowledged"] += self.memory.engines.let_go(process, instance)
+        gone = self.memory.engines.let_go(process, instance)
+        self.counters["pages_acknowledged"] += sum(engine.num_pages for engine in gone)
+        self._release_kept(gone)
         if not self.memory.engines.lives_on(instance):
             self.leases.release_kept(instance)
+
+    def _release_kept(self, gone: list[Engine]) -> None:
+        """These engines work no more in the pages that were leased for them. Others of their instances may."""
+        assert self.memory is not None
+        for engine in gone:
+            if not self.memory.engines.lives_on(engine.instance):
+                self.leases.release_kept(engine.instance)
+            elif not self.memory.engines.lives_on(engine.instance, engine.process):
+                self.leases.release_kept(engine.instance, engine.process)
 
     def _refuse(self, connection: int, code: str, reason: str) -> list[Action]:
         self.counters["attaches_refused"] += 1
@@ -314,48 +325,6 @@ class Attachments:
 
     # -- parts ------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        """Grant what engines ask for, evicting what nobody pins."""
-        memory = self.memory
-        if memory is None:
-            return
-        for known, old in self.index.twins.merge():
-            self.index.pin([known])
-            self.note(known)
-            memory.table.free(old, PageEvent.RETIRE)
-            self.counters["twins_merged"] += 1
-        if self.releases is not None:
-            self.releases.advance()
-        for claim in self.claims:
-            self._fill(claim, memory)
-        for connection, granted in memory.engines.serve(self._make_room).items():
-            self.counters["pages_granted"] += len(granted)
-            pages, epochs = zip(*granted, strict=True)
-            self._send(connection, wire.Granted(pages=u32_bytes(pages), epochs=u64_bytes(epochs)))
-
-    def _make_room(self) -> bool:
-        if self.outlet is not None and self.memory is not None:
-            return self.outlet(
-                sum(claim.lacking for claim in self.claims) + self.memory.engines.num_lacking()
-            )
-        entry = self.index.evict()
-        if entry is not None:
-            self.counters["pages_evicted"] += 1
-            self._free_entries([entry])
-        return entry is not None
-
-    def _fill(self, claim: Claim, memory: Memory) -> None:
-        event = PageEvent.LEND if claim.lends else PageEvent.GRANT
-        while claim.lacking:
-            claim.pages += memory.table.take_many(claim.lacking, event)
-            if claim.lacking and not self._make_room():
-                break
-
-    def _free_entries(self, entries: list[Entry]) -> None:
-        if entries:
-            assert self.memory is not None
-            self.memory.table.free_all([entry.page for entry in entries], PageEvent.RETIRE)
-
     def note(self, *entries: Entry) -> None:
         """For a successor: what the page holds under its epoch of now. In the same event it may get another."""
         assert self.memory is not None
@@ -368,6 +337,9 @@ class Attachments:
         if client is not None:
             return client.instance
         return self.memory.engines.instance_of(connection) if self.memory is not None else None
+
+    def _engine_of(self, instance: InstanceId) -> int:
+        return self.memory.engines.process_of(instance) if self.memory is not None else 0
 
     def _attached(self, instance: InstanceId) -> bool:
         return self.memory is not None and bool(self.memory.engines.of_instance(instance))

@@ -242,12 +242,20 @@ class Engines:
         self.lost.append(LostEngine(engine, set(engine.ranks)))
         return engine
 
-    def lives_on(self, instance: InstanceId) -> bool:
-        """Whether an engine of this instance is attached, or lost and perhaps still running."""
-        return bool(self.of_instance(instance)) or any(x.engine.instance == instance for x in self.lost)
+    def lives_on(self, instance: InstanceId, process: int | None = None) -> bool:
+        """Whether an engine of this instance (and process) is attached, or lost and perhaps still running."""
+        return any(process in (None, engine.process) for engine in self._not_gone(instance))
 
-    def bury(self, process: int) -> int:
-        """The process is proven dead. Pages that nobody alive can touch any more are free: how many."""
+    def process_of(self, instance: InstanceId) -> int:
+        """Of its engine, if none is attached of a lost one; 0: there is none, or it is not known which of several."""
+        found = self.of_instance(instance) or self._not_gone(instance)
+        return found[0].process if len(found) == 1 else 0
+
+    def _not_gone(self, instance: InstanceId) -> list[Engine]:
+        return [*(x.engine for x in self.lost if x.engine.instance == instance), *self.of_instance(instance)]
+
+    def bury(self, process: int) -> list[Engine]:
+        """The process is proven dead. Pages that nobody alive can touch any more are free: of which lost engines."""
         self.ranks = {c: rank for c, rank in self.ranks.items() if rank.process != process}
         for engine in self.attached.values():
             engine.ranks.discard(process)
@@ -255,21 +263,19 @@ class Engines:
             lost.alive.discard(process)
         return self._recover([x for x in self.lost if not x.alive], PageEvent.HOLDER_DEAD)
 
-    def let_go(self, process: int, instance: InstanceId) -> int:
-        """The process says that it touches none of the pages that it lost as this instance. How many."""
+    def let_go(self, process: int, instance: InstanceId) -> list[Engine]:
+        """The process says that it touches none of the pages that it lost as this instance. As which engines."""
         mine = [x for x in self.lost if x.alive == {process} and x.engine.instance == instance]
         return self._recover(mine, PageEvent.ACKNOWLEDGED)
 
-    def _recover(self, gone: list[LostEngine], event: PageEvent) -> int:
-        count = 0
+    def _recover(self, gone: list[LostEngine], event: PageEvent) -> list[Engine]:
         for lost in gone:
             self.lost.remove(lost)
             for page in sorted(lost.engine.held):
                 self._table.free(page, event)
             for page, entry in lost.engine.pinned.items():
                 self._end_pin(page, entry)
-            count += lost.engine.num_pages
-        return count
+        return [lost.engine for lost in gone]
 
     def _end_pin(self, page: PageId, entry: Entry) -> None:
         if entry.branch is None:

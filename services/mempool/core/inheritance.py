@@ -111,7 +111,8 @@ class Inheritance:
             engine.held.add(page)
         named = [entry for block in sealed if (entry := self._claim_sealed(engine, block)) is not None]
         for lease_id, pages in leases:
-            self._leases.restore(lease_id, engine.instance, [self._by_page[page] for page, _ in pages])
+            entries = [self._by_page[page] for page, _ in pages]
+            self._leases.restore(lease_id, engine.instance, entries, engine.process)
         return named
 
     def _claim_sealed(self, engine: Engine, block: parse.SealedBlock) -> Entry | None:

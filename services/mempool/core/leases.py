@@ -10,7 +10,7 @@ never without a pin in between.
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from services.mempool.core.actions import PoolLimits
@@ -32,6 +32,7 @@ class Lease:
     connection: int | None
     entries: list[Entry]
     expires_at_ms: int | None  # None: an engine works in the pages, only its release or its death ends it
+    process: int = 0  # of that engine, as far as it is known
 
 
 @dataclass(slots=True)
@@ -78,11 +79,17 @@ class Fence:
 
 
 class Leases:
-    """Owns every pin of readers: taken and dropped here only."""
+    """Owns every pin of readers: taken and dropped here only.
 
-    def __init__(self, index: Index, fence: Fence) -> None:
+    Args: engine_of: process of the instance's engine, which works in what is leased without an end; 0: not known.
+    """
+
+    def __init__(
+        self, index: Index, fence: Fence, engine_of: Callable[[InstanceId], int] = lambda instance: 0
+    ) -> None:
         self._index = index
         self._fence = fence
+        self._engine_of = engine_of
         self._num_waiters_made = 0
         self.leases: dict[LeaseId, Lease] = {}
         self.handoffs: dict[HandoffId, Handoff] = {}
@@ -109,14 +116,16 @@ class Leases:
         self.leases[lease_id] = lease
         if expires_at_ms is not None:
             self._note_deadline(expires_at_ms, "lease", lease_id)
+        else:
+            lease.process = self._engine_of(instance)
         return lease
 
-    def restore(self, lease_id: LeaseId, instance: InstanceId, entries: list[Entry]) -> None:
+    def restore(self, lease_id: LeaseId, instance: InstanceId, entries: list[Entry], process: int) -> None:
         """A lease of an earlier mempool that an engine still works in. One that is known already stays as it is."""
         if lease_id in self.leases:
             return
         self._index.pin(entries)
-        self.leases[lease_id] = Lease(lease_id, Epoch(0), instance, None, entries, None)
+        self.leases[lease_id] = Lease(lease_id, Epoch(0), instance, None, entries, None, process)
 
     def release(self, lease_id: LeaseId, instance: InstanceId) -> bool:
         """False when there is no such lease of this instance: harmless."""
@@ -153,9 +162,11 @@ class Leases:
             self.release(lease.lease_id, instance)
         return len(gone)
 
-    def release_kept(self, instance: InstanceId) -> int:
-        """No engine of the instance can be running any more: release what one worked in. How many."""
-        gone = [x for x in self.leases.values() if x.instance == instance and x.expires_at_ms is None]
+    def release_kept(self, instance: InstanceId, process: int | None = None) -> int:
+        """The instance's engine of this process, or with None none at all, can be running any more: release what it
+        worked in. How many."""
+        kept = [x for x in self.leases.values() if x.instance == instance and x.expires_at_ms is None]
+        gone = [x for x in kept if process in (None, x.process)]
         for lease in gone:
             self.release(lease.lease_id, instance)
         return len(gone)

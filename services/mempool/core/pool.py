@@ -60,13 +60,11 @@ class Pool(Lifetimes):
             self._replace(engine, "process.dead")
         self.report(process)
         self.report(-process)
-        instances = {lost.engine.instance for lost in self.memory.engines.lost}
-        self.counters["pages_recovered"] += self.memory.engines.bury(process)
+        gone = self.memory.engines.bury(process)
+        self.counters["pages_recovered"] += sum(engine.num_pages for engine in gone)
         if self.releases is not None:
             self.releases.buried(process)
-        for instance in sorted(instances):
-            if not self.memory.engines.lives_on(instance):
-                self.leases.release_kept(instance)  # nobody works in the pages that were leased for it
+        self._release_kept(gone)
         self._serve()
         return self._done()
 

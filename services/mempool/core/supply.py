@@ -1,0 +1,77 @@
+"""Free pages of a space for whoever wants some: the mempool's own claims, then engines. No I/O.
+
+Blocks that nobody pins leave for them, the coldest first.
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+
+from services.mempool.core.claims import Claim
+from services.mempool.core.entry import Entry
+from services.mempool.core.page_state import PageEvent
+from services.mempool.core.radix import Index
+from services.mempool.core.releases import Releases
+from services.mempool.core.space import Memory
+from shared.kv.words import u32_bytes, u64_bytes
+from shared.wire import mempool as wire
+
+
+class Supply(ABC):
+    """See Attachments, which has these."""
+
+    memory: Memory | None
+    index: Index
+    counters: Counter[str]
+    releases: Releases | None
+    claims: list[Claim]
+    outlet: Callable[[int], bool] | None
+
+    @abstractmethod
+    def note(self, *entries: Entry) -> None:
+        """See Attachments."""
+
+    @abstractmethod
+    def _send(self, connection: int, message: wire.FromMempool) -> None: ...
+
+    def _serve(self) -> None:
+        """Grant what engines ask for, evicting what nobody pins."""
+        memory = self.memory
+        if memory is None:
+            return
+        for known, old in self.index.twins.merge():
+            self.index.pin([known])
+            self.note(known)
+            memory.table.free(old, PageEvent.RETIRE)
+            self.counters["twins_merged"] += 1
+        if self.releases is not None:
+            self.releases.advance()
+        for claim in self.claims:
+            self._fill(claim, memory)
+        for connection, granted in memory.engines.serve(self._make_room).items():
+            self.counters["pages_granted"] += len(granted)
+            pages, epochs = zip(*granted, strict=True)
+            self._send(connection, wire.Granted(pages=u32_bytes(pages), epochs=u64_bytes(epochs)))
+
+    def _make_room(self) -> bool:
+        if self.outlet is not None and self.memory is not None:
+            return self.outlet(
+                sum(claim.lacking for claim in self.claims) + self.memory.engines.num_lacking()
+            )
+        entry = self.index.evict()
+        if entry is not None:
+            self.counters["pages_evicted"] += 1
+            self._free_entries([entry])
+        return entry is not None
+
+    def _fill(self, claim: Claim, memory: Memory) -> None:
+        event = PageEvent.LEND if claim.lends else PageEvent.GRANT
+        while claim.lacking:
+            claim.pages += memory.table.take_many(claim.lacking, event)
+            if claim.lacking and not self._make_room():
+                break
+
+    def _free_entries(self, entries: list[Entry]) -> None:
+        if entries:
+            assert self.memory is not None
+            self.memory.table.free_all([entry.page for entry in entries], PageEvent.RETIRE)
