@@ -1,5 +1,6 @@
 """Processes that attach to a mempool: what it reads of them, and those that leave while it works for them."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from loadtest.processes import family
 from services.mempool.core.actions import CreateSlabs
 from services.mempool.processes import start_time
 from services.mempool.shell import MempoolShell
+from services.mempool.takeover import KeptProcess, ProcessMeta, Takeover
+from shared.ids import Epoch
 from shared.testing.processes import session_members
 
 RENAMES = """
@@ -47,3 +50,39 @@ def test_a_peer_that_left_while_its_memory_could_not_be_made_ends_nothing():
     shell._connections = {}  # its connection ended as an earlier action was performed
     shell.spaces = SimpleNamespace(create_slabs=lambda action: False)  # pyright: ignore[reportAttributeAccessIssue]
     shell._perform_one(CreateSlabs(7, 0, "cuda:0", 1, 1 << 21))
+
+
+def test_a_mempool_knows_whose_engine_died_before_it_came():
+    """And no other of the instance lives: such ranks have nobody who says what they hold."""
+    adopted: list[set[str]] = []
+    rig = SimpleNamespace(
+        _processes=SimpleNamespace(adopt=lambda number, pidfd: number),
+        kept=SimpleNamespace(adopted=lambda number, pidfd, meta: None),
+        _adopt=lambda space, members, bereft: adopted.append(bereft),
+        _end_silent=lambda: None,
+    )
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)  # its pid stays its own
+    processes = [
+        KeptProcess(number, os.pidfd_open(pid), ProcessMeta(kind=kind, instance=instance))
+        for number, (pid, kind, instance) in enumerate(
+            [
+                (dead.pid, "engine", "bereft"),
+                (os.getpid(), "rank", "bereft"),
+                (dead.pid, "engine", "succeeded"),
+                (os.getpid(), "engine", "succeeded"),
+                (dead.pid, "rank", "whole"),
+                (os.getpid(), "engine", "whole"),
+            ]
+        )
+    ]
+    living = [one.pidfd for one in processes if not one.dead]
+
+    async def adopt() -> None:
+        MempoolShell.adopt(rig, Takeover(Epoch(1), [SimpleNamespace()], processes))
+
+    asyncio.run(adopt())
+    assert adopted == [{"bereft"}]
+    dead.wait()
+    for pidfd in living:
+        os.close(pidfd)
