@@ -19,8 +19,8 @@ ARGS :=
 SEED := $(shell printf '%d' "0x$$(git rev-parse --short=7 HEAD 2> /dev/null | cut -c -7)" 2> /dev/null)
 FIXED := $(filter-out random,$(SEED))
 PYTEST = $(if $(FIXED),TEST_SEED=$(FIXED)) $(PY) -m pytest $(if $(FIXED),--hypothesis-seed=$(FIXED))
-# The quick tests draw half of the examples of a random test; `make test` draws all.
-QUICK = TEST_EXAMPLES=0.5 $(PYTEST) -q -m "not slow"
+# The quick tests draw a quarter of the examples of a random test; `make test` draws all.
+QUICK = TEST_EXAMPLES=0.25 $(PYTEST) -q -m "not slow"
 
 # Two modules at a time: most tests wait. ARGS="-n 0": one after the other.
 BESIDE := -n 2 --dist loadfile --no-loadscope-reorder

@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, settings
 from tests.support.examples import examples
 from tests.support.local_cluster import LocalCluster
 
+gc.disable()  # until all is imported: nothing of that is garbage, and each collection would walk it
+
 PROCESSES, FAULTS = (Path(__file__).parent / name for name in ("integration", "fault"))
 
 settings.register_profile(
@@ -45,6 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places[item.path])
     gc.collect()
     gc.freeze()  # what was imported stays: the collection behind each module need not walk it
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,5 +7,5 @@ SHARE = float(os.environ.get("TEST_EXAMPLES") or 1)
 
 
 def examples(whole: int) -> int:
-    """So many in `make test`; the share TEST_EXAMPLES of them, rounded up, where it is set (`make check`: a half)."""
+    """So many in `make test`; the share TEST_EXAMPLES of them where it is set, rounded up (`make check`: a quarter)."""
     return math.ceil(whole * SHARE)

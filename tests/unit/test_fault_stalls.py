@@ -24,6 +24,7 @@ def test_moments_count_once_and_only_within_the_span(spans, seconds):
     assert overlap_s(spans, 2.0, 9.0) == pytest.approx(seconds)
 
 
+@pytest.mark.slow
 async def test_a_core_that_stands_still_is_told_with_its_time():
     with Stalls() as stalls:
         begin_s = time.time()

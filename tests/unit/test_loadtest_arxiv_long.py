@@ -88,6 +88,7 @@ async def test_both_parts_come_with_the_times_of_every_request():
     assert len({each["arrival_s"] for each in online["requests"]}) == 3
 
 
+@pytest.mark.slow
 async def test_what_a_part_has_no_time_for_is_given_up_and_missing():
     ended = []
 

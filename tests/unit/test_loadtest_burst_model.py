@@ -60,6 +60,7 @@ def test_without_contention_the_order_is_that_of_arrival():
     assert [job.end_ms for job in jobs] == [job.end_ms for job in others]
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_line_a_run(capsys):
     assert main(["--burst-s", "0.5", "--seeds", "1", "--steps", "eager"]) == 0
     lines = capsys.readouterr().out.splitlines()

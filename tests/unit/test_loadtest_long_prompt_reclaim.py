@@ -103,6 +103,7 @@ def test_a_prompt_that_fits_is_refused():
         bench.parse(["--ratio", "1.0"])
 
 
+@pytest.mark.slow
 def test_figure_12_is_drawn_of_a_course_and_says_what_lacks(tmp_path):
     (one,) = aqua_reclaim.SHEETS
     head = {"commit": "c" * 40, "date": "2026-01-01", "machine": {"cpu": "c", "gpu": ["g", "g"]}}

@@ -85,6 +85,7 @@ async def test_phases_ask_for_what_they_say():
         assert len(found["tpot_ms"]) == 3
 
 
+@pytest.mark.slow
 def test_engines_take_turns_and_one_that_dies_is_reported(tmp_path, monkeypatch, capsys):
     script = tmp_path / "fake_engine.py"
     script.write_text(

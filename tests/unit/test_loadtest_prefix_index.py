@@ -35,6 +35,7 @@ def test_check_is_hashing_and_looking_up_and_the_worst_size_counts():
     assert check_metrics(metrics) == []
 
 
+@pytest.mark.slow
 def test_caches_take_turns_on_a_cache_that_stays_as_full(monkeypatch):
     ours, other = bench.RadixCache(600, 16), bench.RadixCache(600, 16)
     other.name = "vllm"

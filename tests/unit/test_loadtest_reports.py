@@ -118,6 +118,7 @@ def test_every_column_of_a_report_has_a_heading():
         assert {len(row) for row in rows} == {len(rows[0])}, title
 
 
+@pytest.mark.slow
 def test_a_warm_up_is_left_out_and_the_bound_of_hits_is_shown(tmp_path):
     whole = run()
     whole.head["hit_bound"] = 0.829
@@ -140,6 +141,7 @@ def test_a_bootstrap_interval_covers_the_true_mean_about_as_often_as_it_says():
         bootstrap(np.array([]), lambda v: v)
 
 
+@pytest.mark.slow
 def test_a_run_without_answers_and_one_without_receipts_are_reported_too(tmp_path):
     bare = run("bare")
     for one in bare.outcomes:

@@ -8,6 +8,7 @@ from loadtest import bench_slot_batch, bench_slot_mapping
 from loadtest.results import check_metrics
 
 
+@pytest.mark.slow
 def test_mapping_ahead_leaves_no_call_on_the_path_of_decode(monkeypatch):
     monkeypatch.setattr(bench_slot_mapping, "MODEL_S", 0.0005)
     monkeypatch.setattr(bench_slot_mapping, "REQUESTS", 4)

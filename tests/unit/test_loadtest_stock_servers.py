@@ -66,6 +66,7 @@ def test_every_turn_of_a_session_goes_to_one_server_and_sessions_go_in_turn():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_servers_start_side_by_side_and_end_together(tmp_path, monkeypatch):
     (tmp_path / "health").write_text("ok")
     begun = []

@@ -9,6 +9,7 @@ from loadtest.workloads.trace_files import read
 from tests.support.simulated import mooncake_lines
 
 
+@pytest.mark.slow
 def test_a_small_trace_shows_hits_that_shrink_with_memory_and_never_pass_the_bounds(tmp_path, capsys):
     path = tmp_path / "t.jsonl"
     path.write_text("\n".join(mooncake_lines(3, count=80, groups=10)))

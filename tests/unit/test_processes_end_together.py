@@ -183,7 +183,7 @@ class Told:
         pass
 
 
-def test_a_spawn_that_failed_counts_as_an_exit_of_whoever_still_waits_for_it(tmp_path):
+async def test_a_spawn_that_failed_counts_as_an_exit_of_whoever_still_waits_for_it(tmp_path):
     heard = []
     client = ZygoteClient(
         tmp_path / "none.sock", on_spawned=lambda name, _: heard.append(name), on_exited=lambda *e: heard.append(e)
