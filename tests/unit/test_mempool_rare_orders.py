@@ -115,6 +115,37 @@ def test_an_engine_whose_successor_is_in_another_space_is_refused_as_one_in_the_
     assert 4 not in rig.disconnected
 
 
+def test_two_workers_of_one_name_have_no_two_spaces():
+    """The readers of one would get pages of the other's, and its engine pages that its ranks do not have."""
+    rig, name = Spaces(), InstanceId("i")
+
+    def attach(connection, process, where, kind):
+        message = wire.Attach(
+            kind=kind,
+            instance=name,
+            description=DESCRIPTION,
+            device=where,
+            works_in_pages=True,
+            quota_pages=4,
+        )
+        rig.run(rig.core.on_attach(connection, process, message, 0))
+        return rig.disconnected.get(connection)
+
+    assert attach(101, 1, "cpu:0", "rank") is None
+    spaces = [*rig.core.pools]
+    assert attach(102, 2, "cpu:1", "rank") == "instance.taken"
+    assert attach(1, 1, "cpu:0", "engine") is None
+    assert attach(103, 2, "cpu:1", "rank") == "instance.taken", "and with its rank its engine ends"
+    assert [*rig.core.pools] == spaces, "no memory is made for who is refused"
+    home = rig.core.space_of(name)
+    assert attach(4, 1, "cpu:0", "engine") is None, "its own process may come again"
+    for connection in (101, 1, 4):
+        rig.closed(connection)
+    assert attach(105, 2, "cpu:1", "rank") is attach(5, 2, "cpu:1", "engine") is None, "it has gone"
+    assert rig.core.space_of(name) != home
+    assert attach(106, 1, "cpu:0", "rank") == "instance.taken"
+
+
 def test_a_hand_off_that_is_announced_for_two_spaces_has_its_pins_where_its_blocks_are():
     it = without_layers()
     it.worker(9, "cpu:9")

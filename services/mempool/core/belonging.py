@@ -15,6 +15,17 @@ def is_outdated(message: wire.Attach, pools: Mapping[int, Pool]) -> bool:
     )
 
 
+def is_taken(message: wire.Attach, process: int, pool: Pool | None, pools: Mapping[int, Pool]) -> bool:
+    """Whether another process is attached under this instance's name in another space than its own.
+
+    Two workers that were given one name: readers of one would get pages of the other's.
+    """
+    others = (each.memory for each in pools.values() if each is not pool)
+    return any(
+        memory is not None and memory.engines.has_other(message.instance, process) for memory in others
+    )
+
+
 def takes(pool: Pool, message: wire.Attach, content_key: str) -> bool:
     """Whether this pool's pages are where this engine or rank needs them."""
     memory = pool.memory

@@ -114,6 +114,11 @@ class Engines:
         """Whether an engine of this instance is attached that has a larger epoch than this; 0 is none."""
         return epoch > 0 and any(engine.instance_epoch > epoch for engine in self.of_instance(instance))
 
+    def has_other(self, instance: InstanceId, process: int) -> bool:
+        """Whether an engine or rank of this instance is attached that is another process."""
+        members = (*self.attached.values(), *self.ranks.values())
+        return any(each.instance == instance and each.process != process for each in members)
+
     def instance_of(self, connection: int) -> InstanceId | None:
         """Of an attached engine or rank."""
         engine, rank = self.attached.get(connection), self.ranks.get(connection)

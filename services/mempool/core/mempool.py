@@ -14,7 +14,7 @@ from services.mempool.core.action_order import told_last
 from services.mempool.core.actions import Action, PoolLimits
 from services.mempool.core.api_spaces import ApiSpaces
 from services.mempool.core.audience import Audience
-from services.mempool.core.belonging import is_outdated, pool_for
+from services.mempool.core.belonging import is_outdated, is_taken, pool_for
 from services.mempool.core.callers import Callers, refusal
 from services.mempool.core.claims import Client
 from services.mempool.core.dram import Dram
@@ -140,10 +140,13 @@ class Mempool(FromOutside):
             self._clients[connection] = message.instance
             return actions
         if is_outdated(message, self.pools):
-            self.counters["attaches_refused"] += 1
-            return refusal(connection, "epoch.stale", f"a later {message.instance} is attached")
+            return self._refuse(connection, "epoch.stale", f"a later {message.instance} is attached")
         last = self._space_of.get(message.instance)
-        pool = pool_for(message, self.pools, last, is_full=self._is_full) or self._new_pool()
+        pool = pool_for(message, self.pools, last, is_full=self._is_full)
+        if is_taken(message, process, pool, self.pools):
+            reason = f"another process is attached as {message.instance}, in another space; give each worker a name"
+            return self._refuse(connection, "instance.taken", reason)
+        pool = pool or self._new_pool()
         is_first = pool.is_first(process)
         actions = pool.on_attach(connection, process, message, now_ms)
         actions += self.dram.put_behind(pool, message, self._new_pool, is_full=self._is_full)
@@ -165,6 +168,10 @@ class Mempool(FromOutside):
         if self.callers.has(connection):
             self._members[connection] = message.space
         return actions + self._after(now_ms)
+
+    def _refuse(self, connection: int, code: str, reason: str) -> list[Action]:
+        self.counters["attaches_refused"] += 1
+        return refusal(connection, code, reason)
 
     @property
     def _is_full(self) -> bool:
