@@ -160,7 +160,7 @@ class Attachments(Supply):
 
     def _report_ranks(self, instance: InstanceId, processes: Iterable[int]) -> None:
         for process in processes:
-            if self.inheritance is not None and self.inheritance.speaks_for_ranks(instance):
+            if self.inheritance is not None and self.inheritance.may_report(process, instance):
                 self.report(process)
 
     def _attach_engine(self, connection: int, process: int, message: wire.Attach) -> list[Action]:

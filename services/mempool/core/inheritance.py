@@ -165,9 +165,14 @@ class Inheritance:
         """An engine has attached: what it has not claimed neither it nor its ranks touch."""
         self._silent.pop(process, None)
 
-    def speaks_for_ranks(self, instance: InstanceId) -> bool:
-        """Whether the word of the instance's engines is known, or there are none: its ranks may report."""
-        return instance not in self._bereft and instance not in self._silent.values()
+    def may_report(self, process: int, instance: InstanceId) -> bool:
+        """Of a rank that is attached: whether the word of its instance's engines is known, or there are none.
+
+        One that is an engine too, perhaps another instance's, reports when that attaches.
+        """
+        if process in self._silent or instance in self._bereft:
+            return False
+        return instance not in self._silent.values()
 
     def reported(self, process: int) -> bool:
         """A process has attached and its engine's word is known, or it is dead.
