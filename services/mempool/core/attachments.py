@@ -100,7 +100,7 @@ class Attachments(Supply):
         self.readers.epochs = self.memory.table.epochs
         self.inheritance = Inheritance(
             self.memory.table, self.memory.engines, self.index, self.leases, entries, processes,
-            {process: self.inherited_from[process] for process in engines}, bereft,
+            {process: self.inherited_from.get(process, InstanceId("")) for process in engines}, bereft,
         )  # fmt: skip
         self.counters["pages_inherited"] += self.inheritance.num_sealed
         self.report(0)
