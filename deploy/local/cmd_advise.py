@@ -141,7 +141,6 @@ def _show(advice: "Advice") -> None:
     out.print(
         f"{advice.simulated_requests} requests at {advice.trace_rate_per_s:.2f}/s; "
         f"TTFT {advice.slo_ttft_ms:g} ms and TPOT {advice.slo_tpot_ms:g} ms for {advice.good_share:.0%}",
-        markup=False,
     )
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in (
@@ -168,12 +167,12 @@ def _show(advice: "Advice") -> None:
         )
     out.print(table)
     if advice.calibrated:
-        out.print(f"calibrated: {advice.costs}", markup=False)
+        out.print(f"calibrated: {advice.costs}")
     else:
         kind = "data sheet" if SHEET in advice.costs else "not calibrated"
         better = "`--cost running` or a file of `quire model show --json` is better"
-        out.print(f"{kind}: {advice.costs}; {better}", markup=False, style="yellow")
-    out.print(advice.sentence, markup=False)
+        out.print(f"{kind}: {advice.costs}; {better}", style="yellow")
+    out.print(advice.sentence)
     if advice.trace_rate_per_s > BURST * advice.whole_rate_per_s > 0:
         out.print(
             f"The stretch is a burst of a trace with {advice.whole_rate_per_s:.2f} requests/s: what the bursts and "

@@ -147,13 +147,12 @@ class Reply:
             f"\n{self._id}: {prompt} + {output} tokens, "
             f"first after {(first - self._begin) * 1000:.0f} ms{speed}",
             style="dim",
-            markup=False,
         )
         if isinstance(self._receipt, dict):
             err.print(_receipt_table(self._receipt))
             for line in receipt_text.lines(self._receipt):
-                err.print(line, style="dim", markup=False)
-        err.print(f"{program()} trace {self._id}", style="dim", markup=False)
+                err.print(line, style="dim")
+        err.print(f"{program()} trace {self._id}", style="dim")
 
 
 def _receipt_table(receipt: dict[str, Any]) -> Table:

@@ -28,7 +28,7 @@ def doctor(
         if not as_json:
             out.print(f"{MARKS[finding.verdict]} {finding.what:<12} {escape(finding.found)}", markup=True)
             if finding.fix and finding.verdict is not Verdict.OK:
-                out.print(f"       fix: {finding.fix}", markup=False)
+                out.print(f"       fix: {finding.fix}")
     failed = [f for f in findings if f.verdict is Verdict.FAIL]
     if as_json:
         rows = [{"what": f.what, "verdict": f.verdict, "found": f.found, "fix": f.fix} for f in findings]

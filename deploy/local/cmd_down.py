@@ -81,6 +81,6 @@ def _stop(client: ControlClient) -> None:
     end = time.monotonic() + PATIENCE_S
     for event in client.events(timeout_s=PATIENCE_S):
         if event["event"] in ("start_timeout", "unresponsive"):
-            out.print(f"{event['name']}: {event['text']}", markup=False)
+            out.print(f"{event['name']}: {event['text']}")
         if time.monotonic() > end:
             raise TimeoutError

@@ -64,7 +64,7 @@ def _follow(file: Path, place: int, width: int, *, prefix: bool) -> int:
 
 def _show(file: Path, line: str, width: int, *, prefix: bool) -> None:
     head = f"{file.stem:<{width}} | " if prefix else ""
-    out.print(head + line, markup=False)
+    out.print(head + line)
 
 
 def _size(file: Path) -> int:

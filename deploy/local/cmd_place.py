@@ -58,7 +58,7 @@ def place(
     if apply and not isinstance(answer, Unplaceable):
         told = asyncio.run(_tell(apply, answer))
         if not as_json:
-            err.print(told, markup=False)
+            err.print(told)
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n")
         sys.exit(FAILED if isinstance(answer, Unplaceable) else 0)
@@ -87,7 +87,7 @@ async def _tell(urls: str, answer: Placement) -> str:
 
 def _explain(answer: Unplaceable) -> NoReturn:
     for reason in answer.reasons:
-        err.print(f"  {reason}", markup=False)
+        err.print(f"  {reason}")
     left = ", ".join(f"{count} x {model}" for model, count in answer.left_out.items())
     fail(f"not everything has room; with the most GPUs in use, these stay outside: {left}")
 
@@ -102,12 +102,10 @@ def _show(question: PlacementQuestion, answer: Placement, seconds: float) -> Non
         f"{len(answer.instances)} instances on {gpus} GPUs in {seconds:.1f} s. "
         f"{bytes_text(answer.lent_bytes)} of the {bytes_text(answer.needed_bytes)} needed are lent on the same server"
         + (f"; {bytes_text(rest)} go to host memory." if rest else "."),
-        markup=False,
     )
     out.print(
         f"Eq 6: {bytes_text(answer.objective_bytes)}; no placement has less than {bytes_text(answer.bound_bytes)} "
         f"(gap {answer.gap_ratio:.2%}).",
-        markup=False,
         style="dim",
     )
     if answer.timed_out:

@@ -254,7 +254,7 @@ def _live(url: str, statuses: list[str], max_lag_ms: float, tell: "Told") -> "Ru
 
 def _teller(*, quiet: bool) -> "Told":
     console = err if quiet else out
-    return lambda text: console.print(f"  {text}", markup=False)
+    return lambda text: console.print(f"  {text}")
 
 
 def _search(
@@ -298,9 +298,7 @@ def _report(found: "Profile", target: Path, plots: Path | None, *, as_json: bool
         sys.stdout.write(json.dumps(brief, indent=2) + "\n")
         return
     _show(found)
-    out.print(
-        f"profile: {shorten(str(target))}" + "".join(f", {shorten(str(one))}" for one in drawn), markup=False
-    )
+    out.print(f"profile: {shorten(str(target))}" + "".join(f", {shorten(str(one))}" for one in drawn))
 
 
 def _plot(found: "Profile", folder: Path) -> list[Path]:

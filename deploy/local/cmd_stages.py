@@ -35,9 +35,7 @@ def stages(
     found, num_requests = observed.read_stages(store, since_ns=time.time_ns() - int(last_s * 1e9))
     if as_json:
         body = {"num_requests": num_requests, "stages": msgspec.to_builtins(found)}
-        out.print(
-            msgspec.json.encode(body).decode(), markup=False, no_wrap=True, overflow="ignore", crop=False
-        )
+        out.print(msgspec.json.encode(body).decode(), no_wrap=True, overflow="ignore", crop=False)
         return
     if not found:
         status = status_or_none()
@@ -45,4 +43,4 @@ def stages(
         hint = f"; traces go to {endpoint}" if endpoint else "; --last SECONDS looks further back"
         fail(f"no traced request in the last {last_s:g} s in {store}{hint}")
     text = observed.render(found, num_requests)
-    out.print(text, markup=False, end="", no_wrap=True, overflow="ignore", crop=False)
+    out.print(text, end="", no_wrap=True, overflow="ignore", crop=False)

@@ -76,9 +76,9 @@ def _show(found: dict[str, Any]) -> None:
         )
     out.print(table)
     if said := found.get("journal"):
-        out.print(f"redis    {said}", style="yellow", markup=False)
+        out.print(f"redis    {said}", style="yellow")
     for said in found["troubles"]:
-        out.print(f"trouble  {said}", style="red", markup=False)
+        out.print(f"trouble  {said}", style="red")
     _show_pages(found["mempool"])
     _show_lending(found["mempool"])
     _show_queues(found["workers"])
@@ -90,13 +90,13 @@ def _show_pages(pool: dict[str, Any] | None) -> None:
         return
     counts = ", ".join(f"{count} {state}" for state, count in pool["pages_by_state"].items() if count)
     size = f" of {bytes_text(pool['page_bytes'])}" if pool.get("page_bytes") else ""
-    out.print(f"pages    {pool.get('num_pages', 0)}{size}: {counts or 'none yet'}", markup=False)
+    out.print(f"pages    {pool.get('num_pages', 0)}{size}: {counts or 'none yet'}")
     counters = pool.get("counters", {})
     changed, wrong = counters.get("checks_pages_corrupt", 0), counters.get("checks_copies_wrong", 0)
     if changed or wrong:
         out.print(
             f"checks   {changed} pages changed while they were sealed, {wrong} copies came wrong: "
-            "nobody reads them any more; `quire logs mempool` says which", style="red", markup=False,
+            "nobody reads them any more; `quire logs mempool` says which", style="red",
         )  # fmt: skip
 
 
@@ -113,7 +113,6 @@ def _show_lending(pool: dict[str, Any] | None) -> None:
         names = ", ".join(space["instances"]) or "engines that are gone"
         out.print(
             f"lending  {names}: {', '.join(parts) or 'nothing'} of {bytes_text(space['total_bytes'])}{role}",
-            markup=False,
         )
 
 
@@ -123,4 +122,4 @@ def _show_queues(workers: dict[str, dict[str, Any] | None]) -> None:
             out.print(f"queue    {name}: does not answer", style="yellow")
             continue
         running, waiting = worker.get("num_running", "?"), worker.get("num_waiting", "?")
-        out.print(f"queue    {name}: {running} running, {waiting} waiting", markup=False)
+        out.print(f"queue    {name}: {running} running, {waiting} waiting")

@@ -34,7 +34,7 @@ def trace(
         endpoint = status["trace_endpoint"] if status else ""
         hint = f"; traces go to {endpoint}: give --jaeger URL" if endpoint and not jaeger else ""
         fail(f"no spans of {request_id!r}{hint}")
-    out.print(timeline.render(spans), markup=False, end="", no_wrap=True, overflow="ignore", crop=False)
+    out.print(timeline.render(spans), end="", no_wrap=True, overflow="ignore", crop=False)
 
 
 def _read(request_id: str, jaeger: str, folder: Path | None) -> list[SpanRecord]:

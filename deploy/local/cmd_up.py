@@ -189,7 +189,7 @@ def _look(wanted: Wanted) -> str:
             fail(f"it runs ({status['url']}), but is not ready; `{command} status` says what is not")
         else:
             serves = f"{status['url']} serves {status['model']}"
-            out.print(f"already running: {serves} (`{command} status`, `{command} down`)", markup=False)
+            out.print(f"already running: {serves} (`{command} status`, `{command} down`)")
     sys.exit(0)
 
 
@@ -263,7 +263,7 @@ def _end(wanted: Wanted, supervisor: "subprocess.Popen[bytes]") -> None:
         supervisor.wait(STOP_WAIT_S)
     except subprocess.TimeoutExpired:
         pid = supervisor.pid
-        out.print(f"the supervisor (pid {pid}) has not ended; try `{wanted.command} down`", markup=False)
+        out.print(f"the supervisor (pid {pid}) has not ended; try `{wanted.command} down`")
 
 
 def _wait_for_control(wanted: Wanted, supervisor: "subprocess.Popen[bytes]") -> ControlClient:
@@ -334,9 +334,7 @@ def _stop(wanted: Wanted) -> None:
             for _ in client.events(timeout_s=STOP_WAIT_S):
                 pass
     except (PeerGone, TimeoutError) as error:
-        out.print(
-            f"the supervisor did not answer the stop: {error}; try `{wanted.command} down`", markup=False
-        )
+        out.print(f"the supervisor did not answer the stop: {error}; try `{wanted.command} down`")
 
 
 def _summary(status: dict[str, Any], command: str) -> None:
@@ -347,17 +345,15 @@ def _summary(status: dict[str, Any], command: str) -> None:
     key = " -H 'Authorization: Bearer KEY'" if status["authenticated"] else ""
     out.print()
     out.print(f"Quire serves [bold]{escape(model)}[/bold] at [bold]{escape(url)}/v1[/bold]", markup=True)
-    out.print(f"  try     {command} chat 'What is a list in Python?'", markup=False)
+    out.print(f"  try     {command} chat 'What is a list in Python?'")
     out.print(f"  curl    curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\")
-    out.print(f"            -d '{msgspec.json.encode(body).decode()}'", markup=False)
+    out.print(f"            -d '{msgspec.json.encode(body).decode()}'")
     if status["trace_endpoint"]:
         out.print(
             f"  traces  {status['trace_endpoint']} (OTLP); `{command} trace REQUEST_ID --jaeger URL`",
-            markup=False,
         )
     else:
-        out.print(f"  traces  {shorten(status['traces'])}; `{command} trace REQUEST_ID`", markup=False)
+        out.print(f"  traces  {shorten(status['traces'])}; `{command} trace REQUEST_ID`")
     out.print(
         f"  logs    {shorten(status['logs'])}; `{command} logs`, `{command} status`, `{command} down`",
-        markup=False,
     )

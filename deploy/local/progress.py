@@ -39,9 +39,9 @@ class Progress:
         if kind == "ready":
             if name in self.waiting:
                 self.waiting.remove(name)
-            out.print(f"  {self._clock()}  {name:<14} {event['text']}", markup=False)
+            out.print(f"  {self._clock()}  {name:<14} {event['text']}")
         elif kind in TROUBLE:
-            out.print(f"  {self._clock()}  {name:<14} {event['text']}", style="yellow", markup=False)
+            out.print(f"  {self._clock()}  {name:<14} {event['text']}", style="yellow")
             if kind != "give_up":
                 cause = event.get("log_errors", [])[:1]  # the last lines are about what followed from it
                 brief = {"log_errors": cause} if cause else {"log_tail": event.get("log_tail", [])}

@@ -38,7 +38,7 @@ err = _console(stderr=True)
 
 def fail(message: str, code: int = FAILED) -> NoReturn:
     """Print `error: ...` and exit."""
-    err.print(f"error: {message}", style="red", markup=False)
+    err.print(f"error: {message}", style="red")
     sys.exit(code)
 
 
@@ -78,11 +78,11 @@ def show_log_tail(event: dict[str, Any], *, lines: int = 12) -> None:
     told = event.get("log_tail", [])[-lines:]
     for error in event.get("log_errors", []):
         if not any(error in line for line in told):
-            err.print(f"    {error}", style="bold", markup=False)
+            err.print(f"    {error}", style="bold")
     for line in told:
-        err.print(f"    {line}", style="dim", markup=False)
+        err.print(f"    {line}", style="dim")
     if event.get("log"):
-        err.print(f"  log: {event['log']}", markup=False)
+        err.print(f"  log: {event['log']}")
 
 
 def bytes_text(count: float) -> str:
