@@ -17,6 +17,7 @@ from shared.transport.unix_socket import close_fds
 from shared.wire import mempool as wire
 from tests.fault.campaign_actors import BLOCK_BYTES, NUM_RANKS, Owned, pattern
 from tests.fault.campaign_rig import NUM_PAGES, PAGE_BYTES, Service
+from tests.support.open_files import open_files
 
 HELD = (PageState.GRANTED, PageState.WRITING, PageState.QUARANTINED)
 STATUS_MS = 30_000
@@ -74,12 +75,12 @@ def memfds(pid: int) -> tuple[dict[int, Path], dict[int, Path]]:
     """Page tables and pages that a mempool has descriptors of, by inode."""
     tables: dict[int, Path] = {}
     pages: dict[int, Path] = {}
-    for number in os.listdir(f"/proc/{pid}/fd"):
+    for number, name in open_files(pid).items():
         link = Path(f"/proc/{pid}/fd/{number}")
         for found, prefix in ((tables, "/memfd:quire-page-table"), (pages, "/memfd:quire-pages")):
+            if not name.startswith(prefix):
+                continue
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile: it was no memory
-                if not (name := os.readlink(link)).startswith(prefix):
-                    continue
                 inode = os.stat(link).st_ino
                 if os.readlink(link) == name:  # else its number became another file's between the two
                     found[inode] = link
