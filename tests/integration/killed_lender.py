@@ -1,7 +1,8 @@
 """A lender in a process of its own that gets SIGKILL, and the market beside it: `with killed_lender(...) as lender`.
 
 The process attaches, answers the mempool and decides nothing (lending_engine.py); offer, grant and, once its death is
-known, the order that brings its pages home are presented from here, as a coordinator's would be.
+known, the order that brings its pages home are presented from here, as a coordinator's would be. The consumer may be
+stopped from before the death until the pages are home: then what is lost is what was there.
 """
 
 import asyncio
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
+
 from shared.ids import Epoch, InstanceId, LeaseId, SpaceId
 from shared.wire.lending import Grant, Offer, ReclaimOrder, Token
 from shared.wire.mempool_lending import LendingDone
@@ -21,6 +24,7 @@ from tests.integration.test_exactness import ROOT
 from tests.integration.test_pages_under_pressure import PAGE_BYTES
 
 POLL_S = 0.002
+SETTLED_POLLS = 50  # in a row with the same counts: no copy is under way
 TTL_MS = 600_000
 
 
@@ -36,9 +40,32 @@ def lending_process(socket: object) -> Iterator[subprocess.Popen]:
         process.wait()
 
 
+@contextmanager
+def stopped(module: str) -> Iterator[None]:
+    """Processes that run this module for the test, and theirs, stand still (SIGSTOP)."""
+    theirs = [one for one in psutil.Process().children(recursive=True) if _runs(one, module)]
+    theirs += [child for one in theirs for child in one.children(recursive=True) if child not in theirs]
+    assert theirs
+    for one in theirs:
+        one.suspend()
+    try:
+        yield
+    finally:
+        for one in theirs:
+            one.resume()
+
+
+def _runs(process: psutil.Process, module: str) -> bool:
+    try:
+        return module in process.cmdline()
+    except psutil.Error:  # it has ended meanwhile
+        return False
+
+
 class KilledLender:
     """Lends to `consumer` once it is there, dies when `is_used(status)`, and is asked for its pages afterwards.
 
+    Processes that run the module `at_rest` are stopped from before the death until they are home.
     `used_pages`: on loan when it was killed; 0: it was not, yet.
     """
 
@@ -50,9 +77,11 @@ class KilledLender:
         num_pages: int,
         is_used: Callable[[Any], bool],
         deadline_ms: int,
+        at_rest: str,
     ) -> None:
         self._pool, self._process, self._consumer = pool, process, InstanceId(consumer)
         self._length_bytes, self._is_used, self._deadline_ms = num_pages * PAGE_BYTES, is_used, deadline_ms
+        self._at_rest = at_rest
         self.lends, self.stopping = threading.Event(), threading.Event()
         self.used_pages, self.is_home, self.exit_status = 0, False, 0
 
@@ -63,22 +92,41 @@ class KilledLender:
             assert await client.wait_connected(30_000)
             await self._lend(client)
             self.lends.set()
-            while not self._is_used(status := await client.status()):
-                await self._rest()
-            self._process.kill()
-            self.exit_status = self._process.wait()
-            self.used_pages = leased(status)
-            while any("producer" in name for name in self._pool.status()["attachments"]):
-                await self._rest()
-            order = ReclaimOrder(reclaim_id="r", offer_id="o", keep_bytes=0, deadline_ms=self._deadline_ms)
-            assert isinstance(await client.present(order), LendingDone)
-            while leased(await client.status()):
-                await self._rest()
-            self.is_home = True
+            while not self.is_home:
+                while not self._is_used(status := await client.status()):
+                    await self._rest()
+                if not self._at_rest:
+                    await self._die(client, status)
+                    return
+                with stopped(self._at_rest):
+                    if self._is_used(status := await self._settled(client)):
+                        await self._die(client, status)
         except _Stopped:
             return
         finally:
             await client.close()
+
+    async def _die(self, client: PatientClient, status: Any) -> None:
+        self._process.kill()
+        self.exit_status = self._process.wait()
+        self.used_pages = leased(status)
+        while any("producer" in name for name in self._pool.status()["attachments"]):
+            await self._rest()
+        order = ReclaimOrder(reclaim_id="r", offer_id="o", keep_bytes=0, deadline_ms=self._deadline_ms)
+        assert isinstance(await client.present(order), LendingDone)
+        while leased(await client.status()):
+            await self._rest()
+        self.is_home = True
+
+    async def _settled(self, client: PatientClient) -> Any:
+        """The status once nothing changes any more."""
+        before, num_same = None, 0
+        while num_same < SETTLED_POLLS:
+            status = await client.status()
+            num_same = num_same + 1 if status.spaces == before else 0
+            before = status.spaces
+            await self._rest()
+        return status
 
     async def _lend(self, client: PatientClient) -> None:
         boot, space, mempool = Epoch(client.boot_generation), SpaceId(0), InstanceId("m")
@@ -117,13 +165,18 @@ def leased(status: Any) -> int:
 
 @contextmanager
 def killed_lender(
-    pool: MempoolProcess, consumer: str, num_pages: int, is_used: Callable[[Any], bool], deadline_ms: int
+    pool: MempoolProcess,
+    consumer: str,
+    num_pages: int,
+    is_used: Callable[[Any], bool],
+    deadline_ms: int,
+    at_rest: str = "",
 ) -> Iterator[KilledLender]:
     """On a thread of its own, from when the lender is attached. What goes wrong there is raised at the end."""
     failed: list[BaseException] = []
     with lending_process(pool.socket) as process:
         until(lambda: any("producer" in name for name in pool.status()["attachments"]), "the lender is there")
-        lender = KilledLender(pool, process, consumer, num_pages, is_used, deadline_ms)
+        lender = KilledLender(pool, process, consumer, num_pages, is_used, deadline_ms, at_rest)
 
         def in_thread() -> None:
             try:
