@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
-
 from shared.ids import Epoch, InstanceId, LeaseId, SpaceId
 from shared.wire.lending import Grant, Offer, ReclaimOrder, Token
 from shared.wire.mempool_lending import LendingDone
 from tests.integration.mempool_rig import MempoolProcess, PatientClient, until
 from tests.integration.test_exactness import ROOT
 from tests.integration.test_pages_under_pressure import PAGE_BYTES
+from tests.support.processes import stopped
 
 POLL_S = 0.002
 SETTLED_POLLS = 50  # in a row with the same counts: no copy is under way
@@ -38,28 +37,6 @@ def lending_process(socket: object) -> Iterator[subprocess.Popen]:
     finally:
         process.kill()
         process.wait()
-
-
-@contextmanager
-def stopped(module: str) -> Iterator[None]:
-    """Processes that run this module for the test, and theirs, stand still (SIGSTOP)."""
-    theirs = [one for one in psutil.Process().children(recursive=True) if _runs(one, module)]
-    theirs += [child for one in theirs for child in one.children(recursive=True) if child not in theirs]
-    assert theirs
-    for one in theirs:
-        one.suspend()
-    try:
-        yield
-    finally:
-        for one in theirs:
-            one.resume()
-
-
-def _runs(process: psutil.Process, module: str) -> bool:
-    try:
-        return module in process.cmdline()
-    except psutil.Error:  # it has ended meanwhile
-        return False
 
 
 class KilledLender:
