@@ -53,7 +53,7 @@ class HostedWeave:
         if device.type == "cpu":
             self._min_tokens = int(wanted["min_tokens"]) or CPU_MIN_TOKENS
         if reason := why_not_fused(model, config) or self._open():
-            refuse(wanted, reason, is_first=self.rank == 0)
+            refuse(wanted, reason)
             self._fall_back("vLLM's own all-reduce and norm are used", reason)
             return
         assert self.sums is not None

@@ -5,6 +5,7 @@ in them, when the model is loaded: one that went on in vLLM's own way would be s
 """
 
 import logging
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from shared.engine.rank_processes import host_ranks
 
 logger = logging.getLogger(__name__)
 
-SAID = "weave-refused"  # the file in which the first rank says why
+SAID = "weave-refused"  # the file in which ranks say why
 
 T = TypeVar("T")
 
@@ -23,12 +24,17 @@ class StartsAnew(RuntimeError):
     """Ends a rank, and with it this try to start the engine."""
 
 
-def refuse(hosted: dict[str, Any], reason: str, *, is_first: bool) -> None:
-    """On every rank. Raises: StartsAnew; returns where going on is as good as starting again: nothing was given up."""
+def refuse(hosted: dict[str, Any], reason: str) -> None:
+    """On every rank; the first that ends takes the others with it, so each says why.
+
+    Raises: StartsAnew; returns where going on is as good as starting again: nothing was given up.
+    """
     if not hosted.get("starts_anew"):
         return
-    if is_first and hosted.get("said"):
-        Path(hosted["said"]).write_text(reason)
+    if said := hosted.get("said"):
+        part = Path(f"{said}.{os.getpid()}")
+        part.write_text(reason)
+        part.replace(said)
     raise StartsAnew(reason)
 
 

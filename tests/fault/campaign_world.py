@@ -296,7 +296,7 @@ class World:
                 event = {"keeper": "keeper_lost"}.get(name, "process_dead")
                 event = "peer_left" if name.endswith("front") else event
                 fields = {} if name == "keeper" else {"pid": process.pid}
-                self._measure(name, process, lambda e=event, f=fields: self._logged(e, f) > 0)
+                self._measure(name, process, lambda e=event, f=fields: self._logged(e, f))
 
     def _logged(self, event: str, fields: dict) -> float:
         """Wall time of the last such line of the present mempool."""
@@ -305,9 +305,19 @@ class World:
                 return datetime.fromisoformat(line["time"]).timestamp()
         return 0.0
 
-    def _measure(self, name: str, process: Process, seen: Callable[[], object]) -> None:
-        self.clock.until(lambda: bool(seen()), f"the death of {name} is noticed", PATIENCE_S)
-        self.detections_s.setdefault(name, []).append(time.monotonic() - process.killed_at)
+    def _measure(self, name: str, process: Process, seen: Callable[[], bool | float]) -> None:
+        """Args: seen: since when, in wall time; true: it is, this is the first to look."""
+        at_s: bool | float = 0.0
+
+        def is_noticed() -> bool:
+            nonlocal at_s
+            at_s = seen()
+            return bool(at_s)
+
+        self.clock.until(is_noticed, f"the death of {name} is noticed", PATIENCE_S)
+        now_s = time.time()
+        before_s = 0.0 if at_s is True else now_s - at_s
+        self.detections_s.setdefault(name, []).append(time.monotonic() - process.killed_at - before_s)
 
     # -- checks -----------------------------------------------------------------------------------
 

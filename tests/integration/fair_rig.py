@@ -91,7 +91,7 @@ def both_policies(
         until(lambda: not pool.status()["attachments"], "everybody has left")
         found = json.loads(out.read_text())
         print({name: part["counts"] for name, part in found.items()})
-        yield {**found, "status": pool.status()}
+        yield {**found, "status": pool.settled()}
     finally:
         pool.stop()
         shutil.rmtree(folder)

@@ -61,9 +61,10 @@ class KeeperProcess:
     def num_open(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
-    def pss_bytes(self) -> int:
+    def pss_bytes(self, kind: str = "Pss") -> int:
+        """Of it; `kind` "Pss_Anon": of what it made itself, whoever else has the same program in memory."""
         lines = Path(f"/proc/{self.process.pid}/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+        return next(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:")) * 1024
 
     def stop(self) -> None:
         if self.process.poll() is None:

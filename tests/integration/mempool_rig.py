@@ -100,6 +100,17 @@ class MempoolProcess:
     def status(self) -> dict:
         return json.loads(self.get("/status"))
 
+    def settled(self) -> dict:
+        """The status once no copy is under way and nothing is held, or as it is after a while."""
+        until_s = time.monotonic() + 20
+        while True:
+            found = self.status()
+            held = found["num_pinned"] - found["num_kept"] + found["num_leases"] + found["num_handoffs"]
+            is_settled = not held and not found["pages_by_state"]["writing"]
+            if is_settled or time.monotonic() > until_s:
+                return found
+            time.sleep(0.05)
+
     def counts(self) -> dict[str, int]:
         """Non-zero counts by state."""
         return {name: count for name, count in self.status()["pages_by_state"].items() if count}

@@ -77,12 +77,15 @@ class Pair:
             source_mempool=self.a.client.peer_address,
         )
 
-    async def pulled(self, names: list[str], *, handoff: str = ""):
-        """pull() of all of these; again, where the machine stopped a mempool for longer than one may be silent."""
-        until_s = time.monotonic() + 60
+    async def pulled(self, names: list[str], *, handoff: str = "", num_blocks: int = 0):
+        """pull() of all of these, or of so many; again, where the machine stopped a mempool for longer than one may be
+        silent.
+        """
+        wanted, until_s = num_blocks or len(names), time.monotonic() + 60
         got = await self.pull(names, handoff=handoff)
-        while got.num_blocks < len(names):
-            assert time.monotonic() < until_s, f"{got.num_blocks} of {len(names)} blocks"
+        while got.num_blocks != wanted:
+            assert got.num_blocks < wanted
+            assert time.monotonic() < until_s, f"{got.num_blocks} of {wanted} blocks"
             if got.num_blocks:
                 self.b.client.release(got.lease_id)
             await asyncio.sleep(0.2)

@@ -5,12 +5,19 @@ import time
 
 import pytest
 
+from services.coordinator import market_journal
 from services.coordinator.market_journal import Claim, MarketJournal, NotLeading
 from shared.prompttree.embedded import EmbeddedRedis
 from shared.transport.redis_link import RedisLink, RedisRefused
 
 LIMIT_S = 60.0
 TREES = 20
+
+
+@pytest.fixture(autouse=True)
+def a_disk_may_be_slow(monkeypatch):
+    """Who writes images beside these tests holds up Redis' journal."""
+    monkeypatch.setattr(market_journal, "DEADLINE_MS", 30_000)
 
 
 @pytest.fixture

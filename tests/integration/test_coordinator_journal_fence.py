@@ -22,6 +22,7 @@ from tests.support.control_plane import register, until, until_async
 
 P0, P1 = InstanceId("p0"), InstanceId("p1")
 LEASE_MS = 1_000
+KEPT_MS = 60_000  # of who leads as long as the test wants, whatever pauses there are
 
 
 class Way:
@@ -82,10 +83,10 @@ async def world(tmp_path):
     server.kill()
 
 
-async def led(world, name, url="") -> Coordinator:
+async def led(world, name, url="", lease_ms=LEASE_MS) -> Coordinator:
     """A coordinator that answers; nobody beats here, so nobody is forgotten for its silence."""
     settings = CoordinatorSettings(
-        instance=name, redis_url=url or world.redis.url, leader_lease_ms=LEASE_MS, journal_wait_ms=20_000,
+        instance=name, redis_url=url or world.redis.url, leader_lease_ms=lease_ms, journal_wait_ms=20_000,
         ttl_ms=600_000,
     )  # fmt: skip
     made = Coordinator(settings, MonotonicClock(), url=f"http://{name}")
@@ -114,7 +115,7 @@ async def test_what_a_former_leader_had_to_write_is_not_put_over_its_successors(
     await until_written(former)
     world.way.cut()
     old = former.register(register(P0)).epoch  # told, and not written: its Redis is away
-    second = await led(world, "second")
+    second = await led(world, "second", lease_ms=KEPT_MS)
     await until(lambda: second.lending.role() == "leader")
     new = second.register(register(P0)).epoch
     await until_written(second)
@@ -133,7 +134,7 @@ async def test_what_a_former_leader_had_to_write_is_not_put_over_its_successors(
 async def test_a_leader_answers_no_member_before_it_knows_whom_the_one_before_had_registered(world):
     """It would tell the living to register anew, and what they lend would be taken back."""
     world.way.late_s = 0.05
-    first = await led(world, "first")
+    first = await led(world, "first", lease_ms=KEPT_MS)
     epoch = first.register(register(P0)).epoch
     await until_written(first)
     second = await led(world, "second", world.way_url)
@@ -154,7 +155,7 @@ async def test_a_former_leader_that_leads_again_knows_whom_the_one_between_had_r
     world.way.cut()
     for name in (P0, P1):
         assert former.remove(name, former.register(register(name)).epoch) is None  # neither is written
-    second = await led(world, "second")
+    second = await led(world, "second", lease_ms=KEPT_MS)
     await until(lambda: second.lending.role() == "leader")
     new, left = (second.register(register(name)).epoch for name in (P0, P1))
     assert second.remove(P1, left) is None

@@ -29,8 +29,8 @@ TIMES = (
 class Coordinator:
     """A process that can be killed and started again on the same address."""
 
-    def __init__(self, redis, name, leader_lease_ms):
-        more = ("--leader-lease-ms", str(leader_lease_ms))
+    def __init__(self, redis, name, leader_lease_ms, *more):
+        more = ("--leader-lease-ms", str(leader_lease_ms), *more)
         self.flags = ("--redis-url", redis.url, "--instance", name, *TIMES, *more)
         self.listen = f"127.0.0.1:{free_port()}"  # which nobody gets between a kill and a start
 

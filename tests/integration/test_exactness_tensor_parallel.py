@@ -29,6 +29,7 @@ from tests.support.cluster_dram import dram_behind_host_memory, empty
 from tests.support.exactness_cases import ANSWER_TOKENS
 from tests.support.local_cluster import LocalCluster
 from tests.support.open_files import open_files
+from tests.support.spans import spans_of_request
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.whole_machine, pytest.mark.timeout(1500)]
 
@@ -165,8 +166,9 @@ def test_a_second_turn_computes_and_moves_only_what_is_new(reference, split, len
     first = f"greedy-{length}"
     before = split.counted("blocks_pushed_back")
     with httpx.Client(base_url=split.cluster.url, timeout=180) as client:
-        assert_same(first, complete(client, CASES[first], reference[first]), reference[first])
+        assert_same(first, answer := complete(client, CASES[first], reference[first]), reference[first])
         until(lambda: split.counted("blocks_pushed_back") > before, "what decode completed is back")
+        spans_of_request(split.cluster.home, answer["id"], until={"kv.return"})  # of this one
         second_turn(split, client, length, reference)
     assert split.cluster.pool_at_rest()["num_leases"] == 0
 

@@ -62,7 +62,7 @@ def test_answers_of_a_real_engine_are_right_though_parked_requests_are_computed_
             assert found["cfs"]["crowd"] == expected
             assert found["cfs"]["again"] == expected
             assert_everything_came_back(found)
-            if found["cfs"]["counts_again"].get("dropped_for_pages"):
-                assert found["cfs"]["counts_again"]["recomputed_tokens"] > 0
+            counts = found["cfs"]["counts_again"]  # one that was dropped may be one that leaves
+            if counts.get("dropped_for_pages") and counts["recomputed_tokens"] > 0:
                 return
-    raise AssertionError("nobody was dropped")
+    raise AssertionError("nobody was dropped and computed again")

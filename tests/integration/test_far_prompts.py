@@ -158,7 +158,7 @@ async def run(pool: MempoolProcess, folder: Path, worker: dict) -> dict:
         if process.returncode is None:
             process.kill()
     until(lambda: not any("far" in name for name in pool.status()["attachments"]), "the engine has left")
-    found = {**json.loads(out.read_text()), "status": pool.status()}
+    found = {**json.loads(out.read_text()), "status": pool.settled()}
     await lender.engine.close()
     print(found["counts"], lender.number, found["status"]["pages_by_state"])
     return found

@@ -65,11 +65,12 @@ class Lazy:
         return json.loads(body)
 
     def _body(self):
-        head, found, body = bytes(self.seen).partition(b"\r\n\r\n")
-        if not found:
+        begin = self.seen.find(b"\r\n\r\n") + 4
+        if begin < 4:
             return None
-        size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-        return body[:size] if len(body) >= size else None
+        head = bytes(self.seen[:begin]).lower()
+        end = begin + int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
+        return bytes(self.seen[begin:end]) if len(self.seen) >= end else None
 
 
 @pytest.fixture
@@ -206,7 +207,7 @@ async def ask_a_process(worker, scheduler, client):
 async def test_sigterm_waits_until_a_client_has_read_its_whole_answer(model_dir):
     async with (
         neighbours() as (coordinator, scheduler, worker),
-        process(model_dir, coordinator, scheduler) as (child, http),
+        process(model_dir, coordinator, scheduler, drain_deadline_ms=300_000) as (child, http),
         Lazy(http.base_url.port) as client,
     ):
         await ask_a_process(worker, scheduler, client)

@@ -41,7 +41,8 @@ async def ask(url: str) -> list[dict]:
 
 def test_handed_over_prompts_wait_at_their_source_and_none_is_computed_again(tmp_path):
     flags = [word for setting in FLAGS for word in ("--set", setting)]
-    with LocalCluster(tmp_path / "home", *flags) as cluster:
+    patient = {"QUIRE_WORKER_HANDOFF_ROOM_MS": "600000"}
+    with LocalCluster(tmp_path / "home", *flags, env=patient) as cluster:
         answers = asyncio.run(ask(cluster.url))
         pool = cluster.pool_at_rest()
     decodes = [stage(answer, "decode") for answer in answers]

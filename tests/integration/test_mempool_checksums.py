@@ -201,8 +201,7 @@ async def test_another_host_gets_what_is_before_the_page_that_changed(tmp_path):
         summed(pair.a.mempool, len(NAMES))
         pair.a.engine.do("scribble", pages[3], 100)
         pair.a.engine.do("ready", "h1", *NAMES)
-        got = await pair.pull(NAMES, handoff="h1", wait_ms=20_000)
-        assert got.num_blocks == 3
+        got = await pair.pulled(NAMES, handoff="h1", num_blocks=3)
         assert pair.b.read(got, NAMES[:3]) == [True] * 3
         assert counter(pair.a.mempool, "checks_pages_corrupt") == 1
         assert counter(pair.b.mempool, "checks_pages_checked") >= 3

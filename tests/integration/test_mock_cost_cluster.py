@@ -1,6 +1,7 @@
 """Policy cost over real processes with mock engines: predictions reach the receipt, and a busy holder is left."""
 
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -18,9 +19,9 @@ FLAGS = patience.flags(
 )
 
 
-def ask(cluster, prompt, max_tokens=4):
+def ask(cluster, prompt, max_tokens=4, post=httpx.post):
     body = {"model": cluster.model_name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json={**body, "quire_receipt": True}, timeout=120)
+    answer = post(f"{cluster.url}/v1/completions", json={**body, "quire_receipt": True}, timeout=120)
     assert answer.status_code == 200, answer.text + cluster.logs()
     return answer.json()["quire_receipt"]
 
@@ -37,8 +38,16 @@ def test_predictions_reach_the_receipt_and_a_burst_on_one_prefix_is_spread(tmp_p
         assert first["times"]["ttft"]["actual_ms"] > 60
         assert first["alternatives"]
         prompts = [[*shared, *(rng.randrange(100, 900) for _ in range(1_000))] for _ in range(6)]
-        with ThreadPoolExecutor(6) as pool:
-            receipts = list(pool.map(lambda prompt: ask(cluster, prompt), prompts))
+        clients, at_once = [httpx.Client() for _ in prompts], threading.Barrier(len(prompts))
+
+        def ask_at_once(prompt, client):
+            at_once.wait(60)
+            return ask(cluster, prompt, post=client.post)
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            receipts = list(pool.map(ask_at_once, prompts, clients))
+        for client in clients:
+            client.close()
         used = {receipt["stages"][0]["instance"] for receipt in receipts}
         assert len(used) >= 2, [receipt["reason"] for receipt in receipts]
         assert sum(receipt["tokens"]["computed"] for receipt in receipts) < 6 * 1_320

@@ -25,6 +25,7 @@ from tests.support.prompttree_rig import (
     make_publisher,
     published,
 )
+from tests.support.quickest import slowness
 
 
 async def test_each_instance_gets_the_depth_that_it_holds(redis, opened):
@@ -192,7 +193,10 @@ async def test_a_redis_that_answers_again_is_asked_again_though_nobody_looks_any
     finally:
         os.kill(redis.pid, signal.SIGCONT)
     await until(lambda: client.up, PATIENCE_MS / 1000)
-    assert await depths(client, chain(4), BLOCK_TOKENS) == {"p0": 4 * BLOCK_TOKENS}
+    until_s = time.monotonic() + PATIENCE_MS / 1000
+    while not (found := await depths(client, chain(4), BLOCK_TOKENS)):  # in 20 ms, which the machine may take
+        assert time.monotonic() < until_s
+    assert found == {"p0": 4 * BLOCK_TOKENS}
 
 
 async def test_nonsense_in_redis_gives_no_hits_instead_of_an_error(redis, opened):
@@ -271,7 +275,8 @@ def test_a_server_binary_is_found():
 
 
 async def test_lookup_and_insert_of_256_blocks_stay_near_their_bars(redis, opened):
-    """The bars (150 us, 400 us; p50 on an idle machine) with room for a busy one."""
+    """The bars (150 us, 400 us; p50 on an idle machine) with room for a busy one, and for a slower one."""
+    lookup_bar_us, insert_bar_us = 4 * 150 * slowness(), 4 * 400 * slowness()
     client = await make_client(redis, opened)
     publisher = make_publisher(redis, opened)
     prompt = chain(256)
@@ -295,13 +300,13 @@ async def test_lookup_and_insert_of_256_blocks_stay_near_their_bars(redis, opene
             await asyncio.sleep(0.5)
         return best_us
 
-    lookup_us = await quickest_us(lambda _: client.lookup(prompt, BLOCK_TOKENS), 4 * 150)
+    lookup_us = await quickest_us(lambda _: client.lookup(prompt, BLOCK_TOKENS), lookup_bar_us)
     link, tag = publisher._link, publisher._tag
     blobs = [b"".join(h[:16] for h in chain(256, f"seed-{i}".encode())) for i in range(200)]
     insert_us = await quickest_us(
         lambda i: link.run(scripts.WRITE, "owners", "p0", 1, tag, blobs[i], b"", timeout_ms=PATIENCE_MS),
-        4 * 400,
+        insert_bar_us,
     )
     print(f"lookup p50 {lookup_us:.0f} us, insert p50 {insert_us:.0f} us")
-    assert lookup_us < 4 * 150
-    assert insert_us < 4 * 400
+    assert lookup_us < lookup_bar_us
+    assert insert_us < insert_bar_us

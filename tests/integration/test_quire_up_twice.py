@@ -109,6 +109,7 @@ def test_an_up_that_ends_before_its_supervisor_answers_leaves_none(quire, number
 
 
 def test_a_down_before_the_supervisor_answers_stops_what_has_begun(quire):
+    quire.env["QUIRE_WORKER_MOCK_START_MS"] = "60000"  # it does not serve before the other command asks
     up = quire.begin(*quire.up)
     paths = config.paths_of(quire.home)
     while not run_supervisor.is_locked(paths):
@@ -116,4 +117,21 @@ def test_a_down_before_the_supervisor_answers_stops_what_has_begun(quire):
     code, out, err = quire("down")
     assert (code, "stopped in" in out) == (0, True), out + err
     assert said(up)[0] == 1
+    assert not run_supervisor.is_locked(paths)
+
+
+def test_an_up_whose_supervisor_is_stopped_before_it_asks_says_so(quire):
+    """The supervisor listens still while its guard ends, and answers nobody."""
+    quire.env["QUIRE_WORKER_MOCK_START_MS"] = "60000"
+    up = quire.begin(*quire.up)
+    paths = config.paths_of(quire.home)
+    while not run_supervisor.is_locked(paths):
+        time.sleep(0.005)
+    up.send_signal(signal.SIGSTOP)
+    try:
+        assert quire("down")[0] == 0
+    finally:
+        up.send_signal(signal.SIGCONT)
+    code, out, err = said(up)
+    assert code == 1, out + err
     assert not run_supervisor.is_locked(paths)

@@ -13,7 +13,7 @@ from tests.support.control_plane import hello, place, until
 
 @pytest.fixture
 async def scheduler(tmp_path, monkeypatch):
-    monkeypatch.setattr(gateways, "GRACE_MS", 400)
+    monkeypatch.setattr(gateways, "GRACE_MS", 1_500)
     flags = ["--listen", f"ipc://{tmp_path}/place", "--report-listen", f"ipc://{tmp_path}/report"]
     made = Scheduler(config.load([*flags, "--dead-after-ms", "100000"]), MonotonicClock(), "boot")
     await made.start()

@@ -23,6 +23,7 @@ from shared.mempool.keeper_client import KeeperClient
 REPO = Path(__file__).resolve().parents[2]
 DUMMY = Path(__file__).with_name("supervised_dummy.py")
 LIMIT_S = 60
+PATIENT_MS = 30_000  # of grace, for who ends by itself
 
 
 def eventually(check, what, limit_s=LIMIT_S):
@@ -73,7 +74,8 @@ class Run:
                 cwd=REPO,
                 stderr=stderr,
             )
-        eventually(self.paths.control.exists, "control socket")
+        # a run that ends at once has it for less than a poll
+        eventually(lambda: self.paths.control.exists() or self.process.poll() is not None, "control socket")
         return self
 
     def call(self, **request):
@@ -233,7 +235,8 @@ def _read(path):
 
 
 def test_stop_is_quick_and_ends_dependents_first(run):
-    run.add("a").add("b", depends_on=("a",)).add("deaf", "--deaf", depends_on=("b",), stop_grace_ms=500)
+    run.add("a", stop_grace_ms=PATIENT_MS).add("b", depends_on=("a",), stop_grace_ms=PATIENT_MS)
+    run.add("deaf", "--deaf", depends_on=("b",), stop_grace_ms=500)
     run.start().wait_ready()
     began = time.monotonic()
     with ControlClient(run.paths.control) as client:
@@ -251,7 +254,7 @@ def test_stop_is_quick_and_ends_dependents_first(run):
 
 
 def test_sigterm_of_the_supervisor_is_an_orderly_stop(run):
-    run.add("a").start().wait_ready()
+    run.add("a", stop_grace_ms=PATIENT_MS).start().wait_ready()
     run.process.terminate()
     assert run.process.wait(timeout=30) == 0
     assert [name for name, _ in run.lines("stop")] == ["a"]

@@ -23,7 +23,10 @@ def address(request, tmp_path):
 
 @pytest.fixture
 def dialled(monkeypatch):
-    """Every peer that connected; the first one's process stands still before anything else can happen."""
+    """Every peer that connected; the first one's process stands still before anything else can happen.
+
+    Later ones have as long as they need.
+    """
     found: list[ZmtpPeer] = []
     connect = ZmtpPeer.connection_made
 
@@ -32,6 +35,7 @@ def dialled(monkeypatch):
         if peer._socket_type == b"DEALER":
             found.append(peer)
             if len(found) == 1:
+                monkeypatch.setattr(zmq_channel, "CONNECT_TIMEOUT_MS", 60_000)
                 time.sleep(PAUSE_S)
 
     monkeypatch.setattr(ZmtpPeer, "connection_made", connection_made)

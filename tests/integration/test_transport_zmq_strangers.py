@@ -24,9 +24,10 @@ async def test_a_connection_that_is_not_accepted_in_time_ends_whatever_it_says(o
     downs, got = [], []
     link = dial(opened, server.address, got)
     await link.connect()
+    link.send(Ask(1))
+    await until(lambda: got)
     stranger = dial(opened, server.address, [], on_down=lambda: downs.append(1))
     await stranger.connect()
-    link.send(Ask(1))
     stranger.send(Ask(2))
     await until(lambda: downs)
     assert len(lost) == 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from tests.support.virtual_time import VirtualLoop
 
 STEP_MS, TOKENS_PER_S = 5.0, 50_000.0
 VOCABULARY = 500
+PROFILES_S = 400  # all in good order, engines that start anew included
 CONFIG = {
     "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64,
     "vocab_size": VOCABULARY,
@@ -202,16 +204,32 @@ def test_real_engines_profiled_themselves_and_left_no_page_lease_or_entry(live_c
     states = pool["pages_by_state"]
     assert states["sealed"] == states["leased"] == states["quarantined"] == 0
     assert pool["num_indexed"] == pool["num_pinned"] == pool["num_leases"] == pool["num_handoffs"] == 0
-    for _ in range(3):
+    until_s = time.monotonic() + PROFILES_S
+    while True:
         shown = json.loads(live_cluster.quire("model", "show", "--json", check=False).stdout)
-        unknown = [name for name, cost in shown.items() if not cost.get("coefficients")]
-        for name in unknown:  # a suite that killed it kept the machine busy when it started again
-            live_cluster.wait_replaced(name, live_cluster.kill(name))
-        if not unknown:
+        busy = [name for name, cost in shown.items() if was_profiled_on_a_busy_machine(cost)]
+        if shown and not busy:
             break
+        assert time.monotonic() < until_s, shown
+        for name in busy:  # a suite that killed it kept the machine busy when it started again
+            live_cluster.wait_replaced(name, live_cluster.kill(name))
     for cost in shown.values():
         model = CostModel(msgspec.convert(cost["coefficients"], CostCoefficients))
         assert model.coefficients.device == "cpu"
         assert model.coefficients.num_samples >= 10
-        assert 1.0 < model.prefill_ms(64) < model.prefill_ms(2048) < 10_000
-        assert model.prefill_ms(2048, 1536) < 0.8 * model.prefill_ms(2048)
+        assert tells_short_from_long(model)
+
+
+def tells_short_from_long(model: CostModel) -> bool:
+    """And what is cached from what is not."""
+    whole_ms = model.prefill_ms(2048)
+    return 1.0 < model.prefill_ms(64) < whole_ms < 10_000 and model.prefill_ms(2048, 1536) < 0.8 * whole_ms
+
+
+def was_profiled_on_a_busy_machine(cost) -> bool:
+    """It has none, or one that its worker itself would not keep for its next start."""
+    if not cost.get("coefficients"):
+        return True
+    found = msgspec.convert(cost["coefficients"], CostCoefficients)
+    is_poor = found.median_error_ratio > calibration.KEEP_ERROR_RATIO
+    return is_poor and not tells_short_from_long(CostModel(found))

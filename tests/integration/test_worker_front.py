@@ -317,7 +317,7 @@ async def test_trouble_with_the_pool_costs_time_but_not_the_answer(model_dir, tr
 @pytest.mark.parametrize("has_ended", [True, False])
 async def test_an_abort_that_names_a_handoff_lets_its_pages_go(model_dir, has_ended):
     pages = FakePages()
-    async with running(model_dir, pages, mock_prefill_tokens_per_s=1e6 if has_ended else 1e3) as (
+    async with running(model_dir, pages, mock_prefill_tokens_per_s=1e6 if has_ended else 10.0) as (
         rig,
         gateway,
     ):

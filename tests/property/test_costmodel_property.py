@@ -30,7 +30,8 @@ models = st.builds(
 ).map(CostModel)  # fmt: skip
 tokens = st.integers(1, 3000)
 chunks = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 2000)), max_size=4)
-steps = st.builds(StepShape, chunks, st.integers(0, 64), st.integers(0, 100_000))
+decodes = st.one_of(st.just((0, 0)), st.tuples(st.integers(1, 64), st.integers(0, 100_000)))
+steps = st.builds(lambda chunks, decodes: StepShape(chunks, *decodes), chunks, decodes)
 EASE = 1 + 1e-9
 STAGES = CostModel(
     CostCoefficients(

@@ -27,13 +27,18 @@ def stopped(module: str) -> Iterator[None]:
     first = [pid for pid in descendants(os.getpid()) if module in _words(pid)]
     assert first, module
     pids = {*first, *(below for pid in first for below in descendants(pid))}
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
     try:
+        for pid in pids:
+            _tell(pid, signal.SIGSTOP)
         yield
     finally:
         for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+            _tell(pid, signal.SIGCONT)
+
+
+def _tell(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # it has ended meanwhile
+        os.kill(pid, number)
 
 
 def _words(pid: int) -> list[str]:

@@ -146,8 +146,9 @@ def world(monkeypatch):
 
 
 @pytest.fixture
-def lender(world):
-    made = Lender(LenderSettings("s", "p", "cpu:p", MOST, "http://c", page_bytes=PAGE, timeout_ms=200))
+def lender(world, request):
+    timeout_ms = getattr(request, "param", 60_000)
+    made = Lender(LenderSettings("s", "p", "cpu:p", MOST, "http://c", page_bytes=PAGE, timeout_ms=timeout_ms))
     yield made
     world.fails.clear()
     world.leased = 0
@@ -190,6 +191,7 @@ def test_an_offer_whose_answer_was_lost_is_presented_again(world, lender):
     assert len(world.open) == 1
 
 
+@pytest.mark.parametrize("lender", [200], indirect=True)
 def test_a_mempool_that_did_not_answer_is_told_by_the_next_reclaim(world, lender):
     world.fails = {"present": "never"}
     with pytest.raises(PeerTimeout):

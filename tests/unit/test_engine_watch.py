@@ -33,7 +33,19 @@ async def never() -> None:
 
 
 async def test_an_engine_that_never_answers_is_told_of_once():
-    watch, said = await watched(never, 0.4)
+    said: list[str] = []
+    was_said = asyncio.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        was_said.set()
+
+    watch = EngineWatch(never, 0.1, say)
+    task = asyncio.create_task(watch.run())
+    await was_said.wait()
+    await asyncio.sleep(0.3)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     assert len(said) == 1
     assert watch.is_suspect
 

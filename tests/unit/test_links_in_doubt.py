@@ -89,6 +89,14 @@ MINE = KvEnd(32, 8, 32, 16, tp_size=1, order=Order.NHD)
 NUM = 200  # blocks
 
 
+class FirstArrives(FakeLink):
+    """Its first pull, that is, of 128 blocks; others are late."""
+
+    def _begin(self, *what):
+        self.finish_at_once = not self.attempts
+        return super()._begin(*what)
+
+
 async def test_blocks_of_several_pulls_are_in_doubt_only_where_their_own_pull_was_late(thread):
     theirs = tuple(
         RegionDescription(
@@ -109,7 +117,7 @@ async def test_blocks_of_several_pulls_are_in_doubt_only_where_their_own_pull_wa
         "peer": EndDescription(instance="peer", boot_id="b", regions=theirs),
         "on_settled": path.settled,
     }
-    link = FakeLink(**made)
+    link = FirstArrives(**made)
     link.still_writes = True
     path.learn_cuts([told(5, THEIRS)])
     path.opened(
@@ -124,9 +132,8 @@ async def test_blocks_of_several_pulls_are_in_doubt_only_where_their_own_pull_wa
             sources=list(range(NUM)), timeout_ms=500,
         )
     )  # fmt: skip
-    await until_async(lambda: len(link.attempts) == 2)
-    link.attempts[0].done = True  # the first 128 blocks arrive, the others are late
     await until_async(lambda: pulled)
+    assert len(link.attempts) == 2
     assert pulled == [(1, True, list(range(128, NUM)))]
     for attempt in link.attempts:
         attempt.still_writes = False  # the source has answered the Cancel

@@ -9,7 +9,7 @@ import uvloop
 
 from loadtest.precise_timer import PreciseTimer
 
-ATTEMPTS = 10  # other work may keep the machine's cores
+ATTEMPTS_S = 60.0  # other work may keep the machine's cores
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
@@ -24,8 +24,8 @@ def test_waits_end_within_a_fraction_of_a_millisecond_and_never_early(run):
                 late_ms.append((time.monotonic() - due) * 1e3)
         return late_ms
 
-    medians = []
-    while not medians or (min(medians) >= 0.6 and len(medians) < ATTEMPTS):
+    medians, until_s = [], time.monotonic() + ATTEMPTS_S
+    while not medians or (min(medians) >= 0.6 and time.monotonic() < until_s):
         late_ms = run(main())
         assert min(late_ms) >= 0.0
         medians.append(median(late_ms))

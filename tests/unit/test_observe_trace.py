@@ -180,6 +180,7 @@ def test_failed_exports_are_told_once_a_minute(told):
             queue.put(record())
         assert until(lambda number=number: len(exporter.batches) == number)
     assert until(lambda: told == [("spans_lost", 3, "ConnectionError: no collector")])
+    assert until(lambda: queue._num_lost == 6), "the third has failed too"
     queue._complain_at = 0.0  # a minute later
     queue.put(record())
     queue.close()

@@ -21,10 +21,11 @@ from deploy.local.supervision import Health
 )
 async def test_a_redis_is_well_when_it_answers_and_says_what_it_lacks(reply, health, said):
     """None: it accepts, and says nothing."""
-    asked = []
+    asked, was_asked = [], asyncio.Event()
 
     async def serve(reader, writer):
         asked.append(await reader.readline())
+        was_asked.set()
         if reply is not None:
             writer.write(reply)
         else:
@@ -36,4 +37,5 @@ async def test_a_redis_is_well_when_it_answers_and_says_what_it_lacks(reply, hea
         port = server.sockets[0].getsockname()[1]
         timeout_s = 60.0 if reply is not None else 0.2
         assert await probe_redis("127.0.0.1", port, timeout_s=timeout_s) == (health, said)
+        await asyncio.wait_for(was_asked.wait(), 60)
     assert asked == [b"PING\r\n"]

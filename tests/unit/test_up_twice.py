@@ -38,8 +38,13 @@ class Cluster:
             "services": [{"name": "gateway", "state": "starting"}], "authenticated": False, "trace_endpoint": "",
             "traces": "t", "logs": "l", "stopping": False, "was_ready": True, "ready": True, "gave_up": "",
         }  # fmt: skip
-        self.server = ControlServer(self.paths.control, lambda _: self.status)
+        self.num_asked = 0
+        self.server = ControlServer(self.paths.control, self.answer)
         self.lock = None
+
+    def answer(self, _):
+        self.num_asked += 1
+        return self.status
 
     async def __aenter__(self):
         self.lock = run_supervisor.take_lock(self.paths)
@@ -176,6 +181,8 @@ async def test_up_waits_for_a_cluster_that_stops_and_starts_then(home, started):
     async with Cluster(home, *MOCK, "--num-decode", "2") as cluster:  # whatever it ran with
         cluster.status["stopping"] = True
         second = asyncio.create_task(up("--foreground"))
+        while not cluster.num_asked:
+            assert not await is_done(second)
         assert not await is_done(second)
         assert not started
     told = await second

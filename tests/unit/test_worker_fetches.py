@@ -1,14 +1,16 @@
 """Fetches that were given up: what the worker's rates say of their link, and that eq 2 computes then."""
 
-import asyncio
 import json
+import time
 
 import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
 from shared.costmodel.transfer import LinkRates, should_fetch
+from shared.engine import worker_pages
 from shared.engine.worker_config import WorkerSettings
+from shared.engine.worker_links import MeasuredLinks
 from shared.engine.worker_pages import PromptPages
 from shared.engine.worker_shell import WorkerShell
 from shared.errors import PeerGone
@@ -26,6 +28,15 @@ FAR = "tcp://far"
 PLAN = KvPlan(reach="remote", source=InstanceId("p1"), tokens=12, path="remote", source_mempool=FAR)
 
 
+class Clock:
+    """Time passes where a pool takes it."""
+
+    now_s = 0.0
+
+    def perf_counter(self):
+        return self.now_s
+
+
 class Pool:
     """A mempool's client that answers as it is told."""
 
@@ -34,8 +45,11 @@ class Pool:
     connected = True
     num_blocks = 0
     error: Exception | None = None
-    takes_s = 0.0
+    takes_s = 0.0001
     says: dict[str, int] = {}
+
+    def __init__(self, clock):
+        self.clock = clock
 
     def release(self, lease_id): ...
 
@@ -46,7 +60,7 @@ class Pool:
     async def status(self): ...
 
     async def acquire(self, hashes, **_):
-        await asyncio.sleep(self.takes_s)
+        self.clock.now_s += self.takes_s
         if self.error is not None:
             raise self.error
         n = self.num_blocks
@@ -67,8 +81,10 @@ class Rig:
             engine="mock", model_dir=model_dir, model_name="m", block_tokens=4, **options
         )
         self.layout = msgspec.structs.replace(MockEngine(settings).description, block_bytes=BLOCK_BYTES)
-        self.pool = Pool()
+        self.pool = Pool(clock := Clock())
         self.pages = PromptPages(self.pool, self.layout, settings)
+        self.pages._links = MeasuredLinks(clock.perf_counter)
+        worker_pages.time = clock
 
     async def fetch(self, times=1, plan=PLAN, num_blocks=0, **says):
         self.pool.num_blocks, self.pool.says = num_blocks, says
@@ -93,6 +109,11 @@ class Rig:
     def fetch_ms(self):
         """Of the three blocks, as the scheduler predicts it."""
         return LinkRates(self.pages.links).transfer_ms("remote", 3 * BLOCK_BYTES)
+
+
+@pytest.fixture(autouse=True)
+def the_time_comes_back(monkeypatch):
+    monkeypatch.setattr(worker_pages, "time", time)
 
 
 @pytest.fixture
@@ -155,7 +176,7 @@ async def test_a_worker_shows_what_it_measured_of_its_links_in_its_status_and_it
         engine="mock", model_dir=model_dir, model_name="m", block_tokens=4, role="prefill", instance="p0",
         listen="tcp://127.0.0.1:1", admin_listen="127.0.0.1:1",
     )  # fmt: skip
-    shell = WorkerShell(settings, MockEngine(settings), Pool(), 1_000)
+    shell = WorkerShell(settings, MockEngine(settings), Pool(Clock()), 1_000)
     shell.pages = (rig := Rig(model_dir)).pages
     await rig.fetch(num_blocks=3, blocks_peer=3, blocks_timed=3, timed_us=1_000)
     shown = shell.status()["links"]

@@ -1,7 +1,8 @@
 """FusedDriver for tests: acts fused.cu's kernels out on the CPU, over the addresses that a launch is given.
 
-A launch of all ranks happens when the last of them has made it, as the meetings would have it. It reads and writes
-plain memory by the parameters alone, so that a wrong offset, row or pointer shows as a wrong row.
+A launch of all ranks happens when the last of them has made it, as the meetings would have it: until then every
+rank's tensors have to live, as on a GPU they do in the order of its stream. It reads and writes plain memory by the
+parameters alone, so that a wrong offset, row or pointer shows as a wrong row.
 """
 
 import ctypes
