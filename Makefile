@@ -15,7 +15,8 @@ PYTHON :=
 NAME :=
 ARGS :=
 
-# Random tests draw anew with every commit, and a run of one commit repeats; SEED=random draws at every run.
+# Random tests draw anew with every commit, and a run of one commit repeats, as far as the same modules are imported
+# by then (hypothesis draws some of their constants too); SEED=random draws at every run.
 SEED := $(shell printf '%d' "0x$$(git rev-parse --short=7 HEAD 2> /dev/null | cut -c -7)" 2> /dev/null)
 FIXED := $(filter-out random,$(SEED))
 PYTEST = $(if $(FIXED),TEST_SEED=$(FIXED)) $(PY) -m pytest $(if $(FIXED),--hypothesis-seed=$(FIXED))

@@ -32,8 +32,10 @@ class Quire:
         self.env = {**clean, "QUIRE_HOME": str(home), "COLUMNS": "200", **patience.environment()}
 
     def begin(self, *words: str) -> "subprocess.Popen[str]":
+        # as at a terminal: under nohup, or behind a shell's &, some signals are ignored, and stay so
+        as_at_a_terminal = ["env", "--default-signal=HUP,INT,TERM"]
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "deploy.local.cli", *words],
+            [*as_at_a_terminal, sys.executable, "-P", "-m", "deploy.local.cli", *words],
             cwd=REPO,
             env={**self.env, "PYTHONPATH": str(REPO)},
             stdout=subprocess.PIPE,
@@ -125,7 +127,8 @@ def test_an_up_whose_supervisor_is_stopped_before_it_asks_says_so(quire):
     quire.env["QUIRE_WORKER_MOCK_START_MS"] = "60000"
     up = quire.begin(*quire.up)
     paths = config.paths_of(quire.home)
-    while not run_supervisor.is_locked(paths):
+    children = Path(f"/proc/{up.pid}/task/{up.pid}/children")
+    while not children.read_text().split():
         time.sleep(0.005)
     up.send_signal(signal.SIGSTOP)
     try:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from deploy.local import cmd_down, cmd_up, config, plan, run_supervisor
 from deploy.local.cli import app
-from deploy.local.control import ControlServer
+from deploy.local.control import ControlClient, ControlServer
 from deploy.local.interrupts import NUMBERS, Interrupts
 
 MOMENT_S = 0.3
@@ -24,6 +25,17 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "home"))
     config.make_folders(config.paths_of(tmp_path / "home"))
     return tmp_path / "home"
+
+
+@pytest.fixture(autouse=True)
+def as_at_a_terminal():
+    """Who runs the tests under nohup, or behind a shell's &, has some of them ignored."""
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    for number in NUMBERS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -59,6 +71,22 @@ def test_a_supervisor_that_is_late_is_ended(wanted, supervisor, monkeypatch):
     with Interrupts() as interrupts, pytest.raises(SystemExit) as ended:
         cmd_up._wait(wanted, supervisor, interrupts)
     assert (ended.value.code, supervisor.returncode) == (1, -signal.SIGTERM)
+
+
+def test_a_start_whose_supervisor_goes_before_it_is_asked_says_that_it_was_stopped(
+    wanted, supervisor, monkeypatch, capsys
+):
+    """It listens for as long as its guard takes to end, and answers nobody."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(wanted.paths.control))
+    listener.listen()
+    client = ControlClient(wanted.paths.control)
+    listener.close()  # its connections are reset
+    monkeypatch.setattr(cmd_up, "_wait_for_control", lambda *_: client)
+    with Interrupts() as interrupts, pytest.raises(SystemExit) as ended:
+        cmd_up._wait(wanted, supervisor, interrupts)
+    assert ended.value.code == 1
+    assert "it was stopped or killed; `quire down` makes sure" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_supervisor_has_the_time_that_looking_at_the_gpus_may_take():
