@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from shared.engine.crashes import die_when_crashed
 from tests.support.examples import examples
 from tests.support.local_cluster import LocalCluster
 
+die_when_crashed()
 gc.disable()  # until all is imported: nothing of that is garbage, and each collection would walk it
 
 PROCESSES, FAULTS = (Path(__file__).parent / name for name in ("integration", "fault"))

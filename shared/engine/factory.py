@@ -24,6 +24,7 @@ def make_engine(settings: WorkerSettings) -> Engine:
         from shared.testing.mock_engine import MockEngine
 
         return MockEngine(settings)
+    from shared.engine.crashes import die_when_crashed
     from shared.engine.vllm_setup import check_platform, check_version, prepare_environment, quick_imports
 
     device = choose_device(settings, check_version())
@@ -31,6 +32,7 @@ def make_engine(settings: WorkerSettings) -> Engine:
     with quick_imports():
         check_platform(device)
         from shared.engine.vllm_engine import VllmEngine
+    die_when_crashed()  # this process, and the engine core that it forks
 
     eager = settings.enforce_eager or device == "cpu"
     return VllmEngine(msgspec.structs.replace(settings, device=device, enforce_eager=eager))

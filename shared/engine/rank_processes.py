@@ -17,6 +17,7 @@ import vllm.v1.executor.multiproc_executor as multiproc_module
 import vllm.v1.executor.uniproc_executor as uniproc_module
 from vllm.v1.engine.core import EngineCoreProc
 
+from shared.engine.crashes import die_when_crashed
 from shared.engine.vllm_setup import die_with_parent
 from shared.own_folder import OwnFolder
 
@@ -74,6 +75,7 @@ def _run_rank(*args: Any, **kwargs: Any) -> None:
 def _die_with_starter() -> None:
     starter = multiprocessing.parent_process()
     die_with_parent(None if starter is None else starter.pid)
+    die_when_crashed()
 
 
 def end_ranks(ranks: list[BaseProcess]) -> None:
