@@ -244,10 +244,9 @@ def _wait(wanted: Wanted, supervisor: "subprocess.Popen[bytes]", interrupts: Int
         interrupts.let()
         with _wait_for_control(wanted, supervisor) as client:
             has_control = True
-            try:
-                _follow(client, wanted, is_ours=True)
-            except PeerGone as error:  # stopped by another command, before it was asked
-                fail(f"{error.message}: it was stopped or killed; `{wanted.command} down` makes sure")
+            _follow(client, wanted, is_ours=True)
+    except PeerGone as error:  # stopped by another command, before it was asked
+        fail(f"{error.message}: it was stopped or killed; `{wanted.command} down` makes sure")
     except KeyboardInterrupt:
         supervisor.terminate()  # first: the terminal may be what has gone
         out.print("interrupted: stopping what was started")

@@ -13,10 +13,9 @@ STDERR = 2  # by number: whatever is the process' log by then
 def die_when_crashed() -> None:
     """Python's stacks of all threads go to standard error, and the signal ends the process.
 
-    Does nothing but in a main thread.
-    Forked processes inherit it. vLLM's grammars load a library (TVM FFI) whose own handler of SIGSEGV allocates memory:
-    one that comes within malloc() then waits for ever for the lock that it holds, and nobody is told of the death. It
-    is loaded here, 17 ms, so that the last word is not its.
+    Does nothing but in a main thread. vLLM's grammars load a library (TVM FFI) whose own handler of SIGSEGV allocates
+    memory: one that comes within malloc() then waits for ever for the lock that it holds, and nobody is told of the
+    death. It is loaded here, 17 ms, so that the last word is not its.
     """
     if threading.current_thread() is not threading.main_thread():
         return  # nobody else may set handlers

@@ -32,7 +32,7 @@ def make_engine(settings: WorkerSettings) -> Engine:
     with quick_imports():
         check_platform(device)
         from shared.engine.vllm_engine import VllmEngine
-    die_when_crashed()  # this process, and the engine core that it forks
+    die_when_crashed()  # its core and ranks: rank_processes.py
 
     eager = settings.enforce_eager or device == "cpu"
     return VllmEngine(msgspec.structs.replace(settings, device=device, enforce_eager=eager))

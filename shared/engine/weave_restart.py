@@ -5,13 +5,13 @@ in them, when the model is loaded: one that went on in vLLM's own way would be s
 """
 
 import logging
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shared.engine.rank_processes import host_ranks
+from shared.kept_file import write_kept
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +32,7 @@ def refuse(hosted: dict[str, Any], reason: str) -> None:
     if not hosted.get("starts_anew"):
         return
     if said := hosted.get("said"):
-        part = Path(f"{said}.{os.getpid()}")
-        part.write_text(reason)
-        part.replace(said)
+        write_kept(Path(said), reason.encode(), "worker.weave")
     raise StartsAnew(reason)
 
 

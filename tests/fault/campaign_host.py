@@ -1,7 +1,6 @@
 """One host of two: a keeper, a mempool, two engines with spaces of their own, and a caller of the nine calls."""
 
 import random
-import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -112,8 +111,12 @@ class Host(World):
         super().check_detection()
         for name, process, since in callers:
             if self.mempool.alive and since == self.mempool.since:
-                before_s = time.time() - (time.monotonic() - process.killed_at) - 0.001
-                self._measure(name, process, lambda s=before_s: self._logged("caller_left", {}) >= s)
+                before_s = process.killed_s - 0.001
+
+                def left_s(since_s: float = before_s) -> float:
+                    return at_s if (at_s := self._logged("caller_left", {})) >= since_s else 0.0
+
+                self._measure(name, process, left_s)
 
     # -- the other one ----------------------------------------------------------------------------
 

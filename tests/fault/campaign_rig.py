@@ -120,6 +120,11 @@ class Process:
         if self.pidfd >= 0:
             assert select.select([self.pidfd], [], [], 30.0)[0], f"{self.role} survived SIGKILL"
 
+    @property
+    def killed_s(self) -> float:
+        """When it was, in wall time."""
+        return time.time() - (time.monotonic() - self.killed_at)
+
     def is_stopped(self) -> bool:
         """Whether no thread of it runs now."""
         try:

@@ -291,7 +291,9 @@ class World:
             if name == "mempool":
                 alive = [p for i in self.instances for p in i.listeners() if p.alive]
                 for actor in alive:
-                    self._measure(name, process, lambda actor=actor: actor.ask("is_lost"))
+                    self._measure(
+                        name, process, lambda actor=actor: time.time() if actor.ask("is_lost") else 0.0
+                    )
             elif self.mempool.alive and since == self.mempool.since:
                 event = {"keeper": "keeper_lost"}.get(name, "process_dead")
                 event = "peer_left" if name.endswith("front") else event
@@ -305,19 +307,17 @@ class World:
                 return datetime.fromisoformat(line["time"]).timestamp()
         return 0.0
 
-    def _measure(self, name: str, process: Process, seen: Callable[[], bool | float]) -> None:
-        """Args: seen: since when, in wall time; true: it is, this is the first to look."""
-        at_s: bool | float = 0.0
+    def _measure(self, name: str, process: Process, noticed_s: Callable[[], float]) -> None:
+        """Args: noticed_s: since when it is, in wall time; 0: it is not."""
+        at_s = 0.0
 
         def is_noticed() -> bool:
             nonlocal at_s
-            at_s = seen()
-            return bool(at_s)
+            at_s = noticed_s()
+            return at_s > 0
 
         self.clock.until(is_noticed, f"the death of {name} is noticed", PATIENCE_S)
-        now_s = time.time()
-        before_s = 0.0 if at_s is True else now_s - at_s
-        self.detections_s.setdefault(name, []).append(time.monotonic() - process.killed_at - before_s)
+        self.detections_s.setdefault(name, []).append(at_s - process.killed_s)
 
     # -- checks -----------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from tests.fault.detection import LogTail
 from tests.fault.stalls import WATCH_S, Stalls
 from tests.support.exactness_cases import prompts
 from tests.support.local_cluster import LocalCluster
+from tests.support.processes import descendants, is_gone
 
 MODEL = Path(__file__).resolve().parents[2] / "deploy" / "models" / "quire-demo"
 NUM_CLIENTS = 8
@@ -256,22 +257,14 @@ def test_no_client_hangs_and_no_client_gets_a_wrong_token(cluster, texts, expect
     )
 
 
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended, reaped or not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 def test_no_process_outlives_a_killed_worker(cluster):
     """The engine core dies with its worker's front."""
     pid = cluster.pid_of("decode-0")
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    children = descendants(pid)
     assert children, "the worker has no engine core"
     cluster.kill("decode-0")
     deadline = time.monotonic() + 30
-    while not all(is_gone(int(child)) for child in children):
+    while not all(is_gone(child) for child in children):
         assert time.monotonic() < deadline, "the engine core outlived its worker"
         time.sleep(0.05)
     cluster.wait_replaced("decode-0", pid)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from services.coordinator import market_journal
 from services.coordinator.config import CoordinatorSettings
 from services.coordinator.market_journal import MarketJournal
 from services.coordinator.shell import Coordinator
@@ -10,6 +9,7 @@ from shared.transport.clock import MonotonicClock
 from shared.transport.redis_link import RedisRefused
 from tests.integration import test_coordinator_journal as journals
 from tests.integration import test_coordinator_journal_fence as fences
+from tests.integration.test_coordinator_journal import a_disk_may_be_slow  # noqa: F401 - a fixture
 from tests.support.control_plane import register, until, until_async
 
 redis, world = journals.redis, fences.world  # fixtures
@@ -17,12 +17,6 @@ LEADER, TERM = "quire:coordinator:leader", "quire:coordinator:term"
 MARKET, HISTORY, MEMBERS = (f"quire:coordinator:{name}" for name in ("market", "history", "journal"))
 TYPES = {TERM: "hash", LEADER: "list", MARKET: "list", HISTORY: "hash", MEMBERS: "list"}  # wrong ones
 FAR = 1 << 52  # a term above every wall clock's
-
-
-@pytest.fixture(autouse=True)
-def a_disk_may_be_slow(monkeypatch):
-    """Who writes images beside these tests holds up Redis' journal."""
-    monkeypatch.setattr(market_journal, "DEADLINE_MS", 30_000)
 
 
 async def said(link, *words):

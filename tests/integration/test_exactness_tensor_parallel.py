@@ -29,6 +29,7 @@ from tests.support.cluster_dram import dram_behind_host_memory, empty
 from tests.support.exactness_cases import ANSWER_TOKENS
 from tests.support.local_cluster import LocalCluster
 from tests.support.open_files import open_files
+from tests.support.processes import descendants, is_gone
 from tests.support.spans import spans_of_request
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.whole_machine, pytest.mark.timeout(1500)]
@@ -100,12 +101,6 @@ def long_answers(url: str, over: threading.Event, told: list[str]) -> list[str]:
         if answer.status_code != httpx.codes.OK or stage(answer.json(), "decode") is None:
             break
     return told
-
-
-def processes_of(pid: int) -> list[int]:
-    """The process and all below it."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(found for child in children for found in processes_of(int(child)))]
 
 
 def listening(pid: int) -> list[str]:
@@ -193,7 +188,8 @@ def test_blocks_of_every_rank_go_out_to_host_memory_and_come_back(reference, spl
 
 
 def test_no_engine_listens_beyond_this_machine(split):
-    pids = {role: processes_of(split.cluster.pid_of(f"{role}-0")) for role in split.ranks}
+    fronts = {role: split.cluster.pid_of(f"{role}-0") for role in split.ranks}
+    pids = {role: [front, *descendants(front)] for role, front in fronts.items()}
     for role, count in split.ranks.items():
         assert len(pids[role]) >= (2 + count if count > 1 else 2), pids
         for pid in pids[role]:
@@ -208,7 +204,7 @@ def test_a_rank_that_dies_ends_its_engine_and_the_next_one_finds_the_sealed_page
     with httpx.Client(base_url=split.cluster.url, timeout=180) as client, ThreadPoolExecutor() as threads:
         assert_same(first, complete(client, CASES[first], reference[first]), reference[first])
         front = split.cluster.pid_of(f"{role}-0")
-        pids = processes_of(front)
+        pids = [front, *descendants(front)]
         try:
             if role == "decode":
                 # its ranks wait for each other so busily that this process may see no CPU while one is answered
@@ -232,10 +228,3 @@ def test_a_rank_that_dies_ends_its_engine_and_the_next_one_finds_the_sealed_page
 
 def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("*-cpushm_*")}
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True

@@ -14,6 +14,7 @@ import pytest
 from deploy.local import config, run_supervisor
 from tests.support import patience
 from tests.support.local_cluster import free_base_port
+from tests.support.processes import descendants
 
 REPO = Path(__file__).resolve().parents[2]
 LIMIT_S = 150
@@ -49,6 +50,13 @@ class Quire:
     def is_served(self) -> bool:
         with urllib.request.urlopen(f"{self.url}/v1/models", timeout=30) as reply:
             return len(json.load(reply)["data"]) == 1
+
+
+def begun_by(up: "subprocess.Popen[str]") -> int:
+    """The supervisor that it starts."""
+    while not (found := descendants(up.pid)):
+        time.sleep(0.005)
+    return found[0]
 
 
 def said(process: "subprocess.Popen[str]") -> tuple[int | None, str, str]:
@@ -100,13 +108,11 @@ def test_an_up_during_a_start_is_done_when_it_serves_and_one_during_a_stop_leave
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_up_that_ends_before_its_supervisor_answers_leaves_none(quire, number):
     up = quire.begin(*quire.up)
-    children = Path(f"/proc/{up.pid}/task/{up.pid}/children")
-    while not (found := children.read_text().split()):
-        time.sleep(0.005)
+    supervisor = begun_by(up)
     up.send_signal(number)
     code, out, err = said(up)
     assert (code, "interrupted" in out) == (130, True), out + err
-    assert not Path(f"/proc/{found[0]}").exists()
+    assert not Path(f"/proc/{supervisor}").exists()
     assert not run_supervisor.is_locked(config.paths_of(quire.home))
 
 
@@ -127,9 +133,7 @@ def test_an_up_whose_supervisor_is_stopped_before_it_asks_says_so(quire):
     quire.env["QUIRE_WORKER_MOCK_START_MS"] = "60000"
     up = quire.begin(*quire.up)
     paths = config.paths_of(quire.home)
-    children = Path(f"/proc/{up.pid}/task/{up.pid}/children")
-    while not children.read_text().split():
-        time.sleep(0.005)
+    begun_by(up)
     up.send_signal(signal.SIGSTOP)
     try:
         assert quire("down")[0] == 0

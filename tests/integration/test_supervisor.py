@@ -19,6 +19,7 @@ from shared.errors import PeerGone
 from shared.free_ports import free_port
 from shared.ids import Epoch
 from shared.mempool.keeper_client import KeeperClient
+from tests.support.processes import is_gone
 
 REPO = Path(__file__).resolve().parents[2]
 DUMMY = Path(__file__).with_name("supervised_dummy.py")
@@ -37,11 +38,7 @@ def eventually(check, what, limit_s=LIMIT_S):
 
 
 def alive(pid) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+    return not is_gone(pid)
 
 
 class Run:

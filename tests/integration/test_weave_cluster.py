@@ -9,8 +9,8 @@ import pytest
 
 from deploy.local.services_table import Ports
 from tests.integration.mempool_rig import until
-from tests.integration.test_exactness_tensor_parallel import is_gone, processes_of
 from tests.support.local_cluster import LocalCluster
+from tests.support.processes import descendants, is_gone
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.whole_machine, pytest.mark.timeout(900)]
 
@@ -51,7 +51,7 @@ def num_unfinished(cluster: LocalCluster) -> int:
 
 def test_each_client_gets_the_right_answer_or_an_error_in_openais_form_and_the_engine_comes_back(cluster):
     front = cluster.pid_of("prefill-0")
-    pids = processes_of(front)
+    pids = [front, *descendants(front)]
     with ThreadPoolExecutor(NUM_CLIENTS) as threads:
         asked = [threads.submit(ask, cluster, client) for client in range(NUM_CLIENTS)]
         until(lambda: num_unfinished(cluster) > 0 or all(one.done() for one in asked), "it computes a prompt")

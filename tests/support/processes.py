@@ -1,4 +1,4 @@
-"""Processes of a test's, by /proc: `descendants(pid)`, `stopped(module)`."""
+"""Processes of a test's, by /proc: `descendants(pid)`, `is_gone(pid)`, `stopped(module)`."""
 
 import os
 import signal
@@ -8,17 +8,26 @@ from pathlib import Path
 
 
 def descendants(pid: int) -> list[int]:
-    """Of this process, whichever of its threads made them; what ends meanwhile may be missing."""
-    parents: dict[int, list[int]] = {}
+    """All below this process, each before its own; what ends meanwhile may be missing."""
+    children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                parents.setdefault(int(fields[1]), []).append(int(entry.name))
-    found = parents.get(pid, [])
-    for child in found:  # grows meanwhile
-        found += parents.get(child, [])
-    return found
+                children.setdefault(int(fields[1]), []).append(int(entry.name))
+
+    def below(parent: int) -> list[int]:
+        return [found for child in children.get(parent, ()) for found in (child, *below(child))]
+
+    return below(pid)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether it has ended, reaped or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 @contextmanager
@@ -26,7 +35,7 @@ def stopped(module: str) -> Iterator[None]:
     """Processes that run this module for the test, and theirs, stand still (SIGSTOP)."""
     first = [pid for pid in descendants(os.getpid()) if module in _words(pid)]
     assert first, module
-    pids = {*first, *(below for pid in first for below in descendants(pid))}
+    pids = {*first, *(child for pid in first for child in descendants(pid))}
     try:
         for pid in pids:
             _tell(pid, signal.SIGSTOP)

@@ -14,10 +14,21 @@ def quick(monkeypatch):
     monkeypatch.setattr(engine_watch, "TICK_S", 0.01)
 
 
-async def watched(ping, seconds: float, limit_s: float = 0.1) -> tuple[EngineWatch, list[str]]:
+async def watched(
+    ping, seconds: float, limit_s: float = 0.1, *, once_said: bool = False
+) -> tuple[EngineWatch, list[str]]:
+    """Args: once_said: the seconds begin when it has said something."""
     said: list[str] = []
-    watch = EngineWatch(ping, limit_s, said.append)
+    was_said = asyncio.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        was_said.set()
+
+    watch = EngineWatch(ping, limit_s, say)
     task = asyncio.create_task(watch.run())
+    if once_said:
+        await was_said.wait()
     await asyncio.sleep(seconds)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -33,19 +44,7 @@ async def never() -> None:
 
 
 async def test_an_engine_that_never_answers_is_told_of_once():
-    said: list[str] = []
-    was_said = asyncio.Event()
-
-    def say(text: str) -> None:
-        said.append(text)
-        was_said.set()
-
-    watch = EngineWatch(never, 0.1, say)
-    task = asyncio.create_task(watch.run())
-    await was_said.wait()
-    await asyncio.sleep(0.3)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    watch, said = await watched(never, 0.3, once_said=True)
     assert len(said) == 1
     assert watch.is_suspect
 
