@@ -37,6 +37,14 @@ def test_errors_of_an_earlier_attempt_are_not_this_ones(tmp_path):
     assert errors(tmp_path / "none.log") == []
 
 
+def test_a_crash_is_an_error(tmp_path):
+    log = tmp_path / "decode-0.log"
+    log.write_text(
+        "INFO ready\nFatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
+    )
+    assert errors(log) == ["Fatal Python error: Segmentation fault"]
+
+
 def test_an_endless_line_is_cut_and_what_is_no_text_is_read(tmp_path):
     log = tmp_path / "a.log"
     log.write_bytes(b"\xff\xfe\nKeyError: " + b"x" * 100_000 + b"\n")
