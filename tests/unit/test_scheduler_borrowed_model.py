@@ -2,8 +2,19 @@
 
 import pytest
 
+from shared.wire.cost import CostCoefficients, ModelShape
 from tests.support.control_plane import place
 from tests.support.cost_view import View
+
+SHAPE = ModelShape(
+    num_layers=4,
+    hidden_size=512,
+    intermediate_size=2_048,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=64,
+    vocab_size=512,
+)
 
 
 def ask(view, hits=None):
@@ -45,3 +56,12 @@ def test_a_queue_is_predicted_from_when_there_is_a_model_until_the_instance_has_
         "p1", unfinished_prefill_tokens=1_000
     )  # it was profiled after all: the same epoch says Hello again
     assert known("p1").view(now_ms=0).queue_ms == 0.0
+
+
+@pytest.mark.parametrize(("own", "borrower", "factor"), [(1, 2, 0.5), (2, 1, 2.0), (2, 2, 1.0)])
+def test_one_that_borrows_from_other_ranks_computes_on_its_own(own, borrower, factor):
+    cost = CostCoefficients(shape=SHAPE, tp=own, matmul_ms_per_gflop=1.0, attention_ms_per_gflop=1.0)
+    view = View().add("p0", tp=own, cost=cost).add("p1", tp=borrower, cost=None)
+    models = [view.placer.instances.get(name).model for name in ("p0", "p1")]
+    lent_ms, borrowed_ms = (model.prefill_ms(1_000) for model in models)
+    assert borrowed_ms == pytest.approx(factor * lent_ms, rel=0.01)

@@ -28,6 +28,12 @@ def test_of_a_prompt_that_leaves_while_it_is_computed_only_the_rest_is_waited_fo
     assert placed.predicted.transfer_ms == pytest.approx(left_ms, abs=0.01)
 
 
+def test_nothing_leaves_ahead_for_another_host():
+    view = View(disaggregation="always").add("p0", space=1, address="a", ahead=True)
+    view.add("d0", "decode", host=2, address="b").say("d0", links=links(0.05))
+    assert ask(view, tokens=4_096).predicted.transfer_ms == pytest.approx(2 + 819.2, abs=0.01)
+
+
 def test_each_prefill_instance_has_the_hand_off_of_its_own_even_where_they_share_memory():
     view = View(disaggregation="always", hysteresis_ms=0.0, hysteresis_share=0.0)
     view.add("p0", space=1).add("p1", space=1, ahead=True).add("d0", "decode", space=2)

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from msgspec import structs
+
 from services.scheduler.core.fading import Fading
 from services.scheduler.core.limits import FORGET_MS
 from services.scheduler.core.load import InstanceLoad, LoadView
@@ -204,7 +206,7 @@ class Instances:
         return Welcome(report_interval_ms=self.limits.report_interval_ms)
 
     def _give_models(self, family_key: str, hello: Hello) -> None:
-        """The new one its own; to those of its family that sent no coefficients, another's."""
+        """The new one its own; to those of its family that sent none, another's, divided by as many ranks as theirs."""
         known, cost = self._known[hello.instance], self._family_costs.get(family_key)
         if hello.cost is not None:
             known.model = _model_of(hello.cost)
@@ -213,7 +215,7 @@ class Instances:
             return
         for other in self._known.values():
             if other.model is None and other.family_key == family_key:
-                other.model = _model_of(cost)
+                other.model = _model_of(_on_ranks_of(cost, other.description))
                 other.load.lend(other.model)
 
     def report(self, report: Report, *, now_ms: int) -> Resync | Refused | None:
@@ -359,6 +361,12 @@ class Instances:
 
     def _is_fenced(self, known: Instance) -> bool:
         return known.epoch < self._fences.get(known.instance, Epoch(-1))
+
+
+def _on_ranks_of(cost: CostCoefficients, other: EngineDescription) -> CostCoefficients:
+    """Engines of one family may have unequal ranks. As CostModel.scaled(): operators are divided by them."""
+    tp, pp = max(1, other.tp_size), max(1, other.pp_size)
+    return cost if (cost.tp, cost.pp) == (tp, pp) else structs.replace(cost, tp=tp, pp=pp)
 
 
 def _stale(instance: InstanceId, epoch: Epoch, newest: Epoch) -> Refused:

@@ -285,7 +285,7 @@ class Predictor:
             return self.settings.handoff_ms + self.exec_ms(known, local)
         lacking = self.request.num_prompt_tokens - local
         whole_ms = self.transfer_ms(known, path, lacking)
-        if not prefill.sends_ahead or whole_ms == 0.0:
+        if not prefill.sends_ahead or path == "remote" or whole_ms == 0.0:  # ahead: within a mempool only
             return self.settings.handoff_ms + whole_ms
         new = max(1, self.request.num_prompt_tokens - first.cached_tokens)
         num_steps = -(-new // prefill.load.max_batched_tokens)
