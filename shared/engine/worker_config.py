@@ -111,11 +111,15 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     report_interval_ms: int = 250
     drain_deadline_ms: int = 30_000
     acquire_timeout_ms: int = 250  # for the pool's answer; then the prompt is computed
-    fetch_wait_ms: int = 1_000  # for pages that the scheduler wants fetched; then the prompt is computed
+    fetch_wait_ms: int = (
+        1_000  # at least, for pages that the scheduler wants fetched; computing may be worth more
+    )
     # prefill: its token is the client's, wherever a request allows that; or decode always draws it again
     handoff_mode: Literal["continue", "resample"] = "continue"
     handoff_ahead: bool = True  # prefill: blocks of a long prompt leave while the rest of it is computed
-    handoff_wait_ms: int = 2_000  # decode: how long the pool waits for the prefill side's pages
+    handoff_wait_ms: int = (
+        2_000  # decode: for the prefill side's pages, at least; computing may be worth more
+    )
     handoff_ttl_ms: int = 10_000  # prefill: how long the pool holds pages that nobody fetches
     # decode: how long a handed-over prompt waits, its pages held where they are, until there is room for it and its
     # answer beside those that run; 0: it never does

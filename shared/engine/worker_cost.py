@@ -61,6 +61,12 @@ class WorkerCost:
         """Predicted work of the unfinished prefills, corrected."""
         return self._ledger.queued_ms * self.corrections["prefill"].factor if self._ledger else 0.0
 
+    def compute_ms(self, num_tokens: int, cached_tokens: int) -> float:
+        """What a prompt of which so much is cached takes this engine, corrected. 0.0: there is no model yet."""
+        if self._model is None:
+            return 0.0
+        return self._model.prefill_ms(num_tokens, cached_tokens) * self.corrections["prefill"].factor
+
     # -- attempts ---------------------------------------------------------------------------------------
 
     def begin(

@@ -12,6 +12,7 @@ from typing import Protocol
 from shared.background_task import begin_task
 from shared.costmodel.transfer import CAREFUL_RATES
 from shared.engine.interface import HeldPages
+from shared.engine.page_waits import ComputeMs, PageWaits, unknown
 from shared.engine.worker_config import WorkerSettings
 from shared.engine.worker_links import MeasuredLinks
 from shared.errors import ClusterError
@@ -120,7 +121,9 @@ class PageLease:
 class PromptPages:
     """Finds and leases the pages of prompts. `client` None: there is no pool.
 
-    Args: kept: the engine works in the pages, so its leases have no expiry.
+    Args:
+        kept: the engine works in the pages, so its leases have no expiry.
+        compute_ms: what waiting is worth, see page_waits.py.
     """
 
     def __init__(
@@ -130,8 +133,10 @@ class PromptPages:
         settings: WorkerSettings,
         *,
         kept: bool = False,
+        compute_ms: ComputeMs = unknown,
     ) -> None:
         self._kept = kept
+        self._waits = PageWaits(settings, compute_ms)
         self._first_memory = _NO_EPOCH
         self._settling: set[asyncio.Task[None]] = set()
         self._client = client
@@ -192,16 +197,17 @@ class PromptPages:
     ) -> PageLease | None:
         """Blocks that the pool knows. One token must be computed: an engine that copies leaves its block out.
 
-        Args: plan: how far they may be brought from; what it wants fetched is waited for up to fetch_wait_ms.
+        Args: plan: how far they may be brought from; what it wants fetched is waited for, see page_waits.py.
         """
         if self._settings.pd_caching == "basic":
             return None
         spare_tokens = 0 if self._kept else 1
-        whole = (len(prompt) // _TOKEN_BYTES - spare_tokens) // self._description.block_tokens
+        num_tokens = len(prompt) // _TOKEN_BYTES
+        whole = (num_tokens - spare_tokens) // self._description.block_tokens
         size_bytes = whole * self._description.block_tokens * _TOKEN_BYTES
         hashes = hash_blocks(seed, prompt[:size_bytes], self._description.block_tokens)
         plan = plan or NO_PLAN
-        wait_ms = self._settings.fetch_wait_ms if plan.source and not plan.recompute else 0
+        wait_ms = self._waits.fetch_ms(num_tokens, plan.tokens) if plan.source and not plan.recompute else 0
         source = plan.source_mempool if plan.reach == "remote" else ""
         return await self._acquire(
             hashes, size_bytes // _TOKEN_BYTES, HandoffId(""), wait_ms, traceparent, source,
@@ -222,7 +228,7 @@ class PromptPages:
         tail = prompt[len(hashes) * block_tokens * _TOKEN_BYTES : valid * _TOKEN_BYTES]
         if tail:
             hashes.append(hash_tail(hashes[-1] if hashes else seed, tail))
-        wait_ms = self._settings.handoff_wait_ms
+        wait_ms = self._waits.handoff_ms(valid)
         return await self._acquire(
             hashes, valid, handoff.handoff_id, wait_ms, traceparent, handoff.source_mempool,
             planned_tokens=valid,

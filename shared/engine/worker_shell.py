@@ -112,7 +112,9 @@ class WorkerShell:
             settings.listen, limits, self.reports.report_soon, settings.gateway_silent_ms
         )
         pool = pages if engine.uses_pool else None
-        self.pages = PromptPages(pool, engine.description, settings, kept=engine.keeps_leases)
+        self.pages = PromptPages(
+            pool, engine.description, settings, kept=engine.keeps_leases, compute_ms=self.cost.compute_ms
+        )
         self.room = DecodeRoom(engine, self.pages, settings)
         limit_ms = settings.engine_silent_ms or SILENT_MS[engine.device in ("cpu", "mock")]
         self.watch = EngineWatch(engine.ping, limit_ms / 1000, self._on_engine_died)

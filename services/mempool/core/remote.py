@@ -6,7 +6,8 @@
 The source's pins are a courtesy, which it may end early; what counts is its word, asked for after the last byte, that
 every page is still sealed under the epoch that it gave (ARCHITECTURE.md, rule 4). From the first block that
 is not, the reader gets a miss and computes. A reader is answered by the time that it said, whatever a network does;
-what is on its way then still comes, for the next one. Targets that a failed pull may still write are quarantined.
+what is on its way then still comes, for the next one, within copy_timeout_ms. Bytes have that long, or as long as the
+first reader waits. Targets that a failed pull may still write are quarantined.
 
 Blocks land in host memory: of a space on GPUs, in the DRAM behind it (dram.py), from where pulls.py brings them.
 """
@@ -58,6 +59,7 @@ class RemotePull:
     pages: list[tuple[PageId, int]] = field(default_factory=list)  # and epochs, at the source
     claim: Claim | None = None
     began_ms: int = 0  # PULLING
+    timeout_ms: int = 0  # of it
 
 
 class Remote:
@@ -239,7 +241,7 @@ class Remote:
         assert pull.claim is not None
         if failed:
             self._counters["remote_pulls_failed"] += 1
-            if now_ms - pull.began_ms >= self._limits.copy_timeout_ms:
+            if now_ms - pull.began_ms >= pull.timeout_ms:
                 _say_late(pull, now_ms)
             doubtful = [page for page in pull.claim.pages if page in in_doubt]
             pull.pool.quarantine(doubtful)
@@ -277,6 +279,7 @@ class Remote:
         assert pull.claim is not None
         assert pull.lease is not None
         pull.step, pull.began_ms = Step.PULLING, now_ms
+        pull.timeout_ms = max(self._limits.copy_timeout_ms, pull.first.until_ms - now_ms)
         pull.pool.begin_writing(pull.claim)
         for entry, page in zip(pull.entries, pull.claim.pages, strict=True):
             entry.page = page
@@ -288,7 +291,7 @@ class Remote:
                 list(pull.claim.pages),
                 pull.lease.space,
                 [page for page, _ in pull.pages],
-                self._limits.copy_timeout_ms,
+                pull.timeout_ms,
             )
         )
 
