@@ -23,6 +23,7 @@ def place_message(call: Call, action: SendPlace, model: str) -> Place:
         explain=call.explain,
         continues=call.flow.continues,
         weight=call.weight,
+        begun=call.flow.bytes_sent,
     )
 
 

@@ -42,6 +42,7 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="place"):
     explain: bool = True  # somebody will read the ways that were not taken
     continues: bool = False  # the prefill stage's token is final: no decode instance draws it again
     weight: float = 1.0  # of the tenant, where all instances are full
+    begun: bool = False  # its client has some of the answer already, and waits for the rest: it is never held
 
 
 class Ended(Struct, frozen=True, kw_only=True, tag="ended"):

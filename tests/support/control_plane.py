@@ -20,10 +20,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def description(model="demo", fingerprint="f1", **more):
+    fields = {"block_tokens": 32, "max_model_len": 4096, **more}
     return EngineDescription(
-        model=model, fingerprint=fingerprint, dtype="float32", layout="layers-blocks", backend="CPU_ATTN",
-        block_tokens=32, max_model_len=4096, **more,
-    )  # fmt: skip
+        model=model,
+        fingerprint=fingerprint,
+        dtype="float32",
+        layout="layers-blocks",
+        backend="CPU_ATTN",
+        **fields,
+    )
 
 
 def hello(name, epoch=1, role="prefill", **more):

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from services.gateway.call import NOTHING_FOUND, Call
+from services.gateway.core.request_actions import SendPlace
 from services.gateway.core.request_flow import Complete, Fail, Limits, RequestFlow
 from services.gateway.core.tools import TextDelta, ToolPlan, make_parser, read_whole
+from services.gateway.messages import place_message
 from services.gateway.unread import Unread, num_unsent
 from shared.ids import RequestId
 from shared.kv.block_hash import pack_tokens
@@ -112,6 +114,15 @@ def test_a_call_has_ended_when_each_choice_has_and_begins_anew_with_another_atte
     assert [call.choice_ended(0), call.choice_ended(0), call.choice_ended(1)] == [False, False, True]
     call.discard()
     assert [call.choice_ended(0), call.choice_ended(0), call.choice_ended(1)] == [False, False, True]
+
+
+def test_the_scheduler_hears_whether_the_client_has_some_of_the_answer():
+    call = make_call()
+    assert not place_message(call, SendPlace(2, []), "m").begun, (
+        "an attempt before it ended without an answer"
+    )
+    call.flow.mark_sent()
+    assert place_message(call, SendPlace(2, []), "m").begun
 
 
 def test_an_answered_request_whose_deadline_passes_is_complete():

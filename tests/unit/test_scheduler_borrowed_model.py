@@ -3,8 +3,8 @@
 import pytest
 
 from shared.wire.cost import CostCoefficients, ModelShape
-from tests.support.control_plane import place
-from tests.support.cost_view import View
+from tests.support.control_plane import description, hello, place
+from tests.support.cost_view import TOKEN_BYTES, View, coefficients
 
 SHAPE = ModelShape(
     num_layers=4,
@@ -65,3 +65,22 @@ def test_one_that_borrows_from_other_ranks_computes_on_its_own(own, borrower, fa
     models = [view.placer.instances.get(name).model for name in ("p0", "p1")]
     lent_ms, borrowed_ms = (model.prefill_ms(1_000) for model in models)
     assert borrowed_ms == pytest.approx(factor * lent_ms, rel=0.01)
+
+
+@pytest.mark.parametrize("order", [("p0", "p1"), ("p1", "p0")])
+def test_one_of_another_family_borrows_of_its_model_and_no_other_goes_without_predictions(order):
+    view = View()
+    for name in order:
+        made = description(block_bytes=16 * TOKEN_BYTES, block_tokens=16 if name == "p1" else 32)
+        cost = coefficients() if name == "p0" else None
+        view.placer.instances.hello(hello(name, description=made, cost=cost), now_ms=0)
+        view.say(name)
+    known = {name: view.placer.instances.get(name) for name in order}
+    assert known["p0"].family_key != known["p1"].family_key
+    assert ask(view, hits={"p0": 992}).reason.startswith("By cost: p0 alone")
+
+
+def test_one_of_another_model_lends_nothing():
+    view = View().add("p0")
+    view.placer.instances.hello(hello("p1", description=description("other", "f2")), now_ms=0)
+    assert view.placer.instances.get("p1").model is None

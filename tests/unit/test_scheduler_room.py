@@ -179,14 +179,25 @@ def test_a_held_request_whose_client_left_is_forgotten():
     assert len(made.waiting) == 0
 
 
-@pytest.mark.parametrize("case", ["must colocate", "a later attempt", "held off", "nobody says"])
+@pytest.mark.parametrize("case", ["must colocate", "its stream has begun", "held off", "nobody says"])
 def test_who_is_never_held(case):
     full = None if case == "nobody says" else Room(100, 0, 40, 64)
     made = cluster(
         {"p0": full, "d0": full}, disaggregation="always", wait_ms=0 if case == "held off" else WAIT_MS
     )
-    more = {"must_colocate": case == "must colocate", "attempt": 2 if case == "a later attempt" else 1}
-    assert isinstance(made.place(place(tokens=320, max_tokens=64, **more), now_ms=1), Placed)
+    more = {"must_colocate": case == "must colocate", "begun": case == "its stream has begun"}
+    for attempt in (1, 2):
+        answer = made.place(place(attempt=attempt, tokens=320, max_tokens=64, **more), now_ms=1)
+        assert isinstance(answer, Placed)
+
+
+def test_attempts_that_come_back_to_a_new_scheduler_wait_like_first_ones_and_overtake_nobody():
+    made = cluster({"p0": FREE, "d0": Room(100, 0, 40, 64)}, disaggregation="always")
+    for n, attempt in enumerate((2, 1, 5)):
+        asked = place(f"r{n}", attempt=attempt, tokens=320, max_tokens=64)
+        assert isinstance(made.place(asked, now_ms=n), Held)
+    tell(made, {"d0": FREE}, 10, seq=2)
+    assert [one.request_id for one in made.serve_held(now_ms=10)] == ["r0", "r1", "r2"]
 
 
 def test_looking_for_room_costs_nothing_for_instances_that_have_plenty(monkeypatch):

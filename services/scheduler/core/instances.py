@@ -84,7 +84,9 @@ class Instance:
     chosen_at: int = 0  # sequence number of its last placement: breaks ties
     draining: bool = False
     dead: bool = False  # said once by tick()
-    model: CostModel | None = None  # of its coefficients, or of its family's first that sent some
+    model: CostModel | None = (
+        None  # of its coefficients, or of its family's, else its model's, first that sent some
+    )
     prefill_correction: float = 1.0
     decode_correction: float = 1.0
     prefill_said: Fading = field(default_factory=Fading)
@@ -132,7 +134,9 @@ class Instances:
     _denied: dict[InstanceId, Epoch] = field(
         default_factory=dict
     )  # dropped: from here on the list comes first
-    _family_costs: dict[str, CostCoefficients] = field(default_factory=dict)  # the last of each family
+    # the last of each family, and of each model
+    _family_costs: dict[str, CostCoefficients] = field(default_factory=dict)
+    _model_costs: dict[str, CostCoefficients] = field(default_factory=dict)
     # by model, "": all; empty: to be found anew
     _live: dict[str, list[Instance]] = field(default_factory=dict)
     _live_until_ms: int = 0
@@ -186,8 +190,8 @@ class Instances:
             )
         family_key = hello.description.family_key
         if hello.cost is not None:
-            self._family_costs[family_key] = hello.cost
-            _trim(self._family_costs)
+            _put_last(self._family_costs, family_key, hello.cost)
+            _put_last(self._model_costs, hello.description.model, hello.cost)
         self._known[hello.instance] = Instance(
             instance=hello.instance,
             epoch=hello.epoch,
@@ -201,22 +205,28 @@ class Instances:
             sends_ahead=hello.sends_ahead,
         )
         self._forget_live()
-        self._give_models(family_key, hello)
-        _remember(self._epochs, hello.instance, hello.epoch)
+        self._give_models(hello)
+        _put_last(self._epochs, hello.instance, hello.epoch)
         return Welcome(report_interval_ms=self.limits.report_interval_ms)
 
-    def _give_models(self, family_key: str, hello: Hello) -> None:
-        """The new one its own; to those of its family that sent none, another's, divided by as many ranks as theirs."""
-        known, cost = self._known[hello.instance], self._family_costs.get(family_key)
+    def _give_models(self, hello: Hello) -> None:
+        """The new one its own; to those that sent none, another's of their family, else of their model.
+
+        Divided by as many ranks as theirs. One without any would have all of its model placed without predictions.
+        """
         if hello.cost is not None:
+            known = self._known[hello.instance]
             known.model = _model_of(hello.cost)
             known.load.lend(None)
-        if cost is None:
-            return
         for other in self._known.values():
-            if other.model is None and other.family_key == family_key:
+            cost = self._cost_for(other) if other.model is None else None
+            if cost is not None:
                 other.model = _model_of(_on_ranks_of(cost, other.description))
                 other.load.lend(other.model)
+
+    def _cost_for(self, other: Instance) -> CostCoefficients | None:
+        model = other.description.model
+        return self._family_costs.get(other.family_key) or (self._model_costs.get(model) if model else None)
 
     def report(self, report: Report, *, now_ms: int) -> Resync | Refused | None:
         """A worker's heartbeat. Resync when it must say Hello first."""
@@ -278,7 +288,7 @@ class Instances:
     def fence(self, instance: InstanceId, epoch: Epoch) -> None:
         """The coordinator granted this epoch: processes with smaller ones are not placed any more."""
         if epoch > self._fences.get(instance, Epoch(-1)):
-            _remember(self._fences, instance, epoch)
+            _put_last(self._fences, instance, epoch)
             self._forget_live()
 
     def follow(self, members: InstanceList) -> list[Dropped]:
@@ -307,9 +317,9 @@ class Instances:
 
     def _drop(self, name: InstanceId, epoch: Epoch, now: Epoch) -> None:
         """What said Hello under `epoch` is nobody; processes below `now` stay refused."""
-        _remember(self._epochs, name, now)
-        _remember(self._fences, name, now)
-        _remember(self._denied, name, epoch)
+        _put_last(self._epochs, name, now)
+        _put_last(self._fences, name, now)
+        _put_last(self._denied, name, epoch)
         known = self._known.get(name)
         if known is not None and known.epoch > now:
             del self._known[name]
@@ -373,10 +383,10 @@ def _stale(instance: InstanceId, epoch: Epoch, newest: Epoch) -> Refused:
     return Refused(code=StaleEpoch.code, reason=f"{instance} has epoch {newest}; {epoch} is over")
 
 
-def _remember(epochs: dict[InstanceId, Epoch], instance: InstanceId, epoch: Epoch) -> None:
-    epochs.pop(instance, None)
-    epochs[instance] = epoch
-    _trim(epochs)
+def _put_last(remembered: dict[Any, Any], key: str, value: object) -> None:
+    remembered.pop(key, None)
+    remembered[key] = value
+    _trim(remembered)
 
 
 def _trim(remembered: dict[Any, Any]) -> None:

@@ -77,11 +77,11 @@ class Placer:
     def place(self, place: Place, *, now_ms: int, gateway: str = "") -> Placed | Rejected | Held:
         """Answer one Place. The same attempt again replaces its first placement. `gateway`: who asks, see tick().
 
-        Held: serve_held() answers later. Only a first attempt is: a later one belongs to a stream that stands still.
+        Held: serve_held() answers later. Whose stream has begun, and stands still, is never held.
         """
         request = from_wire(place, gateway)
         self._forget(request.key)
-        wait_ms = self.limits.room_wait_ms if place.attempt <= 1 and not place.must_colocate else 0
+        wait_ms = self.limits.room_wait_ms if not (place.begun or place.must_colocate) else 0
         queues = wait_ms > 0 and self.waiting.has(place.model)
         answer = None if queues else self._place_now(request, now_ms, may_wait=wait_ms > 0)
         if answer is None and not self.waiting.add(place, now_ms=now_ms, gateway=gateway):
