@@ -21,7 +21,7 @@ from shared.wire.lending import (
     SpaceRef,
 )
 from tests.support.examples import examples
-from tests.support.market_world import GIB, SPACE, World
+from tests.support.market_world import GIB, World
 
 NAMES = st.sampled_from(["leader", "leader", "leader", "leader", "a", "b"])
 MEMPOOLS = st.sampled_from(["m0", "m1"])
@@ -38,11 +38,14 @@ class MarketModel(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.world = World()
+        self.world = self.make_world()
         self.offers: list[str] = []
         self.asks: list[tuple[AskLease, str]] = []
         self.decided: set[tuple[str, int]] = set()  # leases and their bytes; those whose answer was lost, too
         self.deadlines: dict[tuple[str, int], int] = {}  # (offer, keep) -> latest instant allowed
+
+    def make_world(self) -> World:
+        return World()
 
     @initialize()
     def begin(self):
@@ -102,7 +105,7 @@ class MarketModel(RuleBasedStateMachine):
     def offer(self, name, mempool, gib):
         name, found = self._of(name), self.world.mempools[mempool]
         ask = OfferMemory(
-            producer=InstanceId(f"p-{mempool}"), mempool=found.name, boot_generation=found.boot, space=SPACE,
+            producer=InstanceId(f"p-{mempool}"), mempool=found.name, boot_generation=found.boot, space=found.space,
             length_bytes=gib * GIB,
         )  # fmt: skip
         key = f"offer-{len(self.offers)}"
@@ -122,7 +125,7 @@ class MarketModel(RuleBasedStateMachine):
 
     @rule(name=NAMES, gib=st.integers(1, 2), least=st.integers(0, 1), is_lost=RARELY)
     def ask(self, name, gib, least, is_lost):
-        spaces = [SpaceRef(mempool=m.name, space=SPACE) for m in self.world.mempools.values()]
+        spaces = [SpaceRef(mempool=m.name, space=m.space) for m in self.world.mempools.values()]
         ask = AskLease(
             consumer=InstanceId(f"c{gib % 2}"), length_bytes=gib * GIB, min_bytes=least * GIB, purpose="swap",
             spaces=spaces,
