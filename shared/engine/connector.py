@@ -22,7 +22,6 @@ from shared.engine.cache_events import CacheEventSender
 from shared.engine.connector_meta import StepPlan
 from shared.engine.connector_scheduler import SchedulerSide
 from shared.engine.connector_worker import WorkerSide
-from shared.engine.nucleus import keep_whole_nuclei
 from shared.engine.vllm_setup import die_with_parent
 from shared.ids import InstanceId
 from shared.kv.layout import EngineDescription
@@ -59,8 +58,6 @@ class QuireConnector(KVConnectorBase_V1, SupportsHMA):
             events = CacheEventSender(address) if address else None
             description = msgspec.json.decode(extra["description"], type=EngineDescription)
             self.scheduler = SchedulerSide(description.block_tokens, description.block_bytes, events)
-        else:
-            keep_whole_nuclei()
 
     # -- scheduler side -----------------------------------------------------------------------------
 

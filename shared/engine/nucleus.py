@@ -8,8 +8,8 @@ are in the batch. Where the nucleus (Holtzman et al., The Curious Case of Neural
 that is left, p = 1 is the same question, and the kernel does nothing.
 """
 
-import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,8 +22,12 @@ _MODULE, _KERNEL, _MENDED = (
 
 
 def keep_whole_nuclei() -> bool:
-    """From now on vLLM's samplers in this process, of both runners, filter so. False: they have no such kernel."""
-    module = sys.modules.get(_MODULE)
+    """From now on vLLM's samplers in this process, of both runners, filter so. False: they have no such kernel.
+
+    For the process of every rank, whatever its worker, before vLLM finds out what a step takes: the rows and a copy of
+    them are part of that. rank_processes.py calls it.
+    """
+    module = import_module(_MODULE)
     kernel = getattr(module, _KERNEL, None)
     if kernel is None:
         return False

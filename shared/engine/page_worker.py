@@ -16,7 +16,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
 from shared.engine.far_tables import change_tables, make_room, place_tables
 from shared.engine.layer_progress import LayerProgress, open_word
-from shared.engine.nucleus import keep_whole_nuclei
 from shared.engine.page_warmup import use_null_block
 from shared.engine.page_window import PageWindow, device_name, open_window
 from shared.engine.rank_processes import unlink_shared_memory
@@ -77,7 +76,6 @@ class PageWorkerMixin:
 
         Raises: ResourceError when the pool refuses this engine, or nothing is left for pages.
         """
-        keep_whole_nuclei()  # first: what it takes is found by the run that follows
         found_bytes = super().determine_available_memory()
         extra: dict[str, Any] = self.vllm_config.additional_config["quire"]
         description = msgspec.json.decode(extra["description"], type=EngineDescription)

@@ -1,4 +1,4 @@
-"""How the processes of one engine find each other, end, and what they leave behind.
+"""How the processes of one engine find each other, begin, end, and what they leave behind.
 
 vLLM has them meet at a TCP store that torch opens on every interface of the machine. All ranks of an engine are on one
 host here: they meet in a file of the engine's own folder. When one dies, the others wait for it in a collective,
@@ -18,6 +18,7 @@ import vllm.v1.executor.uniproc_executor as uniproc_module
 from vllm.v1.engine.core import EngineCoreProc
 
 from shared.engine.crashes import die_when_crashed
+from shared.engine.nucleus import keep_whole_nuclei
 from shared.engine.vllm_setup import die_with_parent
 from shared.own_folder import OwnFolder
 
@@ -62,20 +63,22 @@ def host_ranks(folder: str) -> None:
 
 def _run_core(*args: Any, **kwargs: Any) -> None:
     """vLLM's engine core, in a process of its own. It has a name here: also what is not forked finds it by that."""
-    _die_with_starter()
+    _begin()
     _stock_core(*args, **kwargs)
 
 
 def _run_rank(*args: Any, **kwargs: Any) -> None:
     """vLLM's rank, in a process of its own."""
-    _die_with_starter()
+    _begin()
     _stock_rank(*args, **kwargs)
 
 
-def _die_with_starter() -> None:
+def _begin() -> None:
+    """Of each process that computes, also where its worker is vLLM's own: a rank's, or the core's, for one rank."""
     starter = multiprocessing.parent_process()
     die_with_parent(None if starter is None else starter.pid)
     die_when_crashed()
+    keep_whole_nuclei()
 
 
 def end_ranks(ranks: list[BaseProcess]) -> None:

@@ -59,6 +59,11 @@ def test_sliding_windows_are_hosted_with_vllms_own_cache_and_the_log_says_so(fou
     assert "its attention has sliding windows: vLLM's own cache is used" in found["log"]
 
 
+@pytest.mark.parametrize(("name", "worker"), [("llama", "PageCPUWorker"), ("mistral-sliding", "CPUWorker")])
+def test_top_p_is_mended_when_a_ranks_memory_is_looked_at_whatever_its_worker(found, name, worker):
+    assert found[name]["nuclei"] == [[worker, True]]
+
+
 def test_pages_asked_for_by_name_are_refused_in_words_that_say_what_to_do(found):
     refused = found["mistral-sliding"]["refused"]
     assert "cannot work in the pool's pages, its attention has sliding windows" in refused

@@ -2,7 +2,8 @@
 
 Each is answered by stock vLLM and by an engine in the pool's pages (or, for families that cannot work in them, by
 whatever the setting "auto" makes of it), in processes forked from this one. OUT gets, for each family,
-{"stock", "quire", "uses_pool", "refused"}; "refused": what the setting "pages" says where it cannot be had.
+{"stock", "quire", "uses_pool", "refused", "nuclei"}; "refused": what the setting "pages" says where it cannot be had;
+"nuclei": of each rank its worker, and whether its top-p was mended when its memory was looked at.
 """
 
 import asyncio
@@ -22,6 +23,9 @@ from tests.support.pressure_run import (
     settings,
 )  # first: it prepares vLLM's environment
 
+from vllm.v1.sample.ops import topk_topp_sampler  # isort: skip
+from vllm.v1.worker.cpu_worker import CPUWorker  # isort: skip
+from shared.engine.nucleus import _KERNEL, _MENDED  # isort: skip
 from shared.engine.preload import preload_architecture  # isort: skip
 from shared.engine.vllm_engine import VllmEngine  # isort: skip
 from shared.errors import SettingsError  # isort: skip
@@ -78,6 +82,21 @@ def stock(model: Path, out: Path) -> None:
     out.write_text(json.dumps(run_cases(str(model), cases(), **OPTIONS)))
 
 
+def note_nuclei(out: Path) -> None:
+    """Ranks made from here on append a line; one without vLLM's kernel, which not every CPU has, is given another."""
+    if not hasattr(topk_topp_sampler, _KERNEL):
+        setattr(topk_topp_sampler, _KERNEL, lambda logits, k, p: logits)
+    stock = CPUWorker.determine_available_memory
+
+    def noted(self: CPUWorker) -> int:
+        line = [type(self).__name__, hasattr(getattr(topk_topp_sampler, _KERNEL), _MENDED)]
+        with out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return stock(self)
+
+    CPUWorker.determine_available_memory = noted
+
+
 def quire(model: Path, socket: str, out: Path) -> None:
     """In order, one after another, each twice: the second finds the first one's pages."""
     base = msgspec.structs.replace(
@@ -89,13 +108,21 @@ def quire(model: Path, socket: str, out: Path) -> None:
             VllmEngine(msgspec.structs.replace(base, kv_cache="pages"))
         except SettingsError as error:
             refused = str(error)
+    nuclei = out.with_suffix(".nuclei")
+    note_nuclei(nuclei)
     driver = Driver(base)
 
     async def run() -> dict[str, Any]:
         await driver.start()
         answers = [{case["id"]: await driver.answer(case) for case in cases()} for _ in range(2)]
         await driver.close()
-        return {"quire": answers, "uses_pool": driver.engine.uses_pool, "refused": refused}
+        lines = [json.loads(line) for line in nuclei.read_text().splitlines()]
+        return {
+            "quire": answers,
+            "uses_pool": driver.engine.uses_pool,
+            "refused": refused,
+            "nuclei": lines,
+        }
 
     out.write_text(json.dumps(asyncio.run(run())))
 
