@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from shared.engine import nucleus
+from shared.kernels.nucleus import MOST
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-LEFT = (1, 2, 3, 5, 20, 300, 0)  # tokens that are not out; 0: all
+LEFT = (1, 2, 3, 5, 20, 300, 1_000, 1_100, 0)  # tokens that are not out; 0: all
 SHARES = (0.3, 0.5, 0.8, 0.9, 0.95, 0.99)
 NEAR = 1e-4  # of a sum of probabilities to the limit: both answers are right
 
@@ -43,12 +44,19 @@ def batch_of(vocabulary, seed):
 
 
 def wrong_rows(before, want, got, k, p):
-    """Rows that keep other tokens, where the sum of those kept is not just at the limit."""
+    """Rows that keep other tokens, where the sum of those kept is not just at the limit.
+
+    Of many tokens vLLM's kernel tells two apart whose probabilities differ by a 2^17th of the greatest, not less.
+    """
     found = []
     for row in ((want > -torch.inf) != (got > -torch.inf)).any(-1).nonzero().flatten().tolist():
         first = before[row].topk(before.shape[1] if k is None else int(k[row])).values
-        shares = first.softmax(-1).double().cumsum(-1)
-        if (shares - p[row]).abs().min() > NEAR:
+        each = first.softmax(-1).double()
+        num_kept = int((want[row] > -torch.inf).sum())
+        gaps = -each[max(0, num_kept - 2) : num_kept + 2].diff()
+        is_many = int((before[row] > -torch.inf).sum()) > MOST
+        is_tie = is_many and bool((gaps < each[0] * 2**-17).any())
+        if (each.cumsum(-1) - p[row]).abs().min() > NEAR and not is_tie:
             found.append(row)
     return found
 
@@ -57,7 +65,7 @@ def wrong_rows(before, want, got, k, p):
 def test_large_batches_keep_what_the_sort_keeps(vocabulary):
     by_sort, kernel = filters()
     stock_wrong = 0
-    for seed in range(4):
+    for seed in range(24):
         logits, k, p = batch_of(vocabulary, seed)
         for given_k in (k, None):
             want = by_sort(logits.clone(), given_k, p)

@@ -1,4 +1,4 @@
-"""Top-p keeps all tokens that are left where all are needed, whatever a kernel does with the least likely one."""
+"""Top-k and top-p keep what a sort keeps where few tokens are left, whatever a kernel does with the least likely."""
 
 import sys
 from types import SimpleNamespace
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.engine import nucleus
+from shared.kernels.nucleus.reference import kept_by_sort, settle_rows_with_few_tokens
 
 VOCABULARY = 64
 
@@ -21,67 +22,76 @@ def row_of(probabilities, at=None):
     return row
 
 
-def kept_by_sort(row, p):
-    """Tokens in the nucleus, as vLLM's sort has them."""
-    ordered, index = row.sort()
-    out = ordered.softmax(-1).cumsum(-1) <= 1 - p
-    out[-1] = False
-    return set(index[~out & (ordered > -torch.inf)].tolist())
-
-
 def keeps_above_the_least(logits, k, p, mask_value=-torch.inf):
     """A kernel with vLLM's fault: a limit is never below the least likely token."""
     for row, share in zip(logits, p, strict=True):
         if share >= 1:
             continue
         left = row[row > -torch.inf]
-        kept = kept_by_sort(row, float(share)) - {int(i) for i in (row == left.min()).nonzero()}
-        row[[i for i in range(len(row)) if i not in kept]] = mask_value
+        kept = kept_by_sort(row.unsqueeze(0), None, share.reshape(1))[0] & (row != left.min())
+        row[~kept] = mask_value
     return logits
 
 
 @pytest.mark.parametrize(
-    ("probabilities", "p", "is_whole"),
+    ("probabilities", "p", "num_kept"),
     [
-        ((0.6, 0.4), 0.95, True),
-        ((0.6, 0.4), 0.5, False),
-        ((1.0,), 0.1, True),
-        ((0.97, 0.03), 0.95, False),
-        ((0.9, 0.05, 0.05), 0.93, True),
+        ((0.6, 0.4), 0.95, 2),
+        ((0.6, 0.4), 0.5, 1),
+        ((1.0,), 0.1, 1),
+        ((0.97, 0.03), 0.95, 1),
+        ((0.9, 0.05, 0.05), 0.93, 2),
+        ((0.9, 0.06, 0.04), 0.97, 3),
     ],
 )
-def test_p_is_1_where_the_least_likely_is_needed(probabilities, p, is_whole):
-    found = nucleus.limits(row_of(probabilities).unsqueeze(0), torch.tensor([p]))
-    assert found.item() == pytest.approx(1.0 if is_whole else p)
-
-
-def test_rows_without_any_token_or_any_limit_are_let_through():
-    logits = torch.stack([torch.full((VOCABULARY,), -torch.inf), torch.randn(VOCABULARY)])
-    before = logits.clone()
-    assert nucleus.limits(logits, torch.tensor([0.9, 1.0]))[1] == 1.0
-    assert torch.equal(logits, before)
+def test_the_least_likely_token_is_kept_where_it_is_needed(probabilities, p, num_kept):
+    logits, share = row_of(probabilities).unsqueeze(0), torch.tensor([p])
+    assert int((keeps_above_the_least(logits.clone(), None, share) > -torch.inf).sum()) < max(2, num_kept)
+    got = nucleus.mended(keeps_above_the_least, settle_rows_with_few_tokens)(logits, None, share)
+    assert int((got > -torch.inf).sum()) == num_kept
 
 
 @given(
     st.lists(st.integers(1, 1_000), min_size=1, max_size=12, unique=True),
     st.integers(0, VOCABULARY - 12),
     st.sampled_from([0.05, 0.3, 0.5, 0.8, 0.9, 0.95, 0.99, 0.999]),
+    st.integers(1, 14),
 )
-def test_what_is_kept_is_the_nucleus(weights, first, p):
-    p = torch.tensor(p).item()  # as the sampler has it: a sum may lie between that and the number itself
-    total = sum(weights)
-    least = min(weights) / total
-    if abs(least - (1 - p)) < 1e-5:
+def test_what_is_kept_is_the_nucleus_of_the_first_k(weights, first, p, k):
+    p = torch.tensor(p).item()  # as the sampler has it
+    best = sorted(weights, reverse=True)[:k]
+    sums = [sum(best[: n + 1]) / sum(best) for n in range(len(best))]
+    if min(abs(one - p) for one in sums) < 1e-5:
         return  # a tie with the limit
-    row = row_of([w / total for w in weights], range(first, first + len(weights)))
-    got = nucleus.mended(keeps_above_the_least)(row.clone().unsqueeze(0), None, torch.tensor([p]))[0]
-    assert set((got > -torch.inf).nonzero().flatten().tolist()) == kept_by_sort(row, p)
+    wanted = set(best[: 1 + next((n for n, one in enumerate(sums) if one >= p), len(best))])
+    row = row_of([w / sum(weights) for w in weights], range(first, first + len(weights)))
+    filtered = nucleus.mended(keeps_above_the_least, settle_rows_with_few_tokens)
+    got = filtered(row.unsqueeze(0).clone(), torch.tensor([k]), torch.tensor([p]))[0]
+    assert {weights[at - first] for at in (got > -torch.inf).nonzero().flatten().tolist()} == wanted
+
+
+def test_rows_with_many_tokens_and_what_nobody_asked_for_are_left_to_the_kernel():
+    logits = torch.stack([torch.randn(VOCABULARY), row_of((0.6, 0.4))])
+    before, k, p = logits.clone(), torch.tensor([3, 1]), torch.tensor([0.5, 0.5])
+    new_k, new_p = settle_rows_with_few_tokens(logits, k, p, most=2)
+    assert (new_k.tolist(), new_p.tolist()) == ([3, VOCABULARY], [0.5, 1.0])
+    assert torch.equal(logits[0], before[0])
+    assert settle_rows_with_few_tokens(before, k, None, most=2)[1] is None
+    calls = []
+    filtered = nucleus.mended(lambda *args: calls.append(args), settle_rows_with_few_tokens)
+    for rows in (before, before[:0]):
+        filtered(rows, None, None)
+    assert [call[1:] for call in calls] == [(None, None)] * 2
+    filtered(before.T.contiguous().T, k, p)
+    assert calls[-1][0].stride(1) == 1
 
 
 def test_a_sampler_is_mended_once_and_one_without_the_kernel_not_at_all(monkeypatch):
     calls = []
     module = SimpleNamespace(apply_top_k_top_p_triton=lambda *args: calls.append(args))
+    few = SimpleNamespace(settle_rows_with_few_tokens=settle_rows_with_few_tokens)
     monkeypatch.setitem(sys.modules, nucleus._MODULE, module)
+    monkeypatch.setitem(sys.modules, nucleus._FEW, few)
     assert nucleus.keep_whole_nuclei()
     once = module.apply_top_k_top_p_triton
     assert nucleus.keep_whole_nuclei()
