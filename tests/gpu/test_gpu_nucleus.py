@@ -50,14 +50,18 @@ def wrong_rows(before, want, got, k, p):
     """
     found = []
     for row in ((want > -torch.inf) != (got > -torch.inf)).any(-1).nonzero().flatten().tolist():
+        left = int((before[row] > -torch.inf).sum())
         first = before[row].topk(before.shape[1] if k is None else int(k[row])).values
         each = first.softmax(-1).double()
-        num_kept = int((want[row] > -torch.inf).sum())
-        gaps = -each[max(0, num_kept - 2) : num_kept + 2].diff()
-        is_many = int((before[row] > -torch.inf).sum()) > MOST
-        is_tie = is_many and bool((gaps < each[0] * 2**-17).any())
-        if (each.cumsum(-1) - p[row]).abs().min() > NEAR and not is_tie:
-            found.append(row)
+        counts = [int((kept[row] > -torch.inf).sum()) for kept in (want, got)]
+        gaps = -each[max(0, min(counts) - 2) : max(counts) + 2].diff()
+        near = float((each.cumsum(-1) - p[row]).abs().min())
+        is_tie = left > MOST and bool((gaps < each[0] * 2**-17).any())
+        if near > NEAR and not is_tie:
+            asked = f"{left} left, k {'-' if k is None else int(k[row])}, p {float(p[row]):.3f}"
+            found.append(
+                f"{asked}: {counts} kept, {near:.1e} from p, gaps {gaps.tolist()[:6]} of {float(each[0]):.1e}"
+            )
     return found
 
 
