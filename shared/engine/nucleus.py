@@ -5,8 +5,9 @@ gathers the tokens above a limit that it estimates from the first 8,192, searche
 probabilities, and keeps what lies above that. The least likely of those gathered is dropped even if it is needed to
 reach p. Where a grammar, min_p or a bias leaves few tokens that happens: if all of them are needed, or if one that is
 needed is the only one in the first 8,192, which the estimate then is. "Yes" or "no" at 0.6 and 0.4 with top_p 0.95 is
-then never "no", and what a seed draws depends on how many others are in the batch. Rows with up to 1,024 tokens are
-filtered by a kernel of ours that sorts them (shared/kernels/nucleus), and vLLM's is asked for nothing there.
+then never "no", and what a seed draws depends on how many others are in the batch. Rows with up to 1,024 tokens, or as
+many by top-k, are filtered by a kernel of ours that sorts them (shared/kernels/nucleus), and vLLM's is asked for
+nothing there.
 """
 
 from collections.abc import Callable
@@ -54,6 +55,9 @@ def mended(kernel: Callable[..., torch.Tensor], settle: Settle | None = None) ->
             logits = logits.contiguous()
         if logits.shape[0] and not (k is None and p is None):
             k, p = settle(logits, k, p)
+            if k is not None and p is not None:
+                logits, k = kernel(logits, k, None, *args, **kwargs), None
+                _, p = settle(logits, None, p)  # by k few are left
         return kernel(logits, k, p, *args, **kwargs)
 
     setattr(apply, _MENDED, kernel)

@@ -97,9 +97,10 @@ def test_what_mending_costs():
     for rows in (8, 64, 256):
         logits = torch.randn(rows, 128_256, device="cuda") * 3
         p = torch.full((rows,), 0.95, device="cuda")
+        first = torch.full((rows,), 20, device="cuda", dtype=torch.int32)
         copy_us = took_us(logits.clone)
         words = []
         for name, work in (("kernel", kernel), ("mended", nucleus.mended(kernel)), ("sort", by_sort)):
-            us = took_us(lambda f=work, x=logits, p=p: f(x.clone(), None, p))
-            words.append(f"{name} {us - copy_us:.0f} us")
+            us = [took_us(lambda f=work, x=logits, p=p, k=k: f(x.clone(), k, p)) for k in (None, first)]
+            words.append(f"{name} {us[0] - copy_us:.0f} us, with k {us[1] - copy_us:.0f}")
         print(f"{rows} rows: {', '.join(words)}")

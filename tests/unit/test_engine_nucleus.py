@@ -1,6 +1,7 @@
 """Top-k and top-p keep what a sort keeps where few tokens are left, whatever a kernel does with the least likely."""
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,9 @@ def row_of(probabilities, at=None):
 
 
 def keeps_above_the_least(logits, k, p, mask_value=-torch.inf):
-    """A kernel with vLLM's fault: a limit is never below the least likely token."""
+    """A kernel with vLLM's fault: a limit is never below the least likely token. Top-k alone is right."""
+    if p is None:
+        return logits if k is None else logits.masked_fill_(~kept_by_sort(logits, k, None), mask_value)
     for row, share in zip(logits, p, strict=True):
         if share >= 1:
             continue
@@ -70,6 +73,14 @@ def test_what_is_kept_is_the_nucleus_of_the_first_k(weights, first, p, k):
     assert {weights[at - first] for at in (got > -torch.inf).nonzero().flatten().tolist()} == wanted
 
 
+def test_of_many_tokens_all_are_kept_that_k_leaves_where_all_are_needed():
+    logits, k, p = torch.randn(3, VOCABULARY), torch.tensor([4] * 3), torch.tensor([0.5, 0.9999, 1.0])
+    few = partial(settle_rows_with_few_tokens, most=8)
+    got = nucleus.mended(keeps_above_the_least, few)(logits.clone(), k, p)
+    assert torch.equal(got > -torch.inf, kept_by_sort(logits, k, p))
+    assert (got > -torch.inf).sum(-1).tolist()[1:] == [4, 4]
+
+
 def test_rows_with_many_tokens_and_what_nobody_asked_for_are_left_to_the_kernel():
     logits = torch.stack([torch.randn(VOCABULARY), row_of((0.6, 0.4))])
     before, k, p = logits.clone(), torch.tensor([3, 1]), torch.tensor([0.5, 0.5])
@@ -78,7 +89,7 @@ def test_rows_with_many_tokens_and_what_nobody_asked_for_are_left_to_the_kernel(
     assert torch.equal(logits[0], before[0])
     assert settle_rows_with_few_tokens(before, k, None, most=2)[1] is None
     calls = []
-    filtered = nucleus.mended(lambda *args: calls.append(args), settle_rows_with_few_tokens)
+    filtered = nucleus.mended(lambda *args: calls.append(args) or args[0], settle_rows_with_few_tokens)
     for rows in (before, before[:0]):
         filtered(rows, None, None)
     assert [call[1:] for call in calls] == [(None, None)] * 2
