@@ -125,7 +125,7 @@ def load(
     """The effective settings of one section.
 
     Args:
-        cls: frozen msgspec struct; fields of str, int, float, bool, list[str] or Literal types.
+        cls: frozen msgspec struct; fields of str, int, float, bool, list[str] or Literal types, or None where not said.
         argv: flags only.
         toml_path: None: the file that QUIRE_CONFIG names, if any.
         about: what the program does, for `--help`; "": there is no such flag.

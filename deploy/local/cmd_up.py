@@ -291,6 +291,8 @@ def _follow(client: ControlClient, wanted: Wanted, *, is_ours: bool) -> None:
     status = client.call(op="watch")
     names = [service["name"] for service in status["services"]]
     out.print(f"starting {status['model']} on {status['device']}, {status['topology']}: {', '.join(names)}")
+    if said := status.get("host_memory"):
+        out.print(said)
     end = time.monotonic() + found.ready_timeout_s
     last: dict[str, Any] = {}
     if status["gave_up"]:  # faster than this process could connect

@@ -105,8 +105,10 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     # machines that join must say so too
     standby: bool = False
     lending_profiles: list[str] = []  # files of `quire profile`: who lends, how much, up to which rate
-    # of host memory behind the engines' pages, of each model; 0: none, with memory_market as much as mempool_bytes
-    dram_bytes: int = 0
+    # of host memory behind the engines' pages, of each model; 0: none, with memory_market as much as mempool_bytes. Not
+    # said, on GPUs with an address, which send blocks to other machines through it: mempool_bytes or 8 GiB, a quarter
+    # of the machine's at most
+    dram_bytes: int | None = None
     kv_space: str = ""  # own: every worker's pages in host memory apart from the others', for NUMA nodes
     gpu_memory_utilization: float = 0.0  # 0: the engine's own, divided where workers share a GPU
     threads: int = 0  # of each engine on CPU, of each of its ranks
@@ -185,7 +187,7 @@ def check(found: ClusterSettings) -> ClusterSettings:
             f"({found.base_port} to {found.base_port + 59}); set --base-port too"
         )
     for name, least in (("log_cap_bytes", 1), ("ready_timeout_s", 1), ("dram_bytes", 0)):
-        if getattr(found, name) < least:
+        if (said := getattr(found, name)) is not None and said < least:
             raise SettingsError(f"setting cluster.{name}: must be at least {least}")
     for name, good in (("trace_sample_ratio", 1), ("gpu_memory_utilization", 0.9)):
         if not 0.0 <= getattr(found, name) <= 1.0:
@@ -307,18 +309,19 @@ def check_overrides(
 
 
 def kv_layout(environ: Mapping[str, str] | None = None) -> str:
-    """worker.kv_layout, as every worker of this command will find it. Raises: SettingsError."""
-    env: Mapping[str, str] = environment() if environ is None else environ
-    return str(_settings_of("worker", env)["kv_layout"])
+    """worker.kv_layout. Raises: SettingsError."""
+    return str(settings_of("worker", environ)["kv_layout"])
 
 
 def gateway_wants_keys(environ: Mapping[str, str] | None = None) -> bool:
     """Whether the gateway's own settings have keys; cluster.api_keys are others. Raises: SettingsError."""
-    own = _settings_of("gateway", environment() if environ is None else environ)
+    own = settings_of("gateway", environ)
     return bool(own["api_keys"] or own["api_keys_file"])
 
 
-def _settings_of(section: str, env: Mapping[str, str]) -> dict[str, object]:
+def settings_of(section: str, environ: Mapping[str, str] | None = None) -> dict[str, object]:
+    """One service's own, as every such service of this command will find them. Raises: SettingsError."""
+    env: Mapping[str, str] = environment() if environ is None else environ
     struct = section_struct(SECTION_CONFIGS[section])
     assert struct is not None
     return msgspec.structs.asdict(settings.load(struct, section, (), environ=env))

@@ -15,7 +15,7 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
-from deploy.local import plan, run_supervisor, services_table
+from deploy.local import host_memory, plan, run_supervisor, services_table
 from deploy.local.config import CA_FILES, DEMO_MODEL, ClusterSettings, paths_of
 from deploy.local.ports import busy_ports, refused_listens
 from deploy.local.terminal import bytes_text, status_or_none
@@ -166,6 +166,20 @@ def check_gpu(found: ClusterSettings) -> Finding:
     return Finding("GPU", Verdict.OK, f"{len(gpus)} GPU(s): {', '.join(gpus)}")
 
 
+def check_machines(found: ClusterSettings) -> Finding:
+    """Whether blocks pass between the machines of a cluster."""
+    if not found.address:
+        return Finding("machines", Verdict.OK, "this one is the whole cluster")
+    try:
+        device = plan.choose_device(found, plan.find_gpus(), plan.installed_vllm())
+        text = host_memory.said(found, device)
+        lacks = text != "" and not host_memory.dram_bytes(found, device)
+    except SettingsError as error:
+        return Finding("machines", Verdict.FAIL, "`quire up` refuses a setting", error.message)
+    fix = "leave cluster.dram_bytes out, or name bytes of host memory, e.g. 8589934592"
+    return Finding("machines", Verdict.WARN if lacks else Verdict.OK, text or "several", fix)
+
+
 def check_docker(_: ClusterSettings) -> Finding:
     """Only deploy/compose needs it."""
     tool = shutil.which("docker")
@@ -243,5 +257,6 @@ CHECKS: tuple[Callable[[ClusterSettings], Finding], ...] = (
     check_model,
     check_vllm,
     check_gpu,
+    check_machines,
     check_docker,
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from deploy.local import host_memory
 from deploy.local.addresses import LOOPBACK, parse_join
 from deploy.local.config import (
     DEMO_MODEL,
@@ -32,7 +33,6 @@ CPU_VALUE_BYTES = 4  # fp32, the widest
 CPU_MIN_KV_BYTES = 256 << 20
 CPU_MAX_KV_BYTES = 4 << 30
 MAX_QUOTED_CHARS = 200
-DEFAULT_DRAM_BYTES = 1 << 30  # the mempool's own capacity
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -326,7 +326,7 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
                 ("--capacity-bytes", found.mempool_bytes),
                 ("--pd-caching", found.pd_caching),
                 ("--transfer-mode", found.transfer_mode),
-                *_lending(found),
+                *_lending(found, device),
             ),
             "gateway": _optional(("--processes", found.gateway_processes)),
             "prefill": (*worker_flags, *_ranks(found, "prefill")),
@@ -340,9 +340,8 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
     )
 
 
-def _lending(found: ClusterSettings) -> list[tuple[str, str | float]]:
-    """Who borrows has host memory behind its pages: what finds no lent page goes there, and what has to leave one."""
-    dram_bytes = found.dram_bytes or (found.memory_market and (found.mempool_bytes or DEFAULT_DRAM_BYTES))
+def _lending(found: ClusterSettings, device: str) -> list[tuple[str, str | float]]:
+    dram_bytes = host_memory.dram_bytes(found, device)
     profiles = [str(expanded(name).absolute()) for name in found.lending_profiles]
     return [
         ("--dram-bytes", dram_bytes),

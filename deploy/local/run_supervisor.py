@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import msgspec
 
-from deploy.local import addresses, config, plan, services_table
+from deploy.local import addresses, config, host_memory, plan, services_table
 from deploy.local.ports import busy_ports, refused_listens
 from deploy.local.services_table import Plan, Service
 from deploy.local.supervisor import Supervisor
@@ -120,6 +120,7 @@ def describe(start: Start, made: Plan) -> dict[str, Any]:
         "device": made.device,
         "engine": made.engine,
         "topology": "colocated" if made.workers[0].role == "colocated" else "disaggregated",
+        "host_memory": host_memory.said(start.settings, made.device),
         "traces": traces,
         "trace_endpoint": start.settings.trace_endpoint,
         "authenticated": bool(start.settings.api_keys) or config.gateway_wants_keys(),

@@ -43,6 +43,7 @@ class PageClient(Protocol):
 
     memory_id: Epoch
     peer_address: str
+    crosses_hosts: bool
 
     @property
     def boot_generation(self) -> Epoch: ...
@@ -172,7 +173,8 @@ class PromptPages:
         """Where this instance's pages lie, for whoever compares it with others'; None: there is no pool now."""
         if self._client is None or not self._client.connected:
             return None
-        return PoolPlace(self._client.boot_generation, self._client.memory_id, self._client.peer_address)
+        client = self._client
+        return PoolPlace(client.boot_generation, client.memory_id, client.peer_address, client.crosses_hosts)
 
     @property
     def links(self) -> dict[str, LinkRate]:

@@ -31,6 +31,7 @@ from shared.wire.mempool_lending import (
     RenewLoan,
     ReportLoad,
 )
+from shared.wire.mempool_reach import HostReach
 
 RETRY_MIN_MS, RETRY_MAX_MS = 20, 1_000
 CALL_TIMEOUT_MS = 1_000  # beyond what the pool itself was asked to wait
@@ -78,6 +79,7 @@ class MempoolClient:
         self.counters: Counter[str] = Counter()
         self.memory_id = _NO_EPOCH  # of the pool's pages: equal after a restart that kept them; 0: none yet
         self.peer_address = ""  # where other hosts' mempools reach the pool; "": they do not
+        self.crosses_hosts = True  # blocks of the instance's space can go there and come from there
         self.load_interval_ms = 0  # how often the pool wants to hear report_load(); 0: never
         self.memory: MemoryShares | None = None  # of the instance's space, as the pool said last
         self.on_memory: Callable[[MemoryShares], None] | None = None  # called with each change
@@ -325,6 +327,7 @@ class MempoolClient:
             self._boot = message.boot_generation
             self.memory_id = message.memory_id
             self.peer_address, self.load_interval_ms = message.peer_address, message.load_interval_ms
+            self.crosses_hosts = True
             self.counters["connections"] += 1
             if self._on_up is not None:
                 self._on_up()
@@ -334,6 +337,8 @@ class MempoolClient:
                 future.set_result(message)
             elif isinstance(message, wire.Acquired) and message.lease_id:
                 self.release(message.lease_id)  # its caller gave up
+        elif isinstance(message, HostReach):
+            self.crosses_hosts = message.crosses
         elif isinstance(message, MemoryShares):
             self.memory = message
             if self.on_memory is not None:

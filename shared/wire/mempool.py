@@ -1,15 +1,13 @@
 """worker <-> mempool of the same host, over a unix stream socket (peer credentials are checked).
 
-Three kinds of connection. An *engine* attaches: it gets two fds with Attached, the pages (read-write) and the page
-table (read-only), then holds a quota of granted pages, writes them and sends Sealed. A *rank* is a process that
-computes for an engine: it gets the same fds and says nothing more. A *client* (a front, a tool) only calls. Callers of
-the nine calls that copy by themselves: mempool_callers.py.
+Three kinds of connection. An *engine* attaches: it gets two fds with Attached, then holds a quota of granted pages,
+writes them and sends Sealed. A *rank* is a process that computes for an engine: it gets the same fds and says nothing
+more. A *client* (a front, a tool) only calls. Callers of the nine calls that copy by themselves: mempool_callers.py.
 
 An engine either copies (it seals pages that it filled from a cache of its own) or *works in the pages*
 (`works_in_pages`: its KV cache is the pool's memory). Of the latter, a page stays pinned from its grant until Unpin,
 sealed or not. Page lists travel as raw little-endian u32, epochs as u64, hashes as 32 bytes each, inside `bytes`
 fields. Calls carry `call_id` and are answered once, with the same id; what an engine says without one is one-way.
-
 Memory goes back to the system, and comes again, when a client says ReleaseMemory and RegainMemory. On GPUs a rank is
 told by Unmap and MapSlabs, and says Unmapped and Mapped; before its first Mapped it is told nothing.
 """
@@ -24,6 +22,7 @@ from shared.wire.codec import Channel
 from shared.wire.mempool_callers import AttachCaller, CallerAttached, Detached
 from shared.wire.mempool_layers import LayersSealed, LayerWords, LayerWordsCall, StepLayers
 from shared.wire.mempool_lending import FromLending, ToLending
+from shared.wire.mempool_reach import HostReach
 from shared.wire.mempool_slabs import Mapped, MapSlabs, Unmap, Unmapped
 from shared.wire.mempool_swap import FromSwaps, SwapCall
 
@@ -391,6 +390,7 @@ FromMempool = (
     | Unmap
     | MapSlabs
     | LayerWords
+    | HostReach
     | FromLending
     | FromSwaps
     | CallFailed

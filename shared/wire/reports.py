@@ -23,6 +23,7 @@ class PoolPlace(Struct, frozen=True, array_like=True):
     boot_generation: Epoch
     memory_id: Epoch  # of the space; 0: not known yet
     address: str = ""  # where mempools of other hosts reach its own; "": they do not
+    crosses_hosts: bool = True  # with an address: blocks of the space can go there and come from there
 
 
 class Room(Struct, frozen=True, array_like=True):

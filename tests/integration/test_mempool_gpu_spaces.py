@@ -1,5 +1,6 @@
 """A mempool that owns pages on two GPUs, as processes, over a libcuda without hardware: attach, copy, takeover."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -8,6 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from shared.engine.worker_config import WorkerSettings
+from shared.engine.worker_pages import PromptPages
+from shared.free_ports import free_port
 from shared.ids import InstanceId
 from shared.kv.words import u32_bytes, u32_list, u64_bytes
 from shared.mempool.client import MempoolClient
@@ -111,6 +115,28 @@ async def test_blocks_on_one_gpu_are_copied_to_a_reader_on_the_other(pool):
     assert text == "abc"
     assert mempool.status()["counters"]["blocks_pulled"] == 3
     assert set(mempool.status()["copies"]["paths"]) == {"imported"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
+@pytest.mark.parametrize("dram_bytes", [0, 8 * PAGE])
+async def test_a_report_says_whether_blocks_on_a_gpu_pass_between_hosts(tmp_path, environment, dram_bytes):
+    flags = {"dram-bytes": dram_bytes, "peer-listen": f"tcp://127.0.0.1:{free_port()}"}
+    mempool = MempoolProcess(tmp_path, env=environment, **flags)
+    client = MempoolClient(mempool.socket, InstanceId("worker-0"))
+    client.start()
+    try:
+        assert await client.wait_connected(30_000)  # before its engine
+        worker = Worker(mempool.socket, "worker-0", GPUS[0])
+        try:
+            await client.status()  # what was said before it has come
+            place = PromptPages(client, DESCRIBED, WorkerSettings()).place
+            assert place is not None
+            assert (bool(place.address), place.crosses_hosts) == (True, dram_bytes > 0)
+        finally:
+            worker.close()
+    finally:
+        await client.close()
+        mempool.stop()
 
 
 async def test_a_successor_adopts_the_pages_of_both_gpus_and_copies_between_them(pool):

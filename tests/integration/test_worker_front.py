@@ -89,6 +89,7 @@ class FakePages:
 
     memory_id = Epoch(1)
     peer_address = "tcp://10.0.0.5:8107"
+    crosses_hosts = True
     boot_generation = Epoch(9)
     brought: dict[str, int] = {}
 

@@ -12,6 +12,7 @@ instances = st.lists(
             "host": st.integers(0, 3),  # 0: no mempool
             "space": st.integers(0, 2),
             "tp": st.sampled_from([1, 2]),
+            "crosses": st.booleans(),
             "tokens": st.integers(0, 4),
             "with_dram": st.integers(0, 4),
         }
@@ -28,12 +29,13 @@ def known_of(made, hosts):
     for number, one in enumerate(made):
         space = 10 * one["tp"] + one["space"] if one["space"] else 0
         address = f"h{one['host']}" if one["host"] in hosts else ""
-        view.add(f"i{number}", host=one["host"], space=space, tp=one["tp"], address=address)
+        more = {"address": address, "crosses": one["crosses"]}
+        view.add(f"i{number}", host=one["host"], space=space, tp=one["tp"], **more)
     return [view.placer.instances.get(f"i{number}") for number in range(len(made))]
 
 
 @given(instances, addressed)
-def test_blocks_leave_a_host_that_has_an_address_for_one_that_has_one_however_they_are_cut(made, hosts):
+def test_blocks_pass_between_hosts_with_addresses_and_memory_for_it_however_they_are_cut(made, hosts):
     known = known_of(made, hosts)
     for reader, at in zip(known, made, strict=True):
         for holder, other in zip(known, made, strict=True):
@@ -44,7 +46,7 @@ def test_blocks_leave_a_host_that_has_an_address_for_one_that_has_one_however_th
             elif at["host"] == other["host"]:
                 assert path in ("alias", "peer"), "cut anew within a mempool"
             else:
-                may = {at["host"], other["host"]} <= hosts
+                may = {at["host"], other["host"]} <= hosts and at["crosses"] and other["crosses"]
                 assert path == ("remote" if may else None)
 
 

@@ -44,10 +44,13 @@ class View:
         self.reports = {}
         self.now_ms = 0
 
-    def add(self, name, role="prefill", *, space=1, host=1, cost=True, address="", ahead=False, tp=1, **load):
+    def add(
+        self, name, role="prefill", *,
+        space=1, host=1, cost=True, address="", crosses=True, ahead=False, tp=1, **load,
+    ):  # fmt: skip
         """An instance of so many ranks, 1 or 2. Equal `space` and `host`: the same memory; `host` 0: no mempool.
 
-        `ahead`: see Hello.
+        `crosses`: see PoolPlace; `ahead`: see Hello.
         """
         made = description(
             block_bytes=32 * TOKEN_BYTES // tp,
@@ -60,7 +63,8 @@ class View:
         self.placer.instances.hello(
             hello(name, role=role, description=made, sends_ahead=ahead, **more), now_ms=self.now_ms
         )
-        pool = PoolPlace(host, host * 1_000 + space if space else 0, address) if host else None
+        memory_id = host * 1_000 + space if space else 0
+        pool = PoolPlace(host, memory_id, address, crosses) if host else None
         self.say(name, pool=pool, links=links(), **load)
         return self
 

@@ -31,6 +31,7 @@ from shared.wire.mempool_peer import (
     RemoteRelease,
     WhoIsHere,
 )
+from shared.wire.mempool_reach import HostReach
 from shared.wire.requests import TO_GATEWAY, Prefilled, StageReceipt, TokenChunk
 
 PAGES, EPOCHS = u32_bytes([1, 70_000]), u64_bytes([1 << 50, 9])
@@ -93,6 +94,7 @@ MEMPOOL_PEER_SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
         Attached(boot_generation=Epoch(7), attachment=1, memory_id=Epoch(8), peer_address=ADDRESS),
         (),
     ),
+    "mempool-host-reach": (FROM_MEMPOOL, HostReach(crosses=False), ()),
     "mempool-acquire-remote": (
         TO_MEMPOOL,
         Acquire(call_id=1, hashes=HASHES, handoff_id=HandoffId("h"), wait_ms=9, source_mempool=ADDRESS),

@@ -151,6 +151,16 @@ PLACEMENT_SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
         ),
         (),
     ),
+    "report-pool-confined": (
+        REPORTS,
+        Report(
+            instance=P,
+            epoch=Epoch(7),
+            seq=5,
+            pool=PoolPlace(Epoch(77), Epoch(78), "tcp://10.0.0.1:8107", crosses_hosts=False),
+        ),
+        (),
+    ),
     "report-measured": (
         REPORTS,
         Report(

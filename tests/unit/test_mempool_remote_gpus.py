@@ -7,6 +7,7 @@ from shared.ids import InstanceId
 from shared.kv.page import PageState
 from shared.kv.words import u32_list
 from shared.wire import mempool as wire
+from shared.wire.mempool_reach import HostReach
 from tests.unit.mempool_harness import DESCRIPTION, page_lists
 from tests.unit.test_mempool_remote import (
     A_HOST,
@@ -18,6 +19,7 @@ from tests.unit.test_mempool_remote import (
     Host,
     TwoMempools,
 )
+from tests.unit.test_mempool_spaces import answers
 
 PAGE_BYTES = 16_384  # of a GPU's slab with blocks of 1,000 bytes
 GPU, DRAM = 0, 1
@@ -25,6 +27,12 @@ GPU, DRAM = 0, 1
 
 def on_gpu(address: str, connection: int, dram_pages: int) -> Host:
     host = Host(address, dram_bytes=dram_pages * PAGE_BYTES)
+    attach_gpu(host, connection)
+    return host
+
+
+def attach_gpu(host: Host, connection: int) -> None:
+    """An engine and its rank, which has a GPU."""
     name = InstanceId(f"i{connection}")
     rank = wire.Attach(
         kind="rank", instance=name, description=DESCRIPTION, device=f"cuda:{connection:032x}",
@@ -32,7 +40,6 @@ def on_gpu(address: str, connection: int, dram_pages: int) -> Host:
     )  # fmt: skip
     host.run(host.core.on_attach(100 + connection, connection, rank, host.now_ms))
     host.engine(connection, quota=8, instance=name, works_in_pages=True)
-    return host
 
 
 class GpuHosts(TwoMempools):
@@ -118,3 +125,54 @@ def test_without_host_memory_it_is_a_miss_at_once(where):
     assert two.got()[0].num_blocks == 0
     two.deliver()
     two.assert_at_rest()
+
+
+def told(host: Host, connection: int = FRONT) -> list[bool]:
+    return [message.crosses for message in answers(host, connection, HostReach)]
+
+
+def test_a_client_hears_that_blocks_on_gpus_without_host_memory_stay_on_their_host():
+    two = GpuHosts(dram_here=0)
+    assert told(two.b) == [False]
+    two.b.client(FRONT + 1, f"i{DECODE}")
+    assert told(two.b, FRONT + 1) == [False]
+    assert told(two.b) == [False], "once"
+
+
+def test_where_blocks_pass_between_hosts_nothing_has_to_be_said(two):
+    assert told(two.b) == []
+    in_host_memory = TwoMempools()
+    assert told(in_host_memory.b) == []
+
+
+@pytest.mark.parametrize("dram_pages", [0, 8])
+def test_a_client_that_came_before_its_engine_hears_it_when_that_is_there(dram_pages):
+    host = Host(B_HOST, dram_bytes=dram_pages * PAGE_BYTES)
+    host.client(FRONT, f"i{DECODE}")
+    assert told(host) == []
+    attach_gpu(host, DECODE)
+    assert told(host) == ([False] if not dram_pages else [])
+
+
+def test_host_memory_that_comes_later_is_said_too():
+    """A mempool that took over, with a setting that its predecessor lacked, whose clients were back first."""
+    host = Host(B_HOST)
+    attach_gpu(host, DECODE)
+    host.client(FRONT, f"i{DECODE}")
+    host.core.dram._limits = type(host.core.limits)(capacity_bytes=1, dram_bytes=8 * PAGE_BYTES)
+    attach_gpu(host, PREFILL)
+    assert told(host) == [False, True]
+
+
+def test_a_mempool_that_no_other_host_reaches_says_nothing_of_it():
+    host = Host("")
+    attach_gpu(host, DECODE)
+    host.client(FRONT, f"i{DECODE}")
+    assert told(host) == []
+
+
+def test_a_connection_with_the_number_of_one_that_closed_hears_it_anew():
+    two = GpuHosts(dram_here=0)
+    two.b.run(two.b.core.on_closed(FRONT, two.b.now_ms))
+    two.b.client(FRONT, f"i{DECODE}")
+    assert told(two.b) == [False, False]

@@ -118,3 +118,28 @@ def test_a_worker_says_at_its_start_that_it_sends_nothing_ahead_although_it_shou
             f"worker.{name}",
             value,
         )
+
+
+@pytest.mark.parametrize("confined", ["p0", "p1"])
+def test_no_fetch_is_planned_where_blocks_cannot_leave_the_one_host_or_come_to_the_other(confined):
+    view = View(disaggregation="always").add("d0", "decode", host=2, address="tcp://two")
+    for name, host, address in (("p0", 1, "tcp://one"), ("p1", 2, "tcp://two")):
+        view.add(name, host=host, address=address, crosses=name != confined)
+    placed = ask(view.say("p0", queued_prefill_ms=500.0), hits={"p0": 800})
+    assert placed.prefill.instance == "p1"
+    assert placed.kv is None
+    assert placed.predicted.compute_ms == pytest.approx(100.0), "all of the prompt"
+
+
+@pytest.mark.parametrize("confined", ["p0", "d0"])
+def test_a_hand_off_to_another_host_that_would_be_a_miss_is_predicted_as_one(confined):
+    view = View(disaggregation="always").add("p0", host=1, address="a", crosses=confined != "p0")
+    view.add("d0", "decode", host=2, address="b", crosses=confined != "d0")
+    assert ask(view).predicted.transfer_ms == pytest.approx(100.0), "the prompt is computed again"
+
+
+@pytest.mark.parametrize(("crosses", "kind"), [(True, "disaggregated"), (False, "colocated")])
+def test_a_prompt_is_kept_from_a_hand_off_that_would_be_a_miss(crosses, kind):
+    view = View(role_margin_ms=100.0).add("p0", host=1, address="a", crosses=crosses)
+    view.add("d0", "decode", host=2, address="b")
+    assert ask(view, tokens=4_096).kind == kind

@@ -42,6 +42,7 @@ class Pool:
 
     memory_id = boot_generation = Epoch(1)
     peer_address = "tcp://here"
+    crosses_hosts = True
     connected = True
     num_blocks = 0
     error: Exception | None = None

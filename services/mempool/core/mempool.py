@@ -24,6 +24,7 @@ from services.mempool.core.leases import Fence, keep_handoff
 from services.mempool.core.lending import Lending
 from services.mempool.core.pool import Pool
 from services.mempool.core.pulls import Pulls, Reader
+from services.mempool.core.reach import Reach
 from services.mempool.core.remote import Remote
 from services.mempool.core.remote_serve import RemoteServe
 from services.mempool.core.swaps import Swaps
@@ -63,6 +64,7 @@ class Mempool(FromOutside):
         self.pulls.distance = self.lending.distance
         self.audience = Audience(self.pools, self._space_of, self.dram)
         landing = self.dram.landing
+        self._reach = Reach(self._clients, lambda name: self.pools[self.space_of(name)], landing)
         self.remote = Remote(limits, self._bring, landing, self.pulls.reachable, self.counters)
         self.callers = Callers(self.pools, lambda: self.api)
         self.api = ApiSpaces(
@@ -138,7 +140,7 @@ class Mempool(FromOutside):
             pool.peer_address, pool.load_interval_ms = self.peer_address, self.load_interval_ms
             actions = pool.on_attach(connection, process, message, now_ms)
             self._clients[connection] = message.instance
-            return actions
+            return actions + self._reach_news()
         if is_outdated(message, self.pools):
             return self._refuse(connection, "epoch.stale", f"a later {message.instance} is attached")
         last = self._space_of.get(message.instance)
@@ -156,7 +158,11 @@ class Mempool(FromOutside):
             self._members[connection] = pool.number
             self.callers.computes([process])
             self._space_of[message.instance] = pool.number
+            actions += self._reach_news()
         return actions + self._after(now_ms)
+
+    def _reach_news(self) -> list[Action]:
+        return self._reach.news() if self.peer_address else []  # where nobody reaches it, nobody asks
 
     def on_attach_caller(
         self, connection: int, process: int, message: AttachCaller, now_ms: int
@@ -181,6 +187,7 @@ class Mempool(FromOutside):
         """A connection ended, by either side. Unknown ones are ignored."""
         self._clients.pop(connection, None)
         self._members.pop(connection, None)
+        self._reach.forget(connection)
         self.callers.on_closed(connection)
         self.pulls.forget(connection, now_ms)
         self.remote.forget(connection)

@@ -98,6 +98,7 @@ class Instance:
     target: Target = field(init=False)  # as the gateway needs it
     pool_key: PoolKey | None = field(init=False)  # None: it uses no mempool
     space_key: SpaceKey | None = field(init=False)  # None: no memory of a mempool is its own
+    crosses_hosts: bool = field(init=False)  # its blocks can go to other hosts, and theirs come to it
 
     def __post_init__(self) -> None:
         self.target = Target(instance=self.instance, epoch=self.epoch, role=self.role, endpoint=self.endpoint)
@@ -107,6 +108,7 @@ class Instance:
         """Which mempool, and which memory of it, the instance uses."""
         self.pool = pool
         self.pool_key = self.space_key = None
+        self.crosses_hosts = pool is not None and pool.address != "" and pool.crosses_hosts
         if pool is not None:
             self.pool_key = (self.family_key, pool.boot_generation, pool.address)
             if pool.memory_id:

@@ -76,7 +76,7 @@ def path_between(reader: Instance, holder: Instance) -> Path | None:
         return None
     if here == there:
         return "alias" if reader.space_key is not None and reader.space_key == holder.space_key else "peer"
-    return "remote" if here[2] and there[2] else None
+    return "remote" if reader.crosses_hosts and holder.crosses_hosts else None
 
 
 def moved_bytes(known: Instance, tokens: int) -> int:
@@ -124,12 +124,13 @@ class Holders:
             return []
         best: dict[Path, tuple[int, Instance, Path]] = {}
         for pool, found in self.pools.get(reader.family_key, {}).items():
-            if pool != mine and not (
-                pool[2] and mine[2]
-            ):  # hosts without an address reach each other in no way
+            is_far = pool != mine
+            if is_far and not reader.crosses_hosts:
                 continue
             for tokens, known, medium in found:
-                path: Path = "remote" if pool != mine else medium
+                if is_far and not known.crosses_hosts:
+                    continue
+                path: Path = "remote" if is_far else medium
                 if path == "peer" and path_between(reader, known) != "peer":
                     continue  # in the reader's own space
                 if path not in best or tokens > best[path][0]:
