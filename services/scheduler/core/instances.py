@@ -2,6 +2,7 @@
 
     unknown -(Hello)-> live -(no report for dead_after_ms)-> dead -(Report)-> live
     live, dead -(Goodbye, or dead for forget_after_ms)-> unknown; unknown -(Report)-> Resync, then Hello
+    after a Goodbye it is a source of fetches still, until the next Hello (departed.py)
     live -(OLD_REPORTS reports in a row whose numbers are not new)-> Resync, then Hello: numbers begin anew
 
 Silence counts only while this process could have heard: see attend().
@@ -21,6 +22,7 @@ from typing import Any
 
 from msgspec import structs
 
+from services.scheduler.core.departed import Departed
 from services.scheduler.core.fading import Fading
 from services.scheduler.core.limits import FORGET_MS
 from services.scheduler.core.load import InstanceLoad, LoadView
@@ -136,6 +138,7 @@ class Instances:
     _denied: dict[InstanceId, Epoch] = field(
         default_factory=dict
     )  # dropped: from here on the list comes first
+    _departed: Departed[Instance] = field(default_factory=Departed)
     # the last of each family, and of each model
     _family_costs: dict[str, CostCoefficients] = field(default_factory=dict)
     _model_costs: dict[str, CostCoefficients] = field(default_factory=dict)
@@ -190,6 +193,7 @@ class Instances:
                 forget_ms=self._forget_ms,
                 only_decodes=hello.role == "decode",
             )
+        self._departed.pop(hello.instance, None)
         family_key = hello.description.family_key
         if hello.cost is not None:
             _put_last(self._family_costs, family_key, hello.cost)
@@ -284,6 +288,7 @@ class Instances:
         if known is None or known.epoch != goodbye.epoch:
             return False
         del self._known[goodbye.instance]
+        self._departed.add(known)
         self._forget_live()
         return True
 
@@ -322,6 +327,7 @@ class Instances:
         _put_last(self._epochs, name, now)
         _put_last(self._fences, name, now)
         _put_last(self._denied, name, epoch)
+        self._departed.pop(name, None)
         known = self._known.get(name)
         if known is not None and known.epoch > now:
             del self._known[name]
@@ -346,8 +352,18 @@ class Instances:
 
     def is_live(self, known: Instance, *, now_ms: int) -> bool:
         """Reported in time, newest epoch, not draining."""
+        return self._is_heard(known, now_ms) and not known.draining
+
+    def source(self, name: InstanceId, *, now_ms: int) -> Instance | None:
+        """The instance of that name, if what it holds can be fetched: it lives, drains, or said Goodbye."""
+        known = self._known.get(name)
+        if known is None:
+            return self._departed.find(name, now_ms=now_ms)
+        return known if self._is_heard(known, now_ms) else None
+
+    def _is_heard(self, known: Instance, now_ms: int) -> bool:
         silent_ms = now_ms - known.seen_at_ms
-        return silent_ms < self.limits.dead_after_ms and not known.draining and not self._is_fenced(known)
+        return silent_ms < self.limits.dead_after_ms and not self._is_fenced(known)
 
     def live(self, model: str = "", *, now_ms: int) -> Sequence[Instance]:
         """Instances on which something may be placed. Args: model: only those that serve it; "": any.

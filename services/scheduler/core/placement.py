@@ -213,11 +213,12 @@ class Placer:
         return self._by_policy(request, usable, field, predictor)
 
     def _predictor(self, request: PlacementRequest, now_ms: int) -> Predictor:
-        found = [self.instances.get(name) for name in request.holders() if name not in request.exclude]
+        named = (name for name in request.holders() if name not in request.exclude)
+        found = (self.instances.source(name, now_ms=now_ms) for name in named)
         holders = Holders(
             (i, request.hit_tokens.get(i.instance, 0), request.dram_tokens.get(i.instance, 0))
             for i in found
-            if i is not None and self.instances.is_live(i, now_ms=now_ms)
+            if i is not None
         )
         return Predictor(request, holders, self.cost, self.pressures.ms_per_token(request.model))
 

@@ -43,7 +43,7 @@ def _probed(first: FirstStage, instances: Instances, now_ms: int) -> tuple[KvPla
     num_bytes = moved_bytes(known, plan.tokens - first.local_tokens)
     if known.links.transfer_ms(plan.path, num_bytes) > PROBE_MOST_MS:
         return plan, ""
-    address = _address(instances.get(plan.source)) if plan.path == "remote" else ""
+    address = _address(instances.source(plan.source, now_ms=now_ms)) if plan.path == "remote" else ""
     if plan.path == "remote" and not address:
         return plan, ""
     known.probed_at_ms = now_ms
