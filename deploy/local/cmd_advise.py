@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from deploy.local.terminal import connect, fail, get_json, out
+from deploy.local.instances import instances
+from deploy.local.terminal import fail, out
 from shared.errors import PeerGone, SettingsError
 
 if TYPE_CHECKING:
@@ -53,8 +54,12 @@ def advise(
             "running cluster's. Default: as measured for --gpu, --model and --tp."
         ),
     ] = "",
-    memory_tokens: Annotated[int, typer.Option(help="KV of one engine in tokens. Default: what fits.")] = 0,
-    link_gb_per_s: Annotated[float, typer.Option(help="Between engines.")] = 20.0,
+    memory_tokens: Annotated[
+        int, typer.Option(help="KV of one engine in tokens. Default: as --cost's have, else what fits.")
+    ] = 0,
+    link_gb_per_s: Annotated[
+        float | None, typer.Option(help="Between engines. Default: as --cost's measured it, else 20.")
+    ] = None,
     slo_ttft_ms: Annotated[
         float, typer.Option(help="Default: 3 x a long prompt's prefill, at least 2000.")
     ] = 0.0,
@@ -68,11 +73,12 @@ def advise(
     """Simulate a trace on colocated and on divided engines, and say which way sustains more within the SLO."""
     # here and not above: `quire up` needs neither numpy nor the simulator
     from loadtest.simulator.advise import Advisor, Question, default_slo
+    from loadtest.simulator.known import setting_of
 
-    if gpus < 1 or tp < 0 or requests < 10 or not 0 < share <= 1 or not 0 < link_gb_per_s < math.inf:
-        raise SettingsError(
-            "--gpus is at least 1, --tp not negative, --requests 10, --share in (0, 1], --link-gb-per-s above 0"
-        )
+    if gpus < 1 or tp < 0 or requests < 10 or not 0 < share <= 1:
+        raise SettingsError("--gpus is at least 1, --tp not negative, --requests 10, --share in (0, 1]")
+    if link_gb_per_s is not None and not 0 < link_gb_per_s < math.inf:
+        raise SettingsError(f"--link-gb-per-s {link_gb_per_s:g}: want a number above 0")
     for flag, value in (("--slo-ttft-ms", slo_ttft_ms), ("--slo-tpot-ms", slo_tpot_ms), ("--rate", rate)):
         if not 0 <= value < math.inf:
             raise SettingsError(f"{flag} {value:g}: want a number, not negative")
@@ -82,9 +88,10 @@ def advise(
     slo = type(slo)(slo_ttft_ms or slo.ttft_ms, slo_tpot_ms or slo.tpot_ms)
     per_engine = tp or (1 if cost == RUNNING else machine.prices.coefficients.tp)
     begin = time.monotonic()
+    setting = setting_of(machine.known, f"from {machine.source}", link_gb_per_s)
     question = Question(
-        found, machine, gpus // per_engine, slo, link_gb_per_s=link_gb_per_s, good_share=share, most_requests=requests
-    )  # fmt: skip
+        found, machine, gpus // per_engine, slo, setting=setting, good_share=share, most_requests=requests
+    )
     advice = Advisor(question, lambda: time.monotonic() - begin, BUDGET_S).advise()
     if as_json:
         sys.stdout.write(json.dumps(advice.as_json(), indent=2) + "\n")
@@ -110,31 +117,24 @@ def _requests(trace: Path, rate_per_s: float, seed: int) -> "list[SimRequest]":
 def _machine(gpu: str, model: str, tp: int, cost: str, memory_tokens: int) -> "Machine":
     from loadtest.profiler.simulated import machine_of
     from loadtest.simulator.hardware import from_coefficients, from_file
+    from loadtest.simulator.known import GIVEN
 
     if cost == RUNNING:
-        read, tokens = _running()
-        return from_coefficients(
-            read, memory_tokens=memory_tokens or tokens, source="the running cluster", tp=tp
-        )
+        return from_coefficients(_running(), memory_tokens=memory_tokens, source="the running cluster", tp=tp)
     if cost:
         return from_file(Path(cost), memory_tokens=memory_tokens, tp=tp, gpu=gpu, model=model)
     machine = machine_of(gpu, model, tp or 1, chunk_tokens=CHUNK_TOKENS)
-    return replace(machine, memory_tokens=memory_tokens or machine.memory_tokens)
+    return replace(machine, memory_tokens=memory_tokens, memory_source=GIVEN) if memory_tokens else machine
 
 
-def _running() -> tuple[dict[str, Any], int]:
-    """Coefficients by instance, and the KV tokens of the first that has some. Raises: PeerGone."""
-    with connect() as client:
-        services = client.call(op="status")["services"]
-    for service in services:
-        status = get_json(service["probe"].removesuffix("/ready") + "/status") or {}
-        found = status.get("cost") or {}
-        if found.get("coefficients"):
-            blocks, tokens = status.get("num_kv_blocks") or 0, status.get("block_tokens") or 0
-            return found, blocks * tokens or 1 << 20
-    raise PeerGone(
-        "no instance of the running cluster has a cost model; its log says why, or give --gpu and --model"
-    )
+def _running() -> dict[str, dict[str, Any]]:
+    """What its instances say. Raises: PeerGone where none has coefficients."""
+    found = instances()
+    if not any(one.get("coefficients") for one in found.values()):
+        raise PeerGone(
+            "no instance of the running cluster has a cost model; its log says why, or give --gpu and --model"
+        )
+    return found
 
 
 def _show(advice: "Advice") -> None:
@@ -172,6 +172,7 @@ def _show(advice: "Advice") -> None:
         kind = "data sheet" if SHEET in advice.costs else "not calibrated"
         better = "`--cost running` or a file of `quire model show --json` is better"
         out.print(f"{kind}: {advice.costs}; {better}", style="yellow")
+    out.print(advice.setting_words())
     out.print(advice.sentence)
     if advice.trace_rate_per_s > BURST * advice.whole_rate_per_s > 0:
         out.print(

@@ -8,11 +8,11 @@ import msgspec
 import typer
 from rich.table import Table
 
-from deploy.local.terminal import EXIT_CODES, FAILED, OK, connect, get_json, out
+from deploy.local.instances import instances
+from deploy.local.terminal import EXIT_CODES, FAILED, OK, out
 from shared.costmodel.model import CostModel
 from shared.wire.cost import CostCoefficients
 
-WORKERS = ("prefill-", "decode-", "colocated-")
 UNITS = {
     "matmul_ms_per_gflop": "matmuls, ms per GFLOP",
     "memory_ms_per_gb": "weights and activations, ms per GB",
@@ -46,25 +46,12 @@ def show(
 
     By these a prefix is fetched or computed again. Exit code 1: an instance has no model.
     """
-    with connect() as client:
-        services = client.call(op="status")["services"]
-    found = {
-        service["name"]: _cost(get_json(service["probe"].removesuffix("/ready") + "/status"))
-        for service in services
-        if service["name"].startswith(WORKERS)
-    }
+    found = instances()
     if as_json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
         _show(found)
     sys.exit(OK if found and all(cost.get("coefficients") for cost in found.values()) else FAILED)
-
-
-def _cost(status: dict[str, Any] | None) -> dict[str, Any]:
-    """An instance's part of the answer, with its links; {} when it does not answer, or has no model."""
-    status = status or {}
-    cost = status.get("cost") or {}
-    return {**cost, "links": status.get("links") or {}} if cost.get("coefficients") else cost
 
 
 def _show(found: dict[str, dict[str, Any]]) -> None:

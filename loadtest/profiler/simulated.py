@@ -131,7 +131,7 @@ def machine_of(gpu: str, model: str, tp: int, *, chunk_tokens: int, results: Pat
     for row in measured(samples, gpu=gpu, model=model, tp=tp):
         words = f"{model} on {tp} x {row['device']}, costs as measured"
         found = from_coefficients(row, memory_tokens=sheet.memory_tokens, source=path.name)
-        return replace(found, words=words)
+        return replace(found, words=words, memory_source=sheet.memory_source)
     return sheet
 
 

@@ -53,13 +53,32 @@ class Layout:
         return f"below {self.failed_rate_per_s:.2f}"
 
 
+@dataclass(frozen=True, slots=True)
+class LinkNow:
+    """Between engines, and where the number is from: assumed, given, or measured by whom."""
+
+    gb_per_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What each engine was taken to have. Tokens are of KV; dram_tokens: of host memory behind it."""
+
+    memory_tokens: int
+    max_running: int
+    dram_tokens: int
+    pd_caching: str
+
+
 @dataclass(slots=True)
 class Advice:
     """break_even_gb_per_s: the slowest link at which the best split still sustains what colocated instances do; None:
     none does, or (break_even_known: False) time ended before that was known. gain_ratio: of the rates that were
     sustained; see Layout for what they are where nothing failed. within_budget: False where time ended the search.
     decided: False where it ended before one way was known to be better; disaggregate is False then and says nothing.
-    trace_rate_per_s: of the stretch; whole_rate_per_s: of all that the trace has."""
+    trace_rate_per_s: of the stretch; whole_rate_per_s: of all that the trace has. link_source, engine_sources: where
+    the link's rate and the engine's sizes, by their names, are from."""
 
     disaggregate: bool
     prefill: int
@@ -76,11 +95,25 @@ class Advice:
     slo_tpot_ms: float
     good_share: float
     link_gb_per_s: float
+    link_source: str
+    engine: Engine
+    engine_sources: dict[str, str]
     costs: str
     calibrated: bool
     within_budget: bool = True
     num_simulations: int = 0
     layouts: list[Layout] = field(default_factory=list)
+
+    def setting_words(self) -> str:
+        """What was simulated beside costs and workload, each with where it is from."""
+        engine, source = self.engine, self.engine_sources
+        parts = (
+            f"KV of {engine.memory_tokens} tokens ({source['memory_tokens']})",
+            f"at most {engine.max_running} requests at once ({source['max_running']})",
+            f"{engine.dram_tokens} tokens in host memory behind it ({source['dram_tokens']})",
+            f"pd_caching {engine.pd_caching} ({source['pd_caching']})",
+        )
+        return f"link: {self.link_gb_per_s:.3g} GB/s ({self.link_source}); an engine: {', '.join(parts)}"
 
     def as_json(self) -> dict[str, Any]:
         """For scripts."""
@@ -93,11 +126,11 @@ def sentence(
     pays: bool,
     gain: float,
     link: float | None,
-    link_now: float,
+    link_now: LinkNow,
     *,
     known: bool = True,
 ) -> str:
-    """The verdict. Args: link: see Advice.break_even_gb_per_s; link_now: assumed, GB/s; known: whether `link` is."""
+    """The verdict. Args: link: see Advice.break_even_gb_per_s; link_now: as simulated; known: whether `link` is."""
     if not colocated.max_rate_per_s and not best.max_rate_per_s:
         return "No layout keeps the SLO at any rate that was tried: loosen it, or take faster instances."
     ratio = f"{best.num_prefill} prefill to {best.num_decode} decode"
@@ -142,9 +175,10 @@ def _keeps_up_words(link: float | None) -> str:
     return f"It keeps up with them from {link:.3g} GB/s between instances on."
 
 
-def _link_words(link: float | None, link_now: float) -> str:
+def _link_words(link: float | None, link_now: LinkNow) -> str:
     if link is None:
         return f"No link up to {LINKS_GB_PER_S[1]:g} GB/s would change that."
     if link <= LINKS_GB_PER_S[0]:
         return f"Any link from {link:g} GB/s on is enough to break even."
-    return f"Below {link:.3g} GB/s between instances disaggregation stops paying (assumed now: {link_now:g} GB/s)."
+    told = f"{link_now.source.partition(' by ')[0]} now: {link_now.gb_per_s:.4g} GB/s"
+    return f"Below {link:.3g} GB/s between instances disaggregation stops paying ({told})."

@@ -8,14 +8,24 @@ says so.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loadtest.outcomes import Outcome
 from loadtest.reports.summary import Slo
 from loadtest.results import quantile
-from loadtest.simulator.advice import GAIN, LINKS_GB_PER_S, Advice, Layout, sentence, undecided
+from loadtest.simulator.advice import (
+    GAIN,
+    LINKS_GB_PER_S,
+    Advice,
+    Engine,
+    Layout,
+    LinkNow,
+    sentence,
+    undecided,
+)
 from loadtest.simulator.cluster import Simulation
 from loadtest.simulator.hardware import Machine
+from loadtest.simulator.known import Setting
 from loadtest.simulator.links import gb_per_s
 from loadtest.simulator.records import Summary, summarize
 from loadtest.simulator.request import SimRequest, densest, mean_rate_per_s
@@ -44,17 +54,17 @@ LEAST_TTFT_MS, LEAST_TPOT_MS = 2_000.0, 50.0
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Args: instances: engines in all; link_gb_per_s: between them; good_share: of the requests must keep the SLO.
-    most_simulated: requests of one run: rates that would need more are not tried, unless twice most_requests do."""
+    """Args: instances: engines in all; setting: what is around their prices and KV, the link between them above all;
+    good_share: of the requests must keep the SLO. most_simulated: requests of one run: rates that would need more are
+    not tried, unless twice most_requests do."""
 
     requests: Sequence[SimRequest]
     machine: Machine
     instances: int
     slo: Slo
-    link_gb_per_s: float = 20.0
+    setting: Setting = field(default_factory=Setting)
     good_share: float = 0.9
     most_requests: int = 600
-    max_running: int = 256
     most_simulated: int = MOST_SIMULATED
 
 
@@ -123,15 +133,18 @@ class Advisor:
         return [Layout(f"{n} colocated", 0, 0, n), *(Layout(f"{p}P:{n - p}D", p, n - p, 0) for p in counts)]
 
     def _spec(self, layout: Layout, link_gb_per_s: float) -> ClusterSpec:
-        question = self._question
+        question, setting = self._question, self._question.setting
         coefficients = question.machine.prices.coefficients
         return ClusterSpec(
             roles_of(layout.num_prefill, layout.num_decode, layout.num_colocated),
             block_tokens=BLOCK_TOKENS,
             memory_tokens=question.machine.memory_tokens,
+            dram_tokens=setting.dram_tokens,
             cost=CostSettings(disaggregation="always" if layout.is_split else "auto"),
-            limits=EngineLimits(question.max_running, coefficients.max_batched_tokens),
-            remote=gb_per_s(link_gb_per_s),
+            limits=EngineLimits(setting.max_running, coefficients.max_batched_tokens),
+            pd_caching=setting.pd_caching,
+            remote=gb_per_s(link_gb_per_s, setting.link_latency_ms),
+            dram=setting.dram,
         )
 
     def _simulation(
@@ -147,7 +160,7 @@ class Advisor:
 
     def _at_own_rate(self, layout: Layout) -> None:
         """What it does then, where there is time for all of it: half a run says nothing of the other half."""
-        link = self._question.link_gb_per_s
+        link = self._question.setting.link_gb_per_s
         if not self._has_time():
             return
         done = self._simulation(layout, link, self._requests, lambda _: not self._has_time()).run()
@@ -213,7 +226,7 @@ class Advisor:
         if not self._has_time():
             return False
         step = bracket.next_step(start)
-        holds = self._holds(layout, rate_at(step), self._question.link_gb_per_s)
+        holds = self._holds(layout, rate_at(step), self._question.setting.link_gb_per_s)
         if holds is None:
             return False
         bracket.note(step, holds=holds)
@@ -252,10 +265,12 @@ class Advisor:
         self, layouts: list[Layout], best: Layout, link: float | None, *, known: bool, decided: bool
     ) -> Advice:
         question, colocated = self._question, layouts[0]
+        machine, setting = question.machine, question.setting
         gain = best.max_rate_per_s / colocated.max_rate_per_s if colocated.max_rate_per_s else math.inf
         if not best.max_rate_per_s:
             gain = 0.0
         pays = decided and gain >= GAIN and not colocated.is_at_least
+        link_now = LinkNow(setting.link_gb_per_s, setting.source("link_gb_per_s"))
         return Advice(
             disaggregate=pays,
             prefill=best.num_prefill,
@@ -264,7 +279,7 @@ class Advisor:
             break_even_gb_per_s=link,
             break_even_known=known,
             decided=decided,
-            sentence=sentence(colocated, best, pays, gain, link, question.link_gb_per_s, known=known)
+            sentence=sentence(colocated, best, pays, gain, link, link_now, known=known)
             if decided
             else undecided(layouts),
             trace_rate_per_s=round(self._trace.rate_per_s, 3),
@@ -273,9 +288,17 @@ class Advisor:
             slo_ttft_ms=question.slo.ttft_ms,
             slo_tpot_ms=question.slo.tpot_ms,
             good_share=question.good_share,
-            link_gb_per_s=question.link_gb_per_s,
-            costs=question.machine.words,
-            calibrated=question.machine.calibrated,
+            link_gb_per_s=link_now.gb_per_s,
+            link_source=link_now.source,
+            engine=Engine(
+                machine.memory_tokens, setting.max_running, setting.dram_tokens, str(setting.pd_caching)
+            ),
+            engine_sources={
+                "memory_tokens": machine.memory_source,
+                **{name: setting.source(name) for name in ("max_running", "dram_tokens", "pd_caching")},
+            },
+            costs=machine.words,
+            calibrated=machine.calibrated,
             within_budget=self._within_budget,
             num_simulations=self._num_simulations,
             layouts=layouts,

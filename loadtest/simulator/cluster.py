@@ -5,6 +5,7 @@ from random import Random
 
 from loadtest.outcomes import Outcome
 from loadtest.simulator.blocks import ROOT, BlockStore, tokens_of
+from loadtest.simulator.caching import keeps, lends
 from loadtest.simulator.engine import Engine, EngineParts
 from loadtest.simulator.events import EventQueue
 from loadtest.simulator.fair_engine import FairEngine
@@ -26,7 +27,7 @@ from shared.kv.layout import EngineDescription
 from shared.prompttree.publisher import TTL_S
 from shared.wire.handoff import HandoffState
 from shared.wire.placement import Ended, Held, Medium, Place, Placed, PrefixHit, Rejected, Target
-from shared.wire.reports import Hello, PoolPlace, Report
+from shared.wire.reports import Hello, PoolPlace, Report, Role
 from shared.wire.requests import Stage
 
 MODEL = "simulated"
@@ -112,8 +113,6 @@ class Simulation:
 
     def lookup(self, request: SimRequest) -> list[PrefixHit]:
         """What the prompt tree says."""
-        if self._spec.pd_caching is PdCaching.BASIC:
-            return []
         here = self._tree.lookup(request.blocks)
         hits, depths = [self._hit(request, n, depth, "hbm") for n, depth in here], dict(here)
         if self._reach is not None:
@@ -194,7 +193,7 @@ class Simulation:
         per_host, best = self._spec.instances_per_host, 0
         for host in sorted(hosts):
             for engine in self.engines[host * per_host : (host + 1) * per_host]:
-                if engine.number == number or engine.dead:
+                if engine.number == number or engine.dead or not self._has(engine.number, lends):
                     continue
                 found = engine.store.match(blocks)  # all is pinned: what precedes pinned blocks cannot go
                 if (tokens := tokens_of(found[num_blocks:])) > best:
@@ -231,7 +230,7 @@ class Simulation:
         call, (_, attempt) = task.owner, task.key
         record = call.record
         if task.stage != "decode":
-            way = "remote" if self._is_remote(number, task.fetch_from) else "peer"
+            way = "remote" if self._links.are_apart(number, task.fetch_from) else "peer"
             found = {"engine": task.tokens_local, "dram": task.tokens_dram, way: task.tokens_moved}
             record.sources = {name: count for name, count in found.items() if count}
             record.sources["computed"] = task.tokens_computed
@@ -254,8 +253,8 @@ class Simulation:
         self._events.after(self._spec.delays.hop_ms, self._frontend.finished, call, attempt)
         self._report_soon(engine.number)
 
-    def _is_remote(self, number: int, other: int) -> bool:
-        return other >= 0 and self._links.host_of(number) != self._links.host_of(other)
+    def _has(self, number: int, what: Callable[[PdCaching, Role], bool]) -> bool:
+        return what(self._spec.pd_caching, self._spec.roles[number])
 
     def _push_back(self, engine: Engine, task: Task) -> None:
         """PD-Caching-3: what decode completed goes to where the prompt was computed."""
@@ -322,6 +321,10 @@ class Simulation:
             **engine.told(),
             links=self._rates,
             pool=self._places[number],
+            prefill_correction=self._prices.prefill_correction,
+            decode_correction=self._prices.decode_correction,
+            num_prefills_measured=self._seqs[number],  # always new ones: they do not fade
+            num_decodes_measured=self._seqs[number],
         )
         self._instances.report(report, now_ms=self._now())
 
@@ -345,12 +348,15 @@ class Simulation:
                 lambda blocks, n=number: self._reach and self._reach.removed(n, blocks),
             )
             parts = EngineParts(
-                number, self._events, self._prices, store, spec.limits, hooks, noise, spec.local
-            )
+                number, self._events, self._prices, store, spec.limits, hooks, noise, spec.local,
+                keeps=self._has(number, keeps),
+            )  # fmt: skip
             engines.append(FairEngine(parts) if spec.local.policy == "cfs" else Engine(parts))
         return engines
 
     def _stored(self, number: int, blocks: Sequence[BlockHash]) -> None:
+        if not self._has(number, keeps):
+            return
         self._tree.stored(number, blocks)
         if self._reach is not None:
             self._reach.stored(number, blocks)

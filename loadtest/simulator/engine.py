@@ -23,7 +23,8 @@ MAX_ROW_STEPS = 512
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine is made of. noise: factor of each step's time, called once a step or row of steps."""
+    """What an engine is made of. noise: factor of each step's time, called once a step or row of steps. keeps: what it
+    computed is found by later requests."""
 
     number: int
     events: EventQueue
@@ -33,6 +34,7 @@ class EngineParts:
     hooks: EngineHooks
     noise: Callable[[], float]
     local: Local
+    keeps: bool = True
 
 
 class Engine:
@@ -49,7 +51,7 @@ class Engine:
         self.on_steps: OnSteps | None = None  # who watches: called at the end of a step or row of steps
         self.dead = False
         self._events, self._prices = parts.events, parts.prices
-        self._hooks, self._noise = parts.hooks, parts.noise
+        self._hooks, self._noise, self._keeps = parts.hooks, parts.noise, parts.keeps
         self._waiting: deque[Task] = deque()
         self._ready: deque[Task] = deque()  # loaded, before all that waits
         self._loading: set[Task] = set()
@@ -280,7 +282,7 @@ class Engine:
         request, store = task.request, self.store
         unit = self.limits.unit_tokens
         most = request.prompt_tokens if task.stage == "decode" else (request.prompt_tokens - 1) // unit * unit
-        found = store.match(request.blocks)
+        found = store.match(request.blocks) if self._keeps else []
         store.pin(found)
         local = min(tokens_of(found), most)
         need = task.goal_tokens - tokens_of(found)
@@ -319,7 +321,7 @@ class Engine:
         if task.kv is not None and task.kv.reach == "own":
             return 0, 0
         here = tokens_of(found)
-        behind = self.store.match_dram(task.request.blocks[len(found) :])
+        behind = self.store.match_dram(task.request.blocks[len(found) :]) if self._keeps else 0
         dram = max(0, min(here + behind, most) - local)
         num_blocks = (here + behind) // self.store.block_tokens
         more = self._hooks.find(self.number, task, num_blocks)

@@ -5,13 +5,14 @@ The shares of peak are what well-tuned dense kernels reach; a calibrated instanc
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from loadtest.results import load_result
+from loadtest.simulator.known import ASSUMED, GIVEN, Known, known_of
 from loadtest.simulator.prices import ModelPrices, kv_bytes_per_token
 from shared.costmodel.shapes import shape_of
 from shared.errors import SettingsError
@@ -21,6 +22,7 @@ MATMUL_SHARE, ATTENTION_SHARE, MEMORY_SHARE = 0.65, 0.5, 0.8  # of peak
 RESERVE_SHARE = 0.1  # of a GPU's memory: activations, graphs, contexts
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")  # in a config.json
 GB = 1e9
+MEMORY_TOKENS = 1 << 20  # where nothing says how many there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,19 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One instance: its costs, and how many tokens of KV it has room for."""
+    """One instance: its costs, and how many tokens of KV it has room for.
+
+    known: what else running instances say; source: which those are, in words. memory_source: where memory_tokens are
+    from.
+    """
 
     prices: ModelPrices
     memory_tokens: int
     calibrated: bool
     words: str  # for people
+    memory_source: str = GIVEN
+    known: Known = field(default_factory=Known)
+    source: str = ""
 
 
 def weights_gb(shape: ModelShape) -> float:
@@ -65,6 +74,27 @@ def weights_gb(shape: ModelShape) -> float:
     attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
     layer = attention + 3 * shape.hidden_size * shape.intermediate_size
     return (shape.num_layers * layer + 2 * shape.vocab_size * shape.hidden_size) * shape.dtype_bytes / GB
+
+
+def kv_bytes_of(shape: ModelShape, tp: int) -> float:
+    """Of one token on all ranks: they divide the KV heads as far as there are some."""
+    return kv_bytes_per_token(shape) * max(1.0, tp / shape.num_kv_heads)
+
+
+def memory_at(shape: ModelShape, tokens: int, *, tp: int, other: int) -> int:
+    """KV tokens of an engine of `other` GPUs, where one of `tp` has `tokens`: a GPU has as many bytes for weights and
+    KV as now. Of a mixture of experts the shape says too little of the weights.
+
+    Raises: SettingsError where the weights leave no room.
+    """
+    all_gb = (weights_gb(shape) + tokens * kv_bytes_of(shape, tp) / GB) * other / tp
+    found = int((all_gb - weights_gb(shape)) * GB / kv_bytes_of(shape, other))
+    if found < 1:
+        raise SettingsError(
+            f"an engine of {other} GPUs has no room for the weights: {all_gb:.0f} GB as the engines of {tp} use; use a "
+            "larger --tp, or give --memory-tokens"
+        )
+    return found
 
 
 def analytic(
@@ -113,7 +143,7 @@ def from_data_sheet(gpu_name: str, model: str, *, tp: int = 1, max_batched_token
         )
     shape = model_shape(model)
     memory_gb = gpu.memory_gb * (1 - RESERVE_SHARE) * tp - weights_gb(shape)
-    memory_tokens = int(memory_gb * GB / kv_bytes_per_token(shape))
+    memory_tokens = int(memory_gb * GB / kv_bytes_of(shape, tp))
     if memory_tokens < 4096:
         raise SettingsError(
             f"{model} needs {weights_gb(shape):.0f} GB for its weights alone; {tp} x {gpu_name} have no room for it: "
@@ -121,7 +151,7 @@ def from_data_sheet(gpu_name: str, model: str, *, tp: int = 1, max_batched_token
         )
     found = analytic(gpu, shape, tp=tp, name=gpu_name, max_batched_tokens=max_batched_tokens)
     words = f"{model} on {tp} x {gpu_name}, from the data sheet (uncalibrated)"
-    return Machine(ModelPrices(found), memory_tokens, False, words)
+    return Machine(ModelPrices(found), memory_tokens, False, words, memory_source="from the data sheet")
 
 
 def model_shape(model: str) -> ModelShape:
@@ -149,8 +179,8 @@ def from_file(path: Path, *, memory_tokens: int = 0, tp: int = 0, gpu: str = "",
     """Coefficients as JSON, what `quire model show --json` printed, or the result file that `make measure
     NAME=cost-model` wrote: of that the ones of this GPU and model, where they are named.
 
-    Args: memory_tokens: 0: what the data sheet leaves room for where a result's GPU and model are named, else 2**20.
-    See from_coefficients. Raises: SettingsError.
+    Args: memory_tokens: 0: what the data sheet leaves room for where a result's GPU and model are named, else as
+    from_coefficients has it. Raises: SettingsError.
     """
     try:
         read = load_result(path)
@@ -161,8 +191,10 @@ def from_file(path: Path, *, memory_tokens: int = 0, tp: int = 0, gpu: str = "",
     if isinstance(read, dict) and isinstance(read.get("samples"), list):
         read = _of_result(read["samples"], path, tp=tp, gpu=gpu, model=model)
         if not memory_tokens and gpu.lower() in GPUS and model:
-            memory_tokens = from_data_sheet(gpu, model, tp=tp or read.get("tp", 1)).memory_tokens
-    return from_coefficients(read, memory_tokens=memory_tokens or 1 << 20, source=path.name, tp=tp)
+            sheet = from_data_sheet(gpu, model, tp=tp or read.get("tp", 1))
+            found = from_coefficients(read, memory_tokens=sheet.memory_tokens, source=path.name, tp=tp)
+            return replace(found, memory_source=sheet.memory_source)
+    return from_coefficients(read, memory_tokens=memory_tokens, source=path.name, tp=tp)
 
 
 def measured(samples: Sequence[Any], *, gpu: str = "", model: str = "", tp: int = 0) -> list[dict[str, Any]]:
@@ -202,20 +234,48 @@ def _of_result(samples: Sequence[Any], path: Path, *, tp: int, gpu: str, model: 
 
 
 def from_coefficients(read: Any, *, memory_tokens: int, source: str, tp: int = 0) -> Machine:
-    """Args: read: coefficients, or instances by name with their "coefficients"; tp: of the engines asked for, scaled
-    where they were calibrated at another; 0: as calibrated. Raises: SettingsError."""
-    rows = [read, *read.values()] if isinstance(read, dict) else [read]
-    nested = [row["coefficients"] for row in rows if isinstance(row, dict) and row.get("coefficients")]
+    """Prices are corrected by what the instances have learned, where they say it.
+
+    Args: read: coefficients, or instances by name with their "coefficients" (see known.Row); memory_tokens: 0: as the
+    instances say, else MEMORY_TOKENS; tp: of the engines asked for, prices and the instances' memory scaled where they
+    were calibrated at another; 0: as calibrated. Raises: SettingsError.
+    """
+    is_dict = isinstance(read, dict)
+    is_nested = is_dict and any(isinstance(row, dict) and row.get("coefficients") for row in read.values())
+    if is_dict and read.get("coefficients"):
+        read, is_nested = {source: read}, True  # one instance's part
     try:
-        found = msgspec.convert(nested[0] if nested else read, CostCoefficients)
+        base, known = known_of(read) if is_nested else (msgspec.convert(read, CostCoefficients), Known())
+        assert base is not None
     except msgspec.ValidationError as error:
-        why = f" ({error})" if nested or (isinstance(read, dict) and "shape" in read) else ""
+        why = f" ({error})" if is_nested or (is_dict and "shape" in read) else ""
         raise SettingsError(
             f"{source} has no cost coefficients{why}; expected what `quire model show --json` prints, or "
             "loadtest/results/cost-model.json"
         ) from error
-    words = f"coefficients of {found.device or 'an unnamed device'} from {source}"
-    if tp in (0, found.tp):
-        return Machine(ModelPrices(found), memory_tokens, True, words)
-    scaled = msgspec.structs.replace(found, tp=tp)
-    return Machine(ModelPrices(scaled), memory_tokens, False, f"{words}, scaled from TP {found.tp} to {tp}")
+    words = f"coefficients of {base.device or 'an unnamed device'} from {source}"
+    if known.correction_words:
+        words += f", corrected as measured since: {known.correction_words}"
+    found, is_scaled = base, tp not in (0, base.tp)
+    if is_scaled:
+        found = msgspec.structs.replace(base, tp=tp)
+        words += f", scaled from TP {base.tp} to {tp}"
+    memory_source = GIVEN
+    if not memory_tokens:
+        memory_tokens, memory_source = _memory(base, known, source, found.tp)
+    prices = ModelPrices(
+        found, prefill_correction=known.prefill_correction, decode_correction=known.decode_correction
+    )
+    return Machine(prices, memory_tokens, not is_scaled, words, memory_source, known, source)
+
+
+def _memory(base: CostCoefficients, known: Known, source: str, tp: int) -> tuple[int, str]:
+    """KV tokens of one engine, and where they are from. Raises: SettingsError."""
+    tokens = known.sizes.kv_tokens
+    if tokens is None:
+        return MEMORY_TOKENS, ASSUMED
+    if tp == base.tp:
+        return tokens, f"from {source}"
+    return memory_at(
+        base.shape, tokens, tp=base.tp, other=tp
+    ), f"from {source}, as many bytes a GPU at TP {tp}"

@@ -47,6 +47,10 @@ class Links:
         """Instances of a host follow each other."""
         return instance // self.instances_per_host
 
+    def are_apart(self, number: int, other: int) -> bool:
+        """Of different hosts. -1: no instance."""
+        return other >= 0 and self.host_of(number) != self.host_of(other)
+
     def send(self, source: int, target: int, num_bytes: int, now_ms: float) -> float:
         """Between instances: when it has arrived."""
         rate = self.peer if self.host_of(source) == self.host_of(target) else self.remote

@@ -24,6 +24,16 @@ class StepPrices(Protocol):
         """What the instance says in its Hello; None: nothing, and `cost` works as `prompt_tree`."""
         ...
 
+    @property
+    def prefill_correction(self) -> float:
+        """How many times the coefficients' prediction its prompts take: what its reports say."""
+        ...
+
+    @property
+    def decode_correction(self) -> float:
+        """The same of decode steps."""
+        ...
+
     def step_ms(self, chunks: Sequence[Chunk], num_decodes: int, decode_context_tokens: int) -> float:
         """One engine step of prefill chunks and decodes together."""
         ...
@@ -62,7 +72,7 @@ class ModelPrices:
         self.coefficients = coefficients
         self.kv_bytes_per_token = kv_bytes_per_token(coefficients.shape)
         self._model = model = CostModel(coefficients)
-        self._prefill, self._decode = prefill_correction, decode_correction
+        self.prefill_correction, self.decode_correction = prefill_correction, decode_correction
 
         @lru_cache(maxsize=4096)
         def line(num_requests: int) -> tuple[float, float]:
@@ -73,26 +83,26 @@ class ModelPrices:
 
     def step_ms(self, chunks: Sequence[Chunk], num_decodes: int, decode_context_tokens: int) -> float:
         """As the model predicts it."""
-        factor = self._prefill if chunks else self._decode
+        factor = self.prefill_correction if chunks else self.decode_correction
         return factor * self._model.step_ms(StepShape(chunks, num_decodes, decode_context_tokens))
 
     def decode_ms(self, num_requests: int, context_tokens: int) -> float:
         """The same without chunks. Cost: 0.2 us."""
         base, slope = self._line(num_requests)
-        return self._decode * (base + slope * context_tokens)
+        return self.decode_correction * (base + slope * context_tokens)
 
     def prefill_ms(self, num_tokens: int, cached_tokens: int = 0) -> float:
         """exec(x, y)."""
-        return self._prefill * self._model.prefill_ms(num_tokens, cached_tokens)
+        return self.prefill_correction * self._model.prefill_ms(num_tokens, cached_tokens)
 
     def waiting_ms(self, prompts: Sequence[Chunk]) -> float:
         """As a worker reports it."""
-        return self._prefill * self._model.waiting_ms(prompts)
+        return self.prefill_correction * self._model.waiting_ms(prompts)
 
     def outside_ms(self, num_tokens: int) -> float:
         """Hashing and passing on."""
         c = self.coefficients
-        return self._prefill * (c.request_ms + c.prompt_token_ms * num_tokens)
+        return self.prefill_correction * (c.request_ms + c.prompt_token_ms * num_tokens)
 
 
 def kv_bytes_per_token(shape: ModelShape) -> int:
@@ -112,6 +122,8 @@ class LinearPrices:
     kv_bytes_per_token: int = 1 << 17
     max_batched_tokens: int = 8192
     coefficients: CostCoefficients | None = None
+    prefill_correction: float = 1.0
+    decode_correction: float = 1.0
 
     def step_ms(self, chunks: Sequence[Chunk], num_decodes: int, decode_context_tokens: int) -> float:
         """Linear in all of them."""

@@ -358,6 +358,8 @@ class WorkerShell:
             "swap_lost_blocks": load.swap_lost_blocks,
             "fair_counts": dict(load.fair_counts),
             "max_batched_tokens": self.engine.max_batched_tokens,
+            "max_num_seqs": self.engine.max_running,
+            "pd_caching": self.settings.pd_caching,
             "num_kv_blocks": self.engine.num_kv_blocks,
             "block_tokens": self.engine.description.block_tokens,
             "block_bytes": self.engine.description.block_bytes,

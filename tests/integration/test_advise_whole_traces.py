@@ -6,6 +6,7 @@ from random import Random
 from deploy.local import cmd_advise
 from loadtest.reports.summary import Slo
 from loadtest.simulator.advise import Advisor, Question
+from loadtest.simulator.known import Setting
 from tests.support.simulated import mooncake_lines, plain
 from tests.unit.test_simulator_advise import MACHINE, STEADY, ask, quire
 
@@ -30,7 +31,7 @@ def test_the_verdict_is_the_same_for_a_short_stretch_of_a_trace_as_for_a_long_on
     trace = jittered(1_500)
     found = []
     for most in (150, 600, 1_500):
-        question = Question(trace, MACHINE, 3, Slo(8_000, 15), link_gb_per_s=100.0, most_requests=most)
+        question = Question(trace, MACHINE, 3, Slo(8_000, 15), Setting(100.0), most_requests=most)
         found.append(Advisor(question, lambda: 0.0, 1.0).advise())
     assert {(one.disaggregate, one.prefill, one.decode) for one in found} == {(True, 2, 1)}
     gains = [one.gain_ratio for one in found]

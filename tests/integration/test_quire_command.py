@@ -311,7 +311,7 @@ def test_doctor_names_what_is_wrong_and_exits_one(quire):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_cluster_from_up_to_down(quire):
+def test_a_cluster_from_up_to_down(quire, tmp_path):
     base = free_base_port()
     up = ["up", "--engine", "mock", "--port", str(base + 90), "--base-port", str(base)]
     up += [
@@ -347,6 +347,15 @@ def test_a_cluster_from_up_to_down(quire):
         assert models["prefill-0"]["coefficients"]["step_overhead_ms"] == 10.0
         assert models["decode-0"]["corrections"]["decode"]["num_observed"] > 0
         assert models["prefill-0"]["links"]["remote"]["num_measured"] == 0
+        sizes = {"kv_tokens": models["decode-0"]["engine"]["kv_tokens"], "dram_tokens": 0}
+        sizes |= {"max_num_seqs": 64, "pd_caching": "3"}
+        assert models["decode-0"]["engine"] == sizes
+        trace = tmp_path / "trace.csv"
+        trace.write_text("timestamp,input_tokens,output_tokens\n" + "0,50,5\n" * 10)
+        flags = ("--cost", "running", "--gpus", "2", "--requests", "10", "--json", "--slo-ttft-ms", "0.01")
+        advice = json.loads(quire("advise", str(trace), *flags).stdout)
+        assert advice["engine"]["memory_tokens"] == sizes["kv_tokens"] > 0
+        assert "decode x" in advice["costs"]
         shown = quire("model", "show").stdout
         assert re.search(r"per step, ms +10 +10", shown)
         assert "GB/s" in shown

@@ -13,9 +13,10 @@ from deploy.local.cli import app
 from loadtest.profiler.simulated import machine_of
 from loadtest.registry import RESULTS
 from loadtest.reports.summary import Slo
-from loadtest.simulator.advice import Layout, sentence
+from loadtest.simulator.advice import Layout, LinkNow, sentence
 from loadtest.simulator.advise import Advisor, Question, default_slo
 from loadtest.simulator.hardware import from_coefficients, from_data_sheet, from_file, model_shape
+from loadtest.simulator.known import Setting
 from loadtest.simulator.sustained import EndlessTrace
 from shared.errors import InvalidRequest, SettingsError
 from tests.support.simulated import conversations, mooncake_lines, plain
@@ -28,7 +29,7 @@ STEADY = [plain(n, 250.0 * n, 8000, 60) for n in range(48)]
 
 
 def ask(link_gb_per_s, *, slo=None, budget_s=60.0, instances=3, requests=STEADY):
-    question = Question(requests, MACHINE, instances, slo or Slo(4000, 15), link_gb_per_s=link_gb_per_s)
+    question = Question(requests, MACHINE, instances, slo or Slo(4000, 15), Setting(link_gb_per_s))
     return Advisor(question, lambda: 0.0 if budget_s else 1.0, budget_s).advise()
 
 
@@ -77,7 +78,7 @@ def test_of_a_trace_in_ticks_those_are_judged_who_are_counted():
 
 
 def test_where_a_run_may_not_be_long_enough_the_rate_is_said_to_be_at_least():
-    question = Question(STEADY, MACHINE, 3, Slo(2000, 10_000), link_gb_per_s=100.0, most_simulated=300)
+    question = Question(STEADY, MACHINE, 3, Slo(2000, 10_000), Setting(100.0), most_simulated=300)
     advice = Advisor(question, lambda: 0.0, 1.0).advise()
     assert not advice.disaggregate
     assert "3 colocated sustain at least 4." in advice.sentence
@@ -171,7 +172,7 @@ def test_where_the_costs_come_from_is_said_before_the_verdict(tmp_path):
 @pytest.mark.parametrize("link", [None, 0.01, 2.0])
 def test_a_division_that_gains_too_little_is_not_said_to_stop_paying(link):
     colocated, best = Layout("2 colocated", 0, 0, 2, 10.0, 10.4), Layout("1P:1D", 1, 1, 0, 10.2, 10.6)
-    words = sentence(colocated, best, pays=False, gain=1.02, link=link, link_now=20.0)
+    words = sentence(colocated, best, pays=False, gain=1.02, link=link, link_now=LinkNow(20.0, "assumed"))
     assert words.startswith("Keep them colocated")
     assert "1.02x; it takes 1.05x" in words
     assert "stops paying" not in words

@@ -189,3 +189,12 @@ async def test_a_worker_shows_what_it_measured_of_its_links_in_its_status_and_it
     )
     shell.pages = PromptPages(None, rig.layout, settings)
     assert shell.status()["links"] == {}
+
+
+def test_a_worker_shows_the_settings_that_a_simulation_of_it_needs(model_dir):
+    settings = WorkerSettings(
+        engine="mock", model_dir=model_dir, model_name="m", block_tokens=4, role="decode", instance="d0",
+        listen="tcp://127.0.0.1:1", admin_listen="127.0.0.1:1", max_num_seqs=7, pd_caching="2",
+    )  # fmt: skip
+    shown = WorkerShell(settings, MockEngine(settings), None, 1_000).status()
+    assert (shown["max_num_seqs"], shown["pd_caching"]) == (7, "2")
