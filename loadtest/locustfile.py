@@ -3,9 +3,11 @@
     locust -f loadtest/locustfile.py --headless -u 16 -r 4 -t 60s -H http://127.0.0.1:8000 \\
         --csv out/load --html out/load.html --jsonl out/load.jsonl --max-tokens 64
 
-Headless it writes CSV files and one HTML report; --jsonl adds a line per request with unrounded times (locust
-rounds those above 100 ms to two digits). The POST row is the time to the response's headers only; the LLM
-rows `ttft`, `tpot` and `e2e` are the measurements. Without --headless the same runs from locust's web page.
+Headless it writes CSV files and one HTML report; --jsonl adds a run file (outcomes.py): a line per request with
+unrounded times (locust rounds those above 100 ms to two digits) and what Quire's receipt says, for loadtest.report.
+Users wait for answers, so there is no lag, and the offered rate is what they came to. The POST row is the time to the
+response's headers only; the LLM rows `ttft`, `tpot` and `e2e` are the measurements. Without --headless the same runs
+from locust's web page.
 
 With --workload NAME (loadtest/workloads), users play that workload's sessions instead, each its own, as chat messages
 and with the server's real answers as history; with --trace FILE (Mooncake JSONL, Azure CSV) those of the file, once.
@@ -13,7 +15,6 @@ Arrival times are the users' then, not the workload's or the file's: loadtest.dr
 """
 
 import itertools
-import json
 import random
 import sys
 import time
@@ -24,7 +25,10 @@ import gevent
 from locust import FastHttpUser, constant, events, task
 from locust.exception import StopUser
 
-from loadtest.sse import StreamError, StreamTimes, read_stream
+from loadtest.open_loop import NO_ANSWER
+from loadtest.outcomes import Outcome, take_receipt, take_times, write_head, write_outcome
+from loadtest.results import machine
+from loadtest.sse import StreamError, read_stream
 from loadtest.workloads import tokens
 from loadtest.workloads.catalogue import WORKLOADS, settings
 from loadtest.workloads.request import Request
@@ -42,7 +46,10 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=3, help="turns of a conversation before a new one")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of prompts")
-    parser.add_argument("--jsonl", default="", help="file for one JSON line per request")
+    parser.add_argument(
+        "--jsonl", default="", help="file for the run, a JSON line per request: see loadtest.report"
+    )
+    parser.add_argument("--no-receipts", action="store_true", help="do not ask for Quire's receipts")
     parser.add_argument(
         "--workload", default="", choices=["", *WORKLOADS], help="play this workload's sessions"
     )
@@ -70,11 +77,30 @@ def open_log(environment: Any, **_: Any) -> None:
     """One line-buffered file per run."""
     options = environment.parsed_options
     environment.shelf, environment.num_playing = shelf_of(options), 0
+    environment.numbers, environment.began_s = itertools.count(), time.perf_counter()
     path = options.jsonl
     environment.request_log = None
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         environment.request_log = Path(path).open("w", buffering=1)  # noqa: SIM115  closed at test_stop
+        write_head(environment.request_log, head_of(options))
+
+
+def head_of(options: Any) -> dict[str, Any]:
+    """What the run is."""
+    return {
+        "name": Path(options.jsonl).stem,
+        "workload": Path(options.trace).name if options.trace else options.workload or "chat",
+        "client": "locust",
+        "num_users": options.num_users,
+        "seed": options.seed,
+        "scale": options.scale,
+        "options": [text for text in options.set.split(",") if text],
+        "real_history": True,
+        "model": options.model,
+        "started_unix_s": round(time.time(), 3),
+        "machine": machine(),
+    }
 
 
 def shelf_of(options: Any) -> Shelf | None:
@@ -114,7 +140,8 @@ class ChatUser(FastHttpUser):
         """Learn the model's name and start a conversation."""
         options = self.environment.parsed_options
         self.options = options
-        self.random = random.Random(f"{options.seed}-{next(USERS)}")
+        self.number, self.num_talks = next(USERS), 0
+        self.random = random.Random(f"{options.seed}-{self.number}")
         self.headers = {"authorization": f"Bearer {options.bearer}"} if options.bearer else {}
         self.model = options.model or self._first_model()
         self.messages: list[dict[str, str]] = []
@@ -136,8 +163,15 @@ class ChatUser(FastHttpUser):
             return
         if len(self.messages) >= 2 * self.options.turns:
             self.messages = []
+        self.num_talks += not self.messages
+        outcome = Outcome(
+            next(self.environment.numbers),
+            f"user-{self.number}-{self.num_talks}",
+            len(self.messages) // 2,
+            planned_output_tokens=self.options.max_tokens,
+        )
         self.messages.append({"role": "user", "content": self.random.choice(TOPICS)})
-        text = self._turn(self.messages, {"max_tokens": self.options.max_tokens})
+        text = self._turn(outcome, self.messages, {"max_tokens": self.options.max_tokens})
         self.messages = [] if text is None else [*self.messages, {"role": "assistant", "content": text}]
 
     def _play_next(self, shelf: Shelf) -> None:
@@ -162,13 +196,20 @@ class ChatUser(FastHttpUser):
             if request.turn:
                 gevent.sleep(request.think_ms / 1000)
             limits = {"max_tokens": request.output_tokens, "ignore_eos": True, "user": request.session}
-            text = self._turn(tokens.messages(request.prompt, answered=answers.get), limits)
+            outcome = Outcome(
+                next(self.environment.numbers),
+                request.session,
+                request.turn,
+                planned_prompt_tokens=request.prompt_tokens,
+                planned_output_tokens=request.output_tokens,
+            )
+            text = self._turn(outcome, tokens.messages(request.prompt, answered=answers.get), limits)
             if text is None:
                 return
             answers[request.request_id] = text
 
-    def _turn(self, messages: list[dict[str, str]], limits: dict[str, Any]) -> str | None:
-        """Stream one answer and report it: its text, or None when it failed."""
+    def _turn(self, outcome: Outcome, messages: list[dict[str, str]], limits: dict[str, Any]) -> str | None:
+        """Stream one answer and report what became of it: its text, or None when it failed."""
         body = {
             "model": self.model,
             "messages": messages,
@@ -176,8 +217,12 @@ class ChatUser(FastHttpUser):
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        started, started_unix = time.perf_counter(), time.time()
-        times, error = StreamTimes(started), ""
+        if not self.options.no_receipts:
+            body["quire_receipt"] = True
+        started = time.perf_counter()
+        # nobody is late: a user's next request is due when it is sent
+        outcome.due_ms = outcome.sent_ms = round((started - self.environment.began_s) * 1000, 3)
+        text = ""
         with self.client.post(
             "/v1/chat/completions", json=body, headers=self.headers, stream=True, catch_response=True
         ) as response:
@@ -185,34 +230,28 @@ class ChatUser(FastHttpUser):
                 if response.status_code != 200:
                     raise StreamError(f"status {response.status_code}: {(response.text or '')[:200]}")
                 times = read_stream(lambda: response.stream.readline(b"\n"), started)
+                take_receipt(outcome, times.receipt)
+                take_times(outcome, times)
+                text = times.text
+            except (StreamError, OSError, *NO_ANSWER) as failure:
+                outcome.error = f"{type(failure).__name__}: {failure}"
+            if outcome.error:
+                response.failure(outcome.error)
+            else:
                 response.success()
-            except (StreamError, OSError) as failure:
-                error = f"{type(failure).__name__}: {failure}"
-                response.failure(error)
-        self._report(times, started_unix, error)
-        return None if error else times.text
+        self._report(outcome, (time.perf_counter() - started) * 1000)
+        return text if outcome.ok else None
 
-    def _report(self, times: StreamTimes, started_unix: float, error: str) -> None:
-        took_ms = (time.perf_counter() - times.started) * 1000
-        for name, value in (("ttft", times.ttft_ms), ("tpot", times.tpot_ms), ("e2e", took_ms)):
-            if not error and value:
+    def _report(self, outcome: Outcome, took_ms: float) -> None:
+        for name, value in (("ttft", outcome.ttft_ms), ("tpot", outcome.tpot_ms), ("e2e", took_ms)):
+            if outcome.ok and value:
                 self.environment.events.request.fire(
                     request_type="LLM",
                     name=name,
                     response_time=value,
-                    response_length=times.output_tokens,
+                    response_length=outcome.output_tokens,
                     exception=None,
                     context={},
                 )
         if self.environment.request_log is not None:
-            line = {
-                "start_unix_s": started_unix,
-                "ttft_ms": times.ttft_ms,
-                "tpot_ms": times.tpot_ms,
-                "e2e_ms": took_ms,
-                "prompt_tokens": times.prompt_tokens,
-                "cached_tokens": times.cached_tokens,
-                "output_tokens": times.output_tokens,
-                "error": error,
-            }
-            self.environment.request_log.write(json.dumps(line) + "\n")
+            write_outcome(self.environment.request_log, outcome)

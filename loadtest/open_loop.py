@@ -15,7 +15,7 @@ from typing import Any
 import httptools
 
 from loadtest.http_client import Reply, Sends
-from loadtest.outcomes import Outcome, take_receipt
+from loadtest.outcomes import Outcome, take_receipt, take_times
 from loadtest.results import quantile
 from loadtest.sse import StreamError, StreamTimes, read_pieces
 from loadtest.workloads import tokens
@@ -154,14 +154,8 @@ class OpenLoop:
         except (StreamError, OSError, TimeoutError, httptools.HttpParserError, *NO_ANSWER) as error:
             outcome.error = f"{type(error).__name__}: {error}"
             return None
-        outcome.ttft_ms, outcome.jct_ms = round(times.ttft_ms, 3), round(times.ended_ms, 3)
-        outcome.tpot_ms = round(times.tpot_ms, 4)
-        outcome.longest_gap_ms = max(times.gaps_ms, default=0.0)
         self.gaps_ms += times.gaps_ms
-        outcome.prompt_tokens, outcome.cached_tokens = times.prompt_tokens, times.cached_tokens
-        outcome.output_tokens = times.output_tokens or len(times.token_ids) or times.num_events
-        if not outcome.output_tokens:
-            outcome.error = "the answer holds no token"
+        take_times(outcome, times)
         return times
 
     def _skip(self, request: Request, outcome: Outcome, why: str) -> None:

@@ -4,7 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from loadtest.sse import StreamTimes
 
 SOURCES = ("engine", "pool", "peer", "dram", "remote", "computed")
 FORMAT = "quire-run/1"
@@ -95,6 +97,17 @@ def take_receipt(outcome: Outcome, receipt: Mapping[str, Any] | None) -> None:
         }
 
 
+def take_times(outcome: Outcome, times: StreamTimes) -> None:
+    """Fill in what a whole answer's stream showed. One without a token is an error."""
+    outcome.ttft_ms, outcome.jct_ms = round(times.ttft_ms, 3), round(times.ended_ms, 3)
+    outcome.tpot_ms = round(times.tpot_ms, 4)
+    outcome.longest_gap_ms = max(times.gaps_ms, default=0.0)
+    outcome.prompt_tokens, outcome.cached_tokens = times.prompt_tokens, times.cached_tokens
+    outcome.output_tokens = times.output_tokens or len(times.token_ids) or times.num_events
+    if not outcome.output_tokens:
+        outcome.error = "the answer holds no token"
+
+
 def sources_of(stage: Mapping[str, Any]) -> dict[str, int]:
     """Tokens by source of one stage. What was brought to the pool for it is part of the receipt's tokens_pool."""
     found = {name: int(stage.get(f"tokens_{name}") or 0) for name in SOURCES}
@@ -106,9 +119,19 @@ def write_run(path: Path, run: Run) -> None:
     """One JSON object a line; the first is the head."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as target:
-        target.write(json.dumps({"format": FORMAT, **run.head}) + "\n")
+        write_head(target, run.head)
         for outcome in run.outcomes:
-            target.write(json.dumps(asdict(outcome)) + "\n")
+            write_outcome(target, outcome)
+
+
+def write_head(target: IO[str], head: Mapping[str, Any]) -> None:
+    """A run's first line."""
+    target.write(json.dumps({"format": FORMAT, **head}) + "\n")
+
+
+def write_outcome(target: IO[str], outcome: Outcome) -> None:
+    """One more line."""
+    target.write(json.dumps(asdict(outcome)) + "\n")
 
 
 def read_run(path: Path) -> Run:

@@ -10,6 +10,7 @@ import pytest
 
 from loadtest import load, systems
 from loadtest.http_client import Client
+from loadtest.outcomes import read_run
 from loadtest.processes import Fleet, StartFailed, family, pss_bytes
 from loadtest.registry import ROOT
 
@@ -95,7 +96,7 @@ def test_locust_reports_the_servers_own_times_and_a_line_per_request(upstream, t
     _, system = upstream
     for seconds in (3, 3, 12, 48):  # a busy machine may need as long to start, and be late itself
         lines = locust_lines(system, tmp_path, seconds)
-        assert {line["error"] for line in lines} <= {""}
+        assert {line.error for line in lines} <= {""}
         with (tmp_path / "load_stats.csv").open() as stats:  # written once a second
             rows = {row["Name"]: row for row in csv.DictReader(stats)}
         if is_right := len(lines) >= 4 and are_the_servers(lines) and {"ttft", "tpot", "e2e"} <= set(rows):
@@ -107,8 +108,8 @@ def test_locust_reports_the_servers_own_times_and_a_line_per_request(upstream, t
 
 def are_the_servers(lines):
     """Whether the times are those that the server takes."""
-    middle = sorted(lines, key=lambda line: line["tpot_ms"])[len(lines) // 2]
-    return middle["tpot_ms"] == pytest.approx(STEP_MS, rel=0.25) and 0 < middle["ttft_ms"] < STEP_MS
+    middle = sorted(lines, key=lambda line: line.tpot_ms)[len(lines) // 2]
+    return middle.tpot_ms == pytest.approx(STEP_MS, rel=0.25) and 0 < middle.ttft_ms < STEP_MS
 
 
 def locust_lines(system, tmp_path, seconds):
@@ -120,4 +121,4 @@ def locust_lines(system, tmp_path, seconds):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     path = tmp_path / "load.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_run(path).outcomes if path.exists() else []

@@ -145,20 +145,32 @@ def test_a_workload_becomes_a_trace_and_the_trace_is_replayed(upstream, tmp_path
     assert "mooncake-conversation" in capsys.readouterr().out
 
 
-def test_locust_users_play_the_same_sessions(upstream, tmp_path):
+def test_locust_users_play_the_same_sessions_with_receipts_and_make_a_report(cluster, tmp_path, capsys):
     for seconds in (6, 20, 60):  # a busy machine may need as long to start
         out = tmp_path / f"load-{seconds}.jsonl"
         command = [
             sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless", "-u", "2", "-r", "2",
-            "-t", f"{seconds}s", "-H", upstream.base_url, "--workload", "loogle", "--jsonl", str(out),
+            "-t", f"{seconds}s", "-H", cluster.url, "--workload", "loogle", "--scale", "0.2", "--jsonl", str(out),
         ]  # fmt: skip
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
-        lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        lines = read_run(out).outcomes if out.exists() else []
         if len(lines) >= 2:
             break
     assert len(lines) >= 2
-    assert {line["error"] for line in lines} == {""}
+    assert {line.error for line in lines} == {""}
+    assert len({line.request_id for line in lines}) == len(lines)
+    for line in lines:
+        assert sum(line.sources.values()) == line.prompt_tokens > 0
+        assert line.instances
+        assert line.output_tokens == line.planned_output_tokens
+        assert 0 < line.ttft_ms <= line.jct_ms
+        assert 0 < line.sent_ms <= line.ended_ms <= seconds * 1000
+    assert report.main([str(out), "--out", str(tmp_path / "report")]) == 0
+    assert "Hit rates by tier" in (tmp_path / "report" / "report.md").read_text()
+    assert (tmp_path / "report" / "distributions.svg").stat().st_size > 1_000
+    assert f"load-{seconds}: {len(lines)} requests" in (told := capsys.readouterr().out)
+    assert "goodput" in told
 
 
 LOCUST = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless", "-u", "2", "-r", "2"]
@@ -187,8 +199,9 @@ def test_locust_users_play_a_trace_to_its_end(upstream, tmp_path):
         [*LOCUST, *more], cwd=ROOT, capture_output=True, text=True, timeout=170, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["error"] for line in lines] == [""] * 5
+    found = read_run(out)
+    assert [line.error for line in found.outcomes] == [""] * 5
+    assert (found.head["workload"], found.head["num_users"]) == ("trace.jsonl", 2)
 
 
 @pytest.mark.parametrize(
