@@ -227,7 +227,8 @@ SHEETS = (
         "memserve-14",
         "MemServe Figure 14: cost model by operators and fitted whole",
         ours="prompts, batches and decode steps off the calibration grid, fastest round of each; two ranks are "
-        "predicted from coefficients of one.",
+        "predicted from coefficients of one, but for what their all-reduces cost: that is fitted to lone decode steps "
+        "and the longest prompt of the two ranks' own grid.",
         paper="the arch-level model is 20% less accurate than the operator-level one and scales worse with tensor "
         "parallelism.",
         differs="the paper's arch-level model is one polynomial, as ours; ours predicts batches and decode steps too.",
