@@ -10,10 +10,10 @@ from shared.engine import weave_host, weave_open
 from shared.engine.weave_host import HostedWeave
 from shared.errors import ClusterError
 from shared.kernels.allreduce_rmsnorm.errors import FusedRefused
-from shared.kernels.allreduce_rmsnorm.plan import Algorithm, Times
+from shared.kernels.allreduce_rmsnorm.plan import Algorithm, times_from_rows
 from tests.support.ranks import run_ranks
 
-TIMES = Times((1,), {Algorithm.ONE_SHOT: (1.0,), Algorithm.TWO_SHOT: (1.0,)})
+TIMES = times_from_rows([(1, {Algorithm.ONE_SHOT: 1.0, Algorithm.TWO_SHOT: 1.0})])
 FAILURES: dict[str, tuple[Exception, list[str]]] = {  # where, how, and what the other rank has to close
     "arena": (FusedRefused("no memory of peers"), ["arena"]),
     "fused": (FusedRefused("cuModuleLoadData"), ["fused", "arena"]),

@@ -1,6 +1,8 @@
 """The fused call on GPUs: checks, parameters, one launch. What is computed is in fused.cu."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -10,6 +12,7 @@ from shared.kernels.allreduce_rmsnorm.driver import FusedDriver, KernelDriver, P
 from shared.kernels.allreduce_rmsnorm.errors import FusedUnavailable, error_of
 from shared.kernels.allreduce_rmsnorm.plan import (
     ELEMENT_BYTES,
+    ENGINES,
     Algorithm,
     Engine,
     Plan,
@@ -19,6 +22,7 @@ from shared.kernels.allreduce_rmsnorm.plan import (
     check_shape,
     make_plan,
     pick,
+    way_of,
 )
 from shared.kernels.allreduce_rmsnorm.shapes import (
     ArenaLayout,
@@ -35,6 +39,7 @@ TIMEOUT_MS = 20_000  # a peer may compile a kernel or capture a graph meanwhile
 # of a call begin within its run time of each other.
 LATER_MS = 1_000
 FIRST_BULK_CAPABILITY = (9, 0)
+CHOICES = 1024  # of ways that are remembered
 MIN_BULK_HIDDEN = 2048  # shorter rows keep too few threads of the bulk engine busy
 _KERNELS = {
     Engine.PLAIN: "fused_plain",
@@ -112,6 +117,7 @@ class CudaFused:
         self._report = self.driver.allocate_word()
         self._failure = 0
         self._times = settings.times
+        self._chosen = lru_cache(maxsize=CHOICES)(self._choose)  # a layer asks twice a step
         self._params = [self._lane_params(lane) for lane in range(settings.num_lanes)]
         self._views = {
             (kind, lane): rows_view(arena, offset, self.max_tokens, self.hidden, self.dtype)
@@ -124,14 +130,14 @@ class CudaFused:
         for name in ("gather_rows", "add_norm", *(_KERNELS[one] for one in engines)):
             self.driver.function(self.shape, name)
 
-    def plan(self, num_tokens: int) -> Plan:
+    def plan(self, num_tokens: int, num_sms: int = 0) -> Plan:
         """See FusedAllReduceNorm."""
-        check_call(num_tokens, self.max_tokens, 0, 1, 0)
-        return make_plan(self._algorithm(num_tokens), num_tokens, self.world, self.rank)
+        return self._chosen(num_tokens, num_sms)[0]
 
     def use(self, times: Times) -> None:
         """Pick by these from now on (calibrate.py); on all ranks, between two steps."""
         self._times = times
+        self._chosen = lru_cache(maxsize=CHOICES)(self._choose)
 
     def way(self, algorithm: Algorithm, num_tokens: int | None = None, num_sms: int = 0) -> Way:
         """Who moves the bytes, from how many SMs: a choice of speed alone. Each gives the same bits, but a zero's sign.
@@ -141,18 +147,10 @@ class CudaFused:
         TP 2 up to 8 MB, 3 to 4% at TP 4 from 128 MB up), by what was measured. Without `num_tokens`: for few SMs, and
         for any number.
         """
-        if algorithm is Algorithm.MULTIMEM:
-            return Way(Engine.MULTIMEM, num_sms)
-        measured = None
-        if num_tokens is not None and self._times is not None:
-            measured = self._times.way(algorithm, num_tokens * self.hidden * ELEMENT_BYTES)
-        if algorithm is Algorithm.ONE_SHOT:
-            if num_tokens is None or num_tokens > self.push_tokens:
-                return Way(Engine.PLAIN, num_sms)
-            return Way(measured.engine if measured else Engine.PUSH, num_sms)
-        if self.driver.capability < FIRST_BULK_CAPABILITY or self.hidden < MIN_BULK_HIDDEN:
-            return Way(Engine.PLAIN, num_sms)
-        return measured if measured and not num_sms else Way(Engine.BULK, num_sms)
+        engines = self._engines(algorithm, num_tokens)
+        if num_tokens is None:
+            return Way(engines[0], num_sms)
+        return way_of(algorithm, num_tokens * self.hidden * ELEMENT_BYTES, engines, self._times, num_sms)
 
     def engine(self, algorithm: Algorithm) -> Engine:
         """Of few SMs; see way()."""
@@ -181,8 +179,7 @@ class CudaFused:
         whole_residual: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See FusedAllReduceNorm."""
-        plan = self.plan(partial.shape[0])
-        way = self.way(plan.algorithm, plan.num_tokens, num_sms)
+        plan, way = self._chosen(partial.shape[0], num_sms)
         return self.run_as(
             plan, way.engine, partial, residual, weight, eps,
             lane=lane, num_sms=way.num_sms, gemma=gemma, whole_residual=whole_residual,
@@ -236,9 +233,9 @@ class CudaFused:
         each = self.shape.rows_per_cta
         self._launch("add_norm", Launch(-(-shape[0] // each), self.shape.row_threads * each, 0), params)
 
-    def gather_residual(self, residual: torch.Tensor, *, lane: int = 0) -> torch.Tensor:
+    def gather_residual(self, residual: torch.Tensor, *, lane: int = 0, num_sms: int = 0) -> torch.Tensor:
         """See FusedAllReduceNorm."""
-        plan = self.plan(residual.shape[0])
+        plan = self.plan(residual.shape[0], num_sms)
         check_call(plan.num_tokens, self.max_tokens, lane, self.num_lanes, 0)
         self._check("residual", residual, (plan.num_tokens, self.hidden))
         self.check()
@@ -261,9 +258,22 @@ class CudaFused:
         self._report.close()
         self.driver.close()
 
-    def _algorithm(self, num_tokens: int) -> Algorithm:
-        num_bytes = num_tokens * self.hidden * ELEMENT_BYTES
-        return pick(num_bytes, self.world, self._times, multicast=self.settings.use_multicast)
+    def _engines(self, algorithm: Algorithm, num_tokens: int | None) -> Sequence[Engine]:
+        """That can make such a sum; see ENGINES."""
+        if algorithm is Algorithm.ONE_SHOT:
+            can = num_tokens is not None and num_tokens <= self.push_tokens
+        else:
+            can = self.driver.capability >= FIRST_BULK_CAPABILITY and self.hidden >= MIN_BULK_HIDDEN
+        return ENGINES[algorithm] if can or algorithm is Algorithm.MULTIMEM else (Engine.PLAIN,)
+
+    def _choose(self, num_tokens: int, num_sms: int) -> tuple[Plan, Way]:
+        """Raises: InvalidRequest."""
+        check_call(num_tokens, self.max_tokens, 0, 1, num_sms)
+        engines = {one: self._engines(one, num_tokens) for one in Algorithm}
+        num_bytes, multicast = num_tokens * self.hidden * ELEMENT_BYTES, self.settings.use_multicast
+        picked = pick(num_bytes, self.world, self._times, engines, num_sms, multicast=multicast)
+        plan = make_plan(picked, num_tokens, self.world, self.rank)
+        return plan, self.way(picked, num_tokens, num_sms)
 
     def _check(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
         right = tensor.dtype is self.dtype and tuple(tensor.shape) == shape and tensor.is_contiguous()

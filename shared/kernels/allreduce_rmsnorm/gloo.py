@@ -59,9 +59,9 @@ class GlooFused:
         self._input, self._out = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
         self._whole = torch.zeros(shape, dtype=dtype) if whole_residual else None
 
-    def plan(self, num_tokens: int) -> Plan:
-        """See FusedAllReduceNorm."""
-        check_call(num_tokens, self.max_tokens, 0, 1, 0)
+    def plan(self, num_tokens: int, num_sms: int = 0) -> Plan:
+        """See FusedAllReduceNorm. The same with every budget."""
+        check_call(num_tokens, self.max_tokens, 0, 1, num_sms)
         num_bytes = num_tokens * self.hidden * ELEMENT_BYTES
         if self._one_shot_bytes < 0:
             algorithm = pick(num_bytes, self.world)
@@ -106,9 +106,9 @@ class GlooFused:
         self._collect(plan, normed, out)
         return out, self.gather_residual(residual, lane=lane) if whole_residual else residual
 
-    def gather_residual(self, residual: torch.Tensor, *, lane: int = 0) -> torch.Tensor:
+    def gather_residual(self, residual: torch.Tensor, *, lane: int = 0, num_sms: int = 0) -> torch.Tensor:
         """See FusedAllReduceNorm."""
-        plan = self.plan(residual.shape[0])
+        plan = self.plan(residual.shape[0], num_sms)
         check_call(plan.num_tokens, self.max_tokens, lane, self.num_lanes, 0)
         if self._whole is None:
             raise InvalidRequest("opened without whole_residual=True")

@@ -37,8 +37,8 @@ class FusedAllReduceNorm(Protocol):
         """From how many SMs run() is about as fast as from 32, as measured at start; 0: nothing was."""
         ...
 
-    def plan(self, num_tokens: int) -> Plan:
-        """Who owns what. Pure, cheap. Raises: InvalidRequest outside 1..max_tokens."""
+    def plan(self, num_tokens: int, num_sms: int = 0) -> Plan:
+        """Who owns what of a sum with that budget. Pure, cheap. Raises: InvalidRequest outside 1..max_tokens."""
         ...
 
     def input(self, num_tokens: int, lane: int = 0) -> torch.Tensor:
@@ -69,7 +69,7 @@ class FusedAllReduceNorm(Protocol):
 
         Args:
             partial: [T, hidden], contiguous. input(T, lane) costs nothing; anything else is copied there first.
-            residual: [T, hidden], contiguous; the rows of plan(T) are read, and in place written.
+            residual: [T, hidden], contiguous; the rows of plan(T, num_sms) are read, and in place written.
             weight: [hidden], the same dtype.
             num_sms: at most so many SMs, 1..32; 0 means as many as help. The same on all ranks.
             whole_residual: also bring every row of the residual to every rank, in the lane's own buffer, which is
@@ -81,10 +81,11 @@ class FusedAllReduceNorm(Protocol):
         """
         ...
 
-    def gather_residual(self, residual: torch.Tensor, *, lane: int = 0) -> torch.Tensor:
+    def gather_residual(self, residual: torch.Tensor, *, lane: int = 0, num_sms: int = 0) -> torch.Tensor:
         """Every row from its owner, in the lane's own buffer: a view, valid until the lane is used again.
 
-        `residual` itself under ONE_SHOT. Needs `open_*(whole_residual=True)`. Raises: as run().
+        `residual` itself under ONE_SHOT. `num_sms`: the budget of the calls that it was carried through, which says who
+        owns which rows; bringing them together keeps to none. Needs `open_*(whole_residual=True)`. Raises: as run().
         """
         ...
 

@@ -50,11 +50,11 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How run() treats `num_tokens` rows: a function of the number alone, the same on all ranks and for all layers.
+    """How run() treats `num_tokens` rows: a function of the number and the budget, the same on all ranks and layers.
 
     Rows [start, stop) are this rank's: after run() with a scattered residual only those rows of it are the sum. With
     ONE_SHOT every rank owns all rows, so that the residual is whole everywhere. A residual must be carried from layer
-    to layer under one plan: one num_tokens, one provider.
+    to layer under one plan: one num_tokens, one budget, one provider.
     """
 
     algorithm: Algorithm
@@ -63,38 +63,65 @@ class Plan:
     stop: int
 
 
+Curve = tuple[tuple[int, float], ...]  # (bytes, us), ascending in bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Measured us of each algorithm at ascending sizes, one world size and dtype size; what was not run is absent.
+    """Measured us of sums, a curve a way; one world size and dtype size. What was not run is absent.
 
-    ways: ascending sizes, and the fastest way of a two-shot sum that may have every SM; () where that was not measured.
-    one_shot_ways: the same of one-shot sums.
+    Ways are kept apart because not every one exists at every size: PUSH ends where slots do, and a time between that of
+    a pushed size and of one that is read would be nobody's. A way without a budget may have every SM.
     few_sms: with how many SMs a sum is as fast as with any that leave most of the GPU to others; 0: not measured.
     """
 
-    sizes_bytes: tuple[int, ...]
-    times_us: Mapping[Algorithm, tuple[float, ...]]
-    ways: tuple[tuple[int, Way], ...] = ()
+    curves: Mapping[tuple[Algorithm, Way], Curve]
     few_sms: int = 0
-    one_shot_ways: tuple[tuple[int, Way], ...] = ()
 
-    def way(self, algorithm: Algorithm, num_bytes: int) -> Way | None:
-        """Of the nearest measured size, in the logarithms. None where nothing was measured."""
-        measured = {Algorithm.ONE_SHOT: self.one_shot_ways, Algorithm.TWO_SHOT: self.ways}.get(algorithm)
-        if not measured:
-            return None
-        return min(measured, key=lambda row: abs(log(row[0] / num_bytes)))[1]
+    def us(self, algorithm: Algorithm, way: Way, num_bytes: int) -> float | None:
+        """Between measured sizes straight in the logarithms, above them by the nearest one's rate, below as there.
 
-    def at(self, algorithm: Algorithm, num_bytes: int) -> float:
-        """Between measured sizes straight in the logarithms, beyond them by the nearest one's rate."""
-        sizes, times = self.sizes_bytes, self.times_us[algorithm]
-        if num_bytes <= sizes[0]:
-            return times[0]
-        if num_bytes >= sizes[-1]:
-            return times[-1] * num_bytes / sizes[-1]
-        above = next(i for i, size in enumerate(sizes) if size > num_bytes)
-        share = log(num_bytes / sizes[above - 1]) / log(sizes[above] / sizes[above - 1])
-        return times[above - 1] ** (1 - share) * times[above] ** share
+        Of the nearest measured budget where `way` has one; None where nothing like it was measured.
+        """
+        curve = self.curves.get((algorithm, way))
+        if curve is None and way.num_sms:
+            budgets = [
+                one.num_sms
+                for of, one in self.curves
+                if of is algorithm and one.engine is way.engine and one.num_sms
+            ]
+            if budgets:
+                nearest = min(budgets, key=lambda one: abs(log(one / way.num_sms)))
+                curve = self.curves[algorithm, Way(way.engine, nearest)]
+        return None if curve is None else _on_curve(curve, num_bytes)
+
+    def way(
+        self, algorithm: Algorithm, num_bytes: int, engines: Sequence[Engine], num_sms: int = 0
+    ) -> Way | None:
+        """The fastest at this size; None where none was measured.
+
+        Args: engines: that can make this sum; num_sms: the budget that it must keep, 0: it may have every SM.
+        """
+        if num_sms:
+            asked = [Way(engine, num_sms) for engine in engines]
+        else:
+            asked = [way for of, way in self.curves if of is algorithm and way.engine in engines]
+        found = {way: us for way in asked if (us := self.us(algorithm, way, num_bytes)) is not None}
+        if num_sms:
+            return min(found, key=lambda way: found[way]) if found else None
+        return fastest_way(found) if any(not way.num_sms for way in found) else None
+
+
+def _on_curve(curve: Curve, num_bytes: int) -> float:
+    (first, first_us), (last, last_us) = curve[0], curve[-1]
+    if num_bytes <= first:
+        return first_us
+    if num_bytes >= last:
+        return last_us * num_bytes / last
+    above = next(i for i, (size, _) in enumerate(curve) if size > num_bytes)
+    (size, us), (next_size, next_us) = curve[above - 1], curve[above]
+    share = log(num_bytes / size) / log(next_size / size)
+    return us ** (1 - share) * next_us**share
 
 
 # Where nothing was measured: one-shot while reading (n-1) inputs costs less than a second meeting of all ranks.
@@ -102,17 +129,53 @@ DEFAULT_ONE_SHOT_BYTES = {2: 1 << 20, 3: 512 << 10, 4: 512 << 10}
 FEW_ONE_SHOT_BYTES = 256 << 10  # more than four ranks
 
 
-def pick(num_bytes: int, world: int, times: Times | None = None, *, multicast: bool = False) -> Algorithm:
+# That can make a sum, first the one that does where nothing was measured. PUSH and BULK not always (CudaFused says).
+ENGINES: Mapping[Algorithm, Sequence[Engine]] = {
+    Algorithm.ONE_SHOT: (Engine.PUSH, Engine.PLAIN),
+    Algorithm.TWO_SHOT: (Engine.BULK, Engine.PLAIN),
+    Algorithm.MULTIMEM: (Engine.MULTIMEM,),
+}
+
+
+def way_of(
+    algorithm: Algorithm, num_bytes: int, engines: Sequence[Engine], times: Times | None, num_sms: int = 0
+) -> Way:
+    """How a sum of `num_bytes` a rank is made. Args: as Times.way()."""
+    measured = times.way(algorithm, num_bytes, engines, num_sms) if times is not None else None
+    return measured or Way(engines[0], num_sms)
+
+
+def _us_of(
+    algorithm: Algorithm, num_bytes: int, engines: Sequence[Engine], times: Times | None, num_sms: int
+) -> float | None:
+    way = way_of(algorithm, num_bytes, engines, times, num_sms)
+    return None if times is None else times.us(algorithm, way, num_bytes)
+
+
+def pick(
+    num_bytes: int,
+    world: int,
+    times: Times | None = None,
+    engines: Mapping[Algorithm, Sequence[Engine]] = ENGINES,
+    num_sms: int = 0,
+    *,
+    multicast: bool = False,
+) -> Algorithm:
     """The way to sum `num_bytes` per rank. TWO_SHOT where two are as fast: it spares the link.
 
+    Compared are the ways that would be taken at this size and with this budget (way_of); where nothing was measured
+    with a budget, those with every SM. Args: engines: that can make a sum of this size, by algorithm.
     MULTIMEM only when the caller found multicast, and then for everything that is not ONE_SHOT's.
     """
     if world == 1:
         return Algorithm.ONE_SHOT
     large = Algorithm.MULTIMEM if multicast else Algorithm.TWO_SHOT
-    if times is not None and {Algorithm.ONE_SHOT, large} <= set(times.times_us):
-        faster = times.at(Algorithm.ONE_SHOT, num_bytes) < times.at(large, num_bytes)
-        return Algorithm.ONE_SHOT if faster else large
+    for budget in (num_sms, 0):
+        few_us, many_us = (
+            _us_of(one, num_bytes, engines[one], times, budget) for one in (Algorithm.ONE_SHOT, large)
+        )
+        if few_us is not None and many_us is not None:
+            return Algorithm.ONE_SHOT if few_us < many_us else large
     limit = DEFAULT_ONE_SHOT_BYTES.get(world, FEW_ONE_SHOT_BYTES)
     return Algorithm.ONE_SHOT if num_bytes <= limit else large
 
@@ -210,26 +273,32 @@ def fewest_sms(rows: Sequence[Mapping[Way, float]]) -> int:
 
 
 def times_from_rows(
-    rows: Sequence[tuple[int, Mapping[Algorithm, float]]],
+    rows: Sequence[tuple[int, Mapping[Algorithm, float]]] = (),
     ways: Sequence[tuple[int, Mapping[Way, float]]] = (),
     one_shot_ways: Sequence[tuple[int, Mapping[Way, float]]] = (),
+    *,
+    few_sms_from_bytes: int = 0,
 ) -> Times:
-    """Rows of (bytes, us by algorithm), any order; algorithms that miss a size are left out.
+    """Times of rows in any order.
 
     Args:
-        ways: (bytes, us by way) of two-shot sums, any order.
+        rows: (bytes, us by algorithm) of registers and every SM.
+        ways: (bytes, us by way) of two-shot sums.
         one_shot_ways: the same of one-shot sums.
+        few_sms_from_bytes: smaller two-shot sums have no say in how many SMs are enough.
     """
+    points: dict[tuple[Algorithm, Way], dict[int, float]] = {}
 
-    def fastest(measured: Sequence[tuple[int, Mapping[Way, float]]]) -> tuple[tuple[int, Way], ...]:
-        return tuple((size, fastest_way(us)) for size, us in sorted(measured, key=lambda row: row[0]))
+    def put(algorithm: Algorithm, size: int, us_by_way: Mapping[Way, float]) -> None:
+        for way, us in us_by_way.items():
+            points.setdefault((algorithm, way), {})[size] = us
 
-    ordered = sorted(rows, key=lambda row: row[0])
-    common = set.intersection(*(set(row[1]) for row in ordered))
-    return Times(
-        tuple(row[0] for row in ordered),
-        {one: tuple(row[1][one] for row in ordered) for one in sorted(common)},
-        fastest(ways),
-        fewest_sms([us for _, us in ways]),
-        fastest(one_shot_ways),
-    )
+    for size, us_by_algorithm in rows:
+        for algorithm, us in us_by_algorithm.items():
+            put(algorithm, size, {Way(Engine.PLAIN): us})
+    for size, us_by_way in ways:
+        put(Algorithm.TWO_SHOT, size, us_by_way)
+    for size, us_by_way in one_shot_ways:
+        put(Algorithm.ONE_SHOT, size, us_by_way)
+    few_sms = fewest_sms([us for size, us in ways if size >= few_sms_from_bytes])
+    return Times({key: tuple(sorted(found.items())) for key, found in points.items()}, few_sms)

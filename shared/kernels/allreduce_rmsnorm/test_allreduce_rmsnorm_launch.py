@@ -10,7 +10,7 @@ from shared.kernels.allreduce_rmsnorm.acted_driver import ActedDriver, ActedGrou
 from shared.kernels.allreduce_rmsnorm.arenas import Arena
 from shared.kernels.allreduce_rmsnorm.errors import FusedUnavailable, Phase, pack
 from shared.kernels.allreduce_rmsnorm.fused import LATER_MS, CudaFused, FusedSettings
-from shared.kernels.allreduce_rmsnorm.plan import Algorithm, Times, Way, make_plan, times_from_rows
+from shared.kernels.allreduce_rmsnorm.plan import Algorithm, Way, make_plan, times_from_rows
 from shared.kernels.allreduce_rmsnorm.reference import reference
 from shared.kernels.allreduce_rmsnorm.shapes import Engine, Launch
 
@@ -96,12 +96,12 @@ def test_few_rows_are_pushed_unless_reading_was_measured_to_be_shorter_and_more_
     assert fused[0].way(Algorithm.ONE_SHOT, 1, num_sms=3) == Way(Engine.PUSH, 3)
     assert fused[0].engine(Algorithm.ONE_SHOT) is Engine.PLAIN, "of any number of rows"
     rows = [(16384 * 2 * count, {plain: us, push: 1.0}) for count, us in ((1, 2.0), (8, 0.9), (256, 2.0))]
-    times = times_from_rows([(1, {Algorithm.ONE_SHOT: 1.0, Algorithm.TWO_SHOT: 2.0})], (), rows)
+    times = times_from_rows([(1, {Algorithm.TWO_SHOT: 2.0})], (), rows)
     weight = torch.ones(16384, dtype=torch.bfloat16)
     held = [torch.zeros(2, 16384, dtype=torch.bfloat16) for _ in fused]
     for rank, one in enumerate(fused):
         one.use(times)
-        assert [one.way(Algorithm.ONE_SHOT, count).engine for count in (2, 20, 64, 65)] == [
+        assert [one.way(Algorithm.ONE_SHOT, count).engine for count in (2, 9, 64, 65)] == [
             Engine.PUSH, Engine.PLAIN, Engine.PUSH, Engine.PLAIN,
         ]  # fmt: skip
         one.run(one.input(2), held[rank], weight, EPS, num_sms=1)
@@ -153,7 +153,7 @@ def test_rows_on_all_sms_go_the_way_that_was_measured_to_be_shorter_and_a_budget
     plain, bulk = Way(Engine.PLAIN), Way(Engine.BULK)
     one.use(
         times_from_rows(
-            [(1, {Algorithm.ONE_SHOT: 2.0, Algorithm.TWO_SHOT: 1.0})],
+            [(1, {Algorithm.ONE_SHOT: 3.0})],
             [(8192 * 2, {plain: 1.0, bulk: 2.0}), (3 * 8192 * 2, {plain: 2.0, bulk: 1.0})],
         )
     )
@@ -165,15 +165,17 @@ def test_rows_on_all_sms_go_the_way_that_was_measured_to_be_shorter_and_a_budget
 
 def test_a_sum_that_was_fastest_with_few_ctas_has_so_many_and_a_callers_budget_stays_the_callers():
     fused, group = open_group(2)
-    few = Way(Engine.PLAIN, 2)
-    times = times_from_rows(
-        [(1, {Algorithm.ONE_SHOT: 2.0, Algorithm.TWO_SHOT: 1.0})], [(1, {Way(Engine.PLAIN): 1.0, few: 0.9})]
+    few, plain = Way(Engine.PLAIN, 2), Way(Engine.PLAIN)
+    times = times_from_rows([(1, {Algorithm.ONE_SHOT: 2.0})], [(1, {plain: 1.0, few: 0.9})])
+    elsewhere = times_from_rows(
+        [(1, {Algorithm.ONE_SHOT: 2.0})],
+        [(1, {plain: 1.0, Way(Engine.BULK): 0.5, Way(Engine.BULK, 2): 0.4})],
     )
     partials, residual, weight = tensors(2, 8, 7)
     held = [residual.clone() for _ in fused]
     for one in fused:
         one.driver.capability = (8, 0)  # no bulk copies: what was measured elsewhere does not count
-        one.use(times)
+        one.use(elsewhere)
     for num_sms in (0, 3):
         for rank, one in enumerate(fused):
             one.run(partials[rank], held[rank], weight, EPS, num_sms=num_sms)
@@ -238,8 +240,8 @@ def test_no_call_has_more_ctas_than_the_group_may_use():
     fused, group = opened(2, FusedSettings(2048, 64, max_ctas=4))
     weight = torch.ones(2048).bfloat16()
     held = [torch.zeros(64, 2048).bfloat16() for _ in fused]  # the last rank's launch writes the others' too
-    times = Times(
-        (1, 2), {Algorithm.ONE_SHOT: (9.0, 9.0), Algorithm.TWO_SHOT: (1.0, 1.0)}, ((1, Way(Engine.BULK, 32)),)
+    times = times_from_rows(
+        [(1, {Algorithm.ONE_SHOT: 9.0})], [(1, {Way(Engine.BULK): 2.0, Way(Engine.BULK, 32): 1.0})]
     )
     for measured in (None, times):
         for num_sms in (0, 2, 16):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import InvalidRequest
-from shared.kernels.allreduce_rmsnorm.calibrate import one_shot_ways, sizes, two_shot_ways
+from shared.kernels.allreduce_rmsnorm.calibrate import BUDGETS, one_shot_ways, sizes, two_shot_ways
 from shared.kernels.allreduce_rmsnorm.plan import (
     MAX_TOKENS,
     Algorithm,
@@ -78,10 +78,10 @@ def test_multimem_is_picked_only_where_multicast_is_reported(num_bytes, world):
     assert pick(num_bytes, world, multicast=True) is not Algorithm.TWO_SHOT
 
 
-PLAIN, BULK = Way(Engine.PLAIN), Way(Engine.BULK)
+PLAIN, PUSH, BULK, BULK_8 = Way(Engine.PLAIN), Way(Engine.PUSH), Way(Engine.BULK), Way(Engine.BULK, 8)
 
 
-def test_the_engine_is_that_of_the_nearest_measured_size_also_beyond_one_where_the_other_won():
+def test_the_engine_is_the_one_that_is_faster_at_a_size_also_beyond_one_where_the_other_won():
     # four H200s (loadtest/results/h200-fused-norm.json): registers win again from 64 MB up
     ways = [
         (1 << 25, {PLAIN: 164.4, BULK: 161.2}),
@@ -89,12 +89,15 @@ def test_the_engine_is_that_of_the_nearest_measured_size_also_beyond_one_where_t
         (1 << 26, {PLAIN: 324.8, BULK: 325.6}),
         (1 << 27, {PLAIN: 639.9, BULK: 659.9}),
     ]
-    times = times_from_rows([(1, {Algorithm.TWO_SHOT: 1.0})], ways)
-    asked = (1, 1 << 23, (1 << 24) - 1, (1 << 24) + 1, 1 << 25, 3 << 24, 1 << 26, 1 << 29)
-    found = [times.way(Algorithm.TWO_SHOT, size) for size in asked]
-    assert found == [PLAIN, PLAIN, PLAIN, BULK, BULK, PLAIN, PLAIN, PLAIN]
-    assert times.way(Algorithm.ONE_SHOT, 1) is times.way(Algorithm.MULTIMEM, 1) is None
-    assert times_from_rows([(1, {Algorithm.TWO_SHOT: 1.0})]).way(Algorithm.TWO_SHOT, 1) is None
+    times = times_from_rows((), ways)
+    asked = (1, 1 << 23, (1 << 24) - 1, 9 << 21, 1 << 25, 3 << 24, 15 << 22, 1 << 26, 1 << 29)
+    found = [times.way(Algorithm.TWO_SHOT, size, list(Engine)) for size in asked]
+    assert found == [PLAIN, PLAIN, PLAIN, BULK, BULK, BULK, PLAIN, PLAIN, PLAIN]
+    assert times.way(Algorithm.TWO_SHOT, 1 << 25, [Engine.PLAIN]) == PLAIN, "where there are no bulk copies"
+    for algorithm in (Algorithm.ONE_SHOT, Algorithm.MULTIMEM):
+        assert times.way(algorithm, 1, list(Engine)) is times.us(algorithm, PLAIN, 1) is None
+    assert times.way(Algorithm.TWO_SHOT, 1, [Engine.MULTIMEM]) is None
+    assert times_from_rows((), [(1, {BULK_8: 1.0})]).way(Algorithm.TWO_SHOT, 1, list(Engine)) is None
 
 
 def test_fewer_ctas_than_sms_are_taken_only_where_they_win_by_more_than_noise():
@@ -145,13 +148,13 @@ def measured_ways(world: int) -> list[tuple[int, dict[Way, float]]]:
 @pytest.mark.parametrize(("world", "few"), [(2, 16), (4, 8)])
 def test_what_is_tried_at_start_has_the_fastest_way_of_the_h200s_at_every_size_within_2_percent(world, few):
     rows = measured_ways(world)
-    tried = two_shot_ways(Engine.BULK, is_large=True)
+    tried = two_shot_ways(Engine.BULK)
     times = times_from_rows(
-        [(1, {Algorithm.TWO_SHOT: 1.0})],
+        (),
         [(size, {way: us[way] for way in tried}) for size, us in rows if size <= 8192 * 8192 * 2],
     )
     for size, us in rows:  # sizes beyond those that an engine's buffers hold at its start, too
-        way = times.way(Algorithm.TWO_SHOT, size)
+        way = times.way(Algorithm.TWO_SHOT, size, list(Engine))
         assert way is not None
         assert us[way] <= 1.02 * min(us.values()), (size, way)
     assert times.few_sms == few
@@ -162,16 +165,30 @@ def test_every_size_that_the_buffers_hold_is_measured_up_to_32k_tokens():
     few, many = sizes(8192)
     assert (few[-1], many) == (512, [1024, 2048, 4096, 8192])
     assert sizes(65_536)[1][-1] == 32_768
-    assert two_shot_ways(Engine.PLAIN, is_large=False) == [PLAIN]
-    assert two_shot_ways(Engine.BULK, is_large=False) == [PLAIN, BULK]
-    assert [one_shot_ways(count, 64) for count in (64, 65)] == [[PLAIN, Way(Engine.PUSH)], [PLAIN]]
+    assert sizes(8192, 204)[0][7:] == [128, 204, 256, 512], "the most that slots hold, too"
+    assert sizes(8192, 1024) == ([*few, 1024], [2048, 4096, 8192])
+    assert two_shot_ways(Engine.PLAIN) == [PLAIN, *(Way(Engine.PLAIN, sms) for sms in BUDGETS)]
+    assert two_shot_ways(Engine.BULK) == [PLAIN, BULK, *(Way(Engine.BULK, sms) for sms in BUDGETS)]
+    assert [one_shot_ways(count, 64)[:2] for count in (64, 65)] == [
+        [PLAIN, PUSH],
+        [PLAIN, Way(Engine.PLAIN, 4)],
+    ]
 
 
 def test_times_between_sizes_lie_between_and_grow_beyond_the_last():
     times = times_from_rows([(1024, {Algorithm.TWO_SHOT: 8.0}), (4096, {Algorithm.TWO_SHOT: 16.0})])
-    assert times.at(Algorithm.TWO_SHOT, 10) == 8.0
-    assert 8.0 < times.at(Algorithm.TWO_SHOT, 2048) < 16.0
-    assert times.at(Algorithm.TWO_SHOT, 8192) == 32.0
+    found = [times.us(Algorithm.TWO_SHOT, PLAIN, size) for size in (10, 1024, 2048, 4096, 8192)]
+    assert found == pytest.approx([8.0, 8.0, 128**0.5, 16.0, 32.0])
+
+
+def test_the_time_of_a_budget_that_was_not_measured_is_that_of_the_nearest_one():
+    times = times_from_rows((), [(1, {PLAIN: 1.0, BULK: 2.0, BULK_8: 3.0, Way(Engine.BULK, 16): 4.0})])
+    budgets = (1, 8, 11, 12, 16, 32)
+    found = [times.us(Algorithm.TWO_SHOT, Way(Engine.BULK, num_sms), 1) for num_sms in budgets]
+    assert found == [3.0, 3.0, 3.0, 4.0, 4.0, 4.0]
+    assert times.us(Algorithm.TWO_SHOT, Way(Engine.PLAIN, 8), 1) is None
+    assert times.way(Algorithm.TWO_SHOT, 1, list(Engine), 9) == Way(Engine.BULK, 9)
+    assert times.way(Algorithm.TWO_SHOT, 1, [Engine.PLAIN], 9) is None
 
 
 @pytest.mark.parametrize(

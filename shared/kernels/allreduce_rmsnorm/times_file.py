@@ -1,44 +1,42 @@
 """Times as bytes, so that a group's next start need not measure them again. No I/O.
 
-    {"version": 2, "key": "<of the caller>", "sizes_bytes": [...], "times_us": {"one_shot": [...], ...},
-     "ways": [[16777216, "plain", 0], ...], "few_sms": 8, "one_shot_ways": [[16384, "push", 0], ...]}
+    {"version": 3, "key": "<of the caller>", "few_sms": 8,
+     "curves": [["one_shot", "push", 0, [[16384, 5.2], ...]], ["two_shot", "bulk", 16, [...]], ...]}
 
 `key` says what they belong to (GPU, driver, ranks, shape, kernel). Another version or key, or bytes that are no such
-file, count as no file. `ways`, of two-shot sums, and `one_shot_ways`: (bytes, engine, CTAs, 0: one an SM).
+file, count as no file. A curve: algorithm, engine, CTAs (0: one an SM), and (bytes, us) at ascending sizes.
 """
 
-from collections.abc import Sequence
 from itertools import pairwise
+from math import inf
 
 import msgspec
 
 from shared.kernels.allreduce_rmsnorm.plan import MAX_BUDGET_SMS, Algorithm, Engine, Times, Way
 from shared.wire.codec import MALFORMED
 
-FILE_VERSION = 2
-_ONE_SHOT_ENGINES = {Engine.PLAIN, Engine.PUSH}
-_TWO_SHOT_ENGINES = {Engine.PLAIN, Engine.BULK}  # MULTIMEM is an algorithm's own, where a group has multicast
+FILE_VERSION = 3
+_ENGINES = {  # of what is measured; MULTIMEM is an algorithm's own, where a group has multicast
+    Algorithm.ONE_SHOT: {Engine.PLAIN, Engine.PUSH},
+    Algorithm.TWO_SHOT: {Engine.PLAIN, Engine.BULK},
+}
 
-_Ways = list[tuple[int, Engine, int]]
+_Curve = tuple[Algorithm, Engine, int, list[tuple[int, float]]]
 
 
 class _TimesFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: int
     key: str
-    sizes_bytes: list[int]
-    times_us: dict[Algorithm, list[float]]
-    ways: _Ways
     few_sms: int
-    one_shot_ways: _Ways
+    curves: list[_Curve]
 
 
 def pack_times(key: str, times: Times) -> bytes:
     """The file's bytes."""
-    whole = _TimesFile(
-        version=FILE_VERSION, key=key, sizes_bytes=list(times.sizes_bytes),
-        times_us={name: list(us) for name, us in times.times_us.items()},
-        ways=_packed(times.ways), few_sms=times.few_sms, one_shot_ways=_packed(times.one_shot_ways),
-    )  # fmt: skip
+    curves = [
+        (algorithm, way.engine, way.num_sms, list(curve)) for (algorithm, way), curve in times.curves.items()
+    ]
+    whole = _TimesFile(version=FILE_VERSION, key=key, few_sms=times.few_sms, curves=curves)
     return msgspec.json.format(msgspec.json.encode(whole), indent=2)
 
 
@@ -48,33 +46,28 @@ def unpack_times(data: bytes, key: str) -> Times | None:
         found = msgspec.json.decode(data, type=_TimesFile)
     except MALFORMED:
         return None
-    sizes = found.sizes_bytes
-    if found.version != FILE_VERSION or found.key != key or not sizes or not found.times_us:
+    if found.version != FILE_VERSION or found.key != key or not 0 <= found.few_sms <= MAX_BUDGET_SMS:
         return None
-    if min(sizes) < 1 or any(one >= other for one, other in pairwise(sizes)):
+    if not all(_makes_sense(curve) for curve in found.curves):
         return None
-    if any(len(us) != len(sizes) or min(us) <= 0.0 for us in found.times_us.values()):
+    curves = {
+        (algorithm, Way(engine, num_sms)): tuple(points)
+        for algorithm, engine, num_sms, points in found.curves
+    }
+    whole = {algorithm for algorithm, way in curves if not way.num_sms}
+    if len(curves) != len(found.curves) or whole != _ENGINES.keys():
         return None
-    ways = [*found.ways, *found.one_shot_ways]
-    budgets = [found.few_sms, *(num_sms for _, _, num_sms in ways)]
-    if any(size < 1 for size, _, _ in ways) or not all(0 <= one <= MAX_BUDGET_SMS for one in budgets):
-        return None
-    if not {engine for _, engine, _ in found.one_shot_ways} <= _ONE_SHOT_ENGINES:
-        return None
-    if not {engine for _, engine, _ in found.ways} <= _TWO_SHOT_ENGINES:
-        return None
-    return Times(
-        tuple(sizes),
-        {name: tuple(us) for name, us in found.times_us.items()},
-        _unpacked(found.ways),
-        found.few_sms,
-        _unpacked(found.one_shot_ways),
+    return Times(curves, found.few_sms)
+
+
+def _makes_sense(curve: _Curve) -> bool:
+    algorithm, engine, num_sms, points = curve
+    sizes = [size for size, _ in points]
+    return (
+        engine in _ENGINES.get(algorithm, ())
+        and 0 <= num_sms <= MAX_BUDGET_SMS
+        and bool(sizes)
+        and sizes[0] >= 1
+        and all(one < other for one, other in pairwise(sizes))
+        and all(0.0 < us < inf for _, us in points)
     )
-
-
-def _packed(ways: Sequence[tuple[int, Way]]) -> _Ways:
-    return [(size, way.engine, way.num_sms) for size, way in ways]
-
-
-def _unpacked(ways: _Ways) -> tuple[tuple[int, Way], ...]:
-    return tuple((size, Way(engine, num_sms)) for size, engine, num_sms in ways)
