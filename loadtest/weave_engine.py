@@ -186,10 +186,10 @@ def main(argv: list[str]) -> int:
     from shared.engine.vllm_setup import prepare_environment
 
     prepare_environment(options.device, 1, in_pages=True)
-    from shared.engine.weave_measured import MeasuredEngine
+    from shared.engine.weave_measured import bench_engine
 
     vocabulary = json.loads(Path(options.model_dir, "config.json").read_text())["vocab_size"]
-    engine = MeasuredEngine(
+    engine = bench_engine(
         options.kind, options.model_dir, options.tp, longest_request(options), options.sms, options.device,
         max_seqs=options.serve or 8,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """What AsyncEngineArgs are told for an engine in the pool's pages, and for one that copies."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from shared.engine.worker_config import (
     fair_swap,
     far_places,
     has_slots,
+    works_in_pages,
 )
 from shared.errors import SettingsError
 from shared.kv.layout import EngineDescription
@@ -81,6 +83,49 @@ def by_copies() -> dict[str, Any]:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {},
         },
+    }
+
+
+def in_memory(settings: WorkerSettings, *, with_pool: bool = True) -> dict[str, Any]:
+    """Of an engine's cache: where it lies, and whose scheduler and workers know it."""
+    if not with_pool:
+        return {"async_scheduling": False}
+    return in_pages(settings) if works_in_pages(settings) else by_copies()
+
+
+def engine_arguments(settings: WorkerSettings, hosted: Mapping[str, Any]) -> dict[str, Any]:
+    """All that vLLM is told of an engine; the short engines of worker.weave = auto are told the same (weave_probe.py).
+
+    Args: hosted: of its cache (in_memory), and of its ranks' sums where those are ours (weave_arguments).
+    """
+    found = dict(hosted)
+    if settings.kv_cache_bytes:
+        found["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    if settings.gpu_memory_utilization:
+        found["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    return {
+        "model": settings.model_dir,
+        "served_model_name": settings.model_name,
+        "dtype": settings.dtype,
+        "load_format": settings.load_format,
+        "max_model_len": settings.max_model_len or None,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "block_size": block_size(settings),
+        "enforce_eager": settings.enforce_eager or current_platform.is_cpu() or has_slots(settings),
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "seed": 0,
+        "structured_outputs_config": {
+            "backend": settings.structured_backend,
+            "disable_any_whitespace": not (
+                settings.structured_any_whitespace or settings.structured_backend == "auto"
+            ),
+        },
+        "disable_log_stats": False,
+        "generation_config": "auto",
+        **found,
     }
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from shared.engine.interface import Engine
-from shared.engine.worker_config import WorkerSettings, works_in_pages
+from shared.engine.worker_config import WorkerSettings
 
 
 def choose_device(settings: WorkerSettings, vllm_distribution: str) -> str:
@@ -25,10 +25,10 @@ def make_engine(settings: WorkerSettings) -> Engine:
 
         return MockEngine(settings)
     from shared.engine.crashes import die_when_crashed
-    from shared.engine.vllm_setup import check_platform, check_version, prepare_environment, quick_imports
+    from shared.engine.vllm_setup import check_platform, check_version, engine_environment, quick_imports
 
     device = choose_device(settings, check_version())
-    prepare_environment(device, settings.threads, in_pages=works_in_pages(settings))
+    engine_environment(settings, device)
     with quick_imports():
         check_platform(device)
         from shared.engine.vllm_engine import VllmEngine

@@ -6,7 +6,6 @@ worker forked from a process that has imported vLLM is ready in a second or two 
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -25,10 +24,9 @@ from shared.engine.block_hasher import EXTRA_ARGS_KEY
 from shared.engine.cache_events import CacheEventReceiver
 from shared.engine.describe import describe_engine, why_not_in_pages
 from shared.engine.engine_arguments import (
-    block_size,
-    by_copies,
+    engine_arguments,
     for_the_core,
-    in_pages,
+    in_memory,
     with_slots,
     without_pool,
 )
@@ -49,6 +47,7 @@ from shared.engine.page_room import room_from
 from shared.engine.preload import preload_architecture
 from shared.engine.rank_processes import EngineFolder, host_ranks
 from shared.engine.sampling import honour_seeds, mark_checked, prompt_rows, sampling_params, trust_checks
+from shared.engine.vllm_setup import fork_ranks
 from shared.engine.weave_restart import started
 from shared.engine.weave_settings import weave_arguments
 from shared.engine.worker_config import WorkerSettings, has_slots, works_in_pages
@@ -120,8 +119,7 @@ class VllmEngine:
         elif self.uses_pool:
             assert config.kv_transfer_config is not None
             config.kv_transfer_config.kv_connector_extra_config.update(extra)
-        # the CPU platform asks for spawn, which would import everything again (15 CPU-seconds)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # noqa: TID251  vLLM's setting, not ours
+        fork_ranks()
         off = msgspec.structs.replace(settings, weave="off")
         self._llm, config = started(
             lambda found: AsyncLLM.from_vllm_config(found, stat_loggers=[self._make_load_view]),
@@ -149,40 +147,8 @@ class VllmEngine:
 
     @staticmethod
     def _engine_args(settings: WorkerSettings, *, with_pool: bool = True) -> AsyncEngineArgs:
-        optional: dict[str, Any] = {}
-        if settings.kv_cache_bytes:
-            optional["kv_cache_memory_bytes"] = settings.kv_cache_bytes
-        if with_pool:
-            optional.update(in_pages(settings) if works_in_pages(settings) else by_copies())
-        else:
-            optional["async_scheduling"] = False
-        optional.update(weave_arguments(settings, optional))
-        if settings.gpu_memory_utilization:
-            optional["gpu_memory_utilization"] = settings.gpu_memory_utilization
-        return AsyncEngineArgs(
-            model=settings.model_dir,
-            served_model_name=settings.model_name,
-            dtype=settings.dtype,
-            load_format=settings.load_format,
-            max_model_len=settings.max_model_len or None,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            block_size=block_size(settings),
-            enforce_eager=settings.enforce_eager or current_platform.is_cpu() or has_slots(settings),
-            tensor_parallel_size=settings.tensor_parallel_size,
-            enable_prefix_caching=True,
-            prefix_caching_hash_algo="sha256_cbor",
-            seed=0,
-            structured_outputs_config={
-                "backend": settings.structured_backend,
-                "disable_any_whitespace": not (
-                    settings.structured_any_whitespace or settings.structured_backend == "auto"
-                ),
-            },
-            disable_log_stats=False,
-            generation_config="auto",
-            **optional,
-        )
+        hosted = in_memory(settings, with_pool=with_pool)
+        return AsyncEngineArgs(**engine_arguments(settings, hosted | weave_arguments(settings, hosted)))
 
     async def start(self) -> None:
         """Begin to deliver cache events."""

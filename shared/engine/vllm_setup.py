@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 
+from shared.engine.worker_config import WorkerSettings, works_in_pages
 from shared.errors import SettingsError
 
 VLLM_VERSION = "0.26.0"
@@ -62,6 +63,18 @@ def prepare_environment(device: str, threads: int, *, in_pages: bool) -> None:
         if not in_pages:
             env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+def engine_environment(settings: WorkerSettings, device: str) -> None:
+    """prepare_environment() for an engine of these settings; the short engines of worker.weave = auto have it too."""
+    prepare_environment(device, settings.threads, in_pages=works_in_pages(settings))
+
+
+def fork_ranks() -> None:
+    """Of engines that are made from now on: the CPU platform asks for spawn, which would import everything again (15
+    CPU-seconds), and sets that when a configuration is made. Call it behind that.
+    """
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # noqa: TID251  vLLM's setting, not ours
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from vllm.platforms import current_platform
 
 from shared.engine.vllm_setup import installed_vllm
 from shared.engine.weave_kept import driver_version, key_of, read_kept, write_kept
-from shared.engine.worker_config import WorkerSettings, has_slots
+from shared.engine.worker_config import WorkerSettings, has_slots, works_in_pages
 from shared.kernels.allreduce_rmsnorm.driver import source_digest
 from shared.kv.model_files import read_config
 from shared.weave.role_choice import Choice, choose, in_words
@@ -40,6 +41,15 @@ SHAPE_FIELDS = (
     "architectures", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "torch_dtype", "dtype", "quantization_config", "vocab_size",
 )  # fmt: skip
+PROBE = 2  # another measurement of the same: what was kept of an earlier one is not read
+SUMS_ENVIRONMENT = (
+    "NCCL_",
+    "NVSHMEM_",
+    "TORCH_SYMM_MEM_",
+    "VLLM_ALLREDUCE_",
+    "VLLM_FLASHINFER_",
+    "VLLM_USE_NCCL_",
+)
 _TILES = [(DEFAULT_TILE.tokens, DEFAULT_TILE.columns)] * 4
 
 
@@ -95,9 +105,17 @@ def _key(settings: WorkerSettings) -> str:
     return key_of(
         {name: config.get(name) for name in SHAPE_FIELDS}, settings.dtype, settings.tensor_parallel_size,
         settings.weave_sms, settings.max_num_batched_tokens, settings.max_num_seqs, settings.enforce_eager,
+        settings.block_tokens, works_in_pages(settings), PROBE, _vllms_own_sums(),
         current_platform.get_device_name(), installed_vllm(), metadata.version("torch"), driver_version(),
         source_digest(),
     )  # fmt: skip
+
+
+def _vllms_own_sums() -> tuple[object, ...]:
+    """What decides by which kernels stock vLLM adds up, beside GPUs and versions."""
+    environ = os.environ  # noqa: TID251  NCCL's, torch's and vLLM's settings, not ours
+    asked = sorted((name, value) for name, value in environ.items() if name.startswith(SUMS_ENVIRONMENT))
+    return find_spec("flashinfer") is not None, asked
 
 
 def _measure(settings: WorkerSettings) -> list[Timing]:
@@ -131,17 +149,10 @@ def _measure(settings: WorkerSettings) -> list[Timing]:
 
 def _run(settings: WorkerSettings, kind: str, out: Path, log: Path, limit_s: float) -> str:
     """Why it came to no end. Nothing of it is left."""
-    words = [sys.executable, "-m", "shared.engine.weave_probe", kind, settings.model_dir, str(out)]
-    words += [
-        "--tp",
-        str(settings.tensor_parallel_size),
-        "--sms",
-        str(settings.weave_sms),
-        "--dtype",
-        settings.dtype,
-    ]
-    words += ["--max-tokens", str(settings.max_num_batched_tokens), "--max-seqs", str(settings.max_num_seqs)]
-    words += ["--eager"] if settings.enforce_eager else []
+    given = out.with_name("settings.json")
+    bare = msgspec.structs.replace(settings, weave="off", coordinator_key="", redis_url="")
+    given.write_bytes(msgspec.json.encode(bare))
+    words = [sys.executable, "-m", "shared.engine.weave_probe", kind, str(given), str(out)]
     with log.open("wb") as file:
         process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:

@@ -3,12 +3,14 @@
 import multiprocessing
 import os
 import time
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
+from shared.engine.vllm_setup import fork_ranks
 from shared.errors import SettingsError
 
 KINDS = ("weave", "stock", "stock-alone", "stock-fused")
@@ -19,13 +21,12 @@ MODES = {  # of an engine of kind weave: (fuse_min_tokens, full_min_tokens, with
     "alone": (0, 0, True),
 }
 KV_BYTES = {"cuda": 24 << 30, "cpu": 256 << 20}  # of each rank
-LEAST_UTILIZATION = 0.01
 CAPTURED = [1, 2, 4, *range(8, 65, 8)]  # decode steps that are replayed; stock's and ours
 LEAST_WOVEN_TOKENS = 1024  # of steps that serve: TokenWeave 4.2.2 weaves hybrid batches from there on
 SPARE_TOKENS = 64
 DECODE_STEPS = 48
 _HERE = "shared.engine.weave_measured"
-# Many machines have multicast off; nothing here may ask for it.
+# A bench's: many machines have multicast off, so nothing of it may ask for it, and results are compared.
 NO_MULTICAST = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NCCL_NVLS_ENABLE": "0",
@@ -87,68 +88,23 @@ def _nothing_to_add(_self: Any, input_: torch.Tensor) -> torch.Tensor:
 
 
 class MeasuredEngine:
-    """Random weights, no prefix cache. Make it in a process of its own.
+    """An engine without a tokenizer whose forward passes are timed. Make it in a process of its own.
 
-    Args: kind: one of KINDS; longest: tokens of a request, and of a step until chunk() says otherwise; max_seqs:
-        requests that run at once; num_sms: of a part's sum, 0: as measured at start; kv_bytes: of each rank, and then
-        no other memory of the GPU is asked for beside what weights and steps take; 0: a bench's, on a GPU of its own.
+    Args: kind: one of KINDS; arguments: vLLM's, of the engine; device: "cuda" or "cpu".
     """
 
-    def __init__(
-        self,
-        kind: str,
-        model_dir: str,
-        tp: int,
-        longest: int,
-        num_sms: int,
-        device: str,
-        *,
-        max_seqs: int = 8,
-        is_eager: bool = False,
-        kv_bytes: int = 0,
-    ) -> None:
-        environ = os.environ  # noqa: TID251  vLLM's and torch's settings, not ours
-        environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        for name, value in NO_MULTICAST.items():
-            environ.setdefault(name, value)
+    def __init__(self, kind: str, arguments: Mapping[str, Any], device: str) -> None:
+        fork_ranks()
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # noqa: TID251  vLLM's, not ours; calls reach its scheduler
         from vllm import LLM, SamplingParams
         from vllm.v1.executor import multiproc_executor
 
         self.kind = kind
         self._params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
-        options: dict[str, Any] = {
-            "worker_extension_cls": f"{_HERE}.ForwardTimes",
-            "additional_config": {"quire_measured": kind},  # compiled graphs are kept by it
-        }
-        if kind == "stock-alone":
-            leave_sums_out()
-        elif kind == "stock-fused" and find_spec("flashinfer") is None:
-            raise SettingsError(
-                "vLLM's own fusion of all-reduce and norm needs FlashInfer, which is not installed"
-            )
-        elif kind == "weave":
-            options |= _woven(model_dir, tp, num_sms, is_eager=is_eager)
-        if kind != "weave":
-            options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": kind == "stock-fused"}}
-        if kv_bytes and device != "cpu":
-            options["gpu_memory_utilization"] = (
-                LEAST_UTILIZATION  # vLLM refuses to start where less than that is free
-            )
-        if device != "cpu":
-            sizes = [size for size in CAPTURED if size <= max_seqs]
-            options |= {"enforce_eager": True} if is_eager else {}
-            options.setdefault("compilation_config", {})["cudagraph_capture_sizes"] = sizes
-        else:
-            options |= {"dtype": "float32", "enforce_eager": True, "distributed_executor_backend": "mp"}
+        if device == "cpu":
             # vLLM spawns a CPU's ranks, whatever it is told: they would import it anew, and know of no sum left out
             multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
-        self._llm = LLM(
-            model=model_dir, load_format="dummy", tensor_parallel_size=tp, seed=0, enable_prefix_caching=False,
-            max_model_len=longest + SPARE_TOKENS, max_num_batched_tokens=longest + SPARE_TOKENS,
-            max_num_seqs=max_seqs, kv_cache_memory_bytes=kv_bytes or KV_BYTES["cpu" if device == "cpu" else "cuda"],
-            skip_tokenizer_init=True, **options,
-        )  # fmt: skip
+        self._llm = LLM(**arguments, skip_tokenizer_init=True, worker_extension_cls=f"{_HERE}.ForwardTimes")
         self._llm.collective_rpc("quire_time_forwards")
         adds_up = self._llm.collective_rpc("quire_adds_up")
         assert not any(adds_up) if kind == "stock-alone" else all(adds_up), "ranks are not forked from here"
@@ -222,14 +178,49 @@ class MeasuredEngine:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def _woven(model_dir: str, tp: int, num_sms: int, *, is_eager: bool) -> dict[str, Any]:
+def bench_engine(
+    kind: str, model_dir: str, tp: int, longest: int, num_sms: int, device: str, *, max_seqs: int = 8
+) -> MeasuredEngine:
+    """A bench's, on GPUs of its own: without multicast, stock vLLM with its fusion of all-reduce and norm or without.
+
+    Random weights, no prefix cache. Raises: SettingsError for a kind that cannot be had here.
+    Args: kind: one of KINDS; longest: tokens of a request, and of a step until serve_s() says otherwise; max_seqs:
+        requests that run at once; num_sms: of a part's sum, 0: as measured at start.
+    """
+    for name, value in NO_MULTICAST.items():
+        os.environ.setdefault(name, value)  # noqa: TID251  vLLM's and torch's settings, not ours
+    on_cpu = device == "cpu"
+    found: dict[str, Any] = {"additional_config": {"quire_measured": kind}}  # compiled graphs are kept by it
+    if kind == "stock-alone":
+        leave_sums_out()
+    elif kind == "stock-fused" and find_spec("flashinfer") is None:
+        raise SettingsError(
+            "vLLM's own fusion of all-reduce and norm needs FlashInfer, which is not installed"
+        )
+    elif kind == "weave":
+        found |= _woven(model_dir, tp, num_sms)
+    if kind != "weave":
+        found["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": kind == "stock-fused"}}
+    if on_cpu:
+        found |= {"dtype": "float32", "enforce_eager": True, "distributed_executor_backend": "mp"}
+    else:
+        sizes = [size for size in CAPTURED if size <= max_seqs]
+        found.setdefault("compilation_config", {})["cudagraph_capture_sizes"] = sizes
+    more = {
+        "model": model_dir, "load_format": "dummy", "tensor_parallel_size": tp, "seed": 0, "max_num_seqs": max_seqs,
+        "max_model_len": longest + SPARE_TOKENS, "max_num_batched_tokens": longest + SPARE_TOKENS,
+        "enable_prefix_caching": False, "kv_cache_memory_bytes": KV_BYTES["cpu" if on_cpu else "cuda"],
+    }  # fmt: skip
+    return MeasuredEngine(kind, found | more, device)
+
+
+def _woven(model_dir: str, tp: int, num_sms: int) -> dict[str, Any]:
     from shared.engine.weave_settings import weave_arguments
     from shared.engine.worker_config import WorkerSettings
 
     settings = WorkerSettings(
-        model_dir=model_dir, tensor_parallel_size=tp, weave="full", weave_min_tokens=2, weave_sms=num_sms,
-        enforce_eager=is_eager,
-    )  # fmt: skip
+        model_dir=model_dir, tensor_parallel_size=tp, weave="full", weave_min_tokens=2, weave_sms=num_sms
+    )
     return weave_arguments(settings, {})
 
 

@@ -1,10 +1,12 @@
 """One short-lived engine that worker.weave = auto is decided by; see weave_auto.py, which runs it.
 
-    python -m shared.engine.weave_probe stock|weave MODEL_DIR OUT.json --tp N [--max-tokens N] [--max-seqs N]
+    python -m shared.engine.weave_probe stock|weave SETTINGS.json OUT.json
 
-A few layers of the model's shape with random weights. Prompts from 512 tokens on: the forward pass on the slowest rank;
-fewer: a decode step of so many requests, the host's part included. OUT.json: {tokens: {mode: us}}, medians. It takes
-no more of the GPUs than weights, one step and the caches of what it asks: a mempool may have the rest.
+A few layers of the model's shape with random weights; else the engine that SETTINGS.json (a worker's) stands for: stock
+is told what that is told with `weave` off, in the same environment, but for OWN_ARGUMENTS. Prompts from 512 tokens on:
+the forward pass on the slowest rank; fewer: a decode step of so many requests, the host's part included. OUT.json:
+{tokens: {mode: us}}, medians. It takes no more of the GPUs than weights, one step and the caches of what it asks: a
+mempool may have the rest.
 """
 
 import argparse
@@ -17,6 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
+
+from shared.engine.vllm_setup import engine_environment
+from shared.engine.worker_config import WorkerSettings
 from shared.weave.role_choice import LEAST_PROMPT_TOKENS
 from shared.weave.turns import turns
 
@@ -26,7 +32,40 @@ BATCHES = (1, 8, 32)
 REPEATS = 5
 ROUND_BUDGET_S = 20.0  # of the rounds behind the first two
 REQUEST_TOKENS = 256  # at least what a decode request's cache holds: 16 tokens, an answer, whole blocks
+SPARE_TOKENS = 64  # of a request, behind its prompt
+LEAST_UTILIZATION = 0.01  # vLLM refuses to start where less than that is free
 SPARE_SHARE = 8  # one of so many tokens more
+
+
+# What a short engine is told otherwise: its size, no prompt found again in another mode's turn, no page of a mempool's.
+# And its core is in the process that asks (VLLM_ENABLE_V1_MULTIPROCESSING=0), without a tokenizer.
+OWN_ARGUMENTS = frozenset({
+    "model", "load_format", "max_model_len", "kv_cache_memory_bytes", "gpu_memory_utilization", "enable_prefix_caching",
+    "skip_tokenizer_init", "worker_extension_cls", "worker_cls", "scheduler_cls", "kv_transfer_config",
+})  # fmt: skip
+
+
+def probe_arguments(kind: str, settings: WorkerSettings, model: Path, longest: int) -> dict[str, Any]:
+    """vLLM's. Args: model: of probe_model(); longest: tokens of a prompt."""
+    from shared.engine.engine_arguments import engine_arguments, in_memory
+    from shared.engine.weave_settings import weave_arguments
+
+    hosted = {"async_scheduling": in_memory(settings)["async_scheduling"]}
+    if kind == "weave":  # everything is, until the engine is told otherwise
+        woven = msgspec.structs.replace(settings, weave="full", weave_min_tokens=2)
+        hosted |= weave_arguments(woven, {})
+    shape = json.loads((model / "config.json").read_text())
+    found = engine_arguments(settings, hosted)
+    if settings.device == "cpu":  # for tests: nothing is measured on one
+        shape["torch_dtype"] = "float32"
+        found |= {"dtype": "float32", "distributed_executor_backend": "mp"}
+    else:
+        found["gpu_memory_utilization"] = LEAST_UTILIZATION
+    return found | {
+        "model": str(model), "load_format": "dummy", "max_model_len": longest + SPARE_TOKENS,
+        "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": kv_bytes(shape, settings.tensor_parallel_size, longest),
+    }  # fmt: skip
 
 
 def probe_model(folder: Path, model_dir: Path, dtype: str) -> Path:
@@ -101,35 +140,22 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("kind", choices=("stock", "weave"))
-    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("settings", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--tp", type=int, required=True)
-    parser.add_argument("--sms", type=int, default=0)
-    parser.add_argument("--max-tokens", type=int, default=2048)
-    parser.add_argument("--max-seqs", type=int, default=64)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--device", default="cuda")
     options = parser.parse_args(argv)
-    from shared.engine.vllm_setup import prepare_environment
-
-    prepare_environment(options.device, 1, in_pages=True)
+    settings = msgspec.json.decode(options.settings.read_bytes(), type=WorkerSettings)
+    engine_environment(settings, settings.device)
     from shared.engine.preload import preload_architecture
     from shared.engine.weave_measured import MeasuredEngine
 
-    preload_architecture(str(options.model_dir))
+    preload_architecture(settings.model_dir)
+    prompts = prompt_sizes(settings.max_num_batched_tokens)
     with tempfile.TemporaryDirectory(prefix="quire-probe-") as name:
-        model = probe_model(Path(name), options.model_dir, options.dtype)
-        longest = max(options.max_tokens, LEAST_PROMPT_TOKENS)
-        shape = json.loads((model / "config.json").read_text())
-        if options.device == "cpu":
-            shape["torch_dtype"] = "float32"
-        engine = MeasuredEngine(
-            options.kind, str(model), options.tp, longest, options.sms, options.device, max_seqs=options.max_seqs,
-            is_eager=options.eager, kv_bytes=kv_bytes(shape, options.tp, longest),
-        )  # fmt: skip
-        batches = [batch for batch in BATCHES if batch <= options.max_seqs]
-        found = measured(engine, prompt_sizes(options.max_tokens), batches)
+        model = probe_model(Path(name), Path(settings.model_dir), settings.dtype)
+        arguments = probe_arguments(options.kind, settings, model, max(prompts, default=LEAST_PROMPT_TOKENS))
+        engine = MeasuredEngine(options.kind, arguments, settings.device)
+        batches = [batch for batch in BATCHES if batch <= settings.max_num_seqs]
+        found = measured(engine, prompts, batches)
         options.out.write_text(json.dumps(found))
         engine.close()
     return 0

@@ -16,7 +16,11 @@ class WeaveWorkerMixin:
     _peers: Peers | None = None
 
     def init_device(self: Any) -> None:
-        """vLLM's; torch's symmetric memory leaves multicast alone, unless the setting asks for it."""
+        """vLLM's; torch's symmetric memory leaves multicast alone, unless the setting asks for it.
+
+        torch takes it for every memory that ranks share where GPUs report it, and on many machines it must stay off. A
+        variable is all there is to say so, so sums that go vLLM's own way in this rank have none of it either.
+        """
         if not self.vllm_config.additional_config["quire_weave"]["multicast"]:
             os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # noqa: TID251  torch's, not ours
         super().init_device()

@@ -3,14 +3,29 @@
 In process: it imports vLLM.
 """
 
+import dataclasses
 import json
 import logging
+import os
+import warnings
 from types import SimpleNamespace
 
 import msgspec
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 
-from shared.engine import weave_auto, weave_settings
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what vLLM's runners import
+    from shared.engine import vllm_engine
+
+from shared.engine import (
+    engine_arguments,
+    factory,
+    weave_auto,
+    weave_measured,
+    weave_probe,
+    weave_settings,
+)
 from shared.engine.weave_settings import weave_arguments
 from shared.engine.worker_config import WorkerSettings, for_role
 from shared.weave.threshold import Timing
@@ -154,6 +169,149 @@ def test_auto_needs_nvlink_a_known_model_and_more_than_one_rank(tmp_path, gpus, 
     assert "GemmaForCausalLM is none of" in model
     assert "NVLink" in links
     assert not gpus.asked
+
+
+@pytest.mark.parametrize(
+    "name", ["NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "VLLM_ALLREDUCE_USE_SYMM_MEM"]
+)
+def test_times_of_other_sums_of_vllms_own_are_measured_anew(tmp_path, gpus, monkeypatch, name):
+    auto(tmp_path)
+    monkeypatch.setenv(name, "0" if os.environ.get(name) != "0" else "1")
+    auto(tmp_path)
+    assert gpus.asked == 2
+
+
+# -- what stock vLLM is compared as -----------------------------------------------------------------------------
+
+OF_A_MEMPOOL = {"worker_cls", "scheduler_cls", "kv_transfer_config"}
+NOT_SUMS = {"model", "load_format", "max_model_len", "kv_cache_memory_bytes", "gpu_memory_utilization",
+            "enable_prefix_caching", "skip_tokenizer_init", "worker_extension_cls"}  # fmt: skip
+MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+SHAPE = LLAMA | {
+    "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 32,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    """Arguments and environment of engines on two of them; none is made."""
+    for module in (engine_arguments, weave_settings, weave_auto):
+        monkeypatch.setattr(module, "current_platform", TwoGpus())
+
+
+def probe(tmp_path, monkeypatch, kind, settings):
+    """(arguments, environment) of the short engine that auto_choice() starts, as its own process would have them."""
+    found = SimpleNamespace(arguments={}, environment={})
+
+    class Measured:
+        def __init__(self, *, worker_extension_cls, skip_tokenizer_init, **arguments):
+            own = {"worker_extension_cls": worker_extension_cls, "skip_tokenizer_init": skip_tokenizer_init}
+            found.arguments, found.environment = own | arguments, dict(os.environ)
+            raise KeyboardInterrupt
+
+    class Popen:
+        pid = 0
+
+        def __init__(self, words, **more):
+            assert more.keys() == {"stdout", "stderr", "start_new_session"}, "the environment is inherited"
+            with pytest.raises(KeyboardInterrupt):
+                weave_probe.main(words[3:])
+
+        def wait(self, timeout):
+            return 1
+
+    monkeypatch.setattr("vllm.LLM", Measured)
+    monkeypatch.setattr("shared.engine.preload.preload_architecture", lambda _: None)
+    monkeypatch.setattr(weave_auto.subprocess, "Popen", Popen)
+    monkeypatch.setattr(weave_auto, "_end_group", lambda _: None)
+    weave_auto._run(settings, kind, tmp_path / "out.json", tmp_path / "log", 1.0)
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"block_tokens": 32, "max_num_seqs": 17}, {"kv_cache": "copy", "max_num_batched_tokens": 8192},
+        {"enforce_eager": True, "structured_backend": "xgrammar"}, {"mempool_socket": "", "dtype": "float16"},
+        {"kv_cache_bytes": 1 << 30, "gpu_memory_utilization": 0.5, "max_model_len": 4096},
+    ],
+)  # fmt: skip
+def test_the_short_stock_engine_is_told_what_the_engine_is_told_with_weave_off(
+    tmp_path, monkeypatch, on_gpus, changes
+):
+    settings = msgspec.structs.replace(made(tmp_path, SHAPE), device="cuda", **changes)
+    off = vllm_engine.VllmEngine._engine_args(msgspec.structs.replace(settings, weave="off"))
+    told = probe(tmp_path, monkeypatch, "stock", settings).arguments
+    short = EngineArgs(**told)
+    other = {
+        field.name
+        for field in dataclasses.fields(EngineArgs)
+        if getattr(short, field.name) != getattr(off, field.name)
+    }
+    assert other <= NOT_SUMS | OF_A_MEMPOOL == weave_probe.OWN_ARGUMENTS
+    assert {"model", "load_format", "enable_prefix_caching"} <= other
+    assert "compilation_config" not in told, "vLLM's own choice of what it fuses"
+    assert short.max_num_batched_tokens == settings.max_num_batched_tokens
+    assert short.max_model_len > settings.max_num_batched_tokens, "a step may be one prompt"
+
+
+@pytest.mark.parametrize("kind", ["stock", "weave"])
+@pytest.mark.parametrize(
+    "users", [{}, MULTICAST_OFF, {"NCCL_NVLS_ENABLE": "1", "VLLM_LOGGING_LEVEL": "INFO"}]
+)
+@pytest.mark.parametrize("changes", [{}, {"kv_cache": "copy", "threads": 3}])
+def test_the_short_engines_have_the_engines_environment_and_a_users_variables_stay(
+    tmp_path, monkeypatch, on_gpus, users, kind, changes
+):
+    settings = msgspec.structs.replace(made(tmp_path, SHAPE), device="cuda", **changes)
+    bare = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("VLLM_", *weave_auto.SUMS_ENVIRONMENT))
+    }
+    monkeypatch.setattr(os, "environ", bare | users)
+    found = {}
+    monkeypatch.setattr(factory, "choose_device", lambda *_: "cuda")
+    monkeypatch.setattr("shared.engine.vllm_setup.check_version", lambda: "vllm")
+    monkeypatch.setattr("shared.engine.vllm_setup.check_platform", lambda _: None)
+    monkeypatch.setattr("shared.engine.crashes.die_when_crashed", lambda: None)
+    monkeypatch.setattr(vllm_engine, "VllmEngine", lambda _: found.update(os.environ))
+    factory.make_engine(msgspec.structs.replace(settings, weave="off"))
+    engines = found | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}  # once it is about to start its ranks
+    monkeypatch.setattr(os, "environ", bare | users)
+    short = probe(tmp_path, monkeypatch, kind, settings).environment
+    assert short.pop("VLLM_ENABLE_V1_MULTIPROCESSING") == "0", "its core is in its own process"
+    assert short == engines
+    assert users.items() <= short.items()
+    asks = {name for name in short if name.startswith(weave_auto.SUMS_ENVIRONMENT)}
+    assert asks == {name for name in users if name.startswith("NCCL_") or "SYMM" in name}
+
+
+def test_the_short_woven_engine_is_told_what_a_woven_engine_is_told(tmp_path, monkeypatch, on_gpus):
+    settings = msgspec.structs.replace(made(tmp_path, SHAPE, weave_sms=8), device="cuda")
+    told = probe(tmp_path, monkeypatch, "weave", settings).arguments
+    woven = vllm_engine.VllmEngine._engine_args(
+        msgspec.structs.replace(settings, weave="full", weave_min_tokens=2)
+    )
+    short = EngineArgs(**told)
+    other = {
+        field.name
+        for field in dataclasses.fields(EngineArgs)
+        if getattr(short, field.name) != getattr(woven, field.name)
+    }
+    assert other <= weave_probe.OWN_ARGUMENTS
+    assert told["worker_cls"] == "shared.engine.weave_worker_gpu.WeaveGPUWorker"
+
+
+def test_a_bench_asks_for_no_multicast_and_for_its_own_fusions(monkeypatch):
+    made = []
+    monkeypatch.setattr(os, "environ", {"NCCL_NVLS_ENABLE": "1"})
+    monkeypatch.setattr(weave_measured, "MeasuredEngine", lambda *given: made.append(given))
+    weave_measured.bench_engine("stock", "/model", 2, 1024, 0, "cuda")
+    (_, arguments, _) = made[0]
+    assert arguments["compilation_config"]["pass_config"] == {"fuse_allreduce_rms": False}
+    assert os.environ == weave_measured.NO_MULTICAST | {"NCCL_NVLS_ENABLE": "1"}, "a user's variables stay"
 
 
 def test_an_engine_that_cannot_be_measured_is_said_with_its_error(tmp_path, monkeypatch, caplog):

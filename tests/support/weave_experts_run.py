@@ -30,10 +30,10 @@ def main() -> None:
     from vllm import SamplingParams
 
     from shared.engine.preload import preload_architecture
-    from shared.engine.weave_measured import MeasuredEngine
+    from shared.engine.weave_measured import bench_engine
 
     preload_architecture(str(folder))
-    engine = MeasuredEngine("weave", str(folder), RANKS, LONGEST, 16, "cpu")
+    engine = bench_engine("weave", str(folder), RANKS, LONGEST, 16, "cpu")
     params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
     asked = [{"prompt_token_ids": [(7 * i * n + 3) % 1000 + 5 for i in range(n)]} for n in LENGTHS]
     found: dict[str, Any] = {}
