@@ -42,6 +42,7 @@ class ActedDriver:
 
     def __init__(self, group: ActedGroup) -> None:
         self.num_sms = 132
+        self.shared_bytes = 227 << 10
         self.capability: tuple[int, int] = (9, 0)
         self.has_multicast = False
         self._group = group

@@ -80,9 +80,11 @@ class FusedDriver(Protocol):
     """What a launch needs of a GPU. Every call raises FusedRefused when the driver refuses.
 
     has_multicast: the driver says that the GPU could; whether the machine lets it is not tried.
+    shared_bytes: the most shared memory of a CTA, what kernels declare themselves included.
     """
 
     num_sms: int
+    shared_bytes: int
     capability: tuple[int, int]
     has_multicast: bool
 
@@ -133,6 +135,7 @@ class KernelDriver:
         major = self._attribute(kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
         minor = self._attribute(kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
         self.num_sms = self._attribute(kind.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+        self.shared_bytes = self._attribute(kind.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
         self.capability = (major, minor)
         self.has_multicast = bool(self._attribute(kind.CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED))
         self.arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")

@@ -25,6 +25,8 @@ from shared.kernels.allreduce_rmsnorm.plan import (
     way_of,
 )
 from shared.kernels.allreduce_rmsnorm.shapes import (
+    OWN_SHARED_BYTES,
+    SHARED_BYTES,
     ArenaLayout,
     KernelShape,
     Launch,
@@ -113,7 +115,10 @@ class CudaFused:
             raise InvalidRequest(f"an arena of {arena.own.numel()} B; {self._layout.num_bytes} are needed")
         self.driver: FusedDriver = driver or _driver_of(device)
         self.num_sms = settings.max_ctas or self.driver.num_sms
-        self.shape = KernelShape(world, settings.hidden, settings.dtype is torch.bfloat16)
+        self.shape = KernelShape(
+            world, settings.hidden, settings.dtype is torch.bfloat16,
+            most_shared_bytes=min(SHARED_BYTES, self.driver.shared_bytes - OWN_SHARED_BYTES),
+        )  # fmt: skip
         self._report = self.driver.allocate_word()
         self._failure = 0
         self._times = settings.times
@@ -263,7 +268,8 @@ class CudaFused:
         if algorithm is Algorithm.ONE_SHOT:
             can = num_tokens is not None and num_tokens <= self.push_tokens
         else:
-            can = self.driver.capability >= FIRST_BULK_CAPABILITY and self.hidden >= MIN_BULK_HIDDEN
+            new = self.driver.capability >= FIRST_BULK_CAPABILITY
+            can = new and self.hidden >= MIN_BULK_HIDDEN and self.shape.has_bulk
         return ENGINES[algorithm] if can or algorithm is Algorithm.MULTIMEM else (Engine.PLAIN,)
 
     def _choose(self, num_tokens: int, num_sms: int) -> tuple[Plan, Way]:

@@ -25,7 +25,9 @@ ROW_VECTORS = 4  # that a thread keeps of its row between sum and norm
 SEGMENT_VECTORS = 256
 MAX_STAGES = 12
 IN_FLIGHT = 16  # loads that a thread of the plain engine has under way: with 512 threads 128 KiB an SM
-SHARED_BYTES = (227 << 10) - 1024  # of an SM of sm_90, less what the kernel declares itself
+MIN_STAGES = 2  # with one nothing is under way while it is summed
+OWN_SHARED_BYTES = 1024  # at most, that kernels declare themselves
+SHARED_BYTES = (227 << 10) - OWN_SHARED_BYTES  # of a CTA of sm_90 and sm_100; sm_120 has 99 KiB
 PUSH_THREADS = 1024
 PUSH_SLOT_BYTES = 4 << 20  # of all ranks' rows: more is two-shot's
 NUM_SLOTS = 2
@@ -38,7 +40,10 @@ def _up(value: int, step: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """What a kernel is compiled for; how it is cut up within, with defaults (bench_allreduce_rmsnorm.py --sweep)."""
+    """What a kernel is compiled for; how it is cut up within, with defaults (bench_allreduce_rmsnorm.py --sweep).
+
+    most_shared_bytes: dynamic shared memory that a CTA may have.
+    """
 
     world: int
     hidden: int
@@ -48,6 +53,7 @@ class KernelShape:
     in_flight: int = IN_FLIGHT
     relaxed_arrival: bool = False
     most_push_threads: int = PUSH_THREADS
+    most_shared_bytes: int = SHARED_BYTES
 
     @property
     def vectors(self) -> int:
@@ -76,9 +82,18 @@ class KernelShape:
 
     @property
     def stages(self) -> int:
-        """Segments under way in a CTA of the bulk engine: as many as fit."""
+        """Segments under way in a CTA of the bulk engine: as many as fit, and one for the compiler where none does."""
+        return max(1, self._fitting_stages)
+
+    @property
+    def has_bulk(self) -> bool:
+        """Whether the bulk engine fits at all; long rows of many ranks do not where a CTA has 99 KiB."""
+        return self._fitting_stages >= MIN_STAGES
+
+    @property
+    def _fitting_stages(self) -> int:
         stage_bytes = (self.world + 1) * self.segment * VECTOR_BYTES
-        return min(self.max_stages, (SHARED_BYTES - self._ready_bytes) // stage_bytes)
+        return min(self.max_stages, (self.most_shared_bytes - self._ready_bytes) // stage_bytes)
 
     @property
     def _ready_bytes(self) -> int:

@@ -13,6 +13,7 @@ from shared.kernels.allreduce_rmsnorm.plan import Algorithm
 from shared.kernels.allreduce_rmsnorm.shapes import (
     CTA_THREADS,
     MAX_CTAS,
+    OWN_SHARED_BYTES,
     PUSH_SLOT_BYTES,
     SHARED_BYTES,
     Engine,
@@ -30,14 +31,14 @@ def ptx_of(arch: str, name: str) -> str:
     return text[begin : end if end > 0 else None]
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
 @pytest.mark.parametrize(("world", "hidden", "bf16"), [(2, 1032, False), (8, 16384, True)])
 def test_the_source_compiles_to_machine_code_without_a_gpu(arch, world, hidden, bf16):
     binary = driver.compile_kernels(KernelShape(world, hidden, bf16), arch)
     assert binary.cubin[:4] == b"\x7fELF"
     kernels = set(re.findall(r"\.entry (\w+)\(", binary.ptx))
     everywhere = {"fused_plain", "fused_push", "gather_rows", "add_norm"}
-    assert kernels == everywhere | ({"fused_bulk", "fused_multimem"} if arch == "sm_90a" else set())
+    assert kernels == everywhere | ({"fused_bulk", "fused_multimem"} if arch != "sm_80" else set())
 
 
 def test_python_and_the_kernel_agree_on_every_field_of_the_parameters():
@@ -134,6 +135,23 @@ def test_every_shape_fits_an_sm(world, hidden):
             launch = shape.launch(engine, Algorithm.TWO_SHOT, num_tokens, 300)
             assert 1 <= launch.ctas <= MAX_CTAS
             assert launch.threads % 32 == 0
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+@pytest.mark.parametrize("hidden", [2048, 2880, 4096, 8192, 16384])
+def test_where_a_cta_has_99_kib_fewer_stages_fit_or_the_bulk_engine_does_not(world, hidden):
+    shape = KernelShape(world, hidden, True, most_shared_bytes=(99 << 10) - OWN_SHARED_BYTES)
+    assert 1 <= shape.stages <= KernelShape(world, hidden, True).stages
+    assert shape.has_bulk is (shape.stages >= 2)
+    assert not shape.has_bulk or shape.shared_bytes <= (99 << 10) - OWN_SHARED_BYTES
+    assert shape.has_bulk or hidden > 8192 or world > 4
+
+
+def test_what_kernels_declare_themselves_is_less_than_what_is_kept_for_it():
+    text = driver.compile_kernels(KernelShape(8, 16384, True), "sm_90a").ptx
+    sizes = re.findall(r"^\s*\.shared .*?\[(\d+)\];", text, re.MULTILINE)
+    assert sizes
+    assert sum(map(int, sizes)) <= OWN_SHARED_BYTES, "of all kernels together"
 
 
 def test_nothing_in_an_arena_overlaps():
