@@ -223,13 +223,14 @@ def _path(host: HostedWeave) -> Path | None:
 
 
 def _key(host: HostedWeave) -> str:
+    assert host.sums is not None
     model, config = host.config.model_config, host.config
     return key_of(
         type(host.model).__name__, model.get_hidden_size(), model.hf_text_config.intermediate_size,
         model.hf_text_config.num_attention_heads, model.get_total_num_kv_heads(), model.get_head_size(),
         str(model.dtype), str(model.quantization), config.parallel_config.tensor_parallel_size,
         _device_name(host), host.num_sms, config.scheduler_config.max_num_batched_tokens,
-        installed_vllm(), MAX_EXTRA_RATIO, machine_parts(),
+        installed_vllm(), MAX_EXTRA_RATIO, host.sums.fused.links, machine_parts(),
     )  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """What starts have measured of sums over ranks, kept in `worker.state_dir` for the next start on the same machine.
 
+Keys say which GPUs these are and by links of what kind each rank reaches each other one (links_between): two of four
+GPUs of one machine may have a bridge between them, and two others not.
 A file that cannot be read or written costs a measurement, and is said in the log; it never fails a start.
 """
 
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shared import kept_file
-from shared.kernels.allreduce_rmsnorm.driver import source_digest
+from shared.kernels.allreduce_rmsnorm.driver import links_from, source_digest
 
 T = TypeVar("T")
 WHAT = "worker.weave"
@@ -31,6 +33,22 @@ def driver_version() -> str:
         return DRIVER_VERSION.read_text().strip()
     except OSError:
         return ""
+
+
+def links_between(device: torch.device, group: dist.ProcessGroup) -> str:
+    """By links of what kind each rank's GPU reaches each other's, the same on every rank. All call it at the same time.
+
+    As driver.links_from() has them, a rank's in square brackets. Args: group: of the ranks, on a CPU backend.
+    """
+
+    def from_all(mine: list[int]) -> list[list[int]]:
+        given = torch.tensor(mine)
+        found = [torch.zeros_like(given) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(found, given, group=group)
+        return [one.tolist() for one in found]
+
+    own = device.index or 0
+    return str(from_all(links_from(own, [place for (place,) in from_all([own])])))
 
 
 def key_of(*parts: object) -> str:

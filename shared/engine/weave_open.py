@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from vllm.distributed import get_tp_group
 
-from shared.engine.weave_kept import kept_or_measured, key_of, machine_parts, shared_bytes
+from shared.engine.weave_kept import kept_or_measured, key_of, links_between, machine_parts, shared_bytes
 from shared.errors import ClusterError
 from shared.kernels.allreduce_rmsnorm.arenas import torch_arena
 from shared.kernels.allreduce_rmsnorm.calibrate import calibrate, calibration_rows
@@ -56,7 +56,8 @@ def _on_gpu(
     hidden: int, max_tokens: int, dtype: torch.dtype, device: torch.device, weave: Mapping[str, Any]
 ) -> Opened:
     group = get_tp_group()
-    settings = FusedSettings(hidden, max_tokens, dtype, num_lanes=NUM_LANES)
+    links = links_between(device, group.cpu_group)
+    settings = FusedSettings(hidden, max_tokens, dtype, num_lanes=NUM_LANES, links=links)
     num_bytes = settings.layout().num_bytes
     with contextlib.ExitStack() as kept:  # closed here unless all is well
         arena = together(
@@ -70,7 +71,7 @@ def _on_gpu(
             lambda: CudaFused(settings, arena, group.rank_in_group, device), lambda made: made.close()
         )
         kept.callback(fused.close)
-        fused.use(_times(fused, lambda: _measured(fused, group.device_group), weave["state_dir"]))
+        fused.use(_times(fused, lambda: _measured(fused, group.device_group), weave["state_dir"], links))
         if group.rank_in_group == 0:
             logger.info(in_words(fused))
             if weave["multicast"] and not settings.use_multicast:
@@ -140,12 +141,12 @@ def in_words(fused: CudaFused) -> str:
     )
 
 
-def _times(fused: CudaFused, measure: Callable[[], Times], state_dir: str) -> Times:
+def _times(fused: CudaFused, measure: Callable[[], Times], state_dir: str, links: str) -> Times:
     """As every rank of the group has them."""
     group = get_tp_group()
     key = key_of(
         torch.cuda.get_device_name(fused.device), fused.num_sms, fused.world, fused.hidden, fused.max_tokens,
-        str(fused.dtype), machine_parts(), *["multicast"] * fused.settings.use_multicast,
+        str(fused.dtype), links, machine_parts(), *["multicast"] * fused.settings.use_multicast,
     )  # fmt: skip
     return kept_or_measured(
         Path(state_dir, f"weave-sums-{key}.json") if state_dir else None,

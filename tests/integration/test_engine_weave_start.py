@@ -131,9 +131,12 @@ def test_another_driver_or_another_kernel_has_times_of_its_own(tmp_path, monkeyp
     [
         ("model", {"hidden": 2048}), ("model", {"dtype": torch.float16}), ("config", {"tp": 4}),
         ("config", {"max_tokens": 4096}), ("host", {"num_sms": 8}), ("gpu", {"name": "NVIDIA H100"}),
+        ("links", {"links": "[[-1, 1], [1, -1]]"}),
     ],
 )  # fmt: skip
-def test_a_kept_threshold_is_of_one_gpu_shape_dtype_ranks_step_and_budget(where, other, monkeypatch):
+def test_a_kept_threshold_is_of_one_gpu_its_links_shape_dtype_ranks_step_and_budget(
+    where, other, monkeypatch
+):
     def key(**changes) -> str:
         found = {
             "hidden": 4096,
@@ -142,6 +145,7 @@ def test_a_kept_threshold_is_of_one_gpu_shape_dtype_ranks_step_and_budget(where,
             "max_tokens": 2048,
             "num_sms": 16,
             "name": "H200",
+            "links": "[[-1, 3], [3, -1]]",
         }
         found |= changes
         model = SimpleNamespace(
@@ -154,7 +158,9 @@ def test_a_kept_threshold_is_of_one_gpu_shape_dtype_ranks_step_and_budget(where,
             scheduler_config=SimpleNamespace(max_num_batched_tokens=found["max_tokens"]),
         )  # fmt: skip
         monkeypatch.setattr(weave_calibration, "_device_name", lambda host: found["name"])
-        return weave_calibration._key(SimpleNamespace(model=None, config=config, num_sms=found["num_sms"]))
+        sums = SimpleNamespace(fused=SimpleNamespace(links=found["links"]))
+        host = SimpleNamespace(model=None, config=config, num_sms=found["num_sms"], sums=sums)
+        return weave_calibration._key(host)
 
     assert key() == key() != key(**other), where
 
@@ -231,6 +237,7 @@ def test_the_switch_is_used_where_it_is_asked_for_and_the_machine_gives_its_addr
     monkeypatch.setattr(weave_open, "CudaFused", fused)
     monkeypatch.setattr(weave_open, "everybody_has", lambda multicast, _: multicast != 0)
     monkeypatch.setattr(weave_open, "any_rank", lambda is_so: is_so)
+    monkeypatch.setattr(weave_open, "links_between", lambda device, _: "")
     monkeypatch.setattr(weave_open, "in_words", lambda _: "")
     monkeypatch.setattr(weave_open, "_times", lambda *_: None)
     config = SimpleNamespace(

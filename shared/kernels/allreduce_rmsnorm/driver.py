@@ -6,6 +6,7 @@ Binaries of a shape are kept in this process, not on disk: one takes about a sec
 import ctypes
 import hashlib
 import importlib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,6 +75,45 @@ def compile_kernels(shape: KernelShape, arch: str) -> Binary:
 def source_digest() -> str:
     """Of what is compiled: times of another kernel are not this one's. 16 hex digits."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))).hexdigest()[:16]
+
+
+NO_LINK, UNKNOWN_LINK = -1, -2
+
+
+def links_from(device: int, others: Sequence[int]) -> list[int]:
+    """How a GPU reaches others, a number each, all by their places among those that this process sees.
+
+    Equal numbers, links of one kind: the driver's performance rank of the pair, and whether one may read the other's
+    memory and act atomically on it, as over NVLink; not how many links there are. NO_LINK: to itself; UNKNOWN_LINK: no
+    driver, or it does not say. Cost: a few driver calls, no context.
+    """
+    try:
+        cuda: Any = importlib.import_module("cuda.bindings.driver")
+        (status,) = cuda.cuInit(0)
+    except (ImportError, RuntimeError, OSError):
+        return [UNKNOWN_LINK] * len(others)
+    if int(status) != 0:
+        return [UNKNOWN_LINK] * len(others)
+    kind = cuda.CUdevice_P2PAttribute
+    asked = (
+        kind.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED,
+        kind.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
+        kind.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK,
+    )
+
+    def link(other: int) -> int:
+        if other == device:
+            return NO_LINK
+        places = [cuda.cuDeviceGet(one) for one in (device, other)]
+        if any(int(status) for status, _ in places):
+            return UNKNOWN_LINK
+        found = [cuda.cuDeviceGetP2PAttribute(one, *(place for _, place in places)) for one in asked]
+        if any(int(status) for status, _ in found):
+            return UNKNOWN_LINK
+        access, atomics, rank = (int(value) for _, value in found)
+        return access + 2 * atomics + 4 * rank
+
+    return [link(other) for other in others]
 
 
 class FusedDriver(Protocol):

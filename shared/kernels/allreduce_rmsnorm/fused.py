@@ -63,6 +63,7 @@ class FusedSettings:
         times: rank 0's, of calibrate.py; None picks by the table in plan.py.
         max_ctas: of any call, 0 for one an SM; less where something else must run beside it, e.g. another rank.
         use_multicast: the caller knows that this machine's switch may be used; not run by us.
+        links: see FusedAllReduceNorm.
     """
 
     hidden: int
@@ -74,6 +75,7 @@ class FusedSettings:
     times: Times | None = None
     max_ctas: int = 0
     use_multicast: bool = False
+    links: str = ""
 
     def layout(self) -> ArenaLayout:
         """Of every rank's arena. Raises: InvalidRequest."""
@@ -108,7 +110,7 @@ class CudaFused:
         self.hidden, self.max_tokens = settings.hidden, settings.max_tokens
         self.dtype, self.num_lanes = settings.dtype, settings.num_lanes
         self.push_tokens = push_tokens(world, settings.hidden, settings.max_tokens)  # the most that PUSH sums
-        self.settings = settings
+        self.settings, self.links = settings, settings.links
         self.patience_ms = settings.timeout_ms + (LATER_MS if rank else 0)
         self._arena, self._layout = arena, settings.layout()
         if arena.own.numel() < self._layout.num_bytes:

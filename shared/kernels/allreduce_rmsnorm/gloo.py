@@ -34,6 +34,7 @@ class GlooFused:
     """
 
     few_sms = 0  # a CPU has none
+    links = ""
 
     def __init__(
         self,

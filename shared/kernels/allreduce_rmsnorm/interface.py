@@ -31,6 +31,7 @@ class FusedAllReduceNorm(Protocol):
     dtype: torch.dtype  # bfloat16 or float16; GlooFused takes float32 too
     max_tokens: int  # rows of a lane's buffers, at most 65,536
     num_lanes: int
+    links: str  # by which the ranks reach each other, for who keeps times; "": not said, or no GPUs
 
     @property
     def few_sms(self) -> int:
