@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 from vllm.distributed import get_tp_group
 
+from shared.engine.fused_pages import page_arena
 from shared.engine.weave_kept import kept_or_measured, key_of, links_between, machine_parts, shared_bytes
 from shared.errors import ClusterError
-from shared.kernels.allreduce_rmsnorm.arenas import torch_arena
+from shared.kernels.allreduce_rmsnorm.arenas import Arena, torch_arena
 from shared.kernels.allreduce_rmsnorm.calibrate import calibrate, calibration_rows
 from shared.kernels.allreduce_rmsnorm.errors import FusedUnavailable
 from shared.kernels.allreduce_rmsnorm.fused import CudaFused, FusedSettings
@@ -25,6 +27,7 @@ from shared.kernels.allreduce_rmsnorm.times_file import pack_times, unpack_times
 logger = logging.getLogger(__name__)
 
 CPU_TIMEOUT_MS = 60_000  # of one exchange: ranks share cores with others
+PAGES_TIMEOUT_S = 20.0  # ranks come to each other as one
 NUM_LANES = 2  # one for each part of a step
 
 T = TypeVar("T")
@@ -60,10 +63,7 @@ def _on_gpu(
     settings = FusedSettings(hidden, max_tokens, dtype, num_lanes=NUM_LANES, links=links)
     num_bytes = settings.layout().num_bytes
     with contextlib.ExitStack() as kept:  # closed here unless all is well
-        arena = together(
-            lambda: torch_arena(num_bytes, device, group.device_group, use_multicast=weave["multicast"]),
-            lambda made: made.close(),
-        )
+        arena = _arena(num_bytes, device, group, use_multicast=weave["multicast"])
         kept.callback(arena.close)
         if weave["multicast"]:
             settings = replace(settings, use_multicast=everybody_has(arena.multicast, group.cpu_group))
@@ -79,6 +79,49 @@ def _on_gpu(
                     "worker.weave_multicast: no multicast address was given here; sums go as without it"
                 )
         return fused, kept.pop_all().close
+
+
+def _arena(num_bytes: int, device: torch.device, group: Any, *, use_multicast: bool) -> Arena:
+    """Of torch's symmetric memory or, where a rank cannot have that, of our own pages, which have no multicast.
+
+    All ranks call it at the same time and have the same. Raises: ClusterError, on every rank.
+    """
+
+    def close(made: Arena) -> None:
+        made.close()
+
+    rank, is_first = group.rank_in_group, group.rank_in_group == 0
+    try:
+        return together(
+            lambda: torch_arena(num_bytes, device, group.device_group, use_multicast=use_multicast), close
+        )
+    except ClusterError as error:
+        if is_first:
+            logger.warning(
+                "worker.weave: ranks hand each other pages of their own: torch's cannot be had: %s",
+                error.message,
+            )
+    with contextlib.ExitStack() as left:  # nobody else may write where they meet
+        mine = _folder(left).encode() if is_first else b""
+        folder = shared_bytes(mine, group.ranks[0], group.cpu_group).decode()
+
+        def pages() -> Arena:
+            try:
+                return page_arena(
+                    num_bytes, device, rank, len(group.ranks), Path(folder), timeout_s=PAGES_TIMEOUT_S
+                )
+            except OSError as error:  # no such folder, for one
+                raise FusedUnavailable(f"no pages to hand each other: {error}") from error
+
+        return together(pages, close)
+
+
+def _folder(left: contextlib.ExitStack) -> str:
+    """Ours alone, and gone with `left`; where none can be made, one that is not there: others wait for its name."""
+    try:
+        return left.enter_context(tempfile.TemporaryDirectory(prefix="quire-weave-"))
+    except OSError:
+        return "/dev/null/none"
 
 
 def _measured(fused: CudaFused, group: dist.ProcessGroup | None) -> Times:

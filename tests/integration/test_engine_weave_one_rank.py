@@ -1,6 +1,7 @@
 """What one rank alone cannot have, no rank has, and none waits for it. Over gloo; GPUs' parts are stand-ins."""
 
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -14,13 +15,19 @@ from shared.kernels.allreduce_rmsnorm.plan import Algorithm, times_from_rows
 from tests.support.ranks import run_ranks
 
 TIMES = times_from_rows([(1, {Algorithm.ONE_SHOT: 1.0, Algorithm.TWO_SHOT: 1.0})])
-FAILURES: dict[str, tuple[Exception, list[str]]] = {  # where, how, and what the other rank has to close
-    "arena": (FusedRefused("no memory of peers"), ["arena"]),
-    "fused": (FusedRefused("cuModuleLoadData"), ["fused", "arena"]),
-    "rows": (torch.OutOfMemoryError("no memory"), ["fused", "arena"]),
-    "calibrate": (torch.OutOfMemoryError("no memory"), ["fused", "arena"]),
-    "": (FusedRefused(""), []),
+FAILURES: dict[
+    str, tuple[set[str], Exception, list[str]]
+] = {  # what fails, how, and what the other rank has to close
+    "arena": ({"arena"}, FusedRefused("no memory of peers"), ["arena"]),  # pages of our own are in its place
+    "pages": ({"arena", "pages"}, FusedRefused("no memory of peers"), ["arena", "pages"]),
+    "folder": ({"arena", "pages"}, OSError("no folder"), ["arena", "pages"]),
+    "fused": ({"fused"}, FusedRefused("cuModuleLoadData"), ["fused", "arena"]),
+    "behind pages": ({"arena", "fused"}, FusedRefused("cuModuleLoadData"), ["arena", "fused", "pages"]),
+    "rows": ({"rows"}, torch.OutOfMemoryError("no memory"), ["fused", "arena"]),
+    "calibrate": ({"calibrate"}, torch.OutOfMemoryError("no memory"), ["fused", "arena"]),
+    "": (set(), FusedRefused(""), []),
 }
+IS_HAD = {"arena", ""}
 
 
 def _rank(rank: int, folder: str) -> None:
@@ -31,12 +38,15 @@ def _rank(rank: int, folder: str) -> None:
     weave_open.get_tp_group = weave_host.get_tp_group = lambda: tp
     torch.cuda.get_device_name = lambda device: "H100"
     weave_open.in_words = lambda fused: ""
-    for where, (error, to_close) in FAILURES.items():
+    said: list[str] = []
+    weave_open.logger.warning = lambda text, *values: said.append(text % values)
+    folders: set[str] = set()
+    for where, (fails, error, to_close) in FAILURES.items():
         closed: list[str] = []
 
-        def made(name, what, where=where, error=error):
-            if rank == 1 and name == where:
-                raise error
+        def made(name, what, fails=fails, error=error):
+            if rank == 1 and name in fails:
+                raise FusedRefused("torch has none") if name == "arena" else error
             return what
 
         def part(closed=closed, **more):
@@ -46,7 +56,14 @@ def _rank(rank: int, folder: str) -> None:
             name="fused", settings=SimpleNamespace(use_multicast=True), device="cuda", num_sms=132, world=2,
             hidden=1024, max_tokens=64, dtype=torch.bfloat16, use=lambda times: None,
         )  # fmt: skip
-        arena = part(name="arena", multicast=7)
+        arena, pages = part(name="arena", multicast=7), part(name="pages", multicast=0)
+
+        def paged(num_bytes, device, of_rank, world, path, *, timeout_s, made=made, pages=pages):
+            assert (of_rank, world, path.stat().st_mode & 0o777) == (rank, 2, 0o700)
+            folders.add(str(path))
+            return made("pages", pages)
+
+        weave_open.page_arena = paged
         weave_open.torch_arena = lambda *_, made=made, arena=arena, **__: made("arena", arena)
         weave_open.CudaFused = lambda *_, made=made, fused=fused: made("fused", fused)
         weave_open.calibration_rows = lambda _, made=made: made("rows", None)
@@ -58,12 +75,16 @@ def _rank(rank: int, folder: str) -> None:
         host = object.__new__(HostedWeave)
         host.config, host.device, host.sums = None, torch.device("cuda"), None
         reason = host._open()
-        said = error.message if isinstance(error, ClusterError) else str(error)
-        assert bool(reason) is bool(where)
-        assert rank == 0 or said in reason, (where, reason)
-        assert (host.sums is None) is bool(where)
-        assert closed == [name for name in to_close if rank == 0 or name != where], where
+        words = error.message if isinstance(error, ClusterError) else str(error)
+        assert bool(reason) is (where not in IS_HAD)
+        assert rank == 0 or where in IS_HAD or words in reason, (where, reason)
+        assert (host.sums is None) is (where not in IS_HAD)
+        assert closed == [name for name in to_close if rank == 0 or name not in fails], where
         dist.barrier(world)  # and both are where they should be
+    assert len(folders) == 4
+    assert not any(Path(folder).exists() for folder in folders)
+    by_pages = [line for line in said if "pages of their own" in line]
+    assert len(by_pages) == (4 if rank == 0 else 0), said
     dist.destroy_process_group()
 
 
