@@ -9,7 +9,7 @@ What was measured is kept in a file, for the next start of the same engine on th
 `tiles`: [tokens, columns] that a CTA computes, of the products qkv, o, gate and up, down. `key` says what the times
 belong to (the caller makes it: model, ranks, GPU, kernel); the rule is made from the times anew at each reading, so a
 better rule needs no new measurement. Another version or key, or bytes that are no such file, count as no file.
-full_us 0: not measured at this size, because it cannot be cut.
+full_us 0: not measured at this size, because it cannot be cut. It says nothing of weaving: such a step stays whole.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,8 +65,9 @@ class _ThresholdFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 def decide(timings: Sequence[Timing], margin_ratio: float = MARGIN_RATIO) -> WeaveRule:
     """The rule that the times ask for: a way is taken from the size on from which it wins at every larger one, too.
 
-    Fusing must beat stock, weaving the better of both, by the margin. Raises: ValueError on times that are not
-    positive or a size that is there twice.
+    Fusing must beat stock, weaving the better of both, by the margin. Of weaving only sizes count that can be cut:
+    steps of others stay whole, whatever the rule. Raises: ValueError on times that are not positive or a size that is
+    there twice.
     """
     ordered = sorted(timings, key=lambda timing: timing.num_tokens)
     sizes = [timing.num_tokens for timing in ordered]
@@ -75,7 +76,10 @@ def decide(timings: Sequence[Timing], margin_ratio: float = MARGIN_RATIO) -> Wea
     keep = 1.0 - margin_ratio
     return WeaveRule(
         fuse_min_tokens=_from_where(ordered, lambda t: t.fuse_us <= keep * t.off_us),
-        full_min_tokens=_from_where(ordered, lambda t: 0.0 < t.full_us <= keep * min(t.off_us, t.fuse_us)),
+        full_min_tokens=_from_where(
+            [timing for timing in ordered if timing.full_us],
+            lambda t: t.full_us <= keep * min(t.off_us, t.fuse_us),
+        ),
     )
 
 

@@ -110,6 +110,15 @@ def test_a_way_that_wins_by_less_than_noise_or_was_not_measured_is_not_taken():
         decide([timing(1024, 0, 1)])
 
 
+def test_a_size_that_cannot_be_cut_is_no_loss_of_weaving():
+    won = [timing(1024, 200, 170, 150), timing(4096, 800, 700, 600)]
+    for uncut in (timing(512, 100, 95), timing(2048, 400, 360), timing(8192, 1600, 1500)):
+        assert decide([*won, uncut]) == WeaveRule(
+            fuse_min_tokens=min(1024, uncut.num_tokens), full_min_tokens=1024
+        )
+    assert decide([timing(512, 100, 95), timing(1024, 200, 170)]).full_min_tokens == 0, "no size is woven"
+
+
 def test_kept_times_are_read_for_the_same_engine_only():
     times = [timing(1024, 100, 90, 80), timing(2048, 200, 180)]
     found = Measured(timings=times, tiles=TILES)
