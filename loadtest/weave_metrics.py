@@ -6,6 +6,7 @@ from loadtest.results import Metrics, Samples
 
 LONG_TOKENS = 4096  # the gain is that of steps from here on
 SHAREGPT = "sharegpt"
+STOCKS = ("stock", "stock-fused")  # vLLM without and with its own fusion: gains are over the better one
 
 
 def step_times(samples: Samples) -> dict[tuple[str, int, int], dict[str, float]]:
@@ -24,7 +25,7 @@ def gains(samples: Samples, shape: str, ranks: int) -> dict[str, list[float]]:
     for (name, count, tokens), ms in step_times(samples).items():
         if not name.startswith(f"{shape}_") or count != ranks or tokens < LONG_TOKENS:
             continue
-        stocks = [ms[mode] for mode in ("stock", "stock-fused") if mode in ms]
+        stocks = [ms[mode] for mode in STOCKS if mode in ms]
         if not stocks or "full" not in ms:
             continue
         out["gain"].append(min(stocks) / ms["full"])
@@ -56,7 +57,7 @@ def step_metrics(samples: Samples) -> Metrics:
 
 
 def serving_metrics(samples: Samples) -> Metrics:
-    """Tokens per second, of prompts and answers together, by load and chunk; what full gains over stock."""
+    """Tokens per second, of prompts and answers together, by load and chunk; what full gains over the better stock."""
     rates: dict[tuple[str, int, str], dict[str, list[float]]] = {}
     for sample in samples:
         if sample["kind"] == "serving":
@@ -68,9 +69,10 @@ def serving_metrics(samples: Samples) -> Metrics:
     for (shape, ranks, what), modes in rates.items():
         found = {mode: median(values) for mode, values in modes.items()}
         for mode, rate in found.items():
-            out[f"{shape}_tp{ranks}_serving_{what}_{mode}_tokens_per_s"] = rate
-        if "stock" in found and "full" in found:
-            out[f"{shape}_tp{ranks}_serving_gain_{what}_ratio"] = found["full"] / found["stock"]
+            out[f"{shape}_tp{ranks}_serving_{what}_{mode.replace('-', '_')}_tokens_per_s"] = rate
+        stocks = [found[mode] for mode in STOCKS if mode in found]
+        if stocks and "full" in found:
+            out[f"{shape}_tp{ranks}_serving_gain_{what}_ratio"] = found["full"] / max(stocks)
     return out
 
 
@@ -102,7 +104,7 @@ def table(samples: Samples) -> list[str]:
     lines = [f"{'':28}" + "".join(f"{column:>13}" for column in columns) + f"{'stock/full':>13}"]
     for (shape, ranks, tokens), modes in sorted(times.items()):
         cells = "".join(f"{modes[c]:13.3f}" if c in modes else f"{'-':>13}" for c in columns)
-        stocks = [modes[mode] for mode in ("stock", "stock-fused") if mode in modes]
+        stocks = [modes[mode] for mode in STOCKS if mode in modes]
         gain = f"{min(stocks) / modes['full']:13.3f}" if stocks and "full" in modes else f"{'-':>13}"
         lines.append(f"{shape + ' tp' + str(ranks):20}{tokens:8}{cells}{gain}")
     return lines

@@ -80,6 +80,20 @@ def test_serving_is_said_by_chunk():
     assert metrics["70b_16_layers_tp4_serving_gain_2048_ratio"] == pytest.approx(1.25)
 
 
+def test_what_serving_gains_is_over_the_better_stock_too():
+    head = {"kind": "serving", "shape": "8b", "ranks": 2, "layers": 16, "step_tokens": 2048, "tokens": 1000}
+
+    def gain(**seconds: float) -> float:
+        samples = [{**head, "mode": mode.replace("_", "-"), "s": s} for mode, s in seconds.items()]
+        metrics = bench.metrics_from_samples(samples)
+        assert check_metrics(metrics) == []
+        return metrics["8b_16_layers_tp2_serving_gain_2048_ratio"]
+
+    assert gain(full=1.0, stock=1.2, stock_fused=1.1) == pytest.approx(1.1)
+    assert gain(full=1.0, stock=1.1, stock_fused=1.2) == pytest.approx(1.1)
+    assert gain(full=1.0, stock_fused=1.2) == pytest.approx(1.2)
+
+
 def test_served_lengths_are_sharegpts():
     lengths = weave_engine.sharegpt_lengths(4_000, 1)
     prompts, answers = (sorted(values) for values in zip(*lengths, strict=True))
