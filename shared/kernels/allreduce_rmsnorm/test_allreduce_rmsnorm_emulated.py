@@ -21,6 +21,7 @@ EPS = 1e-5
 CPU = torch.device("cpu")
 MULTICAST = 1 << 46  # an address of nothing else
 GROUPS = [(2, 1032, torch.bfloat16), (3, 2560, torch.float16)]  # one segment of a row, and two
+CUT = {"most_push_threads": 128, "in_flight": 2, "segment_vectors": 64, "max_stages": 2}  # into more pieces
 WAYS = [
     (Algorithm.ONE_SHOT, Engine.PLAIN),
     (Algorithm.ONE_SHOT, Engine.PUSH),
@@ -96,7 +97,30 @@ def test_every_way_gives_float64s_rows_with_the_same_bits_everywhere(folder, wor
                 assert near(carried[rows], want_residual[rows], 1.2, share)
 
 
-@pytest.mark.parametrize("cut", [{}, {"most_push_threads": 128, "in_flight": 2}], ids=["whole", "cut"])
+@pytest.mark.parametrize(("world", "hidden", "dtype"), GROUPS)
+def test_rows_are_right_when_the_bulk_engines_stages_are_used_again_and_again(folder, world, hidden, dtype):
+    """Short segments and few stages: each stage's two barriers turn several times in either sense."""
+    fused, _ = open_group(folder, world, hidden, dtype, seed=9)
+    for one in fused:
+        one.shape = replace(one.shape, **CUT)
+        assert one.shape.vectors > one.shape.stages * one.shape.segment, "each row goes around more than once"
+    for again, num_tokens in enumerate((7, 6, 7)):  # a CTA has two to four rows one behind another
+        partials, residual, weight = tensors(world, num_tokens, hidden, dtype, again)
+        plans = [make_plan(Algorithm.TWO_SHOT, num_tokens, world, rank) for rank in range(world)]
+        held = [residual.clone() for _ in fused]
+        found = [
+            one.run_as(plans[rank], Engine.BULK, partials[rank], held[rank], weight, EPS, num_sms=1)
+            for rank, one in enumerate(fused)
+        ]
+        want, want_residual = reference(partials, residual, weight, EPS)
+        for plan, (normed, carried) in zip(plans, found, strict=True):
+            own = slice(plan.start, plan.stop)
+            assert torch.equal(normed, found[0][0])
+            assert near(normed, want, 2.5)
+            assert near(carried[own], want_residual[own], 1.2)
+
+
+@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
 @pytest.mark.parametrize(("world", "hidden", "dtype"), GROUPS)
 def test_pushed_rows_are_right_when_ranks_are_launches_apart_and_other_engines_go_between(
     folder, world, hidden, dtype, cut
