@@ -119,10 +119,9 @@ class VllmEngine:
         elif self.uses_pool:
             assert config.kv_transfer_config is not None
             config.kv_transfer_config.kv_connector_extra_config.update(extra)
-        fork_ranks()
         off = msgspec.structs.replace(settings, weave="off")
         self._llm, config = started(
-            lambda found: AsyncLLM.from_vllm_config(found, stat_loggers=[self._make_load_view]),
+            self._forked,
             config,
             lambda: self._engine_args(off, with_pool=self.uses_pool).create_engine_config(),
             self._folder.path,
@@ -134,6 +133,10 @@ class VllmEngine:
         self._fair = FairView(settings, self._llm.engine_core)
         self.served_elsewhere = self._fair.hear
         self._events = CacheEventReceiver(events_address)
+
+    def _forked(self, config: VllmConfig) -> AsyncLLM:
+        fork_ranks()  # at each start: whoever makes a configuration for a CPU asks for spawn once more
+        return AsyncLLM.from_vllm_config(config, stat_loggers=[self._make_load_view])
 
     def _set_sizes(self, config: VllmConfig) -> None:
         """Of its steps."""
