@@ -1,8 +1,8 @@
 """Opens the fused operation for a loaded model and puts it into its layers; on every rank, or on none.
 
 Settings come in `additional_config["quire_weave"]`; see weave_settings.py. What cannot be had is said in one line of
-the log, by the first rank, and the engine goes on with vLLM's own all-reduce and norm: where it gave up compiling for
-ours, in another start (weave_restart.py).
+the log, by the first rank, with the number of the rank that cannot, and the engine goes on with vLLM's own all-reduce
+and norm: where it gave up compiling for ours, in another start (weave_restart.py).
 """
 
 import logging
@@ -15,11 +15,10 @@ from vllm.distributed import get_tp_group
 from shared.engine.weave_cuts import StepCuts
 from shared.engine.weave_forward import OneAfterTheOther, Streams, TwoStreams, WovenForward
 from shared.engine.weave_layers import FusedSums, fuse_layers
-from shared.engine.weave_open import Opened, any_rank, open_fused
+from shared.engine.weave_open import RanksCannot, open_fused, together
 from shared.engine.weave_restart import refuse
 from shared.engine.weave_settings import EXPERTS
 from shared.engine.weave_support import why_not_fused, why_not_woven
-from shared.errors import ClusterError
 from shared.weave.smart_split import SmartSplit, SplitRules, TokenSplit
 from shared.weave.threshold import WeaveRule
 from shared.weave.tiles import DEFAULT_TILE
@@ -129,28 +128,18 @@ class HostedWeave:
             logger.warning("worker.weave = %s: %s: %s", self.mode, what, reason)
 
     def _open(self) -> str:
-        """Fills `sums`; or says why some rank could not."""
-        reason, opened = "", None
+        """Fills `sums`; or says which rank could not, and why: the same on every rank."""
         try:
-            opened = open_fused(self.config, self.device)
-        except ClusterError as error:
-            reason = error.message
-        if any_rank(opened is None):
-            if opened is not None:
-                opened[1]()
-            return reason or "another rank cannot"
-        self.sums, self._close = _sums_of(opened)
+            opened = together(lambda: open_fused(self.config, self.device), lambda made: made[1]())
+        except RanksCannot as error:
+            return error.message
+        self.sums, self._close = FusedSums(opened[0]), opened[1]
         return ""
 
     def _compute_sms(self) -> int:
         if self.device.type == "cpu":
             return 1
         return max(1, torch.cuda.get_device_properties(self.device).multi_processor_count - self.num_sms)
-
-
-def _sums_of(opened: Opened | None) -> tuple[FusedSums, Callable[[], None]]:
-    assert opened is not None
-    return FusedSums(opened[0]), opened[1]
 
 
 def _nothing() -> None:

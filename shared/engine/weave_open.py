@@ -35,7 +35,8 @@ Opened = tuple[FusedAllReduceNorm, Callable[[], None]]
 
 
 def open_fused(config: Any, device: torch.device) -> Opened:
-    """And what closes it. All ranks call it at the same time. Raises: ClusterError when a rank cannot have it.
+    """And what closes it. All ranks call it at the same time, within together(). Raises: ClusterError when this rank
+    cannot have it.
 
     Cost: on a GPU four buffers of a step's tokens (two lanes, what goes in and what comes out) and up to 16 MiB of
     slots, a compilation of about a second, and, unless `worker.state_dir` has it, two to three seconds to measure which
@@ -133,30 +134,44 @@ def _measured(fused: CudaFused, group: dist.ProcessGroup | None) -> Times:
         raise FusedUnavailable(f"no memory to measure sums: {error}") from error
 
 
-def any_rank(is_so: bool) -> bool:
-    """The same answer on every rank of the engine. All call it at the same time."""
-    found = torch.tensor([int(is_so)])
-    dist.all_reduce(found, group=get_tp_group().cpu_group)
-    return bool(int(found))
+class RanksCannot(FusedUnavailable):
+    """Every rank of the engine raises it, with the same words: the first one that cannot, and why."""
+
+
+def first_reason(reason: str) -> str:
+    """That of the first rank that has one, behind that rank's number, on every rank of the engine; "": none has.
+
+    All call it at the same time.
+    """
+    group = get_tp_group()
+    first = torch.tensor([group.rank_in_group if reason else len(group.ranks)])
+    dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group.cpu_group)
+    rank = int(first)
+    if rank == len(group.ranks):
+        return ""
+    said = f"rank {rank}: {reason}".encode(errors="replace")
+    return shared_bytes(said, group.ranks[rank], group.cpu_group).decode()
 
 
 def together(make: Callable[[], T], close: Callable[[T], None]) -> T:
     """What this rank makes, once all have made theirs: a rank that failed alone would be awaited in vain.
 
-    All ranks call it at the same time. Raises: ClusterError, on every rank, when one cannot; nothing is kept then.
+    All ranks call it at the same time; within `make`, too. Raises: RanksCannot when one cannot; nothing is kept then.
     """
-    failure: ClusterError | None = None
+    reason = ""
     made: list[T] = []
     try:
         made.append(make())
+    except RanksCannot:
+        raise  # it is every rank's already
     except ClusterError as error:
-        failure = error
+        reason = error.message or error.code
     except torch.OutOfMemoryError as error:
-        failure = FusedUnavailable(f"no memory for sums of ranks: {error}")
-    if any_rank(failure is not None):
+        reason = f"no memory for sums of ranks: {error}"
+    if reason := first_reason(reason):
         for one in made:
             close(one)
-        raise failure or FusedUnavailable("another rank cannot")
+        raise RanksCannot(reason)
     return made[0]
 
 

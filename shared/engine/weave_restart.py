@@ -25,7 +25,7 @@ class StartsAnew(RuntimeError):
 
 
 def refuse(hosted: dict[str, Any], reason: str) -> None:
-    """On every rank; the first that ends takes the others with it, so each says why.
+    """On every rank, with the same reason; the first that ends takes the others with it, so each says why.
 
     Raises: StartsAnew; returns where going on is as good as starting again: nothing was given up.
     """

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shared.engine import weave_host, weave_settings, weave_support
+from shared.engine import weave_host, weave_open, weave_settings, weave_support
 from shared.engine.weave_cuts import StepCuts
 from shared.engine.weave_layers import FusedNorm, FusedSums
 from shared.engine.weave_restart import StartsAnew
@@ -168,10 +168,14 @@ def test_on_gpus_only_an_engine_that_gave_up_compiling_has_to_start_again(tmp_pa
         assert ("compilation_config" in found) is not is_eager
 
 
-def hosted(monkeypatch, opener, is_any_other: bool, **more):
-    """A host over a fake model, whose ranks open what `opener` gives."""
+def hosted(monkeypatch, opener, others: str = "", **more):
+    """The first rank's host over a fake model, whose ranks open what `opener` gives. others: why the second cannot."""
+
+    def first_reason(mine: str) -> str:
+        return f"rank 0: {mine}" if mine else others and f"rank 1: {others}"
+
     monkeypatch.setattr(weave_host, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
-    monkeypatch.setattr(weave_host, "any_rank", lambda is_so: is_so or is_any_other)
+    monkeypatch.setattr(weave_open, "first_reason", first_reason)
     monkeypatch.setattr(weave_host, "open_fused", opener)
     config = config_of()
     config.additional_config = {
@@ -190,14 +194,14 @@ def test_gpus_that_cannot_map_each_others_memory_keep_vllms_way_and_say_so(monke
         raise FusedUnavailable("no symmetric memory: these GPUs have no way to each other")
 
     with caplog.at_level(logging.WARNING):
-        host = hosted(monkeypatch, refuse, False)
+        host = hosted(monkeypatch, refuse)
     host.check()
     host.close()
     assert host.sums is None
     (line,) = said(caplog)
     assert line == (
-        "worker.weave = full: vLLM's own all-reduce and norm are used: no symmetric memory: these GPUs have no way to "
-        "each other"
+        "worker.weave = full: vLLM's own all-reduce and norm are used: rank 0: no symmetric memory: these GPUs have no "
+        "way to each other"
     )
 
 
@@ -207,16 +211,19 @@ def test_ranks_that_gave_up_compiling_do_not_go_on_in_vllms_way_without_it(monke
 
     said = tmp_path / "said"
     with pytest.raises(StartsAnew, match="no symmetric memory"):
-        hosted(monkeypatch, refuse, False, starts_anew=True, said=str(said))
-    assert said.read_text() == "no symmetric memory"
+        hosted(monkeypatch, refuse, starts_anew=True, said=str(said))
+    assert said.read_text() == "rank 0: no symmetric memory"
 
 
-def test_where_another_rank_cannot_this_one_closes_what_it_opened(monkeypatch, caplog):
+def test_where_another_rank_cannot_this_one_closes_what_it_opened_and_says_why_that_cannot(
+    monkeypatch, caplog
+):
     closed = []
     with caplog.at_level(logging.WARNING):
-        host = hosted(monkeypatch, lambda *_: (Recording(), lambda: closed.append(1)), True)
+        host = hosted(monkeypatch, lambda *_: (Recording(), lambda: closed.append(1)), "no memory of peers")
     assert (host.sums, closed) == (None, [1])
-    assert ["another rank cannot" in line for line in said(caplog)] == [True]
+    (line,) = said(caplog)
+    assert line.endswith("norm are used: rank 1: no memory of peers")
 
 
 # -- layers and cuts ------------------------------------------------------------------------------------------

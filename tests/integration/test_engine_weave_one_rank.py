@@ -1,33 +1,42 @@
-"""What one rank alone cannot have, no rank has, and none waits for it. Over gloo; GPUs' parts are stand-ins."""
+"""What one rank alone cannot have, no rank has, and none waits for it; all say why it cannot, and which it is.
+
+Over gloo; GPUs' parts are stand-ins.
+"""
 
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from shared.engine import weave_host, weave_open
 from shared.engine.weave_host import HostedWeave
-from shared.errors import ClusterError
+from shared.engine.weave_restart import StartsAnew
 from shared.kernels.allreduce_rmsnorm.errors import FusedRefused
 from shared.kernels.allreduce_rmsnorm.plan import Algorithm, times_from_rows
 from tests.support.ranks import run_ranks
 
+NO_MEMORY, NO_PEERS = torch.OutOfMemoryError("80 GiB"), FusedRefused("no memory of peers")
+NO_MODULE = FusedRefused("cuModuleLoadData")
 TIMES = times_from_rows([(1, {Algorithm.ONE_SHOT: 1.0, Algorithm.TWO_SHOT: 1.0})])
-FAILURES: dict[
-    str, tuple[set[str], Exception, list[str]]
-] = {  # what fails, how, and what the other rank has to close
-    "arena": ({"arena"}, FusedRefused("no memory of peers"), ["arena"]),  # pages of our own are in its place
-    "pages": ({"arena", "pages"}, FusedRefused("no memory of peers"), ["arena", "pages"]),
-    "folder": ({"arena", "pages"}, OSError("no folder"), ["arena", "pages"]),
-    "fused": ({"fused"}, FusedRefused("cuModuleLoadData"), ["fused", "arena"]),
-    "behind pages": ({"arena", "fused"}, FusedRefused("cuModuleLoadData"), ["arena", "fused", "pages"]),
-    "rows": ({"rows"}, torch.OutOfMemoryError("no memory"), ["fused", "arena"]),
-    "calibrate": ({"calibrate"}, torch.OutOfMemoryError("no memory"), ["fused", "arena"]),
-    "": (set(), FusedRefused(""), []),
-}
-IS_HAD = {"arena", ""}
+ANY = {"arena", "pages"}
+# what fails, on which ranks, how, what others have to close, and what all say; "": pages of our own are in its place
+FAILURES: list[tuple[set[str], set[int], Exception, list[str], str]] = [
+    ({"arena"}, {1}, NO_PEERS, ["arena"], ""),
+    ({"arena"}, {0, 1}, NO_PEERS, ["arena"], ""),
+    (ANY, {1}, NO_PEERS, ["arena", "pages"], "rank 1: no memory of peers"),
+    (ANY, {0, 1}, NO_PEERS, ["arena", "pages"], "rank 0: no memory of peers"),
+    (ANY, {1}, OSError("no folder"), ["arena", "pages"], "rank 1: no pages to hand each other: no folder"),
+    ({"fused"}, {1}, NO_MODULE, ["fused", "arena"], "rank 1: cuModuleLoadData"),
+    ({"fused"}, {0}, FusedRefused(""), ["fused", "arena"], "rank 0: fused.refused"),
+    ({"arena", "fused"}, {1}, NO_MODULE, ["arena", "fused", "pages"], "rank 1: cuModuleLoadData"),
+    ({"rows"}, {1}, NO_MEMORY, ["fused", "arena"], "rank 1: no memory for sums of ranks: 80 GiB"),
+    ({"calibrate"}, {1}, NO_MEMORY, ["fused", "arena"], "rank 1: no memory to measure sums: 80 GiB"),
+    (set(), set(), FusedRefused(""), [], ""),
+]  # fmt: skip
+NUM_BY_PAGES = sum("arena" in fails for fails, *_ in FAILURES)
 
 
 def _rank(rank: int, folder: str) -> None:
@@ -38,14 +47,14 @@ def _rank(rank: int, folder: str) -> None:
     weave_open.get_tp_group = weave_host.get_tp_group = lambda: tp
     torch.cuda.get_device_name = lambda device: "H100"
     weave_open.in_words = lambda fused: ""
-    said: list[str] = []
-    weave_open.logger.warning = lambda text, *values: said.append(text % values)
+    lines: list[str] = []
+    weave_open.logger.warning = lambda text, *values: lines.append(text % values)
     folders: set[str] = set()
-    for where, (fails, error, to_close) in FAILURES.items():
+    for fails, failing, error, to_close, said in FAILURES:
         closed: list[str] = []
 
-        def made(name, what, fails=fails, error=error):
-            if rank == 1 and name in fails:
+        def made(name, what, fails=fails, failing=failing, error=error):
+            if rank in failing and name in fails:
                 raise FusedRefused("torch has none") if name == "arena" else error
             return what
 
@@ -75,17 +84,42 @@ def _rank(rank: int, folder: str) -> None:
         host = object.__new__(HostedWeave)
         host.config, host.device, host.sums = None, torch.device("cuda"), None
         reason = host._open()
-        words = error.message if isinstance(error, ClusterError) else str(error)
-        assert bool(reason) is (where not in IS_HAD)
-        assert rank == 0 or where in IS_HAD or words in reason, (where, reason)
-        assert (host.sums is None) is (where not in IS_HAD)
-        assert closed == [name for name in to_close if rank == 0 or name not in fails], where
+        assert reason == said, (fails, failing, reason)
+        assert (host.sums is None) is bool(said)
+        assert closed == [name for name in to_close if rank not in failing or name not in fails], (
+            fails,
+            failing,
+        )
         dist.barrier(world)  # and both are where they should be
-    assert len(folders) == 4
-    assert not any(Path(folder).exists() for folder in folders)
-    by_pages = [line for line in said if "pages of their own" in line]
-    assert len(by_pages) == (4 if rank == 0 else 0), said
+    assert len(folders) == NUM_BY_PAGES
+    assert not any(Path(found).exists() for found in folders)
+    by_pages = [line for line in lines if "pages of their own" in line]
+    assert len(by_pages) == (NUM_BY_PAGES if rank == 0 else 0), lines
+    _says_why_the_second_cannot(rank, Path(folder))
     dist.destroy_process_group()
+
+
+def _says_why_the_second_cannot(rank: int, folder: Path) -> None:
+    """The first rank in the log, where the engine goes on; every rank for the next start, where it does not."""
+
+    def opened(config, device):
+        if rank == 1:
+            raise FusedRefused("no memory of peers")
+        return SimpleNamespace(), lambda: None
+
+    weave_host.open_fused, weave_host.why_not_fused = opened, lambda model, config: ""
+    lines: list[str] = []
+    weave_host.logger.addFilter(lambda record: lines.append(record.getMessage()) or True)
+    wanted = {"mode": "fuse", "fuse_min_tokens": 1, "min_tokens": 8, "sms": 0}
+    config = SimpleNamespace(additional_config={"quire_weave": wanted})
+    assert HostedWeave(None, config, torch.device("cpu")).sums is None
+    own = "worker.weave = fuse: vLLM's own all-reduce and norm are used: rank 1: no memory of peers"
+    assert lines == ([own] if rank == 0 else [])
+    said = folder / f"said-{rank}"
+    wanted |= {"starts_anew": True, "said": str(said)}
+    with pytest.raises(StartsAnew):
+        HostedWeave(None, config, torch.device("cpu"))
+    assert said.read_text() == "rank 1: no memory of peers"
 
 
 def test_what_one_rank_cannot_have_no_rank_has_and_none_waits_for_it(tmp_path):

@@ -236,8 +236,8 @@ def test_the_switch_is_used_where_it_is_asked_for_and_the_machine_gives_its_addr
     monkeypatch.setattr(weave_open, "torch_arena", arena)
     monkeypatch.setattr(weave_open, "CudaFused", fused)
     monkeypatch.setattr(weave_open, "everybody_has", lambda multicast, _: multicast != 0)
-    monkeypatch.setattr(weave_open, "any_rank", lambda is_so: is_so)
     monkeypatch.setattr(weave_open, "links_between", lambda device, _: "")
+    monkeypatch.setattr(weave_open, "first_reason", lambda reason: reason)
     monkeypatch.setattr(weave_open, "in_words", lambda _: "")
     monkeypatch.setattr(weave_open, "_times", lambda *_: None)
     config = SimpleNamespace(

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.whole_machine, pytest.mark.timeout(600)]
 
 
-def test_ranks_that_cannot_fuse_cost_a_start_and_the_engine_is_the_one_without_weaving():
+def test_a_rank_that_cannot_fuse_costs_a_start_and_the_engine_is_the_one_without_weaving_and_says_which_rank():
     folder = Path(tempfile.mkdtemp(prefix="quire-"))
     pool = MempoolProcess(folder, **{"capacity-bytes": 64 << 20})
     try:
@@ -31,5 +31,5 @@ def test_ranks_that_cannot_fuse_cost_a_start_and_the_engine_is_the_one_without_w
     assert found["off"]["ranks"] == ["shared.engine.page_worker_cpu.PageCPUWorker", False]
     assert found["fuse"]["answer"] == found["off"]["answer"]
     (line,) = found["fuse"]["said"]
-    assert line.endswith("the engine starts again with them: made up for this test")
+    assert line.endswith("the engine starts again with them: rank 1: made up for this test")
     assert not found["off"]["said"]

@@ -1,7 +1,7 @@
 """Two ranks that shall fuse and cannot: `python -m tests.support.weave_refused_run SOCKET OUT`.
 
-An engine in the pool's pages with worker.weave = fuse, as one that gave up compiling for it; its ranks say that they
-cannot. Before it the same engine that is never asked to. OUT gets for "off" and "fuse": {"answer": tokens, "ranks":
+An engine in the pool's pages with worker.weave = fuse, as one that gave up compiling for it; its second rank says that
+it cannot. Before it the same engine that is never asked to. OUT gets for "off" and "fuse": {"answer": tokens, "ranks":
 [class of the workers, whether they are told to fuse], "said": what the log says of it}.
 """
 
@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.support.pressure_run import (
@@ -19,7 +20,9 @@ from tests.support.pressure_run import (
     settings,
 )  # first: it prepares vLLM's environment
 
+from vllm.distributed import get_tp_group  # isort: skip
 from shared.engine import vllm_engine, weave_host  # isort: skip
+from shared.kernels.allreduce_rmsnorm.errors import FusedRefused  # isort: skip
 from shared.kv.block_hash import chain_seed  # isort: skip
 
 MODEL = Path(__file__).resolve().parents[2] / "deploy" / "models" / "quire-demo"
@@ -29,6 +32,13 @@ CASE = {
     "prompt": list(range(5, 90)),
     "params": {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True},
 }
+
+
+def cannot_in_the_second(*_: Any) -> Any:
+    """The fused operation, of which nothing is asked."""
+    if get_tp_group().rank_in_group == 1:
+        raise FusedRefused("made up for this test")
+    return SimpleNamespace(), lambda: None
 
 
 def run(socket: str, out: Path, weave: str) -> None:
@@ -44,7 +54,7 @@ def run(socket: str, out: Path, weave: str) -> None:
         return found
 
     vllm_engine.weave_arguments = as_on_gpus
-    weave_host.why_not_fused = lambda *_: "made up for this test"
+    weave_host.open_fused = cannot_in_the_second
     driver = Driver(settings(str(MODEL), socket, f"{weave}-0", weave=weave, **OPTIONS))
 
     async def asked() -> dict[str, Any]:
