@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping
 # GB/s, and nothing that showed in three rounds to 100 GB/s (loadtest/results/h200x2-producer-cost.json). 64 MiB, as the
 # mover measures a pair, go at 321 GB/s there and no faster.
 AUTO_SHARE = 0.3
+# To host memory, where nothing was measured: it is not page-locked then, and others copy beside it (6.5 GB/s alone).
+SLOWEST_BYTES_PER_S = 2_000_000_000
 
 
 def auto_budget_bytes_per_s(devices: Collection[str], gb_per_s: Mapping[tuple[str, str], float]) -> int:

@@ -24,10 +24,12 @@ class Need:
     Args:
         back_bytes: blocks that came back to it from host memory.
         moved_bytes: into and out of pages that are lent to it.
+        read_bytes: of pages that are lent to it and read in place now.
     """
 
     back_bytes: int
     moved_bytes: int
+    read_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,8 @@ class Consumer:
     def note(self, need: Need, now_ms: int) -> None:
         """A reading."""
         before, self._last = self._last, need
-        if self._used_at_ms is None or (before is not None and need.moved_bytes != before.moved_bytes):
+        has_moved = before is not None and need.moved_bytes != before.moved_bytes
+        if self._used_at_ms is None or has_moved or need.read_bytes:
             self._used_at_ms = now_ms
         if before is not None and need.back_bytes > before.back_bytes:
             self._back.append((now_ms, need.back_bytes - before.back_bytes))

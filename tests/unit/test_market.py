@@ -6,6 +6,7 @@ from msgspec.structs import replace
 from services.coordinator.core.market_table import EVENTS, TABLE, as_markdown, next_state
 from shared.errors import InvariantBroken
 from shared.ids import Epoch, InstanceId
+from shared.lending.budget import SLOWEST_BYTES_PER_S
 from shared.wire.lending import (
     Grant,
     LeaseCall,
@@ -227,6 +228,16 @@ def test_what_a_producer_offered_that_is_gone_is_taken_back_and_what_nobody_know
     for _ in range(2):
         world.a.follow({}, {InstanceId("p1"): Epoch(7)}.get, now_ms=world.now_ms)
     assert [x.keep_bytes for x in world.a.book.reclaims.values()] == [0], "once"
+
+
+def test_what_is_lent_of_a_dead_producers_offer_has_the_time_that_moving_it_takes(world):
+    offer(world, producer="p1", mempool="m1", gib=4, producer_epoch=Epoch(7))
+    world.settle("a")
+    borrow(world, gib=4, mempools=("m1",))
+    world.a.follow({}, {InstanceId("p1"): Epoch(7)}.get, now_ms=world.now_ms)
+    (found,) = world.a.book.reclaims.values()
+    moved_ms = 4 * GIB * 1_000 // SLOWEST_BYTES_PER_S
+    assert found.order(world.now_ms).deadline_ms == LIMITS.orphan_deadline_ms + moved_ms > 7_000
 
 
 def test_who_has_an_older_epoch_than_its_member_neither_offers_nor_borrows(world):

@@ -205,7 +205,7 @@ class Market:
             else:  # who was never known may live: this process forgot everybody when it started
                 is_lost = (gone(offer.producer) or NO_BOOT) >= offer.producer_epoch
             if is_lost:
-                self.book.open_reclaim(record, 0, self.limits.orphan_deadline_ms, "", now_ms)
+                self.book.vacate(record, 0, now_ms)
 
     # --- consumers
 

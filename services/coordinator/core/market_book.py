@@ -20,7 +20,8 @@ from services.coordinator.core.market_records import (
 )
 from services.coordinator.core.market_table import Event
 from shared.ids import Epoch, InstanceId, LeaseId
-from shared.wire.lending import HistoryEntry, Pair, reclaim_shares
+from shared.lending.budget import SLOWEST_BYTES_PER_S
+from shared.wire.lending import MAX_DURATION_MS, HistoryEntry, Pair, reclaim_shares
 
 Kind = str  # "offer" | "lease" | "reclaim"
 HELD_STATES = ("held", "reclaiming", "releasing")
@@ -113,6 +114,13 @@ class Book:
         self.note("reclaim_asked", reclaim.reclaim_id, detail, now_ms)
         self.share_out(offer_id, now_ms)
         return reclaim
+
+    def vacate(self, offer: OfferRecord, keep_bytes: int, now_ms: int) -> None:
+        """open_reclaim() in nobody's name. Who reads in place what is lent is killed at the deadline: it has the
+        time that moving all of it takes."""
+        deadline_ms = self.limits.orphan_deadline_ms
+        deadline_ms += self.leased_bytes(offer.offer.offer_id) * 1_000 // SLOWEST_BYTES_PER_S
+        self.open_reclaim(offer, keep_bytes, min(MAX_DURATION_MS, deadline_ms), "", now_ms)
 
     def make_id(self, prefix: str) -> str:
         """A new one, also across restarts: terms differ."""

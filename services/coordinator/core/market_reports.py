@@ -120,7 +120,7 @@ def _learn_offer(book: Book, mempool: MempoolRecord, report: OfferReport, now_ms
         record.target_bytes = offer.length_bytes  # the mempool heard of a reclaim that this coordinator lost
         book.write_offer(record)
     elif offer.length_bytes > record.target_bytes and not any(book.open_reclaims(offer.offer_id)):
-        book.open_reclaim(record, record.target_bytes, book.limits.orphan_deadline_ms, "", now_ms)
+        book.vacate(record, record.target_bytes, now_ms)
 
 
 def _learn_lease(book: Book, mempool: MempoolRecord, report: LeaseReport, now_ms: int) -> None:

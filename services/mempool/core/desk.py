@@ -77,6 +77,7 @@ class Desk:
         self.rules = rules
         self.budgets = LendingBudgets(rules, lending.copies)
         self._lending, self._pools, self._profiles, self._name = lending, pools, profiles, name
+        lending.rules = rules
         self._space_of, self._touched = space_of, touched
         self._reports = LoadReports(rules.silent_ms)
         self._parties: dict[int, _Party] = {}
@@ -288,7 +289,8 @@ class Desk:
         if back is None:
             return None
         unit = self._lending.unit_bytes(number)
-        return Need(back * unit, self._lending.num_moved(number) * unit)
+        lending = self._lending
+        return Need(back * unit, lending.num_moved(number) * unit, lending.num_read_by(number) * unit)
 
     def offers_of(self, number: int) -> list[OnOffer]:
         """Offers of this desk, oldest first."""

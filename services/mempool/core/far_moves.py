@@ -83,6 +83,10 @@ class FarMoves(ABC):
             self.advance()
             return
 
+    def num_at(self, number: int) -> int:
+        """Pages of this space that are mapped at far places, or about to be. Cost: a look at every place."""
+        return sum(one.where[0].number == number for user in self._users for one in user.places.values())
+
     def _num_lent(self, user: User) -> int:
         """Free pages, lent to its space, that its ranks can map."""
         found = [self._pools[number] for number in self._behind(user.pool.number)] if user.places else []

@@ -25,6 +25,8 @@ from services.mempool.core.pool import Pool
 from services.mempool.core.space import Memory
 from shared.errors import InvalidRequest
 from shared.ids import Epoch, InstanceId, PageId
+from shared.lending.budget import SLOWEST_BYTES_PER_S
+from shared.lending.rules import DEFAULT_RULES
 from shared.wire import lending as market
 from shared.wire import mempool as wire
 from shared.wire import mempool_lending as calls
@@ -70,6 +72,9 @@ class Lending:
         self.on_change: Callable[[], None] | None = None  # called when a report would say something new
         # called with a space that is to be emptied, whether that is overdue, and the time
         self.on_wanted_back: Callable[[int, bool, int], None] | None = None
+        self.num_read: Callable[[int], int] = lambda _: 0  # pages of a space that engines read in place
+        self.rules = DEFAULT_RULES
+        self.loans.moved_in_ms = self._moved_in_ms
         self._num_changes = 0
         self._shelves: dict[int, Shelf] = {}  # by number of the space of lent pages
         self.copies = LendingCopies(
@@ -246,6 +251,7 @@ class Lending:
             self._forget()
         if not self.loans.loans:
             return
+        self.loans.excuse(now_ms)
         self.loans.tick(now_ms)
         for number, shelf in self._shelves.items():
             if self.loans.wanted_back(shelf):
@@ -330,6 +336,22 @@ class Lending:
         """Blocks that were copied into and out of pages lent to this space."""
         mine = (shelf.number for shelf in self._shelves.values() if shelf.consumer == number)
         return sum(self.copies.num_moved.get(each, 0) for each in mine)
+
+    def num_read_by(self, number: int) -> int:
+        """Pages lent to this space that its engines read in place now."""
+        return sum(
+            self.num_read(shelf.number) for shelf in self._shelves.values() if shelf.consumer == number
+        )
+
+    def _moved_in_ms(self, loan: Loan) -> int:
+        """Who reads in place is killed where it takes longer to move what is there: as much time as a reclaim gives.
+        0: nobody does."""
+        producer = loan.offer.producer
+        num_read = self.num_read(self.loans.shelves[producer, loan.space].number)
+        if not num_read:
+            return 0
+        rate = self.copies.limit_of(producer) or SLOWEST_BYTES_PER_S
+        return self.rules.deadline_ms(num_read * self.unit_bytes(producer), rate)
 
     def _memory(self, number: int) -> Memory | None:
         pool = self._pools.get(number)

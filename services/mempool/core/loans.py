@@ -9,12 +9,13 @@ only the mempool writes them. The consumer never maps them, it has its blocks co
 on an offer is never more than was set aside for it, which is never more than was free. Counted in pages of the
 producer; one holds one block of the consumer. A loan ends by its consumer's word or death, by its time, or by a
 reclaim; in every case its blocks leave for host memory until a deadline, and are forgotten then: they are a cache.
+What an engine reads in place is none: it has the time to move, and the engine ends with the deadline (far_moves.py).
 What may still be read or written by a copy on its way is waited for, whatever the time (ARCHITECTURE.md, rule 5).
 Source: AQUA, section 6, which has neither tokens nor deadlines; etcd's advice on locks (fencing).
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from services.mempool.core.loan_state import LoanEvent, LoanState, next_state
@@ -25,6 +26,8 @@ from shared.ids import Epoch, InstanceId, LeaseId, PageId
 from shared.wire.lending import Token
 
 GRACE_MS = 500  # so long the blocks of a loan that ended by itself may leave for host memory
+LATE_MS = 250  # a loan's end that is seen so much later: the mempool stood still
+EXCUSED_MS = 2_000  # and what was said meanwhile is read, and answered, within so long
 MAX_OFFERS = 1_024
 MAX_LOANS = 4_096
 MAX_CLOSED = 8_192
@@ -83,6 +86,8 @@ class Loan:
     expires_at_ms: int
     state: LoanState = LoanState.HELD
     deadline_ms: int = 0  # while it returns
+    has_lapsed: bool = False
+    is_excused: bool = False  # since its last renewal
 
 
 class Shelf:
@@ -125,6 +130,8 @@ class Loans:
         self.loans: dict[LeaseId, Loan] = {}
         self.shelves: dict[tuple[int, int], Shelf] = {}
         self.counters: Counter[str] = Counter()
+        # so long whoever reads blocks of a loan in place may take to move them; 0: nobody does
+        self.moved_in_ms: Callable[[Loan], int] = lambda _: 0
         self._ended: dict[Token, LeaseId] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()  # offers that were taken back, the last ones
 
@@ -254,9 +261,11 @@ class Loans:
 
     def renew(self, lease_id: LeaseId, ttl_ms: int, now_ms: int) -> bool:
         """It ends ttl_ms from now, or later if it would anyway. False: it is over, or on its way back."""
+        self.excuse(now_ms)
         loan = self.loans.get(lease_id)
         if loan is None or not loan.keep or now_ms >= loan.expires_at_ms:
             return False
+        loan.is_excused = False
         if loan.state is LoanState.HELD:
             loan.state = next_state(loan.state, LoanEvent.RENEW)
         loan.expires_at_ms = max(loan.expires_at_ms, now_ms + ttl_ms)
@@ -267,7 +276,7 @@ class Loans:
         loan = self.loans.get(lease_id)
         if loan is None:
             return False
-        self._end(loan, LoanEvent.RELEASE, 0, now_ms + GRACE_MS, now_ms)
+        self._end(loan, LoanEvent.RELEASE, 0, now_ms + max(GRACE_MS, self.moved_in_ms(loan)), now_ms)
         return True
 
     def consumer_dead(self, space: int, now_ms: int) -> None:
@@ -287,16 +296,29 @@ class Loans:
         if loan.state is LoanState.RETURNING and now_ms >= loan.deadline_ms:
             loan.state = next_state(loan.state, LoanEvent.DEADLINE)
 
+    def excuse(self, now_ms: int) -> None:
+        """Before tick(), and before a renewal is judged: loans whose end is seen late go on for a little, once.
+
+        This mempool stood still then: renewals may lie unread, and its own desk renewed nothing. Nobody gets their
+        pages meanwhile; deadlines stay.
+        """
+        for loan in self.loans.values():
+            if loan.keep and not loan.is_excused and now_ms - loan.expires_at_ms >= LATE_MS:
+                loan.is_excused, loan.expires_at_ms = True, now_ms + EXCUSED_MS
+                self.counters["loans_excused"] += 1
+
     def tick(self, now_ms: int) -> None:
         """What is due: loans lapse, deadlines pass."""
         for loan in list(self.loans.values()):
             if now_ms >= loan.expires_at_ms and self._can_lapse(loan):
-                self._end(loan, LoanEvent.LAPSE, 0, loan.expires_at_ms + GRACE_MS, now_ms)
+                loan.has_lapsed = True
+                deadline_ms = max(loan.expires_at_ms + GRACE_MS, now_ms + self.moved_in_ms(loan))
+                self._end(loan, LoanEvent.LAPSE, 0, deadline_ms, now_ms)
             self._past(loan, now_ms)
 
     def _can_lapse(self, loan: Loan) -> bool:
-        """Whether the end of its time brings its pages back sooner."""
-        return loan.keep > 0 or loan.deadline_ms > loan.expires_at_ms + GRACE_MS
+        """Whether the end of its time may bring its pages back sooner."""
+        return not loan.has_lapsed and (loan.keep > 0 or loan.deadline_ms > loan.expires_at_ms + GRACE_MS)
 
     def next_deadline_ms(self) -> int | None:
         """When tick() has something to do."""

@@ -61,6 +61,7 @@ class Mempool(FromOutside):
         self.swaps = Swaps(limits, self.pools, self.dram.behind, self.copy_numbers, self._touch)
         self.dram.adrift = self.swaps.adrift
         self.lending.on_wanted_back = self._leave_loan
+        self.lending.num_read = self.swaps.far.num_at
         self.pulls.distance = self.lending.distance
         self.audience = Audience(self.pools, self._space_of, self.dram)
         landing = self.dram.landing
