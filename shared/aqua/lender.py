@@ -21,6 +21,7 @@ from shared.aqua.loop_thread import LoopThread
 from shared.aqua.own_space import OwnSpace
 from shared.errors import ClusterError, InvalidRequest, OutOfPages, Overloaded, PeerGone, PeerTimeout
 from shared.ids import InstanceId, SpaceId
+from shared.lending.rules import DEFAULT_RULES
 from shared.mempool.client import MempoolClient
 from shared.observe.log import get_logger
 from shared.transport.lending_client import LendingClient, new_key
@@ -138,6 +139,19 @@ class Lender:
             started_s = time.monotonic()
             self._clear(max(0, deadline_ms))
             return time.monotonic() - started_s
+
+    def budget_bytes_per_s(self) -> int:
+        """What the mempool lets through the lent pages now; 0: no limit, nothing is lent, or it does not say."""
+        with self._lock:
+            self._check_open()
+            return self._budget()
+
+    def _budget(self) -> int:
+        offer = self._offer
+        answer = (
+            self._call(self._client.present(offer)) if offer is not None else None
+        )  # again: nothing changes
+        return answer.budget_bytes_per_s if isinstance(answer, LendingDone) else 0
 
     def market(self) -> MarketView | LendingRefused:
         """Who lends what to whom, as the coordinator sees it."""
@@ -298,12 +312,17 @@ class Lender:
         if self._is_closed:
             raise AquaClosed("this Lender was closed")
 
-    def close(self, deadline_ms: int = 1_000) -> None:
-        """Take everything back, and end the connections. Idempotent."""
+    def close(self, deadline_ms: int | None = None) -> None:
+        """Take everything back, and end the connections. Idempotent.
+
+        Args: deadline_ms: None: what the budget takes to move what is offered, and 2 s.
+        """
         with self._lock:
             if self._is_closed:
                 return
             try:
+                if deadline_ms is None:
+                    deadline_ms = DEFAULT_RULES.deadline_ms(self._lent_bytes, self._budget())
                 self._clear(max(0, deadline_ms))
             finally:
                 self._is_closed = True

@@ -28,6 +28,8 @@ class Lends(Protocol):
 
     def reclaim(self, deadline_ms: int) -> float: ...
 
+    def budget_bytes_per_s(self) -> int: ...
+
 
 class LendsWhenIdle:
     """From construction to close(), on a thread of its own. `reclaims`: (reason, seconds) of each.
@@ -45,7 +47,7 @@ class LendsWhenIdle:
         self.lent_bytes = 0
         self.reclaims: list[tuple[str, float]] = []
         self._lender, self._most_bytes, self._clock_ms = lender, most_bytes, clock_ms
-        self._producer = Producer(rules)
+        self._rules, self._producer = rules, Producer(rules)
         self._load: Load | None = None
         self._wanted: TakeBack | None = None  # not done yet
         self._retry_at_ms = 0
@@ -79,9 +81,14 @@ class LendsWhenIdle:
             self._producer.answered(self._clock_ms())
 
     def _take_back(self, wanted: TakeBack) -> None:
-        """Until it is done: a queue that grew and stays long is not decided about again."""
+        """Until it is done: a queue that grew and stays long is not decided about again.
+
+        The deadline is of what the mempool has measured by now, and as if all that is offered were lent: who reads it
+        in place is killed at it.
+        """
         try:
-            took_s = self._lender.reclaim(wanted.deadline_ms)
+            rate = self._lender.budget_bytes_per_s()
+            took_s = self._lender.reclaim(self._rules.deadline_ms(self.lent_bytes, rate))
         except ClusterError as error:
             log.info("lending_failed", decision="TakeBack", error=error.message)
             self._retry_at_ms = self._clock_ms() + RETRY_MS

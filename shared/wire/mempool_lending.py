@@ -51,10 +51,12 @@ class ReleaseLoan(Struct, frozen=True, kw_only=True, tag="release_loan"):
 
 
 class LendingDone(Struct, frozen=True, kw_only=True, tag="lending_done"):
-    """It is so. `num_bytes`: lent by an offer, held by a grant, or still held by a renewed loan."""
+    """It is so. `num_bytes`: lent by an offer, held by a grant, or still held by a renewed loan. `budget_bytes_per_s`:
+    of an offer: what may be copied from and to its lent pages; 0: no limit."""
 
     call_id: int
     num_bytes: int = 0
+    budget_bytes_per_s: int = 0
 
 
 class ReportLoad(Struct, frozen=True, kw_only=True, tag="report_load"):

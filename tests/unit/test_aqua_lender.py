@@ -6,6 +6,7 @@ from shared.aqua import lender as module
 from shared.aqua.lender import Lender, LenderSettings
 from shared.errors import ClusterError, InvalidRequest, Overloaded, PeerGone, PeerTimeout
 from shared.ids import Epoch, InstanceId, SpaceId
+from shared.lending.rules import DEFAULT_RULES
 from shared.wire import mempool as wire
 from shared.wire.lending import LendingRefused, MarketView, MempoolView, Offer, OfferView, Token
 from shared.wire.mempool_lending import LendingDone
@@ -25,6 +26,8 @@ class World:
         self.open = {}  # in force at the mempool: id -> bytes
         self.closed = set()  # there
         self.leased = 0  # pages that do not come back by themselves
+        self.rate = 0  # that the mempool has measured
+        self.deadlines_ms = []
 
     boot_generation = BOOT
 
@@ -79,10 +82,11 @@ class World:
             if how == "refused" or what.offer_id in self.closed:
                 return wire.CallFailed(call_id=1, code="offer.ended", reason="")
             self.open[what.offer_id] = what.length_bytes
-            answer = LendingDone(call_id=1, num_bytes=what.length_bytes)
+            answer = LendingDone(call_id=1, num_bytes=what.length_bytes, budget_bytes_per_s=self.rate)
         else:
             if what.offer_id not in self.open:
                 return wire.CallFailed(call_id=1, code="offer.unknown", reason="")
+            self.deadlines_ms.append(what.deadline_ms)
             del self.open[what.offer_id]
             self.closed.add(what.offer_id)
             answer = LendingDone(call_id=1, num_bytes=0)
@@ -235,3 +239,12 @@ def test_a_mempool_that_began_anew_without_the_space_has_nothing_to_give_back(wo
     assert lender.offered_bytes == 0
     assert lender.lend(4 * PAGE) == 4 * PAGE, "in a space of its own there"
     assert world.space == 5
+
+
+def test_who_closes_gives_the_time_that_the_mempools_budget_takes_to_move_what_is_offered(world, lender):
+    lender.lend(4 * PAGE)
+    assert lender.budget_bytes_per_s() == 0
+    world.rate = PAGE
+    assert lender.budget_bytes_per_s() == PAGE
+    lender.close()
+    assert world.deadlines_ms == [4_000 + DEFAULT_RULES.reclaim_deadline_ms]

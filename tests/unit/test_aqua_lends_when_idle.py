@@ -14,6 +14,10 @@ class FakeLender:
         self.calls = []
         self.happened = threading.Condition()
         self.refusals = 1
+        self.rate = 0
+
+    def budget_bytes_per_s(self):
+        return self.rate
 
     def _note(self, *what):
         with self.happened:
@@ -52,11 +56,12 @@ def test_memory_is_lent_while_load_is_steady_and_taken_back_when_the_queue_grows
         with lender.happened:
             lender.happened.wait(0.05)
     assert lender.calls[:2] == [("refused",), ("lend", 1_000)]
+    lender.rate = 500  # measured meanwhile
     while len(lender.calls) < 3:
         idle.report(9, 9)
         with lender.happened:
             lender.happened.wait(0.05)
     idle.close()
-    assert lender.calls[2] == ("reclaim", 700)
+    assert lender.calls[2] == ("reclaim", 2_700), "1,000 bytes at the budget, and the rule"
     assert [(reason, seconds) for reason, seconds in idle.reclaims] == [("queue grew to 9", 0.5)]
     assert idle.lent_bytes == 0

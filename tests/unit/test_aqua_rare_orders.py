@@ -39,6 +39,9 @@ class SlowLender:
         self.calls.append("lend")
         return num_bytes
 
+    def budget_bytes_per_s(self):
+        return 0
+
     def reclaim(self, deadline_ms):
         self.calls.append("reclaim")
         if self.calls.count("reclaim") < 3:

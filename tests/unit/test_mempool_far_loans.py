@@ -135,6 +135,22 @@ def test_a_reclaim_is_not_put_off_by_the_time_that_an_ended_loan_has():
     assert rig.killed == {PREFILL}
 
 
+def test_blocks_that_are_read_in_place_move_though_their_producers_budget_is_in_debt():
+    rig, lease_id = presented()
+    rig.core.lending.copies.limit_one(rig.producer, 1)
+    rig.core.lending.copies._budget(rig.producer).spend(1_000_000, rig.now_ms)
+    rig.leave(WXYZ, "wxyz")
+    rig.reclaim(0, 100)
+    rig.copied()
+    moved = dict(rig.moved())
+    assert sorted(moved) == sorted(rig.places)
+    rig.drop(*moved)
+    rig.advance(100)
+    assert lease_id not in rig.core.lending.loans.loans
+    assert not rig.killed
+    assert rig.seen([moved[place] for place in rig.places]) == "abcd"
+
+
 def test_the_desks_rule_for_reclaims_holds_for_loans_that_end_too():
     rules = LendingRules(**RULES_OF | {"reclaim_deadline_ms": 7_000})
     assert FarRig(rules).core.lending.rules.reclaim_deadline_ms == 7_000

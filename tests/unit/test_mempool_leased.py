@@ -7,7 +7,7 @@ from shared.ids import InstanceId, PageId, SpaceId
 from shared.kv.page import PageState
 from shared.wire import mempool_api as wire
 from shared.wire.mempool_api import Medium, PageAddress, unpack_addresses
-from tests.unit.mempool_harness import Harness
+from tests.unit.mempool_harness import PAGE_BYTES, Harness
 from tests.unit.test_mempool_lending import Market
 from tests.unit.test_mempool_spaces import PREFILL
 
@@ -213,6 +213,45 @@ def test_copies_that_fail_are_made_again_and_then_the_page_is_lost(hands):
         other.copied(failed=True)
     assert other.leased() == 0
     assert [m.lost for m in other.evacuated()] == [raw(lent)]
+
+
+def indebted(hands: Hands) -> tuple[list, list]:
+    """Four filled lent pages of a producer whose budget lets nothing more through for an hour."""
+    hands.core.lending.copies.limit_one(hands.producer, 1)
+    lent, beside = hands.hold("abcd")
+    source = hands.alloc(1, "dram")
+    hands.bytes[int(source[0].space), source[0].page] = "a"
+    hands.move(source, lent[:1])
+    hands.copied()
+    assert not hands.core.lending.copies.is_open(hands.producer, hands.now_ms)
+    return lent, beside
+
+
+def test_a_producer_in_debt_gets_its_pages_by_its_deadline_and_no_byte_of_them_is_lost(hands):
+    lent, beside = indebted(hands)
+    spent_bytes = hands.core.lending.copies.spent_bytes()[hands.producer]
+    hands.reclaim(0, 1_000)
+    assert hands.copies, "begun at once"
+    hands.copied()
+    assert hands.leased() == 0
+    assert [hands.byte(a) for a in beside] == ["a", "b", "c", "d"]
+    assert [(m.addresses, m.lost) for m in hands.evacuated()] == [(raw(lent), b"")]
+    assert hands.core.lending.copies.spent_bytes()[hands.producer] == spent_bytes + 4 * PAGE_BYTES
+
+
+def test_a_callers_copy_that_its_budget_held_up_to_the_deadline_costs_no_byte(hands):
+    lent, beside = indebted(hands)
+    call_id = hands.move(lent[1:2], hands.alloc(1, "dram"))
+    assert not hands.copies, "held"
+    hands.reclaim(0, 1_000)
+    hands.copied()
+    assert hands.leased() == 1
+    hands.advance(1_000)
+    assert hands.answer_to(call_id).code == "copy.failed"
+    hands.copied()
+    assert hands.leased() == 0
+    assert [hands.byte(a) for a in beside] == ["a", "b", "c", "d"]
+    assert not any(m.lost for m in hands.evacuated())
 
 
 def test_a_failed_copy_that_may_still_write_is_settled_before_the_next(hands):

@@ -175,6 +175,10 @@ class Leased:
         self._out.append(CopyPages(copy_id, int(space), targets, sources, self._timeout_ms))
         self._api.counters["pages_evacuating"] += len(batch)
 
+    def has_copy(self, copy_id: int) -> bool:
+        """Whether it is one of ours: no budget holds or refuses it, so what fails of them is a try."""
+        return copy_id in self._copies
+
     def on_copied(self, copy_id: int, *, failed: bool, in_doubt: Collection[int]) -> bool:
         """False: not a copy of ours. Pages in doubt stay busy until ApiSpaces.on_settled()."""
         batch = self._copies.pop(copy_id, None)

@@ -300,6 +300,10 @@ class ApiSpaces:
                 self._perform(self.api.on_settled(each, sound))
         return True
 
+    def evacuates(self, copy_id: int) -> bool:
+        """Whether it brings what callers keep in lent pages to the pages beside them."""
+        return self._leased.has_copy(copy_id)
+
     def on_settled(self, number: int, pages: Sequence[PageId]) -> list[PageId]:
         """Nothing can write these any more: the ones that are not ours."""
         busy = self.api.moves.busy

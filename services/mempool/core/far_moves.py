@@ -11,7 +11,7 @@ from itertools import islice
 
 from services.mempool.core.actions import Action, KillProcess
 from services.mempool.core.far_pace import num_back
-from services.mempool.core.far_state import Job, Place, PlaceState, User, can_map
+from services.mempool.core.far_state import FarCopy, Job, Place, PlaceState, User, can_map
 from services.mempool.core.pool import Pool
 
 
@@ -23,6 +23,7 @@ class FarMoves(ABC):
     _behind: Callable[[int], Sequence[int]]
     _users: list[User]
     _jobs: list[Job]
+    _copies: dict[int, FarCopy]
     _out: list[Action]
 
     @abstractmethod
@@ -82,6 +83,11 @@ class FarMoves(ABC):
             self._move(user, chosen, is_back=True)
             self.advance()
             return
+
+    def evacuates(self, copy_id: int) -> bool:
+        """Whether it brings blocks that are read in lent pages away from there."""
+        copy = self._copies.get(copy_id)
+        return copy is not None and bool(copy.job.old) and not copy.job.is_back
 
     def num_at(self, number: int) -> int:
         """Pages of this space that are mapped at far places, or about to be. Cost: a look at every place."""

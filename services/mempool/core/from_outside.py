@@ -200,10 +200,15 @@ class FromOutside(ABC):
 
     def _begin(self, copies: Sequence[Action], now_ms: int) -> list[Action]:
         """Copies that may begin now, and what comes of those that may not at all."""
-        out, refused = self.lending.issue(copies, now_ms, self.pulls.pulls.__contains__, self.swaps.has_copy)
+        has_reader, goes_first = self.pulls.pulls.__contains__, self.swaps.has_copy
+        out, refused = self.lending.issue(copies, now_ms, has_reader, goes_first, self._evacuates)
         for copy_id in refused:
             out += self.on_copied(copy_id, now_ms, failed=True)
         return out
+
+    def _evacuates(self, copy_id: int) -> bool:
+        """Whether a copy brings away from lent pages what nobody may lose: tensors, and blocks that are read there."""
+        return self.api.evacuates(copy_id) or self.swaps.far.evacuates(copy_id)
 
     def forget_load(self, connection: int) -> None:
         """The connection ended."""

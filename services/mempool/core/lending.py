@@ -94,7 +94,10 @@ class Lending:
             failed = wire.CallFailed(call_id=call.call_id, code=refused.code, reason=refused.message)
             pool.say(connection, failed)
         else:
-            pool.say(connection, calls.LendingDone(call_id=call.call_id, num_bytes=num_bytes))
+            is_offer = isinstance(call, calls.PresentOffer)
+            rate = self.copies.limit_of(int(call.offer.space)) if is_offer else 0
+            done = calls.LendingDone(call_id=call.call_id, num_bytes=num_bytes, budget_bytes_per_s=rate)
+            pool.say(connection, done)
         self._touched(pool)
 
     def _decide(self, call: calls.LendingCall, now_ms: int) -> int:
@@ -301,13 +304,14 @@ class Lending:
         now_ms: int,
         has_reader: Callable[[int], bool],
         goes_first: Callable[[int], bool] = lambda _: False,
+        evacuates: Callable[[int], bool] = lambda _: False,
     ) -> tuple[list[Action], list[int]]:
         """Copies that begin now, of and into the pages that were lent, and numbers of those that are refused.
 
-        Args: has_reader, goes_first: of the copy with this number.
+        Args: has_reader, goes_first, evacuates: of the copy with this number.
         """
         return self.copies.issue(
-            copies, now_ms, has_reader=has_reader, goes_first=goes_first,
+            copies, now_ms, has_reader=has_reader, goes_first=goes_first, evacuates=evacuates,
             dropping=lambda shelf: self.loans.wanted_back(shelf, dropping=True) > 0,
         )  # fmt: skip
 

@@ -4,7 +4,8 @@ Every copy that the mempool orders passes here last. One that touches lent pages
 (shared/lending/budget.py) and held while one of them is in debt: in order, for as long as it takes, but those first for
 which a request's turn waits (`goes_first`: swaps), then what nobody waits for. One that a reader
 waits for is refused when that would be longer than readers wait for pages, and so is every held copy of a loan past its
-deadline: the producer's pages come back without it.
+deadline: the producer's pages come back without it. What has to leave a page before it comes back, as its bytes are
+nowhere else or an engine reads them, is charged and never held: the producer wants its memory more than its link.
 """
 
 from collections import Counter, deque
@@ -84,10 +85,11 @@ class LendingCopies:
         has_reader: Callable[[int], bool],
         dropping: Callable[[Shelf], bool],
         goes_first: Callable[[int], bool] = lambda _: False,
+        evacuates: Callable[[int], bool] = lambda _: False,
     ) -> tuple[list[Action], list[int]]:
         """What begins now, and numbers of copies that are refused.
 
-        Args: has_reader, goes_first: of a copy; dropping: whether a shelf's pages are overdue.
+        Args: has_reader, goes_first, evacuates: of a copy; dropping: whether a shelf's pages are overdue.
         """
         if not copies and not self._held:
             return [], []
@@ -108,6 +110,9 @@ class LendingCopies:
             if not isinstance(action, CopyPages) or not self._shelves or not self._touched(action):
                 out.append(action)
                 continue
+            if evacuates(action.copy_id):
+                self._start(action, now_ms, out)
+                continue
             until_ms = now_ms + self._patience_ms if has_reader(action.copy_id) else None
             todo.append(_Held(action, until_ms, goes_first(action.copy_id)))
         self._held, blocked = deque(), set[int]()
@@ -126,10 +131,13 @@ class LendingCopies:
             blocked |= producers
             self._held.append(held)
             return
-        for shelf, count in self._touched(held.action).items():
+        self._start(held.action, now_ms, out)
+
+    def _start(self, action: CopyPages, now_ms: int, out: list[Action]) -> None:
+        for shelf, count in self._touched(action).items():
             self._budget(shelf.producer).spend(count * self._unit_bytes(shelf.number), now_ms)
             self.num_moved[shelf.number] = self.num_moved.get(shelf.number, 0) + count
-        out.append(self._physical(held.action))
+        out.append(self._physical(action))
 
     def _budget(self, producer: int) -> Budget:
         known = self._budgets.get(producer)
