@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,11 +21,20 @@ from shared.aqua.loop_thread import LoopThread
 from shared.aqua.own_space import OwnSpace
 from shared.errors import ClusterError, InvalidRequest, OutOfPages, Overloaded, PeerGone, PeerTimeout
 from shared.ids import InstanceId, SpaceId
+from shared.lending.budget import SLOWEST_BYTES_PER_S
 from shared.lending.rules import DEFAULT_RULES
 from shared.mempool.client import MempoolClient
 from shared.observe.log import get_logger
 from shared.transport.lending_client import LendingClient, new_key
-from shared.wire.lending import AskReclaim, LendingRefused, MarketView, Offer, OfferMemory, ReclaimOrder
+from shared.wire.lending import (
+    AskReclaim,
+    LendingRefused,
+    MarketView,
+    Offer,
+    OfferMemory,
+    OfferView,
+    ReclaimOrder,
+)
 from shared.wire.mempool import CallFailed
 from shared.wire.mempool_lending import LendingDone
 
@@ -113,9 +122,10 @@ class Lender:
                     f"{num_bytes} bytes; {self._settings.page_bytes} to {self._settings.most_bytes} can be lent"
                 )
             self._clear(0)
-            mempool = self._call(self._mempool_name())  # before memory is taken: it is often not known yet
+            mempool, earlier = self._call(self._look())  # before memory is taken: it is often not known yet
             try:
                 self._take_memory(num_bytes)
+                self._call(self._end_earlier(earlier))
                 self._lent_bytes = self._call(self._offer_memory(mempool, num_bytes))
                 rest = self._settings.most_bytes - self._lent_bytes
                 if rest >= self._settings.page_bytes:  # of the pages made: nobody gets these
@@ -194,14 +204,27 @@ class Lender:
         own.let_memory_go()
         self._own, self._space, self._has_memory = own, number, True
 
-    async def _mempool_name(self) -> InstanceId:
-        """Of this host's mempool in the market."""
+    async def _look(self) -> tuple[InstanceId, list[OfferView]]:
+        """This host's mempool in the market, and what others of this name, which are gone, still offer there."""
         view = await self._market.market()
-        boot = self._client.boot_generation
-        for mempool in [] if isinstance(view, LendingRefused) else view.mempools:
+        boot, name = self._client.boot_generation, self._settings.instance
+        if isinstance(view, LendingRefused):
+            raise Overloaded(f"{view.code}: {view.message}")
+        for mempool in view.mempools:
             if mempool.boot_generation == boot:
-                return mempool.mempool
+                mine = [o for o in view.offers if (o.offer.producer, o.offer.boot_generation) == (name, boot)]
+                return mempool.mempool, [each for each in mine if each.state in ("proposed", "open")]
         raise Overloaded("the coordinator has not heard of this host's mempool yet")
+
+    async def _end_earlier(self, earlier: Sequence[OfferView]) -> None:
+        """Nobody else takes these back, and a reclaim() would wait for their pages for ever."""
+        for each in earlier:
+            offer = each.offer
+            deadline_ms = DEFAULT_RULES.deadline_ms(each.leased_bytes, SLOWEST_BYTES_PER_S)
+            await self._order(offer, deadline_ms)
+            ask = AskReclaim(offer_id=offer.offer_id, producer=offer.producer, deadline_ms=deadline_ms)
+            await self._tell(self._market.reclaim(ask), offer)
+            log.info("earlier_offer_taken_back", offer=offer.offer_id, num_bytes=each.limit_bytes)
 
     async def _offer_memory(self, mempool: InstanceId, num_bytes: int) -> int:
         """Known to the coordinator, in force at the mempool; so many bytes."""
@@ -264,10 +287,14 @@ class Lender:
             await self._release(self._settings.most_bytes)
         self._offer, self._has_memory = None, False
         if telling is not None and offer is not None:
-            try:
-                await telling
-            except (PeerGone, PeerTimeout) as error:
-                log.info("coordinator_not_told", offer=offer.offer_id, error=error.message)
+            await self._tell(telling, offer)
+
+    async def _tell(self, telling: Awaitable[object], offer: Offer) -> None:
+        """The mempool knows; of a coordinator that does not answer it is enough that its next report says it."""
+        try:
+            await telling
+        except (PeerGone, PeerTimeout) as error:
+            log.info("coordinator_not_told", offer=offer.offer_id, error=error.message)
 
     async def _order(self, offer: Offer, deadline_ms: int) -> None:
         """The mempool takes the offer back."""

@@ -1,6 +1,10 @@
 """Tensors of a PyTorch process between its own memory, a peer's and the host's: real mempool, coordinator and Redis."""
 
+import json
+import subprocess
+import sys
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -10,10 +14,25 @@ from shared.aqua.errors import AquaClosed, TensorLost
 from shared.aqua.lender import Lender
 from shared.aqua.tensor import AquaTensor
 from shared.errors import InvalidRequest, OutOfPages, Overloaded
+from tests.integration.mempool_rig import ROOT, until
 from tests.support.aqua_rig import NUM_PAGES, PAGE_BYTES, AquaRig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LIMIT_S = 120.0
+LENDS = """
+import json, sys, time
+from shared.aqua.lender import Lender, LenderSettings
+from shared.errors import Overloaded
+lender = Lender(LenderSettings(**json.loads(sys.argv[1])))
+while True:
+    try:
+        lender.lend(8 * lender._settings.page_bytes)
+        break
+    except Overloaded:
+        time.sleep(0.05)
+print("lent", flush=True)
+time.sleep(3_600)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +192,46 @@ def test_a_lender_lends_what_one_of_its_name_gave_back_before(rig):
         assert leased(rig, "again") == 0
 
 
+def test_what_a_killed_lender_lent_goes_to_host_memory_and_its_device_and_the_next_of_its_name_lends(rig):
+    settings = json.dumps(asdict(rig.lender("killed")))
+    data = torch.arange(3 * PAGE_BYTES // 4, dtype=torch.float32)
+    process = subprocess.Popen([sys.executable, "-c", LENDS, settings], cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == b"lent\n"
+        with Aqua(rig.consumer("survivor")) as aqua:
+            kept = AquaTensor.from_tensor(data)
+            step_until(aqua, lambda: kept.location == "peer")
+            process.kill()
+            until(lambda: kept.location == "dram", "its tensor is in host memory")  # without a step
+            until(lambda: pages(rig, "killed").get("released") == NUM_PAGES // 2, "its device has the memory")
+            with Lender(rig.lender("killed")) as lender:
+                lend(lender, 8 * PAGE_BYTES)
+                step_until(aqua, lambda: kept.location == "peer")
+                assert lender.reclaim(60_000) < 60
+            assert torch.equal(kept.to_compute(), data)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_next_lender_of_a_name_takes_back_what_one_that_it_does_not_know_of_lent(rig):
+    forgotten = Lender(rig.lender("twice"))
+    lend(forgotten, 4 * PAGE_BYTES)
+    until(lambda: leased(rig, "twice") == 4, "its pages are set aside")
+    with Lender(rig.lender("twice")) as lender:
+        lend(lender, 6 * PAGE_BYTES)
+        until(lambda: leased(rig, "twice") == 6, "the others are back")
+        assert lender.reclaim(60_000) < 60
+        assert leased(rig, "twice") == 0
+    forgotten.close()
+
+
 def leased(rig, name: str) -> int:
     """Pages of a lender that are set aside for consumers."""
+    return pages(rig, name)["leased"]
+
+
+def pages(rig, name: str) -> dict[str, int]:
+    """Of a lender, by state."""
     (space,) = [s for s in rig.mempool.status()["spaces"] if s["devices"] == [f"cpu:{name}"]]
-    return space["pages_by_state"]["leased"]
+    return space["pages_by_state"]

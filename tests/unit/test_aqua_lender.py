@@ -44,7 +44,11 @@ class World:
             is_granting=True,
             why_not="",
             mempools=[view],
-            offers=[],
+            offers=[
+                OfferView(offer=o, state="open", limit_bytes=left, leased_bytes=left)
+                for o, left in self.offers.values()
+                if left
+            ],
             leases=[],
             reclaims=[],
             history=[],
@@ -248,3 +252,28 @@ def test_who_closes_gives_the_time_that_the_mempools_budget_takes_to_move_what_i
     assert lender.budget_bytes_per_s() == PAGE
     lender.close()
     assert world.deadlines_ms == [4_000 + DEFAULT_RULES.reclaim_deadline_ms]
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_a_dead_lender_of_the_same_name_offered_is_taken_back_by_the_next_one(world, lender, is_known):
+    dead = Lender(LenderSettings("s", "p", "cpu:p", MOST, "http://c", page_bytes=PAGE))
+    dead.lend(3 * PAGE)
+    if not is_known:
+        world.open.clear()
+    assert lender.lend(4 * PAGE) == 4 * PAGE
+    assert list(world.open.values()) == [4 * PAGE]
+    assert len(world.told()) == 1
+    assert world.deadlines_ms[0] >= DEFAULT_RULES.reclaim_deadline_ms, "its consumers have time to leave"
+    lender.reclaim(0)
+    assert (world.open, world.told()) == ({}, [])
+    dead._is_closed = True  # it never ran its close()
+    dead._loop.close()
+
+
+def test_what_others_offer_is_left_alone(world, lender):
+    other = Lender(LenderSettings("s", "q", "cpu:q", MOST, "http://c", page_bytes=PAGE))
+    other.lend(2 * PAGE)
+    lender.lend(4 * PAGE)
+    assert sorted(world.open.values()) == [2 * PAGE, 4 * PAGE]
+    world.open.clear()
+    other.close()

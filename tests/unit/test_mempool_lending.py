@@ -34,7 +34,7 @@ class Market(Spaces):
         self.worker(LENDER, "cpu:1", quota=producer_quota)
         self.client(SELLER, f"i{LENDER}")
         self.producer = self.core.space_of(InstanceId(f"i{LENDER}"))
-        self.tokens = 0
+        self.tokens, self.seller = 0, SELLER
 
     def offer(self, num_pages: int, name: str = "o1", boot: Epoch = BOOT) -> None:
         lender = InstanceId(f"i{LENDER}")
@@ -42,7 +42,7 @@ class Market(Spaces):
             offer_id=name, producer=lender, producer_epoch=Epoch(1), mempool=InstanceId("m"),
             boot_generation=boot, space=SpaceId(self.producer), length_bytes=num_pages * PAGE_BYTES,
         )  # fmt: skip
-        self.say(SELLER, calls.PresentOffer(call_id=1, offer=offer))
+        self.say(self.seller, calls.PresentOffer(call_id=1, offer=offer))
         asked = [m for m in self.sent[LENDER] if isinstance(m, wire.Shrink)]
         if asked:
             self.give_back(LENDER, self.take(LENDER, asked[-1].count))

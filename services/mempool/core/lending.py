@@ -131,6 +131,8 @@ class Lending:
         memory = self._memory(int(offer.space))
         if memory is None or memory.is_behind:
             raise LoanRefused("space.unknown", f"space {offer.space} has no memory to lend")
+        if self._is_gone(int(offer.space)):
+            raise LoanRefused("producer.gone", f"nobody lives who could take space {offer.space} back")
         num_pages = min(offer.length_bytes // self.unit_bytes(int(offer.space)), memory.table.num_pages)
         known = offer.offer_id in self.loans.offers
         made = self.loans.know(offer.offer_id, int(offer.space), num_pages, memory.table)
@@ -170,11 +172,23 @@ class Lending:
             self._touched(self._pools[offer.producer])
 
     def on_process_dead(self, now_ms: int) -> None:
-        """Somebody died: loans end whose consumers' processes are all gone."""
+        """Somebody died: loans end whose consumers' processes are all gone, and offers of who lived only to lend."""
+        for offer in [x for x in self.loans.offers.values() if x.limit and self._is_gone(x.producer)]:
+            num_bytes = self.loans.lent(offer) * self.unit_bytes(offer.producer)
+            deadline_ms = self._reclaim_ms(offer.producer, num_bytes)
+            self.loans.reclaim(offer.offer_id, 0, now_ms + deadline_ms, now_ms)
+            self._touched(self._pools[offer.producer])
         for number in {loan.space for loan in self.loans.loans.values()}:
             memory = self._memory(number)
             if memory is not None and not memory.engines.attached and not memory.engines.lost:
                 self.loans.consumer_dead(number, now_ms)
+
+    def _is_gone(self, number: int) -> bool:
+        """Whether the space is one of who only lends, and no process of it lives. Of others the coordinator hears."""
+        pool, memory = self._pools[number], self._memory(number)
+        if memory is None or not memory.only_lends or pool.awaited():
+            return False
+        return not (memory.engines.attached or memory.engines.lost or memory.engines.ranks)
 
     # -- pages ------------------------------------------------------------------------------------
 
@@ -354,8 +368,11 @@ class Lending:
         num_read = self.num_read(self.loans.shelves[producer, loan.space].number)
         if not num_read:
             return 0
-        rate = self.copies.limit_of(producer) or SLOWEST_BYTES_PER_S
-        return self.rules.deadline_ms(num_read * self.unit_bytes(producer), rate)
+        return self._reclaim_ms(producer, num_read * self.unit_bytes(producer))
+
+    def _reclaim_ms(self, producer: int, num_bytes: int) -> int:
+        """For so many bytes to come home to a space whose owner does not say how soon it wants them."""
+        return self.rules.deadline_ms(num_bytes, self.copies.limit_of(producer) or SLOWEST_BYTES_PER_S)
 
     def _memory(self, number: int) -> Memory | None:
         pool = self._pools.get(number)

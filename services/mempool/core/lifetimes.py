@@ -2,8 +2,9 @@
 
 An engine that comes back soon finds its blocks. When none came for `space_idle_ms`, and no process is left that maps
 the space, its blocks are forgotten and its memory goes to the system. The space itself, a table of a few bytes a page,
-stays: the next engine of its kind gets the memory again, as soon as there is some. The host memory behind spaces goes
-as soon as nobody has been in any of them for so long, and comes back with the first who comes to one.
+stays: the next engine of its kind gets the memory again, as soon as there is some. What a process only lent
+(shared/aqua/lender.py) is no cache: it goes as soon as the process is dead and nothing is on loan. The host memory
+behind spaces goes as soon as nobody has been in any of them for so long, and comes back with the first who comes.
 """
 
 from abc import abstractmethod
@@ -17,6 +18,7 @@ from shared.ids import BlockHash
 from shared.kv.page import PageState
 from shared.wire import mempool as wire
 
+LENDER_IDLE_MS = 1_000  # one that is started again at once has its memory
 ON_THEIR_WAY = (PageState.GRANTED, PageState.WRITING, PageState.QUARANTINED, PageState.LEASED)
 
 
@@ -32,6 +34,8 @@ class Lifetimes(Attachments):
         memory = self.memory
         if memory is None or memory.is_loan or self.claims or self.inheritance is not None:
             return False
+        if memory.only_lends and memory.table.counts[PageState.LEASED]:
+            return False
         if memory.is_dram and (self.index.num_pinned or any(memory.table.counts[s] for s in ON_THEIR_WAY)):
             return False
         if not all(front.is_deserted for front in self.fronts):
@@ -43,6 +47,8 @@ class Lifetimes(Attachments):
     def dropped_at_ms(self) -> int | None:
         """When it is, unless somebody comes; None: it is in use, or has no memory."""
         memory, idle_ms = self.memory, self.limits.space_idle_ms
+        if memory is not None and memory.only_lends:
+            idle_ms = min(idle_ms or LENDER_IDLE_MS, LENDER_IDLE_MS)
         if memory is None or not idle_ms or not memory.table.num_present or not self.is_deserted:
             return None
         seen_ms = max([self._active_at_ms, *(front._active_at_ms for front in self.fronts)])

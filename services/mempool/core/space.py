@@ -41,6 +41,7 @@ class Memory:
     layer_bytes: int = 0  # of one layer in a page; 0: layers do not follow each other there
     # pages that copies read before they are sealed (layered.py), how often: whatever becomes of them, they stay mapped
     read_early: Counter[int] = field(default_factory=Counter)
+    only_lends: bool = False  # no block of its own lies there (shared/aqua/lender.py)
 
     @property
     def is_dram(self) -> bool:
@@ -165,6 +166,7 @@ def _memory(
         num_ranks=planned.num_ranks,
         num_layers=description.num_layers,
         layer_bytes=layer_bytes_of(description),
+        only_lends=description.only_lends,
     )
 
 
