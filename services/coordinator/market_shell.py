@@ -157,10 +157,12 @@ class MarketShell:
         return await self._stored(self.market.lease(ask, key, now_ms=self._clock.now_ms()))
 
     async def reclaim(self, ask: AskReclaim, key: str) -> ReclaimOrder | LendingRefused:
-        """POST /v1/reclaims. It also works while the journal is down: mempools remember it."""
+        """POST /v1/reclaims. It also works while the journal is down: mempools remember it. Who does not lead any more
+        refuses it: nobody hears its orders."""
         answer = self.market.reclaim(ask, key, now_ms=self._clock.now_ms())
-        await self._stored(answer)
-        return answer
+        stored = await self._stored(answer)
+        is_down = isinstance(stored, LendingRefused) and stored.code == "journal.down"
+        return answer if is_down else stored
 
     async def place(self, placement: Placement) -> LendingRefused | None:
         """PUT /v1/placement."""

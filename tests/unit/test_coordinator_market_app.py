@@ -6,13 +6,15 @@ import pytest
 
 from services.coordinator.app import create_app
 from services.coordinator.config import CoordinatorSettings, load
+from services.coordinator.market_journal import NotLeading
 from services.coordinator.routes_market import MARKET_STRUCTS
 from services.coordinator.shell import Coordinator
-from shared.errors import SettingsError
+from shared.errors import PeerTimeout, SettingsError
 from shared.ids import Epoch, InstanceId
 from shared.transport.clock import ManualClock
 from shared.wire.lending import (
     AskLease,
+    AskReclaim,
     Grant,
     LeaseCall,
     MempoolReport,
@@ -271,3 +273,25 @@ async def test_openapi_has_every_body_and_the_idempotency_key(api):
 def test_settings_that_cannot_work_are_refused_by_name(flags):
     with pytest.raises(SettingsError, match=flags[0].removeprefix("--").replace("-", "_")):
         load(flags)
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"), [(NotLeading("another leads"), 503), (PeerTimeout("Redis"), 200)]
+)
+async def test_a_reclaim_that_no_leader_has_is_refused_and_one_that_only_the_journal_lacks_is_not(
+    api, monkeypatch, failure, status
+):
+    await api.settle()
+    made = await api.send("POST", "/v1/offers", OFFER)
+    offer_id = msgspec.json.decode(made.content, type=OfferView).offer.offer_id
+
+    async def store():
+        raise failure
+
+    monkeypatch.setattr(api.coordinator.lending, "_store", store)
+    body = AskReclaim(offer_id=offer_id, producer=InstanceId("p0"), deadline_ms=100)
+    reply = await api.send("POST", "/v1/reclaims", body)
+    if status == 200:
+        assert reply.status_code == 200, reply.text
+    else:
+        assert refusal(reply) == (status, "market.standby")
