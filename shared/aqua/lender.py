@@ -138,16 +138,24 @@ class Lender:
                 raise
             return self._lent_bytes
 
-    def reclaim(self, deadline_ms: int) -> float:
-        """Take everything back: what lies there leaves until the deadline, then the device has its memory again.
+    def reclaim(self, deadline_ms: int, keep_bytes: int = 0) -> float:
+        """Take everything back, or all but keep_bytes: what lies there leaves until the deadline, then the device has
+        that memory again. lend() offers more only when nothing is lent.
 
-        Returns: seconds that it took. Nothing happens when nothing is lent, nor left by a lend() that failed.
+        Args: keep_bytes: cut to whole pages; stays on offer.
+        Returns: seconds that it took. Nothing happens when no more is lent, nor left by a lend() that failed.
         Raises: PeerTimeout when a copy held it up beyond the deadline and timeout_ms; call it again.
         """
         with self._lock:
             self._check_open()
-            started_s = time.monotonic()
-            self._clear(max(0, deadline_ms))
+            started_s, deadline_ms = time.monotonic(), max(0, deadline_ms)
+            page_bytes = self._own.page_bytes if self._own is not None else self._settings.page_bytes
+            num_kept = max(0, keep_bytes) // page_bytes
+            if not num_kept:
+                self._clear(deadline_ms)
+            elif self._offer is not None and num_kept * page_bytes < self._lent_bytes:
+                shrink = self._shrink(self._offer, deadline_ms, num_kept, page_bytes)
+                self._call(shrink, deadline_ms / 1000)
             return time.monotonic() - started_s
 
     def budget_bytes_per_s(self) -> int:
@@ -158,9 +166,7 @@ class Lender:
 
     def _budget(self) -> int:
         offer = self._offer
-        answer = (
-            self._call(self._client.present(offer)) if offer is not None else None
-        )  # again: nothing changes
+        answer = self._call(self._client.present(offer)) if offer is not None else None  # as before
         return answer.budget_bytes_per_s if isinstance(answer, LendingDone) else 0
 
     def market(self) -> MarketView | LendingRefused:
@@ -289,6 +295,19 @@ class Lender:
         if telling is not None and offer is not None:
             await self._tell(telling, offer)
 
+    async def _shrink(self, offer: Offer, deadline_ms: int, num_kept: int, page_bytes: int) -> None:
+        """The mempool does it; the coordinator hears of it by its next report, as a reclaim says how much less."""
+        await self._order(offer, deadline_ms, num_kept * page_bytes)
+        self._lent_bytes = num_kept * page_bytes
+        while True:
+            leased = await self._leased_pages()
+            if leased is None:  # the mempool began anew
+                return
+            if leased <= num_kept:
+                break
+            await asyncio.sleep(POLL_S)
+        await self._release(self._settings.most_bytes - self._lent_bytes)  # as much as nobody has
+
     async def _tell(self, telling: Awaitable[object], offer: Offer) -> None:
         """The mempool knows; of a coordinator that does not answer it is enough that its next report says it."""
         try:
@@ -296,12 +315,12 @@ class Lender:
         except (PeerGone, PeerTimeout) as error:
             log.info("coordinator_not_told", offer=offer.offer_id, error=error.message)
 
-    async def _order(self, offer: Offer, deadline_ms: int) -> None:
-        """The mempool takes the offer back."""
+    async def _order(self, offer: Offer, deadline_ms: int, keep_bytes: int = 0) -> None:
+        """The mempool takes the offer back, or what is beyond keep_bytes."""
         order = ReclaimOrder(
             reclaim_id=f"by {self._settings.instance}",
             offer_id=offer.offer_id,
-            keep_bytes=0,
+            keep_bytes=keep_bytes,
             deadline_ms=deadline_ms,
         )
         answer = await self._present(order)

@@ -26,9 +26,12 @@ class Lends(Protocol):
 
     def lend(self, num_bytes: int) -> int: ...
 
-    def reclaim(self, deadline_ms: int) -> float: ...
+    def reclaim(self, deadline_ms: int, keep_bytes: int = 0) -> float: ...
 
     def budget_bytes_per_s(self) -> int: ...
+
+    @property
+    def offered_bytes(self) -> int: ...
 
 
 class LendsWhenIdle:
@@ -55,15 +58,16 @@ class LendsWhenIdle:
         self._thread = threading.Thread(target=self._run, name="lends-when-idle", daemon=True)
         self._thread.start()
 
-    def report(self, num_waiting: int, num_arrived: int) -> None:
-        """The model's load now. Called between its steps; never waits."""
-        self._load = Load(self._most_bytes, 0, num_waiting=num_waiting, num_arrived=num_arrived)
+    def report(self, num_waiting: int, num_arrived: int, needed_bytes: int = 0) -> None:
+        """The model's load now, and what it needs itself of most_bytes. Called between its steps; never waits."""
+        self._load = Load(self._most_bytes, needed_bytes, num_waiting=num_waiting, num_arrived=num_arrived)
 
     def _run(self) -> None:
         while not self._closing.wait(LOOK_S):
             load, self._load = self._load, None
             offers = [OnOffer("mine", self.lent_bytes)] if self.lent_bytes else []
-            for decision in self._producer.decide(load, offers, self._clock_ms()):
+            lends = bool(offers)  # no more is offered then: a Lender has one offer
+            for decision in self._producer.decide(load, offers, self._clock_ms(), keeps=lends):
                 if isinstance(decision, MakeOffer):
                     self._lend(decision.length_bytes)
                 else:
@@ -88,13 +92,14 @@ class LendsWhenIdle:
         """
         try:
             rate = self._lender.budget_bytes_per_s()
-            took_s = self._lender.reclaim(self._rules.deadline_ms(self.lent_bytes, rate))
+            deadline_ms = self._rules.deadline_ms(max(0, self.lent_bytes - wanted.keep_bytes), rate)
+            took_s = self._lender.reclaim(deadline_ms, wanted.keep_bytes)
         except ClusterError as error:
             log.info("lending_failed", decision="TakeBack", error=error.message)
             self._retry_at_ms = self._clock_ms() + RETRY_MS
         else:
             self.reclaims.append((wanted.reason, took_s))
-            self.lent_bytes, self._wanted, self._retry_at_ms = 0, None, 0
+            self.lent_bytes, self._wanted, self._retry_at_ms = self._lender.offered_bytes, None, 0
 
     def close(self) -> None:
         """Nothing more is decided; what is lent stays so."""

@@ -221,6 +221,9 @@ def test_the_next_lender_of_a_name_takes_back_what_one_that_it_does_not_know_of_
     with Lender(rig.lender("twice")) as lender:
         lend(lender, 6 * PAGE_BYTES)
         until(lambda: leased(rig, "twice") == 6, "the others are back")
+        assert lender.reclaim(60_000, keep_bytes=2 * PAGE_BYTES) < 60
+        found = pages(rig, "twice")
+        assert (found["leased"], found["released"]) == (2, NUM_PAGES // 2 - 2), "its device has the others"
         assert lender.reclaim(60_000) < 60
         assert leased(rig, "twice") == 0
     forgotten.close()

@@ -91,8 +91,11 @@ class World:
             if what.offer_id not in self.open:
                 return wire.CallFailed(call_id=1, code="offer.unknown", reason="")
             self.deadlines_ms.append(what.deadline_ms)
-            del self.open[what.offer_id]
-            self.closed.add(what.offer_id)
+            if what.keep_bytes:
+                self.open[what.offer_id] = min(self.open[what.offer_id], what.keep_bytes)
+            else:
+                del self.open[what.offer_id]
+                self.closed.add(what.offer_id)
             answer = LendingDone(call_id=1, num_bytes=0)
         return None if self.fails.pop("present", "") == "once" else answer
 
@@ -107,7 +110,7 @@ class World:
     async def release_memory(self, num_bytes, *, wait_ms, space):
         if space != self.space:
             return None
-        self.memory_bytes -= min(num_bytes, self.memory_bytes)
+        self.memory_bytes -= min(num_bytes, self.memory_bytes - sum(self.open.values()))
         return wire.MemoryChanged(call_id=1, num_bytes=num_bytes, released_bytes=0)
 
     async def regain_memory(self, num_bytes, *, wait_ms, space):
@@ -124,6 +127,7 @@ class Own:
 
     world: World
     description = type("Description", (), {"content_key": "mine"})
+    page_bytes = PAGE
 
     def __init__(self, *_, **__):
         self.world.memory_bytes = MOST
@@ -277,3 +281,17 @@ def test_what_others_offer_is_left_alone(world, lender):
     assert sorted(world.open.values()) == [2 * PAGE, 4 * PAGE]
     world.open.clear()
     other.close()
+
+
+def test_a_part_is_taken_back_and_the_rest_stays_on_offer(world, lender):
+    assert lender.reclaim(0, keep_bytes=PAGE) < 5, "nothing is lent"
+    lender.lend(4 * PAGE)
+    lender.reclaim(0, keep_bytes=8 * PAGE)
+    assert lender.offered_bytes == 4 * PAGE, "no more is lent than that"
+    lender.reclaim(0, keep_bytes=3 * PAGE - 1)
+    assert (lender.offered_bytes, list(world.open.values())) == (2 * PAGE, [2 * PAGE])
+    assert world.memory_bytes == 2 * PAGE, "the device has the rest"
+    with pytest.raises(InvalidRequest):
+        lender.lend(PAGE)
+    lender.reclaim(0)
+    assert (lender.offered_bytes, world.open, world.told()) == (0, {}, [])

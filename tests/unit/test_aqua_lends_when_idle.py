@@ -14,7 +14,7 @@ class FakeLender:
         self.calls = []
         self.happened = threading.Condition()
         self.refusals = 1
-        self.rate = 0
+        self.rate = self.offered_bytes = 0
 
     def budget_bytes_per_s(self):
         return self.rate
@@ -32,8 +32,9 @@ class FakeLender:
         self._note("lend", num_bytes)
         return num_bytes
 
-    def reclaim(self, deadline_ms):
-        self._note("reclaim", deadline_ms)
+    def reclaim(self, deadline_ms, keep_bytes=0):
+        self.offered_bytes = keep_bytes
+        self._note("reclaim", deadline_ms, keep_bytes)
         return 0.5
 
     def wait(self, count):
@@ -62,6 +63,27 @@ def test_memory_is_lent_while_load_is_steady_and_taken_back_when_the_queue_grows
         with lender.happened:
             lender.happened.wait(0.05)
     idle.close()
-    assert lender.calls[2] == ("reclaim", 2_700), "1,000 bytes at the budget, and the rule"
+    assert lender.calls[2] == ("reclaim", 2_700, 0), "1,000 bytes at the budget, and the rule"
     assert [(reason, seconds) for reason, seconds in idle.reclaims] == [("queue grew to 9", 0.5)]
     assert idle.lent_bytes == 0
+
+
+def test_what_the_model_needs_itself_is_taken_back_and_the_rest_stays_lent():
+    lender, now_ms = FakeLender(), 0
+    lender.refusals = 0
+    rules = LendingRules(
+        threshold_bytes=0, reserve_share=0.0, steady_ms=0, hold_ms=0, window_ms=10_000, peak_ms=10_000,
+        queue_limit=4, silent_ms=3_600_000, reclaim_deadline_ms=700,
+    )  # fmt: skip
+    idle = LendsWhenIdle(lender, 1_000, rules, clock_ms=lambda: now_ms)
+    for needed_bytes, count in ((0, 1), (300, 2), (0, 2), (600, 3)):
+        for _ in range(5):
+            now_ms += 20_000
+            idle.report(0, 0, needed_bytes)
+            while idle._load is not None:
+                with lender.happened:
+                    lender.happened.wait(0.01)
+        lender.wait(count)
+    idle.close()
+    assert lender.calls == [("lend", 1_000), ("reclaim", 700, 700), ("reclaim", 700, 400)]
+    assert idle.lent_bytes == 400

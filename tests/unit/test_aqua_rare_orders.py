@@ -42,7 +42,9 @@ class SlowLender:
     def budget_bytes_per_s(self):
         return 0
 
-    def reclaim(self, deadline_ms):
+    offered_bytes = 0
+
+    def reclaim(self, deadline_ms, keep_bytes=0):
         self.calls.append("reclaim")
         if self.calls.count("reclaim") < 3:
             self.now_ms += 60_000

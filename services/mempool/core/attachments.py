@@ -182,7 +182,7 @@ class Attachments(Supply):
         quota = max(0, min(message.quota_pages, memory.table.num_pages))
         engine = Engine(connection, process, message.instance, epoch, quota, demand=quota)
         engine.works_in_pages = message.works_in_pages
-        if message.works_in_pages and message.description is not None:
+        if message.works_in_pages and message.description is not None and not memory.only_lends:
             engine.least = num_blocks(message.description.max_model_len, memory.block_tokens) + 1
         try:
             self._claim(engine, message, memory)
