@@ -10,7 +10,7 @@ from shared.kv.words import u32_list
 from shared.wire import mempool as wire
 from shared.wire.mempool_far import NO_PLACE, FarMoved, FarOut, FarPlaced
 from tests.support.examples import examples
-from tests.unit.mempool_harness import chain, page_lists
+from tests.unit.mempool_harness import PAGE_BYTES, chain, page_lists
 from tests.unit.test_mempool_far import RANK, FarMarket
 from tests.unit.test_mempool_lending import LENDER
 from tests.unit.test_mempool_spaces import PREFILL
@@ -118,12 +118,15 @@ class World(FarMarket):
         self.counts()
 
 
-@given(st.integers(0, 2**32))
-@example(561)  # the engine died, and was forgotten, with a call of it half done
+@given(
+    st.integers(0, 2**32), st.sampled_from([0, 100 * PAGE_BYTES])
+)  # a page takes 10 ms: many copies are held
+@example(561, 0)  # the engine died, and was forgotten, with a call of it half done
 @settings(max_examples=examples(40), deadline=None)
-def test_what_is_mapped_stays_what_it_is_and_everything_comes_back(seed):
+def test_what_is_mapped_stays_what_it_is_and_everything_comes_back(seed, bytes_per_s):
     rng = random.Random(seed)
     world = World(rng)
+    world.core.lending.copies.limit(bytes_per_s)
     steps = [
         world.compute,
         world.compute,
