@@ -27,7 +27,7 @@ class FarRig(Rig, FarMarket):
             while (pool.is_loan or pool.number == 0) and pool.evict():
                 pass  # no cached block is in its way
         self.step()
-        self.places = self.out(1, FAR, "xyz")
+        self.reading = self.out(1, FAR, "xyz")
         assert self.counters()["far_blocks_out_peer"] == len(FAR)
         (lease_id,) = self.core.lending.loans.loans
         return lease_id
@@ -37,7 +37,7 @@ def presented(**options: int) -> tuple[FarMarket, LeaseId]:
     """Blocks in place, on a loan that somebody presented."""
     rig = FarMarket(places=8, **options)
     grant = rig.lend(4)
-    rig.places = rig.out(1, ABCD, "abcd")
+    rig.reading = rig.out(1, ABCD, "abcd")
     return rig, grant.lease_id
 
 
@@ -47,8 +47,8 @@ def test_a_loan_whose_blocks_are_read_in_place_is_not_idle_though_no_copy_moves(
     rig.step(2 * RULES.idle_ms // STEP_MS)
     assert not rig.killed
     assert lease_id in rig.core.lending.loans.loans
-    assert rig.seen(rig.places) == "xyz"
-    rig.drop(*rig.places)
+    assert rig.seen(rig.reading) == "xyz"
+    rig.drop(*rig.reading)
     rig.step(2 * RULES.idle_ms // STEP_MS)
     assert lease_id not in rig.core.lending.loans.loans
 
@@ -62,7 +62,7 @@ def test_a_mempool_that_stood_still_longer_than_a_loan_lasts_renews_it_and_kills
     rig.step(3 * RULES.ttl_ms // STEP_MS)
     assert not rig.killed
     assert lease_id in rig.core.lending.loans.loans
-    assert rig.seen(rig.places) == "xyz"
+    assert rig.seen(rig.reading) == "xyz"
 
 
 def test_a_renewal_that_lay_unread_while_the_mempool_stood_still_counts():
@@ -119,7 +119,7 @@ def test_where_nothing_was_measured_the_slowest_rate_says_how_long_that_takes():
     loan = rig.core.lending.loans.loans[lease_id]
     copied_ms = -(-len(ABCD) * PAGE_BYTES * 1_000 // SLOWEST_BYTES_PER_S)
     assert rig.core.lending.loans.moved_in_ms(loan) == copied_ms + rig.core.lending.rules.reclaim_deadline_ms
-    rig.drop(*rig.places)
+    rig.drop(*rig.reading)
     rig.leave(WXYZ, "wxyz")  # what is cached there is forgotten sooner
     rig.advance(TTL_MS)
     rig.advance(GRACE_MS)
@@ -143,12 +143,12 @@ def test_blocks_that_are_read_in_place_move_though_their_producers_budget_is_in_
     rig.reclaim(0, 100)
     rig.copied()
     moved = dict(rig.moved())
-    assert sorted(moved) == sorted(rig.places)
+    assert sorted(moved) == sorted(rig.reading)
     rig.drop(*moved)
     rig.advance(100)
     assert lease_id not in rig.core.lending.loans.loans
     assert not rig.killed
-    assert rig.seen([moved[place] for place in rig.places]) == "abcd"
+    assert rig.seen([moved[place] for place in rig.reading]) == "abcd"
 
 
 def test_the_desks_rule_for_reclaims_holds_for_loans_that_end_too():
