@@ -202,9 +202,14 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
         return len(self.stock) + self.free_block_queue.num_free_blocks + self.far_room
 
     def get_usage(self) -> float:
-        """Share of this engine's own pages that requests use."""
+        """Share of this engine's own pages that requests use: how full what it can allocate from is."""
         unused = len(self.stock) + self.free_block_queue.num_free_blocks
         return 1.0 - unused / self.num_owned if self.num_owned else 0.0
+
+    def num_in_use(self) -> int:
+        """Pages that requests use: this engine's own, and others' that leases pin for them. Cost: O(pages), in C."""
+        unused = len(self.stock) + self.free_block_queue.num_free_blocks
+        return self.num_owned - unused + self.kinds.count(LEASED)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """From the stock only. The caller has made sure that it suffices (PageKVCacheManager)."""

@@ -6,7 +6,6 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from shared.engine.interface import EngineRoom
-from shared.engine.page_swaps import LEASED
 from shared.room.answers import AnswerLengths
 from shared.room.growth import Need
 
@@ -34,7 +33,7 @@ def room_of(scheduler: Any) -> dict[str, Any]:
     own = pages.num_owned - unused
     granted = pages.quota.num_granted  # an engine without a step, a new one above all, has not taken them in
     return {
-        "unused": unused + granted, "own": own, "in_use": own + pages.kinds.count(LEASED),
+        "unused": unused + granted, "own": own, "in_use": pages.num_in_use(),
         "held": held, "more": more, "answer_tokens": answers.expected(scheduler.max_model_len),
     }  # fmt: skip
 
@@ -49,6 +48,13 @@ def _room(core: EngineCore) -> dict[str, Any]:
     return room_of(core.scheduler)
 
 
+def _pages_in_use(core: EngineCore) -> int:
+    return core.scheduler.pages.num_in_use()
+
+
 def install() -> None:
-    """Before an engine core is made in this process, or in one that is forked from it: `quire_room` may be asked."""
+    """Before an engine core is made in this process, or in one that is forked from it: `quire_room` and
+    `quire_pages_in_use` may be asked.
+    """
     EngineCore.quire_room = _room
+    EngineCore.quire_pages_in_use = _pages_in_use

@@ -44,6 +44,7 @@ from shared.engine.interface import (
 from shared.engine.kv_told import Told, keep_told, kv_use
 from shared.engine.load_view import LoadView
 from shared.engine.page_room import room_from
+from shared.engine.pages_view import PagesView
 from shared.engine.preload import preload_architecture
 from shared.engine.rank_processes import EngineFolder, host_ranks
 from shared.engine.sampling import honour_seeds, mark_checked, prompt_rows, sampling_params, trust_checks
@@ -132,6 +133,7 @@ class VllmEngine:
         self.num_kv_blocks = int(config.cache_config.num_gpu_blocks or 0)
         self._fair = FairView(settings, self._llm.engine_core)
         self.served_elsewhere = self._fair.hear
+        self._in_use = PagesView(self._llm.engine_core if self.keeps_leases else None)
         self._events = CacheEventReceiver(events_address)
 
     def _forked(self, config: VllmConfig) -> AsyncLLM:
@@ -157,6 +159,7 @@ class VllmEngine:
         """Begin to deliver cache events."""
         self._event_task = begin_task(self._poll_events(), "cache-events")
         self._fair.start()
+        self._in_use.start()
 
     async def _poll_events(self) -> None:
         while True:
@@ -256,6 +259,7 @@ class VllmEngine:
             unfinished_prefill_tokens=sum(self._unfinished_prefill.values()),
             running_context_tokens=sum(self._context_tokens.values()),
             kv_used_share=view.kv_used_share if view else 0.0,
+            num_pages_in_use=self._in_use.num_in_use,
             step_ms=view.step_ms if view else 0.0,
             num_preempted=view.preempted if view else 0,
             **self._fair.of_load(),
@@ -292,6 +296,7 @@ class VllmEngine:
         if self._event_task is not None:
             self._event_task.cancel()
         self._fair.close()
+        self._in_use.close()
         if self._grammars is not None:
             await self._grammars.close()
         self._llm.shutdown()

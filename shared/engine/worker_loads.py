@@ -75,6 +75,7 @@ class LoadReports:
             num_arrived=self._num_arrived(),
             num_preempted=load.num_preempted,
             kv_used_share=load.kv_used_share,
+            num_pages_in_use=load.num_pages_in_use,
         )
 
     def _on_memory(self, shares: MemoryShares) -> None:

@@ -63,7 +63,8 @@ class ReportLoad(Struct, frozen=True, kw_only=True, tag="report_load"):
     """By the front of an engine, every load_interval_ms. Totals are since its start.
 
     `instance_epoch`: of its membership, 0 without one. `kv_used_share`: of the pages that the engine has, as requests
-    that run use them; cached ones are not used.
+    that run use them; cached ones are not used. `num_pages_in_use`: of its space, by its requests, those that others
+    sealed and leases pin for them too; None: it does not count them.
     """
 
     instance_epoch: Epoch = Epoch(0)
@@ -73,6 +74,7 @@ class ReportLoad(Struct, frozen=True, kw_only=True, tag="report_load"):
     num_arrived: int = 0
     num_preempted: int = 0
     kv_used_share: float = 0.0
+    num_pages_in_use: int | None = None
 
 
 class MemoryShares(Struct, frozen=True, kw_only=True, tag="memory_shares"):

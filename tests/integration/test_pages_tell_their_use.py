@@ -84,3 +84,15 @@ def test_a_request_that_is_stopped_has_told_all_and_its_lease_is_released_once()
     assert decoder.engine.scheduler.holds_lease(decoder.lease_id), "its front leaves the lease to it"
     assert not decoder.engine.scheduler.leases
     assert decoder.num_releases_unknown == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_prompt_that_leases_pin_is_in_use_until_its_request_is_over(depth):
+    decoder = Decoder(f"used-{depth}", depth)
+    pages = decoder.engine.scheduler.pages
+    decoder.run(decoder.engine, num_told=1)
+    assert pages.num_in_use() == 4, "the prompt's three, and the copy of its last block"
+    own = round(pages.get_usage() * pages.num_owned)
+    assert own == 1, "the share is of its own pages"
+    decoder.run(decoder.engine)
+    assert pages.num_in_use() == 0

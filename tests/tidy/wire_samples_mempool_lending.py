@@ -44,6 +44,7 @@ MEMPOOL_LENDING_SAMPLES = {
         ),
         (),
     ),
+    "report-load-pages": (TO_MEMPOOL, ReportLoad(instance_epoch=Epoch(3), num_pages_in_use=70), ()),
     "memory-shares": (
         FROM_MEMPOOL,
         MemoryShares(total_bytes=9 << 30, offered_bytes=4 << 30, lent_bytes=3 << 30, borrowed_bytes=1 << 30),

@@ -193,20 +193,6 @@ def test_memory_comes_home_without_a_coordinator():
     assert rig.leased() == 0
 
 
-def test_running_requests_take_back_what_they_need_and_the_rest_stays_on_offer():
-    rig = Rig()
-    rig.step(12)
-    memory = rig.core.pools[rig.producer].memory
-    assert memory is not None
-    (engine,) = memory.engines.attached.values()
-    rig.load[SELLER] = ReportLoad(
-        instance_epoch=Epoch(1), kv_used_share=1.0
-    )  # of the two pages that it has left
-    assert engine.num_pages == 2
-    rig.step(1)
-    assert rig.leased() == 4
-
-
 def test_an_engine_that_falls_silent_gets_its_memory_back():
     rig = Rig()
     rig.step(12)

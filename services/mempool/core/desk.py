@@ -274,8 +274,13 @@ class Desk:
         assert memory is not None
         needed = least = 0
         for engine in memory.engines.attached.values():
-            share = self._reports[engine.instance].message.kv_used_share
-            needed += round(share * engine.num_pages) if engine.works_in_pages else len(engine.held)
+            said = self._reports[engine.instance].message
+            if not engine.works_in_pages:
+                needed += len(engine.held)
+            elif said.num_pages_in_use is None:
+                needed += round(said.kv_used_share * engine.num_pages)
+            else:  # also what leases pin for it, which is none of its own pages
+                needed += max(0, said.num_pages_in_use)
             least += engine.least
         return Load(
             present_pages(memory.table) * unit, needed * unit, least * unit,
