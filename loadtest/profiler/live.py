@@ -1,8 +1,9 @@
 """The profiler's runs on a real cluster: load through its gateway, memory from its workers' status pages.
 
-vLLM's usage counts blocks of running requests, not blocks that are only cached, so the most of many readings is the KV
-that requests needed. A cluster with several instances is profiled as one: its memory is that of the instances that
-hold contexts (decode and colocated ones), and the fullest of them speaks for all.
+Workers say the bytes that requests use, not what is only cached, so the most of many readings is the KV that requests
+needed; and the bytes that their engine may have, without what others lend it. A cluster with several instances is
+profiled as one: its memory is that of the instances that hold contexts (decode and colocated ones), and the fullest of
+them speaks for all.
 """
 
 import asyncio
@@ -59,15 +60,10 @@ class Holder:
 
     status_url: str
     model: str
-    num_blocks: int
+    pool_bytes: int  # its KV memory
     block_tokens: int
     block_bytes: int
     tp: int
-
-    @property
-    def pool_bytes(self) -> int:
-        """Its KV memory."""
-        return self.num_blocks * self.block_bytes
 
 
 class LiveRunner:
@@ -127,10 +123,7 @@ class LiveRunner:
         for text in sorted({one.error for one in outcomes if one.error})[:3]:
             self._tell(f"  error: {text[:200]}")
         gaps = [(gap_ms, 1.0) for gap_ms in loop.gaps_ms]
-        peak = max(
-            round(share * one.pool_bytes) for share, one in zip(watch.peaks, self._holders, strict=True)
-        )
-        return Observed(outcomes, gaps, peak, watch.full.spans)
+        return Observed(outcomes, gaps, max(watch.peaks), watch.full.spans)
 
     async def _wait_idle(self) -> None:
         """What the run before left must not be seen as this one's."""
@@ -151,7 +144,7 @@ class _Watch:
 
     def __init__(self, holders: Sequence[Holder], sample_ms: float) -> None:
         self._holders, self._pause_s = holders, sample_ms / 1000
-        self.peaks = [0.0] * len(holders)  # shares
+        self.peaks = [0] * len(holders)  # bytes
         self.full = Spans()
         self._num_read = self._num_lost = 0
 
@@ -167,8 +160,9 @@ class _Watch:
                 if one is None:
                     self._num_lost += 1
                     continue
-                share = float(one["kv_used_share"])
-                self.peaks[place] = max(self.peaks[place], share)
+                used_bytes = int(one["kv_used_bytes"])
+                self.peaks[place] = max(self.peaks[place], used_bytes)
+                share = max(float(one["kv_used_share"]), used_bytes / self._holders[place].pool_bytes)
                 holds = holds or (share >= FULL_SHARE and bool(one["num_waiting"]))
             self.full.note(was_ms, now_ms, holds=holds)
             was_ms = now_ms
@@ -213,7 +207,7 @@ def _holder(url: str, found: dict[str, Any]) -> Holder | None:
         holder = Holder(
             url,
             str(found["model"]),
-            int(found["num_kv_blocks"]),
+            int(found["kv_pool_bytes"]),
             int(found["block_tokens"]),
             int(found["block_bytes"]),
             int(found["tensor_parallel"]),

@@ -164,6 +164,9 @@ class Engine(Protocol):
     max_batched_tokens: int
     graph_tokens: int  # of the largest step that a CUDA graph holds; 0: none does
     num_kv_blocks: int
+    num_pages: (
+        int  # of these, in its own memory: those of its space, which others may be in, without far places
+    )
     uses_pool: bool  # False: a cache of its own, of which nobody else reads a block
     device: str  # "cpu", a GPU's name, "mock"
     known_cost: CostCoefficients | None  # None: to be measured

@@ -130,7 +130,9 @@ class VllmEngine:
         # vLLM's own request span, under ours: it goes to whatever tracer provider the process sets. Naming an
         # endpoint instead would make vLLM set a provider of its own, with an exporter thread, before the fork.
         self._llm.output_processor.tracing_enabled = bool(settings.trace_endpoint or settings.trace_dir)
-        self.num_kv_blocks = int(config.cache_config.num_gpu_blocks or 0)
+        self.num_kv_blocks = self.num_pages = int(config.cache_config.num_gpu_blocks or 0)
+        if self.keeps_leases:  # vLLM's null block and far places are no pages of the space
+            self.num_pages = max(0, self.num_kv_blocks - 1 - int(extra["far_places"]))
         self._fair = FairView(settings, self._llm.engine_core)
         self.served_elsewhere = self._fair.hear
         self._in_use = PagesView(self._llm.engine_core if self.keeps_leases else None)

@@ -26,6 +26,7 @@ from shared.engine.worker_checks import WorkerLimits
 from shared.engine.worker_config import WorkerSettings, sends_ahead
 from shared.engine.worker_cost import WorkerCost
 from shared.engine.worker_front import WorkerFront
+from shared.engine.worker_kv import KvMemory
 from shared.engine.worker_pages import PageClient, PromptPages
 from shared.engine.worker_reports import SchedulerReports
 from shared.engine.worker_room import DecodeRoom
@@ -116,6 +117,7 @@ class WorkerShell:
             pool, engine.description, settings, kept=engine.keeps_leases, compute_ms=self.cost.compute_ms
         )
         self.room = DecodeRoom(engine, self.pages, settings)
+        self.kv = KvMemory(engine, self.pages)
         limit_ms = settings.engine_silent_ms or SILENT_MS[engine.device in ("cpu", "mock")]
         self.watch = EngineWatch(engine.ping, limit_ms / 1000, self._on_engine_died)
         self.admin = AdminServer(settings.admin_listen, ready=self.ready, status=self.status)
@@ -167,6 +169,7 @@ class WorkerShell:
             room=self.room,
         )
         self.room.open()
+        self.kv.open()
         settle_heap()
         address = await self.front.start(context)
         self.endpoint = self.settings.advertise or address
@@ -251,6 +254,7 @@ class WorkerShell:
         self.front.close()
         self.reports.close()
         await self.room.close()
+        await self.kv.close()
         if self.publisher is not None:
             await self.publisher.close()
         await self.engine.close()
@@ -349,6 +353,7 @@ class WorkerShell:
             "unfinished_prefill_tokens": load.unfinished_prefill_tokens,
             "running_context_tokens": load.running_context_tokens,
             "kv_used_share": load.kv_used_share,
+            **self.kv.status(load),
             "step_ms": load.step_ms,
             "num_preempted": load.num_preempted,
             "num_kept_tokens": load.num_kept_tokens,

@@ -69,7 +69,7 @@ class MockEngine:
         self.max_running = settings.max_num_seqs
         self.max_batched_tokens = settings.max_num_batched_tokens
         self.graph_tokens = 0
-        self.num_kv_blocks = settings.mock_kv_blocks
+        self.num_kv_blocks = self.num_pages = settings.mock_kv_blocks
         self.device = "mock"
         self.known_cost = CostCoefficients(
             shape=ModelShape(

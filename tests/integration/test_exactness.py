@@ -12,6 +12,10 @@ from unittest import mock
 import httpx
 import pytest
 
+from deploy.local.services_table import Ports
+from loadtest.profiler.live import LiveOptions, LiveRunner
+from loadtest.workloads.request import Request, Segment, content_id
+from tests.integration.mempool_rig import until
 from tests.support.exactness_cases import SECOND_TURNS_AFTER, build_cases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,3 +174,23 @@ def test_eight_clients_at_once_get_what_each_would_get_alone(reference, cluster)
 
     for name, answer in zip(names, asyncio.run(run()), strict=True):
         assert_same(name, answer, reference[name])
+
+
+def test_a_profiled_run_needs_the_prompts_that_decode_was_handed_and_no_more(cluster):
+    """Prefill sealed them, in pages of the space that both engines work in: decode has even parts of it."""
+    admin = [
+        Ports(gateway=cluster.base + 90, base=cluster.base).worker(role, 0)[1]
+        for role in ("prefill", "decode")
+    ]
+    urls = tuple(f"http://127.0.0.1:{port}/status" for port in admin)
+    runner = LiveRunner(LiveOptions(url=cluster.url, statuses=urls, max_lag_ms=60_000, sample_ms=20))
+    worker = httpx.get(urls[1], timeout=30).json()
+    (space,) = cluster.pool()["spaces"]
+    assert runner.pool_bytes == space["num_pages"] // 2 * worker["block_bytes"]
+    request = Request(
+        0, 0.0, "profiled", 0, (Segment(content_id("profiled"), 40 * BLOCK_TOKENS),), 8 * BLOCK_TOKENS
+    )
+    observed = runner.run([request])
+    assert not [one.error for one in observed.outcomes if one.error]
+    assert 40 <= observed.peak_kv_bytes / worker["block_bytes"] <= 40 + 6 + 2, "and a block in advance"
+    until(lambda: not httpx.get(urls[1], timeout=30).json()["kv_used_bytes"], "nothing is used")
