@@ -120,7 +120,8 @@ class AskLease(Struct, frozen=True, kw_only=True):
     """POST /v1/leases. Header Idempotency-Key: the same key brings the same grant again, whatever was lost.
 
     `spaces`: those that the consumer can reach, best first (peer GPUs before slower ones). The coordinator
-    answers with one offer's bytes, between min_bytes and length_bytes; for more, ask again under another key.
+    answers with one offer's bytes, between min_bytes and length_bytes, each in whole pages of the lender's space
+    (SpaceReport.unit_bytes), one at least; for more, ask again under another key.
     """
 
     consumer: InstanceId
@@ -249,6 +250,7 @@ class SpaceReport(Struct, frozen=True, kw_only=True):
     name: str  # for people, e.g. "cuda:0"
     total_bytes: int
     free_bytes: int
+    unit_bytes: int = 1  # of a page on all ranks: the mempool lends whole ones
 
 
 class MempoolReport(Struct, frozen=True, kw_only=True):

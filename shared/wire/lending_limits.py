@@ -84,6 +84,7 @@ def check_report(report: MempoolReport) -> None:
         check_range("space", space.space, 0, MAX_COUNT)
         check_range("total_bytes", space.total_bytes, 0, MAX_LENT_BYTES)
         check_range("free_bytes", space.free_bytes, 0, MAX_LENT_BYTES)
+        check_range("unit_bytes", space.unit_bytes, 1, MAX_LENT_BYTES)
     for offer in report.offers:
         check_offer(offer.offer)
         check_range("leased_bytes", offer.leased_bytes, 0, MAX_LENT_BYTES)

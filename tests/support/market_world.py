@@ -54,6 +54,7 @@ class ModelMempool:
         self.boot = Epoch(next(boots))
         self.fence = Token(0, 0)
         self.seq = 0
+        self.unit_bytes = 1
         self.offers: dict[str, Offer] = {}
         self.orders: dict[str, tuple[int, int]] = {}  # offer -> (keep, deadline), the tightest heard
         self.leases: dict[LeaseId, Lease] = {}
@@ -70,7 +71,11 @@ class ModelMempool:
             seq=self.seq,
             fence=self.fence,
             address=f"{self.name}.sock",
-            spaces=[SpaceReport(space=SPACE, name="cuda:1", total_bytes=64 * GIB, free_bytes=0)],
+            spaces=[
+                SpaceReport(
+                    space=SPACE, name="cuda:1", total_bytes=64 * GIB, free_bytes=0, unit_bytes=self.unit_bytes
+                )
+            ],
             offers=[
                 OfferReport(offer=offer, leased_bytes=self.leased_bytes(offer.offer_id))
                 for offer in self.offers.values()

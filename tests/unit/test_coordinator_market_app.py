@@ -180,6 +180,8 @@ REPORT = {
         {"spaces": [{**ROOM, "space": HUGE}]},
         {"spaces": [{**ROOM, "total_bytes": HUGE}]},
         {"spaces": [{**ROOM, "free_bytes": -1}]},
+        {"spaces": [{**ROOM, "unit_bytes": 0}]},
+        {"spaces": [{**ROOM, "unit_bytes": HUGE}]},
         {"spaces": [ROOM] * 8_193},
         *({"offers": [{"offer": {**OFFERED, **wrong}, "leased_bytes": 0}]} for wrong in (
             {"offer_id": "a b"}, {"producer": ""}, {"mempool": "a/b"}, {"key": "a b"}, {"producer_epoch": HUGE},

@@ -152,6 +152,24 @@ def test_the_consumers_order_of_spaces_then_one_producer_per_consumer(world):
     assert ask(world, consumer="c1").offer_id != first.offer_id
 
 
+def test_grants_are_of_whole_pages_of_their_lender_and_less_than_one_is_refused(world):
+    """Its mempool would take so many, and refuse none at all; a refused grant counts until the fence has passed it."""
+    world.m0.unit_bytes = 3 * GIB // 2
+    world.settle("a", 1)
+    refused = ask(world, gib=1)
+    assert (code(refused), refused.largest_bytes) == ("offers.exhausted", 3 * GIB)
+    assert ask(world, gib=4, least_gib=1).length_bytes == 3 * GIB
+    assert code(ask(world, gib=4, least_gib=1)) == "offers.exhausted", "1 GiB is left"
+    assert len(world.a.book.leases) == 1
+
+
+def test_the_least_that_is_asked_for_counts_in_whole_pages_too(world):
+    world.m0.unit_bytes = 3 * GIB // 2
+    world.settle("a", 1)
+    assert ask(world, gib=2).length_bytes == 3 * GIB // 2
+    assert code(ask(world, gib=4, least_gib=3)) == "offers.exhausted"
+
+
 def test_nobody_borrows_from_itself(world):
     assert code(ask(world, consumer="p0")) == "offers.exhausted"
 

@@ -268,4 +268,5 @@ def test_spaces_of_engines_are_reported_and_those_behind_them_are_not(both):
     spaces = both.report().spaces
     assert [space.name for space in spaces] == ["cpu:0", "cpu:1"]
     assert {space.total_bytes for space in spaces} == {8 * PAGE_BYTES}
+    assert {space.unit_bytes for space in spaces} == {PAGE_BYTES}
     assert both.report().boot_generation == Epoch(BOOT)

@@ -76,6 +76,7 @@ def _spaces(lending: Lending, pools: Mapping[int, Pool]) -> list[SpaceReport]:
                 name=name or f"cpu:{memory.label}".strip(":"),
                 total_bytes=memory.table.num_pages * unit,
                 free_bytes=memory.table.num_free * unit,
+                unit_bytes=unit,
             )
         )
     return out
