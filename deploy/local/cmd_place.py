@@ -19,7 +19,7 @@ from shared.ids import InstanceId
 from shared.transport.lending_client import LendingClient
 from shared.wire.lending import Pair
 from shared.wire.lending import Placement as Pairs
-from shared.wire.placer import Placement, PlacementQuestion, Unplaceable
+from shared.wire.placer import LendingPair, Placement, PlacementQuestion, Unplaceable
 
 TELL_MS = 5_000
 
@@ -73,7 +73,11 @@ async def _tell(urls: str, answer: Placement) -> str:
     for url in urls.split(","):
         check_url("--apply", url.strip(), "http://127.0.0.1:8103")
     client = LendingClient(urls, key=api_key(), patience_ms=TELL_MS)
-    pairs = [Pair(consumer=InstanceId(p.consumer), producer=InstanceId(p.producer)) for p in answer.pairs]
+    pairs = [
+        Pair(consumer=InstanceId(p.consumer), producer=InstanceId(p.producer))
+        for p in answer.pairs
+        if not p.why_not  # their loans would all be refused, and the producer would be kept from others
+    ]
     try:
         refused = await client.place(Pairs(pairs=pairs))
     except ClusterError as error:
@@ -82,7 +86,9 @@ async def _tell(urls: str, answer: Placement) -> str:
         await client.close()
     if refused is not None:
         fail(f"the coordinator at {urls} was not told: {refused.code}: {refused.message}")
-    return f"{urls} pairs {len(pairs)} consumers with their producers from now on"
+    left_out = len(answer.pairs) - len(pairs)
+    rest = f"; {left_out} pairs are left out, which no mempool can serve (why_not)" if left_out else ""
+    return f"{urls} pairs {len(pairs)} consumers with their producers from now on{rest}"
 
 
 def _explain(answer: Unplaceable) -> NoReturn:
@@ -94,13 +100,16 @@ def _explain(answer: Unplaceable) -> NoReturn:
 
 def _show(question: PlacementQuestion, answer: Placement, seconds: float) -> None:
     _show_servers(answer)
+    unfit = [pair for pair in answer.pairs if pair.why_not]
     if answer.pairs:
         _show_pairs(answer)
+        _show_misfits(answer, unfit)
     gpus = sum(server.gpus * server.count for server in question.servers)
-    rest = answer.needed_bytes - answer.lent_bytes
+    lent = answer.lent_bytes - sum(min(pair.needed_bytes, pair.offered_bytes) for pair in unfit)
+    rest = answer.needed_bytes - lent
     out.print(
         f"{len(answer.instances)} instances on {gpus} GPUs in {seconds:.1f} s. "
-        f"{bytes_text(answer.lent_bytes)} of the {bytes_text(answer.needed_bytes)} needed are lent on the same server"
+        f"{bytes_text(lent)} of the {bytes_text(answer.needed_bytes)} needed are lent on the same server"
         + (f"; {bytes_text(rest)} go to host memory." if rest else "."),
     )
     out.print(
@@ -147,6 +156,19 @@ def _show_pairs(answer: Placement) -> None:
             bytes_text(pair.offered_bytes),
         )
     out.print(table)
+
+
+def _show_misfits(answer: Placement, unfit: list[LendingPair]) -> None:
+    """AQUA pairs GPUs, whatever the instances are spread over."""
+    for text in dict.fromkeys(
+        f"{pair.producer} cannot lend to {pair.consumer}: {pair.why_not}" for pair in unfit
+    ):
+        out.print(text, style="yellow")
+    if unfit:
+        out.print(
+            f"{len(unfit)} of {len(answer.pairs)} pairs can be served by no mempool; --apply leaves them out.",
+            style="yellow",
+        )
 
 
 def _numbers(gpus: list[int]) -> str:

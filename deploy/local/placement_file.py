@@ -11,6 +11,7 @@ tp = 1
 bytes_per_gpu = "25 GB"          # that each GPU lends; below 0: needs
 role = "producer"                # or consumer, neutral; without it the sign says it
 count = 3                        # or the ids of running ones: instances = ["decode-0", "decode-1"]
+page_bytes = "2 MiB"             # if known: of KV memory on one GPU (`page_bytes` of its space, mempool's /status)
 [[models]]
 profile = "opt.json"             # model, role, tp and bytes_per_gpu from there
 count = 2
@@ -33,7 +34,7 @@ from shared.wire.placer import PlacementQuestion, PlacerModel, PlacerServer
 MOST_FILE_BYTES = 16 << 20
 TABLES = ("servers", "models")
 PROFILE_KEYS = ("model", "role", "tp", "bytes_per_gpu")
-SIZES = ("gpu_memory_bytes", "bytes_per_gpu")
+SIZES = ("gpu_memory_bytes", "bytes_per_gpu", "page_bytes")
 MOST_BYTES = 1 << 50  # no GPU has a pebibyte; sums are counted in 64 bits
 UNITS = {"": 0, "b": 0, "kb": 3, "mb": 6, "gb": 9, "tb": 12}
 BINARY_UNITS = {"kib": 10, "mib": 20, "gib": 30, "tib": 40}

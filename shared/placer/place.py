@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shared.errors import InvalidRequest
+from shared.kv.page_fit import misfit
 from shared.placer.assign import Assigner, Assignment
 from shared.placer.matching import Shard, match
 from shared.placer.packing import Packing, pack, reasons
@@ -75,6 +76,10 @@ def _check(question: PlacementQuestion) -> None:
             raise InvalidRequest(
                 f"model {model.model!r}: bytes_per_gpu is from 0 to {MOST_BYTES}; its role says which way they go",
                 param="models",
+            )
+        if not 0 <= model.page_bytes <= MOST_BYTES:
+            raise InvalidRequest(
+                f"model {model.model!r}: page_bytes is from 0 to {MOST_BYTES}", param="models"
             )
         if model.role == "neutral" and model.bytes_per_gpu:
             raise InvalidRequest(
@@ -236,6 +241,7 @@ def _server(
             shards[model.role] += [
                 Shard(name, n, model.bytes_per_gpu, gpu) for n, gpu in enumerate(gpus[name])
             ]
+    models = dict(held)
     pairs = match(shards["consumer"], shards["producer"])
     lent: dict[str, list[int]] = {}
     for consumer, producer in pairs:
@@ -261,6 +267,11 @@ def _server(
             producer_gpu=producer.gpu,
             needed_bytes=consumer.size_bytes,
             offered_bytes=producer.size_bytes,
+            why_not=_why_not(models[producer.instance], models[consumer.instance]),
         )
         for consumer, producer in pairs
     ]
+
+
+def _why_not(producer: PlacerModel, consumer: PlacerModel) -> str:
+    return misfit(lender=(producer.tp, producer.page_bytes), borrower=(consumer.tp, consumer.page_bytes))

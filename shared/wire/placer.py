@@ -29,6 +29,7 @@ class PlacerModel(Struct, frozen=True, kw_only=True, omit_defaults=True):
     bytes_per_gpu: int = 0  # that each of its GPUs can lend (producer) or needs (consumer)
     count: int = 1
     instances: list[str] = []  # ids of the running ones, `count` of them; otherwise model/0, model/1, ...
+    page_bytes: int = 0  # of KV memory on one of its GPUs; 0: not known
 
 
 class PlacementQuestion(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -52,7 +53,9 @@ class PlacedInstance(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LendingPair(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One producer's GPU for one consumer's, for as long as the placement stands."""
+    """One producer's GPU for one consumer's, for as long as the placement stands. AQUA pairs GPUs, whatever their
+    instances are spread over; a mempool lends whole pages to spaces of as many ranks: `why_not` says what does not fit.
+    """
 
     server: str
     consumer: str
@@ -61,6 +64,7 @@ class LendingPair(Struct, frozen=True, kw_only=True, omit_defaults=True):
     producer_gpu: int
     needed_bytes: int
     offered_bytes: int
+    why_not: str = ""  # in words about the producer; "": the mempool can lend as much
 
 
 class ServerBalance(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -82,7 +86,7 @@ class Placement(Struct, frozen=True, kw_only=True, tag="placement"):
     bound_bytes: int
     gap_ratio: float  # (objective - bound) / objective
     needed_bytes: int  # all consumers' GPUs together
-    lent_bytes: int  # of it by the pairs; the rest goes to host memory
+    lent_bytes: int  # of it by the pairs, also those with a why_not; the rest goes to host memory
     timed_out: bool = False  # the time limit ended the search: another run may answer otherwise
 
 

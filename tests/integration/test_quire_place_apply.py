@@ -49,3 +49,15 @@ def test_nobody_is_told_without_being_asked_and_a_coordinator_that_is_not_there_
     assert "was not told" in nowhere.output
     wrong = place(tmp_path, "--apply", "127.0.0.1:8103")
     assert isinstance(wrong.exception, SettingsError)
+
+
+def test_pairs_that_no_mempool_can_serve_are_left_out(coordinator, tmp_path):
+    """Every loan of theirs would be refused, and the producer kept from others."""
+    (tmp_path / "cluster.toml").write_text(
+        FILE.replace("gpus = 2", "gpus = 3").replace('model = "llama-8b"', 'model = "llama-8b"\ntp = 2')
+    )
+    done = CliRunner().invoke(app, ["place", str(tmp_path / "cluster.toml"), "--apply", coordinator.url])
+    assert done.exit_code == 0, done.output
+    assert "pairs 0 consumers" in done.output
+    assert "1 pairs are left out" in done.output
+    assert httpx.get(coordinator.url + "/v1/placement").json() == {"pairs": []}

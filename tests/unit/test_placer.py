@@ -246,6 +246,34 @@ def test_with_ids_of_running_instances_the_answer_is_the_coordinators_placement(
     assert "1 instances are named and count is 3" in str(quire(file).exception)
 
 
+def test_a_pair_that_no_mempool_can_serve_says_why_and_by_what_the_file_knows():
+    servers = [PlacerServer(name="a", gpus=4, gpu_memory_bytes=80 * GB)]
+
+    def pairs(**consumer):
+        lends = PlacerModel(model="p", role="producer", bytes_per_gpu=20 * GB, page_bytes=2 << 20)
+        needs = PlacerModel(model="c", role="consumer", bytes_per_gpu=9 * GB, **consumer)
+        answer = place(PlacementQuestion(servers=servers, models=[lends, needs]), still)
+        assert isinstance(answer, Placement)
+        return [pair.why_not for pair in answer.pairs]
+
+    assert pairs() == pairs(page_bytes=2 << 20) == [""]
+    assert pairs(tp=2) == ["its pages lie on 1 rank, the borrower's blocks on 2 ranks"]
+    assert "smaller than the borrower's of 4194304" in pairs(page_bytes=4 << 20)[0]
+    with pytest.raises(InvalidRequest, match="page_bytes"):
+        pairs(page_bytes=-1)
+
+
+def test_the_command_says_which_pairs_no_mempool_can_serve(file):
+    told = quire(file)
+    assert "llama-8b/0 cannot lend to opt-30b/0: its pages lie on 1 rank" in told.stdout
+    assert "2 of 2 pairs can be served by no mempool" in told.stdout
+    assert "0 B of the 37.3 GiB needed are lent" in told.stdout
+    file.write_text(
+        FILE.replace('profile = "opt.json"', 'model = "x"\nbytes_per_gpu = "-9 GB"\npage_bytes = "2 MiB"')
+    )
+    assert "cannot lend" not in quire(file).stdout
+
+
 def test_the_command_shows_servers_and_pairs_or_the_same_as_json(file):
     told, read_back = quire(file), json.loads(quire(file, "--json").stdout)
     assert told.exit_code == 0

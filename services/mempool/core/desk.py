@@ -21,6 +21,7 @@ from services.mempool.core.loan_state import LoanState
 from services.mempool.core.loans import LoanRefused
 from services.mempool.core.page_table import PageTable
 from services.mempool.core.pool import Pool
+from services.mempool.core.takers import Takers
 from services.mempool.core.wishes import Answer, Wish, Word
 from shared.ids import InstanceId, LeaseId, SpaceId
 from shared.kv.page import PageState
@@ -76,6 +77,7 @@ class Desk:
     ) -> None:
         self.rules = rules
         self.budgets = LendingBudgets(rules, lending.copies)
+        self.takers = Takers(pools, lending, rules.steady_ms)
         self._lending, self._pools, self._profiles, self._name = lending, pools, profiles, name
         lending.rules = rules
         self._space_of, self._touched = space_of, touched
@@ -162,6 +164,8 @@ class Desk:
             if (word := self.budgets.look(number, devices, is_lending=lends)) is not None:
                 self.words.append(word)
             instances = {engine.instance for engine in memory.engines.attached.values()}
+            if instances and (word := self.takers.look(number, now_ms)) is not None:
+                self.words.append(word)
             if instances or number in self._parties:
                 self._decide(number, self._party(number, instances), sorted(instances), now_ms)
         self._tell()
@@ -188,7 +192,7 @@ class Desk:
         if need is not None:
             party.consumer.note(need, now_ms)
         party.producer.budget_bytes_per_s = self._lending.copies.limit_of(number)
-        keeps, is_short = bool(loans) or not self._has_takers(number), party.consumer.is_short
+        keeps, is_short = bool(loans) or bool(self.takers.why_none(number)), party.consumer.is_short
         for one in party.producer.decide(load, offers, now_ms, keeps=keeps, is_short=is_short):
             if isinstance(one, TakeBack):
                 self._take_back(number, one, now_ms)
@@ -359,13 +363,6 @@ class Desk:
                     self._pools[number].say(report.connection, shares)
                     self._touched(self._pools[number])
 
-    def _has_takers(self, number: int) -> bool:
-        """Whether some space of this mempool could borrow from this one: memory is not set aside for nobody."""
-        return any(
-            may_lend(self._pools[number], pool) and self._lending.num_back(other) is not None
-            for other, pool in self._pools.items()
-        )
-
     def _on_gpus(self, number: int) -> bool:
         memory = self._pools[number].memory
         return memory is not None and memory.pages_per_slab > 0
@@ -383,6 +380,7 @@ class Desk:
             out[str(number)] = {
                 "instances": sorted({str(e.instance) for e in memory.engines.attached.values()}),
                 "may_lend": party.producer.may_lend,
+                "no_taker": self.takers.why_none(number),
                 "total_bytes": shares.total_bytes, "offered_bytes": shares.offered_bytes,
                 "lent_bytes": shares.lent_bytes, "borrowed_bytes": shares.borrowed_bytes,
                 "budget_bytes_per_s": self._lending.copies.limit_of(number),

@@ -19,7 +19,7 @@ from services.mempool.core.claims import Claim
 from services.mempool.core.dram import Dram
 from services.mempool.core.leases import Fence
 from services.mempool.core.lending_copies import LendingCopies
-from services.mempool.core.loan_pool import LoanPool, may_lend
+from services.mempool.core.loan_pool import LoanPool, why_not
 from services.mempool.core.loans import Grant, Loan, LoanRefused, Loans, Offer, Shelf
 from services.mempool.core.pool import Pool
 from services.mempool.core.space import Memory
@@ -216,8 +216,11 @@ class Lending:
         if (producer, consumer) in self.loans.shelves:
             return
         lender, borrower = self._pools[producer], self._pools[consumer]
-        if not may_lend(lender, borrower) or consumer not in self._dram.tiers:
-            raise LoanRefused("offer.unfit", f"space {producer} cannot lend to space {consumer}")
+        why = why_not(lender, borrower) or (
+            "" if consumer in self._dram.tiers else "no host memory is behind the borrower"
+        )
+        if why:
+            raise LoanRefused("offer.unfit", f"space {producer} cannot lend to space {consumer}: {why}")
         if len(self._shelves) >= MAX_SHELVES:
             raise LoanRefused("loans.full", f"{MAX_SHELVES} pairs of spaces have lent to each other")
         number = max(self._pools) + 1

@@ -13,6 +13,7 @@ from services.mempool.core.page_table import PageTable
 from services.mempool.core.pool import Pool
 from services.mempool.core.space import LOAN_LABEL, Memory
 from shared.ids import Epoch
+from shared.kv.page_fit import misfit
 
 
 class LoanPool(Pool):
@@ -60,7 +61,14 @@ class LoanPool(Pool):
 
 def may_lend(producer: Pool, consumer: Pool) -> bool:
     """Whether a page of the one has room for a block of the other, on as many ranks."""
+    return not why_not(producer, consumer)
+
+
+def why_not(producer: Pool, consumer: Pool) -> str:
+    """In words about the producer; "": it may lend to the consumer."""
     lender, borrower = producer.memory, consumer.memory
     if lender is None or borrower is None or producer is consumer or lender.is_behind or borrower.is_behind:
-        return False
-    return lender.num_ranks == borrower.num_ranks and lender.page_bytes >= borrower.page_bytes
+        return "they are not two spaces of engines"
+    return misfit(
+        lender=(lender.num_ranks, lender.page_bytes), borrower=(borrower.num_ranks, borrower.page_bytes)
+    )
