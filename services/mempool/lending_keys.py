@@ -32,6 +32,7 @@ class LendingKeys(msgspec.Struct, frozen=True, kw_only=True):
     lending_queue_limit: int = _R.queue_limit
     lending_silent_ms: int = _R.silent_ms
     lending_reclaim_deadline_ms: int = _R.reclaim_deadline_ms
+    # of copies only: far blocks (worker.far_bytes) are read in place by a consumer's attention, which nothing bounds
     lending_budget_bytes_per_s: int = _R.budget_bytes_per_s
     lending_ask_bytes: int = _R.ask_bytes
     lending_borrow_bytes: int = _R.borrow_bytes

@@ -30,7 +30,7 @@ class LendingRules:
         silent_ms: an engine that reported nothing for so long gets its memory back.
         reclaim_deadline_ms: for lent memory to come home, beside what the budget takes.
         budget_bytes_per_s: copies from and to a producer's lent pages, at most (AQUA 5); AUTO_BUDGET: a share of what
-            was measured (budget.py); 0: no limit.
+            was measured (budget.py); 0: no limit. Reads in place, of far blocks by attention, are no copies: no limit.
         ask_bytes: what came back to a space from host memory within window_ms before it asks; asked for at least.
         borrow_bytes: most that one space borrows; 0: nothing. A consumer's profile says less.
         idle_ms: a loan into and out of which nothing moved for so long is returned.
