@@ -25,13 +25,14 @@ COUNTERS = (
     "pages_regained", "pages_released", "pages_sealed", "peer_acquires", "peer_blocks_out", "peer_blocks_pinned",
     "peer_calls_staged", "peer_misses", "peer_misses_other_cut", "peer_pages_stale", "peer_waits_expired",
     "pull_portions", "pulls", "pulls_by_layer", "pulls_failed", "pulls_shortened", "pulls_without_pages",
-    "push_backs", "push_backs_dropped", "releases_unknown", "remote_blocks", "remote_blocks_recut",
-    "remote_blocks_stale", "remote_late", "remote_links_lost", "remote_malformed", "remote_misses", "remote_pulls",
-    "remote_pulls_failed", "remote_pulls_late", "remote_pulls_lost", "remote_readers_late", "remote_refusals",
-    "remote_refused", "seals_duplicate", "spaces_dropped", "swap_blocks_in_dram", "swap_blocks_in_here",
-    "swap_blocks_in_peer", "swap_blocks_known", "swap_blocks_lost", "swap_blocks_out_dram", "swap_blocks_out_peer",
-    "swap_blocks_without_room", "swap_copies_failed", "swap_made_way_dram", "swap_made_way_peer",
-    "swap_pages_stale", "swaps_refused", "twins_merged", "waits_expired",
+    "push_backs", "push_backs_dropped", "push_backs_refused", "push_backs_told", "releases_unknown",
+    "remote_blocks", "remote_blocks_recut", "remote_blocks_stale", "remote_late", "remote_links_lost",
+    "remote_malformed", "remote_misses", "remote_pulls", "remote_pulls_failed", "remote_pulls_late",
+    "remote_pulls_lost", "remote_readers_late", "remote_refusals", "remote_refused", "seals_duplicate",
+    "spaces_dropped", "swap_blocks_in_dram", "swap_blocks_in_here", "swap_blocks_in_peer", "swap_blocks_known",
+    "swap_blocks_lost", "swap_blocks_out_dram", "swap_blocks_out_peer", "swap_blocks_without_room",
+    "swap_copies_failed", "swap_made_way_dram", "swap_made_way_peer", "swap_pages_stale", "swaps_refused",
+    "twins_merged", "waits_expired",
 )  # fmt: skip
 # of callers of the nine calls
 API_COUNTERS = (

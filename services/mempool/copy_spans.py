@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from services.mempool.core.actions import CopyPages
-from shared.observe.trace import start_span
+from services.mempool.core.actions import CopyPages, PullRemote
+from shared.observe.trace import Span, start_span
 
 if TYPE_CHECKING:
     from services.mempool.mover import CopyDone
@@ -41,3 +41,26 @@ def _of_blocks(name: str, parent: str, done: "CopyDone", begin_ns: int, num_bloc
     if not done.ok:
         span.fail(done.reason)
     span.end()
+
+
+class ReturnSpans:
+    """`kv.return` of what goes back to another host, in the trace of its request: of one mempool's pulls, by number."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Span] = {}
+
+    def begin(self, action: PullRemote) -> None:
+        """end() follows, always."""
+        if action.returns:
+            self._open[action.number] = start_span(
+                "kv.return", parent=action.returns,
+                attributes={"blocks": len(action.targets), "path": "remote", "copy_bytes": action.num_bytes},
+            )  # fmt: skip
+
+    def end(self, number: int, *, failed: bool) -> None:
+        """Of any pull: its bytes are here, or will not come."""
+        span = self._open.pop(number, None)
+        if span is not None:
+            if failed:
+                span.fail("the pull failed")
+            span.end()

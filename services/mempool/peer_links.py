@@ -80,6 +80,7 @@ class PeerLink:
         self._loop = asyncio.get_running_loop()
         self._slots: dict[int, Slot] = {}
         self._next_path = 1
+        self._takes_back = False  # it said so
         self._queue: list[wire.ToSource] = []
         self._link: DealerLink[wire.ToSource, wire.ToReader] = DealerLink(
             address,
@@ -116,6 +117,8 @@ class PeerLink:
 
     def ask(self, action: AskPeer) -> None:
         """See AskPeer."""
+        if isinstance(action.message, wire.BlocksCompleted) and not (self._takes_back and self._link.up):
+            return  # a hint; an earlier version of a peer would end the connection
         self.used_s = self._loop.time()
         if not self._say(action.message) and isinstance(
             action.message, wire.RemoteAcquire | wire.CheckEpochs | wire.PeerCall
@@ -150,6 +153,7 @@ class PeerLink:
     # -- in -----------------------------------------------------------------------------------------
 
     def _on_up(self) -> None:
+        self._takes_back = False
         if self._connecting is not None:
             self._connecting.cancel()
             self._connecting = None
@@ -177,6 +181,7 @@ class PeerLink:
     def _on_message(self, _seq: int, message: wire.ToReader, _raw: list[bytes]) -> None:
         match message:
             case wire.PeerWelcome():
+                self._takes_back = message.takes_back
                 log.info("peer_welcomed", peer=self.address, peer_instance=message.instance)
             case wire.PeerRefused():
                 log.error("peer_refused", peer=self.address, code=message.code, reason=message.reason)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from services.mempool.checks import Checks
+from services.mempool.copy_spans import ReturnSpans
 from services.mempool.core.actions import Action, AskPeer, PullRemote, TellPeer
 from services.mempool.core.mempool import Mempool
 from services.mempool.mover_regions import HostRegion, space_and_rank
@@ -69,6 +70,7 @@ class Peers:
         self._pins_memory = pins_memory
         self._silent_ms = silent_ms
         self._background = Background()
+        self._spans = ReturnSpans()
         self._links: dict[str, PeerLink] = {}
         self._readers: dict[bytes, Reader] = {}
         self._by_number: dict[int, Reader] = {}
@@ -126,7 +128,10 @@ class Peers:
 
     def ask(self, action: AskPeer) -> None:
         """See AskPeer."""
-        link = self._link(action.address)
+        if isinstance(action.message, wire.BlocksCompleted):
+            link = self._links.get(action.address)  # none is made for a hint
+        else:
+            link = self._link(action.address)
         if link is not None:
             link.ask(action)
         elif isinstance(action.message, wire.RemoteAcquire | wire.CheckEpochs | wire.PeerCall):
@@ -134,6 +139,7 @@ class Peers:
 
     def pull(self, action: PullRemote) -> None:
         """See PullRemote."""
+        self._spans.begin(action)
         link = self._link(action.address)
         if link is None:
             self.pulled(action.number, True, [])
@@ -197,6 +203,7 @@ class Peers:
 
     def pulled(self, number: int, failed: bool, in_doubt: Sequence[int]) -> None:
         """The end of a PullRemote; later, because the core may be asking just now."""
+        self._spans.end(number, failed=failed)
         asyncio.get_running_loop().call_soon(self._pulled, number, failed, in_doubt)
 
     def _pulled(self, number: int, failed: bool, in_doubt: Sequence[int]) -> None:
@@ -261,7 +268,10 @@ class Peers:
         self._server.accept(identity)
         log.info("reader_connected", peer=hello.instance, link=reader.number)
         mine = self._hello
-        self._tell(reader, wire.PeerWelcome(instance=mine.instance, boot_generation=mine.boot_generation))
+        welcome = wire.PeerWelcome(
+            instance=mine.instance, boot_generation=mine.boot_generation, takes_back=self._core.returns.is_on
+        )
+        self._tell(reader, welcome)
 
     def _refuse(self, identity: bytes, refusal: wire.PeerRefused) -> None:
         """Once. What it says next ends the connection; now its link would make another one, 20 times a second."""

@@ -9,6 +9,7 @@ The *reader's* mempool connects (DEALER) to the address of the *source's* (ROUTE
         PathBytes: the transfer library's own questions and answers, both ways, beside the bytes themselves
     CheckEpochs(pages, epochs), after DONE -> EpochsChecked(stale)
     RemoteRelease --------------------------> the pins end
+    BlocksCompleted ------------------------> reads them in turn, as a reader      of PD-Caching-3 (core/returns.py)
     WhoIsHere ------------------------------> Here(instances)                of the nine calls (core/api_peers.py)
     PeerCall(alloc_mem, transfer, ...) -----> PeerReply
 
@@ -36,11 +37,12 @@ class PeerHello(Struct, frozen=True, kw_only=True, tag="peer_hello"):
 
 
 class PeerWelcome(Struct, frozen=True, kw_only=True, tag="peer_welcome"):
-    """source -> reader: go on."""
+    """source -> reader: go on. takes_back: BlocksCompleted is welcome; an earlier version does not know it."""
 
     instance: str
     boot_generation: Epoch
     version: int = VERSION
+    takes_back: bool = False
 
 
 class PeerRefused(Struct, frozen=True, kw_only=True, tag="peer_refused"):
@@ -167,6 +169,19 @@ class RemoteRelease(Struct, frozen=True, kw_only=True, tag="remote_release"):
     lease_id: LeaseId
 
 
+class BlocksCompleted(Struct, frozen=True, kw_only=True, tag="blocks_completed"):
+    """reader -> source: behind a hand-off of yours these consecutive blocks are complete here. No answer.
+
+    At most 64; the source may bring them back from the mempool at `address`, the reader's own.
+    """
+
+    handoff_id: HandoffId
+    address: str  # 256 characters at most
+    parent: bytes  # hash of the block before the first one; the chain's seed for a first block
+    hashes: bytes  # 32 B each
+    traceparent: str = ""  # of the request; 64 characters at most
+
+
 class CallRefused(Struct, frozen=True, kw_only=True, tag="call_refused"):
     """source -> reader: the call was understood and refused. `code`: overloaded, peer.protocol_error."""
 
@@ -208,6 +223,7 @@ ToSource = (
     | RemoteAcquire
     | CheckEpochs
     | RemoteRelease
+    | BlocksCompleted
     | WhoIsHere
     | PeerCall
 )

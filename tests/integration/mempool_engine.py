@@ -30,12 +30,18 @@ class Engine:
         return pages
 
     def save(self, *names: str) -> list:
+        return self.save_behind(0, *names)
+
+    def save_behind(self, first: int, *names: str) -> list:
+        """The blocks of the chain from `first` on."""
         hashes = chain(*names)
-        pages = self.take(len(names))
+        parents = [SEED, *hashes][first:]
+        hashes = hashes[first:]
+        pages = self.take(len(hashes))
         self.attachment.writing(pages)
         for (page, _), block_hash in zip(pages, hashes, strict=True):
             self.attachment.page_view(page)[:] = content(block_hash)
-        lines = zip(pages, hashes, [SEED, *hashes], strict=False)
+        lines = zip(pages, hashes, parents, strict=False)
         self.attachment.seal([SealEntry(page, epoch, h, parent, 4) for (page, epoch), h, parent in lines])
         return pages
 

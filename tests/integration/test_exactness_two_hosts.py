@@ -28,12 +28,14 @@ from tests.integration.test_exactness import (
     stage,
 )
 from tests.support import patience
+from tests.support.exactness_cases import ANSWER_TOKENS
 
 FIRST = [
     "greedy-5", "greedy-64", "greedy-257", "greedy-1500", "seeded-100", "logprobs-greedy", "json-schema",
     "n3-seeded", "max-tokens-1", "max-tokens-2", "penalties",
 ]  # fmt: skip
 SECOND = "second-257"  # after greedy-257
+RETURNED, FOUND_TOKENS = "second-1500", (1500 + ANSWER_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 IMPAIRED = ["greedy-161", "greedy-511", "seeded-400", "greedy-1280"]  # of which nothing is computed before
 DURING_CUTS = [f"greedy-{n}" for n in (33, 47, 96, 100, 128, 200, 320, 640, 777, 1000)]
 COMPUTE_S = 30.0  # a whole request, on a busy machine
@@ -120,12 +122,25 @@ def test_tokens_equal_stock_and_prompts_are_not_computed_twice(reference, cluste
                     assert decode["tokens_computed"] == 1, f"{name}: {decode}"
             except AssertionError as error:
                 wrong.append(str(error).splitlines()[0])
+        if not disturbed:
+            the_block_that_decode_completed_is_found_by_the_next_turn(client, reference, pools)
     assert not wrong, "\n".join(wrong)
     assert len(disturbed) <= MOST_DISTURBED, disturbed
     there, here = until_at_rest(pools)
     assert "greedy-1500" in disturbed or here.counters["remote_blocks"] > 1500 // BLOCK_TOKENS
     assert disturbed or not here.counters.get("remote_pulls_failed")
     assert there.counters["peer_acquires"] >= len(FIRST) - 1 - len(disturbed)
+
+
+def the_block_that_decode_completed_is_found_by_the_next_turn(client, reference, pools):
+    """PD-Caching-3 between hosts: it is with prefill before anybody asks, which computes and fetches none of it."""
+    assert FOUND_TOKENS > 1500 // BLOCK_TOKENS * BLOCK_TOKENS
+    until(lambda: status_of(pools[0]).counters.get("blocks_pushed_back"), "a block comes back", 60)
+    answer = complete(client, CASES[RETURNED], reference[RETURNED])
+    assert_same(RETURNED, answer, reference[RETURNED])
+    prefill = stage(answer, "prefill")
+    assert prefill["tokens_computed"] == len(reference[RETURNED]["prompt"]) - FOUND_TOKENS, prefill
+    assert prefill["tokens_remote"] == 0, prefill
 
 
 def test_a_prompt_of_another_host_is_fetched_as_told(cluster, pools):

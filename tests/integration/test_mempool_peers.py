@@ -2,9 +2,11 @@
 
 import asyncio
 import importlib.util
+import json
 import os
 import signal
 import time
+from functools import partial
 from itertools import count
 
 import msgspec
@@ -13,11 +15,12 @@ import pytest
 from shared.free_ports import free_port
 from shared.ids import HandoffId, InstanceId
 from shared.mempool.engine_attachment import EngineAttachment
-from tests.integration.mempool_rig import DESCRIPTION, EngineProcess, PatientClient, chain
+from tests.integration.mempool_rig import DESCRIPTION, EngineProcess, PatientClient, chain, until
 from tests.integration.peer_rig import make_pair
 from tests.support.quickest import ever
 
 NAMES = [f"n{i}" for i in range(12)]
+TRACE = f"00-{'ab' * 16}-{'cd' * 8}-01"
 DETECTED_S = 2.0  # on a quiet machine
 LATE_S = 4 * DETECTED_S  # far from the time that a reader would wait
 
@@ -29,13 +32,15 @@ pytestmark = [
 
 @pytest.fixture
 async def pair(tmp_path):
-    found = await make_pair(tmp_path)
+    found = await make_pair(tmp_path, **{"trace-dir": tmp_path / "spans"})
     yield found
     await found.a.close()
     await found.b.close()
 
 
-async def test_a_handoff_of_another_host_arrives_byte_by_byte_and_all_pins_end(pair):
+async def test_a_handoff_of_another_host_arrives_byte_by_byte_its_answer_comes_back_and_all_pins_end(
+    pair, tmp_path
+):
     assert pair.a.client.peer_address == pair.a.address
     pair.hand_off(NAMES, "h1")
     got = await pair.pulled(NAMES, handoff="h1")
@@ -44,6 +49,41 @@ async def test_a_handoff_of_another_host_arrives_byte_by_byte_and_all_pins_end(p
     pair.b.client.release(got.lease_id)
     await pair.until_at_rest()
     assert (await pair.b.status()).counters["remote_blocks"] == len(NAMES)
+    assert await ever(partial(comes_back, pair, count()))
+    await asyncio.to_thread(until, lambda: returned(tmp_path / "spans"), "a span kv.return", 60)
+    assert returned(tmp_path / "spans")[-1] == {"blocks": 2, "path": "remote", "copy_bytes": 2 * 8192}
+    await pair.until_at_rest()
+
+
+def returned(folder):
+    """What spans kv.return of the trace say."""
+    lines = [line for path in folder.rglob("*.jsonl") for line in path.read_text().splitlines(keepends=True)]
+    spans = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [s["attributes"] for s in spans if s.get("name") == "kv.return" and s["trace_id"] in TRACE]
+
+
+async def comes_back(pair, numbers):
+    """PD-Caching-3: what decode completes behind a hand-off is found where its prompt was computed."""
+    number = next(numbers)
+    prompt = [f"p{number}"]
+    answer = [*prompt, f"q{number}", f"r{number}"]
+    pair.hand_off(prompt, f"back{number}")
+    got = await pair.b.client.acquire(
+        chain(*prompt), handoff_id=HandoffId(f"back{number}"), wait_ms=5_000,
+        source_mempool=pair.a.client.peer_address, traceparent=TRACE,
+    )  # fmt: skip
+    pair.b.client.release(got.lease_id)
+    pair.b.engine.do("save_behind", 1, *answer)
+    until_s = time.monotonic() + 10
+    while await pair.a.client.match(chain(*answer)) < len(answer):
+        if time.monotonic() > until_s:
+            return False
+        await asyncio.sleep(0.05)
+    found = await pair.a.client.acquire(chain(*answer))
+    assert pair.a.read(found, answer) == [True] * len(answer)
+    pair.a.client.release(found.lease_id)
+    assert (await pair.a.status()).counters["blocks_pushed_back"] >= 2
+    return True
 
 
 async def test_a_reader_that_is_first_waits_and_later_ones_find_the_path_open(pair):

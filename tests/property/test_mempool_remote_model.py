@@ -14,7 +14,7 @@ from shared.kv.words import u32_list
 from shared.wire import mempool as wire
 from shared.wire import mempool_peer as peer
 from tests.support.examples import examples
-from tests.unit.mempool_harness import Owned, chain, page_lists
+from tests.unit.mempool_harness import SEED, Owned, chain, page_lists
 from tests.unit.test_mempool_remote import A_HOST, DECODE, FRONT, PREFILL, TwoMempools
 from tests.unit.test_mempool_spaces import answers
 
@@ -39,6 +39,10 @@ class RemoteModel(RuleBasedStateMachine):
         self.in_doubt: list[list[int]] = []
         self.torn: dict[int, list[bytes]] = {}  # pull -> what it has read so far
         self.a.client(50)
+        for (
+            prompt
+        ) in PROMPTS:  # of an engine here: what other hosts complete behind it comes back (returns.py)
+            self.b.core.returns._handed[handoff(prompt)] = 0, SEED
 
     # -- the source ---------------------------------------------------------------------------------
 
@@ -94,6 +98,15 @@ class RemoteModel(RuleBasedStateMachine):
         self.asked[self.calls] = prompt, self.b.now_ms + max(wait_ms, 100)
         self.two.acquire(prompt, self.calls, handoff_id=handoff(prompt), wait_ms=wait_ms)
 
+    @rule(prompt=prompts, kept=st.integers(0, 2))
+    def told_of_blocks(self, prompt: list[BlockHash], kept: int) -> None:
+        """Another host says that it has the blocks behind the first ones, which it may have or not."""
+        kept = min(kept, len(prompt) - 1)
+        message = peer.BlocksCompleted(
+            handoff_id=handoff(prompt), address=A_HOST, parent=[SEED, *prompt][kept], hashes=b"".join(prompt[kept:])
+        )  # fmt: skip
+        self.b.run(self.b.core.on_peer_call(99, message, self.b.now_ms))
+
     @rule()
     def release(self) -> None:
         if self.leases:
@@ -128,13 +141,28 @@ class RemoteModel(RuleBasedStateMachine):
             self.pull_ends(-1, False, 0)
             self.deliver(6)
 
-    @rule(prompt=prompts, other=prompts, first=st.integers(0, 3))
+    @rule(prompt=prompts, finished=st.booleans(), forget=st.booleans())
+    def blocks_go_back(self, prompt: list[BlockHash], finished: bool, forget: bool) -> None:
+        """The usual order of what nobody waits for."""
+        if not self.up:
+            self.link_comes_back()
+        self.compute(prompt, not forget)
+        self.told_of_blocks(prompt, 0)
+        self.deliver(6)
+        if finished and self.b.remote_pulls:
+            self.pull_ends(-1, False, 0)
+            self.deliver(6)
+
+    @rule(prompt=prompts, other=prompts, first=st.integers(0, 3), back=st.booleans())
     def pages_are_used_anew_under_a_copy(
-        self, prompt: list[BlockHash], other: list[BlockHash], first: int
+        self, prompt: list[BlockHash], other: list[BlockHash], first: int, back: bool
     ) -> None:
         self.release()
         self.evict_here()
-        self.a_handoff(prompt, False, True)
+        if back:
+            self.blocks_go_back(prompt, False, True)
+        else:
+            self.a_handoff(prompt, False, True)
         if self.b.remote_pulls:
             if first:
                 self.some_bytes_travel(-1, first)

@@ -12,6 +12,7 @@ from shared.wire.mempool_api import Addresses, AllocMem, PullPages, Transfer
 from shared.wire.mempool_peer import (
     TO_READER,
     TO_SOURCE,
+    BlocksCompleted,
     CallRefused,
     CheckEpochs,
     ClosePath,
@@ -45,6 +46,16 @@ HANDOFF = HandoffState(
 MEMPOOL_PEER_SAMPLES: dict[str, tuple[Channel[Any], Any, tuple[bytes, ...]]] = {
     "peer-hello": (TO_SOURCE, PeerHello(instance="mempool-0", boot_generation=Epoch(7)), ()),
     "peer-welcome": (TO_READER, PeerWelcome(instance="mempool-1", boot_generation=Epoch(8)), ()),
+    "peer-welcome-takes-back": (
+        TO_READER, PeerWelcome(instance="mempool-1", boot_generation=Epoch(8), takes_back=True), (),
+    ),
+    "peer-blocks-completed": (
+        TO_SOURCE,
+        BlocksCompleted(
+            handoff_id=HandoffId("h"), address=ADDRESS, parent=HASHES[:32], hashes=b"\x33" * 64, traceparent="t"
+        ),
+        (),
+    ),
     "peer-refused": (TO_READER, PeerRefused(code="peer.version", reason="r"), ()),
     "peer-open-path": (TO_SOURCE, OpenPath(path_id=1, content_key="k", description=b"\x00d"), ()),
     "peer-path-opened": (TO_READER, PathOpened(path_id=1, description=b"\xffd"), ()),

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from services.mempool import peer_background
+from services.mempool.core.actions import AskPeer
 from services.mempool.peer_background import Background
 from services.mempool.peer_links import PeerLink, Slot
 from services.mempool.peer_paths import ReaderPath
@@ -83,7 +84,8 @@ async def peers(monkeypatch):
     described = SimpleNamespace(content_key="k", family_key="k")
     spaces = SimpleNamespace(memories={0: None}, description_of=lambda _: described)
     api = SimpleNamespace(peers=SimpleNamespace(addresses=()))
-    core = SimpleNamespace(boot_generation=Epoch(1), on_peer_gone=lambda *_: [], api=api)
+    returns = SimpleNamespace(is_on=True)
+    core = SimpleNamespace(boot_generation=Epoch(1), on_peer_gone=lambda *_: [], api=api, returns=returns)
     it = Peers(
         "tcp://127.0.0.1:0", "a", core, spaces, MonotonicClock(), lambda _: None, SimpleNamespace(),
         max_peers=2, pins_memory=False, silent_ms=1_000,
@@ -113,6 +115,12 @@ async def test_a_peer_that_is_refused_and_does_not_read_loses_its_connection_and
     peers._server.is_full = True
     say(peers, b"4", hello())  # one too many
     assert peers._server.ended == [b"1", b"4"]
+
+
+async def test_no_connection_is_made_for_a_word_about_blocks_to_go_back(peers):
+    hint = mempool_peer.BlocksCompleted(handoff_id="h", address="a", parent=b"", hashes=b"")
+    peers.ask(AskPeer("tcp://10.0.0.1:1", hint))
+    assert not peers._links
 
 
 async def test_a_peer_is_refused_once_on_a_connection(peers):

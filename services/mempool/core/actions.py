@@ -254,7 +254,8 @@ class TellPeer:
 class PullRemote:
     """Copy whole pages, every rank's, from another host; answer with Mempool.on_remote_pulled, always.
 
-    `sources`: pages of space `source_space` of the mempool at `address`, one for each target.
+    `sources`: pages of space `source_space` of the mempool at `address`, one for each target. `returns`: the trace of
+    the request whose blocks go back from decode to prefill. `num_bytes`: of the targets.
     """
 
     number: int
@@ -264,6 +265,8 @@ class PullRemote:
     source_space: int
     sources: list[PageId]
     timeout_ms: int
+    returns: str = ""
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from services.mempool.core.pool import Pool
 from services.mempool.core.pulls import Pulls
 from services.mempool.core.remote import Remote
 from services.mempool.core.remote_serve import RemoteServe
+from services.mempool.core.returns import Returns
 from services.mempool.core.swaps import Swaps
 from services.mempool.core.wishes import Answer, Wish
 from shared.errors import PeerProtocolError
@@ -34,6 +35,7 @@ class FromOutside(ABC):
     pools: dict[int, Pool]
     pulls: Pulls
     remote: Remote
+    returns: Returns
     serve: RemoteServe
     swaps: Swaps
     lending: Lending
@@ -124,6 +126,8 @@ class FromOutside(ABC):
         if isinstance(message, peer_wire.PeerCall | peer_wire.WhoIsHere):
             self.api.on_peer_call(link, message, now_ms)
             self._touch(*self.pools.values())
+        elif isinstance(message, peer_wire.BlocksCompleted):
+            self.returns.on_told(message, now_ms)
         else:
             self.serve.on_message(link, message, now_ms)
         return self._after(now_ms)

@@ -27,6 +27,7 @@ from services.mempool.core.pulls import Pulls, Reader
 from services.mempool.core.reach import Reach
 from services.mempool.core.remote import Remote
 from services.mempool.core.remote_serve import RemoteServe
+from services.mempool.core.returns import Returns
 from services.mempool.core.swaps import Swaps
 from shared.errors import PeerProtocolError
 from shared.ids import Epoch, HandoffId, InstanceId
@@ -67,6 +68,7 @@ class Mempool(FromOutside):
         landing = self.dram.landing
         self._reach = Reach(self._clients, lambda name: self.pools[self.space_of(name)], landing)
         self.remote = Remote(limits, self._bring, landing, self.pulls.reachable, self.counters)
+        self.returns = Returns(limits, self.pools, self.remote, lambda: self.peer_address, self.counters)
         self.callers = Callers(self.pools, lambda: self.api)
         self.api = ApiSpaces(
             limits, self.pools, self._space_of, self.dram, self.copy_numbers, self.callers, self._touch,
@@ -224,9 +226,10 @@ class Mempool(FromOutside):
                 actions += self._acquire_remote(pool, connection, message, now_ms)
             case wire.Acquire() if len(self.pools) > 1 and not message.own_space_only:
                 actions += self._acquire(pool, connection, message, now_ms)
-            case wire.HandoffReady() if len(self.pools) > 1 or self.serve.waits:
+            case wire.HandoffReady():
                 self.pulls.push_back.handed(message.handoff_id, pool)
                 actions += pool.on_message(connection, message, now_ms)
+                self.returns.handed(pool, message)
                 self._handed_off(pool, message, now_ms)
             case wire.Match() if len(self.pools) > 1:
                 hashes = parse.hashes(message.hashes, self.limits.max_blocks_per_call)
@@ -238,9 +241,10 @@ class Mempool(FromOutside):
                 count = sum(p.delete(hashes) for p in self.pools.values() if p.shares_content(pool))
                 self._touch(*self.pools.values())
                 actions += pool.tell(connection, wire.Deleted(call_id=message.call_id, num_blocks=count))
-            case wire.Sealed() if len(self.pools) > 1:
+            case wire.Sealed():
                 actions += pool.on_message(connection, message, now_ms)
                 self.pulls.push_back.on_sealed(pool, message)
+                self.returns.on_sealed(pool, message, now_ms)
             case wire.ReleaseMemory() | wire.RegainMemory():
                 self._change_memory(pool, connection, message, now_ms)
             case wire.StepLayers() | wire.LayersSealed():
@@ -322,6 +326,7 @@ class Mempool(FromOutside):
         self._touch(pool)
         if reader.call.handoff_id:
             self.pulls.taken(pool, reader)
+            self.returns.taken(pool, reader)
             for other in self.pools.values():
                 if other is not pool:
                     other.leases.close_handoff(reader.call.handoff_id)
@@ -358,7 +363,7 @@ class Mempool(FromOutside):
 
     def next_deadline_ms(self) -> int | None:
         """When tick() has something to do, or earlier; None: not before the next event."""
-        parts = (self.remote, self.serve, self.api, self.pulls, self.dram, self.swaps.far)
+        parts = (self.remote, self.returns, self.serve, self.api, self.pulls, self.dram, self.swaps.far)
         due = [each.next_deadline_ms() for each in (*parts, *self.pools.values())]
         due.append(self.lending.tick_at_ms())
         return min((when for when in due if when is not None), default=None)
@@ -366,6 +371,7 @@ class Mempool(FromOutside):
     def _after(self, now_ms: int) -> list[Action]:
         """Copies that can begin now, behind the words of their pages; and what answers have caused."""
         self.pulls.push_back.advance(now_ms)
+        self.returns.advance(now_ms)
         had_work = self.pulls.has_work()
         copies = self._begin_reads(now_ms)
         if had_work or copies:
@@ -390,7 +396,7 @@ class Mempool(FromOutside):
         copies = self.pulls.advance(now_ms) if self.pulls.has_work() else []
         if self.remote.pulls:
             self.remote.advance(now_ms)
-        return copies + self.remote.take_actions() + self.serve.take_actions()
+        return copies + self.returns.take_actions() + self.remote.take_actions() + self.serve.take_actions()
 
     def status(self, call_id: int = 0) -> wire.PoolStatus:
         """All spaces together, and each."""

@@ -7,10 +7,11 @@ MemServe 5.1, Table 4. "P" is the prefill end, "D" the decode end.
 | basic | computes every prompt anew    | keeps nothing                                           | both engines       |
 | 1     | keeps the prompt's blocks     | keeps nothing                                           | D's engine         |
 | 2     | as 1                          | keeps the prompt's blocks and those that it completes   |                    |
-| 3     | as 1, and has what D completes | as 2; what it completes goes back to P at once         | the mempool, below |
+| 3     | as 1, and has what D completes | as 2; what it completes goes back to P                 | the mempool, below |
 
 The block in which the prompt ends is completed by D, so it goes back too. Going back needs no step of P's engine: its
 mempool copies, into pages that are free or that nobody pins, and gives up where there are none: P computes that then.
+What goes back to another host's P does so by returns.py, in runs of blocks and not at once.
 In modes 1 and 2 P does not read from D's space either; in mode 3 it does, for what has not come back. Where both ends
 are one space, what D names is P's at once, in every mode but basic.
 """

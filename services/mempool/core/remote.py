@@ -10,56 +10,27 @@ what is on its way then still comes, for the next one, within copy_timeout_ms. B
 first reader waits. Targets that a failed pull may still write are quarantined.
 
 Blocks land in host memory: of a space on GPUs, in the DRAM behind it (dram.py), from where pulls.py brings them.
+
+What returns.py has brought back nobody waits for: no engine is asked for pages, and those that come in a while will do.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
-from services.mempool.core import parse
-from services.mempool.core.actions import Action, AskPeer, PoolLimits, PullRemote
-from services.mempool.core.claims import Claim
+from services.mempool.core.actions import NOBODY, Action, AskPeer, PoolLimits, PullRemote
 from services.mempool.core.entry import Entry
 from services.mempool.core.pool import Pool
 from services.mempool.core.pull import Reader
-from services.mempool.core.readers import LATE, LATE_US
+from services.mempool.core.remote_pull import Back, RemotePull, Step, entries_of, say_late, shorten
 from shared.errors import PeerProtocolError
 from shared.ids import BlockHash, HandoffId, PageId
 from shared.kv.words import u32_bytes, u32_list, u64_bytes
 from shared.wire import mempool_peer as wire
+from shared.wire.mempool import Acquire
 
 CHECK_TIMEOUT_MS = 2_000  # for the source's word after the last byte
-
-
-class Step(Enum):
-    """How far a pull has come."""
-
-    ASKED = auto()  # RemoteAcquire is out
-    CLAIMING = auto()  # the source has pinned; pages to copy into are awaited
-    PULLING = auto()  # bytes may be written
-    CHECKING = auto()  # all bytes are here, CheckEpochs is out
-
-
-@dataclass(slots=True)
-class RemotePull:
-    """Blocks on their way from one mempool into `pool`."""
-
-    number: int  # also of its calls: one is out at a time
-    pool: Pool  # in host memory
-    address: str
-    first: Reader
-    own: list[tuple[Pool, Entry]]  # pinned there: what comes before the missing ones
-    missing: list[BlockHash]
-    readers: list[tuple[Pool, Reader]]  # with the space of each
-    due_ms: int  # when this step is given up; PULLING has its deadline in the shell
-    step: Step = Step.ASKED
-    lease: wire.RemoteAcquired | None = None
-    entries: list[Entry] = field(default_factory=list)  # with pages here, once claimed
-    pages: list[tuple[PageId, int]] = field(default_factory=list)  # and epochs, at the source
-    claim: Claim | None = None
-    began_ms: int = 0  # PULLING
-    timeout_ms: int = 0  # of it
+BACK_TIMEOUT_MS = 2_000  # for its first answer, of blocks that nobody waits for
+SPARE_PART = 4  # of the spare pages (decision 0029), what such blocks on their way take at most
 
 
 class Remote:
@@ -81,7 +52,7 @@ class Remote:
     ) -> None:
         self._limits = limits
         self._answer = answer
-        self._landing = landing
+        self.landing = landing
         self._reachable = reachable
         self._counters = counters
         self._out: list[Action] = []
@@ -100,7 +71,7 @@ class Remote:
         """Begin to bring what the reader misses. False: nothing is to come, answer it now."""
         own = self._reachable(pool, reader.hashes)
         missing = reader.hashes[len(own) :]
-        landing = self._landing(pool)
+        landing = self.landing(pool)
         if pool.memory is None or not missing or now_ms >= reader.until_ms:
             self._drop_handoff(pool, reader)
             return False
@@ -112,15 +83,21 @@ class Remote:
         if arriving is not None:
             arriving.readers.append((pool, reader))
             return True
+        self._begin(pool, landing, reader, own, missing, now_ms).readers.append((pool, reader))
+        return True
+
+    def _begin(
+        self, pool: Pool, landing: Pool, reader: Reader, own: list[tuple[Pool, Entry]],
+        missing: list[BlockHash], now_ms: int,
+    ) -> RemotePull:  # fmt: skip
         for home, entry in own:
             home.index.pin([entry])
         call, number = reader.call, self._next_number
         self._next_number += 1
-        pull = RemotePull(
-            number, landing, call.source_mempool, reader, own, missing, [(pool, reader)], reader.until_ms
-        )
+        pull = RemotePull(number, landing, call.source_mempool, reader, own, missing, [], reader.until_ms)
         self.pulls[number] = self._arriving[landing.number, missing[0]] = pull
         self._counters["remote_pulls"] += 1
+        assert pool.memory is not None
         acquire = wire.RemoteAcquire(
             call_id=number,
             content_key=pool.memory.content_key,
@@ -130,7 +107,33 @@ class Remote:
             wait_ms=reader.until_ms - now_ms if call.wait_ms > 0 else 0,
         )
         self._out.append(AskPeer(pull.address, acquire, landing.number))
+        return pull
+
+    def bring_back(
+        self, pool: Pool, address: str, hashes: list[BlockHash], back: Back, now_ms: int, *, is_first: bool
+    ) -> bool:
+        """Begin to bring consecutive blocks for this space without a reader. False: none of them can come, or they are
+        here. What they continue must be here, unless they are the first of their chain: nobody could use them alone."""
+        before = [] if is_first else [back.parent]
+        own = self._reachable(pool, [*before, *hashes])
+        missing = hashes[len(own) - len(before) :] if len(own) >= len(before) else []
+        landing = self.landing(pool)
+        if pool.memory is None or landing is None or landing.memory is None:
+            return False
+        on_way = sum(len(blocks) for blocks in self.coming_back())
+        missing = missing[: max(0, landing.num_spare // SPARE_PART - on_way)]
+        if not missing or (landing.number, missing[0]) in self._arriving or self._too_many(landing, missing):
+            return False
+        nobody = Reader(
+            0, NOBODY, Acquire(call_id=0, hashes=b"", source_mempool=address), [], now_ms + BACK_TIMEOUT_MS
+        )
+        self._begin(pool, landing, nobody, own, missing, now_ms).back = back
+        self._counters["push_backs"] += 1
         return True
+
+    def coming_back(self) -> list[list[BlockHash]]:
+        """What bring_back() has begun and has not ended."""
+        return [pull.missing for pull in self.pulls.values() if pull.back is not None]
 
     def _too_many(self, landing: Pool, missing: list[BlockHash]) -> bool:
         """Of readers, or of blocks."""
@@ -205,9 +208,11 @@ class Remote:
         if not lease.lease_id:  # nothing keeps these pages at the source
             raise PeerProtocolError("RemoteAcquired: blocks without a lease")
         assert pull.pool.memory is not None
-        pull.pages, pull.entries = _entries(pull, lease, pull.pool.memory.block_tokens)
-        pull.claim = pull.pool.claim(len(pull.entries))
+        pull.pages, pull.entries = entries_of(pull, lease, pull.pool.memory.block_tokens)
+        pull.claim = pull.pool.claim(len(pull.entries), ask=pull.back is None)
         pull.step = Step.CLAIMING
+        if pull.back is not None:
+            pull.due_ms = now_ms + self._limits.pull_patience_ms
 
     def _on_checked(self, pull: RemotePull, message: wire.EpochsChecked, now_ms: int) -> None:
         try:
@@ -219,6 +224,7 @@ class Remote:
         pull.pool.take_in(pull.entries[:num_good])
         pull.claim.pages = pull.claim.pages[num_good:]
         self._counters["remote_blocks"] += num_good
+        self._counters["blocks_pushed_back"] += num_good if pull.back is not None else 0
         if pull.lease is not None and pull.lease.is_recut:
             self._counters["remote_blocks_recut"] += num_good
         for _, reader in pull.readers:
@@ -242,7 +248,7 @@ class Remote:
         if failed:
             self._counters["remote_pulls_failed"] += 1
             if now_ms - pull.began_ms >= pull.timeout_ms:
-                _say_late(pull, now_ms)
+                say_late(pull, now_ms)
             doubtful = [page for page in pull.claim.pages if page in in_doubt]
             pull.pool.quarantine(doubtful)
             pull.claim.pages = [page for page in pull.claim.pages if page not in in_doubt]
@@ -263,12 +269,15 @@ class Remote:
     def advance(self, now_ms: int) -> None:
         """After every event: start what has its pages, answer who waited long enough, give up what is due."""
         for pull in list(self.pulls.values()):
-            if pull.step is Step.CLAIMING and pull.claim is not None and not pull.claim.lacking:
-                self._start(pull, now_ms)
+            if pull.step is Step.CLAIMING and pull.claim is not None:
+                if pull.back is not None and now_ms >= pull.due_ms:
+                    shorten(pull, pull.claim)
+                if pull.entries and not pull.claim.lacking:
+                    self._start(pull, now_ms)
             for late in [found for found in pull.readers if now_ms >= found[1].until_ms]:
                 self._counters["remote_readers_late"] += 1
                 if pull.step is Step.PULLING and late[1] is pull.first:
-                    _say_late(pull, now_ms)
+                    say_late(pull, now_ms)
                 pull.readers.remove(late)
                 self._answer(*late, now_ms)
             if pull.step is not Step.PULLING and now_ms >= pull.due_ms:
@@ -276,8 +285,10 @@ class Remote:
                 self._give_up(pull, now_ms)
 
     def _start(self, pull: RemotePull, now_ms: int) -> None:
+        memory = pull.pool.memory
         assert pull.claim is not None
         assert pull.lease is not None
+        assert memory is not None
         pull.step, pull.began_ms = Step.PULLING, now_ms
         pull.timeout_ms = max(self._limits.copy_timeout_ms, pull.first.until_ms - now_ms)
         pull.pool.begin_writing(pull.claim)
@@ -292,6 +303,8 @@ class Remote:
                 pull.lease.space,
                 [page for page, _ in pull.pages],
                 pull.timeout_ms,
+                returns=pull.back.traceparent if pull.back is not None else "",
+                num_bytes=len(pull.pages) * memory.page_bytes * memory.num_ranks,
             )
         )
 
@@ -313,38 +326,8 @@ class Remote:
             self._out.append(AskPeer(pull.address, wire.RemoteRelease(lease_id=pull.lease.lease_id)))
         for home, reader in pull.readers:
             other = reader is not pull.first and reader.call.handoff_id != pull.first.call.handoff_id
+            other = other or pull.back is not None
             if not (other and self.want(home, reader, now_ms)):
                 self._answer(home, reader, now_ms)
         for home, entry in pull.own:
             home.index.unpin([entry])
-
-
-def _say_late(pull: RemotePull, now_ms: int) -> None:
-    """To its first reader: one pull says once how slow a link is. Waiting for a prompt or pages says nothing of it."""
-    came = pull.first.came
-    came[LATE], came[LATE_US] = len(pull.entries), (now_ms - pull.began_ms) * 1_000
-
-
-def _entries(
-    pull: RemotePull, lease: wire.RemoteAcquired, block_tokens: int
-) -> tuple[list[tuple[PageId, int]], list[Entry]]:
-    """Pages at the source, and what will be indexed here. Raises: PeerProtocolError on lists that do not fit."""
-    limit = len(pull.missing)
-    pages = parse.pages(lease.pages, lease.epochs, limit)
-    parents = parse.hashes(lease.parents, limit)
-    try:
-        valid = u32_list(lease.valid_tokens)
-    except ValueError as error:
-        raise PeerProtocolError(f"RemoteAcquired: {error}") from error
-    if not lease.num_blocks == len(pages) == len(parents) == len(valid):
-        raise PeerProtocolError("RemoteAcquired: lists of unequal length")
-    if any(tokens < 1 or tokens > block_tokens for tokens in valid):
-        raise PeerProtocolError(f"RemoteAcquired: valid_tokens outside 1 to {block_tokens}")
-    before = [pull.own[-1][1].block_hash] if pull.own else parents[:1]
-    if parents != [*before, *pull.missing][: len(parents)] or parents[0] == pull.missing[0]:
-        raise PeerProtocolError("RemoteAcquired: these blocks are no chain")
-    entries = [
-        Entry(block_hash, parent, PageId(0), tokens)
-        for block_hash, parent, tokens in zip(pull.missing, parents, valid, strict=False)
-    ]
-    return pages, entries
