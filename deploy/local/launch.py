@@ -19,7 +19,8 @@ WRAPPER = (sys.executable, "-I", "-S", str(HERE / "die_with_parent.py"))
 COPY_CHUNK_BYTES = 1 << 20
 # the last line of a traceback, also behind the mark that an engine core puts before its lines; the first of a crash
 ERROR = re.compile(
-    r"^(?:\([^)\n]*\) )?(?:(?:ERROR|CRITICAL) .*?\] )?((?:(?:\w+\.)*\w*(?:Error|Exception)\b|Fatal Python error): \S.*)$",
+    r"^(?:\([^)\n]*\) )?(?:(?:ERROR|CRITICAL) .*?\] )?"
+    r"((?:(?:\w+\.)*\w*(?:Error|Exception)\b|Fatal Python error): \S.*)$",
     re.MULTILINE,
 )
 MAX_ERROR_CHARS = 400

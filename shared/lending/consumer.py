@@ -1,11 +1,13 @@
-"""Whether a space borrows: what it asks for when blocks come back from host memory, and when it returns that. No I/O.
+"""Whether a space borrows: what it asks for when host memory has what it reads, and when it returns that. No I/O.
 
-    content --ask_bytes came back in window_ms--> asking --granted--> borrowing --renewed at half its time--> borrowing
+    content --ask_bytes came back in window_ms, or are read there in place--> asking --granted--> borrowing
+    borrowing --renewed at half its time--> borrowing
     asking --refused--> content, for pause_ms and twice as long each time     borrowing --idle_ms unused--> returned
 
 What comes back had left for lack of room and is wanted again: pages of requests that waited for their turn (AQUA's swap
 space), and prefixes that overflowed; the mempool lends the same pages for both. What only leaves says nothing: a cache
-that is full turns over. AQUA 4.1 (swap need) and 6.
+that is full turns over. Blocks of a prompt longer than its engine's memory never come back: each step reads them where
+they are, so that what counts of them is how many are in host memory now. AQUA 4.1 (swap need), 6 and 9.2.
 """
 
 from collections import deque
@@ -19,17 +21,22 @@ from shared.lending.rules import EngineProfile, LendingRules
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A reading of one space. Totals since its start.
+    """A reading of one space.
 
     Args:
-        back_bytes: blocks that came back to it from host memory.
-        moved_bytes: into and out of pages that are lent to it.
+        back_bytes: blocks that came back to it from host memory, since its start.
+        moved_bytes: into and out of pages that are lent to it, since its start.
         read_bytes: of pages that are lent to it and read in place now.
+        far_bytes: blocks of running requests that are read in host memory now, or found no room even there, beyond
+            what lent pages have room for.
+        is_stuck: some found no room.
     """
 
     back_bytes: int
     moved_bytes: int
     read_bytes: int = 0
+    far_bytes: int = 0
+    is_stuck: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +51,14 @@ class Borrowed:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask for so many bytes, least_bytes at least; answered by Consumer.answered()."""
+    """Ask for so many bytes, least_bytes at least; answered by Consumer.answered().
+
+    Args: in_place: of whom the engine can map pages: they are to be read there.
+    """
 
     length_bytes: int
     least_bytes: int
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +112,14 @@ class Consumer:
 
     @property
     def is_short(self) -> bool:
-        """Whether so much came back within the window that memory is to be asked for."""
-        return sum(count for _, count in self._back) >= self._rules.ask_bytes
+        """Whether so much came back within the window, or is read in host memory, that memory is to be asked for."""
+        far = self._last
+        is_stuck, far_bytes = (far.is_stuck, far.far_bytes) if far is not None else (False, 0)
+        return is_stuck or self._back_bytes + far_bytes >= self._rules.ask_bytes
+
+    @property
+    def _back_bytes(self) -> int:
+        return sum(count for _, count in self._back)
 
     def decide(
         self, loans: Sequence[Borrowed], now_ms: int, *, lends: bool = False, lives: bool = True
@@ -134,11 +151,13 @@ class Consumer:
             self._back.popleft()
 
     def _ask(self, loans: Sequence[Borrowed], now_ms: int, *, lends: bool) -> list[Ask]:
-        back_bytes = sum(count for _, count in self._back)
+        back_bytes = self._back_bytes
         room_bytes = self._limit_bytes - sum(loan.length_bytes for loan in loans)
         if not self.is_short or room_bytes <= 0 or lends or self.is_asking or now_ms < self._paused_until_ms:
             return []
         self.is_asking = True
         self._back.clear()  # what came back is asked for once
-        length_bytes = min(room_bytes, max(back_bytes, self._rules.ask_bytes))
-        return [Ask(length_bytes, min(length_bytes, self._rules.ask_bytes))]
+        far_bytes = self._last.far_bytes if self._last is not None else 0
+        length_bytes = min(room_bytes, max(back_bytes + far_bytes, self._rules.ask_bytes))
+        least_bytes = min(length_bytes, self._rules.ask_bytes)
+        return [Ask(length_bytes, least_bytes, in_place=back_bytes < self._rules.ask_bytes)]

@@ -1,6 +1,7 @@
 """A mempool that asks the market by itself: engines report load, and memory goes to who lacks some and comes home."""
 
 from itertools import pairwise
+from typing import Any
 
 from services.mempool.core.actions import CopyPages, Send
 from services.mempool.core.wishes import Answer, Wish
@@ -33,9 +34,9 @@ STEP_MS = 100
 class Rig(Market):
     """Two engines whose fronts report load; the test answers for the coordinator."""
 
-    def __init__(self, rules: LendingRules = RULES, profiles: dict | None = None) -> None:
+    def __init__(self, rules: LendingRules = RULES, profiles: dict | None = None, **options: Any) -> None:
         self.told: dict[int, MemoryShares] = {}
-        super().__init__()
+        super().__init__(**options)
         self.desk = self.core.open_desk(rules, {"c": CONSUMER} | (profiles or {}), NAME, STEP_MS)
         self.load = {
             SELLER: ReportLoad(instance_epoch=Epoch(1)),

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.mempool.core.far_state import FarNeed, can_map, least_pages
 from services.mempool.core.lending import Lending
 from services.mempool.core.lending_budgets import LendingBudgets
 from services.mempool.core.load_reports import LoadReports
@@ -63,6 +64,7 @@ class Desk:
         profiles: by model; a space whose engines have none is judged by what is seen.
         space_of: number of an instance's space; None when it has none here.
         touched: called with every pool that a later flush() must bring up to date.
+        far_need: what a space's running requests read outside it; a refusal is said once.
     """
 
     def __init__(
@@ -74,13 +76,14 @@ class Desk:
         name: InstanceId,
         space_of: Callable[[InstanceId], int | None],
         touched: Callable[[Pool], None],
+        far_need: Callable[[int], FarNeed],
     ) -> None:
         self.rules = rules
         self.budgets = LendingBudgets(rules, lending.copies)
         self.takers = Takers(pools, lending, rules.steady_ms)
         self._lending, self._pools, self._profiles, self._name = lending, pools, profiles, name
         lending.rules = rules
-        self._space_of, self._touched = space_of, touched
+        self._space_of, self._touched, self._far_need = space_of, touched, far_need
         self._reports = LoadReports(rules.silent_ms)
         self._parties: dict[int, _Party] = {}
         self._num_wishes = 0
@@ -249,6 +252,8 @@ class Desk:
             (n for n, pool in self._pools.items() if may_lend(pool, mine)),
             key=lambda n: (not self._on_gpus(n), n),
         )
+        if ask.in_place:
+            lenders = [n for n in lenders if can_map(mine, self._pools[n])]
         if not lenders:
             party.consumer.answered(now_ms, granted=False)
             return
@@ -285,7 +290,7 @@ class Desk:
                 needed += round(said.kv_used_share * engine.num_pages)
             else:  # also what leases pin for it, which is none of its own pages
                 needed += max(0, said.num_pages_in_use)
-            least += engine.least
+            least += least_pages(engine, memory.engines)
         return Load(
             present_pages(memory.table) * unit, needed * unit, least * unit,
             sum(report.message.num_waiting for report in reports),
@@ -297,9 +302,11 @@ class Desk:
         back = self._lending.num_back(number)
         if back is None:
             return None
-        unit = self._lending.unit_bytes(number)
-        lending = self._lending
-        return Need(back * unit, lending.num_moved(number) * unit, lending.num_read_by(number) * unit)
+        unit, far, lending = self._lending.unit_bytes(number), self._far_need(number), self._lending
+        return Need(
+            back * unit, lending.num_moved(number) * unit, lending.num_read_by(number) * unit, far.short * unit,
+            far.is_stuck,
+        )  # fmt: skip
 
     def offers_of(self, number: int) -> list[OnOffer]:
         """Offers of this desk, oldest first."""

@@ -155,6 +155,8 @@ class Far(FarMoves):
             target, pages = self._room_for(user.pool, count, job)
             if not pages:
                 self.counters["far_blocks_without_room"] += 0 if job.is_back else len(job.waiting)
+                if count and not job.old:  # with no place free memory would not help
+                    user.refused = len(job.waiting)
                 break
             items = [job.waiting.popleft() for _ in pages]
             places = [user.free.pop() for _ in pages]

@@ -11,7 +11,8 @@ from itertools import islice
 
 from services.mempool.core.actions import Action, KillProcess
 from services.mempool.core.far_pace import num_back
-from services.mempool.core.far_state import FarCopy, Job, Place, PlaceState, User, can_map
+from services.mempool.core.far_state import FarCopy, FarNeed, Job, Place, PlaceState, User, can_map
+from services.mempool.core.loan_pool import LoanPool
 from services.mempool.core.pool import Pool
 
 
@@ -98,6 +99,24 @@ class FarMoves(ABC):
         found = [self._pools[number] for number in self._behind(user.pool.number)] if user.places else []
         mine = [place for place in found if place.is_loan and can_map(user.pool, place)]
         return sum(place.memory.table.num_free for place in mine if place.memory is not None)
+
+    def need(self, number: int) -> FarNeed:
+        """Of this space now; a refusal is said once. Cost: a look at every place of its engines."""
+        mine = [user for user in self._users if user.pool.number == number and not user.is_gone]
+        wanted = refused = 0
+        for user in mine:
+            for place in user.places.values():
+                pool = place.where[0]
+                # one that leaves host memory has a lent page already
+                wanted += pool.is_dram and place.state in (PlaceState.MAPPING, PlaceState.MAPPED)
+            refused, user.refused = refused + user.refused, 0
+        if not wanted + refused:
+            return FarNeed()
+        # whether a lender's budget is open does not matter: what is copied there soon needs no second page
+        lent = [x for x in self._pools.values() if isinstance(x, LoanPool) and x.consumer is mine[0].pool]
+        room = sum(x.memory.table.num_free for x in lent if x.memory is not None and can_map(x.consumer, x))
+        short = max(0, wanted + refused - room)
+        return FarNeed(short, refused > 0 and short > 0)
 
     def next_deadline_ms(self) -> int | None:
         """When bring_back() has something to look at."""

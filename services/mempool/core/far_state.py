@@ -3,8 +3,9 @@
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
-from services.mempool.core.engines import Engine
+from services.mempool.core.engines import Engine, Engines
 from services.mempool.core.entry import Entry
 from services.mempool.core.far_pace import Pace
 from services.mempool.core.loan_pool import LoanPool
@@ -48,6 +49,7 @@ class User:
     left: set[BlockHash] = field(default_factory=set)  # far since, perhaps still pinned in the engine's space
     is_gone: bool = False  # its connection ended: nobody hears answers, and its processes may still read
     is_killed: bool = False
+    refused: int = 0  # blocks for which there was no room, said once to whoever borrows for it
     pace: Pace = field(default_factory=Pace)
 
 
@@ -85,6 +87,26 @@ class Asked:
     items: list[tuple[int, int]]
     ranks: set[int]  # connections that have not answered
     is_ok: bool = True
+
+
+class FarNeed(NamedTuple):
+    """What running requests of one space would have of lent pages.
+
+    Args:
+        short: blocks that are read in host memory, or found no room even there, beyond what lent pages are free.
+        is_stuck: some of them found no room: their request waits, and is computed again in the end.
+    """
+
+    short: int = 0
+    is_stuck: bool = False
+
+
+def least_pages(engine: Engine, engines: Engines) -> int:
+    """Own pages that it keeps for its longest request. One that is longer than all of them is read elsewhere for the
+    most part, whatever is lent: half of them take the largest step that such an engine makes (far_scheduler.py).
+    """
+    is_far = any(rank.far_places and rank.instance == engine.instance for rank in engines.ranks.values())
+    return min(engine.least, engine.quota // 2) if is_far and engine.least > engine.quota else engine.least
 
 
 def can_map(pool: Pool, place: Pool) -> bool:

@@ -181,7 +181,9 @@ class FromOutside(ABC):
     ) -> Desk:
         """From now on engines are asked for their load, and lend and borrow by it. Before anybody attaches."""
         self.load_interval_ms = load_interval_ms
-        self.desk = Desk(self.lending, self.pools, rules, profiles, name, self.space_number, self._touch)
+        self.desk = Desk(
+            self.lending, self.pools, rules, profiles, name, self.space_number, self._touch, self.swaps.far.need
+        )  # fmt: skip
         return self.desk
 
     def learn_rates(self, gb_per_s: Mapping[tuple[str, str], float]) -> None:
