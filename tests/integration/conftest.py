@@ -16,6 +16,7 @@ from loadtest.two_hosts import TwoHosts, why_not
 from shared.prompttree.embedded import EmbeddedRedis
 from tests.integration.gateway_rig import make_model_dir
 from tests.integration.test_exactness import CASES, MODEL, ROOT
+from tests.support.exactness_cases import long_answer
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +29,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not out.exists():
-            cases.write_text(json.dumps(list(CASES.values())))
+            cases.write_text(json.dumps([*CASES.values(), long_answer(MODEL)]))
             part = folder / "part.json"
             command = [
                 sys.executable,

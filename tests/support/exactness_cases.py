@@ -11,7 +11,7 @@ LENGTHS_TOKENS = [
     5, 9, 17, 31, 32, 33, 47, 63, 64, 65, 96, 100, 128, 161, 200, 257, 320, 400, 511, 640, 777, 1000, 1280, 1500,
 ]  # fmt: skip
 SECOND_TURNS_AFTER = [33, 64, 100, 257, 777, 1500]
-ANSWER_TOKENS = 24
+ANSWER_TOKENS, LONG_ANSWER_TOKENS = 24, 200
 SCHEMA = (
     '{"type":"object","properties":{"name":{"type":"string","maxLength":12},"age":{"type":"integer"}},'
     '"required":["name","age"],"additionalProperties":false}'
@@ -29,6 +29,12 @@ def prompts(model_dir: Path) -> dict[int, list[int]]:
         start = rng.randrange(0, len(ids) - length)
         out[length] = ids[start : start + length]
     return out
+
+
+def long_answer(model_dir: Path) -> dict[str, Any]:
+    """A case of its own, for tests that want an answer to go on for a while."""
+    params = {"temperature": 0.0, "max_tokens": LONG_ANSWER_TOKENS, "ignore_eos": True}
+    return {"id": "long-answer", "prompt": prompts(model_dir)[1500], "params": params}
 
 
 # Sampling parameters that the model's generation_config.json also names are always given: the gateway applies its
