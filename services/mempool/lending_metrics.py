@@ -38,6 +38,14 @@ class LendingCollector(Collector):
             f"{_PREFIX}_copies_held", "Copies that wait for a budget", value=copies.num_held
         )
         counters = self._pool.lending.counters()
-        for name in ("copies_refused", "loans_taken", "refused", "blocks_dropped", "pages_returned"):
+        names = (
+            "copies_refused",
+            "loans_taken",
+            "loans_excused",
+            "refused",
+            "blocks_dropped",
+            "pages_returned",
+        )
+        for name in names:
             text = f"Lending: {name.replace('_', ' ')} since the start"
             yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value=counters[f"lending_{name}"])

@@ -122,9 +122,7 @@ class PageLease:
 class PromptPages:
     """Finds and leases the pages of prompts. `client` None: there is no pool.
 
-    Args:
-        kept: the engine works in the pages, so its leases have no expiry.
-        compute_ms: what waiting is worth, see page_waits.py.
+    Args: kept: the engine works in the pages, so its leases have no expiry. compute_ms: see page_waits.py.
     """
 
     def __init__(
@@ -171,9 +169,9 @@ class PromptPages:
     @property
     def place(self) -> PoolPlace | None:
         """Where this instance's pages lie, for whoever compares it with others'; None: there is no pool now."""
-        if self._client is None or not self._client.connected:
-            return None
         client = self._client
+        if client is None or not client.connected:
+            return None
         return PoolPlace(client.boot_generation, client.memory_id, client.peer_address, client.crosses_hosts)
 
     @property

@@ -18,7 +18,7 @@ from tests.unit.mempool_harness import Harness, chain
 from tests.unit.test_mempool_pins import unpin, worker
 
 LENDING = {  # of lending_metrics.py, as lending_NAME, or in /status alone
-    "blocks_dropped", "lending_refused", "loans_", "loans_taken", "offers_settled", "pages_returned",
+    "blocks_dropped", "lending_refused", "loans_", "loans_excused", "loans_taken", "offers_settled", "pages_returned",
     "replies_of_old_leaders",
 }  # fmt: skip
 TIERS = re.compile(r"blocks_(dropped|evicted|freed|in|out)|copies_(dropped|failed)")  # as dram_NAME

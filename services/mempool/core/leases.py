@@ -277,6 +277,11 @@ class Leases:
             heapq.heapify(self._deadlines)
 
 
+def has_come(leases: Iterable["Leases"], handoff_id: HandoffId) -> bool:
+    """Whether one of these spaces has the handoff, or had it."""
+    return any(handoff_id in each.handoffs or each.is_closed(handoff_id) for each in leases)
+
+
 def keep_handoff(spaces: Iterable[Leases], message: KeepHandoff, limits: PoolLimits, now_ms: int) -> None:
     """In whichever space holds it."""
     until_ms = now_ms + max(1, min(message.ttl_ms, limits.max_ttl_ms))

@@ -20,7 +20,7 @@ from services.mempool.core.claims import Client
 from services.mempool.core.dram import Dram
 from services.mempool.core.from_outside import FromOutside
 from services.mempool.core.layered import LayerPulls
-from services.mempool.core.leases import Fence, keep_handoff
+from services.mempool.core.leases import Fence, has_come, keep_handoff
 from services.mempool.core.lending import Lending
 from services.mempool.core.pool import Pool
 from services.mempool.core.pulls import Pulls, Reader
@@ -30,7 +30,7 @@ from services.mempool.core.remote_serve import RemoteServe
 from services.mempool.core.returns import Returns
 from services.mempool.core.swaps import Swaps
 from shared.errors import PeerProtocolError
-from shared.ids import Epoch, HandoffId, InstanceId
+from shared.ids import Epoch, InstanceId
 from shared.kv.layout import EngineDescription
 from shared.wire import mempool as wire
 from shared.wire.mempool_callers import AttachCaller
@@ -143,7 +143,7 @@ class Mempool(FromOutside):
             pool.peer_address, pool.load_interval_ms = self.peer_address, self.load_interval_ms
             actions = pool.on_attach(connection, process, message, now_ms)
             self._clients[connection] = message.instance
-            return actions + self._reach_news()
+            return actions + self._reach.news(self.peer_address)
         if is_outdated(message, self.pools):
             return self._refuse(connection, "epoch.stale", f"a later {message.instance} is attached")
         last = self._space_of.get(message.instance)
@@ -161,11 +161,8 @@ class Mempool(FromOutside):
             self._members[connection] = pool.number
             self.callers.computes([process])
             self._space_of[message.instance] = pool.number
-            actions += self._reach_news()
+            actions += self._reach.news(self.peer_address)
         return actions + self._after(now_ms)
-
-    def _reach_news(self) -> list[Action]:
-        return self._reach.news() if self.peer_address else []  # where nobody reaches it, nobody asks
 
     def on_attach_caller(
         self, connection: int, process: int, message: AttachCaller, now_ms: int
@@ -285,7 +282,8 @@ class Mempool(FromOutside):
     def _acquire(self, pool: Pool, connection: int, call: wire.Acquire, now_ms: int) -> list[Action]:
         instance = pool.instance_of(connection)
         hashes = parse.hashes(call.hashes, self.limits.max_blocks_per_call)
-        expects = call.handoff_id and call.wait_ms > 0 and not self._has_come(call.handoff_id)
+        has = has_come((p.leases for p in self.pools.values()), call.handoff_id)
+        expects = call.handoff_id and call.wait_ms > 0 and not has
         if instance is None or (expects and not all(h in pool.index for h in hashes)):
             return pool.on_message(connection, call, now_ms)
         pool.counters["acquires"] += 1
@@ -331,10 +329,6 @@ class Mempool(FromOutside):
                 if other is not pool:
                     other.leases.close_handoff(reader.call.handoff_id)
                     self._touch(other)
-
-    def _has_come(self, handoff_id: HandoffId) -> bool:
-        leases = [pool.leases for pool in self.pools.values()]
-        return any(handoff_id in each.handoffs or each.is_closed(handoff_id) for each in leases)
 
     def _handed_off(self, source: Pool, message: wire.HandoffReady, now_ms: int) -> None:
         """Readers have waited for it, or are on their way."""
@@ -394,8 +388,7 @@ class Mempool(FromOutside):
 
     def _begin_reads(self, now_ms: int) -> list[Action]:
         copies = self.pulls.advance(now_ms) if self.pulls.has_work() else []
-        if self.remote.pulls:
-            self.remote.advance(now_ms)
+        self.remote.advance(now_ms)
         return copies + self.returns.take_actions() + self.remote.take_actions() + self.serve.take_actions()
 
     def status(self, call_id: int = 0) -> wire.PoolStatus:

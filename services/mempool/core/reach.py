@@ -32,8 +32,13 @@ class Reach:
         self._landing = landing
         self._confined: set[int] = set()  # connections that were told that blocks do not pass
 
-    def news(self) -> list[Action]:
-        """After an attachment, which may bring memory: for those who do not know. Cost: O(clients)."""
+    def news(self, address: str) -> list[Action]:
+        """After an attachment, which may bring memory: for those who do not know. Cost: O(clients).
+
+        Args: address: where other hosts reach this mempool; "": nobody does, so nobody asks.
+        """
+        if not address:
+            return []
         out: list[Action] = []
         for connection, instance in self._clients.items():
             crosses = self._landing(self._space(instance)) is not None

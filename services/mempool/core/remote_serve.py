@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from services.mempool.core import parse
 from services.mempool.core.actions import Action, PoolLimits, TellPeer
 from services.mempool.core.entry import Entry
+from services.mempool.core.leases import has_come
 from services.mempool.core.pool import Pool
 from services.mempool.core.pull import Reader
 from shared.errors import Overloaded, PeerProtocolError
@@ -134,9 +135,8 @@ class RemoteServe:
         hashes = parse.hashes(call.hashes, self._limits.max_blocks_per_call)
         self._counters["peer_acquires"] += 1
         handoff_id = call.handoff_id
-        leases = [pool.leases for pool in self._pools.values()]
-        has_come = any(handoff_id in each.handoffs or each.is_closed(handoff_id) for each in leases)
-        if not handoff_id or has_come or call.wait_ms <= 0 or not hashes or self._has_all(call, hashes):
+        here = has_come((pool.leases for pool in self._pools.values()), handoff_id)
+        if not handoff_id or here or call.wait_ms <= 0 or not hashes or self._has_all(call, hashes):
             self._answer(link, call, hashes, now_ms)
             return
         if sum(map(len, self._waiting.values())) >= self._limits.max_waiting:

@@ -17,13 +17,11 @@ that beats there is dropped after some answers, see follow(), and believed again
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
-
-from msgspec import structs
 
 from services.scheduler.core.departed import Departed
 from services.scheduler.core.fading import Fading
+from services.scheduler.core.lent_costs import LentCosts, model_of
 from services.scheduler.core.limits import FORGET_MS
 from services.scheduler.core.load import InstanceLoad, LoadView
 from shared.costmodel.model import CostModel
@@ -31,7 +29,6 @@ from shared.costmodel.transfer import LinkRates
 from shared.errors import Overloaded, StaleEpoch
 from shared.ids import Epoch, InstanceId
 from shared.kv.layout import EngineDescription
-from shared.wire.cost import CostCoefficients
 from shared.wire.membership import InstanceList
 from shared.wire.placement import Target
 from shared.wire.reports import Goodbye, Hello, PoolPlace, Refused, Report, Resync, Role, Welcome
@@ -42,8 +39,6 @@ CONTRADICTED_POLLS = 3  # the first answer may have been on its way when the own
 UNCONFIRMED = "epoch.unconfirmed"  # code of a refusal: come again, under the same epoch
 OLD_REPORTS = 3  # in a row: the number before them was not the worker's, or it counts anew
 AWAY_COUNTS_MS = 100  # of a longer time, as one tick: who stands still at every turn has to see the dead, too
-
-_model_of = lru_cache(maxsize=1_024)(CostModel)  # equal coefficients, one model
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +134,7 @@ class Instances:
         default_factory=dict
     )  # dropped: from here on the list comes first
     _departed: Departed[Instance] = field(default_factory=Departed)
-    # the last of each family, and of each model
-    _family_costs: dict[str, CostCoefficients] = field(default_factory=dict)
-    _model_costs: dict[str, CostCoefficients] = field(default_factory=dict)
+    _lent_costs: LentCosts = field(default_factory=LentCosts)
     # by model, "": all; empty: to be found anew
     _live: dict[str, list[Instance]] = field(default_factory=dict)
     _live_until_ms: int = 0
@@ -196,8 +189,7 @@ class Instances:
         self._departed.pop(hello.instance, None)
         family_key = hello.description.family_key
         if hello.cost is not None:
-            _put_last(self._family_costs, family_key, hello.cost)
-            _put_last(self._model_costs, hello.description.model, hello.cost)
+            self._lent_costs.note(hello.description, hello.cost)
         self._known[hello.instance] = Instance(
             instance=hello.instance,
             epoch=hello.epoch,
@@ -216,23 +208,18 @@ class Instances:
         return Welcome(report_interval_ms=self.limits.report_interval_ms)
 
     def _give_models(self, hello: Hello) -> None:
-        """The new one its own; to those that sent none, another's of their family, else of their model.
+        """The new one its own; to those that sent no coefficients, others'.
 
-        Divided by as many ranks as theirs. One without any would have all of its model placed without predictions.
+        One without any would have all of its model placed without predictions.
         """
         if hello.cost is not None:
             known = self._known[hello.instance]
-            known.model = _model_of(hello.cost)
+            known.model = model_of(hello.cost)
             known.load.lend(None)
         for other in self._known.values():
-            cost = self._cost_for(other) if other.model is None else None
-            if cost is not None:
-                other.model = _model_of(_on_ranks_of(cost, other.description))
-                other.load.lend(other.model)
-
-    def _cost_for(self, other: Instance) -> CostCoefficients | None:
-        model = other.description.model
-        return self._family_costs.get(other.family_key) or (self._model_costs.get(model) if model else None)
+            if other.model is None and (model := self._lent_costs.model_for(other.description)) is not None:
+                other.model = model
+                other.load.lend(model)
 
     def report(self, report: Report, *, now_ms: int) -> Resync | Refused | None:
         """A worker's heartbeat. Resync when it must say Hello first."""
@@ -389,12 +376,6 @@ class Instances:
 
     def _is_fenced(self, known: Instance) -> bool:
         return known.epoch < self._fences.get(known.instance, Epoch(-1))
-
-
-def _on_ranks_of(cost: CostCoefficients, other: EngineDescription) -> CostCoefficients:
-    """Engines of one family may have unequal ranks. As CostModel.scaled(): operators are divided by them."""
-    tp, pp = max(1, other.tp_size), max(1, other.pp_size)
-    return cost if (cost.tp, cost.pp) == (tp, pp) else structs.replace(cost, tp=tp, pp=pp)
 
 
 def _stale(instance: InstanceId, epoch: Epoch, newest: Epoch) -> Refused:
