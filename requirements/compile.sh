@@ -14,3 +14,18 @@ compile engine-cuda.txt --extra local --extra engine-cuda "$@"
 uv pip compile bench.in --universal --python-version 3.11 --no-emit-index-url --no-annotate --no-header --generate-hashes \
   -q -o bench.txt "$@" # LiteLLM, measured beside the gateway in an environment of its own
 compile dev-cuda.txt    --extra local --extra engine-cuda --extra dev -c engine-cuda.txt "$@"
+
+# What a file has of another one it names instead: each lock is there once. Fails where the two differ.
+shorten() { # OUT, the file that is in it
+  python3 - "$@" <<'CODE'
+import re, sys
+from pathlib import Path
+out, inner = map(Path, sys.argv[1:])
+whole, part = (re.split(r"\n(?=\S)", path.read_text().strip()) for path in (out, inner))
+left = [lock for lock in whole if lock not in part]
+assert len(whole) - len(left) == len(part), f"{inner} is not in {out}"
+out.write_text("\n".join([f"-r {inner}", *left]) + "\n")
+CODE
+}
+shorten dev-cpu.txt engine-cpu.txt
+shorten dev-cuda.txt engine-cuda.txt

@@ -118,15 +118,25 @@ choose_device() {
   esac
 }
 
-digest() { "$1" -I -c 'import hashlib, sys; print(hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest())' "$2"; }
+# Files that lock a set, which `dev` has of `engine` but for its own.
+locks() {
+  local set
+  for set in $([[ $1 == dev ]] && echo "dev engine" || echo "$1"); do echo "$root/requirements/$set-$device.txt"; done
+}
+
+digest() { # PYTHON, set
+  local files
+  mapfile -t files < <(locks "$2")
+  "$1" -I -c 'import hashlib, sys; print(hashlib.sha256(b"".join(open(p, "rb").read() for p in sys.argv[1:])).hexdigest())' \
+    "${files[@]}"
+}
 
 # `dev` contains `engine` of the same device, so either stamp will do for `engine`.
 is_installed() {
-  local set file
+  local set
   [[ -f $stamp && -x $venv/bin/python ]] || return 1
   for set in "$kind" dev; do
-    file=$root/requirements/$set-$device.txt
-    if grep -qxF "$set-$device $(digest "$venv/bin/python" "$file")" "$stamp"; then return 0; fi
+    if grep -qxF "$set-$device $(digest "$venv/bin/python" "$set")" "$stamp"; then return 0; fi
   done
   return 1
 }
@@ -158,14 +168,15 @@ make_venv() {
 }
 
 install_packages() {
-  local file=$root/requirements/$kind-$device.txt
-  say "installing $(grep -c '==' "$file") locked packages from requirements/$kind-$device.txt (the first time: minutes)"
+  local file=$root/requirements/$kind-$device.txt files
+  mapfile -t files < <(locks "$kind")
+  say "installing $(cat "${files[@]}" | grep -c '==') locked packages from requirements/$kind-$device.txt (the first time: minutes)"
   rm -f "$stamp"
   "$uv" pip install --python "$venv/bin/python" --no-deps --require-hashes -r "$file" ||
     fail "the packages of requirements/$kind-$device.txt could not be installed" \
       "what uv said above names the package and the reason; often it is the network, a proxy or a full disk" \
       "run the same command again: what was downloaded is kept"
-  printf '%s-%s %s\n' "$kind" "$device" "$(digest "$venv/bin/python" "$file")" >"$stamp"
+  printf '%s-%s %s\n' "$kind" "$device" "$(digest "$venv/bin/python" "$kind")" >"$stamp"
 }
 
 # The project itself, editable: a path file and a launcher. No build, no index. Each is there at every moment: others

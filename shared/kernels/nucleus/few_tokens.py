@@ -99,6 +99,7 @@ def settle_rows_with_few_tokens(
     _settle[(rows,)](
         logits, logits.stride(0), logits if k is None else k, logits if p is None else p.to(torch.float32),
         logits if new_k is None else new_k, logits if new_p is None else new_p, values, tokens, vocabulary,
-        HAS_K=k is not None, HAS_P=p is not None, CAPACITY=most, BLOCK=TILE, num_warps=8,
+        HAS_K=k is not None, HAS_P=p is not None, CAPACITY=most, BLOCK=TILE,
+        num_warps=8,  # pyright: ignore[reportCallIssue]  Triton's, of every kernel
     )  # fmt: skip
     return new_k, new_p
