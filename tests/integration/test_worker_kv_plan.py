@@ -67,9 +67,16 @@ class SlowPages(FakePages):
         return await super().acquire(hashes, **options)
 
 
+def patient(model_dir: str) -> WorkerSettings:
+    """Of a worker that takes no busy machine for a mempool that does not answer."""
+    return WorkerSettings(
+        engine="mock", model_dir=model_dir, model_name="m", block_tokens=4, acquire_timeout_ms=60_000
+    )
+
+
 async def test_rates_of_what_came_by_one_path_are_measured_and_told(model_dir):
     pages = SlowPages()
-    settings = WorkerSettings(engine="mock", model_dir=model_dir, model_name="m", block_tokens=4)
+    settings = patient(model_dir)
     layout = msgspec.structs.replace(MockEngine(settings).description, block_bytes=4 << 20)
     prompt_pages = PromptPages(pages, layout, settings)
     seed = chain_seed("f", "")
@@ -94,7 +101,7 @@ async def test_rates_of_what_came_by_one_path_are_measured_and_told(model_dir):
 
 async def test_within_a_host_a_rate_is_the_copys_and_not_that_of_who_waits_for_a_prompt(model_dir):
     pages = SlowPages()
-    settings = WorkerSettings(engine="mock", model_dir=model_dir, model_name="m", block_tokens=4)
+    settings = patient(model_dir)
     layout = msgspec.structs.replace(MockEngine(settings).description, block_bytes=4 << 20)
     prompt_pages = PromptPages(pages, layout, settings)
     seed = chain_seed("f", "")
