@@ -32,7 +32,6 @@ LENDING = {
     "QUIRE_MEMPOOL_LENDING_LEAST_ARRIVALS": "4",  # a burst's, not those of one small request after another
     "QUIRE_MEMPOOL_LENDING_ASK_BYTES": str(4 * PAGE_BYTES), "QUIRE_MEMPOOL_LENDING_PAUSE_MS": "50",
     "QUIRE_MEMPOOL_LENDING_MAX_PAUSE_MS": "200", "QUIRE_MEMPOOL_LENDING_SILENT_MS": "30000",
-    "QUIRE_MEMPOOL_LENDING_IDLE_MS": "1000",  # a loan full of cached blocks, which make no way for far ones, ends soon
     "QUIRE_MEMPOOL_LENDING_RECLAIM_DEADLINE_MS": "600000",  # nobody is killed for being slow
     "QUIRE_WORKER_FAR_BYTES": str(80 * PAGE_BYTES),
 }  # fmt: skip

@@ -55,6 +55,8 @@ class Dram:
         self.adrift: Callable[[], Set[BlockHash]] = (
             frozenset  # what leaves lent pages and is to be kept (swaps.py)
         )
+        # whether pages lent to a space are for blocks that its requests read in host memory (far_moves.py)
+        self.is_awaited: Callable[[int], bool] = lambda _: False
         self.swapped: Callable[[int, Sequence[TierAction]], None] | None = None
         self._copies: dict[int, tuple[int, int]] = {}  # copy -> (space, its number there)
         self._out: list[Action] = []
@@ -167,8 +169,9 @@ class Dram:
         return lambda block_hash: block_hash not in kept and any(block_hash in hashes for hashes in others)
 
     def _borrowed(self, pool: Pool) -> Sequence[OwnPages]:
-        found = [self._pools[number] for number in self.borrowed(pool.number)]
-        return [_own(each) for each in found]
+        """For what leaves by itself."""
+        found = () if self.is_awaited(pool.number) else self.borrowed(pool.number)
+        return [_own(self._pools[number]) for number in found]
 
     def _ask_unpin(self, pool: Pool, count: int) -> int:
         self._touched(pool)
@@ -192,6 +195,10 @@ class Dram:
     def drain(self, number: int, count: int, now_ms: int) -> None:
         """Have blocks of this space leave for host memory, as far as they can now. With the next advance()."""
         self.tiers[number].drain(count, now_ms)
+
+    def num_leaving(self, number: int) -> int:
+        """Pages of this space that are free when the copies of their blocks end."""
+        return self.tiers[number].num_leaving
 
     def advance(self, now_ms: int) -> None:
         """After every event: what can leave, leaves."""

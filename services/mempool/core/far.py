@@ -19,7 +19,7 @@ from itertools import count
 from services.mempool.core import parse
 from services.mempool.core.actions import Action, CopyPages, MapFarPages, PoolLimits, Send
 from services.mempool.core.engines import Engine
-from services.mempool.core.far_moves import FarMoves
+from services.mempool.core.far_moves import FarMoves, num_free
 from services.mempool.core.far_state import Asked, FarCopy, Job, Place, PlaceState, User, Where, can_map
 from services.mempool.core.loan_pool import LoanPool
 from services.mempool.core.page_state import PageEvent
@@ -48,6 +48,8 @@ class Far(FarMoves):
         self._limits, self._pools, self._behind = limits, pools, behind
         self._numbers, self._touched = numbers, touched
         self.counters: Counter[str] = Counter()
+        self.drain: Callable[[int, int, int], None] = lambda *_: None  # both of Dram
+        self.num_leaving: Callable[[int], int] = lambda _: 0
         self._users: list[User] = []
         self._jobs: list[Job] = []
         self._copies: dict[int, FarCopy] = {}
@@ -173,15 +175,22 @@ class Far(FarMoves):
         job.waiting.clear()
 
     def _room_for(self, pool: Pool, count: int, job: Job) -> tuple[Pool, list[PageId]]:
-        """As Swaps: lent pages that are free; else host memory, where nobody's pinned blocks make way."""
-        kinds = (True,) if job.is_back else (False,) if job.old else (True, False)
-        for number in self._behind(pool.number) if count else ():
-            place = self._pools[number]
-            assert place.memory is not None
-            if not can_map(pool, place) or place.is_loan not in kinds:
-                continue
-            wanted = min(count, place.memory.table.num_free) if place.is_loan else count
-            if pages := place.claim_now(wanted):
+        """Lent pages that are free; else host memory, where nobody's pinned blocks make way; else lent pages, where
+        such blocks make way too, and are lost: what did not find room would be computed again."""
+        places = [self._pools[number] for number in self._behind(pool.number)] if count else []
+        lent = [
+            place
+            for place in places
+            if place.is_loan and can_map(pool, place) and (not job.old or job.is_back)
+        ]
+        for place in lent:
+            if pages := place.claim_now(min(count, num_free(place))):
+                return place, pages
+        if job.is_back:
+            return pool, []
+        others = [place for place in places if not place.is_loan and can_map(pool, place)]
+        for place in (*others, *lent):
+            if pages := place.claim_now(count):
                 return place, pages
         return pool, []
 

@@ -2,6 +2,9 @@
 
 lent pages are wanted back: all that are mapped there, to host memory, as many at once as there are places for
 pages are lent again: what is in host memory back to them, a few at once (far_pace.py)
+
+Cached blocks that lie in lent pages make way then, to host memory: a block that is read goes over the link at every
+step, one that is cached when somebody asks for it. Until those that are read are there, no cached ones come.
 """
 
 from abc import ABC, abstractmethod
@@ -26,6 +29,8 @@ class FarMoves(ABC):
     _jobs: list[Job]
     _copies: dict[int, FarCopy]
     _out: list[Action]
+    drain: Callable[[int, int, int], None]
+    num_leaving: Callable[[int], int]
 
     @abstractmethod
     def advance(self) -> None: ...
@@ -43,6 +48,7 @@ class FarMoves(ABC):
             mapped = [(n, one) for n, one in mine if one.state is PlaceState.MAPPED]
             if mapped and not user.is_gone:
                 user.pace.taken(now_ms)
+                user.awaits_lent = False  # in the pause, cached blocks may lie in what is lent
                 # with no place free, and none to come, they are lost
                 waits = user.free or any(p.state is not PlaceState.MAPPED for p in user.places.values())
                 self._move(user, mapped[: len(user.free)] if waits else mapped)
@@ -69,21 +75,38 @@ class FarMoves(ABC):
         """Blocks in host memory go back to lent pages, when it is time for that and nothing else is to be copied.
 
         Args: is_busy: others move blocks for which a request waits. Cost: a look at the lent spaces; where there is
-        room, at the places of an engine, every EVERY_MS.
+        room, or could be, at the places of an engine, every EVERY_MS.
         """
-        for user in self._users if not self._jobs else ():
-            if user.is_gone or now_ms < user.pace.calm_at_ms or not (room := self._num_lent(user)):
+        for user in self._users if not (self._jobs or is_busy) else ():
+            if user.is_gone or now_ms < user.pace.calm_at_ms or not (lent := self._lent(user)):
                 continue
-            most = 0 if is_busy else num_back(len(user.free), room)
+            most = num_back(len(user.free), sum(place.num_at_hand for place in lent))
             in_dram = (each for each in user.places.items() if each[1].where[0].is_dram)
             chosen = list(islice((each for each in in_dram if each[1].state is PlaceState.MAPPED), most))
-            if not chosen:
+            user.awaits_lent = bool(chosen)
+            room = sum(num_free(place) for place in lent)
+            self._make_way(lent, len(chosen) - room, now_ms)
+            if not (going := chosen[:room]):
                 user.pace.later(now_ms)
                 continue
             user.pace.returned(now_ms)
-            self._move(user, chosen, is_back=True)
+            self._move(user, going, is_back=True)
             self.advance()
             return
+
+    def _make_way(self, lent: Sequence[Pool], count: int, now_ms: int) -> None:
+        """So many cached blocks are to leave these spaces; said again until there is room."""
+        for place in lent:
+            part = min(count, place.num_at_hand - num_free(place))
+            if part > 0:
+                self.drain(place.number, part, now_ms)
+                count -= part
+
+    def awaits_lent(self, number: int) -> bool:
+        """Whether engines of this space read blocks in host memory that go to lent pages as soon as there is room."""
+        return any(
+            u.awaits_lent and u.places and u.pool.number == number for u in self._users if not u.is_gone
+        )
 
     def evacuates(self, copy_id: int) -> bool:
         """Whether it brings blocks that are read in lent pages away from there."""
@@ -94,11 +117,10 @@ class FarMoves(ABC):
         """Pages of this space that are mapped at far places, or about to be. Cost: a look at every place."""
         return sum(one.where[0].number == number for user in self._users for one in user.places.values())
 
-    def _num_lent(self, user: User) -> int:
-        """Free pages, lent to its space, that its ranks can map."""
+    def _lent(self, user: User) -> list[Pool]:
+        """Where pages lent to its space, which its ranks can map, are free or have blocks that nobody pins."""
         found = [self._pools[number] for number in self._behind(user.pool.number)] if user.places else []
-        mine = [place for place in found if place.is_loan and can_map(user.pool, place)]
-        return sum(place.memory.table.num_free for place in mine if place.memory is not None)
+        return [place for place in found if place.is_loan and can_map(user.pool, place) and place.num_at_hand]
 
     def need(self, number: int) -> FarNeed:
         """Of this space now; a refusal is said once. Cost: a look at every place of its engines."""
@@ -114,11 +136,16 @@ class FarMoves(ABC):
             return FarNeed()
         # whether a lender's budget is open does not matter: what is copied there soon needs no second page
         lent = [x for x in self._pools.values() if isinstance(x, LoanPool) and x.consumer is mine[0].pool]
-        room = sum(x.memory.table.num_free for x in lent if x.memory is not None and can_map(x.consumer, x))
+        room = sum(x.num_at_hand + self.num_leaving(x.number) for x in lent if can_map(x.consumer, x))
         short = max(0, wanted + refused - room)
         return FarNeed(short, refused > 0 and short > 0)
 
     def next_deadline_ms(self) -> int | None:
         """When bring_back() has something to look at."""
-        due = [u.pace.calm_at_ms for u in self._users if not (self._jobs or u.is_gone) and self._num_lent(u)]
+        due = [u.pace.calm_at_ms for u in self._users if not (self._jobs or u.is_gone) and self._lent(u)]
         return min(due, default=None)
+
+
+def num_free(place: Pool) -> int:
+    """Its free pages."""
+    return place.memory.table.num_free if place.memory is not None else 0

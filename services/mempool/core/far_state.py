@@ -49,6 +49,7 @@ class User:
     left: set[BlockHash] = field(default_factory=set)  # far since, perhaps still pinned in the engine's space
     is_gone: bool = False  # its connection ended: nobody hears answers, and its processes may still read
     is_killed: bool = False
+    awaits_lent: bool = False  # it reads blocks in host memory that are to go back to lent pages
     refused: int = 0  # blocks for which there was no room, said once to whoever borrows for it
     pace: Pace = field(default_factory=Pace)
 

@@ -60,7 +60,7 @@ class Mempool(FromOutside):
             limits, boot_generation, self._fence, self.pools, self.dram, self.space_number, self._touch
         )
         self.swaps = Swaps(limits, self.pools, self.dram.behind, self.copy_numbers, self._touch)
-        self.dram.adrift = self.swaps.adrift
+        self.swaps.use(self.dram)
         self.lending.on_wanted_back = self._leave_loan
         self.lending.num_read = self.swaps.far.num_at
         self.pulls.distance = self.lending.distance

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 
 from services.mempool.core import parse
 from services.mempool.core.actions import Action, CopyPages, PoolLimits
+from services.mempool.core.dram import Dram
 from services.mempool.core.engines import Engine
 from services.mempool.core.entry import Entry
 from services.mempool.core.far import Far
@@ -58,6 +59,11 @@ class Swaps:
         self._in_flight: Counter[tuple[int, bool]] = Counter()  # pages, by the engine's space and way
         self._out: list[Action] = []
         self.far = Far(limits, pools, behind, numbers, touched)
+
+    def use(self, dram: Dram) -> None:
+        """Host memory behind these spaces, which is told what must not be lost and what lent pages are for."""
+        dram.adrift, dram.is_awaited = self.adrift, self.far.awaits_lent
+        self.far.drain, self.far.num_leaving = dram.drain, dram.num_leaving
 
     # -- what engines say -----------------------------------------------------------------------------
 

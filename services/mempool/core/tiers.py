@@ -76,7 +76,7 @@ class Tiers:
         self._auto = _Ticket(0, "out")
         self._next_number = 1
         self._num_in_flight = 0
-        self._num_leaving = 0  # fast pages that come free when their copies end
+        self.num_leaving = 0  # fast pages that come free when their copies end
         self._is_low = False
         self._failed_until_ms = 0
         self._retry_at_ms = 0  # of the watermark: later than that also where nothing could leave
@@ -121,16 +121,16 @@ class Tiers:
         for ticket in self._tickets:  # what was asked to leave goes first
             if ticket.way == "out":
                 self._send_out(ticket, now_ms)
-        if self._num_leaving < lacking and now_ms >= self._failed_until_ms:
-            self._send_some(lacking - self._num_leaving)
+        if self.num_leaving < lacking and now_ms >= self._failed_until_ms:
+            self._send_some(lacking - self.num_leaving)
             if self.fast.num_free:
                 return True
-        return self._num_leaving < lacking and self.make_room(lacking - self._num_leaving)
+        return self.num_leaving < lacking and self.make_room(lacking - self.num_leaving)
 
     def drain(self, count: int, now_ms: int) -> None:
         """So many blocks are to leave, the coldest first, as far as the limits let them; said again until they have."""
         if now_ms >= self._failed_until_ms:
-            self._send_some(count - self._num_leaving)
+            self._send_some(count - self.num_leaving)
 
     def tick(self, now_ms: int) -> list[TierAction]:
         """Begin what can begin. Call it after pages were granted, sealed or unpinned, and at next_deadline_ms()."""
@@ -207,7 +207,7 @@ class Tiers:
         return arrived
 
     def _end_out(self, copy: _Copy, arrived: list[Entry | None]) -> None:
-        self._num_leaving -= len(copy.entries)
+        self.num_leaving -= len(copy.entries)
         there = [entry for entry, new in zip(copy.entries, arrived, strict=True) if new is not None]
         gone = self.fast.index.left(there)
         self.fast.index.stayed([e for e, new in zip(copy.entries, arrived, strict=True) if new is None])
@@ -232,14 +232,14 @@ class Tiers:
 
     def _keep_free(self, now_ms: int) -> None:
         """The watermark, with hysteresis."""
-        free = self.fast.num_free + self._num_leaving
+        free = self.fast.num_free + self.num_leaving
         total = self.fast.num_pages
         self._is_low = (
             free < (self.limits.end_free_ratio if self._is_low else self.limits.begin_free_ratio) * total
         )
         if self._is_low and now_ms >= self._retry_at_ms:
             self._send_some(int(self.limits.end_free_ratio * total) - free)
-            if self.fast.num_free + self._num_leaving == free:  # everything is pinned, or on its way back
+            if self.fast.num_free + self.num_leaving == free:  # everything is pinned, or on its way back
                 self._retry_at_ms = now_ms + self.limits.pause_ms
 
     def _send_some(self, count: int) -> None:
@@ -313,7 +313,7 @@ class Tiers:
         self, ticket: _Ticket, going: list[Entry], target: OwnPages, pages: list[PageId], epochs: list[Epoch]
     ) -> None:
         if going:
-            self._num_leaving += len(going)
+            self.num_leaving += len(going)
             self._start(ticket, going, [], self.fast, target, pages, epochs)
 
     def _drop(self) -> bool:
@@ -343,7 +343,7 @@ class Tiers:
             if not pages:
                 if self._make_way(len(ticket.waiting)):
                     continue
-                if not self._num_leaving:
+                if not self.num_leaving:
                     self.slow.index.unpin([entry for _, entry in ticket.waiting])
                     ticket.waiting = []
                 return
@@ -355,7 +355,7 @@ class Tiers:
 
     def _make_way(self, count: int) -> bool:
         """No fast page is free: send others out. Whether one is free now; otherwise some may be leaving."""
-        if not self._num_leaving:
+        if not self.num_leaving:
             self._send_some(count)
         return self.fast.num_free > 0
 
