@@ -98,7 +98,9 @@ class EngineLoad:
     num_waiting: int = 0
     unfinished_prefill_tokens: int = 0
     running_context_tokens: int = 0
-    kv_used_share: float = 0.0  # of the engine's own blocks, without those that leases pin
+    kv_used_share: float = (
+        0.0  # of its own blocks, without those that leases pin; of all, as a worker says it (worker_kv.py)
+    )
     num_pages_in_use: int | None = None  # by requests, those that leases pin too; None: nobody counts them
     step_ms: float = 0.0
     num_preempted: int = 0  # since the start: how often a running request gave its slot up to another

@@ -1,4 +1,4 @@
-"""KV memory of this worker's engine, for its status page: what requests use of it, and how much may be the engine's.
+"""KV memory of this worker's engine, for reports and the status page: what requests use of it, and how much may be the engine's.
 
 Bytes are of one of the engine's GPUs. What others lend it (far places) is none of it, and what it lends is.
 """
@@ -38,12 +38,21 @@ class KvMemory:
             await asyncio.wait([self._task])
             self._task = None
 
+    @property
+    def _num_pages(self) -> int:
+        """Of this engine: engines of one space have even parts of it."""
+        return self._engine.num_pages // self._num_engines
+
+    def used_share(self, load: EngineLoad) -> float:
+        """Of its pages, by requests, also by prompts that leases pin, which an engine does not count as its own."""
+        if load.num_pages_in_use is None or not self._num_pages:
+            return load.kv_used_share
+        return min(1.0, load.num_pages_in_use / self._num_pages)
+
     def status(self, load: EngineLoad) -> dict[str, int]:
-        """`kv_used_bytes`: of requests, also prompts that leases pin. `kv_pool_bytes`: engines of one space have
-        even parts of it.
-        """
+        """`kv_used_bytes`: of requests, also prompts that leases pin, of `kv_pool_bytes`."""
         block_bytes = self._engine.description.block_bytes
-        pool_bytes = self._engine.num_pages // self._num_engines * block_bytes
+        pool_bytes = self._num_pages * block_bytes
         used = load.num_pages_in_use
         used_bytes = round(load.kv_used_share * pool_bytes) if used is None else used * block_bytes
         return {"kv_used_bytes": used_bytes, "kv_pool_bytes": pool_bytes}

@@ -129,7 +129,7 @@ class WorkerShell:
             for name, text in (
                 ("running_requests", "In the engine's batch."),
                 ("waiting_requests", "Accepted and not running."),
-                ("kv_used_ratio", "Share of the engine's KV blocks in use."),
+                ("kv_used_ratio", "Share of the engine's KV pages that requests use."),
                 ("step_ms", "Engine step, smoothed."),
                 ("epoch", "Epoch that the coordinator granted."),
                 ("preempted", "Times that a running request gave its slot up, since the start."),
@@ -292,13 +292,11 @@ class WorkerShell:
     # -- what others ask ------------------------------------------------------------------------------
 
     def load(self, *, prompts: bool = True) -> EngineLoad:
-        """The engine's load, with what waits in front of it. Without `prompts`: as the scheduler is told, who counts
-        prompts itself until they are said to have come into the engine."""
+        """The engine's load, with what waits in front of it and what leases pin for it. Without `prompts`: as the
+        scheduler is told, who counts prompts itself until they are said to have come into the engine."""
         seen = self.engine.load()
-        waiting = self.front.num_waiting(prompts=prompts)
-        if not waiting:
-            return seen
-        return dataclasses.replace(seen, num_waiting=seen.num_waiting + waiting)
+        waiting = seen.num_waiting + self.front.num_waiting(prompts=prompts)
+        return dataclasses.replace(seen, num_waiting=waiting, kv_used_share=self.kv.used_share(seen))
 
     def _hello(self, epoch: Epoch) -> Hello:
         return Hello(

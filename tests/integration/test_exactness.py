@@ -176,6 +176,25 @@ def test_eight_clients_at_once_get_what_each_would_get_alone(reference, cluster)
         assert_same(name, answer, reference[name])
 
 
+def test_a_worker_counts_a_prompt_that_was_handed_over_in_the_share_of_its_pages_that_is_used(cluster):
+    """Leases pin it: none of it is the decode engine's own."""
+    admin = Ports(gateway=cluster.base + 90, base=cluster.base).worker("decode", 0)[1]
+    body = {"model": "quire-demo", "prompt": [9] * (40 * BLOCK_TOKENS), "max_tokens": 96, "ignore_eos": True}
+
+    async def run() -> list[dict]:
+        async with httpx.AsyncClient(timeout=180) as client:
+            asking, seen = asyncio.create_task(client.post(f"{cluster.url}/v1/completions", json=body)), []
+            while not asking.done():
+                seen.append((await client.get(f"http://127.0.0.1:{admin}/status")).json())
+            assert (await asking).status_code == 200
+            return seen
+
+    used = [status for status in asyncio.run(run()) if status["kv_used_bytes"]]
+    assert max(status["kv_used_bytes"] for status in used) >= 40 * used[0]["block_bytes"]
+    for status in used:
+        assert status["kv_used_share"] == pytest.approx(status["kv_used_bytes"] / status["kv_pool_bytes"])
+
+
 def test_a_profiled_run_needs_the_prompts_that_decode_was_handed_and_no_more(cluster):
     """Prefill sealed them, in pages of the space that both engines work in: decode has even parts of it."""
     admin = [

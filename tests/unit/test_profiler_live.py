@@ -74,9 +74,11 @@ async def test_engines_of_one_space_have_even_parts_of_it(engines, pool):
     kv.open()
     await asked.wait()
     await asyncio.sleep(0)
-    said = kv.status(EngineLoad(kv_used_share=0.1, num_pages_in_use=70))
+    load = EngineLoad(kv_used_share=0.1, num_pages_in_use=70)
+    said, share = kv.status(load), kv.used_share(load)
     await kv.close()
     assert said == {"kv_used_bytes": 70 * BLOCK_BYTES, "kv_pool_bytes": pool * BLOCK_BYTES}
+    assert share == min(1.0, 70 / pool), "what leases pin is used, too"
 
 
 async def test_an_engine_with_a_cache_of_its_own_uses_a_share_of_it():
@@ -84,4 +86,5 @@ async def test_an_engine_with_a_cache_of_its_own_uses_a_share_of_it():
     kv = module.KvMemory(engine(keeps_leases=False), SimpleNamespace())
     kv.open()
     assert kv.status(EngineLoad(kv_used_share=0.25)) == {"kv_used_bytes": 25_000, "kv_pool_bytes": 100_000}
+    assert kv.used_share(EngineLoad(kv_used_share=0.25)) == 0.25
     await kv.close()
