@@ -1,4 +1,4 @@
-"""KV memory of this worker's engine, for reports and the status page: what requests use of it, and how much may be the engine's.
+"""KV memory of this worker's engine, for reports and the status page: what of it is used, and how much it may have.
 
 Bytes are of one of the engine's GPUs. What others lend it (far places) is none of it, and what it lends is.
 """
