@@ -90,3 +90,14 @@ def test_a_loan_full_of_cached_blocks_is_not_asked_for_again():
     assert far.need(PREFILL_SPACE).short == 0
     rig.out(2, EFGH[:2], "ef")
     assert far.need(PREFILL_SPACE).short == 2
+
+
+def test_who_may_move_nothing_now_looks_again_later_and_not_at_once():
+    rig = full_of_cached()
+    rig.out(1, ABCD, "abcd")
+    rig.copied()
+    far = rig.core.swaps.far
+    rig.now_ms += EVERY_MS
+    assert far.next_deadline_ms() == rig.now_ms
+    far.bring_back(rig.now_ms, is_busy=True)
+    assert far.next_deadline_ms() == rig.now_ms + EVERY_MS

@@ -77,8 +77,11 @@ class FarMoves(ABC):
         Args: is_busy: others move blocks for which a request waits. Cost: a look at the lent spaces; where there is
         room, or could be, at the places of an engine, every EVERY_MS.
         """
-        for user in self._users if not (self._jobs or is_busy) else ():
+        for user in self._users if not self._jobs else ():
             if user.is_gone or now_ms < user.pace.calm_at_ms or not (lent := self._lent(user)):
+                continue
+            if is_busy:
+                user.pace.later(now_ms)
                 continue
             most = num_back(len(user.free), sum(place.num_at_hand for place in lent))
             in_dram = (each for each in user.places.items() if each[1].where[0].is_dram)
