@@ -40,6 +40,7 @@ class BlockStore:
         self.private_tokens = 0
         self.indexed_tokens = 0
         self.pinned_tokens = 0
+        self.promised_tokens = 0  # what requests may come to have in all (held.py)
         self.num_evicted = 0
         self.num_refused = 0  # reserve() that found no room: somebody waits for memory
         self._dram_capacity_tokens = dram_tokens

@@ -10,30 +10,26 @@ from loadtest.simulator.engine import Engine, EngineParts
 from loadtest.simulator.events import EventQueue
 from loadtest.simulator.fair_engine import FairEngine
 from loadtest.simulator.frontend import Call, Frontend, Submitted
-from loadtest.simulator.links import Links, as_told
+from loadtest.simulator.links import Links
 from loadtest.simulator.parking import turns_of
 from loadtest.simulator.prices import StepPrices
+from loadtest.simulator.reports import Reports
 from loadtest.simulator.request import SimRequest
 from loadtest.simulator.spec import ClusterSpec, Simulated
-from loadtest.simulator.task import EngineHooks, EngineLimits, Task
+from loadtest.simulator.task import EngineHooks, Task
 from loadtest.simulator.tree import SimTree
 from services.gateway.core.request_flow import SendGenerate
 from services.mempool.core.pd_caching import PdCaching
 from services.scheduler.core.instances import Instances
 from services.scheduler.core.placement import Placer
-from shared.engine.worker_reports import SOON_MS
-from shared.ids import BlockHash, Epoch, InstanceId, RequestId
-from shared.kv.layout import EngineDescription
+from shared.ids import BlockHash, RequestId
 from shared.prompttree.publisher import TTL_S
 from shared.wire.handoff import HandoffState
 from shared.wire.placement import Ended, Held, Medium, Place, Placed, PrefixHit, Rejected, Target
-from shared.wire.reports import Hello, PoolPlace, Report, Role
+from shared.wire.reports import Role
 from shared.wire.requests import Stage
 
-MODEL = "simulated"
-REPORT_PHASES = 10  # instances report in turns within an interval
 FORGET_MS = 1_000.0
-EPOCH = Epoch(1)
 
 
 class Simulation:
@@ -51,35 +47,29 @@ class Simulation:
         self._spec, self._prices, self._requests = spec, prices, requests
         self._events = EventQueue()
         self._links = Links(spec.peer, spec.remote, spec.dram, spec.instances_per_host)
-        self._rates = {name: as_told(getattr(spec, name)) for name in ("peer", "remote", "dram")}
         self._tree = SimTree(self._events, len(spec.roles))
         # host memory counted
         self._reach = SimTree(self._events, len(spec.roles)) if spec.dram_tokens else None
-        self._names = [InstanceId(f"{role}-{n}") for n, role in enumerate(spec.roles)]
-        self._numbers = {name: n for n, name in enumerate(self._names)}
         self._instances = Instances(spec.instances)
         self._placer = Placer(self._instances, spec.policy, "simulated", spec.placement, spec.cost)
-        self._description = EngineDescription(
-            model=MODEL, fingerprint=MODEL, dtype="bfloat16", layout="layers-blocks", backend="simulated",
-            block_tokens=spec.block_tokens, max_model_len=1 << 30,
-            block_bytes=spec.block_tokens * prices.kv_bytes_per_token,
-        )  # fmt: skip
         self.engines = self._build_engines()
-        self._places = [self._place_of(number) for number in range(len(self.engines))]
-        self._seqs = [0] * len(self.engines)
-        self._report_due = [False] * len(self.engines)
+        self._reports = Reports(
+            spec, self._events, prices, self.engines, self._instances, self._links, self._serve_held
+        )
+        self._names = self._reports.names
+        self._numbers = {name: n for n, name in enumerate(self._names)}
         self._tasks: dict[tuple[int, int, Stage], Task] = {}
         self._followers: dict[int, list[int]] = {}
         self._records: list[Outcome | None] = [None] * len(requests)
         self._num_ended = self._num_rejected = self._num_retries = 0
         self._frontend = Frontend(
             self._events, self, spec.delays, spec.flow,
-            model=MODEL, block_tokens=spec.block_tokens, on_end=self._on_end,
+            model=self._reports.description.model, block_tokens=spec.block_tokens, on_end=self._on_end,
         )  # fmt: skip
 
     def run(self) -> Simulated:
         """Until every request has its outcome."""
-        self._introduce()
+        self._reports.begin()
         for index, request in enumerate(self._requests):
             if request.depends_on is None:
                 self._events.at(request.arrival_ms, self._frontend.arrive, index, request)
@@ -124,16 +114,21 @@ class Simulation:
         tokens = min(depth * self._spec.block_tokens, request.prompt_tokens)
         return PrefixHit(self._names[number], tokens, medium)
 
-    def place(self, place: Place) -> Placed | Rejected:
+    def place(self, place: Place) -> Placed | Rejected | Held:
         """The production scheduler's answer."""
         answer = self._placer.place(place, now_ms=self._now())
-        assert not isinstance(answer, Held), "no room is reported here"
         self._num_rejected += isinstance(answer, Rejected)
         return answer
+
+    def _serve_held(self) -> None:
+        for answer in self._placer.serve_held(now_ms=self._now()):
+            self._num_rejected += isinstance(answer, Rejected)
+            self._frontend.placed_at_last(answer)
 
     def ended(self, request_id: RequestId, attempt: int) -> None:
         """The scheduler forgets an attempt."""
         self._placer.ended(Ended(request_id=request_id, attempt=attempt))
+        self._serve_held()
 
     def submit(self, call: Call, order: SendGenerate) -> Submitted:
         """A stage reaches its worker, or not."""
@@ -158,7 +153,7 @@ class Simulation:
         if not engine.submit(task):
             return "never fits"
         self._tasks[call.index, attempt, stage] = task
-        self._report_soon(engine.number)
+        self._reports.soon(engine.number)
         return "taken"
 
     def abort(self, call: Call, attempt: int, target: Target) -> None:
@@ -173,7 +168,9 @@ class Simulation:
         """What the prefill worker's answer carries."""
         assert placed.prefill is not None
         return HandoffState(
-            handoff_id=placed.handoff_id, source=placed.prefill.instance, description=self._description
+            handoff_id=placed.handoff_id,
+            source=placed.prefill.instance,
+            description=self._reports.description,
         )
 
     def outside_ms(self, request: SimRequest) -> float:
@@ -200,6 +197,20 @@ class Simulation:
                     best, task.fetch_from, task.lent = tokens, engine.number, found
         return best
 
+    def _computed(self, number: int, task: Task) -> None:
+        """More of a prompt is there, which leaves for its decode side on this host."""
+        placed = task.owner.flow.placed
+        if task.stage != "prefill" or placed is None or not self._spec.sends_ahead(number):
+            return
+        target = self.engines[self._numbers[placed.decode.instance]]
+        unit = self._spec.limits.unit_tokens
+        if target.dead or self._links.are_apart(number, target.number):
+            return
+        have = max(task.ahead_tokens, tokens_of(target.store.match(task.request.blocks)))
+        task.ahead_tokens = max(have, task.done_tokens // unit * unit)
+        num_bytes = (task.ahead_tokens - have) * self._prices.kv_bytes_per_token
+        self._links.send(number, target.number, num_bytes, self._events.now_ms)  # the rest comes behind it
+
     def _load(self, number: int, task: Task, moved_tokens: int, dram_tokens: int) -> None:
         now_ms, per_token = self._events.now_ms, self._prices.kv_bytes_per_token
         at_ms = self._links.load(number, dram_tokens * per_token, now_ms)
@@ -208,7 +219,10 @@ class Simulation:
             task.lent = []
         else:
             self.engines[source].store.pin(task.lent)
-            at_ms = max(at_ms, self._links.send(source, number, moved_tokens * per_token, now_ms))
+            rest_tokens = moved_tokens
+            if task.prior is not None and task.prior.ahead_tokens:
+                rest_tokens = min(moved_tokens, task.request.prompt_tokens - task.prior.ahead_tokens)
+            at_ms = max(at_ms, self._links.send(source, number, rest_tokens * per_token, now_ms))
         task.owner.record.stages["fetch_ms"] = at_ms - now_ms
         self._events.at(at_ms, self._loaded, self.engines[number], task)
 
@@ -243,7 +257,7 @@ class Simulation:
             self._events.after(self._spec.delays.hop_ms, self._frontend.prefilled, call, attempt)
         else:
             self._events.after(self._spec.delays.hop_ms, self._frontend.first_token, call, attempt)
-        self._report_soon(engine.number)
+        self._reports.soon(engine.number)
 
     def _finished(self, number: int, task: Task) -> None:
         engine = self.engines[number]
@@ -251,7 +265,7 @@ class Simulation:
         if task.stage == "decode" and self._spec.pd_caching is PdCaching.FULL:
             self._push_back(engine, task)
         self._events.after(self._spec.delays.hop_ms, self._frontend.finished, call, attempt)
-        self._report_soon(engine.number)
+        self._reports.soon(engine.number)
 
     def _has(self, number: int, what: Callable[[PdCaching, Role], bool]) -> bool:
         return what(self._spec.pd_caching, self._spec.roles[number])
@@ -273,66 +287,11 @@ class Simulation:
         parent = request.blocks[whole - 1] if whole else ROOT
         engine.store.keep(parent, request.output_blocks, len(request.output_blocks) * block_tokens)
 
-    # -- reports ----------------------------------------------------------------------------------
-
-    def _introduce(self) -> None:
-        limits = self._spec.limits
-        for engine in self.engines:
-            self._instances.hello(self._hello(engine, limits), now_ms=self._now())
-            self._report(engine.number)
-        interval_ms = self._spec.instances.report_interval_ms
-        for phase in range(REPORT_PHASES):
-            self._events.at(interval_ms * (1 + phase / REPORT_PHASES), self._report_round, phase)
-
-    def _hello(self, engine: Engine, limits: EngineLimits) -> Hello:
-        return Hello(
-            instance=self._names[engine.number],
-            epoch=EPOCH,
-            role=self._spec.roles[engine.number],
-            endpoint=f"simulated:{engine.number}",
-            description=self._description,
-            max_running=limits.max_running,
-            max_batched_tokens=limits.max_batched_tokens,
-            num_kv_blocks=self._spec.memory_tokens // self._spec.block_tokens,
-            cost=self._prices.coefficients,
-        )
-
-    def _report_round(self, phase: int) -> None:
-        for number in range(phase, len(self.engines), REPORT_PHASES):
-            self._report(number)
-        self._instances.tick(now_ms=self._now())
-        self._events.after(self._spec.instances.report_interval_ms, self._report_round, phase)
-
-    def _report_soon(self, number: int) -> None:
-        if not self._report_due[number]:
-            self._report_due[number] = True
-            self._events.after(SOON_MS, self._report, number)
-
-    def _report(self, number: int) -> None:
-        engine = self.engines[number]
-        self._report_due[number] = False
-        if engine.dead:
-            return
-        self._seqs[number] += 1
-        report = Report(
-            instance=self._names[number],
-            epoch=EPOCH,
-            seq=self._seqs[number],
-            **engine.told(),
-            links=self._rates,
-            pool=self._places[number],
-            prefill_correction=self._prices.prefill_correction,
-            decode_correction=self._prices.decode_correction,
-            num_prefills_measured=self._seqs[number],  # always new ones: they do not fade
-            num_decodes_measured=self._seqs[number],
-        )
-        self._instances.report(report, now_ms=self._now())
-
     # -- the rest ---------------------------------------------------------------------------------
 
     def _build_engines(self) -> list[Engine]:
         spec, rng = self._spec, Random(self._spec.seed)
-        hooks = EngineHooks(self._find, self._load, self._first_token, self._finished)
+        hooks = EngineHooks(self._find, self._load, self._first_token, self._finished, self._computed)
 
         def noise() -> float:
             return max(0.2, rng.gauss(1.0, spec.noise)) if spec.noise else 1.0
@@ -349,7 +308,7 @@ class Simulation:
             )
             parts = EngineParts(
                 number, self._events, self._prices, store, spec.limits, hooks, noise, spec.local,
-                keeps=self._has(number, keeps),
+                keeps=self._has(number, keeps), room_wait_ms=spec.room_wait_ms if spec.counts_room else 0.0,
             )  # fmt: skip
             engines.append(FairEngine(parts) if spec.local.policy == "cfs" else Engine(parts))
         return engines
@@ -360,12 +319,6 @@ class Simulation:
         self._tree.stored(number, blocks)
         if self._reach is not None:
             self._reach.stored(number, blocks)
-
-    def _place_of(self, number: int) -> PoolPlace:
-        """Each instance has a space of its own in its host's mempool; one for all where nothing moves on a host."""
-        host = self._links.host_of(number)
-        space = number if self._spec.peer.bytes_per_ms else host
-        return PoolPlace(Epoch(host + 1), Epoch(space + 1), f"host-{host}")
 
     def _die(self, number: int) -> None:
         self.engines[number].die()

@@ -5,6 +5,7 @@ alone are taken together until one of them ends; whoever needs the engine earlie
 """
 
 import heapq
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from typing import Any
 
 from loadtest.simulator.blocks import BlockStore, tokens_of
 from loadtest.simulator.events import EventQueue
-from loadtest.simulator.held import free, keep_output, seal_prompt
+from loadtest.simulator.held import free, keep_output, promise, seal_prompt
 from loadtest.simulator.local import Local
 from loadtest.simulator.prices import Chunk, StepPrices
+from loadtest.simulator.room import EnginePages, Queues
 from loadtest.simulator.task import EngineHooks, EngineLimits, OnSteps, Task
 from services.mempool.core.entry import Entry
 
@@ -24,7 +26,7 @@ MAX_ROW_STEPS = 512
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """What an engine is made of. noise: factor of each step's time, called once a step or row of steps. keeps: what it
-    computed is found by later requests."""
+    computed is found by later requests. room_wait_ms: see EnginePages."""
 
     number: int
     events: EventQueue
@@ -35,6 +37,7 @@ class EngineParts:
     noise: Callable[[], float]
     local: Local
     keeps: bool = True
+    room_wait_ms: float = 0.0
 
 
 class Engine:
@@ -60,6 +63,8 @@ class Engine:
         self._decoding: dict[tuple[str, int], Task] = {}
         self._context_tokens = 0  # of all decodes
         self._num_admitted = self._generation = 0
+        queues = Queues(self._decoding, self._prefilling, self._ready, self._loading, self._waiting)
+        self._pages = EnginePages(parts.store, parts.limits.unit_tokens, parts.room_wait_ms, queues)
         self._run: tuple[float, int, int, float, list[tuple[Task, int]]] | None = None
 
     # -- from outside -----------------------------------------------------------------------------
@@ -94,6 +99,7 @@ class Engine:
             "step_ms": self.step_ms,
             "queued_prefill_ms": self._told_ms,
             "arrived": arrived,
+            "room": self._pages.now(self.num_steps),
         }
 
     def submit(self, task: Task) -> bool:
@@ -186,6 +192,7 @@ class Engine:
     def _reserve_steps(self, num_tokens: int) -> None:
         has_room = self.store.reserve(num_tokens)
         assert has_room, "counted before"
+        self._pages.row_tokens += num_tokens
 
     def _next_end(self) -> int:
         while (task := self._ends[0][2]).state != "decoding" or task.end_step != self._ends[0][0]:
@@ -204,15 +211,10 @@ class Engine:
         assert self._run is not None
         began_ms, num_steps, num_decodes, factor, chunks = self._run
         elapsed_ms = self._events.now_ms - began_ms
-        low, high = 1, num_steps
-        while low < high:
-            middle = (low + high) // 2
-            if self._row_ms(middle) >= elapsed_ms - 1e-9:
-                high = middle
-            else:
-                low = middle + 1
+        low = 1 + bisect_left(range(1, num_steps), elapsed_ms - 1e-9, key=self._row_ms)
         if low < num_steps:
             self.store.release(num_decodes * (num_steps - low))
+            self._pages.row_tokens -= num_decodes * (num_steps - low)
             end_ms = began_ms + self._row_ms(low)
             self._run = (began_ms, low, num_decodes, factor, chunks)
             self._generation += 1
@@ -223,6 +225,7 @@ class Engine:
             return
         began_ms, num_steps, num_decodes, _, chunks = self._run
         self._run = None
+        self._pages.row_tokens = 0
         took_ms = self._events.now_ms - began_ms
         if self.on_steps is not None:
             self.on_steps(began_ms, took_ms, num_steps, num_decodes)
@@ -260,6 +263,7 @@ class Engine:
                 break
             task.state = "prefilling"
             self._prefilling.append(task)
+            self._hooks.computed(self.number, task)
             new = min(task.goal_tokens - task.done_tokens, budget)
             chunks.append((task, new))
             budget -= new
@@ -270,7 +274,8 @@ class Engine:
             return self._ready.popleft()
         while self._waiting:
             task = self._waiting[0]
-            if not self._admit(task):
+            waits = self._pages.keeps_waiting(task, self.num_steps, self._events.now_ms)
+            if waits or not self._admit(task):
                 return None
             self._waiting.popleft()
             if task.state != "loading":
@@ -289,13 +294,10 @@ class Engine:
         if need > 0 and not store.reserve(need):
             store.unpin(found)
             return False
+        promise(store, task)
         self._num_admitted += 1
-        task.seq, task.state, task.entries, task.private_tokens = (
-            self._num_admitted,
-            "waiting",
-            found,
-            max(0, need),
-        )
+        task.seq, task.state, task.entries = self._num_admitted, "waiting", found
+        task.private_tokens = max(0, need)
         task.done_tokens = local
         self.num_recomputed_tokens += max(0, task.lost_tokens - local)
         task.lost_tokens = moved = dram = 0
@@ -324,16 +326,16 @@ class Engine:
         behind = self.store.match_dram(task.request.blocks[len(found) :]) if self._keeps else 0
         dram = max(0, min(here + behind, most) - local)
         num_blocks = (here + behind) // self.store.block_tokens
-        more = self._hooks.find(self.number, task, num_blocks)
-        return dram, max(
-            0, min(num_blocks * self.store.block_tokens + more, most) - local - dram
-        ) if more else 0
+        if not (more := self._hooks.find(self.number, task, num_blocks)):
+            return dram, 0
+        return dram, max(0, min(num_blocks * self.store.block_tokens + more, most) - local - dram)
 
     def _advance(self, task: Task, new: int) -> None:
         """A chunk of it was computed."""
         task.done_tokens += new
         seal_prompt(self.store, task, min(task.done_tokens, task.request.prompt_tokens))
         if task.done_tokens < task.goal_tokens:
+            self._hooks.computed(self.number, task)
             return
         self._prefilling.remove(task)
         self._unfinished.pop(task.name, None)

@@ -24,7 +24,7 @@ from shared.errors import PromptTooLong
 from shared.ids import InstanceId, RequestId
 from shared.prompttree.asked_before import AskedBefore
 from shared.wire.handoff import HandoffState
-from shared.wire.placement import Place, Placed, PrefixHit, Rejected, Target
+from shared.wire.placement import Held, Place, Placed, PrefixHit, Rejected, Target
 
 Submitted = Literal["taken", "down", "never fits"]
 TICK_MS = 50.0  # services/gateway/cluster.py, while a request waits to be placed again
@@ -34,7 +34,7 @@ class Workers(Protocol):
     """What the frontend asks of the cluster; names are instance ids."""
 
     def lookup(self, request: SimRequest) -> list[PrefixHit]: ...
-    def place(self, place: Place) -> Placed | Rejected: ...
+    def place(self, place: Place) -> Placed | Rejected | Held: ...
     def ended(self, request_id: RequestId, attempt: int) -> None: ...
     def submit(self, call: "Call", order: SendGenerate) -> Submitted: ...
     def abort(self, call: "Call", attempt: int, target: Target) -> None: ...
@@ -90,6 +90,7 @@ class Frontend:
         self._on_end = on_end
         self._budget = RetryBudget()
         self._open: dict[int, Call] = {}
+        self._held: dict[tuple[RequestId, int], Call] = {}  # by the scheduler
 
     @property
     def num_open(self) -> int:
@@ -178,6 +179,7 @@ class Frontend:
         elif isinstance(action, SendEnded):
             self._events.after(hop_ms, self._workers.ended, call.name, action.attempt)
             call.targets = []
+            self._held.pop((call.name, action.attempt), None)
         elif call.flow.phase is Phase.ENDED:
             self._end(call, action.code if isinstance(action, Fail) else "")
         return ()
@@ -198,11 +200,17 @@ class Frontend:
                 continues=True,
             )
         )
+        if isinstance(answer, Held):
+            self._held[call.name, action.attempt] = call
         self._events.after(self._delays.hop_ms, self._placed, call, answer)
 
-    def _placed(self, call: Call, answer: Placed | Rejected) -> None:
-        take = call.flow.on_placed if isinstance(answer, Placed) else call.flow.on_rejected
-        self._run(call, take(answer, now_ms=self._now()))  # type: ignore[arg-type]
+    def _placed(self, call: Call, answer: Placed | Rejected | Held) -> None:
+        self._run(call, call.flow.on_scheduler(answer, now_ms=self._now()))
+
+    def placed_at_last(self, answer: Placed | Rejected) -> None:
+        """Of a call that the scheduler held."""
+        call = self._held.pop((answer.request_id, answer.attempt))
+        self._events.after(self._delays.hop_ms, self._placed, call, answer)
 
     def _note(self, call: Call, action: SendGenerate) -> None:
         placed, record = call.flow.placed, call.record

@@ -38,8 +38,16 @@ def free_private(store: BlockStore, task: Task) -> None:
     task.private_tokens = 0
 
 
+def promise(store: BlockStore, task: Task) -> None:
+    """It may come to have so much, until free()."""
+    task.promised_tokens = task.final_tokens
+    store.promised_tokens += task.promised_tokens
+
+
 def free(store: BlockStore, task: Task) -> None:
     """All of it."""
+    store.promised_tokens -= task.promised_tokens
+    task.promised_tokens = 0
     free_private(store, task)
     store.unpin(task.entries)
     task.entries = []

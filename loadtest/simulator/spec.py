@@ -15,6 +15,9 @@ from services.scheduler.core.policies import PolicyName
 from services.scheduler.core.predict import CostSettings
 from shared.wire.reports import Role
 
+ROOM_WAIT_MS = 5_000  # of a scheduler, by default: for room anywhere
+HANDOFF_ROOM_MS = 60_000.0  # of a worker
+
 
 @dataclass(frozen=True, slots=True)
 class Death:
@@ -28,6 +31,8 @@ class Death:
 class ClusterSpec:
     """What is simulated. Tokens of memory are of each instance.
 
+    room_wait_ms: so long a handed-over prompt waits at its decode instance for room in the pages;
+    0: nobody says what room there is. handoff_ahead: as the worker's setting.
     noise: standard deviation of the factor by which each step's time differs; drawn from `seed`.
     """
 
@@ -37,7 +42,9 @@ class ClusterSpec:
     dram_tokens: int = 0
     policy: PolicyName = "cost"
     cost: CostSettings = field(default_factory=CostSettings)
-    placement: PlacementLimits = field(default_factory=PlacementLimits)
+    placement: PlacementLimits = field(default_factory=lambda: PlacementLimits(room_wait_ms=ROOM_WAIT_MS))
+    room_wait_ms: float = HANDOFF_ROOM_MS
+    handoff_ahead: bool = True
     limits: EngineLimits = field(default_factory=EngineLimits)
     local: Local = field(default_factory=Local)
     pd_caching: PdCaching = PdCaching.FULL
@@ -51,6 +58,19 @@ class ClusterSpec:
     deaths: tuple[Death, ...] = ()
     noise: float = 0.0
     seed: int = 0
+
+    @property
+    def counts_room(self) -> bool:
+        """Whether instances say what room their pages have, as engines in order of arrival do: nobody asks where
+        nothing is handed over."""
+        return {"prefill", "decode"} <= {*self.roles} and self.local.policy == "fcfs"
+
+    def sends_ahead(self, number: int) -> bool:
+        """Whether blocks of a long prompt leave this instance before all of it is computed: within a host only."""
+        moves = self.peer.bytes_per_ms > 0.0 and self.instances_per_host > 1
+        return (
+            self.handoff_ahead and moves and self.roles[number] == "prefill" and self.local.policy == "fcfs"
+        )
 
 
 def roles_of(num_prefill: int, num_decode: int, num_colocated: int = 0) -> tuple[Role, ...]:

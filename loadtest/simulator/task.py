@@ -43,6 +43,8 @@ class Task:
     private_tokens: int = 0
     done_tokens: int = 0  # positions whose KV is there
     goal_tokens: int = 0  # positions to compute before the next token
+    promised_tokens: int = 0  # of memory that it may come to have here
+    ahead_tokens: int = 0  # of a prefill's prompt, sent to its decode side before the prompt was done
     lost_tokens: int = 0  # that were computed before it was preempted
     made: int = 0  # output tokens
     joined_step: int = 0
@@ -59,6 +61,12 @@ class Task:
     def wanted_tokens(self) -> int:
         """Output tokens that this stage makes: the first of a disaggregated request is prefill's."""
         return self.request.output_tokens - (self.stage == "decode")
+
+    @property
+    def final_tokens(self) -> int:
+        """Of KV that this stage has at its end."""
+        made_tokens = 0 if self.stage == "prefill" else self.request.output_tokens
+        return self.request.prompt_tokens + made_tokens
 
     @property
     def end_step(self) -> int:
@@ -83,3 +91,4 @@ class EngineHooks:
     load: Callable[[int, Task, int, int], None]  # tokens from other instances, tokens from host memory
     first_token: Sink
     finished: Sink
+    computed: Sink  # of a prefill: so much of its prompt is there, and more is to come

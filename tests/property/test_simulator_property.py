@@ -95,6 +95,7 @@ def test_all_memory_returns_and_none_is_used_twice(spec, seed, gap_ms):
     for engine in simulation.engines:
         if not engine.dead:
             assert (engine.store.private_tokens, engine.store.pinned_tokens) == (0, 0)
+            assert engine.store.promised_tokens == 0
             assert (engine.num_running, engine.num_waiting) == (0, 0)
             assert engine.told()["queued_prefill_ms"] == engine.told()["unfinished_prefill_tokens"] == 0
             assert engine.context_tokens == 0
@@ -136,7 +137,9 @@ def test_one_instance_with_memory_for_all_hits_what_an_infinite_cache_would(seed
 @settings(max_examples=examples(15), deadline=None)
 @given(specs(), st.integers(0, 50), st.sampled_from(["shares", "bursts"]))
 def test_where_all_fit_turns_change_nothing(spec, seed, fair_for):
-    many = replace(spec, memory_tokens=1 << 20, limits=replace(spec.limits, max_running=256))
+    many = replace(
+        spec, memory_tokens=1 << 20, limits=replace(spec.limits, max_running=256), handoff_ahead=False
+    )
     requests = conversations(seed)
     arrival = simulate(replace(many, local=Local()), PRICES, requests)
     turns = simulate(replace(many, local=Local("cfs", rules_for(fair_for))), PRICES, requests)
