@@ -14,7 +14,7 @@ from tests.fault.campaign_instances import Instance
 from tests.fault.campaign_rig import Clock, Process, Zygote
 from tests.fault.campaign_world import BOTH, CUT, KILL, PATIENCE_S, RECOVERY_S, STOP, World
 
-STILL_S = 2.6  # longer than the heartbeats' patience and the two seconds
+STILL_S = 2.6  # longer than the heartbeats' patience and the two seconds, or until that is noticed
 FREEZE_S = 0.06
 CATCH_S = 3.0
 LINK = "link"
@@ -156,10 +156,20 @@ class Hosts:
         if process is None or not process.alive:
             return
         self.counters["mempools that stood still"] += 1
-        self.clock.stop(process, STILL_S)
-        self._expect_notice(STANDS_STILL, self.other(host))
-        until_s = time.monotonic() + STILL_S
-        self.clock.until(lambda: time.monotonic() > until_s, "it stood still", PATIENCE_S)
+        self.clock.stop(process, PATIENCE_S)
+        observer, at_s, until_s = self.other(host), time.time(), time.monotonic() + STILL_S
+        num_expected = len(self._unnoticed)
+        self._expect_notice(STANDS_STILL, observer)
+        is_expected = len(self._unnoticed) > num_expected
+
+        def is_over() -> bool:
+            """An observer that stood still itself, for a moment, begins to count anew."""
+            if time.monotonic() <= until_s or not (is_expected and observer.mempool.alive):
+                return time.monotonic() > until_s
+            return any(event == "peer_lost" and s > at_s - 0.002 for event, s in observer.link_lines())
+
+        self.clock.until(is_over, "it stood still", PATIENCE_S)
+        self.clock.wake(process)
 
     def _expect_notice(self, what: str, observer: Host) -> None:
         process = observer.mempool.process

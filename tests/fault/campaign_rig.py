@@ -62,6 +62,10 @@ class Clock:
                 del self.stopped[pid]
                 process.signal(signal.SIGCONT)
 
+    def wake(self, process: "Process") -> None:
+        if self.stopped.pop(process.pid, None) is not None:
+            process.signal(signal.SIGCONT)
+
     def wake_all(self) -> None:
         for _, process in self.stopped.values():
             process.signal(signal.SIGCONT)

@@ -68,7 +68,7 @@ async def running(model_dir: Path, **changes):
         **{
             "model_dir": str(model_dir), "model_name": MODEL, "redis_url": "",
             "coordinator_url": coordinator.url, "scheduler": scheduler.server.address,
-            "membership_interval_ms": 100, **patience.LIMITS_MS["gateway"], **changes,
+            "membership_interval_ms": 100, "resume_deadline_ms": 60_000, **patience.LIMITS_MS["gateway"], **changes,
         }
     )  # fmt: skip
     gateway = Gateway(settings)

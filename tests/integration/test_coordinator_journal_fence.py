@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from services.coordinator import shell
+from services.coordinator import journal as members_journal
+from services.coordinator import market_journal, shell
 from services.coordinator.config import CoordinatorSettings
 from services.coordinator.core import membership
 from services.coordinator.core.membership import JournalEntry
@@ -23,6 +24,13 @@ from tests.support.control_plane import register, until, until_async
 P0, P1 = InstanceId("p0"), InstanceId("p1")
 LEASE_MS = 1_000
 KEPT_MS = 60_000  # of who leads as long as the test wants, whatever pauses there are
+
+
+@pytest.fixture(autouse=True)
+def a_disk_may_be_slow(monkeypatch):
+    """And a Redis that gets no core."""
+    for module in (members_journal, market_journal):
+        monkeypatch.setattr(module, "DEADLINE_MS", 10_000)
 
 
 class Way:
@@ -184,7 +192,7 @@ async def test_what_a_leader_noted_while_redis_was_away_is_written_in_the_term_t
 
 async def test_redis_takes_no_word_of_who_does_not_lead_in_this_term(world):
     """However late it comes: a process that was paused between its look at the clock and its write."""
-    leader = await led(world, "leader")
+    leader = await led(world, "leader", lease_ms=KEPT_MS)
     await until_written(leader)
     owner, boot, term = leader.lending.fence
     for fence in ((owner, boot, term - 1), (owner, "another", term), ("another", boot, term)):
@@ -199,7 +207,7 @@ async def test_redis_takes_no_word_of_who_does_not_lead_in_this_term(world):
 
 async def test_members_are_written_before_a_coordinator_resigns(world, monkeypatch):
     """Whoever leads next reads at once: what is written later is not read, or is put over what it writes."""
-    first = await led(world, "first")
+    first = await led(world, "first", lease_ms=KEPT_MS)
     await until_written(first)
     registered = []
     real_close = Journal.close

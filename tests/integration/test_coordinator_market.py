@@ -260,7 +260,7 @@ async def test_nothing_is_granted_between_a_wiped_journal_and_the_term_that_know
 
 async def test_a_journal_that_is_not_fsynced_always_is_said_and_refused_where_it_is_required(redis, opened):
     made = await shell(redis, opened, journal_fsync="always", leader_lease_ms=60_000)
-    assert made.fsync_policy == "everysec"
+    await until(lambda: made.fsync_policy == "everysec")
     await until(lambda: made.view().why_not == "journal.not_durable")
     assert (await made.lease(ask(), "k")).code == "journal.not_durable"
 

@@ -179,7 +179,7 @@ def test_eight_clients_at_once_get_what_each_would_get_alone(reference, cluster)
 def test_a_worker_counts_a_prompt_that_was_handed_over_in_the_share_of_its_pages_that_is_used(cluster):
     """Leases pin it: none of it is the decode engine's own."""
     admin = Ports(gateway=cluster.base + 90, base=cluster.base).worker("decode", 0)[1]
-    body = {"model": "quire-demo", "prompt": [9] * (40 * BLOCK_TOKENS), "max_tokens": 96, "ignore_eos": True}
+    body = {"model": "quire-demo", "prompt": [9] * (40 * BLOCK_TOKENS), "max_tokens": 600, "ignore_eos": True}
 
     async def run() -> list[dict]:
         async with httpx.AsyncClient(timeout=180) as client:
@@ -202,6 +202,9 @@ def test_a_profiled_run_needs_the_prompts_that_decode_was_handed_and_no_more(clu
         for role in ("prefill", "decode")
     ]
     urls = tuple(f"http://127.0.0.1:{port}/status" for port in admin)
+    until(
+        lambda: not httpx.get(urls[1], timeout=30).json()["kv_used_bytes"], "nothing of other tests is used"
+    )
     runner = LiveRunner(LiveOptions(url=cluster.url, statuses=urls, max_lag_ms=60_000, sample_ms=20))
     worker = httpx.get(urls[1], timeout=30).json()
     (space,) = cluster.pool()["spaces"]
@@ -209,7 +212,10 @@ def test_a_profiled_run_needs_the_prompts_that_decode_was_handed_and_no_more(clu
     request = Request(
         0, 0.0, "profiled", 0, (Segment(content_id("profiled"), 40 * BLOCK_TOKENS),), 8 * BLOCK_TOKENS
     )
-    observed = runner.run([request])
+    for _ in range(5):
+        observed = runner.run([request])
+        if observed.peak_kv_bytes:  # else whoever reads the pages stood still over the whole answer
+            break
     assert not [one.error for one in observed.outcomes if one.error]
     assert 40 <= observed.peak_kv_bytes / worker["block_bytes"] <= 40 + 6 + 2, "and a block in advance"
     until(lambda: not httpx.get(urls[1], timeout=30).json()["kv_used_bytes"], "nothing is used")

@@ -18,6 +18,7 @@ from tests.integration.test_exactness import (
     completion_body,
     stage,
 )
+from tests.support import patience
 from tests.support.cluster_dram import dram_behind_host_memory, empty, swap_out
 from tests.support.exactness_cases import ANSWER_TOKENS, LENGTHS_TOKENS, SECOND_TURNS_AFTER
 from tests.support.local_cluster import LocalCluster
@@ -32,7 +33,9 @@ def cluster(tmp_path_factory):
     flags = ("dtype=float32", "kv_space=own", f"mempool_bytes={SPACE_BYTES}", "max_model_len=2048")
     words = [word for flag in flags for word in ("--set", flag)]
     home = tmp_path_factory.mktemp("dram") / "home"
-    with LocalCluster(home, *words, env=dram_behind_host_memory(home)) as cluster:
+    # engines that have all pages, and get no core for a while, give some back for what is read
+    env = dram_behind_host_memory(home) | {"QUIRE_MEMPOOL_PULL_PATIENCE_MS": str(patience.MS // 2)}
+    with LocalCluster(home, *words, env=env) as cluster:
         yield cluster
 
 

@@ -38,7 +38,7 @@ async def rig(model_dir, monkeypatch):
     monkeypatch.setattr(GatewayProtocol, "connection_made", connection_made)
     monkeypatch.setattr(GatewayProtocol, "connection_lost", connection_lost)
     before = {key: value for key, value in vars(Limits).items() if not key.startswith("_")}
-    async with running(model_dir, api_keys=[KEY], body_idle_timeout_ms=int(1000 * IDLE_S)) as found:
+    async with running(model_dir, api_keys=[KEY], body_idle_timeout_ms=30_000) as found:
         found.say("said")
         found.extra["open"] = open_now
         yield found
@@ -184,8 +184,9 @@ async def test_a_key_in_a_trailer_is_no_key(rig):
     ids=["trailers", "a body at a modest rate"],
 )
 async def test_behind_a_refusal_no_body_is_read_without_bound_and_nothing_is_answered_twice(
-    rig, pieces, pause_s
+    rig, pieces, pause_s, monkeypatch
 ):
+    monkeypatch.setattr(Limits, "body_idle_timeout_s", IDLE_S)
     counts = Counts()
     async with connected(rig) as (reader, writer):
         writer.write(head(CHUNKED, key=False))
@@ -234,8 +235,9 @@ async def test_a_body_that_ends_soon_behind_its_refusal_leaves_a_connection_that
     ],
 )  # fmt: skip
 async def test_what_the_protocol_refuses_counts_as_a_request_and_an_error_and_not_as_a_client_that_left(
-    rig, data, expected
+    rig, data, expected, monkeypatch
 ):
+    monkeypatch.setattr(Limits, "body_idle_timeout_s", IDLE_S)
     counts = Counts()
     async with connected(rig) as (reader, writer):
         writer.write(data)
@@ -254,10 +256,7 @@ async def test_a_head_that_is_not_received_in_time_counts(rig, monkeypatch):
 
 
 @pytest.mark.parametrize("path", [CHAT, b"/tokenize"])
-async def test_a_client_that_leaves_inside_its_body_counts_as_499_and_as_one_that_left(
-    rig, path, monkeypatch
-):
-    monkeypatch.setattr(Limits, "body_idle_timeout_s", 30.0)
+async def test_a_client_that_leaves_inside_its_body_counts_as_499_and_as_one_that_left(rig, path):
     counts = Counts()
     async with connected(rig) as (_, writer):
         writer.write(head(b"content-length: 10\r\n", path=path) + b"abc")

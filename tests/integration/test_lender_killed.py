@@ -32,6 +32,7 @@ NUM_LENT = 24  # pages on loan to the crowd
 NUM_USED = 4  # of these with parked blocks when the lender dies
 NUM_FAR_LENT = 8
 PLENTY_MS = 600_000
+MAX_RUNS = 5
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,7 @@ def lent_ones_are_nowhere_else(status: Any) -> bool:
 def crowd_of_a_killed_lender(
     is_used: Callable[[Any], bool], deadline_ms: int, at_rest: str = ""
 ) -> dict[str, Any]:
+    """Again where the moment to kill it was not seen: others may have had the cores."""
     made: list[KilledLender] = []
 
     @contextmanager
@@ -74,8 +76,10 @@ def crowd_of_a_killed_lender(
             made.append(lender)
             yield
 
-    with in_memory_for_four(policies=("cfs",), beside=beside) as found:
-        return {**found, "lender": made[0]}
+    while True:
+        with in_memory_for_four(policies=("cfs",), beside=beside) as found:
+            if made[-1].exit_status or len(made) == MAX_RUNS:
+                return {**found, "lender": made[-1]}
 
 
 def assert_stocks(found: dict[str, Any], stock: dict[str, Any]) -> None:

@@ -128,7 +128,7 @@ async def test_a_report_says_whether_blocks_on_a_gpu_pass_between_hosts(tmp_path
         assert await client.wait_connected(30_000)  # before its engine
         worker = Worker(mempool.socket, "worker-0", GPUS[0])
         try:
-            await client.status()  # what was said before it has come
+            await client.status(timeout_ms=30_000)  # what was said before it has come
             place = PromptPages(client, DESCRIBED, WorkerSettings()).place
             assert place is not None
             assert (bool(place.address), place.crosses_hosts) == (True, dram_bytes > 0)

@@ -20,7 +20,8 @@ P, D = InstanceId("prefill-0"), InstanceId("decode-0")
 SEED = chain_seed("f", "tenant")
 TOKENS = list(range(100, 118))  # four full blocks of 4, and a tail of two
 LENGTH = 6000
-PATIENCE = {"copy-timeout-ms": 60_000, "out-timeout-ms": 60_000}  # with a machine that may stop the mempool
+# with a machine that may stop the mempool, or an engine
+PATIENCE = dict.fromkeys(("copy-timeout-ms", "out-timeout-ms", "pull-patience-ms"), 60_000)
 
 
 @pytest.fixture

@@ -23,10 +23,14 @@ PROMPT = "The list type has these methods. " * 12
 
 @pytest.fixture
 def cluster(tmp_path, request):
-    """By an indirect parameter: with that policy."""
+    """By an indirect parameter: with that policy, and with its Redis given no more time than by default."""
     model = without_weights(tmp_path / "model")
     logs = tmp_path / "logs"
-    flags = FLAGS | {"scheduler": [*FLAGS["scheduler"], "--policy", getattr(request, "param", "cost")]}
+    policy = getattr(request, "param", "")
+    more = (
+        {"scheduler": ["--policy", policy]} if policy else {"gateway": ["--tree-lookup-deadline-ms", "5000"]}
+    )
+    flags = FLAGS | {section: [*FLAGS[section], *words] for section, words in more.items()}
     with Cluster(model, log_dir=logs, flags=flags) as running:
         yield running
 

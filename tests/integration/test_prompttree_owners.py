@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from shared.prompttree import publisher
 from shared.prompttree.hits import pack_audience
 from shared.prompttree.scripts import BEAT, CLAIM, NONE_BEHIND, OWNERS, RELEASE, SPACES, WRITE
 from shared.transport.redis_link import RedisLink
@@ -19,6 +20,12 @@ from tests.support.prompttree_rig import (
     published,
 )
 from tests.support.quickest import ever
+
+
+@pytest.fixture(autouse=True)
+def patient_publishers(monkeypatch):
+    """Who take no busy machine for a Redis that does not answer."""
+    monkeypatch.setattr(publisher, "CALL_DEADLINE_MS", 30_000)
 
 
 async def test_a_new_epoch_ends_the_old_entries_and_silences_the_old_process(redis, opened):

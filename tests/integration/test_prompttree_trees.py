@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 
 from shared.kv.block_hash import chain_seed, hash_blocks, pack_tokens
+from shared.prompttree import publisher
 from shared.prompttree.client import DEADLINE_MS, PromptTreeClient
 from shared.prompttree.hits import pack_audience
 from shared.prompttree.lookup_cache import LookupCache
@@ -21,6 +22,12 @@ from tests.support.control_plane import until, until_async
 from tests.support.quickest import ever
 
 GRACE_MS = 40  # of a busy machine, beyond the deadline
+
+
+@pytest.fixture(autouse=True)
+def patient_publishers(monkeypatch):
+    """Who take no busy machine for a Redis that does not answer."""
+    monkeypatch.setattr(publisher, "CALL_DEADLINE_MS", 30_000)
 
 
 def chain(num_blocks, model="m", tenant=""):
@@ -151,8 +158,8 @@ async def test_an_engine_in_the_pages_of_a_space_writes_nothing_twice(redis, ope
     await until(lambda: engine.covered)
     assert await link.call("HKEYS", "quire:pt:owners", timeout_ms=30_000) == [b"d0"]
     assert await client.lookup(prompt, 1) == [PrefixHit("d0", 8), PrefixHit("p0", 8)]
-    for publisher in (engine, space):
-        publisher.stored(prompt[8:16])
+    for owner in (engine, space):
+        owner.stored(prompt[8:16])
     await until(lambda: space.in_sync)
     await asyncio.sleep(0.3)  # some beats
     assert await link.call("HKEYS", "quire:pt:owners", timeout_ms=30_000) == [b"d0"]

@@ -21,6 +21,7 @@ from deploy.local.cli import app
 from deploy.local.config import DEMO_MODEL, paths_of
 from shared.errors import SettingsError
 from shared.free_ports import is_free
+from tests.integration.mempool_rig import until
 from tests.support import patience
 from tests.support.local_cluster import free_base_port
 
@@ -339,9 +340,8 @@ def test_a_cluster_from_up_to_down(quire, tmp_path):
         assert chat.stdout.strip()
         assert re.search(r"decode +decode-0", chat.stderr)
         request_id = re.search(r"quire trace (chatcmpl-\w+)", chat.stderr).group(1)
-        timeline = quire("trace", request_id).stdout
-        assert "gateway.receive" in timeline
-        assert "decode-0" in timeline
+        until(lambda: "decode-0" in quire("trace", request_id).stdout, "decode's spans")
+        assert "gateway.receive" in quire("trace", request_id).stdout
 
         models = json.loads(quire("model", "show", "--json").stdout)
         assert models["prefill-0"]["coefficients"]["step_overhead_ms"] == 10.0

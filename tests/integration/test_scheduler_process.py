@@ -149,6 +149,12 @@ async def test_a_request_is_placed_on_the_pair_and_its_load_given_back(scheduler
 @pytest.mark.parametrize("scheduler", [()], indirect=True)
 async def test_a_silent_worker_gets_nothing_after_1500_ms(scheduler, cluster):
     gateway, (prefill, _) = cluster
+
+    async def all_live():
+        status = await asyncio.to_thread(get_json, f"http://{scheduler.admin}/status")
+        return all(instance["live"] for instance in status["instances"])
+
+    await until_async(all_live)  # also where this process has just stood still
     prefill.reporting = False
 
     async def is_alone():

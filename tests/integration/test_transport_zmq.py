@@ -33,13 +33,11 @@ async def opened():
 
 
 async def serve(opened, on_message=None, **options):
+    def answer(identity, _, ask, raw):
+        server.send(identity, Answer(ask.number), raw)
+
     server = RouterServer(
-        "tcp://127.0.0.1:0",
-        into=ASK,
-        out=ANSWER,
-        on_message=on_message
-        or (lambda identity, _seq, ask, raw: server.send(identity, Answer(ask.number), raw)),
-        **options,
+        "tcp://127.0.0.1:0", into=ASK, out=ANSWER, on_message=on_message or answer, **options
     )
     await server.start()
     opened.append(server)
@@ -333,6 +331,7 @@ async def test_a_frozen_peer_is_noticed_within_2_s_and_heard_again_when_it_wakes
 
     async def attempt():
         await asyncio.sleep(0.6)  # heartbeats flow
+        await until(lambda: link.up)
         downs.clear()
         process.send_signal(signal.SIGSTOP)
         begin = time.monotonic()

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from shared.engine.worker_config import WorkerSettings
+from shared.engine.worker_links import MeasuredLinks
 from shared.engine.worker_pages import Brought, PromptPages
 from shared.kv.block_hash import chain_seed, pack_tokens
 from shared.testing.mock_engine import MockEngine
@@ -79,6 +80,7 @@ async def test_rates_of_what_came_by_one_path_are_measured_and_told(model_dir):
     settings = patient(model_dir)
     layout = msgspec.structs.replace(MockEngine(settings).description, block_bytes=4 << 20)
     prompt_pages = PromptPages(pages, layout, settings)
+    prompt_pages._links = MeasuredLinks(lambda: 0.0)  # nothing fades
     seed = chain_seed("f", "")
     assert prompt_pages.links == {}
     for brought in (

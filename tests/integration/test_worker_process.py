@@ -111,7 +111,10 @@ async def test_a_worker_registers_says_hello_reports_and_serves(model_dir, tmp_p
             await until(lambda: told[-1].num_prefills_measured and told[-1].num_decodes_measured, "measuring")
             assert not told[0].num_prefills_measured
             seqs = [r.seq for r in here.scheduler.reports]
-            assert seqs == list(range(1, len(seqs) + 1))
+            # a link that broke, where this process stood still, has taken some along
+            assert seqs == (
+                list(range(1, len(seqs) + 1)) if len(here.scheduler.hellos) == 1 else sorted(set(seqs))
+            )
             status = worker.status()
             assert (status["num_accepted"], status["num_inflight"]) == (1, 0)
             assert worker.metric("quire_worker_output_tokens_total") == 16

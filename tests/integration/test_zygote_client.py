@@ -172,7 +172,7 @@ async def test_a_worker_that_ends_while_the_zygote_hangs_has_ended(rig, tmp_path
 
 async def test_the_word_of_a_zygote_that_answers_is_waited_for(rig, tmp_path, monkeypatch):
     client, heard, zygote = rig
-    monkeypatch.setattr(zygote_client, "EXIT_WAIT_S", 0.05)
+    monkeypatch.setattr(zygote_client, "EXIT_WAIT_S", 0.4)
     spawn(client, tmp_path)
     await zygote.asked()
     worker = zygote.fork("w")

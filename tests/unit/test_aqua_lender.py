@@ -1,5 +1,7 @@
 """A process that lends: whatever fails of it, and wherever, what it offered and the memory for it come back."""
 
+import dataclasses
+
 import pytest
 
 from shared.aqua import lender as module
@@ -209,6 +211,7 @@ def test_a_mempool_that_did_not_answer_is_told_by_the_next_reclaim(world, lender
     with pytest.raises(PeerTimeout):
         lender.lend(4 * PAGE)
     world.fails.clear()
+    lender._settings = dataclasses.replace(lender._settings, timeout_ms=60_000)
     (offer,) = world.told()
     world.open[offer.offer_id] = offer.length_bytes  # it heard of it by the coordinator
     lender.reclaim(0)
