@@ -16,8 +16,6 @@ async def test_an_answer_outlives_a_second_loss_later_than_the_placement_deadlin
     async with running(make_model_dir(tmp_path), placement_deadline_ms=int(DEADLINE_S * 1000)) as rig:
         third = FakeWorker("w-c")
         await third.start()
-        rig.coordinator.views.append(third.view)
-        await until(lambda: len(rig.gateway.cluster.workers_up) == 3)
         rig.scheduler.decide = colocate(rig.a, rig.b, third)
         for worker in (rig.a, rig.b, third):
             worker.script = answer_tokens(rig.ids(TEXT), gap_s=0.05)
