@@ -22,6 +22,7 @@ from shared.background_task import begin_task
 from shared.engine import fair_scheduler, far_scheduler, page_room, page_scheduler
 from shared.engine.block_hasher import EXTRA_ARGS_KEY
 from shared.engine.cache_events import CacheEventReceiver
+from shared.engine.cpu_dtype import engine_dtype
 from shared.engine.describe import describe_engine, why_not_in_pages
 from shared.engine.engine_arguments import (
     engine_arguments,
@@ -55,7 +56,10 @@ from shared.engine.worker_config import WorkerSettings, has_slots, works_in_page
 from shared.errors import InvalidRequest, PeerGone
 from shared.kv.model_files import check_split
 from shared.kv.words import u32_bytes, u64_bytes
+from shared.observe.log import get_logger
 from shared.wire.requests import TokenLogprob
+
+_log = get_logger("engine")
 
 EVENT_POLL_S = 0.1
 
@@ -85,6 +89,15 @@ class VllmEngine:
         elif (chosen := with_slots(settings, config)) is not settings:
             settings, config = chosen, self._engine_args(chosen).create_engine_config()
         self.description = describe_engine(config, settings.model_name, settings.model_dir, layout)
+        if (
+            engine_dtype(settings.dtype, settings.model_dir, on_cpu=current_platform.is_cpu())
+            != settings.dtype
+        ):
+            _log.info(
+                "computes_in_float32",
+                why="this CPU has no fast products of 16 bits",
+                otherwise="worker.dtype",
+            )
         self.device = "cpu" if current_platform.is_cpu() else current_platform.get_device_name()
         self._set_sizes(config)
         self.keeps_leases = works_in_pages(settings)

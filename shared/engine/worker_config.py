@@ -38,7 +38,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     model_name: str = ""  # "": the folder's name
     engine: Literal["vllm", "mock"] = "vllm"  # the mock is for fault and load tests only
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: str = "auto"
+    dtype: str = "auto"  # the model's; float32 on a CPU that is slow with 16 bits (cpu_dtype.py)
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, for measurements
     threads: int = 1  # OpenMP threads of a CPU engine
     kv_cache: Literal["auto", "pages", "copy"] = "auto"  # pages: the cache is the mempool's memory itself
