@@ -34,6 +34,11 @@ class Leaving(Condemned):
     @abstractmethod
     def _split(self, branch: Branch, at: int) -> Branch: ...
 
+    @property
+    def can_evict(self) -> bool:
+        """Whether evict() would find one. Cost: as evict()'s."""
+        return self._leaves.coldest() is not None
+
     def evict(self) -> Entry | None:
         """Remove and return the least recently used leaf without a pin; None when every leaf is pinned.
 

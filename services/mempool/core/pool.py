@@ -342,6 +342,7 @@ class Pool(Lifetimes):
 
     def tick(self, now_ms: int) -> list[Action]:
         """End what is due; give memory of free pages back once the pool has been quiet."""
+        self._ticked_at_ms = now_ms
         self._sends += self.readers.expire(now_ms)
         if self.releases is not None:
             self.releases.tick(now_ms)
@@ -359,8 +360,7 @@ class Pool(Lifetimes):
 
     def next_deadline_ms(self) -> int | None:
         """When tick() has something to do, or earlier; None: not before the next event."""
-        due = [self.leases.next_deadline_ms()]
-        due.append(self.dropped_at_ms())
+        due = [self.leases.next_deadline_ms(), self.ask_again_at_ms(), self.dropped_at_ms()]
         if self.releases is not None:
             due.append(self.releases.next_deadline_ms())
         memory = self.memory

@@ -1,6 +1,8 @@
 """Free pages of a space for whoever wants some: the mempool's own claims, then engines. No I/O.
 
-Blocks that nobody pins leave for them, the coldest first.
+Blocks that nobody pins leave for them, the coldest first, from the end of their prompts. Where every prompt ends in
+blocks that an engine only caches, engines are asked to let go of some: else those of another would wait for ever beside
+pages that nobody uses.
 """
 
 from abc import ABC, abstractmethod
@@ -16,6 +18,9 @@ from services.mempool.core.space import Memory
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire import mempool as wire
 
+UNPINNED_AT_ONCE = 64  # blocks: behind each, all of a prompt before it may go
+ASK_AGAIN_MS = 100  # what requests used then may be only cached by now
+
 
 class Supply(ABC):
     """See Attachments, which has these."""
@@ -26,10 +31,17 @@ class Supply(ABC):
     releases: Releases | None
     claims: list[Claim]
     outlet: Callable[[int], bool] | None
+    _active_at_ms: int
+    _ticked_at_ms = 0
+    _asked_at_ms: int | None = None  # for cached blocks; None: somebody could be served since, or nobody asks
 
     @abstractmethod
     def note(self, *entries: Entry) -> None:
         """See Attachments."""
+
+    @abstractmethod
+    def ask_unpin(self, count: int) -> int:
+        """See Pool."""
 
     @abstractmethod
     def _send(self, connection: int, message: wire.FromMempool) -> None: ...
@@ -52,6 +64,21 @@ class Supply(ABC):
             self.counters["pages_granted"] += len(granted)
             pages, epochs = zip(*granted, strict=True)
             self._send(connection, wire.Granted(pages=u32_bytes(pages), epochs=u64_bytes(epochs)))
+        self._ask_for_cached(memory)
+
+    def _ask_for_cached(self, memory: Memory) -> None:
+        lacking = 0 if memory.table.num_free else memory.engines.num_lacking()
+        if not lacking or self.index.can_evict or not self.index.num_pinned:
+            self._asked_at_ms = None
+            return
+        now_ms = max(self._active_at_ms, self._ticked_at_ms)
+        if self._asked_at_ms is None or now_ms >= self._asked_at_ms + ASK_AGAIN_MS:
+            self._asked_at_ms = now_ms
+            self.ask_unpin(min(lacking, UNPINNED_AT_ONCE))
+
+    def ask_again_at_ms(self) -> int | None:
+        """When engines are asked for cached blocks again; None: not before the next event."""
+        return self._asked_at_ms + ASK_AGAIN_MS if self._asked_at_ms is not None else None
 
     def _make_room(self) -> bool:
         if self.outlet is not None and self.memory is not None:
