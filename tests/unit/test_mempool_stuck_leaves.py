@@ -73,3 +73,17 @@ def test_nobody_is_asked_while_the_end_of_a_prompt_can_go(num_unpinned):
     rig.engine(PREFILL, quota=3, works_in_pages=True)
     assert len(rig.granted[PREFILL]) == 3
     assert asked(rig) == []
+
+
+def test_who_lacks_pages_may_have_most_blocks_itself_and_the_other_is_asked_all_the_same():
+    rig = Harness(16)
+    rig.engine(DECODE, quota=7, works_in_pages=True)
+    rig.engine(PREFILL, quota=7, works_in_pages=True)
+    (end,) = rig.save(DECODE, chain("a"))
+    for name in ("b", "c"):  # which a request of its own still uses
+        rig.save(PREFILL, chain(*(f"{name}{number}" for number in range(3))))
+    rig.engine(3, quota=7, works_in_pages=True)
+    rig.say(3, wire.NeedPages(count=7))
+    assert len(asked(rig)) == 1
+    rig.say(DECODE, wire.Unpin(**page_lists([end])))
+    assert asked(rig) == [1]

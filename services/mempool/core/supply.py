@@ -18,7 +18,7 @@ from services.mempool.core.space import Memory
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire import mempool as wire
 
-UNPINNED_AT_ONCE = 64  # blocks: behind each, all of a prompt before it may go
+UNPINNED_AT_ONCE = 64  # blocks of an engine: behind each, all of a prompt before it may go
 ASK_AGAIN_MS = 100  # what requests used then may be only cached by now
 
 
@@ -38,10 +38,6 @@ class Supply(ABC):
     @abstractmethod
     def note(self, *entries: Entry) -> None:
         """See Attachments."""
-
-    @abstractmethod
-    def ask_unpin(self, count: int) -> int:
-        """See Pool."""
 
     @abstractmethod
     def _send(self, connection: int, message: wire.FromMempool) -> None: ...
@@ -74,7 +70,12 @@ class Supply(ABC):
         now_ms = max(self._active_at_ms, self._ticked_at_ms)
         if self._asked_at_ms is None or now_ms >= self._asked_at_ms + ASK_AGAIN_MS:
             self._asked_at_ms = now_ms
-            self.ask_unpin(min(lacking, UNPINNED_AT_ONCE))
+            for (
+                engine
+            ) in memory.engines.attached.values():  # all: who has most may be who lacks pages, and use them
+                if count := min(lacking, UNPINNED_AT_ONCE, len(engine.pinned)):
+                    self.counters["pages_asked_unpinned"] += count
+                    self._send(engine.connection, wire.Shrink(count=count, cached=True))
 
     def ask_again_at_ms(self) -> int | None:
         """When engines are asked for cached blocks again; None: not before the next event."""
