@@ -70,9 +70,8 @@ class Supply(ABC):
         now_ms = max(self._active_at_ms, self._ticked_at_ms)
         if self._asked_at_ms is None or now_ms >= self._asked_at_ms + ASK_AGAIN_MS:
             self._asked_at_ms = now_ms
-            for (
-                engine
-            ) in memory.engines.attached.values():  # all: who has most may be who lacks pages, and use them
+            # all of them: who has most may be who lacks pages, and use what it has
+            for engine in memory.engines.attached.values():
                 if count := min(lacking, UNPINNED_AT_ONCE, len(engine.pinned)):
                     self.counters["pages_asked_unpinned"] += count
                     self._send(engine.connection, wire.Shrink(count=count, cached=True))
