@@ -94,5 +94,6 @@ def test_what_waits_in_front_of_the_engine_changes_no_other_number_of_its_load()
         num_running=4, num_waiting=3, num_preempted=9, num_kept_tokens=70, num_recomputed_tokens=1
     )
     front = SimpleNamespace(num_waiting=lambda prompts: 2)
-    worker = SimpleNamespace(engine=SimpleNamespace(load=lambda: load), front=front)
+    kv = SimpleNamespace(used_share=lambda load: load.kv_used_share)
+    worker = SimpleNamespace(engine=SimpleNamespace(load=lambda: load), front=front, kv=kv)
     assert WorkerShell.load(worker) == replace(load, num_waiting=5)
