@@ -9,10 +9,10 @@ import pytest
 from tests.integration.test_exactness import stage
 from tests.support.local_cluster import LocalCluster
 
-PAGE_BYTES = 2 * 6 * 2 * 64 * 32 * 2  # K and V, layers, heads, their size, tokens, bfloat16
+PAGE_BYTES = 2 * 6 * 2 * 64 * 32 * 4  # K and V, layers, heads, their size, tokens, float32
 NUM_PAGES = 56  # of each engine; a request takes 9 to 20
 NUM_REQUESTS = 12
-FLAGS = ("kv_space=own", f"mempool_bytes={NUM_PAGES * PAGE_BYTES}", "max_model_len=1472")
+FLAGS = ("dtype=float32", "kv_space=own", f"mempool_bytes={NUM_PAGES * PAGE_BYTES}", "max_model_len=1472")
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -83,7 +83,34 @@ def test_who_lacks_pages_may_have_most_blocks_itself_and_the_other_is_asked_all_
     for name in ("b", "c"):  # which a request of its own still uses
         rig.save(PREFILL, chain(*(f"{name}{number}" for number in range(3))))
     rig.engine(3, quota=7, works_in_pages=True)
+    rig.write(3, rig.take(3, len(rig.granted[3])))
     rig.say(3, wire.NeedPages(count=7))
+    rig.advance(ASK_AGAIN_MS)
     assert len(asked(rig)) == 1
     rig.say(DECODE, wire.Unpin(**page_lists([end])))
     assert asked(rig) == [1]
+
+
+def test_an_engine_that_has_all_the_pages_is_not_asked_for_what_it_caches_itself():
+    rig = Harness(8)
+    rig.engine(DECODE, quota=8, works_in_pages=True)
+    ends = []
+    for name in "ab":
+        pages = rig.save(DECODE, chain(f"{name}0", f"{name}1", f"{name}2"))
+        rig.say(DECODE, wire.Unpin(**page_lists(pages[:2])))
+        ends.append(pages[2])
+    rig.write(DECODE, rig.take(DECODE, len(rig.granted[DECODE])))
+    rig.say(DECODE, wire.NeedPages(count=8))
+    rig.advance(10 * ASK_AGAIN_MS)
+    assert rig.pool.status().pages_by_state["free"] == 0
+    assert asked(rig) == []
+
+
+def test_cached_blocks_stay_while_the_others_have_pages_in_stock():
+    rig, ends = full()
+    rig.engine(PREFILL, quota=7, works_in_pages=True)
+    rig.say(DECODE, wire.Unpin(**page_lists(ends[:1])))
+    assert rig.granted[PREFILL]
+    num_asked = len(asked(rig))
+    rig.advance(10 * ASK_AGAIN_MS)
+    assert len(asked(rig)) == num_asked

@@ -17,7 +17,7 @@ from services.mempool.core.page_state import PageEvent
 from services.mempool.core.page_table import PageTable
 from services.mempool.core.radix import Index
 from shared.ids import Epoch, InstanceId, PageId
-from shared.kv.page import STOCK_PART
+from shared.kv.page import STOCK_PART, PageState
 
 CALLER = InstanceId("")  # instance of attachments that are no rank of an engine (callers.py)
 
@@ -202,6 +202,18 @@ class Engines:
     def num_lacking(self) -> int:
         """Pages that serve() would evict blocks for, and grant."""
         return sum(map(self._needed, self.attached.values()))
+
+    def beside_starving(self) -> list[Engine]:
+        """Engines of a space in which another one has not the pages in stock that its longest request takes, and may
+        have more. Cost: a look at every held page of those that may.
+        """
+        states, granted = self._table.states, int(PageState.GRANTED)
+        starving = [
+            engine
+            for engine in self.attached.values()
+            if self._needed(engine) and sum(states[p] == granted for p in engine.held) < max(1, engine.least)
+        ]
+        return [e for e in self.attached.values() if any(other is not e for other in starving)]
 
     def excess(self) -> dict[int, int]:
         """connection -> pages beyond its cap."""

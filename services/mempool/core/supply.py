@@ -19,7 +19,7 @@ from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire import mempool as wire
 
 UNPINNED_AT_ONCE = 64  # blocks of an engine: behind each, all of a prompt before it may go
-ASK_AGAIN_MS = 100  # what requests used then may be only cached by now
+ASK_AGAIN_MS = 100  # what requests used then may be only cached by now, and who had pages may lack some
 
 
 class Supply(ABC):
@@ -70,8 +70,8 @@ class Supply(ABC):
         now_ms = max(self._active_at_ms, self._ticked_at_ms)
         if self._asked_at_ms is None or now_ms >= self._asked_at_ms + ASK_AGAIN_MS:
             self._asked_at_ms = now_ms
-            # all of them: who has most may be who lacks pages, and use what it has
-            for engine in memory.engines.attached.values():
+            # not who lacks pages itself: it evicts of its own what it caches, when a request needs that
+            for engine in memory.engines.beside_starving():
                 if count := min(lacking, UNPINNED_AT_ONCE, len(engine.pinned)):
                     self.counters["pages_asked_unpinned"] += count
                     self._send(engine.connection, wire.Shrink(count=count, cached=True))
